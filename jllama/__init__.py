@@ -1,0 +1,1 @@
+"""jllama: the Llama family in JAX and Flax."""

@@ -1,0 +1,112 @@
+"""The architecture of one Llama, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from jllama.errors import UsageError
+
+
+def llama_mlp_dim(embed_dim: int, *, multiple_of: int = 256, multiplier: float | None = None) -> int:
+    """Llama's rule for the width of the feed-forward block.
+
+    Two thirds of ``4 * embed_dim`` (SwiGLU has three matrices where a plain block has two), times ``multiplier`` if
+    given, rounded up to a multiple of ``multiple_of``. Source: Meta's reference ``FeedForward`` for Llama 1 to 3.
+    """
+    width = int(2 * (4 * embed_dim) / 3)
+    if multiplier is not None:
+        width = int(multiplier * width)
+    return multiple_of * -(-width // multiple_of)
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched to reach contexts longer than the pre-training one.
+
+    Args:
+        type: ``linear`` divides every frequency by ``factor`` (Chen et al. 2023, arXiv:2306.15595); ``llama3`` divides
+            only the low ones, and blends in between (Llama 3.1, arXiv:2407.21783).
+        factor: by how much low frequencies are divided; 8 for Llama 3.1, 32 for Llama 3.2.
+        low_freq_factor: ``llama3``: wavelengths over ``original_max_seq_len / low_freq_factor`` are divided.
+        high_freq_factor: ``llama3``: wavelengths under ``original_max_seq_len / high_freq_factor`` are kept.
+        original_max_seq_len: ``llama3``: the context length of pre-training, in tokens.
+    """
+
+    type: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.factor < 1:
+            raise UsageError(f"rope_scaling.factor is {self.factor}; it must be at least 1")
+        if self.type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise UsageError(
+                f"rope_scaling has low_freq_factor {self.low_freq_factor} and high_freq_factor "
+                f"{self.high_freq_factor}; they must be positive, the low one smaller"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """Every number that shapes a Llama. A size left at 0 is worked out from the others.
+
+    Args:
+        vocab_size: rows of the embedding table; in training, 0 takes the tokenizer's.
+        num_layers: transformer blocks.
+        embed_dim: width of the residual stream.
+        num_heads: query heads.
+        num_kv_heads: key and value heads; 0 means ``num_heads`` (multi-head), 1 is multi-query.
+        head_dim: width of one head; 0 means ``embed_dim / num_heads``.
+        mlp_dim: width of the SwiGLU block; 0 means Llama's rule, see ``llama_mlp_dim``.
+        max_seq_len: the longest context, in tokens.
+        norm_eps: epsilon inside RMSNorm's square root.
+        rope_theta: base of the rotary frequencies.
+        rope_scaling: stretches the rotary frequencies for long contexts; null for none.
+        tie_embeddings: the output head is the embedding table, transposed.
+    """
+
+    vocab_size: int = 0
+    num_layers: int = 4
+    embed_dim: int = 256
+    num_heads: int = 4
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    mlp_dim: int = 0
+    max_seq_len: int = 256
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "embed_dim", "num_heads", "max_seq_len"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("vocab_size", "num_kv_heads", "head_dim", "mlp_dim"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be positive, or 0 to work it out")
+        for name in ("norm_eps", "rope_theta"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be positive")
+        if not self.head_dim and self.embed_dim % self.num_heads:
+            raise UsageError(
+                f"embed_dim {self.embed_dim} is not divisible by num_heads {self.num_heads}: "
+                f"change one of them or give head_dim"
+            )
+        derived = {
+            "num_kv_heads": self.num_kv_heads or self.num_heads,
+            "head_dim": self.head_dim or self.embed_dim // self.num_heads,
+            "mlp_dim": self.mlp_dim or llama_mlp_dim(self.embed_dim),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+        if self.num_heads % self.num_kv_heads:
+            raise UsageError(
+                f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}: "
+                f"every key-value head serves the same number of query heads"
+            )
+        if self.head_dim % 2:
+            raise UsageError(f"head_dim {self.head_dim} is odd: rotary embedding turns pairs, so it must be even")

@@ -1,0 +1,87 @@
+"""Batches of windows over a flat array of tokens: endless and shuffled for training, exhaustive for validation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import grain
+import numpy as np
+from jaxtyping import Bool, Int32, Integer
+
+from jllama.errors import JllamaError, UsageError
+
+
+def training_batches(
+    tokens: Integer[np.ndarray, "tokens"],
+    *,
+    batch_size: int,
+    seq_len: int,
+    seed: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> grain.DatasetIterator[Int32[np.ndarray, "rows window"]]:
+    """Windows of ``seq_len + 1`` tokens (inputs, and the same shifted by one) forever, in int32.
+
+    Every epoch lays strides of ``seq_len`` over the tokens, from another random offset so that the boundaries move, and
+    shuffles them anew: no token is a target twice in an epoch, but for a few at the very end. Of each global batch,
+    process ``p`` of ``P`` gets rows ``[p * batch_size / P, (p + 1) * batch_size / P)``, so the global batch does not
+    depend on ``P``, and neither does the iterator's state (``get_state``, ``set_state``): it counts global batches.
+    Fewer tokens than one batch raise JllamaError.
+    """
+    if batch_size % process_count:
+        raise UsageError(
+            f"batch_size {batch_size} is not divisible by the {process_count} processes: each takes the same rows"
+        )
+    needed = batch_size * seq_len + 1
+    if len(tokens) < needed:
+        raise JllamaError(
+            f"the training split has {len(tokens)} tokens, and one batch of {batch_size} x {seq_len} needs {needed}: "
+            f"give more text, or lower batch_size or seq_len"
+        )
+    rows = batch_size // process_count
+    mine = slice(process_index * rows, (process_index + 1) * rows)
+    windows, last = (len(tokens) - 1) // seq_len, len(tokens) - seq_len - 1
+
+    def gather(index: int, chosen: np.ndarray) -> np.ndarray:
+        epochs = (index * batch_size + np.arange(batch_size)) // windows
+        starts = np.minimum(chosen * seq_len + [_offset(seed, epoch, seq_len) for epoch in epochs.tolist()], last)
+        return tokens[starts[mine, None] + np.arange(seq_len + 1)].astype(np.int32)
+
+    # Without drop_remainder, the length of the endless dataset overflows at batch size 1 (grain 0.2.18).
+    shuffled = grain.MapDataset.range(windows).seed(seed).shuffle().repeat(None).batch(batch_size, drop_remainder=True)
+    return iter(shuffled.map_with_index(gather).to_iter_dataset(grain.ReadOptions(num_threads=0)))
+
+
+@functools.lru_cache
+def _offset(seed: int, epoch: int, seq_len: int) -> int:
+    return int(np.random.default_rng((seed, epoch)).integers(seq_len))
+
+
+def validation_batches(
+    tokens: Integer[np.ndarray, "tokens"], *, batch_size: int, seq_len: int, max_tokens: int = 0
+) -> Iterator[tuple[Int32[np.ndarray, "rows window"], Bool[np.ndarray, "rows seq"]]]:
+    """Windows that predict every token but the first exactly once, with a mask over the ``seq_len`` targets.
+
+    Window ``w`` predicts tokens ``w * seq_len + 1`` to ``(w + 1) * seq_len``. The last window and the last batch are
+    filled up with zeros, which the mask leaves out. With ``max_tokens`` over 0, an evenly spaced subset of about that
+    many targets, at least one window. Fewer than two tokens raise JllamaError.
+    """
+    if len(tokens) < 2:
+        raise JllamaError(
+            f"the validation split has {len(tokens)} tokens, and at least 2 are needed: "
+            f"give more text or raise data.validation_fraction"
+        )
+    windows = -(-(len(tokens) - 1) // seq_len)
+    count = min(windows, max(1, max_tokens // seq_len)) if max_tokens else windows
+    chosen = np.arange(count) * windows // count
+
+    def batch(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        positions = starts[:, None] + np.arange(seq_len + 1)
+        inside = np.zeros((batch_size, seq_len + 1), bool)
+        inside[: len(starts)] = positions < len(tokens)
+        rows = np.zeros((batch_size, seq_len + 1), np.int32)
+        rows[inside] = tokens[positions[positions < len(tokens)]]
+        return rows, inside[:, 1:]
+
+    return (batch(chosen[first : first + batch_size] * seq_len) for first in range(0, count, batch_size))

@@ -1,0 +1,242 @@
+"""From a corpus to tokens on disk, once: documents, their split, their tokenizer, and flat files of ids."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import sys
+import uuid
+import zlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Integer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jllama.data.config import DataConfig
+from jllama.data.corpus import corpus_files, read_corpus
+from jllama.errors import JllamaError
+from jllama.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
+
+FORMAT = 1  # part of every fingerprint: raise it when the files below, or the tokenizer's training, change
+FEW_DOCUMENTS = 32  # up to so many, each document is split; above, whole documents go to one side
+GROUP = 1 << 18  # characters that one thread tokenises at a time
+GZIP_LIMIT = 1 << 26  # bytes of validation text that gzip is measured on
+SPLITS = ("train", "validation")
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitCounts:
+    """What one split holds: ``tokens`` with BOS and EOS, ``documents``, and ``bytes`` of UTF-8 text."""
+
+    tokens: int
+    documents: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """A tokenised corpus: each document as BOS, its tokens, EOS, one after the other in a memory-mapped array.
+
+    ``gzip_bytes`` is what ``gzip -9`` makes of the first ``gzip_of_bytes`` bytes of the validation text, so that
+    ``8 * gzip_bytes / gzip_of_bytes`` is gzip's bits per byte. ``fingerprint`` names corpus, split and tokenizer.
+    """
+
+    tokenizer: Tokenizer
+    train: Integer[np.ndarray, "train_tokens"]
+    validation: Integer[np.ndarray, "validation_tokens"]
+    fingerprint: str
+    train_counts: SplitCounts
+    validation_counts: SplitCounts
+    gzip_bytes: int
+    gzip_of_bytes: int
+
+
+def prepare_data(config: DataConfig) -> Dataset:
+    """Tokenise a corpus, or find it done: the cache is keyed by the files' names, sizes and times, and the tokenizer.
+
+    Source text that cannot be read or is too short, and a cache folder that cannot be written, raise JllamaError.
+    """
+    cache = Path(config.cache_dir or os.environ.get("JLLAMA_CACHE") or "~/.cache/jllama").expanduser()
+    files = corpus_files(config.path, cache)
+    stats = {name: path.stat() for name, path in files.items()}
+    listing = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
+    corpus = _sha256(FORMAT, listing, config.text_field, config.validation_fraction)
+
+    def split_texts() -> Iterator[tuple[str, str]]:
+        texts = (document.text for document in read_corpus(files, config.text_field))
+        return split_documents(texts, config.validation_fraction)
+
+    if config.tokenizer == "bpe":
+        folder = cache / f"bpe-{_sha256(corpus, config.vocab_size)[:16]}"
+        if not folder.exists():
+            with _written_whole(folder) as partial:
+                training = (text for split, text in split_texts() if split == "train")
+                train_sentencepiece(training, config.vocab_size).save(partial)
+        tokenizer = load_tokenizer(folder)
+    else:
+        tokenizer = BytesTokenizer() if config.tokenizer == "bytes" else load_tokenizer(config.tokenizer)
+
+    fingerprint = _sha256(corpus, tokenizer.fingerprint())
+    folder = cache / f"tokens-{fingerprint[:16]}"
+    if not folder.exists():
+        with _written_whole(folder) as partial, _progress(sum(stat.st_size for stat in stats.values())) as progress:
+            _write_tokens(split_texts(), tokenizer, partial, fingerprint, progress)
+    return _load_tokens(folder, tokenizer)
+
+
+def split_documents(texts: Iterable[str], validation_fraction: float) -> Iterator[tuple[str, str]]:
+    """Pair each text with ``train`` or ``validation``, by nothing but the text, so the order has no say.
+
+    A text is held out if its SHA-256, read as a number in [0, 1), is under ``validation_fraction``. Of a corpus with
+    ``FEW_DOCUMENTS`` or fewer, where that would be a gamble, each document's end is held out instead.
+    """
+    texts = iter(texts)
+    first = list(itertools.islice(texts, FEW_DOCUMENTS + 1))
+    if len(first) > FEW_DOCUMENTS:
+        for text in itertools.chain(first, texts):
+            fraction = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64
+            yield ("validation" if fraction < validation_fraction else "train"), text
+    else:
+        for text in first:
+            cut = round(len(text) * (1 - validation_fraction))
+            yield from ((split, part) for split, part in zip(SPLITS, (text[:cut], text[cut:]), strict=True) if part)
+
+
+def _write_tokens(
+    split_texts: Iterable[tuple[str, str]], tokenizer: Tokenizer, folder: Path, fingerprint: str, progress: Progress
+) -> None:
+    """Write ``train.bin``, ``validation.bin`` and ``counts.json`` into ``folder``.
+
+    Threads tokenise: the libraries release Python's lock. Results are written in the order of the documents.
+    """
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    counts = {split: collections.Counter(tokens=0, documents=0, bytes=0) for split in SPLITS}
+    gzip, gzip_bytes, gzip_of_bytes = zlib.compressobj(9, wbits=31), 0, 0
+
+    def tokenise(group: list[tuple[str, str]]) -> dict[str, np.ndarray]:
+        ids = {split: [] for split in SPLITS}
+        for split, text in group:
+            ids[split] += [tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]
+        return {split: np.array(ids[split], dtype) for split in SPLITS}
+
+    with contextlib.ExitStack() as stack:
+        outputs = {split: stack.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS}
+        pool = stack.enter_context(ThreadPoolExecutor(os.cpu_count()))
+        waiting = collections.deque()
+
+        def write_oldest() -> None:
+            for split, ids in waiting.popleft().result().items():
+                outputs[split].write(ids.data)
+                counts[split]["tokens"] += len(ids)
+
+        for group in _groups(split_texts):
+            for split, text in group:
+                data = text.encode()
+                counts[split].update(documents=1, bytes=len(data))
+                progress.advance(progress.task_ids[0], len(data))
+                if split == "validation":
+                    data = data[: GZIP_LIMIT - gzip_of_bytes]
+                    gzip_bytes += len(gzip.compress(data))
+                    gzip_of_bytes += len(data)
+            waiting.append(pool.submit(tokenise, group))
+            if len(waiting) > 2 * (os.cpu_count() or 1):  # so that the corpus is never all in memory
+                write_oldest()
+        while waiting:
+            write_oldest()
+
+    for split in SPLITS:
+        if not counts[split]["tokens"]:
+            raise JllamaError(
+                f"the {split} split is empty: the corpus has {sum(c['documents'] for c in counts.values())} documents, "
+                f"so give more text or another data.validation_fraction"
+            )
+    report = {
+        "fingerprint": fingerprint,
+        "dtype": dtype.name,
+        **counts,
+        "gzip_bytes": gzip_bytes + len(gzip.flush()),
+        "gzip_of_bytes": gzip_of_bytes,
+    }
+    (folder / "counts.json").write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _groups(split_texts: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    """Consecutive documents, until together they reach GROUP characters."""
+    group, size = [], 0
+    for split, text in split_texts:
+        group.append((split, text))
+        size += len(text)
+        if size >= GROUP:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _load_tokens(folder: Path, tokenizer: Tokenizer) -> Dataset:
+    try:
+        report = json.loads((folder / "counts.json").read_text())
+        counts = {split: SplitCounts(**report[split]) for split in SPLITS}
+        tokens = {
+            split: np.memmap(folder / f"{split}.bin", report["dtype"], mode="r", shape=(counts[split].tokens,))
+            for split in SPLITS
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise JllamaError(
+            f"{folder} does not hold what was written there ({error}): delete it and start again"
+        ) from None
+    return Dataset(
+        tokenizer,
+        tokens["train"],
+        tokens["validation"],
+        report["fingerprint"],
+        counts["train"],
+        counts["validation"],
+        report["gzip_bytes"],
+        report["gzip_of_bytes"],
+    )
+
+
+def _sha256(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def _written_whole(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside ``folder`` that takes its name at the end; after an error nothing is left.
+
+    If another process was quicker, its folder stays and ours goes: both hold the same.
+    """
+    try:
+        partial = folder.with_name(f"{folder.name}.partial-{uuid.uuid4().hex[:8]}")
+        partial.mkdir(parents=True)
+        try:
+            yield partial
+            partial.rename(folder)
+        except OSError:
+            if not folder.exists():
+                raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise JllamaError(
+            f"cannot write {folder}: {error.strerror}; make room or give another --data.cache_dir"
+        ) from None
+
+
+def _progress(total: int) -> Progress:
+    """A progress bar of bytes on standard error, if that is a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    progress = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    progress.add_task("tokenising", total=total)
+    return progress

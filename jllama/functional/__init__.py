@@ -1,0 +1,46 @@
+"""Pure functions on arrays, each with its formula and source; nothing here imports the rest of jllama."""
+
+from jllama.functional.attention import (
+    cache_mask,
+    causal_mask,
+    grouped_query_attention,
+    masked_softmax,
+    padding_mask,
+    segment_mask,
+)
+from jllama.functional.loss import cross_entropy
+from jllama.functional.mlp import swiglu
+from jllama.functional.norm import layer_norm, rms_norm
+from jllama.functional.rope import (
+    apply_rope,
+    apply_rope_interleaved,
+    half_split_from_interleaved,
+    inverse_frequencies,
+    rope_tables,
+    scale_linear,
+    scale_llama3,
+)
+from jllama.functional.sampling import sample, top_k_mask, top_p_mask
+
+__all__ = [
+    "apply_rope",
+    "apply_rope_interleaved",
+    "cache_mask",
+    "causal_mask",
+    "cross_entropy",
+    "grouped_query_attention",
+    "half_split_from_interleaved",
+    "inverse_frequencies",
+    "layer_norm",
+    "masked_softmax",
+    "padding_mask",
+    "rms_norm",
+    "rope_tables",
+    "sample",
+    "scale_linear",
+    "scale_llama3",
+    "segment_mask",
+    "swiglu",
+    "top_k_mask",
+    "top_p_mask",
+]

@@ -1,0 +1,264 @@
+"""The Flax module: the pure functions of ``jllama.functional`` composed into a Llama.
+
+The module holds no state but its parameters. Compiled code takes ``params`` (a nested dictionary of arrays, see
+``jllama.parameters``) and puts the module together on its first line: ``llama = merge(config, params)``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jllama import functional as F
+from jllama.config import LlamaConfig
+from jllama.parameters import Parameter, Params, initial_std, parameter_table, shape_of
+
+
+class KVCache(NamedTuple):
+    """Keys and values of the tokens seen so far. Slot ``i`` of a row belongs to position ``i``.
+
+    Args:
+        keys, values: one array a layer, so that each is updated in place.
+        lengths: how many tokens each row holds; later slots are unused and never read.
+    """
+
+    keys: tuple[Float[Array, "batch kv_heads max_len head_dim"], ...]
+    values: tuple[Float[Array, "batch kv_heads max_len head_dim"], ...]
+    lengths: Int[Array, "batch"]
+
+    @classmethod
+    def zeros(cls, config: LlamaConfig, batch: int, max_len: int, dtype: jnp.dtype | type = jnp.float32) -> KVCache:
+        """An empty cache with room for ``max_len`` tokens in each of ``batch`` rows."""
+        shape = (batch, config.num_kv_heads, max_len, config.head_dim)
+        layers = range(config.num_layers)
+        return cls(
+            tuple(jnp.zeros(shape, dtype) for _ in layers),
+            tuple(jnp.zeros(shape, dtype) for _ in layers),
+            jnp.zeros(batch, jnp.int32),
+        )
+
+
+class Attend(NamedTuple):
+    """What every layer needs to know of the positions: rotary tables, who sees whom, and where new keys go."""
+
+    cos: Float[Array, "#batch seq half"]
+    sin: Float[Array, "#batch seq half"]
+    mask: Bool[Array, "#batch seq kv_seq"]
+    positions: Int[Array, "#batch seq"]
+
+
+KeysValues = tuple[Float[Array, "batch kv_heads kv_seq head_dim"], Float[Array, "batch kv_heads kv_seq head_dim"]]
+
+
+class Layer(nnx.Module):
+    """One transformer block: ``x += attention(norm(x))``, then ``x += swiglu(norm(x))``."""
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
+        self.norm_eps = config.norm_eps
+        for path, row in parameter_table(config).items():
+            if path.startswith("layers/"):
+                setattr(self, path.removeprefix("layers/"), _initial(row, config, rngs))
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], attend: Attend, cached: KeysValues | None = None
+    ) -> tuple[Float[Array, "batch seq embed"], KeysValues]:
+        """The block's output, and the keys and values it attended to: the new ones written into ``cached``, if given."""
+        normed = F.rms_norm(x, self.attn_norm[...], self.norm_eps)
+        query = F.apply_rope(_to_heads(normed, self.wq[...]), attend.cos, attend.sin)
+        key = F.apply_rope(_to_heads(normed, self.wk[...]), attend.cos, attend.sin)
+        value = _to_heads(normed, self.wv[...])
+        if cached is not None:
+            key = _write(cached[0], key, attend.positions)
+            value = _write(cached[1], value, attend.positions)
+        x = x + _from_heads(F.grouped_query_attention(query, key, value, attend.mask), self.wo[...])
+        normed = F.rms_norm(x, self.mlp_norm[...], self.norm_eps)
+        return x + F.swiglu(normed, self.w_gate[...], self.w_up[...], self.w_down[...]), (key, value)
+
+
+class Llama(nnx.Module):
+    """A whole Llama. Its layers are stacked on a leading axis and scanned, or separate and unrolled.
+
+    Scanning compiles in a time that does not grow with depth: for training. Unrolling spares each step the copy of a
+    layer's weights out of the stack: for decoding. Which one is a matter of how the parameters are laid out.
+    Source: Touvron et al. 2023 (arXiv:2302.13971), section 2.2.
+    """
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs, *, unrolled: bool = False) -> None:
+        self.config = config
+        table = parameter_table(config)
+        for path in ("embed", "final_norm", "lm_head"):
+            if path in table:
+                setattr(self, path, _initial(table[path], config, rngs))
+        keys = jax.random.split(rngs.params(), config.num_layers)
+        if unrolled:
+            self.layers = nnx.Dict({str(i): Layer(config, nnx.Rngs(key)) for i, key in enumerate(keys)})
+        else:
+            self.layers = nnx.vmap(lambda key: Layer(config, nnx.Rngs(key)))(keys)
+
+    def __call__(
+        self, tokens: Int[Array, "batch seq"], segments: Int[Array, "batch seq"] | None = None
+    ) -> Float[Array, "batch seq vocab"]:
+        """Float32 logits of the token that follows each one; ``segments`` as in ``hidden``."""
+        return self.logits(self.hidden(tokens, segments))
+
+    def hidden(
+        self,
+        tokens: Int[Array, "batch seq"],
+        segments: Int[Array, "batch seq"] | None = None,
+        positions: Int[Array, "#batch seq"] | None = None,
+        *,
+        remat: bool = False,
+    ) -> Float[Array, "batch seq embed"]:
+        """The final normalised activations of whole sequences.
+
+        Args:
+            tokens: ids below ``vocab_size``.
+            segments: numbers that tell packed documents apart; tokens attend only within their own. None: one each row.
+            positions: defaults to 0, 1, 2, ...; a query sees the keys at its own position and before.
+            remat: recompute each layer's activations in the backward pass instead of keeping them.
+        """
+        if positions is None:
+            positions = jnp.arange(tokens.shape[1])[None]
+        mask = F.causal_mask(positions, positions)
+        if segments is not None:
+            mask = mask & F.segment_mask(segments, segments)
+        attend = self._attend(positions, mask)
+
+        def run(layer: Layer, x: Array) -> Array:
+            return layer(x, attend)[0]
+
+        if isinstance(self.layers, Layer):
+            graph, stacked = nnx.split(self.layers)
+
+            def step(x: Array, weights: nnx.State) -> tuple[Array, None]:
+                return run(nnx.merge(graph, weights), x), None
+
+            x, _ = jax.lax.scan(jax.checkpoint(step) if remat else step, self._embed(tokens), stacked)
+        else:
+            x = self._embed(tokens)
+            for index in range(self.config.num_layers):
+                x = run(self.layers[str(index)], x)
+        return F.rms_norm(x, self.final_norm[...], self.config.norm_eps)
+
+    def extend(
+        self, tokens: Int[Array, "batch seq"], cache: KVCache, counts: Int[Array, "batch"]
+    ) -> tuple[Float[Array, "batch seq embed"], KVCache]:
+        """Continue each row of the cache by its first ``counts`` tokens: prefill, or one step of decoding.
+
+        Tokens past a row's count are padding: their activations mean nothing and no real token ever sees them.
+        Slots past the end of the cache are not written; the caller checks that ``lengths + counts`` fit.
+        Needs unrolled layers (``unstack_layers``). Returns the final normalised activations and the longer cache.
+        """
+        positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
+        attend = self._attend(positions, F.cache_mask(positions, cache.keys[0].shape[2]))
+        x = self._embed(tokens)
+        updated: list[KeysValues] = []
+        for index, cached in enumerate(zip(cache.keys, cache.values, strict=True)):
+            x, kept = self.layers[str(index)](x, attend, cached)
+            updated.append(kept)
+        keys, values = zip(*updated, strict=True)
+        x = F.rms_norm(x, self.final_norm[...], self.config.norm_eps)
+        return x, KVCache(keys, values, cache.lengths + counts)
+
+    def logits(self, hidden: Float[Array, "*lead embed"]) -> Float[Array, "*lead vocab"]:
+        """Float32 scores of every token in the vocabulary: ``hidden @ lm_head``."""
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        accumulator = jnp.promote_types(hidden.dtype, jnp.float32)
+        if self.config.tie_embeddings:
+            scores = jnp.einsum("te,ve->tv", flat, self.embed[...], preferred_element_type=accumulator)
+        else:
+            scores = jnp.einsum("te,ev->tv", flat, self.lm_head[...], preferred_element_type=accumulator)
+        return scores.reshape(*hidden.shape[:-1], -1)
+
+    def _embed(self, tokens: Array) -> Array:
+        return self.embed[...][tokens]
+
+    def _attend(self, positions: Array, mask: Array) -> Attend:
+        cos, sin = F.rope_tables(positions, rope_frequencies(self.config))
+        return Attend(cos, sin, mask, positions)
+
+
+def rope_frequencies(config: LlamaConfig) -> np.ndarray:
+    """The rotary frequencies of a configuration, scaled as it asks, in radians per token (float64)."""
+    frequencies = F.inverse_frequencies(config.head_dim, config.rope_theta)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    if scaling.type == "linear":
+        return F.scale_linear(frequencies, scaling.factor)
+    return F.scale_llama3(
+        frequencies,
+        scaling.factor,
+        scaling.low_freq_factor,
+        scaling.high_freq_factor,
+        scaling.original_max_seq_len,
+    )
+
+
+def merge(config: LlamaConfig, params: Params) -> Llama:
+    """The module with these parameters in it, stacked or unstacked; cheap, for the first line of a compiled function."""
+    return nnx.merge(_graph(config, unrolled="attn_norm" not in params["layers"]), params)
+
+
+def initial_params(key: Array, config: LlamaConfig) -> Params:
+    """Freshly drawn parameters, float32, layers stacked, as the table says. Works under ``jit`` and ``eval_shape``."""
+    return nnx.to_pure_dict(nnx.state(Llama(config, nnx.Rngs(key))))
+
+
+def abstract_params(config: LlamaConfig) -> Params:
+    """Shapes and dtypes of ``initial_params``, without any memory."""
+    return jax.eval_shape(functools.partial(initial_params, config=config), jax.random.key(0))
+
+
+def unstack_layers(params: Params) -> Params:
+    """The same parameters with one dictionary a layer (keys ``"0"``, ``"1"``, ...): the form that decoding unrolls."""
+    stacked = params["layers"]
+    num_layers = stacked["attn_norm"].shape[0]
+    return params | {"layers": {str(i): {name: stack[i] for name, stack in stacked.items()} for i in range(num_layers)}}
+
+
+@functools.cache
+def _graph(config: LlamaConfig, *, unrolled: bool) -> nnx.GraphDef[Llama]:
+    return nnx.graphdef(nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0), unrolled=unrolled)))
+
+
+def _initial(row: Parameter, config: LlamaConfig, rngs: nnx.Rngs) -> nnx.Param[Array]:
+    """One block's (or the whole model's) own share of a parameter: the ``layers`` axis is added by ``nnx.vmap``."""
+    shape = tuple(
+        size for size, axis in zip(shape_of(row, config), row.axes, strict=True) if axis != "layers"
+    )
+    if not row.inputs:
+        return nnx.Param(jnp.ones(shape))
+    return nnx.Param(initial_std(row, config) * jax.random.normal(rngs.params(), shape))
+
+
+def _to_heads(
+    x: Float[Array, "batch seq embed"], w: Float[Array, "embed heads head_dim"]
+) -> Float[Array, "batch heads seq head_dim"]:
+    batch, seq, embed = x.shape
+    flat = x.reshape(-1, embed) @ w.reshape(embed, -1)
+    return flat.reshape(batch, seq, *w.shape[1:]).swapaxes(1, 2)
+
+
+def _from_heads(
+    x: Float[Array, "batch heads seq head_dim"], w: Float[Array, "heads head_dim embed"]
+) -> Float[Array, "batch seq embed"]:
+    batch, heads, seq, head_dim = x.shape
+    flat = x.swapaxes(1, 2).reshape(-1, heads * head_dim) @ w.reshape(-1, w.shape[-1])
+    return flat.reshape(batch, seq, -1)
+
+
+def _write(
+    cached: Float[Array, "batch kv_heads max_len head_dim"],
+    new: Float[Array, "batch kv_heads seq head_dim"],
+    positions: Int[Array, "batch seq"],
+) -> Float[Array, "batch kv_heads max_len head_dim"]:
+    """Put ``new`` into each row's own slots. Unlike a dynamic slice, which would shift, it drops what does not fit."""
+    rows = jnp.arange(cached.shape[0])[:, None]
+    return cached.at[rows, :, positions].set(new.swapaxes(1, 2).astype(cached.dtype), mode="drop")

@@ -1,0 +1,84 @@
+"""One mesh of devices, and which axis of which array is split over which axis of the mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jllama.config import LlamaConfig
+from jllama.errors import UsageError
+from jllama.parameters import Parameter, parameter_table, shape_of
+
+RULES: dict[str, str] = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "embed": "fsdp"}
+"""Mesh axis that splits each logical axis of a parameter; those not named are whole on every device."""
+
+BATCH = PartitionSpec(("data", "fsdp"))
+"""How the rows of a batch are split."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """How many ways to split the work; the product is the number of devices.
+
+    Args:
+        data: copies of the model, each with its share of the batch; 0 takes all devices left over.
+        fsdp: ways to split the parameters (and the batch), gathered where they are used.
+        tensor: ways to split heads, feed-forward width and vocabulary.
+    """
+
+    data: int = 0
+    fsdp: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        if self.data < 0 or self.fsdp < 1 or self.tensor < 1:
+            raise UsageError(f"the mesh {dataclasses.asdict(self)} needs positive sizes (data may be 0: all that is left)")
+
+
+def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
+    """The mesh over all devices (of every process), with axes ``data``, ``fsdp`` and ``tensor``.
+
+    Raises:
+        UsageError: the sizes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    data = config.data or max(1, len(devices) // (config.fsdp * config.tensor))
+    shape = (data, config.fsdp, config.tensor)
+    if math.prod(shape) != len(devices):
+        raise UsageError(
+            f"the mesh data={data} x fsdp={config.fsdp} x tensor={config.tensor} needs {math.prod(shape)} devices, "
+            f"but there are {len(devices)}"
+        )
+    return jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def parameter_sharding(mesh: Mesh, parameter: Parameter) -> NamedSharding:
+    """A parameter's split over the mesh, by ``RULES``."""
+    return NamedSharding(mesh, PartitionSpec(*(RULES.get(axis) for axis in parameter.axes)))
+
+
+def state_sharding(mesh: Mesh, config: LlamaConfig, state: Any) -> Any:
+    """The sharding of every leaf of a training state (arrays or their shapes).
+
+    A leaf whose path ends in a parameter's path (the parameter itself, or its optimizer moments) is split like that
+    parameter; everything else is whole on every device.
+
+    Raises:
+        UsageError: an axis does not divide over its mesh axis.
+    """
+    table = parameter_table(config)
+    for path, row in table.items():
+        for axis, size in zip(row.axes, shape_of(row, config), strict=True):
+            ways = mesh.shape[RULES[axis]] if axis in RULES else 1
+            if size % ways:
+                raise UsageError(f"the {axis} axis of {path} has size {size}, which does not divide {ways} ways")
+
+    def sharding(key_path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        path = "/".join(key.key for key in key_path if isinstance(key, jax.tree_util.DictKey))
+        return parameter_sharding(mesh, table[path]) if path in table else NamedSharding(mesh, PartitionSpec())
+
+    return jax.tree_util.tree_map_with_path(sharding, state)

@@ -1,0 +1,185 @@
+"""SentencePiece, the tokenizer of Llama 1 and 2: reading a model, and training one."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import random
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+from jaxtyping import Int32
+
+from jllama.errors import JllamaError
+from jllama.tokenizers.bytes import checked_ids, utf8
+
+FILE_NAME = "tokenizer.model"
+SPACE = "\u2581"  # how SentencePiece writes a space inside a piece
+SEGMENT = 1 << 16  # characters; the library needs 40 bytes of memory for each, and is 2 to 3 times slower on long texts
+MAX_LINES = 400_000  # training samples this many lines at most: about 3 seconds
+LINE = re.compile(r"[^\n]{1,1000}")  # the library drops what is longer than 4192 bytes
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model. With byte fallback (every Llama has it) any text comes back unchanged.
+
+    ``encode`` gives what the library gives, but for U+2581: the library would turn it into a space, here it becomes its
+    three byte tokens, which decode to it.
+    """
+
+    def __init__(self, model: bytes, source: str = "the tokenizer") -> None:
+        """Load a serialised model; one that Llama could not use raises JllamaError naming ``source``."""
+        self._processor = sentencepiece.SentencePieceProcessor()
+        try:
+            whole = bool(model) and self._processor.LoadFromSerializedProto(model)
+        except RuntimeError:
+            whole = False
+        if not whole:
+            raise JllamaError(
+                f"{source} is not a SentencePiece model: give the tokenizer.model of a Llama 1 or 2 "
+                f"(Llama 3's file of that name is in tiktoken's format)"
+            )
+        self.vocab_size: int = self._processor.vocab_size()
+        self.bos_id: int = self._processor.bos_id()
+        self.eos_id: int = self._processor.eos_id()
+        if min(self.bos_id, self.eos_id) < 0:
+            raise JllamaError(f"{source} has no BOS or no EOS token, and a Llama needs both: give a Llama's tokenizer")
+        self._model = model
+        self._byte_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+        self._byte_fallback = self._processor.is_byte(self._byte_ids[0])
+        pieces = [self._processor.id_to_piece(token) for token in range(self.vocab_size)]
+        self._token_bytes = np.array([self._bytes_of(token, piece) for token, piece in enumerate(pieces)], np.int32)
+        newline = self._processor.encode("\n")
+        self._cut_at_newlines = (
+            not any("\n" in piece for piece in pieces)
+            and newline[0] == self._processor.piece_to_id(SPACE)
+            and self._processor.encode("a \n") == self._processor.encode("a ") + newline[1:]
+        )
+
+    def _bytes_of(self, token: int, piece: str) -> int:
+        if self._processor.is_control(token) or self._processor.is_unknown(token):
+            return 0
+        return 1 if self._processor.is_byte(token) else len(piece.replace(SPACE, " ").encode())
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of ``text``, without BOS and EOS. Control tokens spelled out in the text are encoded as text."""
+        utf8(text)
+        if SPACE not in text or not self._byte_fallback:
+            return self._encode(text)
+        stand_in = next(
+            char for char in map(chr, range(0xFDD0, 0xDFFF, -1)) if self._is_free(char) and char not in text
+        )
+        ids = "".join(map(chr, self._encode(text.replace(SPACE, stand_in))))  # a str only for its replace
+        old, new = ("".join(chr(self._byte_ids[byte]) for byte in char.encode()) for char in (stand_in, SPACE))
+        return [ord(char) for char in ids.replace(old, new)]
+
+    def _is_free(self, char: str) -> bool:
+        return self._processor.piece_to_id(char) == self._processor.unk_id()
+
+    def _encode(self, text: str) -> list[int]:
+        """The library's ids. A long text is cut before newlines, which no piece crosses: the same ids, sooner."""
+        if len(text) <= SEGMENT or not self._cut_at_newlines:
+            return self._processor.encode(text)
+        first, *others = self._processor.encode(list(_segments(text)))
+        for ids in others:
+            first += ids[1:]  # without the space that the library puts in front of every text
+        return first
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``; control and unknown tokens give nothing, and invalid UTF-8 gives U+FFFD."""
+        checked = checked_ids(ids, self.vocab_size)
+        return self._processor.decode(checked[self._token_bytes[checked] > 0].tolist())
+
+    def token_bytes(self) -> Int32[np.ndarray, "vocab"]:
+        """UTF-8 bytes that each token stands for; control tokens 0.
+
+        Over ``encode(text)`` they sum to ``len(text.encode()) + 1`` unless the text is empty: the library puts one
+        space in front, which is not in the text.
+        """
+        return self._token_bytes.copy()
+
+    def save(self, folder: Path) -> None:
+        """Write ``tokenizer.model`` into ``folder``, which is made if missing."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FILE_NAME).write_bytes(self._model)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the model file, in hexadecimal."""
+        return hashlib.sha256(self._model).hexdigest()
+
+
+def _segments(text: str) -> Iterator[str]:
+    start = 0
+    while (cut := text.find("\n", start + SEGMENT)) >= 0:
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
+
+
+def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> SentencePieceTokenizer:
+    """Train a byte-pair encoding with Llama 2's settings; the same documents give the same model, byte for byte.
+
+    It learns from lines, as Llama 2's did, so a newline is the byte token 13. At most ``MAX_LINES`` lines are used,
+    drawn evenly. A vocabulary that the text cannot fill, or too small for its characters, raises JllamaError.
+    """
+    lines = _sample_lines(documents)
+    if not lines:
+        raise JllamaError("there is no text to train a tokenizer on: give documents that are not empty")
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(  # pyright: ignore[reportAttributeAccessIssue]
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            split_digits=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=True,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            character_coverage=0.99995,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            num_threads=2,  # stands in the model file, so it is a constant
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise _training_error(str(error), vocab_size) from None
+    return SentencePieceTokenizer(model.getvalue())
+
+
+def _sample_lines(documents: Iterable[str]) -> list[str]:
+    """Every line if there are at most MAX_LINES, else a uniform sample of at least a quarter of that.
+
+    The library can sample too, but differently in every process.
+    """
+    draw = random.Random(0)
+    lines, kept = [], 1.0
+    for document in documents:
+        for line in LINE.finditer(document):
+            if kept == 1 or draw.random() < kept:
+                lines.append(line[0])
+            if len(lines) > MAX_LINES:
+                lines = [line for line in lines if draw.random() < 0.5]
+                kept /= 2
+    return lines
+
+
+def _training_error(message: str, vocab_size: int) -> JllamaError:
+    if too_high := re.search(r"value <= (\d+)", message):
+        return JllamaError(
+            f"the text supports a vocabulary of {too_high[1]} tokens, not {vocab_size}: "
+            f"lower vocab_size or give more text"
+        )
+    if too_low := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):
+        return JllamaError(
+            f"a vocabulary of {vocab_size} tokens is too small: this text needs at least {too_low[1]} "
+            f"for its characters and the 256 bytes, so raise vocab_size"
+        )
+    return JllamaError(f"SentencePiece could not train on this text: {message}")

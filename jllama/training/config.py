@@ -1,0 +1,94 @@
+"""Everything that decides a training run, as data: what the YAML files and the command line fill in."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from jllama.config import LlamaConfig
+from jllama.data import DataConfig
+from jllama.errors import UsageError
+from jllama.generation.engine import SamplingConfig
+from jllama.parallel.mesh import MeshConfig
+from jllama.training.optimizer import OptimizerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopConfig:
+    """How long to train and on how much at a time.
+
+    Args:
+        batch_size: windows of ``model.max_seq_len`` tokens in each step, over all devices.
+        steps: optimizer updates; 0 means as many as ``epochs`` need.
+        epochs: passes over the training text, if ``steps`` is 0.
+        accumulation: parts that a batch is taken in, one after the other, to save memory; the result is the same.
+        eval_every: steps between evaluations, each followed by a sample and a checkpoint; the last step has one too.
+        eval_tokens: validation tokens looked at in each evaluation but the last, evenly spaced; 0 is all of them.
+        log_every: steps between two lines in ``metrics.jsonl``.
+        keep_last: checkpoints kept besides the best one.
+        z_loss: weight of the squared log-normaliser in the loss.
+        dtype: of activations and of weights in matrix products; ``auto`` is bfloat16 on GPU and TPU, float32 on CPU.
+        remat: recompute activations in the backward pass, to save memory.
+        sample_prompt: what the text sampled at each evaluation begins with.
+        sample_tokens: how many tokens to sample then; 0 for none.
+    """
+
+    batch_size: int = 16
+    steps: int = 1000
+    epochs: float = 1.0
+    accumulation: int = 1
+    eval_every: int = 250
+    eval_tokens: int = 65_536
+    log_every: int = 10
+    keep_last: int = 1
+    z_loss: float = 0.0
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    remat: bool = False
+    sample_prompt: str = ""
+    sample_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "accumulation", "eval_every", "log_every", "keep_last"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"training.{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("steps", "eval_tokens", "z_loss", "sample_tokens"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"training.{name} is {getattr(self, name)}; it must not be negative")
+        if not self.steps and not self.epochs > 0:
+            raise UsageError(f"training.epochs is {self.epochs} and training.steps is 0; one of them must be positive")
+        if self.batch_size % self.accumulation:
+            raise UsageError(
+                f"training.batch_size {self.batch_size} is not divisible by training.accumulation {self.accumulation}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """A training run.
+
+    Args:
+        model: the architecture.
+        run_dir: the folder that will hold the run: configuration, tokenizer, metrics, checkpoints, samples, report.
+        seed: of the initial weights, the order of the data and the samples.
+        resume: ``auto`` continues the run in ``run_dir`` from its last checkpoint, if there is one; ``never`` refuses
+            a folder that already holds checkpoints.
+        data: the text.
+        optimizer: how the weights move.
+        training: how long, and on how much at a time.
+        sampling: how the text sampled at each evaluation is drawn.
+        mesh: how the work is split over devices.
+    """
+
+    model: LlamaConfig
+    run_dir: str = "runs/default"
+    seed: int = 0
+    resume: Literal["never", "auto"] = "never"
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    training: LoopConfig = dataclasses.field(default_factory=LoopConfig)
+    sampling: SamplingConfig = dataclasses.field(default_factory=lambda: SamplingConfig(temperature=0.8, top_p=0.95))
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:
+            raise UsageError(f"seed is {self.seed}; it must be between 0 and 2**32 - 1")

@@ -1,0 +1,335 @@
+"""The training loop: read a batch, take a step; now and then look, save and sample."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import math
+import platform
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grain
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from jllama.checkpoints.native import Checkpoints
+from jllama.data import Dataset, prepare_data, training_batches
+from jllama.errors import JllamaError, UsageError
+from jllama.generation.text import complete, prompt_ids
+from jllama.model import abstract_params, unstack_layers
+from jllama.parallel.mesh import BATCH, make_mesh, state_sharding
+from jllama.parameters import Params, count_parameters
+from jllama.training.config import TrainConfig
+from jllama.training.metrics import Evaluation, first_not_finite, make_evaluator, summarise
+from jllama.training.optimizer import learning_rate_at, make_optimizer
+from jllama.training.report import write_report
+from jllama.training.run_folder import CHECKPOINTS, METRICS, REPORT, SAMPLES, append_line, forget_after, write_config
+from jllama.training.step import StepMetrics, TrainState, initial_state, train_step
+
+T = TypeVar("T")
+
+
+def train(config: TrainConfig) -> Evaluation:
+    """Train as configured; everything is left in ``config.run_dir``. Returns the best checkpoint's final evaluation.
+
+    Nothing is written there before the corpus, the configuration and an earlier checkpoint have been found in order.
+
+    Raises:
+        JllamaError: the corpus, the folder or the disk is not in order, the loss is no longer a number, or the run
+            was interrupted (after saving a checkpoint).
+        UsageError: the configuration does not fit the corpus, the devices or itself.
+    """
+    console = Console(stderr=True, highlight=False)
+    folder = Path(config.run_dir)
+    if config.resume == "never" and (folder / CHECKPOINTS).exists():
+        raise UsageError(f"{folder} already holds a run: continue it with --resume auto, or choose another --run_dir")
+
+    data = prepare_data(config.data)
+    config = _resolved(config, data)
+    mesh = make_mesh(config.mesh)
+    _check_division(config, mesh)
+    batches = training_batches(
+        data.train,
+        batch_size=config.training.batch_size,
+        seq_len=config.model.max_seq_len,
+        seed=config.seed,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )
+    optimizer = make_optimizer(config.optimizer, config.model, abstract_params(config.model), config.training.steps)
+    start = functools.partial(initial_state, config=config.model, optimizer=optimizer)
+    abstract = jax.eval_shape(start, jax.random.key(config.seed))
+    shardings = state_sharding(mesh, config.model, abstract)
+
+    checkpoints = Checkpoints(folder / CHECKPOINTS, config.training.keep_last)
+    if saved := checkpoints.steps():
+        state, seconds_before = _restore(checkpoints, saved[-1], abstract, shardings, batches, data)
+    else:
+        state, seconds_before = jax.jit(start, out_shardings=shardings)(jax.random.key(config.seed)), 0.0
+    first_step = int(state.step)
+    write_config(folder, config)
+    data.tokenizer.save(folder)
+    for name in (METRICS, SAMPLES):
+        forget_after(folder / name, first_step)
+
+    dtype = _dtype(config.training.dtype)
+    take_step = jax.jit(
+        functools.partial(
+            train_step,
+            config=config.model,
+            optimizer=optimizer,
+            bos_id=data.tokenizer.bos_id,
+            accumulation=config.training.accumulation,
+            z_loss=config.training.z_loss,
+            dtype=dtype,
+            remat=config.training.remat,
+        ),
+        donate_argnums=0,
+        out_shardings=(shardings, None),
+    )
+    evaluate = make_evaluator(config.model, data, mesh, config.training.batch_size, dtype)
+    batch_sharding = NamedSharding(mesh, BATCH)
+    console.print(
+        f"[bold]{escape(str(folder))}[/bold]: {count_parameters(config.model):,} parameters on {mesh.size} "
+        f"{jax.default_backend()} device(s), {data.train_counts.tokens:,} training tokens, "
+        f"step {first_step:,} of {config.training.steps:,}"
+    )
+
+    began_s = time.perf_counter()
+    recent: list[StepMetrics] = []
+    recent_began_s, looking_s = began_s, 0.0
+    step = first_step
+    with _progress(console) as progress, _stop_signal() as stop_requested:
+        task = progress.add_task("", total=config.training.steps, completed=step, note="compiling")
+        while step < config.training.steps and not stop_requested():
+            state, metrics = take_step(state, jax.make_array_from_process_local_data(batch_sharding, next(batches)))
+            step += 1
+            recent.append(metrics)
+            look = step % config.training.eval_every == 0 or step == config.training.steps or stop_requested()
+            if look or step % config.training.log_every == 0:
+                _check_finite(recent, step, checkpoints)
+                record = summarise(recent, time.perf_counter() - recent_began_s, config.model, mesh.size)
+                rate = learning_rate_at(step - 1, config.optimizer, config.training.steps)
+                append_line(folder / METRICS, {"step": step, **record, "learning_rate": float(rate)})
+                note = f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s"
+                progress.update(task, completed=step, note=note)
+                if not console.is_terminal:
+                    console.print(f"step {step}: {note}")
+                recent = []
+            if look:
+                look_began_s = time.perf_counter()
+                evaluation = _or_warn(console, lambda: evaluate(state.params, config.training.eval_tokens))
+                seconds = seconds_before + time.perf_counter() - began_s
+                _save(checkpoints, state, batches, data, evaluation, seconds)
+                if evaluation is not None:
+                    append_line(folder / METRICS, {"step": step, **dataclasses.asdict(evaluation)})
+                    console.print(
+                        f"step {step}: validation loss [bold]{evaluation.validation_loss:.4f}[/bold], perplexity "
+                        f"{evaluation.perplexity:.2f}, {evaluation.bits_per_byte:.3f} bits per byte"
+                    )
+                _or_warn(console, lambda: _sample(console, folder, step, state.params, config, data))
+                _or_warn(console, lambda: write_report(folder, _receipt(config, data, mesh, evaluation, seconds)))
+                looking_s += time.perf_counter() - look_began_s
+            if not recent:
+                recent_began_s = time.perf_counter()
+        checkpoints.wait()
+    if step < config.training.steps:
+        raise JllamaError(f"stopped at step {step}, which is saved: continue with --resume auto")
+
+    best = checkpoints.best_step()
+    params = state.params
+    if best is not None and best != step:
+        params = checkpoints.restore_params(best, _placed(abstract.params, shardings.params))
+    final = evaluate(params, 0)
+    seconds = seconds_before + time.perf_counter() - began_s
+    append_line(folder / METRICS, {"step": step, "best_step": best, "final": dataclasses.asdict(final)})
+    write_report(folder, _receipt(config, data, mesh, final, seconds))
+    console.print(
+        f"Best checkpoint (step {best}) on the whole validation text: loss [bold]{final.validation_loss:.4f}[/bold], "
+        f"[bold]{final.bits_per_byte:.3f}[/bold] bits per byte; gzip -9 needs {_gzip_bits_per_byte(data):.3f}."
+    )
+    console.print(
+        f"{seconds:.0f} s in all, {looking_s:.0f} s of it evaluating, sampling and saving. Read {folder / REPORT}, "
+        f'or sample: python sample.py --checkpoint {folder} --prompt "..."'
+    )
+    return final
+
+
+def _resolved(config: TrainConfig, data: Dataset) -> TrainConfig:
+    """The configuration with the vocabulary and the number of steps filled in from the data."""
+    vocab_size = data.tokenizer.vocab_size
+    if config.model.vocab_size and config.model.vocab_size < vocab_size:
+        raise UsageError(
+            f"model.vocab_size is {config.model.vocab_size} but the tokenizer has {vocab_size} tokens: "
+            f"leave it at 0 to take the tokenizer's"
+        )
+    tokens_per_step = config.training.batch_size * config.model.max_seq_len
+    steps = config.training.steps or math.ceil(config.training.epochs * data.train_counts.tokens / tokens_per_step)
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, vocab_size=config.model.vocab_size or vocab_size),
+        training=dataclasses.replace(config.training, steps=steps),
+    )
+    prompt_tokens = len(prompt_ids(data.tokenizer, config.training.sample_prompt))
+    if prompt_tokens + config.training.sample_tokens > config.model.max_seq_len:
+        raise UsageError(
+            f"training.sample_prompt has {prompt_tokens} tokens and training.sample_tokens is "
+            f"{config.training.sample_tokens}: together they exceed model.max_seq_len {config.model.max_seq_len}"
+        )
+    return config
+
+
+def _check_division(config: TrainConfig, mesh: Mesh) -> None:
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    if config.training.batch_size % (ways * config.training.accumulation):
+        raise UsageError(
+            f"training.batch_size {config.training.batch_size} does not divide into {config.training.accumulation} "
+            f"part(s) over {ways} device(s)"
+        )
+
+
+def _dtype(name: str) -> Any:
+    if name == "auto":
+        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    return jnp.dtype(name)
+
+
+def _placed(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to), shapes, shardings)
+
+
+def _save(
+    checkpoints: Checkpoints,
+    state: TrainState,
+    batches: grain.DatasetIterator,
+    data: Dataset,
+    evaluation: Evaluation | None,
+    seconds: float,
+) -> None:
+    rest = {"opt_state": state.opt_state, "step": state.step, "key": jax.random.key_data(state.key)}
+    meta = {"batches": batches.get_state(), "data": data.fingerprint, "seconds": seconds}
+    checkpoints.save(int(state.step), state.params, rest, meta, evaluation.validation_loss if evaluation else None)
+
+
+def _restore(
+    checkpoints: Checkpoints,
+    step: int,
+    abstract: TrainState,
+    shardings: TrainState,
+    batches: grain.DatasetIterator,
+    data: Dataset,
+) -> tuple[TrainState, float]:
+    """The state saved at a step, with the batches set to follow it, and the seconds spent until then."""
+    key_shape = jax.eval_shape(jax.random.key_data, abstract.key)
+    rest = {"opt_state": abstract.opt_state, "step": abstract.step, "key": key_shape}
+    rest_shardings = {"opt_state": shardings.opt_state, "step": shardings.step, "key": shardings.key}
+    params, rest, meta = checkpoints.restore(
+        step, _placed(abstract.params, shardings.params), _placed(rest, rest_shardings)
+    )
+    if meta["data"] != data.fingerprint:
+        raise JllamaError(
+            f"the corpus or its tokenizer has changed since {checkpoints.folder / str(step)} was saved: "
+            f"restore it, or start a new run with another --run_dir"
+        )
+    batches.set_state(meta["batches"])
+    state = TrainState(rest["step"], params, rest["opt_state"], jax.random.wrap_key_data(rest["key"]))
+    return state, meta["seconds"]
+
+
+def _check_finite(recent: list[StepMetrics], step: int, checkpoints: Checkpoints) -> None:
+    """Wait for the recent steps. Raises ``JllamaError`` if one has gone wrong, so that nothing of it is ever saved."""
+    bad = first_not_finite(recent)
+    if bad is None:
+        return
+    checkpoints.wait()
+    kept = checkpoints.steps()
+    last = f"the last good checkpoint is of step {kept[-1]}" if kept else "no checkpoint had been saved yet"
+    raise JllamaError(
+        f"the loss or its gradient is not a finite number at step {step - len(recent) + bad + 1}; {last}: "
+        f"try a lower optimizer.learning_rate or optimizer.clip_norm"
+    )
+
+
+def _sample(
+    console: Console, folder: Path, step: int, params: Params, config: TrainConfig, data: Dataset
+) -> None:
+    """Let the model write, show it and log it."""
+    prompt, count = config.training.sample_prompt, config.training.sample_tokens
+    if not count:
+        return
+    sampling = dataclasses.replace(config.sampling, seed=config.sampling.seed + step)
+    written = complete(unstack_layers(params), config.model, data.tokenizer, [prompt], [sampling], count)[0]
+    append_line(folder / SAMPLES, {"step": step, "prompt": prompt, "text": written.text})
+    console.print(f"[dim]{escape(prompt + written.text)}[/dim]\n")
+
+
+def _receipt(
+    config: TrainConfig, data: Dataset, mesh: Mesh, evaluation: Evaluation | None, seconds: float
+) -> dict[str, Any]:
+    """The facts of a run, for its report."""
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jllama", "jax", "flax", "optax")]
+    results = dataclasses.asdict(evaluation) if evaluation else {}
+    return {
+        "parameters": f"{count_parameters(config.model):,}",
+        "training text": f"{data.train_counts.bytes:,} bytes, {data.train_counts.tokens:,} tokens",
+        "validation text": f"{data.validation_counts.bytes:,} bytes, {data.validation_counts.tokens:,} tokens",
+        "device": f"{mesh.size} x {jax.devices()[0].device_kind}",
+        "time": f"{seconds:.0f} s",
+        **{name.replace("_", " "): f"{value:.4f}" for name, value in results.items()},
+        "bits per byte of gzip -9": f"{_gzip_bits_per_byte(data):.4f}",
+        "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
+    }
+
+
+def _gzip_bits_per_byte(data: Dataset) -> float:
+    return 8 * data.gzip_bytes / data.gzip_of_bytes
+
+
+def _or_warn(console: Console, action: Callable[[], T]) -> T | None:
+    """Do something that training can go on without: say so if it fails."""
+    try:
+        return action()
+    except Exception as error:
+        console.print(f"[yellow]warning:[/yellow] {escape(f'{type(error).__name__}: {error}')}; training goes on")
+        return None
+
+
+@contextlib.contextmanager
+def _stop_signal() -> Iterator[Callable[[], bool]]:
+    """Turns the first Ctrl-C or SIGTERM into an answer of true, so that the loop can save before it stops."""
+    received: list[int] = []
+
+    def receive(number: int, _frame: Any) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )

@@ -1,0 +1,91 @@
+"""What is measured while training, and the evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jllama.config import LlamaConfig
+from jllama.data import Dataset, validation_batches
+from jllama.parallel.mesh import BATCH
+from jllama.parameters import Params, training_flops_per_token
+from jllama.training.step import StepMetrics, eval_step
+
+PEAK_FLOPS = {
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+}
+"""Dense bfloat16 operations per second by the start of ``jax.Device.device_kind``, from the vendors' data sheets."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Validation loss in nats a token; its exponential; and the loss over the bytes of the text, in bits."""
+
+    validation_loss: float
+    perplexity: float
+    bits_per_byte: float
+
+
+def make_evaluator(
+    model: LlamaConfig, data: Dataset, mesh: Mesh, batch_size: int, dtype: Any
+) -> Callable[[Params, int], Evaluation]:
+    """A function ``(params, max_tokens)`` that evaluates on that many evenly spaced validation tokens; 0 for all."""
+    token_bytes = np.zeros(model.vocab_size, np.int32)
+    token_bytes[: data.tokenizer.vocab_size] = data.tokenizer.token_bytes()
+    evaluate_batch = jax.jit(
+        functools.partial(
+            eval_step,
+            config=model,
+            bos_id=data.tokenizer.bos_id,
+            token_bytes=jnp.asarray(token_bytes),
+            dtype=dtype,
+        )
+    )
+    sharding = NamedSharding(mesh, BATCH)
+
+    def evaluate(params: Params, max_tokens: int) -> Evaluation:
+        batches = validation_batches(
+            data.validation, batch_size=batch_size, seq_len=model.max_seq_len, max_tokens=max_tokens
+        )
+        sums = [evaluate_batch(params, *jax.device_put(batch, sharding)) for batch in batches]
+        nats, tokens, text_bytes = (math.fsum(map(float, column)) for column in zip(*sums, strict=True))
+        loss = nats / tokens
+        return Evaluation(loss, math.exp(min(loss, 700.0)), nats / math.log(2) / text_bytes)
+
+    return evaluate
+
+
+def first_not_finite(steps: Sequence[StepMetrics]) -> int | None:
+    """The index of the first step whose loss or gradient is not a number or infinite."""
+    finite = [math.isfinite(float(step.loss)) and math.isfinite(float(step.grad_norm)) for step in steps]
+    return None if all(finite) else finite.index(False)
+
+
+def summarise(steps: Sequence[StepMetrics], elapsed_s: float, model: LlamaConfig, num_devices: int) -> dict[str, Any]:
+    """Means over some steps, and their speed. ``mfu`` is the share of the devices' peak, where that is known."""
+    tokens_per_s = math.fsum(float(step.tokens) for step in steps) / elapsed_s
+    flops_per_s = tokens_per_s * training_flops_per_token(model, model.max_seq_len)
+    kind = jax.devices()[0].device_kind
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if kind.startswith(name)), None)
+    return {
+        "loss": float(np.mean([float(step.loss) for step in steps])),
+        "grad_norm": float(np.mean([float(step.grad_norm) for step in steps])),
+        "tokens_per_s": tokens_per_s,
+        "flops_per_s": flops_per_s,
+        "mfu": flops_per_s / (peak * num_devices) if peak else None,
+    }

@@ -1,0 +1,18 @@
+"""Before any test: JAX on the CPU unless told otherwise, shapes and types checked in every call into jllama."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import hypothesis
+import jaxtyping
+
+# The checker is named by its import path; tests/ is on the path (pyproject.toml, pythonpath).
+jaxtyping.install_import_hook("jllama", "helpers.typechecker")
+
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=25, print_blob=True)
+hypothesis.settings.load_profile("ci")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("filterwarnings", "error:.*donated buffers were not usable")

@@ -1,0 +1,125 @@
+"""Training batches resume exactly and do not depend on the process count; validation sees each target once."""
+
+import itertools
+
+import grain
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jllama.data import training_batches, validation_batches
+from jllama.errors import JllamaError, UsageError
+
+TOKENS = np.arange(1003, dtype=np.uint16)  # a token is its position
+ONE_EPOCH = (len(TOKENS) - 1) // 10 // 4  # batches of 4 x 10, and half a batch
+
+
+def batches(count, **changes):
+    iterator = training_batches(TOKENS, **{"batch_size": 4, "seq_len": 10, "seed": 1} | changes)
+    return np.stack(list(itertools.islice(iterator, count)))
+
+
+def test_windows_are_runs_of_the_text():
+    found = batches(60)
+    assert found.shape == (60, 4, 11)
+    assert found.dtype == np.int32
+    np.testing.assert_array_equal(found, found[..., :1] + np.arange(11))
+
+
+@given(length=st.integers(11, 120), seq_len=st.integers(1, 10), seed=st.integers(0, 2**31))
+def test_each_epoch_covers_the_text_with_other_boundaries(length, seq_len, seed):
+    windows = (length - 1) // seq_len
+    iterator = training_batches(TOKENS[:length], batch_size=1, seq_len=seq_len, seed=seed)
+    epochs = [np.stack([next(iterator)[0] for _ in range(windows)]) for _ in range(3)]
+    for epoch in epochs:
+        offset = epoch.min()
+        assert offset < seq_len or windows == 1
+        assert set(range(offset + 1, length)) >= set(epoch[:, 1:].flat)
+        starts = np.sort(epoch[:, 0])
+        expected = np.minimum(offset + seq_len * np.arange(windows), length - seq_len - 1)
+        np.testing.assert_array_equal(starts, expected)
+
+
+def test_epochs_differ_in_order_and_boundaries():
+    found = batches(100).reshape(-1, 11)[:300, 0].reshape(3, 100)
+    assert len({tuple(np.argsort(epoch)) for epoch in found}) == 3
+    assert len({epoch.min() for epoch in found}) > 1
+    assert not np.array_equal(batches(5), batches(5, seed=2))
+    np.testing.assert_array_equal(batches(5), batches(5))
+
+
+@pytest.mark.parametrize("before", [0, 1, 7, ONE_EPOCH - 1, ONE_EPOCH, ONE_EPOCH + 1, 3 * ONE_EPOCH + 2])
+def test_a_restored_iterator_goes_on_exactly(before):
+    everything = batches(before + 2 * ONE_EPOCH)
+    first = training_batches(TOKENS, batch_size=4, seq_len=10, seed=1)
+    for _ in range(before):
+        next(first)
+    state = first.get_state()
+    assert state == {"next_index": before}
+    second = training_batches(TOKENS, batch_size=4, seq_len=10, seed=1)
+    next(second)
+    second.set_state(state)
+    rest = list(itertools.islice(second, 2 * ONE_EPOCH))
+    np.testing.assert_array_equal(rest, everything[before:])
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_the_global_batch_does_not_depend_on_the_process_count(processes):
+    parts = [batches(60, process_index=index, process_count=processes) for index in range(processes)]
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1), batches(60))
+
+
+def test_too_little_text_and_uneven_processes():
+    with pytest.raises(JllamaError, match="has 40 tokens, and one batch of 4 x 10 needs 41"):
+        training_batches(TOKENS[:40], batch_size=4, seq_len=10, seed=0)
+    assert next(training_batches(TOKENS[:41], batch_size=4, seq_len=10, seed=0)).shape == (4, 11)
+    with pytest.raises(UsageError, match="batch_size 4 is not divisible by the 3 processes"):
+        training_batches(TOKENS, batch_size=4, seq_len=10, seed=0, process_count=3)
+    for length in (0, 1):
+        with pytest.raises(JllamaError, match=f"validation split has {length} tokens"):
+            validation_batches(TOKENS[:length], batch_size=4, seq_len=10)
+
+
+@given(length=st.integers(2, 200), batch_size=st.integers(1, 5), seq_len=st.integers(1, 12))
+def test_validation_predicts_each_token_once(length, batch_size, seq_len):
+    inputs, targets = [], []
+    for tokens, mask in validation_batches(TOKENS[:length], batch_size=batch_size, seq_len=seq_len):
+        assert tokens.shape == (batch_size, seq_len + 1)
+        assert mask.shape == (batch_size, seq_len)
+        assert tokens.dtype == np.int32
+        assert not tokens[:, 1:][~mask].any()
+        inputs += tokens[:, :-1][mask].tolist()
+        targets += tokens[:, 1:][mask].tolist()
+    assert targets == list(range(1, length))
+    assert inputs == list(range(length - 1))
+
+
+@given(length=st.integers(2, 500), seq_len=st.integers(1, 12), max_tokens=st.integers(1, 600))
+def test_validation_of_a_part_is_spread_evenly(length, seq_len, max_tokens):
+    def targets(max_tokens):
+        found = validation_batches(TOKENS[:length], batch_size=3, seq_len=seq_len, max_tokens=max_tokens)
+        return np.concatenate([tokens[:, 1:][mask] for tokens, mask in found])
+
+    part = targets(max_tokens)
+    assert len(set(part.tolist())) == len(part) <= max(max_tokens, seq_len)
+    starts = part[(part - 1) % seq_len == 0]
+    assert np.ptp(np.diff(starts)) <= seq_len if len(starts) > 2 else True
+    assert max_tokens < length - 1 + seq_len or np.array_equal(part, targets(0))
+    assert len(part) == len(targets(0)) or len(part) > min(max_tokens, length) - 2 * seq_len
+
+
+def test_a_file_past_2_to_the_31_tokens_is_read_at_its_far_end(tmp_path):
+    seq_len, windows = 2**20, 2**13
+    with (tmp_path / "train.bin").open("wb") as file:
+        file.truncate(2 * (seq_len * windows + 1))  # sparse: it takes no room
+    tokens = np.memmap(tmp_path / "train.bin", np.uint16, mode="r+")
+    tokens[-1], tokens[seq_len * windows // 2] = 65_535, 1234
+
+    _, (middle, _) = validation_batches(tokens, batch_size=1, seq_len=seq_len, max_tokens=2 * seq_len)
+    assert middle[0, 0] == 1234
+
+    order = grain.MapDataset.range(windows).seed(0).shuffle()
+    training = training_batches(tokens, batch_size=1, seq_len=seq_len, seed=0)
+    training.set_state({"next_index": next(index for index in range(windows) if order[index] == windows - 1)})
+    assert next(training)[0, -1] == 65_535

@@ -1,0 +1,253 @@
+"""Tokens on disk: the split, the types, the cache, and nothing that looks finished after a crash."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jllama.data import DataConfig, prepare_data, tokens
+from jllama.data.tokens import split_documents
+from jllama.errors import JllamaError, UsageError
+from jllama.tokenizers import BytesTokenizer, train_sentencepiece
+
+TEXTS = [f"Document {number} says: {'ho ' * (number % 7)}é世\n" for number in range(100)]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number, text in enumerate(TEXTS):
+        (folder / f"{number:03}.txt").write_text(text)
+    return folder
+
+
+def config(corpus, **changes):
+    settings = {"path": str(corpus), "tokenizer": "bytes", "cache_dir": str(corpus.parent / "cache")}
+    return DataConfig(**settings | changes)
+
+
+def documents(dataset, split):
+    ids = getattr(dataset, split).astype(np.int64)
+    starts = np.flatnonzero(ids == dataset.tokenizer.bos_id)
+    assert starts[0] == 0
+    assert (ids[np.append(starts[1:], len(ids)) - 1] == dataset.tokenizer.eos_id).all()
+    assert (ids == dataset.tokenizer.eos_id).sum() == len(starts)
+    return [dataset.tokenizer.decode(part.tolist()) for part in np.split(ids, starts[1:])]
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_every_document_is_in_one_split_between_bos_and_eos(corpus, tokenizer):
+    dataset = prepare_data(config(corpus, tokenizer=tokenizer, vocab_size=300))
+    train, validation = documents(dataset, "train"), documents(dataset, "validation")
+    assert sorted(train + validation) == sorted(TEXTS)
+    assert validation == [text for split, text in split_documents(TEXTS, 0.1) if split == "validation"]
+    for texts, counts, ids in (
+        (train, dataset.train_counts, dataset.train),
+        (validation, dataset.validation_counts, dataset.validation),
+    ):
+        assert counts == tokens.SplitCounts(len(ids), len(texts), len("".join(texts).encode()))
+        extra = len(texts) if tokenizer == "bpe" else 0  # the space that SentencePiece puts in front
+        assert dataset.tokenizer.token_bytes()[ids].sum() == counts.bytes + extra
+    text = "".join(validation).encode()
+    assert dataset.gzip_of_bytes == len(text)
+    assert abs(dataset.gzip_bytes - len(gzip.compress(text, 9))) <= 1
+
+
+def test_gzip_is_measured_on_the_first_part_only(corpus, monkeypatch):
+    monkeypatch.setattr(tokens, "GZIP_LIMIT", 50)
+    dataset = prepare_data(config(corpus))
+    text = "".join(documents(dataset, "validation")).encode()[:50]
+    assert (dataset.gzip_of_bytes, dataset.gzip_bytes) == (50, len(gzip.compress(text, 9)))
+
+
+@given(texts=st.lists(st.text(min_size=1), min_size=33, max_size=60), order=st.randoms())
+def test_the_split_of_many_documents_depends_on_nothing_but_their_text(texts, order):
+    split = list(split_documents(texts, 0.3))
+    shuffled = [*texts, "one more"]
+    order.shuffle(shuffled)
+    assert [text for _, text in split] == texts
+    assert set(split) <= set(split_documents(shuffled, 0.3))
+    assert len(set(split)) == len(set(texts))  # none is in both
+
+
+@given(texts=st.lists(st.text(min_size=1), max_size=32), fraction=st.floats(0.01, 0.99))
+def test_few_documents_are_cut_each(texts, fraction):
+    split = list(split_documents(texts, fraction))
+    assert "".join(text for _, text in split) == "".join(texts)
+    held_out = sum(len(text) for name, text in split if name == "validation")
+    assert abs(held_out - fraction * len("".join(texts))) <= len(texts) / 2 + 1e-6
+    assert all(text for _, text in split)
+
+
+def test_one_document_is_cut_at_its_end(tmp_path):
+    (tmp_path / "a.txt").write_text("0123456789" * 10)
+    dataset = prepare_data(config(tmp_path / "a.txt", validation_fraction=0.25))
+    assert documents(dataset, "train") == [("0123456789" * 10)[:75]]
+    assert documents(dataset, "validation") == [("0123456789" * 10)[75:]]
+
+
+class Wide(BytesTokenizer):
+    """Byte ``b`` as the ``b``-th id from the end."""
+
+    def __init__(self, vocab_size):
+        self.vocab_size = vocab_size
+
+    def encode(self, text):
+        return [self.vocab_size - 1 - byte for byte in text.encode()]
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, "uint16"), (65_537, "uint32"), (128_256, "uint32")])
+def test_the_smallest_integer_that_holds_the_vocabulary(corpus, monkeypatch, vocab_size, dtype):
+    monkeypatch.setattr(tokens, "BytesTokenizer", lambda: Wide(vocab_size))
+    (corpus / "000.txt").write_text("\1 hello")
+    monkeypatch.setattr(tokens, "FEW_DOCUMENTS", 1000)
+    dataset = prepare_data(config(corpus))
+    assert dataset.train.dtype == dataset.validation.dtype == dtype
+    assert dataset.train[:3].tolist() == [1, vocab_size - 2, vocab_size - 1 - 32]
+
+
+def test_the_cache_is_used_until_the_corpus_or_the_tokenizer_changes(corpus, monkeypatch):
+    first = prepare_data(config(corpus))
+    bpe = prepare_data(config(corpus, tokenizer="bpe", vocab_size=299))
+    with monkeypatch.context() as patch:
+        patch.setattr(tokens, "train_sentencepiece", None)
+        patch.setattr(tokens, "_write_tokens", None)
+        assert prepare_data(config(corpus)).fingerprint == first.fingerprint
+        assert prepare_data(config(corpus, tokenizer="bpe", vocab_size=299)).fingerprint == bpe.fingerprint
+        patch.setenv("JLLAMA_CACHE", str(corpus.parent / "cache"))
+        assert prepare_data(config(corpus, cache_dir="")).fingerprint == first.fingerprint
+    seen = {first.fingerprint, bpe.fingerprint}
+
+    def is_new(**changes):
+        fingerprint = prepare_data(config(corpus, **changes)).fingerprint
+        assert fingerprint not in seen
+        seen.add(fingerprint)
+
+    is_new(tokenizer="bpe", vocab_size=300)
+    is_new(tokenizer="bpe", vocab_size=301)
+    is_new(validation_fraction=0.2)
+    is_new(text_field="body")
+    os.utime(corpus / "003.txt", ns=(1, 1))
+    is_new()
+    (corpus / "003.txt").write_text("longer" * 100)
+    is_new()
+    (corpus / "004.txt").rename(corpus / "x.txt")
+    is_new()
+
+
+def test_a_tokenizer_from_a_path(corpus, tmp_path):
+    bpe = train_sentencepiece(TEXTS, 290)
+    bpe.save(tmp_path / "bpe")
+    dataset = prepare_data(config(corpus, tokenizer=str(tmp_path / "bpe")))
+    assert dataset.tokenizer.fingerprint() == bpe.fingerprint()
+    assert dataset.train[0] == bpe.bos_id
+    assert not list((tmp_path / "cache").glob("bpe-*"))
+
+
+def test_the_trained_tokenizer_never_saw_the_validation_split(corpus):
+    dataset = prepare_data(config(corpus, tokenizer="bpe", vocab_size=300))
+    train = [text for split, text in split_documents(TEXTS, 0.1) if split == "train"]
+    assert dataset.tokenizer.fingerprint() == train_sentencepiece(train, 300).fingerprint()
+
+
+def test_small_groups_and_many_threads_give_the_same_files(corpus, monkeypatch):
+    whole = prepare_data(config(corpus))
+    monkeypatch.setattr(tokens, "GROUP", 1)
+    pieces = prepare_data(config(corpus, cache_dir=str(corpus.parent / "other")))
+    for split in tokens.SPLITS:
+        np.testing.assert_array_equal(getattr(whole, split), getattr(pieces, split))
+
+
+def test_an_error_leaves_nothing_behind(corpus):
+    (corpus / "999.txt").write_bytes(b"\xff")
+    for tokenizer in ("bytes", "bpe"):
+        with pytest.raises(JllamaError, match=r"999.txt has byte 0xFF"):
+            prepare_data(config(corpus, tokenizer=tokenizer))
+        assert not list((corpus.parent / "cache").iterdir())
+
+
+def test_a_kill_leaves_nothing_that_looks_finished(corpus):
+    code = (
+        "import json, os, signal, sys; from jllama.data import DataConfig, prepare_data, tokens\n"
+        "tokens.json.dumps = lambda *args, kill=json.dumps, **kw: "
+        "os.kill(os.getpid(), signal.SIGKILL) if kw else kill(*args)\n"
+        "prepare_data(DataConfig(**eval(sys.argv[1])))"
+    )
+    settings = {"path": str(corpus), "tokenizer": "bytes", "cache_dir": str(corpus.parent / "cache")}
+    killed = subprocess.run([sys.executable, "-c", code, repr(settings)], capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    (partial,) = (corpus.parent / "cache").iterdir()
+    assert ".partial-" in partial.name
+    assert (partial / "train.bin").stat().st_size
+    assert sorted(documents(prepare_data(config(corpus)), "train")) != []
+    assert partial.exists()  # it may be another process at work
+
+
+def test_a_rename_that_fails_is_told(corpus, monkeypatch):
+    def rename(self, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.rename", rename)
+    with pytest.raises(JllamaError, match=r"cannot write .*tokens-.*: No space left on device; make room"):
+        prepare_data(config(corpus))
+    assert not list((corpus.parent / "cache").iterdir())
+
+
+def test_two_processes_may_prepare_the_same(corpus, monkeypatch):
+    write = tokens._write_tokens
+
+    def write_while_another_finishes(*args):
+        monkeypatch.setattr(tokens, "_write_tokens", write)
+        prepare_data(config(corpus))
+        write(*args)
+
+    monkeypatch.setattr(tokens, "_write_tokens", write_while_another_finishes)
+    dataset = prepare_data(config(corpus))
+    assert len(dataset.train) == dataset.train_counts.tokens
+    assert len(list((corpus.parent / "cache").iterdir())) == 1
+
+
+def test_a_damaged_or_unwritable_cache_is_told(corpus):
+    prepare_data(config(corpus))
+    (folder,) = (corpus.parent / "cache").iterdir()
+    report = json.loads((folder / "counts.json").read_text())
+    assert report["dtype"] == "uint16"
+    (folder / "train.bin").write_bytes(b"ab")
+    with pytest.raises(JllamaError, match=r"does not hold what was written there .*: delete it and start again"):
+        prepare_data(config(corpus))
+    (folder / "counts.json").write_text("{")
+    with pytest.raises(JllamaError, match="does not hold what was written there"):
+        prepare_data(config(corpus))
+    with pytest.raises(JllamaError, match=r"cannot write .*: .*give another --data.cache_dir"):
+        prepare_data(config(corpus, cache_dir=os.devnull))
+
+
+def test_an_empty_split_is_told(corpus, monkeypatch):
+    monkeypatch.setattr(tokens, "FEW_DOCUMENTS", 1)
+    for split, fraction in (("validation", 1e-9), ("train", 1 - 1e-9)):
+        with pytest.raises(JllamaError, match=f"the {split} split is empty: the corpus has 100 documents"):
+            prepare_data(config(corpus, validation_fraction=fraction))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"path": ""}, "data.path is empty"),
+        ({"tokenizer": ""}, "data.tokenizer is empty"),
+        ({"text_field": ""}, "data.text_field is empty"),
+        ({"vocab_size": 259}, "data.vocab_size is 259; it must be at least 260"),
+        ({"validation_fraction": 0.0}, r"data.validation_fraction is 0.0; it must be between 0 and 1"),
+        ({"validation_fraction": 1.0}, r"data.validation_fraction is 1.0; it must be between 0 and 1"),
+    ],
+)
+def test_bad_settings(changes, message):
+    with pytest.raises(UsageError, match=message):
+        DataConfig(**changes)

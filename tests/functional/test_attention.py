@@ -1,0 +1,217 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_gradients_match, relative_error
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jllama import oracle
+from jllama.functional import (
+    cache_mask,
+    causal_mask,
+    grouped_query_attention,
+    masked_softmax,
+    padding_mask,
+    segment_mask,
+)
+
+BATCH = 2
+# heads, kv_heads, seq, kv_seq, head_dim: multi-head, grouped, multi-query, one step of decoding
+SHAPES = [(4, 4, 7, 7, 64), (8, 2, 9, 9, 64), (6, 1, 5, 12, 80), (4, 2, 1, 16, 64)]
+seeds = st.integers(0, 2**32 - 1)
+grouped_attention = jax.jit(grouped_query_attention)
+attention_gradients = jax.jit(
+    jax.grad(lambda q, k, v, mask: jnp.sum(grouped_query_attention(q, k, v, mask) ** 2), argnums=(0, 1, 2))
+)
+
+
+def draw(seed, shape, batch=BATCH):
+    heads, kv_heads, seq, kv_seq, head_dim = shape
+    rng = np.random.default_rng(seed)
+    sizes = ((heads, seq), (kv_heads, kv_seq), (kv_heads, kv_seq))
+    return tuple(np.float64(np.float32(rng.standard_normal((batch, *size, head_dim)))) for size in sizes)
+
+
+def draw_mask(seed, shape, density, batch=BATCH):
+    return np.random.default_rng(seed).random((batch, shape[2], shape[3])) < density
+
+
+def single(arrays):
+    return tuple(jnp.float32(array) for array in arrays)
+
+
+def oracle_attention(q, k, v, mask):
+    return np.stack([oracle.attention(q[b], k[b], v[b], mask[b]) for b in range(len(q))])
+
+
+# Masks, against loops
+
+positions_of_rows = st.lists(st.lists(st.integers(0, 12), min_size=5, max_size=5), min_size=BATCH, max_size=BATCH)
+
+
+def loop_mask(seq, kv_seq, sees):
+    return np.array([[[sees(b, t, s) for s in range(kv_seq)] for t in range(seq)] for b in range(BATCH)])
+
+
+@given(queries=positions_of_rows, keys=positions_of_rows)
+def test_causal_mask(queries, keys):
+    expected = loop_mask(5, 5, lambda b, t, s: keys[b][s] <= queries[b][t])
+    np.testing.assert_array_equal(causal_mask(jnp.array(queries), jnp.array(keys)), expected)
+    np.testing.assert_array_equal(causal_mask(jnp.array(queries[0]), jnp.array(keys[0])), expected[0])
+
+
+@given(lengths=st.lists(st.integers(0, 9), min_size=BATCH, max_size=BATCH))
+def test_padding_mask(lengths):
+    np.testing.assert_array_equal(padding_mask(jnp.array(lengths), 9), loop_mask(1, 9, lambda b, t, s: s < lengths[b]))
+
+
+@given(queries=positions_of_rows, keys=positions_of_rows)
+def test_segment_mask(queries, keys):
+    expected = loop_mask(5, 5, lambda b, t, s: queries[b][t] == keys[b][s])
+    np.testing.assert_array_equal(segment_mask(jnp.array(queries), jnp.array(keys)), expected)
+
+
+@given(queries=positions_of_rows)
+def test_cache_mask(queries):
+    expected = loop_mask(5, 10, lambda b, t, s: s <= queries[b][t])
+    np.testing.assert_array_equal(cache_mask(jnp.array(queries), 10), expected)
+
+
+# Softmax
+
+
+@given(seed=seeds, size=st.sampled_from([1e-3, 1.0, 100.0]), density=st.sampled_from([0.1, 0.5, 1.0]))
+def test_masked_softmax_equals_the_oracle(seed, size, density):
+    rng = np.random.default_rng(seed)
+    scores = np.float64(np.float32(size * rng.standard_normal((6, 11))))
+    mask = rng.random((6, 11)) < density
+    expected = np.zeros(scores.shape)
+    for row in np.flatnonzero(mask.any(axis=-1)):
+        expected[row, mask[row]] = oracle.softmax(scores[row, mask[row]])
+    actual = masked_softmax(jnp.float32(scores), jnp.asarray(mask))
+    assert relative_error(actual, expected) < 1e-5
+    np.testing.assert_allclose(np.sum(actual, axis=-1), mask.any(axis=-1), rtol=1e-6)
+    assert not np.any(np.asarray(actual)[~mask])
+    with jax.enable_x64(True):
+        assert relative_error(masked_softmax(jnp.asarray(scores), jnp.asarray(mask)), expected) < 1e-12
+
+
+@pytest.mark.parametrize("size", [1e4, 1e30, 3e38])
+def test_masked_softmax_of_huge_scores_is_finite(size):
+    scores = jnp.float32([[size, -size, size, 0.0], [-size, -size, -size, size]])
+    mask = jnp.array([[True] * 4, [True, True, True, False]])
+    expected = [[0.5, 0, 0.5, 0], [1 / 3, 1 / 3, 1 / 3, 0]]
+    assert relative_error(masked_softmax(scores, mask), expected) < 1e-6
+    assert np.all(np.isfinite(jax.grad(lambda scores: masked_softmax(scores, mask)[0, 0])(scores)))
+
+
+def test_masked_softmax_is_float32_for_bfloat16_scores():
+    scores, mask = jnp.asarray([[0.1, 2.0, -1.0]], jnp.bfloat16), jnp.ones((1, 3), bool)
+    actual = masked_softmax(scores, mask)
+    assert actual.dtype == jnp.float32
+    np.testing.assert_array_equal(actual, masked_softmax(scores.astype(jnp.float32), mask))
+
+
+# Attention
+
+
+@given(seed=seeds, shape=st.sampled_from(SHAPES), density=st.sampled_from([0.0, 0.2, 0.7, 1.0]))
+def test_equals_the_oracle(seed, shape, density):
+    arrays, mask = draw(seed, shape), draw_mask(seed, shape, density)
+    expected = oracle_attention(*arrays, mask)
+    assert relative_error(grouped_attention(*single(arrays), jnp.asarray(mask)), expected) < 1e-5
+    with jax.enable_x64(True):
+        actual = grouped_attention(*map(jnp.asarray, arrays), jnp.asarray(mask))
+        assert relative_error(actual, expected) < 1e-12
+
+
+def test_equals_the_oracle_over_512_causal_positions():
+    shape = (4, 2, 512, 512, 64)
+    arrays, mask = draw(0, shape, batch=1), np.tri(512, dtype=bool)[None]
+    assert relative_error(grouped_attention(*single(arrays), jnp.asarray(mask)), oracle_attention(*arrays, mask)) < 1e-5
+
+
+@given(seed=seeds, shape=st.sampled_from(SHAPES))
+def test_grouped_equals_multi_head_with_neighbours_sharing(seed, shape):
+    (q, k, v), mask = single(draw(seed, shape)), jnp.asarray(draw_mask(seed, shape, 0.7))
+    group = shape[0] // shape[1]
+    repeated = (jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1))
+    assert relative_error(grouped_attention(q, k, v, mask), grouped_attention(q, *repeated, mask)) < 1e-5
+
+
+def test_grouping_heads_in_turn_is_something_else():
+    shape = (8, 2, 9, 9, 64)
+    (q, k, v), mask = single(draw(0, shape)), jnp.asarray(draw_mask(0, shape, 0.7))
+    in_turn = (jnp.tile(k, (1, 4, 1, 1)), jnp.tile(v, (1, 4, 1, 1)))
+    assert relative_error(grouped_attention(q, *in_turn, mask), grouped_attention(q, k, v, mask)) > 100 * 1e-5
+
+
+def test_mask_broadcasts_over_batch_and_queries():
+    shape = (8, 2, 9, 9, 64)
+    arrays, mask = single(draw(0, shape)), jnp.asarray(draw_mask(0, shape, 0.5))
+    for small in (mask[:1], mask[:, :1], mask[:1, :1]):
+        full = jnp.broadcast_to(small, mask.shape)
+        np.testing.assert_array_equal(grouped_attention(*arrays, small), grouped_attention(*arrays, full))
+
+
+@given(seed=seeds, position=st.integers(0, 8))
+def test_no_query_sees_later_tokens(seed, position):
+    shape = (8, 2, 9, 9, 64)
+    (q, k, v), other = single(draw(seed, shape)), single(draw(seed + 1, shape))
+    later = (jnp.arange(9) > position)[:, None]
+    mask = causal_mask(jnp.arange(9), jnp.arange(9))[None]
+    before = np.asarray(grouped_attention(q, k, v, mask))
+    after = np.asarray(grouped_attention(q, jnp.where(later, other[1], k), jnp.where(later, other[2], v), mask))
+    np.testing.assert_array_equal(before[:, :, : position + 1], after[:, :, : position + 1])
+    if position < 8:
+        assert relative_error(after[:, :, position + 1 :], before[:, :, position + 1 :]) > 100 * 1e-5
+
+
+@given(seed=seeds, shape=st.sampled_from(SHAPES), poison=st.sampled_from([1e30, -1e30, 1e4]))
+def test_contents_of_masked_keys_change_nothing(seed, shape, poison):
+    q, k, v = single(draw(seed, shape))
+    hidden = np.random.default_rng(seed).random((BATCH, shape[3])) < 0.5
+    mask = jnp.asarray(draw_mask(seed, shape, 0.8) & ~hidden[:, None])
+    poisoned = tuple(jnp.where(hidden[:, None, :, None], poison, array) for array in (k, v))
+    np.testing.assert_array_equal(grouped_attention(q, *poisoned, mask), grouped_attention(q, k, v, mask))
+    clean, dirty = (attention_gradients(q, *pair, mask) for pair in ((k, v), poisoned))
+    for expected, actual in zip(clean, dirty, strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+def test_fully_masked_queries_give_zeros_and_zero_gradients():
+    shape = (8, 2, 9, 9, 64)
+    arrays = single(draw(0, shape))
+    mask = jnp.asarray(draw_mask(0, shape, 0.7)).at[0, 3].set(False).at[1].set(False)
+    out = np.asarray(grouped_attention(*arrays, mask))
+    assert not out[0, :, 3].any()
+    assert not out[1].any()
+    grads = attention_gradients(*arrays, mask)
+    assert all(np.all(np.isfinite(grad)) for grad in grads)
+    assert not np.any(grads[0][0, :, 3])
+    assert not any(np.any(grad[1]) for grad in grads)
+
+
+@given(seed=seeds)
+def test_result_is_within_the_values(seed):
+    shape = (8, 2, 9, 9, 64)
+    (q, k, v), mask = single(draw(seed, shape)), jnp.ones((1, 1, 9), bool)
+    out = np.asarray(grouped_attention(q, k, v, mask))
+    low, high = (np.repeat(bound, 4, axis=1)[:, :, None] for bound in (v.min(axis=2), v.max(axis=2)))
+    assert np.all((out >= low - 1e-6) & (out <= high + 1e-6))
+
+
+def test_bfloat16_stays_bfloat16_and_near():
+    shape = (8, 2, 9, 9, 64)
+    arrays, mask = [jnp.asarray(a, jnp.bfloat16) for a in draw(0, shape)], draw_mask(0, shape, 0.7)
+    actual = grouped_attention(*arrays, jnp.asarray(mask))
+    assert actual.dtype == jnp.bfloat16
+    assert relative_error(actual, oracle_attention(*(np.asarray(a, np.float64) for a in arrays), mask)) < 1e-2
+
+
+def test_gradients():
+    shape = (4, 2, 3, 5, 4)
+    mask = jnp.asarray(draw_mask(0, shape, 0.6, batch=1)).at[0, 1].set(False)
+    assert_gradients_match(lambda q, k, v: grouped_query_attention(q, k, v, mask), *draw(0, shape, batch=1))
+    assert_gradients_match(lambda scores: masked_softmax(scores, mask[0]), draw(1, shape)[0][0, 0, :, :1] * np.ones(5))

@@ -1,0 +1,48 @@
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+
+from jllama import functional
+
+# Runs in a fresh interpreter, where every package but jax, what jax itself needs, and jaxtyping cannot be imported.
+IMPORT_WITH_JAX_ALONE = """
+import importlib.metadata, sys
+
+allowed = {"jllama", "jax", "jaxlib", "numpy", "scipy", "ml_dtypes", "opt_einsum", "jaxtyping", "wadler_lindig"}
+blocked = {"flax", "optax", "orbax", *importlib.metadata.packages_distributions()} - allowed
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in blocked:
+            raise ModuleNotFoundError(f"{name} is blocked in this test", name=name)
+
+sys.meta_path.insert(0, Block())
+already = blocked & {name.partition(".")[0] for name in sys.modules}
+import jllama.functional
+imported = blocked & {name.partition(".")[0] for name in sys.modules} - already
+assert not imported, imported
+
+import jax.numpy as jnp
+print(jllama.functional.rms_norm(jnp.ones((1, 4)), jnp.ones(4), 1e-5).sum())
+"""
+
+
+def test_functional_imports_with_jax_alone():
+    run = subprocess.run([sys.executable, "-c", IMPORT_WITH_JAX_ALONE], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert abs(float(run.stdout) - 4) < 1e-3
+
+
+def test_wrong_shapes_and_types_are_caught_in_tests():
+    with pytest.raises(jaxtyping.TypeCheckError):
+        functional.rms_norm(jnp.ones((2, 3)), jnp.ones(4), 1e-5)
+    with pytest.raises(jaxtyping.TypeCheckError):
+        functional.padding_mask(jnp.ones(2), 3)
+
+
+def test_every_public_name_exists_and_is_documented():
+    for name in functional.__all__:
+        assert getattr(functional, name).__doc__

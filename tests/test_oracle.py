@@ -1,0 +1,120 @@
+"""The judge itself: every knob of the oracle moves its logits by far more than the tolerance of the other tests."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from helpers import random_params, relative_error
+
+from jllama import oracle
+from jllama.config import LlamaConfig, RopeScaling
+
+VISIBLE = 100 * 1e-5
+SEQ = 512
+CONFIG = LlamaConfig(
+    vocab_size=97,
+    num_layers=2,
+    embed_dim=96,  # not num_heads * head_dim
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    mlp_dim=160,
+    rope_theta=500_000.0,
+    rope_scaling=RopeScaling("llama3", 32.0),
+)
+TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (1, SEQ))
+POSITIONS = {"first 512": np.arange(SEQ)[None], "past 8,192": 40 * np.arange(SEQ)[None]}
+PARAMS = random_params(CONFIG, 0)
+
+
+def replace_layers(params, **changed):
+    return params | {"layers": params["layers"] | changed}
+
+
+@pytest.fixture(scope="module", params=POSITIONS, ids=POSITIONS.keys())
+def positions(request):
+    return POSITIONS[request.param]
+
+
+@pytest.fixture(scope="module")
+def logits(positions):
+    return oracle.forward(PARAMS, TOKENS, CONFIG, positions)
+
+
+def test_shape_dtype_and_size(logits):
+    assert logits.shape == (1, SEQ, CONFIG.vocab_size)
+    assert logits.dtype == np.float64
+    assert 0.1 < logits.std() < 10
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rope_theta": 1_000_000.0},
+        {"rope_scaling": None},
+        {"rope_scaling": RopeScaling("llama3", 8.0)},
+        {"rope_scaling": RopeScaling("linear", 32.0)},
+        {"rope_scaling": RopeScaling("llama3", 32.0, high_freq_factor=8.0)},
+        {"rope_scaling": RopeScaling("llama3", 32.0, low_freq_factor=2.0)},
+        {"rope_scaling": RopeScaling("llama3", 32.0, original_max_seq_len=4096)},
+    ],
+    ids=str,
+)
+def test_rotary_knobs_move_the_logits(logits, positions, changed):
+    other = oracle.forward(PARAMS, TOKENS, dataclasses.replace(CONFIG, **changed), positions)
+    assert relative_error(other, logits) > VISIBLE
+
+
+def test_eps_moves_the_logits_at_small_activations():
+    params = PARAMS | {"embed": PARAMS["embed"] * np.float32(1e-2)}
+    for eps in (1e-6, 1e-5):
+        expected = oracle.forward(params, TOKENS, dataclasses.replace(CONFIG, norm_eps=eps))
+        other = oracle.forward(params, TOKENS, dataclasses.replace(CONFIG, norm_eps=10 * eps))
+        assert relative_error(other, expected) > VISIBLE
+
+
+def test_grouping_and_channel_order_move_the_logits(logits, positions):
+    layers = PARAMS["layers"]
+    swapped = replace_layers(PARAMS, wk=layers["wk"][:, :, ::-1], wv=layers["wv"][:, :, ::-1])
+    assert relative_error(oracle.forward(swapped, TOKENS, CONFIG, positions), logits) > VISIBLE
+    interleaved = {
+        name: np.concatenate([layers[name][..., 0::2], layers[name][..., 1::2]], -1) for name in ("wq", "wk")
+    }
+    other = oracle.forward(replace_layers(PARAMS, **interleaved), TOKENS, CONFIG, positions)
+    assert relative_error(other, logits) > VISIBLE
+
+
+@pytest.mark.parametrize("name", ["attn_norm", "mlp_norm", "final_norm"])
+def test_norm_scales_move_the_logits(logits, positions, name):
+    if name == "final_norm":
+        params = PARAMS | {name: np.ones_like(PARAMS[name])}
+    else:
+        params = replace_layers(PARAMS, **{name: np.ones_like(PARAMS["layers"][name])})
+    assert relative_error(oracle.forward(params, TOKENS, CONFIG, positions), logits) > VISIBLE
+
+
+def test_tied_head_is_the_embedding_transposed():
+    tied = dataclasses.replace(CONFIG, tie_embeddings=True)
+    params = random_params(tied, 0)
+    assert "lm_head" not in params
+    expected = oracle.forward(params | {"lm_head": params["embed"].T}, TOKENS, CONFIG)
+    np.testing.assert_array_equal(oracle.forward(params, TOKENS, tied), expected)
+    assert relative_error(oracle.forward(PARAMS, TOKENS, CONFIG), expected) > VISIBLE
+
+
+def test_segments_equal_documents_alone():
+    tokens, cut = TOKENS[:, :64], 20
+    segments = (np.arange(64) >= cut)[None].astype(np.int32)
+    packed = oracle.forward(PARAMS, tokens, CONFIG, segments=segments)
+    for part in (slice(cut), slice(cut, None)):
+        alone = oracle.forward(PARAMS, tokens[:, part], CONFIG)  # positions count from 0: only differences matter
+        assert relative_error(packed[:, part], alone) < 1e-12
+
+
+def test_logits_are_causal_and_rows_are_independent():
+    tokens = np.tile(TOKENS[:, :64], (2, 1))
+    tokens[1, 40:] = (tokens[1, 40:] + 1) % CONFIG.vocab_size
+    logits = oracle.forward(PARAMS, tokens, CONFIG)
+    assert relative_error(logits[1, :40], logits[0, :40]) < 1e-14
+    assert relative_error(logits[1, 40:], logits[0, 40:]) > VISIBLE
+    assert relative_error(logits[1:], oracle.forward(PARAMS, tokens[1:], CONFIG)) < 1e-14

@@ -1,0 +1,209 @@
+"""Any text comes back, ids stand where Llama 2 has them, and bad files and texts are one clear sentence."""
+
+import hashlib
+import io
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import sentencepiece
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from jllama.errors import JllamaError
+from jllama.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
+from jllama.tokenizers import sentencepiece as module
+
+CORPUS = [
+    "def area(radius: float) -> float:\n    return 3.14159 * radius**2  # the circle's\n",
+    "It was the best of times, it was the worst of times, in 1859.\n\tnaïve café 世界 🙂\n",
+    "the cat sat on the mat, and the other cats sat on the other mats\n",
+]
+BPE = train_sentencepiece(CORPUS, 360)
+BYTES = BytesTokenizer()
+both = pytest.mark.parametrize("tokenizer", [BPE, BYTES], ids=["bpe", "bytes"])
+texts = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(" \n\t\r\0\u2581\ufffd\ufdefa7é世🙂"))
+
+
+@both
+@given(text=texts)
+@example(text="")
+@example(text=" two  spaces \r\n\n <s> </s> <unk> ⁇ ▅▅ \u2581\u2581\ufdef\ufdee \0 \ufffd 👩‍👩‍👧 ")
+def test_any_text_comes_back_and_its_bytes_are_counted(tokenizer: Tokenizer, text: str):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert all(0 <= token < tokenizer.vocab_size for token in ids)
+    extra = 1 if tokenizer is BPE and text else 0
+    assert tokenizer.token_bytes()[ids].sum() == len(text.encode()) + extra
+
+
+@given(text=texts.filter(lambda text: "\u2581" not in text))
+def test_ids_are_the_librarys(text: str):
+    assert BPE.encode(text) == BPE._processor.encode(text)
+
+
+@given(parts=st.lists(st.sampled_from(["\n", " ", "a", "the cat", "\n\n", " \n", "\u2581", "世", "12"]), max_size=40))
+def test_long_texts_cut_at_newlines_have_the_same_ids(parts: list[str]):
+    text = "".join(parts)
+    whole = BPE.encode(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SEGMENT", 3)
+        assert BPE.encode(text) == whole
+
+
+def test_a_long_text_is_cut_by_default():
+    text = "".join(CORPUS) * 1000
+    assert BPE._cut_at_newlines
+    assert len(list(module._segments(text))) > 2
+    assert BPE.encode(text) == BPE._processor.encode(text)
+
+
+def test_llama_2_has_its_special_and_byte_tokens_where_we_do():
+    processor = BPE._processor
+    assert [processor.id_to_piece(token) for token in (0, 1, 2)] == ["<unk>", "<s>", "</s>"]
+    assert [processor.id_to_piece(3 + byte) for byte in range(256)] == [f"<0x{byte:02X}>" for byte in range(256)]
+    for tokenizer in (BPE, BYTES):
+        assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
+        assert tokenizer.decode([0, 1, *tokenizer.encode("a"), 2]) == "a"
+        assert tokenizer.decode([3 + byte for byte in "é".encode()]) == "é"
+        assert tokenizer.token_bytes()[:4].tolist() == [0, 0, 0, 1]
+    assert BPE.encode("\n")[-1] == 13
+    assert BYTES.encode("\na") == [13, 100]
+    assert (BPE.vocab_size, BYTES.vocab_size) == (360, 259)
+
+
+def test_digits_stand_alone():
+    pieces = [BPE._processor.id_to_piece(token) for token in range(259, BPE.vocab_size)]
+    assert any(piece == "1" for piece in pieces)
+    assert not any(any(char.isdigit() for char in piece) and len(piece) > 1 for piece in pieces)
+
+
+@both
+def test_half_a_character_gives_the_replacement_character(tokenizer: Tokenizer):
+    half = [3 + byte for byte in "世".encode()[:2]]
+    assert set(tokenizer.decode(half)) == {"\ufffd"}
+
+
+@both
+def test_saved_is_loaded_from_folder_and_file(tokenizer: Tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "new")
+    (file,) = (tmp_path / "new").iterdir()
+    for path in (tmp_path / "new", str(file)):
+        loaded = load_tokenizer(path)
+        assert isinstance(loaded, Tokenizer)
+        assert loaded.fingerprint() == tokenizer.fingerprint()
+        assert loaded.encode(CORPUS[0]) == tokenizer.encode(CORPUS[0])
+    assert BPE.fingerprint() != BYTES.fingerprint()
+
+
+def test_training_is_the_same_in_another_process(monkeypatch):
+    # Each process has its own seed for the library's sampling; ours must not.
+    monkeypatch.setattr(module, "MAX_LINES", 400)
+    corpus = [f"{CORPUS[i % 3]} {i} {chr(97 + i % 26) * 3}\n" for i in range(1000)]
+    here = train_sentencepiece(corpus, 330).fingerprint()
+    code = (
+        "import sys; from jllama.tokenizers import sentencepiece as m; m.MAX_LINES = 400; "
+        "print(m.train_sentencepiece(eval(sys.stdin.read()), 330).fingerprint())"
+    )
+    there = subprocess.run([sys.executable, "-c", code], input=repr(corpus), capture_output=True, text=True, check=True)
+    assert there.stdout.strip() == here
+    assert train_sentencepiece(corpus[:500], 330).fingerprint() != here
+
+
+def test_lines_are_sampled_evenly(monkeypatch):
+    documents = ["\n".join(map(str, range(start, start + 100))) for start in range(0, 10_000, 100)]
+    everything = [str(number) for number in range(10_000)]
+    assert module._sample_lines(documents) == everything
+    monkeypatch.setattr(module, "MAX_LINES", 1000)
+    sample = [int(line) for line in module._sample_lines(documents)]
+    assert 250 <= len(sample) <= 1000
+    assert sorted(set(sample)) == sample
+    assert abs(np.mean(sample) - 5000) < 5000 / 3**0.5 / len(sample) ** 0.5 * 4
+
+
+def test_long_lines_are_not_dropped():
+    long_line = " ".join(CORPUS).replace("\n", " ") * 200
+    assert max(len(line.encode()) for line in module._sample_lines([long_line])) <= 4000
+    assert train_sentencepiece([long_line], 340).vocab_size == 340
+
+
+def test_models_that_cut_or_know_newlines_otherwise_still_come_back():
+    # A model with a newline inside a piece, which long texts must not be cut at.
+    model = io.BytesIO()
+    sentences = ["x:\n", "y:\n", "z:\n\n"] * 20
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences), model_writer=model, model_type="bpe", vocab_size=267, byte_fallback=True,
+        normalization_rule_name="identity", minloglevel=2,
+    )  # fmt: skip
+    tokenizer = module.SentencePieceTokenizer(model.getvalue())
+    assert not tokenizer._cut_at_newlines
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SEGMENT", 3)
+        assert tokenizer.decode(tokenizer.encode("x:\ny:\nz:\n\n")) == "x:\ny:\nz:\n\n"
+
+
+@pytest.mark.parametrize(
+    ("documents", "vocab_size", "message"),
+    [
+        (["abc abd"], 4096, r"supports a vocabulary of \d+ tokens, not 4096: lower vocab_size or give more text"),
+        ([CORPUS[1]], 262, r"vocabulary of 262 tokens is too small: this text needs at least \d+"),
+        ([], 300, "there is no text to train a tokenizer on"),
+        (["", "\n\n"], 300, "there is no text to train a tokenizer on"),
+        (["a▅b"], 300, "SentencePiece could not train on this text"),
+    ],
+)
+def test_training_errors(documents, vocab_size, message):
+    with pytest.raises(JllamaError, match=message):
+        train_sentencepiece(documents, vocab_size)
+
+
+def test_the_sizes_in_the_errors_work():
+    for size in (262, 4096):
+        with pytest.raises(JllamaError) as caught:
+            train_sentencepiece(CORPUS, size)
+        numbers = [int(word.strip(",:")) for word in str(caught.value).split() if word.strip(",:").isdigit()]
+        (other,) = set(numbers) - {size, 256}
+        assert train_sentencepiece(CORPUS, other).vocab_size == other
+
+
+@both
+def test_what_is_not_text_or_not_a_token(tokenizer: Tokenizer):
+    with pytest.raises(JllamaError, match=r"lone surrogate U\+D83D at character 2"):
+        tokenizer.encode("ab\ud83d")
+    for token in (-1, tokenizer.vocab_size):
+        with pytest.raises(JllamaError, match=f"token {token} is outside the tokenizer's vocabulary"):
+            tokenizer.decode([5, token])
+    assert tokenizer.decode([]) == ""
+
+
+def test_loading_errors(tmp_path):
+    (tmp_path / "tiktoken.model").write_text("IQ== 0\nIg== 1\n")
+    (tmp_path / "empty.model").touch()
+    (tmp_path / "other.json").write_text('{"type": "bpe"}')
+    (tmp_path / "broken.json").write_text("{")
+    for name in ("tiktoken.model", "empty.model"):
+        with pytest.raises(JllamaError, match=f"{name} is not a SentencePiece model"):
+            load_tokenizer(tmp_path / name)
+    for name in ("other.json", "broken.json"):
+        with pytest.raises(JllamaError, match=f"{name} is not a bytes tokenizer"):
+            load_tokenizer(tmp_path / name)
+    with pytest.raises(JllamaError, match=r"holds no tokenizer.model and no tokenizer.bytes.json"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(JllamaError, match="there is no tokenizer at"):
+        load_tokenizer(tmp_path / "missing.model")
+
+
+def test_a_model_without_bos_is_refused():
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS), model_writer=model, vocab_size=50, bos_id=-1, hard_vocab_limit=False,
+        minloglevel=2,
+    )  # fmt: skip
+    with pytest.raises(JllamaError, match="mine has no BOS or no EOS"):
+        module.SentencePieceTokenizer(model.getvalue(), "mine")
+
+
+def test_fingerprint_is_the_files_hash(tmp_path):
+    BPE.save(tmp_path)
+    assert hashlib.sha256((tmp_path / "tokenizer.model").read_bytes()).hexdigest() == BPE.fingerprint()
