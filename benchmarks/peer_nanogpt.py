@@ -88,7 +88,9 @@ def main() -> None:
                 losses = [[float(loss_of(*batch(part))) for _ in range(EVAL_BATCHES)] for part in (train, validation)]
             print(f"step {step}: train {np.mean(losses[0]):.4f} validation {np.mean(losses[1]):.4f}", flush=True)
         progress = (step - WARMUP) / (STEPS - WARMUP)
-        rate = PEAK * step / WARMUP if step < WARMUP else FLOOR + (PEAK - FLOOR) * (1 + math.cos(math.pi * progress)) / 2
+        rate = (
+            PEAK * step / WARMUP if step < WARMUP else FLOOR + (PEAK - FLOOR) * (1 + math.cos(math.pi * progress)) / 2
+        )
         for group in optimizer.param_groups:
             group["lr"] = rate
         loss = loss_of(*batch(train))

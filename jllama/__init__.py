@@ -1,1 +1,34 @@
-"""jllama: the Llama family in JAX and Flax."""
+"""jllama: the Llama family in JAX and Flax.
+
+``LlamaConfig`` describes a model, ``Llama`` is its Flax module, ``load_run`` reads a trained one back, ``complete`` and
+``stream`` let it write, and ``train`` trains one. The pure functions are in ``jllama.functional``.
+"""
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "KVCache": "jllama.model",
+    "Llama": "jllama.model",
+    "LlamaConfig": "jllama.config",
+    "RopeScaling": "jllama.config",
+    "SamplingConfig": "jllama.generation.engine",
+    "TrainConfig": "jllama.training.config",
+    "complete": "jllama.generation.text",
+    "initial_params": "jllama.model",
+    "load_run": "jllama.training.run_folder",
+    "load_tokenizer": "jllama.tokenizers",
+    "merge": "jllama.model",
+    "stream": "jllama.generation.text",
+    "train": "jllama.training.loop",
+    "unstack_layers": "jllama.model",
+}
+
+__all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: ``import jllama.functional`` needs nothing but jax."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jllama' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

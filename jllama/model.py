@@ -61,14 +61,21 @@ class Layer(nnx.Module):
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
         self.norm_eps = config.norm_eps
-        for path, row in parameter_table(config).items():
-            if path.startswith("layers/"):
-                setattr(self, path.removeprefix("layers/"), _initial(row, config, rngs))
+        table = parameter_table(config)
+        self.attn_norm = _initial(table["layers/attn_norm"], config, rngs)
+        self.wq = _initial(table["layers/wq"], config, rngs)
+        self.wk = _initial(table["layers/wk"], config, rngs)
+        self.wv = _initial(table["layers/wv"], config, rngs)
+        self.wo = _initial(table["layers/wo"], config, rngs)
+        self.mlp_norm = _initial(table["layers/mlp_norm"], config, rngs)
+        self.w_gate = _initial(table["layers/w_gate"], config, rngs)
+        self.w_up = _initial(table["layers/w_up"], config, rngs)
+        self.w_down = _initial(table["layers/w_down"], config, rngs)
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], attend: Attend, cached: KeysValues | None = None
     ) -> tuple[Float[Array, "batch seq embed"], KeysValues]:
-        """The block's output, and the keys and values it attended to: the new ones written into ``cached``, if given."""
+        """The block's output, and the keys and values attended to: the new ones written into ``cached``, if given."""
         normed = F.rms_norm(x, self.attn_norm[...], self.norm_eps)
         query = F.apply_rope(_to_heads(normed, self.wq[...]), attend.cos, attend.sin)
         key = F.apply_rope(_to_heads(normed, self.wk[...]), attend.cos, attend.sin)
@@ -92,10 +99,12 @@ class Llama(nnx.Module):
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs, *, unrolled: bool = False) -> None:
         self.config = config
         table = parameter_table(config)
-        for path in ("embed", "final_norm", "lm_head"):
-            if path in table:
-                setattr(self, path, _initial(table[path], config, rngs))
+        self.embed = _initial(table["embed"], config, rngs)
+        self.final_norm = _initial(table["final_norm"], config, rngs)
+        if not config.tie_embeddings:
+            self.lm_head = _initial(table["lm_head"], config, rngs)
         keys = jax.random.split(rngs.params(), config.num_layers)
+        self.layers: Layer | nnx.Dict[Layer]
         if unrolled:
             self.layers = nnx.Dict({str(i): Layer(config, nnx.Rngs(key)) for i, key in enumerate(keys)})
         else:
@@ -157,6 +166,7 @@ class Llama(nnx.Module):
         """
         positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
         attend = self._attend(positions, F.cache_mask(positions, cache.keys[0].shape[2]))
+        assert isinstance(self.layers, nnx.Dict), "decoding takes unstacked layers"
         x = self._embed(tokens)
         updated: list[KeysValues] = []
         for index, cached in enumerate(zip(cache.keys, cache.values, strict=True)):
@@ -202,7 +212,7 @@ def rope_frequencies(config: LlamaConfig) -> np.ndarray:
 
 
 def merge(config: LlamaConfig, params: Params) -> Llama:
-    """The module with these parameters in it, stacked or unstacked; cheap, for the first line of a compiled function."""
+    """The module with these parameters in it, stacked or unstacked: the first line of a compiled function."""
     return nnx.merge(_graph(config, unrolled="attn_norm" not in params["layers"]), params)
 
 
@@ -230,9 +240,7 @@ def _graph(config: LlamaConfig, *, unrolled: bool) -> nnx.GraphDef[Llama]:
 
 def _initial(row: Parameter, config: LlamaConfig, rngs: nnx.Rngs) -> nnx.Param[Array]:
     """One block's (or the whole model's) own share of a parameter: the ``layers`` axis is added by ``nnx.vmap``."""
-    shape = tuple(
-        size for size, axis in zip(shape_of(row, config), row.axes, strict=True) if axis != "layers"
-    )
+    shape = tuple(size for size, axis in zip(shape_of(row, config), row.axes, strict=True) if axis != "layers")
     if not row.inputs:
         return nnx.Param(jnp.ones(shape))
     return nnx.Param(initial_std(row, config) * jax.random.normal(rngs.params(), shape))

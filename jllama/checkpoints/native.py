@@ -20,7 +20,7 @@ _ITEMS = ("params", "state", "meta")
 
 
 class Checkpoints:
-    """The checkpoints of one run. Saving goes on in the background while training does; errors surface at the next call.
+    """The checkpoints of one run. Saving goes on in the background; its errors surface at the next call.
 
     Args:
         folder: where they are, or will be.

@@ -86,9 +86,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     return 0
 
 
-def _compare(
-    params: Params, config: LlamaConfig, tokenizer: Tokenizer, options: SampleOptions, count: int
-) -> None:
+def _compare(params: Params, config: LlamaConfig, tokenizer: Tokenizer, options: SampleOptions, count: int) -> None:
     """All the settings as the rows of one batch, and of one table."""
     rows = [dataclasses.replace(sampling, seed=options.seed) for sampling in COMPARED.values()]
     completions = complete(params, config, tokenizer, [options.prompt] * len(rows), rows, count)

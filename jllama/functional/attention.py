@@ -31,7 +31,9 @@ def cache_mask(query_positions: Int[Array, "batch seq"], kv_seq: int) -> Bool[Ar
     return causal_mask(query_positions, jnp.broadcast_to(jnp.arange(kv_seq), (query_positions.shape[0], kv_seq)))
 
 
-def masked_softmax(scores: Float[Array, "*lead kv_seq"], mask: Bool[Array, "*#lead kv_seq"]) -> Float[Array, "*lead kv_seq"]:
+def masked_softmax(
+    scores: Float[Array, "*lead kv_seq"], mask: Bool[Array, "*#lead kv_seq"]
+) -> Float[Array, "*lead kv_seq"]:
     """``exp(s_i) / sum_j exp(s_j)`` over the entries where ``mask`` is true, zero elsewhere.
 
     In float32 (float64 for float64 scores) whatever the dtype of ``scores``. A row with no true entry gives zeros,

@@ -21,7 +21,10 @@ def cross_entropy(
     """
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     wide = jnp.where(mask[..., None], wide, 0.0)
-    log_normaliser = jax.nn.logsumexp(wide, axis=-1)
-    target_logit = jnp.take_along_axis(wide, targets[..., None], axis=-1)[..., 0]
-    losses = log_normaliser - target_logit + z_loss * jnp.square(log_normaliser)
+    peak = jax.lax.stop_gradient(jnp.max(wide, axis=-1))  # taken out first: large common offsets would eat digits
+    shifted = wide - peak[..., None]
+    log_total = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
+    losses = log_total - jnp.take_along_axis(shifted, targets[..., None], axis=-1)[..., 0]
+    if z_loss:
+        losses = losses + z_loss * jnp.square(log_total + peak)
     return jnp.sum(jnp.where(mask, losses, 0.0)), jnp.sum(mask, dtype=wide.dtype)

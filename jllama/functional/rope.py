@@ -67,7 +67,9 @@ def rope_tables(positions: Int[Array, "*lead"], frequencies: Frequencies) -> tup
 
 
 def apply_rope(
-    x: Float[Array, "batch heads seq head_dim"], cos: Float[Array, "#batch seq half"], sin: Float[Array, "#batch seq half"]
+    x: Float[Array, "batch heads seq head_dim"],
+    cos: Float[Array, "#batch seq half"],
+    sin: Float[Array, "#batch seq half"],
 ) -> Float[Array, "batch heads seq head_dim"]:
     """Turn every pair of channels; pair ``i`` is channels ``i`` and ``i + head_dim/2`` (half-split, as Hugging Face).
 
@@ -80,7 +82,9 @@ def apply_rope(
 
 
 def apply_rope_interleaved(
-    x: Float[Array, "batch heads seq head_dim"], cos: Float[Array, "#batch seq half"], sin: Float[Array, "#batch seq half"]
+    x: Float[Array, "batch heads seq head_dim"],
+    cos: Float[Array, "#batch seq half"],
+    sin: Float[Array, "#batch seq half"],
 ) -> Float[Array, "batch heads seq head_dim"]:
     """As ``apply_rope``, but pair ``i`` is channels ``2i`` and ``2i + 1``: the layout of the paper and of Meta's files.
 

@@ -152,7 +152,12 @@ def _prefill(
 
 @functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("state",))
 def _decode(
-    params: Params, config: LlamaConfig, state: DecodeState, rows: Rows, stops: Int[Array, "stops"], count: Int[Array, ""]
+    params: Params,
+    config: LlamaConfig,
+    state: DecodeState,
+    rows: Rows,
+    stops: Int[Array, "stops"],
+    count: Int[Array, ""],
 ) -> tuple[DecodeState, Int[Array, "batch chunk"]]:
     """Up to ``count`` more tokens a row; ends early when every row has finished."""
     llama = merge(config, params)

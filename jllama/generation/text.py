@@ -32,7 +32,7 @@ def stream(
     sampling: SamplingConfig,
     max_new_tokens: int,
 ) -> Iterator[str]:
-    """The continuation of one prompt, in pieces as they are made; together they are the text that ``complete`` gives."""
+    """The continuation of one prompt, in pieces as they are made: together what ``complete`` gives."""
     start = prompt_ids(tokenizer, prompt)
     chunks = generate_tokens(params, config, [start], [sampling], max_new_tokens, [tokenizer.eos_id])
     new = (int(token) for chunk in chunks for token in chunk[0] if token not in (-1, tokenizer.eos_id))

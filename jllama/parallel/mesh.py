@@ -36,16 +36,18 @@ class MeshConfig:
 
     def __post_init__(self) -> None:
         if self.data < 0 or self.fsdp < 1 or self.tensor < 1:
-            raise UsageError(f"the mesh {dataclasses.asdict(self)} needs positive sizes (data may be 0: all that is left)")
+            raise UsageError(
+                f"the mesh {dataclasses.asdict(self)} needs positive sizes (data may be 0: all that is left)"
+            )
 
 
-def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig) -> Mesh:
     """The mesh over all devices (of every process), with axes ``data``, ``fsdp`` and ``tensor``.
 
     Raises:
         UsageError: the sizes do not multiply to the number of devices.
     """
-    devices = jax.devices() if devices is None else devices
+    devices = jax.devices()
     data = config.data or max(1, len(devices) // (config.fsdp * config.tensor))
     shape = (data, config.fsdp, config.tensor)
     if math.prod(shape) != len(devices):
@@ -53,7 +55,7 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
             f"the mesh data={data} x fsdp={config.fsdp} x tensor={config.tensor} needs {math.prod(shape)} devices, "
             f"but there are {len(devices)}"
         )
-    return jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3, devices=devices)
+    return jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 
 
 def parameter_sharding(mesh: Mesh, parameter: Parameter) -> NamedSharding:

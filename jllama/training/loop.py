@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import grain
 import jax
@@ -36,6 +36,7 @@ from jllama.training.report import write_report
 from jllama.training.run_folder import CHECKPOINTS, METRICS, REPORT, SAMPLES, append_line, forget_after, write_config
 from jllama.training.step import StepMetrics, TrainState, initial_state, train_step
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -128,7 +129,7 @@ def train(config: TrainConfig) -> Evaluation:
                 recent = []
             if look:
                 look_began_s = time.perf_counter()
-                evaluation = _or_warn(console, lambda: evaluate(state.params, config.training.eval_tokens))
+                evaluation = _or_warn(console, evaluate, state.params, config.training.eval_tokens)
                 seconds = seconds_before + time.perf_counter() - began_s
                 _save(checkpoints, state, batches, data, evaluation, seconds)
                 if evaluation is not None:
@@ -137,8 +138,8 @@ def train(config: TrainConfig) -> Evaluation:
                         f"step {step}: validation loss [bold]{evaluation.validation_loss:.4f}[/bold], perplexity "
                         f"{evaluation.perplexity:.2f}, {evaluation.bits_per_byte:.3f} bits per byte"
                     )
-                _or_warn(console, lambda: _sample(console, folder, step, state.params, config, data))
-                _or_warn(console, lambda: write_report(folder, _receipt(config, data, mesh, evaluation, seconds)))
+                _or_warn(console, _sample, console, folder, step, state.params, config, data)
+                _or_warn(console, _report, folder, config, data, mesh, evaluation, seconds)
                 looking_s += time.perf_counter() - look_began_s
             if not recent:
                 recent_began_s = time.perf_counter()
@@ -153,7 +154,7 @@ def train(config: TrainConfig) -> Evaluation:
     final = evaluate(params, 0)
     seconds = seconds_before + time.perf_counter() - began_s
     append_line(folder / METRICS, {"step": step, "best_step": best, "final": dataclasses.asdict(final)})
-    write_report(folder, _receipt(config, data, mesh, final, seconds))
+    _report(folder, config, data, mesh, final, seconds)
     console.print(
         f"Best checkpoint (step {best}) on the whole validation text: loss [bold]{final.validation_loss:.4f}[/bold], "
         f"[bold]{final.bits_per_byte:.3f}[/bold] bits per byte; gzip -9 needs {_gzip_bits_per_byte(data):.3f}."
@@ -260,9 +261,7 @@ def _check_finite(recent: list[StepMetrics], step: int, checkpoints: Checkpoints
     )
 
 
-def _sample(
-    console: Console, folder: Path, step: int, params: Params, config: TrainConfig, data: Dataset
-) -> None:
+def _sample(console: Console, folder: Path, step: int, params: Params, config: TrainConfig, data: Dataset) -> None:
     """Let the model write, show it and log it."""
     prompt, count = config.training.sample_prompt, config.training.sample_tokens
     if not count:
@@ -273,13 +272,13 @@ def _sample(
     console.print(f"[dim]{escape(prompt + written.text)}[/dim]\n")
 
 
-def _receipt(
-    config: TrainConfig, data: Dataset, mesh: Mesh, evaluation: Evaluation | None, seconds: float
-) -> dict[str, Any]:
-    """The facts of a run, for its report."""
+def _report(
+    folder: Path, config: TrainConfig, data: Dataset, mesh: Mesh, evaluation: Evaluation | None, seconds: float
+) -> None:
+    """Write the run's report so far, with its receipt."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jllama", "jax", "flax", "optax")]
     results = dataclasses.asdict(evaluation) if evaluation else {}
-    return {
+    receipt = {
         "parameters": f"{count_parameters(config.model):,}",
         "training text": f"{data.train_counts.bytes:,} bytes, {data.train_counts.tokens:,} tokens",
         "validation text": f"{data.validation_counts.bytes:,} bytes, {data.validation_counts.tokens:,} tokens",
@@ -289,16 +288,17 @@ def _receipt(
         "bits per byte of gzip -9": f"{_gzip_bits_per_byte(data):.4f}",
         "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
     }
+    write_report(folder, receipt)
 
 
 def _gzip_bits_per_byte(data: Dataset) -> float:
     return 8 * data.gzip_bytes / data.gzip_of_bytes
 
 
-def _or_warn(console: Console, action: Callable[[], T]) -> T | None:
+def _or_warn(console: Console, action: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
     """Do something that training can go on without: say so if it fails."""
     try:
-        return action()
+        return action(*args, **kwargs)
     except Exception as error:
         console.print(f"[yellow]warning:[/yellow] {escape(f'{type(error).__name__}: {error}')}; training goes on")
         return None

@@ -7,7 +7,8 @@ import math
 
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
 
 from jllama.config import LlamaConfig
 from jllama.errors import UsageError
@@ -49,7 +50,7 @@ class OptimizerConfig:
             raise UsageError(f"optimizer.weight_decay is {self.weight_decay}; it must not be negative")
 
 
-def learning_rate_at(step: Int[Array, ""] | int, config: OptimizerConfig, total_steps: int) -> Float[Array, ""]:
+def learning_rate_at(step: ArrayLike, config: OptimizerConfig, total_steps: int) -> Float[Array, ""]:
     """The learning rate of a step, counted from 0: a linear warm-up, then half a cosine down to a floor.
 
     With ``w = ceil(warmup_fraction * total_steps)``: ``peak * (step + 1) / w`` for ``step < w``; the peak at

@@ -24,7 +24,9 @@ def write_report(folder: Path, receipt: dict[str, Any]) -> Path:
     """Write ``report.html`` from what the run has logged so far. ``receipt``: facts to list, by name."""
     metrics = list(read_lines(folder / METRICS))
     samples = list(read_lines(folder / SAMPLES))
-    rows = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(str(fact))}</td></tr>" for name, fact in receipt.items())
+    rows = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(str(fact))}</td></tr>" for name, fact in receipt.items()
+    )
     texts = "".join(
         f"<h3>step {sample['step']}</h3><pre><b>{html.escape(sample['prompt'])}</b>{html.escape(sample['text'])}</pre>"
         for sample in reversed(samples)

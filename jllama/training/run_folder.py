@@ -18,7 +18,13 @@ from jllama.parameters import Params
 from jllama.tokenizers import Tokenizer, load_tokenizer
 from jllama.training.config import TrainConfig
 
-CONFIG, METRICS, SAMPLES, REPORT, CHECKPOINTS = "config.yaml", "metrics.jsonl", "samples.jsonl", "report.html", "checkpoints"
+CONFIG, METRICS, SAMPLES, REPORT, CHECKPOINTS = (
+    "config.yaml",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "report.html",
+    "checkpoints",
+)
 
 
 def write_config(folder: Path, config: TrainConfig) -> None:

@@ -110,7 +110,7 @@ def train_step(
     count = jnp.maximum(count, 1.0)
     gradients = jax.tree.map(lambda leaf: leaf / count, gradients)
     updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+    params = jax.tree.map(jnp.add, state.params, updates)
     metrics = StepMetrics(total / count, optax.tree.norm(gradients), count)
     return TrainState(state.step + 1, params, opt_state, state.key), metrics
 
