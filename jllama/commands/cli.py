@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import logging
 import os
 import re
 import sys
+import typing
 from collections.abc import Sequence
 from typing import NoReturn, TypeVar
 
@@ -23,6 +25,9 @@ COMMANDS = {
     "doctor": "show what this machine has, and check that it computes rightly",
 }
 """Each is a module of ``jllama.commands`` with a function ``main(argv, prog) -> exit code``."""
+
+
+_TYPES = {"int": "a whole number", "float": "a finite number", "bool": "true or false", "str": "text"}
 
 
 class _Parser(jsonargparse.ArgumentParser):
@@ -44,10 +49,22 @@ def parse(options: type[T], argv: Sequence[str], prog: str) -> T:
         UsageError: an option is unknown or has a value of the wrong type or out of range.
     """
     description = (options.__doc__ or "").partition("\n\n")[0]
-    parser = _Parser(prog=prog, description=description, default_env=False)
+    parser = _Parser(prog=prog, description=description, default_env=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="a YAML file with any of the options below")
     parser.add_class_arguments(options)
-    settings = parser.instantiate(parser.parse_args(list(argv)))
+    for action in parser._actions:
+        if getattr(action, "_typehint", None) is bool:  # --compare alone means --compare true
+            action.nargs, action.const = "?", True
+    try:
+        settings = parser.parse_args(list(argv))
+        for name, kind in typing.get_type_hints(options).items():
+            if dataclasses.is_dataclass(kind) and not isinstance(settings[name], jsonargparse.Namespace):
+                raise UsageError(f"{name} is {settings[name]!r}; it must hold options, such as {name}.{_first(kind)}")
+        settings = parser.instantiate(settings)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the --config file is not UTF-8 text: {error}") from error
+    except ValueError as error:  # from a dataclass that may also be null
+        raise UsageError(_sentence(str(error), parser.known_options())) from error
     return options(**{name: value for name, value in vars(settings).items() if name != "config"})
 
 
@@ -70,6 +87,9 @@ def run(command: str, argv: Sequence[str] | None = None, prog: str | None = None
     except BrokenPipeError:  # the reader of our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:  # a full disk, a file where a folder should be
+        print(f"error: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", file=sys.stderr)
+        return 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,13 +97,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in COMMANDS:
         return run(argv[0], argv[1:])
-    listing = "\n".join(f"  {name:8} {purpose}" for name, purpose in COMMANDS.items())
-    usage = f"usage: python -m jllama COMMAND [--help] ...\n\n{listing}"
     if argv and argv[0] in ("-h", "--help"):
-        print(usage)
+        listing = "\n".join(f"  {name:8} {purpose}" for name, purpose in COMMANDS.items())
+        print(f"usage: python -m jllama COMMAND [--help] ...\n\n{listing}")
         return 0
     problem = f"there is no command {argv[0]!r}{_nearest(argv[0], list(COMMANDS))}" if argv else "a command is missing"
-    print(f"error: {problem}\n\n{usage}", file=sys.stderr)
+    print(f"error: {problem}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
     return 2
 
 
@@ -97,11 +116,27 @@ def _sentence(message: str, known: list[str]) -> str:
     name = unknown[1] if unknown else f"{nested[1]}.{nested[2]}" if nested else None
     if name is not None:
         return f"there is no option {name}{_nearest(name, known)}"
-    return re.sub(r"typing\.|<class '(\w+)'>", r"\1", message).removeprefix("Parser key ")
+    message = re.sub(r"typing\.|<class '(\w+)'>", r"\1", message).removeprefix("Parser key ")
+    if wrong := re.fullmatch(r'"([\w.]+)": Expected an? (.*)\. Got value: (.*)', message):
+        wanted = re.sub(r"^Literal\[(.*)\]$", r"one of \1", wrong[2])
+        return f"{wrong[1]} is {wrong[3]!r}; it must be {_TYPES.get(wanted, wanted)}"
+    if nullable := re.search(r"Subtypes: .* Errors: - (.*) - Expected a NoneType", message):
+        where = re.match(r'"([\w.]+)": ', message)
+        return f"{where[1]}: {nullable[1]}" if where else nullable[1]
+    if message.startswith("Unexpected config"):
+        return "the --config file is empty or not a list of options such as 'seed: 1'"
+    if message.endswith(": expected one argument"):
+        return f"{message} (one that begins with a dash is written --option=-value)"
+    return message
+
+
+def _first(kind: type) -> str:
+    return dataclasses.fields(kind)[0].name
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, 1, 0.5)
+    begun = [option for option in known if option.startswith(name)]
+    close = begun[:1] or difflib.get_close_matches(name, known, 1, 0.5)
     if not close:  # the group may be missing: --learning_rate for --optimizer.learning_rate
         by_last = {option.rpartition(".")[2]: option for option in known}
         close = [by_last[last] for last in difflib.get_close_matches(name.rpartition(".")[2], list(by_last), 1, 0.6)]

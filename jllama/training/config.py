@@ -90,5 +90,7 @@ class TrainConfig:
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
 
     def __post_init__(self) -> None:
+        if not self.run_dir:
+            raise UsageError("run_dir is empty: name the folder that will hold the run")
         if not 0 <= self.seed < 2**32:
             raise UsageError(f"seed is {self.seed}; it must be between 0 and 2**32 - 1")

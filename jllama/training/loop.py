@@ -28,7 +28,7 @@ from jllama.errors import JllamaError, UsageError
 from jllama.generation.text import complete, prompt_ids
 from jllama.model import abstract_params, unstack_layers
 from jllama.parallel.mesh import BATCH, make_mesh, state_sharding
-from jllama.parameters import Params, count_parameters
+from jllama.parameters import count_parameters
 from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation, first_not_finite, make_evaluator, summarise
 from jllama.training.optimizer import learning_rate_at, make_optimizer
@@ -72,9 +72,10 @@ def train(config: TrainConfig) -> Evaluation:
     abstract = jax.eval_shape(start, jax.random.key(config.seed))
     shardings = state_sharding(mesh, config.model, abstract)
 
+    identity = _identity(config, data)
     checkpoints = Checkpoints(folder / CHECKPOINTS, config.training.keep_last)
     if saved := checkpoints.steps():
-        state, seconds_before = _restore(checkpoints, saved[-1], abstract, shardings, batches, data)
+        state, seconds_before = _restore(checkpoints, saved[-1], abstract, shardings, batches, identity)
     else:
         state, seconds_before = jax.jit(start, out_shardings=shardings)(jax.random.key(config.seed)), 0.0
     first_step = int(state.step)
@@ -112,11 +113,13 @@ def train(config: TrainConfig) -> Evaluation:
     step = first_step
     with _progress(console) as progress, _stop_signal() as stop_requested:
         task = progress.add_task("", total=config.training.steps, completed=step, note="compiling")
-        while step < config.training.steps and not stop_requested():
+        stopping = False
+        while step < config.training.steps and not stopping:
             state, metrics = take_step(state, jax.make_array_from_process_local_data(batch_sharding, next(batches)))
             step += 1
             recent.append(metrics)
-            look = step % config.training.eval_every == 0 or step == config.training.steps or stop_requested()
+            stopping = stop_requested()  # asked once a step: what stops the loop is always saved below
+            look = step % config.training.eval_every == 0 or step == config.training.steps or stopping
             if look or step % config.training.log_every == 0:
                 _check_finite(recent, step, checkpoints)
                 record = summarise(recent, time.perf_counter() - recent_began_s, config.model, mesh.size)
@@ -131,14 +134,16 @@ def train(config: TrainConfig) -> Evaluation:
                 look_began_s = time.perf_counter()
                 evaluation = _or_warn(console, evaluate, state.params, config.training.eval_tokens)
                 seconds = seconds_before + time.perf_counter() - began_s
-                _save(checkpoints, state, batches, data, evaluation, seconds)
                 if evaluation is not None:
+                    if not math.isfinite(evaluation.validation_loss):
+                        raise _not_finite("validation loss", step, checkpoints)
                     append_line(folder / METRICS, {"step": step, **dataclasses.asdict(evaluation)})
                     console.print(
                         f"step {step}: validation loss [bold]{evaluation.validation_loss:.4f}[/bold], perplexity "
                         f"{evaluation.perplexity:.2f}, {evaluation.bits_per_byte:.3f} bits per byte"
                     )
-                _or_warn(console, _sample, console, folder, step, state.params, config, data)
+                _save(checkpoints, state, batches, identity, evaluation, seconds)
+                _or_warn(console, _sample, console, folder, state, config, data)
                 _or_warn(console, _report, folder, config, data, mesh, evaluation, seconds)
                 looking_s += time.perf_counter() - look_began_s
             if not recent:
@@ -209,16 +214,26 @@ def _placed(shapes: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to), shapes, shardings)
 
 
+def _identity(config: TrainConfig, data: Dataset) -> dict[str, Any]:
+    """What the order of the batches depends on: a run cannot go on if any of it changes."""
+    return {
+        "the corpus or its tokenizer": data.fingerprint,
+        "seed": config.seed,
+        "training.batch_size": config.training.batch_size,
+        "model.max_seq_len": config.model.max_seq_len,
+    }
+
+
 def _save(
     checkpoints: Checkpoints,
     state: TrainState,
     batches: grain.DatasetIterator,
-    data: Dataset,
+    identity: dict[str, Any],
     evaluation: Evaluation | None,
     seconds: float,
 ) -> None:
     rest = {"opt_state": state.opt_state, "step": state.step, "key": jax.random.key_data(state.key)}
-    meta = {"batches": batches.get_state(), "data": data.fingerprint, "seconds": seconds}
+    meta = {"batches": batches.get_state(), "identity": identity, "seconds": seconds}
     checkpoints.save(int(state.step), state.params, rest, meta, evaluation.validation_loss if evaluation else None)
 
 
@@ -228,7 +243,7 @@ def _restore(
     abstract: TrainState,
     shardings: TrainState,
     batches: grain.DatasetIterator,
-    data: Dataset,
+    identity: dict[str, Any],
 ) -> tuple[TrainState, float]:
     """The state saved at a step, with the batches set to follow it, and the seconds spent until then."""
     key_shape = jax.eval_shape(jax.random.key_data, abstract.key)
@@ -237,10 +252,10 @@ def _restore(
     params, rest, meta = checkpoints.restore(
         step, _placed(abstract.params, shardings.params), _placed(rest, rest_shardings)
     )
-    if meta["data"] != data.fingerprint:
+    if changed := [name for name, value in identity.items() if meta["identity"][name] != value]:
         raise JllamaError(
-            f"the corpus or its tokenizer has changed since {checkpoints.folder / str(step)} was saved: "
-            f"restore it, or start a new run with another --run_dir"
+            f"changed since {checkpoints.folder / str(step)} was saved: {', '.join(changed)}; "
+            f"restore what it was, or start a new run with another --run_dir"
         )
     batches.set_state(meta["batches"])
     state = TrainState(rest["step"], params, rest["opt_state"], jax.random.wrap_key_data(rest["key"]))
@@ -250,25 +265,29 @@ def _restore(
 def _check_finite(recent: list[StepMetrics], step: int, checkpoints: Checkpoints) -> None:
     """Wait for the recent steps. Raises ``JllamaError`` if one has gone wrong, so that nothing of it is ever saved."""
     bad = first_not_finite(recent)
-    if bad is None:
-        return
+    if bad is not None:
+        raise _not_finite("loss or its gradient", step - len(recent) + bad + 1, checkpoints)
+
+
+def _not_finite(what: str, step: int, checkpoints: Checkpoints) -> JllamaError:
     checkpoints.wait()
     kept = checkpoints.steps()
     last = f"the last good checkpoint is of step {kept[-1]}" if kept else "no checkpoint had been saved yet"
-    raise JllamaError(
-        f"the loss or its gradient is not a finite number at step {step - len(recent) + bad + 1}; {last}: "
+    return JllamaError(
+        f"the {what} is not a finite number at step {step}; {last}: "
         f"try a lower optimizer.learning_rate or optimizer.clip_norm"
     )
 
 
-def _sample(console: Console, folder: Path, step: int, params: Params, config: TrainConfig, data: Dataset) -> None:
+def _sample(console: Console, folder: Path, state: TrainState, config: TrainConfig, data: Dataset) -> None:
     """Let the model write, show it and log it."""
     prompt, count = config.training.sample_prompt, config.training.sample_tokens
     if not count:
         return
-    sampling = dataclasses.replace(config.sampling, seed=config.sampling.seed + step)
-    written = complete(unstack_layers(params), config.model, data.tokenizer, [prompt], [sampling], count)[0]
-    append_line(folder / SAMPLES, {"step": step, "prompt": prompt, "text": written.text})
+    key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), config.sampling.seed)
+    sampling = dataclasses.replace(config.sampling, seed=int(jax.random.bits(key)))
+    written = complete(unstack_layers(state.params), config.model, data.tokenizer, [prompt], [sampling], count)[0]
+    append_line(folder / SAMPLES, {"step": int(state.step), "prompt": prompt, "text": written.text})
     console.print(f"[dim]{escape(prompt + written.text)}[/dim]\n")
 
 

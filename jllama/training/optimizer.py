@@ -43,9 +43,12 @@ class OptimizerConfig:
         for name in ("learning_rate", "epsilon", "clip_norm"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"optimizer.{name} is {getattr(self, name)}; it must be positive")
-        for name in ("final_fraction", "warmup_fraction", "beta1", "beta2"):
+        for name in ("final_fraction", "warmup_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UsageError(f"optimizer.{name} is {getattr(self, name)}; it must be between 0 and 1")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UsageError(f"optimizer.{name} is {getattr(self, name)}; it must be at least 0 and below 1")
         if not self.weight_decay >= 0:
             raise UsageError(f"optimizer.weight_decay is {self.weight_decay}; it must not be negative")
 

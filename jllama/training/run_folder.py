@@ -67,8 +67,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Drop the lines of later steps: a resumed run does them again."""
-    kept = [record for record in read_lines(path) if record["step"] <= step]
+    """Drop the lines of later steps and of the end: a resumed run does them again."""
+    kept = [record for record in read_lines(path) if record["step"] <= step and "final" not in record]
     partial = path.with_name(path.name + ".partial")
     partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
     partial.replace(path)
