@@ -7,7 +7,7 @@ The module holds no state but its parameters. Compiled code takes ``params`` (a 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -145,7 +145,7 @@ class Llama(nnx.Module):
         if isinstance(self.layers, Layer):
             graph, stacked = nnx.split(self.layers)
 
-            def step(x: Array, weights: nnx.State) -> tuple[Array, None]:
+            def step(x: Array, weights: Any) -> tuple[Array, None]:
                 return run(nnx.merge(graph, weights), x), None
 
             x, _ = jax.lax.scan(jax.checkpoint(step) if remat else step, self._embed(tokens), stacked)

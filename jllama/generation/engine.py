@@ -25,6 +25,7 @@ from jllama.parameters import Params
 
 CHUNK_TOKENS = 16
 _CACHE_MULTIPLE = 128
+_STOP_MULTIPLE = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +91,12 @@ def generate_tokens(
         stop_ids: a row ends after one of these, which it still yields; from there on it yields -1.
 
     Raises:
-        UsageError: a prompt is empty, or it and the new tokens are longer than the model's context.
+        UsageError: there is no prompt, a prompt is empty, or it and the new tokens are longer than the model's context.
     """
+    if not prompts or len(prompts) != len(sampling):
+        raise UsageError(
+            f"there are {len(prompts)} prompts and {len(sampling)} sampling settings: give one to each prompt"
+        )
     lengths = np.array([len(prompt) for prompt in prompts])
     check_lengths(lengths, max_new_tokens, config.max_seq_len)
     if max_new_tokens == 0:
@@ -105,9 +110,9 @@ def generate_tokens(
         jnp.array([row.temperature for row in sampling], jnp.float32),
         jnp.array([row.top_k for row in sampling], jnp.int32),
         jnp.array([row.top_p for row in sampling], jnp.float32),
-        jnp.stack([jax.random.key(row.seed) for row in sampling]),
+        jax.vmap(jax.random.key)(jnp.array([row.seed for row in sampling], jnp.uint32)),
     )
-    stops = jnp.array(list(stop_ids) or [-1], jnp.int32)
+    stops = jnp.array([*stop_ids, *[-1] * (-len(stop_ids) % _STOP_MULTIPLE)], jnp.int32)
     state = _prefill(params, config, max_len, jnp.asarray(padded), jnp.asarray(lengths, jnp.int32), rows, stops)
     yield np.asarray(state.token)[:, None]
     made = 1

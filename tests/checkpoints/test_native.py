@@ -1,0 +1,177 @@
+"""Saved and restored bit for bit; the best is kept; what is not whole is not there; what differs is listed."""
+
+import os
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import random_params
+
+from jllama.checkpoints.native import Checkpoints
+from jllama.config import LlamaConfig
+from jllama.errors import JllamaError
+from jllama.training.optimizer import OptimizerConfig, make_optimizer
+
+CONFIG = LlamaConfig(vocab_size=11, num_layers=2, embed_dim=8, num_heads=2, num_kv_heads=1, mlp_dim=12)
+META = {"batches": {"next_index": 7}, "seconds": 1.5, "text": "é"}
+
+
+def contents(seed):
+    """Parameters and the rest of a training state, with values that no rounding survives."""
+    params = jax.tree.map(jnp.asarray, random_params(CONFIG, seed))
+    optimizer = make_optimizer(OptimizerConfig(), CONFIG, params, 10)
+    rng = np.random.default_rng(seed)
+    moments = jax.tree.map(
+        lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape) * 1e-30, leaf.dtype), optimizer.init(params)
+    )
+    return params, {"opt_state": moments, "step": jnp.int32(seed), "key": jax.random.key_data(jax.random.key(seed))}
+
+
+def save(checkpoints, step, loss=None):
+    checkpoints.save(step, *contents(step), META | {"step": step}, loss)
+    checkpoints.wait()
+
+
+def abstract(tree):
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def assert_same_bits(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for found, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert found.dtype == wanted.dtype
+        assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
+
+
+def assert_whole(checkpoints, step):
+    params, state = contents(step)
+    *restored, meta = checkpoints.restore(step, abstract(params), abstract(state))
+    assert_same_bits(restored, [params, state])
+    assert meta == META | {"step": step}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A folder with steps 10 and 20, never written to again."""
+    folder = tmp_path_factory.mktemp("finished") / "checkpoints"
+    checkpoints = Checkpoints(folder, keep_last=2)
+    save(checkpoints, 10, 2.0)
+    save(checkpoints, 20, 3.0)
+    return folder
+
+
+def test_every_bit_comes_back(finished):
+    checkpoints = Checkpoints(finished, read_only=True)
+    assert checkpoints.steps() == [10, 20]
+    assert_whole(checkpoints, 10)
+    assert_whole(checkpoints, 20)
+    params = contents(20)[0]
+    assert_same_bits(checkpoints.restore_params(20, abstract(params)), params)
+
+
+def test_the_arrays_may_be_donated_as_soon_as_save_returns(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    params, state = contents(1)
+    checkpoints.save(1, params, state, META | {"step": 1}, None)
+    overwrite = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0 + 3, tree), donate_argnums=0)
+    jax.block_until_ready(overwrite((params, state)))
+    checkpoints.wait()
+    assert_whole(checkpoints, 1)
+
+
+def test_the_last_ones_and_the_best_are_kept(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    for step, loss in [(1, 5.0), (2, 1.0), (3, 4.0), (4, 3.0), (5, 2.0)]:
+        save(checkpoints, step, loss)
+    assert checkpoints.steps() == [2, 4, 5]
+    assert checkpoints.best_step() == 2
+    save(checkpoints, 6, 0.5)
+    assert Checkpoints(tmp_path, read_only=True).steps() == [5, 6]
+    assert Checkpoints(tmp_path, read_only=True).best_step() == 6
+
+
+def test_a_step_without_validation_loss_is_kept_as_last_and_never_as_best(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    save(checkpoints, 1)
+    assert (checkpoints.steps(), checkpoints.best_step()) == ([1], 1)
+    save(checkpoints, 2, 4.0)
+    save(checkpoints, 3)
+    assert (checkpoints.steps(), checkpoints.best_step()) == ([2, 3], 2)
+    assert_whole(Checkpoints(tmp_path, read_only=True), 3)
+
+
+def test_an_empty_folder_has_no_steps(tmp_path):
+    assert Checkpoints(tmp_path).steps() == []
+    assert Checkpoints(tmp_path).best_step() is None
+
+
+def test_every_difference_is_listed(finished):
+    checkpoints = Checkpoints(finished, read_only=True)
+    params, state = abstract(contents(20)[0]), abstract(contents(20)[1])
+    params["extra"] = jax.ShapeDtypeStruct((3,), jnp.float32)
+    del params["lm_head"]
+    params["final_norm"] = jax.ShapeDtypeStruct((9,), jnp.float32)
+    params["layers"]["wq"] = jax.ShapeDtypeStruct(params["layers"]["wq"].shape, jnp.bfloat16)
+    with pytest.raises(JllamaError) as caught:
+        checkpoints.restore(20, params, state)
+    message = str(caught.value)
+    assert str(finished / "20") in message
+    for difference in (
+        "extra is absent in the checkpoint but float32[3] in this model",
+        "lm_head is float32[8, 11] in the checkpoint but absent in this model",
+        "final_norm is float32[8] in the checkpoint but float32[9] in this model",
+        "layers/wq is float32[2, 8, 2, 4] in the checkpoint but bfloat16[2, 8, 2, 4] in this model",
+    ):
+        assert difference in message
+    assert message.count("in this model") == 4
+    assert "\n" not in message
+    with pytest.raises(JllamaError, match="extra is absent"):
+        checkpoints.restore_params(20, params)
+
+
+def test_a_difference_in_the_optimizer_is_listed(finished):
+    params, state = abstract(contents(20)[0]), abstract(contents(20)[1])
+    state["step"] = jax.ShapeDtypeStruct((), jnp.int16)
+    with pytest.raises(JllamaError, match=r"step is int32\[\] in the checkpoint but int16\[\] in this model"):
+        Checkpoints(finished, read_only=True).restore(20, params, state)
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_half_written_steps_are_not_there(finished, tmp_path, read_only):
+    """What a kill in the middle of a save leaves: a folder under its temporary name, whole or not."""
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(finished, folder)
+    shutil.copytree(folder / "20", folder / "30.orbax-checkpoint-tmp-7")
+    (folder / "40.orbax-checkpoint-tmp-8" / "params").mkdir(parents=True)
+    checkpoints = Checkpoints(folder, keep_last=2, read_only=read_only)
+    assert checkpoints.steps() == [10, 20]
+    assert_whole(checkpoints, 20)
+    assert len([path for path in folder.iterdir() if "tmp" in path.name]) == (2 if read_only else 0)
+    if not read_only:
+        save(checkpoints, 30, 1.0)
+        assert checkpoints.steps() == [20, 30]
+
+
+def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpoints = Checkpoints(Path("runs/x/checkpoints"))
+    os.chdir("/")
+    save(checkpoints, 5, 1.0)
+    assert (tmp_path / "runs/x/checkpoints/5").is_dir()
+    monkeypatch.chdir(tmp_path / "runs")
+    assert_whole(Checkpoints(Path("x/checkpoints"), read_only=True), 5)
+
+
+def test_a_failed_save_is_one_sentence_and_leaves_the_earlier_steps(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    save(checkpoints, 1, 1.0)
+    params, state = contents(2)
+    checkpoints.save(2, params, state, {"not JSON": object()}, None)  # goes on, and fails, in the background
+    with pytest.raises(JllamaError, match=r"could not save a checkpoint in .*; the last good checkpoint is step 1$"):
+        checkpoints.wait()
+    again = Checkpoints(tmp_path, read_only=True)
+    assert again.steps() == [1]
+    assert_whole(again, 1)

@@ -1,0 +1,78 @@
+"""Training on eight (pretended) devices equals training on one, and the parameters really are split."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jllama.config import LlamaConfig
+from jllama.errors import UsageError
+from jllama.parallel.mesh import MeshConfig
+from jllama.parameters import parameter_table, shape_of
+
+SCRIPT = Path(__file__).with_name("steps_on_eight_devices.py")
+CONFIG = LlamaConfig(vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, max_seq_len=16)
+SPLIT = {  # which axes each mesh halves, or takes an eighth of
+    "data=8": {},
+    "fsdp=8": {"embed": 8},
+    "data=2 fsdp=2 tensor=2": {"embed": 2, "vocab": 2, "heads": 2, "kv_heads": 2, "mlp": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def report():
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+    }
+    done = subprocess.run(
+        [sys.executable, SCRIPT],
+        env=environment,
+        cwd=SCRIPT.parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "donated" not in done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("mesh", SPLIT)
+def test_a_mesh_trains_as_one_device_does(report, mesh):
+    one, many = report["one"], report[mesh]
+    assert (one["devices"], many["devices"]) == (1, 8)
+    assert one["moved"] > 0.01
+    assert many["initial_sum"] == pytest.approx(one["initial_sum"], rel=1e-6)
+    np.testing.assert_allclose(many["losses"], one["losses"], rtol=1e-5)
+    assert max(many["errors"].values()) < 1e-5
+
+
+@pytest.mark.parametrize("mesh", SPLIT)
+def test_parameters_and_moments_are_split_by_the_rules(report, mesh):
+    ways = SPLIT[mesh]
+    for path, row in parameter_table(CONFIG).items():
+        expected = [size // ways.get(axis, 1) for axis, size in zip(row.axes, shape_of(row, CONFIG), strict=True)]
+        assert report[mesh]["shards"][path] == expected
+        assert report[mesh]["moment_shards"][path] == expected
+
+
+def test_sizes_that_do_not_fit_are_refused(report):
+    assert report["refused"] == [
+        "the mesh data=3 x fsdp=1 x tensor=1 needs 3 devices, but there are 8",
+        "the mesh data=2 x fsdp=1 x tensor=3 needs 6 devices, but there are 8",
+        "the mesh data=1 x fsdp=16 x tensor=1 needs 16 devices, but there are 8",
+        "the kv_heads axis of layers/wk has size 2, which does not divide 4 ways",
+        "the heads axis of layers/wq has size 4, which does not divide 8 ways",
+    ]
+
+
+@pytest.mark.parametrize("sizes", [{"data": -1}, {"fsdp": 0}, {"tensor": 0}])
+def test_sizes_below_one_are_refused(sizes):
+    with pytest.raises(UsageError, match="needs positive sizes"):
+        MeshConfig(**sizes)

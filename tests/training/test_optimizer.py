@@ -1,0 +1,133 @@
+"""The schedule against numbers worked out by hand, the decayed set by name, and AdamW against float64 NumPy."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import random_params, relative_error
+
+from jllama.config import LlamaConfig
+from jllama.errors import UsageError
+from jllama.parameters import map_by_path
+from jllama.training.optimizer import OptimizerConfig, learning_rate_at, make_optimizer
+
+MODEL = LlamaConfig(vocab_size=11, num_layers=2, embed_dim=8, num_heads=2, num_kv_heads=1, mlp_dim=12)
+NORMS = {"layers/attn_norm", "layers/mlp_norm", "final_norm"}
+MATRICES = {f"layers/{name}" for name in ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")} | {"embed", "lm_head"}
+
+
+def by_path(params):
+    found = {}
+    map_by_path(found.__setitem__, params)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (0, 2e-4),  # 100 steps, 10 of them warm-up, from a peak of 2e-3 to a tenth of it
+        (1, 4e-4),
+        (8, 1.8e-3),
+        (9, 2e-3),
+        (10, 2e-4 + 1.8e-3 * (1 + math.cos(math.pi / 90)) / 2),
+        (54, 1.1e-3),
+        (98, 2e-4 + 1.8e-3 * (1 + math.cos(math.pi * 89 / 90)) / 2),
+        (99, 2e-4),
+        (100, 2e-4),
+        (10**6, 2e-4),
+    ],
+)
+def test_golden_learning_rates(step, expected):
+    config = OptimizerConfig(learning_rate=2e-3, final_fraction=0.1, warmup_fraction=0.1)
+    assert float(learning_rate_at(step, config, 100)) == pytest.approx(expected, rel=1e-5)
+    traced = jax.jit(lambda step: learning_rate_at(step, config, 100))(jnp.int32(step))
+    assert float(traced) == pytest.approx(expected, rel=1e-5)
+
+
+def test_learning_rates_without_a_warm_up():
+    config = OptimizerConfig(learning_rate=1.0, final_fraction=0.0, warmup_fraction=0.0)
+    found = [float(learning_rate_at(step, config, 4)) for step in range(5)]
+    half = math.sqrt(0.5)
+    np.testing.assert_allclose(found, [(1 + half) / 2, 0.5, (1 - half) / 2, 0, 0], atol=1e-6)
+
+
+def test_the_warm_up_is_rounded_up_and_the_optimizer_counts_its_own_updates():
+    config = OptimizerConfig(learning_rate=0.5, warmup_fraction=0.15, weight_decay=0.0)  # 1.5 of 10 steps: 2
+    optimizer = make_optimizer(config, MODEL, random_params(MODEL, 0), 10)
+    params = jax.tree.map(jnp.asarray, random_params(MODEL, 0))
+    state, moved, update = optimizer.init(params), [], jax.jit(optimizer.update)
+    for _ in range(3):
+        updates, state = update(jax.tree.map(jnp.ones_like, params), state, params)
+        moved.append(-float(updates["final_norm"][0]))  # a constant gradient moves Adam by the learning rate
+    falling = 0.05 + 0.45 * (1 + math.cos(math.pi / 8)) / 2
+    np.testing.assert_allclose(moved, [0.25, 0.5, falling], rtol=1e-4)
+
+
+def test_a_step_without_gradient_decays_the_matrices_alone():
+    config = OptimizerConfig(learning_rate=0.2, final_fraction=1.0, warmup_fraction=0.0, weight_decay=0.3)
+    before = random_params(MODEL, 0)
+    optimizer = make_optimizer(config, MODEL, before, 10)
+    params = jax.tree.map(jnp.asarray, before)
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    before, after = by_path(before), by_path(optax.apply_updates(params, updates))
+    assert set(before) == NORMS | MATRICES
+    for path in MATRICES:
+        np.testing.assert_allclose(after[path], before[path] * (1 - 0.2 * 0.3), rtol=1e-6)
+    for path in NORMS:
+        np.testing.assert_array_equal(after[path], before[path])
+
+
+def test_adamw_against_numpy():
+    config = OptimizerConfig(0.1, 0.2, 0.3, beta1=0.8, beta2=0.9, epsilon=1e-3, weight_decay=0.05, clip_norm=2.0)
+    rng, steps = np.random.default_rng(0), 7
+    expected = {path: leaf.astype(np.float64) for path, leaf in by_path(random_params(MODEL, 0)).items()}
+    first, second = ({path: np.zeros(leaf.shape) for path, leaf in expected.items()} for _ in range(2))
+    start = dict(expected)
+
+    params = jax.tree.map(jnp.asarray, random_params(MODEL, 0))
+    optimizer = make_optimizer(config, MODEL, params, steps)
+    state, clipped, compiled_update = optimizer.init(params), [], jax.jit(optimizer.update)
+    for step in range(steps):
+        size = 10.0 ** (step % 3 - 2)  # some gradients are longer than the clip, some are not
+        gradients = jax.tree.map(lambda leaf, size=size: size * rng.standard_normal(leaf.shape), params)
+        norm = math.sqrt(sum(np.sum(leaf**2) for leaf in by_path(gradients).values()))
+        clipped.append(norm > config.clip_norm)
+        done = step + 1
+        falling = 0.02 + 0.08 * (1 + math.cos(math.pi * (done - 3) / 4)) / 2
+        rate = 0.1 * done / 3 if done < 3 else falling  # ceil(0.3 * 7) steps of warm-up
+        for path, leaf in by_path(gradients).items():
+            g = leaf / max(1.0, norm / config.clip_norm)
+            first[path] = 0.8 * first[path] + 0.2 * g
+            second[path] = 0.9 * second[path] + 0.1 * g * g
+            update = first[path] / (1 - 0.8**done) / (np.sqrt(second[path] / (1 - 0.9**done)) + 1e-3)
+            decay = 0.05 * expected[path] if path in MATRICES else 0.0
+            expected[path] = expected[path] - rate * (update + decay)
+        narrow = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), gradients)
+        updates, state = compiled_update(narrow, state, params)
+        params = optax.apply_updates(params, updates)
+    assert set(clipped) == {True, False}
+    for path, leaf in by_path(params).items():
+        assert leaf.dtype == jnp.float32
+        assert relative_error(np.float64(leaf) - start[path], expected[path] - start[path]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("learning_rate", [0, -1e-3, math.nan]),
+        ("epsilon", [0, -1e-8]),
+        ("clip_norm", [0, -1]),
+        ("final_fraction", [-0.1, 1.1, math.nan]),
+        ("warmup_fraction", [-0.1, 1.1]),
+        ("beta1", [-0.1, 1.0, math.nan]),  # at 1 the bias correction divides by zero
+        ("beta2", [-0.1, 1.0]),
+        ("weight_decay", [-0.1, math.nan]),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(name, values):
+    for value in values:
+        with pytest.raises(UsageError, match=rf"^optimizer\.{name} is {value}; it must "):
+            OptimizerConfig(**{name: value})

@@ -1,0 +1,183 @@
+"""One step against the float64 oracle, and the equalities that a step must keep."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import random_params, relative_error
+
+from jllama import oracle
+from jllama.config import LlamaConfig
+from jllama.training.optimizer import OptimizerConfig, make_optimizer
+from jllama.training.step import TrainState, eval_step, token_losses, train_step
+
+BOS = 1
+CONFIG = LlamaConfig(
+    vocab_size=61, num_layers=2, embed_dim=64, num_heads=2, num_kv_heads=1, head_dim=64, mlp_dim=96, max_seq_len=32
+)
+WEIGHTS = random_params(CONFIG, 0)
+SGD = optax.chain(optax.trace(0.0), optax.scale(-1.0))  # its state is the last gradient
+
+
+QUICK = {"xla_backend_optimization_level": 0}  # half the time to compile; the arithmetic is the same
+
+
+def make_windows():
+    """Eight windows of 24 targets; half of the rows hold many documents, so that parts of a batch count unequally."""
+    found = np.random.default_rng(0).integers(2, CONFIG.vocab_size, (8, 25)).astype(np.int32)
+    found[0, 0] = found[1, 7] = BOS
+    found[4:, ::3] = found[6, 1] = BOS
+    return found
+
+
+WINDOWS = make_windows()
+
+
+def state_of(optimizer):
+    params = jax.tree.map(jnp.asarray, WEIGHTS)
+    return TrainState(jnp.int32(0), params, optimizer.init(params), jax.random.key(0))
+
+
+@functools.cache
+def compiled(optimizer=SGD, **options):
+    step = functools.partial(train_step, config=CONFIG, optimizer=optimizer, bos_id=BOS, **options)
+    return jax.jit(step, compiler_options=QUICK)
+
+
+def gradients(windows=WINDOWS, **options):
+    """The gradient that a step of plain descent takes, and the step's metrics."""
+    state, metrics = compiled(**options)(state_of(SGD), windows)
+    return jax.tree.map(np.asarray, state.opt_state[0].trace), metrics
+
+
+def assert_trees_close(actual, expected, tolerance):
+    for found, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert relative_error(found, wanted) < tolerance
+
+
+def documents_apart(windows):
+    """Loss and count with every document sent through the oracle as a text of its own, where it stands."""
+    total, count = 0.0, 0
+    for row in windows:
+        starts = [0, *np.flatnonzero(row[:-1] == BOS).tolist(), len(row) - 1]
+        for start, end in itertools.pairwise(starts):
+            if start == end:
+                continue
+            positions = np.arange(start, end)[None]
+            logits = oracle.forward(WEIGHTS, row[None, start:end], CONFIG, positions=positions)
+            targets = row[None, start + 1 : end + 1]
+            part, number = oracle.cross_entropy(logits, targets, targets != BOS)
+            total, count = total + part, count + number
+    return total, count
+
+
+def test_the_loss_is_the_oracles():
+    found, metrics = gradients()
+    total, count = documents_apart(WINDOWS)
+    assert int(metrics.tokens) == count == np.sum(WINDOWS[:, 1:] != BOS)
+    assert relative_error(metrics.loss, total / count) < 1e-5
+    norm = np.sqrt(sum(np.sum(np.float64(leaf) ** 2) for leaf in jax.tree.leaves(found)))
+    assert relative_error(metrics.grad_norm, norm) < 1e-5
+    # The things it must not be: attention across documents, BOS as a target too, or no shift.
+    logits, inputs, targets = oracle.forward(WEIGHTS, WINDOWS[:, :-1], CONFIG), WINDOWS[:, :-1], WINDOWS[:, 1:]
+    for wrong_targets, mask in [(targets, targets != BOS), (targets, targets > -1), (inputs, targets != BOS)]:
+        wrong_total, wrong_count = oracle.cross_entropy(logits, wrong_targets, mask)
+        assert relative_error(wrong_total / wrong_count, total / count) > 1e-3
+
+
+def test_a_document_is_deaf_to_the_one_before():
+    """What stands before a BOS changes nothing in the loss of what follows it."""
+    changed, after = WINDOWS.copy(), np.zeros((8, 24), bool)
+    changed[1, :7] = changed[1, :7][::-1]
+    after[1, 7:] = True
+    losses = jax.jit(functools.partial(token_losses, config=CONFIG, bos_id=BOS), compiler_options=QUICK)
+    params = jax.tree.map(jnp.asarray, WEIGHTS)
+    np.testing.assert_array_equal(losses(params, WINDOWS, mask=after), losses(params, changed, mask=after))
+    before = np.zeros((8, 24), bool)
+    before[1, :6] = True
+    assert losses(params, WINDOWS, mask=before)[0] != losses(params, changed, mask=before)[0]
+
+
+def test_accumulation_gives_the_gradient_of_the_whole():
+    counts = [int(np.sum(part[:, 1:] != BOS)) for part in WINDOWS.reshape(4, 2, -1)]
+    assert len(set(counts)) > 2
+    whole, whole_metrics = gradients()
+    parts, parts_metrics = gradients(accumulation=4)
+    assert_trees_close(parts, whole, 3e-6)  # the order of the sums differs; a mean of means is off by 1e-2
+    assert_trees_close(parts_metrics, whole_metrics, 1e-6)
+
+
+def test_remat_changes_nothing():
+    assert_trees_close(gradients(remat=True)[0], gradients()[0], 1e-6)
+
+
+def test_z_loss_is_the_squared_log_normaliser():
+    plain, metrics = gradients()
+    with_z, metrics_z = gradients(z_loss=0.1)
+    segments = np.cumsum(WINDOWS[:, :-1] == BOS, axis=1)
+    logits = oracle.forward(WEIGHTS, WINDOWS[:, :-1], CONFIG, segments=segments)
+    normaliser = np.log(np.exp(logits).sum(-1))[WINDOWS[:, 1:] != BOS]
+    assert relative_error(metrics_z.loss - metrics.loss, 0.1 * np.mean(normaliser**2)) < 1e-4
+    assert relative_error(with_z["lm_head"], plain["lm_head"]) > 1e-2
+
+
+def test_a_batch_without_targets_moves_nothing():
+    found, metrics = gradients(np.full((8, 25), BOS, np.int32))
+    assert float(metrics.loss) == 0
+    assert all(np.all(leaf == 0) for leaf in jax.tree.leaves(found))
+
+
+def test_small_steps_move_the_float32_masters_under_bfloat16():
+    """A learning rate of 1e-6 is far below bfloat16's resolution near 1, which is 0.004."""
+    settings = OptimizerConfig(learning_rate=1e-6, final_fraction=1.0, warmup_fraction=0.0, weight_decay=0.0)
+    optimizer = make_optimizer(settings, CONFIG, WEIGHTS, 100)
+    moved, losses = {}, {}
+    for dtype in (jnp.bfloat16, jnp.float32):
+        state, step = state_of(optimizer), compiled(optimizer, dtype=dtype)
+        for _ in range(100):
+            state, metrics = step(state, WINDOWS[:2])
+        losses[dtype] = metrics.loss
+        assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
+        assert {leaf.dtype for leaf in jax.tree.leaves(state.opt_state)} == {jnp.dtype("float32"), jnp.dtype("int32")}
+        moved[dtype] = jax.tree.map(lambda before, after: np.asarray(after, np.float64) - before, WEIGHTS, state.params)
+    assert 1e-5 < relative_error(losses[jnp.bfloat16], losses[jnp.float32]) < 0.03
+    for low, high in zip(jax.tree.leaves(moved[jnp.bfloat16]), jax.tree.leaves(moved[jnp.float32]), strict=True):
+        # Under an all but constant gradient Adam moves by its learning rate: 100 times 1e-6.
+        assert np.median(np.abs(low)) == pytest.approx(1e-4, rel=0.1)
+        assert np.mean(np.sign(low) == np.sign(high)) > 0.95
+
+
+def test_eval_sums_do_not_depend_on_the_batching():
+    rng = np.random.default_rng(1)
+    mask = rng.random((8, 24)) < 0.7
+    mask[3] = False
+    token_bytes = rng.integers(0, 5, CONFIG.vocab_size).astype(np.int32)
+    params = jax.tree.map(jnp.asarray, WEIGHTS)
+    step = jax.jit(
+        functools.partial(eval_step, config=CONFIG, bos_id=BOS, token_bytes=jnp.asarray(token_bytes)),
+        compiler_options=QUICK,
+    )
+
+    def sums(rows):
+        return np.sum([step(params, WINDOWS[i : i + rows], mask[i : i + rows]) for i in range(0, 8, rows)], axis=0)
+
+    whole = sums(8)
+    np.testing.assert_allclose(sums(2), whole, rtol=1e-6)
+    segments = np.cumsum(WINDOWS[:, :-1] == BOS, axis=1)
+    logits = oracle.forward(WEIGHTS, WINDOWS[:, :-1], CONFIG, segments=segments)
+    nats, tokens = oracle.cross_entropy(logits, WINDOWS[:, 1:], mask & (WINDOWS[:, 1:] != BOS))
+    np.testing.assert_allclose(whole, [nats, tokens, token_bytes[WINDOWS[:, 1:][mask]].sum()], rtol=1e-5)
+
+
+def test_a_donated_state_is_used_up_without_a_warning(recwarn):
+    optimizer = make_optimizer(OptimizerConfig(), CONFIG, WEIGHTS, 10)
+    before = state_of(optimizer)
+    step = functools.partial(train_step, config=CONFIG, optimizer=optimizer, bos_id=BOS, accumulation=2)
+    after, _ = jax.jit(step, donate_argnums=0, compiler_options=QUICK)(before, WINDOWS)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((before.params, before.opt_state)))
+    assert int(after.step) == 1
+    assert not [warning for warning in recwarn if "donated" in str(warning.message)]
