@@ -6,6 +6,7 @@ it finished at the end, so a process killed in the middle of a save leaves the e
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,8 @@ class Checkpoints:
 
     def _save_error(self, error: Exception) -> JllamaError:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if system := re.search(r": ([^:]+) \[os_error_code", reason):  # tensorstore tells the whole way there
+            reason = system[1]
         kept = self.steps()
         last = f"the last good checkpoint is step {kept[-1]}" if kept else "there is no earlier checkpoint"
         return JllamaError(f"could not save a checkpoint in {self.folder} ({reason}); {last}")

@@ -9,8 +9,10 @@ import logging
 import os
 import re
 import sys
+import threading
 import typing
 from collections.abc import Sequence
+from types import TracebackType
 from typing import NoReturn, TypeVar
 
 import jsonargparse
@@ -70,7 +72,7 @@ def parse(options: type[T], argv: Sequence[str], prog: str) -> T:
 
 def run(command: str, argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run a command. Returns its exit code: 0 done, 1 failed, 2 bad usage; a mistake of the user's is one sentence."""
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    _quieten_threads()
     arguments = sys.argv[1:] if argv is None else argv
     try:
         module = importlib.import_module(f"jllama.commands.{command}")
@@ -90,6 +92,18 @@ def run(command: str, argv: Sequence[str] | None = None, prog: str | None = None
     except OSError as error:  # a full disk, a file where a folder should be
         print(f"error: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", file=sys.stderr)
         return 1
+
+
+def _quieten_threads() -> None:
+    """Orbax raises what goes wrong in its threads, and we say it: hundreds of lines more about it would drown that."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+    def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if threading.current_thread() is threading.main_thread():  # others are the threads of tensorstore's C++
+            sys.__excepthook__(kind, error, traceback)
+
+    sys.excepthook = excepthook
 
 
 def main(argv: Sequence[str] | None = None) -> int:

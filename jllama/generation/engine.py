@@ -56,12 +56,13 @@ class SamplingConfig:
 
 
 class Rows(NamedTuple):
-    """The settings of every row of a batch, as arrays."""
+    """The settings of every row of a batch, as arrays, and how many ids the tokenizer has."""
 
     temperature: Float[Array, "batch"]
     top_k: Int[Array, "batch"]
     top_p: Float[Array, "batch"]
     keys: Key[Array, "batch"]
+    vocab_size: Int[Array, ""]
 
 
 class DecodeState(NamedTuple):
@@ -79,6 +80,7 @@ def generate_tokens(
     sampling: Sequence[SamplingConfig],
     max_new_tokens: int,
     stop_ids: Sequence[int],
+    vocab_size: int | None = None,
 ) -> Iterator[Int[np.ndarray, "batch new"]]:
     """Continue each prompt, yielding the new tokens of all rows a chunk at a time.
 
@@ -89,6 +91,7 @@ def generate_tokens(
         sampling: one a prompt.
         max_new_tokens: the most tokens that any row gets.
         stop_ids: a row ends after one of these, which it still yields; from there on it yields -1.
+        vocab_size: the tokenizer's, where the model's is padded: higher ids are never drawn.
 
     Raises:
         UsageError: there is no prompt, a prompt is empty, or it and the new tokens are longer than the model's context.
@@ -111,8 +114,9 @@ def generate_tokens(
         jnp.array([row.top_k for row in sampling], jnp.int32),
         jnp.array([row.top_p for row in sampling], jnp.float32),
         jax.vmap(jax.random.key)(jnp.array([row.seed for row in sampling], jnp.uint32)),
+        jnp.array(config.vocab_size if vocab_size is None else vocab_size, jnp.int32),
     )
-    stops = jnp.array([*stop_ids, *[-1] * (-len(stop_ids) % _STOP_MULTIPLE)], jnp.int32)
+    stops = jnp.array([*stop_ids, *[-1] * (_STOP_MULTIPLE - len(stop_ids) % _STOP_MULTIPLE)], jnp.int32)
     state = _prefill(params, config, max_len, jnp.asarray(padded), jnp.asarray(lengths, jnp.int32), rows, stops)
     yield np.asarray(state.token)[:, None]
     made = 1
@@ -187,6 +191,7 @@ def _decode(
 def _draw(logits: Float[Array, "batch vocab"], rows: Rows, lengths: Int[Array, "batch"]) -> Int[Array, "batch"]:
     """A draw's key depends on the row's seed and on how many tokens it has seen: never on other rows or on chunks."""
     keys = jax.vmap(jax.random.fold_in)(rows.keys, lengths)
+    logits = jnp.where(jnp.arange(logits.shape[-1]) < rows.vocab_size, logits, -jnp.inf)
     return sample(logits, keys, rows.temperature, rows.top_k, rows.top_p)
 
 

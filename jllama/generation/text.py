@@ -34,7 +34,8 @@ def stream(
 ) -> Iterator[str]:
     """The continuation of one prompt, in pieces as they are made: together what ``complete`` gives."""
     start = prompt_ids(tokenizer, prompt)
-    chunks = generate_tokens(params, config, [start], [sampling], max_new_tokens, [tokenizer.eos_id])
+    stops = [tokenizer.eos_id]
+    chunks = generate_tokens(params, config, [start], [sampling], max_new_tokens, stops, tokenizer.vocab_size)
     new = (int(token) for chunk in chunks for token in chunk[0] if token not in (-1, tokenizer.eos_id))
     return text_pieces(tokenizer, start, new)
 
@@ -50,7 +51,8 @@ def complete(
     """The continuations of a batch of prompts, each with its own settings; each as it would be alone."""
     starts = [prompt_ids(tokenizer, prompt) for prompt in prompts]
     rows: list[list[int]] = [[] for _ in prompts]
-    for chunk in generate_tokens(params, config, starts, sampling, max_new_tokens, [tokenizer.eos_id]):
+    stops = [tokenizer.eos_id]
+    for chunk in generate_tokens(params, config, starts, sampling, max_new_tokens, stops, tokenizer.vocab_size):
         for row, tokens in zip(rows, chunk.tolist(), strict=True):
             row.extend(token for token in tokens if token != -1)
     completions = []

@@ -77,7 +77,10 @@ def train(config: TrainConfig) -> Evaluation:
     if saved := checkpoints.steps():
         state, seconds_before = _restore(checkpoints, saved[-1], abstract, shardings, batches, identity)
     else:
-        state, seconds_before = jax.jit(start, out_shardings=shardings)(jax.random.key(config.seed)), 0.0
+        # It runs once, so what counts is compiling: 0.9 s unoptimised, 5.6 s otherwise, for a small model on two cores.
+        options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+        draw = jax.jit(start, out_shardings=shardings, compiler_options=options)
+        state, seconds_before = draw(jax.random.key(config.seed)), 0.0
     first_step = int(state.step)
     write_config(folder, config)
     data.tokenizer.save(folder)

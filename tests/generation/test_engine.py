@@ -293,3 +293,18 @@ def test_twenty_prompts_in_two_buckets_compile_twice(caplog):
 def test_settings_that_mean_nothing_are_refused(changed, message):
     with pytest.raises(UsageError, match=message):
         SamplingConfig(**changed)
+
+
+def test_padding_rows_of_the_vocabulary_are_never_drawn():
+    """Weights under which the last ids are by far the likeliest; the tokenizer does not have them."""
+    config = LlamaConfig(vocab_size=64, num_layers=1, embed_dim=32, num_heads=2, max_seq_len=64)
+    params = random_params(config, 0)
+    params["lm_head"][:, 50:] *= 50
+    unstacked = unstack_layers(jax.tree.map(jnp.asarray, params))
+    rows = [SamplingConfig(temperature=0.0), SamplingConfig(seed=3)]
+
+    def drawn(vocab_size):
+        return np.hstack(list(generate_tokens(unstacked, config, [[1, 2], [3]], rows, 40, [], vocab_size)))
+
+    assert drawn(None).max() >= 50
+    assert 0 <= drawn(50).min() <= drawn(50).max() < 50

@@ -1,0 +1,76 @@
+"""What the README and the configs say must hold: its code runs, its commands parse, its links lead somewhere."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jllama.commands.cli import parse
+from jllama.commands.sample import SampleOptions
+from jllama.training.config import TrainConfig
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    part.partition("#")[0].strip()
+    for block in re.findall(r"```bash\n(.*?)```", README, re.S)
+    for line in block.splitlines()
+    for part in line.split("&&")
+    if re.match(r"\s*python (train|sample)\.py", part)
+]
+
+
+def test_python_code_runs():
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    names = {}
+    exec(code, names)
+    assert names["logits"].shape == (1, 16, 1000)
+    assert names["x"].shape == (2, 128)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_parse(command, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    _, script, *argv = shlex.split(command)
+    options = TrainConfig if script == "train.py" else SampleOptions
+    if "--print_config" in argv:
+        with pytest.raises(SystemExit, match="0"):
+            parse(options, argv, script)
+        assert yaml.safe_load(capsys.readouterr().out)["optimizer"]["learning_rate"] == 1e-3
+    else:
+        assert isinstance(parse(options, argv, script), options)
+
+
+def test_there_are_commands():
+    assert len(COMMANDS) >= 6
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!http)([^)#]+)\)", README))))
+def test_links_lead_somewhere(link):
+    assert (ROOT / link).exists()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_configs_parse_and_are_listed(path):
+    config = parse(TrainConfig, ["--config", str(path)], "train.py")
+    assert config.run_dir == f"runs/{path.stem}"
+    assert f"`{path.name}`" in README
+
+
+def test_babyllama_is_as_published():
+    mha, gqa = (
+        parse(TrainConfig, ["--config", str(ROOT / f"configs/babyllama_{kind}.yaml")], "") for kind in ("mha", "gqa")
+    )
+    for config, kv_heads in ((mha, 8), (gqa, 4)):
+        model, optimizer, training = config.model, config.optimizer, config.training
+        assert (model.num_layers, model.embed_dim, model.num_heads, model.num_kv_heads) == (8, 1024, 8, kv_heads)
+        assert (model.max_seq_len, training.batch_size, training.steps, training.epochs) == (256, 8, 0, 10)
+        assert (optimizer.learning_rate, optimizer.beta1, optimizer.beta2) == (3e-4, 0.9, 0.95)
+        assert (optimizer.weight_decay, optimizer.warmup_fraction, optimizer.clip_norm) == (0.1, 0.03, 1.0)
+
+
+def test_yardstick_stays_within_its_budget():
+    config = parse(TrainConfig, ["--config", str(ROOT / "configs/shakespeare_char.yaml")], "")
+    assert config.training.steps * config.training.batch_size * config.model.max_seq_len == 2000 * 12 * 64
