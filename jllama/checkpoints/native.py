@@ -110,8 +110,12 @@ class Checkpoints:
         return restored["params"], restored["state"], restored["meta"]
 
     def restore_params(self, step: int, params: Params) -> Params:
-        """The saved parameters alone. Raises as ``restore`` does."""
+        """The saved parameters alone; those with no sharding go to the first device. Raises as ``restore`` does."""
         self._check(step, "params", params)
+        first = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        params = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or first), params
+        )
         return self._manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(params)))["params"]
 
     def _check(self, step: int, item: str, expected: Any) -> None:

@@ -9,10 +9,8 @@ import logging
 import os
 import re
 import sys
-import threading
 import typing
 from collections.abc import Sequence
-from types import TracebackType
 from typing import NoReturn, TypeVar
 
 import jsonargparse
@@ -99,11 +97,7 @@ def _quieten_threads() -> None:
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
-    def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if threading.current_thread() is threading.main_thread():  # others are the threads of tensorstore's C++
-            sys.__excepthook__(kind, error, traceback)
-
-    sys.excepthook = excepthook
+    sys.unraisablehook = lambda _: None  # tensorstore, after a failed write, to the event loop that has gone
 
 
 def main(argv: Sequence[str] | None = None) -> int:
