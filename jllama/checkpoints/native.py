@@ -6,7 +6,9 @@ it finished at the end, so a process killed in the middle of a save leaves the e
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,28 +97,43 @@ class Checkpoints:
         """The saved parameters, training state and metadata of a step, placed as the given shapes say.
 
         Raises:
-            JllamaError: the checkpoint's arrays are not the ones expected; the message lists what differs.
+            JllamaError: the files are damaged, or the arrays are not the ones expected; the message lists what differs.
         """
-        self._check(step, "params", params)
-        self._check(step, "state", state)
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardRestore(params),
-                state=ocp.args.StandardRestore(state),
-                meta=ocp.args.JsonRestore(),
-            ),
-        )
+        with self._reading(step):
+            self._check(step, "params", params)
+            self._check(step, "state", state)
+            restored = self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    params=ocp.args.StandardRestore(params),
+                    state=ocp.args.StandardRestore(state),
+                    meta=ocp.args.JsonRestore(),
+                ),
+            )
         return restored["params"], restored["state"], restored["meta"]
 
     def restore_params(self, step: int, params: Params) -> Params:
         """The saved parameters alone; those with no sharding go to the first device. Raises as ``restore`` does."""
-        self._check(step, "params", params)
         first = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         params = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or first), params
         )
-        return self._manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(params)))["params"]
+        with self._reading(step):
+            self._check(step, "params", params)
+            args = ocp.args.Composite(params=ocp.args.StandardRestore(params))
+            return self._manager.restore(step, args=args)["params"]
+
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except JllamaError:
+            raise
+        except Exception as error:
+            raise JllamaError(
+                f"the checkpoint {self.folder / str(step)} cannot be read ({_reason(error)}): "
+                f"put it back from a copy, or delete it to go on from an earlier one"
+            ) from error
 
     def _check(self, step: int, item: str, expected: Any) -> None:
         found = _shapes(self._manager.item_metadata(step)[item].tree)
@@ -130,12 +147,17 @@ class Checkpoints:
             raise JllamaError(f"the checkpoint {self.folder / str(step)} is of another model: {'; '.join(differences)}")
 
     def _save_error(self, error: Exception) -> JllamaError:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if system := re.search(r": ([^:]+) \[os_error_code", reason):  # tensorstore tells the whole way there
-            reason = system[1]
         kept = self.steps()
         last = f"the last good checkpoint is step {kept[-1]}" if kept else "there is no earlier checkpoint"
-        return JllamaError(f"could not save a checkpoint in {self.folder} ({reason}); {last}")
+        return JllamaError(f"could not save a checkpoint in {self.folder} ({_reason(error)}); {last}")
+
+
+def _reason(error: Exception) -> str:
+    """An error of orbax or tensorstore in a few words; the latter tells the whole way there before the reason."""
+    lines = str(error).strip().splitlines()
+    reason = lines[0] if lines else type(error).__name__
+    system = re.search(r": ([^:]+) \[(?:os_error_code|tensorstore_spec)", reason)
+    return system[1] if system else reason
 
 
 def _validation_loss(metrics: dict[str, float]) -> float:

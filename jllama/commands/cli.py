@@ -10,8 +10,9 @@ import os
 import re
 import sys
 import typing
+import warnings
 from collections.abc import Sequence
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jsonargparse
 
@@ -97,7 +98,14 @@ def _quieten_threads() -> None:
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
-    sys.unraisablehook = lambda _: None  # tensorstore, after a failed write, to the event loop that has gone
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = _unraisable
+
+
+def _unraisable(problem: Any) -> None:
+    if str(problem.exc_value) != "Event loop is closed":  # tensorstore says so for each write after a failed one
+        sys.__unraisablehook__(problem)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,8 +139,9 @@ def _sentence(message: str, known: list[str]) -> str:
     if nullable := re.search(r"Subtypes: .* Errors: - (.*) - Expected a NoneType", message):
         where = re.match(r'"([\w.]+)": ', message)
         return f"{where[1]}: {nullable[1]}" if where else nullable[1]
-    if message.startswith("Unexpected config"):
-        return "the --config file is empty or not a list of options such as 'seed: 1'"
+    if message.startswith("Unexpected config:"):
+        found = message.partition(":")[2].strip() or "nothing"
+        return f"the --config file holds {found!r}; it must hold options, such as 'seed: 1'"
     if message.endswith(": expected one argument"):
         return f"{message} (one that begins with a dash is written --option=-value)"
     return message

@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -13,7 +14,7 @@ from rich.text import Text
 from jllama.commands.cli import parse
 from jllama.config import LlamaConfig
 from jllama.errors import UsageError
-from jllama.generation.engine import SamplingConfig
+from jllama.generation.engine import SamplingConfig, check_lengths
 from jllama.generation.text import complete, stream
 from jllama.model import unstack_layers
 from jllama.parameters import Params
@@ -73,6 +74,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     params = unstack_layers(stacked)
     prompt_tokens = 1 + len(tokenizer.encode(options.prompt))
     count = options.max_new_tokens or max(config.max_seq_len - prompt_tokens, 1)
+    check_lengths(np.array([prompt_tokens]), count, config.max_seq_len)  # before anything is written
     print(f"{options.checkpoint}, step {step}", file=sys.stderr)
     if options.compare:
         _compare(params, config, tokenizer, options, count)

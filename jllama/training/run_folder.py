@@ -46,8 +46,9 @@ def read_model_config(path: str | Path) -> LlamaConfig:
         return LlamaConfig(**fields)
     except FileNotFoundError as error:
         raise JllamaError(f"{folder} is not a run: it has no {CONFIG}") from error
-    except (yaml.YAMLError, KeyError, TypeError) as error:
-        raise JllamaError(f"{folder / CONFIG} does not describe a model: {error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise JllamaError(f"{folder / CONFIG} does not describe a model: {reason}") from error
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:

@@ -1,0 +1,267 @@
+"""Every mistake a user can make is one sentence on stderr with the right exit code; nothing is written."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+
+from jllama.commands import cli
+
+TINY = {
+    "model": {"num_layers": 2, "embed_dim": 32, "num_heads": 4, "mlp_dim": 64, "max_seq_len": 32},
+    "training": {"batch_size": 8, "steps": 2, "sample_tokens": 0},
+}
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A folder with a good corpus and a good configuration, to be spoilt."""
+    (tmp_path / "corpus.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 20)
+    data = {"path": str(tmp_path / "corpus.txt"), "tokenizer": "bytes", "cache_dir": str(tmp_path / "cache")}
+    (tmp_path / "good.yaml").write_text(yaml.safe_dump(TINY | {"data": data, "run_dir": str(tmp_path / "run")}))
+    return tmp_path
+
+
+@pytest.fixture
+def fails(capsys):
+    """Run a command that must fail; returns its exit code and its one sentence."""
+
+    def run(command, *arguments):
+        try:
+            code = cli.run(command, [str(argument) for argument in arguments])
+        except SystemExit as stop:  # argparse would print its usage
+            raise AssertionError(f"exited by itself with {stop.code}") from None
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.startswith("error: ")
+        assert printed.err.count("\n") == 1
+        assert "Traceback" not in printed.err
+        return code, printed.err.removeprefix("error: ").rstrip("\n")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("missing.txt", None, "missing.txt' has no files: give stdlib, tinyshakespeare, or an existing file"),
+        ("empty.txt", b"", "the corpus holds no text: all its 1 files are empty"),
+        ("binary.bin", b"\x7fELF\x00\x01", "has byte 0x00 at offset 4, which is not UTF-8 text"),
+        ("latin.txt", "caf\xe9 au lait".encode("latin-1") * 99, "has byte 0xE9 at offset 3, which is not UTF-8 text"),
+        (
+            "short.txt",
+            b"x" * 100,
+            "the training split has 92 tokens, and one batch of 8 x 32 needs 257: "
+            "give more text, or lower batch_size or seq_len",
+        ),
+        ("one.txt", b"x", "split is empty"),
+        ("bad.jsonl", b'{"text": "a"}\nnot json\n', "bad.jsonl line 2 is not JSON"),
+        ("field.jsonl", b'{"body": "a"}\n', "has no field 'text'"),
+    ],
+)
+def test_the_corpus(place, fails, name, content, said):
+    if content is not None:
+        (place / name).write_bytes(content)
+    code, message = fails("train", "--config", place / "good.yaml", "--data.path", place / name)
+    assert code == 1
+    assert said in message
+    assert not (place / "run").exists()
+
+
+def test_a_vocabulary_larger_than_the_text_supports(place, fails):
+    code, message = fails(
+        "train", "--config", place / "good.yaml", "--data.tokenizer", "bpe", "--data.vocab_size", "5000"
+    )
+    assert code == 1
+    assert "5000" in message
+    assert not (place / "run").exists()
+    assert not list((place / "cache").glob("*"))
+
+
+def test_a_tokenizer_that_is_not_there_or_none(place, fails):
+    assert fails("train", "--config", place / "good.yaml", "--data.tokenizer", place / "no.model")[0] == 1
+    code, message = fails("train", "--config", place / "good.yaml", "--data.tokenizer", place / "corpus.txt")
+    assert (code, "is not a SentencePiece model" in message) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--model.num_heads 5", "embed_dim 32 is not divisible by num_heads 5"),
+        ("--model.num_kv_heads 3", "num_heads 4 is not divisible by num_kv_heads 3"),
+        ("--model.head_dim 15", "head_dim 15 is odd"),
+        ("--model.num_layers 0", "num_layers is 0; it must be at least 1"),
+        ("--model.vocab_size 100", "model.vocab_size is 100 but the tokenizer has 259 tokens"),
+        ("--model.rope_scaling.type llama3", "model.rope_scaling: the following arguments are required: factor"),
+        ("--model.rope_scaling.type linear --model.rope_scaling.factor 0.5", "rope_scaling.factor is 0.5; it must be"),
+        ("--modle.num_layers 3", "there is no option modle.num_layers; did you mean model.num_layers?"),
+        ("--model.num_layer 3", "there is no option model.num_layer; did you mean model.num_layers?"),
+        ("--learning_rate 1", "there is no option learning_rate; did you mean optimizer.learning_rate?"),
+        ("--qqqq 1", "there is no option qqqq"),
+        ("stray", "unrecognized arguments: stray"),
+        ("--model.num_layers many", "model.num_layers is 'many'; it must be a whole number"),
+        ("--model.num_layers 1.5", "model.num_layers is '1.5'; it must be a whole number"),
+        ("--optimizer.learning_rate fast", "optimizer.learning_rate is 'fast'; it must be a finite number"),
+        ("--optimizer.learning_rate nan", "optimizer.learning_rate is 'nan'; it must be a finite number"),
+        ("--optimizer.learning_rate -1", "optimizer.learning_rate is -1.0; it must be positive"),
+        ("--training.dtype float16", "training.dtype is 'float16'; it must be one of 'auto', 'float32', 'bfloat16'"),
+        ("--training.remat perhaps", "training.remat is 'perhaps'; it must be true or false"),
+        ("--training.steps", "argument --training.steps: expected one argument"),
+        ("--training.batch_size 0", "training.batch_size is 0; it must be at least 1"),
+        ("--training.accumulation 3", "training.batch_size 8 is not divisible by training.accumulation 3"),
+        ("--training.steps 0 --training.epochs 0", "one of them must be positive"),
+        ("--training.sample_tokens 99", "together they exceed model.max_seq_len 32"),
+        ("--data.validation_fraction 1", "data.validation_fraction is 1.0; it must be between 0 and 1"),
+        ("--data.vocab_size 100", "data.vocab_size is 100; it must be at least 260"),
+        ("--sampling.temperature -1", "temperature is -1.0; it must be 0 (greedy) or a positive number"),
+        ("--seed -1", "seed is -1; it must be between 0 and 2**32 - 1"),
+        ("--run_dir=", "run_dir is empty"),
+        ("--mesh.data 3", "the mesh data=3 x fsdp=1 x tensor=1 needs 3 devices, but there are 1"),
+        ("--mesh.tensor 0", "needs positive sizes"),
+        ("--config missing.yaml", "File does not exist: '"),
+    ],
+)
+def test_the_command_line(place, fails, arguments, said):
+    code, message = fails("train", "--config", place / "good.yaml", *arguments.split())
+    assert code == 2
+    assert said in message
+    assert not (place / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"model: {num_layer: 3}\n", "there is no option model.num_layer; did you mean model.num_layers?"),
+        (b"modle: {num_layers: 3}\n", "there is no option modle.num_layers; did you mean model.num_layers?"),
+        (b"model: {num_layers: many}\n", "model.num_layers is 'many'; it must be a whole number"),
+        (b"model: 3\n", "model is 3; it must hold options, such as model.vocab_size"),
+        (b"model:\n", "the --config file holds 'model:'; it must hold options"),
+        (b"model: {rope_scaling: {type: yarn, factor: 8}}\n", "type is 'yarn'; it must be one of 'linear', 'llama3'"),
+        (b"model: {num_layers: [1\n", "Problems parsing config: while parsing a flow sequence"),
+        (b"model:\n\tnum_layers: 3\n", "Problems parsing config"),
+        (b"- 1\n", "the --config file holds '- 1'; it must hold options, such as 'seed: 1'"),
+        (b"", "the --config file holds 'nothing'; it must hold options"),
+        (b"\xff\xfe\x00", "the --config file is not UTF-8 text"),
+    ],
+)
+def test_the_yaml_file(place, fails, content, said):
+    (place / "bad.yaml").write_bytes(content)
+    code, message = fails("train", "--config", place / "good.yaml", "--config", place / "bad.yaml")
+    assert code == 2
+    assert said in message
+    assert not (place / "run").exists()
+
+
+def test_a_run_dir_that_is_a_file(place, fails):
+    before = (place / "corpus.txt").read_text()
+    code, message = fails("train", "--config", place / "good.yaml", "--run_dir", place / "corpus.txt")
+    assert (code, str(place / "corpus.txt") in message) == (1, True)
+    assert (place / "corpus.txt").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ("--temperature -1", 2, "temperature is -1.0; it must be 0 (greedy) or a positive number"),
+        ("--top_p 0", 2, "top_p is 0.0; it must be over 0 and at most 1"),
+        ("--top_p 1.5", 2, "top_p is 1.5; it must be over 0 and at most 1"),
+        ("--top_k -1", 2, "top_k is -1; it must be 0 (all tokens) or a positive number"),
+        ("--seed -1", 2, "seed is -1"),
+        ("--max_new_tokens -1", 2, "max_new_tokens is -1; it must not be negative"),
+        ("--max_new_tokens 32", 2, "the prompt's 1 tokens and 32 new ones exceed the model's context of 32"),
+        ("--prompt " + "x" * 40, 2, "exceed the model's context of 32"),
+        ("--prompt abc --max_new_tokens 29 --compare", 2, "lower --max_new_tokens to at most 28"),
+        ("--step 7", 1, "has no checkpoint of step 7; it has 15, 20"),
+        ("--step -1", 2, "step is -1"),
+        ("--temp 1", 2, "there is no option temp; did you mean temperature?"),
+    ],
+)
+def test_sampling_from_a_good_run(small_run, fails, arguments, code, said):
+    found, message = fails("sample", "--checkpoint", small_run.folder, *arguments.split())
+    assert (found, said in message) == (code, True), message
+
+
+def test_the_checkpoint_folder(small_run, fails, tmp_path):
+    run = small_run.folder
+    cases = [
+        (tmp_path / "missing", "there is no folder"),
+        (tmp_path, "is not a run: it has no config.yaml; give the folder that training made"),
+        (run / "checkpoints", f"lies inside a run: give the run's folder itself, {run}"),
+        (run / "checkpoints" / "20", f"lies inside a run: give the run's folder itself, {run}"),
+        (run / "config.yaml", "there is no folder"),
+    ]
+    for path, said in cases:
+        code, message = fails("sample", "--checkpoint", path)
+        assert (code, said in message) == (1, True), message
+    assert fails("sample") == (2, "the following arguments are required: checkpoint")
+    assert fails("doctor", "--checkpoint", tmp_path / "missing")[0] == 1
+
+
+def spoil(small_run, tmp_path, change):
+    run = tmp_path / "spoilt"
+    shutil.copytree(small_run.folder, run)
+    change(run)
+    return run
+
+
+def edit_config(run, **model):
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    settings["model"] |= model
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda run: shutil.rmtree(run / "checkpoints"), "holds no checkpoint yet"),
+        (lambda run: [shutil.rmtree(path) for path in (run / "checkpoints").iterdir()], "holds no finished checkpoint"),
+        (lambda run: edit_config(run, mlp_dim=96), "layers/w_up is float32[2, 32, 64] in the checkpoint but float32"),
+        (lambda run: edit_config(run, tie_embeddings=True), "lm_head is float32[32, 259] in the checkpoint but absent"),
+        (lambda run: (run / "config.yaml").write_text("- 1\n"), "config.yaml does not describe a model"),
+        (lambda run: (run / "config.yaml").write_bytes(b"\xff\xfe"), "config.yaml does not describe a model"),
+        (lambda run: (run / "tokenizer.bytes.json").unlink(), "holds no tokenizer.model and no tokenizer.bytes.json"),
+        (
+            lambda run: (run / "tokenizer.bytes.json").write_text(json.dumps({"type": "other"})),
+            "is not a bytes tokenizer",
+        ),
+    ],
+)
+def test_a_run_that_is_damaged(small_run, fails, tmp_path, change, said):
+    code, message = fails("sample", "--checkpoint", spoil(small_run, tmp_path, change))
+    assert (code, said in message) == (1, True), message
+
+
+def test_a_damaged_checkpoint_is_one_sentence(small_run, fails, tmp_path):
+    """All its array files are cut short."""
+
+    def cut(run):
+        for path in (run / "checkpoints").rglob("d/*"):
+            path.write_bytes(path.read_bytes()[:10])
+
+    code, message = fails("sample", "--checkpoint", spoil(small_run, tmp_path, cut))
+    assert (code, "cannot be read" in message) == (1, True), message
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["trian"], "there is no command 'trian'; did you mean train?; the commands are train, sample, doctor"),
+        ([], "a command is missing; the commands are train, sample, doctor"),
+    ],
+)
+def test_the_command_itself(capsys, argv, said):
+    assert cli.main(argv) == 2
+    assert capsys.readouterr().err == f"error: {said}\n"
+
+
+def test_for_real(workshop):
+    """The exit code and the one line, in a process of its own."""
+    for arguments, code in [
+        (["sample.py", "--checkpoint", workshop.folder / "nowhere"], 1),
+        (["-m", "jllama", "train", "--config", workshop.yaml, "--model.num_heads", "5"], 2),
+    ]:
+        done = workshop.finish(workshop.start(*arguments))
+        assert (done.code, done.out) == (code, "")
+        assert done.err.startswith("error: ")
+        assert done.err.count("\n") == 1

@@ -1,0 +1,269 @@
+"""``train.py`` as a user runs it: what it leaves, and that no interruption changes the outcome by a bit."""
+
+import random
+import resource
+import shutil
+import signal
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+
+from jllama.commands import cli
+from jllama.commands.cli import parse
+from jllama.training import loop
+from jllama.training.config import TrainConfig
+from jllama.training.run_folder import load_run
+
+STEPS, EPOCH = 20, 6
+
+
+def one_error(err):
+    """The last line, which must be the only one about an error, and no traceback anywhere."""
+    assert "Traceback" not in err
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert errors == err.splitlines()[-1:]
+    return errors[0]
+
+
+def wait_for_step(read_run, process, run, step):
+    """Until the run has logged a step; its last line may be half written."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        path = run / "metrics.jsonl"
+        if path.exists() and path.read_text().count('"grad_norm"') >= step:
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"ended before step {step}: {process.communicate()[1]}")
+
+
+def test_the_folder_of_a_run(small_run, read_run):
+    run, lines = small_run.folder, read_run.lines(small_run.folder)
+    assert small_run.out == ""  # chatter goes to stderr
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    for line in steps:
+        assert set(line) >= {"step", "loss", "grad_norm", "learning_rate", "tokens_per_s", "mfu"}
+        assert line["tokens_per_s"] > 0
+    assert steps[0]["loss"] == pytest.approx(np.log(259), abs=0.3)
+    assert steps[-1]["loss"] < steps[0]["loss"] - 1
+    evaluations = [line for line in lines if "validation_loss" in line]
+    assert [line["step"] for line in evaluations] == [5, 10, 15, 20]
+    for line in evaluations:
+        assert line["perplexity"] == pytest.approx(np.exp(line["validation_loss"]))
+        assert line["bits_per_byte"] > 0
+    best = min(evaluations, key=lambda line: line["validation_loss"])
+    assert lines[-1]["final"]["validation_loss"] == pytest.approx(best["validation_loss"])
+    assert lines[-1]["best_step"] == best["step"]
+    samples = read_run.lines(run, "samples.jsonl")
+    assert [(line["step"], line["prompt"]) for line in samples] == [(step, "the ") for step in (5, 10, 15, 20)]
+    report = (run / "report.html").read_text()
+    for part in ("<svg", "step 20", "training text", "max_seq_len: 32", f"{best['bits_per_byte']:.4f}"):
+        assert part in report
+    assert (run / "tokenizer.bytes.json").is_file()
+    assert read_run.steps(run) == [15, 20]
+    assert f"--checkpoint {run}" in small_run.err.replace("\n", "")
+    assert sorted(path.name for path in run.iterdir()) == [
+        "checkpoints",
+        "config.yaml",
+        "metrics.jsonl",
+        "report.html",
+        "samples.jsonl",
+        "tokenizer.bytes.json",
+    ]
+
+
+def test_the_saved_configuration_starts_the_same_run_again(small_run, workshop):
+    saved = parse(TrainConfig, ["--config", str(small_run.folder / "config.yaml")], "train.py")
+    asked = parse(TrainConfig, ["--config", str(workshop.yaml), "--run_dir", str(small_run.folder)], "train.py")
+    assert (saved.model.vocab_size, asked.model.vocab_size) == (259, 0)  # only what was left open is filled in
+    assert (saved.optimizer, saved.data, saved.training, saved.seed) == (
+        asked.optimizer,
+        asked.data,
+        asked.training,
+        asked.seed,
+    )
+
+
+def test_stopped_and_continued_is_the_same_to_the_last_bit(small_run, workshop, read_run, tmp_path):
+    """Stopped within the first epoch by SIGTERM and within the second by SIGINT; each time a fresh process goes on."""
+    run, stopped = tmp_path / "run", []
+    often = ("--training.eval_every", 1, "--training.sample_tokens", 0)
+    for at, number in [(3, signal.SIGTERM), (EPOCH + 3, signal.SIGINT)]:
+        process = workshop.train(run, "--resume", "auto", *often)
+        wait_for_step(read_run, process, run, at)
+        process.send_signal(number)
+        done = workshop.finish(process)
+        assert done.code == 1, done.err
+        stopped.append(read_run.steps(run)[-1])
+        assert (
+            one_error(done.err) == f"error: stopped at step {stopped[-1]}, which is saved: continue with --resume auto"
+        )
+    assert 3 <= stopped[0] < EPOCH < stopped[1] < STEPS
+    done = workshop.finish(workshop.train(run, "--resume", "auto", *often))
+    assert done.code == 0, done.err
+    assert read_run.losses(run) == read_run.losses(small_run.folder)
+    assert [line["step"] for line in read_run.lines(run) if "loss" in line] == list(range(1, STEPS + 1))
+    read_run.assert_same_bits(run, small_run.folder, STEPS)
+
+
+def test_a_stop_between_two_checkpoints_is_saved(small_run, workshop, read_run, tmp_path, capsys, monkeypatch):
+    """The signal comes while a step is being logged, after the loop has asked for one."""
+    run, append_line = tmp_path / "run", loop.append_line
+
+    def append_and_stop(path, record):
+        append_line(path, record)
+        if record["step"] == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(loop, "append_line", append_and_stop)
+    settings = ["--config", str(workshop.yaml), "--run_dir", str(run), "--training.sample_tokens", "0"]
+    before = signal.getsignal(signal.SIGTERM)
+    assert cli.run("train", settings) == 1
+    step = read_run.steps(run)[-1]
+    assert f"stopped at step {step}, which is saved" in one_error(capsys.readouterr().err)
+    assert step in (3, 4)
+    assert read_run.losses(run).keys() == set(range(1, step + 1))
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_killed_at_any_moment_and_continued_is_the_same_to_the_last_bit(small_run, workshop, read_run, tmp_path):
+    run, rng, seen = tmp_path / "run", random.Random(0), 0
+    often = ("--resume", "auto", "--training.eval_every", 1, "--training.sample_tokens", 0)
+    for _ in range(3):  # a checkpoint a step: most of the time one is being written
+        process = workshop.train(run, *often)
+        wait_for_step(read_run, process, run, seen + rng.randint(1, 4))
+        time.sleep(rng.random() * 0.2)
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        seen = read_run.steps(run)[-1] if (run / "checkpoints").is_dir() and read_run.steps(run) else 0
+        assert seen < STEPS
+    done = workshop.finish(workshop.train(run, *often))
+    assert done.code == 0, done.err
+    assert read_run.losses(run) == read_run.losses(small_run.folder)
+    read_run.assert_same_bits(run, small_run.folder, STEPS)
+    assert not [path for path in (run / "checkpoints").iterdir() if not path.name.isdigit()]
+
+
+def test_a_full_disk_ends_with_a_sentence_and_the_last_good_checkpoint(workshop, read_run, tmp_path):
+    """Files may no longer grow past 20 kB once the first checkpoint is whole: the parameters alone have 140 kB."""
+    run = tmp_path / "run"
+    process = workshop.train(run, "--training.eval_every", 1, "--training.sample_tokens", 0)
+    wait_for_step(read_run, process, run, 3)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
+    done = workshop.finish(process)
+    assert done.code == 1, done.err
+    message = one_error(done.err)
+    assert "could not save a checkpoint" in message
+    last = read_run.steps(run)[-1]
+    assert message.endswith(f"the last good checkpoint is step {last}")
+    params = load_run(str(run), last)[1]
+    assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in params["layers"].values())
+
+
+@pytest.fixture
+def copied(small_run, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(small_run.folder, run)
+    return run
+
+
+def test_a_loss_that_is_no_number_stops_the_run(workshop, copied, read_run):
+    """The run goes on from its good checkpoint of step 20 with a ruinous learning rate."""
+    best = load_run(str(copied))[3]
+    ruinous = ("--optimizer.learning_rate", 1e30, "--optimizer.clip_norm", 1e30, "--training.eval_every", 1)
+    done = workshop.finish(workshop.train(copied, "--resume", "auto", "--training.steps", STEPS + 10, *ruinous))
+    assert done.code == 1, done.err
+    message = one_error(done.err)
+    assert "is not a finite number at step " in message
+    last = read_run.steps(copied)[-1]
+    assert f"the last good checkpoint is of step {last}: try a lower optimizer.learning_rate" in message
+    assert last <= STEPS + 1  # the first ruinous step may still be followed by a finite, enormous validation loss
+    params, step = load_run(str(copied))[1::2]
+    assert step == best
+    assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in params["layers"].values())
+
+
+def refused(workshop, run, capsys, *arguments):
+    code = cli.run("train", ["--config", str(workshop.yaml), "--run_dir", str(run), *map(str, arguments)])
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    return code, one_error(err)
+
+
+def everything(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_an_existing_run_is_not_overwritten(workshop, copied, capsys):
+    before = everything(copied)
+    code, message = refused(workshop, copied, capsys)
+    assert (code, "already holds a run: continue it with --resume auto" in message) == (2, True)
+    assert everything(copied) == before
+
+
+def test_another_model_is_refused_with_the_list(workshop, copied, capsys):
+    before = everything(copied)
+    code, message = refused(workshop, copied, capsys, "--resume", "auto", "--model.mlp_dim", 96)
+    assert code == 1
+    for name, shape, other in [
+        ("w_gate", "[2, 32, 64]", "[2, 32, 96]"),
+        ("w_up", "[2, 32, 64]", "[2, 32, 96]"),
+        ("w_down", "[2, 64, 32]", "[2, 96, 32]"),
+    ]:
+        assert f"layers/{name} is float32{shape} in the checkpoint but float32{other} in this model" in message
+    code, message = refused(workshop, copied, capsys, "--resume", "auto", "--model.tie_embeddings", "true")
+    assert (code, "lm_head is float32[32, 259] in the checkpoint but absent" in message) == (1, True)
+    assert everything(copied) == before
+
+
+def test_another_corpus_or_order_is_refused(workshop, copied, capsys, tmp_path):
+    before = everything(copied)
+    other = tmp_path / "other.txt"
+    other.write_text((workshop.folder / "corpus.txt").read_text() + "one more line\n")
+    for changes, name in [
+        (["--data.path", other], "the corpus or its tokenizer"),
+        (["--seed", 1], "seed"),
+        (["--training.batch_size", 4], "training.batch_size"),
+        (["--model.max_seq_len", 24], "model.max_seq_len"),
+    ]:
+        code, message = refused(workshop, copied, capsys, "--resume", "auto", *changes)
+        assert code == 1
+        assert f"was saved: {name}; restore what it was, or start a new run" in message
+    assert everything(copied) == before
+
+
+def test_failing_evaluations_samples_and_reports_do_not_stop_training(
+    workshop, tmp_path, capsys, monkeypatch, read_run
+):
+    def fail(*arguments, **named):
+        raise RuntimeError("out of luck")
+
+    make_evaluator = loop.make_evaluator
+
+    def failing_but_at_the_end(*arguments):
+        evaluate = make_evaluator(*arguments)
+        return lambda params, max_tokens: evaluate(params, max_tokens) if max_tokens == 0 else fail()
+
+    monkeypatch.setattr(loop, "make_evaluator", failing_but_at_the_end)
+    monkeypatch.setattr(loop, "complete", fail)
+    run = tmp_path / "run"
+    arguments = ["--config", str(workshop.yaml), "--run_dir", str(run), "--training.steps", "4"]
+    assert cli.run("train", [*arguments, "--training.eval_every", "2"]) == 0
+    err = " ".join(capsys.readouterr().err.split())
+    assert err.count("warning: RuntimeError: out of luck; training goes on") == 4
+    assert set(read_run.losses(run)) == {1, 2, 3, 4}
+    assert read_run.steps(run)[-1] == 4
+
+
+def test_a_finished_run_resumed_says_the_same_again(small_run, workshop, copied, read_run):
+    done = workshop.finish(workshop.train(copied, "--resume", "auto"))
+    assert done.code == 0, done.err
+    assert read_run.losses(copied) == read_run.losses(small_run.folder)
+    ends = [[line for line in read_run.lines(run) if "final" in line] for run in (copied, small_run.folder)]
+    assert ends[0] == ends[1]
+    assert len(ends[0]) == 1
+    assert yaml.safe_load((copied / "config.yaml").read_text())["resume"] == "auto"
