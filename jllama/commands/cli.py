@@ -60,7 +60,8 @@ def parse(options: type[T], argv: Sequence[str], prog: str) -> T:
         settings = parser.parse_args(list(argv))
         for name, kind in typing.get_type_hints(options).items():
             if dataclasses.is_dataclass(kind) and not isinstance(settings[name], jsonargparse.Namespace):
-                raise UsageError(f"{name} is {settings[name]!r}; it must hold options, such as {name}.{_first(kind)}")
+                example = dataclasses.fields(kind)[0].name
+                raise UsageError(f"{name} is {settings[name]!r}; it must hold options, such as {name}.{example}")
         settings = parser.instantiate(settings)
     except UnicodeDecodeError as error:
         raise UsageError(f"the --config file is not UTF-8 text: {error}") from error
@@ -145,10 +146,6 @@ def _sentence(message: str, known: list[str]) -> str:
     if message.endswith(": expected one argument"):
         return f"{message} (one that begins with a dash is written --option=-value)"
     return message
-
-
-def _first(kind: type) -> str:
-    return dataclasses.fields(kind)[0].name
 
 
 def _nearest(name: str, known: list[str]) -> str:

@@ -52,11 +52,12 @@ def workshop(tmp_path_factory):
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
 
-    def start(*arguments):
+    def start(*arguments, devices=1):
+        flags = f"{environment['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
         return subprocess.Popen(
             [sys.executable, *map(str, arguments)],
             cwd=ROOT,
-            env=environment,
+            env=environment | {"XLA_FLAGS": flags},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -66,8 +67,8 @@ def workshop(tmp_path_factory):
         out, err = process.communicate(timeout=300)
         return types.SimpleNamespace(code=process.returncode, out=out, err=err)
 
-    def train(run, *arguments):
-        return start("train.py", "--config", folder / "small.yaml", "--run_dir", run, *arguments)
+    def train(run, *arguments, devices=1):
+        return start("train.py", "--config", folder / "small.yaml", "--run_dir", run, *arguments, devices=devices)
 
     return types.SimpleNamespace(
         folder=folder, yaml=folder / "small.yaml", start=start, finish=finish, train=train, data=data
