@@ -1,5 +1,6 @@
 """``train.py`` as a user runs it: what it leaves, and that no interruption changes the outcome by a bit."""
 
+import math
 import random
 import resource
 import shutil
@@ -15,6 +16,7 @@ from jllama.commands import cli
 from jllama.commands.cli import parse
 from jllama.training import loop
 from jllama.training.config import TrainConfig
+from jllama.training.metrics import Evaluation
 from jllama.training.run_folder import load_run
 
 STEPS, EPOCH = 20, 6
@@ -236,27 +238,34 @@ def test_another_corpus_or_order_is_refused(workshop, copied, capsys, tmp_path):
     assert everything(copied) == before
 
 
-def test_failing_evaluations_samples_and_reports_do_not_stop_training(
-    workshop, tmp_path, capsys, monkeypatch, read_run
-):
+def test_what_may_fail_and_what_may_not(workshop, tmp_path, capsys, monkeypatch, read_run):
+    """A crash of an evaluation or a sample is a warning; a validation loss that is no number ends the run, unsaved."""
+    results = iter([RuntimeError("out of luck"), Evaluation(5.0, 150.0, 7.0), Evaluation(math.nan, math.nan, math.nan)])
+
+    def evaluate(params, max_tokens):
+        result = next(results)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
     def fail(*arguments, **named):
-        raise RuntimeError("out of luck")
+        raise RuntimeError("no words")
 
-    make_evaluator = loop.make_evaluator
-
-    def failing_but_at_the_end(*arguments):
-        evaluate = make_evaluator(*arguments)
-        return lambda params, max_tokens: evaluate(params, max_tokens) if max_tokens == 0 else fail()
-
-    monkeypatch.setattr(loop, "make_evaluator", failing_but_at_the_end)
+    monkeypatch.setattr(loop, "make_evaluator", lambda *arguments: evaluate)
     monkeypatch.setattr(loop, "complete", fail)
     run = tmp_path / "run"
-    arguments = ["--config", str(workshop.yaml), "--run_dir", str(run), "--training.steps", "4"]
-    assert cli.run("train", [*arguments, "--training.eval_every", "2"]) == 0
-    err = " ".join(capsys.readouterr().err.split())
-    assert err.count("warning: RuntimeError: out of luck; training goes on") == 4
-    assert set(read_run.losses(run)) == {1, 2, 3, 4}
-    assert read_run.steps(run)[-1] == 4
+    arguments = ["--config", str(workshop.yaml), "--run_dir", str(run), "--training.eval_every", "2"]
+    assert cli.run("train", arguments) == 1
+    err = capsys.readouterr().err
+    assert "the validation loss is not a finite number at step 6; the last good checkpoint is of step 4" in one_error(
+        err
+    )
+    words = " ".join(err.split())
+    assert words.count("warning: RuntimeError: out of luck; training goes on") == 1
+    assert words.count("warning: RuntimeError: no words; training goes on") == 2
+    assert set(read_run.losses(run)) == {1, 2, 3, 4, 5, 6}
+    assert [line["step"] for line in read_run.lines(run) if "validation_loss" in line] == [4]
+    assert read_run.steps(run) == [2, 4]  # step 2 was saved although its evaluation crashed
 
 
 def test_a_finished_run_resumed_says_the_same_again(small_run, workshop, copied, read_run):
