@@ -1,5 +1,6 @@
 """Masks and attention. Masks are boolean, true where a query may look at a key; combine them with ``&``."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -40,12 +41,8 @@ def masked_softmax(
     with zero gradients.
     """
     wide = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
-    lowest = jnp.finfo(wide.dtype).min
-    wide = jnp.where(mask, wide, lowest)
-    peak = jnp.max(wide, axis=-1, keepdims=True)
-    weights = jnp.where(mask, jnp.exp(wide - jnp.where(peak == lowest, 0.0, peak)), 0.0)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    return weights / jnp.where(total == 0.0, 1.0, total)
+    wide = jnp.where(mask, wide, jnp.finfo(wide.dtype).min)
+    return jnp.where(mask, jax.nn.softmax(wide, axis=-1), 0.0)
 
 
 def grouped_query_attention(

@@ -28,7 +28,7 @@ class LoopConfig:
         keep_last: checkpoints kept besides the best one.
         z_loss: weight of the squared log-normaliser in the loss.
         dtype: of activations and of weights in matrix products; ``auto`` is bfloat16 on GPU and TPU, float32 on CPU.
-        remat: recompute activations in the backward pass, to save memory.
+        remat: recompute whole layers in the backward pass, to save memory.
         sample_prompt: what the text sampled at each evaluation begins with.
         sample_tokens: how many tokens to sample then; 0 for none.
     """
