@@ -56,11 +56,12 @@ class OptimizerConfig:
 def learning_rate_at(step: ArrayLike, config: OptimizerConfig, total_steps: int) -> Float[Array, ""]:
     """The learning rate of a step, counted from 0: a linear warm-up, then half a cosine down to a floor.
 
-    With ``w = ceil(warmup_fraction * total_steps)``: ``peak * (step + 1) / w`` for ``step < w``; the peak at
-    ``w - 1``; then ``floor + (peak - floor) * (1 + cos(pi * t)) / 2`` with ``t = (step + 1 - w) / (total_steps - w)``,
-    so that the last step, ``total_steps - 1``, has the floor, and so has any step after it.
+    With ``w = ceil(warmup_fraction * total_steps)``, at most ``total_steps - 1``: ``peak * (step + 1) / w`` for
+    ``step < w``; the peak at ``w - 1``; then ``floor + (peak - floor) * (1 + cos(pi * t)) / 2`` with
+    ``t = (step + 1 - w) / (total_steps - w)``, so that the last step, ``total_steps - 1``, has the floor, and so has
+    any step after it.
     """
-    warmup = math.ceil(config.warmup_fraction * total_steps)
+    warmup = min(math.ceil(config.warmup_fraction * total_steps), total_steps - 1)
     done = jnp.asarray(step, jnp.float32) + 1
     rising = done / max(warmup, 1)
     t = jnp.clip((done - warmup) / max(total_steps - warmup, 1), 0.0, 1.0)

@@ -54,6 +54,12 @@ def test_learning_rates_without_a_warm_up():
     np.testing.assert_allclose(found, [(1 + half) / 2, 0.5, (1 - half) / 2, 0, 0], atol=1e-6)
 
 
+def test_a_warm_up_over_all_steps_still_ends_at_the_floor():
+    config = OptimizerConfig(learning_rate=1.0, final_fraction=0.1, warmup_fraction=1.0)
+    found = [float(learning_rate_at(step, config, 4)) for step in range(5)]
+    np.testing.assert_allclose(found, [1 / 3, 2 / 3, 1, 0.1, 0.1], atol=1e-6)
+
+
 def test_the_warm_up_is_rounded_up_and_the_optimizer_counts_its_own_updates():
     config = OptimizerConfig(learning_rate=0.5, warmup_fraction=0.15, weight_decay=0.0)  # 1.5 of 10 steps: 2
     optimizer = make_optimizer(config, MODEL, random_params(MODEL, 0), 10)
