@@ -15,7 +15,7 @@ from jllama.commands.cli import parse
 from jllama.config import LlamaConfig
 from jllama.errors import UsageError
 from jllama.generation.engine import SamplingConfig, check_lengths
-from jllama.generation.text import complete, stream
+from jllama.generation.text import complete, prompt_ids, stream
 from jllama.model import unstack_layers
 from jllama.parameters import Params
 from jllama.tokenizers import Tokenizer
@@ -72,7 +72,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     sampling = SamplingConfig(options.temperature, options.top_k, options.top_p, options.seed)
     config, stacked, tokenizer, step = load_run(options.checkpoint, options.step or None)
     params = unstack_layers(stacked)
-    prompt_tokens = 1 + len(tokenizer.encode(options.prompt))
+    prompt_tokens = len(prompt_ids(tokenizer, options.prompt))
     count = options.max_new_tokens or max(config.max_seq_len - prompt_tokens, 1)
     check_lengths(np.array([prompt_tokens]), count, config.max_seq_len)  # before anything is written
     print(f"{options.checkpoint}, step {step}", file=sys.stderr)
