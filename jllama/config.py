@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 from jllama.errors import UsageError
@@ -26,27 +27,53 @@ class RopeScaling:
 
     Args:
         type: ``linear`` divides every frequency by ``factor`` (Chen et al. 2023, arXiv:2306.15595); ``llama3`` divides
-            only the low ones, and blends in between (Llama 3.1, arXiv:2407.21783).
-        factor: by how much low frequencies are divided; 8 for Llama 3.1, 32 for Llama 3.2.
+            only the low ones, and blends in between (Llama 3.1, arXiv:2407.21783); ``yarn`` does so between other
+            bounds, and sharpens attention (Peng et al. 2023, arXiv:2309.00071); ``dynamic`` raises the base once a
+            sequence is longer than ``original_max_seq_len`` (NTK-aware scaling, there in section 3.3).
+        factor: by how much low frequencies are divided; 8 for Llama 3.1, 32 for Llama 3.2. ``dynamic``: how fast the
+            base grows with the length.
         low_freq_factor: ``llama3``: wavelengths over ``original_max_seq_len / low_freq_factor`` are divided.
         high_freq_factor: ``llama3``: wavelengths under ``original_max_seq_len / high_freq_factor`` are kept.
-        original_max_seq_len: ``llama3``: the context length of pre-training, in tokens.
+        original_max_seq_len: the context length of pre-training, in tokens; ``linear`` does not use it.
+        beta_fast: ``yarn``: frequencies of at least so many turns in the original context are kept.
+        beta_slow: ``yarn``: frequencies of at most so many turns in the original context are divided.
+        attention_factor: ``yarn``: multiplies cosines and sines; 0 means the paper's ``0.1 ln(factor) + 1``.
     """
 
-    type: Literal["linear", "llama3"]
+    type: Literal["linear", "dynamic", "llama3", "yarn"]
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_seq_len: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.factor < 1:
+        if not self.factor >= 1:
             raise UsageError(f"rope_scaling.factor is {self.factor}; it must be at least 1")
+        if self.original_max_seq_len < 1:
+            raise UsageError(f"rope_scaling.original_max_seq_len is {self.original_max_seq_len}; it must be at least 1")
         if self.type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
             raise UsageError(
                 f"rope_scaling has low_freq_factor {self.low_freq_factor} and high_freq_factor "
                 f"{self.high_freq_factor}; they must be positive, the low one smaller"
             )
+        if self.type == "yarn" and not 0 < self.beta_slow < self.beta_fast:
+            raise UsageError(
+                f"rope_scaling has beta_slow {self.beta_slow} and beta_fast {self.beta_fast}; "
+                f"they must be positive, the slow one smaller"
+            )
+        if self.type != "yarn" and self.attention_factor != 0:
+            raise UsageError(
+                f"rope_scaling.attention_factor is {self.attention_factor}; only yarn has one: leave it at 0"
+            )
+        if not self.attention_factor >= 0:
+            raise UsageError(
+                f"rope_scaling.attention_factor is {self.attention_factor}; it must be positive, or 0 to work it out"
+            )
+        if self.type == "yarn":
+            object.__setattr__(self, "attention_factor", self.attention_factor or 0.1 * math.log(self.factor) + 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,3 +137,7 @@ class LlamaConfig:
             )
         if self.head_dim % 2:
             raise UsageError(f"head_dim {self.head_dim} is odd: rotary embedding turns pairs, so it must be even")
+        if self.rope_scaling and self.rope_scaling.type == "dynamic" and self.head_dim == 2:
+            raise UsageError("head_dim is 2; dynamic rope_scaling slows every pair but the first, so it must be over 2")
+        if self.rope_scaling and self.rope_scaling.type == "yarn" and not self.rope_theta > 1:
+            raise UsageError(f"rope_theta is {self.rope_theta}; for yarn it must be over 1: later pairs turn slower")

@@ -137,7 +137,7 @@ class Llama(nnx.Module):
         mask = F.causal_mask(positions, positions)
         if segments is not None:
             mask = mask & F.segment_mask(segments, segments)
-        attend = self._attend(positions, mask)
+        attend = self._attend(positions, mask, tokens.shape[1])
 
         def run(layer: Layer, x: Array) -> Array:
             return layer(x, attend)[0]
@@ -192,26 +192,38 @@ class Llama(nnx.Module):
     def _embed(self, tokens: Array) -> Array:
         return self.embed[...][tokens]
 
-    def _attend(self, positions: Array, mask: Array) -> Attend:
-        cos, sin = F.rope_tables(positions, rope_frequencies(self.config))
+    def _attend(self, positions: Array, mask: Array, seq_len: int = 0) -> Attend:
+        cos, sin = F.rope_tables(positions, rope_frequencies(self.config, seq_len))
+        if (scaling := self.config.rope_scaling) and scaling.type == "yarn":
+            cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
         return Attend(cos, sin, mask, positions)
 
 
-def rope_frequencies(config: LlamaConfig) -> np.ndarray:
-    """The rotary frequencies of a configuration, scaled as it asks, in radians per token (float64)."""
-    frequencies = F.inverse_frequencies(config.head_dim, config.rope_theta)
+def rope_frequencies(config: LlamaConfig, seq_len: int = 0) -> np.ndarray:
+    """The rotary frequencies of a configuration, scaled as it asks, in radians per token (float64).
+
+    Only ``dynamic`` scaling depends on a length: ``max(seq_len, config.max_seq_len)``. ``seq_len`` is the length of the
+    arrays in a forward pass over whole sequences, a static shape. It is left at 0 with a KV cache, whose keys are kept
+    rotated, so that the base cannot move under them: decoding equals the full forward up to ``max_seq_len`` tokens.
+    """
     scaling = config.rope_scaling
+    frequencies = F.inverse_frequencies(config.head_dim, config.rope_theta)
     if scaling is None:
         return frequencies
-    if scaling.type == "linear":
-        return F.scale_linear(frequencies, scaling.factor)
-    return F.scale_llama3(
-        frequencies,
-        scaling.factor,
-        scaling.low_freq_factor,
-        scaling.high_freq_factor,
-        scaling.original_max_seq_len,
-    )
+    original = scaling.original_max_seq_len
+    match scaling.type:
+        case "linear":
+            return F.scale_linear(frequencies, scaling.factor)
+        case "dynamic":
+            length = max(seq_len, config.max_seq_len)
+            theta = F.dynamic_theta(config.rope_theta, config.head_dim, scaling.factor, length, original)
+            return F.inverse_frequencies(config.head_dim, theta)
+        case "llama3":
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            return F.scale_llama3(frequencies, scaling.factor, low, high, original)
+        case "yarn":
+            fast, slow = scaling.beta_fast, scaling.beta_slow
+            return F.scale_yarn(frequencies, config.rope_theta, scaling.factor, fast, slow, original)
 
 
 def merge(config: LlamaConfig, params: Params) -> Llama:

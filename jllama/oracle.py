@@ -14,11 +14,27 @@ def rms_norm(x: Array, scale: Array, eps: float) -> Array:
     return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * scale
 
 
-def rope_frequencies(config: "LlamaConfig") -> Array:
-    """Radians a token turns each pair. RoFormer, eq. 15 (arXiv:2104.09864); ``apply_scaling`` of Meta's Llama 3.1."""
-    plain = config.rope_theta ** (-2.0 * np.arange(config.head_dim // 2) / config.head_dim)
+def rope_frequencies(config: "LlamaConfig", seq: int = 0) -> Array:
+    """Radians a token turns each pair. RoFormer, eq. 15 (arXiv:2104.09864); ``apply_scaling`` of Meta's Llama 3.1.
+
+    ``dynamic`` keeps the first pair and slows the last, those between in a geometric series; ``yarn`` goes from kept to
+    divided in a straight line, from the pair that turns ``beta_fast`` times in the original context to the one that
+    turns ``beta_slow`` times. Peng et al. 2023, sec. 3 (arXiv:2309.00071), and their code.
+    """
+    half = config.head_dim // 2
+    plain = config.rope_theta ** (-np.arange(half) / half)
     if (scaling := config.rope_scaling) is None or scaling.type == "linear":
         return plain / (scaling.factor if scaling else 1.0)
+    if scaling.type == "dynamic":
+        excess = max(seq, config.max_seq_len) / scaling.original_max_seq_len - 1
+        return plain / (1 + scaling.factor * max(excess, 0)) ** np.linspace(0, 1, half)
+    if scaling.type == "yarn":
+        pairs = np.arange(config.head_dim)  # the bounds may lie past the last real pair
+        turns = scaling.original_max_seq_len / (2 * np.pi) * config.rope_theta ** (-pairs / half)
+        first = max((turns >= scaling.beta_fast).sum() - 1, 0)
+        last = min((turns > scaling.beta_slow).sum(), config.head_dim - 1)
+        divided = np.interp(pairs[:half], [first, max(last, first + 1e-3)], [0, 1])
+        return plain * (1 - divided) + plain / scaling.factor * divided
     scaled, low, high = [], scaling.low_freq_factor, scaling.high_freq_factor
     for frequency in plain:
         wavelength = 2 * np.pi / frequency
@@ -74,7 +90,8 @@ def forward(
     """Logits ``[batch, seq, vocab]`` of pre-norm residual blocks. Touvron et al. 2023, sec. 2.2 (arXiv:2302.13971)."""
     positions = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1)) if positions is None else positions
     segments = np.zeros_like(tokens) if segments is None else segments
-    frequencies, logits = rope_frequencies(config), []
+    scaling, frequencies, logits = config.rope_scaling, rope_frequencies(config, tokens.shape[1]), []
+    sharpness = scaling.attention_factor**2 if scaling and scaling.type == "yarn" else 1.0  # YaRN's 1/t, sec. 3.4
     for row, position, segment in zip(tokens, positions, segments, strict=True):
         mask = np.tri(len(row), dtype=bool) & np.equal.outer(segment, segment)
         x = np.asarray(params["embed"], np.float64)[row]
@@ -82,7 +99,8 @@ def forward(
             w = {name: np.asarray(stacked[i], np.float64) for name, stacked in params["layers"].items()}
             h = rms_norm(x, w["attn_norm"], config.norm_eps)
             q, k, v = (np.tensordot(h, w[name], axes=1).swapaxes(0, 1) for name in ("wq", "wk", "wv"))
-            heads = attention(rotate(q, position, frequencies), rotate(k, position, frequencies), v, mask)
+            q, k = rotate(sharpness * q, position, frequencies), rotate(k, position, frequencies)
+            heads = attention(q, k, v, mask)
             x = x + sum(heads[n] @ w["wo"][n] for n in range(config.num_heads))
             x = x + swiglu(rms_norm(x, w["mlp_norm"], config.norm_eps), w["w_gate"], w["w_up"], w["w_down"])
         head = np.asarray(params["embed"].T if config.tie_embeddings else params["lm_head"], np.float64)

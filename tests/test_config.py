@@ -1,6 +1,7 @@
 """The sizes of every released Llama come out of the rules, and what cannot be built is refused in one sentence."""
 
 import dataclasses
+import math
 
 import pytest
 from hypothesis import given
@@ -67,7 +68,8 @@ def test_given_sizes_are_kept():
         num_heads=st.sampled_from([2, 4, 8]),
         num_kv_heads=st.sampled_from([0, 1, 2]),
         head_dim=st.sampled_from([0, 64, 80]),
-        rope_scaling=st.none() | st.builds(RopeScaling, st.sampled_from(["linear", "llama3"]), st.floats(1, 64)),
+        rope_scaling=st.none()
+        | st.builds(RopeScaling, st.sampled_from(["linear", "dynamic", "llama3", "yarn"]), st.floats(1, 64)),
     )
 )
 def test_a_config_is_a_value(config):
@@ -103,6 +105,8 @@ def test_a_config_is_frozen():
         ({"num_heads": 4, "num_kv_heads": 8}, "^num_heads 4 is not divisible by num_kv_heads 8: "),
         ({"head_dim": 65}, "^head_dim 65 is odd: "),
         ({"embed_dim": 12, "num_heads": 4}, "^head_dim 3 is odd: "),
+        ({"head_dim": 2, "rope_scaling": RopeScaling("dynamic", 2.0)}, "^head_dim is 2; .* it must be over 2$"),
+        ({"rope_theta": 1.0, "rope_scaling": RopeScaling("yarn", 2.0)}, r"^rope_theta is 1.0; .* it must be over 1"),
     ],
 )
 def test_what_cannot_be_built_is_refused(settings, message):
@@ -115,14 +119,46 @@ def test_what_cannot_be_built_is_refused(settings, message):
     [
         ({"type": "linear", "factor": 0.5}, r"^rope_scaling.factor is 0.5; it must be at least 1$"),
         ({"type": "llama3", "factor": 0.0}, r"^rope_scaling.factor is 0.0; it must be at least 1$"),
+        ({"type": "dynamic", "factor": float("nan")}, r"^rope_scaling.factor is nan; it must be at least 1$"),
+        *[
+            (
+                {"type": type, "factor": 8.0, "original_max_seq_len": 0},
+                r"^rope_scaling.original_max_seq_len is 0; it must be at least 1$",
+            )
+            for type in ("dynamic", "llama3", "yarn")
+        ],
         ({"type": "llama3", "factor": 8.0, "low_freq_factor": 4.0}, "low_freq_factor 4.0 and high_freq_factor 4.0"),
         ({"type": "llama3", "factor": 8.0, "low_freq_factor": 0.0}, "they must be positive, the low one smaller$"),
         ({"type": "llama3", "factor": 8.0, "high_freq_factor": 0.5}, "they must be positive, the low one smaller$"),
+        ({"type": "yarn", "factor": 8.0, "beta_slow": 32.0}, "beta_slow 32.0 and beta_fast 32.0"),
+        ({"type": "yarn", "factor": 8.0, "beta_slow": 0.0}, "they must be positive, the slow one smaller$"),
+        ({"type": "yarn", "factor": 8.0, "beta_fast": float("nan")}, "they must be positive, the slow one smaller$"),
+        *[
+            (
+                {"type": "yarn", "factor": 8.0, "attention_factor": value},
+                f"^rope_scaling.attention_factor is {value}; it must be positive, or 0 to work it out$",
+            )
+            for value in (-1.0, float("nan"))
+        ],
+        *[
+            (
+                {"type": type, "factor": 8.0, "attention_factor": 1.0},
+                r"^rope_scaling.attention_factor is 1.0; only yarn has one: leave it at 0$",
+            )
+            for type in ("linear", "dynamic", "llama3")
+        ],
     ],
 )
 def test_scaling_that_means_nothing_is_refused(settings, message):
     with pytest.raises(UsageError, match=message):
         RopeScaling(**settings)
+
+
+@given(factor=st.floats(1, 1000), given_factor=st.floats(0.1, 10))
+def test_yarn_derives_its_attention_factor(factor, given_factor):
+    assert RopeScaling("yarn", factor).attention_factor == pytest.approx(0.1 * math.log(factor) + 1, rel=1e-15)
+    assert RopeScaling("yarn", factor, attention_factor=given_factor).attention_factor == given_factor
+    assert RopeScaling("dynamic", factor).attention_factor == 0
 
 
 def test_a_scaling_factor_is_never_guessed():

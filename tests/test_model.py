@@ -17,7 +17,7 @@ from jllama import functional as F
 from jllama import oracle
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.functional import cross_entropy, half_split_from_interleaved
-from jllama.model import KVCache, merge, unstack_layers
+from jllama.model import KVCache, merge, rope_frequencies, unstack_layers
 
 TOLERANCE = 1e-5
 VISIBLE = 100 * TOLERANCE
@@ -27,6 +27,8 @@ BASE = LlamaConfig(
     vocab_size=97, num_layers=2, embed_dim=128, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=160, max_seq_len=LONG
 )  # head_dim is not embed_dim / num_heads
 LLAMA_32 = dataclasses.replace(BASE, rope_theta=500_000.0, rope_scaling=RopeScaling("llama3", 32.0))
+YARN = dataclasses.replace(BASE, rope_scaling=RopeScaling("yarn", 16.0, original_max_seq_len=2048))
+DYNAMIC = dataclasses.replace(BASE, rope_scaling=RopeScaling("dynamic", 4.0, original_max_seq_len=128))
 CONFIGS = {
     "grouped": BASE,
     "multi-head": dataclasses.replace(BASE, num_kv_heads=4),
@@ -37,6 +39,12 @@ CONFIGS = {
     "linear": dataclasses.replace(BASE, rope_scaling=RopeScaling("linear", 4.0)),
     "Llama 3.1": dataclasses.replace(LLAMA_32, rope_scaling=RopeScaling("llama3", 8.0)),
     "Llama 3.2": LLAMA_32,
+    "yarn": YARN,
+    "yarn, every knob": dataclasses.replace(
+        BASE, rope_scaling=RopeScaling("yarn", 4.0, beta_fast=24.0, beta_slow=2.0, attention_factor=1.3)
+    ),
+    "dynamic": DYNAMIC,
+    "dynamic, past the context": dataclasses.replace(DYNAMIC, max_seq_len=128),
 }
 
 rng = np.random.default_rng(0)
@@ -338,12 +346,35 @@ def test_ragged_chunks_equal_one_forward(data, width):
         assert relative_error(logits[row], expected[row]) < TOLERANCE
 
 
-def test_prefill_of_unpadded_prompts_equals_the_oracle_over_512_positions():
-    cache = KVCache.zeros(LLAMA_32, 1, LONG)
-    expected = oracle.forward(random_params(LLAMA_32, 0), TOKENS[:1], LLAMA_32)
-    first, cache = extend(LLAMA_32, unstacked(LLAMA_32), TOKENS[:1, :-1], cache, jnp.array([LONG - 1]))
-    last, cache = extend(LLAMA_32, unstacked(LLAMA_32), TOKENS[:1, -1:], cache, jnp.array([1]))
-    assert relative_error(np.concatenate([first, last], axis=1), expected) < TOLERANCE
+def prefilled_and_decoded(config):
+    """Logits of the first row: all tokens but the last at once, then the last one."""
+    cache = KVCache.zeros(config, 1, LONG)
+    first, cache = extend(config, unstacked(config), TOKENS[:1, :-1], cache, jnp.array([LONG - 1]))
+    last, cache = extend(config, unstacked(config), TOKENS[:1, -1:], cache, jnp.array([1]))
+    return np.concatenate([first, last], axis=1)
+
+
+@pytest.mark.parametrize("config", [LLAMA_32, YARN, DYNAMIC], ids=["Llama 3.2", "yarn", "dynamic"])
+def test_prefill_of_unpadded_prompts_equals_the_oracle_over_512_positions(config):
+    expected = oracle.forward(random_params(config, 0), TOKENS[:1], config)
+    assert relative_error(prefilled_and_decoded(config), expected) < TOLERANCE
+
+
+def test_the_base_of_dynamic_scaling_goes_by_the_sequence_or_the_context():
+    short = dataclasses.replace(DYNAMIC, max_seq_len=128)  # as a checkpoint's own configuration has it
+    plain = rope_frequencies(BASE)
+    for seq_len in (0, 100, 128):
+        np.testing.assert_array_equal(rope_frequencies(short, seq_len), plain)
+        np.testing.assert_array_equal(rope_frequencies(DYNAMIC, seq_len), rope_frequencies(short, LONG))
+    assert np.all(rope_frequencies(short, 129)[1:] < plain[1:])
+    few = forward(DYNAMIC, weights(BASE), TOKENS[:1, :SHORT])
+    assert relative_error(few, ours(DYNAMIC)[:1, :SHORT]) < TOLERANCE
+
+
+def test_the_base_of_dynamic_scaling_stays_with_a_cache():
+    # Its keys are already turned, so that a row that grows past the context keeps the context's base.
+    short = dataclasses.replace(DYNAMIC, max_seq_len=128)
+    np.testing.assert_array_equal(prefilled_and_decoded(short), prefilled_and_decoded(BASE))
 
 
 @settings(max_examples=10)
@@ -430,9 +461,45 @@ def test_a_donated_cache_is_updated_in_place():
     ids=str,
 )
 def test_a_wrong_rotary_setting_is_seen(changed):
-    config = dataclasses.replace(LLAMA_32, **changed)
-    other = oracle.forward(random_params(LLAMA_32, 0), TOKENS[FAR], config, POSITIONS[FAR])
-    assert relative_error(ours(LLAMA_32)[FAR], other) > VISIBLE
+    assert_seen(LLAMA_32, changed)
+
+
+def assert_seen(config, changed):
+    other = oracle.forward(
+        random_params(config, 0), TOKENS[FAR], dataclasses.replace(config, **changed), POSITIONS[FAR]
+    )
+    assert relative_error(ours(config)[FAR], other) > VISIBLE
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"factor": 8.0},
+        {"attention_factor": 1.0},
+        {"beta_fast": 16.0},
+        {"beta_slow": 2.0},
+        {"original_max_seq_len": 4096},
+        {"type": "linear", "attention_factor": 0.0},
+    ],
+    ids=str,
+)
+def test_a_wrong_yarn_setting_is_seen(changed):
+    assert YARN.rope_scaling is not None
+    assert_seen(YARN, {"rope_scaling": dataclasses.replace(YARN.rope_scaling, **changed)})
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rope_scaling": None},
+        {"rope_scaling": RopeScaling("dynamic", 2.0, original_max_seq_len=128)},
+        {"rope_scaling": RopeScaling("dynamic", 4.0, original_max_seq_len=256)},
+        {"max_seq_len": 2 * LONG},
+    ],
+    ids=str,
+)
+def test_a_wrong_dynamic_setting_is_seen(changed):
+    assert_seen(DYNAMIC, changed)
 
 
 def interleaved_from_half_split(w):

@@ -65,6 +65,45 @@ def test_rotary_knobs_move_the_logits(logits, positions, changed):
     assert relative_error(other, logits) > VISIBLE
 
 
+YARN = RopeScaling("yarn", 4.0, original_max_seq_len=2048)
+DYNAMIC = RopeScaling("dynamic", 4.0, original_max_seq_len=128)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "changed"),
+    [
+        (YARN, {"rope_theta": 20_000.0}),
+        (YARN, {"rope_scaling": None}),
+        (YARN, {"rope_scaling": RopeScaling("linear", 4.0)}),
+        (YARN, {"rope_scaling": dataclasses.replace(YARN, factor=8.0)}),  # with the attention factor of 4
+        (YARN, {"rope_scaling": dataclasses.replace(YARN, attention_factor=1.0)}),
+        (YARN, {"rope_scaling": dataclasses.replace(YARN, beta_fast=16.0)}),
+        (YARN, {"rope_scaling": dataclasses.replace(YARN, beta_slow=2.0)}),
+        (YARN, {"rope_scaling": dataclasses.replace(YARN, original_max_seq_len=4096)}),
+        (DYNAMIC, {"rope_theta": 20_000.0}),
+        (DYNAMIC, {"rope_scaling": None}),
+        (DYNAMIC, {"rope_scaling": RopeScaling("linear", 4.0)}),
+        (DYNAMIC, {"rope_scaling": dataclasses.replace(DYNAMIC, factor=8.0)}),
+        (DYNAMIC, {"rope_scaling": dataclasses.replace(DYNAMIC, original_max_seq_len=256)}),
+        (DYNAMIC, {"max_seq_len": 2 * SEQ}),
+    ],
+    ids=str,
+)
+def test_yarn_and_dynamic_knobs_move_the_logits(positions, scaling, changed):
+    config = dataclasses.replace(CONFIG, rope_theta=10_000.0, rope_scaling=scaling)
+    expected = oracle.forward(PARAMS, TOKENS, config, positions)
+    other = oracle.forward(PARAMS, TOKENS, dataclasses.replace(config, **changed), positions)
+    assert relative_error(other, expected) > VISIBLE
+
+
+def test_dynamic_scaling_goes_by_the_longer_of_sequence_and_context():
+    config = LlamaConfig(head_dim=64, max_seq_len=256, rope_scaling=DYNAMIC)
+    np.testing.assert_array_equal(oracle.rope_frequencies(config, 100), oracle.rope_frequencies(config, 256))
+    assert np.all(oracle.rope_frequencies(config, 512)[1:] < oracle.rope_frequencies(config)[1:])
+    short, plain = (dataclasses.replace(config, max_seq_len=128, rope_scaling=each) for each in (DYNAMIC, None))
+    np.testing.assert_array_equal(oracle.rope_frequencies(short, 128), oracle.rope_frequencies(plain))
+
+
 def test_eps_moves_the_logits_at_small_activations():
     params = PARAMS | {"embed": PARAMS["embed"] * np.float32(1e-2)}
     for eps in (1e-6, 1e-5):

@@ -6,9 +6,11 @@ import jax
 import numpy as np
 import pytest
 from helpers import random_params
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jllama.config import LlamaConfig, RopeScaling
-from jllama.model import merge
+from jllama.model import merge, rope_frequencies
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -32,6 +34,15 @@ CONFIGS = {
     "linear": dataclasses.replace(BASE, rope_scaling=RopeScaling("linear", 4.0)),
     "Llama 3.1": dataclasses.replace(BASE, rope_theta=500_000.0, rope_scaling=RopeScaling("llama3", 8.0)),
     "Llama 3.2": dataclasses.replace(BASE, rope_theta=500_000.0, rope_scaling=RopeScaling("llama3", 32.0)),
+    "yarn": dataclasses.replace(BASE, rope_scaling=RopeScaling("yarn", 4.0, original_max_seq_len=2048)),
+    # A larger attention factor would sharpen their attention, and the error of their angles, past the tolerance.
+    "yarn, every knob": dataclasses.replace(
+        BASE,
+        rope_theta=500_000.0,
+        rope_scaling=RopeScaling(
+            "yarn", 4.0, original_max_seq_len=4096, beta_fast=24.0, beta_slow=2.0, attention_factor=1.1
+        ),
+    ),
 }
 TOKENS = np.random.default_rng(0).integers(0, BASE.vocab_size, (2, SEQ))
 # The second row reaches 8,687. Farther out their angles, float32 products, are off by more than the tolerance: up to
@@ -39,8 +50,7 @@ TOKENS = np.random.default_rng(0).integers(0, BASE.vocab_size, (2, SEQ))
 POSITIONS = np.stack([np.arange(SEQ), 17 * np.arange(SEQ)])
 
 
-def their_model(config, params):
-    """LlamaForCausalLM in float32 with these weights; every one of its own is overwritten."""
+def their_config(config):
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     if scaling := config.rope_scaling:
         rope |= {"rope_type": scaling.type, "factor": scaling.factor}
@@ -50,23 +60,34 @@ def their_model(config, params):
                 "high_freq_factor": scaling.high_freq_factor,
                 "original_max_position_embeddings": scaling.original_max_seq_len,
             }
-    theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.embed_dim,
-            intermediate_size=config.mlp_dim,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_seq_len,
-            rms_norm_eps=config.norm_eps,
-            rope_parameters=rope,
-            tie_word_embeddings=config.tie_embeddings,
-            attn_implementation="eager",
-            dtype="float32",
-        )
-    ).eval()
+        if scaling.type == "yarn":
+            rope |= {
+                "beta_fast": scaling.beta_fast,
+                "beta_slow": scaling.beta_slow,
+                "original_max_position_embeddings": scaling.original_max_seq_len,
+            }
+            if scaling != dataclasses.replace(scaling, attention_factor=0.0):  # theirs to work out, too
+                rope["attention_factor"] = scaling.attention_factor
+    return transformers.LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.embed_dim,
+        intermediate_size=config.mlp_dim,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_seq_len,
+        rms_norm_eps=config.norm_eps,
+        rope_parameters=rope,
+        tie_word_embeddings=config.tie_embeddings,
+        attn_implementation="eager",
+        dtype="float32",
+    )
+
+
+def their_model(config, params):
+    """LlamaForCausalLM in float32 with these weights; every one of its own is overwritten."""
+    theirs = transformers.LlamaForCausalLM(their_config(config)).eval()
     weights = {"model.embed_tokens.weight": params["embed"], "model.norm.weight": params["final_norm"]}
     weights["lm_head.weight"] = params["embed"] if config.tie_embeddings else params["lm_head"].T
     for index in range(config.num_layers):
@@ -113,3 +134,55 @@ def test_logits_equal_transformers(name):
     errors = np.abs(np.asarray(ours(params, TOKENS, POSITIONS)) - theirs).max(axis=(1, 2))
     assert errors[0] < 1e-5
     assert errors[1] < 1e-4
+
+
+@pytest.mark.parametrize("length", [100, 128, 129, SEQ])
+def test_dynamic_logits_equal_transformers_below_and_above_the_context(length):
+    scaling = RopeScaling("dynamic", 4.0, original_max_seq_len=128)
+    config = dataclasses.replace(BASE, max_seq_len=128, rope_scaling=scaling)
+    params, tokens = random_params(config, 0), TOKENS[:, :length]
+    with torch.no_grad():
+        theirs = their_model(config, params)(input_ids=torch.from_numpy(tokens), use_cache=False).logits.numpy()
+    ours = jax.jit(lambda params, tokens: merge(config, params)(tokens))(params, tokens)
+    assert np.abs(np.asarray(ours) - theirs).max() < 1e-5
+
+
+lengths = st.sampled_from([512, 4096, 8192, 32_768])
+
+
+def their_frequencies(config, seq_len=None):
+    rope_type = config.rope_scaling.type
+    frequencies, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope_type](
+        their_config(config), None, seq_len=seq_len
+    )
+    return frequencies.numpy(), factor
+
+
+@given(
+    head_dim=st.sampled_from([16, 64, 80, 128]),
+    theta=st.floats(1e3, 1e7),
+    factor=st.floats(1, 64),
+    fast=st.floats(8, 64),
+    slow=st.floats(0.25, 4),
+    original=lengths,
+)
+def test_yarn_frequencies_and_attention_factor_equal_transformers(head_dim, theta, factor, fast, slow, original):
+    scaling = RopeScaling("yarn", factor, original_max_seq_len=original, beta_fast=fast, beta_slow=slow)
+    config = dataclasses.replace(BASE, head_dim=head_dim, rope_theta=theta, rope_scaling=scaling)
+    frequencies, attention_factor = their_frequencies(config)
+    np.testing.assert_allclose(rope_frequencies(config), frequencies, rtol=1e-6)
+    assert scaling.attention_factor == pytest.approx(attention_factor, rel=1e-14)
+
+
+@given(
+    head_dim=st.sampled_from([16, 64, 80, 128]),
+    theta=st.floats(1e3, 1e7),
+    factor=st.floats(1, 64),
+    original=lengths,
+    seq_len=st.integers(1, 100_000),
+)
+def test_dynamic_frequencies_equal_transformers(head_dim, theta, factor, original, seq_len):
+    scaling = RopeScaling("dynamic", factor, original_max_seq_len=original)
+    config = dataclasses.replace(BASE, head_dim=head_dim, rope_theta=theta, max_seq_len=original, rope_scaling=scaling)
+    frequencies, _ = their_frequencies(config, seq_len)
+    np.testing.assert_allclose(rope_frequencies(config, seq_len), frequencies, rtol=1e-6)

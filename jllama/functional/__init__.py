@@ -14,11 +14,13 @@ from jllama.functional.norm import layer_norm, rms_norm
 from jllama.functional.rope import (
     apply_rope,
     apply_rope_interleaved,
+    dynamic_theta,
     half_split_from_interleaved,
     inverse_frequencies,
     rope_tables,
     scale_linear,
     scale_llama3,
+    scale_yarn,
 )
 from jllama.functional.sampling import sample, top_k_mask, top_p_mask
 
@@ -28,6 +30,7 @@ __all__ = [
     "cache_mask",
     "causal_mask",
     "cross_entropy",
+    "dynamic_theta",
     "grouped_query_attention",
     "half_split_from_interleaved",
     "inverse_frequencies",
@@ -39,6 +42,7 @@ __all__ = [
     "sample",
     "scale_linear",
     "scale_llama3",
+    "scale_yarn",
     "segment_mask",
     "swiglu",
     "top_k_mask",

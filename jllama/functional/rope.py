@@ -5,6 +5,8 @@ Pair ``i`` of a head's channels, read as the complex number ``a + jb``, is turne
 Source: Su et al. 2021, section 3.2 (arXiv:2104.09864).
 """
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float64, Int
@@ -29,6 +31,18 @@ def scale_linear(frequencies: Frequencies, factor: float) -> Frequencies:
     return frequencies / factor
 
 
+def dynamic_theta(theta: float, head_dim: int, factor: float, length: int, original_max_seq_len: int) -> float:
+    """Dynamic NTK-aware scaling: the base for a sequence of ``length`` tokens, to make ``inverse_frequencies`` from.
+
+    ``theta * stretch ** (head_dim / (head_dim - 2))`` with ``stretch = 1 + factor * (length / original_max_seq_len -
+    1)``, or 1 up to the original length: the first channel pair keeps its frequency and the last one's is divided by
+    ``stretch``. Source: Peng et al. 2023, sections 3.1 and 3.3 (arXiv:2309.00071); ``stretch`` is that of transformers,
+    ``_compute_dynamic_ntk_parameters``.
+    """
+    stretch = 1 + factor * max(length / original_max_seq_len - 1, 0)
+    return theta * stretch ** (head_dim / (head_dim - 2))
+
+
 def scale_llama3(
     frequencies: Frequencies,
     factor: float,
@@ -46,6 +60,35 @@ def scale_llama3(
     turns = original_max_seq_len * frequencies / (2 * np.pi)
     keep = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0, 1.0)
     return keep * frequencies + (1 - keep) * frequencies / factor
+
+
+def scale_yarn(
+    frequencies: Frequencies,
+    theta: float,
+    factor: float,
+    beta_fast: float,
+    beta_slow: float,
+    original_max_seq_len: int,
+) -> Frequencies:
+    """YaRN's scaling: slow channels are divided by ``factor``, fast ones kept, those between blended by their number.
+
+    Pair ``index(beta) = head_dim ln(original_max_seq_len / (2 pi beta)) / (2 ln theta)`` makes ``beta`` full turns in
+    the original context. With ``low = max(floor(index(beta_fast)), 0)``, ``high = min(ceil(index(beta_slow)),
+    head_dim - 1)`` and ``divide = clip((i - low) / (high - low), 0, 1)``, the result is
+    ``(1 - divide) * frequency + divide * frequency / factor``. ``frequencies`` are ``inverse_frequencies(head_dim,
+    theta)``. The cosines and sines are to be multiplied by YaRN's attention factor besides. Source: Peng et al. 2023,
+    section 3.2 (arXiv:2309.00071), with the ramp over ``i`` of the authors' code, which transformers and llama.cpp
+    follow (the paper's is over turns).
+    """
+    head_dim = 2 * len(frequencies)
+
+    def index(beta: float) -> float:
+        return head_dim * math.log(original_max_seq_len / (2 * math.pi * beta)) / (2 * math.log(theta))
+
+    low = max(math.floor(index(beta_fast)), 0)
+    high = min(math.ceil(index(beta_slow)), head_dim - 1)
+    divide = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
+    return (1 - divide) * frequencies + divide * frequencies / factor
 
 
 def rope_tables(positions: Int[Array, "*lead"], frequencies: Frequencies) -> tuple[Table, Table]:

@@ -1,0 +1,62 @@
+"""Every released Llama by name. A preset is only a name for a configuration: any other is as good."""
+
+import difflib
+import functools
+
+from jllama.config import LlamaConfig, RopeScaling
+from jllama.errors import UsageError
+
+_llama1 = functools.partial(LlamaConfig, 32_000, max_seq_len=2048, norm_eps=1e-6)
+_llama2 = functools.partial(LlamaConfig, 32_000, max_seq_len=4096)
+_codellama = functools.partial(LlamaConfig, max_seq_len=16_384, rope_theta=1_000_000.0)
+_llama3 = functools.partial(LlamaConfig, 128_256, max_seq_len=8192, rope_theta=500_000.0)
+_llama31 = functools.partial(_llama3, max_seq_len=131_072, rope_scaling=RopeScaling("llama3", 8.0))
+_llama32 = functools.partial(_llama31, rope_scaling=RopeScaling("llama3", 32.0), tie_embeddings=True)
+_smollm2 = functools.partial(LlamaConfig, 49_152, max_seq_len=8192, tie_embeddings=True)
+_stories = functools.partial(LlamaConfig, tie_embeddings=True)
+
+# The numbers are, in order: vocab_size where it is not the family's, num_layers, embed_dim, num_heads, num_kv_heads,
+# head_dim, mlp_dim. Source: the params.json and config.json that the models were published with.
+PRESETS: dict[str, LlamaConfig] = {
+    "llama1-7b": _llama1(32, 4096, 32, 32, 128, 11_008),
+    "llama1-13b": _llama1(40, 5120, 40, 40, 128, 13_824),
+    "llama1-33b": _llama1(60, 6656, 52, 52, 128, 17_920),
+    "llama1-65b": _llama1(80, 8192, 64, 64, 128, 22_016, norm_eps=1e-5),
+    "llama2-7b": _llama2(32, 4096, 32, 32, 128, 11_008),
+    "llama2-13b": _llama2(40, 5120, 40, 40, 128, 13_824),
+    "llama2-70b": _llama2(80, 8192, 64, 8, 128, 28_672),
+    "codellama-7b": _codellama(32_016, 32, 4096, 32, 32, 128, 11_008),
+    "codellama-13b": _codellama(32_016, 40, 5120, 40, 40, 128, 13_824),
+    "codellama-34b": _codellama(32_000, 48, 8192, 64, 8, 128, 22_016),
+    "codellama-70b": _codellama(32_016, 80, 8192, 64, 8, 128, 28_672),
+    "llama3-8b": _llama3(32, 4096, 32, 8, 128, 14_336),
+    "llama3-70b": _llama3(80, 8192, 64, 8, 128, 28_672),
+    "llama3.1-8b": _llama31(32, 4096, 32, 8, 128, 14_336),
+    "llama3.1-70b": _llama31(80, 8192, 64, 8, 128, 28_672),
+    "llama3.1-405b": _llama31(126, 16_384, 128, 8, 128, 53_248),
+    "llama3.2-1b": _llama32(16, 2048, 32, 8, 64, 8192),
+    "llama3.2-3b": _llama32(28, 3072, 24, 8, 128, 8192),
+    "llama3.3-70b": _llama31(80, 8192, 64, 8, 128, 28_672),
+    "openllama-3b": _llama1(26, 3200, 32, 32, 100, 8640),
+    "tinyllama-1.1b": LlamaConfig(32_000, 22, 2048, 32, 4, 64, 5632, max_seq_len=2048),
+    "smollm2-135m": _smollm2(30, 576, 9, 3, 64, 1536, rope_theta=100_000.0),
+    "smollm2-360m": _smollm2(32, 960, 15, 5, 64, 2560, rope_theta=100_000.0),
+    "smollm2-1.7b": _smollm2(24, 2048, 32, 32, 64, 8192, rope_theta=130_000.0),
+    "stories-260k": _stories(512, 5, 64, 8, 4, 8, 172, max_seq_len=512),
+    "stories-15m": _stories(32_000, 6, 288, 6, 6, 48, 768, max_seq_len=256),
+    "stories-42m": _stories(32_000, 8, 512, 8, 8, 64, 1376, max_seq_len=1024),
+    "stories-110m": _stories(32_000, 12, 768, 12, 12, 64, 2048, max_seq_len=1024),
+}
+
+
+def preset(name: str) -> LlamaConfig:
+    """The configuration of a released Llama, such as ``llama3.2-1b``.
+
+    Raises:
+        UsageError: no preset has this name; the message gives the nearest one, or all of them.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    nearest = difflib.get_close_matches(name, PRESETS, 1)
+    advice = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(PRESETS)}"
+    raise UsageError(f"there is no preset {name}; {advice}")

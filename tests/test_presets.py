@@ -1,0 +1,136 @@
+"""The presets: parameter counts and feed-forward widths are exact, and what those do not show is as released."""
+
+import math
+import re
+
+import jax
+import pytest
+
+from jllama.config import RopeScaling, llama_mlp_dim
+from jllama.errors import UsageError
+from jllama.model import abstract_params
+from jllama.parameters import count_parameters
+from jllama.presets import PRESETS, preset
+
+COUNTS = {
+    "llama1-7b": 6_738_415_616,
+    "llama1-13b": 13_015_864_320,
+    "llama1-33b": 32_528_943_616,
+    "llama1-65b": 65_285_660_672,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "codellama-7b": 6_738_546_688,
+    "codellama-13b": 13_015_864_320 + 2 * 16 * 5120,  # Llama 2's and 16 tokens more, in the embedding and the head
+    "codellama-34b": 33_743_970_304,
+    "codellama-70b": 68_976_648_192 + 2 * 16 * 8192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "llama3.3-70b": 70_553_706_496,
+    "openllama-3b": 3_426_473_600,
+    "tinyllama-1.1b": 1_100_048_384,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+    "stories-260k": 260_032,
+    "stories-15m": 15_191_712,
+    "stories-42m": 41_689_600,
+    "stories-110m": 109_529_856,
+}
+# What Meta's params.json and llama2.c give to the rule; 216 is what OpenLLaMA 3B's width comes from.
+RULES = {
+    "llama1-7b": {},
+    "llama1-13b": {},
+    "llama1-33b": {},
+    "llama1-65b": {},
+    "llama2-7b": {},
+    "llama2-13b": {},
+    "llama2-70b": {"multiple_of": 4096, "multiplier": 1.3},
+    "codellama-7b": {},
+    "codellama-13b": {},
+    "codellama-34b": {},
+    "codellama-70b": {"multiple_of": 4096, "multiplier": 1.3},
+    "llama3-8b": {"multiple_of": 1024, "multiplier": 1.3},
+    "llama3-70b": {"multiple_of": 4096, "multiplier": 1.3},
+    "llama3.1-8b": {"multiple_of": 1024, "multiplier": 1.3},
+    "llama3.1-70b": {"multiple_of": 4096, "multiplier": 1.3},
+    "llama3.1-405b": {"multiple_of": 4096, "multiplier": 1.2},
+    "llama3.2-1b": {"multiple_of": 256, "multiplier": 1.5},
+    "llama3.2-3b": {"multiple_of": 256, "multiplier": 1.0},
+    "llama3.3-70b": {"multiple_of": 4096, "multiplier": 1.3},
+    "openllama-3b": {"multiple_of": 216},
+    "tinyllama-1.1b": {},
+    "stories-260k": {"multiple_of": 4},
+    "stories-15m": {"multiple_of": 32},
+    "stories-42m": {"multiple_of": 32},
+    "stories-110m": {"multiple_of": 32},
+}
+
+
+def test_every_preset_has_its_count():
+    assert COUNTS.keys() == PRESETS.keys()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_parameter_counts_are_exact(name):
+    assert count_parameters(preset(name)) == COUNTS[name]
+    shapes = jax.tree.leaves(abstract_params(preset(name)))  # what the module itself would hold, all 405 billion too
+    assert sum(math.prod(leaf.shape) for leaf in shapes) == COUNTS[name]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_mlp_widths_follow_the_rule(name):
+    config = preset(name)
+    assert config.mlp_dim == llama_mlp_dim(config.embed_dim, **RULES[name])
+
+
+def test_heads_are_as_wide_as_the_residual_stream():
+    for name, config in PRESETS.items():
+        assert config.num_heads * config.head_dim == config.embed_dim, name
+
+
+@pytest.mark.parametrize(
+    ("prefix", "max_seq_len", "theta", "eps", "factor", "tied"),
+    [
+        ("llama1-7b", 2048, 10_000, 1e-6, None, False),
+        ("llama1-65b", 2048, 10_000, 1e-5, None, False),
+        ("llama2-", 4096, 10_000, 1e-5, None, False),
+        ("codellama-", 16_384, 1_000_000, 1e-5, None, False),
+        ("llama3-", 8192, 500_000, 1e-5, None, False),
+        ("llama3.1-", 131_072, 500_000, 1e-5, 8, False),
+        ("llama3.2-", 131_072, 500_000, 1e-5, 32, True),
+        ("llama3.3-", 131_072, 500_000, 1e-5, 8, False),
+        ("openllama-", 2048, 10_000, 1e-6, None, False),
+        ("tinyllama-", 2048, 10_000, 1e-5, None, False),
+        ("smollm2-135m", 8192, 100_000, 1e-5, None, True),
+        ("smollm2-1.7b", 8192, 130_000, 1e-5, None, True),
+        ("stories-15m", 256, 10_000, 1e-5, None, True),
+    ],
+)
+def test_what_the_counts_do_not_show(prefix, max_seq_len, theta, eps, factor, tied):
+    configs = [config for name, config in PRESETS.items() if name.startswith(prefix)]
+    assert configs
+    for config in configs:
+        assert (config.max_seq_len, config.rope_theta, config.norm_eps) == (max_seq_len, theta, eps)
+        assert config.rope_scaling == (RopeScaling("llama3", factor, 1.0, 4.0, 8192) if factor else None)
+        assert config.tie_embeddings == tied
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("llama3-8", "llama3-8b"), ("Llama-3.2-1B", "llama3.2-1b"), ("smollm-135m", "smollm2-135m")],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(name, nearest):
+    message = f"there is no preset {name}; did you mean {nearest}?"
+    with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
+        preset(name)
+
+
+def test_a_name_like_no_other_is_refused_with_all_of_them():
+    with pytest.raises(UsageError, match=r"^there is no preset gpt; there are llama1-7b, .*, stories-110m$"):
+        preset("gpt")
