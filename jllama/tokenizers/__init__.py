@@ -10,12 +10,25 @@ import numpy as np
 from jaxtyping import Int32
 
 from jllama.errors import JllamaError
-from jllama.tokenizers import bytes as _bytes
-from jllama.tokenizers import sentencepiece as _sentencepiece
 from jllama.tokenizers.bytes import BytesTokenizer, load_bytes_tokenizer
+from jllama.tokenizers.huggingface import HuggingFaceTokenizer, load_huggingface_tokenizer
+from jllama.tokenizers.llama2c import load_llama2c_tokenizer
+from jllama.tokenizers.pieces import read_pieces, same_tokens
 from jllama.tokenizers.sentencepiece import SentencePieceTokenizer, train_sentencepiece
+from jllama.tokenizers.tiktoken import TiktokenTokenizer, is_tiktoken
 
-__all__ = ["BytesTokenizer", "SentencePieceTokenizer", "Tokenizer", "load_tokenizer", "train_sentencepiece"]
+__all__ = [
+    "BytesTokenizer",
+    "HuggingFaceTokenizer",
+    "SentencePieceTokenizer",
+    "TiktokenTokenizer",
+    "Tokenizer",
+    "has_tokenizer",
+    "load_tokenizer",
+    "train_sentencepiece",
+]
+
+FILE_NAMES = ("tokenizer.json", "tokenizer.model", "tokenizer.bytes.json", "tokenizer.bin")
 
 
 @runtime_checkable
@@ -37,6 +50,11 @@ class Tokenizer(Protocol):
         """The token that ends every document."""
         ...
 
+    @property
+    def add_bos(self) -> bool:
+        """Whether a prompt begins with BOS, as the model was trained."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """The ids of ``text``, without BOS and EOS; a lone surrogate raises JllamaError."""
         ...
@@ -53,7 +71,7 @@ class Tokenizer(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the one file that ``load_tokenizer`` reads back from ``folder``."""
+        """Write what ``load_tokenizer`` reads back from ``folder``."""
         ...
 
     def fingerprint(self) -> str:
@@ -61,16 +79,41 @@ class Tokenizer(Protocol):
         ...
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether ``load_tokenizer`` finds a file to read in a folder."""
+    return any((folder / name).is_file() for name in FILE_NAMES)
+
+
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read a SentencePiece ``.model`` file, a ``tokenizer.bytes.json``, or a folder that holds one of them."""
+    """Read a tokenizer of any kind.
+
+    Args:
+        path: a ``tokenizer.json`` (Hugging Face), a ``.model`` (SentencePiece or Llama 3's tiktoken), a
+            ``tokenizer.bytes.json`` or a llama2.c ``tokenizer.bin``; or a folder that holds one. Of a
+            ``tokenizer.json`` and a SentencePiece model with just the same tokens the model is read: both give the
+            same ids, and the json was made from it.
+
+    Raises:
+        JllamaError: there is none, or it cannot be used; the message says why.
+    """
     path = Path(path)
     if path.is_dir():
-        files = [path / name for name in (_sentencepiece.FILE_NAME, _bytes.FILE_NAME) if (path / name).is_file()]
+        files = [path / name for name in FILE_NAMES if (path / name).is_file()]
         if not files:
-            raise JllamaError(f"{path} holds no {_sentencepiece.FILE_NAME} and no {_bytes.FILE_NAME}: give one of them")
+            raise JllamaError(f"{path} holds no tokenizer: give a folder with one of {', '.join(FILE_NAMES)}")
+        if len(files) > 1 and files[1].name == "tokenizer.model":
+            whole, model = load_tokenizer(files[0]), load_tokenizer(files[1])
+            if isinstance(whole, HuggingFaceTokenizer) and isinstance(model, SentencePieceTokenizer):
+                return model if same_tokens(read_pieces(model.model), whole.json) else whole
+            return whole
         path = files[0]
     if not path.is_file():
-        raise JllamaError(f"there is no tokenizer at {path}: give a .model file or the folder that holds it")
-    if path.suffix == ".json":
+        raise JllamaError(f"there is no tokenizer at {path}: give its file or the folder that holds it")
+    if path.name == "tokenizer.bytes.json":
         return load_bytes_tokenizer(path)
-    return SentencePieceTokenizer(path.read_bytes(), str(path))
+    if path.suffix == ".json":
+        return load_huggingface_tokenizer(path)
+    if path.suffix == ".bin":
+        return load_llama2c_tokenizer(path)
+    model = path.read_bytes()
+    return TiktokenTokenizer(model, str(path)) if is_tiktoken(model) else SentencePieceTokenizer(model, str(path))

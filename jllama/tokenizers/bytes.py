@@ -23,6 +23,7 @@ class BytesTokenizer:
     vocab_size = FIRST_BYTE + 256
     bos_id = 1
     eos_id = 2
+    add_bos = True
 
     def encode(self, text: str) -> list[int]:
         """One id for each UTF-8 byte of ``text``."""

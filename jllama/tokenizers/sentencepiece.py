@@ -15,9 +15,9 @@ from jaxtyping import Int32
 
 from jllama.errors import JllamaError
 from jllama.tokenizers.bytes import checked_ids, utf8
+from jllama.tokenizers.pieces import SPACE
 
 FILE_NAME = "tokenizer.model"
-SPACE = "\u2581"  # how SentencePiece writes a space inside a piece
 SEGMENT = 1 << 16  # characters; the library needs 40 bytes of memory for each, and is 2 to 3 times slower on long texts
 MAX_LINES = 400_000  # training samples this many lines at most: about 3 seconds
 LINE = re.compile(r"[^\n]{1,1000}")  # the library drops what is longer than 4192 bytes
@@ -29,6 +29,8 @@ class SentencePieceTokenizer:
     ``encode`` gives what the library gives, but for U+2581: the library would turn it into a space, here it becomes its
     three byte tokens, which decode to it.
     """
+
+    add_bos = True
 
     def __init__(self, model: bytes, source: str = "the tokenizer") -> None:
         """Load a serialised model; one that Llama could not use raises JllamaError naming ``source``."""
@@ -47,7 +49,7 @@ class SentencePieceTokenizer:
         self.eos_id: int = self._processor.eos_id()
         if min(self.bos_id, self.eos_id) < 0:
             raise JllamaError(f"{source} has no BOS or no EOS token, and a Llama needs both: give a Llama's tokenizer")
-        self._model = model
+        self.model = model
         self._byte_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         self._byte_fallback = self._processor.is_byte(self._byte_ids[0])
         pieces = [self._processor.id_to_piece(token) for token in range(self.vocab_size)]
@@ -104,11 +106,11 @@ class SentencePieceTokenizer:
     def save(self, folder: Path) -> None:
         """Write ``tokenizer.model`` into ``folder``, which is made if missing."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE_NAME).write_bytes(self._model)
+        (folder / FILE_NAME).write_bytes(self.model)
 
     def fingerprint(self) -> str:
         """SHA-256 of the model file, in hexadecimal."""
-        return hashlib.sha256(self._model).hexdigest()
+        return hashlib.sha256(self.model).hexdigest()
 
 
 def _segments(text: str) -> Iterator[str]:

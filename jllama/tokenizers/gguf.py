@@ -1,0 +1,132 @@
+"""The tokenizer in a GGUF file's metadata, under ``tokenizer.ggml``.
+
+Model ``llama`` is SentencePiece, ``gpt2`` is byte-level BPE with a named way to split text (``pre``). Source: the GGUF
+specification (ggml, ``docs/gguf.md``) and llama.cpp's ``convert_hf_to_gguf.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jllama.errors import JllamaError
+from jllama.tokenizers.byte_level import byte_level_json, pre_tokenizer_name, whole_words_first
+from jllama.tokenizers.huggingface import HuggingFaceTokenizer
+from jllama.tokenizers.pieces import CONTROL, NORMAL, UNUSED, USER_DEFINED, Pieces, write_pieces
+from jllama.tokenizers.sentencepiece import SentencePieceTokenizer
+
+_PREFIX = "tokenizer.ggml."
+_PRE = {
+    "llama-bpe": "llama-bpe",
+    "llama3": "llama-bpe",
+    "llama-v3": "llama-bpe",
+    "smollm": "smollm",
+    "gpt-2": "gpt-2",
+    "default": "gpt-2",
+}
+
+
+def from_gguf(metadata: Mapping[str, Any], source: str) -> SentencePieceTokenizer | HuggingFaceTokenizer:
+    """The tokenizer that a GGUF file's metadata describes.
+
+    Raises:
+        JllamaError: something is missing or does not fit together, or it is of a kind that no Llama has.
+    """
+
+    def value(name: str, kinds: type | tuple[type, ...], default: Any = None) -> Any:
+        found = metadata.get(_PREFIX + name, default)
+        if not isinstance(found, kinds):
+            raise JllamaError(f"{source} has {'no' if found is None else 'an odd'} {_PREFIX}{name}")
+        return found
+
+    model, tokens = value("model", str), value("tokens", list)
+    types = value("token_type", list, [NORMAL] * len(tokens))
+    bos_id, eos_id = value("bos_token_id", int, 1), value("eos_token_id", int, 2)
+    if len(types) != len(tokens) or not all(isinstance(token, str) for token in tokens):
+        raise JllamaError(f"{source} has {len(tokens)} tokens but {len(types)} types of tokens")
+    if not (0 <= bos_id < len(tokens) and 0 <= eos_id < len(tokens)):
+        raise JllamaError(f"{source} has {len(tokens)} tokens, but BOS and EOS are {bos_id} and {eos_id}")
+    while types and types[-1] == UNUSED:  # padding up to the embedding's rows
+        tokens, types = tokens[:-1], types[:-1]
+    if model == "llama":
+        scores = value("scores", list)[: len(tokens)]
+        if len(scores) != len(tokens):
+            raise JllamaError(f"{source} has {len(tokens)} tokens but {len(scores)} scores")
+        prefix = value("add_space_prefix", bool, True)
+        pieces = Pieces(tokens, scores, types, value("unknown_token_id", int, 0), bos_id, eos_id, prefix)
+        return SentencePieceTokenizer(write_pieces(pieces), source)
+    pre = value("pre", str, "default")
+    if model != "gpt2" or pre not in _PRE:
+        raise JllamaError(
+            f"{source} has a tokenizer of model {model!r} and pre {pre!r}; jllama knows llama, "
+            f"and gpt2 with {', '.join(_PRE)}"
+        )
+    merges = [tuple(merge.split(" ")) for merge in value("merges", list)]
+    vocab = {token: id for id, token in enumerate(tokens)}
+    if wrong := [merge for merge in merges if len(merge) != 2 or not {*merge, "".join(merge)} <= vocab.keys()]:
+        raise JllamaError(f"{source} merges {' '.join(wrong[0])!r}, which are no tokens")
+    added = [(id, tokens[id], kind == CONTROL) for id, kind in enumerate(types) if kind in (CONTROL, USER_DEFINED)]
+    add_bos = value("add_bos_token", bool, _PRE[pre] == "llama-bpe")
+    bos = (bos_id, tokens[bos_id]) if add_bos else None
+    text = byte_level_json(vocab, merges, added, _PRE[pre], bos)
+    return HuggingFaceTokenizer(text, bos_id, eos_id, add_bos, source)
+
+
+def pieces_metadata(pieces: Pieces, vocab_size: int) -> dict[str, Any]:
+    """GGUF's metadata of a SentencePiece model, padded to the embedding's rows."""
+    padding = range(len(pieces.texts), vocab_size)
+    return {
+        _PREFIX + "model": "llama",
+        _PREFIX + "pre": "default",
+        _PREFIX + "tokens": [*pieces.texts, *map(_padding, padding)],
+        _PREFIX + "scores": [*pieces.scores, *[-1e4] * len(padding)],
+        _PREFIX + "token_type": [*pieces.types, *[UNUSED] * len(padding)],
+        _PREFIX + "bos_token_id": pieces.bos_id,
+        _PREFIX + "eos_token_id": pieces.eos_id,
+        _PREFIX + "unknown_token_id": pieces.unk_id,
+        _PREFIX + "add_bos_token": True,
+        _PREFIX + "add_eos_token": False,
+        _PREFIX + "add_space_prefix": pieces.add_dummy_prefix,
+    }
+
+
+def byte_level_metadata(tokenizer: HuggingFaceTokenizer, vocab_size: int) -> dict[str, Any]:
+    """GGUF's metadata of a byte-level ``tokenizer.json``, padded to the embedding's rows.
+
+    Raises:
+        JllamaError: it splits or normalises text in a way that has no name in GGUF.
+    """
+    whole = tokenizer.json
+    pre = pre_tokenizer_name(whole)
+    if pre is None or whole["normalizer"] is not None:
+        raise JllamaError(
+            f"GGUF has no name for how this tokenizer splits text ({whole['pre_tokenizer']}, "
+            f"normalizer {whole['normalizer']})"
+        )
+    if bool(whole["model"].get("ignore_merges")) != whole_words_first(pre):
+        raise JllamaError(f"GGUF's {pre} tokenizer has ignore_merges {whole_words_first(pre)}, this one has not")
+    tokens = [_padding(id) for id in range(max(tokenizer.vocab_size, vocab_size))]
+    types = [UNUSED] * len(tokens)
+    for token, id in whole["model"]["vocab"].items():
+        tokens[id], types[id] = token, NORMAL
+    for id, token in tokenizer.added.items():
+        tokens[id], types[id] = token.content, CONTROL if token.special else USER_DEFINED
+    return {
+        _PREFIX + "model": "gpt2",
+        _PREFIX + "pre": pre,
+        _PREFIX + "tokens": tokens,
+        _PREFIX + "token_type": types,
+        _PREFIX + "merges": _merge_texts(whole["model"]["merges"]),
+        _PREFIX + "bos_token_id": tokenizer.bos_id,
+        _PREFIX + "eos_token_id": tokenizer.eos_id,
+        _PREFIX + "add_bos_token": tokenizer.add_bos,
+        _PREFIX + "add_space_prefix": False,
+    }
+
+
+def _merge_texts(merges: Sequence[Any]) -> list[str]:
+    return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+
+
+def _padding(id: int) -> str:
+    return f"[PAD{id}]"

@@ -1,0 +1,138 @@
+"""Hugging Face's ``tokenizer.json``, through the ``tokenizers`` library."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from jaxtyping import Int32
+
+from jllama.errors import JllamaError
+from jllama.tokenizers.byte_level import CHAR_BYTES
+from jllama.tokenizers.bytes import checked_ids, utf8
+from jllama.tokenizers.pieces import SPACE, byte_of
+
+FILE_NAME = "tokenizer.json"
+CONFIG_NAME = "tokenizer_config.json"
+
+
+class HuggingFaceTokenizer:
+    """A ``tokenizer.json``: a byte-level BPE (Llama 3, SmolLM2), or one with byte fallback (Llama 2's kind).
+
+    Args:
+        text: the file's content.
+        bos_id, eos_id: as ``tokenizer_config.json`` or the model's configuration say.
+        add_bos: whether a prompt begins with BOS; None asks the file's post-processor.
+        source: what errors call it.
+    """
+
+    def __init__(
+        self, text: str, bos_id: int, eos_id: int, add_bos: bool | None = None, source: str = "the tokenizer"
+    ) -> None:
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+            self.json: dict[str, Any] = json.loads(text)
+        except Exception as error:  # the library raises nothing more special
+            raise JllamaError(f"{source} is not a tokenizer.json: {' '.join(str(error).split())}") from error
+        if self.json["model"]["type"] != "BPE":
+            raise JllamaError(f"{source} is a {self.json['model']['type']} tokenizer; a Llama's is a BPE")
+        self._text = text
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(ids.values()) + 1
+        for name, token in (("BOS", bos_id), ("EOS", eos_id)):
+            if not 0 <= token < self.vocab_size:
+                raise JllamaError(f"{source} has {self.vocab_size} tokens, but {name} is said to be token {token}")
+        self.bos_id, self.eos_id = bos_id, eos_id
+        self.add_bos = self._tokenizer.encode("").ids == [bos_id] if add_bos is None else add_bos
+        self._tokenizer.encode_special_tokens = True  # the text of a special token is text like any other
+        self.added = self._tokenizer.get_added_tokens_decoder()
+        self.is_byte_level = "ByteLevel" in json.dumps(self.json["pre_tokenizer"])
+        self._token_bytes = np.zeros(self.vocab_size, np.int32)
+        for token, id in ids.items():
+            self._token_bytes[id] = self._bytes_of(token, id)
+
+    def _bytes_of(self, token: str, id: int) -> int:
+        if id in self.added:
+            return 0 if self.added[id].special else len(token.encode())
+        if self.is_byte_level:
+            return sum(1 if char in CHAR_BYTES else len(char.encode()) for char in token)
+        return 1 if byte_of(token) is not None else len(token.replace(SPACE, " ").encode())
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of ``text``, without BOS and EOS. Special tokens spelled out in the text are encoded as text."""
+        utf8(text)
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``; special tokens give nothing, and invalid UTF-8 gives U+FFFD."""
+        return self._tokenizer.decode(checked_ids(ids, self.vocab_size).tolist(), skip_special_tokens=True)
+
+    def token_bytes(self) -> Int32[np.ndarray, "vocab"]:
+        """UTF-8 bytes that each token stands for; special tokens 0."""
+        return self._token_bytes.copy()
+
+    def text_of(self, id: int) -> str:
+        """How the file writes a token."""
+        return self._tokenizer.id_to_token(id) or ""
+
+    def save(self, folder: Path) -> None:
+        """Write ``tokenizer.json`` and ``tokenizer_config.json`` into ``folder``, which is made if missing."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FILE_NAME).write_text(self._text, encoding="utf-8")
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": self.text_of(self.bos_id),
+            "eos_token": self.text_of(self.eos_id),
+            "add_bos_token": self.add_bos,
+            "clean_up_tokenization_spaces": False,
+        }
+        (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the file's content and of what else decides the ids, in hexadecimal."""
+        return hashlib.sha256(f"{self.bos_id} {self.eos_id} {self.add_bos} {self._text}".encode()).hexdigest()
+
+
+def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
+    """Read a ``tokenizer.json``, and from the files beside it what it does not say: BOS, EOS, whether BOS is added.
+
+    ``tokenizer_config.json`` comes first, then ``generation_config.json`` and ``config.json``. What is not a tokenizer,
+    or one without BOS or EOS, raises JllamaError.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        added = {token["content"]: token["id"] for token in json.loads(text)["added_tokens"]}
+        vocab = json.loads(text)["model"]["vocab"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise JllamaError(f"{path} is not a tokenizer.json: {' '.join(str(error).split())}") from error
+    config = _json_object(path.with_name(CONFIG_NAME))
+    found = {}
+    for name in ("bos", "eos"):
+        token = config.get(f"{name}_token")
+        content = token.get("content") if isinstance(token, dict) else token
+        ids = [added.get(content, vocab.get(content) if isinstance(vocab, dict) else None)]
+        for other in ("generation_config.json", "config.json"):
+            value = _json_object(path.with_name(other)).get(f"{name}_token_id")
+            ids.append(value[0] if isinstance(value, list) and value else value)
+        found[name] = next((token for token in ids if isinstance(token, int)), None)
+    if found["eos"] is None:
+        raise JllamaError(f"neither {path} nor the files beside it say which token is EOS: add it to {CONFIG_NAME}")
+    bos = found["eos"] if found["bos"] is None else found["bos"]  # as GPT-2's kind, which has one token for both
+    return HuggingFaceTokenizer(text, bos, found["eos"], config.get("add_bos_token"), str(path))
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        fields = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise JllamaError(f"{path} is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise JllamaError(f"{path} is not a JSON object")
+    return fields

@@ -1,0 +1,139 @@
+"""tiktoken's ranks, the ``tokenizer.model`` of Llama 3: lines of a token in base64 and its rank."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+from jaxtyping import Int32
+
+from jllama.errors import JllamaError
+from jllama.tokenizers.byte_level import LLAMA3_PATTERN, byte_level_json, chars, merges_of_ranks
+from jllama.tokenizers.bytes import checked_ids, utf8
+
+FILE_NAME = "tokenizer.model"
+BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
+_NAMED = (
+    BOS,
+    EOS,
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>",
+    "<|step_id|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
+    "<|image|>",
+)
+SPECIAL_TOKENS = (*_NAMED, *(f"<|reserved_special_token_{number}|>" for number in range(2, 258 - len(_NAMED))))
+"""Llama 3's 256 special tokens, which follow the ranks; from Meta's reference tokenizer."""
+
+_LONGEST_TEXT = 400_000  # characters that tiktoken takes at once
+_LONGEST_RUN = 25_000  # characters, of spaces or of others: longer ones overflow its stack
+
+
+class TiktokenTokenizer:
+    """Llama 3's tokenizer.
+
+    Args:
+        model: the file's content.
+        source: what errors call it.
+    """
+
+    add_bos = True
+
+    def __init__(self, model: bytes, source: str = "the tokenizer") -> None:
+        self.tokens = _read_ranks(model, source)
+        self._model = model
+        specials = {name: len(self.tokens) + number for number, name in enumerate(SPECIAL_TOKENS)}
+        self._encoding = tiktoken.Encoding(
+            "llama3",
+            pat_str=LLAMA3_PATTERN,
+            mergeable_ranks={token: rank for rank, token in enumerate(self.tokens)},
+            special_tokens=specials,
+        )
+        self.vocab_size = len(self.tokens) + len(SPECIAL_TOKENS)
+        self.bos_id, self.eos_id = specials[BOS], specials[EOS]
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of ``text``, without BOS and EOS. Special tokens spelled out in the text are encoded as text."""
+        utf8(text)
+        return [id for part in _parts(text) for id in self._encoding.encode_ordinary(part)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``; special tokens give nothing, and invalid UTF-8 gives U+FFFD."""
+        checked = checked_ids(ids, self.vocab_size)
+        return b"".join(self.tokens[id] for id in checked if id < len(self.tokens)).decode("utf-8", "replace")
+
+    def token_bytes(self) -> Int32[np.ndarray, "vocab"]:
+        """UTF-8 bytes that each token stands for; special tokens 0."""
+        return np.array([*map(len, self.tokens), *[0] * len(SPECIAL_TOKENS)], np.int32)
+
+    def save(self, folder: Path) -> None:
+        """Write ``tokenizer.model`` into ``folder``, which is made if missing."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FILE_NAME).write_bytes(self._model)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the file, in hexadecimal."""
+        return hashlib.sha256(self._model).hexdigest()
+
+    def to_json(self) -> str:
+        """The ``tokenizer.json`` that gives the same ids."""
+        texts = [chars(token) for token in self.tokens]
+        vocab = {text: rank for rank, text in enumerate(texts)}
+        added = [(len(self.tokens) + number, name, True) for number, name in enumerate(SPECIAL_TOKENS)]
+        return byte_level_json(vocab, merges_of_ranks(texts), added, "llama-bpe", (self.bos_id, BOS))
+
+
+def is_tiktoken(model: bytes) -> bool:
+    """Whether a ``tokenizer.model`` is a list of ranks, and not a SentencePiece model."""
+    return re.match(rb"[A-Za-z0-9+/]+=* \d+\s", model[:1000]) is not None
+
+
+def write_ranks(tokens: Sequence[bytes]) -> bytes:
+    """A ``tokenizer.model`` of these tokens, each at its rank."""
+    return b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
+
+
+def _read_ranks(model: bytes, source: str) -> list[bytes]:
+    tokens = []
+    for number, line in enumerate(model.splitlines()):
+        token, _, rank = line.partition(b" ")
+        try:
+            tokens.append(base64.b64decode(token, validate=True))
+            in_order = int(rank) == number
+        except (binascii.Error, ValueError):
+            in_order = False
+        if not in_order:
+            raise JllamaError(
+                f"{source} has {line[:40]!r} in line {number + 1}; expected a token in base64 and {number}"
+            )
+    if len(set(tokens)) != len(tokens):
+        raise JllamaError(f"{source} has a token twice")
+    if missing := [byte for byte in range(256) if bytes([byte]) not in set(tokens)]:
+        raise JllamaError(f"{source} has no token for the byte {missing[0]}: every single byte needs one")
+    return tokens
+
+
+def _parts(text: str) -> Iterator[str]:
+    """The text in parts that tiktoken can take: as Meta cuts it, which ids of very long texts depend on."""
+    for start in range(0, len(text), _LONGEST_TEXT):
+        part, cut = text[start : start + _LONGEST_TEXT], 0
+        position = 0
+        for _, run in itertools.groupby(part, str.isspace) if len(part) > _LONGEST_RUN else ():
+            length = sum(1 for _ in run)
+            for place in range(position + _LONGEST_RUN, position + length, _LONGEST_RUN):
+                yield part[cut:place]
+                cut = place
+            position += length
+        yield part[cut:]
