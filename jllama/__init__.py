@@ -1,7 +1,8 @@
 """jllama: the Llama family in JAX and Flax.
 
-``LlamaConfig`` describes a model, ``Llama`` is its Flax module, ``load_run`` reads a trained one back, ``complete`` and
-``stream`` let it write, and ``train`` trains one. The pure functions are in ``jllama.functional``.
+``load`` reads a model from a file of any format and ``save`` writes one; ``LlamaConfig`` describes a model and ``Llama``
+is its Flax module; ``complete`` and ``stream`` let it write, and ``train`` trains one. The pure functions are in
+``jllama.functional``.
 """
 
 import importlib
@@ -11,14 +12,19 @@ _HOMES = {
     "KVCache": "jllama.model",
     "Llama": "jllama.model",
     "LlamaConfig": "jllama.config",
+    "Model": "jllama.checkpoints.formats",
+    "PRESETS": "jllama.presets",
     "RopeScaling": "jllama.config",
     "SamplingConfig": "jllama.generation.engine",
     "TrainConfig": "jllama.training.config",
     "complete": "jllama.generation.text",
+    "convert": "jllama.checkpoints.formats",
     "initial_params": "jllama.model",
-    "load_run": "jllama.training.run_folder",
+    "load": "jllama.checkpoints.formats",
     "load_tokenizer": "jllama.tokenizers",
     "merge": "jllama.model",
+    "preset": "jllama.presets",
+    "save": "jllama.checkpoints.formats",
     "stream": "jllama.generation.text",
     "train": "jllama.training.loop",
     "unstack_layers": "jllama.model",

@@ -1,20 +1,26 @@
-"""The one table of parameters: each one's path, axes and initial values.
+"""The one table of parameters: each one's path, axes, initial values, and its name and layout in every file format.
 
-Shapes, shardings, initialisation, weight decay, parameter and FLOP counts, checkpoints and the printed summary are all
-derived from it. A path is the parameter's place in the nested dictionary that every function here calls ``params``.
+Shapes, shardings, initialisation, weight decay, parameter and FLOP counts, checkpoints, converters and the printed
+summary are all derived from it. A path is the parameter's place in the nested dictionary that every function here calls
+``params``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from jllama.config import LlamaConfig
 
 Params = dict[str, Any]
 
 Axis = Literal["layers", "vocab", "embed", "heads", "kv_heads", "head_dim", "mlp"]
+
+NamedFormat = Literal["meta", "huggingface", "gguf"]
+"""The file formats in which tensors have names; llama2.c's have an order instead."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +33,26 @@ class Parameter:
         gain: initial values are normal with standard deviation ``gain / sqrt(product of the input sizes)``.
         residual: the product is added to the residual stream, so ``gain`` is divided by ``sqrt(2 * num_layers)``:
             the sum of all the branches then starts with the variance of one (GPT-2, section 2.3).
+        rotary: its ``head_dim`` axis is turned by rotary embedding: half-split here and in Hugging Face's files,
+            in interleaved pairs in Meta's, GGUF's and llama2.c's.
+        meta, huggingface, gguf: the tensor's name in files of that format, ``{layer}`` being the layer's number.
+        llama2c: its place in the order of a llama2.c file.
     """
 
     axes: tuple[Axis, ...]
     inputs: tuple[Axis, ...] = ()
     gain: float = 1.0
     residual: bool = False
+    rotary: bool = False
+    meta: str = ""
+    huggingface: str = ""
+    gguf: str = ""
+    llama2c: int = 0
+
+    @property
+    def outputs(self) -> tuple[Axis, ...]:
+        """The axes that are neither ``layers`` nor inputs."""
+        return tuple(axis for axis in self.axes if axis != "layers" and axis not in self.inputs)
 
     @property
     def is_matrix(self) -> bool:
@@ -41,19 +61,105 @@ class Parameter:
 
 
 _TABLE: dict[str, Parameter] = {
-    # A row of the embedding is read, not summed; the logits it gives when tied must start near zero (loss = ln vocab).
-    "embed": Parameter(("vocab", "embed"), ("embed",), gain=0.25),
-    "layers/attn_norm": Parameter(("layers", "embed")),
-    "layers/wq": Parameter(("layers", "embed", "heads", "head_dim"), ("embed",)),
-    "layers/wk": Parameter(("layers", "embed", "kv_heads", "head_dim"), ("embed",)),
-    "layers/wv": Parameter(("layers", "embed", "kv_heads", "head_dim"), ("embed",)),
-    "layers/wo": Parameter(("layers", "heads", "head_dim", "embed"), ("heads", "head_dim"), residual=True),
-    "layers/mlp_norm": Parameter(("layers", "embed")),
-    "layers/w_gate": Parameter(("layers", "embed", "mlp"), ("embed",)),
-    "layers/w_up": Parameter(("layers", "embed", "mlp"), ("embed",)),
-    "layers/w_down": Parameter(("layers", "mlp", "embed"), ("mlp",), residual=True),
-    "final_norm": Parameter(("embed",)),
-    "lm_head": Parameter(("embed", "vocab"), ("embed",), gain=0.25),
+    "embed": Parameter(
+        ("vocab", "embed"),
+        ("embed",),
+        gain=0.25,  # a row is read, not summed; the logits it gives when tied must start near zero (loss = ln vocab)
+        meta="tok_embeddings.weight",
+        huggingface="model.embed_tokens.weight",
+        gguf="token_embd.weight",
+        llama2c=0,
+    ),
+    "layers/attn_norm": Parameter(
+        ("layers", "embed"),
+        meta="layers.{layer}.attention_norm.weight",
+        huggingface="model.layers.{layer}.input_layernorm.weight",
+        gguf="blk.{layer}.attn_norm.weight",
+        llama2c=1,
+    ),
+    "layers/wq": Parameter(
+        ("layers", "embed", "heads", "head_dim"),
+        ("embed",),
+        rotary=True,
+        meta="layers.{layer}.attention.wq.weight",
+        huggingface="model.layers.{layer}.self_attn.q_proj.weight",
+        gguf="blk.{layer}.attn_q.weight",
+        llama2c=2,
+    ),
+    "layers/wk": Parameter(
+        ("layers", "embed", "kv_heads", "head_dim"),
+        ("embed",),
+        rotary=True,
+        meta="layers.{layer}.attention.wk.weight",
+        huggingface="model.layers.{layer}.self_attn.k_proj.weight",
+        gguf="blk.{layer}.attn_k.weight",
+        llama2c=3,
+    ),
+    "layers/wv": Parameter(
+        ("layers", "embed", "kv_heads", "head_dim"),
+        ("embed",),
+        meta="layers.{layer}.attention.wv.weight",
+        huggingface="model.layers.{layer}.self_attn.v_proj.weight",
+        gguf="blk.{layer}.attn_v.weight",
+        llama2c=4,
+    ),
+    "layers/wo": Parameter(
+        ("layers", "heads", "head_dim", "embed"),
+        ("heads", "head_dim"),
+        residual=True,
+        meta="layers.{layer}.attention.wo.weight",
+        huggingface="model.layers.{layer}.self_attn.o_proj.weight",
+        gguf="blk.{layer}.attn_output.weight",
+        llama2c=5,
+    ),
+    "layers/mlp_norm": Parameter(
+        ("layers", "embed"),
+        meta="layers.{layer}.ffn_norm.weight",
+        huggingface="model.layers.{layer}.post_attention_layernorm.weight",
+        gguf="blk.{layer}.ffn_norm.weight",
+        llama2c=6,
+    ),
+    "layers/w_gate": Parameter(
+        ("layers", "embed", "mlp"),
+        ("embed",),
+        meta="layers.{layer}.feed_forward.w1.weight",
+        huggingface="model.layers.{layer}.mlp.gate_proj.weight",
+        gguf="blk.{layer}.ffn_gate.weight",
+        llama2c=7,
+    ),
+    "layers/w_up": Parameter(
+        ("layers", "embed", "mlp"),
+        ("embed",),
+        meta="layers.{layer}.feed_forward.w3.weight",
+        huggingface="model.layers.{layer}.mlp.up_proj.weight",
+        gguf="blk.{layer}.ffn_up.weight",
+        llama2c=9,
+    ),
+    "layers/w_down": Parameter(
+        ("layers", "mlp", "embed"),
+        ("mlp",),
+        residual=True,
+        meta="layers.{layer}.feed_forward.w2.weight",
+        huggingface="model.layers.{layer}.mlp.down_proj.weight",
+        gguf="blk.{layer}.ffn_down.weight",
+        llama2c=8,
+    ),
+    "final_norm": Parameter(
+        ("embed",),
+        meta="norm.weight",
+        huggingface="model.norm.weight",
+        gguf="output_norm.weight",
+        llama2c=10,
+    ),
+    "lm_head": Parameter(
+        ("embed", "vocab"),
+        ("embed",),
+        gain=0.25,
+        meta="output.weight",
+        huggingface="lm_head.weight",
+        gguf="output.weight",
+        llama2c=11,
+    ),
 }
 
 
@@ -64,6 +170,10 @@ def parameter_table(config: LlamaConfig) -> dict[str, Parameter]:
 
 def shape_of(parameter: Parameter, config: LlamaConfig) -> tuple[int, ...]:
     """The sizes of a parameter's axes."""
+    return _sizes(parameter.axes, config)
+
+
+def _sizes(axes: tuple[Axis, ...], config: LlamaConfig) -> tuple[int, ...]:
     sizes: dict[Axis, int] = {
         "layers": config.num_layers,
         "vocab": config.vocab_size,
@@ -73,7 +183,61 @@ def shape_of(parameter: Parameter, config: LlamaConfig) -> tuple[int, ...]:
         "head_dim": config.head_dim,
         "mlp": config.mlp_dim,
     }
-    return tuple(sizes[axis] for axis in parameter.axes)
+    return tuple(sizes[axis] for axis in axes)
+
+
+class StoredTensor(NamedTuple):
+    """One tensor of a file: a parameter of the whole model, or one layer's share of a parameter.
+
+    Args:
+        key: its path among unstacked parameters, such as ``embed`` or ``layers/3/wq``.
+        path: the parameter's path in the table.
+        parameter: the parameter's row.
+        layer: the layer's number; 0 outside the layers.
+        shape: as every file format has it: ``[outputs, inputs]``, each with its axes flattened; ``[embed]`` for a norm.
+    """
+
+    key: str
+    path: str
+    parameter: Parameter
+    layer: int
+    shape: tuple[int, ...]
+
+    def name(self, file_format: NamedFormat) -> str:
+        """What files of a format call it."""
+        return getattr(self.parameter, file_format).format(layer=self.layer)
+
+
+def stored_tensors(config: LlamaConfig) -> list[StoredTensor]:
+    """Every tensor that a file of such a model holds: embedding first, then layer by layer, then the end."""
+    table = parameter_table(config)
+    in_layers = [path for path in table if path.startswith("layers/")]
+    places = [
+        ("embed", 0),
+        *((path, layer) for layer in range(config.num_layers) for path in in_layers),
+        *((path, 0) for path in ("final_norm", "lm_head") if path in table),
+    ]
+    return [
+        StoredTensor(path.replace("/", f"/{layer}/"), path, table[path], layer, matrix_shape(table[path], config))
+        for path, layer in places
+    ]
+
+
+def matrix_shape(parameter: Parameter, config: LlamaConfig) -> tuple[int, ...]:
+    """One layer's share of a parameter as files have it: ``[outputs, inputs]``, or ``[embed]`` for a norm."""
+    groups = [group for group in (parameter.outputs, parameter.inputs) if group]
+    return tuple(math.prod(_sizes(group, config)) for group in groups)
+
+
+def as_matrix(parameter: Parameter, array: np.ndarray) -> np.ndarray:
+    """A view of one layer's share of a parameter (or of a part of it) as ``[outputs, inputs]``; a norm is unchanged."""
+    if not parameter.inputs:
+        return array
+    axes = [axis for axis in parameter.axes if axis != "layers"]
+    inputs_first = axes[0] in parameter.inputs
+    first = len(parameter.inputs if inputs_first else parameter.outputs)
+    matrix = array.reshape(math.prod(array.shape[:first]), -1)
+    return matrix.T if inputs_first else matrix
 
 
 def initial_std(parameter: Parameter, config: LlamaConfig) -> float:

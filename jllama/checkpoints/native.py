@@ -1,25 +1,40 @@
-"""jllama's own checkpoints: the one place that knows orbax.
+"""jllama's own format: the folder of a run, and the checkpoints in it. The one place that knows orbax.
 
-A run's ``checkpoints`` folder holds one folder a saved step. Each is whole or absent: orbax writes it beside and marks
-it finished at the end, so a process killed in the middle of a save leaves the earlier ones as they were.
+``config.yaml`` holds the architecture under ``model``; ``tokenizer.*`` stands beside it; ``checkpoints`` holds one
+folder a saved step. Each of these is whole or absent: orbax writes it beside and marks it finished at the end, so a
+process killed in the middle of a save leaves the earlier ones as they were. A converted model is a run of step 0.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
+import yaml
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from orbax.checkpoint import checkpoint_managers
 
-from jllama.errors import JllamaError
+from jllama.checkpoints.chat_files import read_chat_files, write_chat_files
+from jllama.checkpoints.tensors import Checkpoint, ParamTensors, Report, aligned_empty, load_params
+from jllama.config import LlamaConfig, RopeScaling
+from jllama.errors import JllamaError, UsageError
+from jllama.model import abstract_params
+from jllama.parallel.mesh import state_sharding
 from jllama.parameters import Params
+from jllama.tokenizers import Tokenizer, load_tokenizer
 
-_ITEMS = ("params", "state", "meta")
+_CHUNK_BYTES = 64 << 20  # a chunk is always read whole
+_CHUNKED = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
+_BY_LAYER = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,))
+CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
 
 
 class Checkpoints:
@@ -68,16 +83,20 @@ class Checkpoints:
     def save(self, step: int, params: Params, state: Any, meta: dict[str, Any], validation_loss: float | None) -> None:
         """Begin to save; the arrays are copied first, so they may be donated as soon as this returns.
 
+        ``state`` is the rest of what training needs; None for a model that is not being trained.
+
         Raises:
             JllamaError: this or the save before failed, a full disk for instance; earlier checkpoints stay.
         """
+        chunks = jax.tree.map(lambda _: _CHUNKED, params)
+        chunks["layers"] = jax.tree.map(lambda _: _BY_LAYER, params["layers"])
         try:
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    params=ocp.args.StandardSave(params),
-                    state=ocp.args.StandardSave(state),
+                    params=ocp.args.StandardSave(params, chunks),
                     meta=ocp.args.JsonSave(meta),
+                    **({} if state is None else {"state": ocp.args.StandardSave(state)}),
                 ),
                 metrics=None if validation_loss is None else {"validation_loss": validation_loss},
                 force=True,
@@ -112,16 +131,23 @@ class Checkpoints:
             )
         return restored["params"], restored["state"], restored["meta"]
 
-    def restore_params(self, step: int, params: Params) -> Params:
-        """The saved parameters alone; those with no sharding go to the first device. Raises as ``restore`` does."""
-        first = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        params = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or first), params
-        )
+    def restore_params(
+        self, step: int, config: LlamaConfig, dtype: np.dtype[Any] | type | None = None, mesh: Mesh | None = None
+    ) -> Params:
+        """The saved parameters alone, in ``dtype`` or (None) as saved, split over ``mesh`` or on the first device.
+
+        They are read some layers at a time, each device's slice straight into its place: orbax itself would hold
+        every array twice. Raises as ``restore`` does, but for dtypes.
+        """
+        shapes = abstract_params(config)
+        first = SingleDeviceSharding(jax.devices()[0])
+        shardings = state_sharding(mesh, config, shapes) if mesh else jax.tree.map(lambda _: first, shapes)
         with self._reading(step):
-            self._check(step, "params", params)
-            args = ocp.args.Composite(params=ocp.args.StandardRestore(params))
-            return self._manager.restore(step, args=args)["params"]
+            self._check(step, "params", shapes, dtypes=False)
+            folder = self.folder / str(step) / "params"
+            return jax.tree_util.tree_map_with_path(
+                lambda path, leaf, sharding: _read_array(folder, path, leaf.shape, dtype, sharding), shapes, shardings
+            )
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:
@@ -135,9 +161,10 @@ class Checkpoints:
                 f"put it back from a copy, or delete it to go on from an earlier one"
             ) from error
 
-    def _check(self, step: int, item: str, expected: Any) -> None:
-        found = _shapes(self._manager.item_metadata(step)[item].tree)
-        wanted = _shapes(expected)
+    def _check(self, step: int, item: str, expected: Any, *, dtypes: bool = True) -> None:
+        found, wanted = (
+            _shapes(tree, dtypes=dtypes) for tree in (self._manager.item_metadata(step)[item].tree, expected)
+        )
         differences = [
             f"{path} is {found.get(path, 'absent')} in the checkpoint but {wanted.get(path, 'absent')} in this model"
             for path in sorted(found.keys() | wanted.keys())
@@ -152,6 +179,28 @@ class Checkpoints:
         return JllamaError(f"could not save a checkpoint in {self.folder} ({_reason(error)}); {last}")
 
 
+def _read_array(
+    folder: Path, path: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, sharding: Sharding
+) -> jax.Array:
+    """One array of an item that orbax wrote: in tensorstore's zarr format, by its path with dots, in an OCDBT store."""
+    name = ".".join(key.key for key in path)
+    kvstore = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{name}/"}
+    store: Any = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, read=True).result()
+    own = np.dtype(dtype or store.dtype.numpy_dtype)
+    step = store.chunk_layout.read_chunk.shape[0]
+
+    def read(index: Any) -> np.ndarray:
+        bounds = [part.indices(size) for part, size in zip(index, shape, strict=True)]
+        first, last, _ = bounds[0]
+        out = aligned_empty(tuple(stop - start for start, stop, _ in bounds), own)
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            out[start - first : stop - first] = store[(slice(start, stop), *index[1:])].read().result()
+        return out
+
+    return jax.make_array_from_callback(shape, sharding, read)
+
+
 def _reason(error: Exception) -> str:
     """An error of orbax or tensorstore in a few words; the latter tells the whole way there before the reason."""
     lines = str(error).strip().splitlines()
@@ -164,7 +213,7 @@ def _validation_loss(metrics: dict[str, float]) -> float:
     return metrics["validation_loss"]
 
 
-def _shapes(tree: Any) -> dict[str, str]:
+def _shapes(tree: Any, *, dtypes: bool = True) -> dict[str, str]:
     """``path -> dtype[shape]`` of every leaf, with tuples and named tuples told apart by position or name alone."""
 
     def name(key: Any) -> str:
@@ -172,5 +221,88 @@ def _shapes(tree: Any) -> dict[str, str]:
 
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {
-        "/".join(map(name, path)): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves if hasattr(leaf, "shape")
+        "/".join(map(name, path)): f"{leaf.dtype if dtypes else ''}{list(leaf.shape)}"
+        for path, leaf in leaves
+        if hasattr(leaf, "shape")
     }
+
+
+class Run(NamedTuple):
+    """The folder of a run (or of a converted model), opened: its architecture and one of its checkpoints."""
+
+    folder: Path
+    config: LlamaConfig
+    checkpoints: Checkpoints
+    step: int
+
+
+def recognises(path: Path) -> bool:
+    """Whether this is the folder of a run."""
+    return (path / CONFIG).is_file()
+
+
+def read_model_config(folder: Path) -> LlamaConfig:
+    """The architecture that a run was trained with.
+
+    Raises:
+        JllamaError: the configuration cannot be read.
+    """
+    try:
+        fields = yaml.safe_load((folder / CONFIG).read_text())["model"]
+        if fields["rope_scaling"]:
+            fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
+        return LlamaConfig(**fields)
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, UsageError) as error:
+        reason = " ".join(str(error).split())
+        raise JllamaError(f"{folder / CONFIG} does not describe a model: {reason}") from error
+
+
+def open_run(folder: Path, step: int | None = None) -> Run:
+    """Find a run's checkpoint: the given step, or the one with the lowest validation loss.
+
+    Raises:
+        JllamaError: there is no such checkpoint in it, or its configuration cannot be read.
+    """
+    if not (folder / CHECKPOINTS).is_dir():
+        raise JllamaError(f"{folder} holds no checkpoint yet: it has no {CHECKPOINTS} folder")
+    config = read_model_config(folder)
+    checkpoints = Checkpoints(folder / CHECKPOINTS, read_only=True)
+    steps = checkpoints.steps()
+    if not steps:
+        raise JllamaError(f"{folder / CHECKPOINTS} holds no finished checkpoint")
+    if step is not None and step not in steps:
+        raise JllamaError(f"{folder} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
+    chosen = checkpoints.best_step() if step is None else step
+    assert chosen is not None  # there are steps
+    return Run(folder, config, checkpoints, chosen)
+
+
+def restore(run: Run, dtype: np.dtype[Any] | type | None = None, mesh: Mesh | None = None) -> Params:
+    """A run's parameters, layers stacked: see ``Checkpoints.restore_params``. ``UsageError`` if a mesh does not fit."""
+    return run.checkpoints.restore_params(run.step, run.config, dtype, mesh)
+
+
+def read(path: Path) -> Checkpoint:
+    """The best checkpoint of a run; its parameters are read into memory when the first one is asked for."""
+    run = open_run(path)
+    tensors = ParamTensors(run.config, lambda: restore(run))
+    return Checkpoint(run.config, tensors, *read_text_files(path))
+
+
+def read_text_files(folder: Path) -> tuple[Tokenizer | None, str | None, tuple[int, ...]]:
+    """A run's tokenizer, chat template and stop ids, as far as it has them."""
+    tokenizer = load_tokenizer(folder) if any(folder.glob("tokenizer.*")) else None
+    return tokenizer, *read_chat_files(folder)
+
+
+def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, report: Report) -> None:
+    """Write a model as a run of step 0 into a folder: enough to sample from it and to train it on."""
+    params = load_params(checkpoint, dtype, report=report)
+    model = dataclasses.asdict(checkpoint.config)
+    (target / CONFIG).write_text(yaml.safe_dump({"model": model}, sort_keys=False))
+    if checkpoint.tokenizer is not None:
+        checkpoint.tokenizer.save(target)
+    write_chat_files(target, checkpoint.chat_template, checkpoint.stop_ids)
+    checkpoints = Checkpoints(target / CHECKPOINTS)
+    checkpoints.save(0, params, None, {}, None)
+    checkpoints.wait()

@@ -23,6 +23,7 @@ T = TypeVar("T")
 COMMANDS = {
     "train": "train a Llama on text",
     "sample": "let a trained model write",
+    "convert": "turn a checkpoint of any format into another",
     "doctor": "show what this machine has, and check that it computes rightly",
 }
 """Each is a module of ``jllama.commands`` with a function ``main(argv, prog) -> exit code``."""
@@ -41,9 +42,10 @@ class _Parser(jsonargparse.ArgumentParser):
         return [option.removeprefix("--") for option in self._option_string_actions if option.startswith("--")]
 
 
-def parse(options: type[T], argv: Sequence[str], prog: str) -> T:
+def parse(options: type[T], argv: Sequence[str], prog: str, positional: Sequence[str] = ()) -> T:
     """Fill a dataclass from defaults, then ``--config`` YAML files, then flags; the last one wins.
 
+    Fields named in ``positional`` are given in order and without their names.
     ``--help`` and ``--print_config`` print and exit.
 
     Raises:
@@ -52,7 +54,9 @@ def parse(options: type[T], argv: Sequence[str], prog: str) -> T:
     description = (options.__doc__ or "").partition("\n\n")[0]
     parser = _Parser(prog=prog, description=description, default_env=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="a YAML file with any of the options below")
-    parser.add_class_arguments(options)
+    for name in positional:
+        parser.add_argument(name, type=str)
+    parser.add_class_arguments(options, skip=set(positional))
     for action in parser._actions:
         if getattr(action, "_typehint", None) is bool:  # --compare alone means --compare true
             action.nargs, action.const = "?", True

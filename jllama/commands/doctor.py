@@ -16,15 +16,28 @@ import numpy as np
 from rich.console import Console
 
 from jllama import oracle
+from jllama.checkpoints.formats import open_checkpoint
 from jllama.commands.cli import parse
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError
 from jllama.model import initial_params, merge
+from jllama.presets import preset
 from jllama.summary import summary_table
-from jllama.training.run_folder import read_model_config
 
 TOLERANCE = 1e-5
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "sentencepiece", "numpy")
+_PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "sentencepiece",
+    "tiktoken",
+    "tokenizers",
+    "gguf",
+    "numpy",
+)
 _CHECKED = LlamaConfig(
     vocab_size=512,
     num_layers=2,
@@ -43,16 +56,21 @@ class DoctorOptions:
     """Show versions, devices and room on disk, and check a small model on this device against the NumPy oracle.
 
     Args:
-        checkpoint: the folder of a run, to print its model's parameters; without it, those of the checked model.
+        checkpoint: a run or a model in any format, to print its parameters; without it, those of the checked model.
+        preset: the name of a released Llama, such as llama3.1-8b, to print its parameters.
     """
 
     checkpoint: str = ""
+    preset: str = ""
 
 
 def main(argv: Sequence[str], prog: str) -> int:
     """Print what was found; the exit code is 1 if the device computes wrongly."""
     options = parse(DoctorOptions, argv, prog)
-    config = read_model_config(options.checkpoint) if options.checkpoint else _CHECKED
+    if options.preset:
+        config = preset(options.preset)
+    else:
+        config = open_checkpoint(options.checkpoint).config if options.checkpoint else _CHECKED
     console = Console(highlight=False)
     console.print(f"Python {platform.python_version()} on {platform.platform()}")
     console.print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES))

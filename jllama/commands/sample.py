@@ -5,21 +5,22 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jllama.checkpoints.formats import load
 from jllama.commands.cli import parse
 from jllama.config import LlamaConfig
-from jllama.errors import UsageError
+from jllama.errors import JllamaError, UsageError
 from jllama.generation.engine import SamplingConfig, check_lengths
 from jllama.generation.text import complete, prompt_ids, stream
 from jllama.model import unstack_layers
 from jllama.parameters import Params
 from jllama.tokenizers import Tokenizer
-from jllama.training.run_folder import load_run
 
 COMPARED = {
     "greedy": SamplingConfig(temperature=0.0),
@@ -38,14 +39,17 @@ class SampleOptions:
     """Let a trained model continue a prompt; the text streams to stdout as it is made.
 
     Args:
-        checkpoint: the folder of a run.
+        checkpoint: the folder of a run, or a model in any format: a Hugging Face or Meta folder, a GGUF or llama2.c
+            file, a Hugging Face hub id.
         prompt: the text to continue; empty lets the model begin.
         max_new_tokens: the most tokens to write; 0 fills what is left of the model's context.
         temperature: divides the logits; 0 always takes the likeliest token, 1 draws from the model as it is.
         top_k: draw among the k likeliest tokens only; 0 is all of them.
         top_p: draw among the likeliest tokens that together reach this probability; 1 is all of them.
         seed: the same seed, prompt and settings give the same text.
-        step: which checkpoint; 0 takes the one with the lowest validation loss.
+        step: which checkpoint of a run; 0 takes the one with the lowest validation loss.
+        dtype: of the parameters; without it float32 on a CPU, and elsewhere the files' own.
+        rope_factor: the RoPE scaling factor that Meta's params.json leaves out.
         compare: write a table of seven settings (greedy, random, top-k 40 and top-p 0.9) instead.
     """
 
@@ -57,6 +61,8 @@ class SampleOptions:
     top_p: float = 0.95
     seed: int = 0
     step: int = 0
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    rope_factor: float | None = None
     compare: bool = False
 
     def __post_init__(self) -> None:
@@ -70,16 +76,18 @@ def main(argv: Sequence[str], prog: str) -> int:
     """Load a run and write."""
     options = parse(SampleOptions, argv, prog)
     sampling = SamplingConfig(options.temperature, options.top_k, options.top_p, options.seed)
-    config, stacked, tokenizer, step = load_run(options.checkpoint, options.step or None)
-    params = unstack_layers(stacked)
+    model = load(options.checkpoint, options.dtype, rope_factor=options.rope_factor, step=options.step or None)
+    config, tokenizer, params = model.config, model.tokenizer, unstack_layers(model.params)
+    if tokenizer is None:
+        raise JllamaError(f"{options.checkpoint} has no tokenizer: put the one it was trained with beside its weights")
     prompt_tokens = len(prompt_ids(tokenizer, options.prompt))
     count = options.max_new_tokens or max(config.max_seq_len - prompt_tokens, 1)
     check_lengths(np.array([prompt_tokens]), count, config.max_seq_len)  # before anything is written
-    print(f"{options.checkpoint}, step {step}", file=sys.stderr)
+    print(options.checkpoint if model.step is None else f"{options.checkpoint}, step {model.step}", file=sys.stderr)
     if options.compare:
-        _compare(params, config, tokenizer, options, count)
+        _compare(params, config, tokenizer, model.stop_ids, options, count)
         return 0
-    pieces = stream(params, config, tokenizer, options.prompt, sampling, count)
+    pieces = stream(params, config, tokenizer, options.prompt, sampling, count, model.stop_ids)
     sys.stdout.write(options.prompt)
     for piece in pieces:
         sys.stdout.write(piece)
@@ -88,10 +96,17 @@ def main(argv: Sequence[str], prog: str) -> int:
     return 0
 
 
-def _compare(params: Params, config: LlamaConfig, tokenizer: Tokenizer, options: SampleOptions, count: int) -> None:
+def _compare(
+    params: Params,
+    config: LlamaConfig,
+    tokenizer: Tokenizer,
+    stop_ids: Sequence[int],
+    options: SampleOptions,
+    count: int,
+) -> None:
     """All the settings as the rows of one batch, and of one table."""
     rows = [dataclasses.replace(sampling, seed=options.seed) for sampling in COMPARED.values()]
-    completions = complete(params, config, tokenizer, [options.prompt] * len(rows), rows, count)
+    completions = complete(params, config, tokenizer, [options.prompt] * len(rows), rows, count, stop_ids)
     table = Table(show_lines=True)
     table.add_column("setting", no_wrap=True)
     table.add_column("text")

@@ -61,9 +61,10 @@ class Dataset:
     gzip_of_bytes: int
 
 
-def prepare_data(config: DataConfig) -> Dataset:
+def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Dataset:
     """Tokenise a corpus, or find it done: the cache is keyed by the files' names, sizes and times, and the tokenizer.
 
+    A ``tokenizer`` given here, a loaded model's, stands in for the configuration's.
     Source text that cannot be read or is too short, and a cache folder that cannot be written, raise JllamaError.
     """
     cache = Path(config.cache_dir or os.environ.get("JLLAMA_CACHE") or "~/.cache/jllama").expanduser()
@@ -76,14 +77,14 @@ def prepare_data(config: DataConfig) -> Dataset:
         texts = (document.text for document in read_corpus(files, config.text_field))
         return split_documents(texts, config.validation_fraction)
 
-    if config.tokenizer == "bpe":
+    if tokenizer is None and config.tokenizer == "bpe":
         folder = cache / f"bpe-{_sha256(corpus, config.vocab_size)[:16]}"
         if not folder.exists():
             with _written_whole(folder) as partial:
                 training = (text for split, text in split_texts() if split == "train")
                 train_sentencepiece(training, config.vocab_size).save(partial)
         tokenizer = load_tokenizer(folder)
-    else:
+    elif tokenizer is None:
         tokenizer = BytesTokenizer() if config.tokenizer == "bytes" else load_tokenizer(config.tokenizer)
 
     fingerprint = _sha256(corpus, tokenizer.fingerprint())

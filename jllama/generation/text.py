@@ -20,8 +20,9 @@ class Completion(NamedTuple):
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The ids a model is given for a prompt: exactly one BOS, then the text."""
-    return [tokenizer.bos_id, *tokenizer.encode(prompt)]
+    """The ids a model is given for a prompt: BOS, if it was trained so or there is no text, then the text."""
+    ids = tokenizer.encode(prompt)
+    return [tokenizer.bos_id, *ids] if tokenizer.add_bos or not ids else ids
 
 
 def stream(
@@ -31,12 +32,13 @@ def stream(
     prompt: str,
     sampling: SamplingConfig,
     max_new_tokens: int,
+    stop_ids: Sequence[int] = (),
 ) -> Iterator[str]:
     """The continuation of one prompt, in pieces as they are made: together what ``complete`` gives."""
     start = prompt_ids(tokenizer, prompt)
-    stops = [tokenizer.eos_id]
+    stops = stop_ids or (tokenizer.eos_id,)
     chunks = generate_tokens(params, config, [start], [sampling], max_new_tokens, stops, tokenizer.vocab_size)
-    new = (int(token) for chunk in chunks for token in chunk[0] if token not in (-1, tokenizer.eos_id))
+    new = (int(token) for chunk in chunks for token in chunk[0] if token not in (-1, *stops))
     return text_pieces(tokenizer, start, new)
 
 
@@ -47,17 +49,21 @@ def complete(
     prompts: Sequence[str],
     sampling: Sequence[SamplingConfig],
     max_new_tokens: int,
+    stop_ids: Sequence[int] = (),
 ) -> list[Completion]:
-    """The continuations of a batch of prompts, each with its own settings; each as it would be alone."""
+    """The continuations of a batch of prompts, each with its own settings; each as it would be alone.
+
+    ``stop_ids`` end a text; none given, the tokenizer's EOS does.
+    """
     starts = [prompt_ids(tokenizer, prompt) for prompt in prompts]
     rows: list[list[int]] = [[] for _ in prompts]
-    stops = [tokenizer.eos_id]
+    stops = stop_ids or (tokenizer.eos_id,)
     for chunk in generate_tokens(params, config, starts, sampling, max_new_tokens, stops, tokenizer.vocab_size):
         for row, tokens in zip(rows, chunk.tolist(), strict=True):
             row.extend(token for token in tokens if token != -1)
     completions = []
     for start, row in zip(starts, rows, strict=True):
-        stopped = row[-1:] == [tokenizer.eos_id]
+        stopped = row[-1] in stops if row else False
         ids = row[:-1] if stopped else row
         text = "".join(text_pieces(tokenizer, start, ids))
         completions.append(Completion(text, ids, "stop" if stopped else "length"))

@@ -63,6 +63,15 @@ def parameter_sharding(mesh: Mesh, parameter: Parameter) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*(RULES.get(axis) for axis in parameter.axes)))
 
 
+def check_divides(mesh: Mesh, config: LlamaConfig) -> None:
+    """Raise ``UsageError`` if an axis of a parameter does not divide over its mesh axis."""
+    for path, row in parameter_table(config).items():
+        for axis, size in zip(row.axes, shape_of(row, config), strict=True):
+            ways = mesh.shape[RULES[axis]] if axis in RULES else 1
+            if size % ways:
+                raise UsageError(f"the {axis} axis of {path} has size {size}, which does not divide {ways} ways")
+
+
 def state_sharding(mesh: Mesh, config: LlamaConfig, state: Any) -> Any:
     """The sharding of every leaf of a training state (arrays or their shapes).
 
@@ -72,12 +81,8 @@ def state_sharding(mesh: Mesh, config: LlamaConfig, state: Any) -> Any:
     Raises:
         UsageError: an axis does not divide over its mesh axis.
     """
+    check_divides(mesh, config)
     table = parameter_table(config)
-    for path, row in table.items():
-        for axis, size in zip(row.axes, shape_of(row, config), strict=True):
-            ways = mesh.shape[RULES[axis]] if axis in RULES else 1
-            if size % ways:
-                raise UsageError(f"the {axis} axis of {path} has size {size}, which does not divide {ways} ways")
 
     def sharding(key_path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         path = "/".join(key.key for key in key_path if isinstance(key, jax.tree_util.DictKey))

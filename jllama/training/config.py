@@ -18,7 +18,8 @@ class LoopConfig:
     """How long to train and on how much at a time.
 
     Args:
-        batch_size: windows of ``model.max_seq_len`` tokens in each step, over all devices.
+        batch_size: windows of ``seq_len`` tokens in each step, over all devices.
+        seq_len: tokens in each window; 0 means ``model.max_seq_len``.
         steps: optimizer updates; 0 means as many as ``epochs`` need.
         epochs: passes over the training text, if ``steps`` is 0.
         accumulation: parts that a batch is taken in, one after the other, to save memory; the result is the same.
@@ -34,6 +35,7 @@ class LoopConfig:
     """
 
     batch_size: int = 16
+    seq_len: int = 0
     steps: int = 1000
     epochs: float = 1.0
     accumulation: int = 1
@@ -51,7 +53,7 @@ class LoopConfig:
         for name in ("batch_size", "accumulation", "eval_every", "log_every", "keep_last"):
             if getattr(self, name) < 1:
                 raise UsageError(f"training.{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("steps", "eval_tokens", "z_loss", "sample_tokens"):
+        for name in ("seq_len", "steps", "eval_tokens", "z_loss", "sample_tokens"):
             if getattr(self, name) < 0:
                 raise UsageError(f"training.{name} is {getattr(self, name)}; it must not be negative")
         if not self.steps and not self.epochs > 0:
@@ -67,7 +69,9 @@ class TrainConfig:
     """A training run.
 
     Args:
-        model: the architecture.
+        model: the architecture; leave it out with ``init_from``.
+        init_from: begin from the weights of a checkpoint in any format, with its architecture and its tokenizer: a
+            run's folder, a Hugging Face or Meta folder, a GGUF or llama2.c file, or a Hugging Face hub id.
         run_dir: the folder that will hold the run: configuration, tokenizer, metrics, checkpoints, samples, report.
         seed: of the initial weights, the order of the data and the samples.
         resume: ``auto`` continues the run in ``run_dir`` from its last checkpoint, if there is one; ``never`` refuses
@@ -80,6 +84,7 @@ class TrainConfig:
     """
 
     model: LlamaConfig
+    init_from: str = ""
     run_dir: str = "runs/default"
     seed: int = 0
     resume: Literal["never", "auto"] = "never"

@@ -22,8 +22,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from jllama.checkpoints.native import Checkpoints
-from jllama.data import Dataset, prepare_data, training_batches
+from jllama.checkpoints.formats import open_checkpoint
+from jllama.checkpoints.native import CHECKPOINTS, Checkpoints
+from jllama.checkpoints.tensors import Checkpoint, load_params
+from jllama.config import LlamaConfig
+from jllama.data import DataConfig, Dataset, prepare_data, training_batches
 from jllama.errors import JllamaError, UsageError
 from jllama.generation.text import complete, prompt_ids
 from jllama.model import abstract_params, unstack_layers
@@ -33,7 +36,7 @@ from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation, first_not_finite, make_evaluator, summarise
 from jllama.training.optimizer import learning_rate_at, make_optimizer
 from jllama.training.report import write_report
-from jllama.training.run_folder import CHECKPOINTS, METRICS, REPORT, SAMPLES, append_line, forget_after, write_config
+from jllama.training.run_folder import METRICS, REPORT, SAMPLES, append_line, forget_after, write_config
 from jllama.training.step import StepMetrics, TrainState, initial_state, train_step
 
 P = ParamSpec("P")
@@ -55,14 +58,16 @@ def train(config: TrainConfig) -> Evaluation:
     if config.resume == "never" and (folder / CHECKPOINTS).exists():
         raise UsageError(f"{folder} already holds a run: continue it with --resume auto, or choose another --run_dir")
 
-    data = prepare_data(config.data)
-    config = _resolved(config, data)
+    begun = Checkpoints(folder / CHECKPOINTS, read_only=True).steps() if (folder / CHECKPOINTS).exists() else []
+    origin = _origin(config, str(folder) if begun else config.init_from) if config.init_from else None
+    data = prepare_data(config.data, origin.tokenizer if origin else None)
+    config = _resolved(config, data, origin)
     mesh = make_mesh(config.mesh)
     _check_division(config, mesh)
     batches = training_batches(
         data.train,
         batch_size=config.training.batch_size,
-        seq_len=config.model.max_seq_len,
+        seq_len=config.training.seq_len,
         seed=config.seed,
         process_index=jax.process_index(),
         process_count=jax.process_count(),
@@ -79,8 +84,9 @@ def train(config: TrainConfig) -> Evaluation:
     else:
         # It runs once, so what counts is compiling: 0.9 s unoptimised, 5.6 s otherwise, for a small model on two cores.
         options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-        draw = jax.jit(start, out_shardings=shardings, compiler_options=options)
-        state, seconds_before = draw(jax.random.key(config.seed)), 0.0
+        draw = jax.jit(start, out_shardings=shardings, compiler_options=options, donate_argnums=1)
+        params = load_params(origin, jnp.float32, mesh) if origin else None
+        state, seconds_before = draw(jax.random.key(config.seed), params), 0.0
     first_step = int(state.step)
     write_config(folder, config)
     data.tokenizer.save(folder)
@@ -102,7 +108,7 @@ def train(config: TrainConfig) -> Evaluation:
         donate_argnums=0,
         out_shardings=(shardings, None),
     )
-    evaluate = make_evaluator(config.model, data, mesh, config.training.batch_size, dtype)
+    evaluate = make_evaluator(config.model, data, mesh, config.training.batch_size, config.training.seq_len, dtype)
     batch_sharding = NamedSharding(mesh, BATCH)
     console.print(
         f"[bold]{escape(str(folder))}[/bold]: {count_parameters(config.model):,} parameters on {mesh.size} "
@@ -125,7 +131,7 @@ def train(config: TrainConfig) -> Evaluation:
             look = step % config.training.eval_every == 0 or step == config.training.steps or stopping
             if look or step % config.training.log_every == 0:
                 _check_finite(recent, step, checkpoints)
-                record = summarise(recent, time.perf_counter() - recent_began_s, config.model, mesh.size)
+                record = summarise(recent, time.perf_counter() - recent_began_s, config, mesh.size)
                 rate = learning_rate_at(step - 1, config.optimizer, config.training.steps)
                 append_line(folder / METRICS, {"step": step, **record, "learning_rate": float(rate)})
                 note = f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s"
@@ -158,7 +164,7 @@ def train(config: TrainConfig) -> Evaluation:
     best = checkpoints.best_step()
     params = state.params
     if best is not None and best != step:
-        params = checkpoints.restore_params(best, _placed(abstract.params, shardings.params))
+        params = checkpoints.restore_params(best, config.model, mesh=mesh)
     final = evaluate(params, 0)
     seconds = seconds_before + time.perf_counter() - began_s
     append_line(folder / METRICS, {"step": step, "best_step": best, "final": dataclasses.asdict(final)})
@@ -174,20 +180,48 @@ def train(config: TrainConfig) -> Evaluation:
     return final
 
 
-def _resolved(config: TrainConfig, data: Dataset) -> TrainConfig:
-    """The configuration with the vocabulary and the number of steps filled in from the data."""
-    vocab_size = data.tokenizer.vocab_size
-    if config.model.vocab_size and config.model.vocab_size < vocab_size:
+def _origin(config: TrainConfig, path: str) -> Checkpoint:
+    """The checkpoint to begin from, opened; once a run has begun, its own folder stands in for ``init_from``."""
+    origin = open_checkpoint(path)
+    given = dataclasses.asdict(config.model)
+    changed = [
+        name
+        for name, value in dataclasses.asdict(origin.config).items()
+        if given[name] not in (value, dataclasses.asdict(LlamaConfig())[name])
+    ]
+    if changed:
         raise UsageError(
-            f"model.vocab_size is {config.model.vocab_size} but the tokenizer has {vocab_size} tokens: "
+            f"model.{changed[0]} is {given[changed[0]]} but it is {getattr(origin.config, changed[0])} in {path}: "
+            f"leave model out, since init_from brings the architecture"
+        )
+    if config.data.tokenizer != DataConfig.tokenizer:
+        raise UsageError("data.tokenizer cannot be given with init_from, which brings its own tokenizer: leave it out")
+    if origin.tokenizer is None:
+        raise JllamaError(f"{path} has no tokenizer: put the one it was trained with beside its weights")
+    return origin
+
+
+def _resolved(config: TrainConfig, data: Dataset, origin: Checkpoint | None) -> TrainConfig:
+    """The configuration with the architecture, the vocabulary, the window and the number of steps filled in."""
+    vocab_size = data.tokenizer.vocab_size
+    model = origin.config if origin else config.model
+    if model.vocab_size and model.vocab_size < vocab_size:
+        raise UsageError(
+            f"model.vocab_size is {model.vocab_size} but the tokenizer has {vocab_size} tokens: "
             f"leave it at 0 to take the tokenizer's"
         )
-    tokens_per_step = config.training.batch_size * config.model.max_seq_len
-    steps = config.training.steps or math.ceil(config.training.epochs * data.train_counts.tokens / tokens_per_step)
+    seq_len = config.training.seq_len or model.max_seq_len
+    if seq_len > model.max_seq_len:
+        raise UsageError(
+            f"training.seq_len is {seq_len} but model.max_seq_len is {model.max_seq_len}: lower one or raise the other"
+        )
+    steps = config.training.steps or math.ceil(
+        config.training.epochs * data.train_counts.tokens / (config.training.batch_size * seq_len)
+    )
     config = dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, vocab_size=config.model.vocab_size or vocab_size),
-        training=dataclasses.replace(config.training, steps=steps),
+        model=dataclasses.replace(model, vocab_size=model.vocab_size or vocab_size),
+        training=dataclasses.replace(config.training, steps=steps, seq_len=seq_len),
     )
     prompt_tokens = len(prompt_ids(data.tokenizer, config.training.sample_prompt))
     if prompt_tokens + config.training.sample_tokens > config.model.max_seq_len:
@@ -223,7 +257,7 @@ def _identity(config: TrainConfig, data: Dataset) -> dict[str, Any]:
         "the corpus or its tokenizer": data.fingerprint,
         "seed": config.seed,
         "training.batch_size": config.training.batch_size,
-        "model.max_seq_len": config.model.max_seq_len,
+        "training.seq_len": config.training.seq_len,
     }
 
 
@@ -255,7 +289,7 @@ def _restore(
     params, rest, meta = checkpoints.restore(
         step, _placed(abstract.params, shardings.params), _placed(rest, rest_shardings)
     )
-    if changed := [name for name, value in identity.items() if meta["identity"][name] != value]:
+    if changed := [name for name, value in identity.items() if meta["identity"].get(name) != value]:
         raise JllamaError(
             f"changed since {checkpoints.folder / str(step)} was saved: {', '.join(changed)}; "
             f"restore what it was, or start a new run with another --run_dir"

@@ -17,6 +17,7 @@ from jllama.config import LlamaConfig
 from jllama.data import Dataset, validation_batches
 from jllama.parallel.mesh import BATCH
 from jllama.parameters import Params, training_flops_per_token
+from jllama.training.config import TrainConfig
 from jllama.training.step import StepMetrics, eval_step
 
 PEAK_FLOPS = {
@@ -42,7 +43,7 @@ class Evaluation:
 
 
 def make_evaluator(
-    model: LlamaConfig, data: Dataset, mesh: Mesh, batch_size: int, dtype: Any
+    model: LlamaConfig, data: Dataset, mesh: Mesh, batch_size: int, seq_len: int, dtype: Any
 ) -> Callable[[Params, int], Evaluation]:
     """A function ``(params, max_tokens)`` that evaluates on that many evenly spaced validation tokens; 0 for all."""
     token_bytes = np.zeros(model.vocab_size, np.int32)
@@ -59,9 +60,7 @@ def make_evaluator(
     sharding = NamedSharding(mesh, BATCH)
 
     def evaluate(params: Params, max_tokens: int) -> Evaluation:
-        batches = validation_batches(
-            data.validation, batch_size=batch_size, seq_len=model.max_seq_len, max_tokens=max_tokens
-        )
+        batches = validation_batches(data.validation, batch_size=batch_size, seq_len=seq_len, max_tokens=max_tokens)
         sums = [evaluate_batch(params, *jax.device_put(batch, sharding)) for batch in batches]
         nats, tokens, text_bytes = (math.fsum(map(float, column)) for column in zip(*sums, strict=True))
         loss = nats / tokens
@@ -76,10 +75,10 @@ def first_not_finite(steps: Sequence[StepMetrics]) -> int | None:
     return None if all(finite) else finite.index(False)
 
 
-def summarise(steps: Sequence[StepMetrics], elapsed_s: float, model: LlamaConfig, num_devices: int) -> dict[str, Any]:
+def summarise(steps: Sequence[StepMetrics], elapsed_s: float, config: TrainConfig, num_devices: int) -> dict[str, Any]:
     """Means over some steps, and their speed. ``mfu`` is the share of the devices' peak, where that is known."""
     tokens_per_s = math.fsum(float(step.tokens) for step in steps) / elapsed_s
-    flops_per_s = tokens_per_s * training_flops_per_token(model, model.max_seq_len)
+    flops_per_s = tokens_per_s * training_flops_per_token(config.model, config.training.seq_len)
     kind = jax.devices()[0].device_kind
     peak = next((flops for name, flops in PEAK_FLOPS.items() if kind.startswith(name)), None)
     return {

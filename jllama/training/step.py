@@ -47,10 +47,16 @@ class EvalSums(NamedTuple):
     text_bytes: Float[Array, ""]
 
 
-def initial_state(key: Key[Array, ""], config: LlamaConfig, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first step."""
+def initial_state(
+    key: Key[Array, ""],
+    params: Params | None = None,
+    *,
+    config: LlamaConfig,
+    optimizer: optax.GradientTransformation,
+) -> TrainState:
+    """The state before the first step; ``params`` None draws fresh ones."""
     init_key, run_key = jax.random.split(key)
-    params = initial_params(init_key, config)
+    params = initial_params(init_key, config) if params is None else params
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), run_key)
 
 

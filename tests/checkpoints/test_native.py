@@ -1,5 +1,6 @@
 """Saved and restored bit for bit; the best is kept; what is not whole is not there; what differs is listed."""
 
+import dataclasses
 import os
 import shutil
 from pathlib import Path
@@ -69,7 +70,7 @@ def test_every_bit_comes_back(finished):
     assert_whole(checkpoints, 10)
     assert_whole(checkpoints, 20)
     params = contents(20)[0]
-    assert_same_bits(checkpoints.restore_params(20, abstract(params)), params)
+    assert_same_bits(checkpoints.restore_params(20, CONFIG), params)
 
 
 def test_the_arrays_may_be_donated_as_soon_as_save_returns(tmp_path):
@@ -128,8 +129,14 @@ def test_every_difference_is_listed(finished):
         assert difference in message
     assert message.count("in this model") == 4
     assert "\n" not in message
-    with pytest.raises(JllamaError, match="extra is absent"):
-        checkpoints.restore_params(20, params)
+    with pytest.raises(JllamaError, match=r"final_norm is \[8\] in the checkpoint but \[16\] in this model"):
+        checkpoints.restore_params(20, dataclasses.replace(CONFIG, embed_dim=16))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_parameters_come_in_the_dtype_asked_for(finished, dtype):
+    params = Checkpoints(finished, read_only=True).restore_params(20, CONFIG, dtype)
+    assert_same_bits(params, jax.tree.map(lambda leaf: leaf.astype(dtype), contents(20)[0]))
 
 
 def test_a_difference_in_the_optimizer_is_listed(finished):

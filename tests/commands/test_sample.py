@@ -7,6 +7,7 @@ import json
 import pytest
 import yaml
 
+from jllama.checkpoints.formats import load
 from jllama.commands import cli, doctor
 from jllama.commands.cli import parse
 from jllama.commands.doctor import DoctorOptions
@@ -15,7 +16,6 @@ from jllama.generation.engine import SamplingConfig
 from jllama.generation.text import complete
 from jllama.model import unstack_layers
 from jllama.training.config import TrainConfig
-from jllama.training.run_folder import load_run
 
 OPTIONS = {"train": TrainConfig, "sample": SampleOptions, "doctor": DoctorOptions}
 
@@ -43,9 +43,9 @@ def test_the_script_continues_the_prompt_on_stdout(small_run, workshop, sample):
 
 
 def test_the_text_is_what_the_library_gives(small_run, sample):
-    config, params, tokenizer, _ = load_run(str(small_run.folder))
+    model = load(small_run.folder)
     settings = SamplingConfig(temperature=0.8, top_p=0.95, seed=5)
-    expected = complete(unstack_layers(params), config, tokenizer, ["fox "], [settings], 20)[0].text
+    expected = complete(unstack_layers(model.params), model.config, model.tokenizer, ["fox "], [settings], 20)[0].text
     assert sample("--prompt", "fox ", "--max_new_tokens", 20, "--seed", 5) == f"fox {expected}\n"
 
 

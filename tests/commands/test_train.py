@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import yaml
 
+from jllama.checkpoints.formats import load
 from jllama.commands import cli
 from jllama.commands.cli import parse
 from jllama.training import loop
 from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation
-from jllama.training.run_folder import load_run
 
 STEPS, EPOCH = 20, 6
 
@@ -162,7 +162,7 @@ def test_a_full_disk_ends_with_a_sentence_and_the_last_good_checkpoint(workshop,
     assert "could not save a checkpoint" in message
     last = read_run.steps(run)[-1]
     assert message.endswith(f"the last good checkpoint is step {last}")
-    params = load_run(str(run), last)[1]
+    params = load(run, step=last).params
     assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in params["layers"].values())
 
 
@@ -175,7 +175,7 @@ def copied(small_run, tmp_path):
 
 def test_a_loss_that_is_no_number_stops_the_run(workshop, copied, read_run):
     """The run goes on from its good checkpoint of step 20 with a ruinous learning rate."""
-    best = load_run(str(copied))[3]
+    best = load(copied).step
     ruinous = ("--optimizer.learning_rate", 1e30, "--optimizer.clip_norm", 1e30, "--training.eval_every", 1)
     done = workshop.finish(workshop.train(copied, "--resume", "auto", "--training.steps", STEPS + 10, *ruinous))
     assert done.code == 1, done.err
@@ -184,9 +184,9 @@ def test_a_loss_that_is_no_number_stops_the_run(workshop, copied, read_run):
     last = read_run.steps(copied)[-1]
     assert f"the last good checkpoint is of step {last}: try a lower optimizer.learning_rate" in message
     assert last <= STEPS + 1  # the first ruinous step may still be followed by a finite, enormous validation loss
-    params, step = load_run(str(copied))[1::2]
-    assert step == best
-    assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in params["layers"].values())
+    model = load(copied)
+    assert model.step == best
+    assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in model.params["layers"].values())
 
 
 def refused(workshop, run, capsys, *arguments):

@@ -1,0 +1,283 @@
+"""Every checkpoint format behind three functions: ``load``, ``save`` and ``convert``.
+
+A format is a module with ``recognises(path)``, ``read(path)`` and ``write(checkpoint, target, dtype, report)``; which
+one a path is in is read off its files. What passes between them is a ``Checkpoint``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from jllama.checkpoints import native
+from jllama.checkpoints.tensors import Checkpoint, ParamTensors, Report, load_params, size_bytes
+from jllama.config import LlamaConfig
+from jllama.errors import JllamaError, UsageError
+from jllama.model import merge
+from jllama.parameters import Params
+from jllama.tokenizers import Tokenizer
+
+Format = Literal["orbax", "hf", "gguf", "llama2c", "meta"]
+Dtype = Literal["float32", "bfloat16", "float16", "q8_0"]
+
+_MODULES: dict[Format, str] = {
+    "gguf": "gguf",
+    "meta": "meta",
+    "llama2c": "llama2c",
+    "hf": "huggingface",
+    "orbax": "native",
+}
+_Q8_0_BYTES = 34 / 32  # per number: blocks of 32, with a float16 scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A loaded model. Called on token ids it gives logits.
+
+    Args:
+        config: the architecture.
+        params: the parameters, layers stacked (``jllama.parameters``).
+        tokenizer: None if the files had none.
+        chat_template: the Jinja template that turns messages into a prompt, if the files had one.
+        stop_ids: tokens that end a text; the tokenizer's EOS if the files did not say.
+        step: of a training run, the step that the parameters are from.
+    """
+
+    config: LlamaConfig
+    params: Params
+    tokenizer: Tokenizer | None = None
+    chat_template: str | None = None
+    stop_ids: tuple[int, ...] = ()
+    step: int | None = None
+
+    def __call__(self, tokens: Int[Array | np.ndarray, "batch seq"]) -> Float[Array, "batch seq vocab"]:
+        """Float32 logits of the token that follows each one."""
+        return _logits(self.params, self.config, jnp.asarray(tokens))
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _logits(params: Params, config: LlamaConfig, tokens: Array) -> Array:
+    return merge(config, params)(tokens)
+
+
+def load(
+    path: str | Path,
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    *,
+    rope_factor: float | None = None,
+    step: int | None = None,
+) -> Model:
+    """Load a checkpoint of any format, or a Hugging Face hub id, straight onto the devices.
+
+    Args:
+        path: a run's folder, a Hugging Face or Meta folder, a GGUF file, a llama2.c file, or ``org/name``.
+        dtype: of the parameters; None is float32 on a CPU, where bfloat16 is slow, and elsewhere the files' own.
+        mesh: splits the parameters over devices, as in training; None puts them on the first device.
+        rope_factor: the RoPE scaling factor that Meta's files leave out.
+        step: of a training run, the checkpoint to take; None is the one with the lowest validation loss.
+
+    Raises:
+        JllamaError: there is no such checkpoint, or something in it is wrong; the message says what and where.
+        UsageError: an argument does not fit the checkpoint.
+    """
+    if dtype is None and jax.default_backend() == "cpu":
+        dtype = jnp.float32
+    dtype = None if dtype is None else jnp.dtype(dtype)
+    source = _local(path)
+    module = _format_of(source)
+    if module is native:
+        run = native.open_run(source, step)
+        checkpoint = Checkpoint(run.config, {}, *native.read_text_files(source))
+        _check_tokenizer(checkpoint, source)
+        params, step = native.restore(run, dtype, mesh), run.step
+    elif step is not None:
+        raise UsageError(f"{path} is not a training run, so it has no step {step}: leave out the step")
+    else:
+        checkpoint = _read(source, module, rope_factor)
+        with _progress(f"reading {source.name}", size_bytes(checkpoint, dtype)) as report:
+            params = load_params(checkpoint, dtype, mesh, report)
+    tokenizer = checkpoint.tokenizer
+    stop_ids = checkpoint.stop_ids or ((tokenizer.eos_id,) if tokenizer else ())
+    return Model(checkpoint.config, params, tokenizer, checkpoint.chat_template, stop_ids, step)
+
+
+def save(
+    model: Model, path: str | Path, format: Format = "orbax", dtype: Dtype | None = None, *, overwrite: bool = False
+) -> None:
+    """Write a model in any format. It appears at ``path`` when it is whole, or not at all.
+
+    Args:
+        model: what ``load`` gives; or one put together from a configuration, parameters and a tokenizer.
+        path: the folder to make (for ``gguf``, the file).
+        format: one of ``Format``.
+        dtype: of the matrices; None keeps the parameters' own. ``q8_0`` is for ``gguf`` alone.
+        overwrite: replace what is at ``path``.
+
+    Raises:
+        JllamaError: the format cannot hold this model, ``path`` exists, or the disk is too small.
+    """
+    tensors = ParamTensors(model.config, lambda: model.params)
+    checkpoint = Checkpoint(model.config, tensors, model.tokenizer, model.chat_template, model.stop_ids)
+    _write(checkpoint, Path(path), format, dtype, overwrite)
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    to: Format,
+    dtype: Dtype | None = None,
+    *,
+    overwrite: bool = False,
+    rope_factor: float | None = None,
+) -> None:
+    """Convert a checkpoint of any format to another, block by block: the model is never in memory whole.
+
+    (Reading or writing jllama's own format does take the model's size in memory.) Arguments and errors as those of
+    ``load`` and ``save``; without ``dtype`` every tensor keeps its own.
+    """
+    checkpoint = open_checkpoint(source, rope_factor)
+    _write(checkpoint, Path(target), to, dtype, overwrite)
+
+
+def open_checkpoint(path: str | Path, rope_factor: float | None = None) -> Checkpoint:
+    """Open a checkpoint of any format, without reading its weights (those of a run are read). Raises as ``load``."""
+    source = _local(path)
+    return _read(source, _format_of(source), rope_factor)
+
+
+def _module(format: Format) -> ModuleType:
+    return importlib.import_module(f"jllama.checkpoints.{_MODULES[format]}")
+
+
+def _local(path: str | Path) -> Path:
+    """The path itself, or where the hub's copy of ``org/name`` lies."""
+    source = Path(path)
+    if not source.exists():
+        is_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)) and not source.parent.exists()
+        if not is_id:
+            raise JllamaError(
+                f"there is no checkpoint at {path}: give a run's folder, such as runs/quickstart, or a model's"
+            )
+        return _module("hf").download(str(path))
+    return source
+
+
+def _format_of(source: Path) -> ModuleType:
+    for format in _MODULES:
+        module = _module(format)
+        if module.recognises(source):
+            return module
+    if runs := [parent for parent in source.resolve().parents[:3] if native.recognises(parent)]:
+        raise JllamaError(f"{source} lies inside a run: give the run's folder itself, {runs[0]}")
+    held = ", ".join(sorted(entry.name for entry in source.iterdir())[:8]) if source.is_dir() else "no known header"
+    raise JllamaError(
+        f"{source} is no checkpoint that jllama knows (it holds {held or 'nothing'}): give a training run, a folder "
+        f"with config.json and safetensors, one with params.json and consolidated.*.pth, or a GGUF or llama2.c file"
+    )
+
+
+def _read(source: Path, module: ModuleType, rope_factor: float | None) -> Checkpoint:
+    if rope_factor is None:
+        checkpoint = module.read(source)
+    elif module is _module("meta"):
+        checkpoint = module.read(source, rope_factor)
+    else:
+        raise UsageError(
+            f"rope_factor is for Meta's files alone: {source} says itself how RoPE is scaled, leave it out"
+        )
+    _check_tokenizer(checkpoint, source)
+    return checkpoint
+
+
+def _check_tokenizer(checkpoint: Checkpoint, source: Path) -> None:
+    tokenizer, rows = checkpoint.tokenizer, checkpoint.config.vocab_size
+    if tokenizer is not None and tokenizer.vocab_size > rows:
+        raise JllamaError(
+            f"the tokenizer of {source} has {tokenizer.vocab_size} tokens but the embedding has {rows} rows: "
+            f"put the tokenizer there that the model was trained with"
+        )
+
+
+def _write(checkpoint: Checkpoint, target: Path, format: Format, dtype: Dtype | None, overwrite: bool) -> None:
+    for name, value, known in (("format", format, get_args(Format)), ("dtype", dtype, (None, *get_args(Dtype)))):
+        if value not in known:
+            raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(map(str, known))}")
+    if dtype == "q8_0" and format != "gguf":
+        raise UsageError(f"dtype q8_0 is GGUF's alone: with {format} take float32, bfloat16 or float16")
+    if target.exists() and not overwrite:
+        raise JllamaError(f"{target} exists: choose another destination, or replace it with --overwrite")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    needed_bytes = _size_bytes(checkpoint, dtype)
+    free_bytes = shutil.disk_usage(target.parent).free
+    if needed_bytes > free_bytes:
+        raise JllamaError(
+            f"{target} needs {needed_bytes / 2**30:.2f} GiB but {free_bytes / 2**30:.2f} GiB are free there: "
+            f"make room, or choose another destination or a smaller dtype"
+        )
+    numeric = dtype if dtype in (None, "q8_0") else jnp.dtype(dtype)
+    with _written_whole(target) as partial, _progress(f"writing {target.name}", needed_bytes) as report:
+        if format != "gguf":
+            partial.mkdir()
+        _module(format).write(checkpoint, partial, numeric, report)
+
+
+def _size_bytes(checkpoint: Checkpoint, dtype: Dtype | None) -> int:
+    if dtype == "q8_0":
+        return int(size_bytes(checkpoint, np.uint8) * _Q8_0_BYTES)
+    return size_bytes(checkpoint, None if dtype is None else jnp.dtype(dtype))
+
+
+@contextlib.contextmanager
+def _written_whole(target: Path) -> Iterator[Path]:
+    """A place beside ``target`` to write to; it is renamed when all has gone well, and removed otherwise."""
+    partial, old = (target.with_name(f".{target.name}.{what}") for what in ("partial", "old"))
+    try:
+        for stale in (partial, old):
+            _remove(stale)
+        yield partial
+        if target.exists():
+            target.rename(old)
+        partial.rename(target)
+    finally:
+        for stale in (partial, old):
+            _remove(stale)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _progress(what: str, total_bytes: int) -> Iterator[Report]:
+    """Bytes done, speed and time left, on stderr if that is a terminal."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total_bytes)
+        yield lambda done_bytes: progress.advance(task, done_bytes)

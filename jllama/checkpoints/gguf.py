@@ -1,0 +1,743 @@
+"""GGUF, llama.cpp's format: metadata, tokenizer and tensors, quantised or not, in one file.
+
+A header (keys with typed values, then each tensor's name, sizes, type and place), then the tensors, aligned. The header
+is parsed here, every number checked against the file's size before it is believed; the ``gguf`` package knows the
+quantised types. Sources: ggml's ``docs/gguf.md``; for what the keys of a Llama mean, llama.cpp's ``llama-model.cpp``
+and ``convert_hf_to_gguf.py``.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import reprlib
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGML_QUANT_VERSION, GGMLQuantizationType, GGUFValueType, LlamaFileType
+from gguf.quants import dequantize, quantize
+
+from jllama import functional as F
+from jllama.checkpoints.tensors import Checkpoint, FileTensor, Report, blocks, half_split, interleaved, matched
+from jllama.config import LlamaConfig, RopeScaling
+from jllama.errors import JllamaError, UsageError
+from jllama.parameters import StoredTensor, parameter_table, stored_tensors
+from jllama.tokenizers import Tokenizer
+from jllama.tokenizers.convert import to_gguf
+from jllama.tokenizers.gguf import from_gguf
+
+ARCHITECTURE = "llama"
+ROPE_FREQS = "rope_freqs.weight"
+"""Not a parameter: what each rotary frequency is divided by. It is how llama.cpp holds ``llama3`` scaling."""
+
+STOP_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+CHAT_TEMPLATE = "tokenizer.chat_template"
+TOKENIZER = "tokenizer.ggml.model"
+NO_TOKENIZER = "no_vocab"
+OURS = "jllama.rope_scaling."
+"""Keys that only jllama writes and reads: numbers of the scaling that llama.cpp has folded into others."""
+
+_MAGIC = b"GGUF"
+_VERSION = 3
+_ALIGNMENT = 32
+_MAX_DIMS = 4
+_MAX_ARRAY = 1 << 24
+_TOLERANCE = 1e-5  # of float32 divisors that were worked out in float32
+
+_PLAIN: dict[GGMLQuantizationType, np.dtype[Any]] = {
+    GGMLQuantizationType.F32: np.dtype(np.float32),
+    GGMLQuantizationType.F16: np.dtype(np.float16),
+    GGMLQuantizationType.BF16: np.dtype(jnp.bfloat16),
+    GGMLQuantizationType.F64: np.dtype(np.float64),
+}
+_FILE_TYPES = {
+    GGMLQuantizationType.F32: LlamaFileType.ALL_F32,
+    GGMLQuantizationType.F16: LlamaFileType.MOSTLY_F16,
+    GGMLQuantizationType.BF16: LlamaFileType.MOSTLY_BF16,
+    GGMLQuantizationType.Q8_0: LlamaFileType.MOSTLY_Q8_0,
+}
+_NUMBERS = {
+    GGUFValueType.UINT8: "B",
+    GGUFValueType.INT8: "b",
+    GGUFValueType.UINT16: "H",
+    GGUFValueType.INT16: "h",
+    GGUFValueType.UINT32: "I",
+    GGUFValueType.INT32: "i",
+    GGUFValueType.FLOAT32: "f",
+    GGUFValueType.BOOL: "?",
+    GGUFValueType.UINT64: "Q",
+    GGUFValueType.INT64: "q",
+    GGUFValueType.FLOAT64: "d",
+}
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "attention.causal": (True,),
+    "attention.sliding_window": (0,),
+    "attention.scale": (0,),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "embedding_scale": (0, 1),
+    "use_parallel_residual": (False,),
+    "rope.scaling.alpha": (0,),
+    "rope.scaling.yarn_log_multiplier": (0,),
+    "rope.scaling.yarn_ext_factor": (-1, 1),
+}
+"""Keys of which only these values describe a model that jllama has."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantised:
+    """A matrix whose rows are stored as blocks of a GGML type. Reading gives float32, of the rows asked for alone.
+
+    Args:
+        rows: the stored bytes of each row: blocks never cross rows.
+        type: what the bytes are.
+        shape: ``[outputs, inputs]``.
+    """
+
+    rows: np.ndarray
+    type: GGMLQuantizationType
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """float32."""
+        return np.dtype(np.float32)
+
+    def __getitem__(self, rows: slice, /) -> np.ndarray:
+        """The rows asked for, dequantised."""
+        return dequantize(np.ascontiguousarray(self.rows[rows]), self.type).reshape(-1, *self.shape[1:])
+
+
+def recognises(path: Path) -> bool:
+    """Whether this is a GGUF file, or a folder that holds exactly one."""
+    try:
+        file = _only_file(path)
+        if file is None or not file.is_file():
+            return False
+        with file.open("rb") as opened:
+            return opened.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
+def _only_file(path: Path) -> Path | None:
+    if not path.is_dir():
+        return path
+    files = list(path.glob("*.gguf"))
+    return files[0] if len(files) == 1 else None
+
+
+def read(path: Path) -> Checkpoint:
+    """Open a Llama's GGUF file, or the folder that holds it.
+
+    With any quantised matrix, everything is float32. Otherwise a tensor has its own dtype; a norm, which every GGUF
+    file stores as float32, has the one 16-bit dtype of all the matrices if that holds its values exactly.
+
+    Raises:
+        JllamaError: it is damaged, is no Llama, or asks for something that jllama does not do.
+    """
+    file = _only_file(path)
+    if file is None:
+        raise JllamaError(f"{path} does not hold exactly one .gguf file: give the file itself")
+    metadata, found = read_gguf_file(file)
+    if (parts := metadata.get("split.count", 1)) != 1:
+        raise JllamaError(f"{file} is one of {parts} parts of a model: join them with llama-gguf-split --merge")
+    if (architecture := metadata.get("general.architecture")) != ARCHITECTURE:
+        raise JllamaError(
+            f"{file} holds a model of architecture {reprlib.repr(architecture)}; jllama reads {ARCHITECTURE!r}"
+        )
+    try:
+        config = _read_config(metadata, found, file)
+    except UsageError as error:
+        raise JllamaError(f"{file} does not describe a model that jllama has: {error}") from error
+    tensors = _in_one_precision(matched(found, config, "gguf", file, ignored={ROPE_FREQS}))
+    tensors = {
+        stored.key: half_split(stored, tensors[stored.key], config.head_dim) for stored in stored_tensors(config)
+    }
+    template = metadata.get(CHAT_TEMPLATE)
+    if not isinstance(template, str | None):
+        raise JllamaError(f"{file} has a {CHAT_TEMPLATE} that is no string")
+    stop_ids = _read_stop_ids(metadata, config, file)
+    return Checkpoint(config, tensors, _read_tokenizer(metadata, file), template, stop_ids)
+
+
+def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
+    """The metadata and the tensors of a GGUF file, versions 2 and 3, little-endian; nothing of the tensors is read.
+
+    Metadata are Python values, lists for arrays. A float32 is the shortest decimal that rounds to it: 1e-05, not
+    9.999999747378752e-06. In arrays of strings, bytes that are not UTF-8 become lone surrogates (``surrogateescape``).
+    Tensors have the axes that NumPy would give them: outputs before inputs.
+
+    Raises:
+        JllamaError: the file is truncated or makes no sense, or a tensor has a type that cannot be dequantised.
+    """
+    if not path.is_file():
+        raise JllamaError(f"there is no GGUF file at {path}")
+    size = path.stat().st_size
+    if size < 24:
+        raise JllamaError(f"{path} is truncated: it has {size} bytes, less than a GGUF header")
+    data = np.memmap(path, np.uint8, "r")
+    header = _Header(path, data.data)
+    if header.take(4) != _MAGIC:
+        raise JllamaError(f"{path} is not a GGUF file: it does not begin with {_MAGIC.decode()}")
+    version = header.number("I")
+    if not version & 0xFFFF:
+        raise JllamaError(f"{path} is a big-endian GGUF file; only little-endian ones can be read")
+    if version not in (2, 3):
+        raise JllamaError(f"{path} is GGUF version {version}; versions 2 and 3 can be read: convert it again")
+    num_tensors, num_keys = header.number("Q"), header.number("Q")
+    metadata: dict[str, Any] = {}
+    for _ in range(num_keys):
+        (key,) = header.strings(1)
+        if key in metadata:
+            raise JllamaError(f"{path} has the key {key} twice")
+        metadata[key] = header.value(key)
+    infos: dict[str, tuple[GGMLQuantizationType, tuple[int, ...], int]] = {}
+    for _ in range(num_tensors):
+        (name,) = header.strings(1)
+        if name in infos:
+            raise JllamaError(f"{path} has the tensor {name} twice")
+        infos[name] = header.tensor_info(name)
+    alignment = metadata.get("general.alignment", _ALIGNMENT)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise JllamaError(f"{path} has general.alignment {alignment!r}; it must be a power of two")
+    _check_types(infos, path)
+    first = -(-header.offset // alignment) * alignment
+    tensors: dict[str, FileTensor] = {}
+    end, before = 0, ""
+    for name, (type_, shape, offset) in sorted(infos.items(), key=lambda item: item[1][2]):
+        block, block_bytes = GGML_QUANT_SIZES[type_]
+        num_bytes = math.prod(shape) // block * block_bytes
+        if offset % alignment:
+            raise JllamaError(f"{path} has the tensor {name} at offset {offset}, which is no multiple of {alignment}")
+        if offset < end:
+            raise JllamaError(f"{path} has the tensors {before} and {name} in the same place")
+        end, before = offset + num_bytes, name
+        if first + end > size:
+            raise JllamaError(
+                f"{path} is truncated: the tensor {name} ends at byte {first + end} but the file has {size} bytes: "
+                f"fetch it again"
+            )
+        stored = data[first + offset : first + end]
+        if type_ in _PLAIN:
+            tensors[name] = stored.view(_PLAIN[type_]).reshape(shape)
+        else:
+            tensors[name] = Quantised(stored.reshape(shape[0], -1), type_, shape)
+    return metadata, {name: tensors[name] for name in infos}
+
+
+class _Header:
+    """A place in a file's header, from which one thing after another is read, never past the file's end."""
+
+    def __init__(self, path: Path, data: memoryview) -> None:
+        self.path, self.data, self.offset = path, data, 0
+
+    def take(self, num_bytes: int) -> memoryview:
+        taken = self.data[self.offset : self._checked(self.offset + num_bytes)]
+        self.offset += num_bytes
+        return taken
+
+    def _checked(self, end: int) -> int:
+        if end > len(self.data):
+            raise JllamaError(
+                f"{self.path} is truncated: its header goes on to byte {end} at least but the file has "
+                f"{len(self.data)} bytes: fetch it again"
+            )
+        return end
+
+    def number(self, code: str) -> Any:
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+
+    def strings(self, count: int, errors: str = "strict") -> list[str]:
+        found, length_at = [], struct.Struct("<Q").unpack_from
+        try:
+            for _ in range(count):
+                start = self._checked(self.offset + 8)
+                end = self._checked(start + length_at(self.data, self.offset)[0])
+                found.append(str(self.data[start:end], "utf-8", errors))
+                self.offset = end
+        except UnicodeDecodeError as error:
+            raise JllamaError(f"{self.path} has a string at byte {self.offset} that is not UTF-8: {error}") from error
+        return found
+
+    def value(self, key: str) -> Any:
+        type_ = self._type(key)
+        if type_ == GGUFValueType.STRING:
+            return self.strings(1)[0]
+        if type_ != GGUFValueType.ARRAY:
+            number = self.number(_NUMBERS[type_])
+            return _shortest(number) if type_ == GGUFValueType.FLOAT32 else number
+        type_, count = self._type(key), self.number("Q")
+        if type_ == GGUFValueType.ARRAY:
+            raise JllamaError(f"{self.path} has arrays within the array {key}; no Llama's file has")
+        if count > _MAX_ARRAY:
+            raise JllamaError(f"{self.path} claims {count} elements for {key}; at most {_MAX_ARRAY} are read")
+        if type_ == GGUFValueType.STRING:
+            return self.strings(count, "surrogateescape")
+        dtype = np.dtype(_NUMBERS[type_]).newbyteorder("<")
+        return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
+
+    def _type(self, key: str) -> GGUFValueType:
+        number = self.number("I")
+        try:
+            return GGUFValueType(number)
+        except ValueError as error:
+            raise JllamaError(f"{self.path} has the key {key} with the unknown value type {number}") from error
+
+    def tensor_info(self, name: str) -> tuple[GGMLQuantizationType, tuple[int, ...], int]:
+        """Type, shape and offset from the first tensor's place."""
+        num_dims = self.number("I")
+        if not 1 <= num_dims <= _MAX_DIMS:
+            raise JllamaError(f"{self.path} has the tensor {name} with {num_dims} axes; GGUF has 1 to {_MAX_DIMS}")
+        shape = tuple(self.number("Q") for _ in range(num_dims))[::-1]
+        type_number, offset = self.number("I"), self.number("Q")
+        try:
+            type_ = GGMLQuantizationType(type_number)
+        except ValueError as error:
+            raise JllamaError(f"{self.path} has the tensor {name} of the unknown type {type_number}") from error
+        block, _ = GGML_QUANT_SIZES[type_]
+        if 0 in shape or shape[-1] % block:
+            raise JllamaError(
+                f"{self.path} has the tensor {name} of shape {list(shape)}; rows of type {type_.name} are whole "
+                f"blocks of {block}"
+            )
+        if block > 1 and num_dims == 1:
+            raise JllamaError(f"{self.path} has the vector {name} quantised as {type_.name}; only matrices may be")
+        return type_, shape, offset
+
+
+def _check_types(infos: Mapping[str, tuple[GGMLQuantizationType, tuple[int, ...], int]], path: Path) -> None:
+    """Refuse a type that the gguf package cannot dequantise: only trying shows whether it can."""
+    for type_ in {type_ for type_, _, _ in infos.values()} - set(_PLAIN):
+        try:
+            dequantize(np.zeros((1, GGML_QUANT_SIZES[type_][1]), np.uint8), type_)
+        except NotImplementedError as error:
+            names = ", ".join(name for name, info in infos.items() if info[0] == type_)
+            raise JllamaError(f"{path} has tensors of type {type_.name}, which cannot be read: {names}") from error
+
+
+def _shortest(value: float) -> float:
+    """The float64 with the shortest decimal of those that are ``value`` in float32."""
+    with np.errstate(over="ignore"):
+        return float(str(np.float32(value)))
+
+
+def _in_one_precision(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
+    matrices = [tensor for tensor in tensors.values() if len(tensor.shape) > 1]
+    if any(isinstance(tensor, Quantised) for tensor in matrices):
+        return {key: _widened(tensor) for key, tensor in tensors.items()}
+    dtypes = {tensor.dtype for tensor in matrices}
+    if len(dtypes) == 1 and (dtype := dtypes.pop()).itemsize == 2:
+        return {key: _narrowed(tensor, dtype) for key, tensor in tensors.items()}
+    return dict(tensors)
+
+
+def _widened(tensor: FileTensor) -> FileTensor:
+    types = {dtype: type_ for type_, dtype in _PLAIN.items() if dtype.itemsize == 2}
+    if tensor.dtype not in types:
+        return tensor
+    stored = np.asarray(tensor)
+    if stored.ndim == 1:
+        return stored.astype(np.float32)
+    return Quantised(stored.view(np.uint8), types[tensor.dtype], stored.shape)
+
+
+def _narrowed(tensor: FileTensor, dtype: np.dtype[Any]) -> FileTensor:
+    if tensor.dtype != np.float32 or len(tensor.shape) != 1:
+        return tensor
+    with np.errstate(over="ignore"):
+        narrow = np.asarray(tensor).astype(dtype)
+    return narrow if narrow.astype(np.float32).tobytes() == np.asarray(tensor).tobytes() else tensor
+
+
+def _read_config(metadata: Mapping[str, Any], tensors: Mapping[str, FileTensor], source: Path) -> LlamaConfig:
+    prefix = f"{ARCHITECTURE}."
+    fields = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+
+    def take(name: str, kind: type[Any], default: Any = None) -> Any:
+        value = fields.pop(name, default)
+        if value is None:
+            raise JllamaError(f"{source} lacks the key {prefix}{name}")
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind or (kind is float and not math.isfinite(value)):
+            raise JllamaError(f"{source} has {prefix}{name} {reprlib.repr(value)}; it must be one {kind.__name__}")
+        return value
+
+    table = parameter_table(LlamaConfig())
+    embed, lm_head = table["embed"].gguf, table["lm_head"].gguf
+    if embed not in tensors:
+        raise JllamaError(f"{source} lacks the tensor {embed}")
+    num_layers = take("block_count", int)
+    if num_layers > len(tensors):
+        raise JllamaError(f"{source} claims {num_layers} layers but holds only {len(tensors)} tensors")
+    num_heads = take("attention.head_count", int)
+    config = LlamaConfig(
+        vocab_size=tensors[embed].shape[0],
+        num_layers=num_layers,
+        embed_dim=take("embedding_length", int),
+        num_heads=num_heads,
+        num_kv_heads=take("attention.head_count_kv", int, num_heads),
+        head_dim=take("attention.key_length", int, 0),
+        mlp_dim=take("feed_forward_length", int),
+        max_seq_len=take("context_length", int),
+        norm_eps=take("attention.layer_norm_rms_epsilon", float),
+        rope_theta=take("rope.freq_base", float, 10_000.0),
+        tie_embeddings=lm_head not in tensors,
+    )
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if (size := take(name, int, config.head_dim)) != config.head_dim:
+            raise JllamaError(
+                f"{source} has {prefix}{name} {size} but keys of {config.head_dim} channels; jllama has one size for "
+                f"queries, keys, values and rotary embedding"
+            )
+    scaling = _read_rope_scaling(take, config, metadata, tensors, source)
+    for name in ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned"):  # of no consequence
+        fields.pop(name, None)
+    for name, value in fields.items():
+        if name not in _WITHOUT_EFFECT:
+            raise JllamaError(f"{source} has {prefix}{name} {reprlib.repr(value)}, which jllama does not know")
+        if value not in _WITHOUT_EFFECT[name]:
+            raise JllamaError(f"{source} has {prefix}{name} {reprlib.repr(value)}, which jllama does not support")
+    return dataclasses.replace(config, rope_scaling=scaling)
+
+
+def _read_rope_scaling(
+    take: Callable[..., Any],
+    config: LlamaConfig,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, FileTensor],
+    source: Path,
+) -> RopeScaling | None:
+    key = f"{ARCHITECTURE}.rope.scaling."
+    kind = take("rope.scaling.type", str, "linear")
+    old_factor = take("rope.scale_linear", float, 1.0)
+    factor = take("rope.scaling.factor", float, old_factor) or 1.0
+    original = take("rope.scaling.original_context_length", int, config.max_seq_len)
+    attention = take("rope.scaling.attn_factor", float, 1.0)
+    beta_fast = take("rope.scaling.yarn_beta_fast", float, 32.0)
+    beta_slow = take("rope.scaling.yarn_beta_slow", float, 1.0)
+    scaling = None
+    match kind:
+        case "none":
+            pass
+        case "linear":
+            scaling = RopeScaling("linear", factor) if factor != 1 else None
+        case "yarn":
+            scaling = RopeScaling(
+                "yarn", factor, original_max_seq_len=original, beta_fast=beta_fast, beta_slow=beta_slow
+            )
+        case _:
+            raise JllamaError(f"{source} has {key}type {reprlib.repr(kind)}; jllama knows none, linear and yarn")
+    usual = scaling.attention_factor if scaling and scaling.type == "yarn" else 1.0
+    # The converter puts the whole factor here, llama.cpp does not look: only where both agree is the meaning clear.
+    whole = take("rope.scaling.yarn_attn_factor", float, usual)
+    if not math.isclose(whole, usual, rel_tol=_TOLERANCE):
+        raise JllamaError(
+            f"{source} has {key}yarn_attn_factor {whole}, which llama.cpp ignores for a Llama; jllama has no way to "
+            f"know whether {whole} or {usual} is meant"
+        )
+    if scaling and scaling.type == "yarn":
+        exact, whole = metadata.get(f"{OURS}attention_factor"), attention * usual
+        if isinstance(exact, float) and math.isclose(exact, whole, rel_tol=_TOLERANCE):
+            whole = exact
+        scaling = dataclasses.replace(scaling, attention_factor=whole)
+    elif attention != 1:
+        raise JllamaError(f"{source} has {key}attn_factor {attention}, which jllama supports for yarn alone")
+    divisors = _read_divisors(config, tensors, source)
+    llama3 = _llama3_scaling(config, metadata, divisors, source)
+    if scaling and llama3:
+        raise JllamaError(f"{source} scales rotary frequencies twice, by {key}type {kind!r} and by {ROPE_FREQS}")
+    return scaling or llama3
+
+
+def _read_divisors(config: LlamaConfig, tensors: Mapping[str, FileTensor], source: Path) -> np.ndarray:
+    half = config.head_dim // 2
+    stored = tensors.get(ROPE_FREQS)
+    if stored is None:
+        return np.ones(1)
+    if stored.shape != (half,) or stored.dtype != np.float32:
+        raise JllamaError(
+            f"{source} has {ROPE_FREQS} as {stored.dtype.name}{list(stored.shape)}, expected float32{[half]}"
+        )
+    return np.asarray(stored[0:half], np.float64)
+
+
+def _llama3_scaling(
+    config: LlamaConfig, metadata: Mapping[str, Any], divisors: np.ndarray, source: Path
+) -> RopeScaling | None:
+    """The scaling that gives these divisors: as our own writer noted it, or solved for."""
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len")
+    noted = {name: metadata[OURS + name] for name in names if OURS + name in metadata}
+    if noted:
+        if [type(noted.get(name)) for name in names] != [float, float, float, int]:
+            raise JllamaError(f"{source} has keys {OURS}* that no llama3 scaling has: {noted}")
+        candidates = [RopeScaling("llama3", **noted)]
+    elif np.all(divisors == 1):
+        return None
+    else:
+        candidates = _solve_llama3(config, divisors)
+    for scaling in candidates:
+        if np.allclose(_llama3_divisors(config, scaling), divisors, rtol=_TOLERANCE, atol=0):
+            return scaling
+    raise JllamaError(
+        f"{source} has frequency divisors in {ROPE_FREQS} that no llama3 scaling gives; jllama knows no other use of it"
+    )
+
+
+def _llama3_divisors(config: LlamaConfig, scaling: RopeScaling) -> np.ndarray:
+    frequencies = F.inverse_frequencies(config.head_dim, config.rope_theta)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    return frequencies / F.scale_llama3(frequencies, scaling.factor, low, high, scaling.original_max_seq_len)
+
+
+def _solve_llama3(config: LlamaConfig, divisors: np.ndarray) -> list[RopeScaling]:
+    """Likely scalings, the likeliest first: Llama 3's own bounds, then ones from the blended frequencies.
+
+    ``1 / divisor = keep + (1 - keep) / factor``, and there ``keep = (turns - low) / (high - low)`` is linear in the
+    frequency. Its two coefficients leave ``low``, ``high`` and the original length free up to a common multiple: the
+    length must be whole, and ``low`` is 1 in every Llama.
+    """
+    factor = _shortest(float(divisors.max()))
+    if not 1 < factor < math.inf or not np.all(divisors > 0):
+        return []
+    candidates = [RopeScaling("llama3", factor)]
+    keep = (1 / divisors - 1 / factor) / (1 - 1 / factor)
+    blended = (keep > _TOLERANCE) & (keep < 1 - _TOLERANCE)
+    if blended.sum() < 2:
+        return candidates
+    frequencies = F.inverse_frequencies(config.head_dim, config.rope_theta)
+    slope, intercept = np.polyfit(frequencies[blended], keep[blended], 1)
+    if not (slope > 0 > intercept):
+        return candidates
+    original = max(round(-2 * math.pi * slope / intercept), 1)
+    width = original / (2 * math.pi * slope)
+    low, high = float(-intercept * width), float((1 - intercept) * width)
+    return [
+        *candidates,
+        RopeScaling("llama3", factor, float(f"{low:.3g}"), float(f"{high:.3g}"), original),
+        RopeScaling("llama3", factor, low, high, original),
+    ]
+
+
+def _read_tokenizer(metadata: Mapping[str, Any], source: Path) -> Tokenizer | None:
+    if metadata.get(TOKENIZER) in (None, NO_TOKENIZER, "none"):
+        return None
+    return from_gguf(metadata, str(source))
+
+
+def _read_stop_ids(metadata: Mapping[str, Any], config: LlamaConfig, source: Path) -> tuple[int, ...]:
+    found: dict[int, None] = {}
+    for key in STOP_KEYS:
+        if (token := metadata.get(key)) is not None:
+            if type(token) is not int or not 0 <= token < config.vocab_size:
+                raise JllamaError(
+                    f"{source} has {key} {reprlib.repr(token)}; it must be a token id below {config.vocab_size}"
+                )
+            found[token] = None
+    return tuple(found)
+
+
+def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | Literal["q8_0"] | None, report: Report) -> None:
+    """Write a GGUF file (version 3) that llama.cpp runs, tokenizer and chat template included.
+
+    Args:
+        checkpoint: the model.
+        target: the file to make.
+        dtype: of the matrices: float32, float16, bfloat16, or ``q8_0``; None keeps each one's own. Norms are always
+            float32, as llama.cpp demands. With ``q8_0``, a matrix whose rows are no multiple of 32 long is float16, as
+            llama.cpp's own converter has it.
+        report: told of the bytes written.
+
+    Raises:
+        JllamaError: GGUF cannot hold this model; nothing has been written.
+    """
+    config = checkpoint.config
+    stored = stored_tensors(config)
+    types = {tensor.key: _type_to_write(tensor, checkpoint.tensors[tensor.key], dtype) for tensor in stored}
+    metadata = _metadata_to_write(checkpoint) | _rope_scaling_to_write(config)
+    matrix_types = collections.Counter(types[tensor.key] for tensor in stored if tensor.parameter.is_matrix)
+    metadata["general.file_type"] = int(_FILE_TYPES[matrix_types.most_common(1)[0][0]])
+    to_write: list[tuple[str, FileTensor, GGMLQuantizationType, int]] = [
+        (
+            tensor.name("gguf"),
+            interleaved(tensor, checkpoint.tensors[tensor.key], config.head_dim),
+            types[tensor.key],
+            config.head_dim if tensor.parameter.rotary else 1,
+        )
+        for tensor in stored
+    ]
+    if config.rope_scaling and config.rope_scaling.type == "llama3":
+        divisors = _llama3_divisors(config, config.rope_scaling).astype(np.float32)
+        to_write.append((ROPE_FREQS, divisors, GGMLQuantizationType.F32, 1))
+
+    header = _header([_text(key) + _value(key, value) for key, value in metadata.items()], to_write)
+    with target.open("wb") as file:
+        file.write(header)
+        for _, tensor, type_, row_multiple in to_write:
+            for block in blocks(tensor, _PLAIN.get(type_, np.dtype(np.float32)), row_multiple):
+                data = block if type_ in _PLAIN else quantize(block, type_)
+                data.tofile(file)
+                report(data.nbytes)
+            file.write(bytes(-_num_bytes(tensor, type_) % _ALIGNMENT))
+
+
+def _header(keys: Sequence[bytes], to_write: Sequence[tuple[str, FileTensor, GGMLQuantizationType, int]]) -> bytes:
+    """Everything before the tensors, padded to where the first one begins."""
+    parts = [_MAGIC, struct.pack("<IQQ", _VERSION, len(to_write), len(keys)), *keys]
+    offset = 0
+    for name, tensor, type_, _ in to_write:
+        dims = tensor.shape[::-1]
+        parts += [_text(name), struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, type_, offset)]
+        offset += -(-_num_bytes(tensor, type_) // _ALIGNMENT) * _ALIGNMENT
+    header = b"".join(parts)
+    return header + bytes(-len(header) % _ALIGNMENT)
+
+
+def _num_bytes(tensor: FileTensor, type_: GGMLQuantizationType) -> int:
+    block, block_bytes = GGML_QUANT_SIZES[type_]
+    return math.prod(tensor.shape) // block * block_bytes
+
+
+def _type_to_write(
+    stored: StoredTensor, tensor: FileTensor, dtype: np.dtype[Any] | Literal["q8_0"] | None
+) -> GGMLQuantizationType:
+    if dtype == "q8_0":
+        if not stored.parameter.is_matrix:
+            return GGMLQuantizationType.F32
+        block, _ = GGML_QUANT_SIZES[GGMLQuantizationType.Q8_0]
+        return GGMLQuantizationType.F16 if stored.shape[-1] % block else GGMLQuantizationType.Q8_0
+    wanted = np.dtype(tensor.dtype if dtype is None else dtype)
+    types = {_PLAIN[type_]: type_ for type_ in _FILE_TYPES if type_ in _PLAIN}
+    if wanted not in types:
+        raise JllamaError(
+            f"llama.cpp has no {wanted.name} for {stored.name('gguf')}: choose float32, float16, bfloat16 or q8_0"
+        )
+    return types[wanted] if stored.parameter.is_matrix else GGMLQuantizationType.F32
+
+
+def _metadata_to_write(checkpoint: Checkpoint) -> dict[str, Any]:
+    config, tokenizer = checkpoint.config, checkpoint.tokenizer
+    sizes = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_seq_len,
+        "embedding_length": config.embed_dim,
+        "block_count": config.num_layers,
+        "feed_forward_length": config.mlp_dim,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.norm_eps),
+        "rope.dimension_count": config.head_dim,
+        "rope.freq_base": float(config.rope_theta),
+    }
+    metadata: dict[str, Any] = {
+        "general.architecture": ARCHITECTURE,
+        "general.name": "Llama",
+        "general.quantization_version": GGML_QUANT_VERSION,
+    }
+    metadata |= {f"{ARCHITECTURE}.{name}": value for name, value in sizes.items()}
+    if tokenizer is None:
+        metadata[TOKENIZER] = NO_TOKENIZER
+    else:
+        metadata |= to_gguf(tokenizer, config.vocab_size)
+    if checkpoint.chat_template is not None:
+        metadata[CHAT_TEMPLATE] = checkpoint.chat_template
+    return metadata | _stop_ids_to_write(checkpoint, metadata.get("tokenizer.ggml.tokens", ()))
+
+
+def _stop_ids_to_write(checkpoint: Checkpoint, tokens: Sequence[str]) -> dict[str, Any]:
+    """EOS is the tokenizer's; of the others, ``<|eom_id|>`` ends a message and any other one a turn."""
+    _, eot, eom = STOP_KEYS
+    stops = list(dict.fromkeys(checkpoint.stop_ids))
+    if checkpoint.tokenizer is not None:
+        stops = [checkpoint.tokenizer.eos_id, *(token for token in stops if token != checkpoint.tokenizer.eos_id)]
+    if len(stops) > len(STOP_KEYS):
+        raise JllamaError(
+            f"GGUF has places for {len(STOP_KEYS)} tokens that end an answer, and this model has {len(stops)} "
+            f"({', '.join(map(str, stops))}): leave some out"
+        )
+    found: dict[str, Any] = {}
+    for token in stops:
+        is_eom = token < len(tokens) and tokens[token] == "<|eom_id|>"
+        free = [key for key in ((eom, eot) if found and is_eom else STOP_KEYS) if key not in found]
+        found[free[0]] = token
+    return found
+
+
+def _rope_scaling_to_write(config: LlamaConfig) -> dict[str, Any]:
+    scaling, key = config.rope_scaling, f"{ARCHITECTURE}.rope.scaling."
+    if scaling is None:
+        return {}
+    match scaling.type:
+        case "linear":
+            return {f"{key}type": "linear", f"{key}factor": float(scaling.factor)}
+        case "llama3":
+            return {
+                f"{OURS}factor": float(scaling.factor),
+                f"{OURS}low_freq_factor": float(scaling.low_freq_factor),
+                f"{OURS}high_freq_factor": float(scaling.high_freq_factor),
+                f"{OURS}original_max_seq_len": scaling.original_max_seq_len,
+            }
+        case "yarn":
+            usual_bounds = RopeScaling("yarn", scaling.factor)
+            if (scaling.beta_fast, scaling.beta_slow) != (usual_bounds.beta_fast, usual_bounds.beta_slow):
+                raise JllamaError(
+                    f"llama.cpp takes yarn's beta_fast and beta_slow of a Llama to be {usual_bounds.beta_fast:g} and "
+                    f"{usual_bounds.beta_slow:g}, and this model has {scaling.beta_fast:g} and {scaling.beta_slow:g}: "
+                    f"convert to another format (hf, orbax)"
+                )
+            found = {
+                f"{key}type": "yarn",
+                f"{key}factor": float(scaling.factor),
+                f"{key}original_context_length": scaling.original_max_seq_len,
+            }
+            usual = dataclasses.replace(scaling, attention_factor=0.0).attention_factor
+            if scaling.attention_factor != usual:
+                found[f"{key}attn_factor"] = _shortest(scaling.attention_factor / usual)
+                found[f"{OURS}attention_factor"] = float(scaling.attention_factor)
+            return found
+        case _:
+            raise JllamaError(f"GGUF has no RoPE scaling of type {scaling.type}: convert to another format (hf, orbax)")
+
+
+def _text(text: str) -> bytes:
+    data = text.encode("utf-8", "surrogateescape")
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(key: str, value: Any) -> bytes:
+    """A value after its type: unsigned 32-bit integers, float32 (float64 in keys that are ours alone), lists."""
+    match value:
+        case bool():
+            return struct.pack("<I?", GGUFValueType.BOOL, value)
+        case int():
+            if not 0 <= value < 1 << 32:
+                raise JllamaError(f"GGUF stores {key} in 32 bits, which cannot hold {value}: convert to another format")
+            return struct.pack("<II", GGUFValueType.UINT32, value)
+        case float():
+            if key.startswith(OURS):
+                return struct.pack("<Id", GGUFValueType.FLOAT64, value)
+            if _shortest(value) != value:
+                raise JllamaError(
+                    f"GGUF stores {key} as float32, which cannot hold {value!r}: convert to another format (hf, orbax)"
+                )
+            return struct.pack("<If", GGUFValueType.FLOAT32, value)
+        case str():
+            return struct.pack("<I", GGUFValueType.STRING) + _text(value)
+        case _:
+            if not value or isinstance(value[0], str):
+                type_, data = GGUFValueType.STRING, b"".join(map(_text, value))
+            elif isinstance(value[0], float):
+                type_, data = GGUFValueType.FLOAT32, np.array(value, "<f4").tobytes()
+            else:
+                type_, data = GGUFValueType.INT32, np.array(value, "<i4").tobytes()
+            return struct.pack("<IIQ", GGUFValueType.ARRAY, type_, len(value)) + data

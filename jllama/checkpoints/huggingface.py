@@ -1,0 +1,479 @@
+"""Hugging Face folders: ``config.json``, safetensors in one file or in shards with an index, tokenizer, chat template.
+
+Source: transformers 5.23, ``LlamaConfig`` and ``modeling_rope_utils``, whose reading of every field is followed here;
+and 4, which spells RoPE ``rope_theta`` and ``rope_scaling`` where 5 has ``rope_parameters``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jllama.checkpoints.chat_files import read_chat_files, stop_ids, write_chat_files
+from jllama.checkpoints.safetensors_file import DTYPES, read_safetensors, write_safetensors
+from jllama.checkpoints.tensors import Checkpoint, FileTensor, Report, blocks, matched
+from jllama.config import LlamaConfig, RopeScaling
+from jllama.errors import JllamaError, UsageError
+from jllama.parameters import parameter_table, stored_tensors
+from jllama.tokenizers import has_tokenizer, load_tokenizer
+from jllama.tokenizers.convert import save_huggingface
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+MAX_SHARD_BYTES = 5_000_000_000
+"""Of a shard's tensors. A tensor that is larger has a shard of its own."""
+
+_MAX_JSON_BYTES, _MAX_JSON_DEPTH = 100_000_000, 50
+_MAX_LAYERS = 10_000  # the largest Llama has 126; the list of what such a model's files should hold stays small
+
+_SIZES: dict[str, tuple[str, int | None]] = {
+    "num_layers": ("num_hidden_layers", 32),
+    "embed_dim": ("hidden_size", 4096),
+    "num_heads": ("num_attention_heads", 32),
+    "num_kv_heads": ("num_key_value_heads", None),
+    "head_dim": ("head_dim", None),
+    "mlp_dim": ("intermediate_size", 11_008),
+    "max_seq_len": ("max_position_embeddings", 2048),
+}
+"""Theirs and its default, for each of our sizes; None is worked out from the others."""
+
+_NOT_OURS = (
+    "attention_bias",
+    "mlp_bias",
+    "use_sliding_window",
+    "num_local_experts",
+    "num_experts",
+    "quantization_config",
+)
+"""Options that change the architecture, and that a Llama has off."""
+
+_ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
+    "yarn": (("factor",), ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")),
+}
+"""The numbers that each RoPE type must have and may have, besides what every type may have."""
+
+_ROPE_COMMON = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+
+
+def recognises(path: Path) -> bool:
+    """Whether a folder has a ``config.json`` that names a model, or safetensors."""
+    try:
+        if any(path.glob("*.safetensors")):
+            return True
+        fields = _json_object(path / CONFIG)
+    except (OSError, JllamaError):
+        return False
+    return "model_type" in fields or "architectures" in fields
+
+
+def config_from_huggingface(fields: Mapping[str, Any], source: Path) -> LlamaConfig:
+    """The architecture that a ``config.json`` describes, in transformers 4's spelling or 5's; missing fields as theirs.
+
+    ``vocab_size`` is 0 if the file leaves it to the weights: absent, null or -1.
+
+    Raises:
+        JllamaError: the file asks for something that a Llama of jllama's does not have, or a field is wrong.
+    """
+    fields = {key: value for key, value in fields.items() if value is not None}
+    _refuse_other_models(fields, source)
+    sizes = {
+        ours: _whole_number(fields[theirs], theirs, source) if theirs in fields else default or 0
+        for ours, (theirs, default) in _SIZES.items()
+    }
+    vocab_size = fields.get("vocab_size", -1)
+    tied = fields.get("tie_word_embeddings", False)
+    if type(tied) is not bool:
+        raise JllamaError(f"{source} has tie_word_embeddings {tied!r}; it must be true or false")
+    if sizes["num_layers"] > _MAX_LAYERS:
+        raise JllamaError(
+            f"{source} has num_hidden_layers {sizes['num_layers']}; jllama takes up to {_MAX_LAYERS} layers"
+        )
+    theta, scaling = _rope(fields, sizes["max_seq_len"], source)
+    try:
+        return LlamaConfig(
+            vocab_size=0 if vocab_size == -1 else _whole_number(vocab_size, "vocab_size", source),
+            norm_eps=_number(fields.get("rms_norm_eps", 1e-6), "rms_norm_eps", source),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            tie_embeddings=tied,
+            **sizes,
+        )
+    except UsageError as error:
+        raise JllamaError(f"{source}: {error}") from error
+
+
+def _refuse_other_models(fields: Mapping[str, Any], source: Path) -> None:
+    model_type = fields.get("model_type", "llama" if fields.get("architectures") == ["LlamaForCausalLM"] else None)
+    if model_type != "llama":
+        raise JllamaError(f"{source} has model_type {model_type!r}; jllama reads models of type 'llama' alone")
+    wanted = {key: fields[key] for key in _NOT_OURS if fields.get(key)}
+    if "sliding_window" in fields and fields.get("use_sliding_window", True):
+        wanted["sliding_window"] = fields["sliding_window"]
+    layer_types = fields.get("layer_types", [])
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        wanted["layer_types"] = layer_types
+    if wanted:
+        asked = ", ".join(f"{key} {json.dumps(value)[:80]}" for key, value in wanted.items())
+        raise JllamaError(f"{source} asks for what jllama's Llama does not have: {asked}")
+    if (activation := fields.get("hidden_act", "silu")) != "silu":
+        raise JllamaError(f"{source} has hidden_act {activation!r}; jllama has 'silu' alone")
+
+
+def _rope(fields: Mapping[str, Any], max_seq_len: int, source: Path) -> tuple[float, RopeScaling | None]:
+    """Theta and scaling. A file may have both spellings, for readers old and new, if they say the same."""
+    spellings = [key for key in ("rope_scaling", "rope_parameters") if fields.get(key)]
+    readings = {key: _one_rope(fields, key, max_seq_len, source) for key in spellings or ["rope_scaling"]}
+    if len(set(readings.values())) > 1:
+        raise JllamaError(f"{source} has rope_scaling and rope_parameters that differ: remove the wrong one")
+    return next(iter(readings.values()))
+
+
+def _one_rope(
+    fields: Mapping[str, Any], spelling: str, max_seq_len: int, source: Path
+) -> tuple[float, RopeScaling | None]:
+    parameters = fields.get(spelling) or {}
+    if not isinstance(parameters, dict):
+        raise JllamaError(f"{source} has {spelling} {parameters!r}; it must be an object or null")
+    parameters = {key: value for key, value in parameters.items() if value is not None}
+    outside = {key: fields[key] for key in _ROPE_COMMON if key in fields}
+    for key in outside.keys() & parameters.keys():
+        if outside[key] != parameters[key]:
+            raise JllamaError(f"{source} has {key} {outside[key]!r}, but {parameters[key]!r} in {spelling}: remove one")
+    parameters = outside | parameters
+    rope_type = parameters.pop("rope_type", parameters.pop("type", "default"))
+    if not isinstance(rope_type, str) or rope_type not in _ROPE_KEYS:
+        raise JllamaError(f"{source} asks for RoPE of type {rope_type!r}; jllama has {', '.join(_ROPE_KEYS)}")
+    if parameters.pop("partial_rotary_factor", 1) != 1:
+        raise JllamaError(f"{source} has a partial_rotary_factor other than 1; jllama's Llama turns whole heads")
+    if rope_type == "yarn" and parameters.pop("truncate", True) is not True:
+        raise JllamaError(f"{source} has truncate other than true in {spelling}; jllama's yarn truncates")
+    if rope_type == "yarn":
+        parameters.pop("finetuned", None)  # of the first yarn models: that they were trained so changes nothing here
+    theta = _number(parameters.pop("rope_theta", 10_000.0), "rope_theta", source)
+    original = parameters.pop("original_max_position_embeddings", max_seq_len)
+    original = _whole_number(original, "original_max_position_embeddings", source)
+    required, optional = _ROPE_KEYS[rope_type]
+    if missing := [key for key in required if key not in parameters]:
+        raise JllamaError(f"{source} has no {', '.join(missing)} in {spelling}, which RoPE of type {rope_type} needs")
+    if unknown := [key for key in parameters if key not in required + optional]:
+        raise JllamaError(f"{source} has {', '.join(unknown)} in {spelling}, which RoPE of type {rope_type} has not")
+    numbers: dict[str, Any] = {key: _number(value, key, source) for key, value in parameters.items()}
+    if rope_type == "default":
+        return theta, None
+    if rope_type == "dynamic" and original != max_seq_len:
+        raise JllamaError(
+            f"{source} has original_max_position_embeddings {original} and max_position_embeddings {max_seq_len}, but "
+            f"transformers' dynamic RoPE knows the latter alone: remove the former, or give both the same value"
+        )
+    scales = [numbers.pop(key, 0.0) for key in ("mscale", "mscale_all_dim")]
+    if all(scales):
+        up, down = (0.1 * scale * math.log(numbers["factor"]) + 1 for scale in scales)
+        numbers.setdefault("attention_factor", up / down)
+    if rope_type != "linear":
+        numbers["original_max_seq_len"] = original
+    try:
+        return theta, RopeScaling(**{"type": rope_type, **numbers})
+    except UsageError as error:
+        raise JllamaError(f"{source}: {error}") from error
+
+
+def _whole_number(value: Any, key: str, source: Path) -> int:
+    if type(value) is not int or not 1 <= value < 2**31:
+        raise JllamaError(f"{source} has {key} {_short(value)}; it must be a positive whole number")
+    return value
+
+
+def _number(value: Any, key: str, source: Path) -> float:
+    if type(value) not in (int, float) or not 0 < value < 1e300:
+        raise JllamaError(f"{source} has {key} {_short(value)}; it must be a positive number")
+    return float(value)
+
+
+def config_to_huggingface(config: LlamaConfig, dtype: str) -> dict[str, Any]:
+    """The fields of a ``config.json`` that transformers 4 and 5 both read as this architecture.
+
+    Args:
+        config: the architecture.
+        dtype: what transformers is to load the weights as, such as ``bfloat16``.
+
+    Raises:
+        JllamaError: transformers cannot hold it.
+    """
+    if config.embed_dim % config.num_heads:
+        raise JllamaError(
+            f"transformers loads no Llama whose embed_dim ({config.embed_dim}) is not a multiple of num_heads "
+            f"({config.num_heads}): save it in another format"
+        )
+    scaling = config.rope_scaling
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if scaling:
+        required, _ = _ROPE_KEYS[scaling.type]
+        rope = {"rope_type": scaling.type} | {key: float(getattr(scaling, key)) for key in required}
+    if scaling and scaling.type == "dynamic" and scaling.original_max_seq_len != config.max_seq_len:
+        raise JllamaError(
+            f"transformers' dynamic RoPE has one length, so original_max_seq_len ({scaling.original_max_seq_len}) must "
+            f"be max_seq_len ({config.max_seq_len}): save it in another format"
+        )
+    if scaling and scaling.type in ("llama3", "yarn"):
+        rope["original_max_position_embeddings"] = scaling.original_max_seq_len
+    if scaling and scaling.type == "yarn":
+        rope |= {"beta_fast": float(scaling.beta_fast), "beta_slow": float(scaling.beta_slow)}
+        if scaling.attention_factor != RopeScaling("yarn", scaling.factor).attention_factor:
+            rope["attention_factor"] = float(scaling.attention_factor)
+    theta = float(config.rope_theta)
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        **{theirs: getattr(config, ours) for ours, (theirs, _) in _SIZES.items()},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rms_norm_eps": float(config.norm_eps),
+        "rope_theta": theta,
+        "rope_scaling": rope if scaling else None,
+        "rope_parameters": rope | {"rope_theta": theta},
+        "tie_word_embeddings": config.tie_embeddings,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+
+
+def read(path: Path) -> Checkpoint:
+    """Open a Hugging Face folder; of the weights only the embedding is read, and only to compare a tied head with it.
+
+    Raises:
+        JllamaError: a file is missing, cut short or wrong, names a place outside the folder, or holds another model
+            than ``config.json`` describes.
+    """
+    source = path / CONFIG
+    if not source.is_file():
+        raise JllamaError(f"{path} has no {CONFIG}: copy it there, the weights alone do not say what model they are")
+    fields = _json_object(source)
+    config = config_from_huggingface(fields, source)
+    found = {
+        name: tensor
+        for name, tensor in _weights(path).items()
+        if not re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name)  # computed, not learnt
+    }
+    table = parameter_table(dataclasses.replace(config, tie_embeddings=False))
+    embed, head = table["embed"].huggingface, table["lm_head"].huggingface
+    if not config.vocab_size and embed in found:
+        rows = max([1, *found[embed].shape[:1]])  # an embedding without rows is to be found wanting
+        config = dataclasses.replace(config, vocab_size=rows)
+    repeated_head = found.pop(head, None) if config.tie_embeddings else None
+    try:
+        tensors = matched(found, config, "huggingface", path)
+    except JllamaError as error:
+        if config.tie_embeddings or head in found:
+            raise
+        raise JllamaError(f"{error}; a model without {head} needs tie_word_embeddings true in {CONFIG}") from error
+    if repeated_head is not None and not _same_bits(repeated_head, tensors["embed"]):
+        raise JllamaError(
+            f"{path} has tie_word_embeddings true in {CONFIG}, but {head} differs from {embed}: "
+            f"set it to false if the model has a head of its own"
+        )
+    chat_template, stops = read_chat_files(path)
+    return Checkpoint(
+        config,
+        tensors,
+        load_tokenizer(path) if has_tokenizer(path) else None,
+        _old_chat_template(path / TOKENIZER_CONFIG) if chat_template is None else chat_template,
+        stops or stop_ids(fields.get("eos_token_id"), source),
+    )
+
+
+def _weights(path: Path) -> dict[str, np.ndarray]:
+    """Every tensor of a folder: of the one file if there is one (as transformers does), else of the index's shards."""
+    if (path / WEIGHTS).is_file():
+        return read_safetensors(path / WEIGHTS)
+    index = path / INDEX
+    if not index.is_file():
+        if any(path.glob("pytorch_model*.bin*")):
+            raise JllamaError(
+                f"{path} has its weights as pytorch_model.bin, a pickle, which jllama does not open: save them as "
+                f"safetensors, with save_pretrained of transformers"
+            )
+        held = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "no safetensors at all"
+        raise JllamaError(f"{path} has neither {WEIGHTS} nor {INDEX}; it has {held}")
+    places = _json_object(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise JllamaError(f"{index} has no weight_map, the object that says which file each tensor is in")
+    for shard in places.values():
+        # The file may be a link that leads elsewhere, as in the hub's cache; its name may not.
+        if not isinstance(shard, str) or not re.fullmatch(r"[\w.-]{1,200}\.safetensors", shard, re.ASCII):
+            raise JllamaError(f"{index} points to {_short(shard)}; expected the name of a safetensors file beside it")
+    shards = sorted(set(places.values()))
+    if missing := [shard for shard in shards if not (path / shard).is_file()]:
+        raise JllamaError(f"{path} lacks {', '.join(missing)}, which {INDEX} names: copy what is missing there")
+    found: dict[str, np.ndarray] = {}
+    problems = []
+    for shard in shards:
+        held = read_safetensors(path / shard)
+        problems += [f"{shard} lacks {name}" for name in places if places[name] == shard and name not in held]
+        problems += [f"{shard} has {name} against the index" for name in held if places.get(name) != shard]
+        found |= held
+    if problems:
+        raise JllamaError(f"{path} has shards that differ from {INDEX}: {'; '.join(problems)}")
+    return found
+
+
+def _same_bits(tensor: FileTensor, other: FileTensor) -> bool:
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
+        return False
+    pairs = zip(blocks(tensor, tensor.dtype), blocks(other, other.dtype), strict=True)
+    return all(np.array_equal(one.view(np.uint8), two.view(np.uint8)) for one, two in pairs)
+
+
+def _old_chat_template(path: Path) -> str | None:
+    """The template where files of before 2025 have it: a string, or a list of named ones, one of them ``default``."""
+    template = _json_object(path).get("chat_template") if path.is_file() else None
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise JllamaError(f"{path} has a chat_template that is neither text nor a list of named texts")
+    return template
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise JllamaError(f"{path} is over {_MAX_JSON_BYTES} bytes: it is not what its name says")
+        content = json.loads(path.read_bytes())
+        level = [content]
+        for _ in range(_MAX_JSON_DEPTH):
+            level = [inner for outer in level for inner in _inside(outer)]
+        if level:
+            raise ValueError(f"it is nested over {_MAX_JSON_DEPTH} deep")
+    except OSError as error:
+        raise JllamaError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise JllamaError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise JllamaError(f"{path} is not a JSON object")
+    return content
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _short(value: Any) -> str:
+    return json.dumps(value)[:100]
+
+
+def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, report: Report) -> None:
+    """Write a folder that transformers loads as it is.
+
+    Args:
+        checkpoint: the model.
+        target: an empty folder.
+        dtype: of every tensor; None keeps each one's own.
+        report: told of the bytes of weights as they are written.
+
+    Raises:
+        JllamaError: transformers cannot hold this model.
+    """
+    tensors = [
+        (stored.name("huggingface"), tensor, tensor.dtype if dtype is None else dtype)
+        for stored in stored_tensors(checkpoint.config)
+        for tensor in [checkpoint.tensors[stored.key]]
+    ]
+    dtypes = {kind for _, _, kind in tensors}
+    if unknown := dtypes - set(DTYPES.values()):
+        raise JllamaError(f"safetensors are written in {', '.join(map(str, DTYPES.values()))}, not in {unknown.pop()}")
+    # transformers loads every tensor in one dtype: the one that holds all of them without rounding.
+    config = config_to_huggingface(checkpoint.config, str(functools.reduce(jnp.promote_types, dtypes)))
+    tokenizer, template = checkpoint.tokenizer, checkpoint.chat_template
+    stops = checkpoint.stop_ids or ((tokenizer.eos_id,) if tokenizer else ())
+    # Not null but absent, they would be 1 and 2.
+    config |= {
+        "bos_token_id": tokenizer.bos_id if tokenizer else None,
+        "eos_token_id": list(stops) if len(stops) > 1 else stops[0] if stops else None,
+    }
+    if tokenizer:
+        save_huggingface(tokenizer, target)
+    _write_json(target / CONFIG, config)
+    write_chat_files(target, template, stops, **({"bos_token_id": tokenizer.bos_id} if tokenizer else {}))
+    if template is not None and (target / TOKENIZER_CONFIG).is_file():
+        # transformers 4.45, for one, and tools of its time know no chat_template.jinja.
+        _write_json(target / TOKENIZER_CONFIG, _json_object(target / TOKENIZER_CONFIG) | {"chat_template": template})
+    shards = _shards(tensors)
+    if len(shards) == 1:
+        write_safetensors(target / WEIGHTS, shards[0], report)
+        return
+    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    places = {tensor[0]: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    total_bytes = sum(_bytes(tensor) for tensor in tensors)
+    _write_json(target / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": places})
+    for name, shard in zip(names, shards, strict=True):
+        write_safetensors(target / name, shard, report)
+
+
+_Named = tuple[str, FileTensor, np.dtype[Any]]
+
+
+def _bytes(tensor: _Named) -> int:
+    return math.prod(tensor[1].shape) * tensor[2].itemsize
+
+
+def _shards(tensors: list[_Named]) -> list[list[_Named]]:
+    """The tensors in order, cut into runs of at most ``MAX_SHARD_BYTES``."""
+    shards: list[list[_Named]] = []
+    free_bytes = 0
+    for tensor in tensors:
+        if not shards or _bytes(tensor) > free_bytes:
+            shards.append([])
+            free_bytes = MAX_SHARD_BYTES
+        shards[-1].append(tensor)
+        free_bytes -= _bytes(tensor)
+    return shards
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def download(repository: str) -> Path:
+    """Fetch ``org/name`` from the Hugging Face hub, or find it in the hub's cache; the folder it is in.
+
+    Raises:
+        JllamaError: the hub extra is not installed, or the repository cannot be had.
+    """
+    try:
+        from huggingface_hub import errors, snapshot_download
+    except ImportError as error:
+        raise JllamaError(
+            f"{repository} is on the hub, which needs the hub extra: pip install 'jllama[hub]'"
+        ) from error
+    try:
+        wanted = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja"]
+        return Path(snapshot_download(repository, allow_patterns=wanted))
+    except errors.GatedRepoError as error:
+        raise JllamaError(
+            f"{repository} is gated: accept its licence at https://huggingface.co/{repository} and run `hf auth login`"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise JllamaError(
+            f"the hub has no model {repository}, or a private one: check the name, or run `hf auth login`"
+        ) from error
+    except Exception as error:  # of the hub's client, the HTTP library beneath it, or the disk: all mean the same here
+        reason = str(error).strip().partition("\n")[0]
+        raise JllamaError(f"{repository} cannot be fetched from the hub: {reason or type(error).__name__}") from error

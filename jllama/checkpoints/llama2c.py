@@ -1,0 +1,223 @@
+"""The ``.bin`` format of karpathy's llama2.c: seven integers and then float32 numbers, with no names and no metadata.
+
+The header is ``dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, max_seq_len`` as little-endian int32, the
+vocabulary's size negated if the output head is not tied to the embedding. The tensors follow in the order of
+``Parameter.llama2c``, each one for all layers, ``[outputs, inputs]``, rotary channels in interleaved pairs; before the
+output head come the cosines and sines ``[max_seq_len, head_dim / 2]`` of an earlier ``run.c``. Source: llama2.c's
+``export.py`` (``legacy_export``) and ``run.c``.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from jllama import functional as F
+from jllama.checkpoints.tensors import BLOCK_BYTES, Checkpoint, FileTensor, Report, blocks, half_split, interleaved
+from jllama.config import LlamaConfig
+from jllama.errors import JllamaError, UsageError
+from jllama.parameters import StoredTensor, count_parameters, stored_tensors
+from jllama.tokenizers.convert import save_llama2c_tokenizer
+from jllama.tokenizers.llama2c import load_llama2c_tokenizer
+
+MODEL = "model.bin"
+TOKENIZER = "tokenizer.bin"
+
+_HEADER = struct.Struct("<7i")
+_LATER_VERSIONS = 0x616B3432  # "ak42": the first integer of versions 1 and 2
+_MOST = (1 << 17, 1 << 20, 1 << 10, 1 << 12, 1 << 12, 1 << 24, 1 << 24)  # in a plausible header
+_FIXED = LlamaConfig(norm_eps=1e-5, rope_theta=10_000.0)  # what run.c has in its code
+
+
+def recognises(path: Path) -> bool:
+    """Whether this is a llama2.c file, of any version and perhaps truncated, or a folder that holds exactly one."""
+    try:
+        return _model_file(path) is not None
+    except OSError:
+        return False
+
+
+def _model_file(path: Path) -> Path | None:
+    if path.is_dir():
+        files = [file for file in path.glob("*.bin") if file.name != TOKENIZER and _looks_like_one(file)]
+        return files[0] if len(files) == 1 else None
+    return path if path.is_file() and _looks_like_one(path) else None
+
+
+def _looks_like_one(file: Path) -> bool:
+    with file.open("rb") as opened:
+        header = opened.read(_HEADER.size)
+    if header[:4] == struct.pack("<I", _LATER_VERSIONS):
+        return True
+    if len(header) < _HEADER.size:
+        return False
+    sizes = _HEADER.unpack(header)
+    if not all(1 <= abs(size) <= most for size, most in zip(sizes, _MOST, strict=True)):
+        return False
+    try:
+        config = _config(sizes)
+    except UsageError:
+        return False
+    return file.suffix == ".bin" or file.stat().st_size == _file_bytes(config)
+
+
+def _config(sizes: tuple[int, ...]) -> LlamaConfig:
+    embed_dim, mlp_dim, num_layers, num_heads, num_kv_heads, vocab_size, max_seq_len = sizes
+    if not (num_kv_heads and mlp_dim and vocab_size):  # LlamaConfig would work a zero out
+        raise UsageError(f"its sizes are {sizes}; none may be 0")
+    return LlamaConfig(
+        vocab_size=abs(vocab_size),
+        num_layers=num_layers,
+        embed_dim=embed_dim,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        mlp_dim=mlp_dim,
+        max_seq_len=max_seq_len,
+        norm_eps=_FIXED.norm_eps,
+        rope_theta=_FIXED.rope_theta,
+        tie_embeddings=vocab_size > 0,
+    )
+
+
+def _file_bytes(config: LlamaConfig) -> int:
+    return _HEADER.size + 4 * (count_parameters(config) + 2 * _table_size(config))
+
+
+def _table_size(config: LlamaConfig) -> int:
+    return config.max_seq_len * config.head_dim // 2
+
+
+def _in_order(config: LlamaConfig) -> list[StoredTensor]:
+    return sorted(stored_tensors(config), key=lambda stored: stored.parameter.llama2c)  # stable: layers stay in order
+
+
+def read(path: Path) -> Checkpoint:
+    """Open a llama2.c file, or the folder that holds it, with the ``tokenizer.bin`` beside it if there is one.
+
+    The epsilon is 1e-5 and RoPE's base 10,000, as they stand in ``run.c``. All is float32.
+
+    Raises:
+        JllamaError: it is truncated, of a later version, or makes no sense.
+    """
+    file = _model_file(path) if path.is_dir() else path
+    if file is None:
+        raise JllamaError(f"{path} does not hold exactly one llama2.c .bin file: give the file itself")
+    if not file.is_file():
+        raise JllamaError(f"there is no llama2.c file at {file}")
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        header = opened.read(_HEADER.size)
+    if header[:4] == struct.pack("<I", _LATER_VERSIONS):
+        version = struct.unpack("<i", header[4:8])[0] if len(header) >= 8 else "unknown"
+        raise JllamaError(
+            f"{file} is a llama2.c file of version {version}; only the original format (version 0) can be read: "
+            f"export it with --version 0"
+        )
+    if len(header) < _HEADER.size:
+        raise JllamaError(f"{file} is truncated: it has {size} bytes, less than a llama2.c header")
+    try:
+        config = _config(_HEADER.unpack(header))
+    except UsageError as error:
+        raise JllamaError(f"{file} is no llama2.c file: {error}") from error
+    if (expected := _file_bytes(config)) != size:
+        what = "is truncated" if size < expected else "is too long, or no llama2.c file"
+        raise JllamaError(f"{file} {what}: it has {size} bytes but its header describes {expected}: fetch it again")
+    numbers = np.memmap(file, "<f4", "r", offset=_HEADER.size)
+    tensors: dict[str, FileTensor] = {}
+    start = 0
+    for stored in _in_order(config):
+        if stored.path == "lm_head":
+            start += 2 * _table_size(config)
+        stop = start + int(np.prod(stored.shape))
+        tensors[stored.key] = half_split(stored, numbers[start:stop].reshape(stored.shape), config.head_dim)
+        start = stop
+    tokenizer = None
+    if (tokenizer_file := file.parent / TOKENIZER).is_file():
+        tokenizer = load_llama2c_tokenizer(tokenizer_file)
+    return Checkpoint(config, tensors, tokenizer)
+
+
+def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, report: Report) -> None:
+    """Write ``model.bin`` into a folder, and ``tokenizer.bin`` if there is a tokenizer: what ``run.c`` runs.
+
+    Args:
+        checkpoint: the model. bfloat16 and float16 are widened to float32, which loses nothing.
+        target: the folder.
+        dtype: None or float32: the format has no other.
+        report: told of the bytes written.
+
+    Raises:
+        JllamaError: the format cannot hold this model; no weights have been written.
+    """
+    config = checkpoint.config
+    if problems := _problems(checkpoint, dtype):
+        raise JllamaError(
+            f"the llama2.c format cannot hold this model: {'; '.join(problems)}: convert to another format (hf, gguf)"
+        )
+    if checkpoint.tokenizer is not None:
+        save_llama2c_tokenizer(checkpoint.tokenizer, target / TOKENIZER)
+    with (target / MODEL).open("wb") as file:
+        file.write(_HEADER.pack(*_sizes(config)))
+        for stored in _in_order(config):
+            if stored.path == "lm_head":
+                _write_tables(config, file)
+            tensor = interleaved(stored, checkpoint.tensors[stored.key], config.head_dim)
+            for block in blocks(tensor, np.dtype("<f4"), config.head_dim if stored.parameter.rotary else 1):
+                file.write(block.data)
+                report(block.nbytes)
+        if config.tie_embeddings:
+            _write_tables(config, file)
+
+
+def _sizes(config: LlamaConfig) -> tuple[int, ...]:
+    vocab_size = config.vocab_size if config.tie_embeddings else -config.vocab_size
+    heads = config.num_heads, config.num_kv_heads
+    return config.embed_dim, config.mlp_dim, config.num_layers, *heads, vocab_size, config.max_seq_len
+
+
+def _problems(checkpoint: Checkpoint, dtype: np.dtype[Any] | None) -> list[str]:
+    config, tokenizer = checkpoint.config, checkpoint.tokenizer
+    found = [
+        f"its {name} is {getattr(config, name)!r}, and run.c has {getattr(_FIXED, name)!r} in its code"
+        for name in ("norm_eps", "rope_theta", "rope_scaling")
+        if getattr(config, name) != getattr(_FIXED, name)
+    ]
+    if config.num_heads * config.head_dim != config.embed_dim:
+        found.append(
+            f"its head_dim is {config.head_dim}, and run.c has embed_dim / num_heads, "
+            f"which is {config.embed_dim / config.num_heads:g}"
+        )
+    if max(map(abs, _sizes(config))) >= 1 << 31:
+        found.append("it has a size of 2**31 or more")
+    if dtype is not None and dtype != np.float32:
+        found.append(f"it is to be {dtype.name}, and the format has float32 alone")
+    if dtype is None and any(tensor.dtype.itemsize > 4 for tensor in checkpoint.tensors.values()):
+        found.append("it has float64 tensors (take dtype float32)")
+    if checkpoint.chat_template is not None:
+        found.append("it has a chat template")
+    if others := [token for token in checkpoint.stop_ids if tokenizer is None or token != tokenizer.eos_id]:
+        found.append(f"tokens {', '.join(map(str, others))} end its answers, and run.c knows EOS alone")
+    if tokenizer is not None and tokenizer.vocab_size != config.vocab_size:
+        found.append(
+            f"its tokenizer has {tokenizer.vocab_size} tokens, and run.c reads as many as the embedding has rows, "
+            f"{config.vocab_size}"
+        )
+    return found
+
+
+def _write_tables(config: LlamaConfig, file: BinaryIO) -> None:
+    """Cosines of all positions, then sines."""
+    for function in (np.cos, np.sin):
+        for angles in _angles(config):
+            file.write(function(angles).astype("<f4").data)
+
+
+def _angles(config: LlamaConfig) -> Iterator[np.ndarray]:
+    frequencies = F.inverse_frequencies(config.head_dim, config.rope_theta)
+    step = max(1, BLOCK_BYTES // (8 * len(frequencies)))
+    for start in range(0, config.max_seq_len, step):
+        yield np.outer(np.arange(start, min(start + step, config.max_seq_len)), frequencies)

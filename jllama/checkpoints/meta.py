@@ -1,0 +1,410 @@
+"""Meta's release format: ``params.json``, ``consolidated.NN.pth`` in one shard or more, ``tokenizer.model``.
+
+Matrices are ``[outputs, inputs]``, rotary channels in interleaved pairs. A shard has its part of the heads, of the
+MLP's width and of the vocabulary; norms are repeated in each. Llama 1 and 2 cut the embedding along its width instead.
+Source: ``ModelArgs`` and ``Transformer`` of Meta's llama (Llama 1 and 2) and llama-models (Llama 3) repositories.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jllama.checkpoints.chat_files import read_chat_files, write_chat_files
+from jllama.checkpoints.tensors import Checkpoint, FileTensor, Report, blocks, half_split, interleaved, matched
+from jllama.checkpoints.torch_file import read_torch_file, write_torch_file
+from jllama.config import LlamaConfig, RopeScaling, llama_mlp_dim
+from jllama.errors import JllamaError, UsageError
+from jllama.parameters import StoredTensor, stored_tensors
+from jllama.presets import PRESETS
+from jllama.tokenizers import Tokenizer, has_tokenizer, load_tokenizer
+from jllama.tokenizers.convert import save_meta
+
+PARAMS = "params.json"
+OURS = "jllama.json"
+"""Holds ``max_seq_len``, which Meta's files do not, where it is not what ``_family_max_seq_len`` says."""
+
+_MAX_JSON_BYTES = 1 << 20
+
+_SCALING = {
+    "factor": "rope_scaling_factor",
+    "low_freq_factor": "rope_low_freq_factor",
+    "high_freq_factor": "rope_high_freq_factor",
+    "original_max_seq_len": "rope_original_max_seq_len",
+}
+"""Optional fields of ``params.json``, by those of ``RopeScaling``; Meta's code has these numbers in it."""
+
+_FIELDS = {
+    *("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier"),
+    *("norm_eps", "rope_theta", "use_scaled_rope", *_SCALING.values()),
+    *("max_batch_size", "max_seq_len"),  # how much memory Meta's code takes for its cache: nothing of the model
+}
+_OFF = (None, False, -1, 0)
+"""Values of a field by which a file asks for nothing."""
+
+_MLP_RULES: list[tuple[int, float | None]] = [
+    *((256, None), (256, 1.5), (4096, 1.3), (1024, 1.3), (4096, 1.2)),  # Llama 1 to 3.3
+    (32, None),  # llama2.c's stories
+]
+"""``multiple_of`` and ``ffn_dim_multiplier`` of known models."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """A tensor whose parts, one a shard and all of one shape, lie one after the other along an axis."""
+
+    parts: list[np.ndarray]
+    axis: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        shape = list(self.parts[0].shape)
+        shape[self.axis] *= len(self.parts)
+        return tuple(shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The parts'."""
+        return self.parts[0].dtype
+
+    def __getitem__(self, rows: slice, /) -> np.ndarray:
+        """The rows asked for, of those parts that have them."""
+        if self.axis == 1:
+            return np.concatenate([part[rows] for part in self.parts], axis=1)
+        size = self.parts[0].shape[0]
+        return np.concatenate(
+            [part[max(rows.start - i * size, 0) : max(rows.stop - i * size, 0)] for i, part in enumerate(self.parts)]
+        )
+
+
+def recognises(path: Path) -> bool:
+    """Whether a folder has a ``consolidated.*.pth``."""
+    try:
+        return path.is_dir() and any(path.glob("consolidated.*.pth"))
+    except OSError:
+        return False
+
+
+def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
+    """Open a folder of Meta's.
+
+    Of the weights only what shards repeat is read, to compare it, and the embedding and the output head, as far as they
+    are equal: if they are to the end, the model is tied.
+
+    Args:
+        path: the folder.
+        rope_factor: the RoPE scaling factor, where ``params.json`` has ``use_scaled_rope`` and no factor.
+
+    Raises:
+        JllamaError: a file is missing, damaged or of another model, or asks for what jllama's Llama does not have.
+        UsageError: ``rope_factor`` is given but not asked for.
+    """
+    params = _params(path / PARAMS)
+    shards = _shards(path)
+    config = _config(params, path / PARAMS, shards, rope_factor)
+    stored = {tensor.key: tensor for tensor in stored_tensors(config)}
+    found = _joined(path, stored.values(), shards)
+    ignored = ["rope.freqs"]  # computed, not learnt; in the files of Llama 1 and 2
+    embed, head = (found.get(stored[key].name("meta")) for key in ("embed", "lm_head"))
+    if head is None or (embed is not None and _same_bits(head, embed)):
+        config = dataclasses.replace(config, tie_embeddings=True)
+        ignored.append(stored["lm_head"].name("meta"))
+    tensors = matched(found, config, "meta", path, ignored)
+    config = dataclasses.replace(config, max_seq_len=_max_seq_len(config, path / OURS))
+    return Checkpoint(
+        config,
+        {key: half_split(stored[key], tensor, config.head_dim) for key, tensor in tensors.items()},
+        _tokenizer(path),
+        *read_chat_files(path),
+    )
+
+
+def _params(source: Path) -> dict[str, Any]:
+    """The fields of ``params.json`` that are not null."""
+    if not source.is_file():
+        raise JllamaError(
+            f"{source.parent} lacks {PARAMS}: copy it there, weights alone do not say what model they are"
+        )
+    params = _json_object(source)
+    refused = [key for key, value in params.items() if key not in _FIELDS and value not in _OFF]
+    if refused:
+        raise JllamaError(f"{source} asks for what jllama's Llama does not have: {', '.join(refused)}")
+    return {key: value for key, value in params.items() if value is not None}
+
+
+def _json_object(source: Path) -> dict[str, Any]:
+    try:
+        if source.stat().st_size > _MAX_JSON_BYTES:
+            raise JllamaError(f"{source} is over {_MAX_JSON_BYTES} bytes: it is not what its name says")
+        content = json.loads(source.read_bytes())
+    except OSError as error:
+        raise JllamaError(f"{source} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise JllamaError(f"{source} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise JllamaError(f"{source} is not a JSON object")
+    return content
+
+
+def _shards(path: Path) -> dict[str, dict[str, np.ndarray]]:
+    """The tensors of each shard, by the shard's file name: the same names, shapes and dtypes in all of them."""
+    names = sorted(file.name for file in path.glob("consolidated.*") if re.fullmatch(r".*\.\d\d\.pth", file.name))
+    last = int(names[-1].split(".")[1]) if names else 0
+    if missing := [_shard_name(number) for number in range(last + 1) if _shard_name(number) not in names]:
+        raise JllamaError(f"{path} lacks {', '.join(missing)}: copy the missing shards there")
+    shards = {name: read_torch_file(path / name) for name in names}
+    first, expected = next(iter(shards.items()))
+    for name, tensors in shards.items():
+        differing = [f"{key} is in one only" for key in sorted(tensors.keys() ^ expected.keys())]
+        differing += [
+            f"{key} is {tensor.dtype}{list(tensor.shape)} against {expected[key].dtype}{list(expected[key].shape)}"
+            for key, tensor in tensors.items()
+            if key in expected and (tensor.dtype, tensor.shape) != (expected[key].dtype, expected[key].shape)
+        ]
+        if differing:
+            raise JllamaError(f"{path} has shards of different models, {name} and {first}: {'; '.join(differing)}")
+    return shards
+
+
+def _shard_name(number: int) -> str:
+    return f"consolidated.{number:02}.pth"
+
+
+def _config(
+    params: Mapping[str, Any], source: Path, shards: Mapping[str, Mapping[str, np.ndarray]], rope_factor: float | None
+) -> LlamaConfig:
+    """The architecture, not tied and of any ``max_seq_len``; the MLP's width and the vocabulary from the weights."""
+    count, tensors = len(shards), next(iter(shards.values()))
+    embed_dim, num_layers, num_heads = (_whole(params, key, source) for key in ("dim", "n_layers", "n_heads"))
+    if num_layers > len(tensors):
+        raise JllamaError(f"{source} has n_layers {num_layers}, but each shard holds {len(tensors)} tensors in all")
+    scaling = _rope_scaling(params, source, rope_factor)
+    try:
+        config = LlamaConfig(
+            num_layers=num_layers,
+            embed_dim=embed_dim,
+            num_heads=num_heads,
+            num_kv_heads=_whole(params, "n_kv_heads", source, num_heads),
+            norm_eps=_positive(params, "norm_eps", source, 1e-5),
+            rope_theta=_positive(params, "rope_theta", source, 10_000.0),
+            rope_scaling=scaling,
+        )
+    except UsageError as error:
+        raise JllamaError(f"{source}: {error}") from error
+    names = {stored.key: stored.name("meta") for stored in stored_tensors(config)}
+    shapes = {key: tensors[name].shape for key, name in names.items() if name in tensors and tensors[name].ndim == 2}
+
+    rows, columns = shapes.get("layers/0/wq", (0, 0))  # its outputs are always split
+    complete = embed_dim // rows if rows and columns == embed_dim and embed_dim % rows == 0 else count
+    if complete != count:
+        raise JllamaError(
+            f"{source.parent} has {count} of {complete} shards, going by {names['layers/0/wq']}, {rows} rows of "
+            f"{embed_dim} in each: expected {_shard_name(0)} to {_shard_name(complete - 1)}, or {PARAMS} is another's"
+        )
+    rows, columns = shapes.get("embed", (0, 0))
+    vocab_size = rows if columns * count == embed_dim else rows * count  # Llama 1 and 2 cut it along its width
+    said = 0 if params.get("vocab_size", -1) == -1 else _whole(params, "vocab_size", source)
+    if said and vocab_size and said != vocab_size:
+        raise JllamaError(f"{source} has vocab_size {said}, but {names['embed']} has {vocab_size} rows")
+    mlp_dim = shapes.get("layers/0/w_gate", (0, 0))[0] * count
+    if mlp_dim and ("multiple_of" in params or "ffn_dim_multiplier" in params):
+        multiple_of = _whole(params, "multiple_of", source, 256)
+        multiplier = _positive(params, "ffn_dim_multiplier", source, 1.0)
+        by_rule = llama_mlp_dim(embed_dim, multiple_of=multiple_of, multiplier=multiplier)
+        if by_rule != mlp_dim:
+            raise JllamaError(
+                f"{source} has an MLP {by_rule} wide, by dim {embed_dim}, multiple_of {multiple_of} and "
+                f"ffn_dim_multiplier {multiplier}, but {names['layers/0/w_gate']} has {mlp_dim} rows"
+            )
+    return dataclasses.replace(config, vocab_size=vocab_size or said, mlp_dim=mlp_dim)
+
+
+def _rope_scaling(params: Mapping[str, Any], source: Path, rope_factor: float | None) -> RopeScaling | None:
+    scaled = params.get("use_scaled_rope", False)
+    if type(scaled) is not bool:
+        raise JllamaError(f"{source} has use_scaled_rope {scaled!r}; it must be true or false")
+    if not scaled:
+        if given := [key for key in _SCALING.values() if key in params]:
+            raise JllamaError(f"{source} has {', '.join(given)} without use_scaled_rope: add it, or remove them")
+        if rope_factor is not None:
+            raise UsageError(f"rope_factor is {rope_factor}, but {source} has no use_scaled_rope: leave it out")
+        return None
+    if _SCALING["factor"] in params:
+        if rope_factor is not None:
+            raise UsageError(f"rope_factor is {rope_factor}, but {source} says itself what it is: leave it out")
+    elif rope_factor is None:
+        raise JllamaError(
+            f"{source} has use_scaled_rope, but Meta's files do not say by which factor: give --rope_factor, 8 for "
+            f"Llama 3.1 and 3.3 or 32 for Llama 3.2"
+        )
+    default = RopeScaling("llama3", 1.0 if rope_factor is None else rope_factor)
+    length = _SCALING["original_max_seq_len"]
+    numbers: dict[str, Any] = {
+        ours: _positive(params, theirs, source, getattr(default, ours)) for ours, theirs in _SCALING.items()
+    } | {"original_max_seq_len": _whole(params, length, source, default.original_max_seq_len)}
+    try:
+        return RopeScaling("llama3", **numbers)
+    except UsageError as error:
+        raise JllamaError(f"{source}: {error}") from error
+
+
+def _whole(params: Mapping[str, Any], key: str, source: Path, default: int | None = None) -> int:
+    value = params.get(key, default)
+    if type(value) is not int or not 1 <= value < 2**31:
+        raise JllamaError(f"{source} has {key} {json.dumps(value)[:100]}; it must be a positive whole number")
+    return value
+
+
+def _positive(params: Mapping[str, Any], key: str, source: Path, default: float) -> float:
+    value = params.get(key, default)
+    if type(value) not in (int, float) or not 0 < value < 1e30:
+        raise JllamaError(f"{source} has {key} {json.dumps(value)[:100]}; it must be a positive number")
+    return float(value)
+
+
+def _joined(
+    path: Path, stored: Iterable[StoredTensor], shards: Mapping[str, Mapping[str, np.ndarray]]
+) -> dict[str, FileTensor]:
+    """Every tensor of the shards, whole. Raises JllamaError if shards differ in what each must repeat."""
+    names, files = list(shards), list(shards.values())
+    found: dict[str, FileTensor] = dict(files[0])
+    for tensor in stored:
+        name = tensor.name("meta")
+        if name not in found or len(found[name].shape) != len(tensor.shape):
+            continue  # to be listed by the caller
+        parts = [file[name] for file in files]
+        axis, repeats = _layout(tensor, parts[0].shape, len(parts))
+        for number, part in enumerate(parts):
+            first = number // repeats * repeats
+            if number != first and not _same_bits(part, parts[first]):
+                raise JllamaError(
+                    f"{path} has another {name} in {names[number]} than in {names[first]}, which must repeat it: "
+                    f"they are shards of different models, one is damaged, or {PARAMS} is another model's"
+                )
+        parts = parts[::repeats]
+        found[name] = Joined(parts, axis) if len(parts) > 1 else parts[0]
+    return found
+
+
+def _layout(stored: StoredTensor, shape: tuple[int, ...], count: int) -> tuple[int, int]:
+    """The axis along which ``count`` shards of a shape split a tensor, and how many in a row repeat each part."""
+    row = stored.parameter
+    if not row.inputs:
+        return 0, count
+    if "kv_heads" in row.outputs:  # of which there may be fewer than shards
+        return 0, max(1, shape[0] * count // stored.shape[0])
+    if row.axes == ("vocab", "embed"):
+        return int(shape[1] * count == stored.shape[1]), 1
+    return int(row.inputs != ("embed",)), 1
+
+
+def _same_bits(tensor: FileTensor, other: FileTensor) -> bool:
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
+        return False
+    pairs = zip(blocks(tensor, tensor.dtype), blocks(other, other.dtype), strict=True)
+    return all(np.array_equal(one.view(np.uint8), two.view(np.uint8)) for one, two in pairs)
+
+
+def _max_seq_len(config: LlamaConfig, source: Path) -> int:
+    return _whole(_json_object(source), "max_seq_len", source) if source.is_file() else _family_max_seq_len(config)
+
+
+def _family_max_seq_len(config: LlamaConfig) -> int:
+    """The context length of the released Llama that a configuration is, or of the family that it looks to be of."""
+    for released in PRESETS.values():
+        if dataclasses.replace(config, max_seq_len=released.max_seq_len) == released:
+            return released.max_seq_len
+    if config.rope_scaling:
+        return 131_072  # Llama 3.1 to 3.3
+    by_theta = {500_000.0: 8192, 1_000_000.0: 16_384}  # Llama 3, Code Llama
+    return by_theta.get(config.rope_theta, 2048 if config.norm_eps == 1e-6 else 4096)  # Llama 1, Llama 2
+
+
+def _tokenizer(path: Path) -> Tokenizer | None:
+    """Llama 1 and 2 were released with the tokenizer beside the models' folders."""
+    if has_tokenizer(path):
+        return load_tokenizer(path)
+    beside = path.resolve().parent / "tokenizer.model"
+    return load_tokenizer(beside) if beside.is_file() else None
+
+
+def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, report: Report) -> None:
+    """Write a folder of one shard, which Meta's code reads too; it knows no tying, so the head is always written.
+
+    Args:
+        checkpoint: the model.
+        target: an empty folder.
+        dtype: of every tensor; None keeps each one's own.
+        report: told of the bytes of weights as they are written.
+
+    Raises:
+        JllamaError: Meta's format cannot hold this model.
+    """
+    config, tensors = checkpoint.config, checkpoint.tensors
+    params = _params_of(config)
+    if checkpoint.tokenizer is not None:
+        save_meta(checkpoint.tokenizer, target)
+    (target / PARAMS).write_text(json.dumps(params, indent=2) + "\n")
+    if config.max_seq_len != _family_max_seq_len(config):
+        (target / OURS).write_text(json.dumps({"max_seq_len": config.max_seq_len}) + "\n")
+    write_chat_files(target, checkpoint.chat_template, checkpoint.stop_ids)
+    named: list[tuple[str, FileTensor, np.dtype[Any]]] = []
+    for stored in stored_tensors(dataclasses.replace(config, tie_embeddings=False)):
+        tensor = tensors["embed" if config.tie_embeddings and stored.key == "lm_head" else stored.key]
+        named.append((stored.name("meta"), interleaved(stored, tensor, config.head_dim), dtype or tensor.dtype))
+    write_torch_file(target / _shard_name(0), named, report)
+
+
+def _params_of(config: LlamaConfig) -> dict[str, Any]:
+    """The fields of a ``params.json``, of which ``_config`` makes this configuration again."""
+    scaling = config.rope_scaling
+    if config.num_heads * config.head_dim != config.embed_dim:
+        raise JllamaError(
+            f"Meta's format has no head_dim, so {config.num_heads} heads of {config.head_dim} in an embed_dim of "
+            f"{config.embed_dim} cannot be written: save the model in another format, such as hf"
+        )
+    if scaling and scaling.type != "llama3":
+        raise JllamaError(
+            f"Meta's format has RoPE scaling of type llama3 alone, not {scaling.type}: save the model in another format"
+        )
+    rules = [
+        *_MLP_RULES,
+        (1, (config.mlp_dim + 0.5) / llama_mlp_dim(config.embed_dim, multiple_of=1)),  # right for any width
+    ]
+    multiple_of, multiplier = next(
+        (multiple_of, multiplier)
+        for multiple_of, multiplier in rules
+        if llama_mlp_dim(config.embed_dim, multiple_of=multiple_of, multiplier=multiplier) == config.mlp_dim
+    )
+    params: dict[str, Any] = {
+        "dim": config.embed_dim,
+        "n_layers": config.num_layers,
+        "n_heads": config.num_heads,
+        "n_kv_heads": config.num_kv_heads,
+        "vocab_size": config.vocab_size,
+        "multiple_of": multiple_of,
+        "ffn_dim_multiplier": multiplier,
+        "norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+    }
+    if scaling:
+        default = RopeScaling("llama3", 1)
+        params["use_scaled_rope"] = True
+        params |= {
+            theirs: getattr(scaling, ours)
+            for ours, theirs in _SCALING.items()
+            if ours == "factor" or getattr(scaling, ours) != getattr(default, ours)
+        }
+    # The code of Llama 1 knows neither n_kv_heads nor ffn_dim_multiplier, and fails at a field that it does not know.
+    if config.num_kv_heads == config.num_heads:
+        del params["n_kv_heads"]
+    if multiplier is None:
+        del params["ffn_dim_multiplier"]
+    return params

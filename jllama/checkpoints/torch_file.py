@@ -1,0 +1,326 @@
+"""Files of ``torch.save``, read and written without torch.
+
+Such a file is a zip archive of uncompressed entries in one folder: ``data.pkl``, a pickle of the dictionary, in which
+each tensor names the entry ``data/KEY`` that holds its numbers; ``byteorder`` and ``version``.
+Source: torch/serialization.py, and Python's pickletools for the operations of a pickle.
+
+A pickle is a program. Here it is run by a machine of our own that knows the operations that a dictionary of tensors
+takes, and no other: it imports nothing and calls nothing, so neither can a file. (Python's unpickler with an allow-list
+is no substitute: before any name is looked up, a few bytes can make it allocate gigabytes or hash for ever.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import pickletools
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jllama.checkpoints.tensors import FileTensor, Report, blocks
+from jllama.errors import JllamaError
+
+MAX_INDEX_BYTES = 4 << 20
+"""Of ``data.pkl`` and of the zip directory. A pickle takes about 200 bytes a tensor; Llama 3.1 405B has 1,138."""
+
+_ALIGNMENT = 64
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, length of the name, length of the extra field
+_MAX_AXES = 8
+
+_STORAGES: dict[str, np.dtype[Any]] = {
+    "torch.DoubleStorage": np.dtype(np.float64),
+    "torch.FloatStorage": np.dtype(np.float32),
+    "torch.HalfStorage": np.dtype(np.float16),
+    "torch.BFloat16Storage": np.dtype(jnp.bfloat16),
+}
+_CALLS = ("collections.OrderedDict", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Global:
+    """What a pickle names; it is never looked up."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Storage:
+    """The numbers of an entry, flat."""
+
+    numbers: np.ndarray
+
+
+def read_torch_file(path: Path) -> dict[str, np.ndarray]:
+    """The tensors of a file by name, each a read-only view of the mapped file. Nothing in the file is ever run.
+
+    Raises:
+        JllamaError: the file is cut short or damaged, is of torch before 1.6, calls anything but what tensors need, or
+            is something else than a dictionary of floating-point tensors, each lying inside its own storage.
+    """
+    entries = _entries(path)
+    folders = [name.removesuffix("data.pkl") for name in entries if name.endswith("/data.pkl")]
+    if len(folders) != 1:
+        raise JllamaError(f"{path} is a zip archive with {len(folders)} entries named data.pkl; torch's have one")
+    folder = folders[0]
+    for name in entries:
+        inside = name.startswith(folder) and not name.startswith("/") and ".." not in name.split("/")
+        if not inside:
+            raise JllamaError(f"{path} has an entry named {name!r}, outside its own folder {folder!r}: do not trust it")
+    byteorder = entries.get(f"{folder}byteorder")
+    if byteorder is not None and byteorder.tobytes() != b"little":
+        raise JllamaError(f"{path} is of a big-endian machine: torch.load it on a little-endian one and torch.save it")
+
+    def storage(key: str, dtype: np.dtype[Any], count: int) -> _Storage:
+        data = entries.get(f"{folder}data/{key}")
+        if data is None or data.size != count * dtype.itemsize:
+            held = "no such entry" if data is None else f"{data.size} bytes"
+            raise JllamaError(f"{path} holds {held} where data/{key[:200]} must have {count} numbers in {dtype}")
+        return _Storage(data.view(dtype))
+
+    pickle = entries[f"{folder}data.pkl"]
+    if pickle.size > MAX_INDEX_BYTES:
+        raise JllamaError(f"{path} has a data.pkl of {pickle.size} bytes; jllama reads at most {MAX_INDEX_BYTES}")
+    try:
+        content = _unpickled(pickle.tobytes(), path, storage)
+    except (ValueError, IndexError, KeyError) as error:
+        raise JllamaError(f"{path} has a damaged data.pkl ({error}): copy the file again") from error
+    if not isinstance(content, dict):
+        raise JllamaError(f"{path} holds no dictionary of tensors: save a state_dict")
+    for name, value in content.items():
+        if not isinstance(value, np.ndarray):
+            raise JllamaError(f"{path} holds no tensor under {name[:200]!r}: save a plain state_dict")
+    return content
+
+
+class _Directory(io.FileIO):
+    """A file of which only a little is read at a time, whatever length its zip directory claims."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > MAX_INDEX_BYTES:
+            raise zipfile.BadZipFile(f"its directory claims {size} bytes; jllama reads at most {MAX_INDEX_BYTES}")
+        return super().read(size)
+
+
+def _entries(path: Path) -> dict[str, np.ndarray]:
+    """The bytes of each entry of the archive, as views of the mapped file."""
+    try:
+        with _Directory(path) as file:
+            if file.read(2) == b"\x80\x02":  # a bare pickle
+                raise JllamaError(f"{path} was saved by torch before 1.6: torch.load it and torch.save it again")
+            with zipfile.ZipFile(file) as archive:
+                infos = archive.infolist()
+        mapped = np.memmap(path, np.uint8, "r").view(np.ndarray)
+    except OSError as error:
+        raise JllamaError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, struct.error) as error:
+        raise JllamaError(f"{path} is cut short or is not a file of torch.save: {error}") from error
+    entries: dict[str, np.ndarray] = {}
+    for info in infos:
+        name = info.orig_filename
+        if name in entries:
+            raise JllamaError(f"{path} has two entries named {name!r}: it is damaged, copy it again")
+        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 1:
+            raise JllamaError(f"{path} has {name!r} compressed or encrypted, as torch never does: torch.save it again")
+        if not 0 <= info.header_offset <= mapped.size - _LOCAL_HEADER.size:
+            raise JllamaError(f"{path} has {name!r} past its end: copy the file again")
+        signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(mapped.data, info.header_offset)
+        start = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
+        if signature != b"PK\3\4" or start + info.file_size > mapped.size:
+            raise JllamaError(f"{path} has no entry where {name!r} should be, or a longer one: copy the file again")
+        entries[name] = mapped[start : start + info.file_size]
+        is_index = name.endswith("/data.pkl") and info.file_size <= MAX_INDEX_BYTES
+        if is_index and zlib.crc32(entries[name].data) != info.CRC:
+            raise JllamaError(f"{path} has a damaged data.pkl: its checksum differs, copy the file again")
+    return entries
+
+
+def _unpickled(data: bytes, path: Path, storage: Callable[[str, np.dtype[Any], int], _Storage]) -> Any:
+    """Run a pickle, as far as it makes a dictionary of tensors.
+
+    Raises:
+        JllamaError: it names anything else.
+        ValueError, IndexError, KeyError: it is no well-formed pickle of such a dictionary.
+    """
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[int, Any] = {}
+
+    def popped(count: int) -> list[Any]:
+        if count > len(stack) - (marks[-1] if marks else 0):
+            raise ValueError("it takes more from its stack than is there")
+        taken = stack[len(stack) - count :]
+        del stack[len(stack) - count :]
+        return taken
+
+    operations: Any = pickletools.genops(data)
+    for opcode, argument, _ in operations:
+        match opcode.name:
+            case "PROTO" | "FRAME":
+                pass
+            case "BINUNICODE" | "SHORT_BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1":
+                stack.append(argument)
+            case "NONE":
+                stack.append(None)
+            case "NEWTRUE":
+                stack.append(True)
+            case "NEWFALSE":
+                stack.append(False)
+            case "EMPTY_DICT":
+                stack.append({})
+            case "EMPTY_TUPLE":
+                stack.append(())
+            case "MARK":
+                marks.append(len(stack))
+            case "TUPLE":
+                stack.append(tuple(popped(len(stack) - marks[-1])))
+                marks.pop()
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                stack.append(tuple(popped(int(opcode.name[-1]))))
+            case "BINPUT" | "LONG_BINPUT":
+                memo[argument] = stack[-1]
+            case "MEMOIZE":
+                memo[len(memo)] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[argument])
+            case "SETITEM":
+                _set_items(stack, popped(2))
+            case "SETITEMS":
+                items = popped(len(stack) - marks[-1])
+                marks.pop()
+                _set_items(stack, items)
+            case "GLOBAL":  # pickletools puts a space between the module and the name
+                stack.append(_named(argument.replace(" ", ".", 1), path))
+            case "STACK_GLOBAL":
+                module, name = popped(2)
+                if not (isinstance(module, str) and isinstance(name, str)):
+                    raise ValueError("it names something by what is not text")
+                stack.append(_named(f"{module}.{name}", path))
+            case "BINPERSID":
+                match popped(1)[0]:
+                    case ("storage", _Global(name), str(key), str(), int(count)) if name in _STORAGES:
+                        stack.append(storage(key, _STORAGES[name], count))
+                    case _:
+                        raise ValueError("it refers to a storage in a way that torch does not")
+            case "REDUCE":
+                function, arguments = popped(2)
+                stack.append(_made(function, arguments, path))
+            case "BUILD":  # torch sets a state_dict's _metadata, the versions of modules
+                popped(1)
+                if not isinstance(stack[-1], dict):
+                    raise ValueError("it sets attributes of something else than a dictionary")
+            case "STOP":
+                return popped(1)[0]
+            case other:
+                raise JllamaError(f"{path} uses the pickle operation {other}, which no tensors need: do not trust it")
+    raise ValueError("it has no end")
+
+
+def _named(name: str, path: Path) -> _Global:
+    if name in _STORAGES or name in _CALLS:
+        return _Global(name)
+    if (name.startswith("torch.") and name.endswith("Storage")) or name == "torch._utils._rebuild_tensor_v3":
+        raise JllamaError(
+            f"{path} holds tensors of {name}; jllama reads {', '.join(map(str, _STORAGES.values()))}: "
+            f"convert them with torch first"
+        )
+    raise JllamaError(f"{path} asks to call {name[:200]!r}, which no tensors need: do not trust it; nothing was run")
+
+
+def _set_items(stack: list[Any], items: list[Any]) -> None:
+    if not isinstance(stack[-1], dict) or len(items) % 2:
+        raise ValueError("it sets items of something else than a dictionary")
+    for name, value in zip(items[::2], items[1::2], strict=True):
+        if not isinstance(name, str):
+            raise ValueError("it has a key that is not text")
+        stack[-1][name] = value
+
+
+def _made(function: Any, arguments: Any, path: Path) -> Any:
+    """The dictionary or tensor that one of ``_CALLS`` makes."""
+    match function, arguments:
+        case _Global("collections.OrderedDict"), ():
+            return {}
+        case _Global("torch._utils._rebuild_parameter"), (np.ndarray() as tensor, *_):
+            return tensor
+        case (
+            _Global("torch._utils._rebuild_tensor_v2"),
+            (_Storage(numbers), int(offset), tuple(shape), tuple(strides), *_),
+        ):
+            return _view(numbers, offset, shape, strides, path)
+    raise ValueError("it makes a tensor in a way that torch does not")
+
+
+def _view(numbers: np.ndarray, offset: int, shape: tuple[Any, ...], strides: tuple[Any, ...], path: Path) -> np.ndarray:
+    """A tensor inside its storage; offset and strides are in numbers, not bytes."""
+    counts = (offset, *shape, *strides)
+    well_formed = len(shape) == len(strides) <= _MAX_AXES and all(type(n) is int and n >= 0 for n in counts)
+    if not well_formed:
+        raise ValueError("it describes a tensor by a shape and strides that are none")
+    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if 0 in shape or last >= numbers.size or math.prod(shape) > numbers.size:
+        raise JllamaError(
+            f"{path} describes a tensor of shape {list(shape)} and strides {list(strides)} from number {offset} on, "
+            f"which is empty or does not lie inside its storage of {numbers.size} numbers"
+        )
+    # The stride of an axis of size 1 is never taken and may be any number.
+    in_bytes = [stride * numbers.itemsize if size > 1 else 0 for size, stride in zip(shape, strides, strict=True)]
+    return np.lib.stride_tricks.as_strided(numbers[offset:], shape, in_bytes)
+
+
+def write_torch_file(path: Path, tensors: Sequence[tuple[str, FileTensor, np.dtype[Any]]], report: Report) -> None:
+    """Write tensors, each under its name and in its dtype, a block of rows at a time, as ``torch.save`` would.
+
+    ``torch.load`` reads the file with ``weights_only=True`` and with ``mmap=True``. The dtypes are float64, float32,
+    float16 and bfloat16.
+    """
+    with path.open("wb") as file, zipfile.ZipFile(file, "w") as archive:
+        for name, content in (("data.pkl", _pickled(tensors)), ("byteorder", b"little"), ("version", b"3\n")):
+            archive.writestr(zipfile.ZipInfo(f"archive/{name}"), content)
+        for number, (_, tensor, dtype) in enumerate(tensors):
+            info = zipfile.ZipInfo(f"archive/data/{number}")
+            # An extra field of the right length puts the numbers at a multiple of 64 bytes, as torch has them. Behind
+            # it comes the 20-byte field of zip64, always: the sizes are known only when the header is written again.
+            start = file.tell() + _LOCAL_HEADER.size + len(info.filename) + 4 + 20
+            padding = -start % _ALIGNMENT
+            info.extra = struct.pack("<2sH", b"FB", padding) + bytes(padding)
+            with archive.open(info, "w", force_zip64=True) as entry:
+                for block in blocks(tensor, dtype):
+                    entry.write(block.view(np.uint8).data)
+                    report(block.nbytes)
+
+
+def _pickled(tensors: Sequence[tuple[str, FileTensor, np.dtype[Any]]]) -> bytes:
+    """The pickle, of protocol 2, of an ordered dictionary of tensors, each with a storage of its own."""
+    classes = {dtype: f"c{name.replace('.', chr(10))}\n".encode() for name, dtype in _STORAGES.items()}
+    rebuild, empty_dict = b"ctorch._utils\n_rebuild_tensor_v2\n", b"ccollections\nOrderedDict\n)R"
+    out = [b"\x80\x02", empty_dict, b"("]
+    for number, (name, tensor, dtype) in enumerate(tensors):
+        shape = tuple(tensor.shape)
+        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        storage = [_text("storage"), classes[dtype], _text(str(number)), _text("cpu"), _whole(math.prod(shape))]
+        place = [_whole(0), _tuple(map(_whole, shape)), _tuple(map(_whole, strides))]
+        requires_grad, hooks = b"\x89", empty_dict
+        out += [_text(name), rebuild, _tuple([_tuple(storage) + b"Q", *place, requires_grad, hooks]), b"R"]
+    return b"".join([*out, b"u."])
+
+
+def _text(text: str) -> bytes:
+    encoded = text.encode()
+    return b"X" + struct.pack("<I", len(encoded)) + encoded
+
+
+def _whole(number: int) -> bytes:
+    encoded = number.to_bytes(number.bit_length() // 8 + 1, "little")
+    return b"\x8a" + bytes([len(encoded)]) + encoded
+
+
+def _tuple(items: Iterable[bytes]) -> bytes:
+    return b"(" + b"".join(items) + b"t"

@@ -1,0 +1,360 @@
+"""Through every format and back, the same bytes; what a format cannot hold is refused; nothing is left half written."""
+
+import dataclasses
+import json
+import math
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from helpers import random_params, relative_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jllama
+from jllama import oracle
+from jllama.checkpoints import formats, huggingface
+from jllama.checkpoints.formats import Model, convert, load, open_checkpoint, save
+from jllama.config import LlamaConfig, RopeScaling
+from jllama.errors import JllamaError, UsageError
+from jllama.parallel.mesh import MeshConfig, make_mesh
+from jllama.parameters import stored_tensors
+from jllama.tokenizers import BytesTokenizer, train_sentencepiece
+from jllama.tokenizers.convert import save_huggingface
+
+CONFIG = LlamaConfig(
+    vocab_size=300, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, max_seq_len=64
+)
+PARAMS = random_params(CONFIG, 0)
+TOKENIZER = train_sentencepiece(["the quick brown fox jumps over the lazy dog\n" * 9], 300)
+MODEL = Model(CONFIG, PARAMS, TOKENIZER)
+FORMATS = ["orbax", "hf", "gguf", "llama2c", "meta"]
+SCALED = dataclasses.replace(
+    CONFIG, rope_theta=500_000.0, max_seq_len=131_072, rope_scaling=RopeScaling("llama3", 32.0)
+)
+
+
+def same_bits(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for found, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert found.dtype == wanted.dtype
+        assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
+
+
+def tensors_of(path):
+    """Every tensor of a checkpoint, read whole, in no format's terms."""
+    checkpoint = open_checkpoint(path)
+    return {key: np.array(tensor[0 : tensor.shape[0]]) for key, tensor in checkpoint.tensors.items()}
+
+
+def write_meta(folder, config, params, dtype, shards, rows_of_embedding):
+    """Meta's files, by torch and by the words of the format: interleaved pairs, each matrix split one way."""
+    folder.mkdir()
+    pieces = [{} for _ in range(shards)]
+
+    def put(name, matrix, axis):
+        parts = np.split(matrix, shards, axis) if axis is not None else [matrix] * shards
+        for piece, part in zip(pieces, parts, strict=True):
+            piece[name] = torch.from_numpy(np.ascontiguousarray(part, np.float32)).to(dtype)
+
+    def interleave(w):  # [embed, heads, head_dim] -> [heads * head_dim, embed], channel i and i + half side by side
+        half = w.shape[-1] // 2
+        pairs = np.stack([w[..., :half], w[..., half:]], axis=-1).reshape(w.shape)
+        return pairs.reshape(len(w), -1).T
+
+    put("tok_embeddings.weight", params["embed"], 0 if rows_of_embedding else 1)
+    put("norm.weight", params["final_norm"], None)
+    put("output.weight", params["embed"] if config.tie_embeddings else params["lm_head"].T, 0)
+    for i in range(config.num_layers):
+        layer = {name: stack[i] for name, stack in params["layers"].items()}
+        put(f"layers.{i}.attention_norm.weight", layer["attn_norm"], None)
+        put(f"layers.{i}.ffn_norm.weight", layer["mlp_norm"], None)
+        put(f"layers.{i}.attention.wq.weight", interleave(layer["wq"]), 0)
+        put(f"layers.{i}.attention.wk.weight", interleave(layer["wk"]), 0)
+        put(f"layers.{i}.attention.wv.weight", layer["wv"].reshape(config.embed_dim, -1).T, 0)
+        put(f"layers.{i}.attention.wo.weight", layer["wo"].reshape(-1, config.embed_dim).T, 1)
+        put(f"layers.{i}.feed_forward.w1.weight", layer["w_gate"].T, 0)
+        put(f"layers.{i}.feed_forward.w3.weight", layer["w_up"].T, 0)
+        put(f"layers.{i}.feed_forward.w2.weight", layer["w_down"].T, 1)
+    for number, piece in enumerate(pieces):
+        torch.save(piece, folder / f"consolidated.{number:02}.pth")
+    scaled = config.rope_scaling is not None
+    fields = {
+        "dim": config.embed_dim,
+        "n_layers": config.num_layers,
+        "n_heads": config.num_heads,
+        "n_kv_heads": config.num_kv_heads,
+        "norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "vocab_size": -1,
+        **({"use_scaled_rope": True, "rope_scaling_factor": config.rope_scaling.factor} if scaled else {}),
+    }
+    (folder / "params.json").write_text(json.dumps(fields))
+
+
+@st.composite
+def meta_models(draw):
+    """A configuration that Meta's format can hold, how many files, and whether llama2.c's can hold it too."""
+    shards = draw(st.sampled_from([1, 2, 4, 8]))
+    kv_heads = draw(st.sampled_from([1, 2, 3])) * draw(st.sampled_from([1, shards]))
+    heads = kv_heads * draw(st.sampled_from([1, 2, 8]))
+    head_dim = 2 * draw(st.integers(1, 3))
+    if (kv_heads * head_dim) % shards or (heads * head_dim) % shards:
+        heads, kv_heads = heads * shards, kv_heads * shards
+    plain = draw(st.booleans())
+    return (
+        LlamaConfig(
+            vocab_size=shards * draw(st.integers(2, 6)),
+            num_layers=draw(st.integers(1, 2)),
+            embed_dim=heads * head_dim,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            mlp_dim=shards * draw(st.integers(1, 9)),
+            max_seq_len=4096 if plain else 131_072,
+            rope_theta=10_000.0 if plain else 500_000.0,
+            rope_scaling=None if plain else RopeScaling("llama3", draw(st.sampled_from([8.0, 32.0]))),
+            tie_embeddings=draw(st.booleans()),
+        ),
+        shards,
+        plain,
+    )
+
+
+@settings(max_examples=12)
+@given(meta_models(), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans(), st.integers(0, 9))
+def test_every_format_gives_the_same_bytes(tmp_path_factory, drawn, dtype, rows_of_embedding, seed):
+    """Meta -> hf -> gguf -> llama2c -> orbax -> hf -> Meta; llama2.c's only in what it can hold."""
+    config, shards, plain = drawn
+    folder = tmp_path_factory.mktemp("chain")
+    write_meta(folder / "start", config, random_params(config, seed), dtype, shards, rows_of_embedding)
+    steps = ["hf", "gguf", *(["llama2c"] if plain and dtype is torch.float32 else []), "orbax", "hf", "meta"]
+    source, expected = folder / "start", tensors_of(folder / "start")
+    assert set(expected) == {stored.key for stored in stored_tensors(config)}
+    for number, to in enumerate(steps):
+        target = folder / f"{number}_{to}"
+        convert(source, target, to)
+        assert open_checkpoint(target).config == config
+        found = tensors_of(target)
+        assert found.keys() == expected.keys()
+        for key, tensor in found.items():
+            assert (tensor.dtype, tensor.tobytes()) == (expected[key].dtype, expected[key].tobytes()), (to, key)
+        source = target
+    original = {}
+    for number in range(shards):
+        for name, tensor in torch.load(folder / "start" / f"consolidated.{number:02}.pth").items():
+            original.setdefault(name, []).append(tensor)
+    for name, tensor in torch.load(source / "consolidated.00.pth").items():
+        parts = original[name]
+        axis = next((axis for axis in range(tensor.ndim) if parts[0].shape[axis] != tensor.shape[axis]), None)
+        assert torch.equal(tensor, parts[0] if axis is None else torch.cat(parts, axis)), name
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The model in every format."""
+    folder = tmp_path_factory.mktemp("written")
+    for to in FORMATS:
+        save(MODEL, folder / to, to)
+    return folder
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_what_is_saved_is_loaded(written, to):
+    model = load(written / to)
+    assert model.config == CONFIG
+    same_bits(model.params, PARAMS)
+    assert model.tokenizer.decode(model.tokenizer.encode("héllo 1 <s>")) == "héllo 1 <s>"
+    assert (model.tokenizer.bos_id, model.stop_ids) == (1, (2,))
+    assert model.step == (0 if to == "orbax" else None)
+    tokens = np.random.default_rng(0).integers(0, 300, (2, 33))
+    logits = model(tokens)
+    assert logits.dtype == jnp.float32
+    assert relative_error(logits, oracle.forward(PARAMS, tokens, CONFIG)) < 1e-5
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_the_dtype_asked_for(written, tmp_path, to):
+    low = load(written / to, dtype="bfloat16")
+    same_bits(low.params, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS))
+    if to != "llama2c":
+        save(low, tmp_path / to, to)
+        same_bits(load(tmp_path / to, dtype=jnp.bfloat16).params, low.params)
+        convert(written / to, tmp_path / f"{to}2", to, "float16")
+        narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), PARAMS)
+        same_bits(load(tmp_path / f"{to}2", dtype="float16").params, narrow)
+
+
+def test_on_a_cpu_parameters_are_float32_unless_asked(written, tmp_path):
+    convert(written / "hf", tmp_path / "low", "hf", "bfloat16")
+    assert load(tmp_path / "low").params["embed"].dtype == jnp.float32
+    assert load(tmp_path / "low", "bfloat16").params["embed"].dtype == jnp.bfloat16
+    assert tensors_of(tmp_path / "low")["embed"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_mesh_of_one(written, to):
+    mesh = make_mesh(MeshConfig())
+    params = load(written / to, mesh=mesh).params
+    same_bits(params, PARAMS)
+    assert params["embed"].sharding.mesh == mesh
+
+
+def test_q8_0_is_close_and_only_gguf_has_it(written, tmp_path):
+    convert(written / "hf", tmp_path / "q", "gguf", "q8_0")
+    assert (tmp_path / "q").stat().st_size < 0.5 * (written / "gguf").stat().st_size
+    found = load(tmp_path / "q").params
+    for path in ("wq", "w_down"):
+        assert relative_error(found["layers"][path], PARAMS["layers"][path]) < 1 / 127
+    with pytest.raises(UsageError, match="q8_0 is GGUF's alone"):
+        convert(written / "hf", tmp_path / "no", "hf", "q8_0")
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "to", "said"),
+    [
+        ({"rope_theta": 20_000.0}, "llama2c", "rope_theta"),
+        ({"norm_eps": 1e-6}, "llama2c", "norm_eps"),
+        ({"head_dim": 16}, "llama2c", "head_dim"),
+        ({"head_dim": 16}, "meta", "head_dim"),
+        ({"rope_scaling": RopeScaling("linear", 2.0)}, "llama2c", "rope"),
+        ({"rope_scaling": RopeScaling("linear", 2.0)}, "meta", "linear"),
+        ({"rope_scaling": RopeScaling("dynamic", 2.0)}, "gguf", "dynamic"),
+        ({"rope_scaling": RopeScaling("yarn", 2.0)}, "meta", "yarn"),
+    ],
+)
+def test_what_a_format_cannot_hold_is_refused_by_name(tmp_path, change, to, said):
+    config = dataclasses.replace(CONFIG, **change)
+    with pytest.raises(JllamaError, match=said):
+        save(Model(config, random_params(config, 0)), tmp_path / "out", to)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("to", ["orbax", "hf", "gguf", "meta"])
+def test_chat_template_and_stop_ids_go_along(tmp_path, to):
+    template = "{% for message in messages %}<{{ message.role }}>\n{{ message.content }}é{% endfor %}"
+    model = dataclasses.replace(MODEL, chat_template=template, stop_ids=(2, 7))
+    save(model, tmp_path / to, to)
+    found = load(tmp_path / to)
+    assert (found.chat_template, found.stop_ids) == (template, (2, 7))
+
+
+@pytest.mark.parametrize("to", ["orbax", "hf", "gguf", "meta"])
+def test_scaled_rope_goes_along(tmp_path, to):
+    save(Model(SCALED, PARAMS), tmp_path / to, to)
+    assert load(tmp_path / to).config == SCALED
+
+
+def test_a_rope_factor_for_metas_files_alone(tmp_path, written):
+    save(Model(SCALED, PARAMS), tmp_path / "meta", "meta")
+    params = json.loads((tmp_path / "meta" / "params.json").read_text())
+    del params["rope_scaling_factor"]
+    (tmp_path / "meta" / "params.json").write_text(json.dumps(params))
+    with pytest.raises(JllamaError, match="rope_factor"):
+        load(tmp_path / "meta")
+    assert load(tmp_path / "meta", rope_factor=32).config == SCALED
+    with pytest.raises(UsageError, match="rope_factor is for Meta's files alone"):
+        load(written / "hf", rope_factor=8)
+
+
+def test_the_destination_must_be_free(tmp_path, written):
+    for to in FORMATS:
+        target = tmp_path / to
+        target.write_text("mine")
+        with pytest.raises(JllamaError, match=r"exists: choose another destination, or replace it with --overwrite"):
+            convert(written / "hf", target, to)
+        assert target.read_text() == "mine"
+        convert(written / "hf", target, to, overwrite=True)
+        same_bits(load(target).params, PARAMS)
+        save(MODEL, target, to, overwrite=True)
+        same_bits(load(target).params, PARAMS)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(FORMATS)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_what_fails_on_the_way_leaves_nothing(tmp_path, written, monkeypatch, to):
+    module = formats._module(to)
+    whole = module.write
+
+    def broken(checkpoint, target, dtype, report):
+        whole(checkpoint, target, dtype, report)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "write", broken)
+    (tmp_path / "old").write_text("mine")
+    for target, overwrite in (("new", False), ("old", True)):
+        with pytest.raises(OSError, match="No space left"):
+            convert(written / "hf", tmp_path / target, to, overwrite=overwrite)
+    assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("old", "mine")]
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_disk_too_small_is_found_before_anything_is_written(tmp_path, written, monkeypatch, to):
+    needed = 4 * sum(math.prod(stored.shape) for stored in stored_tensors(CONFIG))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
+    with pytest.raises(JllamaError, match=r"needs 0\.00 GiB but 0\.00 GiB are free there: make room"):
+        convert(written / "hf", tmp_path / "out", to)
+    assert list(tmp_path.iterdir()) == []
+    convert(written / "hf", tmp_path / "out", "hf", "bfloat16")
+
+
+def test_a_tokenizer_larger_than_the_embedding(tmp_path):
+    small = dataclasses.replace(CONFIG, vocab_size=200)
+    save(Model(small, random_params(small, 0)), tmp_path / "hf", "hf")
+    save_huggingface(BytesTokenizer(), tmp_path / "hf")
+    with pytest.raises(JllamaError, match=r"has 259 tokens but the embedding has 200 rows"):
+        load(tmp_path / "hf")
+
+
+def test_what_is_no_checkpoint(tmp_path):
+    with pytest.raises(JllamaError, match=r"there is no checkpoint at .*/missing/there/at/all"):
+        load(tmp_path / "missing/there/at/all")
+    (tmp_path / "notes.txt").write_text("nothing")
+    for path in (tmp_path, tmp_path / "notes.txt"):
+        with pytest.raises(JllamaError, match=f"{path} is no checkpoint that jllama knows"):
+            load(path)
+
+
+def test_a_hub_id(written, monkeypatch):
+    asked = []
+
+    def download(name):
+        asked.append(name)
+        return written / "hf"
+
+    monkeypatch.setattr(huggingface, "download", download)
+    same_bits(load("some-org/Some-Model.1").params, PARAMS)
+    assert asked == ["some-org/Some-Model.1"]
+    with pytest.raises(JllamaError, match="there is no checkpoint at tests/missing"):
+        load("tests/missing")
+
+
+def test_a_step_of_something_that_is_no_run(written):
+    with pytest.raises(UsageError, match="is not a training run, so it has no step 3"):
+        load(written / "hf", step=3)
+    assert load(written / "orbax", step=0).step == 0
+
+
+def test_unknown_format_or_dtype(tmp_path):
+    with pytest.raises((UsageError, TypeError, Exception), match="onnx"):
+        save(MODEL, tmp_path / "out", "onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_public_names():
+    assert jllama.load is load
+    assert jllama.save is save
+    assert jllama.convert is convert
+    assert jllama.Model is Model
+    assert jllama.PRESETS["llama3.2-1b"] == jllama.preset("llama3.2-1b")
+
+
+def test_paths_may_be_text(written):
+    assert load(str(written / "gguf")).config == CONFIG
+    assert isinstance(written, Path)

@@ -1,0 +1,918 @@
+"""transformers loads what we write and computes what we compute; we read what it writes; the rest is one sentence."""
+
+import copy
+import dataclasses
+import itertools
+import json
+import logging
+import os
+import sys
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from helpers import random_params, relative_error
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jllama import oracle
+from jllama.checkpoints import huggingface
+from jllama.checkpoints.huggingface import (
+    config_from_huggingface,
+    config_to_huggingface,
+    download,
+    read,
+    recognises,
+    write,
+)
+from jllama.checkpoints.tensors import Checkpoint, ParamTensors, load_params, size_bytes
+from jllama.config import LlamaConfig, RopeScaling
+from jllama.errors import JllamaError
+from jllama.model import merge
+from jllama.parameters import stored_tensors
+from jllama.tokenizers import BytesTokenizer, train_sentencepiece
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+BASE = LlamaConfig(
+    vocab_size=61,
+    num_layers=2,
+    embed_dim=48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=20,
+    mlp_dim=40,
+    max_seq_len=64,
+    norm_eps=3e-5,  # neither of the usual ones, nor transformers' default
+)
+
+
+def with_rope(config=BASE, **scaling):
+    return dataclasses.replace(config, rope_scaling=RopeScaling(**scaling))
+
+
+LONG = dataclasses.replace(BASE, rope_theta=500_000.0, max_seq_len=512)
+CONFIGS = {
+    "multi-head": LlamaConfig(vocab_size=61, num_layers=2, embed_dim=48, num_heads=4, mlp_dim=40, max_seq_len=128),
+    "grouped, explicit head_dim": BASE,
+    "multi-query, tied": dataclasses.replace(BASE, num_kv_heads=1, tie_embeddings=True),
+    "linear": with_rope(type="linear", factor=4.0),
+    "Llama 3.1": with_rope(LONG, type="llama3", factor=8.0, original_max_seq_len=32),
+    "Llama 3.2": with_rope(LONG, type="llama3", factor=32.0, original_max_seq_len=32),
+    "yarn": with_rope(LONG, type="yarn", factor=4.0, original_max_seq_len=128),
+    "yarn, every knob": with_rope(
+        LONG, type="yarn", factor=4.0, original_max_seq_len=128, beta_fast=8.0, beta_slow=2.0, attention_factor=1.3
+    ),
+    "dynamic": with_rope(type="dynamic", factor=4.0, original_max_seq_len=64),
+}
+TOKENS = np.random.default_rng(0).integers(0, BASE.vocab_size, (2, 100))  # longer than dynamic's 64
+
+TINY = LlamaConfig(vocab_size=7, num_layers=2, embed_dim=4, num_heads=2, num_kv_heads=1, head_dim=6, mlp_dim=5)
+EMBED = "model.embed_tokens.weight"
+TIED = dataclasses.replace(TINY, tie_embeddings=True)
+
+
+def opened(config, params=None, **others):
+    params = random_params(config, 1) if params is None else params
+    return Checkpoint(config, ParamTensors(config, lambda: params), **others)
+
+
+def written(folder, checkpoint, dtype=None):
+    """A folder of ours, and that each byte of it was reported."""
+    folder.mkdir(exist_ok=True)
+    done = []
+    write(checkpoint, folder, dtype, done.append)
+    assert sum(done) == size_bytes(checkpoint, dtype)
+    return folder
+
+
+def assert_same_bits(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for found, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert found.dtype == wanted.dtype
+        assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
+
+
+def their_logits(folder, tokens):
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(info.values()), info
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens), use_cache=False).logits.numpy()
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A folder of ours to damage."""
+    return written(tmp_path / "tiny", opened(TINY))
+
+
+@pytest.fixture
+def tied(tmp_path):
+    return written(tmp_path / "tied", opened(TIED))
+
+
+def fields_of(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+def change(folder, file="config.json", **changed):
+    """Set fields of a JSON file; ``...`` removes one."""
+    fields = json.loads((folder / file).read_text()) | changed
+    (folder / file).write_text(json.dumps({key: value for key, value in fields.items() if value is not ...}))
+
+
+def message(function, *arguments):
+    with pytest.raises(JllamaError) as error:
+        function(*arguments)
+    text = str(error.value)
+    assert type(error.value) is JllamaError, "a file's fault is not the command line's"
+    assert "\n" not in text
+    return text
+
+
+# Against transformers.
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_transformers_loads_ours_and_all_logits_agree(name, tmp_path, caplog):
+    config = CONFIGS[name]
+    params = random_params(config, 1)
+    folder = written(tmp_path / "ours", opened(config, params))
+    again = read(folder)
+    assert again.config == config
+    loaded = load_params(again)
+    ours = jax.jit(lambda params, tokens: merge(config, params)(tokens))(loaded, TOKENS)
+    transformers.logging.enable_propagation()
+    theirs = their_logits(folder, TOKENS)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert_same_bits(jax.tree.map(np.asarray, loaded), params)
+    exact = oracle.forward(params, TOKENS, config)
+    assert relative_error(ours, exact) < 1e-5
+    assert relative_error(theirs, exact) < 1e-5
+    assert relative_error(ours, theirs) < 1e-5
+
+
+def test_dynamic_logits_agree_within_the_context_too(tmp_path):
+    config, tokens = CONFIGS["dynamic"], TOKENS[:, :64]
+    checkpoint = opened(config)
+    folder = written(tmp_path / "ours", checkpoint)
+    ours = jax.jit(lambda params, tokens: merge(config, params)(tokens))(load_params(checkpoint), tokens)
+    assert relative_error(ours, their_logits(folder, tokens)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "shard_bytes"), [*((name, 10**9) for name in CONFIGS), ("linear", 20_000), ("multi-query, tied", 20_000)]
+)
+def test_what_transformers_saves_is_read(name, shard_bytes, tmp_path):
+    config = CONFIGS[name]
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**config_to_huggingface(config, "float32"), attn_implementation="eager")
+    ).eval()
+    theirs.save_pretrained(tmp_path, max_shard_size=shard_bytes)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard_bytes < 10**9)
+    assert recognises(tmp_path)
+    checkpoint = read(tmp_path)
+    assert checkpoint.config == config
+    state = {name: tensor.numpy() for name, tensor in theirs.state_dict().items()}
+    for stored in stored_tensors(config):
+        tensor = checkpoint.tensors[stored.key]
+        assert np.array_equal(tensor[0 : tensor.shape[0]], state[stored.name("huggingface")])
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("multi-head", {"norm_eps": 3e-3}),
+        ("multi-head", {"rope_theta": 20_000.0}),
+        ("Llama 3.2", {"rope_scaling": RopeScaling("llama3", 8.0, original_max_seq_len=32)}),
+        ("Llama 3.2", {"rope_scaling": RopeScaling("llama3", 32.0, original_max_seq_len=40)}),
+        ("linear", {"rope_scaling": None}),
+        ("yarn", {"rope_scaling": RopeScaling("yarn", 4.0, original_max_seq_len=128, attention_factor=1.0)}),
+        ("yarn", {"rope_scaling": RopeScaling("yarn", 4.0, original_max_seq_len=128, beta_fast=4.0)}),
+        ("yarn", {"rope_scaling": RopeScaling("yarn", 4.0, original_max_seq_len=128, beta_slow=0.1)}),
+        ("dynamic", {"rope_scaling": RopeScaling("dynamic", 3.0, original_max_seq_len=64)}),
+        ("dynamic", {"max_seq_len": 80, "rope_scaling": RopeScaling("dynamic", 4.0, original_max_seq_len=80)}),
+    ],
+)
+def test_every_knob_of_the_config_moves_their_logits(name, changed, tmp_path):
+    """By a hundred times the tolerance: leaving one out of the file, or writing it wrong, would be seen above."""
+    right = written(tmp_path / "right", opened(CONFIGS[name]))
+    wrong = written(tmp_path / "wrong", opened(dataclasses.replace(CONFIGS[name], **changed)))
+    assert (right / "model.safetensors").read_bytes() == (wrong / "model.safetensors").read_bytes()
+    assert relative_error(their_logits(wrong, TOKENS), their_logits(right, TOKENS)) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
+@pytest.mark.parametrize("shard_bytes", [5_000_000_000, 150])
+def test_there_and_back_is_the_same_bits(dtype, shard_bytes, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface, "MAX_SHARD_BYTES", shard_bytes)
+    for config in (TINY, TIED):
+        params = jax.tree.map(lambda leaf: leaf.astype(dtype), random_params(config, 2))
+        first = written(tmp_path / f"first{config.tie_embeddings}", opened(config, params))
+        second = written(tmp_path / f"second{config.tie_embeddings}", read(first))
+        assert_same_bits(load_params(read(second)), params)
+        assert fields_of(second)["dtype"] == fields_of(second)["torch_dtype"] == np.dtype(dtype).name
+        assert {file.name: file.read_bytes() for file in first.iterdir()} == {
+            file.name: file.read_bytes() for file in second.iterdir()
+        }
+
+
+def test_a_dtype_is_converted_to_and_mixed_ones_are_kept(tmp_path):
+    params = random_params(TINY, 0)
+    narrow = written(tmp_path / "narrow", opened(TINY, params), np.dtype(jnp.bfloat16))
+    assert_same_bits(load_params(read(narrow)), jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params))
+    mixed = params | {"embed": params["embed"].astype(jnp.bfloat16), "lm_head": params["lm_head"].astype(np.float16)}
+    folder = written(tmp_path / "mixed", opened(TINY, mixed))
+    assert_same_bits(load_params(read(folder)), mixed)
+    assert fields_of(folder)["dtype"] == "float32"  # transformers casts to it: nothing may be lost
+    assert "int8" in message(write, opened(TINY), tmp_path, np.dtype(np.int8), lambda done: None)
+
+
+def test_shards_are_full_but_never_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface, "MAX_SHARD_BYTES", 400)
+    config = dataclasses.replace(TINY, vocab_size=40)  # an embedding of 640 bytes has a shard of its own
+    params = random_params(config, 3)
+    folder = written(tmp_path / "ours", opened(config, params))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = sorted(folder.glob("*.safetensors"))
+    assert [file.name for file in files] == [
+        f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)
+    ]
+    sizes = []
+    for file in files:
+        shard = safetensors.numpy.load_file(file)
+        assert {name for name, place in index["weight_map"].items() if place == file.name} == set(shard)
+        sizes.append(sum(array.nbytes for array in shard.values()))
+        assert sizes[-1] <= 400 or len(shard) == 1
+    assert index["metadata"]["total_size"] == sum(sizes) == size_bytes(opened(config, params), None)
+    assert all(one + other > 400 for one, other in itertools.pairwise(sizes))
+    assert_same_bits(load_params(read(folder)), params)
+    their_logits(folder, TOKENS % 40)
+
+
+def test_a_model_fits_one_file_up_to_the_limit(tmp_path, monkeypatch):
+    checkpoint = opened(TINY)
+    for over in (0, 1):
+        monkeypatch.setattr(huggingface, "MAX_SHARD_BYTES", size_bytes(checkpoint, None) - over)
+        folder = written(tmp_path / str(over), checkpoint)
+        assert (folder / "model.safetensors").exists() == (not over)
+
+
+# Configurations.
+
+
+def numbers(low, high):
+    return st.floats(low, high, exclude_min=True)
+
+
+lengths = st.integers(1, 2**20)
+scalings = st.one_of(
+    st.none(),
+    st.builds(RopeScaling, st.just("linear"), numbers(1, 64)),
+    st.builds(RopeScaling, st.just("dynamic"), numbers(1, 64)),
+    st.builds(RopeScaling, st.just("llama3"), numbers(1, 64), numbers(0.1, 2), numbers(2, 9), lengths),
+    st.builds(
+        RopeScaling,
+        st.just("yarn"),
+        numbers(1, 64),
+        original_max_seq_len=lengths,
+        beta_fast=numbers(9, 64),
+        beta_slow=numbers(0.1, 9),
+        attention_factor=st.one_of(st.just(0.0), numbers(0.5, 2)),
+    ),
+)
+
+
+@st.composite
+def configs(draw):
+    kv_heads, group = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    max_seq_len, scaling = draw(lengths), draw(scalings)
+    if scaling and scaling.type == "dynamic":
+        scaling = dataclasses.replace(scaling, original_max_seq_len=max_seq_len)
+    return LlamaConfig(
+        vocab_size=draw(st.integers(1, 2**17)),
+        num_layers=draw(st.integers(1, 126)),
+        embed_dim=kv_heads * group * draw(st.integers(2, 9)) * 2,
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([0, 4, 6, 128])),
+        mlp_dim=draw(st.integers(0, 99)),
+        max_seq_len=max_seq_len,
+        norm_eps=draw(numbers(0, 1)),
+        rope_theta=draw(st.one_of(numbers(1, 1e7), st.integers(2, 10**7))),
+        rope_scaling=scaling,
+        tie_embeddings=draw(st.booleans()),
+    )
+
+
+@given(config=configs())
+def test_a_configuration_comes_back_from_either_spelling(config, tmp_path_factory):
+    source = tmp_path_factory.getbasetemp() / "config.json"
+    fields = json.loads(json.dumps(config_to_huggingface(config, "bfloat16")))
+    assert config_from_huggingface(fields, source) == config
+    four = {key: value for key, value in fields.items() if key not in ("rope_parameters", "dtype")}
+    five = {key: value for key, value in fields.items() if key not in ("rope_scaling", "rope_theta", "torch_dtype")}
+    old = copy.deepcopy(four)
+    if old["rope_scaling"]:
+        old["rope_scaling"]["type"] = old["rope_scaling"].pop("rope_type")
+    for spelling in (four, five, old):
+        assert config_from_huggingface(spelling, source) == config
+
+
+@given(config=configs())
+def test_transformers_reads_the_same_from_either_spelling(config):
+    """Their two readings of our one file are equal, and all that shapes the model is in them."""
+    fields = config_to_huggingface(config, "bfloat16")
+    four = {key: value for key, value in copy.deepcopy(fields).items() if key != "rope_parameters"}
+    both, old = transformers.LlamaConfig(**copy.deepcopy(fields)), transformers.LlamaConfig(**four)
+    assert both.to_dict() == old.to_dict()
+    saved = json.loads(both.to_json_string(use_diff=False))
+    assert not {"rope_scaling", "rope_theta"} & saved.keys()
+    assert all(saved[key] == value for key, value in fields.items() if key in saved and key != "rope_parameters")
+    assert saved["rope_parameters"].items() >= fields["rope_parameters"].items()
+
+
+def test_missing_fields_are_transformers_defaults(tmp_path):
+    theirs = transformers.LlamaConfig().to_dict()
+    for fields in ({"model_type": "llama"}, {"architectures": ["LlamaForCausalLM"]}, dict.fromkeys(theirs)):
+        fields = fields | {"model_type": "llama", "vocab_size": 32_000}
+        assert config_from_huggingface(fields, tmp_path) == config_from_huggingface(theirs, tmp_path)
+    assert config_from_huggingface({"model_type": "llama"}, tmp_path) == LlamaConfig(
+        vocab_size=0,
+        num_layers=32,
+        embed_dim=4096,
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=128,
+        mlp_dim=11_008,
+        max_seq_len=2048,
+        norm_eps=1e-6,
+        rope_theta=10_000.0,
+        tie_embeddings=False,
+    )
+
+
+LLAMA = {"model_type": "llama", "max_position_embeddings": 4096}
+YARN = {"rope_type": "yarn", "factor": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "theta", "scaling"),
+    [
+        ({"rope_scaling": None}, 1e4, None),
+        ({"rope_scaling": {}, "rope_theta": 7}, 7, None),
+        ({"rope_scaling": {"type": "default"}, "rope_theta": 7}, 7, None),
+        ({"rope_parameters": {"rope_theta": 7}}, 7, None),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7, "partial_rotary_factor": 1.0}}, 7, None),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, 1e4, ("linear", 2.0)),
+        ({"rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 2.0}}, 1e4, ("linear", 2.0)),
+        ({"rope_theta": 7, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}, 7, ("linear", 2.0)),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 1e4, ("dynamic", 2.0, 4096)),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 4096}},
+            1e4,
+            ("dynamic", 2.0, 4096),
+        ),
+        ({"rope_parameters": YARN}, 1e4, ("yarn", 8.0, 4096)),
+        ({"rope_parameters": YARN | {"original_max_position_embeddings": 512}}, 1e4, ("yarn", 8.0, 512)),
+        ({"rope_parameters": YARN, "original_max_position_embeddings": 512}, 1e4, ("yarn", 8.0, 512)),
+        ({"rope_parameters": YARN | {"truncate": True, "finetuned": True}}, 1e4, ("yarn", 8.0, 4096)),
+        ({"rope_parameters": YARN | {"mscale": 0.7}}, 1e4, ("yarn", 8.0, 4096)),
+    ],
+)
+def test_rope_is_read_as_transformers_does(fields, theta, scaling, tmp_path):
+    config = config_from_huggingface(LLAMA | fields, tmp_path)
+    length = {"original_max_seq_len": scaling[2]} if scaling and len(scaling) > 2 else {}
+    assert config.rope_scaling == (RopeScaling(*scaling[:2], **length) if scaling else None)
+    assert config.rope_theta == theta
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [{}, {"attention_factor": 1.5}, {"mscale": 0.7, "mscale_all_dim": 1.0}, {"mscale": 0.7}],
+)
+def test_yarn_reads_as_transformers_does(attention, tmp_path):
+    """Frequencies and attention factor of their own function, whatever of its fields is given."""
+    rope = YARN | {"rope_theta": 5e5, "original_max_position_embeddings": 512} | attention
+    config = config_from_huggingface(LLAMA | {"rope_parameters": rope}, tmp_path)
+    theirs = transformers.LlamaConfig(**LLAMA, rope_parameters=rope)
+    _, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs, None)
+    assert config.rope_scaling.attention_factor == pytest.approx(factor, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"model_type": "mistral"}, "model_type 'mistral'"),
+        ({"model_type": "llama4_text"}, "model_type 'llama4_text'"),
+        ({"model_type": ...}, None),
+        ({"model_type": ..., "architectures": ["MistralForCausalLM"]}, "model_type None"),
+        ({"model_type": ..., "architectures": 7}, "model_type None"),
+        ({"attention_bias": True}, "attention_bias true"),
+        ({"mlp_bias": True}, "mlp_bias true"),
+        ({"attention_bias": True, "mlp_bias": True}, "attention_bias true, mlp_bias true"),
+        ({"sliding_window": 4096}, "sliding_window 4096"),
+        ({"sliding_window": 4096, "use_sliding_window": False}, None),
+        ({"sliding_window": None, "use_sliding_window": False}, None),
+        ({"use_sliding_window": True}, "use_sliding_window true"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"layer_types": ["full_attention", "full_attention"]}, None),
+        ({"layer_types": 7}, "layer_types 7"),
+        ({"num_local_experts": 8}, "num_local_experts 8"),
+        ({"num_experts": 8}, "num_experts 8"),
+        ({"num_experts": 0}, None),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"pretraining_tp": 2, "attention_dropout": 0.1, "use_cache": False}, None),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'"),
+        ({"rope_scaling": {"type": "su"}}, "'su'"),
+        ({"rope_scaling": {"rope_type": ["linear"]}}, "['linear']"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "no factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "no low_freq_factor, high_freq_factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 8.0, "beta_fast": 2}}, "beta_fast"),
+        ({"rope_scaling": {"rope_type": "default", "factor": 8.0}}, "factor"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "alpha": 1000}}, "alpha"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 9}}, "dynamic"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 0}}, "attention_factor 0"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 0.5}}, "beta_fast"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "8"}}, 'factor "8"'),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor"),
+        ({"rope_scaling": "linear"}, "must be an object"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 8.0}}, None),
+        ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "rope_theta 5.0, but 6.0"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"type": "linear", "factor": 4.0}},
+            "differ",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_theta": 0}, "rope_theta 0"),
+        ({"rope_theta": "10000"}, 'rope_theta "10000"'),
+        ({"rope_theta": float("nan")}, "rope_theta NaN"),
+        ({"rope_theta": float("inf")}, "rope_theta Infinity"),
+        ({"rope_theta": 10**400}, "rope_theta 1000"),
+        ({"rms_norm_eps": "1e-5"}, 'rms_norm_eps "1e-5"'),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps -1e-05"),
+        ({"rms_norm_eps": True}, "rms_norm_eps true"),
+        ({"hidden_size": "48"}, 'hidden_size "48"'),
+        ({"hidden_size": 48.0}, "hidden_size 48.0"),
+        ({"hidden_size": -48}, "hidden_size -48"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers 0"),
+        ({"num_hidden_layers": True}, "num_hidden_layers true"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads 0"),
+        ({"num_key_value_heads": 3}, "num_kv_heads 3"),
+        ({"head_dim": 7}, "head_dim 7"),
+        ({"head_dim": [8]}, "head_dim [8]"),
+        ({"max_position_embeddings": 2**40}, "max_position_embeddings"),
+        ({"vocab_size": -2}, "vocab_size -2"),
+        ({"vocab_size": "61"}, 'vocab_size "61"'),
+        ({"intermediate_size": {}}, "intermediate_size {}"),
+        ({"tie_word_embeddings": "true"}, "tie_word_embeddings 'true'"),
+    ],
+)
+def test_what_a_config_may_not_ask_for_is_named(changed, said, tmp_path):
+    fields = config_to_huggingface(BASE, "float32")
+    for key in ("rope_theta", "rope_scaling", "rope_parameters"):
+        del fields[key]
+    wanted = {key: value for key, value in (fields | changed).items() if value is not ...}
+    source = tmp_path / "config.json"
+    if said is None:
+        config_from_huggingface(wanted, source)
+        return
+    text = message(config_from_huggingface, wanted, source)
+    assert said in text
+    assert str(source) in text
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 9) | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["rope_type", "factor", "a"]), inner),
+    max_leaves=4,
+)
+
+
+@pytest.mark.parametrize("name", ["grouped, explicit head_dim", "yarn, every knob", "dynamic"])
+@given(data=st.data(), value=json_values)
+def test_any_value_in_any_field_is_read_or_refused(name, data, value):
+    fields = config_to_huggingface(CONFIGS[name], "float32")
+    others = ["quantization_config", "sliding_window", "layer_types", "original_max_position_embeddings"]
+    fields = json.loads(json.dumps(fields | dict.fromkeys(others)))
+    place = data.draw(st.sampled_from([fields, *(value for value in fields.values() if isinstance(value, dict))]))
+    place[data.draw(st.sampled_from(sorted(place)))] = value
+    try:
+        config_from_huggingface(fields, Path("config.json"))
+    except JllamaError as error:
+        said = error
+    else:
+        return
+    assert type(said) is JllamaError
+    assert str(said).startswith("config.json")
+
+
+def test_what_transformers_cannot_hold_is_refused_before_a_byte_is_written(tmp_path):
+    uneven = dataclasses.replace(TINY, embed_dim=5)
+    stretched = with_rope(type="dynamic", factor=2.0, original_max_seq_len=32)
+    for config, said in ((uneven, "embed_dim (5)"), (stretched, "original_max_seq_len (32)")):
+        assert said in message(write, opened(config), tmp_path, None, lambda done: None)
+        assert not list(tmp_path.iterdir())
+    with pytest.raises(Exception, match="not a multiple"):
+        transformers.LlamaConfig(hidden_size=5, num_attention_heads=2, head_dim=6)
+
+
+# Folders.
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, False),
+        ({"config.json": '{"model_type": "gpt2"}'}, True),
+        ({"config.json": '{"architectures": []}'}, True),
+        ({"config.json": '{"a": 1}'}, False),
+        ({"config.json": "[1"}, False),
+        ({"config.json": "[]"}, False),
+        ({"anything.safetensors": ""}, True),
+        ({"params.json": "{}"}, False),
+    ],
+)
+def test_a_folder_is_recognised_by_its_files(files, expected, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert recognises(tmp_path) is expected
+
+
+def test_what_is_no_folder_is_not_recognised(tiny, tmp_path):
+    assert recognises(tiny)
+    assert not recognises(tiny / "config.json")
+    assert not recognises(tmp_path / "nowhere")
+    (tmp_path / "config.json").mkdir()
+    assert not recognises(tmp_path)
+
+
+@pytest.mark.parametrize("vocab_size", [-1, None, ...])
+def test_the_rows_come_from_the_weights(tiny, vocab_size):
+    change(tiny, vocab_size=vocab_size)
+    assert read(tiny).config == TINY
+
+
+def rewrite(folder, function, file="model.safetensors"):
+    found = safetensors.numpy.load_file(folder / file)
+    safetensors.numpy.save_file(function(found), folder / file)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (
+            lambda t: {k: v for k, v in t.items() if "norm" not in k},
+            ["missing", "layers.1.input_layernorm", "model.norm"],
+        ),
+        (lambda t: t | {"a.bias": t["model.norm.weight"], "b": t["lm_head.weight"]}, ["a.bias", "b"]),
+        (lambda t: t | {"model.norm.weight": np.ones(5, np.float32)}, ["model.norm.weight", "[5]", "[4]"]),
+        (lambda t: t | {"lm_head.weight": np.ones((4, 7), np.float32)}, ["lm_head.weight", "[4, 7]", "[7, 4]"]),
+        (lambda t: t | {"model.embed_tokens.weight": np.ones((8, 4), np.float32)}, ["[8, 4]", "[7, 4]"]),
+        (lambda t: t | {"model.embed_tokens.weight": np.float32(1)}, ["shape []", "[7, 4]"]),
+        (lambda t: {k: v for k, v in t.items() if k != "lm_head.weight"}, ["lm_head.weight", "tie_word_embeddings"]),
+        (lambda t: t | {"model.norm.weight": np.ones(4, np.int64)}, ["model.norm.weight", "I64"]),
+    ],
+)
+def test_weights_that_differ_from_the_config_are_listed(tiny, function, said):
+    rewrite(tiny, lambda tensors: {name: np.asarray(array) for name, array in function(tensors).items()})
+    text = message(read, tiny)
+    assert str(tiny) in text
+    assert all(words in text for words in said), text
+    change(tiny, vocab_size=-1)
+    message(read, tiny)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (), (7, 0), (4,)])
+def test_an_embedding_of_no_rows_is_refused(tied, shape):
+    rewrite(tied, lambda tensors: tensors | {"model.embed_tokens.weight": np.ones(shape, np.float32)})
+    rewrite(tied, lambda tensors: tensors | {"lm_head.weight": np.ones(shape, np.float32)})
+    change(tied, vocab_size=-1)
+    assert f"model.embed_tokens.weight has shape {list(shape)}" in message(read, tied)
+
+
+def test_other_layer_counts_are_refused(tiny):
+    change(tiny, num_hidden_layers=1)
+    assert "model.layers.1.mlp.up_proj.weight" in message(read, tiny)
+    change(tiny, num_hidden_layers=3)
+    assert "model.layers.2.mlp.up_proj.weight" in message(read, tiny)
+
+
+def test_rotary_frequencies_in_a_file_are_left_out(tiny):
+    extra = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": np.ones(3, np.float32) for layer in (0, 1)}
+    rewrite(tiny, lambda tensors: tensors | extra)
+    assert_same_bits(load_params(read(tiny)), random_params(TINY, 1))
+    rewrite(tiny, lambda tensors: tensors | {"rotary_emb.inv_freq": np.ones(3, np.float32)})
+    assert "rotary_emb.inv_freq" in message(read, tiny)
+
+
+def test_a_repeated_head_of_a_tied_model_must_be_the_embedding(tied):
+    rewrite(tied, lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
+    checkpoint = read(tied)
+    assert_same_bits(load_params(checkpoint), random_params(TIED, 1))
+
+    def change_one_bit(tensors):
+        tensors["lm_head.weight"].view(np.uint32)[6, 3] ^= 1
+        return tensors
+
+    rewrite(tied, change_one_bit)
+    assert "tie_word_embeddings" in message(read, tied)
+    zeros, nans = np.zeros((7, 4), np.float32), np.full((7, 4), np.nan, np.float32)
+    for embed, head, same in ((zeros, -zeros, False), (nans, nans, True)):
+        rewrite(tied, lambda tensors, e=embed, h=head: tensors | {EMBED: e, "lm_head.weight": h})
+        if same:
+            read(tied)
+        else:
+            assert "differs" in message(read, tied)
+    rewrite(tied, lambda tensors: tensors | {"lm_head.weight": tensors["lm_head.weight"].astype(np.float16)})
+    assert "differs" in message(read, tied)
+    change(tied, tie_word_embeddings=False)
+    assert not read(tied).config.tie_embeddings
+
+
+@given(data=st.data())
+def test_a_file_cut_anywhere_is_refused(data, tmp_path_factory):
+    folder = written(tmp_path_factory.mktemp("cut") / "tiny", opened(TINY))
+    file = folder / data.draw(st.sampled_from(["config.json", "model.safetensors"]))
+    end = file.stat().st_size - (2 if file.suffix == ".json" else 1)  # its last byte is the line's end
+    os.truncate(file, data.draw(st.integers(0, end)))
+    assert file.name in message(read, folder)
+
+
+DEEP = b'{"hidden_size":' + b"[" * 900 + b"]" * 900 + b"}"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"7", b'"llama"', b"\xff\xfe\xff", b"[" * 200_000, DEEP])
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_a_file_that_is_no_json_object_is_refused(tiny, file, content):
+    (tiny / file).write_bytes(content)
+    assert f"{file} is not" in message(read, tiny)
+
+
+def test_an_absurdly_large_config_is_not_read(tiny):
+    os.truncate(tiny / "config.json", 1 << 34)
+    assert "over 100000000 bytes" in message(read, tiny)
+
+
+def test_missing_files_are_named(tiny):
+    (tiny / "model.safetensors").rename(tiny / "other.safetensors")
+    assert "it has other.safetensors" in message(read, tiny)
+    (tiny / "other.safetensors").unlink()
+    assert "no safetensors" in message(read, tiny)
+    (tiny / "pytorch_model.bin").touch()
+    assert "pickle" in message(read, tiny)
+    (tiny / "config.json").unlink()
+    assert "no config.json" in message(read, tiny)
+
+
+@pytest.fixture
+def sharded(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface, "MAX_SHARD_BYTES", 300)
+    return written(tmp_path / "sharded", opened(TINY))
+
+
+def places(folder):
+    return json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+
+
+def test_missing_shards_are_named(sharded):
+    files = sorted(sharded.glob("*.safetensors"))
+    for file in files[1:3]:
+        file.unlink()
+    text = message(read, sharded)
+    assert all((file.name in text) == (file in files[1:3]) for file in files)
+
+
+def test_shards_may_be_links_out_of_the_folder(sharded, tmp_path):
+    """As in the hub's cache, where they lead to ``../../blobs``."""
+    for number, file in enumerate(sharded.glob("*.safetensors")):
+        file.rename(tmp_path / str(number))
+        file.symlink_to(tmp_path / str(number))
+    assert_same_bits(load_params(read(sharded)), random_params(TINY, 1))
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "../a.safetensors",
+        "/a.safetensors",
+        "b/a.safetensors",
+        "..\\a.safetensors",
+        "C:a.safetensors",
+        "a\0.safetensors",
+        300 * "a" + ".safetensors",
+        "..",
+        "",
+        "config.json",
+        7,
+        None,
+        [],
+    ],
+)
+def test_an_index_that_points_outside_its_folder_is_refused(sharded, place):
+    for name in ("../a.safetensors", "b/a.safetensors"):
+        (sharded / name).parent.mkdir(exist_ok=True)
+        (sharded / name).write_bytes((sharded / next(iter(places(sharded).values()))).read_bytes())
+    shards = places(sharded)
+    change(sharded, "model.safetensors.index.json", weight_map=shards | {next(iter(shards)): place})
+    assert "index.json points to" in message(read, sharded)
+
+
+@pytest.mark.parametrize("content", [{}, {"weight_map": {}}, {"weight_map": ["a"]}, {"weight_map": None}])
+def test_an_index_without_a_map_is_refused(sharded, content):
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(content))
+    assert "weight_map" in message(read, sharded)
+
+
+def test_an_index_that_differs_from_its_shards_is_refused(sharded):
+    shards = places(sharded)
+    first, second, *_ = sorted(set(shards.values()))
+    embed, norm = "model.embed_tokens.weight", "model.norm.weight"
+    index = "model.safetensors.index.json"
+    change(sharded, index, weight_map=shards | {embed: second, "extra": second})
+    text = message(read, sharded)
+    said = f"{second} lacks {embed}", f"{second} lacks extra", f"{first} has {embed}"
+    assert all(words in text for words in said), text
+    change(sharded, index, weight_map={name: place for name, place in shards.items() if name != norm})
+    assert f"has {norm}" in message(read, sharded)
+    change(sharded, index, weight_map=shards)
+    file = sharded / shards[norm]
+    file.write_bytes(file.read_bytes()[:-1])
+    assert str(file) in message(read, sharded)
+
+
+# What goes with the weights.
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        (..., 2, (2,)),
+        (..., [2, 3], (2, 3)),
+        (..., None, ()),
+        (..., ..., ()),
+        ([4, 5], 2, (4, 5)),
+        (4, [2, 3], (4,)),
+        (None, 2, (2,)),
+    ],
+)
+def test_stop_ids_are_the_generation_configs_else_the_configs(tiny, generation, config, expected):
+    change(tiny, eos_token_id=config)
+    if generation is not ...:
+        (tiny / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    assert read(tiny).stop_ids == expected
+
+
+@pytest.mark.parametrize("wrong", ["2", [2, "3"], -1, 2.0, {}, True])
+def test_stop_ids_that_are_no_ids_are_refused(tiny, wrong):
+    change(tiny, eos_token_id=wrong)
+    assert "eos_token_id" in message(read, tiny)
+
+
+@pytest.mark.parametrize(
+    ("jinja", "config", "expected"),
+    [
+        (None, ..., None),
+        (None, None, None),
+        (None, "old", "old"),
+        ("new\n{{ é }}", "old", "new\n{{ é }}"),
+        (None, [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}], "d"),
+        (None, [{"name": "rag", "template": "r"}], None),
+        (None, [], None),
+    ],
+)
+def test_the_chat_template_is_found_in_either_place(tiny, jinja, config, expected):
+    if jinja is not None:
+        (tiny / "chat_template.jinja").write_text(jinja, encoding="utf-8")
+    (tiny / "tokenizer_config.json").write_text(json.dumps({} if config is ... else {"chat_template": config}))
+    assert read(tiny).chat_template == expected
+
+
+@pytest.mark.parametrize("wrong", [7, {"default": "d"}, [{"name": "default", "template": 7}]])
+def test_a_chat_template_that_is_no_text_is_refused(tiny, wrong):
+    (tiny / "tokenizer_config.json").write_text(json.dumps({"chat_template": wrong}))
+    assert "chat_template" in message(read, tiny)
+
+
+@pytest.mark.parametrize(("stops", "field"), [((), None), ((3,), 3), ((3, 5), [3, 5])])
+def test_stop_ids_and_template_come_back(stops, field, tmp_path):
+    folder = written(tmp_path / "ours", opened(TINY, stop_ids=stops, chat_template="{{ messages }}"))
+    checkpoint = read(folder)
+    assert checkpoint.stop_ids == stops
+    assert checkpoint.chat_template == "{{ messages }}"
+    assert checkpoint.tokenizer is None
+    theirs = transformers.AutoConfig.from_pretrained(folder)
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (None, field)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert model.generation_config.eos_token_id == field
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+BPE = train_sentencepiece(["the cat sat on the mat\n"] * 9, 280)
+
+
+@pytest.mark.parametrize("tokenizer", [BytesTokenizer(), BPE], ids=["bytes", "bpe"])
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_transformers_loads_tokenizer_template_and_ids(tokenizer, template, tmp_path):
+    config = dataclasses.replace(TINY, vocab_size=300)
+    folder = written(tmp_path / "ours", opened(config, tokenizer=tokenizer, chat_template=template))
+    fields = fields_of(folder)
+    assert (fields["bos_token_id"], fields["eos_token_id"]) == (tokenizer.bos_id, tokenizer.eos_id)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    text = "the cat, naïve  世"
+    assert theirs(text, add_special_tokens=False).input_ids == tokenizer.encode(text)
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (tokenizer.bos_id, tokenizer.eos_id)
+    assert theirs.chat_template == template
+    # Old readers look for the template there; and what the tokenizer wrote must stay.
+    old = json.loads((folder / "tokenizer_config.json").read_text())
+    assert old.get("chat_template") == template
+    assert "eos_token" in old
+    again = read(folder)
+    assert again.chat_template == template
+    assert again.stop_ids == (tokenizer.eos_id,)
+    assert again.tokenizer.encode(text) == tokenizer.encode(text)
+
+
+def test_the_tokenizer_is_read(tiny):
+    BPE.save(tiny)
+    found = read(tiny).tokenizer
+    assert found is not None
+    assert found.fingerprint() == BPE.fingerprint()
+
+
+# The hub.
+
+
+class Refusal(Exception):
+    pass
+
+
+class GatedRefusal(Refusal):
+    pass
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A stand-in for huggingface_hub: ``hub.answer`` is what it gives or raises."""
+    module = types.ModuleType("huggingface_hub")
+    module.errors = types.SimpleNamespace(RepositoryNotFoundError=Refusal, GatedRepoError=GatedRefusal)
+    module.calls = []
+
+    def snapshot_download(repository, **options):
+        module.calls.append((repository, options))
+        if isinstance(module.answer, Exception):
+            raise module.answer
+        return module.answer
+
+    module.snapshot_download = snapshot_download
+    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+    return module
+
+
+def test_a_repository_is_fetched_without_its_pickles(hub, tiny):
+    hub.answer = str(tiny)
+    assert download("org/name") == tiny
+    [(repository, options)] = hub.calls
+    assert repository == "org/name"
+    assert options == {"allow_patterns": ["*.safetensors", "*.json", "tokenizer.model", "*.jinja"]}
+
+
+@pytest.mark.parametrize(
+    ("refusal", "said"),
+    [
+        (Refusal("404 Client Error.\nmore"), "no model org/name"),
+        (GatedRefusal("403 Client Error.\nmore"), "gated"),
+        (OSError("offline\nmore"), "cannot be fetched from the hub: offline"),
+        (ValueError(), "cannot be fetched from the hub: ValueError"),
+    ],
+)
+def test_a_repository_that_cannot_be_had_is_one_sentence(hub, refusal, said):
+    hub.answer = refusal
+    text = message(download, "org/name")
+    assert said in text
+    assert "org/name" in text
+
+
+def test_the_hub_extra_is_asked_for(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert "pip install 'jllama[hub]'" in message(download, "org/name")
+
+
+def test_the_real_hub_client_refuses_as_the_stand_in(monkeypatch):
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    assert issubclass(huggingface_hub.errors.GatedRepoError, huggingface_hub.errors.RepositoryNotFoundError)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert "cannot be fetched" in message(download, "jllama-tests/no-such-model")

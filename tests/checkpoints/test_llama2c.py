@@ -1,0 +1,308 @@
+"""llama2.c files there and back, against readers, a writer and arithmetic put down here from run.c's description."""
+
+import struct
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import random_params, relative_error
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jllama import oracle
+from jllama.checkpoints import llama2c
+from jllama.checkpoints.tensors import Checkpoint, ParamTensors, load_params
+from jllama.config import LlamaConfig, RopeScaling
+from jllama.errors import JllamaError
+from jllama.model import merge
+from jllama.tokenizers import BytesTokenizer, train_sentencepiece
+
+CONFIG = LlamaConfig(
+    vocab_size=50, num_layers=2, embed_dim=128, num_heads=2, num_kv_heads=1, mlp_dim=96, max_seq_len=64
+)
+
+configs = st.builds(
+    lambda vocab, layers, half, kv_heads, group, mlp, length, tied: LlamaConfig(
+        vocab_size=vocab,
+        num_layers=layers,
+        embed_dim=2 * half * kv_heads * group,
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        mlp_dim=mlp,
+        max_seq_len=length,
+        tie_embeddings=tied,
+    ),
+    *(st.integers(1, top) for top in (9, 3, 4, 3, 3, 9, 20)),
+    st.booleans(),
+)
+
+
+def opened(config, params, **others):
+    return Checkpoint(config, ParamTensors(config, lambda: params), **others)
+
+
+def written(folder, config, seed=0, tensor_dtype=np.float32, dtype=None, **others):
+    params = jax.tree.map(lambda leaf: leaf.astype(tensor_dtype), random_params(config, seed))
+    done = []
+    llama2c.write(opened(config, params, **others), folder, dtype, done.append)
+    return params, sum(done)
+
+
+def run_c_weights(path: Path) -> tuple[tuple[int, ...], dict[str, np.ndarray]]:
+    """``read_checkpoint`` and ``memory_map_weights`` of run.c, in NumPy."""
+    raw = path.read_bytes()
+    dim, hidden, layers, heads, kv_heads, vocab, seq = header = struct.unpack("<7i", raw[:28])
+    numbers, head_size = np.frombuffer(raw[28:], "<f4"), dim // heads
+    shapes = {
+        "token_embedding_table": (abs(vocab), dim),
+        "rms_att_weight": (layers, dim),
+        "wq": (layers, heads * head_size, dim),
+        "wk": (layers, kv_heads * head_size, dim),
+        "wv": (layers, kv_heads * head_size, dim),
+        "wo": (layers, dim, heads * head_size),
+        "rms_ffn_weight": (layers, dim),
+        "w1": (layers, hidden, dim),
+        "w2": (layers, dim, hidden),
+        "w3": (layers, hidden, dim),
+        "rms_final_weight": (dim,),
+        "freq_cis_real": (seq, head_size // 2),
+        "freq_cis_imag": (seq, head_size // 2),
+    } | ({"wcls": (abs(vocab), dim)} if vocab < 0 else {})
+    found, at = {}, 0
+    for name, shape in shapes.items():
+        size = int(np.prod(shape))
+        found[name] = numbers[at : at + size].reshape(shape)
+        at += size
+    assert at == len(numbers)
+    found.setdefault("wcls", found["token_embedding_table"])
+    return header, found
+
+
+def run_c_forward(path: Path, tokens: list[int]) -> np.ndarray:
+    """``forward`` of run.c, one position after another, in float64: adjacent channels are turned together."""
+    (dim, _, layers, heads, kv_heads, _, _), w = run_c_weights(path)
+    w = {name: weight.astype(np.float64) for name, weight in w.items()}
+    head_size = dim // heads
+    keys, values, logits = [[] for _ in range(layers)], [[] for _ in range(layers)], []
+
+    def rmsnorm(x, weight):
+        return weight * x / np.sqrt((x * x).mean() + 1e-5)
+
+    def rotated(vector, position):
+        vector = vector.copy()
+        for i in range(0, len(vector), 2):
+            angle = position / 10000.0 ** ((i % head_size) / head_size)
+            a, b = vector[i], vector[i + 1]
+            vector[i] = a * np.cos(angle) - b * np.sin(angle)
+            vector[i + 1] = a * np.sin(angle) + b * np.cos(angle)
+        return vector
+
+    for position, token in enumerate(tokens):
+        x = w["token_embedding_table"][token].copy()
+        for layer in range(layers):
+            h = rmsnorm(x, w["rms_att_weight"][layer])
+            query = rotated(w["wq"][layer] @ h, position)
+            keys[layer].append(rotated(w["wk"][layer] @ h, position))
+            values[layer].append(w["wv"][layer] @ h)
+            out = np.zeros(heads * head_size)
+            for head in range(heads):
+                own, shared = head * head_size, head // (heads // kv_heads) * head_size
+                scores = [query[own : own + head_size] @ key[shared : shared + head_size] for key in keys[layer]]
+                weights = np.exp(np.array(scores) / np.sqrt(head_size))
+                weights /= weights.sum()
+                for weight, value in zip(weights, values[layer], strict=True):
+                    out[own : own + head_size] += weight * value[shared : shared + head_size]
+            x += w["wo"][layer] @ out
+            h = rmsnorm(x, w["rms_ffn_weight"][layer])
+            gate = w["w1"][layer] @ h
+            x += w["w2"][layer] @ (gate / (1 + np.exp(-gate)) * (w["w3"][layer] @ h))
+        logits.append(w["wcls"] @ rmsnorm(x, w["rms_final_weight"]))
+    return np.array(logits)
+
+
+@given(configs, st.integers(0, 3))
+def test_there_and_back_is_the_same_bytes(tmp_path_factory, config, seed):
+    folder = tmp_path_factory.mktemp("model")
+    params, num_bytes = written(folder, config, seed)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(params)) == num_bytes
+    for path in (folder, folder / "model.bin"):
+        assert llama2c.recognises(path)
+        checkpoint = llama2c.read(path)
+        assert checkpoint.config == config
+        assert (checkpoint.tokenizer, checkpoint.chat_template, checkpoint.stop_ids) == (None, None, ())
+        loaded = load_params(checkpoint)
+        assert jax.tree.structure(loaded) == jax.tree.structure(params)
+        for found, wanted in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
+            assert found.dtype == np.float32
+            assert np.asarray(found).tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_run_c_and_jllama_give_the_same_logits(tmp_path, tied):
+    config = LlamaConfig(**(vars(CONFIG) | {"tie_embeddings": tied}))
+    params, _ = written(tmp_path, config)
+    tokens = np.random.default_rng(1).integers(0, 50, 64)
+    expected = run_c_forward(tmp_path / "model.bin", list(tokens))
+    assert relative_error(oracle.forward(params, tokens[None], config)[0], expected) < 1e-10
+    read_back = llama2c.read(tmp_path)
+    logits = merge(read_back.config, load_params(read_back))(jnp.asarray(tokens)[None])
+    assert relative_error(logits[0], expected) < 1e-5
+
+
+def test_the_file_is_as_run_c_reads_it(tmp_path):
+    """Header, order, and the two tables of cosines and sines, which other readers of the format use."""
+    params, _ = written(tmp_path, CONFIG)
+    header, weights = run_c_weights(tmp_path / "model.bin")
+    assert header == (128, 96, 2, 2, 1, -50, 64)
+    angles = np.outer(np.arange(64), 10000.0 ** (-np.arange(0, 64, 2) / 64))
+    np.testing.assert_allclose(weights["freq_cis_real"], np.cos(angles), atol=1e-6)
+    np.testing.assert_allclose(weights["freq_cis_imag"], np.sin(angles), atol=1e-6)
+    np.testing.assert_array_equal(weights["token_embedding_table"], params["embed"])
+    np.testing.assert_array_equal(weights["w2"], params["layers"]["w_down"].swapaxes(1, 2))
+    np.testing.assert_array_equal(weights["w3"], params["layers"]["w_up"].swapaxes(1, 2))
+    np.testing.assert_array_equal(weights["rms_ffn_weight"], params["layers"]["mlp_norm"])
+    np.testing.assert_array_equal(weights["wcls"], params["lm_head"].T)
+
+
+@pytest.mark.parametrize("narrow", [jnp.bfloat16, np.float16])
+@pytest.mark.parametrize("dtype", [None, np.dtype(np.float32)])
+def test_narrow_weights_are_widened_without_loss(tmp_path, narrow, dtype):
+    params, _ = written(tmp_path, CONFIG, tensor_dtype=narrow, dtype=dtype)
+    for found, wanted in zip(
+        jax.tree.leaves(load_params(llama2c.read(tmp_path))), jax.tree.leaves(params), strict=True
+    ):
+        assert np.asarray(found).astype(narrow).tobytes() == wanted.tobytes()
+
+
+def test_weights_are_mapped_not_read(tmp_path):
+    written(tmp_path, CONFIG)
+    assert isinstance(llama2c.read(tmp_path).tensors["layers/1/w_gate"], np.memmap)
+
+
+@pytest.mark.parametrize(
+    ("changes", "others", "dtype", "message"),
+    [
+        ({"rope_theta": 500000.0}, {}, None, "its rope_theta is 500000.0, and run.c has 10000.0"),
+        ({"norm_eps": 1e-6}, {}, None, "its norm_eps is 1e-06, and run.c has 1e-05"),
+        ({"rope_scaling": RopeScaling("linear", 2.0)}, {}, None, "its rope_scaling is RopeScaling"),
+        ({"head_dim": 32}, {}, None, "its head_dim is 32, and run.c has embed_dim / num_heads, which is 64"),
+        ({}, {}, np.dtype(jnp.bfloat16), "to be bfloat16, and the format has float32 alone"),
+        ({}, {"chat_template": "{{ messages }}"}, None, "it has a chat template"),
+        ({}, {"stop_ids": (3, 4)}, None, "tokens 3, 4 end its answers"),
+    ],
+)
+def test_what_the_format_cannot_hold_is_refused_before_a_byte_is_written(tmp_path, changes, others, dtype, message):
+    config = LlamaConfig(**(vars(CONFIG) | changes))
+    with pytest.raises(JllamaError, match=r"the llama2\.c format cannot hold this model") as caught:
+        written(tmp_path, config, dtype=dtype, **others)
+    assert message in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_float64_is_not_narrowed_unasked(tmp_path):
+    with pytest.raises(JllamaError, match="float64"):
+        written(tmp_path, CONFIG, tensor_dtype=np.float64)
+    assert not list(tmp_path.iterdir())
+    written(tmp_path, CONFIG, tensor_dtype=np.float64, dtype=np.dtype(np.float32))
+
+
+@pytest.mark.parametrize("kept", [0, 3, 27, 28, 29, 4000, -4, -1])
+def test_a_truncated_file_is_said_to_be(tmp_path, kept):
+    written(tmp_path, CONFIG)
+    file = tmp_path / "model.bin"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:kept])
+    with pytest.raises(JllamaError, match=f"{file} is truncated: it has"):
+        llama2c.read(file)
+    assert llama2c.recognises(file) == (kept not in (0, 3, 27))
+    file.rename(tmp_path / "model.weights")
+    assert not llama2c.recognises(tmp_path / "model.weights")
+
+
+def test_sizes_are_believed_only_if_the_file_has_them(tmp_path):
+    written(tmp_path, CONFIG)
+    file = tmp_path / "model.bin"
+    whole = file.read_bytes()
+    file.write_bytes(whole + b"\0" * 4)
+    with pytest.raises(JllamaError, match=rf"is too long.* it has {len(whole) + 4} .* describes {len(whole)}"):
+        llama2c.read(file)
+    most = 2**31 - 1
+    for sizes, message in {
+        (most - 1, most, most, 1, 1, -most, most): "is truncated",
+        (128, 96, most, 2, 1, -50, 64): "is truncated",
+        (128, 96, 2, 2, 0, -50, 64): "none may be 0",
+        (128, 0, 2, 2, 1, -50, 64): "none may be 0",
+        (128, 96, 2, 2, 1, 0, 64): "none may be 0",
+        (-128, 96, 2, 2, 1, 50, 64): "embed_dim is -128",
+        (128, -96, 2, 2, 1, 50, 64): "mlp_dim is -96",
+        (128, 96, 2, 3, 1, 50, 64): "not divisible by num_heads",
+        (128, 96, 2, 128, 1, 50, 64): "head_dim 1 is odd",
+        (128, 96, 2, 4, 3, 50, 64): "not divisible by num_kv_heads",
+        (128, 96, 2, 2, 1, 50, -1): "max_seq_len is -1",
+    }.items():
+        file.write_bytes(struct.pack("<7i", *sizes) + whole[28:])
+        with pytest.raises(JllamaError, match=message) as caught:
+            llama2c.read(file)
+        assert str(file) in str(caught.value)
+
+
+@given(st.binary(max_size=80), st.booleans())
+def test_any_bytes_give_one_sentence(tmp_path_factory, data, magic):
+    file = tmp_path_factory.mktemp("any") / "model.bin"
+    file.write_bytes((struct.pack("<I", 0x616B3432) if magic else b"") + data)
+    llama2c.recognises(file)
+    with pytest.raises(JllamaError, match=r"model\.bin"):
+        llama2c.read(file)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_later_versions_are_refused_by_name(tmp_path, version):
+    file = tmp_path / "model.bin"
+    file.write_bytes(struct.pack("<Ii", 0x616B3432, version) + b"\0" * 300)
+    assert llama2c.recognises(file)
+    with pytest.raises(JllamaError, match=f"is a llama2.c file of version {version}"):
+        llama2c.read(file)
+
+
+def test_other_files_and_folders_are_not_taken_for_one(tmp_path):
+    assert not llama2c.recognises(tmp_path)
+    assert not llama2c.recognises(tmp_path / "none.bin")
+    with pytest.raises(JllamaError, match=r"there is no llama2\.c file"):
+        llama2c.read(tmp_path / "none.bin")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04" + bytes(range(200)))
+    (tmp_path / "tokenizer.bin").write_bytes(struct.pack("<ifi", 27, -0.0, 5) + b"<unk>" * 9)
+    (tmp_path / "tokens.bin").write_bytes(np.arange(300, dtype=np.uint16).tobytes())
+    assert not llama2c.recognises(tmp_path)
+    with pytest.raises(JllamaError, match=r"does not hold exactly one llama2\.c"):
+        llama2c.read(tmp_path)
+    written(tmp_path, CONFIG)
+    assert llama2c.recognises(tmp_path)
+    (tmp_path / "second.bin").write_bytes((tmp_path / "model.bin").read_bytes())
+    assert not llama2c.recognises(tmp_path)
+    assert llama2c.recognises(tmp_path / "second.bin")
+
+
+def test_a_file_of_the_size_that_its_header_gives_needs_no_suffix(tmp_path):
+    written(tmp_path, CONFIG)
+    (tmp_path / "model.bin").rename(tmp_path / "stories")
+    assert llama2c.recognises(tmp_path / "stories")
+    assert llama2c.read(tmp_path / "stories").config == CONFIG
+
+
+def test_the_tokenizer_comes_back(tmp_path):
+    tokenizer = train_sentencepiece(["the cat sat on the mat, and the other cats sat on the other mats\n"], 300)
+    config = LlamaConfig(**(vars(CONFIG) | {"vocab_size": 300}))
+    written(tmp_path, config, tokenizer=tokenizer, stop_ids=(tokenizer.eos_id,))
+    assert {file.name for file in tmp_path.iterdir()} == {"model.bin", "tokenizer.bin"}
+    read_back = llama2c.read(tmp_path).tokenizer
+    text = "The cats,  naïve 🙂\n sat"
+    assert read_back.encode(text) == tokenizer.encode(text)
+
+
+def test_a_tokenizer_of_another_size_is_refused(tmp_path):
+    """run.c reads as many tokens as the embedding has rows."""
+    with pytest.raises(JllamaError, match=r"its tokenizer has 259 tokens, .* the embedding has rows, 50"):
+        written(tmp_path, CONFIG, tokenizer=BytesTokenizer(), stop_ids=(2,))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,647 @@
+"""Meta's folders: shards of both styles joined to the model they were cut from, every field of params.json heeded."""
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import random_params, relative_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jllama import oracle
+from jllama.checkpoints import meta
+from jllama.checkpoints import tensors as tensors_module
+from jllama.checkpoints.meta import Joined, read, recognises, write
+from jllama.checkpoints.tensors import Checkpoint, ParamTensors, load_params
+from jllama.config import LlamaConfig, RopeScaling
+from jllama.errors import JllamaError, UsageError
+from jllama.model import merge
+from jllama.parameters import stored_tensors
+from jllama.presets import PRESETS
+from jllama.tokenizers import BytesTokenizer, train_sentencepiece
+
+torch = pytest.importorskip("torch")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CONFIG = LlamaConfig(vocab_size=48, num_layers=2, embed_dim=32, num_heads=8, num_kv_heads=2, mlp_dim=64)
+
+
+# Meta's layout and names, written from its code and not from the table.
+
+
+def metas_matrices(config, params):
+    """The whole model as Meta's code has it: every matrix [outputs, inputs], rotary channels in interleaved pairs."""
+
+    def rotary(weight):  # [embed, heads, head_dim]: channel i and channel i + half become neighbours
+        embed, heads, head_dim = weight.shape
+        interleaved = np.empty_like(weight)
+        interleaved[:, :, 0::2] = weight[:, :, : head_dim // 2]
+        interleaved[:, :, 1::2] = weight[:, :, head_dim // 2 :]
+        return interleaved.reshape(embed, heads * head_dim).T
+
+    layers = params["layers"]
+    state = {"tok_embeddings.weight": params["embed"], "norm.weight": params["final_norm"]}
+    for i in range(config.num_layers):
+        state |= {
+            f"layers.{i}.attention.wq.weight": rotary(layers["wq"][i]),
+            f"layers.{i}.attention.wk.weight": rotary(layers["wk"][i]),
+            f"layers.{i}.attention.wv.weight": layers["wv"][i].reshape(config.embed_dim, -1).T,
+            f"layers.{i}.attention.wo.weight": layers["wo"][i].reshape(-1, config.embed_dim).T,
+            f"layers.{i}.feed_forward.w1.weight": layers["w_gate"][i].T,
+            f"layers.{i}.feed_forward.w2.weight": layers["w_down"][i].T,
+            f"layers.{i}.feed_forward.w3.weight": layers["w_up"][i].T,
+            f"layers.{i}.attention_norm.weight": layers["attn_norm"][i],
+            f"layers.{i}.ffn_norm.weight": layers["mlp_norm"][i],
+        }
+    state["output.weight"] = params["embed"] if config.tie_embeddings else params["lm_head"].T
+    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in state.items()}
+
+
+def cut(state, count, style, num_kv_heads):
+    """What each of ``count`` ranks of Meta's model-parallel code holds; ``style`` is 2 or 3, the Llama."""
+    shards = [{} for _ in range(count)]
+    for name, tensor in state.items():
+        kind = name.split(".")[-2]
+        if kind.endswith("norm"):
+            parts = [tensor] * count
+        elif kind in ("wk", "wv") and num_kv_heads < count:
+            heads = tensor.chunk(num_kv_heads)
+            parts = [heads[rank * num_kv_heads // count] for rank in range(count)]
+        elif kind in ("wo", "w2") or (kind == "tok_embeddings" and style == 2):
+            parts = tensor.chunk(count, 1)
+        else:
+            parts = tensor.chunk(count, 0)
+        for shard, part in zip(shards, parts, strict=True):
+            shard[name] = part.clone()
+    for shard in shards:
+        shard["rope.freqs"] = torch.ones(state["norm.weight"].shape[0] // 2)
+    return shards
+
+
+def params_json(config, **others):
+    return {
+        "dim": config.embed_dim,
+        "n_layers": config.num_layers,
+        "n_heads": config.num_heads,
+        "n_kv_heads": config.num_kv_heads,
+        "norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "vocab_size": config.vocab_size,
+    } | others
+
+
+def save_folder(folder, shards, params):
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, shard in enumerate(shards):
+        torch.save(shard, folder / f"consolidated.{number:02}.pth")
+    (folder / "params.json").write_text(json.dumps(params))
+    return folder
+
+
+def metas_folder(folder, config, count=1, style=3, dtype="float32", seed=0, **others):
+    state = metas_matrices(config, random_params(config, seed))
+    state = {name: tensor.to(DTYPES[dtype]) for name, tensor in state.items()}
+    return save_folder(folder, cut(state, count, style, config.num_kv_heads), params_json(config, **others))
+
+
+def in_dtype(params, dtype):
+    return {k: in_dtype(v, dtype) if isinstance(v, dict) else v.astype(dtype) for k, v in params.items()}
+
+
+def assert_same_bits(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, dict):
+            assert_same_bits(actual[name], value)
+        else:
+            assert actual[name].dtype == value.dtype
+            assert np.asarray(actual[name]).tobytes() == value.tobytes(), name
+
+
+def refused(folder, message, rope_factor=None, error=JllamaError):
+    with pytest.raises(error, match=message) as caught:
+        read(folder, rope_factor)
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("style", [2, 3])
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shards_of_either_style_are_the_model_that_was_cut(tmp_path, count, style, dtype):
+    folder = metas_folder(tmp_path / "model", CONFIG, count, style, dtype, vocab_size=-1)
+    assert recognises(folder)
+    checkpoint = read(folder)
+    assert checkpoint.config == dataclasses.replace(CONFIG, max_seq_len=4096)
+    assert checkpoint.tokenizer is None
+    assert checkpoint.stop_ids == ()
+    expected = in_dtype(random_params(CONFIG, 0), jnp.dtype(dtype))
+    assert_same_bits(load_params(checkpoint), expected)
+    with pytest.MonkeyPatch.context() as patch:  # blocks that begin and end inside shards and inside heads
+        patch.setattr(tensors_module, "BLOCK_BYTES", 4 * 32 * 3)
+        assert_same_bits(load_params(checkpoint), expected)
+
+
+@st.composite
+def cut_models(draw):
+    count = draw(st.sampled_from([1, 2, 4, 8]))
+    num_kv_heads = draw(
+        st.sampled_from([heads for heads in (1, 2, 3, 4, 8) if heads % count == 0 or count % heads == 0])
+    )
+    num_heads = math.lcm(num_kv_heads, count) * draw(st.integers(1, 2))
+    head_dim = 2 * draw(st.integers(1, 3))
+    config = LlamaConfig(
+        vocab_size=count * draw(st.integers(1, 5)),
+        num_layers=draw(st.integers(1, 2)),
+        embed_dim=num_heads * head_dim,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        mlp_dim=count * draw(st.integers(1, 5)),
+        norm_eps=draw(st.sampled_from([1e-5, 1e-6, 2.5e-5])),
+        rope_theta=draw(st.sampled_from([10_000.0, 500_000.0, 12_345.5])),
+        rope_scaling=draw(
+            st.sampled_from([None, RopeScaling("llama3", 8.0), RopeScaling("llama3", 4.0, 1.5, 3.5, 512)])
+        ),
+        max_seq_len=draw(st.sampled_from([4096, 131_072, 100])),
+        tie_embeddings=draw(st.booleans()),
+    )
+    return config, count, draw(st.sampled_from([2, 3])), draw(st.sampled_from(list(DTYPES)))
+
+
+@settings(max_examples=15)
+@given(cut_models())
+def test_a_model_comes_back_from_shards_and_from_what_is_written(tmp_path_factory, model):
+    config, count, style, dtype = model
+    folder = tmp_path_factory.mktemp("meta")
+    scaling = {} if config.rope_scaling is None else {"use_scaled_rope": True}
+    metas_folder(folder / "cut", config, count, style, dtype, **scaling)
+    factor = config.rope_scaling.factor if config.rope_scaling else None
+    checkpoint = read(folder / "cut", factor)
+    if config.rope_scaling in (None, RopeScaling("llama3", 8.0)):
+        assert dataclasses.replace(checkpoint.config, max_seq_len=config.max_seq_len) == config
+    expected = in_dtype(random_params(config, 0), jnp.dtype(dtype))
+    assert_same_bits(load_params(checkpoint), expected)
+
+    (folder / "written").mkdir()
+    done = []
+    write(dataclasses.replace(checkpoint, config=config), folder / "written", None, done.append)
+    written = read(folder / "written")
+    assert written.config == config
+    assert_same_bits(load_params(written), expected)
+    theirs = torch.load(folder / "written" / "consolidated.00.pth", weights_only=True, mmap=True)
+    ours = metas_matrices(config, random_params(config, 0))
+    assert theirs.keys() == ours.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(theirs[name], tensor.to(DTYPES[dtype])), name
+    assert sum(done) == sum(tensor.nbytes for tensor in theirs.values())
+    assert sorted(file.name for file in (folder / "written").iterdir()) == [
+        "consolidated.00.pth",
+        *(["jllama.json"] if config.max_seq_len != checkpoint.config.max_seq_len else []),
+        "params.json",
+    ]
+
+
+LOGITS_CONFIG = LlamaConfig(
+    vocab_size=96,
+    num_layers=2,
+    embed_dim=256,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_dim=96,
+    rope_theta=500_000.0,
+    rope_scaling=RopeScaling("llama3", 32.0),
+)
+
+
+def logits_error(checkpoint, expected, tokens):
+    return relative_error(merge(checkpoint.config, load_params(checkpoint))(jnp.asarray(tokens)), expected)
+
+
+def test_logits_are_the_oracles_and_the_order_of_channels_matters(tmp_path, monkeypatch):
+    params = random_params(LOGITS_CONFIG, 0)
+    tokens = np.random.default_rng(0).integers(0, 96, (1, 128))
+    expected = oracle.forward(params, tokens, LOGITS_CONFIG)
+    folder = metas_folder(tmp_path / "model", LOGITS_CONFIG, 4, 3, use_scaled_rope=True)
+    checkpoint = read(folder, 32.0)
+    assert logits_error(checkpoint, expected, tokens) < 1e-5
+
+    with monkeypatch.context() as patch:  # no permutation at all
+        patch.setattr(meta, "half_split", lambda stored, tensor, head_dim: tensor)
+        assert logits_error(read(folder, 32.0), expected, tokens) > 1e-3
+    with monkeypatch.context() as patch:  # keys permuted as if they had as many heads as queries
+        real = meta.half_split
+        patch.setattr(
+            meta,
+            "half_split",
+            lambda stored, tensor, head_dim: real(stored, tensor, head_dim // (2 if stored.path.endswith("wk") else 1)),
+        )
+        assert logits_error(read(folder, 32.0), expected, tokens) > 1e-3
+
+
+def test_a_written_model_is_read_by_metas_rotation(tmp_path):
+    """Meta's own rotary product, complex numbers over neighbouring channels, on the matrices that are written."""
+    config = LlamaConfig(vocab_size=8, num_layers=1, embed_dim=512, num_heads=8, num_kv_heads=2, mlp_dim=8)
+    params = random_params(config, 1)
+    write(Checkpoint(config, ParamTensors(config, lambda: params)), tmp_path, None, lambda _: None)
+    state = torch.load(tmp_path / "consolidated.00.pth", weights_only=True)
+    x = np.random.default_rng(0).standard_normal((200, 512))
+    scores = {}
+    for kind, heads in (("wq", 8), ("wk", 2)):
+        pairs = (x @ state[f"layers.0.attention.{kind}.weight"].numpy().astype(np.float64).T).reshape(200, heads, 32, 2)
+        turns = np.exp(1j * np.arange(200)[:, None] / 10_000 ** (np.arange(32) / 32))
+        scores[kind] = (pairs[..., 0] + 1j * pairs[..., 1]) * turns[:, None]
+    theirs = np.real(np.einsum("shp,tgp->hgst", scores["wq"], scores["wk"].conj()))
+    frequencies = oracle.rope_frequencies(config)
+    turned = {
+        kind: oracle.rotate(
+            np.einsum("se,ehd->hsd", x, params["layers"][kind][0].astype(np.float64)), np.arange(200), frequencies
+        )
+        for kind in ("wq", "wk")
+    }
+    ours = np.einsum("hsd,gtd->hgst", turned["wq"], turned["wk"])
+    assert relative_error(theirs, ours) < 1e-9
+
+
+def test_joined_is_the_concatenation():
+    parts = [np.random.default_rng(n).standard_normal((3, 4)) for n in range(3)]
+    for axis in (0, 1):
+        joined, whole = Joined(parts, axis), np.concatenate(parts, axis)
+        assert (joined.shape, joined.dtype) == (whole.shape, whole.dtype)
+        for start in range(whole.shape[0] + 1):
+            for stop in range(start, whole.shape[0] + 1):
+                np.testing.assert_array_equal(joined[start:stop], whole[start:stop])
+
+
+def of_no_memory(config, count=1, value=0.0):
+    """A model's files in Meta's names and full size, every tensor one number repeated."""
+
+    def tensor(*shape):
+        return np.broadcast_to(np.asarray(value, np.float16), shape)
+
+    dim, mlp, kv = config.embed_dim, config.mlp_dim // count, config.num_kv_heads * config.head_dim // count
+    found = {"tok_embeddings.weight": tensor(config.vocab_size // count, dim), "norm.weight": tensor(dim)}
+    if not config.tie_embeddings:
+        found["output.weight"] = np.broadcast_to(np.float16(1), found["tok_embeddings.weight"].shape)
+    for i in range(config.num_layers):
+        attention, feed_forward = f"layers.{i}.attention", f"layers.{i}.feed_forward"
+        found |= {
+            f"{attention}.wq.weight": tensor(dim // count, dim),
+            f"{attention}.wk.weight": tensor(kv, dim),
+            f"{attention}.wv.weight": tensor(kv, dim),
+            f"{attention}.wo.weight": tensor(dim, dim // count),
+            f"{feed_forward}.w1.weight": tensor(mlp, dim),
+            f"{feed_forward}.w2.weight": tensor(dim, mlp),
+            f"{feed_forward}.w3.weight": tensor(mlp, dim),
+            f"{attention}_norm.weight": tensor(dim),
+            f"layers.{i}.ffn_norm.weight": tensor(dim),
+        }
+    return found
+
+
+llama3 = {"rope_theta": 500_000.0, "norm_eps": 1e-5, "vocab_size": 128_256, "n_kv_heads": 8}
+llama31 = llama3 | {"use_scaled_rope": True}
+RELEASED = {
+    "llama1-7b": (1, {"dim": 4096, "multiple_of": 256, "n_heads": 32, "n_layers": 32, "norm_eps": 1e-6}, None),
+    "llama1-65b": (8, {"dim": 8192, "multiple_of": 256, "n_heads": 64, "n_layers": 80, "norm_eps": 1e-5}, None),
+    "llama2-13b": (2, {"dim": 5120, "multiple_of": 256, "n_heads": 40, "n_layers": 40, "norm_eps": 1e-5}, None),
+    "llama2-70b": (
+        8,
+        {"dim": 8192, "multiple_of": 4096, "ffn_dim_multiplier": 1.3, "n_heads": 64, "n_kv_heads": 8, "n_layers": 80}
+        | {"norm_eps": 1e-5, "vocab_size": -1},
+        None,
+    ),
+    "codellama-34b": (
+        4,
+        {"dim": 8192, "n_layers": 48, "n_heads": 64, "n_kv_heads": 8, "multiple_of": 256, "ffn_dim_multiplier": 1.0}
+        | {"norm_eps": 1e-5, "rope_theta": 1_000_000},
+        None,
+    ),
+    "llama3-8b": (
+        1,
+        llama3 | {"dim": 4096, "n_layers": 32, "n_heads": 32, "ffn_dim_multiplier": 1.3, "multiple_of": 1024},
+        None,
+    ),
+    "llama3.1-405b": (
+        8,
+        llama31 | {"dim": 16_384, "n_layers": 126, "n_heads": 128, "ffn_dim_multiplier": 1.2, "multiple_of": 4096},
+        8.0,
+    ),
+    "llama3.2-1b": (
+        1,
+        llama31 | {"dim": 2048, "n_layers": 16, "n_heads": 32, "ffn_dim_multiplier": 1.5, "multiple_of": 256},
+        32.0,
+    ),
+    "llama3.2-3b": (
+        1,
+        llama31 | {"dim": 3072, "n_layers": 28, "n_heads": 24, "ffn_dim_multiplier": 1.0, "multiple_of": 256},
+        32.0,
+    ),
+}
+"""By preset: shards, params.json, and the factor that it leaves out."""
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_the_params_of_released_models_are_their_presets(tmp_path, monkeypatch, name):
+    count, params, factor = RELEASED[name]
+    monkeypatch.setattr(meta, "read_torch_file", lambda path: of_no_memory(PRESETS[name], count))
+    for number in range(count):
+        (tmp_path / f"consolidated.{number:02}.pth").touch()
+    (tmp_path / "params.json").write_text(json.dumps(params))
+    assert read(tmp_path, factor).config == PRESETS[name]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_goes_there_and_back(tmp_path, monkeypatch, name):
+    config = PRESETS[name]
+    tensors = {stored.key: np.broadcast_to(np.float16(0), stored.shape) for stored in stored_tensors(config)}
+    monkeypatch.setattr(meta, "write_torch_file", lambda path, named, report: path.touch())
+    monkeypatch.setattr(meta, "read_torch_file", lambda path: of_no_memory(config))
+    write(Checkpoint(config, tensors), tmp_path, None, lambda _: None)
+    assert read(tmp_path).config == config
+    assert not (tmp_path / "jllama.json").exists()
+    params = json.loads((tmp_path / "params.json").read_text())
+    if name in RELEASED:
+        _, released, _ = RELEASED[name]
+        same = {"multiple_of", "ffn_dim_multiplier"} & params.keys()
+        assert {key: params[key] for key in same} == {key: released[key] for key in same}
+
+
+@given(st.integers(1, 40), st.integers(1, 999))
+def test_any_width_of_mlp_goes_there_and_back(tmp_path_factory, half_dim, mlp_dim):
+    folder = tmp_path_factory.mktemp("width")
+    config = LlamaConfig(vocab_size=3, num_layers=1, embed_dim=2 * half_dim, num_heads=1, mlp_dim=mlp_dim)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meta, "write_torch_file", lambda path, named, report: path.touch())
+        patch.setattr(meta, "read_torch_file", lambda path: of_no_memory(config))
+        tensors = {stored.key: np.zeros(1, np.float32) for stored in stored_tensors(config)}
+        write(Checkpoint(config, tensors), folder, None, lambda _: None)
+        assert read(folder).config == config
+
+
+def test_context_lengths_of_families(tmp_path):
+    def length(**changes):
+        config = dataclasses.replace(CONFIG, **changes)
+        scaling = {"use_scaled_rope": True, "rope_scaling_factor": 2} if config.rope_scaling else {}
+        return read(metas_folder(tmp_path / "x", config, **scaling)).config.max_seq_len
+
+    assert length() == 4096
+    assert length(norm_eps=1e-6) == 2048
+    assert length(rope_theta=1_000_000) == 16_384
+    assert length(rope_theta=500_000) == 8192
+    assert length(rope_theta=500_000, rope_scaling=RopeScaling("llama3", 2.0)) == 131_072
+    folder = metas_folder(tmp_path / "y", CONFIG)
+    (folder / "jllama.json").write_text('{"max_seq_len": 77}')
+    assert read(folder).config.max_seq_len == 77
+    for wrong in ('{"max_seq_len": 0}', "{}", "[]", "77"):
+        (folder / "jllama.json").write_text(wrong)
+        refused(folder, "jllama.json")
+
+
+def test_fields_may_be_left_out(tmp_path):
+    config = dataclasses.replace(CONFIG, num_kv_heads=8)
+    folder = metas_folder(tmp_path / "x", config)
+    params = {
+        "dim": 32,
+        "n_layers": 2,
+        "n_heads": 8,
+        "n_kv_heads": None,
+        "quantization_args": None,
+        "max_batch_size": 4,
+    }
+    (folder / "params.json").write_text(json.dumps(params | {"vision_chunk_size": -1, "use_scaled_rope": False}))
+    assert read(folder).config == dataclasses.replace(config, max_seq_len=4096, norm_eps=1e-5, rope_theta=10_000.0)
+
+
+def test_tied_by_absence_or_by_equal_bits(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensors_module, "BLOCK_BYTES", 999)
+    config = dataclasses.replace(CONFIG, tie_embeddings=True)
+    for style in (2, 3):
+        assert read(metas_folder(tmp_path / "x", config, 2, style)).config.tie_embeddings
+    state = metas_matrices(config, random_params(config, 0))
+    state["output.weight"] = state["output.weight"].clone()
+    state["output.weight"][47, 31] = torch.nextafter(state["output.weight"][47, 31], torch.tensor(9.0))
+    folder = save_folder(tmp_path / "x", cut(state, 2, 2, 2), params_json(config))
+    assert not read(folder).config.tie_embeddings
+    del state["output.weight"]
+    folder = save_folder(tmp_path / "x", cut(state, 2, 2, 2), params_json(config))
+    assert_same_bits(load_params(read(folder)), random_params(config, 0))
+
+
+def test_scaled_rope_asks_for_its_factor(tmp_path):
+    folder = metas_folder(tmp_path / "x", CONFIG, use_scaled_rope=True)
+    refused(folder, r"use_scaled_rope.*--rope_factor, 8 for Llama 3\.1 and 3\.3 or 32 for Llama 3\.2")
+    assert read(folder, 32.0).config.rope_scaling == RopeScaling("llama3", 32.0)
+    with pytest.raises(UsageError, match=r"factor is 0\.5"):
+        read(folder, 0.5)
+    refused(metas_folder(tmp_path / "x", CONFIG), "no use_scaled_rope: leave it out", 8.0, UsageError)
+    numbers = {"rope_scaling_factor": 4, "rope_low_freq_factor": 2, "rope_high_freq_factor": 3.5}
+    numbers["rope_original_max_seq_len"] = 1024
+    folder = metas_folder(tmp_path / "x", CONFIG, use_scaled_rope=True, **numbers)
+    assert read(folder).config.rope_scaling == RopeScaling("llama3", 4.0, 2.0, 3.5, 1024)
+    refused(folder, "says itself", 8.0, UsageError)
+    refused(metas_folder(tmp_path / "x", CONFIG, **numbers), "rope_scaling_factor, .* without use_scaled_rope")
+    for wrong in ({"rope_scaling_factor": 0.5}, {"rope_low_freq_factor": 9}, {"rope_original_max_seq_len": 8.5}):
+        refused(metas_folder(tmp_path / "x", CONFIG, use_scaled_rope=True, **numbers | wrong), "params.json")
+
+
+WRONG_PARAMS = {
+    "quantization": ({"quantization_args": {"scheme": "int4"}}, "does not have: quantization_args"),
+    "adapters": ({"lora_args": {"rank": 16}, "moe_args": {}}, "does not have: lora_args, moe_args"),
+    "images": ({"vision_chunk_size": 560, "vision_max_num_chunks": 4}, "vision_chunk_size, vision_max_num_chunks"),
+    "experts": ({"num_experts": 8}, "num_experts"),
+    "a sliding window": ({"sliding_window": 4096}, "sliding_window"),
+    "true for a field we don't know": ({"use_qk_norm": True}, "use_qk_norm"),
+    "no dim": ({"dim": None}, "has dim null; it must be a positive whole number"),
+    "dim in text": ({"dim": "32"}, 'has dim "32"'),
+    "a fraction of a layer": ({"n_layers": 1.5}, "n_layers 1.5"),
+    "no layers": ({"n_layers": 0}, "n_layers 0"),
+    "true layers": ({"n_layers": True}, "n_layers true"),
+    "absurdly many layers": ({"n_layers": 10**9}, "n_layers 1000000000, but each shard holds 22 tensors"),
+    "one layer more": ({"n_layers": 3}, r"missing: layers\.2\.attention_norm\.weight, .*layers\.2\.feed_forward\.w2"),
+    "one layer fewer": ({"n_layers": 1}, r"not of a Llama of this configuration: .*layers\.1\.ffn_norm"),
+    "absurd dim": ({"dim": 2**30}, r"norm\.weight has shape \[32\], expected \[1073741824\]"),
+    "a dim past all bounds": ({"dim": 10**400}, "has dim 1000"),
+    "heads that do not divide": ({"n_heads": 5}, "params.json: .*not divisible by num_heads 5"),
+    "kv heads that do not divide": ({"n_kv_heads": 3}, "params.json: .*not divisible by num_kv_heads 3"),
+    "other kv heads": ({"n_kv_heads": 4}, r"wk\.weight has shape \[8, 32\], expected \[16, 32\]"),
+    "an epsilon of nothing": ({"norm_eps": 0}, "norm_eps 0"),
+    "an endless epsilon": ({"norm_eps": float("inf")}, "norm_eps Infinity"),
+    "no number for theta": ({"rope_theta": float("nan")}, "rope_theta NaN"),
+    "a theta in text": ({"rope_theta": "1e4"}, "rope_theta"),
+    "scaling in text": ({"use_scaled_rope": "yes"}, "use_scaled_rope 'yes'; it must be true or false"),
+    "another vocabulary": ({"vocab_size": 47}, r"vocab_size 47, but tok_embeddings\.weight has 48 rows"),
+    "a vocabulary in text": ({"vocab_size": "48"}, 'vocab_size "48"'),
+    "a vocabulary of -2": ({"vocab_size": -2}, "vocab_size -2"),
+    "another MLP": ({"multiple_of": 256}, r"an MLP 256 wide, .*w1\.weight has 64 rows"),
+    "another multiplier": ({"ffn_dim_multiplier": 3.1}, r"an MLP 512 wide, .*w1\.weight has 64 rows"),
+    "multiples of nothing": ({"multiple_of": 0}, "multiple_of 0"),
+    "an endless multiplier": ({"multiple_of": 8, "ffn_dim_multiplier": 1e308}, "ffn_dim_multiplier 1e\\+308"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PARAMS)
+def test_wrong_params_are_refused(tmp_path, name):
+    changes, message = WRONG_PARAMS[name]
+    refused(metas_folder(tmp_path / "x", CONFIG, 1, **changes), message)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "3", '{"dim": 1e999}', "[" * 10**5, "\xff", f'{{"dim": {"9" * 5000}}}', " " * 2**21]
+)
+def test_params_that_are_no_object_are_refused(tmp_path, text):
+    folder = metas_folder(tmp_path / "x", CONFIG)
+    (folder / "params.json").write_bytes(text.encode("latin-1"))
+    refused(folder, "params.json")
+
+
+def test_a_folder_without_params_is_recognised_and_refused(tmp_path):
+    folder = metas_folder(tmp_path / "x", CONFIG)
+    (folder / "params.json").unlink()
+    assert recognises(folder)
+    refused(folder, "lacks params.json")
+    assert not recognises(tmp_path)
+    assert not recognises(tmp_path / "nowhere")
+    assert not recognises(folder / "consolidated.00.pth")
+
+
+@pytest.mark.parametrize("style", [2, 3])
+def test_a_missing_shard_is_named(tmp_path, style):
+    for gone, message in {
+        (0,): r"lacks consolidated\.00\.pth: copy",
+        (1, 2): r"lacks consolidated\.01\.pth, consolidated\.02\.pth: copy",
+        (3,): r"3 of 4 shards, .*expected consolidated\.00\.pth to consolidated\.03\.pth",
+        (1, 2, 3): r"1 of 4 shards, .*expected consolidated\.00\.pth to consolidated\.03\.pth",
+    }.items():
+        folder = metas_folder(tmp_path / "x", CONFIG, 4, style)
+        for number in gone:
+            (folder / f"consolidated.{number:02}.pth").unlink()
+        refused(folder, message)
+    shutil.copy(folder / "consolidated.00.pth", folder / "consolidated.0.pth")
+    (folder / "consolidated.00.pth").unlink()
+    refused(folder, r"lacks consolidated\.00\.pth")
+
+
+def test_too_many_shards_are_refused(tmp_path):
+    folder = metas_folder(tmp_path / "x", CONFIG, 2)
+    shutil.copy(folder / "consolidated.01.pth", folder / "consolidated.02.pth")
+    refused(folder, "3 of 2 shards")
+
+
+def test_shards_of_different_models_are_refused(tmp_path):
+    folder, other = metas_folder(tmp_path / "x", CONFIG, 2), tmp_path / "other"
+
+    def swapped(config, *arguments, **options):
+        metas_folder(other, config, 2, *arguments, **options)
+        shutil.copy(other / "consolidated.01.pth", folder)
+        return folder
+
+    differs = r"another layers\.0\.attention_norm\.weight in consolidated\.01\.pth than in consolidated\.00\.pth"
+    refused(swapped(CONFIG, seed=1), differs)
+    differs = r"consolidated\.01\.pth and .*wq\.weight is bfloat16\[16, 32\] against float32\[16, 32\]"
+    refused(swapped(CONFIG, dtype="bfloat16"), differs)
+    message = refused(swapped(dataclasses.replace(CONFIG, mlp_dim=32, num_layers=3)), "shards of different models")
+    assert "layers.2.attention.wq.weight is in one only" in message
+    assert "layers.1.feed_forward.w1.weight is float32[16, 32] against float32[32, 32]" in message
+
+
+def test_repeated_keys_and_values_that_differ_are_refused(tmp_path):
+    state = metas_matrices(CONFIG, random_params(CONFIG, 0))
+    shards = cut(state, 8, 3, 2)
+    shards[6]["layers.1.attention.wv.weight"][3, 1] += 1
+    folder = save_folder(tmp_path / "x", shards, params_json(CONFIG))
+    refused(folder, r"another layers\.1\.attention\.wv\.weight in consolidated\.06\.pth than in .*04\.pth")
+
+
+def test_every_missing_extra_and_misshapen_tensor_is_listed(tmp_path):
+    state = metas_matrices(CONFIG, random_params(CONFIG, 0))
+    del state["layers.0.attention.wq.weight"], state["layers.0.feed_forward.w1.weight"], state["tok_embeddings.weight"]
+    state |= {"layers.0.attention.wq.bias": torch.zeros(32), "layers.2.ffn_norm.weight": torch.zeros(32)}
+    state |= {"layers.1.attention.wo.weight": torch.zeros(32, 30), "layers.1.attention.wk.weight": torch.zeros(32)}
+    state |= {"norm.weight": torch.tensor(1.0)}
+    message = refused(
+        save_folder(tmp_path / "x", [state], params_json(CONFIG, vocab_size=-1)), "does not hold the model"
+    )
+    assert message.split(": ", 1)[1].split("; ")[:2] == [
+        "missing: tok_embeddings.weight, layers.0.attention.wq.weight, layers.0.feed_forward.w1.weight",
+        "not of a Llama of this configuration: layers.0.attention.wq.bias, layers.2.ffn_norm.weight",
+    ]
+    assert "layers.1.attention.wo.weight has shape [32, 30], expected [32, 32]" in message
+    assert "layers.1.attention.wk.weight has shape [32], expected [8, 32]" in message
+    assert "norm.weight has shape [], expected [32]" in message
+    half = [{"norm.weight": torch.ones(16)} | {k: v for k, v in shard.items() if k != "norm.weight"} for shard in cut(
+        metas_matrices(CONFIG, random_params(CONFIG, 0)), 2, 3, 2
+    )]  # fmt: skip
+    refused(save_folder(tmp_path / "y", half, params_json(CONFIG)), r"norm\.weight has shape \[16\], expected \[32\]")
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch evil",)
+
+
+def test_one_bad_shard_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = metas_folder(tmp_path / "x", CONFIG, 2)
+    shard = folder / "consolidated.01.pth"
+    content = shard.read_bytes()
+    shard.write_bytes(content[: len(content) // 2])
+    refused(folder, r"consolidated\.01\.pth is cut short")
+    torch.save({"norm.weight": Evil()}, shard)
+    refused(folder, r"consolidated\.01\.pth asks to call '(posix|nt|os)\.system'")
+    torch.save({"norm.weight": torch.ones(3, dtype=torch.int8)}, shard)
+    refused(folder, r"consolidated\.01\.pth holds tensors of torch\.CharStorage")
+    assert not (tmp_path / "evil").exists()
+
+
+@given(st.data())
+def test_a_shard_cut_short_anywhere_is_refused(tmp_path_factory, data):
+    folder = metas_folder(tmp_path_factory.mktemp("short") / "x", CONFIG, 2)
+    shard = folder / f"consolidated.0{data.draw(st.integers(0, 1))}.pth"
+    content = shard.read_bytes()
+    shard.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
+    refused(folder, f"{shard.name} is cut short")
+
+
+def test_texts_beside_the_weights_go_there_and_back(tmp_path):
+    config = dataclasses.replace(CONFIG, max_seq_len=4096)
+    params = random_params(config, 0)
+    tokenizer = train_sentencepiece(["tale upon tale of a tail"] * 9, 280)
+    checkpoint = Checkpoint(config, ParamTensors(config, lambda: params), tokenizer, "{{ messages }}\n", (7, 9))
+    write(checkpoint, tmp_path, np.dtype(jnp.bfloat16), lambda _: None)
+    found = read(tmp_path)
+    assert (found.chat_template, found.stop_ids) == ("{{ messages }}\n", (7, 9))
+    assert found.tokenizer is not None
+    assert found.tokenizer.fingerprint() == tokenizer.fingerprint()
+    assert (tmp_path / "tokenizer.model").is_file()
+    assert_same_bits(load_params(found), in_dtype(params, jnp.dtype(jnp.bfloat16)))
+
+
+def test_the_tokenizer_lies_in_the_folder_or_beside_it(tmp_path):
+    folder = metas_folder(tmp_path / "models" / "7B", CONFIG)
+    train_sentencepiece(["tale upon tale of a tail"] * 9, 280).save(tmp_path / "models")
+    found = read(folder).tokenizer
+    assert found is not None
+    assert found.vocab_size == 280
+    BytesTokenizer().save(folder)
+    assert isinstance(read(folder).tokenizer, BytesTokenizer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 6}, "no head_dim, so 8 heads of 6 in an embed_dim of 32"),
+        ({"rope_scaling": RopeScaling("linear", 2.0)}, "type llama3 alone, not linear"),
+        ({"rope_scaling": RopeScaling("dynamic", 2.0)}, "not dynamic"),
+        ({"rope_scaling": RopeScaling("yarn", 2.0)}, "not yarn"),
+    ],
+)
+def test_what_the_format_cannot_hold_is_refused_before_anything_is_written(tmp_path, changes, message):
+    with pytest.raises(JllamaError, match=message):
+        write(Checkpoint(dataclasses.replace(CONFIG, **changes), {}), tmp_path, None, lambda _: None)
+    assert not list(tmp_path.iterdir())

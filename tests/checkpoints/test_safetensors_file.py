@@ -1,0 +1,272 @@
+"""What the safetensors library writes is read bit for bit, and it reads what we write; bad files are one sentence."""
+
+import json
+import math
+import os
+import tracemalloc
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+import safetensors.torch
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from jllama.checkpoints import safetensors_file, tensors
+from jllama.checkpoints.safetensors_file import DTYPES, read_safetensors, write_safetensors
+from jllama.errors import JllamaError
+
+TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+# A name may be any text but the key of the metadata; lone surrogates are no text.
+names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda name: name != "__metadata__")
+files = st.dictionaries(
+    names, st.tuples(st.sampled_from(list(DTYPES)), st.lists(st.integers(1, 5), min_size=1, max_size=2)), max_size=6
+)
+
+
+def arrays(file, seed=0):
+    """Every bit pattern, NaNs of all kinds among them."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: np.frombuffer(rng.bytes(math.prod(shape) * DTYPES[code].itemsize), DTYPES[code]).reshape(shape)
+        for name, (code, shape) in file.items()
+    }
+
+
+def as_torch(array):
+    code = next(code for code, dtype in DTYPES.items() if dtype == array.dtype)
+    return torch.frombuffer(bytearray(array.tobytes()), dtype=TORCH_DTYPES[code]).reshape(array.shape)
+
+
+def torch_bytes(tensor):
+    return bytes(tensor.contiguous().view(torch.uint8).numpy())
+
+
+def write(path, contents):
+    done = []
+    write_safetensors(path, [(name, array, array.dtype) for name, array in contents.items()], done.append)
+    return done
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
+        assert found[name].tobytes() == array.tobytes()
+
+
+def raw(path, header, data=b"", length=None):
+    """A file made by hand; ``header`` is text or what becomes JSON."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+    return path
+
+
+def message(path):
+    with pytest.raises(JllamaError) as error:
+        read_safetensors(path)
+    text = str(error.value)
+    assert str(path) in text
+    assert "\n" not in text
+    return text
+
+
+@given(file=files)
+def test_the_librarys_files_are_read_bit_for_bit(file, tmp_path_factory):
+    path, expected = tmp_path_factory.mktemp("theirs") / "file", arrays(file)
+    safetensors.torch.save_file({name: as_torch(array) for name, array in expected.items()}, path, {"any": "thing"})
+    assert_same(read_safetensors(path), expected)
+
+
+@given(file=files)
+def test_the_library_reads_our_files_bit_for_bit(file, tmp_path_factory):
+    path, expected = tmp_path_factory.mktemp("ours") / "file", arrays(file)
+    done = write(path, expected)
+    assert sum(done) == sum(array.nbytes for array in expected.values())
+    with safetensors.safe_open(path, "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+        assert set(opened.keys()) == set(expected)
+        for name, array in expected.items():
+            assert opened.get_tensor(name).dtype == as_torch(array).dtype
+            assert tuple(opened.get_tensor(name).shape) == array.shape
+            assert torch_bytes(opened.get_tensor(name)) == array.tobytes()
+    assert_same(safetensors.numpy.load_file(path), expected)
+    assert_same(read_safetensors(path), expected)
+
+
+@given(file=files)
+def test_every_tensor_of_ours_is_aligned(file, tmp_path_factory):
+    path = tmp_path_factory.mktemp("aligned") / "file"
+    write(path, arrays(file))
+    for array in read_safetensors(path).values():
+        assert array.flags.aligned
+        assert not array.flags.writeable
+
+
+@pytest.mark.parametrize("padding", range(8))
+def test_a_header_of_any_length_is_read(tmp_path, padding):
+    expected = arrays({"a": ("BF16", [3]), "b": ("F32", [2, 2]), "c": ("F64", [1])})
+    offsets = np.cumsum([0, 6, 16, 8]).tolist()
+    entries = {
+        name: {"dtype": code, "shape": list(expected[name].shape), "data_offsets": [start, stop]}
+        for (name, code), start, stop in zip(
+            [("a", "BF16"), ("b", "F32"), ("c", "F64")], offsets[:-1], offsets[1:], strict=True
+        )
+    }
+    data = b"".join(array.tobytes() for array in expected.values())
+    found = read_safetensors(raw(tmp_path / "file", json.dumps(entries).encode() + b" " * padding, data))
+    assert_same(found, expected)
+    for name, array in expected.items():
+        assert np.array_equal(
+            np.asarray(found[name] * 2), np.asarray(array * 2), equal_nan=True
+        )  # unaligned, yet usable
+
+
+def test_scalars_and_empty_tensors_are_read(tmp_path):
+    expected = {"a": np.float32(3), "empty": np.zeros((0, 5), np.float16), "b": np.ones((2, 0, 3), np.float32)}
+    expected = {name: np.asarray(array) for name, array in expected.items()}
+    safetensors.numpy.save_file(expected, tmp_path / "file")
+    assert_same(read_safetensors(tmp_path / "file"), expected)
+
+
+def test_conversion_is_to_nearest(tmp_path):
+    array = np.random.default_rng(0).standard_normal((7, 5)).astype(np.float32)
+    for dtype in DTYPES.values():
+        write_safetensors(tmp_path / "file", [("a", array, dtype)], lambda done: None)
+        assert_same(read_safetensors(tmp_path / "file"), {"a": array.astype(dtype)})
+
+
+def test_writing_streams(tmp_path, monkeypatch):
+    """Neither reading nor writing takes memory for more than a few blocks; the file itself is mapped."""
+    monkeypatch.setattr(tensors, "BLOCK_BYTES", 1 << 16)
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    write(source, {"a": np.arange(1 << 22, dtype=np.float32).reshape(1 << 12, -1)})
+    tracemalloc.start()
+    try:
+        mapped = read_safetensors(source)["a"]
+        write_safetensors(copy, [("a", mapped, np.dtype(jnp.bfloat16))], lambda done: None)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 1 << 20
+    assert_same(read_safetensors(copy), {"a": mapped.astype(jnp.bfloat16)})
+
+
+def test_opening_does_not_read(tmp_path):
+    rows = 1 << 20
+    entry = {"dtype": "F32", "shape": [rows, 4096], "data_offsets": [0, rows * 4096 * 4]}
+    path = raw(tmp_path / "file", {"a": entry})
+    os.truncate(path, path.stat().st_size + rows * 4096 * 4)  # 16 GiB that are not there
+    assert not read_safetensors(path)["a"][rows - 1 : rows].any()
+
+
+A, B = (
+    {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+    {"dtype": "F32", "shape": [1, 2], "data_offsets": [8, 16]},
+)
+GOOD = {"a": A, "b": B}
+DATA = bytes(16)
+
+
+def test_the_good_header_is_good(tmp_path):
+    assert read_safetensors(raw(tmp_path / "file", GOOD, DATA)).keys() == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "said"),
+    [
+        (GOOD, bytes(15), "15 bytes"),
+        (GOOD, b"", "cut short"),
+        (GOOD, bytes(17), "appended"),
+        ({"a": A, "b": B | {"data_offsets": [4, 12]}}, bytes(12), "overlap"),
+        ({"a": A, "b": B | {"data_offsets": [0, 8]}}, bytes(8), "overlap"),
+        ({"a": A, "b": B | {"data_offsets": [12, 20]}}, bytes(20), "gaps"),
+        ({"a": A | {"data_offsets": [8, 16]}}, DATA, "gaps"),
+        ({"a": A | {"data_offsets": [8, 0]}}, bytes(8), "takes 8"),
+        ({"a": A | {"shape": [3]}}, bytes(8), "takes 12"),
+        ({"a": A | {"shape": [2**40, 2**40]}}, bytes(8), "otherwise"),
+        ({"a": A | {"shape": [0, 2**62], "data_offsets": [0, 0]}}, b"", "otherwise"),
+        ({"a": A | {"shape": [10**4000] * 100}}, bytes(8), "otherwise"),
+        ({"a": A | {"shape": [1] * 33 + [2]}}, bytes(8), "otherwise"),
+        ({"a": A | {"shape": [-2]}}, bytes(8), "otherwise"),
+        ({"a": A | {"shape": [2.0]}}, bytes(8), "otherwise"),
+        ({"a": A | {"shape": [True, 2]}}, bytes(8), "otherwise"),
+        ({"a": A | {"shape": "2"}}, bytes(8), "otherwise"),
+        ({"a": A | {"data_offsets": [-8, 0]}}, bytes(8), "otherwise"),
+        ({"a": A | {"data_offsets": [0]}}, bytes(8), "otherwise"),
+        ({"a": A | {"data_offsets": [0, 8, 8]}}, bytes(8), "otherwise"),
+        ({"a": A | {"data_offsets": None}}, bytes(8), "otherwise"),
+        ({"a": A | {"dtype": 7}}, bytes(8), "otherwise"),
+        ({"a": {"dtype": "F32"}}, bytes(8), "otherwise"),
+        ({"a": []}, bytes(8), "otherwise"),
+        ({"w.weight": A | {"dtype": "F8_E4M3", "shape": [8]}}, bytes(8), "holds w.weight as F8_E4M3"),
+        ({"w.weight": A | {"dtype": "I64", "shape": [1]}}, bytes(8), "holds w.weight as I64"),
+        ({"w.weight": A | {"dtype": "f32"}}, bytes(8), "holds w.weight as f32"),
+        (b'{"a":1,"b":2,"a":3}', b"", "'a' twice"),
+        (b'{"a":{"dtype":"F32","dtype":"F32"}}', b"", "'dtype' twice"),
+        (b"[]", b"", "no JSON object"),
+        (b" {}", b"", "no JSON object"),
+        (b"", b"", "not JSON"),
+        (b"{", b"", "not JSON"),
+        (b"\xff\xfe", b"", "not JSON"),
+        (b'{"a":' * 100_000, b"", "not JSON"),
+        (b'{"a":' + b"9" * 5000 + b"}", b"", "not JSON"),
+    ],
+)
+def test_a_wrong_header_is_refused(tmp_path, header, data, said):
+    assert said in message(raw(tmp_path / "file", header, data))
+
+
+@pytest.mark.parametrize("length", [3, 2**31, 2**63, 2**64 - 1])
+def test_an_absurd_header_length_is_refused(tmp_path, length):
+    path = raw(tmp_path / "file", b"{}", length=length)
+    assert str(length) in message(path)
+
+
+def test_a_header_over_the_librarys_limit_is_refused(tmp_path):
+    path = raw(tmp_path / "file", b"{}", length=safetensors_file.MAX_HEADER_BYTES + 1)
+    os.truncate(path, 1 << 30)
+    assert "at most 100000000" in message(path)
+    with pytest.raises(safetensors.SafetensorError):
+        safetensors.safe_open(path, "np")
+
+
+@pytest.mark.parametrize("size", [0, 1, 7])
+def test_a_file_shorter_than_a_length_is_refused(tmp_path, size):
+    (tmp_path / "file").write_bytes(bytes(size))
+    assert f"has {size} bytes" in message(tmp_path / "file")
+
+
+def test_what_cannot_be_opened_is_one_sentence(tmp_path):
+    assert "No such file" in message(tmp_path / "file")
+    assert "directory" in message(tmp_path)
+
+
+@given(data=st.data())
+def test_a_file_cut_anywhere_is_refused(data, tmp_path_factory):
+    path = tmp_path_factory.mktemp("cut") / "file"
+    write(path, arrays({"a": ("F32", [3, 4]), "b": ("BF16", [5])}))
+    os.truncate(path, data.draw(st.integers(0, path.stat().st_size - 1)))
+    message(path)
+
+
+@given(place=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
+def test_a_changed_byte_of_the_header_is_refused_or_harmless(place, byte, tmp_path_factory):
+    """Whatever our reader makes of a damaged header, it is an error of ours or what the library makes of it, too."""
+    path = tmp_path_factory.mktemp("flipped") / "file"
+    write(path, arrays({"a": ("F32", [3, 4]), "b": ("BF16", [5])}))
+    content = bytearray(path.read_bytes())
+    header_end = 8 + int.from_bytes(content[:8], "little")
+    where = int(place * header_end)
+    assume(content[where] != byte)
+    content[where] = byte
+    path.write_bytes(content)
+    try:
+        found = read_safetensors(path)
+    except JllamaError:
+        return
+    assert_same(safetensors.numpy.load_file(path), found)

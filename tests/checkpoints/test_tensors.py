@@ -1,0 +1,201 @@
+"""Tensors in the files' layout and back, by blocks, reordered, sliced over a mesh; what differs is listed."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import random_params
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jllama.checkpoints import tensors
+from jllama.checkpoints.tensors import (
+    Checkpoint,
+    ParamTensors,
+    Reordered,
+    blocks,
+    half_split,
+    interleaved,
+    load_params,
+    matched,
+    size_bytes,
+)
+from jllama.config import LlamaConfig
+from jllama.errors import JllamaError, UsageError
+from jllama.functional import half_split_from_interleaved
+from jllama.parallel.mesh import MeshConfig, make_mesh
+from jllama.parameters import count_parameters, stored_tensors
+
+CONFIG = LlamaConfig(vocab_size=11, num_layers=2, embed_dim=8, num_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=12)
+
+configs = st.builds(
+    lambda vocab, layers, embed, kv_heads, group, half, mlp, tied: LlamaConfig(
+        vocab_size=vocab,
+        num_layers=layers,
+        embed_dim=embed,
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_dim=2 * half,
+        mlp_dim=mlp,
+        tie_embeddings=tied,
+    ),
+    *(st.integers(1, top) for top in (9, 3, 7, 3, 3, 4, 9)),
+    st.booleans(),
+)
+
+
+def opened(config, params):
+    return Checkpoint(config, ParamTensors(config, lambda: params))
+
+
+def assert_same_bits(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for found, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert found.dtype == wanted.dtype
+        assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
+
+
+@given(configs, st.integers(0, 3))
+def test_parameters_come_back_from_the_files_layout(config, seed):
+    params = random_params(config, seed)
+    checkpoint = opened(config, params)
+    assert_same_bits(load_params(checkpoint), params)
+    assert size_bytes(checkpoint, None) == 4 * count_parameters(config)
+    assert size_bytes(checkpoint, jnp.bfloat16) == 2 * count_parameters(config)
+    for stored in stored_tensors(config):
+        assert tuple(checkpoint.tensors[stored.key].shape) == stored.shape
+
+
+def test_the_layout_is_outputs_by_inputs():
+    """A product with each matrix in a file's layout, written out, is the product that the model takes."""
+    params = random_params(CONFIG, 0)
+    read = opened(CONFIG, params).tensors
+    x = np.random.default_rng(1).standard_normal(8)
+    heads = np.random.default_rng(2).standard_normal((4, 6))
+    layers = params["layers"]
+    for name in ("wq", "wk", "wv"):
+        expected = np.einsum("e,ehd->hd", x, layers[name][1]).reshape(-1)
+        np.testing.assert_allclose(read[f"layers/1/{name}"][0 : expected.size] @ x, expected)
+    np.testing.assert_allclose(
+        read["layers/1/wo"][0:8] @ heads.reshape(-1), np.einsum("hd,hde->e", heads, layers["wo"][1])
+    )
+    np.testing.assert_allclose(read["layers/0/w_gate"][0:12] @ x, x @ layers["w_gate"][0])
+    np.testing.assert_array_equal(read["embed"][3:4][0], params["embed"][3])
+    np.testing.assert_allclose(read["lm_head"][0:11] @ x, x @ params["lm_head"])
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.data())
+def test_reordering_is_the_rotary_permutation_of_each_head(heads, half, inputs, data):
+    head_dim = 2 * half
+    matrix = np.arange(heads * head_dim * inputs, dtype=np.float32).reshape(-1, inputs)
+    rows = st.integers(0, heads * head_dim)
+    start, stop = sorted((data.draw(rows), data.draw(rows)))
+    by_head = np.moveaxis(matrix.reshape(heads, head_dim, inputs), 1, -1)
+    expected = np.moveaxis(np.asarray(half_split_from_interleaved(jnp.asarray(by_head))), -1, 1).reshape(matrix.shape)
+    split = Reordered(matrix, head_dim, to_half_split=True)
+    np.testing.assert_array_equal(split[start:stop], expected[start:stop])
+    np.testing.assert_array_equal(Reordered(split, head_dim, to_half_split=False)[start:stop], matrix[start:stop])
+
+
+def test_only_queries_and_keys_are_reordered():
+    read = opened(CONFIG, random_params(CONFIG, 0)).tensors
+    for stored in stored_tensors(CONFIG):
+        tensor = read[stored.key]
+        changed = isinstance(interleaved(stored, tensor, 6), Reordered)
+        assert changed == isinstance(half_split(stored, tensor, 6), Reordered)
+        assert changed == stored.path.endswith(("wq", "wk"))
+
+
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 600), st.booleans())
+def test_blocks_are_the_rows_in_order(rows, inputs, block_bytes, flat):
+    matrix = np.random.default_rng(0).standard_normal((rows,) if flat else (rows, inputs)).astype(np.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensors, "BLOCK_BYTES", block_bytes)
+        pieces = list(blocks(matrix.T if not flat and rows == inputs else matrix, jnp.bfloat16))
+    whole = np.concatenate(pieces)
+    expected = (matrix.T if not flat and rows == inputs else matrix).astype(jnp.bfloat16)
+    assert whole.tobytes() == expected.tobytes()
+    row_bytes = 4 if flat else 4 * inputs
+    assert all(
+        piece.flags.c_contiguous and piece.shape[0] * row_bytes <= max(block_bytes, row_bytes) for piece in pieces
+    )
+
+
+def test_small_blocks_give_the_same_parameters(monkeypatch):
+    params = random_params(CONFIG, 3)
+    monkeypatch.setattr(tensors, "BLOCK_BYTES", 40)
+    done = []
+    assert_same_bits(load_params(opened(CONFIG, params), report=done.append), params)
+    assert sum(done) == 4 * count_parameters(CONFIG)
+
+
+def test_every_difference_is_listed(tmp_path):
+    names = {stored.name("huggingface"): stored for stored in stored_tensors(CONFIG)}
+    found = {name: np.zeros(stored.shape, np.float32) for name, stored in names.items()}
+    assert set(matched(found, CONFIG, "huggingface", tmp_path)) == {stored.key for stored in stored_tensors(CONFIG)}
+    del found["lm_head.weight"], found["model.layers.1.mlp.up_proj.weight"]
+    found |= {"model.layers.2.mlp.up_proj.weight": np.zeros(1), "known": np.zeros(1)}
+    found["model.norm.weight"] = np.zeros(9)
+    with pytest.raises(JllamaError) as caught:
+        matched(found, CONFIG, "huggingface", tmp_path, ignored=["known"])
+    assert str(caught.value) == (
+        f"{tmp_path} does not hold the model that its configuration describes: "
+        "missing: model.layers.1.mlp.up_proj.weight, lm_head.weight; "
+        "not of a Llama of this configuration: model.layers.2.mlp.up_proj.weight; "
+        "model.norm.weight has shape [9], expected [8]"
+    )
+
+
+SHARDED = """
+import sys
+import jax, numpy as np
+from jax.sharding import NamedSharding
+sys.path.insert(0, sys.argv[1])
+from helpers import random_params
+from jllama.checkpoints.tensors import Checkpoint, ParamTensors, load_params
+from jllama.config import LlamaConfig
+from jllama.parallel.mesh import MeshConfig, make_mesh, state_sharding
+
+config = LlamaConfig(vocab_size=12, num_layers=3, embed_dim=8, num_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=20)
+params = random_params(config, 0)
+largest = 0
+
+class Watched:
+    def __init__(self, tensor):
+        self.tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype
+    def __getitem__(self, rows):
+        global largest
+        largest = max(largest, rows.stop - rows.start)
+        return self.tensor[rows]
+
+plain = ParamTensors(config, lambda: params)
+checkpoint = Checkpoint(config, {key: Watched(tensor) for key, tensor in plain.items()})
+mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+loaded = load_params(checkpoint, mesh=mesh)
+trees = loaded, params, state_sharding(mesh, config, params)
+for array, expected, sharding in zip(*map(jax.tree.leaves, trees), strict=True):
+    assert array.sharding.is_equivalent_to(sharding, array.ndim)
+    for shard in array.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
+assert largest == 12, largest  # half of wq's 24 rows: no device's slice is ever longer
+print("whole")
+"""
+
+
+def test_each_device_gets_its_slice_and_no_more_is_read(request):
+    tests = request.config.rootpath / "tests"
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", SHARDED, str(tests)], env=environment, cwd=tests.parent, capture_output=True, text=True
+    )
+    assert done.stdout == "whole\n", done.stderr
+
+
+def test_an_axis_that_does_not_divide_is_refused_before_anything_is_read(monkeypatch):
+    mesh = make_mesh(MeshConfig())
+    monkeypatch.setattr(type(mesh), "shape", {"data": 1, "fsdp": 3, "tensor": 1})
+    with pytest.raises(UsageError, match="the embed axis of embed has size 8, which does not divide 3 ways"):
+        load_params(Checkpoint(CONFIG, {}), mesh=mesh)

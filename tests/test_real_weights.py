@@ -1,0 +1,175 @@
+"""SmolLM2-135M-Instruct, a real Llama: from GGUF to every format and back, against transformers, to the last token.
+
+Marked ``real_weights``; ``python tests/fetch_real_weights.py`` fetches the file.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+from helpers_real import real_file
+
+import jllama
+from jllama.checkpoints.formats import convert, open_checkpoint
+from jllama.errors import JllamaError
+from jllama.generation.engine import SamplingConfig, generate_tokens
+from jllama.model import unstack_layers
+
+pytestmark = pytest.mark.real_weights
+
+ROOT = Path(__file__).parent.parent
+FORMATS = ["hf", "meta", "orbax", "gguf"]
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+TEXT = (ROOT / "LICENSE").read_text()
+
+
+@pytest.fixture(scope="module")
+def gguf():
+    return real_file("SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+@pytest.fixture(scope="module")
+def exported(gguf, tmp_path_factory):
+    """The GGUF in every other format, each converted from the one before."""
+    folder, source = tmp_path_factory.mktemp("smollm2"), gguf
+    for to in FORMATS:
+        convert(source, folder / to, to)
+        source = folder / to
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(gguf):
+    return jllama.load(gguf)
+
+
+@pytest.fixture(scope="module")
+def peer(exported):
+    return transformers.AutoModelForCausalLM.from_pretrained(exported / "hf", dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def peer_tokenizer(exported):
+    return transformers.AutoTokenizer.from_pretrained(exported / "hf")
+
+
+@pytest.fixture(scope="module")
+def prompts(model, peer_tokenizer):
+    """A plain text's ids and a question's in the chat template."""
+    chat = peer_tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
+    return {"plain": model.tokenizer.encode(TEXT[:300]), "chat": list(chat)}
+
+
+def greedy(model, prompt, count=64):
+    """Greedy tokens, through the stop that ends them if there is one."""
+    params = unstack_layers(model.params)
+    chunks = generate_tokens(params, model.config, [prompt], [SamplingConfig(temperature=0.0)], count, model.stop_ids)
+    return [int(token) for chunk in chunks for token in chunk[0] if token != -1]
+
+
+def test_the_configuration_is_the_released_one(model):
+    assert model.config == jllama.preset("smollm2-135m")
+    assert model.tokenizer.vocab_size == 49_152
+    assert model.stop_ids == (2,)
+
+
+def test_logits_are_those_of_transformers(model, peer):
+    tokens = model.tokenizer.encode(TEXT)[:256]
+    assert len(tokens) == 256
+    ours = np.asarray(model(np.array([tokens], np.int32)))[0]
+    with torch.no_grad():
+        theirs = peer(torch.tensor([tokens])).logits[0].numpy()
+    assert np.max(np.abs(ours - theirs)) < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["plain", "chat"])
+def test_greedy_tokens_are_those_of_transformers(model, peer, prompts, kind):
+    prompt = prompts[kind]
+    with torch.no_grad():
+        whole = peer.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False, num_beams=1)[0].tolist()
+    ours = greedy(model, prompt)
+    assert ours == whole[len(prompt) :]
+    assert len(ours) == 64 or ours[-1] in model.stop_ids
+
+
+def test_the_answer_names_paris(model, prompts):
+    assert "Paris" in model.tokenizer.decode(greedy(model, prompts["chat"]))
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_every_format_holds_the_same_model(model, exported, prompts, to):
+    other = jllama.load(exported / to)
+    assert (other.config, other.chat_template, other.stop_ids) == (model.config, model.chat_template, model.stop_ids)
+    for found, wanted in zip(jax.tree.leaves(other.params), jax.tree.leaves(model.params), strict=True):
+        assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
+    hard = "Hello  wörld\t1234 \n\n 你好 👩‍👩‍👧 <|im_end|> don't\r\n"
+    assert other.tokenizer.encode(hard) == model.tokenizer.encode(hard)
+    for kind, prompt in prompts.items():
+        text = model.tokenizer.decode(greedy(model, prompt))
+        assert other.tokenizer.decode(greedy(other, prompt)) == text, kind
+
+
+def test_ids_are_those_of_transformers(model, peer_tokenizer):
+    for text in (
+        TEXT[:2000],
+        "def f(x):\n    return x ** 2  # ½ of 100%\n",
+        " leading",
+        "<|im_start|>user",
+        "日本語 1999年",
+    ):
+        ids = peer_tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        assert model.tokenizer.encode(text) == ids
+
+
+def test_llama2c_refuses_it_by_name(gguf, tmp_path):
+    with pytest.raises(JllamaError, match="rope_theta"):
+        convert(gguf, tmp_path / "out", "llama2c")
+
+
+def test_quantised_to_q8_0_it_still_answers(gguf, tmp_path, prompts):
+    convert(gguf, tmp_path / "q8.gguf", "gguf", "q8_0")
+    checkpoint = open_checkpoint(tmp_path / "q8.gguf")
+    assert checkpoint.tokenizer.encode("a b") == open_checkpoint(gguf).tokenizer.encode("a b")
+    quantised = jllama.load(tmp_path / "q8.gguf")
+    assert "Paris" in quantised.tokenizer.decode(greedy(quantised, prompts["chat"]))
+
+
+def test_sampling_from_the_file_itself(gguf):
+    arguments = ["--prompt", "The capital of France is", "--temperature", "0", "--max_new_tokens", "8"]
+    command = [sys.executable, "sample.py", "--checkpoint", str(gguf), *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("The capital of France is Paris")
+
+
+def test_training_goes_on_from_it(gguf, tmp_path):
+    """A few steps on its own kind of text begin at a trained model's loss and lower it."""
+    (tmp_path / "text.txt").write_text(TEXT * 3)
+    run = tmp_path / "run"
+    arguments = {
+        "init_from": gguf,
+        "run_dir": run,
+        "data.path": tmp_path / "text.txt",
+        "data.cache_dir": tmp_path / "cache",
+        "training.seq_len": 64,
+        "training.batch_size": 2,
+        "training.steps": 8,
+        "training.eval_every": 8,
+        "training.log_every": 1,
+        "training.sample_tokens": 0,
+        "training.eval_tokens": 256,
+        "optimizer.learning_rate": 1e-4,
+    }
+    options = [f"--{name}={value}" for name, value in arguments.items()]
+    done = subprocess.run([sys.executable, "train.py", *options], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+    assert losses[0] < 4.0  # ln 49,152 is 10.8: it begins trained
+    assert losses[-1] < losses[0]
+    assert jllama.load(run).config == jllama.preset("smollm2-135m")
