@@ -51,8 +51,8 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(
             self.folder,
             item_handlers={
-                "params": ocp.StandardCheckpointHandler(),
-                "state": ocp.StandardCheckpointHandler(),
+                "params": ocp.PyTreeCheckpointHandler(use_compression=False),
+                "state": ocp.PyTreeCheckpointHandler(use_compression=False),
                 "meta": ocp.JsonCheckpointHandler(),
             },
             options=ocp.CheckpointManagerOptions(
@@ -94,9 +94,9 @@ class Checkpoints:
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    params=ocp.args.StandardSave(params, chunks),
+                    params=ocp.args.PyTreeSave(params, chunks),
                     meta=ocp.args.JsonSave(meta),
-                    **({} if state is None else {"state": ocp.args.StandardSave(state)}),
+                    **({} if state is None else {"state": ocp.args.PyTreeSave(state)}),
                 ),
                 metrics=None if validation_loss is None else {"validation_loss": validation_loss},
                 force=True,
@@ -124,8 +124,8 @@ class Checkpoints:
             restored = self._manager.restore(
                 step,
                 args=ocp.args.Composite(
-                    params=ocp.args.StandardRestore(params),
-                    state=ocp.args.StandardRestore(state),
+                    params=_restore_args(params),
+                    state=_restore_args(state),
                     meta=ocp.args.JsonRestore(),
                 ),
             )
@@ -177,6 +177,10 @@ class Checkpoints:
         kept = self.steps()
         last = f"the last good checkpoint is step {kept[-1]}" if kept else "there is no earlier checkpoint"
         return JllamaError(f"could not save a checkpoint in {self.folder} ({_reason(error)}); {last}")
+
+
+def _restore_args(shapes: Any) -> Any:
+    return ocp.args.PyTreeRestore(shapes, restore_args=ocp.checkpoint_utils.construct_restore_args(shapes))
 
 
 def _read_array(
