@@ -1,6 +1,6 @@
 """jllama: the Llama family in JAX and Flax.
 
-``load`` reads a model from a file of any format and ``save`` writes one; ``LlamaConfig`` describes a model and ``Llama``
+``load`` reads a model from files of any format and ``save`` writes one; ``LlamaConfig`` describes a model, ``Llama``
 is its Flax module; ``complete`` and ``stream`` let it write, and ``train`` trains one. The pure functions are in
 ``jllama.functional``.
 """

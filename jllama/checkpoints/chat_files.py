@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jllama.errors import JllamaError
+from jllama.files import read_json_object
 
 CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
@@ -28,18 +29,16 @@ def read_chat_files(folder: Path) -> tuple[str | None, tuple[int, ...]]:
         raise JllamaError(f"{template} is not UTF-8 text: {error}") from error
     if not generation.is_file():
         return text, ()
-    try:
-        stops = json.loads(generation.read_bytes()).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        raise JllamaError(f"{generation} is not a JSON object") from error
-    return text, stop_ids(stops, generation)
+    return text, stop_ids(read_json_object(generation).get("eos_token_id"), generation)
 
 
 def stop_ids(value: Any, source: Path) -> tuple[int, ...]:
     """An ``eos_token_id`` of a JSON file (absent, one id or a list) as a tuple; anything else raises JllamaError."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(token) is int and token >= 0 for token in ids):
-        raise JllamaError(f"{source} has eos_token_id {value!r}; it must be a token id or a list of them")
+        raise JllamaError(
+            f"{source} has eos_token_id {json.dumps(value)[:100]}; it must be a token id or a list of them"
+        )
     return tuple(ids)
 
 

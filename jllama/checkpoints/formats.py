@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -224,7 +225,7 @@ def _write(checkpoint: Checkpoint, target: Path, format: Format, dtype: Dtype | 
     if target.exists() and not overwrite:
         raise JllamaError(f"{target} exists: choose another destination, or replace it with --overwrite")
     target.parent.mkdir(parents=True, exist_ok=True)
-    needed_bytes = _size_bytes(checkpoint, dtype)
+    needed_bytes = _size_bytes(checkpoint, format, dtype)
     free_bytes = shutil.disk_usage(target.parent).free
     if needed_bytes > free_bytes:
         raise JllamaError(
@@ -238,10 +239,18 @@ def _write(checkpoint: Checkpoint, target: Path, format: Format, dtype: Dtype | 
         _module(format).write(checkpoint, partial, numeric, report)
 
 
-def _size_bytes(checkpoint: Checkpoint, dtype: Dtype | None) -> int:
+def _size_bytes(checkpoint: Checkpoint, format: Format, dtype: Dtype | None) -> int:
+    """The bytes of weights that a format takes."""
     if dtype == "q8_0":
         return int(size_bytes(checkpoint, np.uint8) * _Q8_0_BYTES)
-    return size_bytes(checkpoint, None if dtype is None else jnp.dtype(dtype))
+    if format == "llama2c":  # has nothing narrower
+        dtype = "float32"
+    numeric = None if dtype is None else jnp.dtype(dtype)
+    total_bytes = size_bytes(checkpoint, numeric)
+    if format == "meta" and checkpoint.config.tie_embeddings:  # writes the head too
+        embed = checkpoint.tensors["embed"]
+        total_bytes += math.prod(embed.shape) * (numeric or embed.dtype).itemsize
+    return total_bytes
 
 
 @contextlib.contextmanager

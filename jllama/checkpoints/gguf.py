@@ -112,7 +112,7 @@ class Quantised:
 
     def __getitem__(self, rows: slice, /) -> np.ndarray:
         """The rows asked for, dequantised."""
-        return dequantize(np.ascontiguousarray(self.rows[rows]), self.type).reshape(-1, *self.shape[1:])
+        return dequantize(np.ascontiguousarray(self.rows[rows]), self.type)
 
 
 def recognises(path: Path) -> bool:

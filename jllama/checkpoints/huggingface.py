@@ -11,7 +11,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ import numpy as np
 
 from jllama.checkpoints.chat_files import read_chat_files, stop_ids, write_chat_files
 from jllama.checkpoints.safetensors_file import DTYPES, read_safetensors, write_safetensors
-from jllama.checkpoints.tensors import Checkpoint, FileTensor, Report, blocks, matched
+from jllama.checkpoints.tensors import Checkpoint, FileTensor, Report, matched, same_bits
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError, UsageError
+from jllama.files import read_json_object
 from jllama.parameters import parameter_table, stored_tensors
 from jllama.tokenizers import has_tokenizer, load_tokenizer
 from jllama.tokenizers.convert import save_huggingface
@@ -35,7 +36,6 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 MAX_SHARD_BYTES = 5_000_000_000
 """Of a shard's tensors. A tensor that is larger has a shard of its own."""
 
-_MAX_JSON_BYTES, _MAX_JSON_DEPTH = 100_000_000, 50
 _MAX_LAYERS = 10_000  # the largest Llama has 126; the list of what such a model's files should hold stays small
 
 _SIZES: dict[str, tuple[str, int | None]] = {
@@ -76,7 +76,7 @@ def recognises(path: Path) -> bool:
     try:
         if any(path.glob("*.safetensors")):
             return True
-        fields = _json_object(path / CONFIG)
+        fields = read_json_object(path / CONFIG)
     except (OSError, JllamaError):
         return False
     return "model_type" in fields or "architectures" in fields
@@ -265,7 +265,7 @@ def read(path: Path) -> Checkpoint:
     source = path / CONFIG
     if not source.is_file():
         raise JllamaError(f"{path} has no {CONFIG}: copy it there, the weights alone do not say what model they are")
-    fields = _json_object(source)
+    fields = read_json_object(source)
     config = config_from_huggingface(fields, source)
     found = {
         name: tensor
@@ -284,7 +284,7 @@ def read(path: Path) -> Checkpoint:
         if config.tie_embeddings or head in found:
             raise
         raise JllamaError(f"{error}; a model without {head} needs tie_word_embeddings true in {CONFIG}") from error
-    if repeated_head is not None and not _same_bits(repeated_head, tensors["embed"]):
+    if repeated_head is not None and not same_bits(repeated_head, tensors["embed"]):
         raise JllamaError(
             f"{path} has tie_word_embeddings true in {CONFIG}, but {head} differs from {embed}: "
             f"set it to false if the model has a head of its own"
@@ -312,7 +312,7 @@ def _weights(path: Path) -> dict[str, np.ndarray]:
             )
         held = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "no safetensors at all"
         raise JllamaError(f"{path} has neither {WEIGHTS} nor {INDEX}; it has {held}")
-    places = _json_object(index).get("weight_map")
+    places = read_json_object(index).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise JllamaError(f"{index} has no weight_map, the object that says which file each tensor is in")
     for shard in places.values():
@@ -334,45 +334,15 @@ def _weights(path: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def _same_bits(tensor: FileTensor, other: FileTensor) -> bool:
-    if tensor.shape != other.shape or tensor.dtype != other.dtype:
-        return False
-    pairs = zip(blocks(tensor, tensor.dtype), blocks(other, other.dtype), strict=True)
-    return all(np.array_equal(one.view(np.uint8), two.view(np.uint8)) for one, two in pairs)
-
-
 def _old_chat_template(path: Path) -> str | None:
     """The template where files of before 2025 have it: a string, or a list of named ones, one of them ``default``."""
-    template = _json_object(path).get("chat_template") if path.is_file() else None
+    template = read_json_object(path).get("chat_template") if path.is_file() else None
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     if template is not None and not isinstance(template, str):
         raise JllamaError(f"{path} has a chat_template that is neither text nor a list of named texts")
     return template
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise JllamaError(f"{path} is over {_MAX_JSON_BYTES} bytes: it is not what its name says")
-        content = json.loads(path.read_bytes())
-        level = [content]
-        for _ in range(_MAX_JSON_DEPTH):
-            level = [inner for outer in level for inner in _inside(outer)]
-        if level:
-            raise ValueError(f"it is nested over {_MAX_JSON_DEPTH} deep")
-    except OSError as error:
-        raise JllamaError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise JllamaError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise JllamaError(f"{path} is not a JSON object")
-    return content
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _short(value: Any) -> str:
@@ -414,7 +384,9 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, rep
     write_chat_files(target, template, stops, **({"bos_token_id": tokenizer.bos_id} if tokenizer else {}))
     if template is not None and (target / TOKENIZER_CONFIG).is_file():
         # transformers 4.45, for one, and tools of its time know no chat_template.jinja.
-        _write_json(target / TOKENIZER_CONFIG, _json_object(target / TOKENIZER_CONFIG) | {"chat_template": template})
+        _write_json(
+            target / TOKENIZER_CONFIG, read_json_object(target / TOKENIZER_CONFIG) | {"chat_template": template}
+        )
     shards = _shards(tensors)
     if len(shards) == 1:
         write_safetensors(target / WEIGHTS, shards[0], report)

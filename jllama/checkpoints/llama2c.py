@@ -43,7 +43,7 @@ def recognises(path: Path) -> bool:
 
 def _model_file(path: Path) -> Path | None:
     if path.is_dir():
-        files = [file for file in path.glob("*.bin") if file.name != TOKENIZER and _looks_like_one(file)]
+        files = [file for file in path.glob("*.bin") if _looks_like_one(file)]
         return files[0] if len(files) == 1 else None
     return path if path.is_file() and _looks_like_one(path) else None
 

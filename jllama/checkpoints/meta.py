@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from jllama.checkpoints.chat_files import read_chat_files, write_chat_files
-from jllama.checkpoints.tensors import Checkpoint, FileTensor, Report, blocks, half_split, interleaved, matched
+from jllama.checkpoints.tensors import Checkpoint, FileTensor, Report, half_split, interleaved, matched, same_bits
 from jllama.checkpoints.torch_file import read_torch_file, write_torch_file
 from jllama.config import LlamaConfig, RopeScaling, llama_mlp_dim
 from jllama.errors import JllamaError, UsageError
+from jllama.files import read_json_object
 from jllama.parameters import StoredTensor, stored_tensors
 from jllama.presets import PRESETS
 from jllama.tokenizers import Tokenizer, has_tokenizer, load_tokenizer
@@ -30,7 +31,6 @@ PARAMS = "params.json"
 OURS = "jllama.json"
 """Holds ``max_seq_len``, which Meta's files do not, where it is not what ``_family_max_seq_len`` says."""
 
-_MAX_JSON_BYTES = 1 << 20
 
 _SCALING = {
     "factor": "rope_scaling_factor",
@@ -113,7 +113,7 @@ def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
     found = _joined(path, stored.values(), shards)
     ignored = ["rope.freqs"]  # computed, not learnt; in the files of Llama 1 and 2
     embed, head = (found.get(stored[key].name("meta")) for key in ("embed", "lm_head"))
-    if head is None or (embed is not None and _same_bits(head, embed)):
+    if head is None or (embed is not None and same_bits(head, embed)):
         config = dataclasses.replace(config, tie_embeddings=True)
         ignored.append(stored["lm_head"].name("meta"))
     tensors = matched(found, config, "meta", path, ignored)
@@ -132,25 +132,11 @@ def _params(source: Path) -> dict[str, Any]:
         raise JllamaError(
             f"{source.parent} lacks {PARAMS}: copy it there, weights alone do not say what model they are"
         )
-    params = _json_object(source)
+    params = read_json_object(source)
     refused = [key for key, value in params.items() if key not in _FIELDS and value not in _OFF]
     if refused:
         raise JllamaError(f"{source} asks for what jllama's Llama does not have: {', '.join(refused)}")
     return {key: value for key, value in params.items() if value is not None}
-
-
-def _json_object(source: Path) -> dict[str, Any]:
-    try:
-        if source.stat().st_size > _MAX_JSON_BYTES:
-            raise JllamaError(f"{source} is over {_MAX_JSON_BYTES} bytes: it is not what its name says")
-        content = json.loads(source.read_bytes())
-    except OSError as error:
-        raise JllamaError(f"{source} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise JllamaError(f"{source} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise JllamaError(f"{source} is not a JSON object")
-    return content
 
 
 def _shards(path: Path) -> dict[str, dict[str, np.ndarray]]:
@@ -283,7 +269,7 @@ def _joined(
         axis, repeats = _layout(tensor, parts[0].shape, len(parts))
         for number, part in enumerate(parts):
             first = number // repeats * repeats
-            if number != first and not _same_bits(part, parts[first]):
+            if number != first and not same_bits(part, parts[first]):
                 raise JllamaError(
                     f"{path} has another {name} in {names[number]} than in {names[first]}, which must repeat it: "
                     f"they are shards of different models, one is damaged, or {PARAMS} is another model's"
@@ -305,15 +291,8 @@ def _layout(stored: StoredTensor, shape: tuple[int, ...], count: int) -> tuple[i
     return int(row.inputs != ("embed",)), 1
 
 
-def _same_bits(tensor: FileTensor, other: FileTensor) -> bool:
-    if tensor.shape != other.shape or tensor.dtype != other.dtype:
-        return False
-    pairs = zip(blocks(tensor, tensor.dtype), blocks(other, other.dtype), strict=True)
-    return all(np.array_equal(one.view(np.uint8), two.view(np.uint8)) for one, two in pairs)
-
-
 def _max_seq_len(config: LlamaConfig, source: Path) -> int:
-    return _whole(_json_object(source), "max_seq_len", source) if source.is_file() else _family_max_seq_len(config)
+    return _whole(read_json_object(source), "max_seq_len", source) if source.is_file() else _family_max_seq_len(config)
 
 
 def _family_max_seq_len(config: LlamaConfig) -> int:

@@ -29,7 +29,7 @@ from jllama.errors import JllamaError, UsageError
 from jllama.model import abstract_params
 from jllama.parallel.mesh import state_sharding
 from jllama.parameters import Params
-from jllama.tokenizers import Tokenizer, load_tokenizer
+from jllama.tokenizers import Tokenizer, has_tokenizer, load_tokenizer
 
 _CHUNK_BYTES = 64 << 20  # a chunk is always read whole
 _CHUNKED = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
@@ -295,7 +295,7 @@ def read(path: Path) -> Checkpoint:
 
 def read_text_files(folder: Path) -> tuple[Tokenizer | None, str | None, tuple[int, ...]]:
     """A run's tokenizer, chat template and stop ids, as far as it has them."""
-    tokenizer = load_tokenizer(folder) if any(folder.glob("tokenizer.*")) else None
+    tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
     return tokenizer, *read_chat_files(folder)
 
 

@@ -68,7 +68,7 @@ class Checkpoint:
         tensors: by ``StoredTensor.key``, each of ``StoredTensor.shape``, rotary channels half-split.
         tokenizer: None if the files have none.
         chat_template: the Jinja template that turns messages into a prompt, if the files have one.
-        stop_ids: tokens that end an answer, the tokenizer's EOS among them; empty if the files do not say.
+        stop_ids: tokens that end an answer; empty if the files do not say.
     """
 
     config: LlamaConfig
@@ -117,11 +117,31 @@ def interleaved(stored: StoredTensor, tensor: FileTensor, head_dim: int) -> File
 
 
 def blocks(tensor: FileTensor, dtype: np.dtype[Any] | type, row_multiple: int = 1) -> Iterator[np.ndarray]:
-    """A tensor's rows from first to last, contiguous and in ``dtype``, in blocks of about ``BLOCK_BYTES``."""
+    """A tensor's rows from first to last, contiguous and in ``dtype``, in blocks of about ``BLOCK_BYTES``.
+
+    Raises:
+        JllamaError: a number is too large for the dtype (float16 ends at 65,504).
+    """
     row_bytes = 4 * math.prod(tensor.shape[1:])
     step = row_multiple * max(1, BLOCK_BYTES // (row_bytes * row_multiple))
     for start in range(0, tensor.shape[0], step):
-        yield np.ascontiguousarray(tensor[start : min(start + step, tensor.shape[0])], dtype)
+        yield np.ascontiguousarray(_cast(tensor[start : min(start + step, tensor.shape[0])], dtype))
+
+
+def _cast(block: np.ndarray, dtype: np.dtype[Any] | type) -> np.ndarray:
+    try:
+        with np.errstate(over="raise"):
+            return block.astype(dtype, copy=False)
+    except FloatingPointError as error:
+        raise JllamaError(f"a weight is too large for {np.dtype(dtype).name}: choose bfloat16 or float32") from error
+
+
+def same_bits(tensor: FileTensor, other: FileTensor) -> bool:
+    """Whether two tensors are equal in shape, dtype and every bit."""
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
+        return False
+    pairs = zip(blocks(tensor, tensor.dtype), blocks(other, other.dtype), strict=True)
+    return all(np.array_equal(one.view(np.uint8), two.view(np.uint8)) for one, two in pairs)
 
 
 def matched(
@@ -136,6 +156,8 @@ def matched(
     Raises:
         JllamaError: any is missing, is not one of this model's (nor ``ignored``), or has another shape: all are listed.
     """
+    if config.num_layers > max(len(found), 1000):
+        raise JllamaError(f"{source} says it has {config.num_layers} layers, but holds {len(found)} tensors in all")
     expected = {stored.name(file_format): stored for stored in stored_tensors(config)}
     problems = []
     if missing := [name for name in expected if name not in found]:
@@ -226,7 +248,7 @@ def _read(
         step = max(1, BLOCK_BYTES // (4 * math.prod(tensor.shape[1:])))
         for start in range(rows.start, rows.stop, step):
             stop = min(start + step, rows.stop)
-            block = tensor[start:stop]
+            block = _cast(tensor[start:stop], dtype)
             matrix[start - rows.start : stop - rows.start] = block[:, columns] if row.inputs else block
             report((stop - start) * (columns.stop - columns.start) * dtype.itemsize)
     return out

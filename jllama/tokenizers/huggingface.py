@@ -13,6 +13,7 @@ import tokenizers
 from jaxtyping import Int32
 
 from jllama.errors import JllamaError
+from jllama.files import read_json_object
 from jllama.tokenizers.byte_level import CHAR_BYTES
 from jllama.tokenizers.bytes import checked_ids, utf8
 from jllama.tokenizers.pieces import SPACE, byte_of
@@ -110,29 +111,20 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
         vocab = json.loads(text)["model"]["vocab"]
     except (ValueError, KeyError, TypeError) as error:
         raise JllamaError(f"{path} is not a tokenizer.json: {' '.join(str(error).split())}") from error
-    config = _json_object(path.with_name(CONFIG_NAME))
+    config, *others = (
+        read_json_object(file) if (file := path.with_name(name)).is_file() else {}
+        for name in (CONFIG_NAME, "generation_config.json", "config.json")
+    )
     found = {}
     for name in ("bos", "eos"):
         token = config.get(f"{name}_token")
         content = token.get("content") if isinstance(token, dict) else token
         ids = [added.get(content, vocab.get(content) if isinstance(vocab, dict) else None)]
-        for other in ("generation_config.json", "config.json"):
-            value = _json_object(path.with_name(other)).get(f"{name}_token_id")
+        for other in others:
+            value = other.get(f"{name}_token_id")
             ids.append(value[0] if isinstance(value, list) and value else value)
         found[name] = next((token for token in ids if isinstance(token, int)), None)
     if found["eos"] is None:
         raise JllamaError(f"neither {path} nor the files beside it say which token is EOS: add it to {CONFIG_NAME}")
     bos = found["eos"] if found["bos"] is None else found["bos"]  # as GPT-2's kind, which has one token for both
     return HuggingFaceTokenizer(text, bos, found["eos"], config.get("add_bos_token"), str(path))
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        fields = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise JllamaError(f"{path} is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise JllamaError(f"{path} is not a JSON object")
-    return fields

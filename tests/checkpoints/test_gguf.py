@@ -379,8 +379,9 @@ def test_norms_that_the_matrices_dtype_cannot_hold_stay_float32(tmp_path, params
     ],
 )
 def test_each_type_is_written_as_the_package_has_it(tmp_path, params, dtype, type_, file_type):
-    written(tmp_path / "m.gguf", CONFIG, params, dtype)
+    num_bytes = written(tmp_path / "m.gguf", CONFIG, params, dtype)
     reader = GGUFReader(tmp_path / "m.gguf")
+    assert num_bytes == sum(tensor.n_bytes for tensor in reader.tensors)
     expected = converter_tensors(CONFIG, params)
     for tensor in reader.tensors:
         wanted = F32 if expected[tensor.name].ndim == 1 else type_
@@ -521,7 +522,7 @@ def with_tokens(monkeypatch, tokens):
     ],
 )
 def test_eos_is_the_tokenizers_and_the_others_have_their_places(tmp_path, params, monkeypatch, stops, read_back, keys):
-    tokens = ["<unk>", "<s>", "</s>", "a", "<|eom_id|>", "<|eot_id|>", *("b" * 90)]
+    tokens = ["<unk>", "<s>", "</s>", "a", "<|eom_id|>", "<|eot_id|>", "\udcff", *("b" * 89)]
     written_for = with_tokens(monkeypatch, tokens)
     tokenizer = BytesTokenizer()
     written(tmp_path / "m.gguf", CONFIG, params, tokenizer=tokenizer, stop_ids=stops)

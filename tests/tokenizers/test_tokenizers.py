@@ -178,17 +178,19 @@ def test_what_is_not_text_or_not_a_token(tokenizer: Tokenizer):
 
 
 def test_loading_errors(tmp_path):
-    (tmp_path / "tiktoken.model").write_text("IQ== 0\nIg== 1\n")
     (tmp_path / "empty.model").touch()
     (tmp_path / "other.json").write_text('{"type": "bpe"}')
     (tmp_path / "broken.json").write_text("{")
-    for name in ("tiktoken.model", "empty.model"):
-        with pytest.raises(JllamaError, match=f"{name} is not a SentencePiece model"):
-            load_tokenizer(tmp_path / name)
+    with pytest.raises(JllamaError, match=r"empty\.model is not a SentencePiece model"):
+        load_tokenizer(tmp_path / "empty.model")
     for name in ("other.json", "broken.json"):
-        with pytest.raises(JllamaError, match=f"{name} is not a bytes tokenizer"):
+        with pytest.raises(JllamaError, match=rf"{name} is not a tokenizer\.json"):
             load_tokenizer(tmp_path / name)
-    with pytest.raises(JllamaError, match=r"holds no tokenizer.model and no tokenizer.bytes.json"):
+    (tmp_path / "tokenizer.bytes.json").write_text("{}")
+    with pytest.raises(JllamaError, match=r"tokenizer\.bytes\.json is not a bytes tokenizer"):
+        load_tokenizer(tmp_path / "tokenizer.bytes.json")
+    (tmp_path / "tokenizer.bytes.json").unlink()
+    with pytest.raises(JllamaError, match=r"holds no tokenizer: give a folder with one of tokenizer\.json"):
         load_tokenizer(tmp_path)
     with pytest.raises(JllamaError, match="there is no tokenizer at"):
         load_tokenizer(tmp_path / "missing.model")

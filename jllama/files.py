@@ -1,0 +1,40 @@
+"""Reading small files of other people's making."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from jllama.errors import JllamaError
+
+_MAX_BYTES, _MAX_DEPTH = 100_000_000, 50
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    Raises:
+        JllamaError: the file cannot be read, is absurdly large or deeply nested, or holds no JSON object.
+    """
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise JllamaError(f"{path} is over {_MAX_BYTES} bytes: it is not what its name says")
+        content = json.loads(path.read_bytes())
+        level = [content]
+        for _ in range(_MAX_DEPTH):
+            level = [inner for outer in level for inner in _inside(outer)]
+        if level:
+            raise ValueError(f"it is nested over {_MAX_DEPTH} deep")
+    except OSError as error:
+        raise JllamaError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise JllamaError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise JllamaError(f"{path} is not a JSON object")
+    return content
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -1,0 +1,94 @@
+"""Llama 3's, Mistral's (of Llama 2's kind) and SmolLM2's own tokenizers, through every format that can hold them.
+
+Marked ``real_weights``; ``python tests/fetch_real_weights.py`` fetches them.
+"""
+
+import pytest
+import sentencepiece
+import tiktoken
+import transformers
+from hard_text import HARD
+from helpers_real import real_file
+
+from jllama.checkpoints.gguf import read_gguf_file
+from jllama.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, TiktokenTokenizer, load_tokenizer
+from jllama.tokenizers.byte_level import LLAMA3_PATTERN
+from jllama.tokenizers.convert import save_huggingface, save_llama2c_tokenizer, save_meta, to_gguf
+from jllama.tokenizers.gguf import from_gguf
+
+pytestmark = pytest.mark.real_weights
+
+
+@pytest.fixture(scope="module")
+def llama3():
+    return load_tokenizer(real_file("llama3_tokenizer.model"))
+
+
+@pytest.fixture(scope="module")
+def mistral():
+    return load_tokenizer(real_file("mistral_tokenizer.model"))
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    metadata, _ = read_gguf_file(real_file("SmolLM2-135M-Instruct.Q4_1.gguf"))
+    return from_gguf(metadata, "SmolLM2")
+
+
+def assert_same_ids(found, expected):
+    for text in HARD:
+        assert found.encode(text) == expected.encode(text), text
+        assert found.decode(found.encode(text)) == text
+    assert (found.bos_id, found.eos_id, found.add_bos) == (expected.bos_id, expected.eos_id, expected.add_bos)
+
+
+def assert_transformers_agrees(tokenizer, folder):
+    save_huggingface(tokenizer, folder)
+    peer = transformers.AutoTokenizer.from_pretrained(folder)
+    for text in HARD:
+        assert peer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == tokenizer.encode(text)
+    assert_same_ids(load_tokenizer(folder), tokenizer)
+
+
+def test_llama3(llama3, tmp_path):
+    assert isinstance(llama3, TiktokenTokenizer)
+    assert (llama3.vocab_size, llama3.bos_id, llama3.eos_id) == (128_256, 128_000, 128_001)
+    assert llama3.encode("Hello world!") == [9906, 1917, 0]
+    ranks = {token: rank for rank, token in enumerate(llama3.tokens)}
+    original = tiktoken.Encoding("it", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={})
+    for text in HARD:
+        assert llama3.encode(text) == original.encode_ordinary(text)
+    assert_transformers_agrees(llama3, tmp_path / "hf")
+    whole = load_tokenizer(tmp_path / "hf")
+    assert isinstance(whole, HuggingFaceTokenizer)
+    assert len(whole.json["model"]["merges"]) == 280_147  # as in the json that Meta published
+    save_meta(whole, tmp_path / "meta")
+    original_file = real_file("llama3_tokenizer.model").read_bytes()
+    assert (tmp_path / "meta" / "tokenizer.model").read_bytes() == original_file
+    assert_same_ids(from_gguf(to_gguf(llama3, 128_256), "it"), llama3)
+
+
+def test_mistral(mistral, tmp_path):
+    assert isinstance(mistral, SentencePieceTokenizer)
+    assert mistral.vocab_size == 32_000
+    original = sentencepiece.SentencePieceProcessor(model_file=str(real_file("mistral_tokenizer.model")))
+    for text in HARD:
+        assert mistral.encode(text) == original.encode(text)
+    assert_transformers_agrees(mistral, tmp_path / "hf")
+    assert_same_ids(from_gguf(to_gguf(mistral, 32_064), "it"), mistral)
+    save_llama2c_tokenizer(mistral, tmp_path / "tokenizer.bin")
+    assert_same_ids(load_tokenizer(tmp_path / "tokenizer.bin"), mistral)
+    (tmp_path / "hf" / "tokenizer.model").unlink()
+    whole = load_tokenizer(tmp_path / "hf")
+    assert isinstance(whole, HuggingFaceTokenizer)
+    save_meta(whole, tmp_path / "meta")
+    assert_same_ids(load_tokenizer(tmp_path / "meta"), mistral)
+
+
+def test_smollm2(smollm2, tmp_path):
+    assert isinstance(smollm2, HuggingFaceTokenizer)
+    assert (smollm2.vocab_size, smollm2.bos_id, smollm2.eos_id, smollm2.add_bos) == (49_152, 1, 2, False)
+    assert_transformers_agrees(smollm2, tmp_path / "hf")
+    assert_same_ids(from_gguf(to_gguf(smollm2, 49_152), "it"), smollm2)
+    save_meta(smollm2, tmp_path / "meta")
+    assert_same_ids(load_tokenizer(tmp_path / "meta"), smollm2)
