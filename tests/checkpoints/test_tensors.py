@@ -24,9 +24,8 @@ from jllama.checkpoints.tensors import (
     size_bytes,
 )
 from jllama.config import LlamaConfig
-from jllama.errors import JllamaError, UsageError
+from jllama.errors import JllamaError
 from jllama.functional import half_split_from_interleaved
-from jllama.parallel.mesh import MeshConfig, make_mesh
 from jllama.parameters import count_parameters, stored_tensors
 
 CONFIG = LlamaConfig(vocab_size=11, num_layers=2, embed_dim=8, num_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=12)
@@ -157,6 +156,7 @@ sys.path.insert(0, sys.argv[1])
 from helpers import random_params
 from jllama.checkpoints.tensors import Checkpoint, ParamTensors, load_params
 from jllama.config import LlamaConfig
+from jllama.errors import UsageError
 from jllama.parallel.mesh import MeshConfig, make_mesh, state_sharding
 
 config = LlamaConfig(vocab_size=12, num_layers=3, embed_dim=8, num_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=20)
@@ -181,7 +181,10 @@ for array, expected, sharding in zip(*map(jax.tree.leaves, trees), strict=True):
     for shard in array.addressable_shards:
         np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
 assert largest == 12, largest  # half of wq's 24 rows: no device's slice is ever longer
-print("whole")
+try:
+    load_params(Checkpoint(config, {}), mesh=make_mesh(MeshConfig(tensor=8)))
+except UsageError as error:
+    print(error)
 """
 
 
@@ -191,11 +194,4 @@ def test_each_device_gets_its_slice_and_no_more_is_read(request):
     done = subprocess.run(
         [sys.executable, "-c", SHARDED, str(tests)], env=environment, cwd=tests.parent, capture_output=True, text=True
     )
-    assert done.stdout == "whole\n", done.stderr
-
-
-def test_an_axis_that_does_not_divide_is_refused_before_anything_is_read(monkeypatch):
-    mesh = make_mesh(MeshConfig())
-    monkeypatch.setattr(type(mesh), "shape", {"data": 1, "fsdp": 3, "tensor": 1})
-    with pytest.raises(UsageError, match="the embed axis of embed has size 8, which does not divide 3 ways"):
-        load_params(Checkpoint(CONFIG, {}), mesh=mesh)
+    assert done.stdout == "the vocab axis of embed has size 12, which does not divide 8 ways\n", done.stderr

@@ -1,5 +1,6 @@
 """``train.py`` as a user runs it: what it leaves, and that no interruption changes the outcome by a bit."""
 
+import dataclasses
 import math
 import random
 import resource
@@ -81,10 +82,11 @@ def test_the_saved_configuration_starts_the_same_run_again(small_run, workshop):
     saved = parse(TrainConfig, ["--config", str(small_run.folder / "config.yaml")], "train.py")
     asked = parse(TrainConfig, ["--config", str(workshop.yaml), "--run_dir", str(small_run.folder)], "train.py")
     assert (saved.model.vocab_size, asked.model.vocab_size) == (259, 0)  # only what was left open is filled in
+    assert (saved.training.seq_len, asked.training.seq_len) == (32, 0)
     assert (saved.optimizer, saved.data, saved.training, saved.seed) == (
         asked.optimizer,
         asked.data,
-        asked.training,
+        dataclasses.replace(asked.training, seq_len=32),
         asked.seed,
     )
 
@@ -230,7 +232,7 @@ def test_another_corpus_or_order_is_refused(workshop, copied, capsys, tmp_path):
         (["--data.path", other], "the corpus or its tokenizer"),
         (["--seed", 1], "seed"),
         (["--training.batch_size", 4], "training.batch_size"),
-        (["--model.max_seq_len", 24], "model.max_seq_len"),
+        (["--model.max_seq_len", 24, "--training.seq_len", 24], "training.seq_len"),
     ]:
         code, message = refused(workshop, copied, capsys, "--resume", "auto", *changes)
         assert code == 1
