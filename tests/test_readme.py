@@ -4,43 +4,61 @@ import re
 import shlex
 from pathlib import Path
 
+import jax
 import pytest
 import yaml
 
+from jllama.checkpoints.formats import Model, load, save
 from jllama.commands.cli import parse
+from jllama.commands.convert import ConvertOptions
+from jllama.commands.doctor import DoctorOptions
 from jllama.commands.sample import SampleOptions
+from jllama.config import LlamaConfig
+from jllama.model import initial_params
+from jllama.tokenizers import BytesTokenizer
 from jllama.training.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
+OPTIONS = {"train": TrainConfig, "sample": SampleOptions, "convert": ConvertOptions, "doctor": DoctorOptions}
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
     part.partition("#")[0].strip()
     for block in re.findall(r"```bash\n(.*?)```", README, re.S)
     for line in block.splitlines()
     for part in line.split("&&")
-    if re.match(r"\s*python (train|sample)\.py", part)
+    if re.match(r"\s*python (train\.py|sample\.py|-m jllama)", part)
 ]
 
 
-def test_python_code_runs():
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
-    names = {}
-    exec(code, names)
-    assert names["logits"].shape == (1, 16, 1000)
-    assert names["x"].shape == (2, 128)
+def test_python_code_runs(tmp_path, monkeypatch):
+    """Each block by itself, in a folder that holds a small model where they expect one."""
+    small = LlamaConfig(vocab_size=300, num_layers=1, embed_dim=32)
+    save(Model(small, initial_params(jax.random.key(0), small), BytesTokenizer()), tmp_path / "smollm2", "hf")
+    monkeypatch.chdir(tmp_path)
+    shapes = []
+    for code in re.findall(r"```python\n(.*?)```", README, re.S):
+        names = {}
+        exec(code, names)
+        shapes.append(names["logits"].shape)
+    assert shapes == [(1, 3, 300), (1, 16, 1000)]
+    assert load(tmp_path / "smollm2.gguf").config == small
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_parse(command, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     _, script, *argv = shlex.split(command)
-    options = TrainConfig if script == "train.py" else SampleOptions
+    positional = ()
+    if script == "-m":
+        script, argv = argv[1], argv[2:]
+        positional = ("source", "target") if script == "convert" else ()
+    options = OPTIONS[script.removesuffix(".py")]
     if "--print_config" in argv:
         with pytest.raises(SystemExit, match="0"):
             parse(options, argv, script)
         assert yaml.safe_load(capsys.readouterr().out)["optimizer"]["learning_rate"] == 1e-3
     else:
-        assert isinstance(parse(options, argv, script), options)
+        assert isinstance(parse(options, argv, script, positional), options)
 
 
 def test_there_are_commands():
