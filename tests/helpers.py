@@ -23,6 +23,14 @@ def relative_error(actual, expected) -> float:
     return float(difference / size) if size else float(difference)
 
 
+def assert_same_bits(actual, expected) -> None:
+    """Two trees of arrays, equal in structure, dtypes and every bit."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for found, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert found.dtype == wanted.dtype
+        assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
+
+
 def random_params(config: "LlamaConfig", seed: int) -> dict:
     """Weights under which every knob matters: normal with fan-in scale, norm scales near one, a unit embedding."""
     rng = np.random.default_rng(seed)

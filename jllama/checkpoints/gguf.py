@@ -1,9 +1,7 @@
 """GGUF, llama.cpp's format: metadata, tokenizer and tensors, quantised or not, in one file.
 
-A header (keys with typed values, then each tensor's name, sizes, type and place), then the tensors, aligned. The header
-is parsed here, every number checked against the file's size before it is believed; the ``gguf`` package knows the
-quantised types. Sources: ggml's ``docs/gguf.md``; for what the keys of a Llama mean, llama.cpp's ``llama-model.cpp``
-and ``convert_hf_to_gguf.py``.
+The file itself is ``gguf_file``'s concern; here is what the keys and tensors of a Llama mean. Source: llama.cpp's
+``llama-model.cpp`` and ``convert_hf_to_gguf.py``.
 """
 
 from __future__ import annotations
@@ -12,18 +10,25 @@ import collections
 import dataclasses
 import math
 import reprlib
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import jax.numpy as jnp
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGML_QUANT_VERSION, GGMLQuantizationType, GGUFValueType, LlamaFileType
-from gguf.quants import dequantize, quantize
+from gguf import GGML_QUANT_SIZES, GGML_QUANT_VERSION, GGMLQuantizationType, LlamaFileType
 
 from jllama import functional as F
-from jllama.checkpoints.tensors import Checkpoint, FileTensor, Report, blocks, half_split, interleaved, matched
+from jllama.checkpoints.gguf_file import (
+    MAGIC,
+    OURS,
+    PLAIN,
+    Quantised,
+    TypedTensor,
+    read_gguf_file,
+    shortest,
+    write_gguf_file,
+)
+from jllama.checkpoints.tensors import Checkpoint, FileTensor, Report, half_split, interleaved, matched
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError, UsageError
 from jllama.parameters import StoredTensor, parameter_table, stored_tensors
@@ -39,40 +44,13 @@ STOP_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "
 CHAT_TEMPLATE = "tokenizer.chat_template"
 TOKENIZER = "tokenizer.ggml.model"
 NO_TOKENIZER = "no_vocab"
-OURS = "jllama.rope_scaling."
-"""Keys that only jllama writes and reads: numbers of the scaling that llama.cpp has folded into others."""
-
-_MAGIC = b"GGUF"
-_VERSION = 3
-_ALIGNMENT = 32
-_MAX_DIMS = 4
-_MAX_ARRAY = 1 << 24
 _TOLERANCE = 1e-5  # of float32 divisors that were worked out in float32
 
-_PLAIN: dict[GGMLQuantizationType, np.dtype[Any]] = {
-    GGMLQuantizationType.F32: np.dtype(np.float32),
-    GGMLQuantizationType.F16: np.dtype(np.float16),
-    GGMLQuantizationType.BF16: np.dtype(jnp.bfloat16),
-    GGMLQuantizationType.F64: np.dtype(np.float64),
-}
 _FILE_TYPES = {
     GGMLQuantizationType.F32: LlamaFileType.ALL_F32,
     GGMLQuantizationType.F16: LlamaFileType.MOSTLY_F16,
     GGMLQuantizationType.BF16: LlamaFileType.MOSTLY_BF16,
     GGMLQuantizationType.Q8_0: LlamaFileType.MOSTLY_Q8_0,
-}
-_NUMBERS = {
-    GGUFValueType.UINT8: "B",
-    GGUFValueType.INT8: "b",
-    GGUFValueType.UINT16: "H",
-    GGUFValueType.INT16: "h",
-    GGUFValueType.UINT32: "I",
-    GGUFValueType.INT32: "i",
-    GGUFValueType.FLOAT32: "f",
-    GGUFValueType.BOOL: "?",
-    GGUFValueType.UINT64: "Q",
-    GGUFValueType.INT64: "q",
-    GGUFValueType.FLOAT64: "d",
 }
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "expert_count": (0,),
@@ -91,30 +69,6 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 """Keys of which only these values describe a model that jllama has."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Quantised:
-    """A matrix whose rows are stored as blocks of a GGML type. Reading gives float32, of the rows asked for alone.
-
-    Args:
-        rows: the stored bytes of each row: blocks never cross rows.
-        type: what the bytes are.
-        shape: ``[outputs, inputs]``.
-    """
-
-    rows: np.ndarray
-    type: GGMLQuantizationType
-    shape: tuple[int, ...]
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """float32."""
-        return np.dtype(np.float32)
-
-    def __getitem__(self, rows: slice, /) -> np.ndarray:
-        """The rows asked for, dequantised."""
-        return dequantize(np.ascontiguousarray(self.rows[rows]), self.type)
-
-
 def recognises(path: Path) -> bool:
     """Whether this is a GGUF file, or a folder that holds exactly one."""
     try:
@@ -122,7 +76,7 @@ def recognises(path: Path) -> bool:
         if file is None or not file.is_file():
             return False
         with file.open("rb") as opened:
-            return opened.read(len(_MAGIC)) == _MAGIC
+            return opened.read(len(MAGIC)) == MAGIC
     except OSError:
         return False
 
@@ -168,167 +122,6 @@ def read(path: Path) -> Checkpoint:
     return Checkpoint(config, tensors, _read_tokenizer(metadata, file), template, stop_ids)
 
 
-def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
-    """The metadata and the tensors of a GGUF file, versions 2 and 3, little-endian; nothing of the tensors is read.
-
-    Metadata are Python values, lists for arrays. A float32 is the shortest decimal that rounds to it: 1e-05, not
-    9.999999747378752e-06. In arrays of strings, bytes that are not UTF-8 become lone surrogates (``surrogateescape``).
-    Tensors have the axes that NumPy would give them: outputs before inputs.
-
-    Raises:
-        JllamaError: the file is truncated or makes no sense, or a tensor has a type that cannot be dequantised.
-    """
-    if not path.is_file():
-        raise JllamaError(f"there is no GGUF file at {path}")
-    size = path.stat().st_size
-    if size < 24:
-        raise JllamaError(f"{path} is truncated: it has {size} bytes, less than a GGUF header")
-    data = np.memmap(path, np.uint8, "r")
-    header = _Header(path, data.data)
-    if header.take(4) != _MAGIC:
-        raise JllamaError(f"{path} is not a GGUF file: it does not begin with {_MAGIC.decode()}")
-    version = header.number("I")
-    if not version & 0xFFFF:
-        raise JllamaError(f"{path} is a big-endian GGUF file; only little-endian ones can be read")
-    if version not in (2, 3):
-        raise JllamaError(f"{path} is GGUF version {version}; versions 2 and 3 can be read: convert it again")
-    num_tensors, num_keys = header.number("Q"), header.number("Q")
-    metadata: dict[str, Any] = {}
-    for _ in range(num_keys):
-        (key,) = header.strings(1)
-        if key in metadata:
-            raise JllamaError(f"{path} has the key {key} twice")
-        metadata[key] = header.value(key)
-    infos: dict[str, tuple[GGMLQuantizationType, tuple[int, ...], int]] = {}
-    for _ in range(num_tensors):
-        (name,) = header.strings(1)
-        if name in infos:
-            raise JllamaError(f"{path} has the tensor {name} twice")
-        infos[name] = header.tensor_info(name)
-    alignment = metadata.get("general.alignment", _ALIGNMENT)
-    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        raise JllamaError(f"{path} has general.alignment {alignment!r}; it must be a power of two")
-    _check_types(infos, path)
-    first = -(-header.offset // alignment) * alignment
-    tensors: dict[str, FileTensor] = {}
-    end, before = 0, ""
-    for name, (type_, shape, offset) in sorted(infos.items(), key=lambda item: item[1][2]):
-        block, block_bytes = GGML_QUANT_SIZES[type_]
-        num_bytes = math.prod(shape) // block * block_bytes
-        if offset % alignment:
-            raise JllamaError(f"{path} has the tensor {name} at offset {offset}, which is no multiple of {alignment}")
-        if offset < end:
-            raise JllamaError(f"{path} has the tensors {before} and {name} in the same place")
-        end, before = offset + num_bytes, name
-        if first + end > size:
-            raise JllamaError(
-                f"{path} is truncated: the tensor {name} ends at byte {first + end} but the file has {size} bytes: "
-                f"fetch it again"
-            )
-        stored = data[first + offset : first + end]
-        if type_ in _PLAIN:
-            tensors[name] = stored.view(_PLAIN[type_]).reshape(shape)
-        else:
-            tensors[name] = Quantised(stored.reshape(shape[0], -1), type_, shape)
-    return metadata, {name: tensors[name] for name in infos}
-
-
-class _Header:
-    """A place in a file's header, from which one thing after another is read, never past the file's end."""
-
-    def __init__(self, path: Path, data: memoryview) -> None:
-        self.path, self.data, self.offset = path, data, 0
-
-    def take(self, num_bytes: int) -> memoryview:
-        taken = self.data[self.offset : self._checked(self.offset + num_bytes)]
-        self.offset += num_bytes
-        return taken
-
-    def _checked(self, end: int) -> int:
-        if end > len(self.data):
-            raise JllamaError(
-                f"{self.path} is truncated: its header goes on to byte {end} at least but the file has "
-                f"{len(self.data)} bytes: fetch it again"
-            )
-        return end
-
-    def number(self, code: str) -> Any:
-        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
-
-    def strings(self, count: int, errors: str = "strict") -> list[str]:
-        found, length_at = [], struct.Struct("<Q").unpack_from
-        try:
-            for _ in range(count):
-                start = self._checked(self.offset + 8)
-                end = self._checked(start + length_at(self.data, self.offset)[0])
-                found.append(str(self.data[start:end], "utf-8", errors))
-                self.offset = end
-        except UnicodeDecodeError as error:
-            raise JllamaError(f"{self.path} has a string at byte {self.offset} that is not UTF-8: {error}") from error
-        return found
-
-    def value(self, key: str) -> Any:
-        type_ = self._type(key)
-        if type_ == GGUFValueType.STRING:
-            return self.strings(1)[0]
-        if type_ != GGUFValueType.ARRAY:
-            number = self.number(_NUMBERS[type_])
-            return _shortest(number) if type_ == GGUFValueType.FLOAT32 else number
-        type_, count = self._type(key), self.number("Q")
-        if type_ == GGUFValueType.ARRAY:
-            raise JllamaError(f"{self.path} has arrays within the array {key}; no Llama's file has")
-        if count > _MAX_ARRAY:
-            raise JllamaError(f"{self.path} claims {count} elements for {key}; at most {_MAX_ARRAY} are read")
-        if type_ == GGUFValueType.STRING:
-            return self.strings(count, "surrogateescape")
-        dtype = np.dtype(_NUMBERS[type_]).newbyteorder("<")
-        return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
-
-    def _type(self, key: str) -> GGUFValueType:
-        number = self.number("I")
-        try:
-            return GGUFValueType(number)
-        except ValueError as error:
-            raise JllamaError(f"{self.path} has the key {key} with the unknown value type {number}") from error
-
-    def tensor_info(self, name: str) -> tuple[GGMLQuantizationType, tuple[int, ...], int]:
-        """Type, shape and offset from the first tensor's place."""
-        num_dims = self.number("I")
-        if not 1 <= num_dims <= _MAX_DIMS:
-            raise JllamaError(f"{self.path} has the tensor {name} with {num_dims} axes; GGUF has 1 to {_MAX_DIMS}")
-        shape = tuple(self.number("Q") for _ in range(num_dims))[::-1]
-        type_number, offset = self.number("I"), self.number("Q")
-        try:
-            type_ = GGMLQuantizationType(type_number)
-        except ValueError as error:
-            raise JllamaError(f"{self.path} has the tensor {name} of the unknown type {type_number}") from error
-        block, _ = GGML_QUANT_SIZES[type_]
-        if 0 in shape or shape[-1] % block:
-            raise JllamaError(
-                f"{self.path} has the tensor {name} of shape {list(shape)}; rows of type {type_.name} are whole "
-                f"blocks of {block}"
-            )
-        if block > 1 and num_dims == 1:
-            raise JllamaError(f"{self.path} has the vector {name} quantised as {type_.name}; only matrices may be")
-        return type_, shape, offset
-
-
-def _check_types(infos: Mapping[str, tuple[GGMLQuantizationType, tuple[int, ...], int]], path: Path) -> None:
-    """Refuse a type that the gguf package cannot dequantise: only trying shows whether it can."""
-    for type_ in {type_ for type_, _, _ in infos.values()} - set(_PLAIN):
-        try:
-            dequantize(np.zeros((1, GGML_QUANT_SIZES[type_][1]), np.uint8), type_)
-        except NotImplementedError as error:
-            names = ", ".join(name for name, info in infos.items() if info[0] == type_)
-            raise JllamaError(f"{path} has tensors of type {type_.name}, which cannot be read: {names}") from error
-
-
-def _shortest(value: float) -> float:
-    """The float64 with the shortest decimal of those that are ``value`` in float32."""
-    with np.errstate(over="ignore"):
-        return float(str(np.float32(value)))
-
-
 def _in_one_precision(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
     matrices = [tensor for tensor in tensors.values() if len(tensor.shape) > 1]
     if any(isinstance(tensor, Quantised) for tensor in matrices):
@@ -340,7 +133,7 @@ def _in_one_precision(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor
 
 
 def _widened(tensor: FileTensor) -> FileTensor:
-    types = {dtype: type_ for type_, dtype in _PLAIN.items() if dtype.itemsize == 2}
+    types = {dtype: type_ for type_, dtype in PLAIN.items() if dtype.itemsize == 2}
     if tensor.dtype not in types:
         return tensor
     stored = np.asarray(tensor)
@@ -505,7 +298,7 @@ def _solve_llama3(config: LlamaConfig, divisors: np.ndarray) -> list[RopeScaling
     frequency. Its two coefficients leave ``low``, ``high`` and the original length free up to a common multiple: the
     length must be whole, and ``low`` is 1 in every Llama.
     """
-    factor = _shortest(float(divisors.max()))
+    factor = shortest(float(divisors.max()))
     if not 1 < factor < math.inf or not np.all(divisors > 0):
         return []
     candidates = [RopeScaling("llama3", factor)]
@@ -565,7 +358,7 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | Literal["
     metadata = _metadata_to_write(checkpoint) | _rope_scaling_to_write(config)
     matrix_types = collections.Counter(types[tensor.key] for tensor in stored if tensor.parameter.is_matrix)
     metadata["general.file_type"] = int(_FILE_TYPES[matrix_types.most_common(1)[0][0]])
-    to_write: list[tuple[str, FileTensor, GGMLQuantizationType, int]] = [
+    to_write: list[TypedTensor] = [
         (
             tensor.name("gguf"),
             interleaved(tensor, checkpoint.tensors[tensor.key], config.head_dim),
@@ -577,33 +370,7 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | Literal["
     if config.rope_scaling and config.rope_scaling.type == "llama3":
         divisors = _llama3_divisors(config, config.rope_scaling).astype(np.float32)
         to_write.append((ROPE_FREQS, divisors, GGMLQuantizationType.F32, 1))
-
-    header = _header([_text(key) + _value(key, value) for key, value in metadata.items()], to_write)
-    with target.open("wb") as file:
-        file.write(header)
-        for _, tensor, type_, row_multiple in to_write:
-            for block in blocks(tensor, _PLAIN.get(type_, np.dtype(np.float32)), row_multiple):
-                data = block if type_ in _PLAIN else quantize(block, type_)
-                data.tofile(file)
-                report(data.nbytes)
-            file.write(bytes(-_num_bytes(tensor, type_) % _ALIGNMENT))
-
-
-def _header(keys: Sequence[bytes], to_write: Sequence[tuple[str, FileTensor, GGMLQuantizationType, int]]) -> bytes:
-    """Everything before the tensors, padded to where the first one begins."""
-    parts = [_MAGIC, struct.pack("<IQQ", _VERSION, len(to_write), len(keys)), *keys]
-    offset = 0
-    for name, tensor, type_, _ in to_write:
-        dims = tensor.shape[::-1]
-        parts += [_text(name), struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, type_, offset)]
-        offset += -(-_num_bytes(tensor, type_) // _ALIGNMENT) * _ALIGNMENT
-    header = b"".join(parts)
-    return header + bytes(-len(header) % _ALIGNMENT)
-
-
-def _num_bytes(tensor: FileTensor, type_: GGMLQuantizationType) -> int:
-    block, block_bytes = GGML_QUANT_SIZES[type_]
-    return math.prod(tensor.shape) // block * block_bytes
+    write_gguf_file(target, metadata, to_write, report)
 
 
 def _type_to_write(
@@ -615,7 +382,7 @@ def _type_to_write(
         block, _ = GGML_QUANT_SIZES[GGMLQuantizationType.Q8_0]
         return GGMLQuantizationType.F16 if stored.shape[-1] % block else GGMLQuantizationType.Q8_0
     wanted = np.dtype(tensor.dtype if dtype is None else dtype)
-    types = {_PLAIN[type_]: type_ for type_ in _FILE_TYPES if type_ in _PLAIN}
+    types = {PLAIN[type_]: type_ for type_ in _FILE_TYPES if type_ in PLAIN}
     if wanted not in types:
         raise JllamaError(
             f"llama.cpp has no {wanted.name} for {stored.name('gguf')}: choose float32, float16, bfloat16 or q8_0"
@@ -702,42 +469,8 @@ def _rope_scaling_to_write(config: LlamaConfig) -> dict[str, Any]:
             }
             usual = dataclasses.replace(scaling, attention_factor=0.0).attention_factor
             if scaling.attention_factor != usual:
-                found[f"{key}attn_factor"] = _shortest(scaling.attention_factor / usual)
+                found[f"{key}attn_factor"] = shortest(scaling.attention_factor / usual)
                 found[f"{OURS}attention_factor"] = float(scaling.attention_factor)
             return found
         case _:
             raise JllamaError(f"GGUF has no RoPE scaling of type {scaling.type}: convert to another format (hf, orbax)")
-
-
-def _text(text: str) -> bytes:
-    data = text.encode("utf-8", "surrogateescape")
-    return struct.pack("<Q", len(data)) + data
-
-
-def _value(key: str, value: Any) -> bytes:
-    """A value after its type: unsigned 32-bit integers, float32 (float64 in keys that are ours alone), lists."""
-    match value:
-        case bool():
-            return struct.pack("<I?", GGUFValueType.BOOL, value)
-        case int():
-            if not 0 <= value < 1 << 32:
-                raise JllamaError(f"GGUF stores {key} in 32 bits, which cannot hold {value}: convert to another format")
-            return struct.pack("<II", GGUFValueType.UINT32, value)
-        case float():
-            if key.startswith(OURS):
-                return struct.pack("<Id", GGUFValueType.FLOAT64, value)
-            if _shortest(value) != value:
-                raise JllamaError(
-                    f"GGUF stores {key} as float32, which cannot hold {value!r}: convert to another format (hf, orbax)"
-                )
-            return struct.pack("<If", GGUFValueType.FLOAT32, value)
-        case str():
-            return struct.pack("<I", GGUFValueType.STRING) + _text(value)
-        case _:
-            if not value or isinstance(value[0], str):
-                type_, data = GGUFValueType.STRING, b"".join(map(_text, value))
-            elif isinstance(value[0], float):
-                type_, data = GGUFValueType.FLOAT32, np.array(value, "<f4").tobytes()
-            else:
-                type_, data = GGUFValueType.INT32, np.array(value, "<i4").tobytes()
-            return struct.pack("<IIQ", GGUFValueType.ARRAY, type_, len(value)) + data

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from gguf.quants import dequantize, quantize
-from helpers import random_params, relative_error
+from helpers import assert_same_bits, random_params, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,13 +88,6 @@ def written(path, config, params, dtype=None, **others):
 
 def converted(params, dtype):
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-
-
-def assert_same_bits(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for found, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert found.dtype == wanted.dtype
-        assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
 
 
 def permuted(matrix: np.ndarray, heads: int) -> np.ndarray:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from helpers import random_params, relative_error
+from helpers import assert_same_bits, random_params, relative_error
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -89,13 +89,6 @@ def written(folder, checkpoint, dtype=None):
     write(checkpoint, folder, dtype, done.append)
     assert sum(done) == size_bytes(checkpoint, dtype)
     return folder
-
-
-def assert_same_bits(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for found, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert found.dtype == wanted.dtype
-        assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
 
 
 def their_logits(folder, tokens):

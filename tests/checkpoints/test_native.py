@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import random_params
+from helpers import assert_same_bits, random_params
 
 from jllama.checkpoints.native import Checkpoints
 from jllama.config import LlamaConfig
@@ -38,13 +38,6 @@ def save(checkpoints, step, loss=None):
 
 def abstract(tree):
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
-
-
-def assert_same_bits(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for found, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert found.dtype == wanted.dtype
-        assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
 
 
 def assert_whole(checkpoints, step):

@@ -3,11 +3,10 @@
 import subprocess
 import sys
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import random_params
+from helpers import assert_same_bits, random_params
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,13 +47,6 @@ configs = st.builds(
 
 def opened(config, params):
     return Checkpoint(config, ParamTensors(config, lambda: params))
-
-
-def assert_same_bits(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for found, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert found.dtype == wanted.dtype
-        assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
 
 
 @given(configs, st.integers(0, 3))

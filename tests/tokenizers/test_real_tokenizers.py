@@ -10,7 +10,7 @@ import transformers
 from hard_text import HARD
 from helpers_real import real_file
 
-from jllama.checkpoints.gguf import read_gguf_file
+from jllama.checkpoints.gguf_file import read_gguf_file
 from jllama.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, TiktokenTokenizer, load_tokenizer
 from jllama.tokenizers.byte_level import LLAMA3_PATTERN
 from jllama.tokenizers.convert import save_huggingface, save_llama2c_tokenizer, save_meta, to_gguf
