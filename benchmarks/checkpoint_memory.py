@@ -79,10 +79,10 @@ def measured(action: Callable[[], Any]) -> dict[str, float]:
 def child(task: str, *arguments: str) -> None:
     """One measurement, in a process of its own."""
     import jax
-    from jllama.checkpoints.huggingface import write
 
     import jllama
     from jllama.checkpoints.formats import convert
+    from jllama.checkpoints.huggingface import write
     from jllama.checkpoints.tensors import Checkpoint
     from jllama.parameters import stored_tensors
 

@@ -222,6 +222,7 @@ def _write(checkpoint: Checkpoint, target: Path, format: Format, dtype: Dtype | 
             raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(map(str, known))}")
     if dtype == "q8_0" and format != "gguf":
         raise UsageError(f"dtype q8_0 is GGUF's alone: with {format} take float32, bfloat16 or float16")
+    _put_back(target)
     if target.exists() and not overwrite:
         raise JllamaError(f"{target} exists: choose another destination, or replace it with --overwrite")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -256,17 +257,27 @@ def _size_bytes(checkpoint: Checkpoint, format: Format, dtype: Dtype | None) -> 
 @contextlib.contextmanager
 def _written_whole(target: Path) -> Iterator[Path]:
     """A place beside ``target`` to write to; it is renamed when all has gone well, and removed otherwise."""
-    partial, old = (target.with_name(f".{target.name}.{what}") for what in ("partial", "old"))
+    partial, old = _beside(target, "partial"), _beside(target, "old")
+    _remove(partial)
     try:
-        for stale in (partial, old):
-            _remove(stale)
         yield partial
         if target.exists():
             target.rename(old)
         partial.rename(target)
     finally:
-        for stale in (partial, old):
-            _remove(stale)
+        _put_back(target)
+        for left in (partial, old):
+            _remove(left)
+
+
+def _beside(target: Path, what: str) -> Path:
+    return target.with_name(f".{target.name}.{what}")
+
+
+def _put_back(target: Path) -> None:
+    """Undo half a replacement: what stood at ``target`` is aside, and nothing has taken its place."""
+    if _beside(target, "old").exists() and not target.exists():
+        _beside(target, "old").rename(target)
 
 
 def _remove(path: Path) -> None:

@@ -72,6 +72,7 @@ class TrainConfig:
         model: the architecture; leave it out with ``init_from``.
         init_from: begin from the weights of a checkpoint in any format, with its architecture and its tokenizer: a
             run's folder, a Hugging Face or Meta folder, a GGUF or llama2.c file, or a Hugging Face hub id.
+        rope_factor: with ``init_from``, the RoPE scaling factor that Meta's params.json leaves out.
         run_dir: the folder that will hold the run: configuration, tokenizer, metrics, checkpoints, samples, report.
         seed: of the initial weights, the order of the data and the samples.
         resume: ``auto`` continues the run in ``run_dir`` from its last checkpoint, if there is one; ``never`` refuses
@@ -85,6 +86,7 @@ class TrainConfig:
 
     model: LlamaConfig
     init_from: str = ""
+    rope_factor: float | None = None
     run_dir: str = "runs/default"
     seed: int = 0
     resume: Literal["never", "auto"] = "never"
@@ -97,5 +99,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if not self.run_dir:
             raise UsageError("run_dir is empty: name the folder that will hold the run")
+        if self.rope_factor is not None and not self.init_from:
+            raise UsageError("rope_factor is for init_from: without it, give model.rope_scaling")
         if not 0 <= self.seed < 2**32:
             raise UsageError(f"seed is {self.seed}; it must be between 0 and 2**32 - 1")

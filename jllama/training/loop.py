@@ -59,7 +59,7 @@ def train(config: TrainConfig) -> Evaluation:
         raise UsageError(f"{folder} already holds a run: continue it with --resume auto, or choose another --run_dir")
 
     begun = Checkpoints(folder / CHECKPOINTS, read_only=True).steps() if (folder / CHECKPOINTS).exists() else []
-    origin = _origin(config, str(folder) if begun else config.init_from) if config.init_from else None
+    origin = _origin(config, folder if begun else None) if config.init_from else None
     data = prepare_data(config.data, origin.tokenizer if origin else None)
     config = _resolved(config, data, origin)
     mesh = make_mesh(config.mesh)
@@ -180,9 +180,10 @@ def train(config: TrainConfig) -> Evaluation:
     return final
 
 
-def _origin(config: TrainConfig, path: str) -> Checkpoint:
+def _origin(config: TrainConfig, begun: Path | None) -> Checkpoint:
     """The checkpoint to begin from, opened; once a run has begun, its own folder stands in for ``init_from``."""
-    origin = open_checkpoint(path)
+    path = begun or config.init_from
+    origin = open_checkpoint(path, None if begun else config.rope_factor)
     given = dataclasses.asdict(config.model)
     changed = [
         name

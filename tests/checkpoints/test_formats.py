@@ -236,6 +236,30 @@ def test_what_fails_on_the_way_leaves_nothing(tmp_path, written, monkeypatch, to
     assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("old", "mine")]
 
 
+@pytest.mark.parametrize("to", ["gguf", "hf"])
+def test_what_stood_there_is_put_back(tmp_path, written, monkeypatch, to):
+    """When the last renaming fails, and when a process died just before it."""
+    target = tmp_path / "model"
+    save(MODEL, target, to)
+    rename = Path.rename
+
+    def fails(path, new):
+        if path.name.endswith(".partial"):
+            raise OSError(5, "Input/output error")
+        return rename(path, new)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        convert(written / "hf", target, to, overwrite=True)
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert_same_bits(load(target).params, PARAMS)
+    target.rename(tmp_path / ".model.old")
+    with pytest.raises(JllamaError, match="exists"):
+        convert(written / "hf", target, to)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_disk_too_small_is_found_before_anything_is_written(tmp_path, written, monkeypatch, to):
     needed = 4 * sum(math.prod(stored.shape) for stored in stored_tensors(CONFIG))

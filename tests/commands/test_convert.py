@@ -17,7 +17,7 @@ from helpers import random_params
 from jllama.checkpoints.formats import Model, load, save
 from jllama.commands import cli
 from jllama.config import LlamaConfig, RopeScaling
-from jllama.tokenizers import train_sentencepiece
+from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 
 CONFIG = LlamaConfig(
     vocab_size=300, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, max_seq_len=64
@@ -120,6 +120,8 @@ def test_training_begins_from_the_very_weights(workshop, models, tmp_path):
         (["--data.tokenizer", "bytes"], 2, "data.tokenizer cannot be given with init_from"),
         (["--training.seq_len", "65"], 2, "training.seq_len is 65 but model.max_seq_len is 64"),
         (["--init_from", "nowhere"], 1, "there is no checkpoint at nowhere"),
+        (["--rope_factor", "8"], 2, "rope_factor is for Meta's files alone"),
+        (["--rope_factor", "8", "--init_from", ""], 2, "rope_factor is for init_from"),
     ],
 )
 def test_what_cannot_be_trained_on(workshop, models, tmp_path, capsys, options, code, said):
@@ -244,6 +246,38 @@ def test_scaled_rope_asks_for_its_factor(place, refused, capsys):
     assert cli.run("convert", [str(place / "meta"), str(target), "--to", "hf", "--rope_factor", "32"]) == 0
     assert load(target).config.rope_scaling == scaled.rope_scaling
     capsys.readouterr()
+
+
+def test_training_is_told_the_factor(place, workshop, capsys):
+    scaled = LlamaConfig(**{**vars(CONFIG), "rope_scaling": RopeScaling("llama3", 32.0), "rope_theta": 500_000.0})
+    save(Model(scaled, random_params(scaled, 0), BytesTokenizer()), place / "meta", "meta")
+    fields = json.loads((place / "meta" / "params.json").read_text())
+    factor = fields.pop("rope_scaling_factor")
+    (place / "meta" / "params.json").write_text(json.dumps(fields))
+    options = {
+        "init_from": place / "meta",
+        "run_dir": place / "run",
+        "data.path": workshop.data["path"],
+        "data.cache_dir": workshop.data["cache_dir"],
+        "training.steps": 1,
+        "training.batch_size": 1,
+        "training.seq_len": 16,
+        "training.sample_tokens": 0,
+    }
+    argv = [f"--{name}={value}" for name, value in options.items()]
+    assert cli.run("train", argv) == 1
+    assert "--rope_factor" in capsys.readouterr().err
+    assert cli.run("train", [*argv, f"--rope_factor={factor}"]) == 0
+    assert load(place / "run").config == scaled
+
+
+def test_doctor_knows_presets_and_every_format(models, capsys):
+    assert cli.run("doctor", ["--preset", "llama3.2-1b"]) == 0
+    assert "1,235,814,400" in capsys.readouterr().out
+    assert cli.run("doctor", ["--checkpoint", str(models / "gguf")]) == 0
+    assert "tiktoken" in capsys.readouterr().out
+    assert cli.run("doctor", ["--preset", "llama3.2-2b"]) == 2
+    assert "did you mean llama3.2-" in capsys.readouterr().err
 
 
 def test_usage(place, refused, capsys):
