@@ -13,7 +13,6 @@ from jllama.errors import JllamaError
 from jllama.tokenizers.bytes import BytesTokenizer, load_bytes_tokenizer
 from jllama.tokenizers.huggingface import HuggingFaceTokenizer, load_huggingface_tokenizer
 from jllama.tokenizers.llama2c import load_llama2c_tokenizer
-from jllama.tokenizers.pieces import read_pieces, same_tokens
 from jllama.tokenizers.sentencepiece import SentencePieceTokenizer, train_sentencepiece
 from jllama.tokenizers.tiktoken import TiktokenTokenizer, is_tiktoken
 
@@ -90,8 +89,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     Args:
         path: a ``tokenizer.json`` (Hugging Face), a ``.model`` (SentencePiece or Llama 3's tiktoken), a
             ``tokenizer.bytes.json`` or a llama2.c ``tokenizer.bin``; or a folder that holds one. Of a
-            ``tokenizer.json`` and a SentencePiece model with just the same tokens the model is read: both give the
-            same ids, and the json was made from it.
+            ``tokenizer.json`` and a SentencePiece model with just the same tokens, BOS and EOS the model is read: the
+            json was made from it.
 
     Raises:
         JllamaError: there is none, or it cannot be used; the message says why.
@@ -104,7 +103,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         if len(files) > 1 and files[1].name == "tokenizer.model":
             whole, model = load_tokenizer(files[0]), load_tokenizer(files[1])
             if isinstance(whole, HuggingFaceTokenizer) and isinstance(model, SentencePieceTokenizer):
-                return model if same_tokens(read_pieces(model.model), whole.json) else whole
+                return model if _same_tokens(model, whole) else whole
             return whole
         path = files[0]
     if not path.is_file():
@@ -117,3 +116,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return load_llama2c_tokenizer(path)
     model = path.read_bytes()
     return TiktokenTokenizer(model, str(path)) if is_tiktoken(model) else SentencePieceTokenizer(model, str(path))
+
+
+def _same_tokens(model: SentencePieceTokenizer, whole: HuggingFaceTokenizer) -> bool:
+    """Whether both have the same tokens under the same ids, and agree on BOS and EOS."""
+    return model.pieces == [whole.text_of(id) for id in range(whole.vocab_size)] and (
+        (model.bos_id, model.eos_id, model.add_bos) == (whole.bos_id, whole.eos_id, whole.add_bos)
+    )

@@ -59,7 +59,8 @@ def pre_tokenizer_name(tokenizer: Mapping[str, Any]) -> str | None:
             return None
         if part["type"] == "Sequence":
             return [essence(each) for each in part["pretokenizers"]]
-        return {name: value for name, value in part.items() if name != "trim_offsets"}
+        defaults = {"use_regex": True} if part["type"] == "ByteLevel" else {}  # GPT-2's own file does not say it
+        return defaults | {name: value for name, value in part.items() if name != "trim_offsets"}
 
     found = essence(tokenizer.get("pre_tokenizer"))
     return next((name for name, known in PRE_TOKENIZERS.items() if essence(known) == found), None)
@@ -128,17 +129,6 @@ def tokenizer_json(
 ) -> str:
     """The whole of a ``tokenizer.json`` around its model; ``added`` and ``bos`` as in ``byte_level_json``."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    first: list[Any] = [{"Sequence": {"id": "A", "type_id": 0}}]
-    second: list[Any] = [{"Sequence": {"id": "B", "type_id": 1}}]
-    if bos is not None:
-        first.insert(0, {"SpecialToken": {"id": bos[1], "type_id": 0}})
-        second.insert(0, {"SpecialToken": {"id": bos[1], "type_id": 1}})
-    template = {
-        "type": "TemplateProcessing",
-        "single": first,
-        "pair": first + second,
-        "special_tokens": {} if bos is None else {bos[1]: {"id": bos[1], "ids": [bos[0]], "tokens": [bos[1]]}},
-    }
     whole = {
         "version": "1.0",
         "truncation": None,
@@ -146,8 +136,23 @@ def tokenizer_json(
         "added_tokens": [{"id": id, "content": text} | flags | {"special": special} for id, text, special in added],
         "normalizer": normalizer,
         "pre_tokenizer": pre_tokenizer,
-        "post_processor": template,
+        "post_processor": post_processor(bos),
         "decoder": decoder,
         "model": model,
     }
     return json.dumps(whole, ensure_ascii=False)
+
+
+def post_processor(bos: tuple[int, str] | None) -> dict[str, Any]:
+    """The part of a ``tokenizer.json`` that begins a text with the token ``bos``, an id and its text, or with none."""
+    first: list[Any] = [{"Sequence": {"id": "A", "type_id": 0}}]
+    second: list[Any] = [{"Sequence": {"id": "B", "type_id": 1}}]
+    if bos is not None:
+        first.insert(0, {"SpecialToken": {"id": bos[1], "type_id": 0}})
+        second.insert(0, {"SpecialToken": {"id": bos[1], "type_id": 1}})
+    return {
+        "type": "TemplateProcessing",
+        "single": first,
+        "pair": first + second,
+        "special_tokens": {} if bos is None else {bos[1]: {"id": bos[1], "ids": [bos[0]], "tokens": [bos[1]]}},
+    }

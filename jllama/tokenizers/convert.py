@@ -14,7 +14,7 @@ from jllama.tokenizers.huggingface import HuggingFaceTokenizer
 from jllama.tokenizers.llama2c import write_llama2c_tokenizer
 from jllama.tokenizers.pieces import Pieces, json_pieces, pieces_json, read_pieces, write_pieces
 from jllama.tokenizers.sentencepiece import SentencePieceTokenizer
-from jllama.tokenizers.tiktoken import SPECIAL_TOKENS, TiktokenTokenizer, write_ranks
+from jllama.tokenizers.tiktoken import SPECIAL_TOKENS, STOP_TOKENS, TiktokenTokenizer, write_ranks
 
 
 def save_huggingface(tokenizer: Tokenizer, folder: Path) -> None:
@@ -31,9 +31,9 @@ def save_huggingface(tokenizer: Tokenizer, folder: Path) -> None:
 def save_meta(tokenizer: Tokenizer, folder: Path) -> None:
     """Write ``tokenizer.model`` as Meta has it, if the tokenizer is of Llama 2's or 3's kind, or else its own file.
 
-    The latter is no use to Meta's own code, but jllama reads it.
+    The latter is no use to Meta's own code, but jllama reads it. So is a tokenizer kept that adds no BOS: Meta's do.
     """
-    if isinstance(tokenizer, HuggingFaceTokenizer):
+    if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.add_bos:
         model = _as_llama3(tokenizer)
         if model is None and not tokenizer.is_byte_level:
             model = write_pieces(json_pieces(tokenizer))
@@ -53,12 +53,15 @@ def to_gguf(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     found = as_huggingface(tokenizer) if not isinstance(tokenizer, SentencePieceTokenizer) else tokenizer
     if isinstance(found, HuggingFaceTokenizer) and found.is_byte_level:
         return byte_level_metadata(found, vocab_size)
-    return pieces_metadata(as_pieces(found), vocab_size)
+    return pieces_metadata(as_pieces(found), found.add_bos, vocab_size)
 
 
 def save_llama2c_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
     """Write llama2.c's ``tokenizer.bin``; a tokenizer that it cannot hold raises JllamaError."""
-    write_llama2c_tokenizer(as_pieces(tokenizer), path)
+    pieces = as_pieces(tokenizer)
+    if not tokenizer.add_bos:
+        raise JllamaError("llama2.c's tokenizer.bin cannot hold this tokenizer: run.c begins every prompt with BOS")
+    write_llama2c_tokenizer(pieces, path)
 
 
 def as_pieces(tokenizer: Tokenizer) -> Pieces:
@@ -90,14 +93,19 @@ def as_huggingface(tokenizer: Tokenizer) -> HuggingFaceTokenizer:
 
 
 def _as_llama3(tokenizer: HuggingFaceTokenizer) -> bytes | None:
-    """The tiktoken file of a ``tokenizer.json`` that is Llama 3's to the last merge; None for any other."""
+    """The tiktoken file of a ``tokenizer.json`` that is Llama 3's to the last merge; None for any other.
+
+    Of the special tokens those held in reserve may have any of the names that Meta gave them over time.
+    """
     count = tokenizer.vocab_size - len(SPECIAL_TOKENS)
     texts = [tokenizer.text_of(id) for id in range(tokenizer.vocab_size)]
-    if pre_tokenizer_name(tokenizer.json) != "llama-bpe" or tuple(texts[count:]) != SPECIAL_TOKENS:
+    if pre_tokenizer_name(tokenizer.json) != "llama-bpe" or tokenizer.json["normalizer"] is not None or count < 256:
         return None
-    merges = [
-        tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in tokenizer.json["model"]["merges"]
-    ]
-    if any(id < count for id in tokenizer.added) or merges != merges_of_ranks(texts[:count]):
+    names = zip(texts[count:], SPECIAL_TOKENS, strict=True)
+    if any(name != known and not name.startswith("<|reserved_special_token_") for name, known in names):
+        return None
+    if tokenizer.bos_id != count or tokenizer.text_of(tokenizer.eos_id) not in STOP_TOKENS:
+        return None
+    if any(id < count for id in tokenizer.added) or tokenizer.merges != merges_of_ranks(texts[:count]):
         return None
     return write_ranks([bytes(CHAR_BYTES[char] for char in text) for text in texts[:count]])

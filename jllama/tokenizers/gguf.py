@@ -6,13 +6,24 @@ specification (ggml, ``docs/gguf.md``) and llama.cpp's ``convert_hf_to_gguf.py``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from jllama.errors import JllamaError
 from jllama.tokenizers.byte_level import byte_level_json, pre_tokenizer_name, whole_words_first
 from jllama.tokenizers.huggingface import HuggingFaceTokenizer
-from jllama.tokenizers.pieces import CONTROL, NORMAL, UNUSED, USER_DEFINED, Pieces, write_pieces
+from jllama.tokenizers.pieces import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    Pieces,
+    pieces_json,
+    write_pieces,
+)
 from jllama.tokenizers.sentencepiece import SentencePieceTokenizer
 
 _PREFIX = "tokenizer.ggml."
@@ -42,26 +53,42 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> SentencePieceTokenize
     model, tokens = value("model", str), value("tokens", list)
     types = value("token_type", list, [NORMAL] * len(tokens))
     bos_id, eos_id = value("bos_token_id", int, 1), value("eos_token_id", int, 2)
-    if len(types) != len(tokens) or not all(isinstance(token, str) for token in tokens):
+    if len(types) != len(tokens):
         raise JllamaError(f"{source} has {len(tokens)} tokens but {len(types)} types of tokens")
-    if not (0 <= bos_id < len(tokens) and 0 <= eos_id < len(tokens)):
-        raise JllamaError(f"{source} has {len(tokens)} tokens, but BOS and EOS are {bos_id} and {eos_id}")
-    while types and types[-1] == UNUSED:  # padding up to the embedding's rows
-        tokens, types = tokens[:-1], types[:-1]
+    if not set(types) <= set(range(NORMAL, BYTE + 1)):
+        raise JllamaError(f"{source} has types of tokens other than {NORMAL} to {BYTE}")
+    try:
+        "".join(tokens).encode()
+    except (TypeError, UnicodeEncodeError):
+        raise JllamaError(f"{source} has tokens that are not text in UTF-8") from None
+    count = len(tokens)
+    while count and types[count - 1] == UNUSED:  # padding up to the embedding's rows
+        count -= 1
+    if not (0 <= bos_id < count and 0 <= eos_id < count):
+        raise JllamaError(f"{source} has {count} tokens, but BOS and EOS are {bos_id} and {eos_id}")
+    tokens, types = tokens[:count], types[:count]
+    if twice := [token for token, times in Counter(tokens).items() if times > 1]:
+        raise JllamaError(f"{source} has the token {twice[0]!r} twice")
+    for id in (bos_id, eos_id):
+        types[id] = CONTROL  # some files say otherwise of a chat model's
     if model == "llama":
-        scores = value("scores", list)[: len(tokens)]
-        if len(scores) != len(tokens):
-            raise JllamaError(f"{source} has {len(tokens)} tokens but {len(scores)} scores")
-        prefix = value("add_space_prefix", bool, True)
-        pieces = Pieces(tokens, scores, types, value("unknown_token_id", int, 0), bos_id, eos_id, prefix)
-        return SentencePieceTokenizer(write_pieces(pieces), source)
+        scores = value("scores", list)[:count]
+        if len(scores) != count or not all(isinstance(score, (int, float)) for score in scores):
+            raise JllamaError(f"{source} has {count} tokens but {len(scores)} scores")
+        unk_id, prefix = value("unknown_token_id", int, 0), value("add_space_prefix", bool, True)
+        if not (0 <= unk_id < count and types[unk_id] == UNKNOWN and types.count(BYTE) == 256):
+            raise JllamaError(f"{source} lacks an unknown token or the 256 byte tokens, which a Llama's tokenizer has")
+        pieces = Pieces(tokens, scores, types, unk_id, bos_id, eos_id, prefix)
+        if value("add_bos_token", bool, True):
+            return SentencePieceTokenizer(write_pieces(pieces), source)
+        return HuggingFaceTokenizer(pieces_json(pieces), bos_id, eos_id, False, source)
     pre = value("pre", str, "default")
     if model != "gpt2" or pre not in _PRE:
         raise JllamaError(
             f"{source} has a tokenizer of model {model!r} and pre {pre!r}; jllama knows llama, "
             f"and gpt2 with {', '.join(_PRE)}"
         )
-    merges = [tuple(merge.split(" ")) for merge in value("merges", list)]
+    merges = [tuple(str(merge).split(" ")) for merge in value("merges", list)]
     vocab = {token: id for id, token in enumerate(tokens)}
     if wrong := [merge for merge in merges if len(merge) != 2 or not {*merge, "".join(merge)} <= vocab.keys()]:
         raise JllamaError(f"{source} merges {' '.join(wrong[0])!r}, which are no tokens")
@@ -72,7 +99,7 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> SentencePieceTokenize
     return HuggingFaceTokenizer(text, bos_id, eos_id, add_bos, source)
 
 
-def pieces_metadata(pieces: Pieces, vocab_size: int) -> dict[str, Any]:
+def pieces_metadata(pieces: Pieces, add_bos: bool, vocab_size: int) -> dict[str, Any]:
     """GGUF's metadata of a SentencePiece model, padded to the embedding's rows."""
     padding = range(len(pieces.texts), vocab_size)
     return {
@@ -84,7 +111,7 @@ def pieces_metadata(pieces: Pieces, vocab_size: int) -> dict[str, Any]:
         _PREFIX + "bos_token_id": pieces.bos_id,
         _PREFIX + "eos_token_id": pieces.eos_id,
         _PREFIX + "unknown_token_id": pieces.unk_id,
-        _PREFIX + "add_bos_token": True,
+        _PREFIX + "add_bos_token": add_bos,
         _PREFIX + "add_eos_token": False,
         _PREFIX + "add_space_prefix": pieces.add_dummy_prefix,
     }
@@ -116,16 +143,12 @@ def byte_level_metadata(tokenizer: HuggingFaceTokenizer, vocab_size: int) -> dic
         _PREFIX + "pre": pre,
         _PREFIX + "tokens": tokens,
         _PREFIX + "token_type": types,
-        _PREFIX + "merges": _merge_texts(whole["model"]["merges"]),
+        _PREFIX + "merges": [" ".join(merge) for merge in tokenizer.merges],
         _PREFIX + "bos_token_id": tokenizer.bos_id,
         _PREFIX + "eos_token_id": tokenizer.eos_id,
         _PREFIX + "add_bos_token": tokenizer.add_bos,
         _PREFIX + "add_space_prefix": False,
     }
-
-
-def _merge_texts(merges: Sequence[Any]) -> list[str]:
-    return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
 
 
 def _padding(id: int) -> str:

@@ -14,7 +14,7 @@ from jaxtyping import Int32
 
 from jllama.errors import JllamaError
 from jllama.files import read_json_object
-from jllama.tokenizers.byte_level import CHAR_BYTES
+from jllama.tokenizers.byte_level import CHAR_BYTES, post_processor
 from jllama.tokenizers.bytes import checked_ids, utf8
 from jllama.tokenizers.pieces import SPACE, byte_of
 
@@ -28,8 +28,10 @@ class HuggingFaceTokenizer:
     Args:
         text: the file's content.
         bos_id, eos_id: as ``tokenizer_config.json`` or the model's configuration say.
-        add_bos: whether a prompt begins with BOS; None asks the file's post-processor.
+        add_bos: whether a prompt begins with BOS; None asks the file's post-processor, else that is made to agree.
         source: what errors call it.
+
+    Whatever the file says of truncation and padding, a text is encoded whole and alone.
     """
 
     def __init__(
@@ -42,14 +44,20 @@ class HuggingFaceTokenizer:
             raise JllamaError(f"{source} is not a tokenizer.json: {' '.join(str(error).split())}") from error
         if self.json["model"]["type"] != "BPE":
             raise JllamaError(f"{source} is a {self.json['model']['type']} tokenizer; a Llama's is a BPE")
-        self._text = text
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1
         for name, token in (("BOS", bos_id), ("EOS", eos_id)):
             if not 0 <= token < self.vocab_size:
                 raise JllamaError(f"{source} has {self.vocab_size} tokens, but {name} is said to be token {token}")
         self.bos_id, self.eos_id = bos_id, eos_id
-        self.add_bos = self._tokenizer.encode("").ids == [bos_id] if add_bos is None else add_bos
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        begins_with_bos = self._tokenizer.encode("").ids[:1] == [bos_id]
+        self.add_bos = begins_with_bos if add_bos is None else add_bos
+        if self.add_bos != begins_with_bos:  # other readers of the saved file ask the post-processor
+            self.json["post_processor"] = post_processor((bos_id, self.text_of(bos_id)) if self.add_bos else None)
+            text = json.dumps(self.json, ensure_ascii=False)
+        self._text = text
         self._tokenizer.encode_special_tokens = True  # the text of a special token is text like any other
         self.added = self._tokenizer.get_added_tokens_decoder()
         self.is_byte_level = "ByteLevel" in json.dumps(self.json["pre_tokenizer"])
@@ -80,6 +88,12 @@ class HuggingFaceTokenizer:
     def text_of(self, id: int) -> str:
         """How the file writes a token."""
         return self._tokenizer.id_to_token(id) or ""
+
+    @property
+    def merges(self) -> list[tuple[str, str]]:
+        """Pairs of tokens that are joined, first the one to join first."""
+        pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in self.json["model"]["merges"])
+        return [(left, right) for left, right in pairs]
 
     def save(self, folder: Path) -> None:
         """Write ``tokenizer.json`` and ``tokenizer_config.json`` into ``folder``, which is made if missing."""

@@ -21,6 +21,7 @@ def load_llama2c_tokenizer(path: Path) -> SentencePieceTokenizer:
     """Read a ``tokenizer.bin``. A file that is cut short or is something else raises JllamaError."""
     data = path.read_bytes()
     texts, scores = [], []
+    longest = int.from_bytes(data[:4], "little", signed=True)
     offset = 4
     while offset < len(data):
         if offset + 8 > len(data):
@@ -31,6 +32,11 @@ def load_llama2c_tokenizer(path: Path) -> SentencePieceTokenizer:
             raise JllamaError(
                 f"{path} says at byte {offset - 4} that token {len(texts)} has {length} bytes, "
                 f"but {len(data) - offset} are left: it is cut short, or no tokenizer.bin"
+            )
+        if length > longest:
+            raise JllamaError(
+                f"{path} says at byte {offset - 4} that token {len(texts)} has {length} bytes, but at byte 0 that "
+                f"none has more than {longest}: it is damaged, or no tokenizer.bin"
             )
         try:
             texts.append(data[offset : offset + length].decode())

@@ -84,17 +84,9 @@ def write_pieces(pieces: Pieces) -> bytes:
 def pieces_json(pieces: Pieces) -> str:
     """The ``tokenizer.json`` that gives the ids that SentencePiece gives.
 
-    Each way to split a piece in two becomes a merge, the ways of higher-scored pieces first.
+    Only after a user-defined piece, which no Llama's own model has, does the json put a space that SentencePiece does
+    not; llama.cpp does as the json.
     """
-    ids = {text: id for id, text in enumerate(pieces.texts)}
-    joined = [id for id, kind in enumerate(pieces.types) if kind == NORMAL]
-    usable = {pieces.texts[id] for id in joined}
-    merges = []
-    for id in sorted(joined, key=lambda id: -pieces.scores[id]):
-        text = pieces.texts[id]
-        splits = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
-        pairs = [(ids[left], ids[right]) for left, right in splits if left in usable and right in usable]
-        merges += [(pieces.texts[left], pieces.texts[right]) for left, right in sorted(pairs)]
     model = {
         "type": "BPE",
         "dropout": None,
@@ -104,8 +96,8 @@ def pieces_json(pieces: Pieces) -> str:
         "fuse_unk": True,
         "byte_fallback": True,
         "ignore_merges": False,
-        "vocab": ids,
-        "merges": merges,
+        "vocab": {text: id for id, text in enumerate(pieces.texts)},
+        "merges": _merges(pieces),
     }
     special = {UNKNOWN: True, CONTROL: True, USER_DEFINED: False}
     added = [(id, pieces.texts[id], special[kind]) for id, kind in enumerate(pieces.types) if kind in special]
@@ -122,6 +114,9 @@ def pieces_json(pieces: Pieces) -> str:
 
 def json_pieces(tokenizer: HuggingFaceTokenizer) -> Pieces:
     """A ``tokenizer.json`` of Llama 2's kind as SentencePiece has it: scores from the order of the merges.
+
+    A json with Metaspace (transformers 5 writes it) drops the space before a text that begins with one; SentencePiece,
+    which such a model was trained with, does not.
 
     Raises:
         JllamaError: it is of another kind, and SentencePiece has no such thing; the message says what.
@@ -143,11 +138,33 @@ def json_pieces(tokenizer: HuggingFaceTokenizer) -> Pieces:
     if unk_id < 0:
         raise JllamaError("the tokenizer has no unknown token, which a SentencePiece file must have")
     types[unk_id] = UNKNOWN
+    for id in (tokenizer.bos_id, tokenizer.eos_id):
+        types[id] = CONTROL
+    if missing := 256 - types.count(BYTE):
+        raise JllamaError(f"the tokenizer lacks {missing} of the 256 byte tokens, which a SentencePiece file must have")
     scores = [0.0 if kind != NORMAL else -1e9 for kind in types]
-    for rank, merge in reversed(list(enumerate(model["merges"]))):
-        left, right = merge.split(" ") if isinstance(merge, str) else merge
+    merges = tokenizer.merges
+    for rank, (left, right) in reversed(list(enumerate(merges))):
         scores[ids[left + right]] = -float(rank)
-    return Pieces(texts, scores, types, unk_id, tokenizer.bos_id, tokenizer.eos_id, add_dummy_prefix)
+    pieces = Pieces(texts, scores, types, unk_id, tokenizer.bos_id, tokenizer.eos_id, add_dummy_prefix)
+    if absent := set(_merges(pieces)) - set(merges):
+        left, right = min(absent)
+        raise JllamaError(
+            f"the tokenizer does not join {left!r} and {right!r} to a token that it has, as SentencePiece would: "
+            f"in a SentencePiece file it would give other ids"
+        )
+    return pieces
+
+
+def _merges(pieces: Pieces) -> list[tuple[str, str]]:
+    """Each way to split a piece in two, the ways of higher-scored pieces first."""
+    ids = {text: id for id, (text, kind) in enumerate(zip(pieces.texts, pieces.types, strict=True)) if kind == NORMAL}
+    merges = []
+    for text, _ in sorted(ids.items(), key=lambda item: -pieces.scores[item[1]]):
+        splits = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
+        pairs = [(ids[left], ids[right]) for left, right in splits if left in ids and right in ids]
+        merges += [(pieces.texts[left], pieces.texts[right]) for left, right in sorted(pairs)]
+    return merges
 
 
 def _dummy_prefix(whole: Mapping[str, Any]) -> bool:
@@ -162,9 +179,3 @@ def _dummy_prefix(whole: Mapping[str, Any]) -> bool:
         return pre["prepend_scheme"] != "never"
     kinds = ", ".join([step["type"] for step in steps] + ([pre["type"]] if pre else []))
     raise JllamaError(f"the tokenizer changes text in a way that SentencePiece does not ({kinds or 'spaces stay'})")
-
-
-def same_tokens(pieces: Pieces, whole: Mapping[str, Any]) -> bool:
-    """Whether a ``tokenizer.json`` has just the tokens of a SentencePiece model, none of them under another id."""
-    added = {token["content"]: token["id"] for token in whole["added_tokens"]}
-    return {text: id for id, text in enumerate(pieces.texts)} == {**whole["model"]["vocab"], **added}

@@ -41,8 +41,7 @@ class SentencePieceTokenizer:
             whole = False
         if not whole:
             raise JllamaError(
-                f"{source} is not a SentencePiece model: give the tokenizer.model of a Llama 1 or 2 "
-                f"(Llama 3's file of that name is in tiktoken's format)"
+                f"{source} is not a SentencePiece model, nor Llama 3's list of ranks: give a Llama's tokenizer.model"
             )
         self.vocab_size: int = self._processor.vocab_size()
         self.bos_id: int = self._processor.bos_id()
@@ -52,12 +51,14 @@ class SentencePieceTokenizer:
         self.model = model
         self._byte_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         self._byte_fallback = self._processor.is_byte(self._byte_ids[0])
-        pieces = [self._processor.id_to_piece(token) for token in range(self.vocab_size)]
-        self._token_bytes = np.array([self._bytes_of(token, piece) for token, piece in enumerate(pieces)], np.int32)
+        self.pieces = [self._processor.id_to_piece(token) for token in range(self.vocab_size)]
+        self._token_bytes = np.array(
+            [self._bytes_of(token, piece) for token, piece in enumerate(self.pieces)], np.int32
+        )
         newline = self._processor.encode("\n")
         self._cut_at_newlines = (
-            not any("\n" in piece for piece in pieces)
-            and newline[0] == self._processor.piece_to_id(SPACE)
+            not any("\n" in piece for piece in self.pieces)
+            and newline[:1] == [self._processor.piece_to_id(SPACE)]
             and self._processor.encode("a \n") == self._processor.encode("a ") + newline[1:]
         )
 

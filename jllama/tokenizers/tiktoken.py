@@ -37,6 +37,9 @@ _NAMED = (
 SPECIAL_TOKENS = (*_NAMED, *(f"<|reserved_special_token_{number}|>" for number in range(2, 258 - len(_NAMED))))
 """Llama 3's 256 special tokens, which follow the ranks; from Meta's reference tokenizer."""
 
+STOP_TOKENS = (EOS, "<|eom_id|>", "<|eot_id|>")
+"""Those that end a text, a message or a turn."""
+
 _LONGEST_TEXT = 400_000  # characters that tiktoken takes at once
 _LONGEST_RUN = 25_000  # characters, of spaces or of others: longer ones overflow its stack
 
