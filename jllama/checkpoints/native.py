@@ -68,6 +68,8 @@ class Checkpoints:
                 ),
                 cleanup_tmp_directories=not read_only,
                 read_only=read_only,
+                create=not read_only,
+                save_interval_steps=0 if read_only else 1,
             ),
         )
 

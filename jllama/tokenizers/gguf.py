@@ -88,14 +88,14 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> SentencePieceTokenize
             f"{source} has a tokenizer of model {model!r} and pre {pre!r}; jllama knows llama, "
             f"and gpt2 with {', '.join(_PRE)}"
         )
-    merges = [tuple(str(merge).split(" ")) for merge in value("merges", list)]
+    merges = [str(merge).split(" ") for merge in value("merges", list)]
     vocab = {token: id for id, token in enumerate(tokens)}
     if wrong := [merge for merge in merges if len(merge) != 2 or not {*merge, "".join(merge)} <= vocab.keys()]:
         raise JllamaError(f"{source} merges {' '.join(wrong[0])!r}, which are no tokens")
     added = [(id, tokens[id], kind == CONTROL) for id, kind in enumerate(types) if kind in (CONTROL, USER_DEFINED)]
     add_bos = value("add_bos_token", bool, _PRE[pre] == "llama-bpe")
     bos = (bos_id, tokens[bos_id]) if add_bos else None
-    text = byte_level_json(vocab, merges, added, _PRE[pre], bos)
+    text = byte_level_json(vocab, [(left, right) for left, right in merges], added, _PRE[pre], bos)
     return HuggingFaceTokenizer(text, bos_id, eos_id, add_bos, source)
 
 

@@ -1,10 +1,13 @@
 """A tokenizer of every kind, as every format holds it, gives the ids that the original library gives."""
 
 import base64
+import io
 import json
 import struct
 
 import pytest
+import sentencepiece
+import tiktoken
 import tokenizers
 import transformers
 from hard_text import HARD
@@ -25,8 +28,8 @@ from jllama.tokenizers.byte_level import BYTE_CHARS, LLAMA3_PATTERN, PRE_TOKENIZ
 from jllama.tokenizers.convert import as_huggingface, save_huggingface, save_llama2c_tokenizer, save_meta, to_gguf
 from jllama.tokenizers.gguf import from_gguf
 from jllama.tokenizers.llama2c import load_llama2c_tokenizer
-from jllama.tokenizers.pieces import read_pieces
-from jllama.tokenizers.tiktoken import SPECIAL_TOKENS
+from jllama.tokenizers.pieces import BYTE, CONTROL, NORMAL, USER_DEFINED, read_pieces
+from jllama.tokenizers.tiktoken import SPECIAL_TOKENS, _parts
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog, don't they? 12 345 6789\n\n  def f(x):\n    return x\n" * 20,
@@ -80,6 +83,27 @@ MADE = {
     "gpt-2": byte_level("gpt-2"),
     "bytes": BytesTokenizer(),
 }
+METAS_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+ORIGINALS = {
+    "sentencepiece": sentencepiece.SentencePieceProcessor(model_proto=MADE["sentencepiece"].model).encode,
+    "tiktoken": tiktoken.Encoding(
+        "it",
+        pat_str=METAS_PATTERN,
+        mergeable_ranks={t: r for r, t in enumerate(MADE["tiktoken"].tokens)},
+        special_tokens={},
+    ).encode_ordinary,
+    "bytes": lambda text: [3 + byte for byte in text.encode()],
+}
+"""What the library of each kind gives itself; ``transformers`` is asked below for the others."""
+
+repetitive = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "the ", " ", "  ", "\n", "12", "=", "世", "é", "'s", "\t", "\r", "🙂"]), st.integers(1, 9)
+    )
+).map(lambda runs: "".join(part * times for part, times in runs))
 every_tokenizer = pytest.mark.parametrize("tokenizer", MADE.values(), ids=MADE)
 
 
@@ -97,6 +121,27 @@ def test_every_text_comes_back(tokenizer, text):
     assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.eos_id]) == text
     spare = tokenizer.token_bytes()[ids].sum() - len(text.encode())
     assert spare == (1 if text and isinstance(tokenizer, SentencePieceTokenizer) else 0)
+
+
+def every_form(tokenizer):
+    """The tokenizer as each format that can hold it gives it back."""
+    yield as_huggingface(tokenizer)
+    yield from_gguf(to_gguf(tokenizer, tokenizer.vocab_size + 3), "it")
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        yield from_gguf(to_gguf(as_huggingface(tokenizer), tokenizer.vocab_size), "it")
+
+
+FORMS = {name: list(every_form(tokenizer)) for name, tokenizer in MADE.items()}
+
+
+@pytest.mark.parametrize("name", MADE)
+@given(text=repetitive | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")))
+def test_ids_are_the_same_in_every_form(name, text):
+    ids = MADE[name].encode(text)
+    assert ids == ORIGINALS.get(name, MADE[name].encode)(text)
+    for form in FORMS[name]:
+        assert form.encode(text) == ids
+        assert form.decode(ids) == text
 
 
 @every_tokenizer
@@ -187,6 +232,9 @@ def test_a_tokenizer_bin_cut_short(tmp_path_factory, data):
 
 def test_a_tokenizer_bin_that_lies(tmp_path):
     path = tmp_path / "tokenizer.bin"
+    path.write_bytes(struct.pack("<ifi", 2, 0.0, 3) + b"abc")
+    with pytest.raises(JllamaError, match=r"says at byte 8 that token 0 has 3 bytes, but at byte 0 that none has more"):
+        load_tokenizer(path)
     path.write_bytes(struct.pack("<ifi", 5, 0.0, 2**31 - 1))
     with pytest.raises(JllamaError, match=r"says at byte 8 that token 0 has 2147483647 bytes, but 0 are left"):
         load_tokenizer(path)
@@ -201,7 +249,7 @@ def test_the_way_to_split_text_matters():
         whole = byte_level_json(model["vocab"], [tuple(merge) for merge in model["merges"]], [], pre, None)
         found.add(tuple(tokenizers.Tokenizer.from_str(whole).encode(text).tokens))
         assert to_gguf(HuggingFaceTokenizer(whole, 0, 0), 400)["tokenizer.ggml.pre"] == pre
-    assert len(found) >= 2
+    assert len(found) == len(PRE_TOKENIZERS)
     digits = tokenizers.Tokenizer.from_str(as_huggingface(MADE["smollm"])._text).pre_tokenizer.pre_tokenize_str("a 123")
     assert [part for part, _ in digits] == ["a", "Ġ", "1", "2", "3"]
     triples = tokenizers.Tokenizer.from_str(MADE["tiktoken"].to_json()).pre_tokenizer.pre_tokenize_str("a 12345")
@@ -221,12 +269,34 @@ def test_llama3_takes_whole_words_first():
 def test_llama3s_special_tokens():
     tokenizer = MADE["tiktoken"]
     base = len(tokenizer.tokens)
+    assert LLAMA3_PATTERN == METAS_PATTERN
     assert len(SPECIAL_TOKENS) == len(set(SPECIAL_TOKENS)) == 256
     assert (tokenizer.bos_id, tokenizer.eos_id) == (base, base + 1)
     assert SPECIAL_TOKENS[9] == "<|eot_id|>"
-    assert SPECIAL_TOKENS[-1] == "<|reserved_special_token_245|>" or SPECIAL_TOKENS[-1].startswith("<|reserved")
+    assert SPECIAL_TOKENS[-1] == "<|reserved_special_token_245|>"
     assert tokenizer.decode([base, *tokenizer.encode("a"), base + 9]) == "a"
-    assert LLAMA3_PATTERN.count("|") > 6
+
+
+def as_meta_cuts(text, longest):
+    """Before the character that would make a run, of spaces or of others, too long."""
+    parts, run = [""], 0
+    for before, char in zip(" " + text, text, strict=False):
+        run = run + 1 if parts[-1] and char.isspace() == before.isspace() else 1
+        if run > longest:
+            parts.append("")
+            run = 1
+        parts[-1] += char
+    return parts
+
+
+@given(st.text("a \n", max_size=40))
+def test_long_runs_are_cut_where_meta_cuts_them(text):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jllama.tokenizers.tiktoken._LONGEST_RUN", 3)
+        assert list(_parts(text)) == (as_meta_cuts(text, 3) if text else [])
+        patch.setattr("jllama.tokenizers.tiktoken._LONGEST_TEXT", 10)
+        tens = [text[start : start + 10] for start in range(0, len(text), 10)]
+        assert list(_parts(text)) == [part for ten in tens for part in as_meta_cuts(ten, 3)]
 
 
 @pytest.mark.parametrize("run", [" " * 60_000, "a" * 60_000, "ab" * 20_000 + " " * 30_000 + "c" * 450_000])
@@ -257,6 +327,12 @@ def test_ranks_that_are_none(tmp_path, change, said):
         ({"tokenizer.ggml.model": 3}, "an odd tokenizer.ggml.model"),
         ({"tokenizer.ggml.tokens": None}, "no tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.token_type": [1]}, "types of tokens"),
+        ({"tokenizer.ggml.token_type": [9] * 410}, "types of tokens other than 1 to 6"),
+        ({"tokenizer.ggml.tokens": ["a"] * 410, "tokenizer.ggml.token_type": [1] * 410}, "the token 'a' twice"),
+        ({"tokenizer.ggml.tokens": ["\udc80"] * 410}, "not text in UTF-8"),
+        ({"tokenizer.ggml.tokens": [7] * 410}, "not text in UTF-8"),
+        ({"tokenizer.ggml.eos_token_id": 405}, r"has \d+ tokens, but BOS and EOS are 1 and 405"),
+        ({"tokenizer.ggml.merges": [None]}, "which are no tokens"),
         ({"tokenizer.ggml.bos_token_id": 10_000}, "BOS and EOS are 10000"),
         ({"tokenizer.ggml.merges": ["a"]}, "which are no tokens"),
         ({"tokenizer.ggml.merges": ["zz zz"]}, "which are no tokens"),
@@ -310,3 +386,186 @@ def test_a_json_that_is_no_tokenizer(tmp_path, text):
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(JllamaError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path)
+
+
+def huggingface(tokenizer, add_bos=None, **changes):
+    """The tokenizer's json with other values at its top."""
+    whole = json.loads(as_huggingface(tokenizer)._text) | changes
+    return HuggingFaceTokenizer(json.dumps(whole), tokenizer.bos_id, tokenizer.eos_id, add_bos)
+
+
+def test_a_jsons_truncation_and_padding_are_not_for_us():
+    truncation = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    padding = {"strategy": {"Fixed": 6}, "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
+    assert_same_ids(huggingface(MADE["smollm"], truncation=truncation, padding=padding), MADE["smollm"])
+
+
+@pytest.mark.parametrize("name", ["sentencepiece", "smollm"])
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_whether_bos_is_added_goes_with_the_tokenizer(name, add_bos, tmp_path):
+    tokenizer = huggingface(MADE[name], add_bos)
+    tokenizer.save(tmp_path / "hf")
+    save_meta(tokenizer, tmp_path / "meta")
+    (tmp_path / "meta" / "tokenizer.bin").touch()  # is not looked at
+    metadata = to_gguf(tokenizer, tokenizer.vocab_size)
+    found = [load_tokenizer(tmp_path / "hf"), load_tokenizer(tmp_path / "meta"), from_gguf(metadata, "it")]
+    assert [(each.add_bos, each.bos_id, each.eos_id) for each in found] == [(add_bos, 1, 2)] * 3
+    assert found[0].fingerprint() == tokenizer.fingerprint()
+    peer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert peer("a")["input_ids"] == [1] * add_bos + tokenizer.encode("a")
+    if name == "sentencepiece" and not add_bos:
+        with pytest.raises(JllamaError, match=r"run\.c begins every prompt with BOS"):
+            save_llama2c_tokenizer(tokenizer, tmp_path / "tokenizer.bin")
+
+
+def test_a_post_processor_that_ends_texts_too_begins_them_with_bos():
+    template = json.loads(as_huggingface(MADE["sentencepiece"])._text)["post_processor"]
+    template["single"].append({"SpecialToken": {"id": "</s>", "type_id": 0}})
+    template["special_tokens"]["</s>"] = {"id": "</s>", "ids": [2], "tokens": ["</s>"]}
+    assert huggingface(MADE["sentencepiece"], post_processor=template).add_bos
+
+
+@pytest.mark.parametrize("change", [{"add_bos_token": False}, {"eos_token": "e"}, {"bos_token": "</s>"}])
+def test_a_json_that_begins_or_ends_text_otherwise_than_the_model_beside_it_wins(change, tmp_path):
+    save_huggingface(MADE["sentencepiece"], tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    assert isinstance(load_tokenizer(tmp_path), HuggingFaceTokenizer)
+
+
+def trained_model(**options):
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(" ".join(CORPUS).splitlines()), model_writer=model, vocab_size=320, minloglevel=2, hard_vocab_limit=False,
+        **{"model_type": "bpe", "byte_fallback": True} | options,
+    )  # fmt: skip
+    return model.getvalue()
+
+
+def test_a_model_that_changes_text_is_read_but_not_converted(tmp_path):
+    """OpenLLaMA's first is of this kind."""
+    model = trained_model(remove_extra_whitespaces=True)
+    tokenizer = SentencePieceTokenizer(model)
+    assert tokenizer.encode(" a  b\n") == sentencepiece.SentencePieceProcessor(model_proto=model).encode(" a  b\n")
+    assert tokenizer.encode("\n") == []
+    save_huggingface(MADE["sentencepiece"], tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    assert isinstance(load_tokenizer(tmp_path), HuggingFaceTokenizer)
+    for convert in (as_huggingface, lambda tokenizer: to_gguf(tokenizer, 400)):
+        with pytest.raises(JllamaError, match="normalises text"):
+            convert(tokenizer)
+    with pytest.raises(JllamaError, match="BPE with byte fallback"):
+        as_huggingface(SentencePieceTokenizer(trained_model(model_type="unigram")))
+
+
+def test_gguf_whose_eos_is_not_marked_as_a_control_token():
+    metadata = to_gguf(MADE["sentencepiece"], 410)
+    for key, type_ in (("eos", USER_DEFINED), ("bos", NORMAL)):
+        types = list(metadata["tokenizer.ggml.token_type"])
+        types[metadata[f"tokenizer.ggml.{key}_token_id"]] = type_
+        assert_same_ids(from_gguf(metadata | {"tokenizer.ggml.token_type": types}, "it"), MADE["sentencepiece"])
+    types = [NORMAL] * 403
+    found = from_gguf(to_gguf(MADE["smollm"], 403) | {"tokenizer.ggml.token_type": types}, "it")
+    assert found.decode([1, *found.encode("a"), 2]) == "a"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"scores": [0.0]}, "400 tokens but 1 scores"),
+        ({"scores": ["a"] * 400}, "scores"),
+        ({"unknown_token_id": 400}, "lacks an unknown token"),
+        ({"unknown_token_id": 5}, "lacks an unknown token"),
+        ({"token_type": [2, 3, 3] + [NORMAL] * 397}, "256 byte tokens"),
+        ({"add_space_prefix": 1}, "an odd tokenizer.ggml.add_space_prefix"),
+    ],
+)
+def test_metadata_that_describe_no_sentencepiece_model(change, said):
+    metadata = to_gguf(MADE["sentencepiece"], 400)
+    with pytest.raises(JllamaError, match=said):
+        from_gguf(metadata | {f"tokenizer.ggml.{key}": value for key, value in change.items()}, "it")
+
+
+def test_gguf_as_llama_cpp_writes_it():
+    metadata = to_gguf(MADE["sentencepiece"], 402)
+    types = metadata["tokenizer.ggml.token_type"]
+    assert (metadata["tokenizer.ggml.model"], types[:3], types[3:259]) == ("llama", [2, CONTROL, CONTROL], [BYTE] * 256)
+    assert metadata["tokenizer.ggml.tokens"][400:] == ["[PAD400]", "[PAD401]"]
+    assert types[400:] == [5, 5]
+    assert (metadata["tokenizer.ggml.bos_token_id"], metadata["tokenizer.ggml.eos_token_id"]) == (1, 2)
+    assert metadata["tokenizer.ggml.scores"][259:400] == [-float(rank) for rank in range(141)]
+    metadata = to_gguf(MADE["tiktoken"], MADE["tiktoken"].vocab_size)
+    assert (metadata["tokenizer.ggml.model"], metadata["tokenizer.ggml.pre"]) == ("gpt2", "llama-bpe")
+    assert metadata["tokenizer.ggml.token_type"] == [NORMAL] * len(MADE["tiktoken"].tokens) + [CONTROL] * 256
+    assert all(merge.count(" ") == 1 for merge in metadata["tokenizer.ggml.merges"])
+    for alias, pre in (("llama3", "llama-bpe"), ("llama-v3", "llama-bpe"), ("default", "gpt-2")):
+        name = {"llama-bpe": "tiktoken", "gpt-2": "gpt-2"}[pre]
+        metadata = to_gguf(MADE[name], 700) | {"tokenizer.ggml.pre": alias}
+        assert_same_ids(from_gguf(metadata, "it"), MADE[name])
+
+
+def test_gpt2s_own_json_does_not_say_that_it_splits():
+    pre = dict(PRE_TOKENIZERS["gpt-2"])
+    del pre["use_regex"]
+    assert to_gguf(huggingface(MADE["gpt-2"], pre_tokenizer=pre), 403)["tokenizer.ggml.pre"] == "gpt-2"
+
+
+def llama3_json(rename, eos="<|eot_id|>"):
+    tokenizer = MADE["tiktoken"]
+    whole = json.loads(tokenizer.to_json())
+    for token in whole["added_tokens"]:
+        token["content"] = rename.get(token["content"], token["content"])
+    (eos_id,) = (token["id"] for token in whole["added_tokens"] if token["content"] == eos)
+    return HuggingFaceTokenizer(json.dumps(whole), tokenizer.bos_id, eos_id)
+
+
+def test_a_llama3_json_with_other_reserved_tokens_becomes_metas_file(tmp_path):
+    """Llama 3.1's has other names than Meta's code for two tokens that are not used in text."""
+    rename = {"<|step_id|>": "<|reserved_special_token_2|>", "<|image|>": "<|reserved_special_token_3|>"}
+    rename |= {f"<|reserved_special_token_{n}|>": f"<|reserved_special_token_{n + 2}|>" for n in range(2, 246)}
+    save_meta(llama3_json(rename), tmp_path)
+    assert (tmp_path / "tokenizer.model").read_bytes() == tiktoken_file()
+    for number, tokenizer in enumerate(
+        (
+            llama3_json({"<|eom_id|>": "<|im_start|>"}),
+            llama3_json({}, "<|python_tag|>"),
+            huggingface(MADE["tiktoken"], normalizer={"type": "NFC"}),
+            huggingface(MADE["tiktoken"], add_bos=False),
+        )
+    ):
+        save_meta(tokenizer, tmp_path / str(number))
+        assert not (tmp_path / str(number) / "tokenizer.model").exists()
+        assert load_tokenizer(tmp_path / str(number)).eos_id == tokenizer.eos_id
+
+
+def test_a_json_of_llama2s_kind_that_sentencepiece_would_read_otherwise(tmp_path):
+    whole = json.loads(as_huggingface(MADE["sentencepiece"])._text)
+    change = {"model": whole["model"] | {"merges": whole["model"]["merges"][1:]}}
+    with pytest.raises(JllamaError, match="does not join"):
+        save_llama2c_tokenizer(huggingface(MADE["sentencepiece"], **change), tmp_path / "tokenizer.bin")
+    vocab = {token.replace("<0x0A>", "<newline>"): id for token, id in whole["model"]["vocab"].items()}
+    with pytest.raises(JllamaError, match="lacks 1 of the 256 byte tokens"):
+        to_gguf(huggingface(MADE["sentencepiece"], model=whole["model"] | {"vocab": vocab}), 400)
+    with pytest.raises(JllamaError, match="NFC"):
+        to_gguf(huggingface(MADE["sentencepiece"], normalizer={"type": "NFC"}), 400)
+
+
+def test_a_json_of_llama2s_kind_as_transformers_5_writes_it():
+    """Metaspace: all ids as SentencePiece's but for text that begins with a space."""
+    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
+    tokenizer = huggingface(MADE["sentencepiece"], normalizer=None, pre_tokenizer=metaspace)
+    converted = from_gguf(to_gguf(tokenizer, 400), "it")
+    assert_same_ids(converted, MADE["sentencepiece"])
+    for text in TEXTS:
+        if not text.startswith(" "):
+            assert tokenizer.encode(text) == converted.encode(text)
+
+
+def test_special_tokens_in_text_stay_text():
+    for tokenizer in MADE.values():
+        specials = {tokenizer.bos_id, tokenizer.eos_id}
+        for text in ("<s></s>", "<|begin_of_text|><|eot_id|>", "<|im_start|>x<|im_end|>", "<|endoftext|>", "<unk>"):
+            assert not specials & set(tokenizer.encode(text))
+            assert tokenizer.token_bytes()[tokenizer.encode(text)].all()
+        assert tokenizer.token_bytes()[[tokenizer.bos_id, tokenizer.eos_id]].tolist() == [0, 0]
