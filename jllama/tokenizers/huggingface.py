@@ -20,6 +20,7 @@ from jllama.tokenizers.pieces import SPACE, byte_of
 
 FILE_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
+_NOT_LLAMAS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
 
 
 class HuggingFaceTokenizer:
@@ -39,11 +40,14 @@ class HuggingFaceTokenizer:
     ) -> None:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
-            self.json: dict[str, Any] = json.loads(text)
+            self.json: dict[str, Any] = {"normalizer": None, "pre_tokenizer": None} | json.loads(text)
         except Exception as error:  # the library raises nothing more special
             raise JllamaError(f"{source} is not a tokenizer.json: {' '.join(str(error).split())}") from error
-        if self.json["model"]["type"] != "BPE":
-            raise JllamaError(f"{source} is a {self.json['model']['type']} tokenizer; a Llama's is a BPE")
+        model = self.json["model"]
+        if "merges" not in model:
+            raise JllamaError(f"{source} is a {model.get('type', 'nameless')} tokenizer; a Llama's is a BPE")
+        if odd := [name for name in _NOT_LLAMAS if model.get(name)]:
+            raise JllamaError(f"{source} is a BPE with {odd[0]} {model[odd[0]]!r}, which no Llama has")
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1
         for name, token in (("BOS", bos_id), ("EOS", eos_id)):
@@ -121,9 +125,10 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        added = {token["content"]: token["id"] for token in json.loads(text)["added_tokens"]}
-        vocab = json.loads(text)["model"]["vocab"]
-    except (ValueError, KeyError, TypeError) as error:
+        whole = json.loads(text)
+        added = {token["content"]: token["id"] for token in whole.get("added_tokens", ())}
+        vocab = whole["model"]["vocab"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise JllamaError(f"{path} is not a tokenizer.json: {' '.join(str(error).split())}") from error
     config, *others = (
         read_json_object(file) if (file := path.with_name(name)).is_file() else {}
@@ -141,4 +146,7 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
     if found["eos"] is None:
         raise JllamaError(f"neither {path} nor the files beside it say which token is EOS: add it to {CONFIG_NAME}")
     bos = found["eos"] if found["bos"] is None else found["bos"]  # as GPT-2's kind, which has one token for both
-    return HuggingFaceTokenizer(text, bos, found["eos"], config.get("add_bos_token"), str(path))
+    add_bos = config.get("add_bos_token")
+    if not isinstance(add_bos, bool | None):
+        raise JllamaError(f"{path.with_name(CONFIG_NAME)} has add_bos_token {add_bos!r}; it must be true or false")
+    return HuggingFaceTokenizer(text, bos, found["eos"], add_bos, str(path))

@@ -144,7 +144,7 @@ def json_pieces(tokenizer: HuggingFaceTokenizer) -> Pieces:
         raise JllamaError(f"the tokenizer lacks {missing} of the 256 byte tokens, which a SentencePiece file must have")
     scores = [0.0 if kind != NORMAL else -1e9 for kind in types]
     merges = tokenizer.merges
-    for rank, (left, right) in reversed(list(enumerate(merges))):
+    for rank, (left, right) in enumerate(merges):
         scores[ids[left + right]] = -float(rank)
     pieces = Pieces(texts, scores, types, unk_id, tokenizer.bos_id, tokenizer.eos_id, add_dummy_prefix)
     if absent := set(_merges(pieces)) - set(merges):

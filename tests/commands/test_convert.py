@@ -303,17 +303,33 @@ def test_the_destination_exists(place, models, capsys):
     assert [path.name for path in target.parent.iterdir()] == ["model"]
 
 
+SLOWLY = """
+import sys, time
+from jllama.checkpoints import safetensors_file
+from jllama.commands import cli
+
+blocks = safetensors_file.blocks
+
+def slow_blocks(*arguments):
+    for block in blocks(*arguments):
+        time.sleep(1)
+        yield block
+
+safetensors_file.blocks = slow_blocks
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_interrupted_it_leaves_nothing_that_looks_finished(workshop, tmp_path, number):
-    """A model large enough to be caught in the middle of its writing."""
-    config = LlamaConfig(vocab_size=64, num_layers=24, embed_dim=768, num_heads=12)
-    save(Model(config, random_params(config, 0)), tmp_path / "source", "gguf")
+def test_interrupted_it_leaves_nothing_that_looks_finished(workshop, models, tmp_path, number):
+    """Caught in the middle of its writing, which takes a second a tensor here; then done once more."""
     (tmp_path / "out").mkdir()
     target = tmp_path / "out" / "model"
-    process = workshop.start("-m", "jllama", "convert", tmp_path / "source", target, "--to", "hf")
+    arguments = ["convert", models / "gguf", target, "--to", "hf"]
+    process = workshop.start("-c", SLOWLY, *arguments)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not list((tmp_path / "out").rglob("*.safetensors")):
-        time.sleep(0.002)
+        time.sleep(0.01)
     process.send_signal(number)
     done = workshop.finish(process)
     assert done.code != 0
@@ -321,7 +337,7 @@ def test_interrupted_it_leaves_nothing_that_looks_finished(workshop, tmp_path, n
     assert not target.exists()
     if number == signal.SIGINT:
         assert list((tmp_path / "out").iterdir()) == []
-    again = workshop.finish(workshop.start("-m", "jllama", "convert", tmp_path / "source", target, "--to", "hf"))
+    again = workshop.finish(workshop.start("-m", "jllama", *arguments))
     assert again.code == 0, again.err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"]
-    np.testing.assert_array_equal(load(target).params["layers"]["wo"], load(tmp_path / "source").params["layers"]["wo"])
+    np.testing.assert_array_equal(load(target).params["layers"]["wo"], load(models / "gguf").params["layers"]["wo"])

@@ -4,12 +4,14 @@ import base64
 import io
 import json
 import struct
+from pathlib import Path
 
 import pytest
 import sentencepiece
 import tiktoken
 import tokenizers
 import transformers
+import transformers.convert_slow_tokenizer
 from hard_text import HARD
 from hypothesis import given
 from hypothesis import strategies as st
@@ -376,6 +378,9 @@ def test_bos_and_eos_from_the_files_beside(tmp_path):
     assert (load_tokenizer(tmp_path).bos_id, load_tokenizer(tmp_path).eos_id) == (1, 0)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
     assert load_tokenizer(tmp_path).eos_id == 2
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": "no"}')
+    with pytest.raises(JllamaError, match=r"tokenizer_config\.json has add_bos_token 'no'"):
+        load_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(JllamaError, match=r"tokenizer_config\.json is not JSON"):
         load_tokenizer(tmp_path)
@@ -407,7 +412,6 @@ def test_whether_bos_is_added_goes_with_the_tokenizer(name, add_bos, tmp_path):
     tokenizer = huggingface(MADE[name], add_bos)
     tokenizer.save(tmp_path / "hf")
     save_meta(tokenizer, tmp_path / "meta")
-    (tmp_path / "meta" / "tokenizer.bin").touch()  # is not looked at
     metadata = to_gguf(tokenizer, tokenizer.vocab_size)
     found = [load_tokenizer(tmp_path / "hf"), load_tokenizer(tmp_path / "meta"), from_gguf(metadata, "it")]
     assert [(each.add_bos, each.bos_id, each.eos_id) for each in found] == [(add_bos, 1, 2)] * 3
@@ -435,12 +439,17 @@ def test_a_json_that_begins_or_ends_text_otherwise_than_the_model_beside_it_wins
 
 
 def trained_model(**options):
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(" ".join(CORPUS).splitlines()), model_writer=model, vocab_size=320, minloglevel=2, hard_vocab_limit=False,
-        **{"model_type": "bpe", "byte_fallback": True} | options,
-    )  # fmt: skip
+    model, lines = io.BytesIO(), iter(" ".join(CORPUS).splitlines())
+    options = {"model_type": "bpe", "byte_fallback": True, "hard_vocab_limit": False, "minloglevel": 2} | options
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=model, vocab_size=320, **options)
     return model.getvalue()
+
+
+NO_PREFIX = SentencePieceTokenizer(
+    trained_model(add_dummy_prefix=False, remove_extra_whitespaces=False, normalization_rule_name="identity")
+)
+NO_PREFIX_ORIGINAL = sentencepiece.SentencePieceProcessor(model_proto=NO_PREFIX.model)
+NO_PREFIX_FORMS = [NO_PREFIX, *every_form(NO_PREFIX)]
 
 
 def test_a_model_that_changes_text_is_read_but_not_converted(tmp_path):
@@ -457,6 +466,32 @@ def test_a_model_that_changes_text_is_read_but_not_converted(tmp_path):
             convert(tokenizer)
     with pytest.raises(JllamaError, match="BPE with byte fallback"):
         as_huggingface(SentencePieceTokenizer(trained_model(model_type="unigram")))
+
+
+@given(text=repetitive)
+def test_a_model_that_puts_no_space_in_front(text):
+    for form in NO_PREFIX_FORMS:
+        ids = form.encode(text)
+        assert ids == NO_PREFIX_ORIGINAL.encode(text)
+        assert form.decode(ids) == text
+        assert form.token_bytes()[ids].sum() == len(text.encode())
+    with pytest.raises(JllamaError, match="a space before every text"):
+        save_llama2c_tokenizer(NO_PREFIX, Path("never written"))
+
+
+def test_no_merge_makes_a_control_token():
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "<", "s", ">", "<s", "s>", "/", "</"]
+    made = {
+        "model": "llama",
+        "tokens": tokens,
+        "scores": [0.0] * 259 + [-float(number) for number in range(7)],
+        "token_type": [2, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * 7],
+    }
+    tokenizer = from_gguf({f"tokenizer.ggml.{key}": value for key, value in made.items()}, "it")
+    for text in ("<s>", "</s>", "<unk>", "<0x0A>"):
+        assert not {0, 1, 2, 13} & set(tokenizer.encode(text))
+        assert as_huggingface(tokenizer).encode(text) == tokenizer.encode(text)
+    assert_same_ids(from_gguf(to_gguf(as_huggingface(tokenizer), 266), "it"), tokenizer)
 
 
 def test_gguf_whose_eos_is_not_marked_as_a_control_token():
@@ -511,6 +546,45 @@ def test_gpt2s_own_json_does_not_say_that_it_splits():
     assert to_gguf(huggingface(MADE["gpt-2"], pre_tokenizer=pre), 403)["tokenizer.ggml.pre"] == "gpt-2"
 
 
+def test_a_json_may_leave_out_what_is_default():
+    """GPT-2's own does."""
+    whole = json.loads(as_huggingface(MADE["gpt-2"])._text)
+    for name in ("normalizer", "truncation", "padding", "post_processor"):
+        del whole[name]
+    for name in ("type", "dropout", "byte_fallback", "ignore_merges"):
+        del whole["model"][name]
+    tokenizer = HuggingFaceTokenizer(json.dumps(whole), 1, 2)
+    assert_same_ids(tokenizer, MADE["gpt-2"])
+    assert_same_ids(from_gguf(to_gguf(tokenizer, tokenizer.vocab_size), "it"), MADE["gpt-2"])
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"dropout": 0.1}, "dropout 0.1"),
+        ({"end_of_word_suffix": "</w>"}, "end_of_word_suffix '</w>'"),
+        ({"type": "WordLevel", "unk_token": "a"}, "is a WordLevel tokenizer"),
+    ],
+)
+def test_a_json_of_another_kind(model, said):
+    whole = json.loads(as_huggingface(MADE["gpt-2"])._text)
+    whole["model"] |= model
+    if "type" in model:
+        del whole["model"]["merges"]
+    with pytest.raises(JllamaError, match=said):
+        HuggingFaceTokenizer(json.dumps(whole), 1, 2)
+
+
+def test_merges_are_those_that_transformers_finds(tmp_path):
+    """In the same order, so that a json that it made is known as Llama 3's."""
+    MADE["tiktoken"].save(tmp_path)
+    converter = transformers.convert_slow_tokenizer.TikTokenConverter(str(tmp_path / "tokenizer.model"), METAS_PATTERN)
+    vocab, merges = converter.extract_vocab_merges_from_model(str(tmp_path / "tokenizer.model"))
+    model = json.loads(MADE["tiktoken"].to_json())["model"]
+    assert vocab == model["vocab"]
+    assert [list(merge) for merge in merges] == model["merges"]
+
+
 def llama3_json(rename, eos="<|eot_id|>"):
     tokenizer = MADE["tiktoken"]
     whole = json.loads(tokenizer.to_json())
@@ -560,6 +634,17 @@ def test_a_json_of_llama2s_kind_as_transformers_5_writes_it():
     for text in TEXTS:
         if not text.startswith(" "):
             assert tokenizer.encode(text) == converted.encode(text)
+
+
+def test_an_added_eos_that_the_json_does_not_call_special():
+    """As some chat models have it; the id is what counts."""
+    whole = json.loads(as_huggingface(MADE["sentencepiece"])._text)
+    whole["added_tokens"].append(whole["added_tokens"][2] | {"id": 400, "content": "<|im_end|>", "special": False})
+    tokenizer = HuggingFaceTokenizer(json.dumps(whole), 1, 400)
+    found = from_gguf(to_gguf(tokenizer, 410), "it")
+    assert isinstance(found, SentencePieceTokenizer)
+    assert (found.eos_id, found.vocab_size) == (400, 401)
+    assert found.encode("a b") == tokenizer.encode("a b")
 
 
 def test_special_tokens_in_text_stay_text():
