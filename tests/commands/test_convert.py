@@ -60,6 +60,21 @@ def refused(place, capsys):
     return run
 
 
+def training(workshop, source, run, *more):
+    """The options of a run of one small step that begins from a checkpoint."""
+    options = {
+        "init_from": source,
+        "run_dir": run,
+        "data.path": workshop.data["path"],
+        "data.cache_dir": workshop.data["cache_dir"],
+        "training.steps": 1,
+        "training.batch_size": 2,
+        "training.seq_len": 16,
+        "training.sample_tokens": 0,
+    }
+    return [*(f"--{name}={value}" for name, value in options.items()), *more]
+
+
 def test_a_user_converts_samples_and_trains_on(workshop, models, tmp_path):
     """In processes of their own: GGUF to Hugging Face's format, then sampled, then trained on."""
     done = workshop.finish(workshop.start("-m", "jllama", "convert", models / "gguf", tmp_path / "hf", "--to", "hf"))
@@ -70,44 +85,24 @@ def test_a_user_converts_samples_and_trains_on(workshop, models, tmp_path):
     sampled = workshop.finish(workshop.start("sample.py", *options))
     assert sampled.code == 0, sampled.err
     assert sampled.out.startswith("the")
-    options = {
-        "init_from": tmp_path / "hf",
-        "run_dir": tmp_path / "run",
-        "data.path": workshop.data["path"],
-        "data.cache_dir": workshop.data["cache_dir"],
-        "training.seq_len": 32,
-        "training.batch_size": 2,
-        "training.sample_tokens": 0,
-        "training.eval_every": 2,
-    }
+    argv = training(workshop, tmp_path / "hf", tmp_path / "run", "--training.eval_every=2")
 
-    def train(steps, **more):
-        arguments = [f"--{name}={value}" for name, value in (options | {"training.steps": steps} | more).items()]
-        return workshop.finish(workshop.start("train.py", *arguments))
+    def train(steps, *more):
+        return workshop.finish(workshop.start("train.py", *argv, f"--training.steps={steps}", *more))
 
     trained = train(2)
     assert trained.code == 0, trained.err
     assert load(tmp_path / "run").config == CONFIG
     shutil.rmtree(tmp_path / "hf")  # a run goes on without what it began from
-    again = train(4, resume="auto")
+    again = train(4, "--resume=auto")
     assert again.code == 0, again.err
     assert "step 2 of 4" in again.err
 
 
 def test_training_begins_from_the_very_weights(workshop, models, tmp_path):
     """With a learning rate of nothing at all, they are still there at the end."""
-    options = {
-        "init_from": models / "meta",
-        "run_dir": tmp_path / "run",
-        "data.path": workshop.data["path"],
-        "data.cache_dir": workshop.data["cache_dir"],
-        "training.steps": 1,
-        "training.batch_size": 1,
-        "training.sample_tokens": 0,
-        "optimizer.learning_rate": 1e-30,
-        "training.seq_len": 16,
-    }
-    assert cli.run("train", [f"--{name}={value}" for name, value in options.items()]) == 0
+    argv = training(workshop, models / "meta", tmp_path / "run", "--optimizer.learning_rate=1e-30")
+    assert cli.run("train", argv) == 0
     found, wanted = load(tmp_path / "run"), load(models / "meta")
     assert found.config == wanted.config
     np.testing.assert_array_equal(found.params["layers"]["wq"], wanted.params["layers"]["wq"])
@@ -254,17 +249,7 @@ def test_training_is_told_the_factor(place, workshop, capsys):
     fields = json.loads((place / "meta" / "params.json").read_text())
     factor = fields.pop("rope_scaling_factor")
     (place / "meta" / "params.json").write_text(json.dumps(fields))
-    options = {
-        "init_from": place / "meta",
-        "run_dir": place / "run",
-        "data.path": workshop.data["path"],
-        "data.cache_dir": workshop.data["cache_dir"],
-        "training.steps": 1,
-        "training.batch_size": 1,
-        "training.seq_len": 16,
-        "training.sample_tokens": 0,
-    }
-    argv = [f"--{name}={value}" for name, value in options.items()]
+    argv = training(workshop, place / "meta", place / "run")
     assert cli.run("train", argv) == 1
     assert "--rope_factor" in capsys.readouterr().err
     assert cli.run("train", [*argv, f"--rope_factor={factor}"]) == 0
@@ -304,7 +289,7 @@ def test_the_destination_exists(place, models, capsys):
 
 
 SLOWLY = """
-import sys, time
+import signal, sys, time
 from jllama.checkpoints import safetensors_file
 from jllama.commands import cli
 
@@ -316,6 +301,7 @@ def slow_blocks(*arguments):
         yield block
 
 safetensors_file.blocks = slow_blocks
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 sys.exit(cli.main(sys.argv[1:]))
 """
 

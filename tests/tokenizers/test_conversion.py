@@ -31,7 +31,7 @@ from jllama.tokenizers.convert import as_huggingface, save_huggingface, save_lla
 from jllama.tokenizers.gguf import from_gguf
 from jllama.tokenizers.llama2c import load_llama2c_tokenizer
 from jllama.tokenizers.pieces import BYTE, CONTROL, NORMAL, USER_DEFINED, read_pieces
-from jllama.tokenizers.tiktoken import SPECIAL_TOKENS, _parts
+from jllama.tokenizers.tiktoken import SPECIAL_TOKENS, _parts, write_ranks
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog, don't they? 12 345 6789\n\n  def f(x):\n    return x\n" * 20,
@@ -144,6 +144,7 @@ def test_ids_are_the_same_in_every_form(name, text):
     for form in FORMS[name]:
         assert form.encode(text) == ids
         assert form.decode(ids) == text
+        assert form.token_bytes()[ids].tolist() == MADE[name].token_bytes()[ids].tolist()
 
 
 @every_tokenizer
@@ -301,6 +302,13 @@ def test_long_runs_are_cut_where_meta_cuts_them(text):
         assert list(_parts(text)) == [part for ten in tens for part in as_meta_cuts(ten, 3)]
 
 
+def test_each_part_of_a_long_run_is_encoded_alone(monkeypatch):
+    tokenizer = MADE["tiktoken"]
+    assert len(tokenizer.encode("the")) == 1
+    monkeypatch.setattr("jllama.tokenizers.tiktoken._LONGEST_RUN", 2)
+    assert tokenizer.encode("the") == tokenizer.encode("th") + tokenizer.encode("e")
+
+
 @pytest.mark.parametrize("run", [" " * 60_000, "a" * 60_000, "ab" * 20_000 + " " * 30_000 + "c" * 450_000])
 def test_tiktoken_and_very_long_runs(run):
     tokenizer = MADE["tiktoken"]
@@ -351,6 +359,9 @@ def test_gguf_refuses_what_it_has_no_name_for():
     whole["pre_tokenizer"]["pretokenizers"][0]["individual_digits"] = False
     with pytest.raises(JllamaError, match="no name for how this tokenizer splits text"):
         to_gguf(HuggingFaceTokenizer(json.dumps(whole), 1, 2), 410)
+    model = json.loads(MADE["tiktoken"].to_json())["model"] | {"ignore_merges": False}
+    with pytest.raises(JllamaError, match="ignore_merges"):
+        to_gguf(huggingface(MADE["tiktoken"], model=model), 700)
     whole = json.loads(as_huggingface(MADE["smollm"])._text) | {"normalizer": {"type": "NFC"}}
     with pytest.raises(JllamaError, match="NFC"):
         to_gguf(HuggingFaceTokenizer(json.dumps(whole), 1, 2), 410)
@@ -479,19 +490,30 @@ def test_a_model_that_puts_no_space_in_front(text):
         save_llama2c_tokenizer(NO_PREFIX, Path("never written"))
 
 
-def test_no_merge_makes_a_control_token():
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "<", "s", ">", "<s", "s>", "/", "</"]
+def handmade(*normal):
+    """A SentencePiece tokenizer with these pieces, the first one joined first."""
     made = {
         "model": "llama",
-        "tokens": tokens,
-        "scores": [0.0] * 259 + [-float(number) for number in range(7)],
-        "token_type": [2, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * 7],
+        "tokens": ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *normal],
+        "scores": [0.0] * 259 + [-float(number) for number in range(len(normal))],
+        "token_type": [2, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(normal)],
     }
-    tokenizer = from_gguf({f"tokenizer.ggml.{key}": value for key, value in made.items()}, "it")
+    return from_gguf({f"tokenizer.ggml.{key}": value for key, value in made.items()}, "it")
+
+
+def test_no_merge_makes_a_control_token():
+    tokenizer = handmade("<", "s", ">", "<s", "s>", "/", "</")
     for text in ("<s>", "</s>", "<unk>", "<0x0A>"):
         assert not {0, 1, 2, 13} & set(tokenizer.encode(text))
         assert as_huggingface(tokenizer).encode(text) == tokenizer.encode(text)
     assert_same_ids(from_gguf(to_gguf(as_huggingface(tokenizer), 266), "it"), tokenizer)
+
+
+def test_llama2c_counts_the_longest_tokens_bytes(tmp_path):
+    path = tmp_path / "tokenizer.bin"
+    save_llama2c_tokenizer(handmade("世", "世世", "世世世"), path)
+    assert struct.unpack_from("<i", path.read_bytes()) == (9,)
+    assert load_tokenizer(path).encode("世世世")[-1] == 261
 
 
 def test_gguf_whose_eos_is_not_marked_as_a_control_token():
@@ -577,10 +599,12 @@ def test_a_json_of_another_kind(model, said):
 
 def test_merges_are_those_that_transformers_finds(tmp_path):
     """In the same order, so that a json that it made is known as Llama 3's."""
-    MADE["tiktoken"].save(tmp_path)
+    tokens = [bytes([byte]) for byte in range(256)] + [b"cd", b"abc", b"ab", b"abcd"]
+    tokenizer = TiktokenTokenizer(write_ranks(tokens))
+    tokenizer.save(tmp_path)
     converter = transformers.convert_slow_tokenizer.TikTokenConverter(str(tmp_path / "tokenizer.model"), METAS_PATTERN)
     vocab, merges = converter.extract_vocab_merges_from_model(str(tmp_path / "tokenizer.model"))
-    model = json.loads(MADE["tiktoken"].to_json())["model"]
+    model = json.loads(tokenizer.to_json())["model"]
     assert vocab == model["vocab"]
     assert [list(merge) for merge in merges] == model["merges"]
 
@@ -598,6 +622,7 @@ def test_a_llama3_json_with_other_reserved_tokens_becomes_metas_file(tmp_path):
     """Llama 3.1's has other names than Meta's code for two tokens that are not used in text."""
     rename = {"<|step_id|>": "<|reserved_special_token_2|>", "<|image|>": "<|reserved_special_token_3|>"}
     rename |= {f"<|reserved_special_token_{n}|>": f"<|reserved_special_token_{n + 2}|>" for n in range(2, 246)}
+    model = json.loads(MADE["tiktoken"].to_json())["model"]
     save_meta(llama3_json(rename), tmp_path)
     assert (tmp_path / "tokenizer.model").read_bytes() == tiktoken_file()
     for number, tokenizer in enumerate(
@@ -606,6 +631,7 @@ def test_a_llama3_json_with_other_reserved_tokens_becomes_metas_file(tmp_path):
             llama3_json({}, "<|python_tag|>"),
             huggingface(MADE["tiktoken"], normalizer={"type": "NFC"}),
             huggingface(MADE["tiktoken"], add_bos=False),
+            huggingface(MADE["tiktoken"], model=model | {"merges": model["merges"][:-1]}),
         )
     ):
         save_meta(tokenizer, tmp_path / str(number))
@@ -636,15 +662,16 @@ def test_a_json_of_llama2s_kind_as_transformers_5_writes_it():
             assert tokenizer.encode(text) == converted.encode(text)
 
 
-def test_an_added_eos_that_the_json_does_not_call_special():
+def test_an_added_eos_that_the_json_does_not_call_special(tmp_path):
     """As some chat models have it; the id is what counts."""
     whole = json.loads(as_huggingface(MADE["sentencepiece"])._text)
     whole["added_tokens"].append(whole["added_tokens"][2] | {"id": 400, "content": "<|im_end|>", "special": False})
     tokenizer = HuggingFaceTokenizer(json.dumps(whole), 1, 400)
-    found = from_gguf(to_gguf(tokenizer, 410), "it")
-    assert isinstance(found, SentencePieceTokenizer)
-    assert (found.eos_id, found.vocab_size) == (400, 401)
-    assert found.encode("a b") == tokenizer.encode("a b")
+    save_meta(tokenizer, tmp_path)
+    for found in (load_tokenizer(tmp_path), from_gguf(to_gguf(tokenizer, 410), "it")):
+        assert isinstance(found, SentencePieceTokenizer)
+        assert (found.eos_id, found.vocab_size) == (400, 401)
+        assert found.encode("a b") == tokenizer.encode("a b")
 
 
 def test_special_tokens_in_text_stay_text():
@@ -654,3 +681,23 @@ def test_special_tokens_in_text_stay_text():
             assert not specials & set(tokenizer.encode(text))
             assert tokenizer.token_bytes()[tokenizer.encode(text)].all()
         assert tokenizer.token_bytes()[[tokenizer.bos_id, tokenizer.eos_id]].tolist() == [0, 0]
+
+
+def test_an_added_token_that_is_not_special_is_text_that_stays_whole():
+    token = {"id": MADE["smollm"].vocab_size, "content": "<tool>", "special": False, "normalized": False}
+    token |= {"single_word": False, "lstrip": False, "rstrip": False}
+    added = json.loads(as_huggingface(MADE["smollm"])._text)["added_tokens"] + [token]
+    tokenizer = huggingface(MADE["smollm"], added_tokens=added)
+    for form in (tokenizer, from_gguf(to_gguf(tokenizer, 410), "it")):
+        ids = form.encode("a <tool>\n")
+        assert ids == [*form.encode("a "), token["id"], *form.encode("\n")]
+        assert form.decode(ids) == "a <tool>\n"
+        assert form.token_bytes()[token["id"]] == len("<tool>")
+
+
+@pytest.mark.parametrize("name", ["sentencepiece", "tiktoken", "smollm", "gpt-2"])
+def test_gguf_that_does_not_say_whether_bos_is_added(name):
+    """llama.cpp adds it for Llama's own kinds."""
+    metadata = to_gguf(MADE[name], MADE[name].vocab_size)
+    del metadata["tokenizer.ggml.add_bos_token"]
+    assert_same_ids(from_gguf(metadata, "it"), MADE[name])
