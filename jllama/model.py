@@ -137,7 +137,7 @@ class Llama(nnx.Module):
         mask = F.causal_mask(positions, positions)
         if segments is not None:
             mask = mask & F.segment_mask(segments, segments)
-        attend = self._attend(positions, mask, tokens.shape[1])
+        attend = attend_to(self.config, positions, mask, tokens.shape[1])
 
         def run(layer: Layer, x: Array) -> Array:
             return layer(x, attend)[0]
@@ -168,7 +168,7 @@ class Llama(nnx.Module):
         Needs unrolled layers (``unstack_layers``). Returns the final normalised activations and the longer cache.
         """
         positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
-        attend = self._attend(positions, F.cache_mask(positions, cache.keys[0].shape[2]))
+        attend = attend_to(self.config, positions, F.cache_mask(positions, cache.keys[0].shape[2]))
         assert isinstance(self.layers, nnx.Dict), "decoding takes unstacked layers"
         x = self._embed(tokens)
         updated: list[KeysValues] = []
@@ -192,11 +192,13 @@ class Llama(nnx.Module):
     def _embed(self, tokens: Array) -> Array:
         return self.embed[...][tokens]
 
-    def _attend(self, positions: Array, mask: Array, seq_len: int = 0) -> Attend:
-        cos, sin = F.rope_tables(positions, rope_frequencies(self.config, seq_len))
-        if (scaling := self.config.rope_scaling) and scaling.type == "yarn":
-            cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
-        return Attend(cos, sin, mask, positions)
+
+def attend_to(config: LlamaConfig, positions: Array, mask: Array, seq_len: int = 0) -> Attend:
+    """What every layer is told of the positions; ``seq_len`` as in ``rope_frequencies``."""
+    cos, sin = F.rope_tables(positions, rope_frequencies(config, seq_len))
+    if (scaling := config.rope_scaling) and scaling.type == "yarn":
+        cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
+    return Attend(cos, sin, mask, positions)
 
 
 def rope_frequencies(config: LlamaConfig, seq_len: int = 0) -> np.ndarray:
@@ -231,6 +233,11 @@ def merge(config: LlamaConfig, params: Params) -> Llama:
     return nnx.merge(_graph(config, unrolled="attn_norm" not in params["layers"]), params)
 
 
+def merge_layer(config: LlamaConfig, weights: Params) -> Layer:
+    """One block by itself with these weights in it: a value of an unstacked ``params["layers"]``."""
+    return nnx.merge(_layer_graph(config), weights)
+
+
 def initial_params(key: Array, config: LlamaConfig) -> Params:
     """Freshly drawn parameters, float32, layers stacked, as the table says. Works under ``jit`` and ``eval_shape``."""
     return nnx.to_pure_dict(nnx.state(Llama(config, nnx.Rngs(key))))
@@ -251,6 +258,11 @@ def unstack_layers(params: Params) -> Params:
 @functools.cache
 def _graph(config: LlamaConfig, *, unrolled: bool) -> nnx.GraphDef[Llama]:
     return nnx.graphdef(nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0), unrolled=unrolled)))
+
+
+@functools.cache
+def _layer_graph(config: LlamaConfig) -> nnx.GraphDef[Layer]:
+    return nnx.graphdef(nnx.eval_shape(lambda: Layer(config, nnx.Rngs(0))))
 
 
 def _initial(row: Parameter, config: LlamaConfig, rngs: nnx.Rngs) -> nnx.Param[Array]:

@@ -84,25 +84,30 @@ def cross_entropy(logits: Array, targets: Array, mask: Array) -> tuple[float, in
     return float(total), int(mask.sum())
 
 
+def block(x: Array, w: dict, config: "LlamaConfig", mask: Array, positions: Array, frequencies: Array) -> Array:
+    """One pre-norm block on ``[seq, embed]``: attention, then SwiGLU, both residual. Touvron et al. 2023, sec. 2.2."""
+    scaling = config.rope_scaling
+    sharpness = scaling.attention_factor**2 if scaling and scaling.type == "yarn" else 1.0  # YaRN's 1/t, sec. 3.4
+    h = rms_norm(x, w["attn_norm"], config.norm_eps)
+    q, k, v = (np.tensordot(h, w[name], axes=1).swapaxes(0, 1) for name in ("wq", "wk", "wv"))
+    heads = attention(rotate(sharpness * q, positions, frequencies), rotate(k, positions, frequencies), v, mask)
+    x = x + sum(heads[n] @ w["wo"][n] for n in range(config.num_heads))
+    return x + swiglu(rms_norm(x, w["mlp_norm"], config.norm_eps), w["w_gate"], w["w_up"], w["w_down"])
+
+
 def forward(
     params: dict, tokens: Array, config: "LlamaConfig", positions: Array | None = None, segments: Array | None = None
 ) -> Array:
-    """Logits ``[batch, seq, vocab]`` of pre-norm residual blocks. Touvron et al. 2023, sec. 2.2 (arXiv:2302.13971)."""
+    """Logits ``[batch, seq, vocab]`` of all blocks, a norm and the head. Touvron et al. 2023 (arXiv:2302.13971)."""
     positions = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1)) if positions is None else positions
     segments = np.zeros_like(tokens) if segments is None else segments
-    scaling, frequencies, logits = config.rope_scaling, rope_frequencies(config, tokens.shape[1]), []
-    sharpness = scaling.attention_factor**2 if scaling and scaling.type == "yarn" else 1.0  # YaRN's 1/t, sec. 3.4
+    frequencies, logits = rope_frequencies(config, tokens.shape[1]), []
     for row, position, segment in zip(tokens, positions, segments, strict=True):
         mask = np.tri(len(row), dtype=bool) & np.equal.outer(segment, segment)
         x = np.asarray(params["embed"], np.float64)[row]
         for i in range(config.num_layers):
             w = {name: np.asarray(stacked[i], np.float64) for name, stacked in params["layers"].items()}
-            h = rms_norm(x, w["attn_norm"], config.norm_eps)
-            q, k, v = (np.tensordot(h, w[name], axes=1).swapaxes(0, 1) for name in ("wq", "wk", "wv"))
-            q, k = rotate(sharpness * q, position, frequencies), rotate(k, position, frequencies)
-            heads = attention(q, k, v, mask)
-            x = x + sum(heads[n] @ w["wo"][n] for n in range(config.num_heads))
-            x = x + swiglu(rms_norm(x, w["mlp_norm"], config.norm_eps), w["w_gate"], w["w_up"], w["w_down"])
+            x = block(x, w, config, mask, position, frequencies)
         head = np.asarray(params["embed"].T if config.tie_embeddings else params["lm_head"], np.float64)
         logits.append(rms_norm(x, np.asarray(params["final_norm"], np.float64), config.norm_eps) @ head)
     return np.stack(logits)

@@ -8,7 +8,7 @@ import hypothesis
 import jaxtyping
 
 # The checker is named by its import path; tests/ is on the path (pyproject.toml, pythonpath).
-jaxtyping.install_import_hook("jllama", "helpers.typechecker")
+jaxtyping.install_import_hook("jllama", "typecheck.typechecker")
 
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=25, print_blob=True)
 hypothesis.settings.load_profile("ci")

@@ -4,7 +4,8 @@ import json
 
 import numpy as np
 import torch
-from helpers import random_params
+
+from jllama.verify.compare import random_params
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import random_params, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from jllama import oracle
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.functional import cross_entropy, half_split_from_interleaved
 from jllama.model import KVCache, merge, rope_frequencies, unstack_layers
+from jllama.verify.compare import random_params, relative_error
 
 TOLERANCE = 1e-5
 VISIBLE = 100 * TOLERANCE

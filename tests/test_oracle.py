@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
-from helpers import random_params, relative_error
 
 from jllama import oracle
 from jllama.config import LlamaConfig, RopeScaling
+from jllama.verify.compare import random_params, relative_error
 
 VISIBLE = 100 * 1e-5
 SEQ = 512

@@ -5,12 +5,12 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from helpers import random_params
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.model import merge, rope_frequencies
+from jllama.verify.compare import random_params
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same_bits, random_params, relative_error
+from helpers import assert_same_bits
 from helpers_meta import metas_folder, metas_matrices
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,6 +26,7 @@ from jllama.parallel.mesh import MeshConfig, make_mesh
 from jllama.parameters import stored_tensors
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.tokenizers.convert import save_huggingface
+from jllama.verify.compare import random_params, relative_error
 
 CONFIG = LlamaConfig(
     vocab_size=300, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, max_seq_len=64

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from gguf.quants import dequantize, quantize
-from helpers import assert_same_bits, random_params, relative_error
+from helpers import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +22,7 @@ from jllama.errors import JllamaError
 from jllama.model import merge, rope_frequencies
 from jllama.parameters import stored_tensors
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
+from jllama.verify.compare import random_params, relative_error
 
 CONFIG = LlamaConfig(
     vocab_size=96,

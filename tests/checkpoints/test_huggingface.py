@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from helpers import assert_same_bits, random_params, relative_error
+from helpers import assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,6 +35,7 @@ from jllama.errors import JllamaError
 from jllama.model import merge
 from jllama.parameters import stored_tensors
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
+from jllama.verify.compare import random_params, relative_error
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

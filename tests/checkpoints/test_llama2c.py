@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import random_params, relative_error
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError
 from jllama.model import merge
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
+from jllama.verify.compare import random_params, relative_error
 
 CONFIG = LlamaConfig(
     vocab_size=50, num_layers=2, embed_dim=128, num_heads=2, num_kv_heads=1, mlp_dim=96, max_seq_len=64

@@ -9,7 +9,7 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bits, random_params, relative_error
+from helpers import assert_same_bits
 from helpers_meta import DTYPES, cut, metas_folder, metas_matrices, params_json, save_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +25,7 @@ from jllama.model import merge
 from jllama.parameters import stored_tensors
 from jllama.presets import PRESETS
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
+from jllama.verify.compare import random_params, relative_error
 
 torch = pytest.importorskip("torch")
 

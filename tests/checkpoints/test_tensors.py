@@ -6,7 +6,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bits, random_params
+from helpers import assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +26,7 @@ from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.functional import half_split_from_interleaved
 from jllama.parameters import count_parameters, stored_tensors
+from jllama.verify.compare import random_params
 
 CONFIG = LlamaConfig(vocab_size=11, num_layers=2, embed_dim=8, num_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=12)
 
@@ -141,15 +142,12 @@ def test_every_difference_is_listed(tmp_path):
 
 
 SHARDED = """
-import sys
 import jax, numpy as np
-from jax.sharding import NamedSharding
-sys.path.insert(0, sys.argv[1])
-from helpers import random_params
 from jllama.checkpoints.tensors import Checkpoint, ParamTensors, load_params
 from jllama.config import LlamaConfig
 from jllama.errors import UsageError
 from jllama.parallel.mesh import MeshConfig, make_mesh, state_sharding
+from jllama.verify.compare import random_params
 
 config = LlamaConfig(vocab_size=12, num_layers=3, embed_dim=8, num_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=20)
 params = random_params(config, 0)
@@ -181,9 +179,8 @@ except UsageError as error:
 
 
 def test_each_device_gets_its_slice_and_no_more_is_read(request):
-    tests = request.config.rootpath / "tests"
     environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PATH": ""}
     done = subprocess.run(
-        [sys.executable, "-c", SHARDED, str(tests)], env=environment, cwd=tests.parent, capture_output=True, text=True
+        [sys.executable, "-c", SHARDED], env=environment, cwd=request.config.rootpath, capture_output=True, text=True
     )
     assert done.stdout == "the vocab axis of embed has size 12, which does not divide 8 ways\n", done.stderr

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
-from helpers import random_params
 
 from jllama.checkpoints.formats import Model, load, save
 from jllama.commands import cli
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
+from jllama.verify.compare import random_params
 
 CONFIG = LlamaConfig(
     vocab_size=300, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, max_seq_len=64

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_gradients_match, relative_error
+from helpers import assert_gradients_match
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +15,7 @@ from jllama.functional import (
     padding_mask,
     segment_mask,
 )
+from jllama.verify.compare import relative_error
 
 BATCH = 2
 # heads, kv_heads, seq, kv_seq, head_dim: multi-head, grouped, multi-query, one step of decoding

@@ -2,12 +2,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_gradients_match, relative_error
+from helpers import assert_gradients_match
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jllama import oracle
 from jllama.functional import swiglu
+from jllama.verify.compare import relative_error
 
 LEADS = [(), (7,), (2, 5)]
 

@@ -2,12 +2,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_gradients_match, relative_error
+from helpers import assert_gradients_match
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jllama import oracle
 from jllama.functional import layer_norm, rms_norm
+from jllama.verify.compare import relative_error
 
 seeds = st.integers(0, 2**32 - 1)
 SHAPES = [(64,), (5, 64), (2, 3, 96)]

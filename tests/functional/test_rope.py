@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_gradients_match, relative_error
+from helpers import assert_gradients_match
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +19,7 @@ from jllama.functional import (
     scale_llama3,
     scale_yarn,
 )
+from jllama.verify.compare import relative_error
 
 HEAD_DIM = 64
 LAST_POSITION = 2**24 - 1

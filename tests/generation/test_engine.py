@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import random_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from jllama.errors import UsageError
 from jllama.generation import engine
 from jllama.generation.engine import CHUNK_TOKENS, SamplingConfig, generate_tokens
 from jllama.model import unstack_layers
+from jllama.verify.compare import random_params
 
 CONTEXT = 64
 CONFIG = LlamaConfig(

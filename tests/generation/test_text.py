@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import random_params
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ from jllama.generation.engine import SamplingConfig
 from jllama.generation.text import complete, prompt_ids, stream, text_pieces
 from jllama.model import unstack_layers
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
+from jllama.verify.compare import random_params
 
 BYTES = BytesTokenizer()
 BPE = train_sentencepiece(

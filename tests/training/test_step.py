@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import random_params, relative_error
 
 from jllama import oracle
 from jllama.config import LlamaConfig
 from jllama.training.optimizer import OptimizerConfig, make_optimizer
 from jllama.training.step import TrainState, eval_step, token_losses, train_step
+from jllama.verify.compare import random_params, relative_error
 
 BOS = 1
 CONFIG = LlamaConfig(

@@ -1,0 +1,1 @@
+"""Proof that this code computes Llamas rightly, on this machine: checks as data, and how wrong each would notice."""

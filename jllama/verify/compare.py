@@ -1,0 +1,129 @@
+"""A check as data: what is compared, how far apart it came out, and how far it may be."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+
+from jllama.config import LlamaConfig
+from jllama.parameters import Params
+
+TOLERANCE = 1e-5
+"""Relative error of float32 logits against float64 ones."""
+VISIBLE = 100
+"""A deliberate mistake must move the logits by at least so many tolerances."""
+
+Group = Literal["conformance", "mutations", "equalities"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One cell of the matrix.
+
+    Args:
+        group, row, column: where it stands.
+        error: computes the relative error; a ``JllamaError`` is a failure too.
+        tolerance: the largest error of right code.
+    """
+
+    group: Group
+    row: str
+    column: str
+    error: Callable[[], float]
+    tolerance: float = TOLERANCE
+
+    @property
+    def name(self) -> str:
+        """What ``--only`` selects by."""
+        return f"{self.group}/{self.row}/{self.column}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a check found.
+
+    Args:
+        group, row, column, tolerance: the check's.
+        error: the relative error; NaN if nothing could be compared.
+        problem: why nothing could be compared.
+    """
+
+    group: Group
+    row: str
+    column: str
+    error: float
+    tolerance: float
+    problem: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """The error over the tolerance."""
+        return self.error / self.tolerance
+
+    @property
+    def passed(self) -> bool:
+        """Whether right code was within the tolerance or, of a mutation, wrong code was far outside it."""
+        return self.ratio >= VISIBLE if self.group == "mutations" else self.ratio < 1
+
+
+def relative_error(actual: Any, expected: Any) -> float:
+    """The largest absolute difference over the largest absolute expected value.
+
+    NaN anywhere gives NaN, which is never below a tolerance; so does another shape.
+    """
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    if actual.shape != expected.shape:
+        return math.nan
+    difference, size = np.max(np.abs(actual - expected), initial=0.0), np.max(np.abs(expected), initial=0.0)
+    return float(difference / size) if size else float(difference)
+
+
+def worst_error(actual: Any, expected: Any) -> float:
+    """The largest ``relative_error`` of any row: the large values of one do not excuse another. NaN if any is."""
+    errors = [relative_error(one, other) for one, other in zip(actual, expected, strict=True)]
+    return float(np.max(errors))
+
+
+def random_params(config: LlamaConfig, seed: int, embed_std: float = 1.0, query_gain: float = 1.0) -> Params:
+    """Float32 weights under which mistakes show: normal with fan-in scale, norm scales near one; layers stacked.
+
+    With the usual standard deviation of 0.02 attention is all but uniform, and doubling RoPE's base moves no logit.
+
+    Args:
+        config: the architecture.
+        seed: of the draw.
+        embed_std: of the embedding; small, so that the first norm's epsilon is of consequence.
+        query_gain: multiplies the queries: sharp attention tells small turns apart.
+    """
+    rng = np.random.default_rng(seed)
+
+    def matrix(*shape: int, inputs: float) -> np.ndarray:
+        return (rng.standard_normal(shape) / np.sqrt(inputs)).astype(np.float32)
+
+    def scale(*shape: int) -> np.ndarray:
+        return (1 + 0.1 * rng.standard_normal(shape)).astype(np.float32)
+
+    layers, embed, mlp = config.num_layers, config.embed_dim, config.mlp_dim
+    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+    params: Params = {
+        "embed": matrix(config.vocab_size, embed, inputs=embed_std**-2),
+        "layers": {
+            "attn_norm": scale(layers, embed),
+            "wq": matrix(layers, embed, heads, head_dim, inputs=embed / query_gain**2),
+            "wk": matrix(layers, embed, kv_heads, head_dim, inputs=embed),
+            "wv": matrix(layers, embed, kv_heads, head_dim, inputs=embed),
+            "wo": matrix(layers, heads, head_dim, embed, inputs=heads * head_dim),
+            "mlp_norm": scale(layers, embed),
+            "w_gate": matrix(layers, embed, mlp, inputs=embed),
+            "w_up": matrix(layers, embed, mlp, inputs=embed),
+            "w_down": matrix(layers, mlp, embed, inputs=mlp),
+        },
+        "final_norm": scale(embed),
+    }
+    if not config.tie_embeddings:
+        params["lm_head"] = matrix(embed, config.vocab_size, inputs=embed)
+    return params

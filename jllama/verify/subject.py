@@ -1,0 +1,87 @@
+"""The code under test, as a value: the checks run on jllama's own, and on copies with one thing deliberately wrong."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array
+
+import jllama.model
+from jllama.checkpoints.formats import load
+from jllama.config import LlamaConfig
+from jllama.model import KVCache
+from jllama.parameters import Params
+
+
+class Subject(NamedTuple):
+    """What the checks call.
+
+    Args:
+        load: ``(path, rope_factor) -> (config, params)``, layers stacked; ``rope_factor`` as in ``jllama.load``.
+        forward: ``(config, params, tokens, segments=None, positions=None, remat=False) -> logits``.
+        extend: ``(config, unstacked params, tokens, cache, counts) -> (logits, cache)``.
+    """
+
+    load: Callable[[Path, float | None], tuple[LlamaConfig, Params]]
+    forward: Callable[..., Array]
+    extend: Callable[..., tuple[Array, KVCache]]
+
+
+def subject_of(model: types.ModuleType) -> Subject:
+    """The subject that ``jllama.model``, or a copy of it, makes up; nothing in it is compiled yet."""
+
+    def forward(
+        config: LlamaConfig,
+        params: Params,
+        tokens: Array,
+        segments: Array | None = None,
+        positions: Array | None = None,
+        remat: bool = False,
+    ) -> Array:
+        llama = model.merge(config, params)
+        return llama.logits(llama.hidden(tokens, segments, positions, remat=remat))
+
+    def extend(
+        config: LlamaConfig, params: Params, tokens: Array, cache: KVCache, counts: Array
+    ) -> tuple[Array, KVCache]:
+        llama = model.merge(config, params)
+        hidden, longer = llama.extend(tokens, model.KVCache(*cache), counts)
+        return llama.logits(hidden), KVCache(*longer)
+
+    return Subject(_load, forward, extend)
+
+
+def model_with(**wrong: Any) -> types.ModuleType:
+    """A copy of ``jllama.model`` in which some pure functions (such as ``rope_tables``) are replaced."""
+    spec = importlib.util.find_spec("jllama.model")
+    assert spec is not None
+    assert spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    vars(copy)["F"] = types.SimpleNamespace(**vars(jllama.model.F) | wrong)
+    return copy
+
+
+def compiled(subject: Subject) -> Subject:
+    """The same subject under ``jit``."""
+    return subject._replace(
+        forward=jax.jit(subject.forward, static_argnames=("config", "remat")),
+        extend=jax.jit(subject.extend, static_argnames=("config",)),
+    )
+
+
+@functools.cache
+def jllama_itself() -> Subject:
+    """The code that users run, compiled."""
+    return compiled(subject_of(jllama.model))
+
+
+def _load(path: Path, rope_factor: float | None) -> tuple[LlamaConfig, Params]:
+    model = load(path, rope_factor=rope_factor)
+    return model.config, model.params
