@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from jllama.config import LlamaConfig
+from jllama.errors import JllamaError
 from jllama.parameters import Params
 
 TOLERANCE = 1e-5
@@ -26,7 +28,7 @@ class Check:
 
     Args:
         group, row, column: where it stands.
-        error: computes the relative error; a ``JllamaError`` is a failure too.
+        error: computes the relative error.
         tolerance: the largest error of right code.
     """
 
@@ -47,27 +49,36 @@ class Result:
     """What a check found.
 
     Args:
-        group, row, column, tolerance: the check's.
+        check: which.
         error: the relative error; NaN if nothing could be compared.
         problem: why nothing could be compared.
     """
 
-    group: Group
-    row: str
-    column: str
+    check: Check
     error: float
-    tolerance: float
     problem: str = ""
 
     @property
     def ratio(self) -> float:
         """The error over the tolerance."""
-        return self.error / self.tolerance
+        return self.error / self.check.tolerance
 
     @property
     def passed(self) -> bool:
         """Whether right code was within the tolerance or, of a mutation, wrong code was far outside it."""
-        return self.ratio >= VISIBLE if self.group == "mutations" else self.ratio < 1
+        return self.ratio >= VISIBLE if self.check.group == "mutations" else self.ratio < 1
+
+
+def run_checks(checks: Iterable[Check]) -> Iterator[Result]:
+    """Each check's result as it comes. One that raises has failed, and says why."""
+    for check in checks:
+        error, problem = math.nan, ""
+        try:
+            with jax.default_matmul_precision("highest"):
+                error = check.error()
+        except Exception as raised:
+            problem = str(raised) if isinstance(raised, JllamaError) else f"{type(raised).__name__}: {raised}"
+        yield Result(check, error, problem)
 
 
 def relative_error(actual: Any, expected: Any) -> float:

@@ -59,7 +59,7 @@ def subject_of(model: types.ModuleType) -> Subject:
 
 def model_with(**wrong: Any) -> types.ModuleType:
     """A copy of ``jllama.model`` in which some pure functions (such as ``rope_tables``) are replaced."""
-    spec = importlib.util.find_spec("jllama.model")
+    spec = importlib.util.spec_from_file_location("jllama.model_copy", jllama.model.__file__)
     assert spec is not None
     assert spec.loader is not None
     copy = importlib.util.module_from_spec(spec)

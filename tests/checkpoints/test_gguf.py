@@ -23,6 +23,7 @@ from jllama.model import merge, rope_frequencies
 from jllama.parameters import stored_tensors
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify.compare import random_params, relative_error
+from jllama.verify.writers import gguf_divisors, gguf_metadata, gguf_tensors, interleave
 
 CONFIG = LlamaConfig(
     vocab_size=96,
@@ -91,55 +92,6 @@ def converted(params, dtype):
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
-def permuted(matrix: np.ndarray, heads: int) -> np.ndarray:
-    """How llama.cpp's converter reorders the rows of a Hugging Face q or k."""
-    half = matrix.shape[0] // heads // 2
-    return matrix.reshape(heads, 2, half, -1).swapaxes(1, 2).reshape(matrix.shape)
-
-
-def converter_tensors(config, params) -> dict[str, np.ndarray]:
-    """The tensors of a model as llama.cpp's converter writes them, names written out."""
-
-    def rows(name, layer):
-        array = np.asarray(params["layers"][name][layer])
-        axes_in = 2 if name == "wo" else 1
-        return array.reshape(math.prod(array.shape[:axes_in]), -1).T
-
-    found = {"token_embd.weight": params["embed"], "output_norm.weight": params["final_norm"]}
-    if "lm_head" in params:
-        found["output.weight"] = np.ascontiguousarray(params["lm_head"].T)
-    for layer in range(config.num_layers):
-        found |= {
-            f"blk.{layer}.attn_norm.weight": params["layers"]["attn_norm"][layer],
-            f"blk.{layer}.ffn_norm.weight": params["layers"]["mlp_norm"][layer],
-            f"blk.{layer}.attn_q.weight": permuted(rows("wq", layer), config.num_heads),
-            f"blk.{layer}.attn_k.weight": permuted(rows("wk", layer), config.num_kv_heads),
-            f"blk.{layer}.attn_v.weight": rows("wv", layer),
-            f"blk.{layer}.attn_output.weight": rows("wo", layer),
-            f"blk.{layer}.ffn_gate.weight": rows("w_gate", layer),
-            f"blk.{layer}.ffn_up.weight": rows("w_up", layer),
-            f"blk.{layer}.ffn_down.weight": rows("w_down", layer),
-        }
-    return {name: np.ascontiguousarray(array) for name, array in found.items()}
-
-
-def converter_metadata(config) -> dict[str, object]:
-    """The keys of a Llama as llama.cpp's converter writes them."""
-    return {
-        "llama.block_count": config.num_layers,
-        "llama.context_length": config.max_seq_len,
-        "llama.embedding_length": config.embed_dim,
-        "llama.feed_forward_length": config.mlp_dim,
-        "llama.attention.head_count": config.num_heads,
-        "llama.attention.head_count_kv": config.num_kv_heads,
-        "llama.attention.key_length": config.head_dim,
-        "llama.attention.value_length": config.head_dim,
-        "llama.rope.dimension_count": config.head_dim,
-        "llama.rope.freq_base": config.rope_theta,
-        "llama.attention.layer_norm_rms_epsilon": config.norm_eps,
-    }
-
-
 def write_with_package(path, metadata, tensors, architecture="llama", types=None):
     """A file made by the gguf package. ``types``: the tensors to quantise first, and how."""
     writer = GGUFWriter(path, architecture)
@@ -170,14 +122,14 @@ def params():
 def llama_file(tmp_path_factory, params):
     """A whole file made by the gguf package; never changed."""
     path = tmp_path_factory.mktemp("whole") / "model.gguf"
-    write_with_package(path, converter_metadata(CONFIG), converter_tensors(CONFIG, params))
+    write_with_package(path, gguf_metadata(CONFIG), gguf_tensors(CONFIG, params))
     return path
 
 
 def edited(llama_file, path, changes, tensors=None, architecture="llama"):
     """The whole file with some keys changed or (None) left out, and tensors added."""
-    reader_tensors = converter_tensors(CONFIG, random_params(CONFIG, 0)) | (tensors or {})
-    metadata = {key: value for key, value in (converter_metadata(CONFIG) | changes).items() if value is not None}
+    reader_tensors = gguf_tensors(CONFIG, random_params(CONFIG, 0)) | (tensors or {})
+    metadata = {key: value for key, value in (gguf_metadata(CONFIG) | changes).items() if value is not None}
     write_with_package(path, metadata, reader_tensors, architecture)
     return path
 
@@ -206,13 +158,13 @@ def test_the_package_reads_what_we_write_as_the_converter_would_have_written_it(
     params = random_params(config, 1)
     written(tmp_path / "m.gguf", config, params)
     reader = GGUFReader(tmp_path / "m.gguf")
-    expected = converter_tensors(config, params)
+    expected = gguf_tensors(config, params)
     assert {tensor.name for tensor in reader.tensors} == set(expected)
     for tensor in reader.tensors:
         assert tensor.tensor_type == F32
         np.testing.assert_array_equal(tensor.data, expected[tensor.name])
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    for name, value in converter_metadata(config).items():
+    for name, value in gguf_metadata(config).items():
         assert fields[name] == pytest.approx(value, rel=1e-7)
     assert fields["general.architecture"] == "llama"
     assert fields["general.quantization_version"] == 2
@@ -335,27 +287,27 @@ def test_a_type_that_cannot_be_dequantised_is_refused_by_name(tmp_path, type_):
 
 def test_with_one_quantised_matrix_everything_is_float32(tmp_path, params):
     """As llama.cpp's mixed files are: some matrices quantised, some float16 or bfloat16, norms float32."""
-    tensors = converter_tensors(CONFIG, params)
+    tensors = gguf_tensors(CONFIG, params)
     for name, tensor in tensors.items():
         if tensor.ndim == 2:
             tensors[name] = tensor.astype(np.float16 if "ffn" in name else jnp.bfloat16)
     types = {"blk.1.attn_q.weight": Q8_0}
-    tensors["blk.1.attn_q.weight"] = converter_tensors(CONFIG, params)["blk.1.attn_q.weight"]
-    write_with_package(tmp_path / "m.gguf", converter_metadata(CONFIG), tensors, types=types)
+    tensors["blk.1.attn_q.weight"] = gguf_tensors(CONFIG, params)["blk.1.attn_q.weight"]
+    write_with_package(tmp_path / "m.gguf", gguf_metadata(CONFIG), tensors, types=types)
     checkpoint = gguf.read(tmp_path / "m.gguf")
     assert {tensor.dtype for tensor in checkpoint.tensors.values()} == {np.dtype(np.float32)}
     loaded = load_params(checkpoint)
     assert_same_bits(loaded["embed"], params["embed"].astype(jnp.bfloat16).astype(np.float32))
     assert_same_bits(loaded["layers"]["w_up"], params["layers"]["w_up"].astype(np.float16).astype(np.float32))
-    query = dequantize(quantize(converter_tensors(CONFIG, params)["blk.1.attn_q.weight"], Q8_0), Q8_0)
-    np.testing.assert_array_equal(permuted(np.asarray(loaded["layers"]["wq"][1]).reshape(128, -1).T, 4), query)
+    query = dequantize(quantize(gguf_tensors(CONFIG, params)["blk.1.attn_q.weight"], Q8_0), Q8_0)
+    np.testing.assert_array_equal(interleave(np.asarray(loaded["layers"]["wq"][1]).reshape(128, -1).T, 4), query)
 
 
 def test_norms_that_the_matrices_dtype_cannot_hold_stay_float32(tmp_path, params):
-    tensors = converter_tensors(CONFIG, params)
+    tensors = gguf_tensors(CONFIG, params)
     tensors = {name: tensor.astype(jnp.bfloat16) if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
     tensors["output_norm.weight"] = tensors["output_norm.weight"].astype(jnp.bfloat16).astype(np.float32)
-    write_with_package(tmp_path / "m.gguf", converter_metadata(CONFIG), tensors)
+    write_with_package(tmp_path / "m.gguf", gguf_metadata(CONFIG), tensors)
     checkpoint = gguf.read(tmp_path / "m.gguf")
     assert checkpoint.tensors["final_norm"].dtype == jnp.bfloat16
     assert checkpoint.tensors["layers/0/attn_norm"].dtype == np.float32
@@ -376,7 +328,7 @@ def test_each_type_is_written_as_the_package_has_it(tmp_path, params, dtype, typ
     num_bytes = written(tmp_path / "m.gguf", CONFIG, params, dtype)
     reader = GGUFReader(tmp_path / "m.gguf")
     assert num_bytes == sum(tensor.n_bytes for tensor in reader.tensors)
-    expected = converter_tensors(CONFIG, params)
+    expected = gguf_tensors(CONFIG, params)
     for tensor in reader.tensors:
         wanted = F32 if expected[tensor.name].ndim == 1 else type_
         if wanted == Q8_0 and expected[tensor.name].shape[1] % 32:
@@ -443,9 +395,9 @@ def test_metadata_are_python_values(tmp_path):
 def test_an_alignment_other_than_the_usual_one_is_followed(tmp_path, params):
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_custom_alignment(256)
-    for key, value in converter_metadata(CONFIG).items():
+    for key, value in gguf_metadata(CONFIG).items():
         (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(key, value)
-    for name, tensor in converter_tensors(CONFIG, params).items():
+    for name, tensor in gguf_tensors(CONFIG, params).items():
         writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -456,6 +408,7 @@ def test_an_alignment_other_than_the_usual_one_is_followed(tmp_path, params):
 
 def test_what_a_file_leaves_out_has_llama_cpps_defaults(tmp_path, llama_file):
     left_out = {
+        "llama.vocab_size": None,
         "llama.attention.head_count_kv": None,
         "llama.attention.key_length": None,
         "llama.attention.value_length": None,
@@ -464,8 +417,8 @@ def test_what_a_file_leaves_out_has_llama_cpps_defaults(tmp_path, llama_file):
     }
     config = LlamaConfig(vocab_size=8, num_layers=1, embed_dim=32, num_heads=4, mlp_dim=16, max_seq_len=64)
     params = random_params(config, 0)
-    metadata = {key: value for key, value in converter_metadata(config).items() if key not in left_out}
-    write_with_package(tmp_path / "m.gguf", metadata, converter_tensors(config, params))
+    metadata = {key: value for key, value in gguf_metadata(config).items() if key not in left_out}
+    write_with_package(tmp_path / "m.gguf", metadata, gguf_tensors(config, params))
     assert gguf.read(tmp_path / "m.gguf").config == config
 
 
@@ -549,41 +502,24 @@ def test_the_tokenizer_comes_back(tmp_path, kind):
 # Rotary scaling
 
 
-def converter_divisors(theta, head_dim, factor, low=1.0, high=4.0, original=8192):
-    """``rope_freqs.weight`` as llama.cpp's converter computes it for llama3: what frequencies are divided by."""
-    found = []
-    for i in range(0, head_dim, 2):
-        wavelength = 2 * math.pi * theta ** (i / head_dim)
-        if wavelength < original / high:
-            found.append(1.0)
-        elif wavelength > original / low:
-            found.append(factor)
-        else:
-            smooth = (original / wavelength - low) / (high - low)
-            found.append(1 / ((1 - smooth) / factor + smooth))
-    return np.array(found, np.float32)
+DIVISORS = gguf_divisors(CONFIG, RopeScaling("llama3", 8.0))
 
 
 @pytest.mark.parametrize(
-    ("factor", "bounds"),
+    "scaling",
     [
-        (8.0, {}),
-        (32.0, {}),
-        (4.5, {"low": 1.0, "high": 2.0, "original": 4096}),
-        (16.0, {"low": 1.0, "high": 7.5, "original": 1000}),
-        (8.0, {"low": 2.0, "high": 5.0, "original": 8192}),
+        RopeScaling("llama3", 8.0),
+        RopeScaling("llama3", 32.0),
+        RopeScaling("llama3", 4.5, 1.0, 2.0, 4096),
+        RopeScaling("llama3", 16.0, 1.0, 7.5, 1000),
+        RopeScaling("llama3", 8.0, 2.0, 5.0, 8192),
     ],
 )
-def test_llama3_scaling_is_recovered_from_its_divisors(tmp_path, llama_file, factor, bounds):
-    divisors = converter_divisors(50_000.0, 64, factor, **bounds)
-    path = edited(llama_file, tmp_path / "m.gguf", {}, {"rope_freqs.weight": divisors})
-    config = gguf.read(path).config
-    scaling = RopeScaling(
-        "llama3", factor, bounds.get("low", 1.0), bounds.get("high", 4.0), bounds.get("original", 8192)
-    )
-    plain = rope_frequencies(CONFIG)
-    np.testing.assert_allclose(plain / rope_frequencies(config), divisors, rtol=1e-5)
-    if bounds.get("low", 1.0) == 1:  # else only a multiple of the bounds can be known
+def test_llama3_scaling_is_recovered_from_its_divisors(tmp_path, llama_file, scaling):
+    divisors = gguf_divisors(CONFIG, scaling)
+    config = gguf.read(edited(llama_file, tmp_path / "m.gguf", {}, {"rope_freqs.weight": divisors})).config
+    np.testing.assert_allclose(rope_frequencies(CONFIG) / rope_frequencies(config), divisors, rtol=1e-5)
+    if scaling.low_freq_factor == 1:  # else only a multiple of the bounds can be known
         assert config.rope_scaling == scaling
 
 
@@ -592,7 +528,7 @@ def test_llama3_scaling_is_written_as_the_converter_does(tmp_path, params):
     config = LlamaConfig(**(vars(CONFIG) | {"rope_scaling": scaling, "rope_theta": 500_000.0}))
     written(tmp_path / "m.gguf", config, params)
     (tensor,) = [tensor for tensor in GGUFReader(tmp_path / "m.gguf").tensors if tensor.name == "rope_freqs.weight"]
-    expected = converter_divisors(500_000.0, 64, 32.0)
+    expected = gguf_divisors(config, scaling)
     assert expected.min() == 1
     assert expected.max() == 32
     np.testing.assert_allclose(tensor.data, expected, rtol=1e-6)
@@ -614,11 +550,11 @@ def test_divisors_that_say_nothing_are_no_scaling(tmp_path, llama_file):
         ({}, np.full(32, np.nan), "that no llama3 scaling gives"),
         ({}, np.full(32, np.inf), "that no llama3 scaling gives"),
         ({}, np.zeros(32), "that no llama3 scaling gives"),
-        ({}, converter_divisors(50_000.0, 64, 8.0) * (1 + 1e-4), "that no llama3 scaling gives"),
+        ({}, DIVISORS * (1 + 1e-4), "that no llama3 scaling gives"),
         ({}, np.ones(31), r"rope_freqs.weight as float32\[31\], expected float32\[32\]"),
         (
             {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0},
-            converter_divisors(50_000.0, 64, 8.0),
+            DIVISORS,
             "scales rotary frequencies twice",
         ),
     ],
@@ -634,13 +570,13 @@ def test_our_own_keys_must_agree_with_the_divisors(tmp_path, llama_file):
 
     def write(original, divisors):
         writer = GGUFWriter(tmp_path / "m.gguf", "llama")
-        for key, value in converter_metadata(CONFIG).items():
+        for key, value in gguf_metadata(CONFIG).items():
             (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(key, value)
         for key, value in keys.items():
             writer.add_float64(f"jllama.rope_scaling.{key}", value)
         if original:
             writer.add_uint32("jllama.rope_scaling.original_max_seq_len", original)
-        for name, tensor in (converter_tensors(CONFIG, random_params(CONFIG, 0)) | divisors).items():
+        for name, tensor in (gguf_tensors(CONFIG, random_params(CONFIG, 0)) | divisors).items():
             writer.add_tensor(name, tensor)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -648,7 +584,7 @@ def test_our_own_keys_must_agree_with_the_divisors(tmp_path, llama_file):
         writer.close()
         return gguf.read(tmp_path / "m.gguf").config.rope_scaling
 
-    divisors = {"rope_freqs.weight": converter_divisors(50_000.0, 64, 8.0)}
+    divisors = {"rope_freqs.weight": DIVISORS}
     assert write(8192, divisors) == RopeScaling("llama3", 8.0)
     with pytest.raises(JllamaError, match="that no llama3 scaling gives"):
         write(4096, divisors)
@@ -758,7 +694,7 @@ def test_other_architectures_parts_and_biases_are_refused(tmp_path, llama_file):
     edited(llama_file, path, {}, {"blk.0.attn_q.bias": np.zeros(256, np.float32)})
     with pytest.raises(JllamaError, match=r"not of a Llama of this configuration: blk\.0\.attn_q\.bias"):
         gguf.read(path)
-    write_with_package(path, converter_metadata(CONFIG), {"output.weight": np.ones((2, 2), np.float32)})
+    write_with_package(path, gguf_metadata(CONFIG), {"output.weight": np.ones((2, 2), np.float32)})
     with pytest.raises(JllamaError, match=r"lacks the tensor token_embd\.weight"):
         gguf.read(path)
     for stop in (96, -1, "</s>", 4.0):

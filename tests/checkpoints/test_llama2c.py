@@ -1,4 +1,4 @@
-"""llama2.c files there and back, against readers, a writer and arithmetic put down here from run.c's description."""
+"""llama2.c files there and back, against a reader and arithmetic put down here from run.c's description."""
 
 import struct
 from pathlib import Path
@@ -18,6 +18,7 @@ from jllama.errors import JllamaError
 from jllama.model import merge
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify.compare import random_params, relative_error
+from jllama.verify.writers import ROUTES
 
 CONFIG = LlamaConfig(
     vocab_size=50, num_layers=2, embed_dim=128, num_heads=2, num_kv_heads=1, mlp_dim=96, max_seq_len=64
@@ -48,6 +49,14 @@ def written(folder, config, seed=0, tensor_dtype=np.float32, dtype=None, **other
     done = []
     llama2c.write(opened(config, params, **others), folder, dtype, done.append)
     return params, sum(done)
+
+
+def written_by_jllama(folder, config, params):
+    folder.mkdir()
+    llama2c.write(opened(config, params), folder, None, lambda _: None)
+
+
+WRITERS = [written_by_jllama, ROUTES["llama2c"].write]
 
 
 def run_c_weights(path: Path) -> tuple[tuple[int, ...], dict[str, np.ndarray]]:
@@ -139,22 +148,26 @@ def test_there_and_back_is_the_same_bytes(tmp_path_factory, config, seed):
             assert np.asarray(found).tobytes() == wanted.tobytes()
 
 
+@pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("tied", [False, True])
-def test_run_c_and_jllama_give_the_same_logits(tmp_path, tied):
+def test_run_c_and_jllama_give_the_same_logits(tmp_path, tied, write):
     config = LlamaConfig(**(vars(CONFIG) | {"tie_embeddings": tied}))
-    params, _ = written(tmp_path, config)
+    params, folder = random_params(config, 0), tmp_path / "model"
+    write(folder, config, params)
     tokens = np.random.default_rng(1).integers(0, 50, 64)
-    expected = run_c_forward(tmp_path / "model.bin", list(tokens))
+    expected = run_c_forward(folder / "model.bin", list(tokens))
     assert relative_error(oracle.forward(params, tokens[None], config)[0], expected) < 1e-10
-    read_back = llama2c.read(tmp_path)
+    read_back = llama2c.read(folder)
     logits = merge(read_back.config, load_params(read_back))(jnp.asarray(tokens)[None])
     assert relative_error(logits[0], expected) < 1e-5
 
 
-def test_the_file_is_as_run_c_reads_it(tmp_path):
+@pytest.mark.parametrize("write", WRITERS)
+def test_the_file_is_as_run_c_reads_it(tmp_path, write):
     """Header, order, and the two tables of cosines and sines, which other readers of the format use."""
-    params, _ = written(tmp_path, CONFIG)
-    header, weights = run_c_weights(tmp_path / "model.bin")
+    params = random_params(CONFIG, 0)
+    write(tmp_path / "model", CONFIG, params)
+    header, weights = run_c_weights(tmp_path / "model" / "model.bin")
     assert header == (128, 96, 2, 2, 1, -50, 64)
     angles = np.outer(np.arange(64), 10000.0 ** (-np.arange(0, 64, 2) / 64))
     np.testing.assert_allclose(weights["freq_cis_real"], np.cos(angles), atol=1e-6)

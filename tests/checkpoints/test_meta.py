@@ -378,7 +378,10 @@ WRONG_PARAMS = {
     "absurdly many layers": ({"n_layers": 10**9}, "n_layers 1000000000, but each shard holds 22 tensors"),
     "one layer more": ({"n_layers": 3}, r"missing: layers\.2\.attention_norm\.weight, .*layers\.2\.feed_forward\.w2"),
     "one layer fewer": ({"n_layers": 1}, r"not of a Llama of this configuration: .*layers\.1\.ffn_norm"),
-    "absurd dim": ({"dim": 2**30}, r"norm\.weight has shape \[32\], expected \[1073741824\]"),
+    "absurd dim": (
+        {"dim": 2**30, "multiple_of": None, "ffn_dim_multiplier": None},
+        r"norm\.weight has shape \[32\], expected \[1073741824\]",
+    ),
     "a dim past all bounds": ({"dim": 10**400}, "has dim 1000"),
     "heads that do not divide": ({"n_heads": 5}, "params.json: .*not divisible by num_heads 5"),
     "kv heads that do not divide": ({"n_kv_heads": 3}, "params.json: .*not divisible by num_kv_heads 3"),
@@ -392,7 +395,10 @@ WRONG_PARAMS = {
     "a vocabulary in text": ({"vocab_size": "48"}, 'vocab_size "48"'),
     "a vocabulary of -2": ({"vocab_size": -2}, "vocab_size -2"),
     "another MLP": ({"multiple_of": 256}, r"an MLP 256 wide, .*w1\.weight has 64 rows"),
-    "another multiplier": ({"ffn_dim_multiplier": 3.1}, r"an MLP 512 wide, .*w1\.weight has 64 rows"),
+    "another multiplier": (
+        {"multiple_of": 256, "ffn_dim_multiplier": 3.1},
+        r"an MLP 512 wide, .*w1\.weight has 64 rows",
+    ),
     "multiples of nothing": ({"multiple_of": 0}, "multiple_of 0"),
     "an endless multiplier": ({"multiple_of": 8, "ffn_dim_multiplier": 1e308}, "ffn_dim_multiplier 1e\\+308"),
 }

@@ -1,0 +1,197 @@
+"""Deliberate mistakes, each of which has shipped somewhere: how far does the matrix see them?
+
+A mutation turns the code under test into a copy with one thing wrong. It is used twice: for the matrix's own figures of
+sensitivity, and by the tests, which plant it and look at which cells fail.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+import jllama.model
+from jllama import functional as F
+from jllama.config import LlamaConfig, RopeScaling
+from jllama.model import KVCache
+from jllama.parameters import Params
+from jllama.verify.compare import Check, random_params
+from jllama.verify.conformance import model_error
+from jllama.verify.subject import Subject, model_with, subject_of
+from jllama.verify.variants import VARIANTS, weights
+
+Misread = Callable[[LlamaConfig, Params], tuple[LlamaConfig, Params]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """One thing deliberately wrong.
+
+    Args:
+        name: what is wrong.
+        plant: the subject with it; nothing compiled, so run it on small inputs.
+        applies: whether it changes anything for a configuration.
+        interleaved_only: it is made only in readers of formats that store rotary channels in interleaved pairs.
+    """
+
+    name: str
+    plant: Callable[[Subject], Subject]
+    applies: Callable[[LlamaConfig], bool] = lambda _: True
+    interleaved_only: bool = False
+
+
+def misreading(change: Misread) -> Callable[[Subject], Subject]:
+    """A subject whose readers make a mistake."""
+
+    def plant(subject: Subject) -> Subject:
+        return subject._replace(load=lambda path, rope_factor: change(*subject.load(path, rope_factor)))
+
+    return plant
+
+
+def miscomputing(model: types.ModuleType) -> Callable[[Subject], Subject]:
+    """A subject that computes with a wrong copy of the model."""
+    return lambda subject: subject_of(model)._replace(load=subject.load)
+
+
+def _config(**changed: Callable[[LlamaConfig], object]) -> Callable[[Subject], Subject]:
+    """A reader that gets fields of the configuration wrong."""
+
+    def change(config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Params]:
+        return dataclasses.replace(config, **{name: wrong(config) for name, wrong in changed.items()}), params
+
+    return misreading(change)
+
+
+def _layers(change: Callable[[LlamaConfig, Params], Params]) -> Callable[[Subject], Subject]:
+    """A reader that gets some matrices of the layers wrong; ``change`` gives the wrong ones."""
+    return misreading(
+        lambda config, params: (config, params | {"layers": params["layers"] | change(config, params["layers"])})
+    )
+
+
+def interleaved(matrix: Any) -> Array:
+    """A half-split matrix as Meta's files have it: channel ``i`` and ``i + head_dim / 2`` side by side."""
+    return jnp.stack(jnp.split(jnp.asarray(matrix), 2, axis=-1), axis=-1).reshape(matrix.shape)
+
+
+def _permuted_with_num_heads(config: LlamaConfig, layers: Params) -> Params:
+    """Keys put in half-split order as if there were as many heads of them as of queries, where they divide so."""
+    if not _keys_divide_as_queries(config):
+        return {}
+    stored = interleaved(layers["wk"])
+    pairs = stored.reshape(*stored.shape[:2], config.num_heads, -1, 2)
+    return {"wk": pairs.swapaxes(-1, -2).reshape(stored.shape)}
+
+
+def _post_norm() -> types.ModuleType:
+    """The Transformer of 2017: each branch's sum is normalised, not its input."""
+    model = model_with()
+
+    def call(layer: Any, x: Array, attend: Any, cached: Any = None) -> tuple[Array, Any]:
+        mixed, kept = layer.attention(x, attend, cached)
+        x = F.rms_norm(x + mixed, layer.attn_norm[...], layer.norm_eps)
+        fed = F.swiglu(x, layer.w_gate[...], layer.w_up[...], layer.w_down[...])
+        return F.rms_norm(x + fed, layer.mlp_norm[...], layer.norm_eps), kept
+
+    model.Layer.__call__ = call
+    return model
+
+
+def _with_8_for_32(scaling: RopeScaling | None) -> RopeScaling | None:
+    return dataclasses.replace(scaling, factor=8.0) if scaling and scaling.factor == 32 else scaling
+
+
+def _remainder_attention(query: Array, key: Array, value: Array, mask: Array) -> Array:
+    """Query head ``n`` uses key-value head ``n % kv_heads``."""
+    order = np.argsort(np.arange(query.shape[1]) % key.shape[1], kind="stable")
+    return F.grouped_query_attention(query[:, order], key, value, mask)[:, np.argsort(order)]
+
+
+def _bfloat16_tables(positions: Array, frequencies: np.ndarray) -> tuple[Array, Array]:
+    cos, sin = F.rope_tables(positions, frequencies)
+    return cos.astype(jnp.bfloat16).astype(jnp.float32), sin.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def _one_ahead(query_positions: Array, key_positions: Array) -> Array:
+    return F.causal_mask(query_positions + 1, key_positions)
+
+
+def _cache_one_on(subject: Subject) -> Subject:
+    """What is written to the cache after the first tokens stands one slot, and one position, too far on."""
+
+    def extend(config: LlamaConfig, params: Params, tokens: Array, cache: KVCache, counts: Array) -> tuple:
+        moved = cache._replace(lengths=cache.lengths + (cache.lengths > 0))
+        return own.extend(config, params, tokens, moved, counts)
+
+    own = subject_of(jllama.model)
+    return own._replace(load=subject.load, extend=extend)
+
+
+def _untied(config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Params]:
+    """A tied head is taken for one of its own that the file does not have."""
+    if not config.tie_embeddings:
+        return config, params
+    config = dataclasses.replace(config, tie_embeddings=False)
+    return config, params | {"lm_head": random_params(config, 1)["lm_head"]}
+
+
+def _keys_divide_as_queries(config: LlamaConfig) -> bool:
+    rows = config.num_kv_heads * config.head_dim
+    return config.num_kv_heads < config.num_heads and rows % (2 * config.num_heads) == 0
+
+
+MUTATIONS = [
+    Mutation("theta x2", _config(rope_theta=lambda config: 2 * config.rope_theta)),
+    Mutation("no scaling", _config(rope_scaling=lambda _: None), lambda config: config.rope_scaling is not None),
+    Mutation(
+        "factor 8 for 32",
+        _config(
+            rope_scaling=lambda config: config.rope_scaling and dataclasses.replace(config.rope_scaling, factor=8.0)
+        ),
+        lambda config: _with_8_for_32(config.rope_scaling) != config.rope_scaling,
+    ),
+    Mutation("eps x10", _config(norm_eps=lambda config: 10 * config.norm_eps)),
+    Mutation("post-norm", miscomputing(_post_norm())),
+    Mutation(
+        "heads n % kv",
+        miscomputing(model_with(grouped_query_attention=_remainder_attention)),
+        lambda config: 1 < config.num_kv_heads < config.num_heads,
+    ),
+    Mutation(
+        "q/k not permuted",
+        _layers(lambda _, layers: {name: interleaved(layers[name]) for name in ("wq", "wk")}),
+        interleaved_only=True,
+    ),
+    Mutation("k permuted as q", _layers(_permuted_with_num_heads), _keys_divide_as_queries, interleaved_only=True),
+    Mutation("head untied", misreading(_untied), lambda config: config.tie_embeddings),
+    Mutation("bfloat16 RoPE", miscomputing(model_with(rope_tables=_bfloat16_tables))),
+    Mutation("mask +1", miscomputing(model_with(causal_mask=_one_ahead))),
+    Mutation("cache +1", _cache_one_on),
+]
+
+
+def mutation_checks() -> list[Check]:
+    """For every variant and mutation that concerns it: how far the mistake moves the logits from the oracle's.
+
+    Nothing is compiled whole, which would take longer than running it.
+    """
+
+    def error(mutation: Mutation, config: LlamaConfig) -> float:
+        right = subject_of(jllama.model)._replace(load=lambda path, rope_factor: (config, weights(config)))
+        wrong = mutation.plant(right)
+        return model_error(wrong, *wrong.load(Path(), None), config)
+
+    return [
+        Check("mutations", name, mutation.name, functools.partial(error, mutation, config))
+        for mutation in MUTATIONS
+        for name, config in VARIANTS.items()
+        if mutation.applies(config)
+    ]

@@ -1,0 +1,94 @@
+"""The Llamas of the matrix: released ones made small, with every knob that can be got wrong left as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from jllama import oracle
+from jllama.config import LlamaConfig, RopeScaling
+from jllama.parameters import Params
+from jllama.presets import preset
+from jllama.verify.compare import random_params
+
+SEQ = 512
+FAR = (9_000, 100_000)
+"""Positions past the context that RoPE was first made for, and far past it."""
+
+
+def _small(name: str, heads: int, kv_heads: int, **changed: object) -> LlamaConfig:
+    """A preset with few heads, layers and tokens; its head_dim, epsilon, RoPE, tying and context length stay."""
+    config = preset(name)
+    sizes = {
+        "vocab_size": 384,
+        "num_layers": 2,
+        "embed_dim": heads * config.head_dim,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "mlp_dim": 512,
+    }
+    return dataclasses.replace(config, **(sizes | changed))
+
+
+VARIANTS: dict[str, LlamaConfig] = {
+    "Llama 1": _small("llama1-7b", 4, 4),
+    "Llama 2": _small("llama2-7b", 4, 4),
+    "Llama 2 grouped": _small("llama2-70b", 4, 2),
+    "Code Llama": _small("codellama-34b", 4, 2),
+    "Llama 3": _small("llama3-8b", 4, 2),
+    "Llama 3.1": _small("llama3.1-8b", 4, 2),
+    "Llama 3.2 tied": _small("llama3.2-1b", 8, 2),
+    "Llama 3.3": _small("llama3.3-70b", 4, 2, mlp_dim=448),
+    "OpenLLaMA 3B": _small("openllama-3b", 4, 4),
+    "TinyLlama": _small("tinyllama-1.1b", 8, 4),
+    "SmolLM2": _small("smollm2-135m", 12, 4),
+    "llama2.c": _small("stories-42m", 8, 8),
+    "multi-query": _small("tinyllama-1.1b", 8, 1),
+    "own head_dim": _small("llama3-8b", 4, 2, embed_dim=192),
+    "linear x4": _small("llama2-7b", 4, 4, rope_scaling=RopeScaling("linear", 4.0), max_seq_len=16_384),
+    "dynamic x4": _small(  # sees more tokens than its context: that is when it scales
+        "llama2-7b", 4, 4, rope_scaling=RopeScaling("dynamic", 4.0, original_max_seq_len=SEQ // 2), max_seq_len=SEQ // 2
+    ),
+    "yarn x32": _small(
+        "llama2-7b", 4, 4, rope_scaling=RopeScaling("yarn", 32.0, original_max_seq_len=4096), max_seq_len=131_072
+    ),
+}
+
+
+def tokens_and_positions(config: LlamaConfig) -> tuple[Int[np.ndarray, "rows seq"], Int[np.ndarray, "rows seq"]]:
+    """Rows of random tokens, and where they stand.
+
+    The first row is at 0 to 511. Of each other, half is at the start and half around a position of ``FAR`` that the
+    context reaches (or at the end of a shorter one), so that it sees its neighbours and, far back, the start.
+    """
+    reached = [far for far in FAR if far + SEQ // 4 <= config.max_seq_len]
+    if not reached and config.max_seq_len > SEQ:
+        reached = [config.max_seq_len - SEQ // 4]
+    start, around = np.arange(SEQ // 2), np.arange(-SEQ // 4, SEQ // 4)
+    positions = np.stack([np.arange(SEQ), *(np.concatenate([start, far + around]) for far in reached)])
+    return np.random.default_rng(0).integers(0, config.vocab_size, positions.shape), positions
+
+
+@functools.cache
+def weights(config: LlamaConfig) -> Params:
+    """The variant's weights: small embeddings and sharp attention, under which every mistake shows."""
+    scaling = config.rope_scaling
+    sharpness = scaling.attention_factor**2 if scaling and scaling.type == "yarn" else 1.0  # yarn's own
+    return random_params(config, 0, embed_std=0.01, query_gain=2.0 / sharpness)
+
+
+@functools.cache
+def judged(config: LlamaConfig) -> Float[np.ndarray, "rows seq vocab"]:
+    """The float64 oracle's logits for ``weights(config)`` at ``tokens_and_positions(config)``."""
+    tokens, positions = tokens_and_positions(config)
+    return oracle.forward(weights(config), tokens, config, positions)
+
+
+@functools.cache
+def judged_last(config: LlamaConfig, num_tokens: int) -> Float[np.ndarray, "vocab"]:
+    """The oracle's logits after the first tokens of the first row: what decoding with a cache must come to."""
+    tokens, _ = tokens_and_positions(config)
+    return oracle.forward(weights(config), tokens[:1, :num_tokens], config)[0, -1]

@@ -1,0 +1,357 @@
+"""A small model written in every checkpoint format, by code that shares nothing with the readers.
+
+Names, orders, transposes and the order of rotary channels are put down here a second time, from the formats' own
+definitions and not from ``jllama.parameters``: a mistake there shows as a difference, instead of being made twice.
+Sources: Meta's llama and llama-models (``model.py``), ``torch.save``; transformers 4 and 5 (``modeling_llama.py``,
+``modeling_rope_utils.py``), safetensors; llama.cpp's ``convert_hf_to_gguf.py``; llama2.c's ``export.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import struct
+import zipfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import yaml
+from gguf import GGUFWriter
+
+from jllama.config import LlamaConfig, RopeScaling
+from jllama.parameters import Params
+
+Tensors = dict[str, np.ndarray]
+
+_META, _HUGGING_FACE, _GGUF = range(3)
+_NAMES = {
+    "embed": ("tok_embeddings", "model.embed_tokens", "token_embd"),
+    "attn_norm": ("layers.{}.attention_norm", "model.layers.{}.input_layernorm", "blk.{}.attn_norm"),
+    "wq": ("layers.{}.attention.wq", "model.layers.{}.self_attn.q_proj", "blk.{}.attn_q"),
+    "wk": ("layers.{}.attention.wk", "model.layers.{}.self_attn.k_proj", "blk.{}.attn_k"),
+    "wv": ("layers.{}.attention.wv", "model.layers.{}.self_attn.v_proj", "blk.{}.attn_v"),
+    "wo": ("layers.{}.attention.wo", "model.layers.{}.self_attn.o_proj", "blk.{}.attn_output"),
+    "mlp_norm": ("layers.{}.ffn_norm", "model.layers.{}.post_attention_layernorm", "blk.{}.ffn_norm"),
+    "w_gate": ("layers.{}.feed_forward.w1", "model.layers.{}.mlp.gate_proj", "blk.{}.ffn_gate"),
+    "w_down": ("layers.{}.feed_forward.w2", "model.layers.{}.mlp.down_proj", "blk.{}.ffn_down"),
+    "w_up": ("layers.{}.feed_forward.w3", "model.layers.{}.mlp.up_proj", "blk.{}.ffn_up"),
+    "final_norm": ("norm", "model.norm", "output_norm"),
+    "lm_head": ("output", "lm_head", "output"),
+}
+"""Without the ``.weight`` that ends them all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """One way from parameters to a file that ``jllama.load`` reads.
+
+    Args:
+        name: what the matrix calls it.
+        holds: whether the format can say all of a configuration (of Meta's: all but ``max_seq_len``).
+        write: makes the file or folder, of float32 parameters with layers stacked, at a path where nothing is.
+        interleaved: rotary channels are stored in interleaved pairs.
+        rope_factor: the files do not say the RoPE scaling factor; where there is one, it must be given when loading.
+    """
+
+    name: str
+    holds: Callable[[LlamaConfig], bool]
+    write: Callable[[Path, LlamaConfig, Params], None]
+    interleaved: bool
+    rope_factor: bool = False
+
+
+def interleave(matrix: np.ndarray, heads: int) -> np.ndarray:
+    """Rows ``[heads * head_dim, embed]`` of a half-split query or key, in pairs: 0, half, 1, half + 1, ..."""
+    half = len(matrix) // heads // 2
+    return matrix.reshape(heads, 2, half, -1).swapaxes(1, 2).reshape(matrix.shape)
+
+
+def _tensors(config: LlamaConfig, params: Params, file_format: int) -> Tensors:
+    """Every tensor under its name in a format, matrices as ``[outputs, inputs]``; no head if it is tied."""
+    heads = {} if file_format == _HUGGING_FACE else {"wq": config.num_heads, "wk": config.num_kv_heads}
+    found = {}
+    for layer in range(config.num_layers):
+        for name, stacked in params["layers"].items():
+            array = stacked[layer]
+            if array.ndim > 1:
+                inputs = config.num_heads * config.head_dim if name == "wo" else len(array)
+                array = array.reshape(inputs, -1).T
+            found[_NAMES[name][file_format].format(layer)] = interleave(array, heads[name]) if name in heads else array
+    ends = {"embed": params["embed"], "final_norm": params["final_norm"]}
+    if not config.tie_embeddings:
+        ends["lm_head"] = params["lm_head"].T
+    found |= {_NAMES[name][file_format]: array for name, array in ends.items()}
+    return {f"{name}.weight": np.ascontiguousarray(array, "<f4") for name, array in found.items()}
+
+
+def _is_papers_yarn(scaling: RopeScaling) -> bool:
+    """Whether factor and original length say all of it."""
+    return scaling == RopeScaling("yarn", scaling.factor, original_max_seq_len=scaling.original_max_seq_len)
+
+
+def _write_native(path: Path, config: LlamaConfig, params: Params) -> None:
+    path.mkdir()
+    (path / "config.yaml").write_text(yaml.safe_dump({"model": dataclasses.asdict(config)}))
+    handlers = {"params": ocp.PyTreeCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
+    items = ocp.args.Composite(params=ocp.args.PyTreeSave(params), meta=ocp.args.JsonSave({}))
+    with ocp.CheckpointManager(path.resolve() / "checkpoints", item_handlers=handlers) as manager:
+        manager.save(0, args=items)
+
+
+def meta_tensors(config: LlamaConfig, params: Params) -> Tensors:
+    """The whole model as Meta's code has it. It knows no tying: the head is always there."""
+    found = _tensors(config, params, _META)
+    return {"output.weight": found["tok_embeddings.weight"]} | found
+
+
+def meta_shards(tensors: Tensors, count: int, num_kv_heads: int, embed_axis: int) -> list[Tensors]:
+    """What each rank of Meta's model-parallel code holds of some tensors.
+
+    Column-parallel layers are cut along their outputs, the row-parallel ``wo`` and ``w2`` along their inputs. Key and
+    value heads fewer than ranks are repeated, and so is every vector. ``embed_axis`` is the axis along which the
+    embedding is cut: its width, 1, in Llama 1 and 2; the vocabulary, 0, in Llama 3.
+    """
+
+    def parts(kind: str, tensor: np.ndarray) -> list[np.ndarray]:
+        if tensor.ndim == 1:
+            return [tensor] * count
+        if kind in ("wk", "wv") and num_kv_heads < count:
+            return list(np.repeat(np.split(tensor, num_kv_heads), count // num_kv_heads, axis=0))
+        return np.split(tensor, count, {"wo": 1, "w2": 1, "tok_embeddings": embed_axis}.get(kind, 0))
+
+    cut = {name: parts(name.split(".")[-2], tensor) for name, tensor in tensors.items()}
+    return [{name: np.ascontiguousarray(ranks[rank]) for name, ranks in cut.items()} for rank in range(count)]
+
+
+def meta_params(config: LlamaConfig) -> dict[str, Any]:
+    """The fields of ``params.json`` of which Meta's code makes this model. The RoPE scaling factor is not among them.
+
+    Its ``FeedForward`` takes ``int(2 * 4 * dim / 3)``, times ``ffn_dim_multiplier``, up to a multiple of
+    ``multiple_of``.
+    """
+    width = int(2 * 4 * config.embed_dim / 3)
+    fields: dict[str, Any] = {
+        "dim": config.embed_dim,
+        "n_layers": config.num_layers,
+        "n_heads": config.num_heads,
+        "vocab_size": config.vocab_size,
+        "multiple_of": config.mlp_dim,  # to which any smaller width is rounded up
+        "norm_eps": config.norm_eps,
+    }
+    if width > config.mlp_dim:
+        fields["ffn_dim_multiplier"] = (config.mlp_dim + 0.5) / width
+    if config.num_kv_heads != config.num_heads:
+        fields["n_kv_heads"] = config.num_kv_heads
+    if config.rope_theta != 10_000:
+        fields["rope_theta"] = config.rope_theta
+    if config.rope_scaling:
+        fields["use_scaled_rope"] = True
+    return fields
+
+
+def _write_meta(path: Path, config: LlamaConfig, params: Params, count: int) -> None:
+    tensors = meta_tensors(config, params)
+    is_llama_3 = config.rope_theta != 10_000
+    if not is_llama_3:  # a table that is computed, not learnt
+        tensors["rope.freqs"] = (10_000 ** -np.linspace(0, 1, config.head_dim // 2, endpoint=False)).astype("<f4")
+    path.mkdir()
+    (path / "params.json").write_text(json.dumps(meta_params(config)))
+    for rank, shard in enumerate(meta_shards(tensors, count, config.num_kv_heads, 0 if is_llama_3 else 1)):
+        _write_torch(path / f"consolidated.{rank:02}.pth", shard)
+
+
+def _meta_holds(config: LlamaConfig, count: int) -> bool:
+    cut = (config.num_heads, config.mlp_dim, config.vocab_size, max(config.num_kv_heads, count))
+    return (
+        config.num_heads * config.head_dim == config.embed_dim
+        and (config.rope_scaling is None or config.rope_scaling == RopeScaling("llama3", config.rope_scaling.factor))
+        and not any(size % count for size in cut)
+        and max(config.num_kv_heads, count) % config.num_kv_heads == 0
+    )
+
+
+def _write_torch(path: Path, tensors: Tensors) -> None:
+    """A dictionary as ``torch.save`` stores it: a pickle in a zip archive, and beside it the numbers of each tensor."""
+
+    def text(value: str) -> bytes:
+        return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+    def integers(*values: int) -> bytes:
+        return b"".join(b"J" + struct.pack("<i", value) for value in values)
+
+    pickled = b"\x80\x02}"  # an empty dictionary, in protocol 2; "(" begins a tuple and "t" ends it
+    for key, (name, tensor) in enumerate(tensors.items()):
+        strides = (stride // tensor.itemsize for stride in tensor.strides)
+        pickled += text(name) + b"ctorch._utils\n_rebuild_tensor_v2\n"
+        pickled += b"((" + text("storage") + b"ctorch\nFloatStorage\n" + text(str(key)) + text("cpu")
+        pickled += integers(tensor.size) + b"tQ" + integers(0)  # the storage, by reference; where in it
+        pickled += b"(" + integers(*tensor.shape) + b"t(" + integers(*strides) + b"t"
+        pickled += b"\x89ccollections\nOrderedDict\n)RtRs"  # False, no hooks; called, and set in the dictionary
+    with path.open("wb") as file, zipfile.ZipFile(file, "w") as archive:
+        for name, content in {"data.pkl": pickled + b".", "byteorder": b"little", "version": b"3\n"}.items():
+            archive.writestr(f"archive/{name}", content)
+        for key, tensor in enumerate(tensors.values()):
+            entry = zipfile.ZipInfo(f"archive/data/{key}")
+            padding = -(file.tell() + 30 + len(entry.filename) + 4) % 64  # torch has numbers at multiples of 64 bytes
+            entry.extra = struct.pack("<2sH", b"FB", padding) + bytes(padding)
+            archive.writestr(entry, tensor.tobytes())
+
+
+def _write_hugging_face(path: Path, config: LlamaConfig, params: Params, version: int) -> None:
+    """A folder as transformers 4 has it, the weights in one file; or 5, in two."""
+    scaling = config.rope_scaling
+    rope: dict[str, Any] = {"rope_type": scaling.type if scaling else "default"}
+    if scaling:
+        rope["factor"] = scaling.factor
+    if scaling and scaling.type in ("llama3", "yarn"):
+        rope["original_max_position_embeddings"] = scaling.original_max_seq_len
+    if scaling and scaling.type == "llama3":
+        rope |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    if scaling and scaling.type == "yarn" and not _is_papers_yarn(scaling):
+        rope |= {name: getattr(scaling, name) for name in ("beta_fast", "beta_slow", "attention_factor")}
+    fields = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.embed_dim,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.mlp_dim,
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+    }
+    if version == 4:
+        fields |= {"rope_theta": config.rope_theta, "rope_scaling": rope if scaling else None, "torch_dtype": "float32"}
+        files = ["model.safetensors"]
+    else:
+        fields |= {"rope_parameters": {"rope_theta": config.rope_theta} | rope, "dtype": "float32"}
+        files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    tensors = _tensors(config, params, _HUGGING_FACE)
+    places = {name: files[number * len(files) // len(tensors)] for number, name in enumerate(tensors)}
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(fields))
+    for file in files:
+        _write_safetensors(path / file, {name: tensor for name, tensor in tensors.items() if places[name] == file})
+    if len(files) > 1:
+        index = {"metadata": {"total_size": sum(map(np.size, tensors.values())) * 4}, "weight_map": places}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _write_safetensors(path: Path, tensors: Tensors) -> None:
+    """The length of the header; the header, in JSON, padded to eight bytes; the numbers."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, tensor in tensors.items():
+        header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": [start, start + tensor.nbytes]}
+        start += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(tensor.tobytes() for tensor in tensors.values()))
+
+
+def _hugging_face_holds(config: LlamaConfig) -> bool:
+    scaling = config.rope_scaling  # transformers has one length for dynamic scaling and for the context
+    return scaling is None or scaling.type != "dynamic" or scaling.original_max_seq_len == config.max_seq_len
+
+
+def gguf_metadata(config: LlamaConfig) -> dict[str, int | float | str]:
+    """The keys of a Llama as llama.cpp's converter writes them: integers as uint32, numbers as float32."""
+    found: dict[str, int | float | str] = {
+        "llama.vocab_size": config.vocab_size,
+        "llama.block_count": config.num_layers,
+        "llama.context_length": config.max_seq_len,
+        "llama.embedding_length": config.embed_dim,
+        "llama.feed_forward_length": config.mlp_dim,
+        "llama.attention.head_count": config.num_heads,
+        "llama.attention.head_count_kv": config.num_kv_heads,
+        "llama.attention.key_length": config.head_dim,
+        "llama.attention.value_length": config.head_dim,
+        "llama.rope.dimension_count": config.head_dim,
+        "llama.rope.freq_base": config.rope_theta,
+        "llama.attention.layer_norm_rms_epsilon": config.norm_eps,
+    }
+    if (scaling := config.rope_scaling) and scaling.type in ("linear", "yarn"):
+        found |= {"llama.rope.scaling.type": scaling.type, "llama.rope.scaling.factor": scaling.factor}
+        if scaling.type == "yarn":
+            found["llama.rope.scaling.original_context_length"] = scaling.original_max_seq_len
+    return found
+
+
+def gguf_tensors(config: LlamaConfig, params: Params) -> Tensors:
+    """The tensors as llama.cpp's converter writes them, with ``rope_freqs.weight`` for ``llama3`` scaling."""
+    found = _tensors(config, params, _GGUF)
+    if config.rope_scaling and config.rope_scaling.type == "llama3":
+        found["rope_freqs.weight"] = gguf_divisors(config, config.rope_scaling)
+    return found
+
+
+def gguf_divisors(config: LlamaConfig, scaling: RopeScaling) -> np.ndarray:
+    """What llama.cpp's converter has each rotary frequency divided by for ``llama3`` scaling: ``[head_dim / 2]``."""
+    wavelengths = 2 * math.pi * config.rope_theta ** (np.arange(0, config.head_dim, 2) / config.head_dim)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    smooth = np.clip((scaling.original_max_seq_len / wavelengths - low) / (high - low), 0, 1)
+    return (1 / ((1 - smooth) / scaling.factor + smooth)).astype("<f4")
+
+
+def _write_gguf(path: Path, config: LlamaConfig, params: Params) -> None:
+    writer = GGUFWriter(path, "llama")
+    add: dict[type, Any] = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in gguf_metadata(config).items():
+        add[type(value)](key, value)
+    for name, tensor in gguf_tensors(config, params).items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _gguf_holds(config: LlamaConfig) -> bool:
+    scaling = config.rope_scaling
+    return scaling is None or scaling.type in ("linear", "llama3") or _is_papers_yarn(scaling)
+
+
+def _write_llama2c(path: Path, config: LlamaConfig, params: Params) -> None:
+    """Seven integers, Meta's tensors, each kind for all layers, and before the head cosines and sines."""
+    kinds = ["attention_norm", *(f"attention.{name}" for name in ("wq", "wk", "wv", "wo"))]
+    kinds += ["ffn_norm", *(f"feed_forward.{name}" for name in ("w1", "w2", "w3"))]
+    names = [f"layers.{layer}.{kind}" for kind in kinds for layer in range(config.num_layers)]
+    tensors = meta_tensors(config, params)
+    frequencies = 10_000 ** -np.linspace(0, 1, config.head_dim // 2, endpoint=False)
+    angles = np.outer(np.arange(config.max_seq_len), frequencies)
+    arrays = [tensors[f"{name}.weight"] for name in ("tok_embeddings", *names, "norm")]
+    arrays += [np.cos(angles), np.sin(angles), *([] if config.tie_embeddings else [tensors["output.weight"]])]
+    vocab_size = config.vocab_size if config.tie_embeddings else -config.vocab_size
+    sizes = (config.embed_dim, config.mlp_dim, config.num_layers, config.num_heads, config.num_kv_heads, vocab_size)
+    path.mkdir()
+    header = struct.pack("<7i", *sizes, config.max_seq_len)
+    (path / "model.bin").write_bytes(header + b"".join(array.astype("<f4").tobytes() for array in arrays))
+
+
+def _llama2c_holds(config: LlamaConfig) -> bool:
+    fixed = (config.rope_theta, config.norm_eps, config.rope_scaling) == (10_000, 1e-5, None)
+    return fixed and config.num_heads * config.head_dim == config.embed_dim
+
+
+ROUTES: dict[str, Route] = {
+    route.name: route
+    for route in (
+        Route("native", lambda _: True, _write_native, False),
+        Route("meta x1", partial(_meta_holds, count=1), partial(_write_meta, count=1), True, rope_factor=True),
+        Route("meta x4", partial(_meta_holds, count=4), partial(_write_meta, count=4), True, rope_factor=True),
+        Route("hf v4", _hugging_face_holds, partial(_write_hugging_face, version=4), False),
+        Route("hf v5", _hugging_face_holds, partial(_write_hugging_face, version=5), False),
+        Route("gguf", _gguf_holds, _write_gguf, True),
+        Route("llama2c", _llama2c_holds, _write_llama2c, True),
+    )
+}
+"""By name."""

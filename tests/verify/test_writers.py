@@ -1,0 +1,299 @@
+"""What the writers write: jllama reads it as what it was, and so do torch, safetensors, transformers and gguf."""
+
+import ast
+import dataclasses
+import json
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_same_bits
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jllama
+from jllama import oracle
+from jllama.config import LlamaConfig, RopeScaling
+from jllama.verify import writers
+from jllama.verify.compare import random_params, relative_error
+from jllama.verify.writers import ROUTES, meta_shards, meta_tensors
+
+BASE = LlamaConfig(
+    vocab_size=96, num_layers=2, embed_dim=128, num_heads=4, num_kv_heads=2, mlp_dim=160, max_seq_len=4096
+)
+
+
+def changed(**fields):
+    return dataclasses.replace(BASE, **fields)
+
+
+CONFIGS = {
+    "grouped": BASE,
+    "multi-head": changed(num_kv_heads=4, norm_eps=1e-6, mlp_dim=512),
+    "multi-query": changed(num_kv_heads=1, num_layers=1),
+    "tied": changed(tie_embeddings=True),
+    "tied, no scaling": changed(tie_embeddings=True, rope_theta=500_000.0, mlp_dim=1024),
+    "head_dim": changed(head_dim=64, rope_theta=50_000.0),
+    "llama3": changed(rope_theta=500_000.0, rope_scaling=RopeScaling("llama3", 32.0), max_seq_len=131_072),
+    "llama3, other bounds": changed(rope_scaling=RopeScaling("llama3", 8.0, 1.0, 8.0, 1024), tie_embeddings=True),
+    "linear": changed(rope_scaling=RopeScaling("linear", 4.0)),
+    "dynamic": changed(rope_scaling=RopeScaling("dynamic", 4.0, original_max_seq_len=64), max_seq_len=64),
+    "dynamic, two lengths": changed(rope_scaling=RopeScaling("dynamic", 4.0, original_max_seq_len=1024)),
+    "yarn": changed(rope_scaling=RopeScaling("yarn", 8.0, original_max_seq_len=512)),
+    "yarn, every knob": changed(
+        rope_scaling=RopeScaling("yarn", 8.0, original_max_seq_len=512, beta_fast=24.0, attention_factor=1.1)
+    ),
+    "three heads": changed(embed_dim=96, num_heads=3, num_kv_heads=3),
+}
+SCALED = {"native", "hf v4", "hf v5"}
+PLAIN = SCALED | {"meta x1", "meta x4", "gguf"}
+HELD = {
+    "grouped": PLAIN | {"llama2c"},
+    "multi-head": PLAIN,
+    "multi-query": PLAIN | {"llama2c"},
+    "tied": PLAIN | {"llama2c"},
+    "tied, no scaling": PLAIN,
+    "head_dim": SCALED | {"gguf"},
+    "llama3": PLAIN,
+    "llama3, other bounds": SCALED | {"gguf"},
+    "linear": SCALED | {"gguf"},
+    "dynamic": SCALED,
+    "dynamic, two lengths": {"native"},
+    "yarn": SCALED | {"gguf"},
+    "yarn, every knob": SCALED,
+    "three heads": PLAIN - {"meta x4"} | {"llama2c"},
+}
+CELLS = [(name, route) for name in CONFIGS for route in ROUTES if route in HELD[name]]
+
+
+def written(path, name, route, seed=0):
+    """The parameters, once a route has written them."""
+    params = random_params(CONFIGS[name], seed)
+    ROUTES[route].write(path, CONFIGS[name], params)
+    return params
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_route_says_what_it_holds(name):
+    assert {route.name for route in ROUTES.values() if route.holds(CONFIGS[name])} == HELD[name]
+
+
+def test_every_route_is_under_its_name():
+    assert [route.name for route in ROUTES.values()] == list(ROUTES)
+    assert {name for name, route in ROUTES.items() if route.interleaved} == {"meta x1", "meta x4", "gguf", "llama2c"}
+    assert {name for name, route in ROUTES.items() if route.rope_factor} == {"meta x1", "meta x4"}
+
+
+@pytest.mark.parametrize(("name", "route"), CELLS)
+def test_jllama_reads_the_same_config_and_the_same_bits(tmp_path, monkeypatch, name, route):
+    with monkeypatch.context() as patch:
+        for library in ("torch", "safetensors", "transformers"):
+            patch.setitem(sys.modules, library, None)  # writing needs none of them
+        params = written(tmp_path / "model", name, route)
+    config = CONFIGS[name]
+    factor = config.rope_scaling.factor if config.rope_scaling and ROUTES[route].rope_factor else None
+    model = jllama.load(tmp_path / "model", rope_factor=factor)
+    if route.startswith("meta"):  # whose files do not say how long
+        model = dataclasses.replace(model, config=dataclasses.replace(model.config, max_seq_len=config.max_seq_len))
+    assert model.config == config
+    assert_same_bits(model.params, params)
+
+
+def test_they_share_nothing_with_the_readers():
+    with open(writers.__file__) as source:
+        imports = [node for node in ast.walk(ast.parse(source.read())) if isinstance(node, ast.ImportFrom | ast.Import)]
+    ours = {(node.module, name.name) for node in imports if "jllama" in ast.unparse(node) for name in node.names}
+    assert ours == {
+        ("jllama.config", "LlamaConfig"),
+        ("jllama.config", "RopeScaling"),
+        ("jllama.parameters", "Params"),
+    }
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 5))
+def test_interleaved_rows_are_pairs_of_one_head(heads, half, embed):
+    matrix = np.arange(heads * 2 * half * embed).reshape(-1, embed)
+    rows = writers.interleave(matrix, heads)
+    for head in range(heads):
+        for i in range(half):
+            first = 2 * half * head
+            np.testing.assert_array_equal(rows[first + 2 * i], matrix[first + i])
+            np.testing.assert_array_equal(rows[first + 2 * i + 1], matrix[first + i + half])
+
+
+# Meta's, by torch and by Meta's arithmetic
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("name", ["multi-query", "llama3"])
+def test_torch_loads_the_shards(tmp_path, name, mmap):
+    torch = pytest.importorskip("torch")
+    config = CONFIGS[name]
+    params = written(tmp_path / "model", name, "meta x4")
+    expected = meta_shards(meta_tensors(config, params), 4, config.num_kv_heads, int(config.rope_theta == 10_000))
+    for rank, shard in enumerate(expected):
+        file = tmp_path / "model" / f"consolidated.{rank:02}.pth"
+        found = torch.load(file, weights_only=True, mmap=mmap)
+        assert found.pop("rope.freqs", torch.empty(0)).shape == ((16,) if config.rope_theta == 10_000 else (0,))
+        assert found.keys() == shard.keys()
+        for key, tensor in found.items():
+            assert tensor.dtype == torch.float32
+            assert tensor.is_contiguous()
+            assert not mmap or tensor.data_ptr() % 64 == 0
+            np.testing.assert_array_equal(tensor.numpy(), shard[key])
+
+
+def metas_logits(folder, tokens, frequencies):
+    """The forward pass of Meta's code in float64: each rank's part, summed where its ranks sum theirs."""
+    torch = pytest.importorskip("torch")
+    files = sorted(folder.glob("consolidated.*.pth"))
+    ranks = [{name: part.numpy().astype(np.float64) for name, part in torch.load(file).items()} for file in files]
+    fields = json.loads((folder / "params.json").read_text())
+    head_dim = fields["dim"] // fields["n_heads"]
+    turns = np.exp(1j * np.outer(np.arange(len(tokens)), frequencies))[:, None]
+
+    def norm(x, name):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + fields["norm_eps"]) * ranks[0][f"{name}.weight"]
+
+    def rotated(x):
+        turned = np.ascontiguousarray(x).view(np.complex128) * turns  # neighbouring channels are one number
+        return turned.view(np.float64)
+
+    def attention(rank, x, layer):
+        weights = [rank[f"layers.{layer}.attention.{name}.weight"] for name in ("wq", "wk", "wv", "wo")]
+        query, key, value = ((x @ weight.T).reshape(len(x), -1, head_dim) for weight in weights[:3])
+        heads = [part.swapaxes(0, 1) for part in (rotated(query), rotated(key), value)]
+        mixed = oracle.attention(*heads, np.tri(len(x), dtype=bool))
+        return mixed.swapaxes(0, 1).reshape(len(x), -1) @ weights[3].T
+
+    def feed_forward(rank, x, layer):
+        w1, w2, w3 = (rank[f"layers.{layer}.feed_forward.{name}.weight"] for name in ("w1", "w2", "w3"))
+        return oracle.swiglu(x, w1.T, w3.T, w2.T)
+
+    embeds = [rank["tok_embeddings.weight"] for rank in ranks]
+    x = np.concatenate(embeds, 1 if "rope.freqs" in ranks[0] else 0)[tokens]
+    for layer in range(fields["n_layers"]):
+        x = x + sum(attention(rank, norm(x, f"layers.{layer}.attention_norm"), layer) for rank in ranks)
+        x = x + sum(feed_forward(rank, norm(x, f"layers.{layer}.ffn_norm"), layer) for rank in ranks)
+    return np.concatenate([norm(x, "norm") @ rank["output.weight"].T for rank in ranks], -1)
+
+
+@pytest.mark.parametrize("route", ["meta x1", "meta x4"])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if "meta x4" in HELD[name]])
+def test_metas_arithmetic_gives_the_oracles_logits(tmp_path, name, route):
+    config = CONFIGS[name]
+    params = written(tmp_path / "model", name, route)
+    tokens = np.random.default_rng(0).integers(0, 96, 128)
+    logits = metas_logits(tmp_path / "model", tokens, oracle.rope_frequencies(config))
+    assert relative_error(logits, oracle.forward(params, tokens[None], config)[0]) < 1e-9
+
+
+def test_params_json_is_as_released():
+    """By Llama 1's and 2's fields a model is one of theirs; what says nothing new is left out."""
+    plain = writers.meta_params(CONFIGS["multi-head"])
+    assert plain.keys() == {"dim", "n_layers", "n_heads", "vocab_size", "multiple_of", "norm_eps"}
+    scaled = writers.meta_params(CONFIGS["llama3"])
+    assert scaled.keys() - plain.keys() == {"n_kv_heads", "rope_theta", "use_scaled_rope", "ffn_dim_multiplier"}
+
+
+@given(st.integers(1, 600), st.integers(1, 2000))
+def test_metas_rule_gives_the_width_of_the_mlp(half_dim, mlp_dim):
+    fields = writers.meta_params(LlamaConfig(vocab_size=1, embed_dim=2 * half_dim, num_heads=1, mlp_dim=mlp_dim))
+    hidden_dim = int(2 * (4 * fields["dim"]) / 3)
+    hidden_dim = int(fields.get("ffn_dim_multiplier", 1) * hidden_dim)
+    assert fields["multiple_of"] * -(-hidden_dim // fields["multiple_of"]) == mlp_dim
+
+
+# Hugging Face's, by safetensors and transformers
+
+
+@pytest.mark.parametrize("name", ["multi-head", "tied"])
+def test_safetensors_loads_one_file_or_two(tmp_path, name):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    written(tmp_path / "4", name, "hf v4")
+    written(tmp_path / "5", name, "hf v5")
+    whole = safetensors.load_file(tmp_path / "4" / "model.safetensors")
+    places = json.loads((tmp_path / "5" / "model.safetensors.index.json").read_text())["weight_map"]
+    shards = {file: safetensors.load_file(tmp_path / "5" / file) for file in set(places.values())}
+    assert len(shards) == 2
+    assert places.keys() == whole.keys()
+    assert sum(len(shard) for shard in shards.values()) == len(whole)
+    for key, tensor in whole.items():
+        np.testing.assert_array_equal(tensor, shards[places[key]][key])
+    assert ("lm_head.weight" in whole) == (name == "multi-head")
+
+
+def test_each_version_spells_rope_its_own_way(tmp_path):
+    for version in (4, 5):
+        written(tmp_path / str(version), "llama3", f"hf v{version}")
+    old, new = (json.loads((tmp_path / version / "config.json").read_text()) for version in ("4", "5"))
+    rope = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 8192}
+    assert (old.pop("rope_theta"), old.pop("rope_scaling"), old.pop("torch_dtype")) == (500_000.0, rope, "float32")
+    assert (new.pop("rope_parameters"), new.pop("dtype")) == (rope | {"rope_theta": 500_000.0}, "float32")
+    assert old == new
+
+
+@pytest.mark.parametrize("route", ["hf v4", "hf v5"])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if "hf v4" in HELD[name]])
+def test_transformers_gives_the_oracles_logits(tmp_path, name, route):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    config = CONFIGS[name]
+    params = written(tmp_path / "model", name, route)
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(loading.values())
+    tokens = np.random.default_rng(0).integers(0, 96, (1, 128))
+    # Far apart, so that slow frequencies count, not so far that errors of float32 angles do; dynamic counts tokens.
+    positions = (1 if name == "dynamic" else 16) * np.arange(128)[None]
+    with torch.no_grad():
+        logits = model(torch.tensor(tokens), position_ids=torch.tensor(positions)).logits.numpy()
+    assert relative_error(logits, oracle.forward(params, tokens, config, positions)) < 1e-5
+
+
+# GGUF's, by the gguf package and transformers
+
+
+@pytest.mark.parametrize("name", ["tied", "llama3", "linear", "yarn"])
+def test_the_gguf_package_finds_each_key_and_tensor(tmp_path, name):
+    from gguf import GGUFReader
+
+    config = CONFIGS[name]
+    params = written(tmp_path / "model.gguf", name, "gguf")
+    reader = GGUFReader(tmp_path / "model.gguf")
+    found = {key: field.contents() for key, field in reader.fields.items()}
+    assert found["general.architecture"] == "llama"
+    for key, value in writers.gguf_metadata(config).items():
+        assert found[key] == (np.float32(value) if isinstance(value, float) else value)
+    tensors = {tensor.name: tensor.data for tensor in reader.tensors}
+    assert len(tensors) == 2 + 9 * config.num_layers + (not config.tie_embeddings) + (name == "llama3")
+    np.testing.assert_array_equal(tensors["blk.1.ffn_down.weight"], params["layers"]["w_down"][1].T)
+    if name == "llama3":
+        divisors = oracle.rope_frequencies(changed(rope_theta=500_000.0)) / oracle.rope_frequencies(config)
+        np.testing.assert_allclose(tensors["rope_freqs.weight"], divisors, rtol=1e-6)
+        assert tensors["rope_freqs.weight"].max() == 32
+
+
+@pytest.mark.parametrize("name", ["grouped", "head_dim"])
+def test_transformers_reads_gguf_too(tmp_path, name):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    path = tmp_path / "model.gguf"
+    params = written(path, name, "gguf")
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**load_gguf_checkpoint(path)["config"]))
+    theirs.load_state_dict(load_gguf_checkpoint(path, return_tensors=True, model_to_load=theirs)["tensors"])
+    tokens = np.random.default_rng(0).integers(0, 96, (1, 128))
+    with torch.no_grad():
+        logits = theirs(torch.tensor(tokens)).logits.numpy()
+    assert relative_error(logits, oracle.forward(params, tokens, CONFIGS[name])) < 1e-5
+
+
+def test_no_route_gives_the_logits_of_another_order_of_channels(tmp_path, monkeypatch):
+    """The comparison that the matrix makes notices if a writer (or so a reader) leaves the permutation out."""
+    monkeypatch.setattr(writers, "interleave", lambda matrix, heads: matrix)
+    tokens = np.random.default_rng(0).integers(0, 96, (1, 64))
+    for route in ("meta x1", "meta x4", "gguf", "llama2c"):
+        params = written(tmp_path / route, "grouped", route)
+        logits = jllama.load(tmp_path / route)(jnp.asarray(tokens))
+        assert relative_error(logits, oracle.forward(params, tokens, BASE)) > 1e-3
