@@ -153,9 +153,7 @@ MUTATIONS = [
     Mutation("no scaling", _config(rope_scaling=lambda _: None), lambda config: config.rope_scaling is not None),
     Mutation(
         "factor 8 for 32",
-        _config(
-            rope_scaling=lambda config: config.rope_scaling and dataclasses.replace(config.rope_scaling, factor=8.0)
-        ),
+        _config(rope_scaling=lambda config: _with_8_for_32(config.rope_scaling)),
         lambda config: _with_8_for_32(config.rope_scaling) != config.rope_scaling,
     ),
     Mutation("eps x10", _config(norm_eps=lambda config: 10 * config.norm_eps)),

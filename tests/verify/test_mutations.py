@@ -1,0 +1,120 @@
+"""Mistakes planted in the code under test turn the matrix red in exactly the cells that they concern."""
+
+import dataclasses
+
+import pytest
+
+import jllama.model
+from jllama.parameters import Params
+from jllama.verify.compare import VISIBLE, run_checks
+from jllama.verify.conformance import conformance_checks
+from jllama.verify.mutations import MUTATIONS, Mutation, interleaved, miscomputing, misreading, mutation_checks
+from jllama.verify.subject import model_with, subject_of
+from jllama.verify.variants import VARIANTS as ALL_VARIANTS
+from jllama.verify.writers import ROUTES
+
+HALF_SPLIT, INTERLEAVED = ROUTES["hf v5"], ROUTES["gguf"]
+VARIANTS = {  # those that differ by more than a number from all others; the command itself runs them all
+    name: ALL_VARIANTS[name]
+    for name in (
+        *("Llama 1", "Llama 2 grouped", "Code Llama", "Llama 3.1", "Llama 3.2 tied", "OpenLLaMA 3B", "SmolLM2"),
+        *("multi-query", "linear x4", "dynamic x4", "yarn x32"),
+    )
+}
+PLAIN = subject_of(jllama.model)  # nothing compiled: each planted copy would be, for each variant
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Keeps the files, so that each is written once."""
+    return tmp_path_factory.mktemp("variants")
+
+
+def cells(subject, folder, routes):
+    """Which cells of the matrix pass, and which fail by so much that nobody could call it rounding."""
+    results = list(run_checks(conformance_checks(subject, VARIANTS, routes, folder)))
+    passed = {(result.check.row, result.check.column) for result in results if result.passed}
+    plain_to_see = {(result.check.row, result.check.column) for result in results if result.ratio >= VISIBLE}
+    assert len(passed) + len(plain_to_see) == len(results), [result for result in results if result.problem]
+    return passed, plain_to_see
+
+
+def test_right_code_is_green_everywhere(folder):
+    passed, red = cells(PLAIN, folder, [HALF_SPLIT, INTERLEAVED])
+    assert not red
+    assert len(passed) == 2 * len(VARIANTS) - 1  # GGUF has no dynamic scaling
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_planted_mistake_is_red_where_it_matters_and_nowhere_else(mutation, folder):
+    route = INTERLEAVED if mutation.interleaved_only else HALF_SPLIT
+    _, red = cells(mutation.plant(PLAIN), folder, [route])
+    concerned = {name for name, config in VARIANTS.items() if mutation.applies(config) and route.holds(config)}
+    assert red == {(name, route.name) for name in concerned}
+    assert concerned
+
+
+# Three mistakes as they were made
+
+
+def test_theta_never_passed_to_rope(folder):
+    """A model that has RoPE's base as a default argument, and never hands it on."""
+
+    def default_theta(head_dim: int, theta: float = 10_000.0):
+        return jllama.model.F.inverse_frequencies(head_dim, 10_000.0)
+
+    subject = miscomputing(model_with(inverse_frequencies=default_theta))(PLAIN)
+    _, red = cells(subject, folder, [HALF_SPLIT])
+    # Dynamic scaling works by another base, too.
+    assert {row for row, _ in red} == {"Code Llama", "Llama 3.1", "Llama 3.2 tied", "SmolLM2", "dynamic x4"}
+
+
+def test_a_factor_fixed_at_8(folder):
+    """A model made for Llama 3.1, given Llama 3.2."""
+
+    def fixed(frequencies, factor, low, high, original):
+        return jllama.model.F.scale_llama3(frequencies, 8.0, low, high, original)
+
+    subject = miscomputing(model_with(scale_llama3=fixed))(PLAIN)
+    _, red = cells(subject, folder, [HALF_SPLIT])
+    assert {row for row, _ in red} == {"Llama 3.2 tied"}
+
+
+@pytest.mark.parametrize("variant", ["Llama 2 grouped", "Llama 3.1"])
+def test_queries_and_keys_left_interleaved_for_one_variant(folder, variant):
+    """A reader that knows one model's files by name."""
+
+    def forgetful(config, params: Params):
+        if config != VARIANTS[variant]:
+            return config, params
+        layers = params["layers"]
+        return config, params | {"layers": layers | {name: interleaved(layers[name]) for name in ("wq", "wk")}}
+
+    _, red = cells(misreading(forgetful)(PLAIN), folder, [INTERLEAVED])
+    assert red == {(variant, INTERLEAVED.name)}
+
+
+# The matrix's own figures
+
+
+def test_every_variant_has_its_row_of_mistakes():
+    checks = mutation_checks()
+    for name, config in ALL_VARIANTS.items():
+        columns = [check.column for check in checks if check.row == name]
+        assert columns == [mutation.name for mutation in MUTATIONS if mutation.applies(config)]
+
+
+def test_a_mistake_that_is_none_fails_the_matrix(monkeypatch):
+    harmless = Mutation("nothing", misreading(lambda config, params: (config, params)))
+    monkeypatch.setattr("jllama.verify.mutations.MUTATIONS", [harmless])
+    monkeypatch.setattr("jllama.verify.mutations.VARIANTS", {"Llama 1": VARIANTS["Llama 1"]})
+    (result,) = run_checks(mutation_checks())
+    assert result.ratio < 1
+    assert not result.passed
+
+
+def test_the_weights_are_such_that_a_small_mistake_shows():
+    (check,) = [c for c in mutation_checks() if (c.row, c.column) == ("Llama 3.2 tied", "factor 8 for 32")]
+    assert next(run_checks([check])).ratio > VISIBLE
+    dull = dataclasses.replace(check, tolerance=1.0)
+    assert not next(run_checks([dull])).passed
