@@ -76,16 +76,22 @@ class Layer(nnx.Module):
         self, x: Float[Array, "batch seq embed"], attend: Attend, cached: KeysValues | None = None
     ) -> tuple[Float[Array, "batch seq embed"], KeysValues]:
         """The block's output, and the keys and values attended to: the new ones written into ``cached``, if given."""
-        normed = F.rms_norm(x, self.attn_norm[...], self.norm_eps)
-        query = F.apply_rope(_to_heads(normed, self.wq[...]), attend.cos, attend.sin)
-        key = F.apply_rope(_to_heads(normed, self.wk[...]), attend.cos, attend.sin)
-        value = _to_heads(normed, self.wv[...])
+        mixed, kept = self.attention(F.rms_norm(x, self.attn_norm[...], self.norm_eps), attend, cached)
+        x = x + mixed
+        normed = F.rms_norm(x, self.mlp_norm[...], self.norm_eps)
+        return x + F.swiglu(normed, self.w_gate[...], self.w_up[...], self.w_down[...]), kept
+
+    def attention(
+        self, x: Float[Array, "batch seq embed"], attend: Attend, cached: KeysValues | None = None
+    ) -> tuple[Float[Array, "batch seq embed"], KeysValues]:
+        """Queries, keys and values of ``x``, mixed and projected back; and the keys and values attended to."""
+        query = F.apply_rope(_to_heads(x, self.wq[...]), attend.cos, attend.sin)
+        key = F.apply_rope(_to_heads(x, self.wk[...]), attend.cos, attend.sin)
+        value = _to_heads(x, self.wv[...])
         if cached is not None:
             key = _write(cached[0], key, attend.positions)
             value = _write(cached[1], value, attend.positions)
-        x = x + _from_heads(F.grouped_query_attention(query, key, value, attend.mask), self.wo[...])
-        normed = F.rms_norm(x, self.mlp_norm[...], self.norm_eps)
-        return x + F.swiglu(normed, self.w_gate[...], self.w_up[...], self.w_down[...]), (key, value)
+        return _from_heads(F.grouped_query_attention(query, key, value, attend.mask), self.wo[...]), (key, value)
 
 
 class Llama(nnx.Module):

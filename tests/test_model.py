@@ -1,8 +1,10 @@
-"""The JAX model against the float64 oracle, the equalities it must keep, and proof that these tests see mistakes."""
+"""The JAX model against the float64 oracle, and proof that these tests see mistakes.
+
+Ways of running it that must agree are compared in tests/verify/test_equalities.py.
+"""
 
 import dataclasses
 import functools
-import itertools
 import warnings
 
 import jax
@@ -12,12 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jllama.model
 from jllama import functional as F
 from jllama import oracle
 from jllama.config import LlamaConfig, RopeScaling
-from jllama.functional import cross_entropy, half_split_from_interleaved
-from jllama.model import KVCache, merge, rope_frequencies, unstack_layers
-from jllama.verify.compare import random_params, relative_error
+from jllama.functional import half_split_from_interleaved
+from jllama.model import KVCache, rope_frequencies, unstack_layers
+from jllama.verify import equalities
+from jllama.verify.compare import random_params, relative_error, worst_error
+from jllama.verify.mutations import interleaved
+from jllama.verify.subject import compiled, jllama_itself, model_with, subject_of
 
 TOLERANCE = 1e-5
 VISIBLE = 100 * TOLERANCE
@@ -57,19 +63,10 @@ seeds = st.integers(0, 2**32 - 1)
 tokens_of_rows = st.builds(lambda seed: np.random.default_rng(seed).integers(0, BASE.vocab_size, (3, SHORT)), seeds)
 
 
-def forward_(config, params, tokens, segments=None, positions=None, remat=False):
-    llama = merge(config, params)
-    return llama.logits(llama.hidden(tokens, segments, positions, remat=remat))
-
-
-def extend_(config, params, tokens, cache, counts):
-    llama = merge(config, params)
-    hidden, cache = llama.extend(tokens, cache, counts)
-    return llama.logits(hidden), cache
-
-
-forward = jax.jit(forward_, static_argnames=("config", "remat"))
-extend = jax.jit(extend_, static_argnames=("config",))
+PLAIN, JLLAMA = subject_of(jllama.model), jllama_itself()
+forward_, extend_ = PLAIN.forward, PLAIN.extend
+forward, extend = JLLAMA.forward, JLLAMA.extend
+loss_and_gradients = functools.partial(equalities.loss_and_gradients, JLLAMA)
 
 
 @functools.cache
@@ -97,14 +94,6 @@ def with_layers(params, **changed):
     return params | {"layers": params["layers"] | changed}
 
 
-def mean_loss(config, params, tokens, mask, remat=False):
-    total, count = cross_entropy(forward_(config, params, tokens[:, :-1], remat=remat), tokens[:, 1:], mask)
-    return total / jnp.maximum(count, 1)
-
-
-loss_and_gradients = jax.jit(jax.value_and_grad(mean_loss, argnums=1), static_argnames=("config", "remat"))
-
-
 def assert_trees_near(actual, expected, tolerance=TOLERANCE):
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
@@ -118,8 +107,7 @@ def assert_trees_near(actual, expected, tolerance=TOLERANCE):
 def test_logits_equal_the_oracle(name):
     config = CONFIGS[name]
     assert ours(config).dtype == np.float32
-    for row in range(len(POSITIONS)):  # each by itself, so that the largest logit of one does not excuse another
-        assert relative_error(ours(config)[row], judged(config)[row]) < TOLERANCE
+    assert worst_error(ours(config), judged(config)) < TOLERANCE
 
 
 def test_positions_default_to_counting_from_zero():
@@ -174,16 +162,12 @@ def test_gradient_of_every_parameter_equals_differences_of_the_oracle():
 
 def test_bfloat16_weights_give_float32_logits_nearby():
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights(LLAMA_32))
-    logits = forward(LLAMA_32, params, TOKENS, None, POSITIONS)
-    assert logits.dtype == jnp.float32
-    assert 1e-4 < relative_error(logits, judged(LLAMA_32)) < 3e-2
+    assert jax.eval_shape(functools.partial(forward, LLAMA_32), params, TOKENS).dtype == jnp.float32
+    error = equalities.bfloat16_error(JLLAMA, LLAMA_32, weights(LLAMA_32), TOKENS, POSITIONS)
+    assert 1e-4 < error < equalities.BFLOAT16_TOLERANCE
 
 
-# Equalities: layouts, remat, causality, documents
-
-
-def test_scanned_equals_unrolled():
-    assert relative_error(forward(BASE, unstacked(BASE), TOKENS[:, :SHORT]), short_logits()) < 1e-6
+# Layouts, remat, causality, documents
 
 
 def test_unstacked_layers_are_the_stacked_ones_in_order():
@@ -197,18 +181,10 @@ def test_unstacked_layers_are_the_stacked_ones_in_order():
     }
 
 
-def test_remat_changes_no_value_and_no_gradient():
-    mask = np.ones((3, SHORT - 1), bool)
-    loss, gradients = loss_and_gradients(BASE, weights(BASE), TOKENS[:, :SHORT], mask)
-    again, recomputed = loss_and_gradients(BASE, weights(BASE), TOKENS[:, :SHORT], mask, remat=True)
-    assert relative_error(again, loss) < 1e-6
-    assert_trees_near(recomputed, gradients)
-
-
 def test_remat_does_recompute():
     counts = []
     for remat in (False, True):
-        program = jax.make_jaxpr(jax.grad(functools.partial(mean_loss, BASE, remat=remat)))(
+        program = jax.make_jaxpr(jax.grad(functools.partial(equalities.mean_loss, PLAIN, BASE, remat=remat)))(
             weights(BASE), TOKENS[:, :SHORT], np.ones((3, SHORT - 1), bool)
         )
         counts.append(str(program).count(" dot_general["))
@@ -227,20 +203,6 @@ def test_a_token_changes_no_earlier_logits(tokens, position, change):
 
 
 @settings(max_examples=15)
-@given(tokens=tokens_of_rows, cuts=st.sets(st.integers(1, SHORT - 1), max_size=4))
-def test_packed_documents_equal_each_alone(tokens, cuts):
-    bounds = [0, *sorted(cuts), SHORT]
-    segments = np.searchsorted(sorted(cuts), np.arange(SHORT), side="right")
-    segments = np.tile(segments, (3, 1))
-    packed = np.asarray(forward(BASE, weights(BASE), tokens, segments))
-    for start, end in itertools.pairwise(bounds):
-        alone = np.zeros_like(tokens)
-        alone[:, : end - start] = tokens[:, start:end]  # what comes after is not seen
-        expected = forward(BASE, weights(BASE), alone)[:, : end - start]
-        assert relative_error(packed[:, start:end], expected) < TOLERANCE
-
-
-@settings(max_examples=15)
 @given(tokens=tokens_of_rows, cut=st.integers(1, SHORT - 1), seed=seeds)
 def test_a_document_changes_nothing_in_the_next(tokens, cut, seed):
     segments = np.tile(np.arange(SHORT) >= cut, (3, 1)).astype(np.int32)
@@ -254,7 +216,7 @@ def test_a_document_changes_nothing_in_the_next(tokens, cut, seed):
         assert relative_error(leaking[:, cut:], whole[:, cut:]) > VISIBLE
 
 
-# Equalities: tying, padding
+# Tying, padding
 
 
 def test_tied_embedding_is_one_leaf_whose_gradient_is_the_sum_of_both_uses():
@@ -296,56 +258,6 @@ def short_logits():
     return np.asarray(forward(BASE, weights(BASE), TOKENS[:, :SHORT]))
 
 
-def poisoned(batch, max_len=SHORT + 8, poison=1e4):
-    empty = KVCache.zeros(BASE, batch, max_len)
-    return jax.tree.map(lambda leaf: leaf + poison if leaf.ndim == 4 else leaf, empty)
-
-
-def run_chunks(tokens, chunks, width, cache):
-    """Feed row ``b`` its tokens in chunks of ``chunks[i][b]`` (0 to width), padded with garbage; all logits."""
-    garbage = np.random.default_rng(1)
-    done = np.zeros(len(tokens), int)
-    logits = np.full((*tokens.shape, BASE.vocab_size), np.nan)
-    for counts in chunks:
-        counts = np.minimum(counts, tokens.shape[1] - done)
-        padded = garbage.integers(0, BASE.vocab_size, (len(tokens), width))
-        for row, count in enumerate(counts):
-            padded[row, :count] = tokens[row, done[row] : done[row] + count]
-        new, cache = extend(BASE, unstacked(BASE), padded, cache, jnp.asarray(counts))
-        for row, count in enumerate(counts):
-            logits[row, done[row] : done[row] + count] = new[row, :count]
-        done += counts
-        np.testing.assert_array_equal(cache.lengths, done)
-    return logits, cache
-
-
-@pytest.mark.parametrize("first", range(1, SHORT + 1, 3))
-def test_prefill_and_decode_equal_one_forward_at_every_split(first):
-    # Three rows at a time: prefilled with ``first``, ``first + 1`` and ``first + 2`` tokens, then decoded to the end.
-    splits = np.arange(first, first + 3)
-    cache, expected = poisoned(3), short_logits()
-    logits, cache = run_chunks(TOKENS[:, :SHORT], [splits], SHORT, cache)
-    while np.any(unfinished := np.asarray(cache.lengths) < SHORT):
-        column = np.minimum(cache.lengths, SHORT - 1)
-        step = TOKENS[np.arange(3), column][:, None]
-        new, cache = extend(BASE, unstacked(BASE), step, cache, jnp.asarray(unfinished.astype(np.int32)))
-        logits[unfinished, column[unfinished]] = new[unfinished, 0]
-    np.testing.assert_array_equal(cache.lengths, SHORT)
-    for row in range(3):
-        assert relative_error(logits[row], expected[row]) < TOLERANCE
-
-
-@settings(max_examples=15)
-@given(data=st.data(), width=st.sampled_from([1, 6]))
-def test_ragged_chunks_equal_one_forward(data, width):
-    chunk = st.lists(st.integers(0, width), min_size=3, max_size=3)
-    chunks = data.draw(st.lists(chunk, max_size=6)) + [[width] * 3] * -(-SHORT // width)
-    logits, _ = run_chunks(TOKENS[:, :SHORT], chunks, width, poisoned(3))
-    expected = short_logits()
-    for row in range(3):
-        assert relative_error(logits[row], expected[row]) < TOLERANCE
-
-
 def prefilled_and_decoded(config):
     """Logits of the first row: all tokens but the last at once, then the last one."""
     cache = KVCache.zeros(config, 1, LONG)
@@ -375,28 +287,6 @@ def test_the_base_of_dynamic_scaling_stays_with_a_cache():
     # Its keys are already turned, so that a row that grows past the context keeps the context's base.
     short = dataclasses.replace(DYNAMIC, max_seq_len=128)
     np.testing.assert_array_equal(prefilled_and_decoded(short), prefilled_and_decoded(BASE))
-
-
-@settings(max_examples=10)
-@given(lengths=st.lists(st.integers(0, SHORT), min_size=3, max_size=3), seed=seeds)
-def test_padding_batch_mates_and_unused_slots_change_nothing(lengths, seed):
-    draws = np.random.default_rng(seed)
-    results = []
-    for poison in (0.0, 1e4, -1e4):
-        padded = draws.integers(0, BASE.vocab_size, (3, SHORT))
-        for row, length in enumerate(lengths):
-            padded[row, :length] = TOKENS[row, :length]
-        logits, cache = extend(BASE, unstacked(BASE), padded, poisoned(3, poison=poison), jnp.array(lengths))
-        results.append([np.asarray(logits)[row, :length] for row, length in enumerate(lengths)])
-        step, _ = extend(BASE, unstacked(BASE), TOKENS[:, :1], cache, jnp.ones(3, jnp.int32))
-        results[-1].append(np.asarray(step))
-    for other in results[1:]:
-        for actual, expected in zip(other, results[0], strict=True):
-            np.testing.assert_array_equal(actual, expected)
-    # The first row with other mates, which are as long as can be.
-    mates = np.concatenate([TOKENS[:1, :SHORT], draws.integers(0, BASE.vocab_size, (2, SHORT))])
-    logits, _ = extend(BASE, unstacked(BASE), mates, poisoned(3), jnp.array([lengths[0], SHORT, SHORT]))
-    np.testing.assert_array_equal(np.asarray(logits)[0, : lengths[0]], results[0][0])
 
 
 def filled(max_len):
@@ -446,22 +336,33 @@ def test_a_donated_cache_is_updated_in_place():
         unusable(KVCache.zeros(BASE, 1, 8))
 
 
-# Mutations: each mistake moves the logits by at least 100 tolerances
+# Mistakes, besides those of jllama.verify.mutations: each moves the logits by at least 100 tolerances
 
 
 @pytest.mark.parametrize(
-    "changed",
+    ("config", "changed"),
     [
-        {"rope_theta": 1_000_000.0},
-        {"rope_scaling": None},
-        {"rope_scaling": RopeScaling("llama3", 8.0)},
-        {"rope_scaling": RopeScaling("linear", 32.0)},
-        {"rope_scaling": RopeScaling("llama3", 32.0, original_max_seq_len=4096)},
+        (LLAMA_32, {"type": "linear"}),
+        (LLAMA_32, {"original_max_seq_len": 4096}),
+        (LLAMA_32, {"low_freq_factor": 2.0}),
+        (LLAMA_32, {"high_freq_factor": 8.0}),
+        (YARN, {"factor": 8.0}),
+        (YARN, {"attention_factor": 1.0}),
+        (YARN, {"beta_fast": 16.0}),
+        (YARN, {"beta_slow": 2.0}),
+        (YARN, {"original_max_seq_len": 4096}),
+        (YARN, {"type": "linear", "attention_factor": 0.0}),
+        (DYNAMIC, {"factor": 2.0}),
+        (DYNAMIC, {"original_max_seq_len": 256}),
     ],
     ids=str,
 )
-def test_a_wrong_rotary_setting_is_seen(changed):
-    assert_seen(LLAMA_32, changed)
+def test_a_wrong_number_in_the_scaling_is_seen(config, changed):
+    assert_seen(config, {"rope_scaling": dataclasses.replace(config.rope_scaling, **changed)})
+
+
+def test_a_wrong_context_of_dynamic_scaling_is_seen():
+    assert_seen(DYNAMIC, {"max_seq_len": 2 * LONG})
 
 
 def assert_seen(config, changed):
@@ -471,69 +372,12 @@ def assert_seen(config, changed):
     assert relative_error(ours(config)[FAR], other) > VISIBLE
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"factor": 8.0},
-        {"attention_factor": 1.0},
-        {"beta_fast": 16.0},
-        {"beta_slow": 2.0},
-        {"original_max_seq_len": 4096},
-        {"type": "linear", "attention_factor": 0.0},
-    ],
-    ids=str,
-)
-def test_a_wrong_yarn_setting_is_seen(changed):
-    assert YARN.rope_scaling is not None
-    assert_seen(YARN, {"rope_scaling": dataclasses.replace(YARN.rope_scaling, **changed)})
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"rope_scaling": None},
-        {"rope_scaling": RopeScaling("dynamic", 2.0, original_max_seq_len=128)},
-        {"rope_scaling": RopeScaling("dynamic", 4.0, original_max_seq_len=256)},
-        {"max_seq_len": 2 * LONG},
-    ],
-    ids=str,
-)
-def test_a_wrong_dynamic_setting_is_seen(changed):
-    assert_seen(DYNAMIC, changed)
-
-
-def interleaved_from_half_split(w):
-    return np.stack(np.split(w, 2, axis=-1), axis=-1).reshape(w.shape)
-
-
-def permuted(w, heads):
-    """Meta's interleaved rows of a ``[embed, kv_heads, head_dim]`` matrix to half-split ones, with this many heads."""
-    pairs = w.reshape(len(w), heads, -1, 2)
-    return pairs.swapaxes(2, 3).reshape(w.shape)
-
-
-def wrong_grouping(layers):
-    """What ``n % kv_heads`` instead of ``n // group`` computes."""
-    in_turn = np.array([0, 2, 1, 3])
-    return {"wq": layers["wq"][:, :, in_turn], "wo": layers["wo"][:, in_turn]}
-
-
-def left_interleaved(layers):
-    return {name: interleaved_from_half_split(layers[name]) for name in ("wq", "wk")}
-
-
 def permuted_twice(layers):
     return {name: np.asarray(half_split_from_interleaved(jnp.asarray(layers[name]))) for name in ("wq", "wk")}
 
 
 def only_queries_permuted(layers):
-    return {"wk": interleaved_from_half_split(layers["wk"])}
-
-
-def keys_permuted_with_num_heads(layers):
-    published = [interleaved_from_half_split(w) for w in layers["wk"]]
-    np.testing.assert_array_equal(np.stack([permuted(w, BASE.num_kv_heads) for w in published]), layers["wk"])
-    return {"wk": np.stack([permuted(w, BASE.num_heads) for w in published])}
+    return {"wk": interleaved(layers["wk"])}
 
 
 def norms_exchanged(layers):
@@ -550,16 +394,7 @@ def layers_in_reverse(layers):
 
 @pytest.mark.parametrize(
     "mistake",
-    [
-        wrong_grouping,
-        left_interleaved,
-        permuted_twice,
-        only_queries_permuted,
-        keys_permuted_with_num_heads,
-        norms_exchanged,
-        gate_and_up_exchanged,
-        layers_in_reverse,
-    ],
+    [permuted_twice, only_queries_permuted, norms_exchanged, gate_and_up_exchanged, layers_in_reverse],
     ids=lambda mistake: mistake.__name__,
 )
 def test_a_wrong_layout_is_seen(mistake):
@@ -568,56 +403,6 @@ def test_a_wrong_layout_is_seen(mistake):
     logits = np.asarray(forward(BASE, wrong, TOKENS, None, POSITIONS))
     for row in range(len(POSITIONS)):
         assert relative_error(logits[row], judged(BASE)[row]) > VISIBLE
-
-
-def test_a_head_that_is_not_the_embedding_is_seen():
-    tied = CONFIGS["tied"]
-    params = random_params(tied, 0)
-    same = oracle.forward(params | {"lm_head": params["embed"].T}, TOKENS[:1], BASE)
-    assert relative_error(ours(tied)[:1], same) < TOLERANCE
-    other = oracle.forward(params | {"lm_head": random_params(BASE, 1)["lm_head"]}, TOKENS[:1], BASE)
-    assert relative_error(ours(tied)[:1], other) > VISIBLE
-
-
-def in_other_order(params, tokens, config, order):
-    """The oracle's forward, norms elsewhere: ``pre`` is Llama, ``post`` the Transformer of 2017, ``branch`` OLMo 2."""
-    positions, logits = np.arange(tokens.shape[1]), []
-    for row in tokens:
-        x = np.float64(params["embed"])[row]
-        for index in range(config.num_layers):
-            w = {name: np.float64(stack[index]) for name, stack in params["layers"].items()}
-
-            def attend(h, w=w):
-                q, k, v = (np.tensordot(h, w[name], axes=1).swapaxes(0, 1) for name in ("wq", "wk", "wv"))
-                q, k = (oracle.rotate(heads, positions, oracle.rope_frequencies(config)) for heads in (q, k))
-                return np.einsum("nth,nhd->td", oracle.attention(q, k, v, np.tri(len(h), dtype=bool)), w["wo"])
-
-            def feed(h, w=w):
-                return oracle.swiglu(h, w["w_gate"], w["w_up"], w["w_down"])
-
-            for block, name in ((attend, "attn_norm"), (feed, "mlp_norm")):
-                norm = functools.partial(oracle.rms_norm, scale=w[name], eps=config.norm_eps)
-                if order == "pre":
-                    x = x + block(norm(x))
-                elif order == "post":
-                    x = norm(x + block(x))
-                else:
-                    x = x + norm(block(x))
-        logits.append(oracle.rms_norm(x, params["final_norm"], config.norm_eps) @ params["lm_head"])
-    return np.stack(logits)
-
-
-def test_norms_in_another_order_are_seen():
-    params = random_params(BASE, 0)
-    assert relative_error(ours(BASE)[:1], in_other_order(params, TOKENS[:1], BASE, "pre")) < TOLERANCE
-    for order in ("post", "branch"):
-        assert relative_error(ours(BASE)[:1], in_other_order(params, TOKENS[:1], BASE, order)) > VISIBLE
-
-
-def bfloat16_tables(positions, frequencies):
-    return tuple(
-        table.astype(jnp.bfloat16).astype(jnp.float32) for table in RIGHT["rope_tables"](positions, frequencies)
-    )
 
 
 def bfloat16_angles(positions, frequencies):
@@ -630,64 +415,32 @@ def float32_angles(positions, frequencies):
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def sees_one_ahead(query_positions, key_positions):
-    return RIGHT["causal_mask"](query_positions + 1, key_positions)
-
-
 def does_not_see_itself(query_positions, key_positions):
-    return RIGHT["causal_mask"](query_positions - 1, key_positions)
-
-
-RIGHT = {name: getattr(F, name) for name in ("rope_tables", "causal_mask", "cache_mask")}
+    return F.causal_mask(query_positions - 1, key_positions)
 
 
 @functools.cache
 def sharp():
     """Weights with larger queries, whose attention tells small turns apart; and the oracle's logits."""
-    params = random_params(BASE, 0)
-    params = with_layers(params, wq=3 * params["layers"]["wq"])
+    params = random_params(BASE, 0, query_gain=3.0)
     return params, oracle.forward(params, TOKENS, BASE, POSITIONS)
 
 
 @pytest.mark.parametrize(
-    ("name", "mistake", "row"),
+    ("wrong", "row"),
     [
-        ("rope_tables", bfloat16_tables, 0),
-        ("rope_tables", bfloat16_angles, 0),
-        ("rope_tables", float32_angles, 2),
-        ("causal_mask", sees_one_ahead, 0),
-        ("causal_mask", does_not_see_itself, 0),
+        ({"rope_tables": bfloat16_angles}, 0),
+        ({"rope_tables": float32_angles}, 2),
+        ({"causal_mask": does_not_see_itself}, 0),
     ],
-    ids=lambda value: getattr(value, "__name__", None),
+    ids=["bfloat16 angles", "float32 angles", "does not see itself"],
 )
-def test_a_wrong_table_or_mask_is_seen(monkeypatch, name, mistake, row):
+def test_a_wrong_table_or_mask_is_seen(wrong, row):
     params, expected = sharp()
-    monkeypatch.setattr(F, name, mistake)
-    wrong = jax.jit(lambda *arguments: forward_(BASE, *arguments))(params, TOKENS, None, POSITIONS)  # traced anew
-    assert relative_error(wrong[row], expected[row]) > VISIBLE
+    logits = compiled(subject_of(model_with(**wrong))).forward(BASE, params, TOKENS, None, POSITIONS)
+    assert relative_error(logits[row], expected[row]) > VISIBLE
 
 
 def test_right_tables_and_masks_are_right_for_those_weights():
     params, expected = sharp()
-    logits = forward(BASE, params, TOKENS, None, POSITIONS)
-    for row in range(len(POSITIONS)):
-        assert relative_error(logits[row], expected[row]) < TOLERANCE
-
-
-@pytest.mark.parametrize("offset", [-1, 1])
-def test_a_cache_mask_off_by_one_is_seen(monkeypatch, offset):
-    expected = short_logits()
-    monkeypatch.setattr(F, "cache_mask", lambda positions, size: RIGHT["cache_mask"](positions + offset, size))
-    again = jax.jit(lambda *arguments: extend_(BASE, *arguments))
-    logits, _ = again(unstacked(BASE), TOKENS[:, :SHORT], KVCache.zeros(BASE, 3, SHORT), jnp.full(3, SHORT))
-    assert relative_error(logits, expected) > VISIBLE
-
-
-@pytest.mark.parametrize("offset", [-1, 0, 1])
-def test_a_cache_position_off_by_one_is_seen(offset):
-    empty = KVCache.zeros(BASE, 3, SHORT + 8)
-    _, cache = extend(BASE, unstacked(BASE), TOKENS[:, :SHORT], empty, jnp.full(3, SHORT - 1))
-    moved = cache._replace(lengths=cache.lengths + offset)
-    logits, _ = extend(BASE, unstacked(BASE), TOKENS[:, SHORT - 1 : SHORT], moved, jnp.ones(3, jnp.int32))
-    error = relative_error(np.asarray(logits)[:, 0], short_logits()[:, -1])
-    assert error > VISIBLE if offset else error < TOLERANCE
+    assert worst_error(forward(BASE, params, TOKENS, None, POSITIONS), expected) < TOLERANCE

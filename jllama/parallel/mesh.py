@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -41,13 +42,13 @@ class MeshConfig:
             )
 
 
-def make_mesh(config: MeshConfig) -> Mesh:
-    """The mesh over all devices (of every process), with axes ``data``, ``fsdp`` and ``tensor``.
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh over all devices (of every process) or those given, with axes ``data``, ``fsdp`` and ``tensor``.
 
     Raises:
         UsageError: the sizes do not multiply to the number of devices.
     """
-    devices = jax.devices()
+    devices = jax.devices() if devices is None else devices
     data = config.data or max(1, len(devices) // (config.fsdp * config.tensor))
     shape = (data, config.fsdp, config.tensor)
     if math.prod(shape) != len(devices):
@@ -55,7 +56,7 @@ def make_mesh(config: MeshConfig) -> Mesh:
             f"the mesh data={data} x fsdp={config.fsdp} x tensor={config.tensor} needs {math.prod(shape)} devices, "
             f"but there are {len(devices)}"
         )
-    return jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    return jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
 def parameter_sharding(mesh: Mesh, parameter: Parameter) -> NamedSharding:

@@ -1,0 +1,443 @@
+"""What must come out the same however it is run: checks of jllama against itself, and of attention against the oracle.
+
+The functions take the code under test, so that deliberate mistakes can be planted, and return a relative error: the
+command calls them on one small model, the tests on whatever they draw. All take parameters with layers stacked.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Bool, Float, Int
+
+from jllama import oracle
+from jllama.config import LlamaConfig, RopeScaling
+from jllama.errors import JllamaError
+from jllama.functional import cross_entropy, grouped_query_attention
+from jllama.model import KVCache, abstract_params, unstack_layers
+from jllama.parallel.mesh import BATCH, MeshConfig, make_mesh, parameter_sharding, state_sharding
+from jllama.parameters import Params, map_by_path, parameter_table
+from jllama.training.optimizer import OptimizerConfig, make_optimizer
+from jllama.training.step import TrainState, initial_state, train_step
+from jllama.verify.compare import TOLERANCE, Check, random_params, relative_error, worst_error
+from jllama.verify.subject import Subject
+
+CLOSE = 1e-6
+"""Relative error of float32 sums that are taken in nearly the same order."""
+BFLOAT16_TOLERANCE = 3e-2
+"""Relative error of logits from bfloat16 weights.
+
+Bfloat16 has 8 significant bits, so that each rounding, of a weight or of an activation, is off by up to 2**-9 = 2e-3 of
+the value. The dozen roundings in a row that two blocks make add up to about 1e-2 of the largest logit; 3e-2 leaves room
+for unlucky draws, and is far below what a mistake does.
+"""
+BFLOAT16_ATTENTION_TOLERANCE = 1e-2
+"""Relative error of one attention in bfloat16, its inputs already rounded: softmax's weights and the result are off by
+up to 2**-9 each.
+"""
+
+SEQ = 24
+CONFIG = LlamaConfig(
+    vocab_size=96,
+    num_layers=2,
+    embed_dim=128,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    mlp_dim=160,
+    max_seq_len=512,
+    rope_theta=500_000.0,
+    rope_scaling=RopeScaling("llama3", 32.0),
+)
+"""The model that the command runs, on ``SEQ`` rows of ``SEQ`` tokens."""
+MESHES = {"data=8": MeshConfig(), "fsdp=8": MeshConfig(1, 8, 1), "data=2 fsdp=2 tensor=2": MeshConfig(2, 2, 2)}
+"""How eight devices share the work."""
+HEADS, HEAD_DIM = 8, 64
+KV_HEADS = (8, 2, 1)
+"""Multi-head, grouped-query and multi-query attention."""
+
+Attention = Callable[[Array, Array, Array, Array], Array]
+"""``(query, key, value, mask) -> mixed``, shaped as in ``grouped_query_attention``."""
+Tokens = Int[np.ndarray, "rows seq"]
+
+
+def equality_checks(subject: Subject) -> list[Check]:
+    """The whole group, on one small model with Llama 3.2's RoPE."""
+    rng = np.random.default_rng(0)
+    params, tokens = random_params(CONFIG, 0), rng.integers(0, CONFIG.vocab_size, (SEQ, SEQ))
+    lengths, segments = rng.permutation(SEQ), np.sort(rng.integers(0, 4, tokens.shape))
+    positions = np.linspace(0, 100_000, SEQ).astype(int)[:, None] + np.arange(SEQ)
+
+    def check(
+        row: str, column: str, error: Callable[..., float], *varied: object, tolerance: float = TOLERANCE
+    ) -> Check:
+        compute = functools.partial(error, subject, CONFIG, params, tokens, *varied)
+        return Check("equalities", row, column, compute, tolerance)
+
+    checks = [
+        check(
+            "prefill and decode against one forward",
+            f"every split of {SEQ}",
+            prefill_and_decode_error,
+            np.arange(1, SEQ + 1),
+        )
+    ]
+    for width in (1, 5, 16):
+        chunks = rng.integers(0, width + 1, (8, SEQ))
+        checks.append(
+            check("chunked prefill against one forward", f"chunks of up to {width}", chunked_error, chunks, width)
+        )
+    checks += [
+        check("ragged batch against single rows", f"{SEQ} lengths", ragged_error, lengths),
+        check("ragged batch against single rows", "other padding and mates", padding_error, lengths),
+        check("packed documents against each alone", "up to 4 in a row", packed_error, segments),
+        check("scanned against unrolled layers", "logits", scanned_error, tolerance=CLOSE),
+        check("remat on against off", "loss", remat_loss_error, tolerance=CLOSE),
+        check("remat on against off", "gradients", remat_gradient_error),
+        check(
+            "bfloat16 against float32 weights",
+            "up to position 100,000",
+            bfloat16_error,
+            positions,
+            tolerance=BFLOAT16_TOLERANCE,
+        ),
+    ]
+    for name, mask in attention_masks().items():
+        for backend, (attend, dtype, tolerance) in attention_backends().items():
+            compute = functools.partial(attention_error, attend, mask, dtype)
+            checks.append(Check("equalities", f"attention against the oracle, {name}", backend, compute, tolerance))
+    for column, sizes in MESHES.items():
+        checks.append(check("sharded against one device, logits", column, sharded_error, sizes))
+        compute = functools.partial(sharded_training_error, CONFIG, sizes)
+        checks.append(Check("equalities", "sharded against one device, training", column, compute))
+    return checks
+
+
+# The cache
+
+
+def prefill_and_decode_error(
+    subject: Subject, config: LlamaConfig, params: Params, tokens: Tokens, splits: Int[np.ndarray, "rows"]
+) -> float:
+    """Row ``b``'s first ``splits[b]`` tokens at once and the others one by one, against one forward."""
+    rows, seq = tokens.shape
+    chunks = [(seq, splits)] + [(1, np.ones(rows, int))] * (seq - int(splits.min()))
+    return worst_error(_fed(subject, config, params, tokens, chunks), _forward(subject, config, params, tokens))
+
+
+def chunked_error(
+    subject: Subject,
+    config: LlamaConfig,
+    params: Params,
+    tokens: Tokens,
+    chunks: Int[np.ndarray, "chunks rows"],
+    width: int,
+) -> float:
+    """``chunks[i][b]`` tokens of row ``b`` (0 to ``width``), then ``width`` at a time, against one forward."""
+    rows, seq = tokens.shape
+    fed = [(width, counts) for counts in chunks] + [(width, np.full(rows, width))] * -(-seq // width)
+    return worst_error(_fed(subject, config, params, tokens, fed), _forward(subject, config, params, tokens))
+
+
+def ragged_error(
+    subject: Subject, config: LlamaConfig, params: Params, tokens: Tokens, lengths: Int[np.ndarray, "rows"]
+) -> float:
+    """Rows of several lengths prefilled together and continued by a token each, against one forward of each alone."""
+    together = _prompted(subject, config, params, tokens, lengths)
+    alone = [_forward(subject, config, params, row[None])[0] for row in tokens]
+    return worst_error(together, [logits[: len(found)] for logits, found in zip(alone, together, strict=True)])
+
+
+def padding_error(
+    subject: Subject, config: LlamaConfig, params: Params, tokens: Tokens, lengths: Int[np.ndarray, "rows"]
+) -> float:
+    """A ragged batch with other padding and other values in unused slots; and its first row with other, full mates.
+
+    The same program runs on the same shapes, so that right code gives exactly zero.
+    """
+    found = _prompted(subject, config, params, tokens, lengths)
+    padded = _prompted(subject, config, params, tokens, lengths, seed=1)
+    mates = np.concatenate([tokens[:1], (tokens[1:] + 1) % config.vocab_size])
+    full = np.concatenate([lengths[:1], np.full(len(tokens) - 1, tokens.shape[1])])
+    first = _prompted(subject, config, params, mates, full)[0]
+    return worst_error([*padded, first], [*found, found[0]])
+
+
+def _prompted(
+    subject: Subject,
+    config: LlamaConfig,
+    params: Params,
+    tokens: Tokens,
+    lengths: Int[np.ndarray, "rows"],
+    seed: int = 0,
+) -> list[Float[np.ndarray, "_ vocab"]]:
+    """Each row's logits for its first ``lengths[b]`` tokens, prefilled, and for the next one, decoded."""
+    rows, seq = tokens.shape
+    logits = _fed(subject, config, params, tokens, [(seq, lengths), (1, np.ones(rows, int))], seed)
+    return [row[: length + 1] for row, length in zip(logits, lengths, strict=True)]
+
+
+def _fed(
+    subject: Subject,
+    config: LlamaConfig,
+    params: Params,
+    tokens: Tokens,
+    chunks: Iterable[tuple[int, Int[np.ndarray, "rows"]]],
+    seed: int = 0,
+) -> Float[np.ndarray, "rows seq vocab"]:
+    """Logits of tokens fed to a cache in chunks: each its width, and of each row the next so many tokens, if left.
+
+    The rest of a chunk is padded with random tokens, and unused slots of the cache hold large values: both drawn by
+    ``seed``, neither to be seen. The logits of tokens that are never fed are NaN.
+    """
+    rng, (rows, seq) = np.random.default_rng(seed), tokens.shape
+    cache = jax.tree.map(
+        lambda leaf: jnp.asarray(1e4 * rng.standard_normal(leaf.shape), leaf.dtype) if leaf.ndim == 4 else leaf,
+        KVCache.zeros(config, rows, seq + 8),
+    )
+    separate, done = _unstacked(params), np.zeros(rows, int)
+    logits = np.full((rows, seq, config.vocab_size), np.nan)
+    for width, wanted in chunks:
+        counts = np.minimum(wanted, seq - done)
+        chunk = rng.integers(0, config.vocab_size, (rows, width))
+        row, column = np.nonzero(np.arange(width) < counts[:, None])
+        chunk[row, column] = tokens[row, done[row] + column]
+        new, cache = subject.extend(config, separate, jnp.asarray(chunk), cache, jnp.asarray(counts))
+        logits[row, done[row] + column] = np.asarray(new)[row, column]
+        done += counts
+    return logits
+
+
+# Whole sequences
+
+
+def packed_error(
+    subject: Subject, config: LlamaConfig, params: Params, tokens: Tokens, segments: Int[np.ndarray, "rows seq"]
+) -> float:
+    """Documents packed in rows, each a run of one number in ``segments``, against each at the start of a row."""
+    packed = _forward(subject, config, params, tokens, segments)
+    found, expected = [], []
+    for number in np.unique(segments):
+        inside = segments == number
+        alone = np.zeros_like(tokens)  # what comes after is not seen
+        at_start = np.arange(tokens.shape[1]) < inside.sum(axis=1, keepdims=True)
+        alone[at_start] = tokens[inside]
+        logits = _forward(subject, config, params, alone)
+        found += [row[chosen] for row, chosen in zip(packed, inside, strict=True)]
+        expected += [row[chosen] for row, chosen in zip(logits, at_start, strict=True)]
+    return worst_error(found, expected)
+
+
+def scanned_error(subject: Subject, config: LlamaConfig, params: Params, tokens: Tokens) -> float:
+    """Stacked layers, which are scanned, against separate ones, which are unrolled."""
+    scanned = subject.forward(config, jax.tree.map(jnp.asarray, params), jnp.asarray(tokens))
+    return relative_error(scanned, _forward(subject, config, params, tokens))
+
+
+def bfloat16_error(
+    subject: Subject,
+    config: LlamaConfig,
+    params: Params,
+    tokens: Tokens,
+    positions: Int[np.ndarray, "rows seq"] | None = None,
+) -> float:
+    """Logits from weights rounded to bfloat16, and so activations in bfloat16, against those from the weights."""
+    rounded = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), params)
+    logits = _forward(subject, config, rounded, tokens, positions=positions)
+    return worst_error(logits, _forward(subject, config, params, tokens, positions=positions))
+
+
+def mean_loss(
+    subject: Subject,
+    config: LlamaConfig,
+    params: Params,
+    tokens: Int[Array, "rows seq"],
+    mask: Bool[Array, "rows seq-1"],
+    remat: bool = False,
+) -> Float[Array, ""]:
+    """Mean loss in nats of each token but the first, given those before it, where ``mask`` holds; zero if nowhere."""
+    logits = subject.forward(config, params, tokens[:, :-1], remat=remat)
+    total, count = cross_entropy(logits, tokens[:, 1:], mask)
+    return total / jnp.maximum(count, 1)
+
+
+loss_and_gradients = jax.jit(jax.value_and_grad(mean_loss, argnums=2), static_argnames=("subject", "config", "remat"))
+"""``mean_loss``, and its gradient for every parameter."""
+
+
+def remat_loss_error(subject: Subject, config: LlamaConfig, params: Params, tokens: Tokens) -> float:
+    """The loss with activations computed again in the backward pass, against those kept."""
+    (again, _), (loss, _) = _with_and_without_remat(subject, config, params, tokens)
+    return relative_error(again, loss)
+
+
+def remat_gradient_error(subject: Subject, config: LlamaConfig, params: Params, tokens: Tokens) -> float:
+    """The gradients with activations computed again in the backward pass, against those kept."""
+    (_, again), (_, gradients) = _with_and_without_remat(subject, config, params, tokens)
+    return worst_error(jax.tree.leaves(again), jax.tree.leaves(gradients))
+
+
+def _with_and_without_remat(
+    subject: Subject, config: LlamaConfig, params: Params, tokens: Tokens
+) -> list[tuple[Array, Params]]:
+    mask = np.ones_like(tokens[:, 1:], bool)
+    return [loss_and_gradients(subject, config, params, tokens, mask, remat=remat) for remat in (True, False)]
+
+
+def _unstacked(params: Params) -> Params:
+    return jax.tree.map(jnp.asarray, unstack_layers(params))
+
+
+def _forward(
+    subject: Subject,
+    config: LlamaConfig,
+    params: Params,
+    tokens: Tokens,
+    segments: Int[np.ndarray, "rows seq"] | None = None,
+    positions: Int[np.ndarray, "rows seq"] | None = None,
+) -> Float[np.ndarray, "rows seq vocab"]:
+    """Logits of one pass through unrolled layers, which run without a compiler too."""
+    arrays = (None if array is None else jnp.asarray(array) for array in (tokens, segments, positions))
+    return np.asarray(subject.forward(config, _unstacked(params), *arrays))
+
+
+# Attention
+
+
+class Backend(NamedTuple):
+    """One implementation of attention, the type it runs in, and the largest error it may make."""
+
+    attend: Attention
+    dtype: jnp.dtype | type
+    tolerance: float
+
+
+@functools.cache
+def attention_backends() -> dict[str, Backend]:
+    """The implementations that run here: jllama's own, and JAX's for comparison (cuDNN's on a GPU that has it)."""
+    backends = {
+        "jllama": Backend(grouped_query_attention, jnp.float32, TOLERANCE),
+        "jllama in bfloat16": Backend(grouped_query_attention, jnp.bfloat16, BFLOAT16_ATTENTION_TOLERANCE),
+        "jax.nn xla": Backend(functools.partial(_jax_attention, "xla"), jnp.float32, TOLERANCE),
+    }
+    device = jax.devices()[0]
+    if device.device_kind.startswith("NVIDIA") and float(device.compute_capability) >= 8:  # Ampere, as cuDNN asks
+        cudnn = functools.partial(_jax_attention, "cudnn")
+        backends["jax.nn cudnn in bfloat16"] = Backend(cudnn, jnp.bfloat16, BFLOAT16_ATTENTION_TOLERANCE)
+    return backends
+
+
+def attention_masks(seq: int = 64) -> dict[str, Bool[np.ndarray, "rows seq seq"]]:
+    """Who sees whom in two rows, by the kind of mask; in the last, the queries of one row see nothing."""
+    causal, rng = np.tri(seq, dtype=bool), np.random.default_rng(0)
+    segments, lengths = np.sort(rng.integers(0, 3, (2, seq))), np.array([seq // 3, 0])
+    return {
+        "causal": np.stack([causal] * 2),
+        "segments": causal & (segments[:, :, None] == segments[:, None, :]),
+        "ragged lengths": np.tile((np.arange(seq) < lengths[:, None])[:, None], (1, seq, 1)),
+    }
+
+
+def attention_error(
+    attend: Attention, mask: Bool[np.ndarray, "rows seq kv_seq"], dtype: jnp.dtype | type = jnp.float32, seed: int = 0
+) -> float:
+    """Attention under a mask against the float64 oracle's on the same random inputs, for each of ``KV_HEADS``."""
+    rng, (rows, seq, kv_seq) = np.random.default_rng(seed), mask.shape
+    run, found, expected = jax.jit(attend), [], []
+    for kv_heads in KV_HEADS:
+        sizes = ((HEADS, seq), (kv_heads, kv_seq), (kv_heads, kv_seq))
+        arrays = [jnp.asarray(rng.standard_normal((rows, *size, HEAD_DIM)), dtype) for size in sizes]
+        found += list(run(*arrays, jnp.asarray(mask)))
+        exact = [np.asarray(array, np.float64) for array in arrays]
+        expected += [oracle.attention(*row) for row in zip(*exact, mask, strict=True)]
+    return worst_error(found, expected)
+
+
+def _jax_attention(
+    implementation: Literal["xla", "cudnn"], query: Array, key: Array, value: Array, mask: Array
+) -> Array:
+    """``jax.nn.dot_product_attention``, but zero where no key is seen; JAX means that to be undefined."""
+    swapped = (array.swapaxes(1, 2) for array in (query, key, value))
+    mixed = jax.nn.dot_product_attention(*swapped, mask=mask[:, None], implementation=implementation)
+    return jnp.where(mask.any(axis=-1)[:, None, :, None], mixed.swapaxes(1, 2), 0)
+
+
+# Sharding
+
+
+def eight_devices() -> list[Any]:
+    """Eight (pretended) CPU devices.
+
+    Raises:
+        JllamaError: there are fewer; JAX makes as many as it is told to before its first use.
+    """
+    try:
+        devices = jax.devices("cpu")
+    except RuntimeError:  # JAX_PLATFORMS leaves the CPU out
+        devices = []
+    if len(devices) < 8:
+        raise JllamaError(f"JAX has {len(devices)} CPU devices; sharding needs 8: set JAX_NUM_CPU_DEVICES=8")
+    return devices[:8]
+
+
+def one_device_and(sizes: MeshConfig) -> tuple[Mesh, Mesh]:
+    """The mesh of one CPU device, and one of eight with these sizes."""
+    devices = eight_devices()
+    return make_mesh(MeshConfig(1, 1, 1), devices[:1]), make_mesh(sizes, devices)
+
+
+def sharded_error(subject: Subject, config: LlamaConfig, params: Params, tokens: Tokens, sizes: MeshConfig) -> float:
+    """Logits computed on eight devices against those computed on one."""
+    table = parameter_table(config)
+
+    def logits(mesh: Mesh) -> Array:
+        placed = map_by_path(lambda path, leaf: jax.device_put(leaf, parameter_sharding(mesh, table[path])), params)
+        return subject.forward(config, placed, jax.device_put(tokens, NamedSharding(mesh, BATCH)))
+
+    one, eight = one_device_and(sizes)
+    return worst_error(logits(eight), logits(one))
+
+
+def sharded_training_error(config: LlamaConfig, sizes: MeshConfig) -> float:
+    """Losses and parameters of training on eight devices against those on one."""
+    one, eight = (trained(config, mesh) for mesh in one_device_and(sizes))
+    return worst_error(
+        [*eight.losses, *jax.tree.leaves(eight.state.params)], [*one.losses, *jax.tree.leaves(one.state.params)]
+    )
+
+
+class Trained(NamedTuple):
+    """A short training: the parameters it starts from, all it ends with, and each step's loss in nats a token."""
+
+    initial: Params
+    state: TrainState
+    losses: list[float]
+
+
+@functools.cache
+def trained(config: LlamaConfig, mesh: Mesh) -> Trained:
+    """Three steps over random tokens on a mesh of devices.
+
+    Gradients on several devices differ by 1e-7 (2e-6 of the largest) from those on one: the order of the sums. Where
+    one is as small as epsilon, AdamW turns that into ``learning_rate * 1e-7 / epsilon``, so epsilon is large here.
+    """
+    quick = {"xla_backend_optimization_level": 0}  # of the time, nearly all is for compiling
+    windows = np.random.default_rng(0).integers(1, config.vocab_size, (3, 8, 17)).astype(np.int32)
+    settings = OptimizerConfig(learning_rate=3e-2, epsilon=1e-2)
+    optimizer = make_optimizer(settings, config, abstract_params(config), len(windows))
+    start = functools.partial(initial_state, config=config, optimizer=optimizer)
+    shardings = state_sharding(mesh, config, jax.eval_shape(start, jax.random.key(0)))
+    state = jax.jit(start, out_shardings=shardings, compiler_options=quick)(jax.random.key(0))
+    initial, losses = jax.tree.map(np.array, state.params), []
+    step = functools.partial(train_step, config=config, optimizer=optimizer, bos_id=1)
+    take_step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=quick)
+    for batch in windows:
+        state, metrics = take_step(state, jax.device_put(batch, NamedSharding(mesh, BATCH)))
+        losses.append(float(metrics.loss))
+    return Trained(initial, state, losses)

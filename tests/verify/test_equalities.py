@@ -1,0 +1,233 @@
+"""Each equality holds whatever is drawn, and sees the mistakes that it is there for."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jllama.errors import JllamaError
+from jllama.functional import cache_mask, causal_mask, grouped_query_attention
+from jllama.verify.compare import TOLERANCE, VISIBLE, random_params
+from jllama.verify.equalities import (
+    BFLOAT16_TOLERANCE,
+    CONFIG,
+    SEQ,
+    attention_backends,
+    attention_error,
+    attention_masks,
+    chunked_error,
+    equality_checks,
+    packed_error,
+    padding_error,
+    prefill_and_decode_error,
+    ragged_error,
+)
+from jllama.verify.subject import compiled, jllama_itself, model_with, subject_of
+
+JLLAMA, PARAMS = jllama_itself(), random_params(CONFIG, 0)
+PREFILL = "prefill and decode against one forward/every split of 24"
+CHUNKS = "chunked prefill against one forward/chunks of up to 1"
+RAGGED = "ragged batch against single rows/24 lengths"
+PADDING = "ragged batch against single rows/other padding and mates"
+PACKED = "packed documents against each alone/up to 4 in a row"
+SCANNED = "scanned against unrolled layers/logits"
+LOSS, GRADIENTS = "remat on against off/loss", "remat on against off/gradients"
+BFLOAT16 = "bfloat16 against float32 weights/up to position 100,000"
+
+
+def rows_of(subject):
+    return {check.name.removeprefix("equalities/"): check for check in equality_checks(subject)}
+
+
+ROWS = rows_of(JLLAMA)
+SHARDED = [name for name in ROWS if name.startswith("sharded")]  # see tests/parallel: they need eight devices
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def integers(shape, low, high):
+    """Arrays of numbers from ``low`` to ``high``, by seed: a failure is shrunk at once."""
+    return seeds.map(lambda seed: np.random.default_rng(seed).integers(low, high, shape, endpoint=True))
+
+
+tokens_of_rows = integers((SEQ, SEQ), 0, CONFIG.vocab_size - 1)
+
+
+# Right code
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in SHARDED])
+def test_right_code_passes(name):
+    assert ROWS[name].error() < ROWS[name].tolerance
+
+
+def test_bfloat16_is_really_used():
+    assert ROWS[BFLOAT16].tolerance == BFLOAT16_TOLERANCE
+    assert ROWS[BFLOAT16].error() > 1e-4
+
+
+@settings(max_examples=10)
+@given(tokens=tokens_of_rows, splits=integers(SEQ, 0, SEQ))
+def test_prefill_and_decode_equal_one_forward(tokens, splits):
+    assert prefill_and_decode_error(JLLAMA, CONFIG, PARAMS, tokens, splits) < TOLERANCE
+
+
+@settings(max_examples=15)
+@given(tokens=tokens_of_rows, data=st.data(), width=st.sampled_from([1, 5, 16]))
+def test_ragged_chunks_equal_one_forward(tokens, data, width):
+    chunks = data.draw(integers((data.draw(st.integers(0, 6)), SEQ), 0, width))
+    assert chunked_error(JLLAMA, CONFIG, PARAMS, tokens, chunks, width) < TOLERANCE
+
+
+@settings(max_examples=10)
+@given(tokens=tokens_of_rows, lengths=integers(SEQ, 0, SEQ))
+def test_a_ragged_batch_equals_single_rows(tokens, lengths):
+    assert ragged_error(JLLAMA, CONFIG, PARAMS, tokens, lengths) < TOLERANCE
+
+
+@settings(max_examples=10)
+@given(tokens=tokens_of_rows, lengths=integers(SEQ, 0, SEQ))
+def test_padding_batch_mates_and_unused_slots_change_nothing(tokens, lengths):
+    assert padding_error(JLLAMA, CONFIG, PARAMS, tokens, lengths) == 0
+
+
+@settings(max_examples=15)
+@given(tokens=tokens_of_rows, numbers=integers((SEQ, SEQ), 0, 5))
+def test_packed_documents_equal_each_alone(tokens, numbers):
+    assert packed_error(JLLAMA, CONFIG, PARAMS, tokens, np.sort(numbers)) < TOLERANCE
+
+
+@settings(max_examples=5)
+@given(seed=seeds, density=st.sampled_from([0.0, 0.01, 0.5, 1.0]))
+def test_attention_equals_the_oracle_under_any_mask(seed, density):
+    mask = np.random.default_rng(seed).random((2, 64, 64)) < density
+    for attend, dtype, tolerance in attention_backends().values():
+        assert attention_error(attend, mask, dtype, seed) < tolerance
+
+
+def test_fewer_than_eight_devices_are_named():
+    for name in SHARDED:
+        with pytest.raises(JllamaError, match="JAX has 1 CPU devices; sharding needs 8: set JAX_NUM_CPU_DEVICES=8"):
+            ROWS[name].error()
+
+
+# Wrong code
+
+
+def with_mask(function, **wrong):
+    """The model with one of its functions taken from a copy with another mask."""
+    return JLLAMA._replace(**{function: getattr(compiled(subject_of(model_with(**wrong))), function)})
+
+
+def moved(mask, offset):
+    """The mask of queries that stand ``offset`` further on."""
+    return lambda positions, keys: mask(positions + offset, keys)
+
+
+def and_the_last_slot(positions, size):
+    return cache_mask(positions, size).at[..., -1].set(True)
+
+
+def wrapped(**wrong):
+    """The model with a function replaced by one that is given it first."""
+    return JLLAMA._replace(**{name: functools.partial(wrap, getattr(JLLAMA, name)) for name, wrap in wrong.items()})
+
+
+def a_slot_too_far(extend, *args):
+    logits, cache = extend(*args)
+    return logits, cache._replace(lengths=cache.lengths + 1)
+
+
+def no_segments(forward, config, params, tokens, segments=None, positions=None):
+    return forward(config, params, tokens, None, positions)
+
+
+def other_value(_, config, params, tokens, remat):
+    """One product stands in for the Llama here and below: it compiles at once."""
+    logits = params["embed"][tokens] @ params["lm_head"]
+    return logits * 1.001 if remat else logits
+
+
+def other_gradient(_, config, params, tokens, remat):
+    logits = params["embed"][tokens] @ params["lm_head"]
+    return logits + 0.01 * (logits - jax.lax.stop_gradient(logits)) if remat else logits
+
+
+def layers_in_reverse(forward, config, params, *others):
+    layers = params["layers"]
+    if "0" in layers:
+        layers = dict(zip(layers, reversed(layers.values()), strict=True))
+    return forward(config, params | {"layers": layers}, *others)
+
+
+def positions_in_the_dtype_of_weights(forward, config, params, tokens, segments=None, positions=None):
+    if positions is not None:
+        positions = positions.astype(params["embed"].dtype).astype(jnp.int32)
+    return forward(config, params, tokens, segments, positions)
+
+
+CACHED = {PREFILL, CHUNKS, RAGGED}
+LAYOUTS = [*CACHED, PADDING, PACKED]
+# What is wrong, which rows are looked at, and which of them fail.
+MISTAKES = {
+    "sees one ahead": (with_mask("forward", causal_mask=moved(causal_mask, 1)), LAYOUTS, {*CACHED, PACKED}),
+    "does not see itself": (with_mask("forward", causal_mask=moved(causal_mask, -1)), LAYOUTS, CACHED),
+    "cache: sees one ahead": (with_mask("extend", cache_mask=moved(cache_mask, 1)), LAYOUTS, {*CACHED, PADDING}),
+    "cache: does not see itself": (with_mask("extend", cache_mask=moved(cache_mask, -1)), LAYOUTS, CACHED),
+    "cache: sees an unused slot": (with_mask("extend", cache_mask=and_the_last_slot), LAYOUTS, {*CACHED, PADDING}),
+    "cache: a slot too far": (wrapped(extend=a_slot_too_far), LAYOUTS, {*CACHED, PADDING}),
+    "segments ignored": (wrapped(forward=no_segments), LAYOUTS, {PACKED}),
+    "layers in reverse": (wrapped(forward=layers_in_reverse), [SCANNED, PACKED], {SCANNED}),
+    "remat: other value": (wrapped(forward=other_value), [LOSS, GRADIENTS], {LOSS, GRADIENTS}),
+    "remat: other gradient": (wrapped(forward=other_gradient), [LOSS, GRADIENTS], {GRADIENTS}),
+    "positions in bfloat16": (wrapped(forward=positions_in_the_dtype_of_weights), [BFLOAT16, PACKED], {BFLOAT16}),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_seen_where_it_should_be(mistake):
+    subject, looked_at, expected = MISTAKES[mistake]
+    rows = rows_of(subject)
+    ratios = {name: rows[name].error() / rows[name].tolerance for name in looked_at}
+    assert {name for name, ratio in ratios.items() if ratio > 30} == expected
+    assert {name for name, ratio in ratios.items() if not ratio < 1} == expected
+
+
+def grouped_in_turn(query, key, value, mask):
+    group = query.shape[1] // key.shape[1]
+    return grouped_query_attention(query, jnp.tile(key, (1, group, 1, 1)), jnp.tile(value, (1, group, 1, 1)), mask)
+
+
+def unscaled(query, key, value, mask):
+    return grouped_query_attention(query * query.shape[-1] ** 0.5, key, value, mask)
+
+
+def mask_ignored(query, key, value, mask):
+    return grouped_query_attention(query, key, value, jnp.ones_like(mask))
+
+
+def blind_queries_see_all(query, key, value, mask):
+    return grouped_query_attention(query, key, value, mask | ~mask.any(axis=-1, keepdims=True))
+
+
+def blind_queries_are_nan(query, key, value, mask):
+    return grouped_query_attention(query, key, value, mask) + jnp.where(mask.any(-1), 0, jnp.nan)[:, None, :, None]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "masks"),
+    [
+        (grouped_in_turn, {"causal", "segments", "ragged lengths"}),
+        (unscaled, {"causal", "segments", "ragged lengths"}),
+        (mask_ignored, {"causal", "segments", "ragged lengths"}),
+        (blind_queries_see_all, {"ragged lengths"}),
+        (blind_queries_are_nan, {"ragged lengths"}),
+    ],
+)
+def test_wrong_attention_is_seen(mistake, masks):
+    errors = {name: attention_error(mistake, mask) for name, mask in attention_masks().items()}
+    assert {name for name, error in errors.items() if not error < VISIBLE * TOLERANCE} == masks
