@@ -13,13 +13,25 @@ from jllama.commands.cli import parse
 from jllama.commands.convert import ConvertOptions
 from jllama.commands.doctor import DoctorOptions
 from jllama.commands.sample import SampleOptions
+from jllama.commands.verify import VerifyOptions
 from jllama.config import LlamaConfig
 from jllama.model import initial_params
 from jllama.tokenizers import BytesTokenizer
 from jllama.training.config import TrainConfig
+from jllama.verify.compare import VISIBLE
+from jllama.verify.mutations import mutation_checks
+from jllama.verify.variants import VARIANTS
+from jllama.verify.writers import ROUTES
 
 ROOT = Path(__file__).parent.parent
-OPTIONS = {"train": TrainConfig, "sample": SampleOptions, "convert": ConvertOptions, "doctor": DoctorOptions}
+OPTIONS = {
+    "train": TrainConfig,
+    "sample": SampleOptions,
+    "convert": ConvertOptions,
+    "verify": VerifyOptions,
+    "doctor": DoctorOptions,
+}
+POSITIONAL = {"convert": ("source", "target"), "verify": ("path",)}
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
     part.partition("#")[0].strip()
@@ -51,7 +63,7 @@ def test_commands_parse(command, monkeypatch, capsys):
     positional = ()
     if script == "-m":
         script, argv = argv[1], argv[2:]
-        positional = ("source", "target") if script == "convert" else ()
+        positional = POSITIONAL.get(script, ())
     options = OPTIONS[script.removesuffix(".py")]
     if "--print_config" in argv:
         with pytest.raises(SystemExit, match="0"):
@@ -59,6 +71,18 @@ def test_commands_parse(command, monkeypatch, capsys):
         assert yaml.safe_load(capsys.readouterr().out)["optimizer"]["learning_rate"] == 1e-3
     else:
         assert isinstance(parse(options, argv, script, positional), options)
+
+
+def test_the_matrix_is_the_one_that_verify_prints():
+    tables = re.findall(r"^(Conformance|Mutations): .*?^```$", README, re.S | re.M)
+    assert tables == ["Conformance", "Mutations"]
+    conformance, mutations = (README.partition(f"\n{name}: ")[2].partition("```")[0] for name in tables)
+    assert re.findall(r"^(\w[\w. -]*?)  +\d", conformance, re.M) == list(VARIANTS)
+    assert re.findall(r"^(\w[\w. -]*?)  +\d", mutations, re.M) == list(VARIANTS)
+    assert [name in conformance.splitlines()[1] for name in ROUTES] == [True] * len(ROUTES)
+    ratios = [int(ratio.replace(",", "")) for ratio in re.findall(r"([\d,]+)x", mutations.partition("\n")[2])]
+    assert len([ratio for ratio in ratios if ratio >= VISIBLE]) == len(mutation_checks())
+    assert min(ratios) >= VISIBLE
 
 
 def test_there_are_commands():

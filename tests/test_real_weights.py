@@ -4,6 +4,7 @@ Marked ``real_weights``; ``python tests/fetch_real_weights.py`` fetches the file
 """
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +15,14 @@ import pytest
 import torch
 import transformers
 from helpers_real import real_file
+from safetensors.numpy import load_file, save_file
 
 import jllama
 from jllama.checkpoints.formats import convert, open_checkpoint
 from jllama.errors import JllamaError
 from jllama.generation.engine import SamplingConfig, generate_tokens
 from jllama.model import unstack_layers
+from jllama.verify.checkpoint import verify_checkpoint
 
 pytestmark = pytest.mark.real_weights
 
@@ -173,3 +176,26 @@ def test_training_goes_on_from_it(gguf, tmp_path):
     assert losses[0] < 4.0  # ln 49,152 is 10.8: it begins trained
     assert losses[-1] < losses[0]
     assert jllama.load(run).config == jllama.preset("smollm2-135m")
+
+
+def test_verified_against_the_oracle_and_transformers(gguf, exported):
+    found = verify_checkpoint(gguf, transformers=True)
+    assert (found.findings, found.problems, found.preset) == ([], [], "smollm2-135m")
+    assert found.num_tokens == 256
+    assert max(found.layer_errors) < found.tolerance / 10
+    assert max(found.logits_error, found.transformers_error, found.transformers_oracle_error) < found.tolerance / 5
+    assert found.bits_per_byte < 0.25 * found.baseline_bits_per_byte
+    assert verify_checkpoint(exported / "hf").fingerprint == found.fingerprint
+
+
+def test_swapped_layers_are_told_by_their_perplexity(exported, tmp_path):
+    shutil.copytree(exported / "hf", tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    for name in [name for name in tensors if name.startswith("model.layers.0.")]:
+        other = name.replace("layers.0", "layers.15")
+        tensors[name], tensors[other] = tensors[other], tensors[name]
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    found = verify_checkpoint(tmp_path / "hf")
+    assert found.first_divergent_layer is None
+    assert found.problems[-1].startswith("the loaded model is self-consistent")
+    assert found.perplexity > 1000

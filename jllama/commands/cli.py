@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar
 
+import docstring_parser
 import jsonargparse
 
 from jllama.errors import JllamaError, UsageError
@@ -24,6 +25,7 @@ COMMANDS = {
     "train": "train a Llama on text",
     "sample": "let a trained model write",
     "convert": "turn a checkpoint of any format into another",
+    "verify": "prove that jllama, or a checkpoint of yours, computes what the oracle does",
     "doctor": "show what this machine has, and check that it computes rightly",
 }
 """Each is a module of ``jllama.commands`` with a function ``main(argv, prog) -> exit code``."""
@@ -45,7 +47,7 @@ class _Parser(jsonargparse.ArgumentParser):
 def parse(options: type[T], argv: Sequence[str], prog: str, positional: Sequence[str] = ()) -> T:
     """Fill a dataclass from defaults, then ``--config`` YAML files, then flags; the last one wins.
 
-    Fields named in ``positional`` are given in order and without their names.
+    Fields named in ``positional`` are given in order and without their names; one with a default may be left out.
     ``--help`` and ``--print_config`` print and exit.
 
     Raises:
@@ -54,8 +56,11 @@ def parse(options: type[T], argv: Sequence[str], prog: str, positional: Sequence
     description = (options.__doc__ or "").partition("\n\n")[0]
     parser = _Parser(prog=prog, description=description, default_env=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="a YAML file with any of the options below")
-    for name in positional:
-        parser.add_argument(name, type=str)
+    explained = {param.arg_name: param.description for param in docstring_parser.parse(options.__doc__ or "").params}
+    for field in dataclasses.fields(options):  # pyright: ignore[reportArgumentType] - T is a dataclass
+        if field.name in positional:
+            optional = {} if field.default is dataclasses.MISSING else {"nargs": "?", "default": field.default}
+            parser.add_argument(field.name, type=str, help=explained[field.name], **optional)
     parser.add_class_arguments(options, skip=set(positional))
     for action in parser._actions:
         if getattr(action, "_typehint", None) is bool:  # --compare alone means --compare true

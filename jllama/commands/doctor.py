@@ -11,20 +11,18 @@ import tempfile
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from rich.console import Console
 
-from jllama import oracle
 from jllama.checkpoints.formats import open_checkpoint
 from jllama.commands.cli import parse
-from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError
-from jllama.model import initial_params, merge
 from jllama.presets import preset
 from jllama.summary import summary_table
+from jllama.verify.compare import TOLERANCE
+from jllama.verify.conformance import model_error
+from jllama.verify.subject import jllama_itself
+from jllama.verify.variants import VARIANTS, weights
 
-TOLERANCE = 1e-5
 _PACKAGES = (
     "jax",
     "jaxlib",
@@ -38,17 +36,7 @@ _PACKAGES = (
     "gguf",
     "numpy",
 )
-_CHECKED = LlamaConfig(
-    vocab_size=512,
-    num_layers=2,
-    embed_dim=128,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    max_seq_len=128,
-    rope_theta=500_000.0,
-    rope_scaling=RopeScaling("llama3", 8.0),
-)
+_CHECKED = VARIANTS["Llama 3.2 tied"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +70,8 @@ def main(argv: Sequence[str], prog: str) -> int:
     console.print(f"{free_bytes / 2**30:.1f} GiB free in {tempfile.gettempdir()}, terminal: {sys.stdout.isatty()}")
     console.print(summary_table(config))
 
-    params = initial_params(jax.random.key(0), _CHECKED)
-    tokens = np.random.default_rng(0).integers(0, _CHECKED.vocab_size, (1, 64))
     with jax.default_matmul_precision("highest"):
-        logits = jax.jit(lambda params, tokens: merge(_CHECKED, params)(tokens))(params, jnp.asarray(tokens))
-    expected = oracle.forward(jax.tree.map(np.asarray, params), tokens, _CHECKED)
-    error = float(np.max(np.abs(np.asarray(logits) - expected)) / np.max(np.abs(expected)))
+        error = model_error(jllama_itself(), _CHECKED, weights(_CHECKED), _CHECKED)
     console.print(f"logits against the float64 oracle: relative error {error:.1e}, tolerance {TOLERANCE:.0e}")
     if not error < TOLERANCE:
         raise JllamaError(f"this device computes a Llama wrongly: relative error {error:.1e} is over {TOLERANCE:.0e}")

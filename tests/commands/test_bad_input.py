@@ -252,7 +252,7 @@ def test_a_damaged_checkpoint_is_one_sentence(small_run, fails, tmp_path):
 )
 def test_the_command_itself(capsys, argv, said):
     assert cli.main(argv) == 2
-    assert capsys.readouterr().err == f"error: {said}; the commands are train, sample, convert, doctor\n"
+    assert capsys.readouterr().err == f"error: {said}; the commands are train, sample, convert, verify, doctor\n"
 
 
 def test_for_real(workshop):

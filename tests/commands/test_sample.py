@@ -12,12 +12,13 @@ from jllama.commands import cli, doctor
 from jllama.commands.cli import parse
 from jllama.commands.doctor import DoctorOptions
 from jllama.commands.sample import COMPARED, SampleOptions
+from jllama.commands.verify import VerifyOptions
 from jllama.generation.engine import SamplingConfig
 from jllama.generation.text import complete
 from jllama.model import unstack_layers
 from jllama.training.config import TrainConfig
 
-OPTIONS = {"train": TrainConfig, "sample": SampleOptions, "doctor": DoctorOptions}
+OPTIONS = {"train": TrainConfig, "sample": SampleOptions, "verify": VerifyOptions, "doctor": DoctorOptions}
 
 
 @pytest.fixture
@@ -92,7 +93,7 @@ def test_compare_shows_all_seven_settings(sample):
 def test_doctor(small_run, capsys):
     assert cli.run("doctor", []) == 0
     out = capsys.readouterr().out
-    for part in ("Python 3.", "jax ", "orbax-checkpoint ", "device 0: cpu", "GiB free", "721,536", "layers/w_gate"):
+    for part in ("Python 3.", "jax ", "orbax-checkpoint ", "device 0: cpu", "GiB free", "3,082,752", "layers/w_gate"):
         assert part in out
     assert "relative error" in out
     assert cli.run("doctor", ["--checkpoint", str(small_run.folder)]) == 0
@@ -120,7 +121,8 @@ def test_help_explains_every_option(command, capsys):
             if dataclasses.is_dataclass(value):
                 check(value, f"{prefix}{field.name}.")
             else:
-                assert f"--{prefix}{field.name} " in text
+                name = f"{prefix}{field.name}"
+                assert f"--{name} " in text or f" {name} " in text.partition("positional arguments:")[2]
                 explained = type(values).__doc__.partition(f"    {field.name}: ")[2].partition("\n")[0]
                 assert explained
                 assert " ".join(explained.split()[:3]) in text

@@ -1,0 +1,385 @@
+"""A user's own checkpoint, in any format: its weights examined, its logits held against the float64 oracle.
+
+The files are read once, in order, and no more than one layer (or a block of the embedding or head) is in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib
+import math
+import tempfile
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Float64
+
+from jllama import functional as F
+from jllama import oracle
+from jllama.checkpoints.formats import convert, open_checkpoint
+from jllama.checkpoints.tensors import Checkpoint, blocks
+from jllama.config import LlamaConfig
+from jllama.errors import JllamaError, UsageError
+from jllama.generation.text import prompt_ids
+from jllama.model import Llama, attend_to, merge_layer
+from jllama.parameters import Params, StoredTensor, as_matrix, count_parameters, shape_of, stored_tensors
+from jllama.verify.compare import worst_error
+from jllama.verify.ordinary import config_findings, nearest_preset, vocabulary_findings
+from jllama.verify.text import PROSE, judge_fit, measure_fit, tokenizer_findings
+
+TOLERANCE = 1e-4
+"""Relative error of float32 against float64: of each layer (``update_error``) and of the logits (``worst_error``).
+
+Measured on SmolLM2-135M, on damaged copies of it and on random models of every variant, over texts of 7 to 256 tokens:
+layers are at most 9e-6 off, logits 1.6e-5. Doubling RoPE's base puts SmolLM2's layers 4e-2 to 2e-1 off, one per
+cent more 7e-4 to 3e-3. Thirty layers may amplify rounding by more than two do, so the logits need the room.
+"""
+MAX_TOKENS = 256
+"""A longer text is cut: enough for what is to be seen, and a 7B model takes minutes."""
+_LISTED = 9  # tensors named in a sentence: a layer has so many
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointReport:
+    """What a checkpoint holds, and how far jllama's computation of it is from the oracle's. All of it is plain data.
+
+    Args:
+        path: as given.
+        config: the architecture.
+        preset: the released Llama of this shape, or empty.
+        findings: what is out of the ordinary, a sentence each.
+        problems: what is wrong, a sentence each.
+        fingerprint: SHA-256 of every tensor's key, shape and float32 values, in the order of ``stored_tensors``: the
+            same weights have the same one in every format.
+        num_parameters: how many numbers the model holds.
+        num_tokens: how long the text is that was run.
+        layer_errors: of each layer by itself, given the oracle's input, see ``update_error``.
+        first_divergent_layer: the first, from 0, whose error is not below the tolerance.
+        logits_error: of the whole model's logits, the largest of any position (``worst_error``).
+        tolerance: for every error here.
+        perplexity: of the text, by the oracle's logits; None where there is none to tell, as without a tokenizer.
+        bits_per_byte: the same per byte of the text.
+        baseline_bits_per_byte: what the text's byte frequencies alone give.
+        transformers_error: of jllama's logits against those of transformers, if it was asked.
+        transformers_oracle_error: of the oracle's against those of transformers.
+    """
+
+    path: str
+    config: LlamaConfig
+    preset: str
+    findings: list[str]
+    problems: list[str]
+    fingerprint: str
+    num_parameters: int
+    num_tokens: int
+    layer_errors: list[float]
+    first_divergent_layer: int | None
+    logits_error: float
+    tolerance: float
+    perplexity: float | None = None
+    bits_per_byte: float | None = None
+    baseline_bits_per_byte: float | None = None
+    transformers_error: float | None = None
+    transformers_oracle_error: float | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether there is no problem."""
+        return not self.problems
+
+
+def verify_checkpoint(
+    path: str | Path,
+    text: str | None = None,
+    *,
+    rope_factor: float | None = None,
+    transformers: bool = False,
+    report: Callable[[str], None] = lambda _: None,
+) -> CheckpointReport:
+    """Examine a checkpoint of any format, and hold jllama's computation of it against the float64 oracle.
+
+    Memory, besides the logits: one layer, at 12 bytes a parameter (a run's own checkpoint is loaded whole).
+
+    Args:
+        path: as in ``jllama.load``.
+        text: what to run it on, up to ``MAX_TOKENS`` tokens or the model's context; None is the built-in ``PROSE``.
+        rope_factor: as in ``jllama.load``.
+        transformers: compare with Hugging Face's Llama too, which is loaded whole, in float32.
+        report: told what is being done, such as ``layer 3 of 30``.
+
+    Raises:
+        JllamaError: the checkpoint cannot be opened, the text is not text, or transformers is not installed.
+        UsageError: the text is empty, or ``rope_factor`` does not fit the checkpoint.
+    """
+    if text is not None and not text.strip():
+        raise UsageError("the text is empty: give some of the kind that the model was trained on, or leave it out")
+    if transformers:
+        _transformers()
+    report("opening")
+    checkpoint = open_checkpoint(path, rope_factor)
+    config, tokenizer = checkpoint.config, checkpoint.tokenizer
+    findings, problems = config_findings(config), []
+    limit = min(MAX_TOKENS, config.max_seq_len)
+    if tokenizer is None:
+        findings.append("there is no tokenizer: random tokens were run, and perplexity cannot be told")
+        tokens = np.random.default_rng(0).integers(0, config.vocab_size, limit).tolist()
+    else:
+        tokens = prompt_ids(tokenizer, PROSE if text is None else text)[:limit]
+        changed, broken = tokenizer_findings(tokenizer)
+        findings += vocabulary_findings(config, tokenizer.vocab_size) + changed
+        problems += broken
+    with jax.default_matmul_precision("highest"):
+        streamed = stream(checkpoint, tokens, report)
+    errors, logits_error = streamed.layer_errors, worst_error(streamed.own_logits, streamed.logits)
+    divergent = next((index for index, error in enumerate(errors) if not error < TOLERANCE), None)
+    problems += streamed.damage + _differences(errors, divergent, logits_error)
+    fit = None if tokenizer is None else measure_fit(streamed.logits, tokens, tokenizer)
+    if fit:
+        unusual, wrong = judge_fit(fit, built_in=text is None, consistent=divergent is None)
+        findings += unusual
+        problems += wrong
+    elif tokenizer:
+        findings.append(
+            f"the text comes to {len(tokens)} tokens, of which none can be predicted: give more with --text"
+        )
+    peer_error = peer_oracle_error = None
+    if transformers and streamed.damage:
+        findings.append("there was no comparison with transformers, since the weights are damaged")
+    elif transformers:
+        report("transformers")
+        try:
+            theirs = _their_logits(path, tokens, rope_factor)
+            peer_error, peer_oracle_error = (worst_error(z, theirs) for z in (streamed.own_logits, streamed.logits))
+            if not peer_error < TOLERANCE:
+                problems.append(
+                    f"the logits of transformers are {peer_error:.1e} from jllama's and {peer_oracle_error:.1e} from "
+                    f"the oracle's (tolerance {TOLERANCE:.0e}), and those two {logits_error:.1e} apart"
+                )
+        except JllamaError as error:
+            problems.append(str(error))
+    return CheckpointReport(
+        path=str(path),
+        config=config,
+        preset=nearest_preset(config),
+        findings=findings,
+        problems=problems,
+        fingerprint=streamed.fingerprint,
+        num_parameters=count_parameters(config),
+        num_tokens=len(tokens),
+        layer_errors=errors,
+        first_divergent_layer=divergent,
+        logits_error=logits_error,
+        tolerance=TOLERANCE,
+        perplexity=fit and fit.perplexity,
+        bits_per_byte=fit and fit.bits_per_byte,
+        baseline_bits_per_byte=fit and fit.baseline_bits_per_byte,
+        transformers_error=peer_error,
+        transformers_oracle_error=peer_oracle_error,
+    )
+
+
+def _differences(errors: Sequence[float], divergent: int | None, logits_error: float) -> list[str]:
+    """What is wrong with jllama's computation: the first layer that is not the oracle's, and the logits."""
+    problems = []
+    if divergent is not None:
+        count = sum(not error < TOLERANCE for error in errors)
+        problems.append(
+            f"the output of {count} of {len(errors)} layers is not the float64 oracle's, first of layers/{divergent}: "
+            f"relative error {errors[divergent]:.1e}, tolerance {TOLERANCE:.0e}"
+        )
+    if not logits_error < TOLERANCE:
+        alone = "; every layer by itself is right, so these weights amplify float32's rounding"
+        problems.append(
+            f"the logits are not the float64 oracle's: relative error {logits_error:.1e}, tolerance {TOLERANCE:.0e}"
+            f"{alone if divergent is None else ''}"
+        )
+    return problems
+
+
+class Streamed(NamedTuple):
+    """What one pass over the weights gives.
+
+    Args:
+        logits: the oracle's.
+        own_logits: those of jllama's own float32 computation.
+        layer_errors: one for each layer, see ``update_error``.
+        fingerprint: of the weights.
+        damage: a sentence for what is not finite, and one for what is all zeros; both name the tensors.
+    """
+
+    logits: Float64[np.ndarray, "seq vocab"]
+    own_logits: Float32[np.ndarray, "seq vocab"]
+    layer_errors: list[float]
+    fingerprint: str
+    damage: list[str]
+
+
+def update_error(
+    actual: Float[np.ndarray, "seq embed"],
+    expected: Float[np.ndarray, "seq embed"],
+    stream: Float[np.ndarray, "seq embed"],
+) -> float:
+    """How far off is what a layer adds to the residual stream: the relative error of the worst channel.
+
+    That is ``rms(actual - expected) / (rms(expected) + rms(stream) / 100)``, over positions. A trained Llama's stream
+    has values of 1e4 in a few channels of its first token, beside which doubling RoPE's base is 4e-5 of the largest
+    value, and float32 itself cannot add to them exactly. So the addition is compared, each channel counts, and the
+    stream's rounding (2**-24 of what stands there) can come to no more than about 1e-5.
+    """
+    error, added, there = (np.sqrt(np.mean(np.square(z), axis=0)) for z in (actual - expected, expected, stream))
+    scale = added + 0.01 * there
+    return float(np.max(np.divide(error, scale, out=error.copy(), where=scale != 0)))
+
+
+class _Weights:
+    """Reads tensors in float32, in order: hashed as they are stored, and what is not finite replaced by 0."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.digest = hashlib.sha256()
+        self.not_finite: dict[str, int] = {}
+        self.zeros: list[str] = []
+
+    def blocks(self, stored: StoredTensor) -> Iterator[Float32[np.ndarray, "rows *inputs"]]:
+        """A tensor's rows, some at a time."""
+        self.digest.update(f"{stored.key} {list(stored.shape)}\n".encode())
+        not_finite, any_set = 0, False
+        for block in blocks(self._checkpoint.tensors[stored.key], np.float32):
+            self.digest.update(block.data)
+            not_finite += int(np.count_nonzero(~np.isfinite(block)))
+            any_set = any_set or bool(block.any())
+            yield _finite(block)
+        if not_finite:
+            self.not_finite[stored.key] = not_finite
+        if not any_set:
+            self.zeros.append(stored.key)
+
+    def whole(self, stored: StoredTensor) -> Float32[np.ndarray, "..."]:
+        """A tensor in the parameter's own axes, without that of the layers."""
+        axes = dict(zip(stored.parameter.axes, shape_of(stored.parameter, self._checkpoint.config), strict=True))
+        array = np.empty([size for axis, size in axes.items() if axis != "layers"], np.float32)
+        matrix, start = as_matrix(stored.parameter, array), 0
+        for block in self.blocks(stored):
+            matrix[start : start + len(block)] = block
+            start += len(block)
+        return array
+
+
+def stream(checkpoint: Checkpoint, tokens: Sequence[int], report: Callable[[str], None] = lambda _: None) -> Streamed:
+    """Run the oracle and jllama's own layers side by side over a checkpoint, reading each tensor once, in order.
+
+    Each of jllama's layers runs twice: on the oracle's input, which gives its own error, and on what jllama's layers
+    before it made, which leads to ``own_logits``.
+    """
+    config, weights = checkpoint.config, _Weights(checkpoint)
+    stored = {tensor.key: tensor for tensor in stored_tensors(config)}
+    ids, seq = np.asarray(tokens), len(tokens)
+    where = np.tri(seq, dtype=bool), np.arange(seq), oracle.rope_frequencies(config, seq)
+    report("embedding")
+    own = np.empty((seq, config.embed_dim), np.float32)
+    first = 0
+    for block in weights.blocks(stored["embed"]):
+        inside = (ids >= first) & (ids < first + len(block))
+        own[inside] = block[ids[inside] - first]
+        first += len(block)
+    x, errors = own.astype(np.float64), []
+    for index in range(config.num_layers):
+        report(f"layer {index + 1} of {config.num_layers}")
+        layer = {key.split("/")[2]: weights.whole(stored[key]) for key in stored if key.startswith(f"layers/{index}/")}
+        given = x.astype(np.float32)
+        made, own = np.asarray(_layer(layer, jnp.stack([given, own]), config))
+        # As an argument alone, each in turn: neither copy of the weights is there longer than it is needed.
+        y = oracle.block(x, {name: layer.pop(name).astype(np.float64) for name in list(layer)}, config, *where)
+        errors.append(update_error(made - given.astype(np.float64), y - x, x))
+        x = y
+    report("head")
+    norm = weights.whole(stored["final_norm"])
+    hidden = oracle.rms_norm(x, norm.astype(np.float64), config.norm_eps)
+    own = F.rms_norm(jnp.asarray(own), jnp.asarray(norm), config.norm_eps)
+    logits, own_logits = (np.empty((seq, config.vocab_size), dtype) for dtype in (np.float64, np.float32))
+    if config.tie_embeddings:
+        head = map(_finite, blocks(checkpoint.tensors["embed"], np.float32))
+    else:
+        head = weights.blocks(stored["lm_head"])
+    first = 0
+    for block in head:
+        rows = slice(first, first + len(block))
+        logits[:, rows] = hidden @ block.astype(np.float64).T
+        own_logits[:, rows] = _scores(block, own, config)
+        first = rows.stop
+    return Streamed(logits, own_logits, errors, weights.digest.hexdigest(), _damage(weights, stored))
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _layer(weights: Params, x: Array, config: LlamaConfig) -> Array:
+    positions = jnp.arange(x.shape[1])[None]
+    attend = attend_to(config, positions, F.causal_mask(positions, positions), x.shape[1])
+    return merge_layer(config, weights)(x, attend)[0]
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _scores(rows: Array, hidden: Array, config: LlamaConfig) -> Array:
+    """The logits of a part of the vocabulary: ``Llama.logits``, on a stand-in that has no more than these rows."""
+    return Llama.logits(cast(Llama, types.SimpleNamespace(config=config, embed=rows, lm_head=rows.T)), hidden)
+
+
+def _finite(block: np.ndarray) -> np.ndarray:
+    return block if np.isfinite(block).all() else np.nan_to_num(block, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _damage(weights: _Weights, stored: dict[str, StoredTensor]) -> list[str]:
+    found = []
+    if weights.not_finite:
+        keys = [
+            f"{key} ({count:,} of {math.prod(stored[key].shape):,} numbers)"
+            for key, count in weights.not_finite.items()
+        ]
+        found.append(
+            f"NaN or infinity stands in {_listed(keys)}; all else here takes 0 for it: fetch or convert the files again"
+        )
+    if weights.zeros:
+        found.append(f"nothing but zeros stands in {_listed(weights.zeros)}: fetch or convert the files again")
+    return found
+
+
+def _listed(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - _LISTED} more" if len(keys) > _LISTED else ""
+    return ", ".join(keys[:_LISTED]) + more
+
+
+def _their_logits(
+    path: str | Path, tokens: Sequence[int], rope_factor: float | None
+) -> Float32[np.ndarray, "seq vocab"]:
+    """Logits of Hugging Face's Llama, in float32 with plain attention; from its own format, or converted to that."""
+    torch, transformers = _transformers()
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(path)
+        if source.exists() and not any(source.glob("*.safetensors")):  # what does not exist is a name on the hub
+            source = Path(folder) / "hf"
+            convert(path, source, "hf", rope_factor=rope_factor)
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                str(source), dtype=torch.float32, attn_implementation="eager"
+            )
+            with torch.no_grad():
+                return model(torch.tensor([tokens])).logits[0].numpy()
+        except Exception as error:  # anything may come out of another library
+            reason = " ".join(str(error).split())
+            raise JllamaError(f"transformers cannot run {path} ({type(error).__name__}: {reason})") from error
+
+
+def _transformers() -> tuple[Any, Any]:
+    """Torch and transformers, which only this comparison needs."""
+    try:
+        return importlib.import_module("torch"), importlib.import_module("transformers")
+    except ImportError as error:
+        raise JllamaError(
+            "the comparison with transformers needs it and torch: pip install 'jllama[transformers]'"
+        ) from error

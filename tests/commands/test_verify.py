@@ -1,0 +1,178 @@
+"""``python -m jllama verify``: what it prints, what it writes, and when it fails."""
+
+import json
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import jllama
+import jllama.model
+from jllama.checkpoints.formats import Model
+from jllama.commands import cli, verify
+from jllama.config import LlamaConfig
+from jllama.tokenizers import BytesTokenizer
+from jllama.verify import report
+from jllama.verify.compare import Check, Result, random_params, run_checks
+from jllama.verify.mutations import MUTATIONS
+from jllama.verify.subject import subject_of
+
+THETA = next(mutation for mutation in MUTATIONS if mutation.name == "theta x2")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A random model, which no text is in line with, in Hugging Face's format."""
+    config = LlamaConfig(vocab_size=BytesTokenizer().vocab_size, num_layers=2, embed_dim=64, num_heads=4)
+    path = tmp_path_factory.mktemp("random") / "model"
+    jllama.save(Model(config, random_params(config, 0), BytesTokenizer()), path, "hf")
+    return path
+
+
+def result(group, row, column, error, problem=""):
+    return Result(Check(group, row, column, lambda: error), error, problem)
+
+
+# The matrix
+
+
+def test_part_of_the_matrix_as_a_user_runs_it(workshop):
+    page = workshop.folder / "report.html"
+    process = workshop.start(
+        "-m", "jllama", "verify", "--only", "llama2.c/hf, mutations/llama2.c/eps*", "--json", "--html", page
+    )
+    done = workshop.finish(process)
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert found["passed"]
+    assert found["machine"]["jax"] == jax.__version__
+    names = [(one["group"], one["row"], one["column"]) for one in found["results"]]
+    assert names == [
+        ("conformance", "llama2.c", "hf v4"),
+        ("conformance", "llama2.c", "hf v5"),
+        ("mutations", "llama2.c", "eps x10"),
+    ]
+    assert all(one["error"] < one["tolerance"] == 1e-5 for one in found["results"][:2])
+    assert found["results"][2]["error"] > 1e-3
+    assert "3 of 3 checks done" in done.err
+    html = page.read_text()
+    assert "PASS" in html
+    assert html.count("<td style='background:hsl(135") == 3
+
+
+def test_a_failure_is_exit_code_1_and_says_where(monkeypatch, capsys):
+    wrong = THETA.plant(subject_of(jllama.model))
+    monkeypatch.setattr(verify, "jllama_itself", lambda: wrong)
+    assert cli.run("verify", ["--only", "conformance/llama2.c/hf v5"]) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"conformance/llama2.c/hf v5: relative error \d\.\de[+-]\d\d, tolerance 1e-05", out)
+    assert re.search(r"^FAIL: 0 of 1 checks passed", out, re.M)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--only", "llama 4"], "no check's name contains 'llama 4'; names are made of "),
+        (["--text", "x.txt"], "--text is about a checkpoint: give its path too"),
+        (["--transformers"], "--transformers is about a checkpoint: give its path too"),
+        (["--rope_factor", "8"], "--rope_factor is about a checkpoint: give its path too"),
+        (["--html", "no/such/folder/page.html"], "there is no folder for --html no/such/folder/page.html"),
+        (["some/path", "--only", "gguf"], "--only chooses among the checks of the matrix"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, said, capsys):
+    assert cli.run("verify", arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_check_that_raises_has_failed_and_the_others_go_on():
+    def broken():
+        raise ValueError("shapes differ")
+
+    def unreadable():
+        raise jllama.errors.JllamaError("the file is cut off")
+
+    checks = [
+        Check("conformance", "a", "x", broken),
+        Check("conformance", "a", "y", unreadable),
+        Check("conformance", "b", "x", lambda: 1e-6),
+        Check("mutations", "b", "x", lambda: math.nan),
+    ]
+    results = list(run_checks(checks))
+    assert [one.problem for one in results] == ["ValueError: shapes differ", "the file is cut off", "", ""]
+    assert [one.passed for one in results] == [False, False, True, False]
+    assert report.as_json(results)["results"][0]["error"] is None
+    assert report.failures(results)[0] == "conformance/a/x: ValueError: shapes differ"
+    assert report.summary(results).startswith("FAIL: 1 of 4 checks passed")
+
+
+@pytest.mark.parametrize("width", [40, 80, 140])
+def test_tables_fit_and_hold_every_cell(width):
+    from rich.console import Console
+
+    results = [result("conformance", f"row {r}", f"column {c}", 1e-6 * (r + 1)) for r in range(3) for c in range(12)]
+    results += [result("mutations", "row 0", "theta", 0.5), result("equalities", "remat", "loss", 1e-7)]
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    for table in report.tables(results, width):
+        console.print(table)
+    shown = console.export_text()
+    assert shown.count("1.0e-06") == shown.count("2.0e-06") == shown.count("3.0e-06") == 12
+    assert "50,000x" in shown
+    assert max(map(len, shown.splitlines())) <= width
+
+
+def test_the_page_shows_what_failed_in_red_and_escapes(tmp_path):
+    results = [result("conformance", "<b>", "x", 1e-2), result("conformance", "b", "x", math.nan, "<cut> off")]
+    page = report.page(results, 1.0)
+    assert page.count("class=bad") == 2
+    assert "<b>" not in page
+    assert "&lt;cut&gt; off" in page
+
+
+# A checkpoint
+
+
+def test_a_random_model_computes_rightly_but_knows_no_english(checkpoint, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    assert cli.run("verify", [str(checkpoint), "--html", str(page)]) == 1
+    out, err = capsys.readouterr()
+    assert "layer 2 of 2" in err
+    assert re.search(r"^problem: the loaded model is self-consistent .* is out of line with the text", out, re.M)
+    assert re.search(r"^FAIL: ", out, re.M)
+    assert "out of line" in page.read_text()
+
+
+def test_json_of_a_checkpoint(checkpoint, capsys, tmp_path):
+    (tmp_path / "text.txt").write_text("abc " * 20)
+    assert cli.run("verify", [str(checkpoint), "--json", "--text", str(tmp_path / "text.txt")]) in (0, 1)
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_tokens"] == 81
+    assert len(found["layer_errors"]) == 2
+    assert max(found["layer_errors"]) < found["tolerance"]
+    assert found["first_divergent_layer"] is None
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", None])
+def test_a_text_that_is_none(checkpoint, content, tmp_path, capsys):
+    path = tmp_path / "text.txt"
+    if content is not None:
+        path.write_bytes(content)
+    assert cli.run("verify", [str(checkpoint), "--text", str(path)]) in (1, 2)
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_checkpoint_with_nan_is_reported_and_not_a_traceback(checkpoint, tmp_path, capsys):
+    model = jllama.load(checkpoint)
+    params = jax.tree.map(np.array, model.params)
+    params["layers"]["wq"][1, 0, 0, 0] = np.nan
+    jllama.save(Model(model.config, params, model.tokenizer), tmp_path / "nan", "hf")
+    assert cli.run("verify", [str(tmp_path / "nan"), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert any("layers/1/wq" in problem for problem in found["problems"])
+
+
+def test_no_such_checkpoint(capsys):
+    assert cli.run("verify", ["no/such/place/model.gguf"]) == 1
+    assert "error: there is no checkpoint at no/such/place/model.gguf" in capsys.readouterr().err

@@ -1,0 +1,572 @@
+"""A checkpoint is examined: a whole one passes in every format, and each damage to its files is told by name."""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from jllama import oracle
+from jllama.checkpoints import tensors
+from jllama.checkpoints.formats import Model, convert, save
+from jllama.checkpoints.tensors import Checkpoint, ParamTensors
+from jllama.config import LlamaConfig, RopeScaling
+from jllama.errors import JllamaError, UsageError
+from jllama.functional import cross_entropy
+from jllama.model import merge
+from jllama.parameters import count_parameters, stored_tensors
+from jllama.presets import PRESETS
+from jllama.tokenizers import BytesTokenizer, train_sentencepiece
+from jllama.verify import checkpoint as verifying
+from jllama.verify.checkpoint import TOLERANCE, stream, update_error, verify_checkpoint
+from jllama.verify.compare import random_params, relative_error, worst_error
+from jllama.verify.ordinary import config_findings, nearest_preset
+from jllama.verify.subject import jllama_itself
+from jllama.verify.text import ENOUGH_BYTES, HARD, PROSE, Fit, byte_entropy, judge_fit, tokenizer_findings
+
+TOKENIZER = train_sentencepiece([PROSE], 400)
+CONFIG = LlamaConfig(
+    vocab_size=TOKENIZER.vocab_size,
+    num_layers=4,
+    embed_dim=64,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_dim=128,
+    max_seq_len=128,
+)
+TINY = dataclasses.replace(CONFIG, vocab_size=97, num_layers=2, max_seq_len=64)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A small Llama that knows the built-in text by heart."""
+    ids = np.array([TOKENIZER.bos_id, *TOKENIZER.encode(PROSE)])
+    windows = jnp.asarray(ids[: 3 * CONFIG.max_seq_len].reshape(3, -1))
+    optimizer = optax.adam(3e-3)
+
+    @jax.jit
+    def step(params, state):
+        def loss(params):
+            total, count = cross_entropy(merge(CONFIG, params)(windows[:, :-1]), windows[:, 1:], windows[:, 1:] >= 0)
+            return total / count
+
+        updates, state = optimizer.update(jax.grad(loss)(params), state)
+        return optax.apply_updates(params, updates), state
+
+    params = jax.tree.map(jnp.asarray, random_params(CONFIG, 0, embed_std=0.25))
+    state = optimizer.init(params)
+    for _ in range(80):
+        params, state = step(params, state)
+    return Model(CONFIG, jax.tree.map(np.asarray, params), TOKENIZER)
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("whole") / "hf"
+    save(model, path, "hf")
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    return verify_checkpoint(folder)
+
+
+@pytest.fixture
+def damaged(folder, tmp_path):
+    """The report of a copy whose tensors a function changes, by their names in the file."""
+
+    def verify(change, **options):
+        copy = tmp_path / "copy"
+        shutil.copytree(folder, copy)
+        weights = load_file(copy / "model.safetensors")
+        change(weights)
+        save_file(weights, copy / "model.safetensors", {"format": "pt"})
+        return verify_checkpoint(copy, **options)
+
+    return verify
+
+
+def random_checkpoint(config, seed=0, **options):
+    params = random_params(config, seed, **options)
+    return Checkpoint(config, ParamTensors(config, lambda: params)), params
+
+
+def test_a_whole_checkpoint_passes(whole, folder):
+    assert whole.passed
+    assert (whole.problems, whole.findings, whole.first_divergent_layer) == ([], [], None)
+    assert (whole.path, whole.config, whole.preset) == (str(folder), CONFIG, "")
+    assert whole.num_parameters == count_parameters(CONFIG)
+    assert whole.num_tokens == CONFIG.max_seq_len  # the text is cut
+    assert len(whole.layer_errors) == CONFIG.num_layers
+    assert all(0 < error < TOLERANCE / 10 for error in (*whole.layer_errors, whole.logits_error))
+    assert 1 < whole.perplexity < 2
+    assert 0 < whole.bits_per_byte < 0.5
+    assert 3.5 < whole.baseline_bits_per_byte < 4.5
+    assert json.loads(json.dumps(dataclasses.asdict(whole)))["config"]["embed_dim"] == 64
+
+
+@pytest.mark.parametrize("to", ["gguf", "orbax", "llama2c", "meta"])
+def test_the_same_weights_have_the_same_report_in_every_format(whole, folder, tmp_path, to):
+    convert(folder, tmp_path / to, to)
+    found = verify_checkpoint(tmp_path / to)
+    assert found.problems == []
+    assert found.fingerprint == whole.fingerprint
+    assert found.perplexity == pytest.approx(whole.perplexity, rel=1e-9)
+
+
+def test_a_wider_dtype_keeps_the_fingerprint_and_a_narrower_one_does_not(whole, folder, tmp_path):
+    convert(folder, tmp_path / "narrow", "hf", "bfloat16")
+    convert(tmp_path / "narrow", tmp_path / "wide", "hf", "float32")
+    narrow, wide = (verify_checkpoint(tmp_path / name) for name in ("narrow", "wide"))
+    assert narrow.fingerprint == wide.fingerprint != whole.fingerprint
+    assert narrow.passed
+
+
+def test_progress_is_told_layer_by_layer(folder):
+    told = []
+    verify_checkpoint(folder, report=told.append)
+    assert told == ["opening", "embedding", *(f"layer {n} of 4" for n in (1, 2, 3, 4)), "head"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"tie_embeddings": True, "norm_eps": 1e-6},
+        {"head_dim": 24, "rope_scaling": RopeScaling("llama3", 8.0, original_max_seq_len=32)},
+        {"num_kv_heads": 1, "rope_scaling": RopeScaling("yarn", 4.0, original_max_seq_len=16)},
+        {"num_kv_heads": 4, "rope_scaling": RopeScaling("dynamic", 2.0, original_max_seq_len=16)},
+    ],
+    ids=str,
+)
+def test_streamed_logits_are_those_of_the_whole_models(changed):
+    config = dataclasses.replace(TINY, **changed)
+    checkpoint, params = random_checkpoint(config)
+    tokens = np.random.default_rng(1).integers(0, config.vocab_size, (1, 48))
+    with jax.default_matmul_precision("highest"):
+        streamed = stream(checkpoint, tokens[0].tolist())
+        ours = jllama_itself().forward(config, params, tokens)[0]
+    assert relative_error(streamed.logits, oracle.forward(params, tokens, config)[0]) < 1e-12
+    assert relative_error(streamed.own_logits, ours) < 1e-6
+    assert worst_error(streamed.own_logits, streamed.logits) < TOLERANCE / 5
+    assert max(streamed.layer_errors) < TOLERANCE / 5
+    assert streamed.damage == []
+
+
+@settings(max_examples=8)
+@given(st.data())
+def test_every_bit_counts_for_the_fingerprint(data):
+    checkpoint, params = random_checkpoint(TINY)
+    stored = data.draw(st.sampled_from(stored_tensors(TINY)))
+    leaf = params
+    for name in stored.path.split("/"):
+        leaf = leaf[name]
+    before = stream(checkpoint, [1, 2]).fingerprint
+    flat = leaf.reshape(TINY.num_layers if stored.key.startswith("layers") else 1, -1)[stored.layer].view(np.uint32)
+    flat[data.draw(st.integers(0, flat.size - 1))] ^= 1
+    assert stream(checkpoint, [1, 2]).fingerprint != before
+
+
+def test_the_fingerprint_is_a_hash_of_keys_shapes_and_values():
+    checkpoint, _ = random_checkpoint(TINY)
+    content = b"".join(
+        f"{key} {list(tensor.shape)}\n".encode() + np.ascontiguousarray(tensor, "<f4").tobytes()
+        for key, tensor in checkpoint.tensors.items()
+    )
+    assert stream(checkpoint, [1]).fingerprint == hashlib.sha256(content).hexdigest()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tensors_of_several_blocks(monkeypatch, tied):
+    checkpoint, params = random_checkpoint(dataclasses.replace(TINY, tie_embeddings=tied))
+    params["embed"][90:] = 0
+    params["embed"][5], params["embed"][60, 3] = np.nan, np.inf
+    params["layers"]["w_up"][1][:] = 0
+    params["layers"]["w_up"][1][:, 50] = 1e-30
+    params["layers"]["wq"][0][:] = 0
+    at_once = stream(checkpoint, [1, 60, 5, 96])
+    monkeypatch.setattr(tensors, "BLOCK_BYTES", 2048)
+    found = stream(checkpoint, [1, 60, 5, 96])
+    assert found.fingerprint == at_once.fingerprint
+    assert found.damage == at_once.damage
+    assert "embed (65 of 6,208 numbers)" in found.damage[0]
+    assert "in layers/0/wq:" in found.damage[1]
+    assert relative_error(found.logits, at_once.logits) < 1e-12
+    assert relative_error(found.own_logits, at_once.own_logits) < 1e-6
+    assert np.isfinite(found.logits).all()
+
+
+class Watched:
+    """A tensor that notes when it is read."""
+
+    def __init__(self, key, tensor, reads):
+        self.key, self.tensor, self.reads = key, tensor, reads
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+
+    def __getitem__(self, rows):
+        self.reads.append(self.key)
+        return self.tensor[rows]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_each_tensor_is_read_once_in_order_and_a_tied_head_at_the_end_again(tied):
+    config, reads = dataclasses.replace(TINY, tie_embeddings=tied), []
+    checkpoint, _ = random_checkpoint(config)
+    watched = {key: Watched(key, tensor, reads) for key, tensor in checkpoint.tensors.items()}
+    stream(dataclasses.replace(checkpoint, tensors=watched), [1, 2, 3])
+    assert reads == [stored.key for stored in stored_tensors(config)] + ["embed"] * tied
+
+
+# Damage
+
+
+def test_numbers_that_are_not_finite_are_counted_and_spoil_nothing_else(damaged, whole):
+    def change(weights):
+        weights["model.layers.1.mlp.up_proj.weight"][3:6, 7] = np.nan
+        weights["model.layers.1.mlp.up_proj.weight"][0, 0] = -np.inf
+        weights["model.embed_tokens.weight"][399, 5] = np.inf
+
+    found = damaged(change)
+    (problem,) = found.problems
+    assert "embed (1 of 25,600 numbers)" in problem
+    assert "layers/1/w_up (4 of 8,192 numbers)" in problem
+    assert max(found.layer_errors) < TOLERANCE
+    assert found.logits_error < TOLERANCE
+    assert found.perplexity == pytest.approx(whole.perplexity, rel=0.5)
+
+
+def test_a_layer_of_zeros_is_named(damaged):
+    def change(weights):
+        for name, tensor in weights.items():
+            if name.startswith("model.layers.2."):
+                tensor[:] = 0
+
+    zeros = damaged(change).problems[0]
+    assert "nothing but zeros" in zeros
+    assert all(f"layers/2/{name}" in zeros for name in ("attn_norm", "wq", "w_down"))
+    assert "layers/1" not in zeros
+
+
+def test_swapped_layers_are_self_consistent_but_out_of_line(damaged, whole):
+    def change(weights):
+        for name in [name for name in weights if name.startswith("model.layers.0.")]:
+            other = name.replace("layers.0", "layers.3")
+            weights[name], weights[other] = weights[other], weights[name]
+
+    found = damaged(change)
+    (problem,) = found.problems
+    assert problem.startswith("the loaded model is self-consistent")
+    assert "out of line with the text" in problem
+    assert "--text" in problem
+    assert found.first_divergent_layer is None
+    assert found.perplexity > 30 * whole.perplexity
+    assert found.fingerprint != whole.fingerprint
+
+
+def test_another_models_tokenizer(model, tmp_path):
+    other = train_sentencepiece([HARD * 9 + "zq xv jk " * 50], 380)
+    save(dataclasses.replace(model, tokenizer=other), tmp_path / "hf", "hf")
+    found = verify_checkpoint(tmp_path / "hf")
+    assert any("20 belong to none" in finding for finding in found.findings)
+    assert "the tokenizer another model's" in found.problems[-1]
+
+
+def test_an_untrained_model(tmp_path):
+    config = dataclasses.replace(CONFIG, vocab_size=BytesTokenizer.vocab_size, max_seq_len=256)
+    save(Model(config, random_params(config, 0), BytesTokenizer()), tmp_path / "run")
+    found = verify_checkpoint(tmp_path / "run")
+    assert found.bits_per_byte > 8
+    assert len(found.problems) == 1
+
+
+def test_too_few_rows_for_the_tokenizer(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "hf")
+    fields = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(fields | {"vocab_size": 300}))
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name][:300].copy()
+    save_file(weights, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(JllamaError, match="400 tokens but the embedding has 300 rows"):
+        verify_checkpoint(tmp_path / "hf")
+
+
+def test_no_such_checkpoint(tmp_path):
+    with pytest.raises(JllamaError, match="there is no checkpoint"):
+        verify_checkpoint(tmp_path / "nothing")
+
+
+# The text
+
+
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_an_empty_text_is_refused(folder, text):
+    with pytest.raises(UsageError, match="the text is empty"):
+        verify_checkpoint(folder, text)
+
+
+def test_what_is_not_text_is_refused(folder):
+    with pytest.raises(JllamaError, match="lone surrogate"):
+        verify_checkpoint(folder, "a\ud800b")
+
+
+def test_a_short_text_is_not_judged(folder):
+    found = verify_checkpoint(folder, "xylophone")
+    assert found.passed
+    assert any(f"give at least {ENOUGH_BYTES}" in finding for finding in found.findings)
+
+
+def test_a_text_of_another_kind_is_out_of_line(folder):
+    found = verify_checkpoint(
+        folder, "import numpy as np\n\n" * 3 + "print(np.arange(10).reshape(2, 5) @ np.eye(5))\n" * 5
+    )
+    assert "if the model was trained on another kind of text" in found.problems[0]
+    assert found.perplexity > 100
+
+
+@pytest.mark.parametrize(
+    ("bits", "baseline", "built_in", "finding", "problem"),
+    [
+        (1.3, 4.0, True, "", ""),
+        (1.5, 4.0, True, "perplexity 20.0 (1.50 bits per byte) is high for plain English", ""),
+        (1.5, 4.0, False, "", ""),
+        (1.9, 4.0, False, "", ""),
+        (2.1, 4.0, False, "", "the loaded model is self-consistent"),
+        (2.1, 4.0, True, "", "the loaded model is self-consistent"),
+        (0.9, 0.5, False, "", ""),  # a repetitive text, predicted well
+        (1.1, 0.5, False, "", "the loaded model is self-consistent"),
+        (float("nan"), 4.0, False, "", "the loaded model is self-consistent"),
+    ],
+)
+def test_what_is_said_of_a_perplexity(bits, baseline, built_in, finding, problem):
+    findings, problems = judge_fit(Fit(20.0, bits, baseline, 1000), built_in=built_in, consistent=True)
+    assert (len(findings), len(problems)) == (bool(finding), bool(problem))
+    assert "".join(findings).startswith(finding)
+    assert "".join(problems).startswith(problem)
+
+
+def test_wrongly_computed_layers_are_not_called_consistent():
+    _, problems = judge_fit(Fit(20.0, 3.0, 4.0, 1000), built_in=True, consistent=False)
+    assert "consistent" not in problems[0]
+
+
+def test_only_the_built_in_text_must_be_easy(folder, monkeypatch):
+    told = []
+    right = verifying.judge_fit
+    monkeypatch.setattr(verifying, "judge_fit", lambda fit, **how: (told.append(how["built_in"]), right(fit, **how))[1])
+    verify_checkpoint(folder)
+    verify_checkpoint(folder, PROSE)
+    assert told == [True, False]
+
+
+def test_without_a_tokenizer_random_tokens_are_run(model, tmp_path):
+    save(dataclasses.replace(model, tokenizer=None), tmp_path / "hf", "hf")
+    found = verify_checkpoint(tmp_path / "hf")
+    assert found.passed
+    assert any("there is no tokenizer" in finding for finding in found.findings)
+    assert found.num_tokens == CONFIG.max_seq_len
+    assert (found.perplexity, found.bits_per_byte, found.baseline_bits_per_byte) == (None, None, None)
+
+
+def test_a_context_of_one_token_predicts_nothing(tmp_path):
+    config = dataclasses.replace(TINY, vocab_size=400, max_seq_len=1)
+    save(Model(config, random_params(config, 0), TOKENIZER), tmp_path / "hf", "hf")
+    found = verify_checkpoint(tmp_path / "hf")
+    assert found.passed
+    assert found.perplexity is None
+    assert any("none can be predicted" in finding for finding in found.findings)
+
+
+def test_byte_entropy_is_shannons():
+    assert byte_entropy("aaaa") == 0
+    assert byte_entropy("ab" * 9) == pytest.approx(1)
+    assert byte_entropy("aab") == pytest.approx(np.log2(3) - 2 / 3)
+    assert byte_entropy("".join(map(chr, range(128)))) == pytest.approx(7)
+
+
+class Forgetful(BytesTokenizer):
+    def __init__(self, lost):
+        self.lost = lost
+
+    def decode(self, ids):
+        return super().decode(ids).replace(self.lost, "")
+
+
+def test_a_tokenizer_that_changes_texts():
+    assert tokenizer_findings(TOKENIZER) == tokenizer_findings(BytesTokenizer()) == ([], [])
+    findings, problems = tokenizer_findings(Forgetful("ü"))
+    assert problems == []
+    assert "'üße, naïve —' came back as 'ße, naïve — '" in findings[0]
+    findings, problems = tokenizer_findings(Forgetful("woman"))
+    assert findings == []
+    assert "'woman who li' came back as ' who lived i'" in problems[0]
+
+
+# What a wrong computation looks like
+
+
+def test_the_first_wrong_layer_is_named(folder, model, tmp_path, monkeypatch):
+    marked = model.params["layers"]["attn_norm"][2, 0]
+    right = verifying.merge_layer
+
+    def wrong_in_layer_2(config, weights):
+        doubled = jnp.where(weights["attn_norm"][0] == marked, 1.001, 1.0)
+        return right(config, weights | {"wo": doubled * weights["wo"]})
+
+    copy = tmp_path / "hf"  # of another configuration, so that nothing compiled is used again
+    save(dataclasses.replace(model, config=dataclasses.replace(CONFIG, max_seq_len=127)), copy, "hf")
+    monkeypatch.setattr(verifying, "merge_layer", wrong_in_layer_2)
+    found = verify_checkpoint(copy)
+    assert found.first_divergent_layer == 2
+    assert [error < TOLERANCE for error in found.layer_errors] == [True, True, False, True]
+    assert "1 of 4 layers" in found.problems[0]
+    assert "first of layers/2" in found.problems[0]
+    assert "the logits are not the float64 oracle's" in found.problems[1]
+
+
+@pytest.mark.parametrize("changed", [{"rope_theta": 20_000.0}, {"norm_eps": 1e-4}], ids=str)
+def test_a_wrong_number_shows_in_the_layers(monkeypatch, changed):
+    checkpoint, _ = random_checkpoint(dataclasses.replace(TINY, head_dim=64), embed_std=0.05, query_gain=2.0)
+    right = verifying._layer
+    monkeypatch.setattr(
+        verifying, "_layer", lambda weights, x, config: right(weights, x, dataclasses.replace(config, **changed))
+    )
+    assert stream(checkpoint, list(range(64))).layer_errors[0] > 30 * TOLERANCE
+
+
+def test_a_massive_activation_hides_no_error():
+    rng = np.random.default_rng(0)
+    x, update = rng.standard_normal((2, 64, 32))
+    x[0, 3] = 27_000.0
+    wrong = update.copy()
+    wrong[:, 7] *= 1.01
+    assert relative_error(x + wrong, x + update) < 1e-5
+    assert update_error(wrong, update, x) == pytest.approx(0.01, rel=0.1)
+    rounded = (x + update).astype(np.float32) - x
+    assert update_error(rounded, update, x) < TOLERANCE / 5
+
+
+def test_the_error_of_an_update():
+    zeros, ones = np.zeros((4, 3)), np.ones((4, 3))
+    assert update_error(ones, ones, ones) == 0
+    assert update_error(zeros, zeros, zeros) == 0
+    assert update_error(ones, zeros, zeros) == 1
+    assert update_error(2 * ones, ones, 100 * ones) == 0.5
+    spoilt = ones.copy()
+    spoilt[1, 2] = np.nan
+    assert np.isnan(update_error(spoilt, ones, ones))
+
+
+# The configuration
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_released_llama_is_ordinary(name):
+    assert PRESETS[nearest_preset(PRESETS[name])] == PRESETS[name]
+    assert config_findings(PRESETS[name]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "sentence"),
+    [
+        (
+            "llama3.2-1b",
+            {"rope_scaling": None},
+            "rope_scaling is absent; llama3.2-1b, of the same shape, has llama3, factor 32, from 8,192 tokens",
+        ),
+        (
+            "llama3.1-8b",
+            {"rope_scaling": None},
+            "rope_scaling is absent; llama3.1-8b, of the same shape, has llama3, factor 8, from 8,192 tokens",
+        ),
+        ("llama2-7b", {"norm_eps": 1e-6}, "norm_eps is 1e-06; llama2-7b, of the same shape, has 1e-05"),
+        ("llama2-13b", {"vocab_size": 32_001}, "vocab_size is 32,001; llama2-13b, of the same shape, has 32,000"),
+        ("smollm2-135m", {"rope_theta": 1e4}, "rope_theta is 10,000; smollm2-135m, of the same shape, has 100,000"),
+        (
+            "llama3.2-3b",
+            {"tie_embeddings": False},
+            "tie_embeddings is false; llama3.2-3b, of the same shape, has true",
+        ),
+        ("stories-15m", {"max_seq_len": 512}, "max_seq_len is 512; stories-15m, of the same shape, has 256"),
+    ],
+)
+def test_a_field_that_a_released_llama_has_otherwise(name, changed, sentence):
+    assert config_findings(dataclasses.replace(PRESETS[name], **changed)) == [sentence]
+
+
+def test_unusual_fields_of_an_own_shape():
+    assert config_findings(CONFIG) == []
+    odd = LlamaConfig(400, 3, 64, 4, head_dim=24, norm_eps=3e-5, rope_theta=12_345.0)
+    assert nearest_preset(odd) == ""
+    assert [finding.split(";")[0] for finding in config_findings(odd)] == [
+        "norm_eps is 3e-05",
+        "rope_theta is 12,345",
+        "head_dim is 24",
+    ]
+
+
+# transformers
+
+
+@pytest.mark.parametrize("to", ["hf", "gguf"])
+def test_transformers_agrees(folder, tmp_path, to):
+    pytest.importorskip("transformers")
+    path = folder
+    if to != "hf":
+        path = tmp_path / to
+        convert(folder, path, to)
+    found = verify_checkpoint(path, transformers=True)
+    assert found.passed
+    assert 0 < found.transformers_error < TOLERANCE / 5
+    assert 0 < found.transformers_oracle_error < TOLERANCE / 5
+
+
+def test_transformers_that_does_not_agree_is_told(folder, tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    shutil.copytree(folder, tmp_path / "other")
+    fields = json.loads((tmp_path / "other" / "config.json").read_text())
+    fields["rope_parameters"]["rope_theta"] = 20_000.0
+    (tmp_path / "other" / "config.json").write_text(json.dumps(fields))
+    right = verifying._their_logits
+    monkeypatch.setattr(verifying, "_their_logits", lambda path, *rest: right(tmp_path / "other", *rest))
+    found = verify_checkpoint(folder, transformers=True)
+    assert found.transformers_error > TOLERANCE
+    assert found.problems[0].startswith("the logits of transformers are")
+
+
+def test_transformers_that_cannot_run_it_is_told(folder, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+
+    def fail(*_, **__):
+        raise ValueError("no\nluck")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    found = verify_checkpoint(folder, transformers=True)
+    assert found.problems == [f"transformers cannot run {folder} (ValueError: no luck)"]
+    assert found.transformers_error is None
+
+
+def test_transformers_is_not_asked_about_damaged_weights(damaged):
+    pytest.importorskip("transformers")
+
+    def change(weights):
+        weights["model.norm.weight"][5] = np.nan
+
+    found = damaged(change, transformers=True)
+    assert "transformers" in found.findings[-1]
+    assert found.transformers_error is None
+
+
+def test_without_transformers_the_extra_is_named(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(JllamaError, match=r"pip install 'jllama\[transformers\]'"):
+        verify_checkpoint(folder, transformers=True)
