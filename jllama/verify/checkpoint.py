@@ -1,49 +1,38 @@
-"""A user's own checkpoint, in any format: its weights examined, its logits held against the float64 oracle.
-
-The files are read once, in order, and no more than one layer (or a block of the embedding or head) is in memory.
-"""
+"""A user's own checkpoint, in any format: its weights examined, its logits held against the float64 oracle."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
 import importlib
-import math
 import tempfile
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Float64
+from jaxtyping import Float32
 
-from jllama import functional as F
-from jllama import oracle
 from jllama.checkpoints.formats import convert, open_checkpoint
-from jllama.checkpoints.tensors import Checkpoint, blocks
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
 from jllama.generation.text import prompt_ids
-from jllama.model import Llama, attend_to, merge_layer
-from jllama.parameters import Params, StoredTensor, as_matrix, count_parameters, shape_of, stored_tensors
+from jllama.parameters import count_parameters
 from jllama.verify.compare import worst_error
 from jllama.verify.ordinary import config_findings, nearest_preset, vocabulary_findings
+from jllama.verify.stream import stream
 from jllama.verify.text import PROSE, judge_fit, measure_fit, tokenizer_findings
 
 TOLERANCE = 1e-4
 """Relative error of float32 against float64: of each layer (``update_error``) and of the logits (``worst_error``).
 
-Measured on SmolLM2-135M, on damaged copies of it and on random models of every variant, over texts of 7 to 256 tokens:
-layers are at most 9e-6 off, logits 1.6e-5. Doubling RoPE's base puts SmolLM2's layers 4e-2 to 2e-1 off, one per
-cent more 7e-4 to 3e-3. Thirty layers may amplify rounding by more than two do, so the logits need the room.
+Measured on SmolLM2-135M over texts of 7 to 256 tokens, and on random models of every variant: layers are at most 9e-6
+off, logits 1.6e-5. Doubling RoPE's base puts SmolLM2's layers 4e-2 to 2e-1 off, one per cent more 7e-4 to 3e-3. Deeper
+models amplify rounding more, so the logits need the room; damaged weights may amplify it past the tolerance (7e-4 with
+SmolLM2's first two layers swapped) though every layer by itself is right.
 """
 MAX_TOKENS = 256
 """A longer text is cut: enough for what is to be seen, and a 7B model takes minutes."""
-_LISTED = 9  # tensors named in a sentence: a layer has so many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,157 +190,6 @@ def _differences(errors: Sequence[float], divergent: int | None, logits_error: f
             f"{alone if divergent is None else ''}"
         )
     return problems
-
-
-class Streamed(NamedTuple):
-    """What one pass over the weights gives.
-
-    Args:
-        logits: the oracle's.
-        own_logits: those of jllama's own float32 computation.
-        layer_errors: one for each layer, see ``update_error``.
-        fingerprint: of the weights.
-        damage: a sentence for what is not finite, and one for what is all zeros; both name the tensors.
-    """
-
-    logits: Float64[np.ndarray, "seq vocab"]
-    own_logits: Float32[np.ndarray, "seq vocab"]
-    layer_errors: list[float]
-    fingerprint: str
-    damage: list[str]
-
-
-def update_error(
-    actual: Float[np.ndarray, "seq embed"],
-    expected: Float[np.ndarray, "seq embed"],
-    stream: Float[np.ndarray, "seq embed"],
-) -> float:
-    """How far off is what a layer adds to the residual stream: the relative error of the worst channel.
-
-    That is ``rms(actual - expected) / (rms(expected) + rms(stream) / 100)``, over positions. A trained Llama's stream
-    has values of 1e4 in a few channels of its first token, beside which doubling RoPE's base is 4e-5 of the largest
-    value, and float32 itself cannot add to them exactly. So the addition is compared, each channel counts, and the
-    stream's rounding (2**-24 of what stands there) can come to no more than about 1e-5.
-    """
-    error, added, there = (np.sqrt(np.mean(np.square(z), axis=0)) for z in (actual - expected, expected, stream))
-    scale = added + 0.01 * there
-    return float(np.max(np.divide(error, scale, out=error.copy(), where=scale != 0)))
-
-
-class _Weights:
-    """Reads tensors in float32, in order: hashed as they are stored, and what is not finite replaced by 0."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self.digest = hashlib.sha256()
-        self.not_finite: dict[str, int] = {}
-        self.zeros: list[str] = []
-
-    def blocks(self, stored: StoredTensor) -> Iterator[Float32[np.ndarray, "rows *inputs"]]:
-        """A tensor's rows, some at a time."""
-        self.digest.update(f"{stored.key} {list(stored.shape)}\n".encode())
-        not_finite, any_set = 0, False
-        for block in blocks(self._checkpoint.tensors[stored.key], np.float32):
-            self.digest.update(block.data)
-            not_finite += int(np.count_nonzero(~np.isfinite(block)))
-            any_set = any_set or bool(block.any())
-            yield _finite(block)
-        if not_finite:
-            self.not_finite[stored.key] = not_finite
-        if not any_set:
-            self.zeros.append(stored.key)
-
-    def whole(self, stored: StoredTensor) -> Float32[np.ndarray, "..."]:
-        """A tensor in the parameter's own axes, without that of the layers."""
-        axes = dict(zip(stored.parameter.axes, shape_of(stored.parameter, self._checkpoint.config), strict=True))
-        array = np.empty([size for axis, size in axes.items() if axis != "layers"], np.float32)
-        matrix, start = as_matrix(stored.parameter, array), 0
-        for block in self.blocks(stored):
-            matrix[start : start + len(block)] = block
-            start += len(block)
-        return array
-
-
-def stream(checkpoint: Checkpoint, tokens: Sequence[int], report: Callable[[str], None] = lambda _: None) -> Streamed:
-    """Run the oracle and jllama's own layers side by side over a checkpoint, reading each tensor once, in order.
-
-    Each of jllama's layers runs twice: on the oracle's input, which gives its own error, and on what jllama's layers
-    before it made, which leads to ``own_logits``.
-    """
-    config, weights = checkpoint.config, _Weights(checkpoint)
-    stored = {tensor.key: tensor for tensor in stored_tensors(config)}
-    ids, seq = np.asarray(tokens), len(tokens)
-    where = np.tri(seq, dtype=bool), np.arange(seq), oracle.rope_frequencies(config, seq)
-    report("embedding")
-    own = np.empty((seq, config.embed_dim), np.float32)
-    first = 0
-    for block in weights.blocks(stored["embed"]):
-        inside = (ids >= first) & (ids < first + len(block))
-        own[inside] = block[ids[inside] - first]
-        first += len(block)
-    x, errors = own.astype(np.float64), []
-    for index in range(config.num_layers):
-        report(f"layer {index + 1} of {config.num_layers}")
-        layer = {key.split("/")[2]: weights.whole(stored[key]) for key in stored if key.startswith(f"layers/{index}/")}
-        given = x.astype(np.float32)
-        made, own = np.asarray(_layer(layer, jnp.stack([given, own]), config))
-        # As an argument alone, each in turn: neither copy of the weights is there longer than it is needed.
-        y = oracle.block(x, {name: layer.pop(name).astype(np.float64) for name in list(layer)}, config, *where)
-        errors.append(update_error(made - given.astype(np.float64), y - x, x))
-        x = y
-    report("head")
-    norm = weights.whole(stored["final_norm"])
-    hidden = oracle.rms_norm(x, norm.astype(np.float64), config.norm_eps)
-    own = F.rms_norm(jnp.asarray(own), jnp.asarray(norm), config.norm_eps)
-    logits, own_logits = (np.empty((seq, config.vocab_size), dtype) for dtype in (np.float64, np.float32))
-    if config.tie_embeddings:
-        head = map(_finite, blocks(checkpoint.tensors["embed"], np.float32))
-    else:
-        head = weights.blocks(stored["lm_head"])
-    first = 0
-    for block in head:
-        rows = slice(first, first + len(block))
-        logits[:, rows] = hidden @ block.astype(np.float64).T
-        own_logits[:, rows] = _scores(block, own, config)
-        first = rows.stop
-    return Streamed(logits, own_logits, errors, weights.digest.hexdigest(), _damage(weights, stored))
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def _layer(weights: Params, x: Array, config: LlamaConfig) -> Array:
-    positions = jnp.arange(x.shape[1])[None]
-    attend = attend_to(config, positions, F.causal_mask(positions, positions), x.shape[1])
-    return merge_layer(config, weights)(x, attend)[0]
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def _scores(rows: Array, hidden: Array, config: LlamaConfig) -> Array:
-    """The logits of a part of the vocabulary: ``Llama.logits``, on a stand-in that has no more than these rows."""
-    return Llama.logits(cast(Llama, types.SimpleNamespace(config=config, embed=rows, lm_head=rows.T)), hidden)
-
-
-def _finite(block: np.ndarray) -> np.ndarray:
-    return block if np.isfinite(block).all() else np.nan_to_num(block, nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def _damage(weights: _Weights, stored: dict[str, StoredTensor]) -> list[str]:
-    found = []
-    if weights.not_finite:
-        keys = [
-            f"{key} ({count:,} of {math.prod(stored[key].shape):,} numbers)"
-            for key, count in weights.not_finite.items()
-        ]
-        found.append(
-            f"NaN or infinity stands in {_listed(keys)}; all else here takes 0 for it: fetch or convert the files again"
-        )
-    if weights.zeros:
-        found.append(f"nothing but zeros stands in {_listed(weights.zeros)}: fetch or convert the files again")
-    return found
-
-
-def _listed(keys: Sequence[str]) -> str:
-    more = f" and {len(keys) - _LISTED} more" if len(keys) > _LISTED else ""
-    return ", ".join(keys[:_LISTED]) + more
 
 
 def _their_logits(

@@ -27,9 +27,11 @@ from jllama.parameters import count_parameters, stored_tensors
 from jllama.presets import PRESETS
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify import checkpoint as verifying
-from jllama.verify.checkpoint import TOLERANCE, stream, update_error, verify_checkpoint
+from jllama.verify import stream as streaming
+from jllama.verify.checkpoint import TOLERANCE, verify_checkpoint
 from jllama.verify.compare import random_params, relative_error, worst_error
 from jllama.verify.ordinary import config_findings, nearest_preset
+from jllama.verify.stream import stream, update_error
 from jllama.verify.subject import jllama_itself
 from jllama.verify.text import ENOUGH_BYTES, HARD, PROSE, Fit, byte_entropy, judge_fit, tokenizer_findings
 
@@ -416,7 +418,7 @@ def test_a_tokenizer_that_changes_texts():
 
 def test_the_first_wrong_layer_is_named(folder, model, tmp_path, monkeypatch):
     marked = model.params["layers"]["attn_norm"][2, 0]
-    right = verifying.merge_layer
+    right = streaming.merge_layer
 
     def wrong_in_layer_2(config, weights):
         doubled = jnp.where(weights["attn_norm"][0] == marked, 1.001, 1.0)
@@ -424,7 +426,7 @@ def test_the_first_wrong_layer_is_named(folder, model, tmp_path, monkeypatch):
 
     copy = tmp_path / "hf"  # of another configuration, so that nothing compiled is used again
     save(dataclasses.replace(model, config=dataclasses.replace(CONFIG, max_seq_len=127)), copy, "hf")
-    monkeypatch.setattr(verifying, "merge_layer", wrong_in_layer_2)
+    monkeypatch.setattr(streaming, "merge_layer", wrong_in_layer_2)
     found = verify_checkpoint(copy)
     assert found.first_divergent_layer == 2
     assert [error < TOLERANCE for error in found.layer_errors] == [True, True, False, True]
@@ -436,9 +438,9 @@ def test_the_first_wrong_layer_is_named(folder, model, tmp_path, monkeypatch):
 @pytest.mark.parametrize("changed", [{"rope_theta": 20_000.0}, {"norm_eps": 1e-4}], ids=str)
 def test_a_wrong_number_shows_in_the_layers(monkeypatch, changed):
     checkpoint, _ = random_checkpoint(dataclasses.replace(TINY, head_dim=64), embed_std=0.05, query_gain=2.0)
-    right = verifying._layer
+    right = streaming._layer
     monkeypatch.setattr(
-        verifying, "_layer", lambda weights, x, config: right(weights, x, dataclasses.replace(config, **changed))
+        streaming, "_layer", lambda weights, x, config: right(weights, x, dataclasses.replace(config, **changed))
     )
     assert stream(checkpoint, list(range(64))).layer_errors[0] > 30 * TOLERANCE
 
