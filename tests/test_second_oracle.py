@@ -5,15 +5,14 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.model import merge, rope_frequencies
 from jllama.verify.compare import random_params
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
 
 SEQ = 512
 BASE = LlamaConfig(

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch
+import transformers
 from helpers import assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,9 +38,6 @@ from jllama.model import merge
 from jllama.parameters import stored_tensors
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify.compare import random_params, relative_error
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
 
 BASE = LlamaConfig(
     vocab_size=61,
@@ -906,7 +905,8 @@ def test_the_hub_extra_is_asked_for(monkeypatch):
 
 
 def test_the_real_hub_client_refuses_as_the_stand_in(monkeypatch):
-    huggingface_hub = pytest.importorskip("huggingface_hub")
+    import huggingface_hub
+
     assert issubclass(huggingface_hub.errors.GatedRepoError, huggingface_hub.errors.RepositoryNotFoundError)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert "cannot be fetched" in message(download, "jllama-tests/no-such-model")

@@ -9,6 +9,7 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from helpers import assert_same_bits
 from helpers_meta import DTYPES, cut, metas_folder, metas_matrices, params_json, save_folder
 from hypothesis import given, settings
@@ -26,8 +27,6 @@ from jllama.parameters import stored_tensors
 from jllama.presets import PRESETS
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify.compare import random_params, relative_error
-
-torch = pytest.importorskip("torch")
 
 CONFIG = LlamaConfig(vocab_size=48, num_layers=2, embed_dim=32, num_heads=8, num_kv_heads=2, mlp_dim=64)
 

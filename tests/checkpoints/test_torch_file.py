@@ -11,6 +11,7 @@ import zipfile
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,8 +19,6 @@ from jllama.checkpoints import tensors as tensors_module
 from jllama.checkpoints import torch_file
 from jllama.checkpoints.torch_file import read_torch_file, write_torch_file
 from jllama.errors import JllamaError
-
-torch = pytest.importorskip("torch")
 
 DTYPES = {
     torch.float64: np.dtype(np.float64),

@@ -521,7 +521,6 @@ def test_unusual_fields_of_an_own_shape():
 
 @pytest.mark.parametrize("to", ["hf", "gguf"])
 def test_transformers_agrees(folder, tmp_path, to):
-    pytest.importorskip("transformers")
     path = folder
     if to != "hf":
         path = tmp_path / to
@@ -533,7 +532,6 @@ def test_transformers_agrees(folder, tmp_path, to):
 
 
 def test_transformers_that_does_not_agree_is_told(folder, tmp_path, monkeypatch):
-    pytest.importorskip("transformers")
     shutil.copytree(folder, tmp_path / "other")
     fields = json.loads((tmp_path / "other" / "config.json").read_text())
     fields["rope_parameters"]["rope_theta"] = 20_000.0
@@ -546,7 +544,7 @@ def test_transformers_that_does_not_agree_is_told(folder, tmp_path, monkeypatch)
 
 
 def test_transformers_that_cannot_run_it_is_told(folder, monkeypatch):
-    transformers = pytest.importorskip("transformers")
+    import transformers
 
     def fail(*_, **__):
         raise ValueError("no\nluck")
@@ -558,7 +556,6 @@ def test_transformers_that_cannot_run_it_is_told(folder, monkeypatch):
 
 
 def test_transformers_is_not_asked_about_damaged_weights(damaged):
-    pytest.importorskip("transformers")
 
     def change(weights):
         weights["model.norm.weight"][5] = np.nan

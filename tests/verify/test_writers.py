@@ -128,7 +128,8 @@ def test_interleaved_rows_are_pairs_of_one_head(heads, half, embed):
 @pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("name", ["multi-query", "llama3"])
 def test_torch_loads_the_shards(tmp_path, name, mmap):
-    torch = pytest.importorskip("torch")
+    import torch
+
     config = CONFIGS[name]
     params = written(tmp_path / "model", name, "meta x4")
     expected = meta_shards(meta_tensors(config, params), 4, config.num_kv_heads, int(config.rope_theta == 10_000))
@@ -146,7 +147,8 @@ def test_torch_loads_the_shards(tmp_path, name, mmap):
 
 def metas_logits(folder, tokens, frequencies):
     """The forward pass of Meta's code in float64: each rank's part, summed where its ranks sum theirs."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     files = sorted(folder.glob("consolidated.*.pth"))
     ranks = [{name: part.numpy().astype(np.float64) for name, part in torch.load(file).items()} for file in files]
     fields = json.loads((folder / "params.json").read_text())
@@ -210,7 +212,8 @@ def test_metas_rule_gives_the_width_of_the_mlp(half_dim, mlp_dim):
 
 @pytest.mark.parametrize("name", ["multi-head", "tied"])
 def test_safetensors_loads_one_file_or_two(tmp_path, name):
-    safetensors = pytest.importorskip("safetensors.numpy")
+    import safetensors.numpy as safetensors
+
     written(tmp_path / "4", name, "hf v4")
     written(tmp_path / "5", name, "hf v5")
     whole = safetensors.load_file(tmp_path / "4" / "model.safetensors")
@@ -238,7 +241,9 @@ def test_each_version_spells_rope_its_own_way(tmp_path):
 @pytest.mark.parametrize("route", ["hf v4", "hf v5"])
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "hf v4" in HELD[name]])
 def test_transformers_gives_the_oracles_logits(tmp_path, name, route):
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     config = CONFIGS[name]
     params = written(tmp_path / "model", name, route)
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
@@ -276,7 +281,8 @@ def test_the_gguf_package_finds_each_key_and_tensor(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["grouped", "head_dim"])
 def test_transformers_reads_gguf_too(tmp_path, name):
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    import torch
+    import transformers
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     path = tmp_path / "model.gguf"
