@@ -1,4 +1,4 @@
-"""Reading small files of other people's making."""
+"""Small files: reading those of other people's making, and replacing our own whole."""
 
 from __future__ import annotations
 
@@ -34,6 +34,13 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise JllamaError(f"{path} is not a JSON object")
     return content
+
+
+def write_text_whole(path: Path, text: str) -> None:
+    """Write a text file, UTF-8, so that at any moment the old one or the new one is there."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def _inside(value: Any) -> Iterable[Any]:

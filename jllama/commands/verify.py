@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jllama.commands.cli import parse
 from jllama.errors import JllamaError, UsageError
+from jllama.files import write_text_whole
 from jllama.verify import checkpoint_report, report
 from jllama.verify.checkpoint import verify_checkpoint
 from jllama.verify.compare import Check, Result, run_checks
@@ -157,7 +158,5 @@ def _run(checks: list[Check]) -> list[Result]:
 
 
 def _write(path: str, page: str) -> None:
-    partial = Path(f"{path}.partial")
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(path)
+    write_text_whole(Path(path), page)
     print(f"wrote {path}", file=sys.stderr)

@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from jllama.files import write_text_whole
 from jllama.training.run_folder import CONFIG, METRICS, REPORT, SAMPLES, read_lines
 
 _STYLE = """
@@ -38,9 +39,7 @@ def write_report(folder: Path, receipt: dict[str, Any]) -> Path:
         f"<h2>Configuration</h2><pre>{html.escape((folder / CONFIG).read_text())}</pre></html>"
     )
     path = folder / REPORT
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(page)
-    partial.replace(path)
+    write_text_whole(path, page)
     return path
 
 

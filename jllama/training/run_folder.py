@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from jllama.checkpoints.native import CONFIG
+from jllama.files import write_text_whole
 from jllama.training.config import TrainConfig
 
 METRICS, SAMPLES, REPORT = "metrics.jsonl", "samples.jsonl", "report.html"
@@ -40,6 +41,4 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 def forget_after(path: Path, step: int) -> None:
     """Drop the lines of later steps and of the end: a resumed run does them again."""
     kept = [record for record in read_lines(path) if record["step"] <= step and "final" not in record]
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
-    partial.replace(path)
+    write_text_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
