@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import math
 from typing import Any
 
 from jllama.verify.checkpoint import CheckpointReport
-from jllama.verify.report import error_cell, facts_table, html_page, machine
+from jllama.verify.report import error_cell, facts_table, finite, html_page, machine
 
 _LAYERS_IN_ROW = 10
 
@@ -64,15 +63,7 @@ def lines(found: CheckpointReport) -> list[str]:
 
 def as_json(found: CheckpointReport) -> dict[str, Any]:
     """Everything, for a program; a number that is not finite is null."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: plain(inner) for name, inner in value.items()}
-        if isinstance(value, list):
-            return [plain(inner) for inner in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return plain({"passed": found.passed, "machine": machine(), **dataclasses.asdict(found)})
+    return finite({"passed": found.passed, "machine": machine(), **dataclasses.asdict(found)})
 
 
 def page(found: CheckpointReport, seconds: float) -> str:

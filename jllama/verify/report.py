@@ -65,24 +65,18 @@ def summary(results: Sequence[Result]) -> str:
 
 def failures(results: Iterable[Result]) -> list[str]:
     """One line for each check that failed."""
-    return [
-        f"{result.check.name}: "
-        + (
-            result.problem
-            or f"relative error {result.error:.1e}, tolerance {result.check.tolerance:.0e}{_least(result)}"
-        )
-        for result in results
-        if not result.passed
-    ]
+    return [f"{result.check.name}: {result.problem or _too_far(result)}" for result in results if not result.passed]
 
 
-def _least(result: Result) -> str:
-    return f"; a mistake must move the logits by {VISIBLE} tolerances" if result.check.group == "mutations" else ""
+def _too_far(result: Result) -> str:
+    found = f"relative error {result.error:.1e}, tolerance {result.check.tolerance:.0e}"
+    least = f"; a mistake must move the logits by {VISIBLE} tolerances"
+    return found + least if result.check.group == "mutations" else found
 
 
 def as_json(results: Sequence[Result]) -> dict[str, Any]:
     """Everything, for a program; an error that could not be computed is null."""
-    return {
+    found = {
         "passed": all(result.passed for result in results),
         "machine": machine(),
         "results": [
@@ -90,7 +84,7 @@ def as_json(results: Sequence[Result]) -> dict[str, Any]:
                 "group": result.check.group,
                 "row": result.check.row,
                 "column": result.check.column,
-                "error": None if math.isnan(result.error) else result.error,
+                "error": result.error,
                 "tolerance": result.check.tolerance,
                 "passed": result.passed,
                 "problem": result.problem,
@@ -98,6 +92,16 @@ def as_json(results: Sequence[Result]) -> dict[str, Any]:
             for result in results
         ],
     }
+    return finite(found)
+
+
+def finite(value: Any) -> Any:
+    """The same data with null for numbers that are not finite: JSON has none."""
+    if isinstance(value, dict):
+        return {name: finite(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def tables(results: Sequence[Result], width: int) -> list[RenderableType]:
