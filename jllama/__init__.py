@@ -1,7 +1,7 @@
 """jllama: the Llama family in JAX and Flax.
 
 ``load`` reads a model from files of any format and ``save`` writes one; ``LlamaConfig`` describes a model, ``Llama``
-is its Flax module; ``complete`` and ``stream`` let it write, and ``train`` trains one. The pure functions are in
+is its Flax module; ``generate`` and ``stream`` let it write, and ``train`` trains one. The pure functions are in
 ``jllama.functional``.
 """
 
@@ -14,11 +14,13 @@ _HOMES = {
     "LlamaConfig": "jllama.config",
     "Model": "jllama.checkpoints.formats",
     "PRESETS": "jllama.presets",
+    "PrefixCache": "jllama.generation.engine",
+    "Prompt": "jllama.generation.text",
     "RopeScaling": "jllama.config",
-    "SamplingConfig": "jllama.generation.engine",
+    "SamplingConfig": "jllama.generation.settings",
     "TrainConfig": "jllama.training.config",
-    "complete": "jllama.generation.text",
     "convert": "jllama.checkpoints.formats",
+    "generate": "jllama.generation.text",
     "initial_params": "jllama.model",
     "load": "jllama.checkpoints.formats",
     "load_tokenizer": "jllama.tokenizers",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,11 @@ def write_text_whole(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
+
+
+def cache_folder() -> Path:
+    """Where downloads, tokens and compiled programs are kept: ``$JLLAMA_CACHE``, or ``~/.cache/jllama``."""
+    return Path(os.environ.get("JLLAMA_CACHE") or "~/.cache/jllama").expanduser()
 
 
 def _inside(value: Any) -> Iterable[Any]:

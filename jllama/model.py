@@ -189,10 +189,11 @@ class Llama(nnx.Module):
         """Float32 scores of every token in the vocabulary: ``hidden @ lm_head``."""
         flat = hidden.reshape(-1, hidden.shape[-1])
         accumulator = jnp.promote_types(hidden.dtype, jnp.float32)
-        if self.config.tie_embeddings:
-            scores = jnp.einsum("te,ve->tv", flat, self.embed[...], preferred_element_type=accumulator)
+        head = self.embed[...].T if self.config.tie_embeddings else self.lm_head[...]
+        if isinstance(head, F.Int8Matrix):
+            scores = flat.astype(accumulator) @ head
         else:
-            scores = jnp.einsum("te,ev->tv", flat, self.lm_head[...], preferred_element_type=accumulator)
+            scores = jnp.matmul(flat, head, preferred_element_type=accumulator)
         return scores.reshape(*hidden.shape[:-1], -1)
 
     def _embed(self, tokens: Array) -> Array:
@@ -280,7 +281,7 @@ def _initial(row: Parameter, config: LlamaConfig, rngs: nnx.Rngs) -> nnx.Param[A
 
 
 def _to_heads(
-    x: Float[Array, "batch seq embed"], w: Float[Array, "embed heads head_dim"]
+    x: Float[Array, "batch seq embed"], w: Float[Array | F.Int8Matrix, "embed heads head_dim"]
 ) -> Float[Array, "batch heads seq head_dim"]:
     batch, seq, embed = x.shape
     flat = x.reshape(-1, embed) @ w.reshape(embed, -1)
@@ -288,7 +289,7 @@ def _to_heads(
 
 
 def _from_heads(
-    x: Float[Array, "batch heads seq head_dim"], w: Float[Array, "heads head_dim embed"]
+    x: Float[Array, "batch heads seq head_dim"], w: Float[Array | F.Int8Matrix, "heads head_dim embed"]
 ) -> Float[Array, "batch seq embed"]:
     batch, heads, seq, head_dim = x.shape
     flat = x.swapaxes(1, 2).reshape(-1, heads * head_dim) @ w.reshape(-1, w.shape[-1])

@@ -9,9 +9,11 @@ import pytest
 import yaml
 
 from jllama.checkpoints.formats import Model, load, save
+from jllama.commands.chat import ChatOptions
 from jllama.commands.cli import parse
 from jllama.commands.convert import ConvertOptions
 from jllama.commands.doctor import DoctorOptions
+from jllama.commands.eval import EvalOptions
 from jllama.commands.sample import SampleOptions
 from jllama.commands.verify import VerifyOptions
 from jllama.config import LlamaConfig
@@ -27,11 +29,13 @@ ROOT = Path(__file__).parent.parent
 OPTIONS = {
     "train": TrainConfig,
     "sample": SampleOptions,
+    "chat": ChatOptions,
     "convert": ConvertOptions,
     "verify": VerifyOptions,
+    "eval": EvalOptions,
     "doctor": DoctorOptions,
 }
-POSITIONAL = {"convert": ("source", "target"), "verify": ("path",)}
+POSITIONAL = {"chat": ("checkpoint",), "convert": ("source", "target"), "verify": ("path",), "eval": ("checkpoint",)}
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
     part.partition("#")[0].strip()

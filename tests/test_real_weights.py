@@ -3,6 +3,8 @@
 Marked ``real_weights``; ``python tests/fetch_real_weights.py`` fetches the file.
 """
 
+import dataclasses
+import io
 import json
 import shutil
 import subprocess
@@ -19,10 +21,15 @@ from safetensors.numpy import load_file, save_file
 
 import jllama
 from jllama.checkpoints.formats import convert, open_checkpoint
+from jllama.commands import cli
 from jllama.errors import JllamaError
-from jllama.generation.engine import SamplingConfig, generate_tokens
-from jllama.model import unstack_layers
+from jllama.evaluation.scoring import score_texts
+from jllama.generation.chat import chat_ids
+from jllama.generation.quantize import quantize
+from jllama.generation.settings import SamplingConfig
+from jllama.generation.text import generate, stream
 from jllama.verify.checkpoint import verify_checkpoint
+from jllama.verify.text import PROSE
 
 pytestmark = pytest.mark.real_weights
 
@@ -71,9 +78,8 @@ def prompts(model, peer_tokenizer):
 
 def greedy(model, prompt, count=64):
     """Greedy tokens, through the stop that ends them if there is one."""
-    params = unstack_layers(model.params)
-    chunks = generate_tokens(params, model.config, [prompt], [SamplingConfig(temperature=0.0)], count, model.stop_ids)
-    return [int(token) for chunk in chunks for token in chunk[0] if token != -1]
+    (completion,) = generate(model, [prompt], SamplingConfig(temperature=0.0), max_new_tokens=count)
+    return completion.ids + ([model.stop_ids[0]] if completion.finish_reason == "stop_id" else [])
 
 
 def test_the_configuration_is_the_released_one(model):
@@ -128,6 +134,56 @@ def test_ids_are_those_of_transformers(model, peer_tokenizer):
     ):
         ids = peer_tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         assert model.tokenizer.encode(text) == ids
+
+
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": " Be brief.\n"}]], ids=["its own", "ours"])
+def test_conversations_are_those_of_transformers(model, peer_tokenizer, system):
+    """Through its own template, a turn at a time."""
+    said = ["What is  this? 👩‍👩‍👧\n", " It is\n\na family.", "", "<|im_end|> é", "And <|im_start|>this?"]
+    messages = system + [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(said)]
+    for count in range(1, len(messages) + 1):
+        for prompt in (True, False):
+            theirs = peer_tokenizer.apply_chat_template(
+                messages[:count], add_generation_prompt=prompt, return_dict=False
+            )
+            assert chat_ids(model, messages[:count], add_generation_prompt=prompt) == list(theirs)
+
+
+def test_a_conversation_in_the_terminal(gguf, capfd, monkeypatch):
+    """It knows what was said before."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\nAnd of Italy?\n"))
+    assert cli.run("chat", [str(gguf), "--temperature", "0"]) == 0
+    france, italy = capfd.readouterr().out.splitlines()
+    assert ("Paris" in france, "Rome" in italy) == (True, True)
+
+
+def test_guessed_tokens_change_nothing(model, prompts):
+    text = "The cat sat on the mat.\n" * 5
+    settings = SamplingConfig(temperature=0.0)
+    for prompt in (text, prompts["plain"], prompts["chat"]):
+        (plain,) = generate(model, [prompt], settings, max_new_tokens=48)
+        (quick,) = generate(model, [prompt], settings, max_new_tokens=48, speculate=4)
+        assert quick.ids == plain.ids
+    (quick,) = generate(model, [text], settings, max_new_tokens=48, speculate=4)
+    assert quick.accepted > 24
+
+
+def test_int8_weights_predict_text_almost_as_well(model):
+    """Perplexity within one percent, on the README and the plainest of prose."""
+    texts = [(ROOT / "README.md").read_text(), PROSE]
+    small = dataclasses.replace(model, params=quantize(model.unstacked_params, model.config))
+    for text in texts:
+        exact, rounded = (
+            score_texts(each, [text], window=512, stride=256, max_tokens=1500).perplexity for each in (model, small)
+        )
+        assert abs(rounded / exact - 1) < 0.01
+
+
+def test_a_stream_is_what_is_made_whole(model, prompts):
+    pieces = list(stream(model, prompts["chat"], SamplingConfig(seed=3), max_new_tokens=40))
+    (whole,) = generate(model, [prompts["chat"]], SamplingConfig(seed=3), max_new_tokens=40)
+    assert "".join(pieces) == whole.text
+    assert len(pieces) > 3
 
 
 def test_llama2c_refuses_it_by_name(gguf, tmp_path):

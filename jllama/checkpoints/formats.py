@@ -30,7 +30,7 @@ from jllama.checkpoints import native
 from jllama.checkpoints.tensors import Checkpoint, ParamTensors, Report, load_params, size_bytes
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
-from jllama.model import merge
+from jllama.model import merge, unstack_layers
 from jllama.parameters import Params
 from jllama.tokenizers import Tokenizer
 
@@ -70,6 +70,14 @@ class Model:
     def __call__(self, tokens: Int[Array | np.ndarray, "batch seq"]) -> Float[Array, "batch seq vocab"]:
         """Float32 logits of the token that follows each one."""
         return _logits(self.params, self.config, jnp.asarray(tokens))
+
+    @functools.cached_property
+    def unstacked_params(self) -> Params:
+        """The parameters in the form that decoding unrolls (``unstack_layers``); kept, so memory holds both forms.
+
+        A model whose ``params`` are unstacked already (``dataclasses.replace``) is as it is.
+        """
+        return self.params if "attn_norm" not in self.params["layers"] else unstack_layers(self.params)
 
 
 @functools.partial(jax.jit, static_argnames="config")

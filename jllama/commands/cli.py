@@ -18,14 +18,18 @@ import docstring_parser
 import jsonargparse
 
 from jllama.errors import JllamaError, UsageError
+from jllama.files import cache_folder
 
 T = TypeVar("T")
 
 COMMANDS = {
     "train": "train a Llama on text",
     "sample": "let a trained model write",
+    "chat": "talk with a model in the terminal",
     "convert": "turn a checkpoint of any format into another",
     "verify": "prove that jllama, or a checkpoint of yours, computes what the oracle does",
+    "eval": "measure how well a model predicts a text",
+    "bench": "measure how fast a model decodes here",
     "doctor": "show what this machine has, and check that it computes rightly",
 }
 """Each is a module of ``jllama.commands`` with a function ``main(argv, prog) -> exit code``."""
@@ -63,8 +67,10 @@ def parse(options: type[T], argv: Sequence[str], prog: str, positional: Sequence
             parser.add_argument(field.name, type=str, help=explained[field.name], **optional)
     parser.add_class_arguments(options, skip=set(positional))
     for action in parser._actions:
-        if getattr(action, "_typehint", None) is bool:  # --compare alone means --compare true
+        if getattr(action, "_typehint", None) in (bool, bool | None):  # --compare alone means --compare true
             action.nargs, action.const = "?", True
+        if action.option_strings and len(action.dest) == 1:  # -n as well as --n
+            parser._option_string_actions[f"-{action.dest}"] = action
     try:
         settings = parser.parse_args(list(argv))
         for name, kind in typing.get_type_hints(options).items():
@@ -101,6 +107,17 @@ def run(command: str, argv: Sequence[str] | None = None, prog: str | None = None
     except OSError as error:  # a full disk, a file where a folder should be
         print(f"error: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", file=sys.stderr)
         return 1
+
+
+def keep_compiled() -> None:
+    """Keep what is compiled in the cache folder, so that the next process need not compile it again.
+
+    Where JAX was told of a folder already (``JAX_COMPILATION_CACHE_DIR``), that one is taken.
+    """
+    import jax  # not at the top: a mistake in the command line should not have to wait for it
+
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
 
 
 def _quieten_threads() -> None:

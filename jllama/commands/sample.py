@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
-from collections.abc import Sequence
-from typing import Literal
+import time
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
-import numpy as np
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from jllama.checkpoints.formats import load
-from jllama.commands.cli import parse
-from jllama.config import LlamaConfig
+from jllama.checkpoints.formats import Model, load
+from jllama.commands.cli import keep_compiled, parse
 from jllama.errors import JllamaError, UsageError
-from jllama.generation.engine import SamplingConfig, check_lengths
-from jllama.generation.text import complete, prompt_ids, stream
-from jllama.model import unstack_layers
-from jllama.parameters import Params
-from jllama.tokenizers import Tokenizer
+from jllama.evaluation.scoring import token_log_probs
+from jllama.generation.prompts_file import complete_file
+from jllama.generation.quantize import for_decoding
+from jllama.generation.settings import SamplingConfig
+from jllama.generation.text import Completion, Prompt, generate, request_of, stream
 
 COMPARED = {
     "greedy": SamplingConfig(temperature=0.0),
@@ -36,80 +38,237 @@ COMPARED = {
 
 @dataclasses.dataclass(frozen=True)
 class SampleOptions:
-    """Let a trained model continue a prompt; the text streams to stdout as it is made.
+    """Let a trained model continue a prompt, or a file of prompts; a text streams to stdout as it is made.
 
     Args:
         checkpoint: the folder of a run, or a model in any format: a Hugging Face or Meta folder, a GGUF or llama2.c
             file, a Hugging Face hub id.
-        prompt: the text to continue; empty lets the model begin.
+        prompt: the text to continue; empty lets the model begin, a dash reads it from stdin.
+        prompts_file: a .jsonl file of objects with a "prompt", and with settings of their own if they like.
+        output: the .jsonl file that the completions of prompts_file go to; an interrupted call goes on from there.
+        n: how many texts of each prompt; each has the next seed.
         max_new_tokens: the most tokens to write; 0 fills what is left of the model's context.
+        stop: a string that ends the text, or a JSON list of them; it is not part of the text.
+        stop_ids: a JSON list of token ids that end the text; without it the model's own.
         temperature: divides the logits; 0 always takes the likeliest token, 1 draws from the model as it is.
         top_k: draw among the k likeliest tokens only; 0 is all of them.
         top_p: draw among the likeliest tokens that together reach this probability; 1 is all of them.
+        min_p: leave out tokens less likely than this share of the likeliest one's probability; 0 leaves out none.
+        repetition_penalty: divides the logit of a token seen before, in the prompt too (multiplies it if negative).
+        presence_penalty: is taken from the logit of a token generated before.
+        frequency_penalty: is taken from the logit of a token once for each time that it was generated.
+        logit_bias: a JSON object: what is added to the logits of these token ids.
+        banned_ids: a JSON list of tokens that are never drawn.
         seed: the same seed, prompt and settings give the same text.
+        speculate: guess so many tokens at each step from the text so far; the text is the same, and comes faster where
+            it repeats itself.
+        batch_size: how many texts of prompts_file to make at once.
+        logprobs: show each token and its log-probability, too.
+        echo: begin the text with the prompt; without it so in the terminal, and not in JSON.
+        json: print an object a text, in place of the text itself.
+        compare: write a table of seven settings (greedy, random, top-k 40 and top-p 0.9) instead.
+        quantize: hold the weights as int8, a quarter of float32's memory; the text changes a little.
         step: which checkpoint of a run; 0 takes the one with the lowest validation loss.
         dtype: of the parameters; without it float32 on a CPU, and elsewhere the files' own.
         rope_factor: the RoPE scaling factor that Meta's params.json leaves out.
-        compare: write a table of seven settings (greedy, random, top-k 40 and top-p 0.9) instead.
     """
 
     checkpoint: str
     prompt: str = ""
+    prompts_file: str = ""
+    output: str = ""
+    n: int = 1
     max_new_tokens: int = 0
+    stop: list[str] | str = dataclasses.field(default_factory=list)
+    stop_ids: list[int] | None = None
     temperature: float = 0.8
     top_k: int = 0
     top_p: float = 0.95
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = dataclasses.field(default_factory=dict)
+    banned_ids: tuple[int, ...] = ()
     seed: int = 0
+    speculate: int = 0
+    batch_size: int = 8
+    logprobs: bool = False
+    echo: bool | None = None
+    json: bool = False
+    compare: bool = False
+    quantize: Literal["int8"] | None = None
     step: int = 0
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     rope_factor: float | None = None
-    compare: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 0:
-            raise UsageError(f"max_new_tokens is {self.max_new_tokens}; it must not be negative")
-        if self.step < 0:
-            raise UsageError(f"step is {self.step}; it must be a saved step, or 0 for the best")
+        for name in ("max_new_tokens", "speculate", "step"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must not be negative")
+        for name in ("n", "batch_size"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if bool(self.prompts_file) != bool(self.output):
+            raise UsageError("prompts_file and output go together: give both, or neither")
+        for name in ("prompt", "compare", "json"):
+            if self.prompts_file and getattr(self, name):
+                raise UsageError(f"{name} has no meaning with prompts_file: leave it out")
+        if self.compare and (self.n > 1 or self.logprobs or self.json or self.echo is not None):
+            raise UsageError("compare prints a table of its own: leave out n, logprobs, json and echo")
 
 
 def main(argv: Sequence[str], prog: str) -> int:
-    """Load a run and write."""
+    """Load a model and write."""
     options = parse(SampleOptions, argv, prog)
-    sampling = SamplingConfig(options.temperature, options.top_k, options.top_p, options.seed)
+    settings = {field.name: getattr(options, field.name) for field in dataclasses.fields(SamplingConfig)}
+    prompt = Prompt(
+        _read_stdin() if options.prompt == "-" else options.prompt,
+        SamplingConfig(**settings),
+        options.max_new_tokens or None,
+        [options.stop] if isinstance(options.stop, str) else options.stop,
+        options.stop_ids,
+    )
+    keep_compiled()
     model = load(options.checkpoint, options.dtype, rope_factor=options.rope_factor, step=options.step or None)
-    config, tokenizer, params = model.config, model.tokenizer, unstack_layers(model.params)
-    if tokenizer is None:
+    if model.tokenizer is None:
         raise JllamaError(f"{options.checkpoint} has no tokenizer: put the one it was trained with beside its weights")
-    prompt_tokens = len(prompt_ids(tokenizer, options.prompt))
-    count = options.max_new_tokens or max(config.max_seq_len - prompt_tokens, 1)
-    check_lengths(np.array([prompt_tokens]), count, config.max_seq_len)  # before anything is written
+    request_of(model, prompt)  # before anything is written
     print(options.checkpoint if model.step is None else f"{options.checkpoint}, step {model.step}", file=sys.stderr)
+    model = for_decoding(model, options.quantize)
+    if options.prompts_file:
+        return _complete_file(model, prompt, options)
     if options.compare:
-        _compare(params, config, tokenizer, model.stop_ids, options, count)
+        _compare(model, prompt, options)
         return 0
-    pieces = stream(params, config, tokenizer, options.prompt, sampling, count, model.stop_ids)
-    sys.stdout.write(options.prompt)
-    for piece in pieces:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+    prompts = [_with_seed(prompt, options.seed + number) for number in range(options.n)]
+    echo = not options.json if options.echo is None else options.echo
+    if options.n == 1 and not options.json:
+        completions = [_write(stream(model, prompt, speculate=options.speculate), _text(prompt) if echo else "")]
+    else:
+        completions = generate(model, prompts, speculate=options.speculate)
+    for number, (each, completion) in enumerate(zip(prompts, completions, strict=True)):
+        if options.json:
+            line = {"prompt": _text(each), "seed": each.sampling.seed} | _record(model, each, completion, options)
+            print(json.dumps(line, ensure_ascii=False))
+        else:
+            if options.n > 1:
+                print(f"--- text {number + 1} of {options.n}, seed {each.sampling.seed}")
+                print((_text(each) if echo else "") + completion.text)
+            if options.logprobs:
+                _print_log_probs(model, each, completion, echo=echo)
+    if options.speculate:
+        _report_speculation(completions)
     return 0
 
 
-def _compare(
-    params: Params,
-    config: LlamaConfig,
-    tokenizer: Tokenizer,
-    stop_ids: Sequence[int],
-    options: SampleOptions,
-    count: int,
-) -> None:
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the prompt on stdin is not UTF-8 text: {error}") from error
+
+
+def _text(prompt: Prompt) -> str:
+    assert isinstance(prompt.content, str)
+    return prompt.content
+
+
+def _with_seed(prompt: Prompt, seed: int) -> Prompt:
+    return dataclasses.replace(prompt, sampling=dataclasses.replace(prompt.sampling, seed=seed % 2**32))
+
+
+def _write(pieces: Generator[str, None, Completion], before: str) -> Completion:
+    sys.stdout.write(before)
+    while True:
+        try:
+            sys.stdout.write(next(pieces))
+            sys.stdout.flush()
+        except StopIteration as end:
+            sys.stdout.write("\n")
+            return end.value
+
+
+def _record(model: Model, prompt: Prompt, completion: Completion, options: SampleOptions) -> dict[str, Any]:
+    """What is said of a completion in JSON."""
+    echo = bool(options.echo)
+    record: dict[str, Any] = {"text": (_text(prompt) if echo else "") + completion.text}
+    record |= {"finish_reason": completion.finish_reason, "new_tokens": len(completion.ids)}
+    if options.logprobs:
+        record["tokens"] = _log_probs(model, prompt, completion, echo=echo)
+    return record
+
+
+def _log_probs(model: Model, prompt: Prompt, completion: Completion, *, echo: bool) -> list[dict[str, Any]]:
+    """Each token with its text and its log-probability; the prompt's first has none."""
+    assert model.tokenizer is not None
+    pairs: list[tuple[int, float | None]] = []
+    if echo:
+        ids = request_of(model, prompt).ids
+        scores = token_log_probs(model, [ids])[0].log_probs.tolist() if len(ids) > 1 else []
+        pairs = list(zip(ids, [None, *scores], strict=True))
+    pairs += zip(completion.ids, completion.log_probs, strict=True)
+    return [{"id": id, "text": model.tokenizer.decode([id]), "log_prob": log_prob} for id, log_prob in pairs]
+
+
+def _print_log_probs(model: Model, prompt: Prompt, completion: Completion, *, echo: bool) -> None:
+    print(" log_prob      id  token")
+    for token in _log_probs(model, prompt, completion, echo=echo):
+        value = "        -" if token["log_prob"] is None else f"{token['log_prob']:9.4f}"
+        print(f"{value} {token['id']:7}  {token['text']!r}")
+
+
+def _report_speculation(completions: Sequence[Completion]) -> None:
+    drafted, accepted = (sum(getattr(each, name) for each in completions) for name in ("drafted", "accepted"))
+    share = f", {accepted / drafted:.0%}" if drafted else ""
+    print(f"speculation: {accepted} of {drafted} guessed tokens were right{share}", file=sys.stderr)
+
+
+def _complete_file(model: Model, prompt: Prompt, options: SampleOptions) -> int:
+    console = Console(stderr=True, highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    begun, made, guessed = time.perf_counter(), 0, []
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("prompts")
+
+        def report(done: int, total: int, tokens: int) -> None:
+            nonlocal made
+            made += tokens
+            progress.update(task, completed=done, total=total)
+
+        def record(prompt: Prompt, completion: Completion) -> dict[str, Any]:
+            guessed.append(completion)
+            return _record(model, prompt, completion, options)
+
+        problems = complete_file(
+            model,
+            Path(options.prompts_file),
+            Path(options.output),
+            prompt,
+            record,
+            samples=options.n,
+            batch_size=options.batch_size,
+            speculate=options.speculate,
+            report=report,
+        )
+    seconds = time.perf_counter() - begun
+    print(f"{options.output}: {made} new tokens in {seconds:.1f} s, {made / seconds:.1f} a second", file=sys.stderr)
+    if options.speculate:
+        _report_speculation(guessed)
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _compare(model: Model, prompt: Prompt, options: SampleOptions) -> None:
     """All the settings as the rows of one batch, and of one table."""
-    rows = [dataclasses.replace(sampling, seed=options.seed) for sampling in COMPARED.values()]
-    completions = complete(params, config, tokenizer, [options.prompt] * len(rows), rows, count, stop_ids)
+    rows = [
+        dataclasses.replace(prompt, sampling=dataclasses.replace(sampling, seed=options.seed))
+        for sampling in COMPARED.values()
+    ]
     table = Table(show_lines=True)
     table.add_column("setting", no_wrap=True)
     table.add_column("text")
-    for name, completion in zip(COMPARED, completions, strict=True):
-        table.add_row(name, Text(options.prompt, "bold") + Text(completion.text))
+    for name, completion in zip(COMPARED, generate(model, rows, speculate=options.speculate), strict=True):
+        table.add_row(name, Text(_text(prompt), "bold") + Text(completion.text))
     Console().print(table)

@@ -25,6 +25,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from jllama.data.config import DataConfig
 from jllama.data.corpus import corpus_files, read_corpus
 from jllama.errors import JllamaError
+from jllama.files import cache_folder
 from jllama.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
 
 FORMAT = 1  # part of every fingerprint: raise it when the files below, or the tokenizer's training, change
@@ -67,7 +68,7 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
     A ``tokenizer`` given here, a loaded model's, stands in for the configuration's.
     Source text that cannot be read or is too short, and a cache folder that cannot be written, raise JllamaError.
     """
-    cache = Path(config.cache_dir or os.environ.get("JLLAMA_CACHE") or "~/.cache/jllama").expanduser()
+    cache = Path(config.cache_dir).expanduser() if config.cache_dir else cache_folder()
     files = corpus_files(config.path, cache)
     stats = {name: path.stat() for name, path in files.items()}
     listing = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]

@@ -8,6 +8,7 @@ from jllama.functional.attention import (
     padding_mask,
     segment_mask,
 )
+from jllama.functional.int8 import Int8Matrix, quantize_int8
 from jllama.functional.loss import cross_entropy
 from jllama.functional.mlp import swiglu
 from jllama.functional.norm import layer_norm, rms_norm
@@ -22,11 +23,23 @@ from jllama.functional.rope import (
     scale_llama3,
     scale_yarn,
 )
-from jllama.functional.sampling import sample, top_k_mask, top_p_mask
+from jllama.functional.sampling import (
+    ban,
+    min_p_mask,
+    penalize_frequency,
+    penalize_presence,
+    penalize_repetition,
+    sample,
+    top_k_mask,
+    top_p_mask,
+    truncated_logits,
+)
 
 __all__ = [
+    "Int8Matrix",
     "apply_rope",
     "apply_rope_interleaved",
+    "ban",
     "cache_mask",
     "causal_mask",
     "cross_entropy",
@@ -36,7 +49,12 @@ __all__ = [
     "inverse_frequencies",
     "layer_norm",
     "masked_softmax",
+    "min_p_mask",
     "padding_mask",
+    "penalize_frequency",
+    "penalize_presence",
+    "penalize_repetition",
+    "quantize_int8",
     "rms_norm",
     "rope_tables",
     "sample",
@@ -47,4 +65,5 @@ __all__ = [
     "swiglu",
     "top_k_mask",
     "top_p_mask",
+    "truncated_logits",
 ]

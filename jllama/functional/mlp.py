@@ -3,12 +3,14 @@
 import jax
 from jaxtyping import Array, Float
 
+from jllama.functional.int8 import Int8Matrix
+
 
 def swiglu(
     x: Float[Array, "*lead embed"],
-    w_gate: Float[Array, "embed mlp"],
-    w_up: Float[Array, "embed mlp"],
-    w_down: Float[Array, "mlp embed"],
+    w_gate: Float[Array | Int8Matrix, "embed mlp"],
+    w_up: Float[Array | Int8Matrix, "embed mlp"],
+    w_down: Float[Array | Int8Matrix, "mlp embed"],
 ) -> Float[Array, "*lead embed"]:
     """``(silu(x w_gate) * (x w_up)) w_down`` with ``silu(z) = z / (1 + exp(-z))``.
 

@@ -1,203 +1,366 @@
 """Prefill and decode, on token ids alone. Text and tokenizers are ``jllama.generation.text``'s concern.
 
-A batch of prompts, padded on the right, goes through the model once (prefill); then a loop on the device draws a token
-a row, writes it into the cache and goes on, ``CHUNK_TOKENS`` at a time, so the host waits once a chunk and not once a
-token. Every sampling setting is data, one value a row: changing one compiles nothing.
+All but the last token of each prompt go through the model first, in chunks padded to a few lengths (prefill). Then a
+loop on the device feeds each row its last token, draws the next and goes on (decode), many steps between two looks of
+the host. With drafts, each step feeds some guessed tokens behind the last one and keeps those that the model would have
+drawn itself. Every setting is data, one value a row: what compiles is a chunk length, a cache length, a batch size.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
 
 from jllama.config import LlamaConfig
 from jllama.errors import UsageError
-from jllama.functional import sample
-from jllama.model import KVCache, merge
+from jllama.generation.drafts import draft_tokens
+from jllama.generation.settings import Request, SamplingConfig, Settings, check_requests, choose, stack_settings
+from jllama.model import KVCache, Llama, merge
 from jllama.parameters import Params
 
-CHUNK_TOKENS = 16
-_CACHE_MULTIPLE = 128
-_STOP_MULTIPLE = 8
+T = TypeVar("T")
 
+__all__ = ["Decoding", "New", "PrefixCache", "Request", "SamplingConfig", "advance", "start"]
 
-@dataclasses.dataclass(frozen=True)
-class SamplingConfig:
-    """How one row's tokens are chosen.
-
-    Args:
-        temperature: divides the logits; 0 always takes the likeliest token, 1 draws from the model as it is.
-        top_k: draw among the k likeliest tokens only; 0 is all of them.
-        top_p: draw among the likeliest tokens that together reach this probability; 1 is all of them.
-        seed: the same seed, prompt and settings give the same text, whatever else is in the batch.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise UsageError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
-        if self.top_k < 0:
-            raise UsageError(f"top_k is {self.top_k}; it must be 0 (all tokens) or a positive number")
-        if not 0 < self.top_p <= 1:
-            raise UsageError(f"top_p is {self.top_p}; it must be over 0 and at most 1")
-        if not 0 <= self.seed < 2**32:
-            raise UsageError(f"seed is {self.seed}; it must be between 0 and 2**32 - 1")
-
-
-class Rows(NamedTuple):
-    """The settings of every row of a batch, as arrays, and how many ids the tokenizer has."""
-
-    temperature: Float[Array, "batch"]
-    top_k: Int[Array, "batch"]
-    top_p: Float[Array, "batch"]
-    keys: Key[Array, "batch"]
-    vocab_size: Int[Array, ""]
+STEPS = 16
+"""The most decoding steps between two looks of the host."""
+_PREFILL_TOKENS = 512
+_SHORTEST_PREFILL = 16
+_SHORTEST_CACHE = 128
+_ROOM_TOKENS = 512
 
 
 class DecodeState(NamedTuple):
-    """Between two chunks: the cache, the last token drawn in each row (not in the cache yet), who has finished."""
+    """What the device keeps between two chunks of steps.
+
+    Args:
+        cache: keys and values of all known tokens but the last.
+        tokens: the known tokens of each row: the prompt and what was generated.
+        seen: which tokens are in the prompt.
+        counts: how often each token was generated.
+        finished: rows that are done.
+        drafted, accepted: how many tokens were guessed so far, and how many of them were right.
+    """
 
     cache: KVCache
-    token: Int[Array, "batch"]
+    tokens: Int[Array, "batch max_len"]
+    seen: Bool[Array, "batch vocab"]
+    counts: Int[Array, "batch vocab"]
     finished: Bool[Array, "batch"]
+    drafted: Int[Array, "batch"]
+    accepted: Int[Array, "batch"]
 
 
-def generate_tokens(
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """A batch in the making: its state on the device, and what the host knows of it.
+
+    Args:
+        settings, state: of the rows; the next call of ``advance`` consumes the state.
+        lengths: known tokens of each row, prompt and new.
+        limits: the lengths at which the rows end.
+        finished: which rows are done.
+        drafts: how many tokens each step guesses.
+    """
+
+    settings: Settings
+    state: DecodeState
+    lengths: Int[np.ndarray, "batch"]
+    limits: Int[np.ndarray, "batch"]
+    finished: Bool[np.ndarray, "batch"]
+    drafts: int
+
+
+class New(NamedTuple):
+    """What a chunk of steps made: each row's tokens in order, then -1; and the model's own log-probabilities of them.
+
+    A stop id is the last token of its row. The log-probability is that of the raw logits, at temperature 1 and before
+    any other setting, in nats.
+    """
+
+    tokens: Int[np.ndarray, "batch new"]
+    log_probs: Float[np.ndarray, "batch new"]
+
+
+@dataclasses.dataclass
+class PrefixCache:
+    """Keys and values kept from one call to the next, so that only what a longer prompt adds is prefilled.
+
+    Args:
+        ids: the tokens that the cache holds.
+        cache: one row; None if there is nothing.
+    """
+
+    ids: list[int] = dataclasses.field(default_factory=list)
+    cache: KVCache | None = None
+
+
+def start(
     params: Params,
     config: LlamaConfig,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sequence[SamplingConfig],
-    max_new_tokens: int,
-    stop_ids: Sequence[int],
+    requests: Sequence[Request],
+    *,
     vocab_size: int | None = None,
-) -> Iterator[Int[np.ndarray, "batch new"]]:
-    """Continue each prompt, yielding the new tokens of all rows a chunk at a time.
+    drafts: int = 0,
+    prefix: PrefixCache | None = None,
+) -> Decoding:
+    """Prefill the prompts; equal ones once.
 
     Args:
         params: unstacked layers (``unstack_layers``).
         config: the model's.
-        prompts: at least one token each; they may differ in length, and each row comes out as it would alone.
-        sampling: one a prompt.
-        max_new_tokens: the most tokens that any row gets.
-        stop_ids: a row ends after one of these, which it still yields; from there on it yields -1.
+        requests: the rows; they may differ in everything, and each comes out as it would alone.
         vocab_size: the tokenizer's, where the model's is padded: higher ids are never drawn.
+        drafts: how many tokens to guess at each step (prompt lookup); the result is the same with any number.
+        prefix: for a single request: what is already computed; it is consumed.
 
     Raises:
-        UsageError: there is no prompt, a prompt is empty, or it and the new tokens are longer than the model's context.
+        UsageError: a request cannot be met: no prompt, ids that do not exist, more tokens than the context holds.
     """
-    if not prompts or len(prompts) != len(sampling):
-        raise UsageError(
-            f"there are {len(prompts)} prompts and {len(sampling)} sampling settings: give one to each prompt"
-        )
-    lengths = np.array([len(prompt) for prompt in prompts])
-    check_lengths(lengths, max_new_tokens, config.max_seq_len)
-    if max_new_tokens == 0:
-        return
-    bucket = min(_power_of_two_at_least(int(lengths.max())), config.max_seq_len)
-    max_len = min(_CACHE_MULTIPLE * -(-(bucket + max_new_tokens) // _CACHE_MULTIPLE), config.max_seq_len)
-    padded = np.zeros((len(prompts), bucket), np.int32)
-    for row, prompt in enumerate(prompts):
-        padded[row, : len(prompt)] = prompt
-    rows = Rows(
-        jnp.array([row.temperature for row in sampling], jnp.float32),
-        jnp.array([row.top_k for row in sampling], jnp.int32),
-        jnp.array([row.top_p for row in sampling], jnp.float32),
-        jax.vmap(jax.random.key)(jnp.array([row.seed for row in sampling], jnp.uint32)),
-        jnp.array(config.vocab_size if vocab_size is None else vocab_size, jnp.int32),
+    vocab_size = config.vocab_size if vocab_size is None else vocab_size
+    check_requests(requests, config.max_seq_len, vocab_size)
+    if drafts < 0:
+        raise UsageError(f"the number of drafts is {drafts}; it must not be negative")
+    limits = np.array([request.limit(config.max_seq_len) for request in requests])
+    lengths = np.array([len(request.ids) for request in requests])
+    room = int(np.minimum(limits, lengths + _ROOM_TOKENS).max())
+    cache = _prompt_caches(params, config, requests, room, prefix)
+    max_len = cache.keys[0].shape[2]
+    tokens = np.zeros((len(requests), max_len), np.int32)
+    seen = np.zeros((len(requests), config.vocab_size), bool)
+    for row, request in enumerate(requests):
+        tokens[row, : len(request.ids)] = request.ids
+        seen[row, list(request.ids)] = True
+    finished = lengths >= limits
+    state = DecodeState(
+        cache,
+        jnp.asarray(tokens),
+        jnp.asarray(seen),
+        jnp.zeros(seen.shape, jnp.int32),
+        jnp.asarray(finished),
+        jnp.zeros(len(requests), jnp.int32),
+        jnp.zeros(len(requests), jnp.int32),
     )
-    stops = jnp.array([*stop_ids, *[-1] * (_STOP_MULTIPLE - len(stop_ids) % _STOP_MULTIPLE)], jnp.int32)
-    state = _prefill(params, config, max_len, jnp.asarray(padded), jnp.asarray(lengths, jnp.int32), rows, stops)
-    yield np.asarray(state.token)[:, None]
-    made = 1
-    while made < max_new_tokens and not bool(state.finished.all()):
-        count = min(CHUNK_TOKENS, max_new_tokens - made)
-        state, tokens = _decode(params, config, state, rows, stops, count)
-        yield np.asarray(tokens)[:, :count]
-        made += count
+    settings = stack_settings(requests, config.max_seq_len, config.vocab_size, vocab_size)
+    state, settings = _beside(params, (state, settings))
+    return Decoding(settings, state, lengths, limits, finished, drafts)
 
 
-def check_lengths(prompt_tokens: Int[np.ndarray, "batch"], max_new_tokens: int, max_seq_len: int) -> None:
-    """Raise ``UsageError`` unless every prompt has a token and fits the context together with the new tokens."""
-    if max_new_tokens < 0:
-        raise UsageError(f"max_new_tokens is {max_new_tokens}; it must not be negative")
-    if prompt_tokens.min() < 1:
-        raise UsageError("a prompt has no tokens: it needs at least the BOS token")
-    longest = int(prompt_tokens.max())
-    if longest + max_new_tokens > max_seq_len:
-        raise UsageError(
-            f"the prompt's {longest} tokens and {max_new_tokens} new ones exceed the model's context of {max_seq_len}: "
-            f"shorten the prompt or lower --max_new_tokens to at most {max(max_seq_len - longest, 0)}"
+def advance(
+    params: Params,
+    config: LlamaConfig,
+    decoding: Decoding,
+    steps: int = STEPS,
+    stopped: Bool[np.ndarray, "batch"] | None = None,
+) -> tuple[Decoding, New]:
+    """Up to ``steps`` more decoding steps, and at most ``STEPS``; each gives every unfinished row a token or more.
+
+    ``stopped`` rows are finished from here on. Fewer steps are taken when every row has finished.
+    """
+    steps = min(steps, STEPS)
+    state, settings = decoding.state, decoding.settings
+    if stopped is not None:
+        state = state._replace(finished=state.finished | jnp.asarray(stopped))
+        decoding = dataclasses.replace(decoding, finished=decoding.finished | stopped)
+    if decoding.finished.all():
+        nothing = np.zeros((len(decoding.lengths), 0))
+        return dataclasses.replace(decoding, state=state), New(nothing.astype(np.int32), nothing)
+    window = decoding.drafts + 1
+    running = ~decoding.finished
+    needed = np.minimum(decoding.lengths + steps * window, decoding.limits)[running].max()
+    if needed > state.tokens.shape[1]:
+        state = _lengthen(state, _cache_len(int(needed), config))
+    state, tokens, log_probs = _decode(params, config, state, settings, jnp.int32(steps), window)
+    tokens = np.asarray(tokens)
+    counts = (tokens >= 0).sum(axis=1)
+    widest = int(counts.max())
+    new = New(tokens[:, :widest], np.asarray(log_probs)[:, :widest])
+    lengths = decoding.lengths + counts
+    return dataclasses.replace(decoding, state=state, lengths=lengths, finished=np.array(state.finished)), new
+
+
+def _prompt_caches(
+    params: Params, config: LlamaConfig, requests: Sequence[Request], room: int, prefix: PrefixCache | None
+) -> KVCache:
+    """A cache with room for ``room`` tokens a row that holds each row's prompt but its last token."""
+    max_len = _cache_len(room, config)
+    if prefix is not None:
+        (request,) = requests
+        return _extended(params, config, request.ids, max_len, prefix)
+    batch = _empty_cache(params, config, len(requests), max_len)
+    rows: dict[tuple[int, ...], list[int]] = {}
+    for row, request in enumerate(requests):
+        rows.setdefault(tuple(request.ids), []).append(row)
+    for ids, places in rows.items():
+        known = len(ids) - 1
+        if known:
+            row_cache = _empty_cache(params, config, 1, _cache_len(known, config))
+            row_cache = _prefill_all(params, config, row_cache, ids[:-1])
+            for place in places:
+                batch = _insert(batch, row_cache, place)
+    return batch
+
+
+def _extended(params: Params, config: LlamaConfig, ids: Sequence[int], max_len: int, prefix: PrefixCache) -> KVCache:
+    """The prefix's cache, cut to what it shares with ``ids`` and extended by the rest but the last token."""
+    kept, prefix.cache = prefix.cache, None
+    if kept is None or kept.lengths.is_deleted():
+        kept, shared = _empty_cache(params, config, 1, max_len), 0
+    else:
+        pairs = list(zip(prefix.ids, ids[:-1], strict=False))
+        shared = next((place for place, (old, new) in enumerate(pairs) if old != new), len(pairs))
+        if max_len > kept.keys[0].shape[2]:
+            kept = _longer_cache(kept, max_len)
+    kept = kept._replace(lengths=_beside(params, jnp.array([shared], jnp.int32)))
+    return _prefill_all(params, config, kept, ids[shared:-1])
+
+
+def _empty_cache(params: Params, config: LlamaConfig, batch: int, max_len: int) -> KVCache:
+    return _beside(params, KVCache.zeros(config, batch, max_len, params["final_norm"].dtype))
+
+
+def _beside(params: Params, tree: T) -> T:
+    """Arrays on the devices of the parameters, whole on each: where they are is part of what is compiled."""
+    sharding = params["final_norm"].sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    return jax.device_put(tree, sharding)
+
+
+def _prefill_all(params: Params, config: LlamaConfig, cache: KVCache, ids: Sequence[int]) -> KVCache:
+    for first in range(0, len(ids), _PREFILL_TOKENS):
+        chunk = ids[first : first + _PREFILL_TOKENS]
+        padded = np.zeros((1, _power_of_two_at_least(len(chunk), _SHORTEST_PREFILL)), np.int32)
+        padded[0, : len(chunk)] = chunk
+        cache = _prefill(params, config, cache, jnp.asarray(padded), jnp.array([len(chunk)], jnp.int32))
+    return cache
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
+def _prefill(
+    params: Params, config: LlamaConfig, cache: KVCache, tokens: Int[Array, "1 seq"], count: Int[Array, "1"]
+) -> KVCache:
+    return merge(config, params).extend(tokens, cache, count)[1]
+
+
+@functools.partial(jax.jit, donate_argnames="batch")
+def _insert(batch: KVCache, row_cache: KVCache, place: Int[Array, ""] | int) -> KVCache:
+    """Copy a row into its place in a batch whose rows have more room."""
+
+    def put(into: Array, row: Array) -> Array:
+        return jax.lax.dynamic_update_slice(into, row[:, :, : into.shape[2]], (place, 0, 0, 0))
+
+    keys, values = (tuple(map(put, into, row)) for into, row in zip(batch[:2], row_cache[:2], strict=True))
+    return KVCache(keys, values, batch.lengths.at[place].set(row_cache.lengths[0]))
+
+
+@functools.partial(jax.jit, static_argnames="max_len")
+def _longer_cache(cache: KVCache, max_len: int) -> KVCache:
+    def lengthen(stored: Array) -> Array:
+        return jnp.pad(stored, ((0, 0), (0, 0), (0, max_len - stored.shape[2]), (0, 0)))
+
+    return KVCache(tuple(map(lengthen, cache.keys)), tuple(map(lengthen, cache.values)), cache.lengths)
+
+
+def _lengthen(state: DecodeState, max_len: int) -> DecodeState:
+    tokens = jnp.pad(state.tokens, ((0, 0), (0, max_len - state.tokens.shape[1])))
+    return state._replace(cache=_longer_cache(state.cache, max_len), tokens=tokens)
+
+
+class _Step(NamedTuple):
+    """The loop's state: how many steps were done, and what they made."""
+
+    done: Int[Array, ""]
+    state: DecodeState
+    made: Int[Array, "batch"]
+    tokens: Int[Array, "batch new"]
+    log_probs: Float[Array, "batch new"]
+
+
+@functools.partial(jax.jit, static_argnames=("config", "window"), donate_argnames=("state",))
+def _decode(
+    params: Params, config: LlamaConfig, state: DecodeState, settings: Settings, steps: Int[Array, ""], window: int
+) -> tuple[DecodeState, Int[Array, "batch new"], Float[Array, "batch new"]]:
+    """Up to ``steps`` steps; ends early when every row has finished."""
+    llama = merge(config, params)
+    batch = state.finished.shape[0]
+
+    def step(carry: _Step) -> _Step:
+        carry = carry._replace(done=carry.done + 1)
+        if window == 1:
+            return _step(llama, settings, carry, jnp.zeros((batch, 0), jnp.int32))
+        drafts, found = draft_tokens(carry.state.tokens, carry.state.cache.lengths + 1, window - 1)
+        return jax.lax.cond(  # a pass over several tokens costs more than over one, where arithmetic is dear
+            jnp.any(found & ~carry.state.finished),
+            lambda: _step(llama, settings, carry, jnp.where(found[:, None], drafts, -1)),
+            lambda: _step(llama, settings, carry, drafts[:, :0]),
         )
 
+    def unfinished(carry: _Step) -> Array:
+        return (carry.done < steps) & ~jnp.all(carry.state.finished)
 
-@functools.partial(jax.jit, static_argnames=("config", "max_len"))
-def _prefill(
-    params: Params,
-    config: LlamaConfig,
-    max_len: int,
-    tokens: Int[Array, "batch seq"],
-    lengths: Int[Array, "batch"],
-    rows: Rows,
-    stops: Int[Array, "stops"],
-) -> DecodeState:
-    llama = merge(config, params)
-    empty = KVCache.zeros(config, tokens.shape[0], max_len, params["embed"].dtype)
-    hidden, cache = llama.extend(tokens, empty, lengths)
-    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    token = _draw(llama.logits(last), rows, lengths)
-    return DecodeState(cache, token, _is_stop(token, stops))
+    shape = (batch, STEPS * window)
+    begun = _Step(
+        jnp.int32(0), state, jnp.zeros(batch, jnp.int32), jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32)
+    )
+    ended = jax.lax.while_loop(unfinished, step, begun)
+    return ended.state, ended.tokens, ended.log_probs
 
 
-@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("state",))
-def _decode(
-    params: Params,
-    config: LlamaConfig,
-    state: DecodeState,
-    rows: Rows,
-    stops: Int[Array, "stops"],
-    count: Int[Array, ""],
-) -> tuple[DecodeState, Int[Array, "batch chunk"]]:
-    """Up to ``count`` more tokens a row; ends early when every row has finished."""
-    llama = merge(config, params)
+def _step(llama: Llama, settings: Settings, carry: _Step, drafts: Int[Array, "batch drafts"]) -> _Step:
+    """Feed each row its last token and its drafts (-1 for none); draw, and go on as long as the drafts are right."""
+    state = carry.state
+    rows = jnp.arange(drafts.shape[0])
+    last = state.tokens[rows, state.cache.lengths]
+    fed = jnp.concatenate([last[:, None], drafts], axis=1)
+    hidden, cache = llama.extend(jnp.maximum(fed, 0), state.cache, jnp.zeros_like(state.cache.lengths))
+    logits = llama.logits(hidden)
+    drafted = jnp.sum((drafts >= 0) & ~state.finished[:, None], axis=1)
+    carry = carry._replace(state=state._replace(cache=cache, drafted=state.drafted + drafted))
 
-    def step(carry: tuple[Array, DecodeState, Array]) -> tuple[Array, DecodeState, Array]:
-        index, state, made = carry
-        hidden, cache = llama.extend(state.token[:, None], state.cache, jnp.where(state.finished, 0, 1))
-        drawn = _draw(llama.logits(hidden[:, 0]), rows, cache.lengths)
-        token = jnp.where(state.finished, -1, drawn)
-        made = jax.lax.dynamic_update_slice(made, token[:, None], (0, index))
-        return index + 1, DecodeState(cache, jnp.maximum(token, 0), state.finished | _is_stop(token, stops)), made
+    def draw(inner: tuple[_Step, Array], place: Array) -> tuple[tuple[_Step, Array], None]:
+        """Of the rows whose drafts were right up to ``place``, take one more token."""
+        carry, right = inner
+        state, scores = carry.state, logits[:, place]
+        known = state.cache.lengths + 1
+        token = choose(scores, settings, known, state.seen, state.counts)
+        log_prob = scores[rows, token] - jax.nn.logsumexp(scores, axis=-1)
+        out = jnp.where(right, carry.made, carry.tokens.shape[1])  # nowhere, for the others
+        stop = jnp.any(token[:, None] == settings.stop_ids, axis=1) | (known + 1 >= settings.limits)
+        guess = jnp.append(drafts, jnp.full((len(rows), 1), -1), axis=1)[:, place]
+        guessed = right & (guess == token)
+        state = state._replace(
+            cache=state.cache._replace(lengths=state.cache.lengths + right),
+            tokens=state.tokens.at[rows, jnp.where(right, known, state.tokens.shape[1])].set(token, mode="drop"),
+            counts=state.counts.at[rows, token].add(right.astype(jnp.int32)),
+            finished=state.finished | (right & stop),
+            accepted=state.accepted + guessed,
+        )
+        carry = _Step(
+            carry.done,
+            state,
+            carry.made + right,
+            carry.tokens.at[rows, out].set(token, mode="drop"),
+            carry.log_probs.at[rows, out].set(log_prob, mode="drop"),
+        )
+        return (carry, guessed & ~stop), None
 
-    def unfinished(carry: tuple[Array, DecodeState, Array]) -> Array:
-        index, state, _ = carry
-        return (index < count) & ~jnp.all(state.finished)
-
-    made = jnp.full((state.token.shape[0], CHUNK_TOKENS), -1, jnp.int32)
-    _, state, made = jax.lax.while_loop(unfinished, step, (jnp.int32(0), state, made))
-    return state, made
+    (carry, _), _ = jax.lax.scan(draw, (carry, ~state.finished), jnp.arange(fed.shape[1]))
+    return carry
 
 
-def _draw(logits: Float[Array, "batch vocab"], rows: Rows, lengths: Int[Array, "batch"]) -> Int[Array, "batch"]:
-    """A draw's key depends on the row's seed and on how many tokens it has seen: never on other rows or on chunks."""
-    keys = jax.vmap(jax.random.fold_in)(rows.keys, lengths)
-    logits = jnp.where(jnp.arange(logits.shape[-1]) < rows.vocab_size, logits, -jnp.inf)
-    return sample(logits, keys, rows.temperature, rows.top_k, rows.top_p)
+def _cache_len(tokens: int, config: LlamaConfig) -> int:
+    """The cache length for so many tokens: one of a few, so that few are compiled."""
+    return min(_power_of_two_at_least(tokens, _SHORTEST_CACHE), config.max_seq_len)
 
 
-def _is_stop(token: Int[Array, "batch"], stops: Int[Array, "stops"]) -> Bool[Array, "batch"]:
-    return jnp.any(token[:, None] == stops, axis=1)
-
-
-def _power_of_two_at_least(number: int) -> int:
-    return max(16, 1 << (number - 1).bit_length())
+def _power_of_two_at_least(number: int, least: int) -> int:
+    return max(least, 1 << (number - 1).bit_length())

@@ -58,6 +58,18 @@ class Tokenizer(Protocol):
         """The ids of ``text``, without BOS and EOS; a lone surrogate raises JllamaError."""
         ...
 
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Texts that stand for one token each in ``encode_with_special_tokens``; BOS and EOS are among them."""
+        ...
+
+    def encode_with_special_tokens(self, text: str) -> list[int]:
+        """As ``encode``, but special tokens spelled out in the text become their ids.
+
+        For text that a chat template has made. What is between two of them is encoded as a text of its own.
+        """
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``; control tokens give nothing, invalid UTF-8 gives U+FFFD.
 

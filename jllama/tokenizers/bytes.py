@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,15 @@ class BytesTokenizer:
     def encode(self, text: str) -> list[int]:
         """One id for each UTF-8 byte of ``text``."""
         return (np.frombuffer(utf8(text), np.uint8).astype(np.int32) + FIRST_BYTE).tolist()
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """The three control tokens, named as in Llama 2."""
+        return {"<unk>": 0, "<s>": self.bos_id, "</s>": self.eos_id}
+
+    def encode_with_special_tokens(self, text: str) -> list[int]:
+        """As ``encode``, but control tokens spelled out in the text become their ids."""
+        return encode_between(self.special_tokens, self.encode, text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``; control tokens give nothing, and invalid UTF-8 gives U+FFFD."""
@@ -57,6 +67,13 @@ def load_bytes_tokenizer(path: Path) -> BytesTokenizer:
     if found != MODEL:
         raise JllamaError(f"{path} is not a bytes tokenizer: it should hold {json.dumps(MODEL)}")
     return BytesTokenizer()
+
+
+def encode_between(special_tokens: Mapping[str, int], encode: Callable[[str], list[int]], text: str) -> list[int]:
+    """Ids of a text in which special tokens (the longest that fits) stand for themselves; ``encode`` does the rest."""
+    names = "|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True)))
+    parts = re.split(f"({names})", text)  # every other part is a special token
+    return [id for place, part in enumerate(parts) for id in ([special_tokens[part]] if place % 2 else encode(part))]
 
 
 def utf8(text: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Sequence
@@ -80,6 +81,26 @@ class HuggingFaceTokenizer:
         """The ids of ``text``, without BOS and EOS. Special tokens spelled out in the text are encoded as text."""
         utf8(text)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """The tokens that the file adds to those of its model, and BOS and EOS."""
+        added = {token.content: id for id, token in self.added.items()}
+        return added | {self.text_of(id): id for id in (self.bos_id, self.eos_id)}
+
+    def encode_with_special_tokens(self, text: str) -> list[int]:
+        """As ``encode``, but special tokens spelled out in the text become their ids."""
+        utf8(text)
+        return self._with_special_tokens.encode(text, add_special_tokens=False).ids
+
+    @functools.cached_property
+    def _with_special_tokens(self) -> tokenizers.Tokenizer:
+        """A second one, as the setting that differs is not an argument of the library's ``encode``."""
+        tokenizer = tokenizers.Tokenizer.from_str(self._text)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.add_special_tokens([self.text_of(self.bos_id), self.text_of(self.eos_id)])
+        return tokenizer
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``; special tokens give nothing, and invalid UTF-8 gives U+FFFD."""

@@ -14,7 +14,7 @@ import sentencepiece
 from jaxtyping import Int32
 
 from jllama.errors import JllamaError
-from jllama.tokenizers.bytes import checked_ids, utf8
+from jllama.tokenizers.bytes import checked_ids, encode_between, utf8
 from jllama.tokenizers.pieces import SPACE
 
 FILE_NAME = "tokenizer.model"
@@ -52,6 +52,11 @@ class SentencePieceTokenizer:
         self._byte_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         self._byte_fallback = self._processor.is_byte(self._byte_ids[0])
         self.pieces = [self._processor.id_to_piece(token) for token in range(self.vocab_size)]
+        self.special_tokens = {
+            piece: id
+            for id, piece in enumerate(self.pieces)
+            if self._processor.is_control(id) or self._processor.is_unknown(id)
+        }
         self._token_bytes = np.array(
             [self._bytes_of(token, piece) for token, piece in enumerate(self.pieces)], np.int32
         )
@@ -78,6 +83,14 @@ class SentencePieceTokenizer:
         ids = "".join(map(chr, self._encode(text.replace(SPACE, stand_in))))  # a str only for its replace
         old, new = ("".join(chr(self._byte_ids[byte]) for byte in char.encode()) for char in (stand_in, SPACE))
         return [ord(char) for char in ids.replace(old, new)]
+
+    def encode_with_special_tokens(self, text: str) -> list[int]:
+        """As ``encode``, but special tokens spelled out in the text become their ids.
+
+        Each part between them begins with the library's space: so it is in Meta's code, in the ``tokenizer.json`` of
+        Llama 2 and in transformers' ``LlamaTokenizer`` with ``legacy=True``, but not without that.
+        """
+        return encode_between(self.special_tokens, self.encode, text)
 
     def _is_free(self, char: str) -> bool:
         return self._processor.piece_to_id(char) == self._processor.unk_id()

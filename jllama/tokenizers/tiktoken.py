@@ -16,7 +16,7 @@ from jaxtyping import Int32
 
 from jllama.errors import JllamaError
 from jllama.tokenizers.byte_level import LLAMA3_PATTERN, byte_level_json, chars, merges_of_ranks
-from jllama.tokenizers.bytes import checked_ids, utf8
+from jllama.tokenizers.bytes import checked_ids, encode_between, utf8
 
 FILE_NAME = "tokenizer.model"
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
@@ -57,20 +57,24 @@ class TiktokenTokenizer:
     def __init__(self, model: bytes, source: str = "the tokenizer") -> None:
         self.tokens = _read_ranks(model, source)
         self._model = model
-        specials = {name: len(self.tokens) + number for number, name in enumerate(SPECIAL_TOKENS)}
+        self.special_tokens = {name: len(self.tokens) + number for number, name in enumerate(SPECIAL_TOKENS)}
         self._encoding = tiktoken.Encoding(
             "llama3",
             pat_str=LLAMA3_PATTERN,
             mergeable_ranks={token: rank for rank, token in enumerate(self.tokens)},
-            special_tokens=specials,
+            special_tokens=self.special_tokens,
         )
         self.vocab_size = len(self.tokens) + len(SPECIAL_TOKENS)
-        self.bos_id, self.eos_id = specials[BOS], specials[EOS]
+        self.bos_id, self.eos_id = self.special_tokens[BOS], self.special_tokens[EOS]
 
     def encode(self, text: str) -> list[int]:
         """The ids of ``text``, without BOS and EOS. Special tokens spelled out in the text are encoded as text."""
         utf8(text)
         return [id for part in _parts(text) for id in self._encoding.encode_ordinary(part)]
+
+    def encode_with_special_tokens(self, text: str) -> list[int]:
+        """As ``encode``, but special tokens spelled out in the text become their ids."""
+        return encode_between(self.special_tokens, self.encode, text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``; special tokens give nothing, and invalid UTF-8 gives U+FFFD."""

@@ -8,7 +8,7 @@ from typing import Literal
 from jllama.config import LlamaConfig
 from jllama.data import DataConfig
 from jllama.errors import UsageError
-from jllama.generation.engine import SamplingConfig
+from jllama.generation.settings import SamplingConfig
 from jllama.parallel.mesh import MeshConfig
 from jllama.training.optimizer import OptimizerConfig
 

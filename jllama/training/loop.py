@@ -22,14 +22,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from jllama.checkpoints.formats import open_checkpoint
+from jllama.checkpoints.formats import Model, open_checkpoint
 from jllama.checkpoints.native import CHECKPOINTS, Checkpoints
 from jllama.checkpoints.tensors import Checkpoint, load_params
 from jllama.config import LlamaConfig
 from jllama.data import DataConfig, Dataset, prepare_data, training_batches
 from jllama.errors import JllamaError, UsageError
-from jllama.generation.text import complete, prompt_ids
-from jllama.model import abstract_params, unstack_layers
+from jllama.generation.text import generate, prompt_ids
+from jllama.model import abstract_params
 from jllama.parallel.mesh import BATCH, make_mesh, state_sharding
 from jllama.parameters import count_parameters
 from jllama.training.config import TrainConfig
@@ -324,7 +324,8 @@ def _sample(console: Console, folder: Path, state: TrainState, config: TrainConf
         return
     key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), config.sampling.seed)
     sampling = dataclasses.replace(config.sampling, seed=int(jax.random.bits(key)))
-    written = complete(unstack_layers(state.params), config.model, data.tokenizer, [prompt], [sampling], count)[0]
+    model = Model(config.model, state.params, data.tokenizer)
+    written = generate(model, [prompt], sampling, max_new_tokens=count)[0]
     append_line(folder / SAMPLES, {"step": int(state.step), "prompt": prompt, "text": written.text})
     console.print(f"[dim]{escape(prompt + written.text)}[/dim]\n")
 

@@ -175,6 +175,14 @@ def test_a_run_dir_that_is_a_file(place, fails):
         ("--step 7", 1, "has no checkpoint of step 7; it has 15, 20"),
         ("--step -1", 2, "step is -1"),
         ("--temp 1", 2, "there is no option temp; did you mean temperature?"),
+        ("--n 0", 2, "n is 0; it must be at least 1"),
+        ("--speculate -1", 2, "speculate is -1; it must not be negative"),
+        ("--stop_ids [999]", 2, "the stop_ids have token 999; the ids run from 0 to 258"),
+        ("--banned_ids [-4]", 2, "the banned_ids have token -4; the ids run from 0 to 258"),
+        ("--prompts_file x.jsonl", 2, "prompts_file and output go together: give both, or neither"),
+        ("--prompts_file x.jsonl --output y.jsonl", 1, "x.jsonl cannot be read: No such file or directory"),
+        ("--prompts_file x.jsonl --output y.jsonl --json", 2, "json has no meaning with prompts_file: leave it out"),
+        ("--compare --json", 2, "compare prints a table of its own: leave out n, logprobs, json and echo"),
     ],
 )
 def test_sampling_from_a_good_run(small_run, fails, arguments, code, said):
@@ -252,7 +260,8 @@ def test_a_damaged_checkpoint_is_one_sentence(small_run, fails, tmp_path):
 )
 def test_the_command_itself(capsys, argv, said):
     assert cli.main(argv) == 2
-    assert capsys.readouterr().err == f"error: {said}; the commands are train, sample, convert, verify, doctor\n"
+    listed = "train, sample, chat, convert, verify, eval, bench, doctor"
+    assert capsys.readouterr().err == f"error: {said}; the commands are {listed}\n"
 
 
 def test_for_real(workshop):

@@ -1,24 +1,45 @@
 """``sample.py`` and ``doctor`` on the small run, and what every command says of itself."""
 
 import dataclasses
+import io
 import itertools
 import json
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import yaml
 
+from jllama import oracle
 from jllama.checkpoints.formats import load
 from jllama.commands import cli, doctor
+from jllama.commands.bench import BenchOptions
+from jllama.commands.chat import ChatOptions
 from jllama.commands.cli import parse
 from jllama.commands.doctor import DoctorOptions
+from jllama.commands.eval import EvalOptions
 from jllama.commands.sample import COMPARED, SampleOptions
 from jllama.commands.verify import VerifyOptions
-from jllama.generation.engine import SamplingConfig
-from jllama.generation.text import complete
-from jllama.model import unstack_layers
+from jllama.generation import prompts_file
+from jllama.generation.settings import SamplingConfig
+from jllama.generation.text import generate
 from jllama.training.config import TrainConfig
 
-OPTIONS = {"train": TrainConfig, "sample": SampleOptions, "verify": VerifyOptions, "doctor": DoctorOptions}
+OPTIONS = {
+    "train": TrainConfig,
+    "sample": SampleOptions,
+    "chat": ChatOptions,
+    "verify": VerifyOptions,
+    "eval": EvalOptions,
+    "bench": BenchOptions,
+    "doctor": DoctorOptions,
+}
+REQUIRED = {
+    "sample": ["--checkpoint", "x"],
+    "chat": ["--checkpoint", "x"],
+    "eval": ["--checkpoint", "x", "--data", "y"],
+    "bench": ["--what", "decode", "--checkpoint", "x"],
+}
 
 
 @pytest.fixture
@@ -46,7 +67,7 @@ def test_the_script_continues_the_prompt_on_stdout(small_run, workshop, sample):
 def test_the_text_is_what_the_library_gives(small_run, sample):
     model = load(small_run.folder)
     settings = SamplingConfig(temperature=0.8, top_p=0.95, seed=5)
-    expected = complete(unstack_layers(model.params), model.config, model.tokenizer, ["fox "], [settings], 20)[0].text
+    expected = generate(model, ["fox "], settings, max_new_tokens=20)[0].text
     assert sample("--prompt", "fox ", "--max_new_tokens", 20, "--seed", 5) == f"fox {expected}\n"
 
 
@@ -61,11 +82,26 @@ def test_every_option_changes_something(sample):
         ("--top_k", 1),
         ("--top_p", 0.05),
         ("--max_new_tokens", 5),
+        ("--min_p", 0.9),
+        ("--repetition_penalty", 9),
+        ("--presence_penalty", 9),
+        ("--frequency_penalty", 9),
+        ("--logit_bias", '{"35": 50}'),
+        ("--banned_ids", json.dumps([3 + byte for byte in text[4:].encode()])),
+        ("--stop", text[8]),
+        ("--stop", json.dumps(["never", text[8]])),
+        ("--stop_ids", json.dumps([3 + ord(text[9])])),
         ("--prompt", "fox "),
         ("--step", 15),
+        ("--echo", "false"),
+        ("--logprobs",),
+        ("--json",),
         ("--compare",),
+        ("-n", 2),
     ]:
         assert sample(*plain, *change) != text, change
+    assert sample(*plain, "--quantize", "int8", "--logprobs") != sample(*plain, "--logprobs")
+    assert sample(*plain, "--speculate", 3) == text
     greedy = sample(*plain, "--temperature", 0)
     assert sample(*plain, "--top_k", 1) == greedy
     assert sample(*plain, "--temperature", 0, "--seed", 1) == greedy
@@ -79,6 +115,146 @@ def test_max_new_tokens_is_honoured(sample):
         assert longer.startswith(shorter.rstrip("\n"))
     assert [len(text) - len("the \n") for text in texts] == [1, 7, 27]
     assert sample("--prompt", "the ", "--temperature", 0) == texts[-1]
+
+
+def test_echo_json_and_log_probabilities(small_run, sample):
+    plain = ("--prompt", "the ", "--max_new_tokens", 6, "--seed", 4)
+    text = sample(*plain).removesuffix("\n")
+    assert sample(*plain, "--echo", "false") == text[4:] + "\n"
+    found = json.loads(sample(*plain, "--json"))
+    reason = {"prompt": "the ", "seed": 4, "finish_reason": "length", "new_tokens": 6}
+    assert found == reason | {"text": text[4:]}
+    found = json.loads(sample(*plain, "--json", "--echo", "--logprobs"))
+    assert found["text"] == text
+    tokens = found["tokens"]
+    assert "".join(token["text"] for token in tokens) == text
+    assert tokens[0] == {"id": 1, "text": "", "log_prob": None}  # BOS
+    ids = [token["id"] for token in tokens]
+    logits = np.asarray(load(small_run.folder)(jnp.array([ids])))[0].astype(np.float64)
+    expected = [np.log(oracle.softmax(row))[id] for row, id in zip(logits, ids[1:], strict=False)]
+    np.testing.assert_allclose([token["log_prob"] for token in tokens[1:]], expected, atol=1e-4)
+    table = sample(*plain, "--logprobs")
+    assert table.startswith(text + "\n log_prob      id  token\n        -       1  ''\n")
+    assert table.count("\n") == text.count("\n") + 2 + len(tokens)
+
+
+def test_several_texts_of_a_prompt_have_consecutive_seeds(sample):
+    plain = ("--prompt", "the ", "--max_new_tokens", 8)
+    several = [json.loads(line) for line in sample(*plain, "-n", 3, "--seed", 7, "--json").splitlines()]
+    assert [each["seed"] for each in several] == [7, 8, 9]
+    for each in several:
+        assert sample(*plain, "--seed", each["seed"]) == "the " + each["text"] + "\n"
+    shown = sample(*plain, "-n", 3, "--seed", 7)
+    assert shown.startswith(f"--- text 1 of 3, seed 7\nthe {several[0]['text']}\n--- text 2 of 3, seed 8\n")
+
+
+def test_a_prompt_from_stdin(sample, monkeypatch, capfd):
+    plain = ("--max_new_tokens", 8)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("the é".encode())))
+    assert sample("--prompt", "-", *plain) == sample("--prompt", "the é", *plain)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"the \xff")))
+    assert cli.run("sample", ["--checkpoint", "x", "--prompt", "-"]) == 2
+    assert capfd.readouterr().err.startswith("error: the prompt on stdin is not UTF-8 text: ")
+
+
+# A file of prompts
+
+LINES = [
+    {"prompt": "the quick ", "id": "a"},
+    {"prompt": "fox", "temperature": 0, "max_new_tokens": 3, "note": "é"},
+    {"prompt": "", "seed": 9, "stop": [" "], "logit_bias": {"35": 2}, "banned_ids": [40], "min_p": 0.01},
+    {"prompt": "and says hello", "top_k": 5, "top_p": 0.5, "stop": "o"},
+]
+
+
+@pytest.fixture
+def complete_file(small_run, tmp_path, capfd):
+    """Complete ``LINES``; returns the exit code, the results and what was said."""
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in LINES))
+
+    def run(*arguments, output=tmp_path / "out.jsonl"):
+        files = ["--prompts_file", str(tmp_path / "in.jsonl"), "--output", str(output)]
+        options = [*files, "--max_new_tokens", "6", "--batch_size", "2", *map(str, arguments)]
+        code = cli.run("sample", ["--checkpoint", str(small_run.folder), *options])
+        results = [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
+        return code, results, capfd.readouterr().err
+
+    return run
+
+
+def test_a_file_of_prompts(complete_file, small_run, sample, tmp_path):
+    code, results, said = complete_file()
+    assert code == 0
+    assert f"{tmp_path / 'out.jsonl'}: " in said
+    assert [result["line"] for result in results] == [1, 2, 3, 4]
+    for line, result in zip(LINES, results, strict=True):
+        assert line.items() <= result.items()
+        settings = {"temperature": 0.8, "top_p": 0.95} | line
+        options = itertools.chain.from_iterable(
+            (f"--{name}", value if isinstance(value, str | int | float) else json.dumps(value))
+            for name, value in ({"max_new_tokens": 6} | settings).items()
+            if name not in ("id", "note")
+        )
+        alone = json.loads(sample(*options, "--json"))
+        assert (result["text"], result["finish_reason"]) == (alone["text"], alone["finish_reason"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+    code, _, said = complete_file()
+    assert (code, "out.jsonl exists already: remove it, or give another --output" in said) == (1, True)
+    code, results, _ = complete_file("-n", 2, "--logprobs", output=tmp_path / "two.jsonl")
+    assert [(result["line"], result["sample"]) for result in results] == [(n, s) for n in (1, 2, 3, 4) for s in (0, 1)]
+    assert all(len(result["tokens"]) == result["new_tokens"] for result in results)
+
+
+def test_an_interrupted_file_goes_on_where_it_was(complete_file, monkeypatch, tmp_path):
+    expected = complete_file()[1]
+    other = tmp_path / "again.jsonl"
+    original, calls = prompts_file.generate_batches, []
+
+    def interrupted(*arguments, **options):
+        for batch in original(*arguments, **options):
+            calls.append(len(batch))
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            yield batch
+
+    monkeypatch.setattr(prompts_file, "generate_batches", interrupted)
+    code, results, said = complete_file(output=other)
+    assert (code, results, "stopped" in said) == (1, [], True)
+    unfinished = tmp_path / "again.jsonl.unfinished"
+    with unfinished.open("a") as file:
+        file.write('{"prompt": "cut sho')  # as by kill -9
+    assert complete_file("--temperature", 1, output=other)[0] == 1
+    code, _, said = complete_file("--temperature", 1, output=other)
+    assert "again.jsonl.unfinished was begun with other prompts, settings or another model: remove it" in said
+    assert complete_file(output=other)[:2] == (0, expected)
+    assert calls == [2, 2, 2]
+    assert not unfinished.exists()
+
+
+def test_bad_lines_are_reported_and_the_rest_goes_on(complete_file, tmp_path):
+    bad = [
+        (b"not json", "it is not JSON (Expecting value: line 1 column 1 (char 0))"),
+        (b"[1]", 'it must be an object with a "prompt", such as {"prompt": "Once"}'),
+        (b'{"text": "a"}', 'it must be an object with a "prompt", such as {"prompt": "Once"}'),
+        (b'{"prompt": "a", "top_p": 2}', "top_p is 2; it must be over 0 and at most 1"),
+        (b'{"prompt": "a", "top_p": "x"}', 'top_p is "x"; it must be a number'),
+        (b'{"prompt": "a", "seed": 1.5}', "seed is 1.5; it must be a whole number"),
+        (b'{"prompt": "a", "stop": 3}', "stop is 3; it must be a string or a list of strings"),
+        (b'{"prompt": "a", "stop_ids": [999]}', "the stop_ids have token 999; the ids run from 0 to 258"),
+        (b'{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias is "),
+        (b'{"prompt": "' + b"x" * 40 + b'"}', "exceed the model's context of 32"),
+        (b'{"prompt": "\xff"}', "it is not JSON"),
+    ]
+    with (tmp_path / "in.jsonl").open("ab") as file:
+        file.write(b"\n" + b"\n".join(line for line, _ in bad))
+    code, results, said = complete_file()
+    assert code == 1
+    assert [result["line"] for result in results] == [1, 2, 3, 4, *range(6, 6 + len(bad))]
+    assert all("text" in result for result in results[:4])
+    for number, (_, problem) in enumerate(bad, 6):
+        assert f"error: {tmp_path / 'in.jsonl'}, line {number}: " in said
+        assert problem in said
+        assert problem in results[number - 2]["error"]
 
 
 def test_compare_shows_all_seven_settings(sample):
@@ -113,7 +289,7 @@ def test_help_explains_every_option(command, capsys):
     assert stop.value.code == 0
     shown = capsys.readouterr().out
     text = " ".join(shown.split())
-    settings = parse(OPTIONS[command], ["--checkpoint", "x"] if command == "sample" else [], command)
+    settings = parse(OPTIONS[command], REQUIRED.get(command, []), command)
 
     def check(values, prefix):
         for field in dataclasses.fields(values):

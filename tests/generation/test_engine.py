@@ -15,7 +15,8 @@ from jllama import oracle
 from jllama.config import LlamaConfig
 from jllama.errors import UsageError
 from jllama.generation import engine
-from jllama.generation.engine import CHUNK_TOKENS, SamplingConfig, generate_tokens
+from jllama.generation.drafts import draft_tokens
+from jllama.generation.engine import STEPS, PrefixCache, Request, SamplingConfig, advance, start
 from jllama.model import unstack_layers
 from jllama.verify.compare import random_params
 
@@ -37,22 +38,51 @@ PROMPTS = [rng.integers(0, CONFIG.vocab_size, length).tolist() for length in (3,
 prompts_of_rows = st.lists(
     st.lists(st.integers(0, CONFIG.vocab_size - 1), min_size=1, max_size=LONGEST_PROMPT), min_size=MATES, max_size=MATES
 )
-sampling_configs = st.builds(
-    SamplingConfig,
-    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
-    top_k=st.sampled_from([0, 1, 5, CONFIG.vocab_size + 5]),
-    top_p=st.sampled_from([0.1, 0.9, 1.0]),
-    seed=st.integers(0, 2**32 - 1),
+tokens = st.integers(0, CONFIG.vocab_size - 1)
+sampling_options = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+        "top_k": st.sampled_from([0, 1, 5, CONFIG.vocab_size + 5]),
+        "top_p": st.sampled_from([0.1, 0.9, 1.0]),
+        "min_p": st.sampled_from([0.0, 0.05]),
+        "repetition_penalty": st.sampled_from([1.0, 1.3]),
+        "presence_penalty": st.sampled_from([0.0, 0.7]),
+        "frequency_penalty": st.sampled_from([0.0, 0.4]),
+        "logit_bias": st.dictionaries(tokens, st.sampled_from([-2.0, 3.0]), max_size=3),
+        "banned_ids": st.lists(tokens, max_size=20).map(tuple),
+        "seed": st.integers(0, 2**32 - 1),
+    }
 )
-sampling_of_rows = st.lists(sampling_configs, min_size=MATES, max_size=MATES)
+options_of_rows = st.lists(sampling_options, min_size=MATES, max_size=MATES)
 
 
-def generated(prompts, sampling, new, stops=(), config=CONFIG, params=PARAMS):
+def configs(options):
+    return [SamplingConfig(**each) for each in options]
+
+
+def made_by(requests, config=CONFIG, params=PARAMS, **options):
+    """The new tokens of each row, and their log-probabilities."""
+    decoding = start(params, config, requests, **options)
+    rows, log_probs = [[] for _ in requests], [[] for _ in requests]
+    while not decoding.finished.all():
+        decoding, new = advance(params, config, decoding)
+        for row in range(len(requests)):
+            count = int((new.tokens[row] >= 0).sum())
+            assert np.all(new.tokens[row, count:] == -1)
+            rows[row] += new.tokens[row, :count].tolist()
+            log_probs[row] += new.log_probs[row, :count].tolist()
+    assert decoding.lengths.tolist() == [
+        len(request.ids) + len(row) for request, row in zip(requests, rows, strict=True)
+    ]
+    return rows, log_probs
+
+
+def generated(prompts, sampling, new, stops=(), config=CONFIG, params=PARAMS, **options):
     """All tokens as one ``[batch, new]`` array, -1 after a row's end."""
-    chunks = list(generate_tokens(params, config, prompts, sampling, new, stops))
-    made = np.concatenate(chunks, axis=1) if chunks else np.zeros((len(prompts), 0), int)
-    assert made.shape[1] <= new
-    return np.pad(made, ((0, 0), (0, new - made.shape[1])), constant_values=-1)
+    requests = [Request(prompt, each, new, stops) for prompt, each in zip(prompts, sampling, strict=True)]
+    rows, _ = made_by(requests, config, params, **options)
+    assert all(len(row) <= new for row in rows)
+    return np.array([row + [-1] * (new - len(row)) for row in rows], int).reshape(len(rows), new)
 
 
 @functools.cache
@@ -78,23 +108,73 @@ def cut(row, stops):
 @settings(max_examples=6)
 @given(prompts=prompts_of_rows)
 def test_greedy_equals_argmax_of_whole_forward_passes(prompts):
-    new = 2 * CHUNK_TOKENS + 3
+    new = 2 * STEPS + 3
     expected = [likeliest(tuple(prompt), new) for prompt in prompts]
     assert generated(prompts, [GREEDY] * MATES, new).tolist() == expected
 
 
-@settings(max_examples=10)
-@given(prompts=prompts_of_rows, sampling=sampling_of_rows)
-def test_a_row_comes_out_as_it_would_alone(prompts, sampling):
-    together = generated(prompts, sampling, 20)
-    for row in range(MATES):
-        alone = generated(prompts[row : row + 1], sampling[row : row + 1], 20)
-        np.testing.assert_array_equal(together[row], alone[0])
+@settings(max_examples=15)
+@given(
+    prompts=prompts_of_rows,
+    options=options_of_rows,
+    new=st.lists(st.none() | st.integers(0, 40), min_size=MATES, max_size=MATES),
+    stops=st.lists(st.lists(tokens, max_size=9), min_size=MATES, max_size=MATES),
+)
+def test_a_row_comes_out_as_it_would_alone(prompts, options, new, stops):
+    requests = [Request(*parts) for parts in zip(prompts, configs(options), new, stops, strict=True)]
+    together, log_probs = made_by(requests)
+    for row, request in enumerate(requests):
+        alone, its_log_probs = made_by([request])
+        assert together[row] == alone[0]
+        np.testing.assert_allclose(log_probs[row], its_log_probs[0], rtol=1e-5, atol=1e-5)
+        assert len(alone[0]) <= request.limit(CONTEXT) - len(request.ids)
+        assert len(alone[0]) == request.limit(CONTEXT) - len(request.ids) or alone[0][-1] in request.stop_ids
 
 
 @settings(max_examples=10)
-@given(sampling=sampling_of_rows)
-def test_drawn_tokens_are_among_those_that_the_settings_leave(sampling):
+@given(options=options_of_rows)
+def test_log_probabilities_are_those_of_the_raw_logits(options):
+    rows, log_probs = made_by([Request(*parts, 20) for parts in zip(PROMPTS, configs(options), strict=True)])
+    for prompt, row, found in zip(PROMPTS, rows, log_probs, strict=True):
+        logits = oracle.forward(WEIGHTS, np.array([prompt + row]), CONFIG)[0, len(prompt) - 1 : -1]
+        expected = np.log(oracle.softmax(logits))[np.arange(20), row]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=8)
+@given(data=st.data())
+def test_greedy_with_penalties_biases_and_bans_equals_numpy(data):
+    """Token by token: the oracle's logits, and the settings spelled out."""
+    settings_ = SamplingConfig(**data.draw(sampling_options) | {"temperature": 0.0})
+    prompt, new = data.draw(st.sampled_from(PROMPTS)), 20
+    ids: list[int] = list(prompt)
+    for _ in range(new):
+        scores = oracle.forward(WEIGHTS, np.array([ids]), CONFIG)[0, -1]
+        for token, bias in settings_.logit_bias.items():
+            scores[token] += bias
+        scores[list(settings_.banned_ids)] = -np.inf
+        for token in set(ids):
+            penalty = settings_.repetition_penalty
+            scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+        for token in ids[len(prompt) :]:
+            scores[token] -= settings_.frequency_penalty
+        for token in set(ids[len(prompt) :]):
+            scores[token] -= settings_.presence_penalty
+        ids.append(int(scores.argmax()))
+    assert generated([prompt], [settings_], new)[0].tolist() == ids[len(prompt) :]
+
+
+@settings(max_examples=10)
+@given(
+    cuts=st.lists(
+        st.tuples(st.sampled_from([0.0, 0.3, 2.0]), st.sampled_from([0, 1, 5]), st.sampled_from([0.1, 0.9, 1.0])),
+        min_size=MATES,
+        max_size=MATES,
+    ),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_drawn_tokens_are_among_those_that_the_settings_leave(cuts, seed):
+    sampling = [SamplingConfig(*each, seed=seed) for each in cuts]
     rows = generated(PROMPTS, sampling, 20)
     for prompt, settings_, row in zip(PROMPTS, sampling, rows, strict=True):
         logits = oracle.forward(WEIGHTS, np.array([prompt + row.tolist()]), CONFIG)[0, len(prompt) - 1 : -1]
@@ -109,10 +189,11 @@ def test_drawn_tokens_are_among_those_that_the_settings_leave(sampling):
             assert ranked[:rank].sum() < settings_.top_p + 1e-6
 
 
-def test_first_tokens_follow_the_softmax():
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_first_tokens_follow_the_softmax(drafts):
     rows, temperature = 400, 1.0
     sampling = [SamplingConfig(temperature=temperature, seed=seed) for seed in range(rows)]
-    drawn = generated([PROMPTS[0]] * rows, sampling, 1)[:, 0]
+    drawn = generated([PROMPTS[0]] * rows, sampling, 1, drafts=drafts)[:, 0]
     scores = oracle.forward(WEIGHTS, np.array([PROMPTS[0]]), CONFIG)[0, -1]
     expected = rows * oracle.softmax(scores / temperature)
     observed = np.bincount(drawn, minlength=len(scores))
@@ -160,14 +241,13 @@ def test_bfloat16_weights_run():
 
 
 def test_no_new_tokens():
-    assert list(generate_tokens(PARAMS, CONFIG, PROMPTS, [GREEDY] * MATES, 0, [])) == []
+    assert generated(PROMPTS, [GREEDY] * MATES, 0).shape == (MATES, 0)
 
 
-@pytest.mark.parametrize("new", [1, 2, CHUNK_TOKENS, CHUNK_TOKENS + 1, CHUNK_TOKENS + 2])
+@pytest.mark.parametrize("new", [1, 2, STEPS, STEPS + 1, STEPS + 2])
 def test_as_many_as_asked_for(new):
-    chunks = list(generate_tokens(PARAMS, CONFIG, PROMPTS, [GREEDY] * MATES, new, []))
-    assert sum(chunk.shape[1] for chunk in chunks) == new
-    assert np.concatenate(chunks, axis=1).tolist() == [likeliest(tuple(prompt), 35)[:new] for prompt in PROMPTS]
+    rows, _ = made_by([Request(prompt, GREEDY, new) for prompt in PROMPTS])
+    assert rows == [likeliest(tuple(prompt), 35)[:new] for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("spare", [0, 1])
@@ -188,22 +268,33 @@ def compiled():
     return engine._prefill._cache_size(), engine._decode._cache_size()
 
 
+def request(**changed):
+    return dataclasses.replace(Request([1, 2], GREEDY, 4), **changed)
+
+
 @pytest.mark.parametrize(
-    ("prompts", "new", "message"),
+    ("requests", "message"),
     [
-        (PROMPTS, CONTEXT - 19, f"prompt's 20 tokens and {CONTEXT - 19} new ones exceed .* {CONTEXT}: .* at most 44$"),
-        ([[1] * CONTEXT], 1, "at most 0$"),
-        ([[1] * (CONTEXT + 1)], 1, "at most 0$"),
-        ([[1] * (CONTEXT + 1)], 0, "at most 0$"),
-        ([[1, 2], []], 4, "a prompt has no tokens"),
-        (PROMPTS, -1, "max_new_tokens is -1; it must not be negative"),
+        ([], "there is no prompt: give at least one"),
+        ([request(ids=[1] * 20, max_new_tokens=45)], "prompt's 20 tokens and 45 new ones exceed .* 64: .* at most 44$"),
+        ([request(), request(ids=[1] * CONTEXT, max_new_tokens=1)], "at most 0$"),
+        ([request(ids=[1] * (CONTEXT + 1), max_new_tokens=0)], "at most 0$"),
+        ([request(ids=[1] * CONTEXT, max_new_tokens=None)], "at most 0$"),
+        ([request(ids=[])], "a prompt has no tokens"),
+        ([request(max_new_tokens=-1)], "max_new_tokens is -1; it must not be negative"),
+        ([request(ids=[1, 61])], "^the prompt has token 61; the ids run from 0 to 60$"),
+        ([request(ids=[-1])], "^the prompt has token -1; the ids run from 0 to 60$"),
+        ([request(stop_ids=[99])], "^the stop_ids have token 99; the ids run from 0 to 60$"),
+        ([request(sampling=SamplingConfig(logit_bias={61: 1.0}))], "^the logit_bias has token 61; the ids"),
+        ([request(sampling=SamplingConfig(banned_ids=(70,)))], "^the banned_ids have token 70; the ids"),
+        ([request(sampling=SamplingConfig(banned_ids=tuple(range(61))))], "^banned_ids bans every token"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_compiled(prompts, new, message):
+def test_what_does_not_fit_is_refused_before_anything_is_compiled(requests, message):
     before = compiled()
     new_config = dataclasses.replace(CONFIG, norm_eps=1e-3)  # never compiled, so running it would show
     with pytest.raises(UsageError, match=message):
-        list(generate_tokens(PARAMS, new_config, prompts, [GREEDY] * len(prompts), new, []))
+        start(PARAMS, new_config, requests)
     assert compiled() == before
 
 
@@ -222,7 +313,7 @@ def test_a_row_ends_after_its_stop_while_others_go_on(data):
     assert made.tolist() == [cut(row, stops) for row in rows]
 
 
-@pytest.mark.parametrize("index", [0, 1, CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 1, 33, 34])
+@pytest.mark.parametrize("index", [0, 1, STEPS - 1, STEPS, STEPS + 1, 33, 34])
 def test_a_stop_at_any_step(index):
     # Uniform logits but for what the seed draws: the first 35 tokens of a row are known, and one of them is the stop.
     uniform = PARAMS | {"lm_head": jnp.zeros_like(PARAMS["lm_head"])}
@@ -235,27 +326,187 @@ def test_a_stop_at_any_step(index):
 
 def test_nothing_more_is_computed_when_every_row_has_ended():
     first = [likeliest(tuple(prompt), 35)[0] for prompt in PROMPTS]
-    chunks = list(generate_tokens(PARAMS, CONFIG, PROMPTS, [GREEDY] * MATES, 35, first))
-    assert [chunk.tolist() for chunk in chunks] == [[[token] for token in first]]
+    decoding = start(PARAMS, CONFIG, [Request(prompt, GREEDY, 35, first) for prompt in PROMPTS])
+    decoding, new = advance(PARAMS, CONFIG, decoding)
+    assert new.tokens.tolist() == [[token] for token in first]
+    assert decoding.finished.all()
+    assert advance(PARAMS, CONFIG, decoding)[1].tokens.shape == (MATES, 0)
+
+
+def test_a_row_that_the_host_stops_stays_stopped():
+    decoding = start(PARAMS, CONFIG, [Request(prompt, GREEDY, 35) for prompt in PROMPTS])
+    decoding, _ = advance(PARAMS, CONFIG, decoding, 5)
+    made = []
+    for stopped in ([False, True, False], [False, False, False]):
+        decoding, new = advance(PARAMS, CONFIG, decoding, 7, np.array(stopped))
+        made.append(new.tokens.tolist())
+    for tokens, part in zip(made, (slice(5, 12), slice(12, 19)), strict=True):
+        assert tokens[1] == [-1] * 7
+        for row in (0, 2):
+            assert tokens[row] == likeliest(tuple(PROMPTS[row]), 35)[part]
+
+
+# Long texts, kept prefixes
+
+LONG = dataclasses.replace(ONE_LAYER, max_seq_len=400)
+LONG_PROMPT = rng.integers(0, CONFIG.vocab_size, 150).tolist()
+
+
+@pytest.fixture
+def prefilled(monkeypatch):
+    """How many tokens each prefill was given."""
+    counts = []
+    original = engine._prefill
+
+    def record(params, config, cache, tokens, count):
+        counts.append(int(count[0]))
+        return original(params, config, cache, tokens, count)
+
+    monkeypatch.setattr(engine, "_prefill", record)
+    return counts
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_and_the_cache_grows_as_it_must(monkeypatch, prefilled):
+    requests = [Request(LONG_PROMPT, SamplingConfig(seed=1), 200), Request(LONG_PROMPT[:9], GREEDY, None)]
+    expected = made_by(requests, LONG, PARAMS_OF_ONE_LAYER)[0]
+    assert prefilled == [149, 8]
+    monkeypatch.setattr(engine, "_PREFILL_TOKENS", 64)
+    monkeypatch.setattr(engine, "_ROOM_TOKENS", 16)
+    assert start(PARAMS_OF_ONE_LAYER, LONG, requests).state.tokens.shape == (2, 256)
+    assert made_by(requests, LONG, PARAMS_OF_ONE_LAYER)[0] == expected
+    assert [len(row) for row in expected] == [200, 391]
+    assert prefilled[6:] == [64, 64, 21, 8]
+
+
+def test_equal_prompts_are_prefilled_once(prefilled):
+    requests = [Request(PROMPTS[row], SamplingConfig(seed=seed), 20) for seed, row in enumerate((1, 2, 1, 1))]
+    rows, _ = made_by(requests)
+    assert prefilled == [19, 10]
+    assert rows == [made_by([request])[0][0] for request in requests]
+
+
+def test_a_prefix_cache_computes_only_what_is_new(prefilled):
+    prefix = PrefixCache()
+    first = made_by([Request(PROMPTS[1], GREEDY, 5)])[0][0]
+    del prefilled[:]
+
+    def run(ids, new):
+        decoding = start(PARAMS, CONFIG, [Request(ids, GREEDY, new)], prefix=prefix)
+        assert prefix.cache is None
+        made = []
+        while not decoding.finished.all():
+            decoding, found = advance(PARAMS, CONFIG, decoding)
+            made += found.tokens[0].tolist()
+        prefix.ids, prefix.cache = [*ids, *made[:-1]], decoding.state.cache
+        return made
+
+    assert run(PROMPTS[1], 5) == first
+    longer = [*PROMPTS[1], *first, 7, 8, 9]
+    assert run(longer, 6) == made_by([Request(longer, GREEDY, 6)])[0][0]
+    assert prefilled[:2] == [19, 3]  # the answer's last token was not in the cache; the new last one need not be
+    other = [*PROMPTS[1][:12], 1, 2, 3]
+    del prefilled[:]
+    assert run(other, 6) == made_by([Request(other, GREEDY, 6)])[0][0]
+    assert prefilled[0] == 2
+    del prefilled[:]
+    assert prefix.cache is not None
+    jax.tree.map(lambda array: array.delete(), prefix.cache)  # as when an answer was cut off in the middle of a step
+    assert run(other, 6) == made_by([Request(other, GREEDY, 6)])[0][0]
+    assert prefilled[0] == len(other) - 1
+
+
+# Drafts
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=3),
+    count=st.integers(1, 4),
+)
+def test_drafts_are_what_followed_last_time(rows, count):
+    lengths = [len(row) for row in rows]
+    padded = np.array([row + [3] * (12 - len(row)) for row in rows], np.int32)
+    drafts, found = draft_tokens(jnp.asarray(padded), jnp.array(lengths), count)
+    for row, known in enumerate(rows):
+        ends = [  # the longest match of two or three tokens, then the latest
+            (size, end)
+            for size in (2, 3)
+            for end in range(size, len(known))
+            if known[end - size : end] == known[len(known) - size :]
+        ]
+        assert bool(found[row]) == bool(ends)
+        if ends:
+            period = known[max(ends)[1] :]
+            assert drafts[row].tolist() == [period[place % len(period)] for place in range(count)]
+
+
+@settings(max_examples=8)
+@given(prompts=prompts_of_rows, options=options_of_rows, data=st.data())
+def test_drafts_change_nothing(prompts, options, data):
+    """Greedy or drawn, with penalties or a stop: the same tokens, each from the same random numbers."""
+    few = {"banned_ids": tuple(range(5, 61))}  # so guesses come true
+    sampling = configs(each | few for each in options)
+    stops = [[data.draw(st.integers(0, 4))] if data.draw(st.booleans()) else [] for _ in prompts]
+    requests = [Request(*parts) for parts in zip(prompts, sampling, [None, 40, 17], stops, strict=True)]
+    expected, log_probs = made_by(requests)
+    found, its_log_probs = made_by(requests, drafts=3)
+    assert found == expected
+    for one, other in zip(log_probs, its_log_probs, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_drafts_leave_the_distribution_as_it_is():
+    """Three tokens, equally likely, whatever came before: of all runs of three, each is as frequent as another."""
+    uniform = PARAMS | {"lm_head": jnp.zeros_like(PARAMS["lm_head"])}
+    rows = [Request([0, 1, 2], SamplingConfig(seed=seed, banned_ids=tuple(range(3, 61))), 60) for seed in range(100)]
+    decoding, made = start(uniform, CONFIG, rows, drafts=3), []
+    while not decoding.finished.all():
+        decoding, new = advance(uniform, CONFIG, decoding)
+        made.append(new.tokens)
+    drafted, accepted = int(decoding.state.drafted.sum()), int(decoding.state.accepted.sum())
+    assert drafted > 1000
+    assert accepted / drafted == pytest.approx((1 / 3 + 1 / 9 + 1 / 27) / 3, abs=0.02)
+    texts = [[token for part in made for token in part[row] if token >= 0] for row in range(100)]
+    assert {len(text) for text in texts} == {60}
+    counts = np.bincount([9 * a + 3 * b + c for text in texts for a, b, c in zip(*[iter(text)] * 3, strict=True)])
+    expected = 100 * 20 / 27
+    chi_square = np.sum((counts - expected) ** 2 / expected)
+    assert abs(chi_square - 26) < 5 * np.sqrt(2 * 26)
+
+
+def test_a_text_that_repeats_itself_takes_fewer_steps():
+    biased = SamplingConfig(temperature=0.0, banned_ids=tuple(token for token in range(61) if token != 7))
+    decoding = start(PARAMS, CONFIG, [Request([7, 7], biased, 33)], drafts=3)
+    decoding, new = advance(PARAMS, CONFIG, decoding, 9)
+    assert new.tokens.tolist() == [[7] * 33]  # one, and eight times four
+    assert (int(decoding.state.drafted[0]), int(decoding.state.accepted[0])) == (24, 24)
 
 
 # Compilations
 
 
-def test_twenty_prompts_in_two_buckets_compile_twice(caplog):
-    config, params = dataclasses.replace(ONE_LAYER, max_seq_len=256), PARAMS_OF_ONE_LAYER
+def test_twenty_prompts_in_two_buckets_compile_two_buckets(caplog):
+    config = dataclasses.replace(ONE_LAYER, max_seq_len=256)
+    params = jax.device_put(PARAMS_OF_ONE_LAYER, jax.devices()[0])  # committed to a device, as loaded ones are
 
     def run(seed):
         draws = np.random.default_rng(seed)
-        lengths = [*draws.integers(1, 17, 10), *draws.integers(17, 33, 10)]
+        lengths = [*draws.integers(2, 18, 10), *draws.integers(18, 34, 10)]
         for length in lengths:
-            prompt = draws.integers(0, config.vocab_size, length).tolist()
-            temperature = draws.choice([0.0, draws.uniform(0.1, 2)])
-            chosen = SamplingConfig(
-                float(temperature), int(draws.integers(0, 80)), float(draws.uniform(0.1, 1)), int(draws.integers(2**32))
+            sampling = SamplingConfig(
+                temperature=float(draws.choice([0.0, draws.uniform(0.1, 2)])),
+                top_k=int(draws.integers(0, 80)),
+                top_p=float(draws.uniform(0.1, 1)),
+                min_p=float(draws.uniform(0, 0.1)),
+                repetition_penalty=float(draws.uniform(0.9, 1.3)),
+                presence_penalty=float(draws.uniform(-1, 1)),
+                frequency_penalty=float(draws.uniform(-1, 1)),
+                logit_bias={int(draws.integers(60)): 1.5},
+                banned_ids=tuple(draws.integers(0, 60, int(draws.integers(4))).tolist()),
+                seed=int(draws.integers(2**32)),
             )
-            new = int(draws.integers(2, 40))
-            generated([prompt], [chosen], new, [int(draws.integers(config.vocab_size))], config, params)
+            stops = draws.integers(0, config.vocab_size, int(draws.integers(5))).tolist()
+            prompt = draws.integers(0, config.vocab_size, length).tolist()
+            made_by([Request(prompt, sampling, int(draws.integers(2, 40)), stops)], config, params)
 
     def compilations():
         return [record.message for record in caplog.records if record.message.startswith("Compiling")]
@@ -286,6 +537,12 @@ def test_twenty_prompts_in_two_buckets_compile_twice(caplog):
         ({"top_p": 0.0}, "^top_p is 0.0; it must be over 0 and at most 1$"),
         ({"top_p": 1.1}, "^top_p is 1.1; it must be over 0 and at most 1$"),
         ({"top_p": float("nan")}, "^top_p is nan; it must be over 0 and at most 1$"),
+        ({"min_p": -0.1}, "^min_p is -0.1; it must be between 0"),
+        ({"min_p": float("nan")}, "^min_p is nan; it must be between 0"),
+        ({"repetition_penalty": 0.0}, "^repetition_penalty is 0.0; it must be positive"),
+        ({"presence_penalty": float("inf")}, "^presence_penalty is inf; it must be a finite number"),
+        ({"frequency_penalty": float("nan")}, "^frequency_penalty is nan; it must be a finite number"),
+        ({"logit_bias": {3: float("-inf")}}, "^logit_bias is {3: -inf}; its values must be finite"),
         ({"seed": -1}, r"^seed is -1; it must be between 0 and 2\*\*32 - 1$"),
         ({"seed": 2**32}, r"^seed is 4294967296; it must be between 0 and 2\*\*32 - 1$"),
     ],
@@ -304,7 +561,9 @@ def test_padding_rows_of_the_vocabulary_are_never_drawn():
     rows = [SamplingConfig(temperature=0.0), SamplingConfig(seed=3)]
 
     def drawn(vocab_size):
-        return np.hstack(list(generate_tokens(unstacked, config, [[1, 2], [3]], rows, 40, [], vocab_size)))
+        return generated([[1, 2], [3]], rows, 40, (), config, unstacked, vocab_size=vocab_size)
 
     assert drawn(None).max() >= 50
     assert 0 <= drawn(50).min() <= drawn(50).max() < 50
+    with pytest.raises(UsageError, match="the prompt has token 50; the ids run from 0 to 49"):
+        start(unstacked, config, [Request([50])], vocab_size=50)

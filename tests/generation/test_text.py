@@ -1,15 +1,19 @@
 """Streamed pieces add up to the whole text, never show half a character, and agree with the batch."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from jllama.checkpoints.formats import Model
 from jllama.config import LlamaConfig
-from jllama.generation.engine import SamplingConfig
-from jllama.generation.text import complete, prompt_ids, stream, text_pieces
-from jllama.model import unstack_layers
+from jllama.errors import JllamaError, UsageError
+from jllama.generation.engine import PrefixCache
+from jllama.generation.settings import SamplingConfig
+from jllama.generation.text import Completion, Prompt, TextDecoder, generate, generate_batches, prompt_ids, stream
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify.compare import random_params
 
@@ -29,7 +33,7 @@ whole_texts = texts.map(lambda text: text.replace("\ufffd", ""))
 CONFIG = LlamaConfig(
     vocab_size=340, num_layers=1, embed_dim=64, num_heads=2, num_kv_heads=1, head_dim=32, mlp_dim=96, max_seq_len=64
 )
-PARAMS = unstack_layers(jax.tree.map(jnp.asarray, random_params(CONFIG, 0)))
+MODEL = Model(CONFIG, jax.tree.map(jnp.asarray, random_params(CONFIG, 0)), BPE)
 PROMPTS = ["the cat", "", "世界 🙂"]
 SAMPLING = [SamplingConfig(0.0), SamplingConfig(1.0, seed=1), SamplingConfig(0.8, top_k=20, top_p=0.9, seed=2)]
 NEW = 40
@@ -50,6 +54,18 @@ class Ending(BytesTokenizer):
 def after(tokenizer, start, new):
     """What ``new`` adds to the text of ``start``."""
     return tokenizer.decode([*start, *new])[len(tokenizer.decode(start)) :]
+
+
+def text_pieces(tokenizer, start, new, stop=()):
+    """What a stream shows, piece by piece."""
+    decoder = TextDecoder(tokenizer, start, stop)
+    for token in new:
+        piece = decoder.push(token)
+        if piece:
+            yield piece
+    rest = decoder.end()
+    if rest:
+        yield rest
 
 
 # Pieces
@@ -131,37 +147,144 @@ def test_a_prompt_has_exactly_one_bos(tokenizer, text):
     assert tokenizer.decode(ids) == text
 
 
+# Stop strings
+
+
+@both
+@settings(max_examples=60)
+@given(text=whole_texts, stop=st.lists(st.text("the cats 世é🙂\n", min_size=1, max_size=5), max_size=3))
+@example(text="the cat sat", stop=["cat s", "at sat"])
+@example(text="aaab", stop=["aab"])
+@example(text="the cat", stop=["cats"])
+def test_a_text_ends_where_its_first_stop_string_begins(tokenizer, text, stop):
+    start, new = prompt_ids(tokenizer, "the cat"), tokenizer.encode(text)
+    whole = after(tokenizer, start, new)
+    decoder = TextDecoder(tokenizer, start, stop)
+    shown = ""
+    for token in new:
+        shown += decoder.push(token)
+        assert whole.startswith(shown)
+        if decoder.stopped:
+            break
+    shown += decoder.end()
+    found = [place for each in stop if (place := whole.find(each)) >= 0]
+    assert decoder.stopped == bool(found)
+    # Of overlapping stop strings the one that is whole first ends the text.
+    ends = [whole.find(each) + len(each) for each in stop if each in whole]
+    assert shown == (whole if not found else whole[: len(shown)])
+    assert not any(each in shown for each in stop)
+    if found:
+        assert min(found) <= len(shown) < min(ends)
+
+
+def test_nothing_of_a_stop_string_is_shown_before_it_is_certain():
+    pieces = list(text_pieces(BYTES, [BYTES.bos_id], BYTES.encode("a<|b<|end|>c"), ["<|end|>"]))
+    assert pieces == ["a", "<|b"]
+
+
 # Whole texts
 
 
-def test_complete_and_stream_agree_and_end_at_the_length():
-    results = complete(PARAMS, CONFIG, BPE, PROMPTS, SAMPLING, NEW)
-    for prompt, sampling, result in zip(PROMPTS, SAMPLING, results, strict=True):
-        assert "".join(stream(PARAMS, CONFIG, BPE, prompt, sampling, NEW)) == result.text
-        assert result.text == after(BPE, prompt_ids(BPE, prompt), result.ids)
+def test_generate_and_stream_agree_and_end_at_the_length():
+    wanted = [Prompt(text, sampling, NEW) for text, sampling in zip(PROMPTS, SAMPLING, strict=True)]
+    results = generate(MODEL, wanted)
+    for prompt, result in zip(wanted, results, strict=True):
+        pieces = stream(MODEL, prompt)
+        assert "".join(pieces) == result.text
+        assert result.text == after(BPE, prompt_ids(BPE, prompt.content), result.ids)
         assert result.finish_reason == "length"
-        assert len(result.ids) == NEW
+        assert len(result.ids) == len(result.log_probs) == NEW
         assert min(result.ids) >= 0
+        assert max(result.log_probs) <= 0
     assert len({result.text for result in results}) == len(PROMPTS)
 
 
+def test_a_prompt_may_be_ids_and_settings_may_be_shared():
+    (text,) = generate(MODEL, [PROMPTS[0]], SAMPLING[1], max_new_tokens=NEW)
+    (ids,) = generate(MODEL, [prompt_ids(BPE, PROMPTS[0])], SAMPLING[1], max_new_tokens=NEW)
+    assert text == ids == generate(MODEL, [Prompt(PROMPTS[0], SAMPLING[1], NEW)])[0]
+
+
+def test_batches_give_what_one_batch_gives():
+    prompts = ["the", "cat sat on", "", "a mat", "où est le garçon?"]
+    together = generate(MODEL, prompts, SAMPLING[1], max_new_tokens=9)
+    assert generate(MODEL, prompts, SAMPLING[1], max_new_tokens=9, batch_size=2) == together
+    batches = list(generate_batches(MODEL, [Prompt(each, SAMPLING[1], 9) for each in prompts], batch_size=2))
+    assert [len(batch) for batch in batches] == [2, 2, 1]
+    assert 4 in batches[0]  # the longest first
+    assert generate(MODEL, []) == []
+
+
 @pytest.mark.parametrize("index", [0, 1, 15, 16, 17, NEW - 1])
-def test_a_stop_ends_the_text_and_is_not_in_it(index):
-    without = complete(PARAMS, CONFIG, Ending(CONFIG.vocab_size), PROMPTS, SAMPLING, NEW)
+def test_a_stop_id_ends_the_text_and_is_not_in_it(index):
+    wanted = [Prompt(text, sampling, NEW) for text, sampling in zip(PROMPTS, SAMPLING, strict=True)]
+    model = dataclasses.replace(MODEL, tokenizer=Ending(CONFIG.vocab_size - 1))
+    without = generate(dataclasses.replace(model, stop_ids=(CONFIG.vocab_size - 1,)), wanted)
     eos = without[1].ids[index]
     tokenizer = Ending(eos)
-    results = complete(PARAMS, CONFIG, tokenizer, PROMPTS, SAMPLING, NEW)
-    for prompt, sampling, free, result in zip(PROMPTS, SAMPLING, without, results, strict=True):
+    model = dataclasses.replace(model, tokenizer=tokenizer)
+    results = generate(model, wanted)
+    for prompt, free, result in zip(wanted, without, results, strict=True):
         stops = eos in free.ids
         ids = free.ids[: free.ids.index(eos)] if stops else free.ids
         assert result.ids == ids
-        assert result.finish_reason == ("stop" if stops else "length")
-        assert result.text == after(tokenizer, prompt_ids(tokenizer, prompt), ids)
-        assert "".join(stream(PARAMS, CONFIG, tokenizer, prompt, sampling, NEW)) == result.text
-    assert results[1].finish_reason == "stop"
+        assert result.log_probs == free.log_probs[: len(ids)]
+        assert result.finish_reason == ("stop_id" if stops else "length")
+        assert result.text == after(tokenizer, prompt_ids(tokenizer, prompt.content), ids)
+        assert "".join(stream(model, prompt)) == result.text
+    assert results[1].finish_reason == "stop_id"
+
+
+@pytest.mark.parametrize("where", [0, 3, 17, 30])
+def test_a_stop_string_ends_its_row_alone(where):
+    """In the row that has it, wherever it lies on the tokens' borders; what ``ids`` hold is what the text came from."""
+    wanted = [Prompt(text, sampling, NEW) for text, sampling in zip(PROMPTS, SAMPLING, strict=True)]
+    free = generate(MODEL, wanted)
+    text = free[1].text
+    stop = text[where : where + 3]
+    wanted[1] = dataclasses.replace(wanted[1], stop=[stop, "never"])
+    results = generate(MODEL, wanted)
+    assert [results[0], results[2]] == [free[0], free[2]]
+    result = results[1]
+    assert (result.text, result.finish_reason) == (text[: text.find(stop)], "stop_string")
+    assert "".join(stream(MODEL, wanted[1])) == result.text
+    assert result.ids == free[1].ids[: len(result.ids)]
+    assert len(result.log_probs) == len(result.ids)
+    start = prompt_ids(BPE, PROMPTS[1])
+    assert after(BPE, start, result.ids).startswith(result.text)
+    if "\ufffd" not in result.text:  # such text is certain only some tokens later
+        assert not result.ids or not after(BPE, start, result.ids[:-1]).startswith(result.text)
+
+
+def test_the_end_of_the_context():
+    (result,) = generate(MODEL, ["the cat"], SAMPLING[1])
+    assert result.finish_reason == "context"
+    assert len(prompt_ids(BPE, "the cat")) + len(result.ids) == CONFIG.max_seq_len
 
 
 def test_no_new_tokens_are_no_text():
-    for result in complete(PARAMS, CONFIG, BPE, PROMPTS, SAMPLING, 0):
-        assert result == ("", [], "length")
-    assert list(stream(PARAMS, CONFIG, BPE, PROMPTS[0], SAMPLING[0], 0)) == []
+    for result in generate(MODEL, PROMPTS, max_new_tokens=0):
+        assert result == Completion("", [], "length", [])
+    assert list(stream(MODEL, PROMPTS[0], max_new_tokens=0)) == []
+
+
+def test_a_kept_prefix_changes_nothing():
+    prefix = PrefixCache()
+    conversation = prompt_ids(BPE, "the cat")
+    for turn in range(3):
+        settings_ = SamplingConfig(seed=turn)
+        pieces = stream(MODEL, conversation, settings_, max_new_tokens=7, prefix=prefix)
+        text = "".join(pieces)
+        (alone,) = generate(MODEL, [conversation], settings_, max_new_tokens=7)
+        assert text == alone.text
+        assert prefix.ids == [*conversation, *alone.ids[:-1]]
+        conversation = [*conversation, *alone.ids, *BPE.encode("mat")]
+
+
+def test_what_cannot_be_done_is_refused():
+    with pytest.raises(JllamaError, match=r"^the model has no tokenizer: put the one"):
+        generate(dataclasses.replace(MODEL, tokenizer=None), ["a"])
+    with pytest.raises(UsageError, match=r"^a stop string is empty: it would end every text at once$"):
+        generate(MODEL, ["a"], stop=["x", ""])
+    with pytest.raises(UsageError, match="exceed the model's context of 64"):
+        list(stream(MODEL, "a", max_new_tokens=100))

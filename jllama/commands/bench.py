@@ -1,0 +1,135 @@
+"""``python -m jllama bench``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from jllama.checkpoints.formats import load
+from jllama.commands.cli import keep_compiled, parse
+from jllama.errors import UsageError
+from jllama.generation.benchmark import (
+    RAGGED_TOKENS,
+    Speed,
+    decode_speed,
+    first_token_times_s,
+    memory_bandwidth,
+    prefill_speed,
+    ragged_speed,
+)
+from jllama.generation.quantize import quantize
+from jllama.model import initial_params, unstack_layers
+from jllama.presets import preset
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchOptions:
+    """Measure how fast a model decodes here, beside what the memory's bandwidth allows.
+
+    Args:
+        what: decode: prefill, decoding one text, decoding a batch, eight prompts of different lengths.
+        checkpoint: a model in any format; without it random weights of --preset.
+        preset: a released Llama's name, as in jllama.PRESETS, whose shapes to take with random weights.
+        prompt_tokens: how long the prompt is that prefill reads.
+        new_tokens: how many tokens to make.
+        batch_size: how many texts the batch has.
+        repeats: how often each figure is taken; the median counts.
+        first_token: also the time from the start of a process to its first token, with --checkpoint; twice, as the
+            second finds everything compiled.
+        quantize: hold the weights as int8 in place of dtype.
+        dtype: of the parameters; without it float32 on a CPU, and elsewhere bfloat16 or the files' own.
+        json: print the figures as JSON.
+    """
+
+    what: Literal["decode"]
+    checkpoint: str = ""
+    preset: str = ""
+    prompt_tokens: int = 512
+    new_tokens: int = 128
+    batch_size: int = 8
+    repeats: int = 5
+    first_token: bool = False
+    quantize: Literal["int8"] | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    json: bool = False
+
+    def __post_init__(self) -> None:
+        if self.what != "decode":
+            raise UsageError(f"there is no benchmark {self.what!r}; there is decode")
+        if bool(self.checkpoint) == bool(self.preset):
+            raise UsageError("give a checkpoint, or the --preset whose shapes to take")
+        if self.first_token and not self.checkpoint:
+            raise UsageError("first_token needs a checkpoint to load")
+        for name, least in (("prompt_tokens", 1), ("new_tokens", 2), ("batch_size", 1), ("repeats", 1)):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+
+
+def main(argv: Sequence[str], prog: str) -> int:
+    """Measure and print."""
+    options = parse(BenchOptions, argv, prog, positional=("what", "checkpoint"))
+    keep_compiled()
+    if options.checkpoint:
+        model = load(options.checkpoint, options.dtype)
+        config, params = model.config, model.unstacked_params
+        name = options.checkpoint
+        del model
+    else:
+        config, name = preset(options.preset), options.preset
+        dtype = jnp.dtype(options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
+        make = jax.jit(lambda key: jax.tree.map(lambda leaf: leaf.astype(dtype), initial_params(key, config)))
+        params = unstack_layers(make(jax.random.key(0)))
+    params = quantize(params, config) if options.quantize else params
+    longest = max(options.prompt_tokens + 1, max(RAGGED_TOKENS) + options.new_tokens)
+    if longest > config.max_seq_len:
+        raise UsageError(f"the benchmark needs {longest} tokens of context, and the model has {config.max_seq_len}")
+    bandwidth = memory_bandwidth(params["final_norm"].dtype)
+    new, repeats = options.new_tokens, options.repeats
+    speeds: dict[str, Speed] = {}
+    batch = options.batch_size
+    kinds = {
+        f"prefill, {options.prompt_tokens} tokens": lambda: prefill_speed(
+            params, config, options.prompt_tokens, repeats
+        ),
+        "decode, 1 text": lambda: decode_speed(params, config, 1, new, repeats, bandwidth),
+        f"decode, {batch} texts": lambda: decode_speed(params, config, batch, new, repeats, bandwidth),
+        f"8 ragged prompts, {new} tokens each": lambda: ragged_speed(params, config, new, repeats, bandwidth),
+    }
+    for title, measure in kinds.items():
+        print(f"measuring {title}", file=sys.stderr)
+        speeds[title] = measure()
+    first = [first_token_times_s(options.checkpoint) for _ in range(2)] if options.first_token else []
+    device = jax.devices()[0].device_kind
+    if options.json:
+        print(
+            json.dumps(
+                {
+                    "model": name,
+                    "device": device,
+                    "bandwidth_bytes_per_s": bandwidth,
+                    "speeds": {title: speed._asdict() for title, speed in speeds.items()},
+                    "first_token_s": first,
+                }
+            )
+        )
+        return 0
+    table = Table(title=f"{name} on {device}, {bandwidth / 1e9:.1f} GB/s of memory bandwidth")
+    for column in ("", "tokens/s", "ms a step", "memory's limit", "share of it"):
+        table.add_column(column, justify="left" if not column else "right")
+    for title, speed in speeds.items():
+        limit = speed.limit_tokens_per_s
+        shares = (f"{limit:,.1f}", f"{speed.tokens_per_s / limit:.0%}") if limit else ("-", "-")
+        table.add_row(title, f"{speed.tokens_per_s:,.1f}", f"{speed.ms_per_step:,.1f}", *shares)
+    Console().print(table)
+    for run, times in zip(("first", "second"), first, strict=False):
+        parts = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in times.items())
+        print(f"first token, {run} process: {parts}")
+    return 0

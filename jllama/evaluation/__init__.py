@@ -1,0 +1,1 @@
+"""How well a model predicts: log-probabilities, perplexity, and lm-eval's tasks."""

@@ -1,0 +1,285 @@
+"""EleutherAI's lm-eval on a jllama model: the numbers are those of lm-eval's own Hugging Face model."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from jllama.checkpoints.formats import Model, load
+from jllama.errors import JllamaError, UsageError
+from jllama.evaluation.scoring import sliding_windows, token_log_probs
+from jllama.generation import chat as chats
+from jllama.generation.engine import SamplingConfig
+from jllama.generation.template import render
+from jllama.generation.text import Completion, Prompt, generate_batches
+
+try:
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import make_table
+    from tqdm import tqdm
+except ImportError as error:
+    raise JllamaError(f"lm-eval's tasks need its package ({error}): pip install 'jllama[eval]'") from error
+
+_NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one given counts
+_SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
+_DEFAULT_NEW_TOKENS = 256  # of lm-eval's own models
+
+
+class JllamaLM(TemplateLM):
+    """A jllama model as lm-eval wants one: ``lm_eval.simple_evaluate(JllamaLM("runs/quickstart"), tasks=[...])``.
+
+    Importing this module registers it as ``jllama``: ``simple_evaluate("jllama", model_args={"pretrained": path})``.
+    BOS stands where lm-eval's Hugging Face model puts it, so that results compare: in front of every text if the
+    tokenizer adds it, and alone before a continuation without context. ``loglikelihood_rolling`` puts a prefix token
+    in front of what the tokenizer gives, as there: a tokenizer that adds BOS thus gives two, and the second is scored
+    (``jllama.evaluation.scoring.score_texts`` has one).
+
+    Args:
+        pretrained: a checkpoint in any format, or a loaded model.
+        batch_size: how many rows go through the model at once.
+        max_length: the most tokens that the model sees at once; None is its context.
+        dtype: of the parameters, as for ``load``.
+
+    Raises:
+        JllamaError: the checkpoint cannot be loaded, or has no tokenizer.
+        UsageError: ``batch_size`` or ``max_length`` is out of range.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | Path | Model,
+        batch_size: int | str = 8,
+        max_length: int | None = None,
+        dtype: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = pretrained if isinstance(pretrained, Model) else load(pretrained, dtype)
+        tokenizer, context = self.model.tokenizer, self.model.config.max_seq_len
+        if tokenizer is None:
+            raise JllamaError("the model has no tokenizer: put the one it was trained with beside its weights")
+        self._tokenizer = tokenizer
+        self.max_length = context if max_length is None else max_length
+        if not 1 <= self.max_length <= context:
+            raise UsageError(f"max_length is {max_length}; it must be between 1 and the model's context of {context}")
+        if not str(batch_size).isdecimal() or not int(batch_size):
+            raise UsageError(f"batch_size is {batch_size!r}; it must be at least 1")
+        self.batch_size = int(batch_size)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        return self._tokenizer.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before the first token of a text that has no context."""
+        return self._tokenizer.bos_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Tells lm-eval's cache of requests tokenizers apart."""
+        return self._tokenizer.fingerprint()
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
+        """The ids of a text, in which special tokens may be spelled out.
+
+        BOS is put in front if the tokenizer does so, unless ``add_special_tokens`` is false or the text begins with it,
+        as a rendered chat does.
+        """
+        tokenizer = self._tokenizer
+        ids = tokenizer.encode_with_special_tokens(string)
+        add_bos = tokenizer.add_bos and add_special_tokens is not False and ids[:1] != [tokenizer.bos_id]
+        return [tokenizer.bos_id, *ids] if add_bos else ids
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation; without a generation prompt its last message is left open, to be continued."""
+        tokenizer = self._tokenizer
+        texts = {id: text for text, id in tokenizer.special_tokens.items()}
+        text = render(
+            chats.chat_template(self.model),
+            messages=chat_history,
+            tools=None,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+            bos_token=texts[tokenizer.bos_id],
+            eos_token=texts[tokenizer.eos_id],
+            add_bos=tokenizer.add_bos,
+        )
+        if add_generation_prompt:
+            return text
+        last = chat_history[-1]["content"].lstrip()
+        written = last if last in text else last.rstrip()  # as many templates strip it
+        return text[: text.rindex(written) + len(written)]
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The Jinja template that lm-eval notes with its results."""
+        if isinstance(chat_template, str):
+            raise UsageError(f"apply_chat_template is {chat_template!r}; a jllama model has one template: give True")
+        return chats.chat_template(self.model) if chat_template else ""
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **ignored: Any
+    ) -> list[tuple[float, bool]]:
+        """Of each continuation after its context, cut on the left to what fits: ``log p``, and whether it is greedy."""
+        for (_, text), _, continuation in requests:
+            if len(continuation) > self.max_length:
+                raise JllamaError(
+                    f"the continuation {text[:20]!r}... has {len(continuation)} tokens and max_length is "
+                    f"{self.max_length}: leave the task out, or take a model with a longer context"
+                )
+        rows = [(context + continuation)[-self.max_length - 1 :] for _, context, continuation in requests]
+        results = self._score(rows, [len(continuation) for _, _, continuation in requests])
+        for (key, _, _), result in zip(requests, results, strict=True):
+            self.cache_hook.add_partial("loglikelihood", key, result)
+        return results
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Of each whole text, in windows that overlap only in context: ``log p``."""
+        rows, counts, owners = [], [], []
+        for owner, request in enumerate(requests):
+            ids = [self.prefix_token_id, *self.tok_encode(*request.args)]
+            for start, end, count in sliding_windows(len(ids), self.max_length, self.max_length):
+                rows.append(ids[start:end])
+                counts.append(count)
+                owners.append(owner)
+        totals = [0.0] * len(requests)
+        for owner, (log_prob, _) in zip(owners, self._score(rows, counts), strict=True):
+            totals[owner] += log_prob
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _score(self, rows: list[list[int]], counts: list[int]) -> list[tuple[float, bool]]:
+        """Of the last tokens of each row: their summed log-probability, and whether all are the likeliest."""
+        with tqdm(total=sum(counts), desc="tokens scored", disable=None) as bar:
+            scores = token_log_probs(self.model, rows, counts, batch_size=self.batch_size, report=bar.update)
+        return [(float(row.log_probs.sum(dtype=np.float64)), bool(row.greedy.all())) for row in scores]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """The continuation of each context, without the stop string that ended it; greedy unless the task samples.
+
+        A context is cut on the left to leave room for the new tokens. An argument that jllama does not have is
+        refused (JllamaError).
+        """
+        texts = [""] * len(requests)
+        prompts = [self._prompt(*cast(Any, request.args)) for request in requests]
+        with tqdm(total=len(requests), desc="texts generated", disable=None) as bar:
+            for batch in generate_batches(self.model, prompts, batch_size=self.batch_size):
+                for place, completion in batch.items():
+                    texts[place] = self._text(completion)
+                    self.cache_hook.add_partial("generate_until", requests[place].args, texts[place])
+                bar.update(len(batch))
+        return texts
+
+    def _prompt(self, context: str, arguments: dict[str, Any]) -> Prompt:
+        """A context and a task's ``generation_kwargs``; a stop string may be the name of a special token."""
+        stop, max_new_tokens, sampling = generation_arguments(arguments)
+        room = self.max_length - max_new_tokens
+        if room < 1:
+            raise JllamaError(
+                f"max_gen_toks {max_new_tokens} leaves no room for a prompt in max_length {self.max_length}: lower it "
+                f"(generation_kwargs of the task), or take a model with a longer context"
+            )
+        ids = (self.tok_encode(context) or [self.prefix_token_id])[-room:]
+        special = self._tokenizer.special_tokens
+        stop_ids = {*self.model.stop_ids, self.eot_token_id, *(special[text] for text in stop if text in special)}
+        return Prompt(ids, sampling, max_new_tokens, stop, sorted(stop_ids))
+
+    def _text(self, completion: Completion) -> str:
+        """A text as lm-eval's models give it: decoded by itself, so that SentencePiece leaves out a leading space."""
+        loses_space = not self._tokenizer.decode(completion.ids).startswith(" ")
+        return completion.text.removeprefix(" ") if loses_space else completion.text
+
+
+register_model("jllama")(JllamaLM)
+
+
+def generation_arguments(arguments: dict[str, Any]) -> tuple[list[str], int, SamplingConfig]:
+    """A task's ``generation_kwargs`` as stop strings, the most new tokens, and how they are drawn.
+
+    Greedy unless ``do_sample`` is true or, where that is not said, ``temperature`` is positive.
+
+    Raises:
+        JllamaError: an argument is unknown, or has a value that jllama does not honour.
+    """
+    left = dict(arguments)
+    until = left.pop("until", None) or []
+    stop = [string for string in ([until] if isinstance(until, str) else until) if string]
+    new_tokens = [value for name in _NEW_TOKENS if (value := left.pop(name, None)) is not None]
+    temperature = left.pop("temperature", None)
+    do_sample = left.pop("do_sample", None)
+    if do_sample is None:
+        do_sample = bool(temperature)
+    settings = {name: left.pop(name) for name in _SAMPLING if left.get(name) is not None}
+    if left.get("num_beams") == 1:
+        del left["num_beams"]
+    if left:
+        name, value = next(iter(left.items()))
+        raise JllamaError(
+            f"generation_kwargs has {name}: {value!r}, which jllama does not honour; it knows until, do_sample, "
+            f"temperature, {', '.join((*_NEW_TOKENS, *_SAMPLING))}"
+        )
+    if not do_sample:
+        temperature = 0.0
+    sampling = SamplingConfig(temperature=1.0 if temperature is None else float(temperature), **settings)
+    return stop, int(next(iter(new_tokens), _DEFAULT_NEW_TOKENS)), sampling
+
+
+def task_manager(names: Sequence[str], include_path: str = "") -> TaskManager:
+    """What finds lm-eval's tasks and those in a folder of one's own, which come first.
+
+    lm-eval's own are over ten thousand files, read only if a name is not among those of the folder.
+
+    Args:
+        names: of tasks or groups, or paths of YAML files.
+        include_path: the folder; empty for none.
+
+    Raises:
+        UsageError: there is no such folder, or a name is unknown.
+    """
+    if include_path:
+        if not Path(include_path).is_dir():
+            raise UsageError(f"there is no folder at include_path {include_path}: give one with tasks' YAML files")
+        own = TaskManager(include_path=include_path, include_defaults=False)
+        if set(names) <= set(own.all_subtasks):  # a group may be made of lm-eval's own
+            return own
+    manager = TaskManager(include_path=include_path or None)
+    for name in names:
+        if name not in manager.task_index and not Path(name).is_file():
+            close = difflib.get_close_matches(name, manager.all_tasks, 1)
+            hint = f"did you mean {close[0]}?" if close else "give one of its own, or a folder of others (include_path)"
+            raise UsageError(f"lm-eval has no task {name!r}; {hint}")
+    return manager
+
+
+def evaluate_tasks(lm: JllamaLM, tasks: Sequence[str], manager: TaskManager, **arguments: Any) -> dict[str, Any]:
+    """What ``lm_eval.simple_evaluate`` finds on tasks; ``arguments`` are others of its own. Its prints go to stderr.
+
+    Raises:
+        JllamaError: lm-eval fails, for example because it cannot download a task's data; the message is its own.
+    """
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            found = simple_evaluate(lm, tasks=[*tasks], task_manager=manager, **arguments)
+    except JllamaError:
+        raise
+    except Exception as error:  # of lm-eval, or of what it reads data and computes metrics with
+        said = " ".join(str(error).split())
+        raise JllamaError(f"lm-eval stopped with {type(error).__name__}: {said}") from error
+    assert found is not None, "only processes other than the first get nothing"
+    return dict(found)
+
+
+def table(found: dict[str, Any]) -> str:
+    """lm-eval's own table of what ``evaluate_tasks`` gives."""
+    return make_table(found) + (make_table(found, "groups") if found.get("groups") else "")

@@ -1,0 +1,250 @@
+"""Log-probabilities of given tokens, and from them how well a model predicts a text."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jllama.checkpoints.formats import Model
+from jllama.config import LlamaConfig
+from jllama.errors import JllamaError, UsageError
+from jllama.model import merge
+from jllama.parameters import Params
+
+_SHORTEST_BUCKET = 32
+_LOGITS_AT_ONCE = 1 << 26  # of float32: 256 MiB, whatever the vocabulary
+
+
+class TokenScores(NamedTuple):
+    """Of some tokens of one row: ``log p(token | those before it)`` in nats, and whether it was the likeliest one."""
+
+    log_probs: Float[np.ndarray, "scored"]
+    greedy: Bool[np.ndarray, "scored"]
+
+
+class TextScore(NamedTuple):
+    """How well a model predicts a text, as sums that add up over texts.
+
+    Args:
+        nats: the summed negative log-likelihood.
+        tokens: how many were predicted.
+        text_bytes: how many bytes of UTF-8 they stand for.
+    """
+
+    nats: float
+    tokens: int
+    text_bytes: int
+
+    @property
+    def loss(self) -> float:
+        """``nats / tokens``."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(nats / tokens)``; it depends on the tokenizer."""
+        return math.exp(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """``nats / ln(2) / text_bytes``: it does not depend on the tokenizer."""
+        return self.nats / math.log(2) / self.text_bytes
+
+
+def token_log_probs(
+    model: Model,
+    rows: Sequence[Sequence[int] | Int[np.ndarray, "_"]],
+    counts: Sequence[int] | None = None,
+    *,
+    batch_size: int = 8,
+    report: Callable[[int], object] = lambda tokens: None,
+) -> list[TokenScores]:
+    """Score the last tokens of each row, given those before them.
+
+    Rows are sorted by length, the longest first, and padded on the right up to powers of two, so that rows of any
+    lengths take few compilations; padding changes nothing. Logits are made for a part of the positions at a time.
+    Probabilities are over all rows of the embedding, also where the tokenizer has fewer.
+
+    Args:
+        model: what ``load`` gives.
+        rows: ids; a row's first has nothing before it and cannot be scored, so a text begins with BOS.
+        counts: how many tokens to score at the end of each row; None is all but the first.
+        batch_size: rows that go through the model at once.
+        report: called with the number of tokens scored, after every batch.
+
+    Raises:
+        UsageError: a row's inputs, all but its last token, are longer than the context; a count is not below the row's
+            length; an id is outside the vocabulary.
+    """
+    config = model.config
+    arrays = [np.asarray(row, np.int32) for row in rows]
+    counts = [max(len(row) - 1, 0) for row in arrays] if counts is None else counts
+    for row, count in zip(arrays, counts, strict=True):
+        _check_row(row, count, config)
+    scores = [TokenScores(np.zeros(0, np.float32), np.zeros(0, bool))] * len(arrays)
+    by_bucket: dict[int, list[int]] = {}
+    for index in sorted((i for i, count in enumerate(counts) if count), key=lambda i: len(arrays[i]), reverse=True):
+        by_bucket.setdefault(_bucket(len(arrays[index]) - 1, config.max_seq_len), []).append(index)
+    for bucket, indices in by_bucket.items():
+        size = math.ceil(len(indices) / math.ceil(len(indices) / batch_size))  # even batches: one shape, little padding
+        for start in range(0, len(indices), size):
+            batch = indices[start : start + size]
+            tokens = np.zeros((size, bucket + 1), np.int32)
+            for place, index in enumerate(batch):
+                tokens[place, : len(arrays[index])] = arrays[index]
+            log_probs, greedy = map(np.asarray, _score(model.params, config, jnp.asarray(tokens)))
+            for place, index in enumerate(batch):
+                end = len(arrays[index]) - 1
+                scored = slice(end - counts[index], end)
+                scores[index] = TokenScores(log_probs[place, scored], greedy[place, scored])
+            report(sum(counts[index] for index in batch))
+    return scores
+
+
+def sliding_windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """Cut a sequence into windows that score each token but the first exactly once: ``(start, end, count)``.
+
+    A window is the row ``sequence[start:end]``, of which the last ``count`` tokens are scored. The first scores as many
+    as it holds; each later one the next ``stride`` tokens, or what is left, with as much before them as fits.
+
+    Args:
+        length: of the sequence, BOS included.
+        window: the most tokens that the model sees at once; a row has one more, which is only predicted.
+        stride: from 1 (each token sees a whole window) to ``window`` (nothing is computed twice).
+    """
+    end = min(window + 1, length)
+    if end > 1:
+        yield 0, end, end - 1
+    while end < length:
+        count = min(stride, length - end)
+        end += count
+        yield max(end - window - 1, 0), end, count
+
+
+def score_texts(
+    model: Model,
+    texts: Iterable[str],
+    *,
+    window: int,
+    stride: int,
+    batch_size: int = 8,
+    max_tokens: int | None = None,
+    report: Callable[[int, int], object] = lambda done, total: None,
+) -> TextScore:
+    """How well a model predicts texts, each by itself, in sliding windows.
+
+    A text is its tokens behind one BOS (``tokenizer.bos_id``, the EOS of tokenizers that have no BOS), also where the
+    tokenizer adds none to a prompt: the first token needs something before it. EOS is not scored.
+
+    Args:
+        model: with its tokenizer.
+        texts: of any length; empty ones count for nothing.
+        window: the most tokens that the model sees at once, at most its context.
+        stride: how many tokens each window but a text's first scores, at most ``window``.
+        batch_size: windows that go through the model at once.
+        max_tokens: score only so many tokens, the first ones; None is all.
+        report: called with the tokens scored so far and in all.
+
+    Raises:
+        UsageError: ``window``, ``stride`` or ``batch_size`` is out of range.
+        JllamaError: the model has no tokenizer, the texts have no tokens, or a log-probability is not finite.
+    """
+    check_windows(window, stride, batch_size, model.config.max_seq_len)
+    tokenizer = model.tokenizer
+    if tokenizer is None:
+        raise JllamaError("the model has no tokenizer: put the one it was trained with beside its weights")
+    rows: list[np.ndarray] = []
+    counts: list[int] = []
+    total = text_bytes = 0
+    token_bytes = tokenizer.token_bytes()
+    for text in texts:
+        ids = np.array([tokenizer.bos_id, *tokenizer.encode(text)], np.int32)
+        kept = len(ids) if max_tokens is None else min(len(ids), 1 + max_tokens - total)
+        text_bytes += len(text.encode()) - int(token_bytes[ids[kept:]].sum())
+        for start, end, count in sliding_windows(kept, window, stride):
+            rows.append(ids[start:end])
+            counts.append(count)
+        total += kept - 1
+        if total == max_tokens:
+            break
+    if not total:
+        raise JllamaError("the texts have no tokens to score: give some that are not empty")
+    done = 0
+
+    def add(tokens: int) -> None:
+        nonlocal done
+        done += tokens
+        report(done, total)
+
+    scores = token_log_probs(model, rows, counts, batch_size=batch_size, report=add)
+    nats = -math.fsum(float(row.log_probs.sum(dtype=np.float64)) for row in scores)
+    if not math.isfinite(nats):
+        raise JllamaError(
+            f"the loss is {nats}: the weights hold damaged numbers (jllama verify finds them), or overflow their dtype"
+        )
+    return TextScore(nats, total, text_bytes)
+
+
+def check_windows(window: int, stride: int, batch_size: int, max_seq_len: int) -> None:
+    """Raise ``UsageError`` unless windows fit the context, strides the windows, and there is a row in a batch."""
+    if not 1 <= window <= max_seq_len:
+        raise UsageError(f"window is {window}; it must be between 1 and the model's context of {max_seq_len}")
+    if not 1 <= stride <= window:
+        raise UsageError(
+            f"stride is {stride}; it must be between 1 and the window of {window}, or tokens would be left out"
+        )
+    if batch_size < 1:
+        raise UsageError(f"batch_size is {batch_size}; it must be at least 1")
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _score(
+    params: Params, config: LlamaConfig, tokens: Int[Array, "batch window"]
+) -> tuple[Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
+    """Of every token but the first: its log-probability, and whether it is the likeliest."""
+    llama = merge(config, params)
+    hidden = llama.hidden(tokens[:, :-1])
+    targets = tokens[:, 1:]
+    at_once = min(max(_LOGITS_AT_ONCE // config.vocab_size, 1), targets.size)
+    padding = -targets.size % at_once
+
+    def score(part: tuple[Array, Array]) -> tuple[Array, Array]:
+        hidden, targets = part
+        logits = llama.logits(hidden)
+        shifted = logits - jnp.max(logits, axis=-1, keepdims=True)  # else large common offsets would eat digits
+        log_totals = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
+        log_probs = jnp.take_along_axis(shifted, targets[:, None], axis=-1)[:, 0] - log_totals
+        return log_probs, jnp.argmax(logits, axis=-1) == targets
+
+    positions = jnp.pad(hidden.reshape(targets.size, -1), ((0, padding), (0, 0)))
+    wanted = jnp.pad(targets.reshape(-1), (0, padding))
+    parts = (positions.reshape(-1, at_once, positions.shape[-1]), wanted.reshape(-1, at_once))
+    log_probs, greedy = (found.reshape(-1)[: targets.size] for found in jax.lax.map(score, parts))
+    return log_probs.reshape(targets.shape), greedy.reshape(targets.shape)
+
+
+def _check_row(row: np.ndarray, count: int, config: LlamaConfig) -> None:
+    if len(row) - 1 > config.max_seq_len:
+        raise UsageError(
+            f"a row has {len(row)} tokens to be predicted from {len(row) - 1}, over the model's context of "
+            f"{config.max_seq_len}: cut it into windows"
+        )
+    if not 0 <= count < max(len(row), 1):
+        raise UsageError(f"{count} tokens of a row of {len(row)} are to be scored; there are {max(len(row) - 1, 0)}")
+    if outside := row[(row < 0) | (row >= config.vocab_size)].tolist():
+        raise UsageError(f"token {outside[0]} is outside the model's vocabulary of {config.vocab_size}")
+
+
+def _bucket(length: int, max_seq_len: int) -> int:
+    return min(max(_power_of_two_at_least(length), _SHORTEST_BUCKET), max_seq_len)
+
+
+def _power_of_two_at_least(number: int) -> int:
+    return 1 << (number - 1).bit_length()

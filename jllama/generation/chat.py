@@ -1,0 +1,217 @@
+"""Conversations: from messages to token ids by a chat template, and from there to an answer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jllama.checkpoints.formats import Model
+from jllama.errors import JllamaError, UsageError
+from jllama.generation.engine import PrefixCache
+from jllama.generation.settings import SamplingConfig
+from jllama.generation.template import render
+from jllama.generation.text import Completion, stream
+from jllama.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+
+Message = Mapping[str, Any]
+"""``{"role": "system", "user" or "assistant", "content": text}``, as in transformers."""
+
+ROLES = ("system", "user", "assistant")
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>")
+"""Special tokens with which templates end an answer, whether the checkpoint lists them as stop ids or not."""
+
+_LLAMA_2 = """\
+{%- if messages[0].role == 'system' %}
+    {%- set system = '<<SYS>>\\n' + messages[0].content + '\\n<</SYS>>\\n\\n' %}
+    {%- set turns = messages[1:] %}
+{%- else %}
+    {%- set system, turns = '', messages %}
+{%- endif %}
+{%- for turn in turns %}
+    {%- if turn.role != ('assistant' if loop.index0 % 2 else 'user') %}
+        {{- raise_exception('user and assistant must take turns, the user first, after at most one system message') }}
+    {%- endif %}
+    {%- if turn.role == 'assistant' %}
+        {{- ' ' + turn.content.strip() + ' ' + eos_token }}
+    {%- else %}
+        {{- bos_token + '[INST] ' + ((system if loop.first else '') + turn.content).strip() + ' [/INST]' }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+_LLAMA_3 = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content.strip() + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+
+_CHATML = """\
+{%- if add_bos %}
+    {{- bos_token }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+TEMPLATES = {"llama2": _LLAMA_2, "llama3": _LLAMA_3, "chatml": _CHATML}
+"""For checkpoints that come without one: what Meta's reference code does for Llama 2 and Llama 3, and ChatML.
+
+(``add_bos``, whether a prompt begins with BOS, is set by ``chat_ids``, not by transformers.)
+"""
+
+
+def chat_template(model: Model, choice: str | None = None) -> str:
+    """The Jinja template to converse with.
+
+    Args:
+        model: its own template comes first; without one, its tokenizer's special tokens decide between ``TEMPLATES``.
+        choice: overrides that: one of ``TEMPLATES``, or a file's path.
+
+    Raises:
+        JllamaError: there is no such file, or nothing says how this model converses.
+    """
+    if choice is not None:
+        if choice in TEMPLATES:
+            return TEMPLATES[choice]
+        try:
+            return Path(choice).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = "it is not UTF-8 text" if isinstance(error, ValueError) else getattr(error, "strerror", error)
+            raise JllamaError(
+                f"the template {choice!r} cannot be read ({reason}): give a file or one of {', '.join(TEMPLATES)}"
+            ) from error
+    if model.chat_template:
+        return model.chat_template
+    tokenizer = _tokenizer(model)
+    if "<|start_header_id|>" in tokenizer.special_tokens:
+        return _LLAMA_3
+    if "<|im_start|>" in tokenizer.special_tokens:
+        return _CHATML
+    if isinstance(tokenizer, SentencePieceTokenizer) or (
+        isinstance(tokenizer, HuggingFaceTokenizer) and not tokenizer.is_byte_level
+    ):
+        return _LLAMA_2
+    raise JllamaError(
+        f"the checkpoint has no chat template and its tokenizer no special tokens of a known one: "
+        f"choose with --template {', '.join(TEMPLATES)} or a file, if the model was trained to converse at all"
+    )
+
+
+def chat_ids(
+    model: Model, messages: Sequence[Message], template: str | None = None, *, add_generation_prompt: bool = True
+) -> list[int]:
+    """The token ids of a conversation: those of transformers' ``apply_chat_template``.
+
+    Special tokens in the text that the template makes become their ids, also those that a message spells out; BOS is
+    there if the template puts it there.
+
+    Args:
+        model: gives the tokenizer, and the template if none is given.
+        messages: at least one.
+        template: Jinja; None is ``chat_template(model)``.
+        add_generation_prompt: end with what begins an answer.
+
+    Raises:
+        JllamaError: a message is not as ``Message`` says, the model has no tokenizer, or the template fails.
+    """
+    _check_messages(messages)
+    tokenizer = _tokenizer(model)
+    texts = {id: text for text, id in tokenizer.special_tokens.items()}
+    text = render(
+        chat_template(model) if template is None else template,
+        messages=[dict(message) for message in messages],
+        tools=None,
+        documents=None,
+        add_generation_prompt=add_generation_prompt,
+        bos_token=texts[tokenizer.bos_id],
+        eos_token=texts[tokenizer.eos_id],
+        add_bos=tokenizer.add_bos,
+    )
+    return tokenizer.encode_with_special_tokens(text)
+
+
+def chat_stop_ids(model: Model) -> tuple[int, ...]:
+    """The tokens that end an answer: the model's stop ids, and those of ``END_OF_TURN`` that its tokenizer has."""
+    special = _tokenizer(model).special_tokens
+    return tuple(dict.fromkeys([*model.stop_ids, *(special[text] for text in END_OF_TURN if text in special)]))
+
+
+@dataclasses.dataclass
+class Conversation:
+    """A conversation with a model. Its keys and values are kept, so an answer computes only what is new.
+
+    Args:
+        model: with a tokenizer.
+        template: Jinja, such as ``chat_template`` gives.
+        messages: what has been said.
+        prefix: what has been computed.
+    """
+
+    model: Model
+    template: str
+    messages: list[Message] = dataclasses.field(default_factory=list)
+    prefix: PrefixCache = dataclasses.field(default_factory=PrefixCache)
+
+    def answer(
+        self, text: str, sampling: SamplingConfig, max_new_tokens: int | None = None
+    ) -> Generator[str, None, Completion]:
+        """Say ``text`` to the model and hear its answer, in pieces as they are made; both become messages.
+
+        Where the generator is closed before its end, what was heard until then is the answer. It returns the
+        ``Completion``, whose reason is ``context`` if the answer filled the model's context. ``max_new_tokens`` None
+        sets no other end.
+
+        Raises:
+            JllamaError: the conversation does not fit the context, or the template fails; ``text`` is not said then.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        ids = chat_ids(self.model, messages, self.template)
+        context = self.model.config.max_seq_len
+        if len(ids) >= context:
+            raise JllamaError(
+                f"the conversation now has {len(ids)} tokens and the model's context is {context}: "
+                f"begin a new one with /reset, or say less"
+            )
+        if max_new_tokens is not None and len(ids) + max_new_tokens > context:
+            max_new_tokens = None
+        stop_ids = chat_stop_ids(self.model)
+        pieces = stream(self.model, ids, sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids, prefix=self.prefix)
+        heard = ""
+        try:
+            while True:
+                piece = next(pieces)
+                heard += piece
+                yield piece
+        except StopIteration as end:
+            return end.value
+        finally:
+            self.messages = [*messages, {"role": "assistant", "content": heard}]
+
+
+def _tokenizer(model: Model) -> Tokenizer:
+    if model.tokenizer is None:
+        raise JllamaError("the model has no tokenizer: put the one it was trained with beside its weights")
+    return model.tokenizer
+
+
+def _check_messages(messages: Sequence[Message]) -> None:
+    if not messages:
+        raise UsageError("there are no messages: a conversation needs at least one")
+    for number, message in enumerate(messages):
+        if set(message) != {"role", "content"}:
+            found = ", ".join(map(repr, message)) or "nothing"
+            raise UsageError(f"message {number} has {found}; it must have just 'role' and 'content'")
+        if message["role"] not in ROLES:
+            raise UsageError(f"message {number} has the role {message['role']!r}; it must be one of {', '.join(ROLES)}")
+        if not isinstance(message["content"], str):
+            raise UsageError(f"message {number} has a content of type {type(message['content']).__name__}, not text")

@@ -1,0 +1,174 @@
+"""Completing a whole file of prompts: JSON lines in, JSON lines out, and nothing lost if it is interrupted."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jllama.checkpoints.formats import Model
+from jllama.errors import JllamaError, UsageError
+from jllama.files import write_text_whole
+from jllama.generation.settings import SamplingConfig
+from jllama.generation.text import Completion, Prompt, generate_batches, request_of
+
+_OF_SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingConfig))
+OWN_SETTINGS = (*_OF_SAMPLING, "max_new_tokens", "stop", "stop_ids")
+"""What a line may set for itself."""
+
+
+def complete_file(
+    model: Model,
+    path: Path,
+    output: Path,
+    default: Prompt,
+    record: Callable[[Prompt, Completion], dict[str, Any]],
+    *,
+    samples: int = 1,
+    batch_size: int = 8,
+    speculate: int = 0,
+    report: Callable[[int, int, int], object] = lambda done, total, tokens: None,
+) -> list[str]:
+    """Complete every line of a ``.jsonl`` file.
+
+    Each line is an object with a ``prompt``; it may set what ``OWN_SETTINGS`` lists, and whatever else it holds is
+    copied to its results. They are gathered in ``<output>.unfinished``, which a second call goes on from, and appear at
+    ``output``, in the order of the lines, when all are done.
+
+    Args:
+        model: what ``jllama.load`` gives.
+        path: the prompts.
+        output: the file to make.
+        default: the settings where a line has none of its own; its content is not used.
+        record: what to write of a completion, beside the line's own fields and its number.
+        samples: completions of each line; the n-th has the line's seed plus n.
+        batch_size: how many to make at once.
+        speculate: as in ``generate``.
+        report: called with the completions done, those in all, and the tokens just made.
+
+    Returns:
+        What was wrong with the lines that could not be completed, one sentence each; their results say so, too.
+
+    Raises:
+        JllamaError: the file cannot be read, ``output`` exists, or its ``.unfinished`` is another file's or setting's.
+    """
+    if output.exists():
+        raise JllamaError(f"{output} exists already: remove it, or give another --output")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise JllamaError(f"{path} cannot be read: {error.strerror}") from error
+    unfinished = output.with_name(output.name + ".unfinished")
+    identity = hashlib.sha256(
+        content + repr((dataclasses.astuple(default), samples, model.config)).encode()
+    ).hexdigest()
+    done = _read_unfinished(unfinished, identity)
+    waiting: list[tuple[dict[str, Any], Prompt]] = []
+    bad: list[dict[str, Any]] = []
+    problems = []
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            fields, prompt = _read_line(line, default)
+            request_of(model, prompt)
+        except JllamaError as error:
+            problems.append(f"{path}, line {number}: {error}")
+            bad.append({"line": number, "error": str(error)})
+            continue
+        for sample in range(samples):
+            place = {"line": number} | ({"sample": sample} if samples > 1 else {})
+            sampling = dataclasses.replace(prompt.sampling, seed=(prompt.sampling.seed + sample) % 2**32)
+            waiting.append((fields | place, dataclasses.replace(prompt, sampling=sampling)))
+    left = [item for item in waiting if _place(item[0]) not in done]
+    report(len(waiting) - len(left), len(waiting), 0)
+    with unfinished.open("a", encoding="utf-8") as file:
+        if not file.tell():
+            file.write(json.dumps({"of": identity}) + "\n")
+        prompts = [prompt for _, prompt in left]
+        for batch in generate_batches(model, prompts, speculate=speculate, batch_size=batch_size):
+            for place, completion in batch.items():
+                fields, prompt = left[place]
+                result = fields | record(prompt, completion)
+                done[_place(fields)] = result
+                file.write(json.dumps(result, ensure_ascii=False) + "\n")
+            file.flush()
+            report(len(done), len(waiting), sum(len(completion.ids) for completion in batch.values()))
+    results = sorted([*done.values(), *bad], key=_place)
+    write_text_whole(output, "".join(json.dumps(result, ensure_ascii=False) + "\n" for result in results))
+    unfinished.unlink()
+    return problems
+
+
+def _place(result: dict[str, Any]) -> tuple[int, int]:
+    return result["line"], result.get("sample", 0)
+
+
+def _read_unfinished(unfinished: Path, identity: str) -> dict[tuple[int, int], dict[str, Any]]:
+    """The results of an interrupted call; a last line that was cut short is dropped from the file."""
+    if not unfinished.exists():
+        return {}
+    whole = unfinished.read_bytes()
+    whole = whole[: whole.rfind(b"\n") + 1]
+    lines = [json.loads(line) for line in whole.splitlines()]
+    if lines and lines[0] != {"of": identity}:
+        raise JllamaError(
+            f"{unfinished} was begun with other prompts, settings or another model: remove it, or give another --output"
+        )
+    with unfinished.open("r+b") as file:
+        file.truncate(len(whole))
+    return {_place(result): result for result in lines[1:]}
+
+
+def _read_line(line: bytes, default: Prompt) -> tuple[dict[str, Any], Prompt]:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"it is not JSON ({' '.join(str(error).split())})") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):
+        raise UsageError('it must be an object with a "prompt", such as {"prompt": "Once"}')
+    _check_types(fields)
+    own: dict[str, Any] = {name: fields[name] for name in OWN_SETTINGS if name in fields}
+    if "logit_bias" in own:
+        own["logit_bias"] = {int(token): bias for token, bias in own["logit_bias"].items()}
+    if isinstance(own.get("stop"), str):
+        own["stop"] = [own["stop"]]
+    if "banned_ids" in own:
+        own["banned_ids"] = tuple(own["banned_ids"])
+    sampling = {name: own.pop(name) for name in _OF_SAMPLING if name in own}
+    changed = dataclasses.replace(default.sampling, **sampling)
+    return fields, dataclasses.replace(default, content=fields["prompt"], sampling=changed, **own)
+
+
+def _check_types(fields: dict[str, Any]) -> None:
+    def is_whole(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool)
+
+    def is_number(value: Any) -> bool:
+        return is_whole(value) or isinstance(value, float)
+
+    def are_ids(value: Any) -> bool:
+        return isinstance(value, list) and all(map(is_whole, value))
+
+    def are_texts(value: Any) -> bool:
+        return isinstance(value, str) or (isinstance(value, list) and all(isinstance(text, str) for text in value))
+
+    def are_biases(value: Any) -> bool:
+        return isinstance(value, dict) and all(map(str.isdecimal, value)) and all(map(is_number, value.values()))
+
+    kinds: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "top_k": (is_whole, "a whole number"),
+        "seed": (is_whole, "a whole number"),
+        "max_new_tokens": (is_whole, "a whole number"),
+        "stop": (are_texts, "a string or a list of strings"),
+        "stop_ids": (are_ids, "a list of token ids"),
+        "banned_ids": (are_ids, "a list of token ids"),
+        "logit_bias": (are_biases, "an object of numbers by token id"),
+    }
+    for name in OWN_SETTINGS:
+        fits, wanted = kinds.get(name, (is_number, "a number"))
+        if name in fields and not fits(fields[name]):
+            raise UsageError(f"{name} is {json.dumps(fields[name])}; it must be {wanted}")

@@ -1,0 +1,204 @@
+"""What a request may ask for, and the arrays that a batch's settings become: data, so changing one compiles nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from jllama import functional as F
+from jllama.errors import UsageError
+
+_STOP_MULTIPLE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig:
+    """How one row's tokens are chosen; applied in the order of ``jllama.functional.sampling``.
+
+    Args:
+        temperature: divides the logits; 0 always takes the likeliest token, 1 draws from the model as it is.
+        top_k: draw among the k likeliest tokens only; 0 is all of them.
+        top_p: draw among the likeliest tokens that together reach this probability; 1 is all of them.
+        min_p: leave out tokens less likely than this share of the likeliest one's probability; 0 leaves out none.
+        repetition_penalty: divides the logit of a token seen before, in the prompt too (multiplies it if negative).
+        presence_penalty: is taken from the logit of a token generated before.
+        frequency_penalty: is taken from the logit of a token once for each time that it was generated.
+        logit_bias: is added to the logits of these token ids.
+        banned_ids: tokens that are never drawn.
+        seed: the same seed, prompt and settings give the same text, whatever else is in the batch.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    banned_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise UsageError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
+        if self.top_k < 0:
+            raise UsageError(f"top_k is {self.top_k}; it must be 0 (all tokens) or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"top_p is {self.top_p}; it must be over 0 and at most 1")
+        if not 0 <= self.min_p <= 1:
+            raise UsageError(f"min_p is {self.min_p}; it must be between 0 (off) and 1")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise UsageError(f"repetition_penalty is {self.repetition_penalty}; it must be positive (1 is off)")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be a finite number (0 is off)")
+        if not all(math.isfinite(bias) for bias in self.logit_bias.values()):
+            raise UsageError(f"logit_bias is {dict(self.logit_bias)}; its values must be finite: ban with banned_ids")
+        if not 0 <= self.seed < 2**32:
+            raise UsageError(f"seed is {self.seed}; it must be between 0 and 2**32 - 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One row of a batch.
+
+    Args:
+        ids: the prompt, at least one token.
+        sampling: how to choose.
+        max_new_tokens: the most tokens to make; None goes on to the end of the model's context.
+        stop_ids: the row ends when it draws one of these.
+    """
+
+    ids: Sequence[int]
+    sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
+    max_new_tokens: int | None = None
+    stop_ids: Sequence[int] = ()
+
+    def limit(self, max_seq_len: int) -> int:
+        """The length, prompt and new tokens together, at which the row ends."""
+        return max_seq_len if self.max_new_tokens is None else len(self.ids) + self.max_new_tokens
+
+
+class Settings(NamedTuple):
+    """The settings of every row of a batch as arrays."""
+
+    temperature: Float[Array, "batch"]
+    top_k: Int[Array, "batch"]
+    top_p: Float[Array, "batch"]
+    min_p: Float[Array, "batch"]
+    repetition_penalty: Float[Array, "batch"]
+    presence_penalty: Float[Array, "batch"]
+    frequency_penalty: Float[Array, "batch"]
+    bias: Float[Array, "batch vocab"]
+    banned: Bool[Array, "batch vocab"]
+    keys: Key[Array, "batch"]
+    stop_ids: Int[Array, "batch stops"]
+    limits: Int[Array, "batch"]
+
+
+def check_requests(requests: Sequence[Request], max_seq_len: int, vocab_size: int) -> None:
+    """Raise ``UsageError`` unless every request can be met, before anything is computed.
+
+    Every prompt needs a token, must fit the context with its new ones, and every id must be in the vocabulary.
+    """
+    if not requests:
+        raise UsageError("there is no prompt: give at least one")
+    for request in requests:
+        if request.max_new_tokens is not None and request.max_new_tokens < 0:
+            raise UsageError(f"max_new_tokens is {request.max_new_tokens}; it must not be negative")
+        length = len(request.ids)
+        if length < 1:
+            raise UsageError("a prompt has no tokens: it needs at least the BOS token")
+        new = 1 if request.max_new_tokens is None else request.max_new_tokens
+        if length + new > max_seq_len:
+            raise UsageError(
+                f"the prompt's {length} tokens and {new} new ones exceed the model's context of {max_seq_len}: "
+                f"shorten the prompt or lower max_new_tokens to at most {max(max_seq_len - length, 0)}"
+            )
+        sampling = request.sampling
+        for name, ids in (
+            ("prompt has", request.ids),
+            ("stop_ids have", request.stop_ids),
+            ("logit_bias has", sampling.logit_bias),
+            ("banned_ids have", sampling.banned_ids),
+        ):
+            if unknown := [id for id in ids if not 0 <= id < vocab_size]:
+                raise UsageError(f"the {name} token {unknown[0]}; the ids run from 0 to {vocab_size - 1}")
+        if len(set(sampling.banned_ids)) == vocab_size:
+            raise UsageError("banned_ids bans every token: leave at least one")
+
+
+def stack_settings(requests: Sequence[Request], max_seq_len: int, model_vocab: int, vocab_size: int) -> Settings:
+    """The requests' settings as arrays.
+
+    Ids from ``vocab_size``, the tokenizer's, up to ``model_vocab``, the rows of the embedding, are banned.
+    """
+    rows = [request.sampling for request in requests]
+    bias = np.zeros((len(rows), model_vocab), np.float32)
+    banned = np.zeros((len(rows), model_vocab), bool)
+    banned[:, vocab_size:] = True
+    for row, sampling in enumerate(rows):
+        for id, value in sampling.logit_bias.items():
+            bias[row, id] = value
+        banned[row, list(sampling.banned_ids)] = True
+    widest = max(len(request.stop_ids) for request in requests)
+    stop_ids = np.full((len(rows), max(1, -(-widest // _STOP_MULTIPLE)) * _STOP_MULTIPLE), -1, np.int32)
+    for row, request in enumerate(requests):
+        stop_ids[row, : len(request.stop_ids)] = request.stop_ids
+
+    def array(name: str, dtype: type) -> Array:
+        return jnp.asarray(np.array([getattr(row, name) for row in rows], dtype))
+
+    return Settings(
+        array("temperature", np.float32),
+        array("top_k", np.int32),
+        array("top_p", np.float32),
+        array("min_p", np.float32),
+        array("repetition_penalty", np.float32),
+        array("presence_penalty", np.float32),
+        array("frequency_penalty", np.float32),
+        jnp.asarray(bias),
+        jnp.asarray(banned),
+        jax.vmap(jax.random.key)(array("seed", np.uint32)),
+        jnp.asarray(stop_ids),
+        jnp.asarray(np.array([request.limit(max_seq_len) for request in requests], np.int32)),
+    )
+
+
+def choose(
+    logits: Float[Array, "batch vocab"],
+    settings: Settings,
+    lengths: Int[Array, "batch"],
+    seen: Bool[Array, "batch vocab"],
+    counts: Int[Array, "batch vocab"],
+) -> Int[Array, "batch"]:
+    """The next token of each row.
+
+    Args:
+        logits: float32.
+        settings: of every row.
+        lengths: how many tokens come before: with the seed they decide the draw, and nothing else of the batch does.
+        seen: which tokens are in the prompt.
+        counts: how often each token was generated.
+    """
+
+    def penalize(logits: Array) -> Array:
+        logits = F.penalize_repetition(logits, seen | (counts > 0), settings.repetition_penalty)
+        logits = F.penalize_presence(logits, counts, settings.presence_penalty)
+        return F.penalize_frequency(logits, counts, settings.frequency_penalty)
+
+    no_penalty = (
+        (settings.repetition_penalty == 1) & (settings.presence_penalty == 0) & (settings.frequency_penalty == 0)
+    )
+    logits = F.ban(logits + settings.bias, settings.banned)
+    logits = jax.lax.cond(jnp.all(no_penalty), lambda logits: logits, penalize, logits)
+    keys = jax.vmap(jax.random.fold_in)(settings.keys, lengths)
+    return F.sample(logits, keys, settings.temperature, settings.top_k, settings.top_p, settings.min_p)

@@ -1,0 +1,303 @@
+"""``python -m jllama chat`` on tiny models: what it answers, its commands, and what goes wrong."""
+
+import contextlib
+import io
+import json
+import os
+import pty
+import signal
+import string
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jllama
+from jllama.commands import cli
+from jllama.config import LlamaConfig
+from jllama.generation.chat import chat_ids
+from jllama.generation.engine import PrefixCache
+from jllama.generation.settings import SamplingConfig
+from jllama.generation.text import stream
+from jllama.model import initial_params
+from jllama.tokenizers import BytesTokenizer
+
+CONTEXT = 128
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
+SHORT = ["--max_new_tokens", "6"]
+
+
+def save_model(folder, params, max_seq_len=CONTEXT):
+    config = LlamaConfig(vocab_size=259, num_layers=1, embed_dim=32, mlp_dim=32, num_heads=2, max_seq_len=max_seq_len)
+    jllama.save(jllama.Model(config, params(config), BytesTokenizer(), TEMPLATE), folder, "hf")
+    return folder
+
+
+def zeros(config):
+    shapes = jax.eval_shape(lambda key: initial_params(key, config), jax.random.key(0))
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def random_letters(config):
+    """Random, but for a direction that every token has and that all small letters like."""
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: rng.normal(0, 0.2, leaf.shape).astype(leaf.dtype), zeros(config))
+    params["embed"][:, 0] = 9
+    params["lm_head"][0] = 0
+    params["lm_head"][0, BytesTokenizer().encode(string.ascii_lowercase)] = 9
+    params["final_norm"][0] = 1
+    return jax.tree.map(jnp.asarray, params)
+
+
+def always_a(config):
+    """Whatever came before, the likeliest token by far is the letter a."""
+    params = zeros(config)
+    params["embed"] += 1
+    params["final_norm"] += 1
+    params["lm_head"][:, BytesTokenizer().encode("a")] = 9
+    return jax.tree.map(jnp.asarray, params)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_sooner():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def babbler(tmp_path_factory):
+    """A model whose answers depend on all that was said."""
+    return save_model(tmp_path_factory.mktemp("models") / "babbler", random_letters)
+
+
+@pytest.fixture(scope="module")
+def monotone(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("models") / "monotone", always_a, max_seq_len=4096)
+
+
+@pytest.fixture
+def chat(babbler, capfd, monkeypatch):
+    """Say lines to the babbler; gives the exit code, the answers and the chatter."""
+
+    def run(lines, *options):
+        content = lines if isinstance(lines, bytes) else "".join(f"{line}\n" for line in lines).encode()
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), "utf-8"))
+        code = cli.run("chat", [str(babbler), *map(str, options)])
+        printed = capfd.readouterr()
+        assert "Traceback" not in printed.err
+        assert printed.err.startswith(f"{babbler}\n") or printed.out == ""
+        return code, printed.out, printed.err.removeprefix(f"{babbler}\n")
+
+    return run
+
+
+def expected_answers(babbler, questions, system=None, **settings):
+    """Each answer made alone, from the whole conversation so far, with the next seed."""
+    model = jllama.load(babbler)
+    settings = {"temperature": 0.7, "top_p": 0.95, "seed": 0} | settings
+    messages, answers = [{"role": "system", "content": system}] if system else [], []
+    for turn, question in enumerate(questions):
+        messages.append({"role": "user", "content": question})
+        sampling = SamplingConfig(**settings | {"seed": settings["seed"] + turn})
+        nothing_kept = PrefixCache()
+        pieces = stream(model, chat_ids(model, messages), sampling, max_new_tokens=6, prefix=nothing_kept)
+        answers.append("".join(pieces))
+        messages.append({"role": "assistant", "content": answers[-1]})
+    return answers, messages
+
+
+def test_every_line_is_answered_with_all_that_was_said(chat, babbler):
+    questions = ["hello", " /usr is a folder", "é 🙂"]
+    answers, _ = expected_answers(babbler, questions)
+    assert len(set(answers)) == 3
+    notes = "(cut off after 6 tokens)\n" * 3
+    assert chat(questions, *SHORT) == (0, "".join(f"{answer}\n" for answer in answers), notes)
+    assert chat(["", questions[0], "   ", *questions[1:], "/quit", "not said"], *SHORT)[1] == chat(questions, *SHORT)[1]
+
+
+def test_every_option_changes_the_answer(chat, babbler, tmp_path):
+    said = ["hello", "again"]
+    plain = chat(said, *SHORT)
+    assert chat(said, *SHORT) == plain
+    (tmp_path / "other.jinja").write_text("{{ messages[-1].content }}")
+    for option in [
+        ("--seed", 9),
+        ("--temperature", 3),
+        ("--top_k", 1),
+        ("--top_p", 0.01),
+        ("--min_p", 1),
+        ("--repetition_penalty", 0.001),
+        ("--system", "be brief"),
+        ("--template", tmp_path / "other.jinja"),
+        ("--max_new_tokens", 2),
+    ]:
+        code, out, _ = chat(said, *SHORT, *option)
+        assert (code, out != plain[1]) == (0, True), option
+    answers, _ = expected_answers(babbler, said, "be brief", seed=4, temperature=1.0)
+    found = chat(said, *SHORT, "--system", "be brief", "--seed", 4, "--temperature", 1.0)[1]
+    assert found == "".join(f"{answer}\n" for answer in answers)
+
+
+def test_what_is_saved_is_the_conversation(chat, babbler, tmp_path):
+    path = tmp_path / "said.jsonl"
+    _, messages = expected_answers(babbler, ["one", "two\nlines"], "é")
+    code, _, err = chat(["/system é", "one", "two\\", "lines", f"/save {path}"], *SHORT)
+    assert (code, f"(saved {path})" in err) == (0, True)
+    assert json.loads(path.read_text()) == {"messages": messages}
+    assert path.read_text().count("\n") == 1
+    before = path.read_bytes()
+    code, _, err = chat(["one", f"/save {path}", "/save", f"/save {tmp_path}/no/such"], *SHORT)
+    assert code == 1
+    assert f"error: {path} exists: choose another name\n" in err
+    assert "error: /save needs the name of a file\n" in err
+    assert f"error: cannot write {tmp_path}/no/such: No such file or directory" in err
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_reset_keeps_the_system_prompt(chat, tmp_path):
+    names = [tmp_path / name for name in "abcd"]
+    said = ["/system x", "one", "/reset", f"/save {names[0]}", "/system", f"/save {names[1]}", "two", "/system y"]
+    assert chat([*said, f"/save {names[2]}"], *SHORT)[0] == 0
+    found = [json.loads(path.read_text())["messages"] for path in names[:3]]
+    assert found[:2] == [[{"role": "system", "content": "x"}], []]
+    assert [message["role"] for message in found[2]] == ["system", "user", "assistant"]
+    assert [message["content"] for message in found[2][:2]] == ["y", "two"]
+    again = chat(["one", "/reset", "one"], *SHORT, "--top_k", 1)[1].splitlines()
+    assert again[: len(again) // 2] == again[len(again) // 2 :]
+
+
+def test_help_and_commands_that_are_none(chat):
+    code, out, err = chat(["/help", "/quit"])
+    assert (code, out) == (0, "")
+    for word in ("/reset ", "/system TEXT ", "/save FILE ", "/quit "):
+        assert f"\n{word}" in f"\n{err}"
+    code, out, err = chat(["/rest now", "hi"], *SHORT)
+    assert (code, out != "") == (1, True)
+    assert err.startswith("error: there is no command /rest: /help lists them")
+
+
+def test_a_conversation_over_the_context(chat):
+    """The question that does not fit is not said; after /reset all is well."""
+    code, out, err = chat(["x" * 200, "hi", "/reset", "hi"], *SHORT, "--top_k", 1)
+    first, second = out[: len(out) // 2], out[len(out) // 2 :]
+    assert (code, first) == (1, second)
+    assert (
+        "error: the conversation now has 206 tokens and the model's context is 128: begin a new one with /rese" in err
+    )
+    code, out, err = chat(["hi", "ho", "/reset", "hi"], "--temperature", 0)
+    assert code == 1
+    assert err.count("(cut off: the model's context of 128 tokens is full, begin a new conversation with /reset)") == 2
+    assert err.count("error: the conversation now has ") == 1
+    assert chat(["hi"], "--max_new_tokens", 999)[2] == chat(["hi"])[2]  # where the context ends is soon enough
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the latter in the C locale
+def test_input_that_is_not_utf_8(babbler, capfd, monkeypatch, errors):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"/reset\ncaf\xe9\n"), "utf-8", errors))
+    assert cli.run("chat", [str(babbler), *SHORT]) == 1
+    err = capfd.readouterr().err
+    assert "of the input is not UTF-8 text: " in err
+    assert "Traceback" not in err
+
+
+def test_a_last_line_that_goes_nowhere(chat):
+    assert chat(b"hello\\", *SHORT)[1] == chat(["hello\\", ""], *SHORT)[1]
+    assert chat(b"", *SHORT) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["--temperature", "-1"], 2, "temperature is -1.0; it must be 0"),
+        (["--max_new_tokens", "-1"], 2, "max_new_tokens is -1; it must not be negative"),
+        (["--step", "-1"], 2, "step is -1; it must be a saved step"),
+        (["--step", "3"], 2, "is not a training run, so it has no step 3"),
+        (["--sytem", "a"], 2, "there is no option sytem; did you mean system?"),
+        (["--template", "nowhere"], 1, "the template 'nowhere' cannot be read"),
+        (["--template", "llama2"], 0, ""),
+        (["--template", "bad.jinja"], 1, "the chat template is not Jinja: "),
+    ],
+)
+def test_bad_options(chat, tmp_path, monkeypatch, options, code, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jinja").write_text("{% if %}")
+    found, out, err = chat([], *options)
+    assert (found, out, said in err) == (code, "", True)
+    assert err.count("\n") == (code > 0)
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(chat, monkeypatch, tmp_path):
+    """What was heard until then is the answer."""
+
+    class Impatient(io.StringIO):
+        def write(self, text):
+            if text.strip():
+                signal.raise_signal(signal.SIGINT)
+            return super().write(text)
+
+    before = signal.getsignal(signal.SIGINT)
+    with contextlib.redirect_stdout(Impatient()) as heard:
+        code, _, err = chat(["hi", f"/save {tmp_path}/said"])
+    assert (code, err.startswith("(stopped)\n")) == (0, True)
+    assert signal.getsignal(signal.SIGINT) is before
+    answer = json.loads((tmp_path / "said").read_text())["messages"][-1]
+    assert answer == {"role": "assistant", "content": heard.getvalue().removesuffix("\n")}
+    assert 1 <= len(answer["content"]) < 20
+
+
+def test_at_a_terminal(monotone, tmp_path):
+    """In a process of its own: prompts, an answer stopped by Ctrl-C, another one, earlier lines, Ctrl-D."""
+    (tmp_path / "chat_history").write_text("earlier\n")
+    environment = os.environ | {
+        "JLLAMA_CACHE": str(tmp_path),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "TERM": "dumb",
+    }
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jllama", "chat", str(monotone)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    shown = b""
+
+    def until(wanted):
+        nonlocal shown
+        end = time.monotonic() + 60
+        while wanted not in shown:
+            assert time.monotonic() < end, shown
+            shown += os.read(ours, 4096)
+        before, _, shown = shown.partition(wanted)
+        return before
+
+    try:
+        assert b"/help lists the commands" in until(b"> ")
+        os.write(ours, b"hello\n")
+        until(b"aaaa")
+        process.send_signal(signal.SIGINT)
+        assert set(until(b"(stopped)")) <= set(b"a\r\n")
+        until(b"> ")
+        os.write(ours, b"\x10\x10\n")  # Ctrl-P twice: the line before the last one
+        until(b"earlier")
+        until(b"aaaa")
+        process.send_signal(signal.SIGINT)
+        until(b"(stopped)")
+        until(b"> ")
+        os.write(ours, b"\x04")
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    assert (tmp_path / "chat_history").read_text().split()[-2:] == ["hello", "earlier"]

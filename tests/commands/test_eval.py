@@ -1,0 +1,150 @@
+"""``python -m jllama eval`` on a text: what it prints, that every option counts, and when it fails."""
+
+import json
+import math
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jllama
+from jllama import oracle
+from jllama.checkpoints.formats import Model
+from jllama.commands import cli
+from jllama.config import LlamaConfig
+from jllama.tokenizers import BytesTokenizer
+from jllama.verify.compare import random_params
+
+TEXT = "The quick brown fox jumps over the lazy dog, and the dog says: 'Füße!' 🙂\n"
+CONFIG = LlamaConfig(vocab_size=259, num_layers=1, embed_dim=32, num_heads=2, mlp_dim=64, max_seq_len=32)
+PARAMS = random_params(CONFIG, 0)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A random model with and without its tokenizer, and texts."""
+    folder = tmp_path_factory.mktemp("eval")
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    jllama.save(Model(CONFIG, params, BytesTokenizer()), folder / "model", "hf")
+    jllama.save(Model(CONFIG, params), folder / "bare", "hf")
+    (folder / "text.txt").write_text(TEXT)
+    documents = [{"text": TEXT, "other": "a"}, {"text": "second", "other": "bc"}]
+    (folder / "documents.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    (folder / "empty.txt").write_text("")
+    (folder / "latin.txt").write_bytes("café".encode("latin-1"))
+    (folder / "bad.jsonl").write_text('{"text": "a"}\nnot json\n')
+    return folder
+
+
+@pytest.fixture
+def measure(place, capsys):
+    def run(data="text.txt", *arguments):
+        given = [str(place / "model"), "--data", str(place / data), "--json", "--batch_size", "2", *map(str, arguments)]
+        assert cli.run("eval", given) == 0
+        printed = capsys.readouterr()
+        assert printed.err == f"{place / 'model'}\n"
+        found = json.loads(printed.out)
+        assert found.pop("tokens_per_s") > 0
+        return found
+
+    return run
+
+
+def test_the_numbers_are_the_oracles(measure):
+    """Windows of 32 with half a window of context: what is printed is what the definition says."""
+    ids = np.array([1, *BytesTokenizer().encode(TEXT)])
+    nats = 0.0
+    for start, first, end in ((0, 1, 33), (16, 33, 49), (32, 49, 65), (46, 65, 79)):
+        row = ids[start:end]
+        logits = oracle.forward(PARAMS, row[None, :-1], CONFIG)[0]
+        nats += oracle.cross_entropy(logits, row[1:], np.arange(start + 1, start + len(row)) >= first)[0]
+    found = measure()
+    tokens = len(ids) - 1
+    assert tokens == len(TEXT.encode()) == 78
+    assert (found["tokens"], found["bytes"], found["window"], found["stride"]) == (tokens, tokens, 32, 16)
+    assert found["loss"] == pytest.approx(nats / tokens, rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / tokens, rel=1e-5)
+
+
+def test_every_option_changes_something(measure):
+    plain = measure()
+    changes = (("--window", 20), ("--stride", 5), ("--max_tokens", 30), ("--dtype", "bfloat16"), ("--quantize", "int8"))
+    for change in changes:
+        assert (found := measure("text.txt", *change)) != plain, change
+    assert found["loss"] == pytest.approx(plain["loss"], rel=0.01)
+    assert measure("text.txt", "--max_tokens", 30)["tokens"] == 30
+    assert measure("text.txt", "--batch_size", 1)["loss"] == pytest.approx(plain["loss"], rel=1e-6)
+    assert measure("documents.jsonl")["tokens"] == 78 + 6
+    assert measure("documents.jsonl", "--text_field", "other")["tokens"] == 3
+
+
+def test_documents_are_scored_each_by_itself(measure):
+    whole, part = measure("documents.jsonl"), measure()
+    last = measure("documents.jsonl", "--max_tokens", 78)
+    assert last == part
+    assert whole["loss"] != part["loss"]
+
+
+def test_a_step_of_a_run(small_run, place, capsys):
+    found = []
+    for step in (15, 20):
+        arguments = [str(small_run.folder), "--data", str(place / "text.txt"), "--json", "--batch_size", "2"]
+        arguments += ["--step", str(step)]
+        assert cli.run("eval", arguments) == 0
+        printed = capsys.readouterr()
+        assert printed.err == f"{small_run.folder}, step {step}\n"
+        found.append(json.loads(printed.out)["loss"])
+    assert found[0] != found[1]
+
+
+def test_the_table(place, capsys):
+    assert cli.run("eval", [str(place / "model"), "--data", str(place / "text.txt"), "--batch_size", "2"]) == 0
+    lines = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    names = ["tokens", "bytes", "loss", "perplexity", "bits_per_byte", "window", "stride", "tokens_per_s"]
+    assert list(lines) == names
+    assert lines["tokens"] == "78"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ("model --data missing.txt", 1, "there is no file at --data missing.txt: give a text file, or a .jsonl file"),
+        ("model --data .", 1, "there is no file at --data .: give a text file"),
+        ("model --data empty.txt", 1, "the corpus holds no text"),
+        ("model --data latin.txt", 1, "latin.txt has byte 0xE9 at offset 3, which is not UTF-8 text"),
+        ("model --data bad.jsonl", 1, "bad.jsonl line 2 is not JSON"),
+        ("model --data documents.jsonl --text_field body", 1, "line 1 has no field 'body'"),
+        ("bare --data text.txt", 1, "bare has no tokenizer: put the one it was trained with beside its weights"),
+        ("nowhere --data text.txt", 1, "there is no checkpoint at nowhere"),
+        ("model", 2, "give --data FILE, to measure how well a text is predicted, or --tasks of lm-eval's"),
+        ("model --data text.txt --tasks arc_easy", 2, "give --data FILE, to measure"),
+        ("model --data text.txt --window 33", 2, "window is 33; it must be between 1 and the model's context of 32"),
+        ("model --data text.txt --window 8 --stride 9", 2, "stride is 9; it must be between 1 and the window of 8"),
+        ("model --data text.txt --stride -1", 2, "stride is -1; it must not be negative"),
+        ("model --data text.txt --batch_size 0", 2, "batch_size is 0; it must be at least 1"),
+        ("model --data text.txt --step 3", 2, "is not a training run, so it has no step 3"),
+        ("model --data text.txt --limit 3", 2, "--limit is for --tasks alone: leave it out"),
+        ("model --data text.txt --num_fewshot 0", 2, "--num_fewshot is for --tasks alone: leave it out"),
+        ("model --tasks arc_easy --stride 3", 2, "--stride is for --data alone: leave it out"),
+        ("model --tasks arc_easy --text_field body", 2, "--text_field is for --data alone: leave it out"),
+        ("--data text.txt", 2, "the following arguments are required: checkpoint"),
+    ],
+)
+def test_mistakes_are_one_sentence(place, monkeypatch, capsys, arguments, code, said):
+    monkeypatch.chdir(place)
+    assert cli.run("eval", arguments.split()) == code
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.rpartition("error: ")[2].count("\n") == 1
+    assert said in printed.err.rpartition("error: ")[2]
+
+
+def test_tasks_without_lm_eval(place, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval.api.instance", None)
+    monkeypatch.delitem(sys.modules, "jllama.evaluation.harness", raising=False)
+    assert cli.run("eval", [str(place / "model"), "--tasks", "arc_easy"]) == 1
+    assert "error: lm-eval's tasks need its package" in (said := capsys.readouterr().err)
+    assert said.endswith("pip install 'jllama[eval]'\n")

@@ -1,0 +1,205 @@
+"""Log-probabilities and sliding windows, against the float64 oracle."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jllama import oracle
+from jllama.checkpoints.formats import Model
+from jllama.config import LlamaConfig
+from jllama.errors import JllamaError, UsageError
+from jllama.evaluation import scoring
+from jllama.evaluation.scoring import score_texts, sliding_windows, token_log_probs
+from jllama.tokenizers import BytesTokenizer, train_sentencepiece
+from jllama.verify.compare import random_params
+
+BYTES = BytesTokenizer()
+CONFIG = LlamaConfig(
+    vocab_size=280, num_layers=2, embed_dim=64, num_heads=2, num_kv_heads=1, mlp_dim=96, max_seq_len=48
+)  # more ids than the tokenizer has, and a context that is no power of two
+PARAMS = random_params(CONFIG, 0)
+MODEL = Model(CONFIG, jax.tree.map(jnp.asarray, PARAMS), BYTES)
+BATCH = 2
+TOLERANCE = 1e-5
+
+some_ids = st.integers(0, CONFIG.vocab_size - 1)
+some_rows = st.lists(st.lists(some_ids, min_size=1, max_size=49), max_size=6)
+texts = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(" the\n世🙂"), max_size=60)
+
+
+def expected(row):
+    """Log-probability of each token of a row but the first, and the likeliest in its place."""
+    logits = oracle.forward(PARAMS, np.array([row[:-1]], int), CONFIG)[0]
+    log_probs = np.log(oracle.softmax(logits))
+    return log_probs[np.arange(len(row) - 1), row[1:]], logits.argmax(axis=-1)
+
+
+def assert_close(actual, wanted):
+    np.testing.assert_allclose(actual, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+# Rows
+
+
+@given(some_rows, st.data())
+def test_rows_against_the_oracle(rows, data):
+    counts = [data.draw(st.integers(0, len(row) - 1)) for row in rows]
+    for row, count, scores in zip(rows, counts, token_log_probs(MODEL, rows, counts, batch_size=BATCH), strict=True):
+        assert len(scores.log_probs) == len(scores.greedy) == count
+        if count:
+            log_probs, likeliest = expected(row)
+            assert_close(scores.log_probs, log_probs[-count:])
+            assert scores.greedy.tolist() == (likeliest == row[1:])[-count:].tolist()
+
+
+def test_greedy_rows_are_recognised():
+    row = [1, 5]
+    for _ in range(20):
+        row.append(int(expected([*row, 0])[1][-1]))
+    scores = token_log_probs(MODEL, [row], batch_size=BATCH)[0]
+    assert scores.greedy[1:].all()
+    assert scores.greedy.dtype == bool
+
+
+@settings(max_examples=15)
+@given(some_rows.filter(len))
+def test_batch_mates_and_padding_change_nothing(rows):
+    together = token_log_probs(MODEL, rows, batch_size=BATCH)
+    for row, scores in zip(rows, together, strict=True):
+        alone = token_log_probs(MODEL, [row], batch_size=BATCH)[0]
+        assert_close(scores.log_probs, alone.log_probs)
+        assert scores.greedy.tolist() == alone.greedy.tolist()
+
+
+def test_rows_of_all_lengths_take_two_compilations():
+    sizes = []
+    for lengths in ((), range(1, 50), range(49, 0, -1), range(1, 49, 3)):
+        token_log_probs(MODEL, [[1] * length for length in lengths], batch_size=BATCH)
+        sizes.append(scoring._score._cache_size())
+    assert sizes[1] <= sizes[0] + 2  # up to 32 tokens, and the context of 48; other tests may have run before
+    assert sizes[1] == sizes[2] == sizes[3]
+
+
+def test_logits_in_parts_are_the_same(monkeypatch):
+    rows = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (5, 49))
+    # No other test has batches of 5; their 240 positions are 34 parts and a rest.
+    monkeypatch.setattr(scoring, "_LOGITS_AT_ONCE", 7 * CONFIG.vocab_size)
+    for row, scores in zip(
+        rows, token_log_probs(MODEL, [*rows], batch_size=5), strict=True
+    ):  # no other test has 5 rows
+        assert_close(scores.log_probs, expected(row)[0])
+        assert scores.greedy.tolist() == (expected(row)[1] == row[1:]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("rows", "counts", "said"),
+    [
+        ([[1] * 50], None, "a row has 50 tokens to be predicted from 49, over the model's context of 48"),
+        ([[1, 2]], [2], "2 tokens of a row of 2 are to be scored; there are 1"),
+        ([[1, 280]], None, "token 280 is outside the model's vocabulary of 280"),
+        ([[-1, 2]], None, "token -1 is outside the model's vocabulary of 280"),
+    ],
+)
+def test_bad_rows(rows, counts, said):
+    with pytest.raises(UsageError, match=said):
+        token_log_probs(MODEL, rows, counts)
+
+
+# Windows
+
+
+@given(length=st.integers(0, 200), window=st.integers(1, 70), data=st.data())
+def test_windows_score_every_token_once_with_all_the_context_that_fits(length, window, data):
+    stride = data.draw(st.integers(1, window))
+    scored = []
+    for start, end, count in sliding_windows(length, window, stride):
+        assert 1 <= count <= (stride if scored else window)
+        assert end - start == min(end, window + 1)
+        scored.extend(range(end - count, end))
+    assert scored == list(range(1, length))
+
+
+@settings(max_examples=15)
+@given(text=texts.filter(len), window=st.integers(1, 48), data=st.data())
+def test_texts_against_the_oracle(text, window, data):
+    stride = data.draw(st.integers(1, window))
+    score = score_texts(MODEL, [text], window=window, stride=stride, batch_size=BATCH)
+    ids = [BYTES.bos_id, *BYTES.encode(text)]
+    nats, tokens = 0.0, 0
+    while tokens < len(ids) - 1:  # as said: a whole window first, then a stride at a time
+        new = min(window if not tokens else stride, len(ids) - 1 - tokens)
+        tokens += new
+        nats -= expected(ids[max(tokens - window, 0) : tokens + 1])[0][-new:].sum()
+    assert (score.tokens, score.text_bytes) == (len(ids) - 1, len(text.encode()))
+    assert score.nats == pytest.approx(nats, rel=TOLERANCE)
+    assert score.loss == pytest.approx(nats / tokens, rel=TOLERANCE)
+    assert score.perplexity == pytest.approx(math.exp(nats / tokens), rel=1e-4)
+    assert score.bits_per_byte == pytest.approx(nats / math.log(2) / len(text.encode()), rel=TOLERANCE)
+
+
+def test_a_window_as_long_as_the_text_is_one_forward_pass():
+    text = "The quick brown fox jumps over the lazy dog. Yes"
+    ids = [BYTES.bos_id, *BYTES.encode(text)]
+    assert len(ids) == 49
+    for window, stride in ((48, 48), (48, 1)):
+        score = score_texts(MODEL, [text], window=window, stride=stride, batch_size=BATCH)
+        assert score.nats == pytest.approx(-expected(ids)[0].sum(), rel=TOLERANCE)
+
+
+def test_texts_are_scored_each_by_itself_behind_one_bos():
+    several = ["one two", "", "three", "<s>1"]
+    alone = [score_texts(MODEL, [text], window=48, stride=24, batch_size=BATCH) for text in several if text]
+    together = score_texts(MODEL, several, window=48, stride=24, batch_size=BATCH)
+    assert together.nats == pytest.approx(sum(score.nats for score in alone), rel=TOLERANCE)
+    assert (together.tokens, together.text_bytes) == (7 + 5 + 4, 7 + 5 + 4)
+
+
+def test_max_tokens_are_the_first_ones():
+    several = ["one two", "three世", "four"]
+    for count, cut in ((9, ["one two", "th"]), (7, ["one two"]), (99, several), (3, ["one"])):
+        limited = score_texts(MODEL, several, window=4, stride=2, batch_size=BATCH, max_tokens=count)
+        assert limited == score_texts(MODEL, cut, window=4, stride=2, batch_size=BATCH)
+    endless = (several[0] if number < 2 else pytest.fail("read on") for number in itertools.count())
+    assert score_texts(MODEL, endless, window=4, stride=2, batch_size=BATCH, max_tokens=14).tokens == 14
+
+
+def test_bytes_are_those_of_the_text_whatever_the_tokenizer():
+    """SentencePiece puts a space in front of a text, which is not the text's; a model that adds no BOS gets one."""
+    tokenizer = train_sentencepiece(["the cat sat on the mat, and the other cats sat on the other mats\n"] * 3, 280)
+    model = Model(CONFIG, MODEL.params, tokenizer)
+    text = "the cat sat on 世"
+    score = score_texts(model, [text], window=48, stride=24, batch_size=BATCH)
+    ids = tokenizer.encode(text)
+    assert (score.tokens, score.text_bytes) == (len(ids), len(text.encode()))
+    first = score_texts(model, [text], window=48, stride=24, batch_size=BATCH, max_tokens=2)
+    assert (first.tokens, first.text_bytes) == (2, len(tokenizer.decode(ids[:2])))
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "error", "said"),
+    [
+        ("", {}, JllamaError, "the texts have no tokens to score"),
+        ("a", {"window": 49}, UsageError, "window is 49; it must be between 1 and the model's context of 48"),
+        ("a", {"window": 0}, UsageError, "window is 0"),
+        ("a", {"stride": 9}, UsageError, "stride is 9; it must be between 1 and the window of 8"),
+        ("a", {"stride": 0}, UsageError, "stride is 0"),
+        ("a", {"batch_size": 0}, UsageError, "batch_size is 0; it must be at least 1"),
+    ],
+)
+def test_what_cannot_be_scored(text, changes, error, said):
+    with pytest.raises(error, match=said):
+        score_texts(MODEL, [text], **({"window": 8, "stride": 4, "batch_size": BATCH} | changes))
+
+
+def test_damaged_weights_and_no_tokenizer_are_said():
+    broken = Model(CONFIG, MODEL.params | {"final_norm": MODEL.params["final_norm"] * jnp.nan}, BYTES)
+    with pytest.raises(JllamaError, match="the loss is nan: the weights hold damaged numbers"):
+        score_texts(broken, ["abc"], window=48, stride=24, batch_size=BATCH)
+    with pytest.raises(JllamaError, match="no tokenizer"):
+        score_texts(Model(CONFIG, MODEL.params), ["abc"], window=48, stride=24)

@@ -1,0 +1,53 @@
+"""A model in eight bits: nearly the same logits, the same shapes, a quarter of the memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jllama import oracle
+from jllama.config import LlamaConfig
+from jllama.functional import Int8Matrix
+from jllama.generation.engine import Request, SamplingConfig, advance, start
+from jllama.generation.quantize import quantize
+from jllama.model import merge, unstack_layers
+from jllama.verify.compare import random_params
+
+SIZES = {"vocab_size": 61, "num_layers": 2, "embed_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_seq_len": 64}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_are_those_of_the_rounded_weights(tied):
+    config = LlamaConfig(**SIZES, head_dim=32, mlp_dim=96, tie_embeddings=tied)
+    weights = random_params(config, 0)
+    params = quantize(unstack_layers(jax.tree.map(jnp.asarray, weights)), config)
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Int8Matrix))
+    assert sum(isinstance(leaf, Int8Matrix) for leaf in leaves) == 7 * 2 + (1 if tied else 2)
+
+    def rounded(leaf, number, name):
+        """What the matrix stands for, in the oracle's shape."""
+        matrix = params["layers"][number][name] if number else params[name]
+        if not isinstance(matrix, Int8Matrix):
+            return leaf
+        outputs_first = np.asarray(matrix.values, np.float64) * np.asarray(matrix.scale, np.float64)[:, None]
+        return (outputs_first if name == "embed" else outputs_first.T).reshape(leaf.shape)
+
+    tokens = np.arange(12)[None]
+    expected_params = {name: rounded(leaf, None, name) for name, leaf in weights.items() if name != "layers"}
+    expected_params["layers"] = {
+        name: np.stack([rounded(stack[i], str(i), name) for i in range(2)]) for name, stack in weights["layers"].items()
+    }
+    expected = oracle.forward(expected_params, tokens, config)
+    found = jax.jit(lambda params: merge(config, params)(jnp.asarray(tokens)))(params)
+    assert np.abs(np.asarray(found) - expected).max() < 2e-3 * np.abs(expected).max()
+    exact = oracle.forward(weights, tokens, config)
+    assert 1e-3 < np.abs(np.asarray(found) - exact).max() / np.abs(exact).max() < 0.1
+
+
+def test_decoding():
+    config = LlamaConfig(**SIZES, head_dim=32, mlp_dim=96)
+    params = quantize(unstack_layers(jax.tree.map(jnp.asarray, random_params(config, 0))), config)
+    decoding = start(params, config, [Request([1, 2, 3], SamplingConfig(temperature=0.0), 9)])
+    decoding, new = advance(params, config, decoding)
+    logits = jax.jit(lambda ids: merge(config, params)(ids))(jnp.array([[1, 2, 3, *new.tokens[0]]]))
+    assert new.tokens[0].tolist() == np.argmax(logits[0, 2:-1], axis=-1).tolist()
