@@ -24,7 +24,6 @@ import jllama
 from jllama.commands.cli import keep_compiled
 from jllama.evaluation.scoring import score_texts
 from jllama.generation import benchmark
-from jllama.generation.quantize import quantize
 
 NEW_TOKENS, RAGGED_NEW_TOKENS, PROMPT_TOKENS, CONTEXT = 128, 64, 512, 32
 THREADS = 2
@@ -58,8 +57,8 @@ def main() -> None:
     folder = Path(os.environ.get("JLLAMA_REAL_WEIGHTS") or "~/.cache/jllama/real_weights").expanduser()
     checkpoint = folder / "SmolLM2-135M-Instruct.Q4_1.gguf"
     model = jllama.load(checkpoint)
-    config, params = model.config, model.unstacked_params
-    small = quantize(params, config)
+    config, params = model.config, model.decoding_params
+    small = model.for_decoding("int8").params
     with tempfile.TemporaryDirectory() as exported:
         jllama.save(model, Path(exported) / "hf", format="hf")
         theirs = transformers.AutoModelForCausalLM.from_pretrained(f"{exported}/hf", dtype=torch.float32).eval()

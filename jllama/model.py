@@ -51,6 +51,8 @@ class Attend(NamedTuple):
     sin: Float[Array, "#batch seq half"]
     mask: Bool[Array, "#batch seq kv_seq"]
     positions: Int[Array, "#batch seq"]
+    fresh: bool = False
+    """Nothing comes before the first token: tokens see those of the same call alone."""
 
 
 KeysValues = tuple[Float[Array, "batch kv_heads kv_seq head_dim"], Float[Array, "batch kv_heads kv_seq head_dim"]]
@@ -88,10 +90,14 @@ class Layer(nnx.Module):
         query = F.apply_rope(_to_heads(x, self.wq[...]), attend.cos, attend.sin)
         key = F.apply_rope(_to_heads(x, self.wk[...]), attend.cos, attend.sin)
         value = _to_heads(x, self.wv[...])
+        kept = key, value
         if cached is not None:
-            key = _write(cached[0], key, attend.positions)
-            value = _write(cached[1], value, attend.positions)
-        return _from_heads(F.grouped_query_attention(query, key, value, attend.mask), self.wo[...]), (key, value)
+            kept = _write(cached[0], key, attend.positions), _write(cached[1], value, attend.positions)
+        if attend.fresh:
+            mixed = F.causal_attention(query, key, value)
+        else:
+            mixed = F.grouped_query_attention(query, *kept, attend.mask)
+        return _from_heads(mixed, self.wo[...]), kept
 
 
 class Llama(nnx.Module):
@@ -165,16 +171,18 @@ class Llama(nnx.Module):
         return F.rms_norm(x, self.final_norm[...], self.config.norm_eps)
 
     def extend(
-        self, tokens: Int[Array, "batch seq"], cache: KVCache, counts: Int[Array, "batch"]
+        self, tokens: Int[Array, "batch seq"], cache: KVCache, counts: Int[Array, "batch"], *, fresh: bool = False
     ) -> tuple[Float[Array, "batch seq embed"], KVCache]:
         """Continue each row of the cache by its first ``counts`` tokens: prefill, or one step of decoding.
 
         Tokens past a row's count are padding: their activations mean nothing and no real token ever sees them.
-        Slots past the end of the cache are not written; the caller checks that ``lengths + counts`` fit.
+        Slots past the end of the cache are not written; the caller checks that ``lengths + counts`` fit. ``fresh`` says
+        that the cache is empty, which spares looking into it.
         Needs unrolled layers (``unstack_layers``). Returns the final normalised activations and the longer cache.
         """
         positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
         attend = attend_to(self.config, positions, F.cache_mask(positions, cache.keys[0].shape[2]))
+        attend = attend._replace(fresh=fresh)
         assert isinstance(self.layers, nnx.Dict), "decoding takes unstacked layers"
         x = self._embed(tokens)
         updated: list[KeysValues] = []
@@ -190,8 +198,8 @@ class Llama(nnx.Module):
         flat = hidden.reshape(-1, hidden.shape[-1])
         accumulator = jnp.promote_types(hidden.dtype, jnp.float32)
         head = self.embed[...].T if self.config.tie_embeddings else self.lm_head[...]
-        if isinstance(head, F.Int8Matrix):
-            scores = flat.astype(accumulator) @ head
+        if isinstance(head, F.PackedMatrix):
+            scores = head.multiply(flat, accumulator)
         else:
             scores = jnp.matmul(flat, head, preferred_element_type=accumulator)
         return scores.reshape(*hidden.shape[:-1], -1)
@@ -281,7 +289,7 @@ def _initial(row: Parameter, config: LlamaConfig, rngs: nnx.Rngs) -> nnx.Param[A
 
 
 def _to_heads(
-    x: Float[Array, "batch seq embed"], w: Float[Array | F.Int8Matrix, "embed heads head_dim"]
+    x: Float[Array, "batch seq embed"], w: Float[Array | F.PackedMatrix, "embed heads head_dim"]
 ) -> Float[Array, "batch heads seq head_dim"]:
     batch, seq, embed = x.shape
     flat = x.reshape(-1, embed) @ w.reshape(embed, -1)
@@ -289,7 +297,7 @@ def _to_heads(
 
 
 def _from_heads(
-    x: Float[Array, "batch heads seq head_dim"], w: Float[Array | F.Int8Matrix, "heads head_dim embed"]
+    x: Float[Array, "batch heads seq head_dim"], w: Float[Array | F.PackedMatrix, "heads head_dim embed"]
 ) -> Float[Array, "batch seq embed"]:
     batch, heads, seq, head_dim = x.shape
     flat = x.swapaxes(1, 2).reshape(-1, heads * head_dim) @ w.reshape(-1, w.shape[-1])

@@ -3,7 +3,6 @@
 Marked ``real_weights``; ``python tests/fetch_real_weights.py`` fetches the file.
 """
 
-import dataclasses
 import io
 import json
 import shutil
@@ -25,7 +24,6 @@ from jllama.commands import cli
 from jllama.errors import JllamaError
 from jllama.evaluation.scoring import score_texts
 from jllama.generation.chat import chat_ids
-from jllama.generation.quantize import quantize
 from jllama.generation.settings import SamplingConfig
 from jllama.generation.text import generate, stream
 from jllama.verify.checkpoint import verify_checkpoint
@@ -171,7 +169,7 @@ def test_guessed_tokens_change_nothing(model, prompts):
 def test_int8_weights_predict_text_almost_as_well(model):
     """Perplexity within one percent, on the README and the plainest of prose."""
     texts = [(ROOT / "README.md").read_text(), PROSE]
-    small = dataclasses.replace(model, params=quantize(model.unstacked_params, model.config))
+    small = model.for_decoding("int8")
     for text in texts:
         exact, rounded = (
             score_texts(each, [text], window=512, stride=256, max_tokens=1500).perplexity for each in (model, small)

@@ -30,7 +30,8 @@ from jllama.checkpoints import native
 from jllama.checkpoints.tensors import Checkpoint, ParamTensors, Report, load_params, size_bytes
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
-from jllama.model import merge, unstack_layers
+from jllama.model import merge
+from jllama.packing import Quantized, pack_params
 from jllama.parameters import Params
 from jllama.tokenizers import Tokenizer
 
@@ -72,12 +73,16 @@ class Model:
         return _logits(self.params, self.config, jnp.asarray(tokens))
 
     @functools.cached_property
-    def unstacked_params(self) -> Params:
-        """The parameters in the form that decoding unrolls (``unstack_layers``); kept, so memory holds both forms.
+    def decoding_params(self) -> Params:
+        """The parameters in the form that decoding takes; kept, so memory holds both forms (``for_decoding`` does not).
 
-        A model whose ``params`` are unstacked already (``dataclasses.replace``) is as it is.
+        Those that are not stacked are taken as they are.
         """
-        return self.params if "attn_norm" not in self.params["layers"] else unstack_layers(self.params)
+        return self.params if "attn_norm" not in self.params["layers"] else pack_params(self.params, self.config)
+
+    def for_decoding(self, quantize: Quantized | None = None) -> Model:
+        """The same model with its parameters packed (``jllama.packing``), as int8 if asked: it decodes, and no more."""
+        return dataclasses.replace(self, params=pack_params(self.params, self.config, quantize))
 
 
 @functools.partial(jax.jit, static_argnames="config")

@@ -25,8 +25,8 @@ from jllama.generation.benchmark import (
     prefill_speed,
     ragged_speed,
 )
-from jllama.generation.quantize import quantize
-from jllama.model import initial_params, unstack_layers
+from jllama.model import initial_params
+from jllama.packing import pack_params
 from jllama.presets import preset
 
 
@@ -79,15 +79,13 @@ def main(argv: Sequence[str], prog: str) -> int:
     keep_compiled()
     if options.checkpoint:
         model = load(options.checkpoint, options.dtype)
-        config, params = model.config, model.unstacked_params
-        name = options.checkpoint
+        config, params, name = model.config, model.for_decoding(options.quantize).params, options.checkpoint
         del model
     else:
         config, name = preset(options.preset), options.preset
         dtype = jnp.dtype(options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
         make = jax.jit(lambda key: jax.tree.map(lambda leaf: leaf.astype(dtype), initial_params(key, config)))
-        params = unstack_layers(make(jax.random.key(0)))
-    params = quantize(params, config) if options.quantize else params
+        params = pack_params(make(jax.random.key(0)), config, options.quantize)
     longest = max(options.prompt_tokens + 1, max(RAGGED_TOKENS) + options.new_tokens)
     if longest > config.max_seq_len:
         raise UsageError(f"the benchmark needs {longest} tokens of context, and the model has {config.max_seq_len}")

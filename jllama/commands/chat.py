@@ -18,7 +18,6 @@ from jllama.errors import JllamaError, UsageError
 from jllama.files import cache_folder, write_text_whole
 from jllama.generation.chat import Conversation, chat_ids, chat_template
 from jllama.generation.engine import PrefixCache
-from jllama.generation.quantize import for_decoding
 from jllama.generation.settings import SamplingConfig
 
 COMMANDS = {
@@ -82,7 +81,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     sampling = SamplingConfig(**{name: getattr(options, name) for name in names})
     keep_compiled()
     model = load(options.checkpoint, options.dtype, rope_factor=options.rope_factor, step=options.step or None)
-    model = for_decoding(model, options.quantize)
+    model = model.for_decoding(options.quantize)
     conversation = Conversation(model, chat_template(model, options.template or None))
     _set_system(conversation, options.system)
     chat_ids(model, [*conversation.messages, {"role": "user", "content": "Hello"}], conversation.template)  # may fail

@@ -18,7 +18,6 @@ from jllama.commands.cli import parse
 from jllama.data.corpus import read_corpus
 from jllama.errors import JllamaError, UsageError
 from jllama.evaluation.scoring import TextScore, check_windows, score_texts
-from jllama.generation.quantize import for_decoding
 
 _WINDOW = 2048
 _FOR_DATA = ("text_field", "stride", "max_tokens")
@@ -97,7 +96,7 @@ def _load(options: EvalOptions) -> Model:
     if model.tokenizer is None:
         raise JllamaError(f"{options.checkpoint} has no tokenizer: put the one it was trained with beside its weights")
     print(options.checkpoint if model.step is None else f"{options.checkpoint}, step {model.step}", file=sys.stderr)
-    return for_decoding(model, options.quantize) if options.quantize else model
+    return model.for_decoding(options.quantize) if options.quantize else model
 
 
 def _evaluate_text(model: Model, options: EvalOptions) -> int:

@@ -20,7 +20,6 @@ from jllama.commands.cli import keep_compiled, parse
 from jllama.errors import JllamaError, UsageError
 from jllama.evaluation.scoring import token_log_probs
 from jllama.generation.prompts_file import complete_file
-from jllama.generation.quantize import for_decoding
 from jllama.generation.settings import SamplingConfig
 from jllama.generation.text import Completion, Prompt, generate, request_of, stream
 
@@ -135,7 +134,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         raise JllamaError(f"{options.checkpoint} has no tokenizer: put the one it was trained with beside its weights")
     request_of(model, prompt)  # before anything is written
     print(options.checkpoint if model.step is None else f"{options.checkpoint}, step {model.step}", file=sys.stderr)
-    model = for_decoding(model, options.quantize)
+    model = model.for_decoding(options.quantize)
     if options.prompts_file:
         return _complete_file(model, prompt, options)
     if options.compare:

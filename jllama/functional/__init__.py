@@ -2,16 +2,17 @@
 
 from jllama.functional.attention import (
     cache_mask,
+    causal_attention,
     causal_mask,
     grouped_query_attention,
     masked_softmax,
     padding_mask,
     segment_mask,
 )
-from jllama.functional.int8 import Int8Matrix, quantize_int8
 from jllama.functional.loss import cross_entropy
 from jllama.functional.mlp import swiglu
 from jllama.functional.norm import layer_norm, rms_norm
+from jllama.functional.packed import PackedMatrix, pack, pack_int8
 from jllama.functional.rope import (
     apply_rope,
     apply_rope_interleaved,
@@ -36,11 +37,12 @@ from jllama.functional.sampling import (
 )
 
 __all__ = [
-    "Int8Matrix",
+    "PackedMatrix",
     "apply_rope",
     "apply_rope_interleaved",
     "ban",
     "cache_mask",
+    "causal_attention",
     "causal_mask",
     "cross_entropy",
     "dynamic_theta",
@@ -50,11 +52,12 @@ __all__ = [
     "layer_norm",
     "masked_softmax",
     "min_p_mask",
+    "pack",
+    "pack_int8",
     "padding_mask",
     "penalize_frequency",
     "penalize_presence",
     "penalize_repetition",
-    "quantize_int8",
     "rms_norm",
     "rope_tables",
     "sample",

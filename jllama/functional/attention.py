@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+_BLOCK = 128
+
 
 def causal_mask(
     query_positions: Int[Array, "*batch seq"], key_positions: Int[Array, "*batch kv_seq"]
@@ -66,3 +68,21 @@ def grouped_query_attention(
     weights = masked_softmax(scores * head_dim**-0.5, mask[:, None, None])
     mixed = jnp.einsum("bkgts,bksh->bkgth", weights.astype(value.dtype), value, preferred_element_type=accumulator)
     return mixed.reshape(query.shape).astype(query.dtype)
+
+
+def causal_attention(
+    query: Float[Array, "batch heads seq head_dim"],
+    key: Float[Array, "batch kv_heads seq head_dim"],
+    value: Float[Array, "batch kv_heads seq head_dim"],
+) -> Float[Array, "batch heads seq head_dim"]:
+    """``grouped_query_attention`` of a sequence to itself, each token to those up to its own place.
+
+    Queries are taken in blocks, each with no more keys than it sees: about half of the products, for a long sequence.
+    """
+    seq = query.shape[2]
+    parts = []
+    for first in range(0, seq, _BLOCK):
+        end = min(first + _BLOCK, seq)
+        mask = causal_mask(jnp.arange(first, end)[None], jnp.arange(end)[None])
+        parts.append(grouped_query_attention(query[:, :, first:end], key[:, :, :end], value[:, :, :end], mask))
+    return jnp.concatenate(parts, axis=2)

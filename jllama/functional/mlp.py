@@ -3,14 +3,14 @@
 import jax
 from jaxtyping import Array, Float
 
-from jllama.functional.int8 import Int8Matrix
+from jllama.functional.packed import PackedMatrix
 
 
 def swiglu(
     x: Float[Array, "*lead embed"],
-    w_gate: Float[Array | Int8Matrix, "embed mlp"],
-    w_up: Float[Array | Int8Matrix, "embed mlp"],
-    w_down: Float[Array | Int8Matrix, "mlp embed"],
+    w_gate: Float[Array | PackedMatrix, "embed mlp"],
+    w_up: Float[Array | PackedMatrix, "embed mlp"],
+    w_down: Float[Array | PackedMatrix, "mlp embed"],
 ) -> Float[Array, "*lead embed"]:
     """``(silu(x w_gate) * (x w_up)) w_down`` with ``silu(z) = z / (1 + exp(-z))``.
 

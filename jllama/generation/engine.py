@@ -203,7 +203,7 @@ def _prompt_caches(
         known = len(ids) - 1
         if known:
             row_cache = _empty_cache(params, config, 1, _cache_len(known, config))
-            row_cache = _prefill_all(params, config, row_cache, ids[:-1])
+            row_cache = _prefill_all(params, config, row_cache, ids[:-1], fresh=True)
             for place in places:
                 batch = _insert(batch, row_cache, place)
     return batch
@@ -220,11 +220,14 @@ def _extended(params: Params, config: LlamaConfig, ids: Sequence[int], max_len: 
         if max_len > kept.keys[0].shape[2]:
             kept = _longer_cache(kept, max_len)
     kept = kept._replace(lengths=_beside(params, jnp.array([shared], jnp.int32)))
-    return _prefill_all(params, config, kept, ids[shared:-1])
+    return _prefill_all(params, config, kept, ids[shared:-1], fresh=not shared)
 
 
 def _empty_cache(params: Params, config: LlamaConfig, batch: int, max_len: int) -> KVCache:
-    return _beside(params, KVCache.zeros(config, batch, max_len, params["final_norm"].dtype))
+    return _beside(params, _zeros(config, batch, max_len, params["final_norm"].dtype))
+
+
+_zeros = jax.jit(KVCache.zeros, static_argnums=(0, 1, 2, 3))  # one program, not one for each layer's arrays
 
 
 def _beside(params: Params, tree: T) -> T:
@@ -235,20 +238,28 @@ def _beside(params: Params, tree: T) -> T:
     return jax.device_put(tree, sharding)
 
 
-def _prefill_all(params: Params, config: LlamaConfig, cache: KVCache, ids: Sequence[int]) -> KVCache:
+def _prefill_all(params: Params, config: LlamaConfig, cache: KVCache, ids: Sequence[int], *, fresh: bool) -> KVCache:
+    """``fresh`` says that the cache is empty."""
     for first in range(0, len(ids), _PREFILL_TOKENS):
         chunk = ids[first : first + _PREFILL_TOKENS]
         padded = np.zeros((1, _power_of_two_at_least(len(chunk), _SHORTEST_PREFILL)), np.int32)
         padded[0, : len(chunk)] = chunk
-        cache = _prefill(params, config, cache, jnp.asarray(padded), jnp.array([len(chunk)], jnp.int32))
+        count = jnp.array([len(chunk)], jnp.int32)
+        cache = _prefill(params, config, cache, jnp.asarray(padded), count, fresh=fresh and not first)
     return cache
 
 
-@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("config", "fresh"), donate_argnames="cache")
 def _prefill(
-    params: Params, config: LlamaConfig, cache: KVCache, tokens: Int[Array, "1 seq"], count: Int[Array, "1"]
+    params: Params,
+    config: LlamaConfig,
+    cache: KVCache,
+    tokens: Int[Array, "1 seq"],
+    count: Int[Array, "1"],
+    *,
+    fresh: bool,
 ) -> KVCache:
-    return merge(config, params).extend(tokens, cache, count)[1]
+    return merge(config, params).extend(tokens, cache, count, fresh=fresh)[1]
 
 
 @functools.partial(jax.jit, donate_argnames="batch")

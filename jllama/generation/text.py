@@ -227,7 +227,7 @@ def _run(
     steps: int,
 ) -> Generator[str, None, list[Completion]]:
     """Generate a batch; yields the first row's text as it comes, returns all rows."""
-    tokenizer, params, config = _tokenizer(model), model.unstacked_params, model.config
+    tokenizer, params, config = _tokenizer(model), model.decoding_params, model.config
     decoders = [TextDecoder(tokenizer, request.ids, stop) for request, stop in zip(requests, stops, strict=True)]
     made: list[list[tuple[int, float]]] = [[] for _ in requests]
     decoding = start(params, config, requests, vocab_size=tokenizer.vocab_size, drafts=speculate, prefix=prefix)

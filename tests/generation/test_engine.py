@@ -358,9 +358,9 @@ def prefilled(monkeypatch):
     counts = []
     original = engine._prefill
 
-    def record(params, config, cache, tokens, count):
+    def record(params, config, cache, tokens, count, *, fresh):
         counts.append(int(count[0]))
-        return original(params, config, cache, tokens, count)
+        return original(params, config, cache, tokens, count, fresh=fresh)
 
     monkeypatch.setattr(engine, "_prefill", record)
     return counts

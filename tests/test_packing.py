@@ -1,4 +1,4 @@
-"""A model in eight bits: nearly the same logits, the same shapes, a quarter of the memory."""
+"""A model laid out for decoding: the same logits; and in eight bits, those of the rounded weights."""
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +7,10 @@ import pytest
 
 from jllama import oracle
 from jllama.config import LlamaConfig
-from jllama.functional import Int8Matrix
+from jllama.functional import PackedMatrix
 from jllama.generation.engine import Request, SamplingConfig, advance, start
-from jllama.generation.quantize import quantize
-from jllama.model import merge, unstack_layers
+from jllama.model import merge
+from jllama.packing import pack_params
 from jllama.verify.compare import random_params
 
 SIZES = {"vocab_size": 61, "num_layers": 2, "embed_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_seq_len": 64}
@@ -20,14 +20,14 @@ SIZES = {"vocab_size": 61, "num_layers": 2, "embed_dim": 64, "num_heads": 4, "nu
 def test_logits_are_those_of_the_rounded_weights(tied):
     config = LlamaConfig(**SIZES, head_dim=32, mlp_dim=96, tie_embeddings=tied)
     weights = random_params(config, 0)
-    params = quantize(unstack_layers(jax.tree.map(jnp.asarray, weights)), config)
-    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Int8Matrix))
-    assert sum(isinstance(leaf, Int8Matrix) for leaf in leaves) == 7 * 2 + (1 if tied else 2)
+    params = pack_params(jax.tree.map(jnp.asarray, weights), config, "int8")
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, PackedMatrix))
+    assert sum(isinstance(leaf, PackedMatrix) for leaf in leaves) == 7 * 2 + (1 if tied else 2)
 
     def rounded(leaf, number, name):
         """What the matrix stands for, in the oracle's shape."""
         matrix = params["layers"][number][name] if number else params[name]
-        if not isinstance(matrix, Int8Matrix):
+        if not isinstance(matrix, PackedMatrix):
             return leaf
         outputs_first = np.asarray(matrix.values, np.float64) * np.asarray(matrix.scale, np.float64)[:, None]
         return (outputs_first if name == "embed" else outputs_first.T).reshape(leaf.shape)
@@ -44,10 +44,15 @@ def test_logits_are_those_of_the_rounded_weights(tied):
     assert 1e-3 < np.abs(np.asarray(found) - exact).max() / np.abs(exact).max() < 0.1
 
 
-def test_decoding():
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_decoding(quantize):
     config = LlamaConfig(**SIZES, head_dim=32, mlp_dim=96)
-    params = quantize(unstack_layers(jax.tree.map(jnp.asarray, random_params(config, 0))), config)
+    weights = random_params(config, 0)
+    params = pack_params(jax.tree.map(jnp.asarray, weights), config, quantize)
     decoding = start(params, config, [Request([1, 2, 3], SamplingConfig(temperature=0.0), 9)])
     decoding, new = advance(params, config, decoding)
     logits = jax.jit(lambda ids: merge(config, params)(ids))(jnp.array([[1, 2, 3, *new.tokens[0]]]))
     assert new.tokens[0].tolist() == np.argmax(logits[0, 2:-1], axis=-1).tolist()
+    if quantize is None:
+        expected = oracle.forward(weights, np.array([[1, 2, 3, *new.tokens[0]]]), config)
+        np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
