@@ -49,7 +49,7 @@ class BenchOptions:
         json: print the figures as JSON.
     """
 
-    what: Literal["decode"]
+    what: str
     checkpoint: str = ""
     preset: str = ""
     prompt_tokens: int = 512

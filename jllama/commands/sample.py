@@ -128,6 +128,8 @@ def main(argv: Sequence[str], prog: str) -> int:
         [options.stop] if isinstance(options.stop, str) else options.stop,
         options.stop_ids,
     )
+    if options.prompts_file and not Path(options.prompts_file).is_file():  # known before a large model is loaded
+        raise JllamaError(f"there is no prompts_file at {options.prompts_file}: give a .jsonl file")
     keep_compiled()
     model = load(options.checkpoint, options.dtype, rope_factor=options.rope_factor, step=options.step or None)
     if model.tokenizer is None:
