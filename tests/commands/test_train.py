@@ -254,7 +254,7 @@ def test_what_may_fail_and_what_may_not(workshop, tmp_path, capsys, monkeypatch,
         raise RuntimeError("no words")
 
     monkeypatch.setattr(loop, "make_evaluator", lambda *arguments: evaluate)
-    monkeypatch.setattr(loop, "complete", fail)
+    monkeypatch.setattr(loop, "generate", fail)
     run = tmp_path / "run"
     arguments = ["--config", str(workshop.yaml), "--run_dir", str(run), "--training.eval_every", "2"]
     assert cli.run("train", arguments) == 1
