@@ -4,6 +4,7 @@ import os
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiling is most of what the tests do
 
 import hypothesis
 import jaxtyping
