@@ -72,6 +72,13 @@ class Model:
         """Float32 logits of the token that follows each one."""
         return _logits(self.params, self.config, jnp.asarray(tokens))
 
+    @property
+    def text_tokenizer(self) -> Tokenizer:
+        """``tokenizer``; what works on text cannot do without, and raises ``JllamaError`` here if there is none."""
+        if self.tokenizer is None:
+            raise JllamaError("the model has no tokenizer: put the one it was trained with beside its weights")
+        return self.tokenizer
+
     @functools.cached_property
     def decoding_params(self) -> Params:
         """The parameters in the form that decoding takes; kept, so memory holds both forms (``for_decoding`` does not).

@@ -64,10 +64,7 @@ class JllamaLM(TemplateLM):
     ) -> None:
         super().__init__()
         self.model = pretrained if isinstance(pretrained, Model) else load(pretrained, dtype)
-        tokenizer, context = self.model.tokenizer, self.model.config.max_seq_len
-        if tokenizer is None:
-            raise JllamaError("the model has no tokenizer: put the one it was trained with beside its weights")
-        self._tokenizer = tokenizer
+        self._tokenizer, context = self.model.text_tokenizer, self.model.config.max_seq_len
         self.max_length = context if max_length is None else max_length
         if not 1 <= self.max_length <= context:
             raise UsageError(f"max_length is {max_length}; it must be between 1 and the model's context of {context}")

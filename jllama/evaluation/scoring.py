@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jllama.checkpoints.formats import Model
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
+from jllama.generation.engine import power_of_two_at_least
 from jllama.model import merge
 from jllama.parameters import Params
 
@@ -157,9 +158,7 @@ def score_texts(
         JllamaError: the model has no tokenizer, the texts have no tokens, or a log-probability is not finite.
     """
     check_windows(window, stride, batch_size, model.config.max_seq_len)
-    tokenizer = model.tokenizer
-    if tokenizer is None:
-        raise JllamaError("the model has no tokenizer: put the one it was trained with beside its weights")
+    tokenizer = model.text_tokenizer
     rows: list[np.ndarray] = []
     counts: list[int] = []
     total = text_bytes = 0
@@ -243,8 +242,4 @@ def _check_row(row: np.ndarray, count: int, config: LlamaConfig) -> None:
 
 
 def _bucket(length: int, max_seq_len: int) -> int:
-    return min(max(_power_of_two_at_least(length), _SHORTEST_BUCKET), max_seq_len)
-
-
-def _power_of_two_at_least(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+    return min(power_of_two_at_least(length, _SHORTEST_BUCKET), max_seq_len)

@@ -13,7 +13,7 @@ from jllama.generation.engine import PrefixCache
 from jllama.generation.settings import SamplingConfig
 from jllama.generation.template import render
 from jllama.generation.text import Completion, stream
-from jllama.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from jllama.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
 
 Message = Mapping[str, Any]
 """``{"role": "system", "user" or "assistant", "content": text}``, as in transformers."""
@@ -92,7 +92,7 @@ def chat_template(model: Model, choice: str | None = None) -> str:
             ) from error
     if model.chat_template:
         return model.chat_template
-    tokenizer = _tokenizer(model)
+    tokenizer = model.text_tokenizer
     if "<|start_header_id|>" in tokenizer.special_tokens:
         return _LLAMA_3
     if "<|im_start|>" in tokenizer.special_tokens:
@@ -125,7 +125,7 @@ def chat_ids(
         JllamaError: a message is not as ``Message`` says, the model has no tokenizer, or the template fails.
     """
     _check_messages(messages)
-    tokenizer = _tokenizer(model)
+    tokenizer = model.text_tokenizer
     texts = {id: text for text, id in tokenizer.special_tokens.items()}
     text = render(
         chat_template(model) if template is None else template,
@@ -142,7 +142,7 @@ def chat_ids(
 
 def chat_stop_ids(model: Model) -> tuple[int, ...]:
     """The tokens that end an answer: the model's stop ids, and those of ``END_OF_TURN`` that its tokenizer has."""
-    special = _tokenizer(model).special_tokens
+    special = model.text_tokenizer.special_tokens
     return tuple(dict.fromkeys([*model.stop_ids, *(special[text] for text in END_OF_TURN if text in special)]))
 
 
@@ -196,12 +196,6 @@ class Conversation:
             return end.value
         finally:
             self.messages = [*messages, {"role": "assistant", "content": heard}]
-
-
-def _tokenizer(model: Model) -> Tokenizer:
-    if model.tokenizer is None:
-        raise JllamaError("the model has no tokenizer: put the one it was trained with beside its weights")
-    return model.tokenizer
 
 
 def _check_messages(messages: Sequence[Message]) -> None:

@@ -115,7 +115,7 @@ def start(
     """Prefill the prompts; equal ones once.
 
     Args:
-        params: unstacked layers (``unstack_layers``).
+        params: of separate layers: packed (``jllama.packing``), which is fastest, or as ``unstack_layers`` gives them.
         config: the model's.
         requests: the rows; they may differ in everything, and each comes out as it would alone.
         vocab_size: the tokenizer's, where the model's is padded: higher ids are never drawn.
@@ -242,7 +242,7 @@ def _prefill_all(params: Params, config: LlamaConfig, cache: KVCache, ids: Seque
     """``fresh`` says that the cache is empty."""
     for first in range(0, len(ids), _PREFILL_TOKENS):
         chunk = ids[first : first + _PREFILL_TOKENS]
-        padded = np.zeros((1, _power_of_two_at_least(len(chunk), _SHORTEST_PREFILL)), np.int32)
+        padded = np.zeros((1, power_of_two_at_least(len(chunk), _SHORTEST_PREFILL)), np.int32)
         padded[0, : len(chunk)] = chunk
         count = jnp.array([len(chunk)], jnp.int32)
         cache = _prefill(params, config, cache, jnp.asarray(padded), count, fresh=fresh and not first)
@@ -267,7 +267,7 @@ def _insert(batch: KVCache, row_cache: KVCache, place: Int[Array, ""] | int) -> 
     """Copy a row into its place in a batch whose rows have more room."""
 
     def put(into: Array, row: Array) -> Array:
-        return jax.lax.dynamic_update_slice(into, row[:, :, : into.shape[2]], (place, 0, 0, 0))
+        return jax.lax.dynamic_update_slice(into, row, (place, 0, 0, 0))
 
     keys, values = (tuple(map(put, into, row)) for into, row in zip(batch[:2], row_cache[:2], strict=True))
     return KVCache(keys, values, batch.lengths.at[place].set(row_cache.lengths[0]))
@@ -370,8 +370,9 @@ def _step(llama: Llama, settings: Settings, carry: _Step, drafts: Int[Array, "ba
 
 def _cache_len(tokens: int, config: LlamaConfig) -> int:
     """The cache length for so many tokens: one of a few, so that few are compiled."""
-    return min(_power_of_two_at_least(tokens, _SHORTEST_CACHE), config.max_seq_len)
+    return min(power_of_two_at_least(tokens, _SHORTEST_CACHE), config.max_seq_len)
 
 
-def _power_of_two_at_least(number: int, least: int) -> int:
+def power_of_two_at_least(number: int, least: int) -> int:
+    """The lengths that arrays are padded to: few, so that few programs are compiled."""
     return max(least, 1 << (number - 1).bit_length())

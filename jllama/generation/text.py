@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jllama.checkpoints.formats import Model
-from jllama.errors import JllamaError, UsageError
+from jllama.errors import UsageError
 from jllama.generation.engine import STEPS, PrefixCache, advance, start
 from jllama.generation.settings import Request, SamplingConfig, check_requests
 from jllama.tokenizers import Tokenizer
@@ -227,7 +227,7 @@ def _run(
     steps: int,
 ) -> Generator[str, None, list[Completion]]:
     """Generate a batch; yields the first row's text as it comes, returns all rows."""
-    tokenizer, params, config = _tokenizer(model), model.decoding_params, model.config
+    tokenizer, params, config = model.text_tokenizer, model.decoding_params, model.config
     decoders = [TextDecoder(tokenizer, request.ids, stop) for request, stop in zip(requests, stops, strict=True)]
     made: list[list[tuple[int, float]]] = [[] for _ in requests]
     decoding = start(params, config, requests, vocab_size=tokenizer.vocab_size, drafts=speculate, prefix=prefix)
@@ -285,7 +285,7 @@ def _prompt(
 
 def request_of(model: Model, prompt: Prompt) -> Request:
     """What the engine is asked for; raises ``UsageError`` if the model cannot do it."""
-    content, tokenizer = prompt.content, _tokenizer(model)
+    content, tokenizer = prompt.content, model.text_tokenizer
     if "" in prompt.stop:
         raise UsageError("a stop string is empty: it would end every text at once")
     ids = prompt_ids(tokenizer, content) if isinstance(content, str) else [int(token) for token in content]
@@ -293,9 +293,3 @@ def request_of(model: Model, prompt: Prompt) -> Request:
     request = Request(ids, prompt.sampling, prompt.max_new_tokens, stop_ids)
     check_requests([request], model.config.max_seq_len, tokenizer.vocab_size)
     return request
-
-
-def _tokenizer(model: Model) -> Tokenizer:
-    if model.tokenizer is None:
-        raise JllamaError("the model has no tokenizer: put the one it was trained with beside its weights")
-    return model.tokenizer

@@ -5,9 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy.special import chdtrc
+from transformers.generation import logits_process as processors
 
 from jllama import oracle
 from jllama.functional import (
@@ -229,8 +231,6 @@ def test_the_chain_is_numpys(logits, temperature, top_k, top_p, min_p):
     ],
 )
 def test_the_chain_is_that_of_transformers(temperature, top_k, top_p, min_p, repetition_penalty):
-    torch = pytest.importorskip("torch")
-    processors = pytest.importorskip("transformers.generation.logits_process")
     rng = np.random.default_rng(0)
     logits, ids = 3 * rng.standard_normal((8, 1000)).astype(np.float32), rng.integers(1000, size=(8, 300))
     scores, input_ids = torch.tensor(logits), torch.tensor(ids)
