@@ -49,10 +49,9 @@ class Attend(NamedTuple):
 
     cos: Float[Array, "#batch seq half"]
     sin: Float[Array, "#batch seq half"]
-    mask: Bool[Array, "#batch seq kv_seq"]
+    mask: Bool[Array, "#batch seq kv_seq"] | None
+    """None: nothing comes before the first token, and each sees those of the same call up to itself."""
     positions: Int[Array, "#batch seq"]
-    fresh: bool = False
-    """Nothing comes before the first token: tokens see those of the same call alone."""
 
 
 KeysValues = tuple[Float[Array, "batch kv_heads kv_seq head_dim"], Float[Array, "batch kv_heads kv_seq head_dim"]]
@@ -93,8 +92,8 @@ class Layer(nnx.Module):
         kept = key, value
         if cached is not None:
             kept = _write(cached[0], key, attend.positions), _write(cached[1], value, attend.positions)
-        if attend.fresh:
-            mixed = F.causal_attention(query, key, value)
+        if attend.mask is None:
+            mixed = F.causal_attention(query, *kept)
         else:
             mixed = F.grouped_query_attention(query, *kept, attend.mask)
         return _from_heads(mixed, self.wo[...]), kept
@@ -171,27 +170,29 @@ class Llama(nnx.Module):
         return F.rms_norm(x, self.final_norm[...], self.config.norm_eps)
 
     def extend(
-        self, tokens: Int[Array, "batch seq"], cache: KVCache, counts: Int[Array, "batch"], *, fresh: bool = False
+        self, tokens: Int[Array, "batch seq"], cache: KVCache | None, counts: Int[Array, "batch"]
     ) -> tuple[Float[Array, "batch seq embed"], KVCache]:
         """Continue each row of the cache by its first ``counts`` tokens: prefill, or one step of decoding.
 
         Tokens past a row's count are padding: their activations mean nothing and no real token ever sees them.
-        Slots past the end of the cache are not written; the caller checks that ``lengths + counts`` fit. ``fresh`` says
-        that the cache is empty, which spares looking into it.
+        Slots past the end of the cache are not written; the caller checks that ``lengths + counts`` fit. With no cache,
+        the tokens begin a new one, as long as they are.
         Needs unrolled layers (``unstack_layers``). Returns the final normalised activations and the longer cache.
         """
-        positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
-        attend = attend_to(self.config, positions, F.cache_mask(positions, cache.keys[0].shape[2]))
-        attend = attend._replace(fresh=fresh)
         assert isinstance(self.layers, nnx.Dict), "decoding takes unstacked layers"
+        lengths = jnp.zeros_like(counts) if cache is None else cache.lengths
+        positions = lengths[:, None] + jnp.arange(tokens.shape[1])
+        mask = None if cache is None else F.cache_mask(positions, cache.keys[0].shape[2])
+        attend = attend_to(self.config, positions, mask)
         x = self._embed(tokens)
         updated: list[KeysValues] = []
-        for index, cached in enumerate(zip(cache.keys, cache.values, strict=True)):
+        for index in range(self.config.num_layers):
+            cached = None if cache is None else (cache.keys[index], cache.values[index])
             x, kept = self.layers[str(index)](x, attend, cached)
             updated.append(kept)
         keys, values = zip(*updated, strict=True)
         x = F.rms_norm(x, self.final_norm[...], self.config.norm_eps)
-        return x, KVCache(keys, values, cache.lengths + counts)
+        return x, KVCache(keys, values, lengths + counts)
 
     def logits(self, hidden: Float[Array, "*lead embed"]) -> Float[Array, "*lead vocab"]:
         """Float32 scores of every token in the vocabulary: ``hidden @ lm_head``."""
@@ -208,7 +209,7 @@ class Llama(nnx.Module):
         return self.embed[...][tokens]
 
 
-def attend_to(config: LlamaConfig, positions: Array, mask: Array, seq_len: int = 0) -> Attend:
+def attend_to(config: LlamaConfig, positions: Array, mask: Array | None, seq_len: int = 0) -> Attend:
     """What every layer is told of the positions; ``seq_len`` as in ``rope_frequencies``."""
     cos, sin = F.rope_tables(positions, rope_frequencies(config, seq_len))
     if (scaling := config.rope_scaling) and scaling.type == "yarn":
@@ -309,6 +310,12 @@ def _write(
     new: Float[Array, "batch kv_heads seq head_dim"],
     positions: Int[Array, "batch seq"],
 ) -> Float[Array, "batch kv_heads max_len head_dim"]:
-    """Put ``new`` into each row's own slots. Unlike a dynamic slice, which would shift, it drops what does not fit."""
-    rows = jnp.arange(cached.shape[0])[:, None]
-    return cached.at[rows, :, positions].set(new.swapaxes(1, 2).astype(cached.dtype), mode="drop")
+    """Put ``new`` into each row's own slots. Unlike a dynamic slice, which would shift, it drops what does not fit.
+
+    Rows and heads are joined to one axis: where one of them is of size one, XLA would copy the whole cache on a CPU.
+    """
+    batch, kv_heads, max_len, head_dim = cached.shape
+    rows = jnp.arange(batch * kv_heads)[:, None]
+    slots = jnp.repeat(positions, kv_heads, axis=0)
+    joined = new.reshape(batch * kv_heads, -1, head_dim).astype(cached.dtype)
+    return cached.reshape(-1, max_len, head_dim).at[rows, slots].set(joined, mode="drop").reshape(cached.shape)

@@ -192,35 +192,31 @@ def _prompt_caches(
 ) -> KVCache:
     """A cache with room for ``room`` tokens a row that holds each row's prompt but its last token."""
     max_len = _cache_len(room, config)
-    if prefix is not None:
-        (request,) = requests
-        return _extended(params, config, request.ids, max_len, prefix)
+    if len(requests) == 1:
+        return _extended(params, config, requests[0].ids[:-1], max_len, prefix or PrefixCache())
     batch = _empty_cache(params, config, len(requests), max_len)
     rows: dict[tuple[int, ...], list[int]] = {}
     for row, request in enumerate(requests):
-        rows.setdefault(tuple(request.ids), []).append(row)
-    for ids, places in rows.items():
-        known = len(ids) - 1
+        rows.setdefault(tuple(request.ids[:-1]), []).append(row)
+    for known, places in rows.items():
         if known:
-            row_cache = _empty_cache(params, config, 1, _cache_len(known, config))
-            row_cache = _prefill_all(params, config, row_cache, ids[:-1], fresh=True)
+            row_cache = _prefilled(params, config, known, _cache_len(len(known), config))
             for place in places:
                 batch = _insert(batch, row_cache, place)
     return batch
 
 
 def _extended(params: Params, config: LlamaConfig, ids: Sequence[int], max_len: int, prefix: PrefixCache) -> KVCache:
-    """The prefix's cache, cut to what it shares with ``ids`` and extended by the rest but the last token."""
+    """The prefix's cache, cut to what it shares with ``ids`` and extended by the rest; a new one if that is nothing."""
     kept, prefix.cache = prefix.cache, None
-    if kept is None or kept.lengths.is_deleted():
-        kept, shared = _empty_cache(params, config, 1, max_len), 0
-    else:
-        pairs = list(zip(prefix.ids, ids[:-1], strict=False))
-        shared = next((place for place, (old, new) in enumerate(pairs) if old != new), len(pairs))
-        if max_len > kept.keys[0].shape[2]:
-            kept = _longer_cache(kept, max_len)
+    pairs = list(zip(prefix.ids, ids, strict=False))
+    shared = next((place for place, (old, new) in enumerate(pairs) if old != new), len(pairs))
+    if not shared or kept is None or kept.lengths.is_deleted():
+        return _prefilled(params, config, ids, max_len) if ids else _empty_cache(params, config, 1, max_len)
+    if kept.keys[0].shape[2] < max_len:
+        kept = _resized(kept, max_len)
     kept = kept._replace(lengths=_beside(params, jnp.array([shared], jnp.int32)))
-    return _prefill_all(params, config, kept, ids[shared:-1], fresh=not shared)
+    return _continued(params, config, ids[shared:], kept)
 
 
 def _empty_cache(params: Params, config: LlamaConfig, batch: int, max_len: int) -> KVCache:
@@ -238,28 +234,34 @@ def _beside(params: Params, tree: T) -> T:
     return jax.device_put(tree, sharding)
 
 
-def _prefill_all(params: Params, config: LlamaConfig, cache: KVCache, ids: Sequence[int], *, fresh: bool) -> KVCache:
-    """``fresh`` says that the cache is empty."""
+def _prefilled(params: Params, config: LlamaConfig, ids: Sequence[int], max_len: int) -> KVCache:
+    """A new cache that holds these tokens."""
+    first = _prefill_chunk(params, config, ids[:_PREFILL_TOKENS], None)
+    return _continued(params, config, ids[_PREFILL_TOKENS:], _resized(first, max_len))
+
+
+def _continued(params: Params, config: LlamaConfig, ids: Sequence[int], cache: KVCache) -> KVCache:
+    """The cache with these tokens behind those that it holds."""
     for first in range(0, len(ids), _PREFILL_TOKENS):
-        chunk = ids[first : first + _PREFILL_TOKENS]
-        padded = np.zeros((1, power_of_two_at_least(len(chunk), _SHORTEST_PREFILL)), np.int32)
-        padded[0, : len(chunk)] = chunk
-        count = jnp.array([len(chunk)], jnp.int32)
-        cache = _prefill(params, config, cache, jnp.asarray(padded), count, fresh=fresh and not first)
+        cache = _prefill_chunk(params, config, ids[first : first + _PREFILL_TOKENS], cache)
     return cache
 
 
-@functools.partial(jax.jit, static_argnames=("config", "fresh"), donate_argnames="cache")
+def _prefill_chunk(params: Params, config: LlamaConfig, ids: Sequence[int], cache: KVCache | None) -> KVCache:
+    padded = np.zeros((1, power_of_two_at_least(len(ids), _SHORTEST_PREFILL)), np.int32)
+    padded[0, : len(ids)] = ids
+    return _prefill(params, config, cache, padded, np.array([len(ids)], np.int32))
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
 def _prefill(
     params: Params,
     config: LlamaConfig,
-    cache: KVCache,
-    tokens: Int[Array, "1 seq"],
-    count: Int[Array, "1"],
-    *,
-    fresh: bool,
+    cache: KVCache | None,
+    tokens: Int[Array | np.ndarray, "1 seq"],
+    count: Int[Array | np.ndarray, "1"],
 ) -> KVCache:
-    return merge(config, params).extend(tokens, cache, count, fresh=fresh)[1]
+    return merge(config, params).extend(jnp.asarray(tokens), cache, jnp.asarray(count))[1]
 
 
 @functools.partial(jax.jit, donate_argnames="batch")
@@ -274,16 +276,20 @@ def _insert(batch: KVCache, row_cache: KVCache, place: Int[Array, ""] | int) -> 
 
 
 @functools.partial(jax.jit, static_argnames="max_len")
-def _longer_cache(cache: KVCache, max_len: int) -> KVCache:
-    def lengthen(stored: Array) -> Array:
-        return jnp.pad(stored, ((0, 0), (0, 0), (0, max_len - stored.shape[2]), (0, 0)))
+def _resized(cache: KVCache, max_len: int) -> KVCache:
+    """With room for ``max_len`` tokens a row; what is cut off, if anything, must be padding."""
 
-    return KVCache(tuple(map(lengthen, cache.keys)), tuple(map(lengthen, cache.values)), cache.lengths)
+    def resize(stored: Array) -> Array:
+        return jax.lax.pad(
+            stored, jnp.zeros((), stored.dtype), ((0, 0, 0), (0, 0, 0), (0, max_len - stored.shape[2], 0), (0, 0, 0))
+        )
+
+    return KVCache(tuple(map(resize, cache.keys)), tuple(map(resize, cache.values)), cache.lengths)
 
 
 def _lengthen(state: DecodeState, max_len: int) -> DecodeState:
     tokens = jnp.pad(state.tokens, ((0, 0), (0, max_len - state.tokens.shape[1])))
-    return state._replace(cache=_longer_cache(state.cache, max_len), tokens=tokens)
+    return state._replace(cache=_resized(state.cache, max_len), tokens=tokens)
 
 
 class _Step(NamedTuple):

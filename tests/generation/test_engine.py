@@ -358,9 +358,9 @@ def prefilled(monkeypatch):
     counts = []
     original = engine._prefill
 
-    def record(params, config, cache, tokens, count, *, fresh):
+    def record(params, config, cache, tokens, count):
         counts.append(int(count[0]))
-        return original(params, config, cache, tokens, count, fresh=fresh)
+        return original(params, config, cache, tokens, count)
 
     monkeypatch.setattr(engine, "_prefill", record)
     return counts
