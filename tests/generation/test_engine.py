@@ -378,6 +378,16 @@ def test_a_long_prompt_is_prefilled_in_chunks_and_the_cache_grows_as_it_must(mon
     assert prefilled[6:] == [64, 64, 21, 8]
 
 
+def test_a_prompt_whose_padding_would_pass_the_end_of_the_context():
+    prompt = rng.integers(0, CONFIG.vocab_size, 390).tolist()
+    whole, half = Request(prompt, GREEDY, None), Request(prompt[:200], GREEDY, 3)
+    (alone,), _ = made_by([whole], LONG, PARAMS_OF_ONE_LAYER)
+    assert len(alone) == 10
+    assert made_by([whole, half], LONG, PARAMS_OF_ONE_LAYER)[0][0] == alone
+    weights = WEIGHTS | {"layers": {name: stack[:1] for name, stack in WEIGHTS["layers"].items()}}
+    assert alone[0] == int(oracle.forward(weights, np.array([prompt]), LONG)[0, -1].argmax())
+
+
 def test_equal_prompts_are_prefilled_once(prefilled):
     requests = [Request(PROMPTS[row], SamplingConfig(seed=seed), 20) for seed, row in enumerate((1, 2, 1, 1))]
     rows, _ = made_by(requests)
