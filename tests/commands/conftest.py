@@ -1,5 +1,7 @@
 """One small run, made once by the real ``train.py`` in a process of its own, and the means to make others."""
 
+import contextlib
+import fcntl
 import json
 import os
 import random
@@ -37,13 +39,25 @@ def write_corpus(path: Path, lines: int = 30) -> None:
     path.write_text("".join(" ".join(rng.choice(WORDS) for _ in range(12)) + ".\n" for _ in range(lines)))
 
 
+@contextlib.contextmanager
+def one_at_a_time(folder: Path):
+    """The workers of pytest-xdist share what the first of them makes."""
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory):
     """A corpus, a configuration, and ``start``, which runs a script of the repository as a user would."""
-    folder = tmp_path_factory.mktemp("workshop")
-    write_corpus(folder / "corpus.txt")
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "workshop"
+    folder.mkdir(exist_ok=True)
     data = {"path": str(folder / "corpus.txt"), "tokenizer": "bytes", "cache_dir": str(folder / "cache")}
-    (folder / "small.yaml").write_text(yaml.safe_dump(SETTINGS | {"data": data}))
+    with one_at_a_time(folder):
+        if not (folder / "small.yaml").exists():
+            write_corpus(folder / "corpus.txt")
+            (folder / "small.yaml").write_text(yaml.safe_dump(SETTINGS | {"data": data}))
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
@@ -78,10 +92,13 @@ def workshop(tmp_path_factory):
 @pytest.fixture(scope="session")
 def small_run(workshop):
     """A finished run, for reading only: its folder, and what it printed."""
-    run = workshop.folder / "run"
-    done = workshop.finish(workshop.train(run))
-    assert done.code == 0, done.err
-    return types.SimpleNamespace(folder=run, **vars(done))
+    run, printed = workshop.folder / "run", workshop.folder / "printed.json"
+    with one_at_a_time(workshop.folder):
+        if not printed.exists():
+            done = workshop.finish(workshop.train(run))
+            assert done.code == 0, done.err
+            printed.write_text(json.dumps({"out": done.out, "err": done.err}))
+    return types.SimpleNamespace(folder=run, **json.loads(printed.read_text()))
 
 
 @pytest.fixture(scope="session")

@@ -75,6 +75,7 @@ def training(workshop, source, run, *more):
     return [*(f"--{name}={value}" for name, value in options.items()), *more]
 
 
+@pytest.mark.slow
 def test_a_user_converts_samples_and_trains_on(workshop, models, tmp_path):
     """In processes of their own: GGUF to Hugging Face's format, then sampled, then trained on."""
     done = workshop.finish(workshop.start("-m", "jllama", "convert", models / "gguf", tmp_path / "hf", "--to", "hf"))

@@ -2,7 +2,10 @@
 
 import json
 
+import pytest
 
+
+@pytest.mark.slow
 def test_a_run_of_eight_devices_is_sampled_and_continued_on_one(workshop, tmp_path):
     run = tmp_path / "run"
     padded = ("--model.vocab_size", 264)  # 259 tokens do not divide two ways

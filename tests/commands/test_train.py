@@ -91,6 +91,7 @@ def test_the_saved_configuration_starts_the_same_run_again(small_run, workshop):
     )
 
 
+@pytest.mark.slow
 def test_stopped_and_continued_is_the_same_to_the_last_bit(small_run, workshop, read_run, tmp_path):
     """Stopped within the first epoch by SIGTERM and within the second by SIGINT; each time a fresh process goes on."""
     run, stopped = tmp_path / "run", []
@@ -133,6 +134,7 @@ def test_a_stop_between_two_checkpoints_is_saved(small_run, workshop, read_run, 
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_and_continued_is_the_same_to_the_last_bit(small_run, workshop, read_run, tmp_path):
     run, rng, seen = tmp_path / "run", random.Random(0), 0
     often = ("--resume", "auto", "--training.eval_every", 1, "--training.sample_tokens", 0)

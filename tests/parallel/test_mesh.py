@@ -44,6 +44,7 @@ def report():
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", SPLIT)
 def test_a_mesh_computes_as_one_device_does(report, mesh):
     assert report[mesh]["devices"] == [1, 8]
@@ -51,6 +52,7 @@ def test_a_mesh_computes_as_one_device_does(report, mesh):
     assert report[mesh]["wrong_error"] > VISIBLE * TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", SPLIT)
 def test_a_mesh_trains_as_one_device_does(report, mesh):
     assert report[mesh]["initial_error"] < 1e-6
@@ -58,6 +60,7 @@ def test_a_mesh_trains_as_one_device_does(report, mesh):
     assert report[mesh]["training_error"] < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", SPLIT)
 def test_parameters_and_moments_are_split_by_the_rules(report, mesh):
     ways = SPLIT[mesh]
@@ -67,11 +70,13 @@ def test_parameters_and_moments_are_split_by_the_rules(report, mesh):
         assert report[mesh]["moment_shards"][path] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "rows"), [("data=8", [1]), ("fsdp=8", [1]), ("data=2 fsdp=2 tensor=2", [2])])
 def test_rows_of_a_batch_are_split(report, mesh, rows):
     assert report[mesh]["rows"] == rows
 
 
+@pytest.mark.slow
 def test_sizes_that_do_not_fit_are_refused(report):
     assert report["refused"] == [
         "the mesh data=3 x fsdp=1 x tensor=1 needs 3 devices, but there are 8",
