@@ -47,8 +47,9 @@ def _curves(metrics: list[dict[str, Any]]) -> str:
     """Loss, learning rate, gradient norm and speed against the step, as an SVG element."""
     train = [record for record in metrics if "loss" in record]
     evaluations = [record for record in metrics if "validation_loss" in record]
-    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(
+        {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
+    ):
         figure = Figure(figsize=(9, 6))
         axes = figure.subplots(2, 2, gridspec_kw={"hspace": 0.35})  # matplotlib's own layouts take three times as long
         panels = [
