@@ -163,7 +163,7 @@ def test_another_key_draws_other_values_and_the_same_key_the_same():
 
 @both
 @pytest.mark.parametrize(
-    "config", [SMALL, LlamaConfig(vocab_size=1000, num_layers=1, embed_dim=512, num_heads=4)], ids=["256", "512"]
+    "config", [SMALL, LlamaConfig(vocab_size=2000, num_layers=2, embed_dim=512, num_heads=4)], ids=["256", "512"]
 )
 def test_first_loss_is_ln_v(config, tie_embeddings):
     config = dataclasses.replace(config, tie_embeddings=tie_embeddings)
