@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Generator, Iterator, Sequence
 from typing import NamedTuple
 
@@ -26,15 +27,19 @@ class Prompt:
         content: text, which gets BOS in front where the tokenizer wants it; or token ids, taken as they are.
         sampling: how tokens are chosen.
         max_new_tokens: the most tokens to make; None goes on to the end of the model's context.
-        stop: strings that end the text; they are not part of it.
+        stop: a string that ends the text, or several; they are not part of it.
         stop_ids: tokens that end the text; None takes the model's own.
     """
 
     content: str | Sequence[int]
     sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
     max_new_tokens: int | None = None
-    stop: Sequence[str] = ()
+    stop: str | Sequence[str] = ()
     stop_ids: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
 
 
 class Completion(NamedTuple):
@@ -59,11 +64,11 @@ class Completion(NamedTuple):
 
 def generate(
     model: Model,
-    prompts: Sequence[str | Sequence[int] | Prompt],
+    prompts: str | Sequence[int] | Prompt | Sequence[str | Sequence[int] | Prompt],
     sampling: SamplingConfig | None = None,
     *,
     max_new_tokens: int | None = None,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     stop_ids: Sequence[int] | None = None,
     speculate: int = 0,
     batch_size: int = 0,
@@ -72,7 +77,7 @@ def generate(
 
     Args:
         model: what ``jllama.load`` gives.
-        prompts: text, token ids, or a ``Prompt``, which brings its own settings.
+        prompts: text, token ids, or a ``Prompt``, which brings its own settings; or a list of those.
         sampling: as ``max_new_tokens``, ``stop`` and ``stop_ids`` for the prompts that do not bring their own.
         max_new_tokens: as in ``Prompt``.
         stop: as in ``Prompt``.
@@ -85,7 +90,9 @@ def generate(
         UsageError: a prompt or a setting does not fit the model.
         JllamaError: the model has no tokenizer.
     """
-    wanted = [_prompt(prompt, sampling, max_new_tokens, stop, stop_ids) for prompt in prompts]
+    if isinstance(prompts, str | Prompt) or (len(prompts) and isinstance(prompts[0], numbers.Integral)):
+        prompts = [prompts]  # pyright: ignore[reportAssignmentType] - text, a Prompt, or the ids of one
+    wanted = [_prompt(prompt, sampling, max_new_tokens, stop, stop_ids) for prompt in prompts]  # pyright: ignore
     completions: dict[int, Completion] = {}
     for done in generate_batches(model, wanted, speculate=speculate, batch_size=batch_size):
         completions |= done
@@ -118,7 +125,7 @@ def stream(
     sampling: SamplingConfig | None = None,
     *,
     max_new_tokens: int | None = None,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     stop_ids: Sequence[int] | None = None,
     speculate: int = 0,
     prefix: PrefixCache | None = None,
@@ -275,7 +282,7 @@ def _prompt(
     prompt: str | Sequence[int] | Prompt,
     sampling: SamplingConfig | None,
     max_new_tokens: int | None,
-    stop: Sequence[str],
+    stop: str | Sequence[str],
     stop_ids: Sequence[int] | None,
 ) -> Prompt:
     if isinstance(prompt, Prompt):

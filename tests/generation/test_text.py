@@ -206,6 +206,22 @@ def test_a_prompt_may_be_ids_and_settings_may_be_shared():
     assert text == ids == generate(MODEL, [Prompt(PROMPTS[0], SAMPLING[1], NEW)])[0]
 
 
+def test_one_prompt_and_one_stop_need_no_list():
+    """A string is not a list of its characters, and no stop string is empty because it is a string."""
+    free = generate(MODEL, ["the cat"], SAMPLING[1], max_new_tokens=NEW)
+    for one in ("the cat", prompt_ids(BPE, "the cat"), Prompt("the cat", SAMPLING[1], NEW)):
+        assert generate(MODEL, one, SAMPLING[1], max_new_tokens=NEW) == free
+    stop = free[0].text[2:5]
+    cut = generate(MODEL, "the cat", SAMPLING[1], max_new_tokens=NEW, stop=[stop])
+    assert cut[0].finish_reason == "stop_string"
+    assert generate(MODEL, "the cat", SAMPLING[1], max_new_tokens=NEW, stop=stop) == cut
+    assert generate(MODEL, Prompt("the cat", SAMPLING[1], NEW, stop)) == cut
+    assert "".join(stream(MODEL, "the cat", SAMPLING[1], max_new_tokens=NEW, stop=stop)) == cut[0].text
+    for empty in ("", [""], ["x", ""]):
+        with pytest.raises(UsageError, match="a stop string is empty"):
+            generate(MODEL, "the cat", stop=empty)
+
+
 def test_batches_give_what_one_batch_gives():
     prompts = ["the", "cat sat on", "", "a mat", "où est le garçon?"]
     together = generate(MODEL, prompts, SAMPLING[1], max_new_tokens=9)
