@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,56 +13,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jllama import functional as F
 from jllama.errors import UsageError
+from jllama.generation.config import SamplingConfig
 
 _STOP_MULTIPLE = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingConfig:
-    """How one row's tokens are chosen; applied in the order of ``jllama.functional.sampling``.
-
-    Args:
-        temperature: divides the logits; 0 always takes the likeliest token, 1 draws from the model as it is.
-        top_k: draw among the k likeliest tokens only; 0 is all of them.
-        top_p: draw among the likeliest tokens that together reach this probability; 1 is all of them.
-        min_p: leave out tokens less likely than this share of the likeliest one's probability; 0 leaves out none.
-        repetition_penalty: divides the logit of a token seen before, in the prompt too (multiplies it if negative).
-        presence_penalty: is taken from the logit of a token generated before.
-        frequency_penalty: is taken from the logit of a token once for each time that it was generated.
-        logit_bias: is added to the logits of these token ids.
-        banned_ids: tokens that are never drawn.
-        seed: the same seed, prompt and settings give the same text, whatever else is in the batch.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    banned_ids: tuple[int, ...] = ()
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise UsageError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
-        if self.top_k < 0:
-            raise UsageError(f"top_k is {self.top_k}; it must be 0 (all tokens) or a positive number")
-        if not 0 < self.top_p <= 1:
-            raise UsageError(f"top_p is {self.top_p}; it must be over 0 and at most 1")
-        if not 0 <= self.min_p <= 1:
-            raise UsageError(f"min_p is {self.min_p}; it must be between 0 (off) and 1")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise UsageError(f"repetition_penalty is {self.repetition_penalty}; it must be positive (1 is off)")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not math.isfinite(getattr(self, name)):
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be a finite number (0 is off)")
-        if not all(math.isfinite(bias) for bias in self.logit_bias.values()):
-            raise UsageError(f"logit_bias is {dict(self.logit_bias)}; its values must be finite: ban with banned_ids")
-        if not 0 <= self.seed < 2**32:
-            raise UsageError(f"seed is {self.seed}; it must be between 0 and 2**32 - 1")
 
 
 @dataclasses.dataclass(frozen=True)

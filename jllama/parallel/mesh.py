@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jllama.config import LlamaConfig
 from jllama.errors import UsageError
+from jllama.parallel.config import MeshConfig
 from jllama.parameters import Parameter, parameter_table, shape_of
 
 RULES: dict[str, str] = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "embed": "fsdp"}
@@ -19,27 +19,6 @@ RULES: dict[str, str] = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tens
 
 BATCH = PartitionSpec(("data", "fsdp"))
 """How the rows of a batch are split."""
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshConfig:
-    """How many ways to split the work; the product is the number of devices.
-
-    Args:
-        data: copies of the model, each with its share of the batch; 0 takes all devices left over.
-        fsdp: ways to split the parameters (and the batch), gathered where they are used.
-        tensor: ways to split heads, feed-forward width and vocabulary.
-    """
-
-    data: int = 0
-    fsdp: int = 1
-    tensor: int = 1
-
-    def __post_init__(self) -> None:
-        if self.data < 0 or self.fsdp < 1 or self.tensor < 1:
-            raise UsageError(
-                f"the mesh {dataclasses.asdict(self)} needs positive sizes (data may be 0: all that is left)"
-            )
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:

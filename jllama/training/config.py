@@ -3,14 +3,52 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 from jllama.config import LlamaConfig
-from jllama.data import DataConfig
+from jllama.data.config import DataConfig
 from jllama.errors import UsageError
-from jllama.generation.settings import SamplingConfig
-from jllama.parallel.mesh import MeshConfig
-from jllama.training.optimizer import OptimizerConfig
+from jllama.generation.config import SamplingConfig
+from jllama.parallel.config import MeshConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) under a warm-up and a cosine.
+
+    Args:
+        learning_rate: the peak, reached at the end of the warm-up.
+        final_fraction: the learning rate ends at this share of the peak.
+        warmup_fraction: the share of all steps over which the learning rate rises linearly.
+        beta1: decay of the gradient's running mean.
+        beta2: decay of the squared gradient's running mean.
+        epsilon: added to the root of the squared gradient's mean.
+        weight_decay: per unit of learning rate, on matrices only (never on norms).
+        clip_norm: gradients are scaled down to this global norm if theirs is larger.
+    """
+
+    learning_rate: float = 3e-4
+    final_fraction: float = 0.1
+    warmup_fraction: float = 0.03
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "epsilon", "clip_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UsageError(f"optimizer.{name} is {getattr(self, name)}; it must be positive and finite")
+        for name in ("final_fraction", "warmup_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UsageError(f"optimizer.{name} is {getattr(self, name)}; it must be between 0 and 1")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UsageError(f"optimizer.{name} is {getattr(self, name)}; it must be at least 0 and below 1")
+        if not 0 <= self.weight_decay < math.inf:
+            raise UsageError(f"optimizer.weight_decay is {self.weight_decay}; it must be 0 or positive, and finite")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,9 @@ from jllama.checkpoints.formats import Model, open_checkpoint
 from jllama.checkpoints.native import CHECKPOINTS, Checkpoints
 from jllama.checkpoints.tensors import Checkpoint, load_params
 from jllama.config import LlamaConfig
-from jllama.data import DataConfig, Dataset, prepare_data, training_batches
+from jllama.data.batches import training_batches
+from jllama.data.config import DataConfig
+from jllama.data.tokens import Dataset, prepare_data
 from jllama.errors import JllamaError, UsageError
 from jllama.generation.text import generate, prompt_ids
 from jllama.model import abstract_params

@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jllama.config import LlamaConfig
-from jllama.data import Dataset, validation_batches
+from jllama.data.batches import validation_batches
+from jllama.data.tokens import Dataset
 from jllama.parallel.mesh import BATCH
 from jllama.parameters import Params, training_flops_per_token
 from jllama.training.config import TrainConfig

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -11,46 +10,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from jllama.config import LlamaConfig
-from jllama.errors import UsageError
 from jllama.parameters import Params, map_by_path, parameter_table
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) under a warm-up and a cosine.
-
-    Args:
-        learning_rate: the peak, reached at the end of the warm-up.
-        final_fraction: the learning rate ends at this share of the peak.
-        warmup_fraction: the share of all steps over which the learning rate rises linearly.
-        beta1: decay of the gradient's running mean.
-        beta2: decay of the squared gradient's running mean.
-        epsilon: added to the root of the squared gradient's mean.
-        weight_decay: per unit of learning rate, on matrices only (never on norms).
-        clip_norm: gradients are scaled down to this global norm if theirs is larger.
-    """
-
-    learning_rate: float = 3e-4
-    final_fraction: float = 0.1
-    warmup_fraction: float = 0.03
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("learning_rate", "epsilon", "clip_norm"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"optimizer.{name} is {getattr(self, name)}; it must be positive")
-        for name in ("final_fraction", "warmup_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UsageError(f"optimizer.{name} is {getattr(self, name)}; it must be between 0 and 1")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UsageError(f"optimizer.{name} is {getattr(self, name)}; it must be at least 0 and below 1")
-        if not self.weight_decay >= 0:
-            raise UsageError(f"optimizer.weight_decay is {self.weight_decay}; it must not be negative")
+from jllama.training.config import OptimizerConfig
 
 
 def learning_rate_at(step: ArrayLike, config: OptimizerConfig, total_steps: int) -> Float[Array, ""]:

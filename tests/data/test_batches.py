@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jllama.data import training_batches, validation_batches
+from jllama.data.batches import training_batches, validation_batches
 from jllama.errors import JllamaError, UsageError
 
 TOKENS = np.arange(1003, dtype=np.uint16)  # a token is its position

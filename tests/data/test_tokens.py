@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jllama.data import DataConfig, prepare_data, tokens
-from jllama.data.tokens import split_documents
+from jllama.data import tokens
+from jllama.data.config import DataConfig
+from jllama.data.tokens import prepare_data, split_documents
 from jllama.errors import JllamaError, UsageError
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 
@@ -176,10 +177,10 @@ def test_an_error_leaves_nothing_behind(corpus):
 
 def test_a_kill_leaves_nothing_that_looks_finished(corpus):
     code = (
-        "import json, os, signal, sys; from jllama.data import DataConfig, prepare_data, tokens\n"
+        "import json, os, signal, sys; from jllama.data import tokens; from jllama.data.config import DataConfig\n"
         "tokens.json.dumps = lambda *args, kill=json.dumps, **kw: "
         "os.kill(os.getpid(), signal.SIGKILL) if kw else kill(*args)\n"
-        "prepare_data(DataConfig(**eval(sys.argv[1])))"
+        "tokens.prepare_data(DataConfig(**eval(sys.argv[1])))"
     )
     settings = {"path": str(corpus), "tokenizer": "bytes", "cache_dir": str(corpus.parent / "cache")}
     killed = subprocess.run([sys.executable, "-c", code, repr(settings)], capture_output=True)
