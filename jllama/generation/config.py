@@ -55,7 +55,9 @@ class SamplingConfig:
             )
         for name in ("presence_penalty", "frequency_penalty"):
             if not abs(getattr(self, name)) <= _LARGEST:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be finite, at most {_LARGEST:g} (0 is off)")
+                raise UsageError(
+                    f"{name} is {getattr(self, name)}; it must be a finite number (0 is off), at most 1e+30"
+                )
         if not all(abs(bias) <= _LARGEST for bias in self.logit_bias.values()):
             raise UsageError(
                 f"logit_bias is {dict(self.logit_bias)}; its values must be finite, at most {_LARGEST:g}: "

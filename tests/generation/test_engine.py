@@ -553,6 +553,12 @@ def test_twenty_prompts_in_two_buckets_compile_two_buckets(caplog):
         ({"presence_penalty": float("inf")}, "^presence_penalty is inf; it must be a finite number"),
         ({"frequency_penalty": float("nan")}, "^frequency_penalty is nan; it must be a finite number"),
         ({"logit_bias": {3: float("-inf")}}, "^logit_bias is {3: -inf}; its values must be finite"),
+        ({"temperature": 1e39}, "^temperature is 1e\\+39; it must be 0"),  # over the largest float32
+        ({"top_k": 2**31}, "^top_k is 2147483648; it must be 0"),
+        ({"repetition_penalty": 1e39}, "^repetition_penalty is 1e\\+39; it must be positive"),
+        ({"repetition_penalty": 1e-46}, "^repetition_penalty is 1e-46; it must be positive"),
+        ({"presence_penalty": -1e39}, "^presence_penalty is -1e\\+39; it must be a finite number"),
+        ({"logit_bias": {3: 1e39}}, "^logit_bias is {3: 1e\\+39}; its values must be finite"),
         ({"seed": -1}, r"^seed is -1; it must be between 0 and 2\*\*32 - 1$"),
         ({"seed": 2**32}, r"^seed is 4294967296; it must be between 0 and 2\*\*32 - 1$"),
     ],

@@ -123,14 +123,14 @@ def test_adamw_against_numpy():
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("learning_rate", [0, -1e-3, math.nan]),
+        ("learning_rate", [0, -1e-3, math.nan, math.inf]),
         ("epsilon", [0, -1e-8]),
         ("clip_norm", [0, -1]),
         ("final_fraction", [-0.1, 1.1, math.nan]),
         ("warmup_fraction", [-0.1, 1.1]),
         ("beta1", [-0.1, 1.0, math.nan]),  # at 1 the bias correction divides by zero
         ("beta2", [-0.1, 1.0]),
-        ("weight_decay", [-0.1, math.nan]),
+        ("weight_decay", [-0.1, math.nan, math.inf]),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(name, values):
