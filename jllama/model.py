@@ -107,7 +107,7 @@ class Llama(nnx.Module):
     Source: Touvron et al. 2023 (arXiv:2302.13971), section 2.2.
     """
 
-    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs, *, unrolled: bool = False) -> None:
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
         self.config = config
         table = parameter_table(config)
         self.embed = _initial(table["embed"], config, rngs)
@@ -115,11 +115,7 @@ class Llama(nnx.Module):
         if not config.tie_embeddings:
             self.lm_head = _initial(table["lm_head"], config, rngs)
         keys = jax.random.split(rngs.params(), config.num_layers)
-        self.layers: Layer | nnx.Dict[Layer]
-        if unrolled:
-            self.layers = nnx.Dict({str(i): Layer(config, nnx.Rngs(key)) for i, key in enumerate(keys)})
-        else:
-            self.layers = nnx.vmap(lambda key: Layer(config, nnx.Rngs(key)))(keys)
+        self.layers: Layer | nnx.Dict[Layer] = nnx.vmap(lambda key: Layer(config, nnx.Rngs(key)))(keys)
 
     def __call__(
         self, tokens: Int[Array, "batch seq"], segments: Int[Array, "batch seq"] | None = None
@@ -188,7 +184,7 @@ class Llama(nnx.Module):
         updated: list[KeysValues] = []
         for index in range(self.config.num_layers):
             cached = None if cache is None else (cache.keys[index], cache.values[index])
-            x, kept = self.layers[str(index)](x, attend, cached)
+            x, kept = _run_layer(*nnx.split(self.layers[str(index)]), x, attend, cached)
             updated.append(kept)
         keys, values = zip(*updated, strict=True)
         x = F.rms_norm(x, self.final_norm[...], self.config.norm_eps)
@@ -207,6 +203,14 @@ class Llama(nnx.Module):
 
     def _embed(self, tokens: Array) -> Array:
         return self.embed[...][tokens]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run_layer(
+    graph: nnx.GraphDef[Layer], weights: Any, x: Array, attend: Attend, cached: KeysValues | None
+) -> tuple[Array, KeysValues]:
+    """One of many equal layers: under an outer ``jit`` they are traced once, not once each."""
+    return nnx.merge(graph, weights)(x, attend, cached)
 
 
 def attend_to(config: LlamaConfig, positions: Array, mask: Array | None, seq_len: int = 0) -> Attend:
@@ -273,7 +277,11 @@ def unstack_layers(params: Params) -> Params:
 
 @functools.cache
 def _graph(config: LlamaConfig, *, unrolled: bool) -> nnx.GraphDef[Llama]:
-    return nnx.graphdef(nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0), unrolled=unrolled)))
+    llama = nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0)))
+    if unrolled:
+        layer = nnx.eval_shape(lambda: Layer(config, nnx.Rngs(0)))
+        llama.layers = nnx.Dict({str(i): nnx.clone(layer) for i in range(config.num_layers)})
+    return nnx.graphdef(llama)
 
 
 @functools.cache
