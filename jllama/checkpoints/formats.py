@@ -26,7 +26,6 @@ from jaxtyping import Array, Float, Int
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from jllama.checkpoints import native
 from jllama.checkpoints.tensors import Checkpoint, ParamTensors, Report, load_params, size_bytes
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
@@ -122,8 +121,9 @@ def load(
         dtype = jnp.float32
     dtype = None if dtype is None else jnp.dtype(dtype)
     source = _local(path)
-    module = _format_of(source)
-    if module is native:
+    format = _format_of(source)
+    if format == "orbax":
+        native = _module(format)
         run = native.open_run(source, step)
         checkpoint = Checkpoint(run.config, {}, *native.read_text_files(source))
         _check_tokenizer(checkpoint, source)
@@ -131,7 +131,7 @@ def load(
     elif step is not None:
         raise UsageError(f"{path} is not a training run, so it has no step {step}: leave out the step")
     else:
-        checkpoint = _read(source, module, rope_factor)
+        checkpoint = _read(source, format, rope_factor)
         with _progress(f"reading {source.name}", size_bytes(checkpoint, dtype)) as report:
             params = load_params(checkpoint, dtype, mesh, report)
     tokenizer = checkpoint.tokenizer
@@ -200,12 +200,11 @@ def _local(path: str | Path) -> Path:
     return source
 
 
-def _format_of(source: Path) -> ModuleType:
-    for format in _MODULES:
-        module = _module(format)
-        if module.recognises(source):
-            return module
-    if runs := [parent for parent in source.resolve().parents[:3] if native.recognises(parent)]:
+def _format_of(source: Path) -> Format:
+    for format in _MODULES:  # jllama's own comes last: orbax takes half a second to import
+        if _module(format).recognises(source):
+            return format
+    if runs := [parent for parent in source.resolve().parents[:3] if _module("orbax").recognises(parent)]:
         raise JllamaError(f"{source} lies inside a run: give the run's folder itself, {runs[0]}")
     held = ", ".join(sorted(entry.name for entry in source.iterdir())[:8]) if source.is_dir() else "no known header"
     raise JllamaError(
@@ -214,11 +213,11 @@ def _format_of(source: Path) -> ModuleType:
     )
 
 
-def _read(source: Path, module: ModuleType, rope_factor: float | None) -> Checkpoint:
+def _read(source: Path, format: Format, rope_factor: float | None) -> Checkpoint:
     if rope_factor is None:
-        checkpoint = module.read(source)
-    elif module is _module("meta"):
-        checkpoint = module.read(source, rope_factor)
+        checkpoint = _module(format).read(source)
+    elif format == "meta":
+        checkpoint = _module(format).read(source, rope_factor)
     else:
         raise UsageError(
             f"rope_factor is for Meta's files alone: {source} says itself how RoPE is scaled, leave it out"
