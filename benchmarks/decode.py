@@ -21,7 +21,6 @@ import torch
 import transformers
 
 import jllama
-from jllama.commands.cli import keep_compiled
 from jllama.evaluation.scoring import score_texts
 from jllama.generation import benchmark
 
@@ -52,7 +51,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--text", default="", help="a text on which to compare the perplexity of int8 weights")
     options = parser.parse_args()
-    keep_compiled()
     torch.set_num_threads(THREADS)
     folder = Path(os.environ.get("JLLAMA_REAL_WEIGHTS") or "~/.cache/jllama/real_weights").expanduser()
     checkpoint = folder / "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 from rich.console import Console
@@ -29,6 +30,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from jllama.checkpoints.tensors import Checkpoint, ParamTensors, Report, load_params, size_bytes
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
+from jllama.files import cache_folder
 from jllama.model import merge
 from jllama.packing import Quantized, pack_params
 from jllama.parameters import Params
@@ -96,6 +98,17 @@ def _logits(params: Params, config: LlamaConfig, tokens: Array) -> Array:
     return merge(config, params)(tokens)
 
 
+def _keep_compiled() -> None:
+    """Keep what is compiled in the cache folder, also what takes no time: most of a small model's start is that.
+
+    Where JAX was told of another folder (``JAX_COMPILATION_CACHE_DIR``), that one and its rules are taken.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        compilation_cache.reset_cache()  # whether there is one is asked once, at the first compilation
+
+
 def load(
     path: str | Path,
     dtype: Any = None,
@@ -105,6 +118,9 @@ def load(
     step: int | None = None,
 ) -> Model:
     """Load a checkpoint of any format, or a Hugging Face hub id, straight onto the devices.
+
+    From here on JAX keeps what it compiles in ``$JLLAMA_CACHE/compiled``, so that the next process need not compile
+    it again (``JAX_COMPILATION_CACHE_DIR`` chooses another folder, ``JAX_ENABLE_COMPILATION_CACHE=0`` none).
 
     Args:
         path: a run's folder, a Hugging Face or Meta folder, a GGUF file, a llama2.c file, or ``org/name``.
@@ -117,6 +133,7 @@ def load(
         JllamaError: there is no such checkpoint, or something in it is wrong; the message says what and where.
         UsageError: an argument does not fit the checkpoint.
     """
+    _keep_compiled()
     if dtype is None and jax.default_backend() == "cpu":
         dtype = jnp.float32
     dtype = None if dtype is None else jnp.dtype(dtype)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jllama.checkpoints.formats import load
-from jllama.commands.cli import keep_compiled, parse
+from jllama.commands.cli import parse
 from jllama.errors import UsageError
 from jllama.generation.benchmark import (
     RAGGED_TOKENS,
@@ -76,7 +76,6 @@ class BenchOptions:
 def main(argv: Sequence[str], prog: str) -> int:
     """Measure and print."""
     options = parse(BenchOptions, argv, prog, positional=("what", "checkpoint"))
-    keep_compiled()
     if options.checkpoint:
         model = load(options.checkpoint, options.dtype)
         config, params, name = model.config, model.for_decoding(options.quantize).params, options.checkpoint

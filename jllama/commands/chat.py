@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from jllama.checkpoints.formats import load
-from jllama.commands.cli import keep_compiled, parse
+from jllama.commands.cli import parse
 from jllama.errors import JllamaError, UsageError
 from jllama.files import cache_folder, write_text_whole
 from jllama.generation.chat import Conversation, chat_ids, chat_template
@@ -79,7 +79,6 @@ def main(argv: Sequence[str], prog: str) -> int:
     options = parse(ChatOptions, argv, prog, positional=("checkpoint",))
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     sampling = SamplingConfig(**{name: getattr(options, name) for name in names})
-    keep_compiled()
     model = load(options.checkpoint, options.dtype, rope_factor=options.rope_factor, step=options.step or None)
     model = model.for_decoding(options.quantize)
     conversation = Conversation(model, chat_template(model, options.template or None))

@@ -18,7 +18,6 @@ import docstring_parser
 import jsonargparse
 
 from jllama.errors import JllamaError, UsageError
-from jllama.files import cache_folder
 
 T = TypeVar("T")
 
@@ -107,17 +106,6 @@ def run(command: str, argv: Sequence[str] | None = None, prog: str | None = None
     except OSError as error:  # a full disk, a file where a folder should be
         print(f"error: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", file=sys.stderr)
         return 1
-
-
-def keep_compiled() -> None:
-    """Keep what is compiled in the cache folder, so that the next process need not compile it again.
-
-    Where JAX was told of a folder already (``JAX_COMPILATION_CACHE_DIR``), that one is taken.
-    """
-    import jax  # not at the top: a mistake in the command line should not have to wait for it
-
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
 
 
 def _quieten_threads() -> None:

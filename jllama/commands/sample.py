@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jllama.checkpoints.formats import Model, load
-from jllama.commands.cli import keep_compiled, parse
+from jllama.commands.cli import parse
 from jllama.errors import JllamaError, UsageError
 from jllama.evaluation.scoring import token_log_probs
 from jllama.generation.prompts_file import complete_file
@@ -130,7 +130,6 @@ def main(argv: Sequence[str], prog: str) -> int:
     )
     if options.prompts_file and not Path(options.prompts_file).is_file():  # known before a large model is loaded
         raise JllamaError(f"there is no prompts_file at {options.prompts_file}: give a .jsonl file")
-    keep_compiled()
     model = load(options.checkpoint, options.dtype, rope_factor=options.rope_factor, step=options.step or None)
     if model.tokenizer is None:
         raise JllamaError(f"{options.checkpoint} has no tokenizer: put the one it was trained with beside its weights")

@@ -122,12 +122,10 @@ times = {"interpreter": time.time() - float(sys.argv[2])}
 def lap(name, since=[time.perf_counter()]):
     times[name] = time.perf_counter() - since[0]
     since[0] = time.perf_counter()
-from jllama.commands.cli import keep_compiled
 from jllama.checkpoints.formats import load
 from jllama.generation.settings import SamplingConfig
 from jllama.generation.text import stream
 import jax
-keep_compiled()
 jax.devices()
 lap("imports")
 model = load(sys.argv[1])
@@ -142,7 +140,7 @@ print(json.dumps(times))
 def first_token_times_s(checkpoint: str) -> dict[str, float]:
     """Seconds from the start of a process to the first token of a short prompt, in parts, in a process of its own.
 
-    A second call finds compiled programs in the cache (``jllama.commands.cli.keep_compiled``).
+    A second call finds compiled programs in the cache (``jllama.load``).
     """
     command = [sys.executable, "-c", _FIRST_TOKEN, checkpoint, str(time.time())]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -3,7 +3,10 @@
 import dataclasses
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -326,3 +329,25 @@ def test_public_names():
 def test_paths_may_be_text(written):
     assert load(str(written / "gguf")).config == CONFIG
     assert isinstance(written, Path)
+
+
+FIRST_TOKEN = """
+import sys
+import jllama
+model = jllama.load(sys.argv[1])
+jllama.generate(model, ["a"], max_new_tokens=1)
+print(sorted({name.split(".")[0] for name in sys.modules} & {"orbax", "torch", "grain", "matplotlib"}))
+"""
+
+
+def test_a_first_token_keeps_its_programs_and_imports_only_what_it_needs(tmp_path):
+    save(MODEL, tmp_path / "hf", "hf")
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_TOKEN, tmp_path / "hf"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"JLLAMA_CACHE": str(tmp_path / "cache")},
+    )
+    assert done.stdout == "[]\n", done.stderr
+    assert list((tmp_path / "cache" / "compiled").iterdir())
