@@ -1,7 +1,6 @@
-"""Conversations as token ids: what transformers gives, what Meta's reference code gives, and hostile templates."""
+"""Conversations as token ids: what transformers gives, what Meta's reference code gives."""
 
 import json
-import tracemalloc
 
 import pytest
 import sentencepiece
@@ -14,7 +13,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from jllama.checkpoints.formats import Model
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
-from jllama.generation import template as limits
 from jllama.generation.chat import TEMPLATES, chat_ids, chat_stop_ids, chat_template
 from jllama.generation.template import render
 from jllama.tokenizers import BytesTokenizer, HuggingFaceTokenizer, TiktokenTokenizer, train_sentencepiece
@@ -283,110 +281,3 @@ def test_llama_2_needs_turns(turns):
     roles = {"a": "assistant", "u": "user", "s": "system"}
     with pytest.raises(JllamaError, match="refuses these messages: user and assistant must take turns"):
         chat_ids(model_with(LLAMA_2), [{"role": roles[turn], "content": "a"} for turn in turns])
-
-
-NESTED = "{% set ns = namespace(l=[1, 2]) %}{% for i in range(60) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}"
-DOUBLED = "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = STEP %}{% endfor %}"
-LOOPS = "{% for a in r %}{% for b in r %}{% for c in r %}"
-TIME = "it takes too much time or memory"
-TEXT = "it makes a text of over 100,000 characters"
-
-
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", TIME),
-        (f"{LOOPS}{{% endfor %}}{{% endfor %}}{{% endfor %}}", TIME),
-        (f"{LOOPS.replace(' %}', ' if not a %}')}{{% endfor %}}{{% endfor %}}{{% endfor %}}", TIME),
-        ("{% for a in [1, 2] recursive %}{% if loop.depth < 60 %}{{ loop([1, 2]) }}{% endif %}{% endfor %}", TIME),
-        ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", TIME),
-        ("{% for a in range(99999) %}{% set x = messages | map('tojson') | list %}{% endfor %}", TIME),
-        ("{% set ns = namespace(l=[]) %}{% for a in range(9999) %}{% set ns.l = ['a' * 90000] %}{% endfor %}", TIME),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself without end"),
-        ("{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}", "calls itself without end"),
-        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deep"),
-        ("{% for i in [1] %}" * 30 + "{% endfor %}" * 30, "too many statically nested blocks"),
-        ("{{ 'a' * 10 ** 10 }}", TEXT),
-        ("{{ [1] * 10 ** 10 }}", TEXT),
-        ("{{ 10 ** 999 }}", "it computes a number of over 1000 bits"),
-        (DOUBLED.replace("STEP", "ns.s + ns.s"), TEXT),
-        (DOUBLED.replace("STEP", "ns.s ~ ns.s"), TEXT),
-        (DOUBLED.replace("STEP", "[ns.s, ns.s] | join"), TEXT),
-        (DOUBLED.replace("STEP", "ns.s.replace('a', ns.s)"), TEXT),
-        ("{% set s = 'a' %}" + "{% set s %}{{ s }}{{ s }}{% endset %}" * 60, TEXT),
-        (NESTED, TEXT),
-        ("{{ ('a' * 9999) | join('b' * 9999) }}{{ ('b' * 9999).join('a' * 9999) }}", TEXT),
-        ("{{ ('b' * 9999).join('a' * 9999) }}", TEXT),
-        ("{{ ('a' * 9999) | replace('a', 'b' * 9999) }}", TEXT),
-        ("{{ ('\n' * 9999) | indent(9999) }}", TEXT),
-        ("{{ ([1] * 9999) | tojson(indent=9999) }}", TEXT),
-        ("{{ range(99999) | join('b' * 9999) }}", TEXT),
-        ("{% for a in range(9999) %}{{ messages[0].content * 9 }}{% endfor %}", TEXT),
-        ("a" * 100_001, TEXT),
-        ("{{ 'a' | center(10 ** 9) }}", "a number over 100,000"),
-        ("{{ 'a' | center(1000000000) }}", "a number over 100,000"),
-        ("{{ 'a'.ljust(10 ** 9) }}", "a number over 100,000"),
-        ("{{ '%1000000000d' % 1 }}", "to a width that may be too large: '%1000000000d'"),
-        ("{{ '%*d' % (1000000000, 1) }}", "to a width that may be too large"),
-        ("{{ '%1000000000d' | format(1) }}", "to a width that may be too large"),
-        ("{{ '{:1000000000}'.format(1) }}", "to a width that may be too large"),
-        ("{{ '{:{}}'.format(1, 1000000000) }}", "to a width that may be too large"),
-        ("{{ (1).to_bytes(10 ** 9) }}", "it reaches for 'to_bytes' of a int"),
-        ("{{ ''.__class__.__mro__ }}", "it reaches for '__class__' of a str"),
-        ("{{ ''['__class__'] }}", "it reaches for '__class__' of a str"),
-        ("{{ '' | attr('__class__') }}", "it reaches for '__class__' of a str"),
-        ("{{ [''] | map(attribute='__class__') | list }}", "it reaches for '__class__' of a str"),
-        ("{{ '{0.__class__}'.format('') }}", "it reaches for '__class__' of a str"),
-        ("{{ raise_exception.__globals__ }}", "it reaches for '__globals__' of a function"),
-        ("{{ messages.append(1) }}", "it reaches for 'append' of a list"),
-        ("{{ namespace(__html__=1) }}", "it sets '__html__' in a namespace"),
-        ("{% set ns = namespace() %}{% set ns.__html__ = 1 %}", "it sets '__html__' in a namespace"),
-        ("{% if %}", "is not Jinja: Expected an expression, got 'end of statement block' in line 1"),
-        ("\n{{ 1 | nope }}", "is not Jinja: No filter named 'nope'. in line 2"),
-        ("{% include 'other' %}", "failed: no loader"),
-        ("{{ 1 / 0 }}", "failed: division by zero"),
-        ("{{ messages[0].nope.more }}", "failed: 'dict object' has no attribute 'nope'"),
-        ("{{ raise_exception('only\n \x1b[1mEnglish') }}", r"refuses these messages: only \[1mEnglish$"),
-        ("{{ raise_exception('a' * 9999) }}", "a{250}"),
-    ],
-    ids=lambda value: value[:50],
-)
-def test_hostile_templates_end_with_one_sentence(template, said, monkeypatch):
-    if said == TIME:
-        monkeypatch.setattr(limits, "SECONDS", 0.05)
-    monkeypatch.setattr(limits, "MAX_TEXT", 100_000)
-    with pytest.raises(JllamaError, match=said) as caught:
-        render(template, r=range(99999), messages=[{"role": "user", "content": "hi there\n" * 99}])
-    assert str(caught.value).isprintable()
-    assert len(str(caught.value)) < 400
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ 'a' * 10 ** 9 }}",
-        "{{ ('a' * 30000) | join('b' * 30000) }}",
-        "{{ ('b' * 30000).join('a' * 30000) }}",
-        "{{ (['a' * 30000] * 100) | join('b' * 90000) }}",
-        "{{ ('a' * 30000).replace('a', 'b' * 30000) }}",
-        "{{ ('\n' * 30000) | indent(30000) }}",
-        "{{ ([1] * 5000) | tojson(indent=90000) }}",
-        "{{ '%0900000000d' | format(1) }}",
-        "{{ '' | center(10 ** 9) }}",
-    ],
-)
-def test_what_is_refused_takes_no_memory(template, monkeypatch):
-    monkeypatch.setattr(limits, "MAX_TEXT", 100_000)
-    tracemalloc.start()
-    with pytest.raises(JllamaError, match="was stopped"):
-        render(template)
-    _, peak_bytes = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak_bytes < 5_000_000
-
-
-def test_a_long_conversation_is_not_hostile():
-    """Of a hundred messages and over two megabytes."""
-    messages = [{"role": ("user", "assistant")[i % 2], "content": "the user " * 2400} for i in range(101)]
-    for template in TEMPLATES.values():
-        assert len(render(template, messages=messages, bos_token="<s>", eos_token="</s>")) > 2_000_000
