@@ -249,6 +249,11 @@ def _complete_file(model: Model, prompt: Prompt, options: SampleOptions) -> int:
             samples=options.n,
             batch_size=options.batch_size,
             speculate=options.speculate,
+            options={
+                name: value
+                for name, value in dataclasses.asdict(options).items()
+                if name not in ("checkpoint", "prompts_file", "output", "batch_size")  # which results do not depend on
+            },
             report=report,
         )
     seconds = time.perf_counter() - begun

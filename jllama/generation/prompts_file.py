@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Shaped, UInt32
 
 from jllama.checkpoints.formats import Model
 from jllama.errors import JllamaError, UsageError
@@ -18,6 +22,8 @@ from jllama.generation.text import Completion, Prompt, generate_batches, request
 _OF_SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingConfig))
 OWN_SETTINGS = (*_OF_SAMPLING, "max_new_tokens", "stop", "stop_ids")
 """What a line may set for itself."""
+
+_WANTED = 'it must be an object with a "prompt", such as {"prompt": "Once"}'
 
 
 def complete_file(
@@ -30,6 +36,7 @@ def complete_file(
     samples: int = 1,
     batch_size: int = 8,
     speculate: int = 0,
+    options: Mapping[str, Any] | None = None,
     report: Callable[[int, int, int], object] = lambda done, total, tokens: None,
 ) -> list[str]:
     """Complete every line of a ``.jsonl`` file.
@@ -47,13 +54,15 @@ def complete_file(
         samples: completions of each line; the n-th has the line's seed plus n.
         batch_size: how many to make at once.
         speculate: as in ``generate``.
+        options: what else the results depend on, such as what ``record`` writes: by name, as JSON can hold it.
         report: called with the completions done, those in all, and the tokens just made.
 
     Returns:
         What was wrong with the lines that could not be completed, one sentence each; their results say so, too.
 
     Raises:
-        JllamaError: the file cannot be read, ``output`` exists, or its ``.unfinished`` is another file's or setting's.
+        JllamaError: the file cannot be read, ``output`` exists, or its ``.unfinished`` is of other prompts,
+            weights or options.
     """
     if output.exists():
         raise JllamaError(f"{output} exists already: remove it, or give another --output")
@@ -62,9 +71,19 @@ def complete_file(
     except OSError as error:
         raise JllamaError(f"{path} cannot be read: {error.strerror}") from error
     unfinished = output.with_name(output.name + ".unfinished")
-    identity = hashlib.sha256(
-        content + repr((dataclasses.astuple(default), samples, model.config)).encode()
-    ).hexdigest()
+    identity = {
+        "prompts": hashlib.sha256(content).hexdigest(),
+        "weights": weights_fingerprint(model),
+        "configuration": repr(model.config),
+        "tokenizer": model.text_tokenizer.fingerprint(),
+        "the model's stop ids": model.stop_ids,
+        "max_new_tokens": default.max_new_tokens,
+        "stop": default.stop,
+        "stop_ids": default.stop_ids,
+        "n": samples,
+        "speculate": speculate,
+    }
+    identity = json.loads(json.dumps(identity | dataclasses.asdict(default.sampling) | dict(options or {})))
     done = _read_unfinished(unfinished, identity)
     waiting: list[tuple[dict[str, Any], Prompt]] = []
     bad: list[dict[str, Any]] = []
@@ -72,12 +91,14 @@ def complete_file(
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
+        fields = {}
         try:
-            fields, prompt = _read_line(line, default)
+            fields = _read_line(line)
+            prompt = _prompt(fields, default)
             request_of(model, prompt)
         except JllamaError as error:
             problems.append(f"{path}, line {number}: {error}")
-            bad.append({"line": number, "error": str(error)})
+            bad.append(fields | {"line": number, "error": str(error)})
             continue
         for sample in range(samples):
             place = {"line": number} | ({"sample": sample} if samples > 1 else {})
@@ -107,29 +128,65 @@ def _place(result: dict[str, Any]) -> tuple[int, int]:
     return result["line"], result.get("sample", 0)
 
 
-def _read_unfinished(unfinished: Path, identity: str) -> dict[tuple[int, int], dict[str, Any]]:
+def weights_fingerprint(model: Model) -> str:
+    """SHA-256 of the parameters as they are loaded, quantized ones too, in hexadecimal.
+
+    Every value counts, by a checksum of each array computed where the array is: nothing is read or copied again.
+    (``verify``'s fingerprint is of the files, in float32: to compare formats, not to tell two loads apart.)
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(model.params)
+    sums = jax.device_get([_checksum(leaf) for _, leaf in leaves])
+    parts = [
+        (jax.tree_util.keystr(at), str(leaf.dtype), leaf.shape, int(sum))
+        for (at, leaf), sum in zip(leaves, sums, strict=True)
+    ]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@jax.jit
+def _checksum(leaf: Shaped[Array, "..."]) -> UInt32[Array, ""]:
+    """The sum, modulo 2**32, of a hash of each value's bits and place (lowbias32 of Wellons' hash-prospector)."""
+    bits = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").ravel().astype(jnp.uint32)
+    mixed = bits + jnp.arange(bits.size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
+    return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)
+
+
+def _read_unfinished(unfinished: Path, identity: dict[str, Any]) -> dict[tuple[int, int], dict[str, Any]]:
     """The results of an interrupted call; a last line that was cut short is dropped from the file."""
     if not unfinished.exists():
         return {}
     whole = unfinished.read_bytes()
     whole = whole[: whole.rfind(b"\n") + 1]
-    lines = [json.loads(line) for line in whole.splitlines()]
-    if lines and lines[0] != {"of": identity}:
-        raise JllamaError(
-            f"{unfinished} was begun with other prompts, settings or another model: remove it, or give another --output"
-        )
+    instead = "remove it, or give another --output"
+    try:
+        lines = [json.loads(line) for line in whole.splitlines()]
+        results = {_place(result): result for result in lines[1:]}
+        begun = dict(lines[0]["of"]) if lines else identity
+    except (ValueError, KeyError, TypeError) as error:
+        raise JllamaError(f"{unfinished} does not hold what was written there ({error}): {instead}") from error
+    if changed := [name for name in identity if begun.get(name) != identity[name]]:
+        what = f"other prompts, settings or another model ({', '.join(changed)} changed)"
+        raise JllamaError(f"{unfinished} was begun with {what}: {instead}")
     with unfinished.open("r+b") as file:
         file.truncate(len(whole))
-    return {_place(result): result for result in lines[1:]}
+    return results
 
 
-def _read_line(line: bytes, default: Prompt) -> tuple[dict[str, Any], Prompt]:
+def _read_line(line: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"it is not JSON ({' '.join(str(error).split())})") from error
-    if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):
-        raise UsageError('it must be an object with a "prompt", such as {"prompt": "Once"}')
+    if not isinstance(fields, dict):
+        raise UsageError(_WANTED)
+    return fields
+
+
+def _prompt(fields: dict[str, Any], default: Prompt) -> Prompt:
+    if not isinstance(fields.get("prompt"), str):
+        raise UsageError(_WANTED)
     _check_types(fields)
     own: dict[str, Any] = {name: fields[name] for name in OWN_SETTINGS if name in fields}
     if "logit_bias" in own:
@@ -140,7 +197,7 @@ def _read_line(line: bytes, default: Prompt) -> tuple[dict[str, Any], Prompt]:
         own["banned_ids"] = tuple(own["banned_ids"])
     sampling = {name: own.pop(name) for name in _OF_SAMPLING if name in own}
     changed = dataclasses.replace(default.sampling, **sampling)
-    return fields, dataclasses.replace(default, content=fields["prompt"], sampling=changed, **own)
+    return dataclasses.replace(default, content=fields["prompt"], sampling=changed, **own)
 
 
 def _check_types(fields: dict[str, Any]) -> None:

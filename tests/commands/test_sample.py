@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jllama import oracle
-from jllama.checkpoints.formats import load
+from jllama.checkpoints.formats import Model, load
 from jllama.commands import cli, doctor
 from jllama.commands.bench import BenchOptions
 from jllama.commands.chat import ChatOptions
@@ -20,6 +22,7 @@ from jllama.commands.doctor import DoctorOptions
 from jllama.commands.eval import EvalOptions
 from jllama.commands.sample import COMPARED, SampleOptions
 from jllama.commands.verify import VerifyOptions
+from jllama.config import LlamaConfig
 from jllama.generation import prompts_file
 from jllama.generation.settings import SamplingConfig
 from jllama.generation.text import generate
@@ -225,10 +228,71 @@ def test_an_interrupted_file_goes_on_where_it_was(complete_file, monkeypatch, tm
         file.write('{"prompt": "cut sho')  # as by kill -9
     assert complete_file("--temperature", 1, output=other)[0] == 1
     code, _, said = complete_file("--temperature", 1, output=other)
-    assert "again.jsonl.unfinished was begun with other prompts, settings or another model: remove it" in said
+    assert (
+        "again.jsonl.unfinished was begun with other prompts, settings or another model (temperature changed): "
+        "remove it, or give another --output"
+    ) in said
     assert complete_file(output=other)[:2] == (0, expected)
     assert calls == [2, 2, 2]
     assert not unfinished.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "changed"),
+    [
+        ("--quantize int8", "weights, quantize"),
+        ("--dtype bfloat16", "weights, dtype"),
+        ("--step OTHER", "weights, step"),
+        ("--logprobs", "logprobs"),
+        ("--echo true", "echo"),
+        ("--speculate 2", "speculate"),
+        ("-n 2", "n"),
+        ("--stop x", "stop"),
+    ],
+)
+def test_what_was_begun_otherwise_is_not_gone_on_with(
+    complete_file, small_run, monkeypatch, tmp_path, options, changed
+):
+    best = load(small_run.folder).step
+    steps = [int(path.name) for path in (small_run.folder / "checkpoints").iterdir() if path.name.isdecimal()]
+    options = options.replace("OTHER", str(next(step for step in steps if step != best)))
+
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prompts_file, "generate_batches", interrupted)
+    complete_file()
+    begun = (tmp_path / "out.jsonl.unfinished").read_bytes()
+    code, _, said = complete_file(*options.split())
+    assert (code, f"another model ({changed} changed): remove it" in said) == (1, True), said
+    assert (tmp_path / "out.jsonl.unfinished").read_bytes() == begun
+    assert "stopped" in complete_file("--batch_size", 3)[2]  # which is free: memory may be why it ended
+
+
+def test_a_damaged_unfinished_file(complete_file, tmp_path):
+    for content in (b"\0\0\n", b"[]\n", b'{"of": 3}\n', b'{"of": {}}\n{"text": "no line"}\n'):
+        (tmp_path / "out.jsonl.unfinished").write_bytes(content)
+        code, _, said = complete_file()
+        assert (code, "out.jsonl.unfinished does not hold what was written there" in said) == (1, True)
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 999), st.integers(0, 999), st.sampled_from(["float32", "bfloat16", "int8"]))
+def test_the_fingerprint_of_weights_sees_every_value_and_its_place(first, second, dtype):
+    values = (np.random.default_rng(0).normal(size=(10, 100)) * 50).astype(jnp.dtype(dtype))
+
+    def fingerprint(values, name="w"):
+        return prompts_file.weights_fingerprint(Model(LlamaConfig(vocab_size=300), {"layers": {name: values}}))
+
+    other, swapped = values.copy(), values.copy()
+    other.flat[first] += 1
+    swapped.flat[[first, second]] = swapped.flat[[second, first]]
+    whole = fingerprint(jnp.asarray(values))
+    assert whole == fingerprint(values.copy())
+    assert whole != fingerprint(other)
+    assert (whole == fingerprint(swapped)) == (swapped == values).all()
+    assert whole not in (fingerprint(values.reshape(100, 10)), fingerprint(values, "v"))
+    assert whole != fingerprint(values.view(f"uint{8 * values.itemsize}"))
 
 
 def test_bad_lines_are_reported_and_the_rest_goes_on(complete_file, tmp_path):
@@ -244,6 +308,10 @@ def test_bad_lines_are_reported_and_the_rest_goes_on(complete_file, tmp_path):
         (b'{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias is "),
         (b'{"prompt": "' + b"x" * 40 + b'"}', "exceed the model's context of 32"),
         (b'{"prompt": "\xff"}', "it is not JSON"),
+        (b'{"prompt": "a", "id": 7, "top_k": 3000000000}', "top_k is 3000000000; it must be"),
+        (b'{"prompt": "a", "id": 8, "top_k": 99999999999999}', "top_k is 99999999999999; it must be"),
+        (b'{"prompt": "a", "id": 9, "temperature": 1' + b"0" * 400 + b"}", "temperature is 1000"),
+        (b'{"id": 10}', 'it must be an object with a "prompt"'),
     ]
     with (tmp_path / "in.jsonl").open("ab") as file:
         file.write(b"\n" + b"\n".join(line for line, _ in bad))
@@ -255,6 +323,8 @@ def test_bad_lines_are_reported_and_the_rest_goes_on(complete_file, tmp_path):
         assert f"error: {tmp_path / 'in.jsonl'}, line {number}: " in said
         assert problem in said
         assert problem in results[number - 2]["error"]
+    assert [result["id"] for result in results[-4:]] == [7, 8, 9, 10]
+    assert results[-1] == {"id": 10, "line": 20, "error": results[-1]["error"]}
 
 
 def test_compare_shows_all_seven_settings(sample):
