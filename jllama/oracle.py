@@ -1,20 +1,33 @@
-"""The whole Llama in float64 NumPy, from the papers and independent of the JAX code: judge in the tests."""
+"""The whole Llama in float64 NumPy, from the papers and independent of the JAX code: judge in the tests.
+
+One sequence at a time: only ``forward`` has a batch axis. Heads come before the sequence. Masks are boolean, true where
+a query (row) sees a key (column).
+"""
 
 from typing import TYPE_CHECKING
 
 import numpy as np
+from jaxtyping import Bool, Float, Int
 from numpy import ndarray as Array
 
 if TYPE_CHECKING:
     from jllama.config import LlamaConfig
 
+Rows = Float[Array, "*lead embed"]
+Heads = Float[Array, "*heads seq head_dim"]
+Keys = Float[Array, "kv_heads kv_seq head_dim"]
+Mask = Bool[Array, "seq kv_seq"]
+Positions = Int[Array, "seq"]
+Frequencies = Float[Array, "half"]
+Tokens = Int[Array, "batch seq"]
 
-def rms_norm(x: Array, scale: Array, eps: float) -> Array:
+
+def rms_norm(x: Rows, scale: Float[Array, "embed"], eps: float) -> Rows:
     """``x / sqrt(mean(x**2) + eps) * scale`` over the last axis. Zhang and Sennrich 2019, eq. 4 (arXiv:1910.07467)."""
     return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * scale
 
 
-def rope_frequencies(config: "LlamaConfig", seq: int = 0) -> Array:
+def rope_frequencies(config: "LlamaConfig", seq: int = 0) -> Frequencies:
     """Radians a token turns each pair. RoFormer, eq. 15 (arXiv:2104.09864); ``apply_scaling`` of Meta's Llama 3.1.
 
     ``dynamic`` keeps the first pair and slows the last, those between in a geometric series; ``yarn`` goes from kept to
@@ -48,21 +61,28 @@ def rope_frequencies(config: "LlamaConfig", seq: int = 0) -> Array:
     return np.array(scaled)
 
 
-def rotate(x: Array, positions: Array, frequencies: Array) -> Array:
-    """Turns ``[..., seq, head_dim]``, channels i and i + head_dim/2 being one complex number. RoFormer, eq. 12."""
+def rotate(x: Heads, positions: Positions, frequencies: Frequencies) -> Heads:
+    """Each token turned by its position, channels i and i + head_dim/2 being one complex number. RoFormer, eq. 12."""
     real, imaginary = np.split(x, 2, axis=-1)
     turned = (real + 1j * imaginary) * np.exp(1j * np.outer(positions, frequencies))
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
-def softmax(x: Array) -> Array:
+def softmax(x: Rows) -> Rows:
     """``exp(x) / sum(exp(x))`` over the last axis. Goodfellow, Bengio and Courville 2016, eq. 4.1."""
     weights = np.exp(x - x.max(axis=-1, keepdims=True))
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
-def attention(q: Array, k: Array, v: Array, mask: Array) -> Array:
+def attention(q: Heads, k: Keys, v: Keys, mask: Mask) -> Heads:
     """``softmax(q k^T / sqrt(head_dim)) v``; zeros where no key is seen. Vaswani 2017, eq. 1; Ainslie 2023."""
+    if q.ndim != 3 or mask.shape != (q.shape[1], k.shape[1]) or len(q) % len(k):
+        raise ValueError(
+            f"q {list(q.shape)}, k {list(k.shape)}, mask {list(mask.shape)}: they must be [heads, seq, head_dim], "
+            f"[kv_heads, kv_seq, head_dim], [seq, kv_seq], one sequence at a time, heads a multiple of kv_heads"
+        )
+    if mask.dtype != bool:
+        raise ValueError(f"mask is {mask.dtype}; it must be boolean, true where a query sees a key")
     out, group, sees = np.zeros(q.shape), len(q) // len(k), mask.any(axis=-1)
     for n in range(len(q)):
         scores = q[n, sees] @ k[n // group].T / np.sqrt(q.shape[-1])
@@ -70,13 +90,17 @@ def attention(q: Array, k: Array, v: Array, mask: Array) -> Array:
     return out
 
 
-def swiglu(x: Array, w_gate: Array, w_up: Array, w_down: Array) -> Array:
+def swiglu(
+    x: Rows, w_gate: Float[Array, "embed mlp"], w_up: Float[Array, "embed mlp"], w_down: Float[Array, "mlp embed"]
+) -> Rows:
     """``(silu(x @ w_gate) * (x @ w_up)) @ w_down``. Shazeer 2020, eq. 6 (arXiv:2002.05202)."""
     gate = x @ w_gate
     return (gate / (1 + np.exp(-gate)) * (x @ w_up)) @ w_down
 
 
-def cross_entropy(logits: Array, targets: Array, mask: Array) -> tuple[float, int]:
+def cross_entropy(
+    logits: Float[Array, "*lead vocab"], targets: Int[Array, "*lead"], mask: Bool[Array, "*lead"]
+) -> tuple[float, int]:
     """Sum of ``-log softmax(logits)[target]`` where mask holds, and the count. Goodfellow et al. 2016, eq. 6.30."""
     total = 0.0
     for row, target in zip(logits[mask].astype(np.float64), targets[mask], strict=True):
@@ -84,8 +108,8 @@ def cross_entropy(logits: Array, targets: Array, mask: Array) -> tuple[float, in
     return float(total), int(mask.sum())
 
 
-def block(x: Array, w: dict, config: "LlamaConfig", mask: Array, positions: Array, frequencies: Array) -> Array:
-    """One pre-norm block on ``[seq, embed]``: attention, then SwiGLU, both residual. Touvron et al. 2023, sec. 2.2."""
+def block(x: Rows, w: dict, config: "LlamaConfig", mask: Mask, positions: Positions, frequencies: Frequencies) -> Rows:
+    """One pre-norm block: attention, then SwiGLU, both residual. Touvron et al. 2023, sec. 2.2."""
     scaling = config.rope_scaling
     sharpness = scaling.attention_factor**2 if scaling and scaling.type == "yarn" else 1.0  # YaRN's 1/t, sec. 3.4
     h = rms_norm(x, w["attn_norm"], config.norm_eps)
@@ -96,9 +120,9 @@ def block(x: Array, w: dict, config: "LlamaConfig", mask: Array, positions: Arra
 
 
 def forward(
-    params: dict, tokens: Array, config: "LlamaConfig", positions: Array | None = None, segments: Array | None = None
-) -> Array:
-    """Logits ``[batch, seq, vocab]`` of all blocks, a norm and the head. Touvron et al. 2023 (arXiv:2302.13971)."""
+    params: dict, tokens: Tokens, config: "LlamaConfig", positions: Tokens | None = None, segments: Tokens | None = None
+) -> Float[Array, "batch seq vocab"]:
+    """Logits of all blocks, a norm and the head. Touvron et al. 2023 (arXiv:2302.13971)."""
     positions = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1)) if positions is None else positions
     segments = np.zeros_like(tokens) if segments is None else segments
     frequencies, logits = rope_frequencies(config, tokens.shape[1]), []

@@ -1,5 +1,7 @@
 """Pure functions on arrays, each with its formula and source; nothing here imports the rest of jllama."""
 
+from typing import Any
+
 from jllama.functional.attention import (
     cache_mask,
     causal_attention,
@@ -70,3 +72,20 @@ __all__ = [
     "top_p_mask",
     "truncated_logits",
 ]
+
+_MEANT = {
+    "attention": "take grouped_query_attention or causal_attention",
+    "loss": "take cross_entropy",
+    "mlp": "take swiglu",
+    "norm": "take rms_norm",
+    "rope": "take apply_rope",
+    "sampling": "take sample",
+}
+
+for _module in _MEANT:  # can be imported all the same, and does not stand where a function is looked for
+    del globals()[_module]
+
+
+def __getattr__(name: str) -> Any:
+    """Say which function is meant."""
+    raise AttributeError(f"there is no jllama.functional.{name}: {_MEANT.get(name, 'dir() lists what there is')}")

@@ -4,9 +4,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jllama.functional.shapes import checked
+
 _BLOCK = 128
 
 
+@checked
 def causal_mask(
     query_positions: Int[Array, "*batch seq"], key_positions: Int[Array, "*batch kv_seq"]
 ) -> Bool[Array, "*batch seq kv_seq"]:
@@ -14,11 +17,13 @@ def causal_mask(
     return key_positions[..., None, :] <= query_positions[..., :, None]
 
 
+@checked
 def padding_mask(lengths: Int[Array, "batch"], kv_seq: int) -> Bool[Array, "batch 1 kv_seq"]:
     """Only the first ``lengths[b]`` keys of row ``b`` are real."""
     return (jnp.arange(kv_seq) < lengths[:, None])[:, None, :]
 
 
+@checked
 def segment_mask(
     query_segments: Int[Array, "batch seq"], key_segments: Int[Array, "batch kv_seq"]
 ) -> Bool[Array, "batch seq kv_seq"]:
@@ -26,6 +31,7 @@ def segment_mask(
     return query_segments[:, :, None] == key_segments[:, None, :]
 
 
+@checked
 def cache_mask(query_positions: Int[Array, "batch seq"], kv_seq: int) -> Bool[Array, "batch seq kv_seq"]:
     """A query sees the cache slots up to its own position, where slot ``i`` holds the key of position ``i``.
 
@@ -34,6 +40,7 @@ def cache_mask(query_positions: Int[Array, "batch seq"], kv_seq: int) -> Bool[Ar
     return causal_mask(query_positions, jnp.broadcast_to(jnp.arange(kv_seq), (query_positions.shape[0], kv_seq)))
 
 
+@checked
 def masked_softmax(
     scores: Float[Array, "*lead kv_seq"], mask: Bool[Array, "*#lead kv_seq"]
 ) -> Float[Array, "*lead kv_seq"]:
@@ -47,13 +54,17 @@ def masked_softmax(
     return jnp.where(mask, jax.nn.softmax(wide, axis=-1), 0.0)
 
 
+@checked
 def grouped_query_attention(
     query: Float[Array, "batch heads seq head_dim"],
     key: Float[Array, "batch kv_heads kv_seq head_dim"],
     value: Float[Array, "batch kv_heads kv_seq head_dim"],
     mask: Bool[Array, "#batch #seq kv_seq"],
 ) -> Float[Array, "batch heads seq head_dim"]:
-    """``softmax(q k^T / sqrt(head_dim)) v`` where each key-value head serves ``heads / kv_heads`` neighbouring queries.
+    """``softmax(q k^T / sqrt(head_dim)) v`` where each key-value head serves ``heads / kv_heads`` neighboring queries.
+
+    Heads come before the sequence, as in PyTorch; ``jax.nn`` and Flax have ``[batch, seq, heads, head_dim]``. The mask
+    is boolean, true where a query sees a key.
 
     ``kv_heads == heads`` is multi-head attention, ``kv_heads == 1`` multi-query. Query head ``n`` uses key-value head
     ``n // (heads / kv_heads)``. Scores and softmax are float32; the result has the dtype of ``query``. A query that
@@ -62,6 +73,11 @@ def grouped_query_attention(
     """
     batch, heads, seq, head_dim = query.shape
     kv_heads = key.shape[1]
+    if heads % kv_heads:
+        raise ValueError(
+            f"grouped_query_attention: query has {heads} heads and key {kv_heads}; the first must be a multiple of "
+            f"the second, in arrays of [batch, heads, seq, head_dim]"
+        )
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, seq, head_dim)
     accumulator = jnp.promote_types(query.dtype, jnp.float32)
     scores = jnp.einsum("bkgth,bksh->bkgts", grouped, key, preferred_element_type=accumulator)
@@ -70,6 +86,7 @@ def grouped_query_attention(
     return mixed.reshape(query.shape).astype(query.dtype)
 
 
+@checked
 def causal_attention(
     query: Float[Array, "batch heads seq head_dim"],
     key: Float[Array, "batch kv_heads seq head_dim"],
@@ -77,6 +94,7 @@ def causal_attention(
 ) -> Float[Array, "batch heads seq head_dim"]:
     """``grouped_query_attention`` of a sequence to itself, each token to those up to its own place.
 
+    With ``heads == kv_heads``, arrays of ``[batch, seq, heads, head_dim]`` can't be told from right ones by shape.
     Queries are taken in blocks, each with no more keys than it sees: about half of the products, for a long sequence.
     """
     seq = query.shape[2]

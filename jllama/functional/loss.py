@@ -4,7 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jllama.functional.shapes import checked
 
+
+@checked
 def cross_entropy(
     logits: Float[Array, "*lead vocab"],
     targets: Int[Array, "*lead"],

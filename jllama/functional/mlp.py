@@ -4,8 +4,10 @@ import jax
 from jaxtyping import Array, Float
 
 from jllama.functional.packed import PackedMatrix
+from jllama.functional.shapes import checked
 
 
+@checked
 def swiglu(
     x: Float[Array, "*lead embed"],
     w_gate: Float[Array | PackedMatrix, "embed mlp"],

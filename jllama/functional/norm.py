@@ -4,7 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jllama.functional.shapes import checked
 
+
+@checked
 def rms_norm(x: Float[Array, "*lead embed"], scale: Float[Array, "embed"], eps: float) -> Float[Array, "*lead embed"]:
     """Root-mean-square normalisation: ``x / sqrt(mean(x**2) + eps) * scale``.
 
@@ -16,6 +19,7 @@ def rms_norm(x: Float[Array, "*lead embed"], scale: Float[Array, "embed"], eps: 
     return (wide * jax.lax.rsqrt(mean_square + eps) * scale).astype(x.dtype)
 
 
+@checked
 def layer_norm(
     x: Float[Array, "*lead embed"], scale: Float[Array, "embed"], bias: Float[Array, "embed"], eps: float
 ) -> Float[Array, "*lead embed"]:

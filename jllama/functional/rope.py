@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float64, Int
 
+from jllama.functional.shapes import checked
+
 Frequencies = Float64[np.ndarray, "half"]
 Table = Float[Array, "*lead half"]
 
@@ -91,6 +93,7 @@ def scale_yarn(
     return (1 - divide) * frequencies + divide * frequencies / factor
 
 
+@checked
 def rope_tables(positions: Int[Array, "*lead"], frequencies: Frequencies) -> tuple[Table, Table]:
     """``cos`` and ``sin`` of ``position * frequency`` for any positions below 2**24, in float32.
 
@@ -109,10 +112,11 @@ def rope_tables(positions: Int[Array, "*lead"], frequencies: Frequencies) -> tup
     return cos, sin
 
 
+@checked
 def apply_rope(
     x: Float[Array, "batch heads seq head_dim"],
-    cos: Float[Array, "#batch seq half"],
-    sin: Float[Array, "#batch seq half"],
+    cos: Float[Array, "#batch seq head_dim//2"],
+    sin: Float[Array, "#batch seq head_dim//2"],
 ) -> Float[Array, "batch heads seq head_dim"]:
     """Turn every pair of channels; pair ``i`` is channels ``i`` and ``i + head_dim/2`` (half-split, as Hugging Face).
 
@@ -124,10 +128,11 @@ def apply_rope(
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
+@checked
 def apply_rope_interleaved(
     x: Float[Array, "batch heads seq head_dim"],
-    cos: Float[Array, "#batch seq half"],
-    sin: Float[Array, "#batch seq half"],
+    cos: Float[Array, "#batch seq head_dim//2"],
+    sin: Float[Array, "#batch seq head_dim//2"],
 ) -> Float[Array, "batch heads seq head_dim"]:
     """As ``apply_rope``, but pair ``i`` is channels ``2i`` and ``2i + 1``: the layout of the paper and of Meta's files.
 

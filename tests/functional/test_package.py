@@ -38,11 +38,20 @@ def test_functional_imports_with_jax_alone():
 
 def test_wrong_shapes_and_types_are_caught_in_tests():
     with pytest.raises(jaxtyping.TypeCheckError):
-        functional.rms_norm(jnp.ones((2, 3)), jnp.ones(4), 1e-5)
+        functional.ban(jnp.ones((2, 3)), jnp.ones((2, 4), bool))
     with pytest.raises(jaxtyping.TypeCheckError):
-        functional.padding_mask(jnp.ones(2), 3)
+        functional.ban(jnp.ones((2, 3)), jnp.ones((2, 3)))
 
 
 def test_every_public_name_exists_and_is_documented():
     for name in functional.__all__:
         assert getattr(functional, name).__doc__
+
+
+def test_modules_do_not_stand_where_a_function_is_looked_for():
+    with pytest.raises(AttributeError, match="take grouped_query_attention or causal_attention"):
+        functional.attention  # noqa: B018
+    from jllama.functional import attention
+
+    assert attention.causal_mask is functional.causal_mask
+    assert not hasattr(functional, "rmsnorm")

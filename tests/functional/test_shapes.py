@@ -1,0 +1,97 @@
+"""What does not fit is said in one sentence, without the import hook's help and at no cost under jit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jllama import functional as F
+
+
+def ones(*shape, dtype=jnp.float32):
+    return jnp.ones(shape, dtype)
+
+
+def mask(*shape):
+    return ones(*shape, dtype=bool)
+
+
+WRONG = {
+    "a shorter scale": (
+        lambda: F.rms_norm(ones(2, 128), ones(64), 1e-5),
+        "rms_norm: scale is float32[64] but float[embed] is expected, where x float32[2, 128] is float[*lead, embed]",
+    ),
+    "a scale of one": (lambda: F.rms_norm(ones(2, 128), ones(1), 1e-5), "rms_norm: scale is float32[1] but"),
+    "a scale a row": (lambda: F.rms_norm(ones(2, 128), ones(2, 1), 1e-5), "rms_norm: scale is float32[2, 1] but"),
+    "a number as scale": (lambda: F.rms_norm(ones(2, 128), 1.0, 1e-5), "scale is a float but float[embed] is"),
+    "a list": (lambda: F.rms_norm([[1.0]], ones(1), 1e-5), "rms_norm: x is a list but float[*lead, embed] is expected"),
+    "integers": (lambda: F.rms_norm(ones(2, 4, dtype=int), ones(4), 1e-5), "rms_norm: x is int32[2, 4] but float"),
+    "by name": (lambda: F.layer_norm(ones(2, 4), bias=ones(3), scale=ones(4), eps=1e-5), "bias is float32[3] but"),
+    "torch's layout of a matrix": (
+        lambda: F.swiglu(ones(3, 64), ones(172, 64), ones(172, 64), ones(64, 172)),
+        "swiglu: w_gate is float32[172, 64] but float[embed, mlp] is expected, where x float32[3, 64] is",
+    ),
+    "an additive mask": (
+        lambda: F.grouped_query_attention(ones(1, 4, 8, 6), ones(1, 2, 8, 6), ones(1, 2, 8, 6), ones(1, 8, 8)),
+        "mask is float32[1, 8, 8] but bool[batch or 1, seq or 1, kv_seq] is expected",
+    ),
+    "seq before heads": (
+        lambda: F.grouped_query_attention(ones(1, 8, 4, 6), ones(1, 8, 2, 6), ones(1, 8, 2, 6), mask(1, 8, 8)),
+        "it fits after swapaxes(1, 2), heads before seq",
+    ),
+    "seq before heads, causal": (
+        lambda: F.causal_attention(ones(1, 8, 4, 6), ones(1, 8, 2, 6), ones(1, 8, 2, 6)),
+        "it fits after swapaxes(1, 2), heads before seq",
+    ),
+    "seq before heads, rotated": (
+        lambda: F.apply_rope(ones(1, 8, 4, 6), ones(1, 8, 3), ones(1, 8, 3)),
+        "it fits after swapaxes(1, 2), heads before seq",
+    ),
+    "tables of whole heads": (
+        lambda: F.apply_rope(ones(1, 4, 8, 6), ones(1, 8, 6), ones(1, 8, 6)),
+        "apply_rope: cos is float32[1, 8, 6] but float[batch or 1, seq, head_dim//2] is expected",
+    ),
+    "no batch": (
+        lambda: F.causal_attention(ones(4, 8, 6), ones(4, 8, 6), ones(4, 8, 6)),
+        "query is float32[4, 8, 6] but float[batch, heads, seq, head_dim] is expected",
+    ),
+    "heads that don't divide": (
+        lambda: F.causal_attention(ones(1, 4, 8, 6), ones(1, 3, 8, 6), ones(1, 3, 8, 6)),
+        "query has 4 heads and key 3; the first must be a multiple of the second",
+    ),
+    "float positions": (
+        lambda: F.rope_tables(ones(2, 8), F.inverse_frequencies(8, 1e4)),
+        "rope_tables: positions is float32[2, 8] but integer[*lead] is expected",
+    ),
+    "float targets": (
+        lambda: F.cross_entropy(ones(2, 8, 9), ones(2, 8), mask(2, 8)),
+        "cross_entropy: targets is float32[2, 8] but integer[*lead] is expected",
+    ),
+    "targets of another length": (
+        lambda: F.cross_entropy(ones(2, 8, 9), ones(2, 7, dtype=int), mask(2, 7)),
+        "cross_entropy: targets is int32[2, 7] but integer[*lead] is expected, where logits float32[2, 8, 9] is",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("compile", [lambda call: call, jax.jit], ids=["eager", "jit"])
+def test_says_what_was_given_and_what_is_expected(name, compile):
+    call, sentence = WRONG[name]
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        compile(call)()
+    assert sentence in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_only_shapes_and_dtypes_are_read():
+    def gradient(x, scale):
+        return jax.grad(lambda x: F.rms_norm(x, scale, 1e-5).sum())(x)
+
+    rows = jax.jit(jax.vmap(gradient, (0, None)))(ones(3, 2, 8), ones(8))
+    np.testing.assert_allclose(rows, jax.vmap(gradient, (0, None))(ones(3, 2, 8), ones(8)), atol=1e-6)
+
+
+def test_a_missing_argument_is_reported_by_python_as_ever():
+    with pytest.raises(TypeError, match="argument: 'eps'"):
+        F.rms_norm(ones(2, 4), ones(4))
