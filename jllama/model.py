@@ -7,17 +7,22 @@ The module holds no state but its parameters. Compiled code takes ``params`` (a 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jllama import functional as F
 from jllama.config import LlamaConfig
+from jllama.errors import UsageError
 from jllama.parameters import Parameter, Params, initial_std, parameter_table, shape_of
+
+TokenIds = Integer[Array | np.ndarray, "batch seq"] | Sequence[Sequence[int]]
 
 
 class KVCache(NamedTuple):
@@ -108,6 +113,8 @@ class Llama(nnx.Module):
     """
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
+        if not config.vocab_size:
+            raise UsageError("vocab_size is 0; give the number of the tokenizer's tokens")
         self.config = config
         table = parameter_table(config)
         self.embed = _initial(table["embed"], config, rngs)
@@ -118,14 +125,14 @@ class Llama(nnx.Module):
         self.layers: Layer | nnx.Dict[Layer] = nnx.vmap(lambda key: Layer(config, nnx.Rngs(key)))(keys)
 
     def __call__(
-        self, tokens: Int[Array, "batch seq"], segments: Int[Array, "batch seq"] | None = None
+        self, tokens: TokenIds, segments: Int[Array, "batch seq"] | None = None
     ) -> Float[Array, "batch seq vocab"]:
-        """Float32 logits of the token that follows each one; ``segments`` as in ``hidden``."""
+        """Float32 logits of the token that follows each one; ``segments`` and errors as in ``hidden``."""
         return self.logits(self.hidden(tokens, segments))
 
     def hidden(
         self,
-        tokens: Int[Array, "batch seq"],
+        tokens: TokenIds,
         segments: Int[Array, "batch seq"] | None = None,
         positions: Int[Array, "#batch seq"] | None = None,
         *,
@@ -138,9 +145,17 @@ class Llama(nnx.Module):
             segments: numbers that tell packed documents apart; tokens attend only within their own. None: one each row.
             positions: defaults to 0, 1, 2, ...; a query sees the keys at its own position and before.
             remat: keep only each layer's input for the backward pass; else products with weights are kept too.
+
+        Raises:
+            UsageError: tokens are not ids of this model (``as_token_ids``), or more than ``max_seq_len`` without
+                ``positions``, other than with ``dynamic`` scaling.
         """
+        tokens = as_token_ids(tokens, self.config)
         if positions is None:
-            positions = jnp.arange(tokens.shape[1])[None]
+            length, context, scaling = tokens.shape[1], self.config.max_seq_len, self.config.rope_scaling
+            if length > context and not (scaling and scaling.type == "dynamic"):
+                raise UsageError(f"tokens has {length} a row; the model's context is {context}: cut it into windows")
+            positions = jnp.arange(length)[None]
         mask = F.causal_mask(positions, positions)
         if segments is not None:
             mask = mask & F.segment_mask(segments, segments)
@@ -176,6 +191,7 @@ class Llama(nnx.Module):
         Needs unrolled layers (``unstack_layers``). Returns the final normalised activations and the longer cache.
         """
         assert isinstance(self.layers, nnx.Dict), "decoding takes unstacked layers"
+        tokens = as_token_ids(tokens, self.config)
         lengths = jnp.zeros_like(counts) if cache is None else cache.lengths
         positions = lengths[:, None] + jnp.arange(tokens.shape[1])
         mask = None if cache is None else F.cache_mask(positions, cache.keys[0].shape[2])
@@ -203,6 +219,28 @@ class Llama(nnx.Module):
 
     def _embed(self, tokens: Array) -> Array:
         return self.embed[...][tokens]
+
+
+def as_token_ids(tokens: Any, config: LlamaConfig) -> Integer[Array, "batch seq"]:
+    """``tokens``, a nested list or an array, as an array; ``UsageError`` if they are not ``[batch, seq]`` ids below
+    ``vocab_size``. Under ``jit`` their values can't be read and are not checked.
+    """
+    try:
+        tokens = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)
+    except ValueError:
+        raise UsageError("the rows of tokens differ in length: pad them, or take one at a time") from None
+    given = f"tokens is {tokens.dtype}{list(tokens.shape)}"
+    if tokens.ndim != 2:
+        raise UsageError(f"{given}; it must be [batch, seq]; of a row alone, take tokens[None]")
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise UsageError(f"{given}; token ids are integers")
+    if tokens.size and not isinstance(tokens, Tracer) and getattr(tokens, "is_fully_addressable", True):
+        low, high = np.min(np.asarray(tokens)), np.max(np.asarray(tokens))
+        if low < 0 or high >= config.vocab_size:
+            raise UsageError(
+                f"tokens holds the id {low if low < 0 else high}; this model's are 0 to {config.vocab_size - 1}"
+            )
+    return jnp.asarray(tokens)
 
 
 @functools.partial(jax.jit, static_argnums=0)

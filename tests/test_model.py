@@ -5,6 +5,8 @@ Ways of running it that must agree are compared in tests/verify/test_equalities.
 
 import dataclasses
 import functools
+import subprocess
+import sys
 import warnings
 
 import jax
@@ -18,8 +20,9 @@ import jllama.model
 from jllama import functional as F
 from jllama import oracle
 from jllama.config import LlamaConfig, RopeScaling
+from jllama.errors import UsageError
 from jllama.functional import half_split_from_interleaved
-from jllama.model import KVCache, rope_frequencies, unstack_layers
+from jllama.model import KVCache, abstract_params, as_token_ids, merge, rope_frequencies, unstack_layers
 from jllama.verify import equalities
 from jllama.verify.compare import random_params, relative_error, worst_error
 from jllama.verify.mutations import interleaved
@@ -159,6 +162,83 @@ def test_bfloat16_weights_give_float32_logits_nearby():
     assert jax.eval_shape(functools.partial(forward, LLAMA_32), params, TOKENS).dtype == jnp.float32
     error = equalities.bfloat16_error(JLLAMA, LLAMA_32, weights(LLAMA_32), TOKENS, POSITIONS)
     assert 1e-4 < error < equalities.BFLOAT16_TOLERANCE
+
+
+# Token ids
+
+
+def ids(*shape, fill=1, dtype=np.int32):
+    return np.full(shape, fill, dtype)
+
+
+WRONG_TOKENS = {
+    "float": (jnp.ones((1, 8)), r"tokens is float32\[1, 8\]; token ids are integers"),
+    "one row alone": (ids(8), r"tokens is int32\[8\]; it must be \[batch, seq\]; of a row alone, take tokens\[None\]"),
+    "a list of numbers": ([1, 2], r"tokens is int64\[2\]; it must be \[batch, seq\]"),
+    "a ragged list": ([[1, 2], [3]], "the rows of tokens differ in length: pad them"),
+    "nothing": (None, r"tokens is object\[\]; it must be"),
+    "past the vocabulary": (ids(2, 8, fill=97), "tokens holds the id 97; this model's are 0 to 96"),
+    "far past it": (ids(1, 8, fill=2**40, dtype=np.int64), f"tokens holds the id {2**40}; this model's are 0 to 96"),
+    "negative": (jnp.asarray(ids(1, 8, fill=-5)), "tokens holds the id -5; this model's are 0 to 96"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TOKENS)
+def test_wrong_token_ids_are_refused_in_one_sentence(name):
+    tokens, sentence = WRONG_TOKENS[name]
+    with pytest.raises(UsageError, match=sentence):
+        as_token_ids(tokens, BASE)
+
+
+@pytest.mark.parametrize("tokens", [[[0, 96]], ids(1, 2, dtype=np.uint16), jnp.ones((1, 2), int), ids(0, 2)])
+def test_ids_may_be_a_list_or_any_integers(tokens):
+    np.testing.assert_array_equal(as_token_ids(tokens, BASE), np.asarray(tokens))
+
+
+# Without the tests' import hook, which would refuse some of these by their types.
+REFUSED_BY_MODELS = """
+import jax, jax.numpy as jnp, jllama
+
+config = jllama.LlamaConfig(vocab_size=10, num_layers=1, embed_dim=8, num_heads=1, max_seq_len=16)
+params = jllama.initial_params(jax.random.key(0), config)
+unstacked = jllama.merge(config, jllama.unstack_layers(params))
+for call in (
+    jllama.Model(config, params),
+    jllama.merge(config, params),
+    jllama.merge(config, params).hidden,
+    lambda tokens: unstacked.extend(tokens, None, jnp.array([1])),
+):
+    for tokens in (jnp.full((1, 8), 10), jnp.ones((1, 8)), jnp.ones(8, int)):
+        try:
+            call(tokens)
+        except jllama.errors.UsageError as error:
+            print(error)
+"""
+
+
+def test_models_refuse_what_are_not_ids_of_theirs():
+    run = subprocess.run([sys.executable, "-c", REFUSED_BY_MODELS], capture_output=True, text=True, check=True)
+    sentences = [
+        "tokens holds the id 10; this model's are 0 to 9",
+        "tokens is float32[1, 8]; token ids are integers",
+        "tokens is int32[8]; it must be [batch, seq]; of a row alone, take tokens[None]",
+    ]
+    assert run.stdout.splitlines() == 4 * sentences
+
+
+def test_more_tokens_than_the_context_are_refused_also_while_tracing():
+    short = dataclasses.replace(BASE, max_seq_len=SHORT - 1)
+    with pytest.raises(UsageError, match=f"tokens has {SHORT} a row; the model's context is {SHORT - 1}: cut it"):
+        jax.eval_shape(lambda params: merge(short, params)(jnp.asarray(TOKENS[:, :SHORT])), weights(BASE))
+    positions = jnp.asarray(POSITIONS[:, :SHORT])  # who gives them says how far they go
+    at_positions = functools.partial(forward_, short, positions=positions)
+    logits = jax.eval_shape(at_positions, weights(BASE), jnp.asarray(TOKENS[:, :SHORT]))
+    assert logits.shape == (3, SHORT, BASE.vocab_size)
+
+
+def test_a_model_needs_a_vocabulary():
+    with pytest.raises(UsageError, match="vocab_size is 0; give the number of the tokenizer's tokens"):
+        abstract_params(LlamaConfig())
 
 
 # Layouts, remat, causality, documents

@@ -1,6 +1,7 @@
 """The judge itself: every knob of the oracle moves its logits by far more than the tolerance of the other tests."""
 
 import dataclasses
+import inspect
 
 import numpy as np
 import pytest
@@ -121,6 +122,21 @@ def test_grouping_and_channel_order_move_the_logits(logits, positions):
     }
     other = oracle.forward(replace_layers(PARAMS, **interleaved), TOKENS, CONFIG, positions)
     assert relative_error(other, logits) > VISIBLE
+
+
+@pytest.mark.parametrize(
+    ("shapes", "mask", "sentence"),
+    [
+        ([(4, 8, 6)] * 3, np.zeros((8, 8)), "mask is float64; it must be boolean, true where a query sees a key"),
+        ([(2, 4, 8, 6)] * 3, np.ones((8, 8), bool), "one sequence at a time"),
+        ([(4, 8, 6), (3, 8, 6), (3, 8, 6)], np.ones((8, 8), bool), "heads a multiple of kv_heads"),
+        ([(8, 4, 6)] * 3, np.ones((8, 8), bool), r"q \[8, 4, 6\], .*: they must be \[heads, seq, head_dim\]"),
+    ],
+    ids=["additive mask", "batch", "heads", "seq before heads"],
+)
+def test_attention_says_what_it_takes(shapes, mask, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        inspect.unwrap(oracle.attention)(*map(np.ones, shapes), mask)  # without the types that tests check
 
 
 @pytest.mark.parametrize("name", ["attn_norm", "mlp_norm", "final_norm"])

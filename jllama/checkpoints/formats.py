@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -31,7 +31,7 @@ from jllama.checkpoints.tensors import Checkpoint, ParamTensors, Report, load_pa
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
 from jllama.files import cache_folder
-from jllama.model import merge
+from jllama.model import TokenIds, as_token_ids, merge
 from jllama.packing import Quantized, pack_params
 from jllama.parameters import Params
 from jllama.tokenizers import Tokenizer
@@ -69,9 +69,9 @@ class Model:
     stop_ids: tuple[int, ...] = ()
     step: int | None = None
 
-    def __call__(self, tokens: Int[Array | np.ndarray, "batch seq"]) -> Float[Array, "batch seq vocab"]:
-        """Float32 logits of the token that follows each one."""
-        return _logits(self.params, self.config, jnp.asarray(tokens))
+    def __call__(self, tokens: TokenIds) -> Float[Array, "batch seq vocab"]:
+        """Float32 logits of the token that follows each one; ``UsageError`` if they are not ids of this model."""
+        return _logits(self.params, self.config, as_token_ids(tokens, self.config))
 
     @property
     def text_tokenizer(self) -> Tokenizer:
