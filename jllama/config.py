@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 from jllama.errors import UsageError
+
+RopeType = Literal["linear", "dynamic", "llama3", "yarn"]
+
+MAX_SIZES = {
+    "vocab_size": 1 << 24,
+    "num_layers": 10_000,
+    "embed_dim": 1 << 20,
+    "num_heads": 1 << 14,
+    "num_kv_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "mlp_dim": 1 << 22,
+    "max_seq_len": 1 << 28,
+}
+"""Of a ``LlamaConfig``: at least 25 times any released Llama's, so what is larger is a slip or a damaged file."""
 
 
 def llama_mlp_dim(embed_dim: int, *, multiple_of: int = 256, multiplier: float | None = None) -> int:
@@ -40,7 +54,7 @@ class RopeScaling:
         attention_factor: ``yarn``: multiplies cosines and sines; 0 means the paper's ``0.1 ln(factor) + 1``.
     """
 
-    type: Literal["linear", "dynamic", "llama3", "yarn"]
+    type: RopeType
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -50,10 +64,11 @@ class RopeScaling:
     attention_factor: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.factor >= 1:
-            raise UsageError(f"rope_scaling.factor is {self.factor}; it must be at least 1")
-        if self.original_max_seq_len < 1:
-            raise UsageError(f"rope_scaling.original_max_seq_len is {self.original_max_seq_len}; it must be at least 1")
+        if self.type not in get_args(RopeType):
+            raise UsageError(f"rope_scaling.type is {self.type!r}; it must be one of {', '.join(get_args(RopeType))}")
+        if not 1 <= self.factor < math.inf:
+            raise UsageError(f"rope_scaling.factor is {self.factor}; it must be at least 1, and finite")
+        _check_size("rope_scaling.original_max_seq_len", self.original_max_seq_len, MAX_SIZES["max_seq_len"])
         if self.type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
             raise UsageError(
                 f"rope_scaling has low_freq_factor {self.low_freq_factor} and high_freq_factor "
@@ -109,15 +124,14 @@ class LlamaConfig:
     tie_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "embed_dim", "num_heads", "max_seq_len"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("vocab_size", "num_kv_heads", "head_dim", "mlp_dim"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be positive, or 0 to work it out")
+        for name, most in MAX_SIZES.items():
+            derived = name in ("vocab_size", "num_kv_heads", "head_dim", "mlp_dim")
+            _check_size(name, getattr(self, name), most, derived=derived)
         for name in ("norm_eps", "rope_theta"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be positive")
+            if not 0 < getattr(self, name) < math.inf:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be positive, and finite")
+        if type(self.tie_embeddings) is not bool:
+            raise UsageError(f"tie_embeddings is {self.tie_embeddings!r}; it must be true or false")
         if not self.head_dim and self.embed_dim % self.num_heads:
             raise UsageError(
                 f"embed_dim {self.embed_dim} is not divisible by num_heads {self.num_heads}: "
@@ -141,3 +155,15 @@ class LlamaConfig:
             raise UsageError("head_dim is 2; dynamic rope_scaling slows every pair but the first, so it must be over 2")
         if self.rope_scaling and self.rope_scaling.type == "yarn" and not self.rope_theta > 1:
             raise UsageError(f"rope_theta is {self.rope_theta}; for yarn it must be over 1: later pairs turn slower")
+
+
+def _check_size(name: str, value: int, most: int, *, derived: bool = False) -> None:
+    """Raise ``UsageError`` unless a size is a whole number from 1 to ``most``; ``derived`` ones may be 0."""
+    if type(value) is not int:
+        raise UsageError(f"{name} is {value!r}; it must be a whole number")
+    if value < (0 if derived else 1):
+        raise UsageError(
+            f"{name} is {value}; it must be {'positive, or 0 to work it out' if derived else 'at least 1'}"
+        )
+    if value > most:
+        raise UsageError(f"{name} is {value:,}, and no Llama's is over {most:,}: it cannot be meant")

@@ -19,6 +19,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     Raises:
         JllamaError: the file cannot be read, is absurdly large or deeply nested, or holds no JSON object.
     """
+    refuse_special_files(path)
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise JllamaError(f"{path} is over {_MAX_BYTES} bytes: it is not what its name says")
@@ -35,6 +36,22 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise JllamaError(f"{path} is not a JSON object")
     return content
+
+
+def refuse_special_files(*paths: Path) -> None:
+    """Raise ``JllamaError`` for a pipe, a socket or a device: reading one may never end."""
+    for path in paths:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise JllamaError(f"{path} is a pipe, a socket or a device: put a file there")
+
+
+def check_orbax_files(folder: Path) -> None:
+    """Raise ``JllamaError`` for what orbax would hang or crash on: special files, and JSON that is nested too deep."""
+    paths = list(folder.rglob("*"))
+    refuse_special_files(*paths)
+    for path in paths:
+        if path.is_file() and not path.suffix and path.parent.name != "d":  # the arrays are in folders of that name
+            read_json_object(path)
 
 
 def write_text_whole(path: Path, text: str) -> None:

@@ -1,5 +1,7 @@
 """Every released Llama by name. A preset is only a name for a configuration: any other is as good."""
 
+from __future__ import annotations
+
 import difflib
 import functools
 
@@ -60,3 +62,31 @@ def preset(name: str) -> LlamaConfig:
     nearest = difflib.get_close_matches(name, PRESETS, 1)
     advice = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(PRESETS)}"
     raise UsageError(f"there is no preset {name}; {advice}")
+
+
+SHAPE = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
+"""The sizes by which a released Llama is known again; the other fields are what a file may have lost or changed."""
+OTHERS = ("vocab_size", "rope_theta", "rope_scaling", "norm_eps", "tie_embeddings", "max_seq_len")
+
+
+def presets_of_shape(config: LlamaConfig) -> list[str]:
+    """The names of the released Llamas of just this shape."""
+    return [name for name, released in PRESETS.items() if not differing(SHAPE, config, released)]
+
+
+def nearest_preset(config: LlamaConfig) -> str:
+    """The name of the released Llama of this shape that has the most other fields in common; empty if none has it.
+
+    Of two as near, it is the one with the same context length: that is the less likely to have been changed.
+    """
+    names = presets_of_shape(config)
+    ranks = {
+        name: (len(differing(OTHERS, config, PRESETS[name])), PRESETS[name].max_seq_len != config.max_seq_len)
+        for name in names
+    }
+    return min(names, key=lambda name: ranks[name], default="")
+
+
+def differing(fields: tuple[str, ...], config: LlamaConfig, released: LlamaConfig) -> list[str]:
+    """Those of the fields in which two configurations differ."""
+    return [field for field in fields if getattr(config, field) != getattr(released, field)]

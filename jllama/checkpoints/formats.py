@@ -27,14 +27,16 @@ from jaxtyping import Array, Float
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from jllama import tokenizers
 from jllama.checkpoints.tensors import Checkpoint, ParamTensors, Report, load_params, size_bytes
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
-from jllama.files import cache_folder
+from jllama.files import cache_folder, refuse_special_files
 from jllama.model import TokenIds, as_token_ids, merge
 from jllama.packing import Quantized, pack_params
-from jllama.parameters import Params
-from jllama.tokenizers import Tokenizer
+from jllama.parameters import Params, count_parameters
+from jllama.presets import nearest_preset
+from jllama.tokenizers import Tokenizer, has_tokenizer
 
 Format = Literal["orbax", "hf", "gguf", "llama2c", "meta"]
 Dtype = Literal["float32", "bfloat16", "float16", "q8_0"]
@@ -47,6 +49,11 @@ _MODULES: dict[Format, str] = {
     "orbax": "native",
 }
 _Q8_0_BYTES = 34 / 32  # per number: blocks of 32, with a float16 scale
+_OF_CHECKPOINTS = (  # names of files that a checkpoint of some format, or a run, has in its folder
+    r".*\.safetensors(\.index\.json)?|.*\.(gguf|bin|pth)|tokenizer.*\.(json|model)|(generation_)?config\.json|"
+    r"(special_tokens_map|added_tokens|vocab|params|jllama)\.json|merges\.txt|checklist\.chk|chat_template\.(jinja|json)|"
+    r"config.*\.yaml|checkpoints|(metrics|samples)\.jsonl|report\.html|\.?lock|\.gitattributes"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +67,7 @@ class Model:
         chat_template: the Jinja template that turns messages into a prompt, if the files had one.
         stop_ids: tokens that end a text; the tokenizer's EOS if the files did not say.
         step: of a training run, the step that the parameters are from.
+        source: the name of the file or folder that it was loaded from.
     """
 
     config: LlamaConfig
@@ -68,6 +76,15 @@ class Model:
     chat_template: str | None = None
     stop_ids: tuple[int, ...] = ()
     step: int | None = None
+    source: str = ""
+
+    def __repr__(self) -> str:
+        """One line, without the weights."""
+        dtype = (
+            max(jax.tree.leaves(self.params), key=lambda leaf: leaf.size).dtype.name if self.params else "no weights"
+        )
+        origin = f", from {self.source}" if self.source else ""
+        return f"Model({summary(self.config, dtype, self.tokenizer)}{origin})"
 
     def __call__(self, tokens: TokenIds) -> Float[Array, "batch seq vocab"]:
         """Float32 logits of the token that follows each one; ``UsageError`` if they are not ids of this model."""
@@ -93,6 +110,13 @@ class Model:
         return dataclasses.replace(self, params=pack_params(self.params, self.config, quantize))
 
 
+def summary(config: LlamaConfig, dtype: str, tokenizer: Tokenizer | None) -> str:
+    """A model in a few words: the nearest released Llama, layers, parameters, dtype and size of the tokenizer."""
+    tokens = f"tokenizer of {tokenizer.vocab_size:,} tokens" if tokenizer else "no tokenizer"
+    sizes = f"{config.num_layers} layers, {count_parameters(config):,} parameters"
+    return f"{nearest_preset(config) or 'llama'}, {sizes}, {dtype}, {tokens}"
+
+
 @functools.partial(jax.jit, static_argnames="config")
 def _logits(params: Params, config: LlamaConfig, tokens: Array) -> Array:
     return merge(config, params)(tokens)
@@ -116,6 +140,7 @@ def load(
     *,
     rope_factor: float | None = None,
     step: int | None = None,
+    quantize: Quantized | None = None,
 ) -> Model:
     """Load a checkpoint of any format, or a Hugging Face hub id, straight onto the devices.
 
@@ -126,8 +151,10 @@ def load(
         path: a run's folder, a Hugging Face or Meta folder, a GGUF file, a llama2.c file, or ``org/name``.
         dtype: of the parameters; None is float32 on a CPU, where bfloat16 is slow, and elsewhere the files' own.
         mesh: splits the parameters over devices, as in training; None puts them on the first device.
-        rope_factor: the RoPE scaling factor that Meta's files leave out.
+        rope_factor: the RoPE scaling factor that Meta's files leave out; None is that of the released Llama of the same
+            shape.
         step: of a training run, the checkpoint to take; None is the one with the lowest validation loss.
+        quantize: ``int8``, as ``Model.for_decoding`` makes it: the model decodes, and no more.
 
     Raises:
         JllamaError: there is no such checkpoint, or something in it is wrong; the message says what and where.
@@ -153,7 +180,24 @@ def load(
             params = load_params(checkpoint, dtype, mesh, report)
     tokenizer = checkpoint.tokenizer
     stop_ids = checkpoint.stop_ids or ((tokenizer.eos_id,) if tokenizer else ())
-    return Model(checkpoint.config, params, tokenizer, checkpoint.chat_template, stop_ids, step)
+    model = Model(checkpoint.config, params, tokenizer, checkpoint.chat_template, stop_ids, step, source.name)
+    return model.for_decoding(quantize) if quantize else model
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a checkpoint of any format or of a hub id; or of a file or folder of a tokenizer's own.
+
+    Raises:
+        JllamaError: there is none, or it cannot be used; the message says why.
+    """
+    source = _local(path)
+    refuse_special_files(source, *source.glob("*"))
+    if has_tokenizer(source) or not (format := _recognized(source)):
+        return tokenizers.load_tokenizer(source)
+    tokenizer = _read(source, format, None).tokenizer
+    if tokenizer is None:
+        raise JllamaError(f"{path} has no tokenizer: put the one it was trained with beside its weights")
+    return tokenizer
 
 
 def save(
@@ -166,11 +210,13 @@ def save(
         path: the folder to make (for ``gguf``, the file).
         format: one of ``Format``.
         dtype: of the matrices; None keeps the parameters' own. ``q8_0`` is for ``gguf`` alone.
-        overwrite: replace what is at ``path``.
+        overwrite: replace the file or the checkpoint that is at ``path``; no other folder is replaced.
 
     Raises:
         JllamaError: the format cannot hold this model, ``path`` exists, or the disk is too small.
+        UsageError: there is no such format or dtype.
     """
+    check_names("format", format, dtype)
     tensors = ParamTensors(model.config, lambda: model.params)
     checkpoint = Checkpoint(model.config, tensors, model.tokenizer, model.chat_template, model.stop_ids)
     _write(checkpoint, Path(path), format, dtype, overwrite)
@@ -184,14 +230,21 @@ def convert(
     *,
     overwrite: bool = False,
     rope_factor: float | None = None,
-) -> None:
+) -> Checkpoint:
     """Convert a checkpoint of any format to another, block by block: the model is never in memory whole.
 
     (Reading or writing jllama's own format does take the model's size in memory.) Arguments and errors as those of
-    ``load`` and ``save``; without ``dtype`` every tensor keeps its own.
+    ``load`` and ``save``; without ``dtype`` every tensor keeps its own. A target that holds the source, or lies in it
+    and exists, is refused.
+
+    Returns:
+        what was converted.
     """
-    checkpoint = open_checkpoint(source, rope_factor)
-    _write(checkpoint, Path(target), to, dtype, overwrite)
+    check_names("to", to, dtype)
+    local = _local(source)
+    checkpoint = open_checkpoint(local, rope_factor)
+    _write(checkpoint, Path(target), to, dtype, overwrite, local)
+    return checkpoint
 
 
 def open_checkpoint(path: str | Path, rope_factor: float | None = None) -> Checkpoint:
@@ -217,12 +270,19 @@ def _local(path: str | Path) -> Path:
     return source
 
 
+def _recognized(source: Path) -> Format | None:
+    # jllama's own format comes last: orbax takes half a second to import
+    return next((format for format in _MODULES if _module(format).recognises(source)), None)
+
+
 def _format_of(source: Path) -> Format:
-    for format in _MODULES:  # jllama's own comes last: orbax takes half a second to import
-        if _module(format).recognises(source):
-            return format
+    refuse_special_files(source, *source.glob("*"))  # of a file the latter are none
+    if format := _recognized(source):
+        return format
     if runs := [parent for parent in source.resolve().parents[:3] if _module("orbax").recognises(parent)]:
         raise JllamaError(f"{source} lies inside a run: give the run's folder itself, {runs[0]}")
+    if source.is_file() and _recognized(source.parent):
+        raise JllamaError(f"{source} is no checkpoint by itself: give its folder, {source.parent}")
     held = ", ".join(sorted(entry.name for entry in source.iterdir())[:8]) if source.is_dir() else "no known header"
     raise JllamaError(
         f"{source} is no checkpoint that jllama knows (it holds {held or 'nothing'}): give a training run, a folder "
@@ -252,21 +312,35 @@ def _check_tokenizer(checkpoint: Checkpoint, source: Path) -> None:
         )
 
 
-def _write(checkpoint: Checkpoint, target: Path, format: Format, dtype: Dtype | None, overwrite: bool) -> None:
-    for name, value, known in (("format", format, get_args(Format)), ("dtype", dtype, (None, *get_args(Dtype)))):
-        if value not in known:
-            raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(map(str, known))}")
+def check_names(name: str, format: str, dtype: str | None) -> None:
+    """Raise ``UsageError`` unless there is a format, given as ``name``, that holds such a dtype."""
+    if format not in get_args(Format):
+        raise UsageError(f"{name} is {format!r}; it must be one of {', '.join(get_args(Format))}")
+    if dtype not in (None, *get_args(Dtype)):
+        raise UsageError(
+            f"dtype is {dtype!r}; it must be one of {', '.join(get_args(Dtype))}; for others, such as Q4_K_M, run "
+            f"llama.cpp's llama-quantize on the GGUF file"
+        )
     if dtype == "q8_0" and format != "gguf":
         raise UsageError(f"dtype q8_0 is GGUF's alone: with {format} take float32, bfloat16 or float16")
-    _put_back(target)
-    if target.exists() and not overwrite:
-        raise JllamaError(f"{target} exists: choose another destination, or replace it with --overwrite")
+
+
+def _write(
+    checkpoint: Checkpoint,
+    target: Path,
+    format: Format,
+    dtype: Dtype | None,
+    overwrite: bool,
+    source: Path | None = None,
+) -> None:
+    target = target.resolve()  # of a link, what it leads to is replaced
+    _check_target(target, source, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     needed_bytes = _size_bytes(checkpoint, format, dtype)
     free_bytes = shutil.disk_usage(target.parent).free
     if needed_bytes > free_bytes:
         raise JllamaError(
-            f"{target} needs {needed_bytes / 2**30:.2f} GiB but {free_bytes / 2**30:.2f} GiB are free there: "
+            f"{target} needs {needed_bytes:,} bytes but {free_bytes:,} are free there: "
             f"make room, or choose another destination or a smaller dtype"
         )
     numeric = dtype if dtype in (None, "q8_0") else jnp.dtype(dtype)
@@ -274,6 +348,28 @@ def _write(checkpoint: Checkpoint, target: Path, format: Format, dtype: Dtype | 
         if format != "gguf":
             partial.mkdir()
         _module(format).write(checkpoint, partial, numeric, report)
+
+
+def _check_target(target: Path, source: Path | None, overwrite: bool) -> None:
+    """Refuse a target whose replacement would take away the source, or anything that is not a checkpoint's."""
+    if target in (Path.cwd(), *Path.cwd().parents):
+        raise UsageError(f"the target {target} is the folder you are in, or holds it: name a file or folder to make")
+    _put_back(target)
+    if not target.exists():
+        return
+    if source is not None:
+        places = {file.resolve() for file in (source, *(source.iterdir() if source.is_dir() else ()))}
+        if any(target in (place, *place.parents) for place in places) or source.resolve() in target.parents:
+            raise JllamaError(f"{target} is {source} itself, or holds or lies in it: choose another destination")
+    if not overwrite:
+        raise JllamaError(f"{target} exists: choose another destination, or replace it with --overwrite")
+    held = sorted(entry.name for entry in target.iterdir()) if target.is_dir() else []
+    others = [name for name in held if not re.fullmatch(_OF_CHECKPOINTS, name.removesuffix(".partial"))]
+    if others or (held and not _recognized(target)):
+        raise JllamaError(
+            f"{target} holds {', '.join((others or held)[:5])}, more or less than a checkpoint, and stays as it is: "
+            f"choose another destination"
+        )
 
 
 def _size_bytes(checkpoint: Checkpoint, format: Format, dtype: Dtype | None) -> int:

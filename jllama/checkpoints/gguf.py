@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import math
 import reprlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -168,13 +169,10 @@ def _read_config(metadata: Mapping[str, Any], tensors: Mapping[str, FileTensor],
     embed, lm_head = table["embed"].gguf, table["lm_head"].gguf
     if embed not in tensors:
         raise JllamaError(f"{source} lacks the tensor {embed}")
-    num_layers = take("block_count", int)
-    if num_layers > len(tensors):
-        raise JllamaError(f"{source} claims {num_layers} layers but holds only {len(tensors)} tensors")
     num_heads = take("attention.head_count", int)
     config = LlamaConfig(
         vocab_size=tensors[embed].shape[0],
-        num_layers=num_layers,
+        num_layers=take("block_count", int),
         embed_dim=take("embedding_length", int),
         num_heads=num_heads,
         num_kv_heads=take("attention.head_count_kv", int, num_heads),
@@ -321,6 +319,8 @@ def _solve_llama3(config: LlamaConfig, divisors: np.ndarray) -> list[RopeScaling
 
 
 def _read_tokenizer(metadata: Mapping[str, Any], source: Path) -> Tokenizer | None:
+    if TOKENIZER not in metadata:
+        print(f"note: {source} has no {TOKENIZER}, so the model is without a tokenizer", file=sys.stderr)
     if metadata.get(TOKENIZER) in (None, NO_TOKENIZER, "none"):
         return None
     return from_gguf(metadata, str(source))

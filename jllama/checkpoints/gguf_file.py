@@ -125,17 +125,25 @@ def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
             raise JllamaError(f"{path} has the tensor {name} at offset {offset}, which is no multiple of {alignment}")
         if offset < end:
             raise JllamaError(f"{path} has the tensors {before} and {name} in the same place")
-        end, before = offset + num_bytes, name
+        aligned_end, end = -(-end // alignment) * alignment, offset + num_bytes
         if first + end > size:
             raise JllamaError(
                 f"{path} is truncated: the tensor {name} ends at byte {first + end} but the file has {size} bytes: "
                 f"fetch it again"
             )
+        if offset != aligned_end:
+            raise JllamaError(
+                f"{path} has a gap of {offset - aligned_end} bytes before {name}, so {before or name} has a wrong "
+                f"type, size or place: fetch it again"
+            )
+        before = name
         stored = data[first + offset : first + end]
         if type_ in PLAIN:
             tensors[name] = stored.view(PLAIN[type_]).reshape(shape)
         else:
             tensors[name] = Quantised(stored.reshape(shape[0], -1), type_, shape)
+    if (left := size - first - -(-end // alignment) * alignment) > 0:
+        raise JllamaError(f"{path} has {left} bytes after {before}: its type or size is wrong: fetch the file again")
     return metadata, {name: tensors[name] for name in infos}
 
 

@@ -36,8 +36,6 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 MAX_SHARD_BYTES = 5_000_000_000
 """Of a shard's tensors. A tensor that is larger has a shard of its own."""
 
-_MAX_LAYERS = 10_000  # the largest Llama has 126; the list of what such a model's files should hold stays small
-
 _SIZES: dict[str, tuple[str, int | None]] = {
     "num_layers": ("num_hidden_layers", 32),
     "embed_dim": ("hidden_size", 4096),
@@ -100,10 +98,6 @@ def config_from_huggingface(fields: Mapping[str, Any], source: Path) -> LlamaCon
     tied = fields.get("tie_word_embeddings", False)
     if type(tied) is not bool:
         raise JllamaError(f"{source} has tie_word_embeddings {tied!r}; it must be true or false")
-    if sizes["num_layers"] > _MAX_LAYERS:
-        raise JllamaError(
-            f"{source} has num_hidden_layers {sizes['num_layers']}; jllama takes up to {_MAX_LAYERS} layers"
-        )
     theta, scaling = _rope(fields, sizes["max_seq_len"], source)
     try:
         return LlamaConfig(

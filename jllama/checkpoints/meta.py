@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ from jllama.checkpoints.tensors import Checkpoint, FileTensor, Report, half_spli
 from jllama.checkpoints.torch_file import read_torch_file, write_torch_file
 from jllama.config import LlamaConfig, RopeScaling, llama_mlp_dim
 from jllama.errors import JllamaError, UsageError
-from jllama.files import read_json_object
+from jllama.files import read_json_object, refuse_special_files
 from jllama.parameters import StoredTensor, stored_tensors
-from jllama.presets import PRESETS
+from jllama.presets import PRESETS, differing, presets_of_shape
 from jllama.tokenizers import Tokenizer, has_tokenizer, load_tokenizer
 from jllama.tokenizers.convert import save_meta
 
@@ -100,10 +101,12 @@ def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
 
     Args:
         path: the folder.
-        rope_factor: the RoPE scaling factor, where ``params.json`` has ``use_scaled_rope`` and no factor.
+        rope_factor: the RoPE scaling factor, where ``params.json`` has ``use_scaled_rope`` and no factor; None is that
+            of the released Llamas of the same shape, vocabulary and theta, which is said on stderr.
 
     Raises:
         JllamaError: a file is missing, damaged or of another model, or asks for what jllama's Llama does not have.
+            It asks for a RoPE factor, none is given, and no released Llama is of its shape.
         UsageError: ``rope_factor`` is given but not asked for.
     """
     params = _params(path / PARAMS)
@@ -169,9 +172,6 @@ def _config(
     """The architecture, not tied and of any ``max_seq_len``; the MLP's width and the vocabulary from the weights."""
     count, tensors = len(shards), next(iter(shards.values()))
     embed_dim, num_layers, num_heads = (_whole(params, key, source) for key in ("dim", "n_layers", "n_heads"))
-    if num_layers > len(tensors):
-        raise JllamaError(f"{source} has n_layers {num_layers}, but each shard holds {len(tensors)} tensors in all")
-    scaling = _rope_scaling(params, source, rope_factor)
     try:
         config = LlamaConfig(
             num_layers=num_layers,
@@ -180,7 +180,6 @@ def _config(
             num_kv_heads=_whole(params, "n_kv_heads", source, num_heads),
             norm_eps=_positive(params, "norm_eps", source, 1e-5),
             rope_theta=_positive(params, "rope_theta", source, 10_000.0),
-            rope_scaling=scaling,
         )
     except UsageError as error:
         raise JllamaError(f"{source}: {error}") from error
@@ -209,10 +208,13 @@ def _config(
                 f"{source} has an MLP {by_rule} wide, by dim {embed_dim}, multiple_of {multiple_of} and "
                 f"ffn_dim_multiplier {multiplier}, but {names['layers/0/w_gate']} has {mlp_dim} rows"
             )
-    return dataclasses.replace(config, vocab_size=vocab_size or said, mlp_dim=mlp_dim)
+    config = dataclasses.replace(config, vocab_size=vocab_size or said, mlp_dim=mlp_dim)
+    return dataclasses.replace(config, rope_scaling=_rope_scaling(params, source, rope_factor, config))
 
 
-def _rope_scaling(params: Mapping[str, Any], source: Path, rope_factor: float | None) -> RopeScaling | None:
+def _rope_scaling(
+    params: Mapping[str, Any], source: Path, rope_factor: float | None, config: LlamaConfig
+) -> RopeScaling | None:
     scaled = params.get("use_scaled_rope", False)
     if type(scaled) is not bool:
         raise JllamaError(f"{source} has use_scaled_rope {scaled!r}; it must be true or false")
@@ -226,9 +228,22 @@ def _rope_scaling(params: Mapping[str, Any], source: Path, rope_factor: float | 
         if rope_factor is not None:
             raise UsageError(f"rope_factor is {rope_factor}, but {source} says itself what it is: leave it out")
     elif rope_factor is None:
-        raise JllamaError(
-            f"{source} has use_scaled_rope, but Meta's files do not say by which factor: give --rope_factor, 8 for "
-            f"Llama 3.1 and 3.3 or 32 for Llama 3.2"
+        released = [
+            name
+            for name in presets_of_shape(config)
+            if PRESETS[name].rope_scaling and not differing(("vocab_size", "rope_theta"), config, PRESETS[name])
+        ]
+        factors = {scaling.factor for name in released if (scaling := PRESETS[name].rope_scaling)}
+        if len(factors) != 1:
+            raise JllamaError(
+                f"{source} has use_scaled_rope, but Meta's files do not say by which factor, and no released Llama is "
+                f"of this shape: give --rope_factor, 8 for Llama 3.1 and 3.3 or 32 for Llama 3.2"
+            )
+        (rope_factor,) = factors
+        print(
+            f"note: RoPE factor {rope_factor:g}, as the shape is that of {' and '.join(released)} and {source} does "
+            f"not say it; --rope_factor overrides",
+            file=sys.stderr,
         )
     default = RopeScaling("llama3", 1.0 if rope_factor is None else rope_factor)
     length = _SCALING["original_max_seq_len"]
@@ -311,6 +326,7 @@ def _tokenizer(path: Path) -> Tokenizer | None:
     if has_tokenizer(path):
         return load_tokenizer(path)
     beside = path.resolve().parent / "tokenizer.model"
+    refuse_special_files(beside)
     return load_tokenizer(beside) if beside.is_file() else None
 
 

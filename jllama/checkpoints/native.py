@@ -26,6 +26,7 @@ from jllama.checkpoints.chat_files import read_chat_files, write_chat_files
 from jllama.checkpoints.tensors import Checkpoint, ParamTensors, Report, aligned_empty, load_params
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError, UsageError
+from jllama.files import check_orbax_files, refuse_special_files
 from jllama.model import abstract_params
 from jllama.parallel.mesh import state_sharding
 from jllama.parameters import Params
@@ -48,6 +49,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep_last: int = 1, *, read_only: bool = False) -> None:
         self.folder = folder.resolve()
+        refuse_special_files(*self.folder.rglob("*"))
         self._manager = ocp.CheckpointManager(
             self.folder,
             item_handlers={
@@ -164,6 +166,7 @@ class Checkpoints:
             ) from error
 
     def _check(self, step: int, item: str, expected: Any, *, dtypes: bool = True) -> None:
+        check_orbax_files(self.folder / str(step))
         found, wanted = (
             _shapes(tree, dtypes=dtypes) for tree in (self._manager.item_metadata(step)[item].tree, expected)
         )

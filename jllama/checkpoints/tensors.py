@@ -160,7 +160,7 @@ def matched(
     Raises:
         JllamaError: any is missing, is not one of this model's (nor ``ignored``), or has another shape: all are listed.
     """
-    if config.num_layers > max(len(found), 1000):
+    if config.num_layers > len(found):
         raise JllamaError(f"{source} says it has {config.num_layers} layers, but holds {len(found)} tensors in all")
     expected = {stored.name(file_format): stored for stored in stored_tensors(config)}
     problems = []

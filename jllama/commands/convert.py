@@ -7,30 +7,37 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, get_args
 
 import jax
 
-from jllama.checkpoints.formats import Dtype, Format, convert
+from jllama.checkpoints.formats import Format, check_names, convert, summary
 from jllama.commands.cli import parse
+from jllama.errors import UsageError
+
+_BY_SUFFIX: dict[str, Format] = {".gguf": "gguf", ".bin": "llama2c"}
 
 
 @dataclasses.dataclass(frozen=True)
 class ConvertOptions:
-    """Convert a checkpoint of any format to another; its format is read off its files.
+    """Convert a checkpoint of any format to another; for example: convert Llama3.2-1B/ llama3.2-1b.gguf --dtype q8_0
 
     Args:
-        source: a training run, a Hugging Face or Meta folder, a GGUF or llama2.c file, or a Hugging Face hub id.
-        target: the folder to make (for GGUF, the file).
-        to: the format to write; ``orbax`` is jllama's own, and ``hf`` is Hugging Face's.
-        dtype: of the matrices; without it every tensor keeps its own. ``q8_0`` is for GGUF.
-        rope_factor: the RoPE scaling factor that Meta's params.json leaves out: 8 for Llama 3.1 and 3.3, 32 for 3.2.
-        overwrite: replace what is at the target.
+        source: a training run, a Hugging Face or Meta folder, a GGUF or llama2c file, or a Hugging Face hub id.
+        target: the folder to make; for GGUF, the file.
+        to: The format to write: orbax (jllama's own), hf (Hugging Face's), gguf, llama2c or meta. It may be left out
+            for a target that ends in .gguf or .bin (llama2c: a folder of that name).
+        dtype: The dtype of the written matrices: float32, bfloat16, float16 or, in GGUF, q8_0. Without it every tensor
+            keeps its own. For others, such as Q4_K_M, run llama.cpp's llama-quantize on the GGUF file.
+        rope_factor: The RoPE scaling factor, where Meta's params.json leaves it out (8 for Llama 3.1 and 3.3, 32 for
+            3.2). Without it, it is that of the released Llama of the same shape.
+        overwrite: Replace the file or the checkpoint that is at the target. A folder that holds anything else is kept.
     """
 
     source: str
     target: str
-    to: Format
-    dtype: Dtype | None = None
+    to: str = ""
+    dtype: str = ""
     rope_factor: float | None = None
     overwrite: bool = False
 
@@ -39,10 +46,19 @@ def main(argv: Sequence[str], prog: str) -> int:
     """Convert, on the CPU: no accelerator's memory is taken."""
     jax.config.update("jax_platforms", "cpu")
     options = parse(ConvertOptions, argv, prog, positional=("source", "target"))
+    target = Path(options.target)
+    to: Any = options.to or _BY_SUFFIX.get(target.suffix)
+    if not to:
+        raise UsageError(f"--to is missing: give one of {', '.join(get_args(Format))}")
+    dtype: Any = options.dtype or None
+    check_names("to", to, dtype)
     began_s = time.perf_counter()
-    convert(**vars(options))
-    path = Path(options.target)
-    size_bytes = sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")))
+    found = convert(options.source, target, to, dtype, overwrite=options.overwrite, rope_factor=options.rope_factor)
     seconds = time.perf_counter() - began_s
-    print(f"{path}: {size_bytes / 1e6:,.1f} MB in {seconds:.1f} s", file=sys.stderr)
+    size_bytes = sum(file.stat().st_size for file in ([target] if target.is_file() else target.rglob("*")))
+    size = f"{size_bytes / 1e9:,.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:,.1f} MB"
+    written = dtype or ("float32" if to == "llama2c" else found.tensors["embed"].dtype.name)
+    what = summary(found.config, written, found.tokenizer)
+    print(f"{what} -> {target}, {size} in {seconds:.1f} s", file=sys.stderr)
+    print(f"check it: {prog.removesuffix('convert')}verify {target}", file=sys.stderr)
     return 0

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from jllama.errors import JllamaError
+from jllama.files import refuse_special_files
 from jllama.tokenizers.bytes import BytesTokenizer, load_bytes_tokenizer
 from jllama.tokenizers.huggingface import HuggingFaceTokenizer, load_huggingface_tokenizer
 from jllama.tokenizers.llama2c import load_llama2c_tokenizer
@@ -32,7 +33,11 @@ FILE_NAMES = ("tokenizer.json", "tokenizer.model", "tokenizer.bytes.json", "toke
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What jllama needs of a tokenizer. ``decode(encode(text)) == text`` for every text."""
+    """What jllama needs of a tokenizer. ``decode(encode(text)) == text`` for every text whose bytes its vocabulary has.
+
+    SmolLM2's lacks bytes of U+0004, U+0006, U+0013, U+0014, U+0016, U+001D and of the unassigned U+40000 to U+BFFFF,
+    and drops them. Llama's own have every byte.
+    """
 
     @property
     def vocab_size(self) -> int:
@@ -108,6 +113,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         JllamaError: there is none, or it cannot be used; the message says why.
     """
     path = Path(path)
+    refuse_special_files(path, *map(path.joinpath, FILE_NAMES))
     if path.is_dir():
         files = [path / name for name in FILE_NAMES if (path / name).is_file()]
         if not files:
@@ -132,6 +138,5 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 def _same_tokens(model: SentencePieceTokenizer, whole: HuggingFaceTokenizer) -> bool:
     """Whether both have the same tokens under the same ids, and agree on BOS and EOS."""
-    return model.pieces == [whole.text_of(id) for id in range(whole.vocab_size)] and (
-        (model.bos_id, model.eos_id, model.add_bos) == (whole.bos_id, whole.eos_id, whole.add_bos)
-    )
+    described = [(one.vocab_size, one.bos_id, one.eos_id, one.add_bos) for one in (model, whole)]
+    return described[0] == described[1] and model.pieces == [whole.text_of(id) for id in range(whole.vocab_size)]

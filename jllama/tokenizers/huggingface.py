@@ -13,6 +13,7 @@ import numpy as np
 import tokenizers
 from jaxtyping import Int32
 
+from jllama.config import MAX_SIZES
 from jllama.errors import JllamaError
 from jllama.files import read_json_object
 from jllama.tokenizers.byte_level import CHAR_BYTES, post_processor
@@ -50,7 +51,9 @@ class HuggingFaceTokenizer:
         if odd := [name for name in _NOT_LLAMAS if model.get(name)]:
             raise JllamaError(f"{source} is a BPE with {odd[0]} {model[odd[0]]!r}, which no Llama has")
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(ids.values()) + 1
+        self.vocab_size = max(ids.values(), default=0) + 1
+        if self.vocab_size > MAX_SIZES["vocab_size"]:
+            raise JllamaError(f"{source} has the token id {self.vocab_size - 1}, which no Llama has: it is damaged")
         for name, token in (("BOS", bos_id), ("EOS", eos_id)):
             if not 0 <= token < self.vocab_size:
                 raise JllamaError(f"{source} has {self.vocab_size} tokens, but {name} is said to be token {token}")
@@ -80,7 +83,7 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of ``text``, without BOS and EOS. Special tokens spelled out in the text are encoded as text."""
         utf8(text)
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return _encoded(self._tokenizer, text)
 
     @property
     def special_tokens(self) -> dict[str, int]:
@@ -91,7 +94,7 @@ class HuggingFaceTokenizer:
     def encode_with_special_tokens(self, text: str) -> list[int]:
         """As ``encode``, but special tokens spelled out in the text become their ids."""
         utf8(text)
-        return self._with_special_tokens.encode(text, add_special_tokens=False).ids
+        return _encoded(self._with_special_tokens, text)
 
     @functools.cached_property
     def _with_special_tokens(self) -> tokenizers.Tokenizer:
@@ -138,6 +141,15 @@ class HuggingFaceTokenizer:
         return hashlib.sha256(f"{self.bos_id} {self.eos_id} {self.add_bos} {self._text}".encode()).hexdigest()
 
 
+def _encoded(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+    try:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of Rust, and not an Exception
+            raise
+        raise JllamaError(f"the tokenizer.json cannot split a text of {len(text)} characters: {error}") from error
+
+
 def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
     """Read a ``tokenizer.json``, and from the files beside it what it does not say: BOS, EOS, whether BOS is added.
 
@@ -149,7 +161,7 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
         whole = json.loads(text)
         added = {token["content"]: token["id"] for token in whole.get("added_tokens", ())}
         vocab = whole["model"]["vocab"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise JllamaError(f"{path} is not a tokenizer.json: {' '.join(str(error).split())}") from error
     config, *others = (
         read_json_object(file) if (file := path.with_name(name)).is_file() else {}
@@ -159,6 +171,8 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
     for name in ("bos", "eos"):
         token = config.get(f"{name}_token")
         content = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(content, str | None):
+            raise JllamaError(f"{path.with_name(CONFIG_NAME)} has {name}_token {str(token)[:100]}; it must be a text")
         ids = [added.get(content, vocab.get(content) if isinstance(vocab, dict) else None)]
         for other in others:
             value = other.get(f"{name}_token_id")

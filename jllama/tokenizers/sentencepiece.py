@@ -37,7 +37,8 @@ class SentencePieceTokenizer:
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             whole = bool(model) and self._processor.LoadFromSerializedProto(model)
-        except RuntimeError:
+            self.pieces = [self._processor.id_to_piece(token) for token in range(self._processor.vocab_size())]
+        except (RuntimeError, UnicodeDecodeError):
             whole = False
         if not whole:
             raise JllamaError(
@@ -51,7 +52,6 @@ class SentencePieceTokenizer:
         self.model = model
         self._byte_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         self._byte_fallback = self._processor.is_byte(self._byte_ids[0])
-        self.pieces = [self._processor.id_to_piece(token) for token in range(self.vocab_size)]
         self.special_tokens = {
             piece: id
             for id, piece in enumerate(self.pieces)

@@ -18,8 +18,9 @@ from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
 from jllama.generation.text import prompt_ids
 from jllama.parameters import count_parameters
+from jllama.presets import nearest_preset
 from jllama.verify.compare import worst_error
-from jllama.verify.ordinary import config_findings, nearest_preset, vocabulary_findings
+from jllama.verify.ordinary import config_findings, vocabulary_findings
 from jllama.verify.stream import stream
 from jllama.verify.text import PROSE, judge_fit, measure_fit, tokenizer_findings
 

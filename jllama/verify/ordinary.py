@@ -5,27 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from jllama.config import LlamaConfig, RopeScaling
-from jllama.presets import PRESETS
-
-SHAPE = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
-"""The sizes by which a released Llama is known again; the other fields are what a file may have lost or changed."""
-OTHERS = ("vocab_size", "rope_theta", "rope_scaling", "norm_eps", "tie_embeddings", "max_seq_len")
+from jllama.presets import OTHERS, PRESETS, differing, nearest_preset
 
 _USUAL_EPS = (1e-5, 1e-6)
 _USUAL_THETAS = {config.rope_theta for config in PRESETS.values()}
-
-
-def nearest_preset(config: LlamaConfig) -> str:
-    """The name of the released Llama of this shape that has the most other fields in common; empty if none has it.
-
-    Of two as near, it is the one with the same context length: that is the less likely to have been changed.
-    """
-    same_shape = [name for name, released in PRESETS.items() if not _differing(SHAPE, config, released)]
-    ranks = {
-        name: (len(_differing(OTHERS, config, PRESETS[name])), PRESETS[name].max_seq_len != config.max_seq_len)
-        for name in same_shape
-    }
-    return min(same_shape, key=lambda name: ranks[name], default="")
 
 
 def config_findings(config: LlamaConfig) -> list[str]:
@@ -35,7 +18,7 @@ def config_findings(config: LlamaConfig) -> list[str]:
         return [
             f"{field} is {_shown(getattr(config, field))}; {name}, of the same shape, has "
             f"{_shown(getattr(released, field))}"
-            for field in _differing(OTHERS, config, released)
+            for field in differing(OTHERS, config, released)
         ]
     found = []
     if config.norm_eps not in _USUAL_EPS:
@@ -59,10 +42,6 @@ def vocabulary_findings(config: LlamaConfig, tokens: int) -> list[str]:
         f"the embedding has {config.vocab_size:,} rows for the tokenizer's {tokens:,} tokens: the last "
         f"{config.vocab_size - tokens:,} belong to none"
     ]
-
-
-def _differing(fields: tuple[str, ...], config: LlamaConfig, released: LlamaConfig) -> list[str]:
-    return [field for field in fields if getattr(config, field) != getattr(released, field)]
 
 
 def _shown(value: Any) -> str:

@@ -243,8 +243,10 @@ def test_sizes_are_believed_only_if_the_file_has_them(tmp_path):
         llama2c.read(file)
     most = 2**31 - 1
     for sizes, message in {
-        (most - 1, most, most, 1, 1, -most, most): "is truncated",
-        (128, 96, most, 2, 1, -50, 64): "is truncated",
+        (1 << 20, 1 << 22, 10_000, 1 << 14, 1, -(1 << 24), 1 << 28): "is truncated",
+        (128, 96, 10_000, 2, 1, -50, 64): "is truncated",
+        (most - 1, most, most, 1, 1, -most, most): "vocab_size is 2,147,483,647, and no Llama's is over 16,777,216",
+        (128, 96, most, 2, 1, -50, 64): "num_layers is 2,147,483,647, and no Llama's is over 10,000",
         (128, 96, 2, 2, 0, -50, 64): "none may be 0",
         (128, 0, 2, 2, 1, -50, 64): "none may be 0",
         (128, 96, 2, 2, 1, 0, 64): "none may be 0",

@@ -24,13 +24,13 @@ from jllama.errors import JllamaError, UsageError
 from jllama.functional import cross_entropy
 from jllama.model import merge
 from jllama.parameters import count_parameters, stored_tensors
-from jllama.presets import PRESETS
+from jllama.presets import PRESETS, nearest_preset
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify import checkpoint as verifying
 from jllama.verify import stream as streaming
 from jllama.verify.checkpoint import TOLERANCE, verify_checkpoint
 from jllama.verify.compare import random_params, relative_error, worst_error
-from jllama.verify.ordinary import config_findings, nearest_preset
+from jllama.verify.ordinary import config_findings
 from jllama.verify.stream import stream, update_error
 from jllama.verify.subject import jllama_itself
 from jllama.verify.text import ENOUGH_BYTES, HARD, PROSE, Fit, byte_entropy, judge_fit, tokenizer_findings
