@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jllama.config import LlamaConfig, RopeScaling, llama_mlp_dim
+from jllama.config import MAX_SIZES, LlamaConfig, RopeScaling, llama_mlp_dim
 from jllama.errors import UsageError
 
 
@@ -96,10 +96,18 @@ def test_a_config_is_frozen():
             for name in ("vocab_size", "num_kv_heads", "head_dim", "mlp_dim")
         ],
         *[
-            ({name: value}, f"^{name} is {value}; it must be positive$")
+            ({name: value}, f"^{name} is {value}; it must be positive, and finite$")
             for name in ("norm_eps", "rope_theta")
-            for value in (0.0, -1.0, float("nan"))
+            for value in (0.0, -1.0, float("nan"), float("inf"))
         ],
+        *[
+            ({name: most + 1}, f"^{name} is {most + 1:,}, and no Llama's is over {most:,}: it cannot be meant$")
+            for name, most in MAX_SIZES.items()
+        ],
+        ({"embed_dim": 10**8}, "^embed_dim is 100,000,000, and no"),
+        ({"num_layers": 10**6}, "^num_layers is 1,000,000, and no"),
+        ({"vocab_size": 99_999_999_999}, "^vocab_size is 99,999,999,999, and no"),
+        ({"max_seq_len": 2**63 - 1}, "^max_seq_len is 9,223,372,036,854,775,807, and no"),
         ({"embed_dim": 100, "num_heads": 3}, "^embed_dim 100 is not divisible by num_heads 3: .* give head_dim$"),
         ({"num_heads": 4, "num_kv_heads": 3}, "^num_heads 4 is not divisible by num_kv_heads 3: "),
         ({"num_heads": 4, "num_kv_heads": 8}, "^num_heads 4 is not divisible by num_kv_heads 8: "),
@@ -117,9 +125,20 @@ def test_what_cannot_be_built_is_refused(settings, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"type": "linear", "factor": 0.5}, r"^rope_scaling.factor is 0.5; it must be at least 1$"),
-        ({"type": "llama3", "factor": 0.0}, r"^rope_scaling.factor is 0.0; it must be at least 1$"),
-        ({"type": "dynamic", "factor": float("nan")}, r"^rope_scaling.factor is nan; it must be at least 1$"),
+        ({"type": "linear", "factor": 0.5}, r"^rope_scaling.factor is 0.5; it must be at least 1, and finite$"),
+        ({"type": "llama3", "factor": 0.0}, r"^rope_scaling.factor is 0.0; it must be at least 1, and finite$"),
+        (
+            {"type": "dynamic", "factor": float("nan")},
+            r"^rope_scaling.factor is nan; it must be at least 1, and finite$",
+        ),
+        (
+            {"type": "linear", "factor": float("inf")},
+            r"^rope_scaling.factor is inf; it must be at least 1, and finite$",
+        ),
+        (
+            {"type": "yarn", "factor": 2.0, "original_max_seq_len": 2**40},
+            r"^rope_scaling.original_max_seq_len is 1,099",
+        ),
         *[
             (
                 {"type": type, "factor": 8.0, "original_max_seq_len": 0},

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 import jllama
 from jllama import oracle
 from jllama.checkpoints import formats, huggingface
-from jllama.checkpoints.formats import Model, convert, load, open_checkpoint, save
+from jllama.checkpoints.formats import Model, convert, load, load_tokenizer, open_checkpoint, save
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError, UsageError
 from jllama.parallel.mesh import MeshConfig, make_mesh
@@ -207,6 +208,140 @@ def test_a_rope_factor_for_metas_files_alone(tmp_path, written):
     assert load(tmp_path / "meta", rope_factor=32).config == SCALED
     with pytest.raises(UsageError, match="rope_factor is for Meta's files alone"):
         load(written / "hf", rope_factor=8)
+
+
+def left(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_overwriting_never_takes_the_source_away(tmp_path, written, to):
+    """Not the source itself, nor a folder that holds it, nor a file in it, nor what it links to."""
+    shutil.copytree(written, tmp_path / "all")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "model.safetensors").symlink_to(tmp_path / "all" / "hf" / "model.safetensors")
+    (tmp_path / "linked" / "config.json").write_bytes((written / "hf" / "config.json").read_bytes())
+    (tmp_path / "one").mkdir()
+    shutil.copy(written / "gguf", tmp_path / "one" / "model.gguf")
+    before = left(tmp_path)
+    for source, target in {
+        "all/gguf": "all/gguf",
+        "all/hf": "all",
+        "all/meta": "all/meta/consolidated.00.pth",
+        "all/llama2c/model.bin": "all/llama2c",
+        "linked": "all/hf",
+        "one": "one/model.gguf",
+        "one/model.gguf": "one",
+    }.items():
+        with pytest.raises(JllamaError, match="itself, or holds or lies in it: choose another destination"):
+            convert(tmp_path / source, tmp_path / target, to, overwrite=True)
+        assert left(tmp_path) == before
+
+
+def test_only_a_checkpoint_is_overwritten(tmp_path, written):
+    for to in FORMATS:
+        shutil.copytree(written / to, tmp_path / to) if to != "gguf" else shutil.copy(written / to, tmp_path / to)
+        convert(written / "hf", tmp_path / to, "gguf", overwrite=True)
+        assert (tmp_path / to).is_file()
+    for name in ("thesis.txt", "train.py", "checkpoints.txt"):
+        shutil.copytree(written / "hf", tmp_path / f"with {name}")
+        (tmp_path / f"with {name}" / name).write_text("mine")
+    for number in range(2):  # a collection of models is no checkpoint
+        (tmp_path / "zoo").mkdir(exist_ok=True)
+        shutil.copy(written / "gguf", tmp_path / "zoo" / f"{number}.gguf")
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "train.bin").write_bytes(bytes(100))
+    before = left(tmp_path)
+    for target in ("with thesis.txt", "with train.py", "with checkpoints.txt", "zoo", "words"):
+        with pytest.raises(JllamaError, match=f"{target} holds .*, more or less than a checkpoint, and stays as it is"):
+            save(MODEL, tmp_path / target, "gguf", overwrite=True)
+        assert left(tmp_path) == before
+    (tmp_path / "empty").mkdir()
+    save(MODEL, tmp_path / "empty", overwrite=True)
+    assert load(tmp_path / "empty").config == CONFIG
+
+
+def test_where_a_link_leads_is_replaced_and_the_folder_one_is_in_never(tmp_path, written, monkeypatch):
+    shutil.copytree(written / "hf", tmp_path / "real")
+    (tmp_path / "link").symlink_to("real")
+    convert(written / "gguf", tmp_path / "link", "meta", overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "params.json").is_file()
+    assert {path.name for path in tmp_path.iterdir()} == {"real", "link"}
+    monkeypatch.chdir(tmp_path / "real")
+    for target in (".", "", "/", "..", tmp_path / "link"):
+        with pytest.raises(UsageError, match="is the folder you are in, or holds it: name a file or folder to make"):
+            convert(written / "gguf", target, "hf", overwrite=True)
+    assert load(tmp_path / "real").config.embed_dim == CONFIG.embed_dim
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_pipe_in_place_of_a_file_is_refused_at_once(tmp_path, written, to):
+    """Reading one would wait for ever."""
+    (tmp_path / "in").mkdir()
+    shutil.copytree(written / to, tmp_path / "in" / "m") if to != "gguf" else shutil.copy(
+        written / to, tmp_path / "in/m"
+    )
+    for path in sorted((tmp_path / "in").rglob("*")):
+        if path.is_file():
+            whole = path.read_bytes()
+            path.unlink()
+            os.mkfifo(path)
+            with pytest.raises(JllamaError, match=f"{re.escape(str(path))} is a pipe, a socket or a device"):
+                load(tmp_path / "in" / "m")
+            path.unlink()
+            path.write_bytes(whole)
+    assert load(tmp_path / "in" / "m").config == CONFIG
+    with pytest.raises(JllamaError, match="/dev/zero is a pipe, a socket or a device"):
+        load("/dev/zero")
+
+
+def test_deep_json_of_a_run_never_reaches_orbax(tmp_path, written):
+    """Its parser of ``_sharding`` ends the process at 200,000 lists in each other."""
+    shutil.copytree(written / "orbax", tmp_path / "run")
+    (tmp_path / "run/checkpoints/0/params/_sharding").write_text('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}")
+    with pytest.raises(JllamaError, match="_sharding is not JSON"):
+        load(tmp_path / "run")
+
+
+def test_quantized_as_it_is_loaded(written):
+    found, expected = load(written / "gguf", quantize="int8"), load(written / "gguf").for_decoding("int8")
+    assert_same_bits(found.params, expected.params)
+    assert repr(found) == "Model(llama, 2 layers, 34,720 parameters, int8, tokenizer of 300 tokens, from gguf)"
+
+
+def test_a_models_repr_is_one_line(written):
+    assert repr(load(written / "hf")) == (
+        "Model(llama, 2 layers, 34,720 parameters, float32, tokenizer of 300 tokens, from hf)"
+    )
+    assert repr(Model(CONFIG, PARAMS)) == "Model(llama, 2 layers, 34,720 parameters, float32, no tokenizer)"
+
+
+def test_the_tokenizer_of_any_checkpoint(tmp_path, written):
+    shutil.copytree(written / "meta", tmp_path / "meta" / "7B")
+    (tmp_path / "meta/7B/tokenizer.model").rename(tmp_path / "meta/tokenizer.model")  # as Llama 1 and 2 were released
+    (tmp_path / "gguf").mkdir()
+    shutil.copy(written / "gguf", tmp_path / "gguf" / "m.gguf")
+    for path in (
+        *(written / to for to in FORMATS),
+        written / "llama2c" / "model.bin",
+        written / "llama2c" / "tokenizer.bin",
+        written / "hf" / "tokenizer.json",
+        tmp_path / "meta" / "7B",
+        tmp_path / "gguf",
+    ):
+        assert load_tokenizer(path).encode("the lazy dög") == TOKENIZER.encode("the lazy dög")
+    save(Model(CONFIG, PARAMS), tmp_path / "none.gguf", "gguf")
+    with pytest.raises(JllamaError, match=r"none\.gguf has no tokenizer: put the one it was trained with beside"):
+        load_tokenizer(tmp_path / "none.gguf")
+    with pytest.raises(JllamaError, match="there is no checkpoint at"):
+        load_tokenizer(tmp_path / "missing.gguf")
+
+
+def test_a_file_of_a_checkpoint_is_told_from_the_checkpoint(written):
+    for file in ("meta/consolidated.00.pth", "hf/model.safetensors"):
+        with pytest.raises(JllamaError, match=f"is no checkpoint by itself: give its folder, {written / file[:2]}"):
+            load(written / file)
 
 
 def test_the_destination_must_be_free(tmp_path, written):

@@ -742,6 +742,31 @@ def test_float64_is_not_narrowed_unasked(tmp_path, params):
     assert_same_bits(load_params(gguf.read(tmp_path / "m.gguf")), params)
 
 
+def test_a_missing_tokenizer_is_said(tmp_path, llama_file, params, capsys):
+    written(tmp_path / "m.gguf", CONFIG, params)
+    assert gguf.read(tmp_path / "m.gguf").tokenizer is None  # as its own key says
+    assert capsys.readouterr().err == ""
+    data = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "m.gguf").write_bytes(data.replace(b"tokenizer.ggml.model", b"tokenizer.ggml.lost!"))
+    assert gguf.read(tmp_path / "m.gguf").tokenizer is None
+    said = capsys.readouterr().err
+    assert said == f"note: {tmp_path / 'm.gguf'} has no tokenizer.ggml.model, so the model is without a tokenizer\n"
+
+
+@pytest.mark.parametrize("type_", [1, 7, 30])
+def test_a_tensor_of_a_wrong_type_leaves_a_gap(tmp_path, llama_file, type_):
+    """Read as a narrower type than it has, it would be noise."""
+    data = llama_file.read_bytes()
+    for name in (tensor.name for tensor in GGUFReader(llama_file).tensors):
+        place = data.index(text(name)) + len(text(name))
+        (num_dims,) = struct.unpack_from("<I", data, place)
+        place += 4 + 8 * num_dims
+        changed = data[:place] + struct.pack("<I", type_) + data[place + 4 :]
+        (tmp_path / "m.gguf").write_bytes(changed)
+        with pytest.raises(JllamaError, match=r"wrong type|type or size is wrong|whole blocks|only matrices may be"):
+            gguf.read(tmp_path / "m.gguf")
+
+
 # Damaged files, put together byte by byte
 
 

@@ -345,6 +345,28 @@ def test_tied_by_absence_or_by_equal_bits(tmp_path, monkeypatch):
     assert_same_bits(load_params(read(folder)), random_params(config, 0))
 
 
+def test_the_factor_of_a_released_shape_is_that_models(tmp_path, monkeypatch, capsys):
+    for name, (count, params, factor) in RELEASED.items():
+        if factor is None:
+            continue
+        folder = tmp_path / name
+        folder.mkdir()
+        monkeypatch.setattr(
+            meta, "read_torch_file", lambda path, name=name, count=count: of_no_memory(PRESETS[name], count)
+        )
+        for number in range(count):
+            (folder / f"consolidated.{number:02}.pth").touch()
+        (folder / "params.json").write_text(json.dumps(params))
+        assert read(folder).config == PRESETS[name]
+        said = capsys.readouterr().err
+        assert said.startswith(f"note: RoPE factor {factor:g}, as the shape is that of {name} and ")
+        assert said.count("\n") == 1
+        assert read(folder, 9.0).config.rope_scaling == RopeScaling("llama3", 9.0)
+        assert capsys.readouterr().err == ""
+    (folder / "params.json").write_text(json.dumps(params | {"rope_theta": 10_000}))
+    refused(folder, "no released Llama is of this shape: give --rope_factor")
+
+
 def test_scaled_rope_asks_for_its_factor(tmp_path):
     folder = metas_folder(tmp_path / "x", CONFIG, use_scaled_rope=True)
     refused(folder, r"use_scaled_rope.*--rope_factor, 8 for Llama 3\.1 and 3\.3 or 32 for Llama 3\.2")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from jllama.checkpoints import formats
 from jllama.checkpoints.formats import Model, load, save
 from jllama.commands import cli
 from jllama.config import LlamaConfig, RopeScaling
@@ -81,7 +82,10 @@ def test_a_user_converts_samples_and_trains_on(workshop, models, tmp_path):
     done = workshop.finish(workshop.start("-m", "jllama", "convert", models / "gguf", tmp_path / "hf", "--to", "hf"))
     assert done.code == 0, done.err
     assert done.out == ""
-    assert done.err.startswith(f"{tmp_path / 'hf'}: 0.2 MB in ")
+    report, check = done.err.splitlines()
+    assert report.startswith("llama, 2 layers, 34,720 parameters, float32, tokenizer of 300 tokens -> ")
+    assert f" -> {tmp_path / 'hf'}, 0.2 MB in " in report
+    assert check == f"check it: python -m jllama verify {tmp_path / 'hf'}"
     options = ["--checkpoint", tmp_path / "hf", "--prompt", "the", "--max_new_tokens", 4, "--temperature", 0]
     sampled = workshop.finish(workshop.start("sample.py", *options))
     assert sampled.code == 0, sampled.err
@@ -267,7 +271,15 @@ def test_doctor_knows_presets_and_every_format(models, capsys):
 
 
 def test_usage(place, refused, capsys):
-    assert "one of 'orbax', 'hf', 'gguf', 'llama2c', 'meta'" in refused(place / "in" / "hf", to="onnx", code=2)
+    hf = place / "in" / "hf"
+    assert "to is 'onnx'; it must be one of orbax, hf, gguf, llama2c, meta\n" in refused(hf, to="onnx", code=2)
+    message = refused(hf, "--dtype", "q4_k_m", code=2, to="gguf")
+    assert (
+        "dtype is 'q4_k_m'; it must be one of float32, bfloat16, float16, q8_0; for others, such as Q4_K_M, " in message
+    )
+    assert "run llama.cpp's llama-quantize on the GGUF file" in message
+    shard = place / "in" / "meta" / "consolidated.00.pth"
+    assert f"{shard} is no checkpoint by itself: give its folder, {place / 'in' / 'meta'}" in refused(shard)
     assert "q8_0 is GGUF's alone" in refused(place / "in" / "hf", "--dtype", "q8_0", code=2)
     assert "rope_factor is for Meta's files alone" in refused(place / "in" / "hf", "--rope_factor", "8", code=2)
     assert "there is no checkpoint at" in refused(place / "in" / "missing")
@@ -283,10 +295,36 @@ def test_the_destination_exists(place, models, capsys):
     argv = [str(models / "gguf"), str(target), "--to", "hf"]
     assert cli.run("convert", argv) == 1
     assert "--overwrite" in capsys.readouterr().err
+    assert cli.run("convert", [*argv, "--overwrite"]) == 1
+    assert "holds mine, more or less than a checkpoint, and stays as it is" in capsys.readouterr().err
     assert [path.name for path in target.iterdir()] == ["mine"]
+    (target / "mine").unlink()
+    shutil.copytree(models / "llama2c", target, dirs_exist_ok=True)
     assert cli.run("convert", [*argv, "--overwrite"]) == 0
     assert load(target).config == CONFIG
     assert [path.name for path in target.parent.iterdir()] == ["model"]
+
+
+def test_the_format_is_read_off_the_target(place, capsys):
+    """And the report says what was converted, to what, and how to check it."""
+    for name, format, dtype in (("x.gguf", "gguf", "bfloat16"), ("x.bin", "llama2c", "float32")):
+        target = place / "out" / name
+        argv = [str(place / "in" / "hf"), str(target), *(["--dtype", dtype] if format == "gguf" else [])]
+        assert cli.run("convert", argv, "jllama convert") == 0
+        report, check = capsys.readouterr().err.splitlines()
+        assert report.startswith(
+            f"llama, 2 layers, 34,720 parameters, {dtype}, tokenizer of 300 tokens -> {target}, 0.1"
+        )
+        assert check == f"check it: jllama verify {target}"
+        assert formats._format_of(target) == format
+    assert cli.run("convert", [str(place / "in" / "hf"), str(place / "out" / "x")]) == 2
+    assert capsys.readouterr().err == "error: --to is missing: give one of orbax, hf, gguf, llama2c, meta\n"
+    assert cli.run("convert", [str(place / "in" / "gguf"), str(place / "out" / "none"), "--to", "hf"]) == 0
+    for name in ("tokenizer.json", "tokenizer.model"):
+        (place / "out" / "none" / name).unlink()
+    capsys.readouterr()
+    assert cli.run("convert", [str(place / "out" / "none"), str(place / "out" / "y"), "--to", "meta"]) == 0
+    assert ", float32, no tokenizer -> " in capsys.readouterr().err
 
 
 SLOWLY = """

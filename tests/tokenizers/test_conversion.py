@@ -395,13 +395,54 @@ def test_bos_and_eos_from_the_files_beside(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(JllamaError, match=r"tokenizer_config\.json is not JSON"):
         load_tokenizer(tmp_path)
+    for content in ("[]", "3", "{}"):
+        (tmp_path / "tokenizer_config.json").write_text(f'{{"bos_token": {{"content": {content}}}}}')
+        with pytest.raises(JllamaError, match=r"tokenizer_config\.json has bos_token .*; it must be a text"):
+            load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"added_tokens": [], "model": {"vocab": 3}}'])
+@pytest.mark.parametrize("text", ["[" * 300_000, "", "{", "[]", "{}", '{"added_tokens": [], "model": {"vocab": 3}}'])
 def test_a_json_that_is_no_tokenizer(tmp_path, text):
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(JllamaError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path)
+
+
+def test_a_json_with_an_absurd_id(tmp_path):
+    """Its table of 2**32 tokens is never made."""
+    MADE["smollm"].save(tmp_path)
+    whole = json.loads((tmp_path / "tokenizer.json").read_text())
+    whole["model"]["vocab"][next(iter(whole["model"]["vocab"]))] = 2**32 - 2
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    with pytest.raises(JllamaError, match="has the token id 4294967294, which no Llama has: it is damaged"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_json_whose_pattern_never_ends(tmp_path):
+    """The library panics, which is no Exception."""
+    MADE["smollm"].save(tmp_path)
+    whole = json.loads((tmp_path / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    whole["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, whole["pre_tokenizer"]]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    with pytest.raises(JllamaError, match="cannot split a text of 41 characters"):
+        load_tokenizer(tmp_path).encode("a" * 40 + "b")
+
+
+def test_characters_that_a_vocabulary_lacks_are_dropped():
+    """As SmolLM2's lacks six control characters; every other character comes back."""
+    made = as_huggingface(MADE["smollm"])
+    whole = json.loads(made._text)
+    lost = [chr(byte) for byte in (0x04, 0x06, 0x13, 0x14, 0x16, 0x1D)]
+    vocab = [token for token in whole["model"]["vocab"] if token not in [BYTE_CHARS[ord(char)] for char in lost]]
+    whole["model"]["vocab"] = {token: id for id, token in enumerate(vocab)}
+    whole["added_tokens"] = [token | {"id": vocab.index(token["content"])} for token in whole["added_tokens"]]
+    ids = [vocab.index(made.text_of(id)) for id in (made.bos_id, made.eos_id)]
+    tokenizer = HuggingFaceTokenizer(json.dumps(whole), *ids)
+    text = "".join(map(chr, range(0x2000)))
+    kept = "".join(char for char in text if char not in lost)
+    assert tokenizer.decode(tokenizer.encode(text)) == kept
+    assert made.decode(made.encode(text)) == text
 
 
 def huggingface(tokenizer, add_bos=None, **changes):

@@ -92,3 +92,6 @@ def test_smollm2(smollm2, tmp_path):
     assert_same_ids(from_gguf(to_gguf(smollm2, 49_152), "it"), smollm2)
     save_meta(smollm2, tmp_path / "meta")
     assert_same_ids(load_tokenizer(tmp_path / "meta"), smollm2)
+    plane = [chr(code) for code in range(0x40000) if not 0xD800 <= code < 0xE000]
+    lost = [ord(char) for char in plane if smollm2.decode(smollm2.encode(char)) != char]
+    assert lost == [0x04, 0x06, 0x13, 0x14, 0x16, 0x1D]

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import os
 import subprocess
 import sys
 
@@ -194,6 +195,22 @@ def test_loading_errors(tmp_path):
         load_tokenizer(tmp_path)
     with pytest.raises(JllamaError, match="there is no tokenizer at"):
         load_tokenizer(tmp_path / "missing.model")
+
+
+def test_a_model_with_a_bit_flipped_in_a_piece(tmp_path):
+    BPE.save(tmp_path)
+    model = (tmp_path / "tokenizer.model").read_bytes()
+    place = model.index("\u2581".encode(), model.index(b"<0xFF>"))
+    (tmp_path / "tokenizer.model").write_bytes(model[:place] + bytes([model[place] ^ 0x40]) + model[place + 1 :])
+    with pytest.raises(JllamaError, match=r"tokenizer\.model is not a SentencePiece model"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_pipe_is_no_tokenizer(tmp_path):
+    os.mkfifo(tmp_path / "tokenizer.bin")
+    for path in (tmp_path, tmp_path / "tokenizer.bin"):
+        with pytest.raises(JllamaError, match=r"tokenizer\.bin is a pipe, a socket or a device: put a file there"):
+            load_tokenizer(path)
 
 
 def test_a_model_without_bos_is_refused():
