@@ -23,7 +23,7 @@ _HOMES = {
     "generate": "jllama.generation.text",
     "initial_params": "jllama.model",
     "load": "jllama.checkpoints.formats",
-    "load_tokenizer": "jllama.tokenizers",
+    "load_tokenizer": "jllama.checkpoints.formats",
     "merge": "jllama.model",
     "preset": "jllama.presets",
     "save": "jllama.checkpoints.formats",
