@@ -1,8 +1,9 @@
 """jllama's own format: the folder of a run, and the checkpoints in it. The one place that knows orbax.
 
 ``config.yaml`` holds the architecture under ``model``; ``tokenizer.*`` stands beside it; ``checkpoints`` holds one
-folder a saved step. Each of these is whole or absent: orbax writes it beside and marks it finished at the end, so a
-process killed in the middle of a save leaves the earlier ones as they were. A converted model is a run of step 0.
+folder a saved step. Each of these is whole or absent: orbax writes it beside and renames it at the end, and one that is
+no longer wanted is renamed before it is deleted, so a process may be killed at any moment. A converted model is a run
+of step 0.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +28,7 @@ from jllama.checkpoints.chat_files import read_chat_files, write_chat_files
 from jllama.checkpoints.tensors import Checkpoint, ParamTensors, Report, aligned_empty, load_params
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError, UsageError
-from jllama.files import check_orbax_files, refuse_special_files
+from jllama.files import check_orbax_files, refuse_special_files, write_text_whole
 from jllama.model import abstract_params
 from jllama.parallel.mesh import state_sharding
 from jllama.parameters import Params
@@ -36,6 +38,7 @@ _CHUNK_BYTES = 64 << 20  # a chunk is always read whole
 _CHUNKED = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
 _BY_LAYER = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,))
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
+_UNWANTED = "unwanted"  # where checkpoints wait to be deleted: half of one must not be taken for a whole one
 
 
 class Checkpoints:
@@ -49,8 +52,14 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep_last: int = 1, *, read_only: bool = False) -> None:
         self.folder = folder.resolve()
-        refuse_special_files(*self.folder.rglob("*"))
-        self._manager = ocp.CheckpointManager(
+        if not read_only:
+            self._sweep()
+        with self._reading(self.folder):
+            refuse_special_files(*self.folder.rglob("*"))
+            self._manager = self._open(keep_last, read_only)
+
+    def _open(self, keep_last: int, read_only: bool) -> ocp.CheckpointManager:
+        return ocp.CheckpointManager(
             self.folder,
             item_handlers={
                 "params": ocp.PyTreeCheckpointHandler(use_compression=False),
@@ -71,6 +80,7 @@ class Checkpoints:
                 cleanup_tmp_directories=not read_only,
                 read_only=read_only,
                 create=not read_only,
+                todelete_subdir=None if read_only else _UNWANTED,
                 save_interval_steps=0 if read_only else 1,
             ),
         )
@@ -81,8 +91,9 @@ class Checkpoints:
 
     def best_step(self) -> int | None:
         """The saved step with the lowest validation loss; the last one if none was evaluated."""
-        best = self._manager.best_step()
-        return self._manager.latest_step() if best is None else best
+        with self._reading(self.folder):
+            best = self._manager.best_step()
+            return self._manager.latest_step() if best is None else best
 
     def save(self, step: int, params: Params, state: Any, meta: dict[str, Any], validation_loss: float | None) -> None:
         """Begin to save; the arrays are copied first, so they may be donated as soon as this returns.
@@ -92,6 +103,7 @@ class Checkpoints:
         Raises:
             JllamaError: this or the save before failed, a full disk for instance; earlier checkpoints stay.
         """
+        self.wait()
         chunks = jax.tree.map(lambda _: _CHUNKED, params)
         chunks["layers"] = jax.tree.map(lambda _: _BY_LAYER, params["layers"])
         try:
@@ -115,6 +127,10 @@ class Checkpoints:
             self._manager.check_for_errors()
         except Exception as error:
             raise self._save_error(error) from error
+        self._sweep()
+
+    def _sweep(self) -> None:
+        shutil.rmtree(self.folder / _UNWANTED, ignore_errors=True)
 
     def restore(self, step: int, params: Params, state: Any) -> tuple[Params, Any, dict[str, Any]]:
         """The saved parameters, training state and metadata of a step, placed as the given shapes say.
@@ -122,7 +138,7 @@ class Checkpoints:
         Raises:
             JllamaError: the files are damaged, or the arrays are not the ones expected; the message lists what differs.
         """
-        with self._reading(step):
+        with self._reading(self.folder / str(step)):
             self._check(step, "params", params)
             self._check(step, "state", state)
             restored = self._manager.restore(
@@ -146,7 +162,7 @@ class Checkpoints:
         shapes = abstract_params(config)
         first = SingleDeviceSharding(jax.devices()[0])
         shardings = state_sharding(mesh, config, shapes) if mesh else jax.tree.map(lambda _: first, shapes)
-        with self._reading(step):
+        with self._reading(self.folder / str(step)):
             self._check(step, "params", shapes, dtypes=False)
             folder = self.folder / str(step) / "params"
             return jax.tree_util.tree_map_with_path(
@@ -154,14 +170,14 @@ class Checkpoints:
             )
 
     @contextlib.contextmanager
-    def _reading(self, step: int) -> Iterator[None]:
+    def _reading(self, what: Path) -> Iterator[None]:
         try:
             yield
         except JllamaError:
             raise
         except Exception as error:
             raise JllamaError(
-                f"the checkpoint {self.folder / str(step)} cannot be read ({_reason(error)}): "
+                f"the checkpoint {what} cannot be read ({_reason(error)}): "
                 f"put it back from a copy, or delete it to go on from an earlier one"
             ) from error
 
@@ -250,6 +266,19 @@ def recognises(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """What a run's ``config.yaml`` holds.
+
+    Raises:
+        JllamaError: it cannot be read, or is no mapping.
+    """
+    try:
+        fields = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+        return {**fields}
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # also UnicodeDecodeError, absurd numbers
+        raise _bad_config(folder, error) from error
+
+
 def read_model_config(folder: Path) -> LlamaConfig:
     """The architecture that a run was trained with.
 
@@ -257,13 +286,16 @@ def read_model_config(folder: Path) -> LlamaConfig:
         JllamaError: the configuration cannot be read.
     """
     try:
-        fields = yaml.safe_load((folder / CONFIG).read_text())["model"]
+        fields = {**read_config(folder)["model"]}
         if fields["rope_scaling"]:
             fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
         return LlamaConfig(**fields)
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, UsageError) as error:
-        reason = " ".join(str(error).split())
-        raise JllamaError(f"{folder / CONFIG} does not describe a model: {reason}") from error
+    except (KeyError, TypeError, UsageError) as error:
+        raise _bad_config(folder, error) from error
+
+
+def _bad_config(folder: Path, error: Exception) -> JllamaError:
+    return JllamaError(f"{folder / CONFIG} does not describe a model: {' '.join(str(error).split())}")
 
 
 def open_run(folder: Path, step: int | None = None) -> Run:
@@ -308,7 +340,7 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, rep
     """Write a model as a run of step 0 into a folder: enough to sample from it and to train it on."""
     params = load_params(checkpoint, dtype, report=report)
     model = dataclasses.asdict(checkpoint.config)
-    (target / CONFIG).write_text(yaml.safe_dump({"model": model}, sort_keys=False))
+    write_text_whole(target / CONFIG, yaml.safe_dump({"model": model}, sort_keys=False))
     if checkpoint.tokenizer is not None:
         checkpoint.tokenizer.save(target)
     write_chat_files(target, checkpoint.chat_template, checkpoint.stop_ids)

@@ -1,13 +1,57 @@
 """``python -m jllama train``, also ``train.py``."""
 
+import argparse
+import dataclasses
+import signal
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from jllama.commands.cli import parse
 from jllama.training.config import TrainConfig
-from jllama.training.loop import train
+
+_FINE_TUNING = ["--training.batch_size=4", "--optimizer.learning_rate=2e-5"]
 
 
 def main(argv: Sequence[str], prog: str) -> int:
-    """Train as the options say."""
-    train(parse(TrainConfig, argv, prog))
+    """Train as the options say. A run that was stopped gives 130 (Ctrl-C) or 143 (SIGTERM), as shells have it."""
+    config = read_config(argv, prog)
+    from jllama.training.loop import train  # not at the top: a mistake in the options should not wait for JAX
+    from jllama.training.stop import Stopped
+
+    try:
+        train(config)
+    except Stopped as stop:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # what is left is the end of the process
+        print(stop, file=sys.stderr)
+        return stop.exit_code
     return 0
+
+
+def read_config(argv: Sequence[str], prog: str) -> TrainConfig:
+    """The options as a configuration. Before the files and flags given come two sets of defaults that they override:
+
+    with ``--resume FOLDER`` that run's own ``config.yaml``, and with ``init_from`` what suits a trained model. A file's
+    ``model`` and ``data.tokenizer`` give way to those that ``init_from`` brings; flags are left for ``train`` to judge.
+    """
+    scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    scan.add_argument("--resume", nargs="?")
+    given = scan.parse_known_args(list(argv))[0].resume
+    own = Path(given) / "config.yaml" if given else None
+    argv = [*(("--config", str(own), "--run_dir", given) if own and own.is_file() else ()), *argv]
+    if any(argument.partition("=")[0] == "--init_from" for argument in argv):
+        argv = [*_FINE_TUNING, *argv]
+    config = parse(TrainConfig, argv, prog)
+    if config.init_from and argv[0] not in _FINE_TUNING:  # a file brought it
+        config = parse(TrainConfig, [*_FINE_TUNING, *argv], prog)
+    if config.init_from:
+        flags = parse(TrainConfig, _flags(argv, ("--model", "--data.tokenizer")), prog)
+        data = dataclasses.replace(config.data, tokenizer=flags.data.tokenizer)
+        config = dataclasses.replace(config, model=flags.model, data=data)
+    return config
+
+
+def _flags(argv: Sequence[str], names: tuple[str, ...]) -> list[str]:
+    """The flags that begin so, each with its value."""
+    found = [index for index, argument in enumerate(argv) if argument.startswith(names)]
+    return [part for index in found for part in (argv[index : index + 1 if "=" in argv[index] else index + 2])]

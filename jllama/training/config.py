@@ -57,11 +57,12 @@ class LoopConfig:
 
     Args:
         batch_size: windows of ``seq_len`` tokens in each step, over all devices.
-        seq_len: tokens in each window; 0 means ``model.max_seq_len``.
-        steps: optimizer updates; 0 means as many as ``epochs`` need.
-        epochs: passes over the training text, if ``steps`` is 0.
+        seq_len: tokens in each window; 0 means ``model.max_seq_len``, with ``init_from`` at most 1,024.
+        steps: optimizer updates, unless ``epochs`` is given.
+        epochs: passes over the training text, in place of ``steps``.
         accumulation: parts that a batch is taken in, one after the other, to save memory; the result is the same.
-        eval_every: steps between evaluations, each followed by a sample and a checkpoint; the last step has one too.
+        eval_every: steps between evaluations, each followed by a sample; the last step has one too.
+        save_every: steps between checkpoints; 0 means ``eval_every``. The best is chosen among those evaluated, too.
         eval_tokens: validation tokens looked at in each evaluation but the last, evenly spaced; 0 is all of them.
         log_every: steps between two lines in ``metrics.jsonl``.
         keep_last: checkpoints kept besides the best one.
@@ -75,9 +76,10 @@ class LoopConfig:
     batch_size: int = 16
     seq_len: int = 0
     steps: int = 1000
-    epochs: float = 1.0
+    epochs: float = 0.0
     accumulation: int = 1
     eval_every: int = 250
+    save_every: int = 0
     eval_tokens: int = 65_536
     log_every: int = 10
     keep_last: int = 1
@@ -91,11 +93,15 @@ class LoopConfig:
         for name in ("batch_size", "accumulation", "eval_every", "log_every", "keep_last"):
             if getattr(self, name) < 1:
                 raise UsageError(f"training.{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("seq_len", "steps", "eval_tokens", "z_loss", "sample_tokens"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"training.{name} is {getattr(self, name)}; it must not be negative")
-        if not self.steps and not self.epochs > 0:
-            raise UsageError(f"training.epochs is {self.epochs} and training.steps is 0; one of them must be positive")
+        for name in ("seq_len", "steps", "epochs", "eval_tokens", "save_every", "z_loss", "sample_tokens"):
+            if not 0 <= getattr(self, name) < 2**31:
+                raise UsageError(f"training.{name} is {getattr(self, name)}; it must be from 0 to below 2**31")
+        if not self.steps and not self.epochs:
+            raise UsageError("training.epochs is 0 and training.steps is 0; one of them must be positive")
+        if self.epochs and self.steps not in (0, LoopConfig.steps):
+            raise UsageError(
+                f"training.steps is {self.steps} and training.epochs is {self.epochs}: set one of them to 0"
+            )
         if self.batch_size % self.accumulation:
             raise UsageError(
                 f"training.batch_size {self.batch_size} is not divisible by training.accumulation {self.accumulation}"
@@ -107,14 +113,18 @@ class TrainConfig:
     """A training run.
 
     Args:
-        model: the architecture; leave it out with ``init_from``.
+        model: the architecture; with ``init_from`` the checkpoint's own is taken, and this one is not.
         init_from: begin from the weights of a checkpoint in any format, with its architecture and its tokenizer: a
-            run's folder, a Hugging Face or Meta folder, a GGUF or llama2.c file, or a Hugging Face hub id.
+            run's folder, a Hugging Face or Meta folder, a GGUF or llama2.c file, or a Hugging Face hub id. Unless
+            given, ``training.batch_size`` is 4 then and ``optimizer.learning_rate`` 2e-5 (at the command line).
         rope_factor: with ``init_from``, the RoPE scaling factor that Meta's params.json leaves out.
         run_dir: the folder that will hold the run: configuration, tokenizer, metrics, checkpoints, samples, report.
         seed: of the initial weights, the order of the data and the samples.
         resume: ``auto`` continues the run in ``run_dir`` from its last checkpoint, if there is one; ``never`` refuses
-            a folder that already holds checkpoints.
+            a folder that already holds checkpoints; the folder of a run continues that run, at the command line with
+            its own ``config.yaml``.
+        resume_with_changes: go on although the learning rate, the number of steps or another option that changes the
+            outcome is not what it was; what is safe to change needs no leave, and what can't be changed gets none.
         data: the text.
         optimizer: how the weights move.
         training: how long, and on how much at a time.
@@ -122,12 +132,13 @@ class TrainConfig:
         mesh: how the work is split over devices.
     """
 
-    model: LlamaConfig
+    model: LlamaConfig = dataclasses.field(default_factory=LlamaConfig)
     init_from: str = ""
     rope_factor: float | None = None
     run_dir: str = "runs/default"
     seed: int = 0
-    resume: Literal["never", "auto"] = "never"
+    resume: str = "never"
+    resume_with_changes: bool = False
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     training: LoopConfig = dataclasses.field(default_factory=LoopConfig)
@@ -137,6 +148,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if not self.run_dir:
             raise UsageError("run_dir is empty: name the folder that will hold the run")
+        if self.resume not in ("never", "auto"):
+            if self.run_dir not in (self.resume, TrainConfig.run_dir):
+                raise UsageError(f"resume is {self.resume} but run_dir is {self.run_dir}: leave one of them out")
+            object.__setattr__(self, "run_dir", self.resume)
         if self.rope_factor is not None and not self.init_from:
             raise UsageError("rope_factor is for init_from: without it, give model.rope_scaling")
         if not 0 <= self.seed < 2**32:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib.metadata
 import math
 import platform
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -23,7 +21,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from jllama.checkpoints.formats import Model, open_checkpoint
-from jllama.checkpoints.native import CHECKPOINTS, Checkpoints
+from jllama.checkpoints.native import CHECKPOINTS, CONFIG, Checkpoints
 from jllama.checkpoints.tensors import Checkpoint, load_params
 from jllama.config import LlamaConfig
 from jllama.data.batches import training_batches
@@ -34,38 +32,101 @@ from jllama.generation.text import generate, prompt_ids
 from jllama.model import abstract_params
 from jllama.parallel.mesh import BATCH, make_mesh, state_sharding
 from jllama.parameters import count_parameters
+from jllama.tokenizers import has_tokenizer
 from jllama.training.config import TrainConfig
+from jllama.training.machine import check_memory, describe_devices, idle_accelerator
 from jllama.training.metrics import Evaluation, first_not_finite, make_evaluator, summarise
 from jllama.training.optimizer import learning_rate_at, make_optimizer
 from jllama.training.report import write_report
-from jllama.training.run_folder import METRICS, REPORT, SAMPLES, append_line, forget_after, write_config
+from jllama.training.resume import changes_on_resume
+from jllama.training.run_folder import (
+    METRICS,
+    REPORT,
+    SAMPLES,
+    append_line,
+    command,
+    forget_after,
+    locked,
+    read_lines,
+    write_config,
+)
 from jllama.training.step import StepMetrics, TrainState, initial_state, train_step
+from jllama.training.stop import Stopped, stop_signals
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What stays the same from the first step to the last."""
+
+    console: Console
+    folder: Path
+    config: TrainConfig
+    data: Dataset
+    mesh: Mesh
+    batches: grain.DatasetIterator
+    checkpoints: Checkpoints
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the order of the batches depends on: a run cannot go on if any of it changes."""
+        return {
+            "the corpus or its tokenizer": self.data.fingerprint,
+            "seed": self.config.seed,
+            "training.batch_size": self.config.training.batch_size,
+            "training.seq_len": self.config.training.seq_len,
+        }
+
+
 def train(config: TrainConfig) -> Evaluation:
     """Train as configured; everything is left in ``config.run_dir``. Returns the best checkpoint's final evaluation.
 
-    Nothing is written there before the corpus, the configuration and an earlier checkpoint have been found in order.
+    Nothing is left there before the corpus, the configuration and an earlier checkpoint have been found in order. A run
+    that is finished is left as it is.
 
     Raises:
-        JllamaError: the corpus, the folder or the disk is not in order, the loss is no longer a number, or the run
-            was interrupted (after saving a checkpoint).
+        Stopped: by Ctrl-C or SIGTERM, after saving a checkpoint; a ``JllamaError``, too.
+        JllamaError: the corpus, the folder or the disk is not in order, another process trains there, the loss is no
+            longer a number, or the run cannot go on with this configuration.
         UsageError: the configuration does not fit the corpus, the devices or itself.
     """
     console = Console(stderr=True, highlight=False)
+    console.soft_wrap = not console.is_terminal  # a log keeps its lines whole
     folder = Path(config.run_dir)
-    if config.resume == "never" and (folder / CHECKPOINTS).exists():
-        raise UsageError(f"{folder} already holds a run: continue it with --resume auto, or choose another --run_dir")
+    if config.resume not in ("never", "auto") and not (folder / CONFIG).is_file():
+        raise UsageError(f"resume is {config.resume}, which is not a run's folder: give one, or never, or auto")
+    with locked(folder):
+        return _train(config, folder, console)
 
-    begun = Checkpoints(folder / CHECKPOINTS, read_only=True).steps() if (folder / CHECKPOINTS).exists() else []
-    origin = _origin(config, folder if begun else None) if config.init_from else None
+
+def _train(config: TrainConfig, folder: Path, console: Console) -> Evaluation:
+    began = (folder / CHECKPOINTS).exists() and Checkpoints(folder / CHECKPOINTS, read_only=True).steps()
+    if began and config.resume == "never":
+        raise UsageError(
+            f"{folder} already holds a run: continue it with {command('train', '--resume', folder)}, "
+            f"or choose another --run_dir"
+        )
+    origin = _origin(config, folder if began else None) if config.init_from else None
     data = prepare_data(config.data, origin.tokenizer if origin else None)
     config = _resolved(config, data, origin)
+    total_steps, saved_step = config.training.steps, began[-1] if began else 0
+    if saved_step:
+        for change in changes_on_resume(folder, config, saved_step):
+            console.print(f"[yellow]{escape(change)}[/yellow]")
+        ends = [line["final"] for line in read_lines(folder / METRICS) if "final" in line]
+        if saved_step >= total_steps and ends:
+            more = ("--training.steps", 2 * saved_step, "--resume_with_changes", "true")
+            go_on = escape(command("train", "--resume", folder, *more))
+            console.print(f"{folder} is finished (step {saved_step:,} of {total_steps:,}). To go on: {go_on}")
+            return Evaluation(**ends[-1])
+
     mesh = make_mesh(config.mesh)
+    if warning := idle_accelerator():
+        console.print(f"[yellow]warning:[/yellow] {escape(warning)}")
     _check_division(config, mesh)
+    check_memory(config, mesh)
     batches = training_batches(
         data.train,
         batch_size=config.training.batch_size,
@@ -74,29 +135,28 @@ def train(config: TrainConfig) -> Evaluation:
         process_index=jax.process_index(),
         process_count=jax.process_count(),
     )
-    optimizer = make_optimizer(config.optimizer, config.model, abstract_params(config.model), config.training.steps)
+    optimizer = make_optimizer(config.optimizer, config.model, abstract_params(config.model), total_steps)
     start = functools.partial(initial_state, config=config.model, optimizer=optimizer)
     abstract = jax.eval_shape(start, jax.random.key(config.seed))
     shardings = state_sharding(mesh, config.model, abstract)
-
-    identity = _identity(config, data)
     checkpoints = Checkpoints(folder / CHECKPOINTS, config.training.keep_last)
-    if saved := checkpoints.steps():
-        state, seconds_before = _restore(checkpoints, saved[-1], abstract, shardings, batches, identity)
+    run = _Run(console, folder, config, data, mesh, batches, checkpoints)
+    if began:
+        state, seconds_before = _restore(run, saved_step, abstract, shardings)
     else:
         # It runs once, so what counts is compiling: 0.9 s unoptimised, 5.6 s otherwise, for a small model on two cores.
         options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
         draw = jax.jit(start, out_shardings=shardings, compiler_options=options, donate_argnums=1)
         params = load_params(origin, jnp.float32, mesh) if origin else None
         state, seconds_before = draw(jax.random.key(config.seed), params), 0.0
-    first_step = int(state.step)
-    write_config(folder, config)
-    data.tokenizer.save(folder)
+    write_config(folder, config, saved_step)
+    if not (began and has_tokenizer(folder)):
+        data.tokenizer.save(folder)
     for name in (METRICS, SAMPLES):
-        forget_after(folder / name, first_step)
+        forget_after(folder / name, saved_step)
 
     dtype = _dtype(config.training.dtype)
-    take_step = jax.jit(
+    step_program = jax.jit(
         functools.partial(
             train_step,
             config=config.model,
@@ -110,76 +170,93 @@ def train(config: TrainConfig) -> Evaluation:
         donate_argnums=0,
         out_shardings=(shardings, None),
     )
-    evaluate = make_evaluator(config.model, data, mesh, config.training.batch_size, config.training.seq_len, dtype)
-    batch_sharding = NamedSharding(mesh, BATCH)
     console.print(
-        f"[bold]{escape(str(folder))}[/bold]: {count_parameters(config.model):,} parameters on {mesh.size} "
-        f"{jax.default_backend()} device(s), {data.train_counts.tokens:,} training tokens, "
-        f"step {first_step:,} of {config.training.steps:,}"
+        f"[bold]{escape(str(folder))}[/bold]: {count_parameters(config.model):,} parameters on "
+        f"{describe_devices(mesh)}, {data.train_counts.tokens:,} training tokens, "
+        f"step {saved_step:,} of {total_steps:,}"
     )
 
-    began_s = time.perf_counter()
+    began_s, looking_s = time.perf_counter(), 0.0
     recent: list[StepMetrics] = []
-    recent_began_s, looking_s = began_s, 0.0
-    step = first_step
-    with _progress(console) as progress, _stop_signal() as stop_requested:
-        task = progress.add_task("", total=config.training.steps, completed=step, note="compiling")
-        stopping = False
-        while step < config.training.steps and not stopping:
-            state, metrics = take_step(state, jax.make_array_from_process_local_data(batch_sharding, next(batches)))
+    step = saved_step
+    eval_every = config.training.eval_every
+    save_every = config.training.save_every or eval_every
+
+    def seconds() -> float:
+        return seconds_before + time.perf_counter() - began_s
+
+    with stop_signals(lambda: f"finishing step {step + 1:,} and saving") as stop, _progress(console) as progress:
+        task = progress.add_task("", total=total_steps, completed=step, note="compiling")
+        show = functools.partial(progress.update, task)
+        evaluate = make_evaluator(config, data, mesh, dtype, stop)
+        if step and _due(step, eval_every, total_steps) and not _evaluated(folder, step):  # stopped before it was
+            show(note="evaluating")
+            evaluation = _evaluate(run, evaluate, state)
+            _sample_and_report(run, state, evaluation, seconds())
+        rows = jax.ShapeDtypeStruct(
+            (config.training.batch_size, config.training.seq_len + 1), jnp.int32, sharding=NamedSharding(mesh, BATCH)
+        )
+        take_step = step_program.lower(state, rows).compile()  # here, so that no step's time has it in it
+        recent_began_s, note, stopping = time.perf_counter(), "", False
+        while step < total_steps and not stopping:
+            state, metrics = take_step(state, jax.make_array_from_process_local_data(rows.sharding, next(batches)))
             step += 1
             recent.append(metrics)
-            stopping = stop_requested()  # asked once a step: what stops the loop is always saved below
-            look = step % config.training.eval_every == 0 or step == config.training.steps or stopping
-            if look or step % config.training.log_every == 0:
+            stopping = bool(stop)  # asked once a step: what stops the loop is always saved below
+            evaluating = _due(step, eval_every, total_steps) and not stopping
+            saving = _due(step, save_every, total_steps) or stopping
+            if evaluating or saving or step % config.training.log_every == 0:
                 _check_finite(recent, step, checkpoints)
-                record = summarise(recent, time.perf_counter() - recent_began_s, config, mesh.size)
-                rate = learning_rate_at(step - 1, config.optimizer, config.training.steps)
-                append_line(folder / METRICS, {"step": step, **record, "learning_rate": float(rate)})
-                note = f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s"
-                progress.update(task, completed=step, note=note)
-                if not console.is_terminal:
-                    console.print(f"step {step}: {note}")
+                note = _log(run, recent, step, time.perf_counter() - recent_began_s)
+                show(completed=step, note=note)
                 recent = []
-            if look:
-                look_began_s = time.perf_counter()
-                evaluation = _or_warn(console, evaluate, state.params, config.training.eval_tokens)
-                seconds = seconds_before + time.perf_counter() - began_s
-                if evaluation is not None:
-                    if not math.isfinite(evaluation.validation_loss):
-                        raise _not_finite("validation loss", step, checkpoints)
-                    append_line(folder / METRICS, {"step": step, **dataclasses.asdict(evaluation)})
-                    console.print(
-                        f"step {step}: validation loss [bold]{evaluation.validation_loss:.4f}[/bold], perplexity "
-                        f"{evaluation.perplexity:.2f}, {evaluation.bits_per_byte:.3f} bits per byte"
-                    )
-                _save(checkpoints, state, batches, identity, evaluation, seconds)
-                _or_warn(console, _sample, console, folder, state, config, data)
-                _or_warn(console, _report, folder, config, data, mesh, evaluation, seconds)
+            if evaluating or saving:
+                look_began_s, evaluation = time.perf_counter(), None
+                if evaluating:
+                    show(note="evaluating")
+                    evaluation = _evaluate(run, evaluate, state)
+                if saving:
+                    show(note="saving")
+                    _save(run, state, evaluation, seconds())
+                if evaluating and not stop:
+                    show(note="sampling")
+                    _sample_and_report(run, state, evaluation, seconds())
+                show(note=note)
                 looking_s += time.perf_counter() - look_began_s
             if not recent:
                 recent_began_s = time.perf_counter()
+        show(note="saving")
         checkpoints.wait()
-    if step < config.training.steps:
-        raise JllamaError(f"stopped at step {step}, which is saved: continue with --resume auto")
+        best, params, final = checkpoints.best_step(), state.params, None
+        if not stop:
+            show(note="evaluating")
+            if best is not None and best != step:
+                params = checkpoints.restore_params(best, config.model, mesh=mesh)
+            final = evaluate(params, 0)
+        if final is None:
+            go_on = command("train", "--resume", folder)
+            raise Stopped(f"stopped at step {step:,} of {total_steps:,}; saved. Go on: {go_on}", stop[0])
 
-    best = checkpoints.best_step()
-    params = state.params
-    if best is not None and best != step:
-        params = checkpoints.restore_params(best, config.model, mesh=mesh)
-    final = evaluate(params, 0)
-    seconds = seconds_before + time.perf_counter() - began_s
     append_line(folder / METRICS, {"step": step, "best_step": best, "final": dataclasses.asdict(final)})
-    _report(folder, config, data, mesh, final, seconds)
+    _report(run, final, seconds())
     console.print(
         f"Best checkpoint (step {best}) on the whole validation text: loss [bold]{final.validation_loss:.4f}[/bold], "
-        f"[bold]{final.bits_per_byte:.3f}[/bold] bits per byte; gzip -9 needs {_gzip_bits_per_byte(data):.3f}."
+        f"[bold]{final.bits_per_byte:.3f}[/bold] bits per byte; gzip -9 needs {_gzip_bits_per_byte(data):.3f} "
+        f"(a model that beats gzip has learned something)."
     )
     console.print(
-        f"{seconds:.0f} s in all, {looking_s:.0f} s of it evaluating, sampling and saving. Read {folder / REPORT}, "
-        f'or sample: python sample.py --checkpoint {folder} --prompt "..."'
+        f"{seconds():.0f} s in all, {looking_s:.0f} s of it evaluating, sampling and saving. Read {folder / REPORT}, "
+        f"or sample: {escape(_sample_command(run))}"
     )
     return final
+
+
+def _due(step: int, every: int, total_steps: int) -> bool:
+    return step % every == 0 or step == total_steps
+
+
+def _evaluated(folder: Path, step: int) -> bool:
+    return any(line["step"] == step and "validation_loss" in line for line in read_lines(folder / METRICS))
 
 
 def _origin(config: TrainConfig, begun: Path | None) -> Checkpoint:
@@ -213,18 +290,18 @@ def _resolved(config: TrainConfig, data: Dataset, origin: Checkpoint | None) -> 
             f"model.vocab_size is {model.vocab_size} but the tokenizer has {vocab_size} tokens: "
             f"leave it at 0 to take the tokenizer's"
         )
-    seq_len = config.training.seq_len or model.max_seq_len
+    seq_len = config.training.seq_len or min(model.max_seq_len, 1024 if origin else model.max_seq_len)
     if seq_len > model.max_seq_len:
         raise UsageError(
             f"training.seq_len is {seq_len} but model.max_seq_len is {model.max_seq_len}: lower one or raise the other"
         )
-    steps = config.training.steps or math.ceil(
-        config.training.epochs * data.train_counts.tokens / (config.training.batch_size * seq_len)
-    )
+    steps, epochs = config.training.steps, config.training.epochs
+    if epochs:
+        steps = math.ceil(epochs * data.train_counts.tokens / (config.training.batch_size * seq_len))
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(model, vocab_size=model.vocab_size or vocab_size),
-        training=dataclasses.replace(config.training, steps=steps, seq_len=seq_len),
+        training=dataclasses.replace(config.training, steps=steps, epochs=0.0, seq_len=seq_len),
     )
     prompt_tokens = len(prompt_ids(data.tokenizer, config.training.sample_prompt))
     if prompt_tokens + config.training.sample_tokens > config.model.max_seq_len:
@@ -254,52 +331,61 @@ def _placed(shapes: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to), shapes, shardings)
 
 
-def _identity(config: TrainConfig, data: Dataset) -> dict[str, Any]:
-    """What the order of the batches depends on: a run cannot go on if any of it changes."""
-    return {
-        "the corpus or its tokenizer": data.fingerprint,
-        "seed": config.seed,
-        "training.batch_size": config.training.batch_size,
-        "training.seq_len": config.training.seq_len,
-    }
-
-
-def _save(
-    checkpoints: Checkpoints,
-    state: TrainState,
-    batches: grain.DatasetIterator,
-    identity: dict[str, Any],
-    evaluation: Evaluation | None,
-    seconds: float,
-) -> None:
+def _save(run: _Run, state: TrainState, evaluation: Evaluation | None, seconds: float) -> None:
     rest = {"opt_state": state.opt_state, "step": state.step, "key": jax.random.key_data(state.key)}
-    meta = {"batches": batches.get_state(), "identity": identity, "seconds": seconds}
-    checkpoints.save(int(state.step), state.params, rest, meta, evaluation.validation_loss if evaluation else None)
+    meta = {"batches": run.batches.get_state(), "identity": run.identity, "seconds": seconds}
+    run.checkpoints.save(int(state.step), state.params, rest, meta, evaluation.validation_loss if evaluation else None)
 
 
-def _restore(
-    checkpoints: Checkpoints,
-    step: int,
-    abstract: TrainState,
-    shardings: TrainState,
-    batches: grain.DatasetIterator,
-    identity: dict[str, Any],
-) -> tuple[TrainState, float]:
+def _restore(run: _Run, step: int, abstract: TrainState, shardings: TrainState) -> tuple[TrainState, float]:
     """The state saved at a step, with the batches set to follow it, and the seconds spent until then."""
     key_shape = jax.eval_shape(jax.random.key_data, abstract.key)
     rest = {"opt_state": abstract.opt_state, "step": abstract.step, "key": key_shape}
     rest_shardings = {"opt_state": shardings.opt_state, "step": shardings.step, "key": shardings.key}
-    params, rest, meta = checkpoints.restore(
+    params, rest, meta = run.checkpoints.restore(
         step, _placed(abstract.params, shardings.params), _placed(rest, rest_shardings)
     )
-    if changed := [name for name, value in identity.items() if meta["identity"].get(name) != value]:
+    if changed := [name for name, value in run.identity.items() if meta["identity"].get(name) != value]:
         raise JllamaError(
-            f"changed since {checkpoints.folder / str(step)} was saved: {', '.join(changed)}; "
+            f"changed since {run.checkpoints.folder / str(step)} was saved: {', '.join(changed)}; "
             f"restore what it was, or start a new run with another --run_dir"
         )
-    batches.set_state(meta["batches"])
+    run.batches.set_state(meta["batches"])
     state = TrainState(rest["step"], params, rest["opt_state"], jax.random.wrap_key_data(rest["key"]))
     return state, meta["seconds"]
+
+
+def _log(run: _Run, recent: list[StepMetrics], step: int, elapsed_s: float) -> str:
+    """Write the means of the recent steps to the metrics; returns them in a few words for the bar."""
+    record = summarise(recent, elapsed_s, run.config, run.mesh.size)
+    rate = float(learning_rate_at(step - 1, run.config.optimizer, run.config.training.steps))
+    append_line(run.folder / METRICS, {"step": step, **record, "learning_rate": rate})
+    note = f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s"
+    if not run.console.is_terminal or run.console.width >= 110:
+        note += f"  learning rate {rate:.1e}" + (f"  MFU {record['mfu']:.1%}" if record["mfu"] else "")
+    if not run.console.is_terminal:
+        run.console.print(f"step {step}: {note}")
+    return note
+
+
+def _evaluate(run: _Run, evaluate: Callable[..., Evaluation | None], state: TrainState) -> Evaluation | None:
+    """Evaluate, show and log it; None if that failed or a stop came in between."""
+    evaluation = _or_warn(run.console, evaluate, state.params, run.config.training.eval_tokens)
+    if evaluation is not None:
+        step = int(state.step)
+        if not math.isfinite(evaluation.validation_loss):
+            raise _not_finite("validation loss", step, run.checkpoints)
+        append_line(run.folder / METRICS, {"step": step, **dataclasses.asdict(evaluation)})
+        run.console.print(
+            f"step {step}: validation loss [bold]{evaluation.validation_loss:.4f}[/bold], perplexity "
+            f"{evaluation.perplexity:.2f}, {evaluation.bits_per_byte:.3f} bits per byte"
+        )
+    return evaluation
+
+
+def _sample_and_report(run: _Run, state: TrainState, evaluation: Evaluation | None, seconds: float) -> None:
+    _or_warn(run.console, _sample, run, state)
+    _or_warn(run.console, _report, run, evaluation, seconds)
 
 
 def _check_finite(recent: list[StepMetrics], step: int, checkpoints: Checkpoints) -> None:
@@ -319,36 +405,42 @@ def _not_finite(what: str, step: int, checkpoints: Checkpoints) -> JllamaError:
     )
 
 
-def _sample(console: Console, folder: Path, state: TrainState, config: TrainConfig, data: Dataset) -> None:
+def _sample(run: _Run, state: TrainState) -> None:
     """Let the model write, show it and log it."""
-    prompt, count = config.training.sample_prompt, config.training.sample_tokens
+    prompt, count = run.config.training.sample_prompt, run.config.training.sample_tokens
     if not count:
         return
-    key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), config.sampling.seed)
-    sampling = dataclasses.replace(config.sampling, seed=int(jax.random.bits(key)))
-    model = Model(config.model, state.params, data.tokenizer)
+    key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), run.config.sampling.seed)
+    sampling = dataclasses.replace(run.config.sampling, seed=int(jax.random.bits(key)))
+    model = Model(run.config.model, state.params, run.data.tokenizer)
     written = generate(model, [prompt], sampling, max_new_tokens=count)[0]
-    append_line(folder / SAMPLES, {"step": int(state.step), "prompt": prompt, "text": written.text})
-    console.print(f"[dim]{escape(prompt + written.text)}[/dim]\n")
+    append_line(run.folder / SAMPLES, {"step": int(state.step), "prompt": prompt, "text": written.text})
+    run.console.print(f"[dim]{escape(prompt + written.text)}[/dim]\n")
 
 
-def _report(
-    folder: Path, config: TrainConfig, data: Dataset, mesh: Mesh, evaluation: Evaluation | None, seconds: float
-) -> None:
+def _sample_command(run: _Run) -> str:
+    return command("sample", "--checkpoint", run.folder, "--prompt", run.config.training.sample_prompt)
+
+
+def _report(run: _Run, evaluation: Evaluation | None, seconds: float) -> None:
     """Write the run's report so far, with its receipt."""
+    data, config = run.data, run.config
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jllama", "jax", "flax", "optax")]
     results = dataclasses.asdict(evaluation) if evaluation else {}
     receipt = {
         "parameters": f"{count_parameters(config.model):,}",
+        "text": config.data.path,
         "training text": f"{data.train_counts.bytes:,} bytes, {data.train_counts.tokens:,} tokens",
         "validation text": f"{data.validation_counts.bytes:,} bytes, {data.validation_counts.tokens:,} tokens",
-        "device": f"{mesh.size} x {jax.devices()[0].device_kind}",
+        "devices": describe_devices(run.mesh),
         "time": f"{seconds:.0f} s",
         **{name.replace("_", " "): f"{value:.4f}" for name, value in results.items()},
-        "bits per byte of gzip -9": f"{_gzip_bits_per_byte(data):.4f}",
+        "bits per byte of gzip -9": f"{_gzip_bits_per_byte(data):.4f} (a model that beats gzip has learned something)",
+        "loss of a blind guess": f"{math.log(config.model.vocab_size):.4f} (ln {config.model.vocab_size:,})",
         "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
     }
-    write_report(folder, receipt)
+    commands = {"sample": _sample_command(run), "go on": command("train", "--resume", run.folder)}
+    write_report(run.folder, receipt, commands)
 
 
 def _gzip_bits_per_byte(data: Dataset) -> float:
@@ -364,32 +456,16 @@ def _or_warn(console: Console, action: Callable[P, T], *args: P.args, **kwargs: 
         return None
 
 
-@contextlib.contextmanager
-def _stop_signal() -> Iterator[Callable[[], bool]]:
-    """Turns the first Ctrl-C or SIGTERM into an answer of true, so that the loop can save before it stops."""
-    received: list[int] = []
-
-    def receive(number: int, _frame: Any) -> None:
-        if received:
-            raise KeyboardInterrupt
-        received.append(number)
-
-    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: bool(received)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _progress(console: Console) -> Progress:
     return Progress(
         MofNCompleteColumn(),
-        BarColumn(),
+        BarColumn(bar_width=None),
         TextColumn("{task.fields[note]}"),
         TimeElapsedColumn(),
-        TextColumn("left"),
+        TextColumn("elapsed,"),
         TimeRemainingColumn(),
+        TextColumn("left"),
         console=console,
+        expand=True,
         disable=not console.is_terminal,
     )

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jllama.config import LlamaConfig
 from jllama.data.batches import validation_batches
 from jllama.data.tokens import Dataset
 from jllama.parallel.mesh import BATCH
@@ -23,9 +22,13 @@ from jllama.training.step import StepMetrics, eval_step
 
 PEAK_FLOPS = {
     "NVIDIA A100": 312e12,
+    "NVIDIA GeForce RTX 4090": 165e12,
+    "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H100": 989e12,
     "NVIDIA H200": 989e12,
     "NVIDIA B200": 2250e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA L4": 121e12,
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
     "TPU v5": 459e12,
@@ -44,15 +47,19 @@ class Evaluation:
 
 
 def make_evaluator(
-    model: LlamaConfig, data: Dataset, mesh: Mesh, batch_size: int, seq_len: int, dtype: Any
-) -> Callable[[Params, int], Evaluation]:
-    """A function ``(params, max_tokens)`` that evaluates on that many evenly spaced validation tokens; 0 for all."""
-    token_bytes = np.zeros(model.vocab_size, np.int32)
+    config: TrainConfig, data: Dataset, mesh: Mesh, dtype: Any, stop: Sequence[int] = ()
+) -> Callable[[Params, int], Evaluation | None]:
+    """A function ``(params, max_tokens)`` that evaluates on that many evenly spaced validation tokens; 0 for all.
+
+    It gives up, with None, as soon as there is something in ``stop``.
+    """
+    batch_size, seq_len = config.training.batch_size, config.training.seq_len
+    token_bytes = np.zeros(config.model.vocab_size, np.int32)
     token_bytes[: data.tokenizer.vocab_size] = data.tokenizer.token_bytes()
     evaluate_batch = jax.jit(
         functools.partial(
             eval_step,
-            config=model,
+            config=config.model,
             bos_id=data.tokenizer.bos_id,
             token_bytes=jnp.asarray(token_bytes),
             dtype=dtype,
@@ -60,9 +67,13 @@ def make_evaluator(
     )
     sharding = NamedSharding(mesh, BATCH)
 
-    def evaluate(params: Params, max_tokens: int) -> Evaluation:
+    def evaluate(params: Params, max_tokens: int) -> Evaluation | None:
         batches = validation_batches(data.validation, batch_size=batch_size, seq_len=seq_len, max_tokens=max_tokens)
-        sums = [evaluate_batch(params, *jax.device_put(batch, sharding)) for batch in batches]
+        sums = []
+        for batch in batches:
+            if stop:
+                return None
+            sums.append(jax.device_get(evaluate_batch(params, *jax.device_put(batch, sharding))))
         nats, tokens, text_bytes = (math.fsum(map(float, column)) for column in zip(*sums, strict=True))
         loss = nats / tokens
         return Evaluation(loss, math.exp(min(loss, 700.0)), nats / math.log(2) / text_bytes)
@@ -86,6 +97,7 @@ def summarise(steps: Sequence[StepMetrics], elapsed_s: float, config: TrainConfi
         "loss": float(np.mean([float(step.loss) for step in steps])),
         "grad_norm": float(np.mean([float(step.grad_norm) for step in steps])),
         "tokens_per_s": tokens_per_s,
+        "step_s": elapsed_s / len(steps),
         "flops_per_s": flops_per_s,
         "mfu": flops_per_s / (peak * num_devices) if peak else None,
     }

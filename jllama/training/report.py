@@ -14,28 +14,48 @@ from jllama.files import write_text_whole
 from jllama.training.run_folder import CONFIG, METRICS, REPORT, SAMPLES, read_lines
 
 _STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 h1, h2 { font-weight: 600; } svg { width: 100%; height: auto; }
-pre { background: #f5f5f2; padding: 1rem; overflow-x: auto; white-space: pre-wrap; font-size: 13px; }
-table { border-collapse: collapse; } td { padding: .15rem 1.5rem .15rem 0; } td:first-child { color: #666; }
+pre { background: #8881; padding: 1rem; overflow-x: auto; white-space: pre-wrap; font-size: 13px; }
+table { border-collapse: collapse; } td { padding: .15rem 1.5rem .15rem 0; vertical-align: top; }
+td:first-child { opacity: .7; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(18rem, 100%), 1fr)); gap: 1rem; }
 """
+_TEXT = "#010203"  # stands for the page's own text color, which matplotlib cannot name
+_CHARTS = {
+    "loss": "loss (nats per token)",
+    "learning_rate": "learning rate",
+    "grad_norm": "gradient norm",
+    "tokens_per_s": "tokens per second",
+}
 
 
-def write_report(folder: Path, receipt: dict[str, Any]) -> Path:
-    """Write ``report.html`` from what the run has logged so far. ``receipt``: facts to list, by name."""
+def write_report(folder: Path, receipt: dict[str, Any], commands: dict[str, str]) -> Path:
+    """Write ``report.html`` from what the run has logged so far, to be read on any screen, light or dark.
+
+    Args:
+        folder: the run's.
+        receipt: facts to list, by name.
+        commands: what to do next, by name: command lines to paste.
+    """
     metrics = list(read_lines(folder / METRICS))
     samples = list(read_lines(folder / SAMPLES))
     rows = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{html.escape(str(fact))}</td></tr>" for name, fact in receipt.items()
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(str(fact))}</td></tr>"
+        for name, fact in (receipt | _speed(metrics)).items()
     )
     texts = "".join(
         f"<h3>step {sample['step']}</h3><pre><b>{html.escape(sample['prompt'])}</b>{html.escape(sample['text'])}</pre>"
         for sample in reversed(samples)
     )
+    following = "".join(f"<h3>{name}</h3><pre>{html.escape(line)}</pre>" for name, line in commands.items())
     page = (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(folder.name)}</title>"
+        f"<!doctype html><html lang=en><meta charset=utf-8>"
+        f"<meta name=viewport content='width=device-width, initial-scale=1'><title>{html.escape(folder.name)}</title>"
         f"<style>{_STYLE}</style><h1>{html.escape(folder.name)}</h1><table>{rows}</table>"
-        f"<h2>Curves</h2>{_curves(metrics)}<h2>Samples</h2>{texts}"
+        f"<h2>Curves</h2><div class=charts>{''.join(_chart(metrics, key) for key in _CHARTS)}</div>"
+        f"<h2>Samples</h2>{texts}<h2>Next</h2>{following}"
         f"<h2>Configuration</h2><pre>{html.escape((folder / CONFIG).read_text())}</pre></html>"
     )
     path = folder / REPORT
@@ -43,31 +63,31 @@ def write_report(folder: Path, receipt: dict[str, Any]) -> Path:
     return path
 
 
-def _curves(metrics: list[dict[str, Any]]) -> str:
-    """Loss, learning rate, gradient norm and speed against the step, as an SVG element."""
-    train = [record for record in metrics if "loss" in record]
-    evaluations = [record for record in metrics if "validation_loss" in record]
-    with matplotlib.rc_context(
-        {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
-    ):
-        figure = Figure(figsize=(9, 6))
-        axes = figure.subplots(2, 2, gridspec_kw={"hspace": 0.35})  # matplotlib's own layouts take three times as long
-        panels = [
-            ("loss", "loss (nats per token)"),
-            ("learning_rate", "learning rate"),
-            ("grad_norm", "gradient norm"),
-            ("tokens_per_s", "tokens per second"),
-        ]
-        for axis, (key, title) in zip(axes.flat, panels, strict=True):
-            axis.plot([record["step"] for record in train], [record[key] for record in train], label="training")
-            axis.set(title=title, xlabel="step")
-        axes[0, 0].plot(
-            [record["step"] for record in evaluations],
-            [record["validation_loss"] for record in evaluations],
-            "o-",
-            label="validation",
-        )
-        axes[0, 0].legend(frameon=False)
+def _speed(metrics: list[dict[str, Any]]) -> dict[str, str]:
+    """Of the last steps that were logged."""
+    steps = [record for record in metrics if "loss" in record]
+    if not steps:
+        return {}
+    last = steps[-1]
+    facts = {"speed": f"{last['tokens_per_s']:,.0f} tokens/s, {1000 * last['step_s']:,.1f} ms a step"}
+    return facts | ({"share of the devices' peak (MFU)": f"{last['mfu']:.1%}"} if last["mfu"] else {})
+
+
+def _chart(metrics: list[dict[str, Any]], key: str) -> str:
+    """One figure against the step, as an SVG element in the colors of the page."""
+    style: dict[Any, Any] = {f"{name}.color": _TEXT for name in ("text", "xtick", "ytick")}
+    style |= {"axes.edgecolor": _TEXT, "axes.labelcolor": _TEXT, "axes.facecolor": "none", "figure.facecolor": "none"}
+    style |= {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(4.2, 2.8))
+        axis = figure.add_axes((0.14, 0.15, 0.84, 0.74))  # matplotlib's own layouts are slow
+        kinds = [(key, "-", "training")] + [("validation_loss", "o-", "validation")] * (key == "loss")
+        for name, line, label in kinds:
+            records = [record for record in metrics if name in record]
+            axis.plot([record["step"] for record in records], [record[name] for record in records], line, label=label)
+        axis.set(title=_CHARTS[key], xlabel="step")
+        if len(kinds) > 1:
+            axis.legend(frameon=False)
         drawing = io.StringIO()
         figure.savefig(drawing, format="svg")
-    return drawing.getvalue().partition("<svg")[1] + drawing.getvalue().partition("<svg")[2]
+    return drawing.getvalue()[drawing.getvalue().index("<svg") :].replace(_TEXT, "currentColor")

@@ -2,24 +2,98 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
+import platform
+import shlex
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
-from jllama.checkpoints.native import CONFIG
+from jllama.checkpoints.native import CONFIG, read_config
+from jllama.errors import JllamaError
 from jllama.files import write_text_whole
 from jllama.training.config import TrainConfig
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 METRICS, SAMPLES, REPORT = "metrics.jsonl", "samples.jsonl", "report.html"
+HISTORY = "config.history.jsonl"
+_LOCK = "in_use"
 
 
-def write_config(folder: Path, config: TrainConfig) -> None:
-    """Write the resolved configuration: enough to start the same run again."""
-    (folder / CONFIG).write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """The folder of a run, made if need be, for this process alone; made in vain, it goes again.
+
+    The system takes the lock from a process that dies. Where there are no such locks (Windows), the file is the lock.
+
+    Raises:
+        JllamaError: another process has it; the message says which.
+    """
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / _LOCK
+    try:
+        file = path.open("a+" if fcntl else "x+")
+        if fcntl:
+            _lock(fcntl, path, file)
+    except (BlockingIOError, FileExistsError):
+        holder = (path.read_text() if path.exists() else "") or "another process"
+        advice = "wait for it" if fcntl else f"wait for it (if it is gone, delete {path})"
+        raise JllamaError(f"{folder} is in use by {holder}: {advice}, or choose another --run_dir") from None
+    with file:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        file.flush()
+        try:
+            yield
+        finally:
+            if not fcntl:
+                file.close()  # Windows deletes no open file
+            path.unlink(missing_ok=True)
+            if made:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+
+
+def _lock(fcntl: Any, path: Path, file: TextIO) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # the file system knows no locks
+        return
+    if not (path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno()))):
+        raise BlockingIOError  # whoever had the lock has just deleted the file
+
+
+def command(name: str, *arguments: object) -> str:
+    """A command line of jllama's, to be pasted into a shell."""
+    return shlex.join(["python", "-m", "jllama", name, *map(str, arguments)])
+
+
+def as_written(config: TrainConfig) -> dict[str, Any]:
+    """A configuration as ``config.yaml`` has it: enough to start the same run again."""
+    plain = dataclasses.replace(config, resume="never", resume_with_changes=False)
+    return yaml.safe_load(yaml.safe_dump(dataclasses.asdict(plain)))
+
+
+def write_config(folder: Path, config: TrainConfig, step: int) -> None:
+    """Write the resolved configuration. One that it replaces after a first checkpoint goes to the history."""
+    fields = as_written(config)
+    before = read_config(folder) if step and (folder / CONFIG).exists() else fields
+    if before != fields:
+        append_line(folder / HISTORY, {"until_step": step, "config": before})
+    write_text_whole(folder / CONFIG, yaml.safe_dump(fields, sort_keys=False))
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """Of one step: mean loss in nats a token, global gradient norm before clipping, tokens learnt from."""
+    """Of one step: mean loss in nats a token, global gradient norm before clipping, tokens learned from."""
 
     loss: Float[Array, ""]
     grad_norm: Float[Array, ""]
@@ -54,10 +54,11 @@ def initial_state(
     config: LlamaConfig,
     optimizer: optax.GradientTransformation,
 ) -> TrainState:
-    """The state before the first step; ``params`` None draws fresh ones."""
+    """The state before the first step; ``params`` None draws fresh ones. Float32 also where JAX is in 64-bit mode."""
     init_key, run_key = jax.random.split(key)
-    params = initial_params(init_key, config) if params is None else params
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), run_key)
+    drawn = initial_params(init_key, config) if params is None else params
+    masters = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), drawn)
+    return TrainState(jnp.zeros((), jnp.int32), masters, optimizer.init(masters), run_key)
 
 
 def token_losses(
@@ -97,8 +98,8 @@ def train_step(
 ) -> tuple[TrainState, StepMetrics]:
     """One update from one batch, taken in ``accumulation`` equal parts that give the gradient of the whole.
 
-    Sums of losses and gradients are added in float32 and divided once by the number of tokens, so parts with
-    different numbers of counted tokens weigh as they should.
+    Sums of losses and gradients are added in float32 (losses in ``dtype`` if that is wider) and divided once by the
+    number of tokens, so parts with different numbers of counted tokens weigh as they should.
     """
 
     def total_loss(params: Params, part: Array) -> tuple[Array, Array]:
@@ -109,12 +110,13 @@ def train_step(
         (total, count), gradients = gradient(state.params, windows)
     else:
         parts = windows.reshape(accumulation, -1, windows.shape[1])
-        zeros = jax.tree.map(jnp.zeros_like, ((jnp.float32(0), jnp.float32(0)), state.params))
+        zero = jnp.zeros((), jnp.promote_types(dtype, jnp.float32))
+        zeros = ((zero, zero), jax.tree.map(jnp.zeros_like, state.params))
         (total, count), gradients = jax.lax.scan(
             lambda sums, part: (jax.tree.map(jnp.add, sums, gradient(state.params, part)), None), zeros, parts
         )[0]
     count = jnp.maximum(count, 1.0)
-    gradients = jax.tree.map(lambda leaf: leaf / count, gradients)
+    gradients = jax.tree.map(lambda leaf: leaf / count.astype(leaf.dtype), gradients)
     updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
     params = jax.tree.map(jnp.add, state.params, updates)
     metrics = StepMetrics(total / count, optax.tree.norm(gradients), count)

@@ -1,0 +1,90 @@
+"""Stopping a run: the first Ctrl-C or SIGTERM is answered at once and obeyed when the step is done."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jllama.errors import JllamaError
+
+_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+_ONE_S = 1.0  # schedulers and shells send several at once and mean one
+
+
+class Stopped(JllamaError):
+    """A run was asked to stop, and has: what it has done is saved.
+
+    Args:
+        message: what it has come to.
+        number: the signal; the exit code is 128 more, so that no scheduler takes the run for finished.
+    """
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + number
+
+
+@contextlib.contextmanager
+def stop_signals(doing: Callable[[], str]) -> Iterator[list[int]]:
+    """Collects the numbers of Ctrl-C and SIGTERM in the list that it yields, which the loop asks once a step.
+
+    ``doing`` says what is finished first. Python runs a signal's handler only between two of its own instructions, and
+    a compilation is one of them: so the answer comes from a thread, which the system's own handler wakes. A second
+    signal, a second later or more, ends the process there and then: what has been saved stays whole. (In an interactive
+    session it is a KeyboardInterrupt.) Outside the main thread signals are left alone.
+    """
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    first_s = 0.0
+
+    def receive(number: int, _frame: Any) -> None:
+        nonlocal first_s
+        first_s = first_s or time.monotonic()
+        received.append(number)
+        if hasattr(sys, "ps1") and time.monotonic() - first_s > _ONE_S:
+            raise KeyboardInterrupt
+
+    def watch() -> None:
+        answered_s = None
+        while number := reader.recv(1):
+            if number[0] not in _NAMES:
+                continue
+            if answered_s is None:
+                answered_s = time.monotonic()
+                _say(f"{_NAMES[signal.Signals(number[0])]}: {doing()}; again to quit now")
+            elif time.monotonic() - answered_s > _ONE_S and not hasattr(sys, "ps1"):
+                _say("stopped at once; the last checkpoint stays as it was")
+                os._exit(128 + number[0])
+
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before = {number: signal.signal(number, receive) for number in _NAMES}
+    fd_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield received
+    finally:
+        signal.set_wakeup_fd(fd_before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        writer.close()
+        thread.join()
+        reader.close()
+
+
+def _say(text: str) -> None:
+    """Write a line to stderr past all buffers and locks; on a terminal over the bar, with the cursor shown again."""
+    with contextlib.suppress(Exception):  # it may be closed
+        start = "\r\x1b[2K\x1b[?25h" if sys.stderr.isatty() else ""
+        os.write(sys.stderr.fileno(), f"{start}{text}\n".encode())
