@@ -132,7 +132,7 @@ class TrainConfig:
         mesh: how the work is split over devices.
     """
 
-    model: LlamaConfig = dataclasses.field(default_factory=LlamaConfig)
+    model: LlamaConfig
     init_from: str = ""
     rope_factor: float | None = None
     run_dir: str = "runs/default"

@@ -42,7 +42,7 @@ def changes_on_resume(folder: Path, config: TrainConfig, step: int) -> list[str]
             fields = {name.partition(".")[2]: value for name, value in was.items() if name.startswith("optimizer.")}
             old = learning_rate_at(step - 1, OptimizerConfig(**fields), was["training.steps"])
             new = learning_rate_at(step, config.optimizer, config.training.steps)
-            asked.append(f"the learning rate was {old:.2e} at step {step:,} and would be {new:.2e} at {step + 1:,}")
+            asked.append(f"the learning rate was {old:.2e} at step {step:,} and is {new:.2e} at step {step + 1:,}")
     if asked and not config.resume_with_changes:
         raise JllamaError(
             f"{', '.join(asked)}: leave out what has changed, or go on so with --resume_with_changes true, or start a "

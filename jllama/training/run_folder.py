@@ -84,7 +84,7 @@ def command(name: str, *arguments: object) -> str:
 def as_written(config: TrainConfig) -> dict[str, Any]:
     """A configuration as ``config.yaml`` has it: enough to start the same run again."""
     plain = dataclasses.replace(config, resume="never", resume_with_changes=False)
-    return yaml.safe_load(yaml.safe_dump(dataclasses.asdict(plain)))
+    return yaml.safe_load(yaml.safe_dump(dataclasses.asdict(plain), sort_keys=False))
 
 
 def write_config(folder: Path, config: TrainConfig, step: int) -> None:

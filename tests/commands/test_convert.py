@@ -99,7 +99,7 @@ def test_a_user_converts_samples_and_trains_on(workshop, models, tmp_path):
     assert trained.code == 0, trained.err
     assert load(tmp_path / "run").config == CONFIG
     shutil.rmtree(tmp_path / "hf")  # a run goes on without what it began from
-    again = train(4, "--resume=auto")
+    again = train(4, "--resume=auto", "--resume_with_changes=true")
     assert again.code == 0, again.err
     assert "step 2 of 4" in again.err
 

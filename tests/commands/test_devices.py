@@ -13,7 +13,7 @@ def test_a_run_of_eight_devices_is_sampled_and_continued_on_one(workshop, tmp_pa
     stop = ("--training.eval_every", 5, "--training.steps", 10)
     begun = workshop.finish(workshop.train(run, *stop, *padded, *mesh, devices=8))
     assert begun.code == 0, begun.err
-    assert "8 cpu device(s)" in begun.err
+    assert "parameters on 8 CPUs, " in begun.err
 
     sampled = workshop.finish(
         workshop.start("sample.py", "--checkpoint", run, "--prompt", "the ", "--max_new_tokens", 4)
@@ -21,7 +21,8 @@ def test_a_run_of_eight_devices_is_sampled_and_continued_on_one(workshop, tmp_pa
     assert sampled.code == 0, sampled.err
     assert sampled.out.startswith("the ")
 
-    continued = workshop.finish(workshop.train(run, *padded, "--training.steps", 12, "--resume", "auto"))
+    more = ("--training.steps", 12, "--resume_with_changes", "true")
+    continued = workshop.finish(workshop.train(run, *padded, *more, "--resume", "auto"))
     assert continued.code == 0, continued.err
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps[-1] == 12

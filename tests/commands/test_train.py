@@ -1,9 +1,13 @@
 """``train.py`` as a user runs it: what it leaves, and that no interruption changes the outcome by a bit."""
 
 import dataclasses
+import json
 import math
+import os
 import random
+import re
 import resource
+import shlex
 import shutil
 import signal
 import time
@@ -16,9 +20,12 @@ import yaml
 from jllama.checkpoints.formats import load
 from jllama.commands import cli
 from jllama.commands.cli import parse
-from jllama.training import loop
+from jllama.training import loop, run_folder
 from jllama.training.config import TrainConfig
+from jllama.training.loop import train
 from jllama.training.metrics import Evaluation
+from jllama.training.optimizer import learning_rate_at
+from jllama.training.run_folder import locked
 
 STEPS, EPOCH = 20, 6
 
@@ -101,11 +108,11 @@ def test_stopped_and_continued_is_the_same_to_the_last_bit(small_run, workshop, 
         wait_for_step(read_run, process, run, at)
         process.send_signal(number)
         done = workshop.finish(process)
-        assert done.code == 1, done.err
+        assert done.code == 128 + number, done.err
         stopped.append(read_run.steps(run)[-1])
-        assert (
-            one_error(done.err) == f"error: stopped at step {stopped[-1]}, which is saved: continue with --resume auto"
-        )
+        name, *_, said = [line for line in done.err.splitlines() if not line.startswith("step ")][1:]
+        assert re.fullmatch(r"(Ctrl-C|SIGTERM): finishing step \d+ and saving; again to quit now", name)
+        assert said == f"stopped at step {stopped[-1]} of 20; saved. Go on: python -m jllama train --resume {run}"
     assert 3 <= stopped[0] < EPOCH < stopped[1] < STEPS
     done = workshop.finish(workshop.train(run, "--resume", "auto", *often))
     assert done.code == 0, done.err
@@ -126,9 +133,11 @@ def test_a_stop_between_two_checkpoints_is_saved(small_run, workshop, read_run, 
     monkeypatch.setattr(loop, "append_line", append_and_stop)
     settings = ["--config", str(workshop.yaml), "--run_dir", str(run), "--training.sample_tokens", "0"]
     before = signal.getsignal(signal.SIGTERM)
-    assert cli.run("train", settings) == 1
+    assert cli.run("train", settings) == 128 + signal.SIGTERM
     step = read_run.steps(run)[-1]
-    assert f"stopped at step {step}, which is saved" in one_error(capsys.readouterr().err)
+    err = capsys.readouterr().err
+    assert err.endswith(f"stopped at step {step} of 20; saved. Go on: python -m jllama train --resume {run}\n")
+    assert "error" not in err
     assert step in (3, 4)
     assert read_run.losses(run).keys() == set(range(1, step + 1))
     assert signal.getsignal(signal.SIGTERM) == before
@@ -181,7 +190,8 @@ def test_a_loss_that_is_no_number_stops_the_run(workshop, copied, read_run):
     """The run goes on from its good checkpoint of step 20 with a ruinous learning rate."""
     best = load(copied).step
     ruinous = ("--optimizer.learning_rate", 1e30, "--optimizer.clip_norm", 1e30, "--training.eval_every", 1)
-    done = workshop.finish(workshop.train(copied, "--resume", "auto", "--training.steps", STEPS + 10, *ruinous))
+    asked = ("--resume", "auto", "--resume_with_changes", "true")
+    done = workshop.finish(workshop.train(copied, *asked, "--training.steps", STEPS + 10, *ruinous))
     assert done.code == 1, done.err
     message = one_error(done.err)
     assert "is not a finite number at step " in message
@@ -193,8 +203,12 @@ def test_a_loss_that_is_no_number_stops_the_run(workshop, copied, read_run):
     assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in model.params["layers"].values())
 
 
+def options(workshop, run, *arguments):
+    return ["--config", str(workshop.yaml), "--run_dir", str(run), *map(str, arguments)]
+
+
 def refused(workshop, run, capsys, *arguments):
-    code = cli.run("train", ["--config", str(workshop.yaml), "--run_dir", str(run), *map(str, arguments)])
+    code = cli.run("train", options(workshop, run, *arguments))
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     return code, one_error(err)
@@ -207,39 +221,135 @@ def everything(folder):
 def test_an_existing_run_is_not_overwritten(workshop, copied, capsys):
     before = everything(copied)
     code, message = refused(workshop, copied, capsys)
-    assert (code, "already holds a run: continue it with --resume auto" in message) == (2, True)
+    assert (code, f"continue it with python -m jllama train --resume {copied}, or" in message) == (2, True)
     assert everything(copied) == before
 
 
-def test_another_model_is_refused_with_the_list(workshop, copied, capsys):
+def test_what_a_run_cannot_go_on_with_is_refused_with_what_was_and_what_is(workshop, copied, capsys):
+    """Also where changes are asked for; the architecture by its options, not by its arrays."""
     before = everything(copied)
-    code, message = refused(workshop, copied, capsys, "--resume", "auto", "--model.mlp_dim", 96)
-    assert code == 1
-    for name, shape, other in [
-        ("w_gate", "[2, 32, 64]", "[2, 32, 96]"),
-        ("w_up", "[2, 32, 64]", "[2, 32, 96]"),
-        ("w_down", "[2, 64, 32]", "[2, 96, 32]"),
+    for changes, said in [
+        (["--model.mlp_dim", 96], "model.mlp_dim was 64 and is 96: "),
+        (["--model.tie_embeddings", "true"], "model.tie_embeddings was False and is True: "),
+        (["--seed", 1, "--training.batch_size", 4], "seed was 0 and is 1, training.batch_size was 8 and is 4: "),
+        (["--training.seq_len", 24], "training.seq_len was 32 and is 24: "),
+        (["--model.rope_scaling.type=linear", "--model.rope_scaling.factor=2"], "model.rope_scaling was None and is "),
     ]:
-        assert f"layers/{name} is float32{shape} in the checkpoint but float32{other} in this model" in message
-    code, message = refused(workshop, copied, capsys, "--resume", "auto", "--model.tie_embeddings", "true")
-    assert (code, "lm_head is float32[32, 259] in the checkpoint but absent" in message) == (1, True)
+        for asked in ("false", "true"):
+            code, message = refused(
+                workshop, copied, capsys, "--resume", "auto", *changes, "--resume_with_changes", asked
+            )
+            assert code == 1
+            assert message.startswith(f"error: {said}")
+            assert "start a new run with another --run_dir" in message
     assert everything(copied) == before
 
 
-def test_another_corpus_or_order_is_refused(workshop, copied, capsys, tmp_path):
+def test_another_corpus_is_refused(workshop, copied, capsys, tmp_path):
     before = everything(copied)
     other = tmp_path / "other.txt"
     other.write_text((workshop.folder / "corpus.txt").read_text() + "one more line\n")
-    for changes, name in [
-        (["--data.path", other], "the corpus or its tokenizer"),
-        (["--seed", 1], "seed"),
-        (["--training.batch_size", 4], "training.batch_size"),
-        (["--model.max_seq_len", 24, "--training.seq_len", 24], "training.seq_len"),
-    ]:
-        code, message = refused(workshop, copied, capsys, "--resume", "auto", *changes)
-        assert code == 1
-        assert f"was saved: {name}; restore what it was, or start a new run" in message
+    (copied / "config.yaml").write_text((copied / "config.yaml").read_text().replace("steps: 20", "steps: 30"))
+    before = everything(copied)
+    more = ("--training.steps", 30)
+    assert cli.run("train", options(workshop, copied, "--resume", "auto", *more, "--data.path", other)) == 1
+    noted, message = capsys.readouterr().err.splitlines()
+    assert noted == f"data.path was {workshop.data['path']} and is {other}"
+    assert "was saved: the corpus or its tokenizer; restore what it was, or start a new run" in message
     assert everything(copied) == before
+
+
+def test_a_change_of_the_schedule_is_said_and_asked_for(workshop, copied, capsys, read_run):
+    """Pitfall 37. What it was and what it is, and the learning rate before and after; nothing is written."""
+    before = everything(copied)
+    code, message = refused(workshop, copied, capsys, "--resume", "auto", "--training.steps", 40)
+    assert code == 1
+    config = parse(TrainConfig, ["--config", str(copied / "config.yaml")], "train.py")
+    rate = float(learning_rate_at(STEPS, config.optimizer, 40))
+    assert message == (
+        f"error: training.steps was 20 and is 40, the learning rate was 1.00e-03 at step 20 and is {rate:.2e} at step "
+        f"21: leave out what has changed, or go on so with --resume_with_changes true, or start a new run with another "
+        f"--run_dir"
+    )
+    code, message = refused(workshop, copied, capsys, "--resume", copied, "--optimizer.learning_rate", 0.05)
+    assert (code, "optimizer.learning_rate was 0.01 and is 0.05, the learning rate was 1.00e-03" in message) == (
+        1,
+        True,
+    )
+    code, message = refused(workshop, copied, capsys, "--resume", "auto", "--training.dtype", "bfloat16")
+    assert (code, message.startswith("error: training.dtype was auto and is bfloat16: ")) == (1, True)
+    assert everything(copied) == before
+
+
+def test_a_finished_run_goes_on_when_asked_and_keeps_its_history(workshop, copied, capsys, read_run):
+    """By the command that it prints itself, which names nothing but the run."""
+    before = everything(copied)
+    assert cli.run("train", ["--resume", str(copied)]) == 0
+    assert everything(copied) == before
+    said = capsys.readouterr().err
+    start = f"{copied} is finished (step 20 of 20). To go on: python -m jllama train "
+    assert said.startswith(start)
+    advice = shlex.split(said.removeprefix(start))
+    assert advice == ["--resume", str(copied), "--training.steps", "40", "--resume_with_changes", "true"]
+    advice[3] = "21"
+    assert cli.run("train", [*advice, "--training.sample_tokens", "0", "--training.keep_last", "1"]) == 0
+    noted = capsys.readouterr().err.splitlines()
+    assert noted[:3] == [
+        "training.keep_last was 2 and is 1",
+        "training.sample_tokens was 16 and is 0",
+        "training.steps was 20 and is 21",
+    ]
+    assert noted[3].startswith("the learning rate was 1.00e-03 at step 20 and is ")
+    assert read_run.steps(copied)[-1] == 21
+    assert yaml.safe_load((copied / "config.yaml").read_text())["training"]["steps"] == 21
+    history = read_run.lines(copied, "config.history.jsonl")
+    assert [(line["until_step"], line["config"]["training"]["steps"]) for line in history] == [(20, 20)]
+    assert history[0]["config"] == yaml.safe_load(before[copied / "config.yaml"])
+    assert "resume_with_changes: false" in (copied / "config.yaml").read_text()  # asked once, not for good
+
+
+def test_a_run_in_use_is_refused_with_who_has_it(workshop, copied, capsys, monkeypatch):
+    (copied / "in_use").write_text("process 1 on a machine that has died since\n")  # holds nobody back
+    with locked(copied):
+        before = everything(copied)
+        code, message = refused(workshop, copied, capsys, "--resume", "auto")
+        assert code == 1
+        assert re.fullmatch(
+            rf"error: {copied} is in use by process {os.getpid()} on \S+ since [\d-]+ [\d:]+: wait for it, "
+            rf"or choose another --run_dir",
+            message,
+        )
+        assert everything(copied) == before
+    assert not (copied / "in_use").exists()
+    monkeypatch.setattr(run_folder, "fcntl", None)  # Windows
+    with locked(copied):
+        code, message = refused(workshop, copied, capsys, "--resume", "auto")
+        assert (code, f"in use by process {os.getpid()}" in message, "delete" in message) == (1, True, True)
+    assert not (copied / "in_use").exists()
+
+
+def test_a_run_stopped_before_its_first_checkpoint_starts_again(workshop, small_run, tmp_path, capsys, read_run):
+    """By the same command; what it had logged is done again."""
+    run = tmp_path / "run"
+    (run / "checkpoints" / "5.orbax-checkpoint-tmp" / "params").mkdir(parents=True)
+    for name in ("config.yaml", "metrics.jsonl"):
+        shutil.copy(small_run.folder / name, run / name)
+    assert cli.run("train", options(workshop, run, "--training.steps", 1, "--training.sample_tokens", 0)) == 0
+    assert read_run.steps(run) == [1]
+    assert [line["step"] for line in read_run.lines(run) if "loss" in line] == [1]
+    assert not (run / "config.history.jsonl").exists()  # nothing came of it
+
+
+def test_what_was_due_when_a_run_was_stopped_is_done_when_it_goes_on(workshop, copied, capsys, read_run):
+    """Pitfall 43: an evaluation that a stop skipped. The run's last one is taken away."""
+    lines = read_run.lines(copied)
+    kept = [line for line in lines if not (line["step"] == STEPS and "loss" not in line)]
+    assert len(kept) == len(lines) - 2  # the evaluation and the end
+    (copied / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    assert cli.run("train", ["--resume", str(copied), "--training.sample_tokens", "0"]) == 0
+    assert [line for line in read_run.lines(copied) if "loss" not in line] == [
+        line for line in lines if "loss" not in line
+    ]
 
 
 def test_what_may_fail_and_what_may_not(workshop, tmp_path, capsys, monkeypatch, read_run):
@@ -272,11 +382,9 @@ def test_what_may_fail_and_what_may_not(workshop, tmp_path, capsys, monkeypatch,
     assert read_run.steps(run) == [2, 4]  # step 2 was saved although its evaluation crashed
 
 
-def test_a_finished_run_resumed_says_the_same_again(small_run, workshop, copied, read_run):
-    done = workshop.finish(workshop.train(copied, "--resume", "auto"))
-    assert done.code == 0, done.err
-    assert read_run.losses(copied) == read_run.losses(small_run.folder)
-    ends = [[line for line in read_run.lines(run) if "final" in line] for run in (copied, small_run.folder)]
-    assert ends[0] == ends[1]
-    assert len(ends[0]) == 1
-    assert yaml.safe_load((copied / "config.yaml").read_text())["resume"] == "auto"
+def test_a_finished_run_resumed_says_the_same_again(workshop, copied, read_run):
+    """Nothing is computed again, and nothing written."""
+    before = everything(copied)
+    final = train(parse(TrainConfig, options(workshop, copied, "--resume", "auto"), "train.py"))
+    assert dataclasses.asdict(final) == read_run.lines(copied)[-1]["final"]
+    assert everything(copied) == before
