@@ -1,42 +1,73 @@
 """jllama: the Llama family in JAX and Flax.
 
-``load`` reads a model from files of any format and ``save`` writes one; ``LlamaConfig`` describes a model, ``Llama``
-is its Flax module; ``generate`` and ``stream`` let it write, and ``train`` trains one. The pure functions are in
-``jllama.functional``.
+Load a model, let it write, talk with it::
+
+    model = jllama.load("runs/quickstart")  # or a Hugging Face, Meta, GGUF or llama2.c checkpoint
+    print(jllama.generate(model, "Once upon", max_new_tokens=50, temperature=0.8)[0].text)
+    for piece in jllama.stream(model, "Once upon", max_new_tokens=50):
+        print(piece, end="", flush=True)
+    print(jllama.chat(model, [{"role": "user", "content": "Hello!"}]).text)
+    logits = model([[1, 15, 8]])  # [batch, seq, vocab]
+
+``help(jllama.generate)`` explains the settings. ``Conversation`` keeps what was said, ``warm_up`` compiles ahead.
+``save``, ``convert`` and ``load_tokenizer`` work on files; ``LlamaConfig`` describes a model, ``Llama`` is its Flax
+module, ``train`` trains one. The pure functions are in ``jllama.functional``, the same in NumPy in ``jllama.oracle``.
+What goes wrong is a ``JllamaError``, a wrong argument its ``UsageError``.
 """
 
+import difflib
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_HOMES = {
-    "KVCache": "jllama.model",
-    "Llama": "jllama.model",
-    "LlamaConfig": "jllama.config",
-    "Model": "jllama.checkpoints.formats",
-    "PRESETS": "jllama.presets",
-    "PrefixCache": "jllama.generation.engine",
-    "Prompt": "jllama.generation.text",
-    "RopeScaling": "jllama.config",
-    "SamplingConfig": "jllama.generation.settings",
-    "TrainConfig": "jllama.training.config",
-    "convert": "jllama.checkpoints.formats",
-    "generate": "jllama.generation.text",
-    "initial_params": "jllama.model",
-    "load": "jllama.checkpoints.formats",
-    "load_tokenizer": "jllama.checkpoints.formats",
-    "merge": "jllama.model",
-    "preset": "jllama.presets",
-    "save": "jllama.checkpoints.formats",
-    "stream": "jllama.generation.text",
-    "train": "jllama.training.loop",
-    "unstack_layers": "jllama.model",
+# isort: off
+if TYPE_CHECKING:  # for editors and type checkers; at run time a name is imported when it is first used
+    from jllama import functional as functional, oracle as oracle
+    from jllama.checkpoints.formats import Model as Model, convert as convert, load as load
+    from jllama.checkpoints.formats import load_tokenizer as load_tokenizer, save as save
+    from jllama.config import LlamaConfig as LlamaConfig, RopeScaling as RopeScaling
+    from jllama.errors import JllamaError as JllamaError, UsageError as UsageError
+    from jllama.generation.chat import Conversation as Conversation, chat as chat
+    from jllama.generation.config import SamplingConfig as SamplingConfig
+    from jllama.generation.engine import PrefixCache as PrefixCache
+    from jllama.generation.text import Completion as Completion, Prompt as Prompt, generate as generate
+    from jllama.generation.text import stream as stream, warm_up as warm_up
+    from jllama.model import KVCache as KVCache, Llama as Llama, initial_params as initial_params
+    from jllama.model import merge as merge, unstack_layers as unstack_layers
+    from jllama.presets import PRESETS as PRESETS, preset as preset
+    from jllama.training.config import TrainConfig as TrainConfig
+    from jllama.training.loop import train as train
+# isort: on
+
+__version__ = "0.1.0"
+
+_NAMES = {
+    "jllama": "functional oracle",
+    "jllama.checkpoints.formats": "Model convert load load_tokenizer save",
+    "jllama.config": "LlamaConfig RopeScaling",
+    "jllama.errors": "JllamaError UsageError",
+    "jllama.generation.chat": "Conversation chat",
+    "jllama.generation.config": "SamplingConfig",
+    "jllama.generation.engine": "PrefixCache",
+    "jllama.generation.text": "Completion Prompt generate stream warm_up",
+    "jllama.model": "KVCache Llama initial_params merge unstack_layers",
+    "jllama.presets": "PRESETS preset",
+    "jllama.training.config": "TrainConfig",
+    "jllama.training.loop": "train",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __dir__() -> list[str]:
+    return sorted([*_HOMES, "__version__", "__doc__"])
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: ``import jllama.functional`` needs nothing but jax."""
     if name not in _HOMES:
-        raise AttributeError(f"module 'jllama' has no attribute {name!r}")
+        near = difflib.get_close_matches(name, _HOMES, 1)
+        raise AttributeError(f"module 'jllama' has no attribute {name!r}{f'; did you mean {near[0]}?' if near else ''}")
+    if _HOMES[name] == "jllama":
+        return importlib.import_module(f"jllama.{name}")
     return getattr(importlib.import_module(_HOMES[name]), name)

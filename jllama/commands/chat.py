@@ -1,50 +1,44 @@
-"""``python -m jllama chat``."""
+"""``jllama chat``."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import json
-import signal
+import re
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from jllama.checkpoints.formats import load
+from rich.console import Console
+
 from jllama.commands.cli import parse
+from jllama.commands.terminal import WordWrap, line_editing, lines, say, stoppable
 from jllama.errors import JllamaError, UsageError
-from jllama.files import cache_folder, write_text_whole
-from jllama.generation.chat import Conversation, chat_ids, chat_template
-from jllama.generation.engine import PrefixCache
-from jllama.generation.settings import SamplingConfig
+from jllama.files import read_json_object, write_text_whole
+from jllama.generation.config import SamplingConfig
 
-COMMANDS = {
-    "/reset": "forget what was said, but not the system prompt",
-    "/system TEXT": "set the system prompt; without TEXT, remove it",
-    "/save FILE": 'write the conversation as one line of JSON, {"messages": [...]}',
-    "/help": "show this",
-    "/quit": "end; so do Ctrl-D, and Ctrl-C where no answer is being made",
-}
-HISTORY_LINES = 1000
+if TYPE_CHECKING:
+    from jllama.generation.chat import Conversation
+
+_SAMPLING = [field.name for field in dataclasses.fields(SamplingConfig)]
+_SETTINGS = ["max_new_tokens", *_SAMPLING]
 
 
-@dataclasses.dataclass(frozen=True)
-class ChatOptions:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatOptions(SamplingConfig):
     """Talk with a model in the terminal; where the input is no terminal, each of its lines is answered.
 
     Args:
         checkpoint: the folder of a run, or a model in any format: a Hugging Face or Meta folder, a GGUF or llama2.c
             file, a Hugging Face hub id.
         system: the system prompt; empty leaves it to the template.
+        load: a conversation to go on with, as /save writes it.
         template: llama2, llama3, chatml or a file with a Jinja chat template; empty takes the checkpoint's own.
         max_new_tokens: the most tokens of an answer; 0 sets no limit but the model's context.
-        temperature: divides the logits; 0 always takes the likeliest token, 1 draws from the model as it is.
-        top_k: draw among the k likeliest tokens only; 0 is all of them.
-        top_p: draw among the likeliest tokens that together reach this probability; 1 is all of them.
-        min_p: leave out tokens less likely than this share of the likeliest one's probability; 0 leaves out none.
-        repetition_penalty: divides the logits of tokens seen before; 1 changes nothing.
         seed: of the first answer, the next has one more: the same conversation goes the same way again.
         quantize: hold the weights as int8, a quarter of float32's memory; the answers change a little.
         step: which checkpoint of a run; 0 takes the one with the lowest validation loss.
@@ -54,13 +48,11 @@ class ChatOptions:
 
     checkpoint: str
     system: str = ""
+    load: str = ""
     template: str = ""
-    max_new_tokens: int = 0
+    max_new_tokens: int = 1024
     temperature: float = 0.7
-    top_k: int = 0
     top_p: float = 0.95
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
     seed: int = 0
     quantize: Literal["int8"] | None = None
     step: int = 0
@@ -68,82 +60,144 @@ class ChatOptions:
     rope_factor: float | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.max_new_tokens < 0:
             raise UsageError(f"max_new_tokens is {self.max_new_tokens}; it must not be negative")
         if self.step < 0:
             raise UsageError(f"step is {self.step}; it must be a saved step, or 0 for the best")
 
 
+@dataclasses.dataclass
+class _Session:
+    argv: list[str]
+    options: ChatOptions
+    conversation: Conversation
+    at_terminal: bool
+    answers: int = 0
+
+
 def main(argv: Sequence[str], prog: str) -> int:
     """Load a model and talk until the input ends. In a terminal a mistake is said and the conversation goes on."""
-    options = parse(ChatOptions, argv, prog, positional=("checkpoint",))
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-    sampling = SamplingConfig(**{name: getattr(options, name) for name in names})
-    model = load(options.checkpoint, options.dtype, rope_factor=options.rope_factor, step=options.step or None)
-    model = model.for_decoding(options.quantize)
-    conversation = Conversation(model, chat_template(model, options.template or None))
-    _set_system(conversation, options.system)
-    chat_ids(model, [*conversation.messages, {"role": "user", "content": "Hello"}], conversation.template)  # may fail
-    at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    _say(options.checkpoint if model.step is None else f"{options.checkpoint}, step {model.step}")
+    options = _parse(argv, prog)
+    at_terminal = all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
     if at_terminal:
-        _say("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends")
+        say(f"loading {options.checkpoint} ...")
+    session = _Session(list(argv), options, _conversation(options), at_terminal)
+    if at_terminal:
+        say("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends\n")
     mistakes = 0
-    with _line_editing() if at_terminal else contextlib.nullcontext():
-        for line in _lines(at_terminal):
+    with line_editing() if at_terminal else contextlib.nullcontext():
+        for line in lines(at_terminal):
+            if line.rstrip() == "/quit":
+                break
+            before = session.conversation.messages
             try:
-                if line.rstrip() == "/quit":
-                    break
                 if line.startswith("/"):
-                    _obey(conversation, line)
+                    _obey(session, line)
                 else:
-                    _answer(conversation, line, sampling, options.max_new_tokens or None)
-                    sampling = dataclasses.replace(sampling, seed=(sampling.seed + 1) % 2**32)
+                    _answer(session, line)
             except JllamaError as error:
-                _say(f"error: {error}")
+                session.conversation.messages = before
+                say(f"error: {error}", "red")
                 mistakes += 1
+            if at_terminal:
+                print()
     return 1 if mistakes and not at_terminal else 0
 
 
-def _answer(conversation: Conversation, text: str, sampling: SamplingConfig, max_new_tokens: int | None) -> None:
-    pieces = conversation.answer(text, sampling, max_new_tokens)
-    note = "stopped"
-    with _ctrl_c() as pressed, contextlib.closing(pieces):
+def _parse(argv: Sequence[str], prog: str) -> ChatOptions:
+    return parse(ChatOptions, argv, prog, positional=("checkpoint",))
+
+
+def _conversation(options: ChatOptions) -> Conversation:
+    """With the model loaded, which is said."""
+    from jllama.checkpoints.formats import load
+    from jllama.generation.chat import TEMPLATES, Conversation, chat_ids, chat_template
+
+    model = load(options.checkpoint, options.dtype, rope_factor=options.rope_factor, step=options.step or None)
+    model = model.for_decoding(options.quantize)
+    conversation = Conversation(model, chat_template(model, options.template or None))
+    if options.load:
+        conversation.messages = _read(options.load)
+    if options.system:
+        _set_system(conversation, options.system)
+    chat_ids(model, [*conversation.messages, {"role": "user", "content": "Hello"}], conversation.template)  # may fail
+    say(options.checkpoint if model.step is None else f"{options.checkpoint}, step {model.step}")
+    if not options.template and not model.chat_template:
+        name = next(name for name, template in TEMPLATES.items() if template == conversation.template)
+        missing = f"{options.checkpoint} has no chat template: it may not have been trained to chat"
+        say(f"{missing}. Using {name}; sample lets it continue a text.")
+    return conversation
+
+
+def _answer(session: _Session, text: str) -> None:
+    conversation, options = session.conversation, session.options
+    settings = {name: getattr(options, name) for name in _SAMPLING}
+    settings["seed"] = (options.seed + session.answers) % 2**32
+    pieces = conversation.answer(text, SamplingConfig(**settings), options.max_new_tokens or None)
+    wrap = WordWrap(Console().width).push if session.at_terminal else lambda text, last=False: text
+    status = Console(stderr=True).status("answering ..." if conversation.prefix.ids else "compiling ...")
+    note, first_s, context = "(stopped)", 0.0, f"{conversation.model.config.max_seq_len:,} tokens"
+    with stoppable() as pressed, contextlib.closing(pieces):
         try:
-            while not pressed.is_set():
-                sys.stdout.write(next(pieces))
+            with status if session.at_terminal else contextlib.nullcontext():
+                piece = next(pieces)
+            first_s = time.perf_counter()
+            while True:
+                sys.stdout.write(wrap(piece))
                 sys.stdout.flush()
+                if pressed.is_set():
+                    break
+                piece = next(pieces)
         except StopIteration as end:
             cut = {
-                "length": f"cut off after {max_new_tokens} tokens",
-                "context": f"cut off: the model's context of {conversation.model.config.max_seq_len} tokens is full, "
-                f"begin a new conversation with /reset",
+                "length": f"(cut off after {options.max_new_tokens:,} tokens; /set max_new_tokens changes it)",
+                "context": f"(cut off: the model's context of {context} is full, begin a new conversation with /reset)",
             }
             note = cut.get(end.value.finish_reason, "")
+            if session.at_terminal:
+                speed = end.value.new_tokens / (time.perf_counter() - first_s)
+                note += f"\n[{end.value.prompt_tokens + end.value.new_tokens:,} of {context}, {speed:,.0f} tokens/s]"
         except KeyboardInterrupt:  # the second Ctrl-C: what was being computed is lost
-            conversation.prefix = PrefixCache()
-    print(flush=True)
+            conversation.prefix.ids = []
+        except JllamaError as error:
+            raise JllamaError(f"{error} (/reset begins a new conversation, /undo takes back a turn)") from error
+    print(wrap("", last=True), flush=True)
+    session.answers += 1
     if note:
-        _say(f"({note})")
+        say(note.strip())
 
 
-def _obey(conversation: Conversation, line: str) -> None:
+def _obey(session: _Session, line: str) -> None:
     name, _, rest = line.partition(" ")
-    rest = rest.strip()
-    if name == "/reset":
-        conversation.messages = [message for message in conversation.messages if message["role"] == "system"]
-        _say("(a new conversation)")
-    elif name == "/system":
-        _set_system(conversation, rest)
-        _say("(the system prompt is set)" if rest else "(there is no system prompt)")
-    elif name == "/save":
-        _save(conversation, rest)
-        _say(f"(saved {rest})")
-    elif name == "/help":
-        _say("\n".join(f"{command:14} {purpose}" for command, purpose in COMMANDS.items()))
-        _say("A line that ends in \\ goes on in the next; one that begins with a space is never a command.")
-    else:
-        raise UsageError(f"there is no command {name}: /help lists them; put a space in front to say it to the model")
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        unknown = f"there is no command {name}{f' (did you mean {near[0]}?)' if near else ''}"
+        raise UsageError(f"{unknown}: /help lists them; put a space in front to say it to the model")
+    COMMANDS[name](session, rest.strip())
+
+
+def _retry(session: _Session, _: str) -> None:
+    """Answer the last question again, with the next seed."""
+    _answer(session, session.conversation.undo())
+
+
+def _undo(session: _Session, _: str) -> None:
+    """Take back the last question and its answer."""
+    say(f"(taken back: {' '.join(session.conversation.undo().split())[:60]})")
+
+
+def _reset(session: _Session, _: str) -> None:
+    """Forget what was said, but not the system prompt."""
+    conversation = session.conversation
+    conversation.messages = [message for message in conversation.messages if message["role"] == "system"]
+    say("(a new conversation)")
+
+
+def _system(session: _Session, text: str) -> None:
+    """Set the system prompt: /system Be brief. Without a text, remove it."""
+    _set_system(session.conversation, text)
+    say("(the system prompt is set)" if text else "(there is no system prompt)")
 
 
 def _set_system(conversation: Conversation, text: str) -> None:
@@ -151,81 +205,54 @@ def _set_system(conversation: Conversation, text: str) -> None:
     conversation.messages = [{"role": "system", "content": text}, *others] if text else others
 
 
-def _save(conversation: Conversation, name: str) -> None:
+def _set(session: _Session, rest: str) -> None:
+    """Change a setting: /set temperature 0.2. Without a name, show them all."""
+    name, *value = re.split(r"[\s=]+", rest.removeprefix("--"), maxsplit=1)
+    if name not in ["", *_SETTINGS]:
+        near = difflib.get_close_matches(name, _SETTINGS, 1)
+        raise UsageError(f"there is no setting {name}{f'; did you mean {near[0]}?' if near else ''}")
+    if value:
+        argv = [*session.argv, f"--{name}={value[0]}"]
+        session.options, session.argv = _parse(argv, "/set"), argv
+        session.answers = 0 if name == "seed" else session.answers
+    say("\n".join(f"{each} {getattr(session.options, each)}" for each in ([name] if name else _SETTINGS)))
+
+
+def _save(session: _Session, name: str) -> None:
+    """Write the conversation to a file: one line of JSON, {"messages": [...]}."""
     path = Path(name).expanduser()
     if not name or path.exists():
         raise UsageError(f"{name} exists: choose another name" if name else "/save needs the name of a file")
     try:
-        write_text_whole(path, json.dumps({"messages": conversation.messages}, ensure_ascii=False) + "\n")
+        write_text_whole(path, json.dumps({"messages": session.conversation.messages}, ensure_ascii=False) + "\n")
     except OSError as error:
         raise JllamaError(f"cannot write {name}: {error.strerror}; choose another place") from error
+    say(f"(saved {name})")
 
 
-def _lines(at_terminal: bool) -> Iterator[str]:
-    """The lines of the input that are not blank, until it ends; those that end in a backslash with what follows."""
-    number = 0
-    while True:
-        line, more = "", True
-        try:
-            while more:
-                number += 1
-                line += input(("... " if line else "> ") if at_terminal else "")
-                more = line.endswith("\\")
-                line = line[:-1] + "\n" if more else line
-            line.encode()  # an input that is not UTF-8 may come as lone surrogates
-        except UnicodeError as error:
-            raise JllamaError(f"line {number} of the input is not UTF-8 text: {error}") from error
-        except EOFError:
-            if line.strip():
-                yield line
-            break
-        except KeyboardInterrupt:
-            if not at_terminal:
-                raise
-            break
-        if line.strip():
-            yield line
-    if at_terminal:
-        print()
+def _load(session: _Session, name: str) -> None:
+    """Go on with a conversation that /save wrote to a file."""
+    session.conversation.messages = _read(name)
+    say(f"(loaded {len(session.conversation.messages)} messages)")
 
 
-@contextlib.contextmanager
-def _ctrl_c() -> Iterator[threading.Event]:
-    """Within, the first Ctrl-C only sets the event, so that nothing is broken off halfway; a second one interrupts."""
-    pressed = threading.Event()
+def _read(name: str) -> list[Any]:
+    from jllama.generation.chat import check_messages
 
-    def press(*_: object) -> None:
-        if pressed.is_set():
-            raise KeyboardInterrupt
-        pressed.set()
-
-    before = signal.signal(signal.SIGINT, press)
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
+    if not name:
+        raise UsageError("/load needs the name of a file")
+    messages = read_json_object(Path(name).expanduser()).get("messages")
+    if not isinstance(messages, list):
+        raise JllamaError(f'{name} has no list of "messages": give a file that /save wrote')
+    check_messages(messages)
+    return messages
 
 
-@contextlib.contextmanager
-def _line_editing() -> Iterator[None]:
-    """Editing keys and earlier lines at the prompt, on systems that have readline; what cannot be kept is not."""
-    try:
-        import readline
-    except ImportError:
-        yield
-        return
-    folder = cache_folder()
-    readline.set_history_length(HISTORY_LINES)
-    with contextlib.suppress(OSError):
-        readline.read_history_file(folder / "chat_history")
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            readline.write_history_file(folder / "chat_history")
+def _help(*_: object) -> None:
+    """Show this."""
+    say("\n".join(f"{name:8} {obey.__doc__}" for name, obey in COMMANDS.items()))
+    say("/quit    End; so do Ctrl-D, and Ctrl-C where no answer is being made.")
+    say("A line that ends in \\ goes on in the next; one that begins with a space is never a command.")
 
 
-def _say(text: str) -> None:
-    """What is not the model's: to stderr, so that stdout holds the answers alone."""
-    print(text, file=sys.stderr, flush=True)
+COMMANDS = {f"/{f.__name__[1:]}": f for f in (_retry, _undo, _reset, _system, _set, _save, _load, _help)}

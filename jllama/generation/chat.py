@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from jllama.checkpoints.formats import Model
 from jllama.errors import JllamaError, UsageError
+from jllama.generation.config import SamplingConfig
 from jllama.generation.engine import PrefixCache
-from jllama.generation.settings import SamplingConfig
 from jllama.generation.template import render
-from jllama.generation.text import Completion, stream
+from jllama.generation.text import Completion, SamplingFields, generate, stream
 from jllama.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
 
 Message = Mapping[str, Any]
@@ -103,7 +103,7 @@ def chat_template(model: Model, choice: str | None = None) -> str:
         return _LLAMA_2
     raise JllamaError(
         f"the checkpoint has no chat template and its tokenizer no special tokens of a known one: "
-        f"choose with --template {', '.join(TEMPLATES)} or a file, if the model was trained to converse at all"
+        f"give a template, one of {', '.join(TEMPLATES)} or a file, if the model was trained to converse at all"
     )
 
 
@@ -124,7 +124,7 @@ def chat_ids(
     Raises:
         JllamaError: a message is not as ``Message`` says, the model has no tokenizer, or the template fails.
     """
-    _check_messages(messages)
+    check_messages(messages)
     tokenizer = model.text_tokenizer
     texts = {id: text for text, id in tokenizer.special_tokens.items()}
     text = render(
@@ -146,62 +146,129 @@ def chat_stop_ids(model: Model) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*model.stop_ids, *(special[text] for text in END_OF_TURN if text in special)]))
 
 
+def chat(
+    model: Model,
+    messages: Sequence[Message],
+    sampling: SamplingConfig | None = None,
+    *,
+    max_new_tokens: int | None = None,
+    stop: str | Sequence[str] = (),
+    template: str | None = None,
+    **fields: Unpack[SamplingFields],
+) -> Completion:
+    """The model's answer to a conversation; ``Conversation`` keeps one, and what was computed for it.
+
+    Example::
+
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a llama?"}]
+        print(jllama.chat(model, messages, max_new_tokens=200, temperature=0.7).text)
+
+    Args:
+        model: what ``jllama.load`` gives.
+        messages: what was said; each has a ``role`` (``system``, ``user``, ``assistant``) and a ``content``, its text.
+        sampling: as ``max_new_tokens``, ``stop`` and ``fields`` those of ``generate``.
+        max_new_tokens: the most tokens of the answer.
+        stop: a string that ends the answer, or several.
+        template: Jinja; None is ``chat_template(model)``, the model's own where it has one.
+        **fields: ``temperature``, ``seed`` and the like.
+
+    Raises:
+        JllamaError: a message is not as it should be, the conversation does not fit the context, the model has no
+            tokenizer, or the template fails.
+    """
+    ids, most = _answerable(model, messages, template, max_new_tokens)
+    stop_ids = chat_stop_ids(model)
+    return generate(model, ids, sampling, max_new_tokens=most, stop=stop, stop_ids=stop_ids, **fields)[0]
+
+
 @dataclasses.dataclass
 class Conversation:
     """A conversation with a model. Its keys and values are kept, so an answer computes only what is new.
 
+    Example::
+
+        conversation = jllama.Conversation(model)
+        for piece in conversation.answer("What is a llama?", max_new_tokens=200, temperature=0.7):
+            print(piece, end="", flush=True)
+
     Args:
         model: with a tokenizer.
-        template: Jinja, such as ``chat_template`` gives.
-        messages: what has been said.
+        template: Jinja; None is ``chat_template(model)``, the model's own where it has one.
+        messages: what has been said, as in ``chat``.
         prefix: what has been computed.
     """
 
     model: Model
-    template: str
+    template: str | None = None
     messages: list[Message] = dataclasses.field(default_factory=list)
     prefix: PrefixCache = dataclasses.field(default_factory=PrefixCache)
 
     def answer(
-        self, text: str, sampling: SamplingConfig, max_new_tokens: int | None = None
+        self,
+        text: str,
+        sampling: SamplingConfig | None = None,
+        max_new_tokens: int | None = None,
+        **fields: Unpack[SamplingFields],
     ) -> Generator[str, None, Completion]:
         """Say ``text`` to the model and hear its answer, in pieces as they are made; both become messages.
 
         Where the generator is closed before its end, what was heard until then is the answer. It returns the
-        ``Completion``, whose reason is ``context`` if the answer filled the model's context. ``max_new_tokens`` None
-        sets no other end.
+        ``Completion``, whose reason is ``context`` if the answer filled the model's context. The other arguments are
+        those of ``chat``.
 
         Raises:
             JllamaError: the conversation does not fit the context, or the template fails; ``text`` is not said then.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        ids = chat_ids(self.model, messages, self.template)
-        context = self.model.config.max_seq_len
-        if len(ids) >= context:
-            raise JllamaError(
-                f"the conversation now has {len(ids)} tokens and the model's context is {context}: "
-                f"begin a new one with /reset, or say less"
-            )
-        if max_new_tokens is not None and len(ids) + max_new_tokens > context:
-            max_new_tokens = None
+        ids, most = _answerable(self.model, messages, self.template, max_new_tokens)
         stop_ids = chat_stop_ids(self.model)
-        pieces = stream(self.model, ids, sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids, prefix=self.prefix)
-        heard = ""
-        try:
-            while True:
+        pieces = stream(self.model, ids, sampling, max_new_tokens=most, stop_ids=stop_ids, prefix=self.prefix, **fields)
+        heard, completion = "", None
+        while completion is None:
+            try:
                 piece = next(pieces)
-                heard += piece
-                yield piece
-        except StopIteration as end:
-            return end.value
-        finally:
+            except StopIteration as end:
+                piece, completion = "", end.value
+            heard += piece
             self.messages = [*messages, {"role": "assistant", "content": heard}]
+            if completion is None:
+                yield piece
+        return completion
+
+    def undo(self) -> str:
+        """Take back the last question and its answer; returns the question.
+
+        Raises:
+            UsageError: nothing was said.
+        """
+        questions = [place for place, message in enumerate(self.messages) if message["role"] == "user"]
+        if not questions:
+            raise UsageError("nothing was said that could be taken back")
+        question = self.messages[questions[-1]]["content"]
+        self.messages = self.messages[: questions[-1]]
+        return question
 
 
-def _check_messages(messages: Sequence[Message]) -> None:
+def _answerable(
+    model: Model, messages: Sequence[Message], template: str | None, max_new_tokens: int | None
+) -> tuple[list[int], int | None]:
+    """The conversation's ids, and the limit of its answer; None where the context ends sooner."""
+    ids, context = chat_ids(model, messages, template), model.config.max_seq_len
+    if len(ids) >= context:
+        raise JllamaError(
+            f"the conversation now has {len(ids)} tokens and the model's context is {context}: "
+            f"begin a new one, or say less"
+        )
+    return ids, None if max_new_tokens is not None and len(ids) + max_new_tokens > context else max_new_tokens
+
+
+def check_messages(messages: Sequence[Any]) -> None:
+    """Raise ``UsageError`` unless there are messages and each is as ``Message`` says."""
     if not messages:
         raise UsageError("there are no messages: a conversation needs at least one")
     for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise UsageError(f"message {number} is of type {type(message).__name__}; it must have a role and a content")
         if set(message) != {"role", "content"}:
             found = ", ".join(map(repr, message)) or "nothing"
             raise UsageError(f"message {number} has {found}; it must have just 'role' and 'content'")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import itertools
 import numbers
-from collections.abc import Generator, Iterator, Sequence
-from typing import NamedTuple
+import operator
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 
@@ -52,6 +55,7 @@ class Completion(NamedTuple):
         finish_reason: ``stop_id``, ``stop_string``, ``length`` (``max_new_tokens``) or ``context`` (the end of it).
         log_probs: of each of ``ids``, by the model's raw logits, in nats.
         drafted, accepted: with ``speculate``: how many tokens were guessed, and how many of them were right.
+        prompt_tokens: how many the prompt had; ``new_tokens`` is how many ``ids`` has.
     """
 
     text: str
@@ -60,6 +64,27 @@ class Completion(NamedTuple):
     log_probs: list[float]
     drafted: int = 0
     accepted: int = 0
+    prompt_tokens: int = 0
+
+    @property
+    def new_tokens(self) -> int:
+        """How many tokens were made."""
+        return len(self.ids)
+
+
+class SamplingFields(TypedDict, total=False):
+    """The fields of ``SamplingConfig`` as arguments of their own."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    banned_ids: tuple[int, ...]
+    seed: int
 
 
 def generate(
@@ -72,27 +97,40 @@ def generate(
     stop_ids: Sequence[int] | None = None,
     speculate: int = 0,
     batch_size: int = 0,
+    **fields: Unpack[SamplingFields],
 ) -> list[Completion]:
-    """Continue each prompt; each as it would be alone.
+    """Continue one prompt or several; each as it would be alone.
+
+    Example::
+
+        model = jllama.load("runs/quickstart")
+        (completion,) = jllama.generate(model, "Once upon", max_new_tokens=50, temperature=0.8, top_p=0.95, seed=1)
+        print(completion.text, completion.finish_reason, completion.new_tokens)
+        stories = jllama.generate(model, ["Once upon", "Long ago"], max_new_tokens=200, stop="The end")
 
     Args:
         model: what ``jllama.load`` gives.
-        prompts: text, token ids, or a ``Prompt``, which brings its own settings; or a list of those.
-        sampling: as ``max_new_tokens``, ``stop`` and ``stop_ids`` for the prompts that do not bring their own.
-        max_new_tokens: as in ``Prompt``.
-        stop: as in ``Prompt``.
-        stop_ids: as in ``Prompt``.
+        prompts: text, token ids, or a ``Prompt``, which brings all its settings; or a list of those.
+        sampling: how tokens are chosen; None draws from the model as it is (temperature 1, nothing cut off).
+        max_new_tokens: the most tokens to make of each prompt; None goes on to the end of the model's context.
+        stop: a string that ends a text, or several; they are not part of it.
+        stop_ids: tokens that end a text; None takes the model's own.
         speculate: how many tokens to guess at each step from the text so far. The result is the same; where the text
             repeats itself it comes faster.
         batch_size: how many to make at once, those of like length together; 0 makes all at once.
+        **fields: fields of ``SamplingConfig``, which change ``sampling``: ``temperature`` (0 takes the likeliest
+            token), ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``, ``presence_penalty``,
+            ``frequency_penalty``, ``logit_bias``, ``banned_ids``, ``seed`` (the same one gives the same text).
+
+    Returns:
+        A ``Completion`` of each prompt, in order; of a single prompt a list of one. It has the new ``text`` and its
+        ``ids``, ``finish_reason``, ``log_probs``, ``prompt_tokens`` and ``new_tokens``.
 
     Raises:
-        UsageError: a prompt or a setting does not fit the model.
+        UsageError: a prompt or a setting does not fit the model, or there is no such setting.
         JllamaError: the model has no tokenizer.
     """
-    if isinstance(prompts, str | Prompt) or (len(prompts) and isinstance(prompts[0], numbers.Integral)):
-        prompts = [prompts]  # pyright: ignore[reportAssignmentType] - text, a Prompt, or the ids of one
-    wanted = [_prompt(prompt, sampling, max_new_tokens, stop, stop_ids) for prompt in prompts]  # pyright: ignore
+    wanted = _prompts(prompts, sampling, fields, max_new_tokens=max_new_tokens, stop=stop, stop_ids=stop_ids)
     completions: dict[int, Completion] = {}
     for done in generate_batches(model, wanted, speculate=speculate, batch_size=batch_size):
         completions |= done
@@ -129,16 +167,66 @@ def stream(
     stop_ids: Sequence[int] | None = None,
     speculate: int = 0,
     prefix: PrefixCache | None = None,
+    **fields: Unpack[SamplingFields],
 ) -> Generator[str, None, Completion]:
     """The continuation of one prompt in pieces as they are made: together what ``generate`` gives.
 
     A piece is never half a character, and never the beginning of a stop string. The generator returns the whole
-    ``Completion``. Arguments and errors as those of ``generate``; ``prefix`` is kept up to date, so that the next call
-    computes only what is new in its prompt.
+    ``Completion``; its ``close()`` ends it early, and nothing more is computed. Each thread may have streams of its
+    own. Arguments and errors as those of ``generate``, these when the first piece is asked for; ``prefix`` is kept up
+    to date, so that the next call computes only what is new in its prompt.
+
+    Example::
+
+        for piece in jllama.stream(model, "Once upon", max_new_tokens=50, temperature=0.8):
+            print(piece, end="", flush=True)
     """
-    wanted = _prompt(prompt, sampling, max_new_tokens, stop, stop_ids)
+    (wanted,) = _prompts([prompt], sampling, fields, max_new_tokens=max_new_tokens, stop=stop, stop_ids=stop_ids)
     (completion,) = yield from _run(model, [request_of(model, wanted)], [wanted.stop], speculate, prefix, _STEPS_SHOWN)
     return completion
+
+
+def warm_up(
+    model: Model,
+    lengths: Sequence[int],
+    batches: Sequence[int] = (1,),
+    *,
+    max_new_tokens: int | None = None,
+    speculate: int = 0,
+) -> None:
+    """Compile ahead what ``generate`` and ``stream`` will need, so that nothing compiles while people wait.
+
+    Prompts are padded to powers of two (at least 16 tokens; beyond 512, in chunks of 512), so a length stands for those
+    that are padded alike. Settings are data: changing one compiles nothing.
+
+    Example::
+
+        jllama.warm_up(model, lengths=[16, 64, 512], batches=[1, 4], max_new_tokens=256)
+
+    Args:
+        model: the one that will be used.
+        lengths: of the prompts, in tokens.
+        batches: how many prompts at once.
+        max_new_tokens: the most that a call will ask for; None is up to the end of the context, and takes longest.
+        speculate: as in the calls to come.
+
+    Raises:
+        UsageError: a length does not fit the model's context.
+    """
+    params, config, vocab_size = model.decoding_params, model.config, model.text_tokenizer.vocab_size
+    requests = [Request([0] * length, max_new_tokens=max_new_tokens) for length in lengths]
+    check_requests(requests, config.max_seq_len, vocab_size)
+    longest = max(request.limit(config.max_seq_len) for request in requests)
+    ends = sorted({min(128 << doublings, longest) for doublings in range(longest.bit_length())})  # one for each cache
+    for batch, end, request in itertools.product(batches, ends, requests):
+        new = dataclasses.replace(request, max_new_tokens=max(end - len(request.ids), 0))
+        decoding = start(params, config, [new] * batch, vocab_size=vocab_size, drafts=speculate)
+        while not decoding.finished.all():
+            decoding, _ = advance(params, config, decoding, 1, np.zeros(batch, bool))
+            room = decoding.state.tokens.shape[1]
+            if room >= end:
+                break
+            decoding = dataclasses.replace(decoding, lengths=np.full(batch, room))  # as if so much had been written
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
@@ -275,19 +363,22 @@ def _completion(
     else:
         reason, kept = "context" if request.max_new_tokens is None else "length", len(made)
     ids, log_probs = [token for token, _ in made[:kept]], [log_prob for _, log_prob in made[:kept]]
-    return Completion(decoder.text, ids, reason, log_probs, drafted, accepted)
+    return Completion(decoder.text, ids, reason, log_probs, drafted, accepted, len(request.ids))
 
 
-def _prompt(
-    prompt: str | Sequence[int] | Prompt,
-    sampling: SamplingConfig | None,
-    max_new_tokens: int | None,
-    stop: str | Sequence[str],
-    stop_ids: Sequence[int] | None,
-) -> Prompt:
-    if isinstance(prompt, Prompt):
-        return prompt
-    return Prompt(prompt, sampling or SamplingConfig(), max_new_tokens, stop, stop_ids)
+def _prompts(prompts: Any, sampling: SamplingConfig | None, fields: SamplingFields, **ends: Any) -> list[Prompt]:
+    """One prompt or a list of them as a list, where those that bring no settings of their own have these."""
+    known = [*(field.name for field in dataclasses.fields(SamplingConfig)), *ends]
+    for name in set(fields).difference(known):
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"; did you mean {near[0]}?" if near else f": the settings are {', '.join(known)}"
+        raise UsageError(f"there is no setting {name!r}{hint}")
+    settings = Prompt("", dataclasses.replace(sampling or SamplingConfig(), **fields), **ends)
+    if isinstance(prompts, str | Prompt) or (len(prompts) and isinstance(prompts[0], numbers.Integral)):
+        prompts = [prompts]
+    if settings != Prompt("") and len(prompts) and all(isinstance(prompt, Prompt) for prompt in prompts):
+        raise UsageError("a Prompt brings its own settings, and others are given beside it: set them in the Prompt")
+    return [each if isinstance(each, Prompt) else dataclasses.replace(settings, content=each) for each in prompts]
 
 
 def request_of(model: Model, prompt: Prompt) -> Request:
@@ -295,7 +386,10 @@ def request_of(model: Model, prompt: Prompt) -> Request:
     content, tokenizer = prompt.content, model.text_tokenizer
     if "" in prompt.stop:
         raise UsageError("a stop string is empty: it would end every text at once")
-    ids = prompt_ids(tokenizer, content) if isinstance(content, str) else [int(token) for token in content]
+    try:
+        ids = prompt_ids(tokenizer, content) if isinstance(content, str) else [operator.index(each) for each in content]
+    except TypeError as error:
+        raise UsageError(f"a prompt is {str(content)[:50]!r}; it must be text, token ids or a Prompt") from error
     stop_ids = (model.stop_ids or (tokenizer.eos_id,)) if prompt.stop_ids is None else tuple(prompt.stop_ids)
     request = Request(ids, prompt.sampling, prompt.max_new_tokens, stop_ids)
     check_requests([request], model.config.max_seq_len, tokenizer.vocab_size)

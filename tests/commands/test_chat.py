@@ -5,6 +5,8 @@ import io
 import json
 import os
 import pty
+import random
+import re
 import signal
 import string
 import subprocess
@@ -15,16 +17,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
 
 import jllama
-from jllama.commands import cli
+from jllama.commands import cli, terminal
+from jllama.commands.terminal import WordWrap
 from jllama.config import LlamaConfig
 from jllama.generation.chat import chat_ids
 from jllama.generation.engine import PrefixCache
 from jllama.generation.settings import SamplingConfig
 from jllama.generation.text import stream
 from jllama.model import initial_params
-from jllama.tokenizers import BytesTokenizer
+from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 
 CONTEXT = 128
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
@@ -115,7 +121,7 @@ def test_every_line_is_answered_with_all_that_was_said(chat, babbler):
     questions = ["hello", " /usr is a folder", "é 🙂"]
     answers, _ = expected_answers(babbler, questions)
     assert len(set(answers)) == 3
-    notes = "(cut off after 6 tokens)\n" * 3
+    notes = "(cut off after 6 tokens; /set max_new_tokens changes it)\n" * 3
     assert chat(questions, *SHORT) == (0, "".join(f"{answer}\n" for answer in answers), notes)
     assert chat(["", questions[0], "   ", *questions[1:], "/quit", "not said"], *SHORT)[1] == chat(questions, *SHORT)[1]
 
@@ -175,11 +181,12 @@ def test_reset_keeps_the_system_prompt(chat, tmp_path):
 def test_help_and_commands_that_are_none(chat):
     code, out, err = chat(["/help", "/quit"])
     assert (code, out) == (0, "")
-    for word in ("/reset ", "/system TEXT ", "/save FILE ", "/quit "):
+    for word in ("/reset ", "/system ", "/save ", "/load ", "/set ", "/retry ", "/undo ", "/help ", "/quit "):
         assert f"\n{word}" in f"\n{err}"
     code, out, err = chat(["/rest now", "hi"], *SHORT)
     assert (code, out != "") == (1, True)
-    assert err.startswith("error: there is no command /rest: /help lists them")
+    assert err.startswith("error: there is no command /rest (did you mean /reset?): /help lists them")
+    assert "error: there is no command /x: /help lists them" in chat(["/x"])[2]
 
 
 def test_a_conversation_over_the_context(chat):
@@ -188,7 +195,8 @@ def test_a_conversation_over_the_context(chat):
     first, second = out[: len(out) // 2], out[len(out) // 2 :]
     assert (code, first) == (1, second)
     assert (
-        "error: the conversation now has 206 tokens and the model's context is 128: begin a new one with /rese" in err
+        "error: the conversation now has 206 tokens and the model's context is 128: begin a new one, or say less "
+        "(/reset begins a new conversation, /undo takes back a turn)\n" in err
     )
     code, out, err = chat(["hi", "ho", "/reset", "hi"], "--temperature", 0)
     assert code == 1
@@ -251,18 +259,119 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(chat, monkeypatch, tmp_path
     assert 1 <= len(answer["content"]) < 20
 
 
+def test_settings_and_turns_change_in_the_conversation(chat, tmp_path):
+    """What /set says is what the option would have said; /retry answers anew, /undo and /load change what was said."""
+    plain = chat(["one", "two"], *SHORT)[1].splitlines()
+    told = chat(["one", "two"], "--max_new_tokens", 3, "--temperature", 2, "--banned_ids", "[70, 71]")[1]
+    settings = ["/set max_new_tokens 3", "/set temperature=2", "/set --banned_ids [70, 71]"]
+    code, out, err = chat([*settings, "one", "two", "/set"], *SHORT)
+    assert (code, out) == (0, told)
+    assert err.startswith("max_new_tokens 3\ntemperature 2.0\nbanned_ids (70, 71)\n")
+    assert "\ntop_k 0\ntop_p 0.95\n" in err
+    mistakes = {
+        "/set temprature 1": "there is no setting temprature; did you mean temperature?",
+        "/set temperature hot": "temperature is 'hot'; it must be a finite number",
+        "/set temperature -1": "temperature is -1",
+        "/set quantize int8": "there is no setting quantize",
+        "/retry": "nothing was said that could be taken back",
+        "/load": "/load needs the name of a file",
+        f"/load {tmp_path}/none": f"{tmp_path}/none cannot be read: No such file",
+    }
+    code, out, err = chat([*mistakes, "one", "two"], *SHORT)
+    assert (code, out.splitlines()) == (1, plain)
+    for said in mistakes.values():
+        assert f"error: {said}" in err
+
+    (tmp_path / "bad.json").write_text('{"messages": ["hello"]}')
+    kept, other = tmp_path / "kept.json", tmp_path / "other.json"
+    lines = ["one", "two", f"/save {kept}", f"/load {tmp_path / 'bad.json'}", "/retry", "/undo", "/undo", "one"]
+    code, out, err = chat([*lines, f"/load {kept}", f"/save {other}"], *SHORT)
+    assert "error: message 0 is of type str" in err
+    assert (code, out.splitlines()[:2]) == (1, plain)
+    assert out.splitlines()[2] != plain[1]
+    assert out.splitlines()[2] == chat(["/set seed 2", "two"], *SHORT, "--load", kept_first(kept))[1].strip()
+    assert "(taken back: two)\n(taken back: one)\n" in err
+    assert "(loaded 4 messages)" in err
+    assert other.read_text() == kept.read_text()
+
+
+def kept_first(kept):
+    """The same conversation without its second question."""
+    first = kept.with_name("first.json")
+    first.write_text(json.dumps({"messages": json.loads(kept.read_text())["messages"][:2]}))
+    return first
+
+
+def test_a_model_without_a_template_is_said(tmp_path, capfd, monkeypatch):
+    tokenizer = train_sentencepiece(["the quick brown fox jumps over the lazy dog\n" * 9], 300)
+    config = LlamaConfig(vocab_size=300, num_layers=1, embed_dim=32, mlp_dim=32, num_heads=2, max_seq_len=CONTEXT)
+    jllama.save(jllama.Model(config, always_a(config), tokenizer), tmp_path / "base", "hf")
+    for options, said in ([], True), (["--template", "chatml"], False):
+        monkeypatch.setattr("sys.stdin", None)  # closed
+        assert cli.run("chat", [str(tmp_path / "base"), *options]) == 0
+        note = f"{tmp_path}/base has no chat template: it may not have been trained to chat. Using llama2; sample lets"
+        assert (note in capfd.readouterr().err) == said
+
+
+WORDS = st.text(st.sampled_from("abcdé-,.\u0301"), min_size=1, max_size=9) | st.sampled_from(
+    [" ", "  ", "\n", "\t", "\n\n"]
+)
+
+
+@given(st.lists(WORDS, max_size=30).map("".join), st.integers(1, 12), st.integers(0, 2**32))
+def test_words_wrap_whole(text, width, seed):
+    """However the text comes in pieces; a word is broken only if no line could hold it."""
+    whole = WordWrap(width).push(text, last=True)
+    wrap, left, shown, draws = WordWrap(width), text, "", random.Random(seed)
+    while left:
+        size = draws.randint(1, 5)
+        shown += wrap.push(left[:size])
+        left = left[size:]
+    assert shown + wrap.push("", last=True) == whole
+    if max(map(len, text.split()), default=0) <= width:
+        assert whole.split() == text.split()
+    assert re.sub(r"\s", "", whole) == re.sub(r"\s", "", text)
+    assert whole.count("\n") >= text.count("\n")
+    for line in whole.split("\n"):
+        assert "\t" in line or cell_len(line) <= width
+
+
+@given(st.text("世界🙂a ", max_size=40), st.integers(2, 12))
+def test_wide_characters_wrap_one_by_one_and_are_not_held_back(text, width):
+    wrap, shown = WordWrap(width), ""
+    for char in text:
+        shown += wrap.push(char)
+        assert char in "a " or shown.endswith(char)
+    shown += wrap.push("", last=True)
+    assert re.sub(r"\s", "", shown) == re.sub(r"\s", "", text)
+    assert all(cell_len(line) <= width for line in shown.split("\n"))
+
+
+def test_a_paste_is_one_turn_where_nothing_marks_it(monkeypatch, capfd):
+    """Its lines come faster than anybody types."""
+    ours, theirs = pty.openpty()
+    monkeypatch.setitem(sys.modules, "readline", None)
+    with os.fdopen(theirs) as stdin, os.fdopen(ours, "wb", buffering=0) as keys:
+        monkeypatch.setattr("sys.stdin", stdin)
+        said = terminal.lines(at_terminal=True)
+        keys.write(b"one\ntwo\n\n  three\n")
+        assert next(said) == "one\ntwo\n\n  three"
+        keys.write(b"four\n")
+        assert next(said) == "four"
+
+
 def test_at_a_terminal(monotone, tmp_path):
-    """In a process of its own: prompts, an answer stopped by Ctrl-C, another one, earlier lines, Ctrl-D."""
+    """In a process of its own: Ctrl-C in an answer, a paste, earlier lines, Ctrl-D; what is waited for is said."""
     (tmp_path / "chat_history").write_text("earlier\n")
     environment = os.environ | {
         "JLLAMA_CACHE": str(tmp_path),
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
-        "TERM": "dumb",
+        "TERM": "xterm-256color",
     }
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "jllama", "chat", str(monotone)],
+        [sys.executable, "-m", "jllama", "chat", str(monotone), "--max_new_tokens", "600"],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
@@ -281,18 +390,34 @@ def test_at_a_terminal(monotone, tmp_path):
         before, _, shown = shown.partition(wanted)
         return before
 
+    def ctrl_c():
+        os.write(ours, b"typed meanwhile\x03")
+        process.send_signal(signal.SIGINT)  # the terminal would, if it were the process's own
+
     try:
-        assert b"/help lists the commands" in until(b"> ")
-        os.write(ours, b"hello\n")
-        until(b"aaaa")
-        process.send_signal(signal.SIGINT)
-        assert set(until(b"(stopped)")) <= set(b"a\r\n")
+        until(b"loading ")
+        until(b"/help lists the commands")
+        until(b"\x1b[?2004h")  # the terminal is to mark what is pasted
+        until(b"\x1b[1;36m> ")
+        os.write(ours, b"hello\r")
+        assert b"compiling ..." in until(b"aaaa")
+        ctrl_c()
+        assert set(until(b"\x1b[2m")) <= set(b"a\r\n")  # and no ^C
+        until(b"(stopped)")
         until(b"> ")
-        os.write(ours, b"\x10\x10\n")  # Ctrl-P twice: the line before the last one
+        os.write(ours, b"\x1b[200~def f(x):\n    return 1\x1b[201~\r")
+        until(b"aaaa")
+        until(b"(cut off after 600 tokens; /set max_new_tokens changes it)")
+        assert b" of 4,096 tokens, " in until(b" tokens/s]")
+        until(b"> ")
+        os.write(ours, b"\x10\x10\x10\r")  # Ctrl-P three times: the line before the paste and hello
         until(b"earlier")
         until(b"aaaa")
-        process.send_signal(signal.SIGINT)
+        ctrl_c()
         until(b"(stopped)")
+        until(b"> ")
+        os.write(ours, f"/save {tmp_path}/said\r".encode())
+        until(b"(saved ")
         until(b"> ")
         os.write(ours, b"\x04")
         assert process.wait(timeout=60) == 0
@@ -300,4 +425,7 @@ def test_at_a_terminal(monotone, tmp_path):
         process.kill()
         process.wait()
         os.close(ours)
-    assert (tmp_path / "chat_history").read_text().split()[-2:] == ["hello", "earlier"]
+    assert (tmp_path / "chat_history").read_text().split()[-3:] == ["earlier", "/save", f"{tmp_path}/said"]
+    messages = json.loads((tmp_path / "said").read_text())["messages"]
+    questions = [message["content"] for message in messages if message["role"] == "user"]
+    assert questions == ["hello", "def f(x):\n    return 1", "earlier"]

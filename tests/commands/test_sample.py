@@ -369,7 +369,8 @@ def test_help_explains_every_option(command, capsys):
             else:
                 name = f"{prefix}{field.name}"
                 assert f"--{name} " in text or f" {name} " in text.partition("positional arguments:")[2]
-                explained = type(values).__doc__.partition(f"    {field.name}: ")[2].partition("\n")[0]
+                docs = "\n".join(kind.__doc__ for kind in type(values).__mro__)  # some fields are inherited
+                explained = docs.partition(f"    {field.name}: ")[2].partition("\n")[0]
                 assert explained
                 assert " ".join(explained.split()[:3]) in text
 

@@ -13,7 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from jllama.checkpoints.formats import Model
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
-from jllama.generation.chat import TEMPLATES, chat_ids, chat_stop_ids, chat_template
+from jllama.generation.chat import TEMPLATES, chat_ids, chat_stop_ids, chat_template, check_messages
 from jllama.generation.template import render
 from jllama.tokenizers import BytesTokenizer, HuggingFaceTokenizer, TiktokenTokenizer, train_sentencepiece
 from jllama.tokenizers.byte_level import BYTE_CHARS, CHAR_BYTES, byte_level_json
@@ -262,6 +262,11 @@ def test_what_ends_an_answer():
 def test_messages_that_are_none(messages, said):
     with pytest.raises(UsageError, match=said):
         chat_ids(model_with(LLAMA_2), messages)
+
+
+def test_messages_of_a_file():
+    with pytest.raises(UsageError, match="message 1 is of type str; it must have a role and a content"):
+        check_messages([{"role": "user", "content": "a"}, "hello"])
 
 
 def test_templates_that_are_not_there(tmp_path):

@@ -1,6 +1,9 @@
 """Streamed pieces add up to the whole text, never show half a character, and agree with the batch."""
 
 import dataclasses
+import inspect
+import logging
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +15,21 @@ from hypothesis import strategies as st
 from jllama.checkpoints.formats import Model
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
+from jllama.generation.chat import Conversation, chat, chat_ids, chat_stop_ids
 from jllama.generation.engine import PrefixCache
 from jllama.generation.settings import SamplingConfig
-from jllama.generation.text import Completion, Prompt, TextDecoder, generate, generate_batches, prompt_ids, stream
+from jllama.generation.text import (
+    Completion,
+    Prompt,
+    SamplingFields,
+    TextDecoder,
+    generate,
+    generate_batches,
+    prompt_ids,
+    request_of,
+    stream,
+    warm_up,
+)
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify.compare import random_params
 
@@ -209,8 +224,9 @@ def test_a_prompt_may_be_ids_and_settings_may_be_shared():
 def test_one_prompt_and_one_stop_need_no_list():
     """A string is not a list of its characters, and no stop string is empty because it is a string."""
     free = generate(MODEL, ["the cat"], SAMPLING[1], max_new_tokens=NEW)
-    for one in ("the cat", prompt_ids(BPE, "the cat"), Prompt("the cat", SAMPLING[1], NEW)):
+    for one in ("the cat", prompt_ids(BPE, "the cat")):
         assert generate(MODEL, one, SAMPLING[1], max_new_tokens=NEW) == free
+    assert generate(MODEL, Prompt("the cat", SAMPLING[1], NEW)) == free
     stop = free[0].text[2:5]
     cut = generate(MODEL, "the cat", SAMPLING[1], max_new_tokens=NEW, stop=[stop])
     assert cut[0].finish_reason == "stop_string"
@@ -220,6 +236,51 @@ def test_one_prompt_and_one_stop_need_no_list():
     for empty in ("", [""], ["x", ""]):
         with pytest.raises(UsageError, match="a stop string is empty"):
             generate(MODEL, "the cat", stop=empty)
+
+
+def test_settings_by_their_names():
+    """Those of ``SamplingConfig``, each of which is taken, and no others."""
+    fields = {field.name for field in dataclasses.fields(SamplingConfig)}
+    assert set(SamplingFields.__annotations__) == fields
+    assert all(f"``{name}``" in generate.__doc__ for name in fields)
+    ids, together = prompt_ids(BPE, "the cat"), generate(MODEL, "the cat", SAMPLING[2], max_new_tokens=NEW)
+    assert generate(MODEL, ids, temperature=0.8, top_k=20, top_p=0.9, seed=2, max_new_tokens=NEW) == together
+    changed = dataclasses.replace(SAMPLING[2], seed=5)
+    assert generate(MODEL, ids, changed, seed=2, max_new_tokens=NEW) == together
+    assert "".join(stream(MODEL, ids, changed, seed=2, max_new_tokens=NEW)) == together[0].text
+    assert (together[0].prompt_tokens, together[0].new_tokens) == (len(ids), NEW)
+    with pytest.raises(UsageError, match=r"^there is no setting 'temprature'; did you mean temperature\?$"):
+        generate(MODEL, ids, temprature=1)
+    with pytest.raises(UsageError, match="did you mean max_new_tokens"):
+        next(stream(MODEL, ids, new_tokens=1))
+    with pytest.raises(UsageError, match=r"there is no setting 'x': the settings are temperature, .*, stop_ids$"):
+        generate(MODEL, ids, x=1)
+    with pytest.raises(UsageError, match="temperature is -1"):
+        generate(MODEL, ids, temperature=-1)
+    with pytest.raises(UsageError, match="a Prompt brings its own settings, and others are given beside it"):
+        generate(MODEL, [Prompt(ids)], temperature=0.0)
+
+
+def test_after_warming_up_nothing_compiles(caplog):
+    config = dataclasses.replace(CONFIG, max_seq_len=256)  # a cache of 128 and one of 256
+    on_device = jax.device_put(MODEL.params, jax.devices()[0])
+    model = dataclasses.replace(MODEL, config=config, params=on_device).for_decoding()
+
+    def compilations():
+        return [record.message for record in caplog.records if record.message.startswith("Compiling")]
+
+    caplog.set_level(logging.WARNING)
+    with jax.log_compiles():
+        warm_up(model, [16, 40], [1, 2], max_new_tokens=180)
+        assert compilations()
+        caplog.clear()
+        generate(model, [[5] * 16], max_new_tokens=3)
+        generate(model, [[6] * 40], max_new_tokens=180)
+        list(stream(model, "the cat", max_new_tokens=60, temperature=0.5, stop="x", stop_ids=[1, 2]))
+        generate(model, [[5] * 35, [6] * 9, [7] * 16], SAMPLING[2], max_new_tokens=100, batch_size=2)
+        assert compilations() == []
+    with pytest.raises(UsageError, match="the prompt's 250 tokens and 20 new ones exceed the model's context of 256"):
+        warm_up(model, [16, 250], max_new_tokens=20)
 
 
 def test_batches_give_what_one_batch_gives():
@@ -284,7 +345,8 @@ def test_the_end_of_the_context():
 
 def test_no_new_tokens_are_no_text():
     for result in generate(MODEL, PROMPTS, max_new_tokens=0):
-        assert result == Completion("", [], "length", [])
+        assert result == Completion("", [], "length", [], prompt_tokens=result.prompt_tokens)
+        assert result.new_tokens == 0
     assert list(stream(MODEL, PROMPTS[0], max_new_tokens=0)) == []
 
 
@@ -301,10 +363,44 @@ def test_a_kept_prefix_changes_nothing():
         conversation = [*conversation, *alone.ids, *BPE.encode("mat")]
 
 
+def test_a_conversation_is_what_was_said():
+    """Each answer is the one to all messages so far; what cannot be said is not, and what was said can be undone."""
+    fields = {"temperature": 0.9, "seed": 4, "max_new_tokens": 3}
+    template = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    model = dataclasses.replace(MODEL, chat_template=template)
+    conversation = Conversation(model)
+    expected = []
+    for text in ("a", "on"):
+        expected.append({"role": "user", "content": text})
+        (completion,) = generate(model, chat_ids(model, expected), stop_ids=chat_stop_ids(model), **fields)
+        assert chat(model, expected, **fields) == completion
+        assert "".join(conversation.answer(text, **fields)) == completion.text
+        expected.append({"role": "assistant", "content": completion.text})
+        assert conversation.messages == expected
+    with pytest.raises(UsageError, match="there is no setting"):
+        list(conversation.answer("a", temprature=1))
+    with pytest.raises(JllamaError, match=r"and the model's context is 64: begin a new one, or say less$"):
+        list(conversation.answer("the cat sat on the mat" * 9))
+    with pytest.raises(JllamaError, match="the model's context is 64"):
+        chat(model, [{"role": "user", "content": "x" * 99}])
+    assert conversation.messages == expected
+    pieces = conversation.answer("mat", **fields | {"max_new_tokens": 99})  # where the context ends is soon enough
+    heard = next(pieces)
+    pieces.close()
+    assert conversation.messages[-2:] == [{"role": "user", "content": "mat"}, {"role": "assistant", "content": heard}]
+    assert [conversation.undo() for _ in range(3)] == ["mat", "on", "a"]
+    with pytest.raises(UsageError, match="nothing was said that could be taken back"):
+        conversation.undo()
+    assert chat(model, expected, template="{{ bos_token }}a", **fields).text == generate(model, "a", **fields)[0].text
+
+
 def test_what_cannot_be_done_is_refused():
     with pytest.raises(JllamaError, match=r"^the model has no tokenizer: put the one"):
         generate(dataclasses.replace(MODEL, tokenizer=None), ["a"])
     with pytest.raises(UsageError, match=r"^a stop string is empty: it would end every text at once$"):
         generate(MODEL, ["a"], stop=["x", ""])
+    for content in (["a", "b"], [1.5], [[1], [2]], None):  # the types are checked before, in tests
+        with pytest.raises(UsageError, match=r"it must be text, token ids or a Prompt$"):
+            inspect.unwrap(request_of)(MODEL, types.SimpleNamespace(content=content, stop=()))
     with pytest.raises(UsageError, match="exceed the model's context of 64"):
         list(stream(MODEL, "a", max_new_tokens=100))
