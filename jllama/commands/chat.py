@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 
@@ -78,11 +78,11 @@ class _Session:
 
 def main(argv: Sequence[str], prog: str) -> int:
     """Load a model and talk until the input ends. In a terminal a mistake is said and the conversation goes on."""
-    options = _parse(argv, prog)
+    options = parse(ChatOptions, argv, prog, positional=("checkpoint",))
     at_terminal = all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
     if at_terminal:
         say(f"loading {options.checkpoint} ...")
-    session = _Session(list(argv), options, _conversation(options), at_terminal)
+    session = _begun(list(argv), options, at_terminal)
     if at_terminal:
         say("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends\n")
     mistakes = 0
@@ -105,29 +105,25 @@ def main(argv: Sequence[str], prog: str) -> int:
     return 1 if mistakes and not at_terminal else 0
 
 
-def _parse(argv: Sequence[str], prog: str) -> ChatOptions:
-    return parse(ChatOptions, argv, prog, positional=("checkpoint",))
-
-
-def _conversation(options: ChatOptions) -> Conversation:
-    """With the model loaded, which is said."""
+def _begun(argv: list[str], options: ChatOptions, at_terminal: bool) -> _Session:
     from jllama.checkpoints.formats import load
     from jllama.generation.chat import TEMPLATES, Conversation, chat_ids, chat_template
 
     model = load(options.checkpoint, options.dtype, rope_factor=options.rope_factor, step=options.step or None)
     model = model.for_decoding(options.quantize)
-    conversation = Conversation(model, chat_template(model, options.template or None))
-    if options.load:
-        conversation.messages = _read(options.load)
-    if options.system:
-        _set_system(conversation, options.system)
-    chat_ids(model, [*conversation.messages, {"role": "user", "content": "Hello"}], conversation.template)  # may fail
+    template = chat_template(model, options.template or None)
+    session = _Session(argv, options, Conversation(model, template), at_terminal)
     say(options.checkpoint if model.step is None else f"{options.checkpoint}, step {model.step}")
     if not options.template and not model.chat_template:
-        name = next(name for name, template in TEMPLATES.items() if template == conversation.template)
+        name = next(name for name, known in TEMPLATES.items() if known == template)
         missing = f"{options.checkpoint} has no chat template: it may not have been trained to chat"
         say(f"{missing}. Using {name}; sample lets it continue a text.")
-    return conversation
+    if options.load:
+        _load(session, options.load)
+    if options.system:
+        _system(session, options.system)
+    chat_ids(model, [*session.conversation.messages, {"role": "user", "content": "Hello"}], template)  # may fail
+    return session
 
 
 def _answer(session: _Session, text: str) -> None:
@@ -196,13 +192,9 @@ def _reset(session: _Session, _: str) -> None:
 
 def _system(session: _Session, text: str) -> None:
     """Set the system prompt: /system Be brief. Without a text, remove it."""
-    _set_system(session.conversation, text)
+    others = [message for message in session.conversation.messages if message["role"] != "system"]
+    session.conversation.messages = [{"role": "system", "content": text}, *others] if text else others
     say("(the system prompt is set)" if text else "(there is no system prompt)")
-
-
-def _set_system(conversation: Conversation, text: str) -> None:
-    others = [message for message in conversation.messages if message["role"] != "system"]
-    conversation.messages = [{"role": "system", "content": text}, *others] if text else others
 
 
 def _set(session: _Session, rest: str) -> None:
@@ -213,7 +205,8 @@ def _set(session: _Session, rest: str) -> None:
         raise UsageError(f"there is no setting {name}{f'; did you mean {near[0]}?' if near else ''}")
     if value:
         argv = [*session.argv, f"--{name}={value[0]}"]
-        session.options, session.argv = _parse(argv, "/set"), argv
+        session.options = parse(ChatOptions, argv, "/set", positional=("checkpoint",))
+        session.argv = argv
         session.answers = 0 if name == "seed" else session.answers
     say("\n".join(f"{each} {getattr(session.options, each)}" for each in ([name] if name else _SETTINGS)))
 
@@ -232,11 +225,6 @@ def _save(session: _Session, name: str) -> None:
 
 def _load(session: _Session, name: str) -> None:
     """Go on with a conversation that /save wrote to a file."""
-    session.conversation.messages = _read(name)
-    say(f"(loaded {len(session.conversation.messages)} messages)")
-
-
-def _read(name: str) -> list[Any]:
     from jllama.generation.chat import check_messages
 
     if not name:
@@ -245,7 +233,8 @@ def _read(name: str) -> list[Any]:
     if not isinstance(messages, list):
         raise JllamaError(f'{name} has no list of "messages": give a file that /save wrote')
     check_messages(messages)
-    return messages
+    session.conversation.messages = messages
+    say(f"(loaded {len(messages)} messages)")
 
 
 def _help(*_: object) -> None:

@@ -95,8 +95,9 @@ def _typed(prompt: str) -> str:
     start = f"\001{_TYPED}\002" if marks_paste else _TYPED  # marked as taking no room
     try:
         line = input(start * color + prompt)
-        while not marks_paste and select.select([sys.stdin], [], [], _PASTE_S)[0]:  # faster than anybody types
-            line += "\n" + input()
+        with contextlib.suppress(OSError, EOFError):  # Windows cannot wait so
+            while not marks_paste and select.select([sys.stdin], [], [], _PASTE_S)[0]:  # faster than anybody types
+                line += "\n" + input()
         return line
     finally:
         print(_PLAIN * color, end="", flush=True)

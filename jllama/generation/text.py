@@ -197,7 +197,8 @@ def warm_up(
     """Compile ahead what ``generate`` and ``stream`` will need, so that nothing compiles while people wait.
 
     Prompts are padded to powers of two (at least 16 tokens; beyond 512, in chunks of 512), so a length stands for those
-    that are padded alike. Settings are data: changing one compiles nothing.
+    that are padded alike. Settings are data: changing one compiles nothing. (The later turns of a ``Conversation`` are
+    computed from what is kept, by programs of their own.)
 
     Example::
 
