@@ -1,0 +1,280 @@
+"""Your own components against the oracle: how far off they are, and which known mistake they behave like.
+
+>>> def mine(x, scale, eps):
+...     return x / (np.sqrt((x**2).mean(-1, keepdims=True)) + eps) * scale
+>>> jllama.check.rms_norm(mine)
+rms_norm: differs from the oracle by 2.6e-01 (tolerance 1e-10).
+It behaves like this known mistake: eps is outside the square root.
+
+Yours is called once, with float64 NumPy arrays on which mistakes show, and gives back a NumPy, JAX or PyTorch array of
+the same layout. What it raises passes through. ``examples/check_your_own.ipynb`` mends three wrong ones.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from numpy import ndarray as Array
+
+from jllama import oracle
+from jllama.verify.compare import relative_error
+
+Mine = Callable[..., Any]
+
+_TOLERANCES = {"float64": 1e-10, "float32": 1e-4}
+_TOLERANCE_16_BITS = 3e-2
+INF = math.inf
+META = "interleaved pairs: Meta's layout, right for Meta's weights; jllama and Hugging Face use half-split"
+TILED = "query head n uses key-value head n % kv_heads, for n // (heads / kv_heads): tiled, not repeated"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Verdict:
+    """What a check found: true if yours is right, and printed as a sentence or two.
+
+    Args:
+        component: what was checked.
+        error: the largest difference over the oracle's largest value; NaN if there is none to tell.
+        tolerance: what the error of right code stays below, by the dtype that came back.
+        mistake: the known mistake that gives the same; empty if none does.
+        remark: what can be said besides.
+    """
+
+    component: str
+    error: float
+    tolerance: float
+    mistake: str = ""
+    remark: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether yours is right."""
+        return self.error < self.tolerance
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __repr__(self) -> str:
+        if self.ok:
+            return f"{self.component}: equal to the oracle (tolerance {self.tolerance:.0e})."
+        found = f"{self.component}: differs from the oracle by {self.error:.1e} (tolerance {self.tolerance:.0e}).\n"
+        return found + (f"It behaves like this known mistake: {self.mistake}." if self.mistake else self.remark)
+
+
+def rms_norm(mine: Mine) -> Verdict:
+    """``mine(x, scale, eps)``: ``x`` is ``[batch, seq, embed]``, ``scale`` ``[embed]``, ``eps`` a number."""
+    rng = np.random.default_rng(0)
+    sizes = 10 ** rng.uniform(-5, 1, (3, 16, 1))  # beside some rows eps is large, beside others nothing
+    x = sizes * (0.3 + rng.standard_normal((3, 16, 64)))
+    return _verdict("rms_norm", mine, oracle.rms_norm, x, rng.uniform(0.5, 2, 64), 3e-5)
+
+
+def rope(mine: Mine) -> Verdict:
+    """``mine(x, positions, theta)``: ``x`` is ``[batch, heads, seq, head_dim]``, ``positions`` integers, ``[seq]``.
+
+    Channels ``i`` and ``i + head_dim / 2`` are a pair; it turns by ``position * theta ** (-2 * i / head_dim)``.
+    """
+
+    def right(x: Array, positions: Array, theta: float) -> Array:
+        return oracle.rotate(x, positions, theta ** (-np.arange(32) / 32))
+
+    x = np.random.default_rng(0).standard_normal((2, 3, 40, 64))
+    return _verdict("rope", mine, right, x, np.arange(7, 47), 50_000.0)
+
+
+def attention(mine: Mine) -> Verdict:
+    """``mine(q, k, v)``, causal: ``q`` is ``[batch, heads, seq, head_dim]``; ``k`` and ``v`` have ``kv_heads``.
+
+    Query head ``n`` uses key-value head ``n // (heads / kv_heads)``; a token sees itself and those before it.
+    """
+
+    def right(q: Array, k: Array, v: Array) -> Array:
+        mask = np.tri(q.shape[2], dtype=bool)
+        return np.stack([oracle.attention(*row, mask) for row in zip(q, k, v, strict=True)])
+
+    rng = np.random.default_rng(0)
+    return _verdict("attention", mine, right, *(rng.standard_normal((2, heads, 12, 16)) for heads in (6, 2, 2)))
+
+
+def swiglu(mine: Mine) -> Verdict:
+    """``mine(x, w_gate, w_up, w_down)``: ``[batch, seq, embed]``, ``[embed, mlp]`` twice, ``[mlp, embed]``."""
+    rng = np.random.default_rng(0)
+    shapes = (2, 5, 32), (32, 48), (32, 48), (48, 32)
+    return _verdict("swiglu", mine, oracle.swiglu, *(rng.standard_normal(shape) / shape[0] ** 0.5 for shape in shapes))
+
+
+def cross_entropy(mine: Mine) -> Verdict:
+    """``mine(logits, tokens, mask)``: a language model's mean loss, in nats a token.
+
+    ``logits``, ``[batch, seq, vocab]``, were computed from ``tokens``, ``[batch, seq]``: each predicts the next token.
+    ``mask``, ``[batch, seq]``, is true for the tokens whose prediction counts.
+    """
+
+    def right(logits: Array, tokens: Array, mask: Array) -> Any:
+        total, count = oracle.cross_entropy(logits[:, :-1], tokens[:, 1:], mask[:, 1:])
+        return np.float64(total / count)
+
+    rng = np.random.default_rng(0)
+    mask = rng.random((3, 12)) < [[0.3], [0.6], [0.9]]
+    logits = 800 + 2 * rng.standard_normal((3, 12, 20))
+    return _verdict("cross_entropy", mine, right, logits, rng.integers(0, 20, (3, 12)), mask)
+
+
+def _verdict(component: str, mine: Mine, right: Mine, *inputs: Any) -> Verdict:
+    result = mine(*(np.copy(each) if isinstance(each, Array) else each for each in inputs))  # it may write on them
+    dtype = str(getattr(result, "dtype", "float64")).removeprefix("torch.")
+    if hasattr(result, "detach"):  # PyTorch's: NumPy takes none with gradients, on a GPU or in bfloat16
+        result = result.detach().cpu().double()
+    expected, tolerance = right(*inputs), _TOLERANCES.get(dtype, _TOLERANCE_16_BITS)
+    if result is None or np.shape(result) != expected.shape:
+        given = "nothing" if result is None else list(np.shape(result))
+        remark = f"It returns {given} where the shape {list(expected.shape)} is expected."
+        return Verdict(component, math.nan, tolerance, remark=remark)
+    actual = np.asarray(result, np.float64)
+    error = relative_error(actual, expected)
+    if error < tolerance:
+        return Verdict(component, error, tolerance)
+    with np.errstate(all="ignore"):
+        errors = {name: _distance(actual, wrong(*inputs)) for name, wrong in MISTAKES[component].items()}
+    nearest = min(errors, key=lambda name: errors[name])
+    if errors[nearest] < tolerance:
+        return Verdict(component, error, tolerance, nearest)
+    place = np.unravel_index(np.argmax(np.abs(actual - expected)), actual.shape)
+    remark = f"It behaves like none of the {len(errors)} known mistakes; the largest difference is at "
+    remark += f"{list(map(int, place))}: {actual[place]:.4g} where {expected[place]:.4g} is right."
+    return Verdict(component, error, tolerance, remark=remark)
+
+
+def _distance(actual: Array, wrong: Array) -> float:
+    """The relative error where the mistake gives numbers: what else comes of it depends on how it is written."""
+    tells = np.isfinite(wrong)
+    if not tells.any():
+        return math.inf if np.isfinite(actual).any() else 0.0
+    return float(np.nan_to_num(relative_error(actual[tells], wrong[tells]), nan=math.inf))
+
+
+# The mistakes: each takes what yours takes.
+
+
+def _norm(x: Array, scale: Any, eps: float, axis: Any = -1, average: Mine = np.mean, power: float = 0.5) -> Array:
+    return x / (average(x * x, axis=axis, keepdims=True) + eps) ** power * scale
+
+
+def _rope(
+    x: Array, at: Array, theta: float, pairs: int = 32, table: int = 32, sign: int = -1, dtype: Any = float
+) -> Array:
+    """The channels of a pair are ``pairs`` apart, and ``table`` in the table: half the width or, interleaved, 1."""
+    channel = np.arange(x.shape[-1])
+    angles = np.outer(at, theta ** (-2 / x.shape[-1] * (channel // 2 if table == 1 else channel % table)))
+    cos, sin = np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
+    return x * cos + np.where(channel & pairs, 1, sign) * x[..., channel ^ pairs] * sin
+
+
+def _attention(
+    q: Array, k: Array, v: Array, ahead: tuple = (-INF, 0), hidden: float = -INF, axis: int = -1, late: bool = False
+) -> Array:
+    k, v = (np.repeat(each, q.shape[1] // k.shape[1], axis=1) for each in (k, v))
+    distance = np.subtract.outer(np.arange(q.shape[2]), np.arange(q.shape[2])).T
+    mask = (distance >= ahead[0]) & (distance <= ahead[1])
+    scores = q @ k.swapaxes(2, 3) / math.sqrt(q.shape[3])
+    weights = oracle.softmax((scores if late else np.where(mask, scores, hidden)).swapaxes(axis, -1)).swapaxes(axis, -1)
+    return (weights * mask if late else weights) @ v
+
+
+def _glu(act: Mine, x: Array, w_gate: Array, w_up: Array, w_down: Array, join: Mine = np.multiply) -> Array:
+    return join(act(x @ w_gate), x @ w_up) @ w_down
+
+
+def _silu(z: Array) -> Array:
+    return z / (1 + np.exp(-z))
+
+
+def _losses(logits: Array, targets: Array) -> Array:
+    return -np.log(np.take_along_axis(oracle.softmax(logits), targets[..., None], -1)[..., 0])
+
+
+def _mean(losses: Array, mask: Array) -> Any:
+    return (losses * mask).sum() / mask.sum()
+
+
+def _averaged(mean: Mine) -> Mine:
+    return lambda logits, tokens, mask: mean(_losses(logits[:, :-1], tokens[:, 1:]), mask[:, 1:])
+
+
+MISTAKES: dict[str, dict[str, Mine]] = {
+    "rms_norm": {
+        "eps is outside the square root": lambda x, scale, eps: (
+            x / (np.sqrt((x * x).mean(-1, keepdims=True)) + eps) * scale
+        ),
+        "eps is left out": lambda x, scale, eps: _norm(x, scale, 0),
+        "eps is 1e-5, whatever is given": lambda x, scale, eps: _norm(x, scale, 1e-5),
+        "eps is 1e-6, whatever is given": lambda x, scale, eps: _norm(x, scale, 1e-6),
+        "the scale is left out": lambda x, scale, eps: _norm(x, 1, eps),
+        "the scale is 1 + scale, as in Gemma": lambda x, scale, eps: _norm(x, 1 + scale, eps),
+        "the scale comes before the mean": lambda x, scale, eps: _norm(x * scale, 1, eps),
+        "the mean is over all axes, for the last alone": partial(_norm, axis=None),
+        "the mean is over the sequence, for the last axis": partial(_norm, axis=-2),
+        "a sum stands for the mean": partial(_norm, average=np.sum),
+        "the square root is left out": partial(_norm, power=1),
+        "the mean of x is taken off, as in LayerNorm": lambda x, *rest: _norm(x - x.mean(-1, keepdims=True), *rest),
+    },
+    "rope": {
+        META: partial(_rope, pairs=1, table=1),
+        "half-split pairs, with the table of interleaved ones": partial(_rope, table=1),
+        "interleaved pairs, with the table of half-split ones": partial(_rope, pairs=1),
+        "pairs turn backwards: the sine has the wrong sign": lambda x, at, theta: _rope(x, -at, theta),
+        "a minus sign is missing in the turned half": partial(_rope, sign=1),
+        "theta is 10,000, whatever is given": lambda x, at, theta: _rope(x, at, 1e4),
+        "positions count from 0, whatever is given": lambda x, at, theta: _rope(x, at - at[0], theta),
+        "positions count from 1, whatever is given": lambda x, at, theta: _rope(x, at - at[0] + 1, theta),
+        "positions are one too high": lambda x, at, theta: _rope(x, at + 1, theta),
+        "the exponent is -i / head_dim, for -2i / head_dim": lambda x, at, theta: _rope(x, at, theta**0.5),
+        "the exponent is -4i / head_dim, for -2i / head_dim": lambda x, at, theta: _rope(x, at, theta**2),
+        "cosines and sines are rounded to bfloat16": partial(_rope, dtype=jnp.bfloat16),
+    },
+    "attention": {
+        "scores are not divided by sqrt(head_dim)": lambda q, k, v: _attention(q * q.shape[3] ** 0.5, k, v),
+        "scores are divided by head_dim, for its square root": lambda q, k, v: _attention(q / q.shape[3] ** 0.5, k, v),
+        "scores are divided by sqrt(heads * head_dim)": lambda q, k, v: _attention(q / q.shape[1] ** 0.5, k, v),
+        TILED: lambda q, k, v: _attention(q, np.tile(k, (1, 3, 1, 1)), np.tile(v, (1, 3, 1, 1))),
+        "the softmax is over the queries, for the keys": partial(_attention, axis=-2),
+        "there is no mask": partial(_attention, ahead=(-INF, INF)),
+        "mask off by one: a token sees the one after it": partial(_attention, ahead=(-INF, 1)),
+        "mask off by one: a token does not see itself": partial(_attention, ahead=(-INF, -1)),
+        "the mask is inverted: a token sees none but later ones": partial(_attention, ahead=(1, INF)),
+        "the mask is transposed: a token sees itself and later ones": partial(_attention, ahead=(0, INF)),
+        "the mask comes after the softmax: weights do not add up to 1": partial(_attention, late=True),
+        "hidden scores are 0, for minus infinity": partial(_attention, hidden=0),
+    },
+    "swiglu": {
+        "gate and up are swapped": lambda x, gate, up, down: _glu(_silu, x, up, gate, down),
+        "gelu for silu": partial(_glu, lambda z: z * (1 + np.vectorize(math.erf)(z / 2**0.5)) / 2),
+        "gelu (tanh) for silu": partial(
+            _glu, lambda z: z * (1 + np.tanh((z + 0.044715 * z**3) * (2 / np.pi) ** 0.5)) / 2
+        ),
+        "relu for silu": partial(_glu, lambda z: np.maximum(z, 0)),
+        "sigmoid for silu": partial(_glu, lambda z: 1 / (1 + np.exp(-z))),
+        "silu is left out": partial(_glu, np.asarray),
+        "silu of up too": partial(_glu, _silu, join=lambda gate, up: gate * _silu(up)),
+        "gate and up are added, for multiplied": partial(_glu, _silu, join=np.add),
+        "up is left out": partial(_glu, _silu, join=lambda gate, up: gate),
+        "silu comes after gate times up": partial(_glu, np.asarray, join=lambda gate, up: _silu(gate * up)),
+    },
+    "cross_entropy": {
+        "labels are not shifted": lambda logits, tokens, mask: _mean(_losses(logits, tokens), mask),
+        "labels are shifted the wrong way": lambda *arrays: _averaged(_mean)(*(each[:, ::-1] for each in arrays)),
+        "the mask is not shifted with the labels": lambda x, y, mask: _averaged(_mean)(x, y, np.roll(mask, 1, 1)),
+        "the mask is left out": _averaged(lambda losses, mask: losses.mean()),
+        "the mean is over all tokens, for those that count": _averaged(lambda losses, mask: (losses * mask).mean()),
+        "the mean is of rows' means": _averaged(lambda losses, mask: ((losses * mask).sum(1) / mask.sum(1)).mean()),
+        "the sum stands for the mean": _averaged(lambda losses, mask: (losses * mask).sum()),
+        "the minus sign is left out": _averaged(lambda losses, mask: -_mean(losses, mask)),
+        "bits, for nats": _averaged(lambda losses, mask: _mean(losses, mask) / math.log(2)),
+        "the softmax is taken twice": lambda logits, *rest: _averaged(_mean)(oracle.softmax(logits), *rest),
+        "the largest logit is not taken off first: exp overflows": lambda *_: np.float64(np.nan),
+    },
+}
