@@ -11,17 +11,19 @@ Load a model, let it write, talk with it::
 
 ``help(jllama.generate)`` explains the settings. ``Conversation`` keeps what was said, ``warm_up`` compiles ahead.
 ``save``, ``convert`` and ``load_tokenizer`` work on files; ``LlamaConfig`` describes a model, ``Llama`` is its Flax
-module, ``train`` trains one. The pure functions are in ``jllama.functional``, the same in NumPy in ``jllama.oracle``.
+module, ``train`` trains one. The pure functions are in ``jllama.functional``, the same in NumPy in ``jllama.oracle``;
+``jllama.check`` holds yours against them.
 What goes wrong is a ``JllamaError``, a wrong argument its ``UsageError``.
 """
 
 import difflib
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 # isort: off
 if TYPE_CHECKING:  # for editors and type checkers; at run time a name is imported when it is first used
-    from jllama import functional as functional, oracle as oracle
+    from jllama import check as check, functional as functional, oracle as oracle
     from jllama.checkpoints.formats import Model as Model, convert as convert, load as load
     from jllama.checkpoints.formats import load_tokenizer as load_tokenizer, save as save
     from jllama.config import LlamaConfig as LlamaConfig, RopeScaling as RopeScaling
@@ -40,8 +42,11 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a name is import
 
 __version__ = "0.1.0"
 
+if os.environ.get("JLLAMA_CHECK_SHAPES", "0") not in ("", "0"):
+    importlib.import_module("jllama.typecheck")  # before all other modules, which it changes as they are imported
+
 _NAMES = {
-    "jllama": "functional oracle",
+    "jllama": "check functional oracle",
     "jllama.checkpoints.formats": "Model convert load load_tokenizer save",
     "jllama.config": "LlamaConfig RopeScaling",
     "jllama.errors": "JllamaError UsageError",

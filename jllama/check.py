@@ -61,8 +61,9 @@ class Verdict:
     def __repr__(self) -> str:
         if self.ok:
             return f"{self.component}: equal to the oracle (tolerance {self.tolerance:.0e})."
-        found = f"{self.component}: differs from the oracle by {self.error:.1e} (tolerance {self.tolerance:.0e}).\n"
-        return found + (f"It behaves like this known mistake: {self.mistake}." if self.mistake else self.remark)
+        by = "" if math.isnan(self.error) else f" by {self.error:.1e} (tolerance {self.tolerance:.0e})"
+        known = f"It behaves like this known mistake: {self.mistake}." if self.mistake else self.remark
+        return f"{self.component}: differs from the oracle{by}.\n{known}"
 
 
 def rms_norm(mine: Mine) -> Verdict:
@@ -149,7 +150,7 @@ def _verdict(component: str, mine: Mine, right: Mine, *inputs: Any) -> Verdict:
     return Verdict(component, error, tolerance, remark=remark)
 
 
-def _distance(actual: Array, wrong: Array) -> float:
+def _distance(actual: Any, wrong: Any) -> float:
     """The relative error where the mistake gives numbers: what else comes of it depends on how it is written."""
     tells = np.isfinite(wrong)
     if not tells.any():

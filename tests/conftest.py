@@ -6,11 +6,13 @@ import tempfile
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiling is most of what the tests do
 
-import hypothesis
-import jaxtyping
+os.environ["JLLAMA_CHECK_SHAPES"] = "1"
 
-# The checker is named by its import path; tests/ is on the path (pyproject.toml, pythonpath).
-jaxtyping.install_import_hook("jllama", "typecheck.typechecker")
+import hypothesis
+
+import jllama  # noqa: F401
+
+del os.environ["JLLAMA_CHECK_SHAPES"]  # processes that the tests start run as a user's do
 
 _cache = tempfile.TemporaryDirectory(prefix="jllama-tests-")  # not the user's own
 os.environ.setdefault("JLLAMA_CACHE", _cache.name)

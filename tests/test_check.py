@@ -1,0 +1,154 @@
+"""Every known mistake is told by its name, and right components of any library pass."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from jllama import check, oracle
+from jllama import functional as F
+
+FLOAT32 = 1e-4
+
+
+def float32(array):
+    return np.float32(array) if isinstance(array, np.ndarray) and array.dtype == np.float64 else array
+
+
+def jax_rope(x, positions, theta):
+    tables = F.rope_tables(jnp.asarray(positions)[None], F.inverse_frequencies(x.shape[-1], theta))
+    return F.apply_rope(jnp.asarray(float32(x)), *tables)
+
+
+def jax_cross_entropy(logits, tokens, mask):
+    total, count = F.cross_entropy(
+        jnp.asarray(float32(logits))[:, :-1], jnp.asarray(tokens)[:, 1:], jnp.asarray(mask)[:, 1:]
+    )
+    return total / count
+
+
+def on_float32(function):
+    return lambda *arrays: function(*(jnp.asarray(float32(a)) if isinstance(a, np.ndarray) else a for a in arrays))
+
+
+def torch_rms_norm(x, scale, eps):
+    weight = torch.from_numpy(scale).requires_grad_()
+    return torch.nn.functional.rms_norm(torch.from_numpy(x), (64,), weight, eps)
+
+
+def torch_attention(q, k, v):
+    q, k, v = map(torch.from_numpy, (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def torch_swiglu(x, w_gate, w_up, w_down):
+    x, w_gate, w_up, w_down = (torch.from_numpy(array).to(torch.bfloat16) for array in (x, w_gate, w_up, w_down))
+    return (torch.nn.functional.silu(x @ w_gate) * (x @ w_up)) @ w_down
+
+
+def torch_cross_entropy(logits, tokens, mask):
+    targets = torch.from_numpy(np.where(mask, tokens, -100))[:, 1:]
+    return torch.nn.functional.cross_entropy(torch.from_numpy(logits)[:, :-1].flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize(
+    ("component", "mine", "tolerance"),
+    [
+        ("rms_norm", on_float32(F.rms_norm), FLOAT32),
+        ("rope", jax_rope, FLOAT32),
+        ("attention", on_float32(F.causal_attention), FLOAT32),
+        ("swiglu", on_float32(F.swiglu), FLOAT32),
+        ("cross_entropy", jax_cross_entropy, FLOAT32),
+        ("rms_norm", torch_rms_norm, 1e-10),
+        ("attention", torch_attention, 1e-10),
+        ("swiglu", torch_swiglu, 3e-2),
+        ("cross_entropy", torch_cross_entropy, 1e-10),
+        ("swiglu", oracle.swiglu, 1e-10),
+        ("cross_entropy", lambda *arrays: float(torch_cross_entropy(*arrays)), 1e-10),
+    ],
+)
+def test_right_components_pass(component, mine, tolerance):
+    verdict = getattr(check, component)(mine)
+    assert verdict
+    assert verdict.ok
+    assert verdict.error < verdict.tolerance == tolerance
+    assert str(verdict) == f"{component}: equal to the oracle (tolerance {tolerance:.0e})."
+
+
+@pytest.mark.parametrize(("component", "mistake"), [(c, m) for c, table in check.MISTAKES.items() for m in table])
+def test_every_mistake_is_told_by_its_name(component, mistake):
+    wrong = check.MISTAKES[component][mistake]
+    with np.errstate(all="ignore"):
+        for mine in (wrong, lambda *arrays: np.float32(wrong(*map(float32, arrays)))):
+            verdict = getattr(check, component)(mine)
+            assert not verdict
+            assert verdict.mistake == mistake
+            assert not verdict.error < 10 * FLOAT32  # NaN too
+            first, second = str(verdict).splitlines()
+            assert first.startswith(f"{component}: differs from the oracle")
+            assert second == f"It behaves like this known mistake: {mistake}."
+
+
+@pytest.mark.parametrize("component", check.MISTAKES)
+def test_no_two_mistakes_are_alike(component):
+    table, results = check.MISTAKES[component], {}
+
+    def mine(*arrays):
+        results.update({name: wrong(*arrays) for name, wrong in table.items()})
+        return next(iter(results.values()))
+
+    with np.errstate(all="ignore"):
+        getattr(check, component)(mine)
+        for name, result in results.items():
+            near = [other for other in table if check._distance(np.asarray(result), results[other]) < 2 * FLOAT32]
+            assert near == [name]
+
+
+def test_a_row_that_sees_no_key_may_become_anything():
+    def sees_no_self(q, k, v):
+        k, v = (np.repeat(each, 3, axis=1) for each in (k, v))
+        scores = np.where(np.tri(q.shape[2], k=-1), q @ k.swapaxes(2, 3) / 4, -1e9)
+        return oracle.softmax(scores) @ v
+
+    assert check.attention(sees_no_self).mistake == "mask off by one: a token does not see itself"
+
+
+def test_what_is_not_known_is_shown_where_it_is_worst():
+    verdict = check.swiglu(lambda x, *_: np.where(np.arange(32) == 5, 7.0, x))
+    assert not verdict
+    assert not verdict.mistake
+    assert "It behaves like none of the 10 known mistakes; the largest difference is at [" in str(verdict)
+    assert ", 5]: 7 where " in str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("mine", "sentence"),
+    [
+        (lambda x, scale, eps: None, "It returns nothing where the shape [3, 16, 64] is expected."),
+        (lambda x, scale, eps: x[0], "It returns [16, 64] where the shape [3, 16, 64] is expected."),
+        (lambda x, scale, eps: 1.0, "It returns [] where the shape [3, 16, 64] is expected."),
+        (lambda x, scale, eps: jnp.ones((3, 16)), "It returns [3, 16] where the shape [3, 16, 64] is expected."),
+    ],
+)
+def test_another_shape_is_said(mine, sentence):
+    verdict = check.rms_norm(mine)
+    assert not verdict
+    assert str(verdict).splitlines() == ["rms_norm: differs from the oracle.", sentence]
+
+
+def test_errors_pass_through_and_inputs_may_be_overwritten():
+    with pytest.raises(ZeroDivisionError):
+        check.rms_norm(lambda x, scale, eps: 1 / 0)
+
+    def in_place(x, scale, eps):
+        x /= np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+        x *= scale
+        return x
+
+    assert check.rms_norm(in_place)
+
+
+def test_under_jit_and_in_64_bits():
+    with jax.enable_x64(True):
+        assert check.rms_norm(jax.jit(F.rms_norm, static_argnames="eps")).tolerance == 1e-10

@@ -1,0 +1,40 @@
+"""JLLAMA_CHECK_SHAPES, in processes without the tests' own import hook."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+WRONG_CALL = """
+import jax.numpy as jnp, jllama
+print(jllama.LlamaConfig(vocab_size=9, rope_theta=500000).rope_theta)
+print(jllama.functional.ban(jnp.ones((2, 3)), jnp.ones((2, 1), bool)).shape)
+"""
+
+
+def run(code, switch):
+    environment = os.environ | {"JLLAMA_CHECK_SHAPES": switch}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_the_switch_checks_every_call(switch):
+    checked = run(WRONG_CALL, switch)
+    assert checked.stdout.startswith("500000")
+    assert (checked.returncode == 0) == (switch == "0")
+    if switch == "1":
+        assert "The problem arose whilst typechecking parameter 'banned'" in checked.stderr
+        assert "Bool[jaxlib._jax.Array, 'batch vocab']" in checked.stderr
+
+
+def test_without_beartype_it_says_what_to_install():
+    missing = run("import sys; sys.modules['beartype'] = None; import jllama", "1")
+    assert missing.stderr.splitlines()[-1] == (
+        "ImportError: JLLAMA_CHECK_SHAPES=1 checks with beartype, which is missing: pip install beartype"
+    )
+
+
+def test_the_parts_are_at_hand():
+    code = "import jllama; print(jllama.oracle.__name__, jllama.functional.__name__, jllama.check.__name__)"
+    assert run(code, "0").stdout.split() == ["jllama.oracle", "jllama.functional", "jllama.check"]
