@@ -8,34 +8,25 @@ import sys
 from collections.abc import Sequence
 from typing import Literal
 
-import jax
-import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from jllama.checkpoints.formats import load
+import jllama
 from jllama.commands.cli import parse
 from jllama.errors import UsageError
-from jllama.generation.benchmark import (
-    RAGGED_TOKENS,
-    Speed,
-    decode_speed,
-    first_token_times_s,
-    memory_bandwidth,
-    prefill_speed,
-    ragged_speed,
-)
-from jllama.model import initial_params
-from jllama.packing import pack_params
-from jllama.presets import preset
 
 
 @dataclasses.dataclass(frozen=True)
 class BenchOptions:
     """Measure how fast a model decodes here, beside what the memory's bandwidth allows.
 
+    Examples:
+        decode model.gguf --quantize int8
+        decode --preset llama3.2-1b
+
     Args:
-        what: decode: prefill, decoding one text, decoding a batch, eight prompts of different lengths.
+        what: what to measure; there is ``decode``: prefill, decoding one text, decoding a batch, and eight prompts of
+            different lengths.
         checkpoint: a model in any format; without it random weights of --preset.
         preset: a released Llama's name, as in jllama.PRESETS, whose shapes to take with random weights.
         prompt_tokens: how long the prompt is that prefill reads.
@@ -76,34 +67,40 @@ class BenchOptions:
 def main(argv: Sequence[str], prog: str) -> int:
     """Measure and print."""
     options = parse(BenchOptions, argv, prog, positional=("what", "checkpoint"))
+    import jax  # not at the top: a mistake in the command line need not wait for it
+    import jax.numpy as jnp
+
+    from jllama.generation import benchmark
+    from jllama.packing import pack_params
+
     if options.checkpoint:
-        model = load(options.checkpoint, options.dtype)
+        model = jllama.load(options.checkpoint, options.dtype)
         config, params, name = model.config, model.for_decoding(options.quantize).params, options.checkpoint
         del model
     else:
-        config, name = preset(options.preset), options.preset
+        config, name = jllama.preset(options.preset), options.preset
         dtype = jnp.dtype(options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
-        make = jax.jit(lambda key: jax.tree.map(lambda leaf: leaf.astype(dtype), initial_params(key, config)))
+        make = jax.jit(lambda key: jax.tree.map(lambda leaf: leaf.astype(dtype), jllama.initial_params(key, config)))
         params = pack_params(make(jax.random.key(0)), config, options.quantize)
-    longest = max(options.prompt_tokens + 1, max(RAGGED_TOKENS) + options.new_tokens)
+    longest = max(options.prompt_tokens + 1, max(benchmark.RAGGED_TOKENS) + options.new_tokens)
     if longest > config.max_seq_len:
         raise UsageError(f"the benchmark needs {longest} tokens of context, and the model has {config.max_seq_len}")
-    bandwidth = memory_bandwidth(params["final_norm"].dtype)
+    bandwidth = benchmark.memory_bandwidth(params["final_norm"].dtype)
     new, repeats = options.new_tokens, options.repeats
-    speeds: dict[str, Speed] = {}
+    speeds: dict[str, benchmark.Speed] = {}
     batch = options.batch_size
     kinds = {
-        f"prefill, {options.prompt_tokens} tokens": lambda: prefill_speed(
+        f"prefill, {options.prompt_tokens} tokens": lambda: benchmark.prefill_speed(
             params, config, options.prompt_tokens, repeats
         ),
-        "decode, 1 text": lambda: decode_speed(params, config, 1, new, repeats, bandwidth),
-        f"decode, {batch} texts": lambda: decode_speed(params, config, batch, new, repeats, bandwidth),
-        f"8 ragged prompts, {new} tokens each": lambda: ragged_speed(params, config, new, repeats, bandwidth),
+        "decode, 1 text": lambda: benchmark.decode_speed(params, config, 1, new, repeats, bandwidth),
+        f"decode, {batch} texts": lambda: benchmark.decode_speed(params, config, batch, new, repeats, bandwidth),
+        f"8 ragged prompts, {new} tokens each": lambda: benchmark.ragged_speed(params, config, new, repeats, bandwidth),
     }
     for title, measure in kinds.items():
         print(f"measuring {title}", file=sys.stderr)
         speeds[title] = measure()
-    first = [first_token_times_s(options.checkpoint) for _ in range(2)] if options.first_token else []
+    first = [benchmark.first_token_times_s(options.checkpoint) for _ in range(2)] if options.first_token else []
     device = jax.devices()[0].device_kind
     if options.json:
         print(

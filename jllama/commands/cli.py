@@ -1,21 +1,30 @@
-"""What every command shares: dataclasses as options, errors as one sentence, exit codes."""
+"""What every command shares: dataclasses as options, help, errors as one sentence, exit codes. It imports no JAX."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import dataclasses
 import difflib
 import importlib
+import importlib.metadata
+import io
 import logging
 import os
+import platform
 import re
 import sys
+import textwrap
+import types
 import typing
 import warnings
-from collections.abc import Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeVar
 
 import docstring_parser
 import jsonargparse
+import yaml
 
 from jllama.errors import JllamaError, UsageError
 
@@ -33,79 +42,353 @@ COMMANDS = {
 }
 """Each is a module of ``jllama.commands`` with a function ``main(argv, prog) -> exit code``."""
 
+_EXAMPLES = ("train quickstart", 'sample runs/quickstart --prompt "def "', "chat model.gguf")
+_COMPLETION = "tab completion: pip install 'jllama[completion]'; eval \"$(register-python-argcomplete jllama)\""
+_ALIASES = {
+    "accumulation": "grad_accum gradient_accumulation gradient_accumulation_steps",
+    "batch_size": "bs bsz batch micro_batch_size per_device_train_batch_size",
+    "checkpoint": "model model_path ckpt input path",
+    "clip_norm": "clip grad_clip max_grad_norm",
+    "embed_dim": "d_model dim n_embd n_embed hidden_size hidden_dim",
+    "epochs": "max_epochs num_epochs num_train_epochs",
+    "eval_every": "eval_interval eval_steps",
+    "learning_rate": "lr max_lr",
+    "max_new_tokens": "max_tokens max_length n_predict num_tokens",
+    "max_seq_len": "block_size context context_length ctx ctx_size n_ctx",
+    "mlp_dim": "d_ff ffn_dim intermediate_size",
+    "num_heads": "heads n_head n_heads num_attention_heads",
+    "num_kv_heads": "kv_heads n_kv_head n_kv_heads num_key_value_heads",
+    "num_layers": "depth layers n_layer n_layers num_hidden_layers",
+    "path": "corpus dataset input train_data",
+    "repetition_penalty": "repeat_penalty",
+    "run_dir": "out out_dir output output_dir",
+    "source": "input model",
+    "steps": "iters max_iters max_steps num_steps",
+    "target": "output out outfile",
+    "temperature": "t temp",
+    "to": "format outtype",
+    "warmup_fraction": "warmup warmup_ratio warmup_steps",
+    "weight_decay": "wd",
+}
+"""What other tools call an option: never taken, always answered with the name here."""
 
-_TYPES = {"int": "a whole number", "float": "a finite number", "bool": "true or false", "str": "text"}
+_KINDS = {
+    bool: ("", "true or false"),
+    int: ("N", "a whole number"),
+    float: ("X", "a finite number"),
+    str: ("TEXT", "text"),
+    dict[int, float]: ("JSON", 'a JSON object such as {"5": 1.5}'),
+}
+_CONFIG_BYTES, _CONFIG_VALUES, _CONFIG_DEPTH = 1_000_000, 100_000, 50
 
 
 class _Parser(jsonargparse.ArgumentParser):
     """Reports a mistake as one sentence, naming the nearest option where there is one."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise UsageError(_sentence(message, self.known_options())) from ex
+        raise UsageError(self.sentence(" ".join(message.split()))) from ex
 
-    def known_options(self) -> list[str]:
-        return [option.removeprefix("--") for option in self._option_string_actions if option.startswith("--")]
+    def sentence(self, message: str) -> str:
+        """The parser's complaint in our words, with the nearest known option if it is about an unknown one."""
+        if unknown := re.search(
+            r"unrecognized arguments: -+([\w.-]+)|(?:Group '([\w.]+)' does not accept o|O)ption '([\w.-]+)'", message
+        ):
+            name = ".".join(filter(None, unknown.groups()))
+            return f"there is no option {name}{_nearest(name, list(self._option_string_actions))}"
+        if missing := re.search(r"the following arguments are required: (.*)", message):
+            names = missing[1].replace(", ", " and ")
+            return f"{names} {'are' if ' ' in names else 'is'} missing{f'; usage: {self.usage}' if self.usage else ''}"
+        if message.endswith(": expected one argument"):
+            return f"{message} (one that begins with a dash is written --option=-value)"
+        key = re.match(r'(?:Parser key )?"([\w.]+)": ', message)
+        if key is None:
+            return message
+        if inner := re.search(r"Errors: - (\w+ is .*?) - Expected an? <class 'NoneType'>", message):
+            return f"{key[1]}.{inner[1]}"  # of a dataclass that may also be null
+        if key[1] == "config":
+            return f"the configuration cannot be used: {message.removeprefix(key[0])[:200]}"
+        value = re.search(r".*(?:value:|load config) (.*)", message)
+        wrong = f"{key[1]} is {value[1].strip(chr(34))!r}; it" if value else key[1]
+        hints = {action.dest: getattr(action, "_typehint", None) for action in self._actions}
+        if hints.get(key[1]) is None:
+            return f"{wrong} must hold options, such as {next(name for name in hints if name.startswith(f'{key[1]}.'))}"
+        return f"{wrong} must be {_kind(hints[key[1]])[1]}"
+
+    def format_help(self, formatter: argparse.HelpFormatter | None = None) -> str:
+        return super().format_help(formatter).replace("``", "")
 
 
-def parse(options: type[T], argv: Sequence[str], prog: str, positional: Sequence[str] = ()) -> T:
+class _Formatter(jsonargparse.DefaultHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str:
+        nothing = (None, False, "", [], {}, (), argparse.SUPPRESS)
+        shown = type(action.default) is int or action.default not in nothing
+        return (action.help or "") + (" (default: %(default)s)" if shown else "")
+
+
+def parse(
+    options: type[T], argv: Sequence[str], prog: str, positional: Sequence[str] = (), common: Sequence[str] = ()
+) -> T:
     """Fill a dataclass from defaults, then ``--config`` YAML files, then flags; the last one wins.
 
-    Fields named in ``positional`` are given in order and without their names; one with a default may be left out.
-    ``--help`` and ``--print_config`` print and exit.
+    Fields named in ``positional`` may be given in this order without their names; so may ``config``. ``--help`` prints
+    a page with the ``Examples`` of the dataclass and the options in ``common`` (all of them, if it names none),
+    ``--help all`` every option, ``--print_config`` the configuration; they exit. So does no argument at all, with code
+    2, if the first positional one is needed.
 
     Raises:
         UsageError: an option is unknown or has a value of the wrong type or out of range.
     """
-    description = (options.__doc__ or "").partition("\n\n")[0]
-    parser = _Parser(prog=prog, description=description, default_env=False, allow_abbrev=False)
-    parser.add_argument("--config", action="config", help="a YAML file with any of the options below")
-    explained = {param.arg_name: param.description for param in docstring_parser.parse(options.__doc__ or "").params}
-    for field in dataclasses.fields(options):  # pyright: ignore[reportArgumentType] - T is a dataclass
-        if field.name in positional:
-            optional = {} if field.default is dataclasses.MISSING else {"nargs": "?", "default": field.default}
-            parser.add_argument(field.name, type=str, help=explained[field.name], **optional)
-    parser.add_class_arguments(options, skip=set(positional))
-    for action in parser._actions:
-        if getattr(action, "_typehint", None) in (bool, bool | None):  # --compare alone means --compare true
-            action.nargs, action.const = "?", True
-        if action.option_strings and len(action.dest) == 1:  # -n as well as --n
-            parser._option_string_actions[f"-{action.dest}"] = action
+    parser = _parser(options, prog, positional)
+    usage = parser.usage or ""
+    if not argv and positional and usage.startswith((f"{prog} [CONFIG]", f"{prog} {positional[0].upper()}")):
+        print(_page(parser, options, positional, common), end="", file=sys.stderr)
+        raise SystemExit(2)
+    if "-h" in argv or "--help" in argv:
+        page = parser.format_help() if argv[-1] == "all" else _page(parser, options, positional, common)
+        print(page, end="")
+        raise SystemExit(0)
     try:
-        settings = parser.parse_args(list(argv))
+        settings = parser.parse_args(_named(parser, argv, positional))
         for name, kind in typing.get_type_hints(options).items():
             if dataclasses.is_dataclass(kind) and not isinstance(settings[name], jsonargparse.Namespace):
-                example = dataclasses.fields(kind)[0].name
-                raise UsageError(f"{name} is {settings[name]!r}; it must hold options, such as {name}.{example}")
+                parser.error(f'"{name}": Unable to load config {settings[name]}')
         settings = parser.instantiate(settings)
-    except UnicodeDecodeError as error:
-        raise UsageError(f"the --config file is not UTF-8 text: {error}") from error
+    except RecursionError as error:
+        raise UsageError("an option's value is nested too deep: give a plain one") from error
     except ValueError as error:  # from a dataclass that may also be null
-        raise UsageError(_sentence(str(error), parser.known_options())) from error
+        parser.error(str(error))
     return options(**{name: value for name, value in vars(settings).items() if name != "config"})
+
+
+def _parser(options: type, prog: str, positional: Sequence[str]) -> _Parser:
+    hints = typing.get_type_hints(options)
+    needed = [field.name for field in dataclasses.fields(options) if field.default is dataclasses.MISSING]
+    usage = [name.upper() if name in needed else f"[{name.upper()}]" for name in positional]
+    parser = _Parser(
+        prog=prog,
+        usage=" ".join([prog, *usage, "[options]"]),
+        description=(options.__doc__ or "").partition("\n\n")[0],
+        formatter_class=_Formatter,
+        default_env=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action="config", help="a YAML file with any of these options")
+    parser.add_class_arguments(options)
+    for group in parser._action_groups:
+        if (options.__doc__ or "").startswith(group.title or ":"):
+            group.title = None  # it is said once
+    ours = {
+        "help": "show the usual options, or with --help all every one, and exit",
+        "print_config": "print the configuration that the other arguments make, as YAML, and exit",
+    }
+    for action in parser._actions:
+        hint = getattr(action, "_typehint", None)
+        if hint in (bool, bool | None):  # --compare alone means --compare true
+            action.nargs, action.const = "?", True
+        elif hint is not None:
+            action.metavar = _kind(hint)[0]
+        action.help = ours.get(action.dest, action.help)
+        if dataclasses.is_dataclass(hints.get(action.dest)):
+            action.help = argparse.SUPPRESS  # --model FILE, which --config does better
+        if action.option_strings and len(action.dest) == 1:  # -n as well as --n
+            parser._option_string_actions[f"-{action.dest}"] = action
+    return parser
+
+
+def _named(parser: _Parser, argv: Sequence[str], positional: Sequence[str]) -> list[str]:
+    """The arguments with a name before each that has none, and the text of each ``--config`` file in its place."""
+    named, words, given = [], list(argv), {word.partition("=")[0] for word in argv}
+    names = [name for name in positional if f"--{name}" not in given]
+    while words:
+        name, equals, value = words.pop(0).partition("=")
+        if not name.startswith("-") or name == "-":
+            if not names:
+                raise UsageError(f"{name + equals + value!r} is one argument too many; usage: {parser.usage}")
+            name, equals, value = f"--{names.pop(0)}", "=", name + equals + value
+        elif not equals and words and not words[0].startswith("--"):
+            action = parser._option_string_actions.get(name)  # unknown ones are taken to have a value
+            nargs = 0 if name == "--print_config" else action and action.nargs
+            if nargs is None or (nargs == "?" and (words[0] in ("true", "false") or not names)):
+                equals, value = "=", words.pop(0)
+                if name != "--config":  # in two words: what begins with a dash is no value then
+                    named, name, equals = [*named, name], "", ""
+        named.append(name + equals + (_config_text(value) if name == "--config" and equals else value))
+    return named
+
+
+def _page(parser: _Parser, options: type, positional: Sequence[str], common: Sequence[str]) -> str:
+    """The short help: usage, examples, the configurations where a command takes one, the options in ``common``."""
+    parts = [f"usage: {parser.usage}", textwrap.fill(parser.description or "", 79)]
+    for example in docstring_parser.parse(options.__doc__ or "").examples:
+        lines = (example.description or "").splitlines()
+        parts.append("\n".join(["examples:", *(f"  {parser.prog} {line}" for line in lines)]))
+    if "config" in positional:
+        first_lines = {name: path.read_text().partition("\n")[0] for name, path in shipped_configs().items()}
+        lines = (f"  {name:22} {line.removeprefix('# ')}" for name, line in first_lines.items())
+        parts.append("\n".join(["configurations:", *lines]))
+    for action in parser._actions:
+        if common and action.dest not in (*positional, *common, "help"):
+            action.help = argparse.SUPPRESS
+    for group in parser._action_groups:
+        group.title = None
+    parser.usage, parser.description = argparse.SUPPRESS, "options:"
+    return "\n\n".join(parts).replace("``", "") + "\n\n" + parser.format_help()
+
+
+def shipped_configs() -> dict[str, Path]:
+    """The configurations that jllama brings, by name: from the wheel, or from the repository."""
+    package = Path(__file__).parents[1]
+    folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def _config_text(name: str) -> str:
+    """What a ``--config`` file holds, or one that jllama brings, by its name; all that its values could break is not.
+
+    Raises:
+        UsageError: it is not there, not YAML, no mapping, or absurdly large, also once its aliases are resolved.
+    """
+    path, shipped = Path(name), shipped_configs()
+    if not path.exists() and str(path.parent) in (".", "configs"):
+        path = shipped.get(path.name.removesuffix(".yaml"), path)
+    try:
+        with path.open("rb") as file:
+            text = file.read(_CONFIG_BYTES).decode()
+            root = None if file.read(1) else yaml.compose(text) or yaml.ScalarNode("", "nothing")
+        if root is None or _count_values(root, {}, 0) > _CONFIG_VALUES:
+            raise RecursionError
+    except OSError as error:
+        known = f"a file, or by its name one of {', '.join(shipped)}"
+        raise UsageError(f"the configuration {name} cannot be read: {error.strerror}; give {known}") from error
+    except RecursionError as error:
+        raise UsageError(f"{name} is too large or nested too deep: it must hold options, such as 'seed: 1'") from error
+    except yaml.MarkedYAMLError as error:
+        mark: Any = error.context_mark or error.problem_mark
+        where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        opened = mark and error.context and error.context.startswith("while parsing a flow")
+        what = f"the {mark.buffer[mark.pointer]} is never closed, or lacks a comma" if opened else error.problem
+        raise UsageError(f"{name}{where}: {what}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"{name} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(root, yaml.MappingNode):
+        found = " ".join(text.split()) or "nothing"
+        raise UsageError(f"{name} holds {found[:50]!r}; it must hold options, such as 'seed: 1'")
+    return text
+
+
+def _count_values(node: yaml.Node, counts: dict[int, int], depth: int) -> int:
+    """How many values there are once aliases are resolved: ten of ten of ten ... is a file of a few lines."""
+    if depth > _CONFIG_DEPTH:
+        raise RecursionError
+    if id(node) not in counts:
+        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+        children = [child for pair in inner for child in (pair if isinstance(pair, tuple) else (pair,))]
+        counts[id(node)] = 1 + sum(_count_values(child, counts, depth + 1) for child in children)
+    return counts[id(node)]
+
+
+def _kind(hint: Any) -> tuple[str, str]:
+    """How an option's value looks in the help, and what is said where it is wrong."""
+    kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+    if typing.get_origin(hint) is Literal:
+        return "{" + ",".join(map(str, kinds)) + "}", f"one of {', '.join(map(str, kinds))}"
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return _kind(kinds[-1])
+    return _KINDS.get(hint, ("JSON", "JSON, such as [1, 2]"))
 
 
 def run(command: str, argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run a command. Returns its exit code: 0 done, 1 failed, 2 bad usage; a mistake of the user's is one sentence."""
+    argv = sys.argv[1:] if argv is None else argv
+    prog = prog or f"{_program()} {command}"
+    return _guarded(lambda: importlib.import_module(f"jllama.commands.{command}").main(argv, prog))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``jllama COMMAND ...``, also ``python -m jllama COMMAND ...``."""
+    return _guarded(lambda: _main(sys.argv[1:] if argv is None else argv))
+
+
+def _main(argv: Sequence[str]) -> int:
+    listing = "\n".join(f"  {name:8} {purpose}" for name, purpose in COMMANDS.items())
+    examples = "\n".join(f"  {_program()} {words}" for words in _EXAMPLES)
+    page = f"usage: {_program()} COMMAND [--help] ...\n\n{listing}\n\nexamples:\n{examples}\n\n{_COMPLETION}"
+    if "_ARGCOMPLETE" in os.environ:
+        _complete()
+    if not argv or argv[0] in ("-h", "--help"):
+        print(page, file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        versions = {name: importlib.metadata.version(name) for name in ("jllama", "jax")}
+        print(f"jllama {versions['jllama']} (jax {versions['jax']}, Python {platform.python_version()})")
+        return 0
+    if argv[0] not in COMMANDS:
+        nearest = _nearest(argv[0], list(COMMANDS))
+        raise UsageError(f"there is no command {argv[0]!r}{nearest}; the commands are {', '.join(COMMANDS)}")
+    return run(argv[0], argv[1:])
+
+
+def _complete() -> None:
+    """Answer the shell, which asks by environment variables what could come next, and exit."""
+    import argcomplete
+
+    words = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split()
+    if words[1:] and words[1] in COMMANDS and os.environ["COMP_LINE"][len(" ".join(words[:2])) :]:
+        os.environ["_ARGCOMPLETE"] = "2"  # words to skip
+        run(words[1], ["--"])  # the parser answers, and exits
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command", choices=COMMANDS)
+    argcomplete.autocomplete(parser)
+
+
+def _program() -> str:
+    return "jllama" if Path(sys.argv[0]).stem == "jllama" else "python -m jllama"
+
+
+def _guarded(work: Callable[[], int]) -> int:
+    """The exit code of a command, or of what went wrong in it; what the user can do nothing about is a traceback."""
+    _open_streams()
     _quieten_threads()
-    arguments = sys.argv[1:] if argv is None else argv
+    code, problem = 1, ""
     try:
-        module = importlib.import_module(f"jllama.commands.{command}")
-        return module.main(arguments, prog or f"python -m jllama {command}")
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        try:
+            return work()
+        finally:
+            sys.stdout.flush()  # a reader that has gone is noticed here, and not after the end
     except JllamaError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        code, problem = (2 if isinstance(error, UsageError) else 1), f"error: {error}"
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 1
+        problem = "stopped"
+    except MemoryError as error:
+        problem = f"error: there is not enough memory{f': {error}' if str(error) else ''}"
     except BrokenPipeError:  # the reader of our output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        pass
     except OSError as error:  # a full disk, a file where a folder should be
-        print(f"error: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", file=sys.stderr)
-        return 1
+        problem = f"error: {error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        problem = f"error: the device's memory is full ({' '.join(str(error).split())[:200]}): take less at once"
+    with contextlib.suppress(OSError):
+        print(problem, file=sys.stderr, end="\n" if problem else "", flush=True)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries once more, and says so
+    return code
+
+
+def _open_streams() -> None:
+    """Give each closed stream the null device, and show what a stream cannot encode by its number."""
+    while (null := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest free one: no file of ours must become stderr
+        pass
+    os.close(null)
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8"))  # noqa: SIM115 - for as long as the process lives
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _quieten_threads() -> None:
@@ -123,49 +406,13 @@ def _unraisable(problem: Any) -> None:
         sys.__unraisablehook__(problem)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """``python -m jllama COMMAND ...``."""
-    argv = sys.argv[1:] if argv is None else argv
-    if argv and argv[0] in COMMANDS:
-        return run(argv[0], argv[1:])
-    if argv and argv[0] in ("-h", "--help"):
-        listing = "\n".join(f"  {name:8} {purpose}" for name, purpose in COMMANDS.items())
-        print(f"usage: python -m jllama COMMAND [--help] ...\n\n{listing}")
-        return 0
-    problem = f"there is no command {argv[0]!r}{_nearest(argv[0], list(COMMANDS))}" if argv else "a command is missing"
-    print(f"error: {problem}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
-    return 2
-
-
-def _sentence(message: str, known: list[str]) -> str:
-    """The parser's complaint on one line, with the nearest known option if it is about an unknown one."""
-    message = " ".join(message.split())
-    unknown = re.search(r"unrecognized arguments: --([\w.]+)", message) or re.search(
-        r"Option '([\w.]+)' is not accepted", message
-    )
-    nested = re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message)
-    name = unknown[1] if unknown else f"{nested[1]}.{nested[2]}" if nested else None
-    if name is not None:
-        return f"there is no option {name}{_nearest(name, known)}"
-    message = re.sub(r"typing\.|<class '(\w+)'>", r"\1", message).removeprefix("Parser key ")
-    if wrong := re.fullmatch(r'"([\w.]+)": Expected an? (.*)\. Got value: (.*)', message):
-        wanted = re.sub(r"^Literal\[(.*)\]$", r"one of \1", wrong[2])
-        return f"{wrong[1]} is {wrong[3]!r}; it must be {_TYPES.get(wanted, wanted)}"
-    if nullable := re.search(r"Subtypes: .* Errors: - (.*) - Expected a NoneType", message):
-        where = re.match(r'"([\w.]+)": ', message)
-        return f"{where[1]}: {nullable[1]}" if where else nullable[1]
-    if message.startswith("Unexpected config:"):
-        found = message.partition(":")[2].strip() or "nothing"
-        return f"the --config file holds {found!r}; it must hold options, such as 'seed: 1'"
-    if message.endswith(": expected one argument"):
-        return f"{message} (one that begins with a dash is written --option=-value)"
-    return message
-
-
 def _nearest(name: str, known: list[str]) -> str:
-    begun = [option for option in known if option.startswith(name)]
-    close = begun[:1] or difflib.get_close_matches(name, known, 1, 0.5)
+    name, known = name.replace("-", "_"), [option.removeprefix("--") for option in known]
+    last = name.rpartition(".")[2]
+    by_last = {option.rpartition(".")[2]: option for option in known}
+    meant = [by_last[option] for option, names in _ALIASES.items() if last in names.split() and option in by_last]
+    close = meant or [option for option in known if option.startswith(name)]
+    close = close or difflib.get_close_matches(name, known, 1, 0.5)
     if not close:  # the group may be missing: --learning_rate for --optimizer.learning_rate
-        by_last = {option.rpartition(".")[2]: option for option in known}
-        close = [by_last[last] for last in difflib.get_close_matches(name.rpartition(".")[2], list(by_last), 1, 0.6)]
+        close = [by_last[last] for last in difflib.get_close_matches(last, list(by_last), 1, 0.6)]
     return f"; did you mean {close[0]}?" if close else ""

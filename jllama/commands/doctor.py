@@ -10,18 +10,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-import jax
 from rich.console import Console
 
-from jllama.checkpoints.formats import open_checkpoint
+import jllama
 from jllama.commands.cli import parse
 from jllama.errors import JllamaError
-from jllama.presets import preset
-from jllama.summary import summary_table
-from jllama.verify.compare import TOLERANCE
-from jllama.verify.conformance import model_error
-from jllama.verify.subject import jllama_itself
-from jllama.verify.variants import VARIANTS, weights
 
 _PACKAGES = (
     "jax",
@@ -36,12 +29,15 @@ _PACKAGES = (
     "gguf",
     "numpy",
 )
-_CHECKED = VARIANTS["Llama 3.2 tied"]
 
 
 @dataclasses.dataclass(frozen=True)
 class DoctorOptions:
     """Show versions, devices and room on disk, and check a small model on this device against the NumPy oracle.
+
+    Examples:
+        runs/quickstart
+        --preset llama3.1-8b
 
     Args:
         checkpoint: a run or a model in any format, to print its parameters; without it, those of the checked model.
@@ -54,11 +50,21 @@ class DoctorOptions:
 
 def main(argv: Sequence[str], prog: str) -> int:
     """Print what was found; the exit code is 1 if the device computes wrongly."""
-    options = parse(DoctorOptions, argv, prog)
+    options = parse(DoctorOptions, argv, prog, ("checkpoint",))
+    import jax
+
+    from jllama.checkpoints.formats import open_checkpoint
+    from jllama.summary import summary_table
+    from jllama.verify.compare import TOLERANCE
+    from jllama.verify.conformance import model_error
+    from jllama.verify.subject import jllama_itself
+    from jllama.verify.variants import VARIANTS, weights
+
+    checked = VARIANTS["Llama 3.2 tied"]
     if options.preset:
-        config = preset(options.preset)
+        config = jllama.preset(options.preset)
     else:
-        config = open_checkpoint(options.checkpoint).config if options.checkpoint else _CHECKED
+        config = open_checkpoint(options.checkpoint).config if options.checkpoint else checked
     console = Console(highlight=False)
     console.print(f"Python {platform.python_version()} on {platform.platform()}")
     console.print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES))
@@ -71,7 +77,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     console.print(summary_table(config))
 
     with jax.default_matmul_precision("highest"):
-        error = model_error(jllama_itself(), _CHECKED, weights(_CHECKED), _CHECKED)
+        error = model_error(jllama_itself(), checked, weights(checked), checked)
     console.print(f"logits against the float64 oracle: relative error {error:.1e}, tolerance {TOLERANCE:.0e}")
     if not error < TOLERANCE:
         raise JllamaError(f"this device computes a Llama wrongly: relative error {error:.1e} is over {TOLERANCE:.0e}")

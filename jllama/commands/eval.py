@@ -13,11 +13,9 @@ from typing import Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jllama.checkpoints.formats import Model, load
+import jllama
 from jllama.commands.cli import parse
-from jllama.data.corpus import read_corpus
 from jllama.errors import JllamaError, UsageError
-from jllama.evaluation.scoring import TextScore, check_windows, score_texts
 
 _WINDOW = 2048
 _FOR_DATA = ("text_field", "stride", "max_tokens")
@@ -27,6 +25,10 @@ _FOR_TASKS = ("include_path", "num_fewshot", "limit", "apply_chat_template")
 @dataclasses.dataclass(frozen=True)
 class EvalOptions:
     """Measure how well a model predicts a text, or how it does on tasks of EleutherAI's lm-eval.
+
+    Examples:
+        runs/quickstart --data text.txt
+        model.gguf --tasks arc_easy,hellaswag --limit 100
 
     Args:
         checkpoint: the folder of a run, or a model in any format: a Hugging Face or Meta folder, a GGUF or llama2.c
@@ -91,15 +93,18 @@ def main(argv: Sequence[str], prog: str) -> int:
     return _evaluate_text(_load(options), options)
 
 
-def _load(options: EvalOptions) -> Model:
-    model = load(options.checkpoint, options.dtype, rope_factor=options.rope_factor, step=options.step or None)
+def _load(options: EvalOptions) -> jllama.Model:
+    model = jllama.load(options.checkpoint, options.dtype, rope_factor=options.rope_factor, step=options.step or None)
     if model.tokenizer is None:
         raise JllamaError(f"{options.checkpoint} has no tokenizer: put the one it was trained with beside its weights")
     print(options.checkpoint if model.step is None else f"{options.checkpoint}, step {model.step}", file=sys.stderr)
     return model.for_decoding(options.quantize) if options.quantize else model
 
 
-def _evaluate_text(model: Model, options: EvalOptions) -> int:
+def _evaluate_text(model: jllama.Model, options: EvalOptions) -> int:
+    from jllama.data.corpus import read_corpus
+    from jllama.evaluation.scoring import check_windows, score_texts
+
     window = options.window or min(model.config.max_seq_len, _WINDOW)
     stride = options.stride or max(window // 2, 1)
     check_windows(window, stride, options.batch_size, model.config.max_seq_len)
@@ -119,17 +124,7 @@ def _evaluate_text(model: Model, options: EvalOptions) -> int:
             max_tokens=options.max_tokens or None,
             report=lambda done, total: progress.update(task, completed=done, total=total),
         )
-    found = _as_json(score, window, stride, time.perf_counter() - began_s)
-    if options.json:
-        print(json.dumps(found, indent=1))
-    else:
-        for name, value in found.items():
-            print(f"{name:14} {value:,.4f}" if isinstance(value, float) else f"{name:14} {value:,}")
-    return 0
-
-
-def _as_json(score: TextScore, window: int, stride: int, seconds: float) -> dict[str, float]:
-    return {
+    found = {
         "tokens": score.tokens,
         "bytes": score.text_bytes,
         "loss": score.loss,
@@ -137,8 +132,14 @@ def _as_json(score: TextScore, window: int, stride: int, seconds: float) -> dict
         "bits_per_byte": score.bits_per_byte,
         "window": window,
         "stride": stride,
-        "tokens_per_s": round(score.tokens / seconds, 1),
+        "tokens_per_s": round(score.tokens / (time.perf_counter() - began_s), 1),
     }
+    if options.json:
+        print(json.dumps(found, indent=1))
+    else:
+        for name, value in found.items():
+            print(f"{name:14} {value:,.4f}" if isinstance(value, float) else f"{name:14} {value:,}")
+    return 0
 
 
 def _evaluate_tasks(options: EvalOptions) -> int:

@@ -15,13 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from jllama.checkpoints.formats import Model, load
+import jllama
 from jllama.commands.cli import parse
 from jllama.errors import JllamaError, UsageError
-from jllama.evaluation.scoring import token_log_probs
-from jllama.generation.prompts_file import complete_file
-from jllama.generation.settings import SamplingConfig
-from jllama.generation.text import Completion, Prompt, generate, request_of, stream
+from jllama.generation.config import SamplingConfig
 
 COMPARED = {
     "greedy": SamplingConfig(temperature=0.0),
@@ -33,11 +30,29 @@ COMPARED = {
     "top-p 0.9, T=0.7": SamplingConfig(temperature=0.7, top_p=0.9),
 }
 """The settings that ``--compare`` sets side by side."""
+_COMMON = (
+    "prompt",
+    "prompts_file",
+    "output",
+    "n",
+    "max_new_tokens",
+    "stop",
+    "temperature",
+    "top_p",
+    "seed",
+    "quantize",
+    "json",
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleOptions:
     """Let a trained model continue a prompt, or a file of prompts; a text streams to stdout as it is made.
+
+    Examples:
+        runs/quickstart --prompt "def "
+        model.gguf --prompt "Once upon a time" --max_new_tokens 200 --temperature 0.5 -n 3
+        smollm2/ --prompts_file prompts.jsonl --output texts.jsonl
 
     Args:
         checkpoint: the folder of a run, or a model in any format: a Hugging Face or Meta folder, a GGUF or llama2.c
@@ -119,9 +134,11 @@ class SampleOptions:
 
 def main(argv: Sequence[str], prog: str) -> int:
     """Load a model and write."""
-    options = parse(SampleOptions, argv, prog)
+    options = parse(SampleOptions, argv, prog, ("checkpoint",), _COMMON)
     settings = {field.name: getattr(options, field.name) for field in dataclasses.fields(SamplingConfig)}
-    prompt = Prompt(
+    from jllama.generation.text import request_of
+
+    prompt = jllama.Prompt(
         _read_stdin() if options.prompt == "-" else options.prompt,
         SamplingConfig(**settings),
         options.max_new_tokens or None,
@@ -130,7 +147,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     )
     if options.prompts_file and not Path(options.prompts_file).is_file():  # known before a large model is loaded
         raise JllamaError(f"there is no prompts_file at {options.prompts_file}: give a .jsonl file")
-    model = load(options.checkpoint, options.dtype, rope_factor=options.rope_factor, step=options.step or None)
+    model = jllama.load(options.checkpoint, options.dtype, rope_factor=options.rope_factor, step=options.step or None)
     if model.tokenizer is None:
         raise JllamaError(f"{options.checkpoint} has no tokenizer: put the one it was trained with beside its weights")
     request_of(model, prompt)  # before anything is written
@@ -144,9 +161,9 @@ def main(argv: Sequence[str], prog: str) -> int:
     prompts = [_with_seed(prompt, options.seed + number) for number in range(options.n)]
     echo = not options.json if options.echo is None else options.echo
     if options.n == 1 and not options.json:
-        completions = [_write(stream(model, prompt, speculate=options.speculate), _text(prompt) if echo else "")]
+        completions = [_write(jllama.stream(model, prompt, speculate=options.speculate), _text(prompt) if echo else "")]
     else:
-        completions = generate(model, prompts, speculate=options.speculate)
+        completions = jllama.generate(model, prompts, speculate=options.speculate)
     for number, (each, completion) in enumerate(zip(prompts, completions, strict=True)):
         if options.json:
             line = {"prompt": _text(each), "seed": each.sampling.seed} | _record(model, each, completion, options)
@@ -169,16 +186,16 @@ def _read_stdin() -> str:
         raise UsageError(f"the prompt on stdin is not UTF-8 text: {error}") from error
 
 
-def _text(prompt: Prompt) -> str:
+def _text(prompt: jllama.Prompt) -> str:
     assert isinstance(prompt.content, str)
     return prompt.content
 
 
-def _with_seed(prompt: Prompt, seed: int) -> Prompt:
+def _with_seed(prompt: jllama.Prompt, seed: int) -> jllama.Prompt:
     return dataclasses.replace(prompt, sampling=dataclasses.replace(prompt.sampling, seed=seed % 2**32))
 
 
-def _write(pieces: Generator[str, None, Completion], before: str) -> Completion:
+def _write(pieces: Generator[str, None, jllama.Completion], before: str) -> jllama.Completion:
     sys.stdout.write(before)
     while True:
         try:
@@ -189,7 +206,9 @@ def _write(pieces: Generator[str, None, Completion], before: str) -> Completion:
             return end.value
 
 
-def _record(model: Model, prompt: Prompt, completion: Completion, options: SampleOptions) -> dict[str, Any]:
+def _record(
+    model: jllama.Model, prompt: jllama.Prompt, completion: jllama.Completion, options: SampleOptions
+) -> dict[str, Any]:
     """What is said of a completion in JSON."""
     echo = bool(options.echo)
     record: dict[str, Any] = {"text": (_text(prompt) if echo else "") + completion.text}
@@ -199,8 +218,13 @@ def _record(model: Model, prompt: Prompt, completion: Completion, options: Sampl
     return record
 
 
-def _log_probs(model: Model, prompt: Prompt, completion: Completion, *, echo: bool) -> list[dict[str, Any]]:
+def _log_probs(
+    model: jllama.Model, prompt: jllama.Prompt, completion: jllama.Completion, *, echo: bool
+) -> list[dict[str, Any]]:
     """Each token with its text and its log-probability; the prompt's first has none."""
+    from jllama.evaluation.scoring import token_log_probs
+    from jllama.generation.text import request_of
+
     assert model.tokenizer is not None
     pairs: list[tuple[int, float | None]] = []
     if echo:
@@ -211,20 +235,22 @@ def _log_probs(model: Model, prompt: Prompt, completion: Completion, *, echo: bo
     return [{"id": id, "text": model.tokenizer.decode([id]), "log_prob": log_prob} for id, log_prob in pairs]
 
 
-def _print_log_probs(model: Model, prompt: Prompt, completion: Completion, *, echo: bool) -> None:
+def _print_log_probs(model: jllama.Model, prompt: jllama.Prompt, completion: jllama.Completion, *, echo: bool) -> None:
     print(" log_prob      id  token")
     for token in _log_probs(model, prompt, completion, echo=echo):
         value = "        -" if token["log_prob"] is None else f"{token['log_prob']:9.4f}"
         print(f"{value} {token['id']:7}  {token['text']!r}")
 
 
-def _report_speculation(completions: Sequence[Completion]) -> None:
+def _report_speculation(completions: Sequence[jllama.Completion]) -> None:
     drafted, accepted = (sum(getattr(each, name) for each in completions) for name in ("drafted", "accepted"))
     share = f", {accepted / drafted:.0%}" if drafted else ""
     print(f"speculation: {accepted} of {drafted} guessed tokens were right{share}", file=sys.stderr)
 
 
-def _complete_file(model: Model, prompt: Prompt, options: SampleOptions) -> int:
+def _complete_file(model: jllama.Model, prompt: jllama.Prompt, options: SampleOptions) -> int:
+    from jllama.generation.prompts_file import complete_file
+
     console = Console(stderr=True, highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     begun, made, guessed = time.perf_counter(), 0, []
@@ -236,7 +262,7 @@ def _complete_file(model: Model, prompt: Prompt, options: SampleOptions) -> int:
             made += tokens
             progress.update(task, completed=done, total=total)
 
-        def record(prompt: Prompt, completion: Completion) -> dict[str, Any]:
+        def record(prompt: jllama.Prompt, completion: jllama.Completion) -> dict[str, Any]:
             guessed.append(completion)
             return _record(model, prompt, completion, options)
 
@@ -265,7 +291,7 @@ def _complete_file(model: Model, prompt: Prompt, options: SampleOptions) -> int:
     return 1 if problems else 0
 
 
-def _compare(model: Model, prompt: Prompt, options: SampleOptions) -> None:
+def _compare(model: jllama.Model, prompt: jllama.Prompt, options: SampleOptions) -> None:
     """All the settings as the rows of one batch, and of one table."""
     rows = [
         dataclasses.replace(prompt, sampling=dataclasses.replace(sampling, seed=options.seed))
@@ -274,6 +300,6 @@ def _compare(model: Model, prompt: Prompt, options: SampleOptions) -> None:
     table = Table(show_lines=True)
     table.add_column("setting", no_wrap=True)
     table.add_column("text")
-    for name, completion in zip(COMPARED, generate(model, rows, speculate=options.speculate), strict=True):
+    for name, completion in zip(COMPARED, jllama.generate(model, rows, speculate=options.speculate), strict=True):
         table.add_row(name, Text(_text(prompt), "bold") + Text(completion.text))
     Console().print(table)

@@ -10,6 +10,17 @@ from pathlib import Path
 from jllama.commands.cli import parse
 from jllama.training.config import TrainConfig
 
+_COMMON = (
+    "run_dir",
+    "resume",
+    "init_from",
+    "data.path",
+    "model.num_layers",
+    "model.embed_dim",
+    "optimizer.learning_rate",
+    "training.batch_size",
+    "training.steps",
+)
 _FINE_TUNING = ["--training.batch_size=4", "--optimizer.learning_rate=2e-5"]
 
 
@@ -41,9 +52,9 @@ def read_config(argv: Sequence[str], prog: str) -> TrainConfig:
     argv = [*(("--config", str(own), "--run_dir", given) if own and own.is_file() else ()), *argv]
     if any(argument.partition("=")[0] == "--init_from" for argument in argv):
         argv = [*_FINE_TUNING, *argv]
-    config = parse(TrainConfig, argv, prog)
+    config = parse(TrainConfig, argv, prog, ("config",), _COMMON)
     if config.init_from and argv[0] not in _FINE_TUNING:  # a file brought it
-        config = parse(TrainConfig, [*_FINE_TUNING, *argv], prog)
+        config = parse(TrainConfig, [*_FINE_TUNING, *argv], prog, ("config",))
     if config.init_from:
         flags = parse(TrainConfig, _flags(argv, ("--model", "--data.tokenizer")), prog)
         data = dataclasses.replace(config.data, tokenizer=flags.data.tokenizer)

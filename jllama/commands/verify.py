@@ -1,7 +1,5 @@
 """``python -m jllama verify``."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import fnmatch
@@ -10,21 +8,17 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jllama.commands.cli import parse
 from jllama.errors import JllamaError, UsageError
 from jllama.files import write_text_whole
-from jllama.verify import checkpoint_report, report
-from jllama.verify.checkpoint import verify_checkpoint
-from jllama.verify.compare import Check, Result, run_checks
-from jllama.verify.conformance import conformance_checks
-from jllama.verify.equalities import equality_checks
-from jllama.verify.mutations import mutation_checks
-from jllama.verify.subject import jllama_itself
+
+if TYPE_CHECKING:  # importing JAX waits until the options are found in order
+    from jllama.verify.compare import Check, Result
 
 _WIDE = 140  # characters, where the output is no terminal
 
@@ -33,11 +27,16 @@ _WIDE = 140  # characters, where the output is no terminal
 class VerifyOptions:
     """Prove that this machine computes every Llama as the oracle does, or check a checkpoint of your own.
 
-    Without a path: every variant through every file format against the float64 NumPy oracle, how far deliberate
+    Without a checkpoint: every variant through every file format against the float64 NumPy oracle, how far deliberate
     mistakes would be seen, and ways of running a model that must agree. With one: that checkpoint, layer by layer.
 
+    Examples:
+        --html report.html
+        --only gguf,mutations/yarn
+        smollm2.gguf
+
     Args:
-        path: a checkpoint in any format, or a Hugging Face hub id; empty for the matrix.
+        checkpoint: a training run, or a model in any format, or a Hugging Face hub id; empty for the matrix.
         only: the checks to run, by a part of their names group/row/column, such as gguf or mutations/yarn; * stands
             for anything, and a comma between several.
         text: a UTF-8 file to measure a checkpoint on, in place of the built-in text.
@@ -47,7 +46,7 @@ class VerifyOptions:
         html: write the result as an HTML page to this file.
     """
 
-    path: str = ""
+    checkpoint: str = ""
     only: str = ""
     text: str = ""
     transformers: bool = False
@@ -58,16 +57,19 @@ class VerifyOptions:
 
 def main(argv: Sequence[str], prog: str) -> int:
     """Check, print what was found, and say PASS or FAIL; the exit code is 1 if anything failed."""
-    options = parse(VerifyOptions, argv, prog, positional=("path",))
+    options = parse(VerifyOptions, argv, prog, positional=("checkpoint",))
     if options.html and not Path(options.html).resolve().parent.is_dir():
         raise UsageError(f"there is no folder for --html {options.html}: make it first")
-    return _verify_checkpoint(options) if options.path else _verify_jllama(options)
+    return _verify_checkpoint(options) if options.checkpoint else _verify_jllama(options)
 
 
 def _verify_checkpoint(options: VerifyOptions) -> int:
     if options.only:
         raise UsageError("--only chooses among the checks of the matrix: leave it out with a checkpoint")
     text = _text(options.text) if options.text else None
+    from jllama.verify import checkpoint_report
+    from jllama.verify.checkpoint import verify_checkpoint
+
     console, began_s = Console(stderr=True, highlight=False), time.perf_counter()
     with console.status("opening") as status:
 
@@ -77,7 +79,7 @@ def _verify_checkpoint(options: VerifyOptions) -> int:
                 print(stage, file=sys.stderr, flush=True)
 
         found = verify_checkpoint(
-            options.path,
+            options.checkpoint,
             text,
             rope_factor=options.rope_factor,
             transformers=options.transformers,
@@ -108,10 +110,20 @@ def _verify_jllama(options: VerifyOptions) -> int:
     for name in ("text", "transformers", "rope_factor"):
         if getattr(options, name):
             raise UsageError(f"--{name} is about a checkpoint: give its path too")
+    import jax
+
+    from jllama.verify import report
+    from jllama.verify.conformance import conformance_checks
+    from jllama.verify.equalities import equality_checks
+    from jllama.verify.mutations import mutation_checks
+    from jllama.verify.subject import jllama_itself
+
     with contextlib.suppress(RuntimeError):  # JAX is in use already: the check of sharding then fails
         jax.config.update("jax_num_cpu_devices", 8)  # to simulate a mesh; everything else runs on the first device
     began_s = time.perf_counter()
-    results = _run(_selected(_all_checks(), options.only))
+    subject = jllama_itself()
+    checks = [*conformance_checks(subject), *mutation_checks(), *equality_checks(subject)]
+    results = _run(_selected(checks, options.only))
     seconds = time.perf_counter() - began_s
     console = Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
     if options.json:
@@ -128,12 +140,7 @@ def _verify_jllama(options: VerifyOptions) -> int:
     return 0 if all(result.passed for result in results) else 1
 
 
-def _all_checks() -> list[Check]:
-    subject = jllama_itself()
-    return [*conformance_checks(subject), *mutation_checks(), *equality_checks(subject)]
-
-
-def _selected(checks: list[Check], only: str) -> list[Check]:
+def _selected(checks: list["Check"], only: str) -> list["Check"]:
     patterns = [pattern.strip().lower() for pattern in only.split(",") if pattern.strip()] or ["*"]
     found = [check for check in checks if any(fnmatch.fnmatch(check.name.lower(), f"*{p}*") for p in patterns)]
     if not found:
@@ -142,8 +149,10 @@ def _selected(checks: list[Check], only: str) -> list[Check]:
     return found
 
 
-def _run(checks: list[Check]) -> list[Result]:
+def _run(checks: list["Check"]) -> list["Result"]:
     """All results; on stderr what is running, as a bar or (no terminal) a line for every tenth that is done."""
+    from jllama.verify.compare import run_checks
+
     console, results = Console(stderr=True, highlight=False), []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -112,6 +112,11 @@ class LoopConfig:
 class TrainConfig:
     """A training run.
 
+    Examples:
+        quickstart
+        configs/quickstart.yaml --data.path my_texts/ --run_dir runs/mine
+        --init_from smollm2.gguf --data.path chats.txt --training.steps 100
+
     Args:
         model: the architecture; with ``init_from`` the checkpoint's own is taken, and this one is not.
         init_from: begin from the weights of a checkpoint in any format, with its architecture and its tokenizer: a
