@@ -18,7 +18,7 @@ import textwrap
 import types
 import typing
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -26,6 +26,7 @@ import docstring_parser
 import jsonargparse
 import yaml
 
+import jllama
 from jllama.errors import JllamaError, UsageError
 
 T = TypeVar("T")
@@ -77,7 +78,6 @@ _KINDS = {
     int: ("N", "a whole number"),
     float: ("X", "a finite number"),
     str: ("TEXT", "text"),
-    dict[int, float]: ("JSON", 'a JSON object such as {"5": 1.5}'),
 }
 _CONFIG_BYTES, _CONFIG_VALUES, _CONFIG_DEPTH = 1_000_000, 100_000, 50
 
@@ -192,6 +192,8 @@ def _parser(options: type, prog: str, positional: Sequence[str]) -> _Parser:
             action.help = argparse.SUPPRESS  # --model FILE, which --config does better
         if action.option_strings and len(action.dest) == 1:  # -n as well as --n
             parser._option_string_actions[f"-{action.dest}"] = action
+        if action.dest == "path":  # what verify checks is --checkpoint as everywhere, too
+            parser._option_string_actions["--checkpoint"] = action
     return parser
 
 
@@ -294,6 +296,8 @@ def _kind(hint: Any) -> tuple[str, str]:
         return "{" + ",".join(map(str, kinds)) + "}", f"one of {', '.join(map(str, kinds))}"
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return _kind(kinds[-1])
+    if typing.get_origin(hint) in (dict, Mapping):
+        return "JSON", 'a JSON object, such as {"5": 1.5}'
     return _KINDS.get(hint, ("JSON", "JSON, such as [1, 2]"))
 
 
@@ -319,8 +323,8 @@ def _main(argv: Sequence[str]) -> int:
         print(page, file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     if argv[0] == "--version":
-        versions = {name: importlib.metadata.version(name) for name in ("jllama", "jax")}
-        print(f"jllama {versions['jllama']} (jax {versions['jax']}, Python {platform.python_version()})")
+        jax = importlib.metadata.version("jax")
+        print(f"jllama {jllama.__version__} (jax {jax}, Python {platform.python_version()})")
         return 0
     if argv[0] not in COMMANDS:
         nearest = _nearest(argv[0], list(COMMANDS))

@@ -36,7 +36,7 @@ class VerifyOptions:
         smollm2.gguf
 
     Args:
-        checkpoint: a training run, or a model in any format, or a Hugging Face hub id; empty for the matrix.
+        path: a training run, or a model in any format, or a Hugging Face hub id; empty for the matrix.
         only: the checks to run, by a part of their names group/row/column, such as gguf or mutations/yarn; * stands
             for anything, and a comma between several.
         text: a UTF-8 file to measure a checkpoint on, in place of the built-in text.
@@ -46,7 +46,7 @@ class VerifyOptions:
         html: write the result as an HTML page to this file.
     """
 
-    checkpoint: str = ""
+    path: str = ""
     only: str = ""
     text: str = ""
     transformers: bool = False
@@ -57,10 +57,10 @@ class VerifyOptions:
 
 def main(argv: Sequence[str], prog: str) -> int:
     """Check, print what was found, and say PASS or FAIL; the exit code is 1 if anything failed."""
-    options = parse(VerifyOptions, argv, prog, positional=("checkpoint",))
+    options = parse(VerifyOptions, argv, prog, positional=("path",))
     if options.html and not Path(options.html).resolve().parent.is_dir():
         raise UsageError(f"there is no folder for --html {options.html}: make it first")
-    return _verify_checkpoint(options) if options.checkpoint else _verify_jllama(options)
+    return _verify_checkpoint(options) if options.path else _verify_jllama(options)
 
 
 def _verify_checkpoint(options: VerifyOptions) -> int:
@@ -79,7 +79,7 @@ def _verify_checkpoint(options: VerifyOptions) -> int:
                 print(stage, file=sys.stderr, flush=True)
 
         found = verify_checkpoint(
-            options.checkpoint,
+            options.path,
             text,
             rope_factor=options.rope_factor,
             transformers=options.transformers,

@@ -130,7 +130,7 @@ def test_the_table(place, capsys):
         ("model --data text.txt --num_fewshot 0", 2, "--num_fewshot is for --tasks alone: leave it out"),
         ("model --tasks arc_easy --stride 3", 2, "--stride is for --data alone: leave it out"),
         ("model --tasks arc_easy --text_field body", 2, "--text_field is for --data alone: leave it out"),
-        ("--data text.txt", 2, "the following arguments are required: checkpoint"),
+        ("--data text.txt", 2, "checkpoint is missing; usage: python -m jllama eval CHECKPOINT [options]"),
     ],
 )
 def test_mistakes_are_one_sentence(place, monkeypatch, capsys, arguments, code, said):

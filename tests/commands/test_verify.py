@@ -11,7 +11,7 @@ import pytest
 import jllama
 import jllama.model
 from jllama.checkpoints.formats import Model
-from jllama.commands import cli, verify
+from jllama.commands import cli
 from jllama.config import LlamaConfig
 from jllama.tokenizers import BytesTokenizer
 from jllama.verify import report
@@ -64,7 +64,7 @@ def test_part_of_the_matrix_as_a_user_runs_it(workshop):
 
 def test_a_failure_is_exit_code_1_and_says_where(monkeypatch, capsys):
     wrong = THETA.plant(subject_of(jllama.model))
-    monkeypatch.setattr(verify, "jllama_itself", lambda: wrong)
+    monkeypatch.setattr("jllama.verify.subject.jllama_itself", lambda: wrong)
     assert cli.run("verify", ["--only", "conformance/llama2.c/hf v5"]) == 1
     out = capsys.readouterr().out
     assert re.search(r"conformance/llama2.c/hf v5: relative error \d\.\de[+-]\d\d, tolerance 1e-05", out)
