@@ -359,6 +359,8 @@ def _guarded(work: Callable[[], int]) -> int:
             return work()
         finally:
             sys.stdout.flush()  # a reader that has gone is noticed here, and not after the end
+    except SystemExit as stop:  # help was shown
+        code = int(stop.code or 0)
     except JllamaError as error:
         code, problem = (2 if isinstance(error, UsageError) else 1), f"error: {error}"
     except KeyboardInterrupt:

@@ -30,10 +30,7 @@ def fails(capsys):
     """Run a command that must fail; returns its exit code and its one sentence."""
 
     def run(command, *arguments):
-        try:
-            code = cli.run(command, [str(argument) for argument in arguments])
-        except SystemExit as stop:  # argparse would print its usage
-            raise AssertionError(f"exited by itself with {stop.code}") from None
+        code = cli.run(command, [str(argument) for argument in arguments])
         printed = capsys.readouterr()
         assert printed.out == ""
         assert printed.err.startswith("error: ")

@@ -285,7 +285,7 @@ def test_usage(place, refused, capsys):
     assert "there is no checkpoint at" in refused(place / "in" / "missing")
     for argv in ([], ["somewhere"], ["somewhere", "elsewhere"]):
         assert cli.run("convert", argv) == 2
-        assert capsys.readouterr().err.startswith("error: ")
+        assert capsys.readouterr().err.startswith("error: " if argv else "usage: ")
 
 
 def test_the_destination_exists(place, models, capsys):
