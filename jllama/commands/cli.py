@@ -200,7 +200,7 @@ def _parser(options: type, prog: str, positional: Sequence[str]) -> _Parser:
 def _named(parser: _Parser, argv: Sequence[str], positional: Sequence[str]) -> list[str]:
     """The arguments with a name before each that has none, and the text of each ``--config`` file in its place."""
     named, words, given = [], list(argv), {word.partition("=")[0] for word in argv}
-    names = [name for name in positional if f"--{name}" not in given]
+    names = [name for name in positional if name == "config" or f"--{name}" not in given]
     while words:
         name, equals, value = words.pop(0).partition("=")
         if not name.startswith("-") or name == "-":

@@ -102,7 +102,11 @@ def test_a_tokenizer_that_is_not_there_or_none(place, fails):
         ("--model.num_layer 3", "there is no option model.num_layer; did you mean model.num_layers?"),
         ("--learning_rate 1", "there is no option learning_rate; did you mean optimizer.learning_rate?"),
         ("--qqqq 1", "there is no option qqqq"),
-        ("stray", "'stray' is one argument too many; usage: python -m jllama train [CONFIG] [options]"),
+        (
+            "stray",
+            "the configuration stray cannot be read: No such file or directory; give a file, or by its name one of",
+        ),
+        ("good.yaml stray", "'stray' is one argument too many; usage: python -m jllama train [CONFIG] [options]"),
         ("--lr 1", "there is no option lr; did you mean optimizer.learning_rate?"),
         ("--optimizer.lr 1", "there is no option optimizer.lr; did you mean optimizer.learning_rate?"),
         ("--learning-rate 1", "there is no option learning-rate; did you mean optimizer.learning_rate?"),
@@ -120,7 +124,7 @@ def test_a_tokenizer_that_is_not_there_or_none(place, fails):
         ("--sampling.banned_ids x", "sampling.banned_ids is 'x'; it must be JSON, such as [1, 2]"),
         ("--optimizer.learning_rate -1", "optimizer.learning_rate is -1.0; it must be positive"),
         ("--training.dtype float16", "training.dtype is 'float16'; it must be one of auto, float32, bfloat16"),
-        ("--training.remat perhaps", "training.remat is 'perhaps'; it must be true or false"),
+        ("--training.remat=perhaps", "training.remat is 'perhaps'; it must be true or false"),
         ("--training.steps", "argument --training.steps: expected one argument"),
         ("--training.batch_size 0", "training.batch_size is 0; it must be at least 1"),
         ("--training.accumulation 3", "training.batch_size 8 is not divisible by training.accumulation 3"),
@@ -139,7 +143,8 @@ def test_a_tokenizer_that_is_not_there_or_none(place, fails):
         ),
     ],
 )
-def test_the_command_line(place, fails, arguments, said):
+def test_the_command_line(place, fails, monkeypatch, arguments, said):
+    monkeypatch.chdir(place)
     code, message = fails("train", "--config", place / "good.yaml", *arguments.split())
     assert code == 2
     assert said in message
