@@ -12,9 +12,10 @@ class DataConfig:
     """The corpus, its tokenizer and its split.
 
     Args:
-        path: a text file, a ``.jsonl`` file, a folder or a glob of them; or ``stdlib``, the source of Python's own
-            standard library (12 MB, already on this machine), or ``tinyshakespeare`` (1 MB, downloaded once).
-        text_field: the field of each ``.jsonl`` object that holds the text.
+        path: a text file, a ``.jsonl`` file, either of them packed (``.gz``, ``.zst``), a Parquet file, a folder or a
+            glob of them; or ``stdlib``, the source of Python's own standard library (12 MB, already on this machine),
+            or ``tinyshakespeare`` (1 MB, downloaded once).
+        text_field: the field of each ``.jsonl`` object, or the column of a Parquet file, that holds the text.
         tokenizer: ``bpe`` trains one as Llama 2's on the training split, ``bytes`` needs no training, and anything
             else is the path of one to load.
         vocab_size: tokens of the ``bpe`` to train.

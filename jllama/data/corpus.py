@@ -1,16 +1,30 @@
-"""A corpus is a list of files; each file holds one document, or one a line in JSON."""
+"""A corpus is a list of files; each file holds one document, or one a line in JSON, or one a row in Parquet.
+
+None is ever whole in memory: a document is read in blocks, as often as its blocks are asked for.
+"""
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import dataclasses
+import functools
 import glob
+import gzip
 import hashlib
+import importlib
+import io
+import itertools
 import json
 import os
+import re
 import sysconfig
 import urllib.request
-from collections.abc import Collection, Iterator
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from jllama.errors import JllamaError
 
@@ -18,13 +32,49 @@ STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "lib2to3", "__
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
+BLOCK = 1 << 18  # characters
+LONGEST_BLOCK = 1 << 22  # characters, where there is no place to cut
+LONGEST_LINE = 1 << 28  # bytes of one line of JSON: it is in memory as a whole
+CUTS = (re.compile(r".*\S\n(?=\S)", re.DOTALL), re.compile(r".*[^\W\d_](?= [^\W\d_])", re.DOTALL))
+"""Where a block may end: behind a line, or else behind a word; before what is no white space, or one space."""
+
+_KINDS = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "Zstandard",
+    b"PAR1": "Parquet",
+    b"PK\x03\x04": "ZIP",
+    b"BZh91AY&SY": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"7z\xbc\xaf": "7-Zip",
+    b"%PDF-": "PDF",
+    b"\x89PNG": "PNG",
+    b"\xff\xd8\xff": "JPEG",
+    b"\x93NUMPY": "NumPy",
+    b"\x89HDF": "HDF5",
+    b"ARROW1": "Arrow",
+    b"GGUF": "GGUF",
+    b"SQLite format 3": "SQLite",
+}
+"""Kinds of files by how they begin. The first three are read."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One text, never empty, and where it came from."""
+    """One text, never empty, and where it came from.
+
+    Args:
+        name: of the file, with the line or row.
+        blocks: gives the text from its beginning, in parts of about ``BLOCK`` characters that end as ``CUTS`` says. A
+            text without such places is cut every ``LONGEST_BLOCK`` characters.
+    """
 
     name: str
-    text: str
+    blocks: Callable[[], Iterator[str]]
+
+    @property
+    def text(self) -> str:
+        """The whole of it."""
+        return "".join(self.blocks())
 
 
 def corpus_files(path: str, cache_dir: Path) -> dict[str, Path]:
@@ -61,67 +111,181 @@ def _walk(root: Path, left_out: Collection[str] = ()) -> Iterator[tuple[str, Pat
 
 
 def read_corpus(files: dict[str, Path], text_field: str = "text") -> Iterator[Document]:
-    """Yield the documents of ``corpus_files``, one file in memory at a time.
+    """Yield the documents of ``corpus_files``.
 
-    A ``.jsonl`` file has an object on each line, with the text in ``text_field``; any other file is one document.
-    Empty documents are left out. What is not UTF-8 text, and a corpus without text, raise JllamaError.
+    A ``.jsonl`` file has an object on each line, and a Parquet file a row each, with the text in ``text_field``; any
+    other file is one document. All but Parquet may be packed with gzip or Zstandard, whatever the name; ``.gz`` and
+    ``.zst`` are no part of it. Empty documents are left out. What is not UTF-8 text, and a corpus without text, raise
+    JllamaError; so do, while a document's blocks are read, the errors in it.
     """
     empty = True
     for name, path in files.items():
-        try:
-            for document in _read_jsonl(name, path, text_field) if path.suffix == ".jsonl" else _read_text(name, path):
-                if document.text:
-                    empty = False
-                    yield document
-        except OSError as error:
-            raise JllamaError(f"cannot read {path}: {error.strerror}; check it, or leave it out of data.path") from None
+        with _opened(path) as (kind, file):
+            if kind == "Parquet":
+                documents = _read_parquet(name, path, file, text_field)
+            elif path.name.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
+                documents = _read_jsonl(name, path, file, text_field)
+            else:
+                documents = _read_text(name, path, file)
+            for document in documents:
+                empty = False
+                yield document
     if empty:
         raise JllamaError(f"the corpus holds no text: all its {len(files)} files are empty, so give others")
 
 
-def _read_text(name: str, path: Path) -> Iterator[Document]:
-    yield Document(name, _decode(path.read_bytes(), path))
-
-
-def _read_jsonl(name: str, path: Path, text_field: str) -> Iterator[Document]:
-    offset = 0
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield Document(f"{name}:{number}", _json_text(_decode(line, path, offset), text_field, path, number))
-            offset += len(line)
-
-
-def _decode(data: bytes, path: Path, offset: int = 0) -> str:
-    """UTF-8 text without NUL, or an error that names the byte's offset in the file."""
-    before_nul = data.partition(b"\0")[0]
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[str | None, io.BufferedIOBase]]:
+    """Which of ``_KINDS`` a file is, and its content unpacked; what goes wrong meanwhile is a JllamaError."""
+    instead = "or leave it out of data.path"
+    damages: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
     try:
-        text, bad = before_nul.decode(), len(before_nul)
+        with path.open("rb") as raw:
+            begin = raw.peek(16)
+            kind = next((kind for magic, kind in _KINDS.items() if begin.startswith(magic)), None)
+            file: Any = raw
+            if kind == "gzip":
+                file = gzip.GzipFile(fileobj=raw)
+            elif kind == "Zstandard":
+                zstd = _extra(path, kind, "zstd", ("compression.zstd", "backports.zstd"))
+                file, damages = zstd.ZstdFile(raw), (*damages, zstd.ZstdError)
+            elif kind not in (None, "Parquet"):
+                raise JllamaError(f"{path} is a {kind} file, which is not read: make text files of it, {instead}")
+            yield kind, file
+    except damages as error:
+        raise JllamaError(f"{path} is cut short or damaged ({error}): fetch it again, {instead}") from None
+    except OSError as error:
+        raise JllamaError(f"cannot read {path}: {error.strerror or error}; check it, {instead}") from None
+
+
+def _extra(path: Path, kind: str, extra: str, modules: Iterable[str]) -> ModuleType:
+    for name in modules:
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(name)
+    raise JllamaError(f"{path} is a {kind} file, and what reads those is not installed: pip install 'jllama[{extra}]'")
+
+
+def _read_text(name: str, path: Path, file: io.BufferedIOBase) -> Iterator[Document]:
+    first = list(itertools.islice(_text_blocks(path, file), 2))
+    if len(first) == 1:
+        yield Document(name, functools.partial(iter, first))
+    elif first:
+        yield Document(name, functools.partial(_blocks_again, path))
+
+
+def _blocks_again(path: Path) -> Iterator[str]:
+    with _opened(path) as (_, file):
+        yield from _text_blocks(path, file)
+
+
+def _text_blocks(path: Path, file: io.BufferedIOBase) -> Iterator[str]:
+    def decoded() -> Iterator[str]:
+        data, offset = b"", 0
+        while chunk := file.read(BLOCK):
+            text, used = _decode(data + chunk, path, offset, final=False)
+            data, offset = (data + chunk)[used:], offset + used
+            yield text
+        yield _decode(data, path, offset)[0]
+
+    return cut(decoded())
+
+
+def cut(parts: Iterable[str]) -> Iterator[str]:
+    """The same text in blocks, see ``Document``."""
+    rest = ""
+    for part in parts:
+        rest += part
+        if len(rest) >= BLOCK:
+            found = next(filter(None, (pattern.match(rest) for pattern in CUTS)), None)
+            end = found.end() if found else len(rest) if len(rest) >= LONGEST_BLOCK else 0
+            if end:
+                yield rest[:end]
+                rest = rest[end:]
+    if rest:
+        yield rest
+
+
+def _document(name: str, text: str) -> Iterator[Document]:
+    """A text that is in memory, if it is not empty."""
+    if text:
+        starts = range(0, len(text), BLOCK)
+        yield Document(name, lambda: cut(text[start : start + BLOCK] for start in starts))
+
+
+def _read_jsonl(name: str, path: Path, file: io.BufferedIOBase, text_field: str) -> Iterator[Document]:
+    offset = 0
+    for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
+        if len(line) == LONGEST_LINE:
+            raise JllamaError(
+                f"{path} line {number} has over {LONGEST_LINE:,} bytes: write its text to a file of its own"
+            )
+        if line.strip():
+            text = _json_text(_decode(line, path, offset)[0], text_field, path, number)
+            yield from _document(f"{name}:{number}", text)
+        offset += len(line)
+
+
+def _read_parquet(name: str, path: Path, file: io.BufferedIOBase, text_field: str) -> Iterator[Document]:
+    """The rows one after the other, of some pages in memory at a time; a row without a value has no text."""
+    parquet = _extra(path, "Parquet", "parquet", ("pyarrow.parquet",))
+    number = 0
+    try:
+        table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
+        columns = {field.name: str(field.type) for field in table.schema_arrow}
+        texts = [
+            column for column, type in columns.items() if re.match("(large_)?string|dictionary<values=string", type)
+        ]
+        if text_field not in texts:
+            found = f"a {columns[text_field]} in" if text_field in columns else "no"
+            raise _no_text(str(path), found, text_field, list(columns), texts)
+        for batch in table.iter_batches(64, columns=[text_field]):
+            for text in batch.column(0).to_pylist():
+                number += 1
+                yield from _document(f"{name}:{number}", text or "")
+    except (ValueError, OSError) as error:  # pyarrow's own errors among them
+        said = " ".join(str(error).split())[:200]
+        raise JllamaError(f"{path} cannot be read as Parquet behind row {number} ({said}): fetch it again") from None
+
+
+def _decode(data: bytes, path: Path, offset: int = 0, *, final: bool = True) -> tuple[str, int]:
+    """UTF-8 text without NUL, and of how many bytes: of all if ``final``. An error names the offset in the file."""
+    before_nul, nul, _ = data.partition(b"\0")
+    try:
+        text, used = codecs.utf_8_decode(before_nul, "strict", final or bool(nul))
+        bad = len(before_nul) if nul else None
     except UnicodeDecodeError as error:
-        text, bad = "", error.start
-    if bad < len(data):
+        text, used, bad = "", 0, error.start
+    if bad is not None:
         raise JllamaError(
             f"{path} has byte 0x{data[bad]:02X} at offset {offset + bad}, which is not UTF-8 text: "
             f"convert the file, or leave it out of data.path"
         )
-    return text
+    return text, used
+
+
+def _no_text(where: str, found: str, text_field: str, names: list[str], texts: list[str]) -> JllamaError:
+    if "messages" in names:
+        return JllamaError(
+            f"{where} is an example of a chat (it has 'messages'), and so far jllama trains on plain text: "
+            f"give texts in a field {text_field!r}"
+        )
+    return JllamaError(
+        f"{where} has {found} field {text_field!r}, where its text should be: set data.text_field to one of {texts}"
+    )
 
 
 def _json_text(line: str, text_field: str, path: Path, number: int) -> str:
     where = f"{path} line {number}"
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise JllamaError(f"{where} is not JSON ({error}): each line of a .jsonl file must be an object") from None
     if not isinstance(value, dict):
         raise JllamaError(f"{where} is a JSON {type(value).__name__}: each line of a .jsonl file must be an object")
     text = value.get(text_field)
     if not isinstance(text, str):
         found = f"a {type(text).__name__} in" if text_field in value else "no"
-        raise JllamaError(
-            f"{where} has {found} field {text_field!r}, where its text should be: "
-            f"set data.text_field to one of {sorted(value)}"
-        )
+        raise _no_text(where, found, text_field, list(value), sorted(value))
     try:
         text.encode()
     except UnicodeEncodeError as error:

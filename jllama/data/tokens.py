@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Integer
@@ -23,16 +24,33 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jllama.data.config import DataConfig
-from jllama.data.corpus import corpus_files, read_corpus
+from jllama.data.corpus import LONGEST_BLOCK, Document, corpus_files, read_corpus
 from jllama.errors import JllamaError
 from jllama.files import cache_folder
 from jllama.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
 
-FORMAT = 1  # part of every fingerprint: raise it when the files below, or the tokenizer's training, change
+FORMAT = 2  # part of every fingerprint: raise it when the files below, or the tokenizer's training, change
 FEW_DOCUMENTS = 32  # up to so many, each document is split; above, whole documents go to one side
-GROUP = 1 << 18  # characters that one thread tokenises at a time
+GROUP = 1 << 18  # characters that one thread tokenizes at a time, a block of a document or many short ones
+SEEN = 256  # characters on either side of a cut
 GZIP_LIMIT = 1 << 26  # bytes of validation text that gzip is measured on
 SPLITS = ("train", "validation")
+
+
+class Block(NamedTuple):
+    """A part of a document that one split gets.
+
+    Args:
+        split: one of ``SPLITS``.
+        text: not empty.
+        starts: whether it is the first of that document in that split.
+        ends: whether it is the last.
+    """
+
+    split: str
+    text: str
+    starts: bool
+    ends: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +64,7 @@ class SplitCounts:
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """A tokenised corpus: each document as BOS, its tokens, EOS, one after the other in a memory-mapped array.
+    """A tokenized corpus: each document as BOS, its tokens, EOS, one after the other in a memory-mapped array.
 
     ``gzip_bytes`` is what ``gzip -9`` makes of the first ``gzip_of_bytes`` bytes of the validation text, so that
     ``8 * gzip_bytes / gzip_of_bytes`` is gzip's bits per byte. ``fingerprint`` names corpus, split and tokenizer.
@@ -63,7 +81,9 @@ class Dataset:
 
 
 def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Dataset:
-    """Tokenise a corpus, or find it done: the cache is keyed by the files' names, sizes and times, and the tokenizer.
+    """Tokenize a corpus, or find it done: the cache is keyed by the files' names, sizes and times, and the tokenizer.
+
+    Memory does not grow with the corpus: it is read and tokenized in blocks, on every core (``encodable_blocks``).
 
     A ``tokenizer`` given here, a loaded model's, stands in for the configuration's.
     Source text that cannot be read or is too short, and a cache folder that cannot be written, raise JllamaError.
@@ -74,16 +94,25 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
     listing = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
     corpus = _sha256(FORMAT, listing, config.text_field, config.validation_fraction)
 
-    def split_texts() -> Iterator[tuple[str, str]]:
-        texts = (document.text for document in read_corpus(files, config.text_field))
-        return split_documents(texts, config.validation_fraction)
+    size = sum(stat.st_size for stat in stats.values())
+    if any(name.endswith((".gz", ".zst", ".parquet")) for name in files):
+        size = None  # of the text: it is packed
+
+    def blocks(progress: Progress) -> Iterator[Block]:
+        for block in split_documents(read_corpus(files, config.text_field), config.validation_fraction):
+            progress.advance(progress.task_ids[0], len(block.text.encode()))
+            yield block
 
     if tokenizer is None and config.tokenizer == "bpe":
         folder = cache / f"bpe-{_sha256(corpus, config.vocab_size)[:16]}"
         if not folder.exists():
-            with _written_whole(folder) as partial:
-                training = (text for split, text in split_texts() if split == "train")
-                train_sentencepiece(training, config.vocab_size).save(partial)
+            with _written_whole(folder) as partial, _progress("reading for a vocabulary", size) as progress:
+
+                def training() -> Iterator[str]:
+                    yield from (block.text for block in blocks(progress) if block.split == "train")
+                    progress.update(progress.task_ids[0], description="training the vocabulary", total=None)
+
+                train_sentencepiece(training(), config.vocab_size).save(partial)
         tokenizer = load_tokenizer(folder)
     elif tokenizer is None:
         tokenizer = BytesTokenizer() if config.tokenizer == "bytes" else load_tokenizer(config.tokenizer)
@@ -91,44 +120,93 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
     fingerprint = _sha256(corpus, tokenizer.fingerprint())
     folder = cache / f"tokens-{fingerprint[:16]}"
     if not folder.exists():
-        with _written_whole(folder) as partial, _progress(sum(stat.st_size for stat in stats.values())) as progress:
-            _write_tokens(split_texts(), tokenizer, partial, fingerprint, progress)
+        with _written_whole(folder) as partial, _progress("tokenizing", size) as progress:
+            _write_tokens(blocks(progress), tokenizer, partial, fingerprint)
     return _load_tokens(folder, tokenizer)
 
 
-def split_documents(texts: Iterable[str], validation_fraction: float) -> Iterator[tuple[str, str]]:
-    """Pair each text with ``train`` or ``validation``, by nothing but the text, so the order has no say.
+def split_documents(documents: Iterable[Document], validation_fraction: float) -> Iterator[Block]:
+    """Give each document to ``train`` or ``validation``, by nothing but its text, so the order has no say.
 
     A text is held out if its SHA-256, read as a number in [0, 1), is under ``validation_fraction``. Of a corpus with
-    ``FEW_DOCUMENTS`` or fewer, where that would be a gamble, each document's end is held out instead.
+    ``FEW_DOCUMENTS`` or fewer, where that would be a gamble, each document's end is held out instead. What is not in
+    memory is read twice: once for its hash or its length.
     """
-    texts = iter(texts)
-    first = list(itertools.islice(texts, FEW_DOCUMENTS + 1))
+    documents = iter(documents)
+    first = list(itertools.islice(documents, FEW_DOCUMENTS + 1))
     if len(first) > FEW_DOCUMENTS:
-        for text in itertools.chain(first, texts):
-            fraction = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64
-            yield ("validation" if fraction < validation_fraction else "train"), text
+        for document in itertools.chain(first, documents):
+            digest = hashlib.sha256()
+            for text in document.blocks():
+                digest.update(text.encode())
+            fraction = int.from_bytes(digest.digest()[:8]) / 2**64
+            yield from _blocks("validation" if fraction < validation_fraction else "train", document.blocks())
     else:
-        for text in first:
-            cut = round(len(text) * (1 - validation_fraction))
-            yield from ((split, part) for split, part in zip(SPLITS, (text[:cut], text[cut:]), strict=True) if part)
+        for document in first:
+            held_out = round(sum(map(len, document.blocks())) * (1 - validation_fraction))
+            yield from _blocks("train", _between(document.blocks(), 0, held_out))
+            yield from _blocks("validation", _between(document.blocks(), held_out, sys.maxsize))
 
 
-def _write_tokens(
-    split_texts: Iterable[tuple[str, str]], tokenizer: Tokenizer, folder: Path, fingerprint: str, progress: Progress
-) -> None:
+def _between(texts: Iterable[str], start: int, end: int) -> Iterator[str]:
+    """The characters from ``start`` to ``end`` of a text that comes in parts."""
+    for text in texts:
+        yield text[max(start, 0) : max(end, 0)]
+        start, end = start - len(text), end - len(text)
+
+
+def _blocks(split: str, texts: Iterable[str]) -> Iterator[Block]:
+    starts, held = True, ""
+    for text in filter(None, texts):
+        if held:
+            yield Block(split, held, starts, ends=False)
+            starts = False
+        held = text
+    if held:
+        yield Block(split, held, starts, ends=True)
+
+
+def encodable_blocks(blocks: Iterable[Block], tokenizer: Tokenizer) -> Iterator[Block]:
+    """Blocks that can be tokenized one by one: a document's ids are those of its whole text.
+
+    That is so where a block ends behind a line or a word (``corpus.CUTS``), and is made sure of at each cut: the text
+    around it must have the same ids cut and whole, or else the blocks are joined. Only a text in which over
+    ``LONGEST_BLOCK`` characters have no such place is cut regardless, there.
+    """
+    held = None
+    for block in blocks:
+        if held and not block.starts and len(held.text) < LONGEST_BLOCK:
+            before, after = held.text[-SEEN:], block.text[:SEEN]
+            if tokenizer.encode(before + after) != tokenizer.encode(before) + _encode_rest(tokenizer, after):
+                held = held._replace(text=held.text + block.text, ends=block.ends)
+                continue
+        if held:
+            yield held
+        held = block
+    if held:
+        yield held
+
+
+def _encode_rest(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text that goes on: behind a newline, so that SentencePiece puts no space in front of it."""
+    newline, ids = tokenizer.encode("\n"), tokenizer.encode("\n" + text)
+    return ids[len(newline) :] if ids[: len(newline)] == newline else tokenizer.encode(text)
+
+
+def _write_tokens(blocks: Iterable[Block], tokenizer: Tokenizer, folder: Path, fingerprint: str) -> None:
     """Write ``train.bin``, ``validation.bin`` and ``counts.json`` into ``folder``.
 
-    Threads tokenise: the libraries release Python's lock. Results are written in the order of the documents.
+    Threads tokenize: the libraries release Python's lock. Results are written in the order of the documents.
     """
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     counts = {split: collections.Counter(tokens=0, documents=0, bytes=0) for split in SPLITS}
     gzip, gzip_bytes, gzip_of_bytes = zlib.compressobj(9, wbits=31), 0, 0
 
-    def tokenise(group: list[tuple[str, str]]) -> dict[str, np.ndarray]:
+    def tokenize(group: list[Block]) -> dict[str, np.ndarray]:
         ids = {split: [] for split in SPLITS}
-        for split, text in group:
-            ids[split] += [tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]
+        for split, text, starts, ends in group:
+            ids[split] += [tokenizer.bos_id, *tokenizer.encode(text)] if starts else _encode_rest(tokenizer, text)
+            ids[split] += [tokenizer.eos_id] * ends
         return {split: np.array(ids[split], dtype) for split in SPLITS}
 
     with contextlib.ExitStack() as stack:
@@ -141,16 +219,15 @@ def _write_tokens(
                 outputs[split].write(ids.data)
                 counts[split]["tokens"] += len(ids)
 
-        for group in _groups(split_texts):
-            for split, text in group:
-                data = text.encode()
-                counts[split].update(documents=1, bytes=len(data))
-                progress.advance(progress.task_ids[0], len(data))
-                if split == "validation":
+        for group in _groups(encodable_blocks(blocks, tokenizer)):
+            for block in group:
+                data = block.text.encode()
+                counts[block.split].update(documents=int(block.starts), bytes=len(data))
+                if block.split == "validation":
                     data = data[: GZIP_LIMIT - gzip_of_bytes]
                     gzip_bytes += len(gzip.compress(data))
                     gzip_of_bytes += len(data)
-            waiting.append(pool.submit(tokenise, group))
+            waiting.append(pool.submit(tokenize, group))
             if len(waiting) > 2 * (os.cpu_count() or 1):  # so that the corpus is never all in memory
                 write_oldest()
         while waiting:
@@ -172,12 +249,12 @@ def _write_tokens(
     (folder / "counts.json").write_text(json.dumps(report, indent=2) + "\n")
 
 
-def _groups(split_texts: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    """Consecutive documents, until together they reach GROUP characters."""
+def _groups(blocks: Iterable[Block]) -> Iterator[list[Block]]:
+    """Consecutive blocks, until together they reach GROUP characters."""
     group, size = [], 0
-    for split, text in split_texts:
-        group.append((split, text))
-        size += len(text)
+    for block in blocks:
+        group.append(block)
+        size += len(block.text)
         if size >= GROUP:
             yield group
             group, size = [], 0
@@ -236,9 +313,9 @@ def _written_whole(folder: Path) -> Iterator[Path]:
         ) from None
 
 
-def _progress(total: int) -> Progress:
-    """A progress bar of bytes on standard error, if that is a terminal."""
+def _progress(what: str, total: int | None) -> Progress:
+    """A progress bar of bytes on standard error, if that is a terminal; one without an end if that is not known."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     progress = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-    progress.add_task("tokenising", total=total)
+    progress.add_task(what, total=total)
     return progress

@@ -20,6 +20,7 @@ from jllama.tokenizers.pieces import SPACE
 FILE_NAME = "tokenizer.model"
 SEGMENT = 1 << 16  # characters; the library needs 40 bytes of memory for each, and is 2 to 3 times slower on long texts
 MAX_LINES = 400_000  # training samples this many lines at most: about 3 seconds
+MAX_CHARACTERS = 1 << 26  # and so many characters
 LINE = re.compile(r"[^\n]{1,1000}")  # the library drops what is longer than 4192 bytes
 
 
@@ -138,7 +139,8 @@ def _segments(text: str) -> Iterator[str]:
 def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> SentencePieceTokenizer:
     """Train a byte-pair encoding with Llama 2's settings; the same documents give the same model, byte for byte.
 
-    It learns from lines, as Llama 2's did, so a newline is the byte token 13. At most ``MAX_LINES`` lines are used,
+    It learns from lines, as Llama 2's did, so a newline is the byte token 13. At most ``MAX_LINES`` lines and
+    ``MAX_CHARACTERS`` characters are used,
     drawn evenly. A vocabulary that the text cannot fill, or too small for its characters, raises JllamaError.
     """
     lines = _sample_lines(documents)
@@ -171,18 +173,20 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> SentencePi
 
 
 def _sample_lines(documents: Iterable[str]) -> list[str]:
-    """Every line if there are at most MAX_LINES, else a uniform sample of at least a quarter of that.
+    """Every line if they are within MAX_LINES and MAX_CHARACTERS, else a uniform sample of at least a quarter of that.
 
     The library can sample too, but differently in every process.
     """
     draw = random.Random(0)
-    lines, kept = [], 1.0
+    lines, characters, kept = [], 0, 1.0
     for document in documents:
         for line in LINE.finditer(document):
             if kept == 1 or draw.random() < kept:
                 lines.append(line[0])
-            if len(lines) > MAX_LINES:
+                characters += len(line[0])
+            if len(lines) > MAX_LINES or characters > MAX_CHARACTERS:
                 lines = [line for line in lines if draw.random() < 0.5]
+                characters = sum(map(len, lines))
                 kept /= 2
     return lines
 

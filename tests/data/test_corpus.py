@@ -1,21 +1,35 @@
 """Every kind of corpus is read in one order, and every bad one is one sentence that names the place."""
 
+import gzip
 import hashlib
+import importlib
 import io
+import itertools
 import os
+import tracemalloc
 import urllib.error
 import urllib.request
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jllama.data import corpus
-from jllama.data.corpus import Document, corpus_files, read_corpus
+from jllama.data.corpus import corpus_files, read_corpus
 from jllama.errors import JllamaError
+
+try:
+    from compression import zstd
+except ImportError:
+    from backports import zstd
 
 
 def read(path, text_field="text", cache_dir=Path("unused")):
-    return list(read_corpus(corpus_files(str(path), cache_dir), text_field))
+    """Names and texts."""
+    return [(document.name, document.text) for document in read_corpus(corpus_files(str(path), cache_dir), text_field)]
 
 
 def test_stdlib():
@@ -33,9 +47,9 @@ def test_file_folder_and_glob(tmp_path, monkeypatch):
         (tmp_path / name).write_text("" if "empty" in name else '{"text": "line"}\n')
     (tmp_path / "b.txt").write_bytes("é\r\n".encode())
     names = ["a/c.jsonl:1", "a/z.md", "b.txt"]
-    assert [document.name for document in read(tmp_path)] == names
-    assert read(tmp_path / "b.txt") == [Document("b.txt", "é\r\n")]
-    assert [Path(document.name).name for document in read(tmp_path / "**/*.[mt]*")] == ["z.md", "b.txt"]
+    assert [name for name, _ in read(tmp_path)] == names
+    assert read(tmp_path / "b.txt") == [("b.txt", "é\r\n")]
+    assert [Path(name).name for name, _ in read(tmp_path / "**/*.[mt]*")] == ["z.md", "b.txt"]
     monkeypatch.setenv("HOME", str(tmp_path))
     assert read("~/b.txt") == read(tmp_path / "b.txt")
 
@@ -43,9 +57,9 @@ def test_file_folder_and_glob(tmp_path, monkeypatch):
 def test_jsonl(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one\\n"}\n\n{"text": ""}\n{"text": "four", "body": "4"}')
-    assert read(path) == [Document("a.jsonl:1", "one\n"), Document("a.jsonl:4", "four")]
+    assert read(path) == [("a.jsonl:1", "one\n"), ("a.jsonl:4", "four")]
     path.write_text('{"text": "four", "body": "4"}')
-    assert read(path, "body") == [Document("a.jsonl:1", "4")]
+    assert read(path, "body") == [("a.jsonl:1", "4")]
 
 
 @pytest.mark.parametrize(
@@ -56,6 +70,7 @@ def test_jsonl(tmp_path):
         (b'{"body": "x", "id": 3}', r"line 3 has no field 'text'.*set data.text_field to one of \['body', 'id'\]"),
         (b'{"text": 3}', "line 3 has a int in field 'text'"),
         (b'{"text": "\\ud83d"}', r"line 3 has the lone surrogate \\ud83d"),
+        (b'{"a":' + b"[" * 99_999, r"a.jsonl line 3 is not JSON \("),
         (b'{"text": "\xff"}', "a.jsonl has byte 0xFF at offset 24"),
     ],
 )
@@ -88,6 +103,168 @@ def test_missing_and_empty(tmp_path):
         read(tmp_path)
 
 
+@given(
+    st.lists(st.sampled_from(["the", " quick", "\n", "\r\n", "\n\n", "  ", "é", "世界", "12"])).map("".join),
+    st.integers(1, 30),
+    st.integers(1, 30),
+)
+def test_a_text_in_blocks_is_the_text_cut_behind_lines_or_words(text, size, step):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "BLOCK", size)
+        patch.setattr(corpus, "LONGEST_BLOCK", 90)
+        blocks = list(corpus.cut(text[start : start + step] for start in range(0, len(text), step)))
+    assert "".join(blocks) == text
+    assert all(blocks)
+    for before, after in itertools.pairwise(blocks):
+        is_line = before[-1] == "\n" and not before[-2].isspace() and not after[0].isspace()
+        is_word = before[-1].isalpha() and after[0] == " " and after[1].isalpha()
+        assert is_line or is_word or len(before) >= 90
+
+
+def test_a_large_file_is_read_again_and_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "BLOCK", 50)
+    text = "é the 世界 quick\n" * 100
+    (tmp_path / "a.txt").write_text(text)
+    (document,) = read_corpus(corpus_files(str(tmp_path), tmp_path))
+    assert document.text == document.text == text
+    assert max(map(len, document.blocks())) < 200
+    data = text.encode() + b"\xe4\xb8"  # half a character
+    (tmp_path / "a.txt").write_bytes(data)
+    with pytest.raises(JllamaError, match=rf"a.txt has byte 0xE4 at offset {len(data) - 2}, which is not UTF-8"):
+        document.text  # noqa: B018
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(JllamaError, match=r"cannot read .*a.txt: No such file"):
+        document.text  # noqa: B018
+
+
+# Packed files
+
+PACK = {"gz": gzip.compress, "zst": zstd.compress}
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_packed_files(tmp_path, suffix, monkeypatch):
+    monkeypatch.setattr(corpus, "BLOCK", 100)
+    pack = PACK[suffix]
+    text, lines = "the quick é\n" * 99, b'{"text": "one"}\n\n{"text": "two"}\n'
+    (tmp_path / f"a.txt.{suffix}").write_bytes(pack(text.encode()[:500]) + pack(text.encode()[500:]))
+    (tmp_path / f"b.jsonl.{suffix}").write_bytes(pack(lines))
+    (tmp_path / f"c.{suffix}").write_bytes(pack(b""))
+    (tmp_path / "d").write_bytes(pack(b"named otherwise"))
+    expected = [(f"a.txt.{suffix}", text), (f"b.jsonl.{suffix}:1", "one"), (f"b.jsonl.{suffix}:3", "two")]
+    assert read(tmp_path) == [*expected, ("d", "named otherwise")]
+
+
+@pytest.mark.parametrize("suffix", PACK)
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_packed_files_that_are_damaged(tmp_path, suffix, name):
+    data = PACK[suffix](b'{"text": "one"}\n' * 1000)
+    path = tmp_path / f"{name}.{suffix}"
+    for damaged in (data[:-1], data[: len(data) // 2], data[:7], data + b"garbage"):
+        path.write_bytes(damaged)
+        with pytest.raises(JllamaError, match=rf"{path} is cut short or damaged \(.*fetch it again") as caught:
+            read(tmp_path)
+        assert "\n" not in str(caught.value)
+    path.write_bytes(data[:20] + bytes([data[20] ^ 255]) + data[21:])
+    with pytest.raises(JllamaError):  # Zstandard may not notice, the text does
+        read(tmp_path)
+    path.write_bytes(PACK[suffix](b'{"text": "\xff"}'))
+    with pytest.raises(JllamaError, match="has byte 0xFF at offset 10"):
+        read(tmp_path)
+
+
+def test_a_line_that_never_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "LONGEST_LINE", 1000)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n{"text": "' + b"x" * 10**7))
+    tracemalloc.start()
+    with pytest.raises(JllamaError, match=r"a.jsonl.gz line 2 has over 1,000 bytes: write its text to a file"):
+        read(tmp_path)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 10**6
+
+
+@pytest.mark.parametrize(
+    ("begin", "kind"),
+    [
+        (b"PK\x03\x04\x14", "ZIP"),
+        (b"\x89PNG\r\n\x1a\n", "PNG"),
+        (b"\x93NUMPY\x01\0", "NumPy"),
+        (b"%PDF-1.7\n", "PDF"),
+        (b"BZh91AY&SY", "bzip2"),
+        (b"\xfd7zXZ\0", "xz"),
+        (b"GGUF\x03\0\0\0", "GGUF"),
+    ],
+)
+def test_what_is_not_read_is_named(tmp_path, begin, kind):
+    (tmp_path / "x.dat").write_bytes(begin + b" and more")
+    with pytest.raises(JllamaError, match=rf"x.dat is a {kind} file, which is not read: make text"):
+        read(tmp_path)
+
+
+# Parquet
+
+
+def parquet(path, columns, **options):
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, **options)
+
+
+def test_parquet(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "BLOCK", 10)
+    texts = [f"text {number} é\n" * (number % 5) for number in range(500)] + [None]
+    expected = [(f"a.parquet:{row}", text) for row, text in enumerate(texts, 1) if text]
+    for kind in (pyarrow.string(), pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())):
+        columns = {"id": list(range(501)), "text": pyarrow.array(texts, kind)}
+        parquet(tmp_path / "a.parquet", columns, row_group_size=90)
+        assert read(tmp_path) == expected
+        assert read(tmp_path / "a.parquet", "text") == expected
+
+
+def test_parquet_that_cannot_be_read(tmp_path):
+    path = tmp_path / "a.parquet"
+
+    def says(message, text_field="text"):
+        with pytest.raises(JllamaError, match=message) as caught:
+            read(tmp_path, text_field)
+        assert "\n" not in str(caught.value)
+
+    parquet(path, {"id": [1], "body": ["x"], "title": ["y"]})
+    says(r"a.parquet has no field 'text', .*set data.text_field to one of \['body', 'title'\]")
+    says(r"a.parquet has a int64 in field 'id', .* one of \['body', 'title'\]", "id")
+    parquet(path, {"messages": [[{"role": "user", "content": "x"}]]})
+    says("a.parquet is an example of a chat")
+    parquet(path, {"text": ["the quick"] * 1000, "n": list(range(1000))})
+    data = path.read_bytes()
+    for damaged in (data[:-9], data[: len(data) // 2], data[:9], data[:40] + b"\xff" * 40 + data[80:]):
+        path.write_bytes(damaged)
+        says(r"a.parquet cannot be read as Parquet behind row \d+ \(.*fetch it again")
+    parquet(path, {"text": pyarrow.array([b"ok", b"\xff"]).cast(pyarrow.string(), safe=False)})
+    says(r"a.parquet cannot be read as Parquet behind row 0 \(.*0xff")
+
+
+@pytest.mark.parametrize(("name", "extra"), [("a.parquet", "parquet"), ("a.txt.zst", "zstd")])
+def test_what_an_extra_reads_without_it(tmp_path, monkeypatch, name, extra):
+    def missing(name):
+        raise ImportError(name)
+
+    parquet(tmp_path / "a.parquet", {"text": ["x"]})
+    (tmp_path / "a.txt.zst").write_bytes(zstd.compress(b"x"))
+    monkeypatch.setattr(importlib, "import_module", missing)
+    kind = {"parquet": "Parquet", "zstd": "Zstandard"}[extra]
+    with pytest.raises(JllamaError, match=rf"{name} is a {kind} file, .*: pip install 'jllama\[{extra}\]'$"):
+        read(tmp_path / name)
+
+
+def test_a_chat_is_no_text(tmp_path):
+    for line in ('{"messages": []}', '{"messages": [{"role": "user", "content": "x"}], "text": null}'):
+        (tmp_path / "a.jsonl").write_text(line)
+        for field in ("text", "messages"):
+            with pytest.raises(JllamaError, match=r"a.jsonl line 1 is an example of a chat"):
+                read(tmp_path, field)
+    (tmp_path / "a.jsonl").write_text('{"messages": [], "text": "x"}')
+    assert read(tmp_path) == [("a.jsonl:1", "x")]
+
+
 def test_a_file_that_goes_away(tmp_path):
     for name in ("a.txt", "a.jsonl"):
         with pytest.raises(JllamaError, match=f"cannot read .*{name}: No such file"):
@@ -108,7 +285,7 @@ def test_tinyshakespeare(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "SHAKESPEARE_SHA256", hashlib.sha256(b"First Citizen:\n").hexdigest())
     with pytest.raises(JllamaError, match=r"cannot write .*: .*give another --data.cache_dir"):
         corpus_files("tinyshakespeare", Path(os.devnull) / "x")
-    assert read("tinyshakespeare", cache_dir=cache) == [Document("tinyshakespeare", "First Citizen:\n")]
+    assert read("tinyshakespeare", cache_dir=cache) == [("tinyshakespeare", "First Citizen:\n")]
     assert len(list(cache.iterdir())) == 1
 
     def offline(url, timeout):

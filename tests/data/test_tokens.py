@@ -6,17 +6,24 @@ import os
 import signal
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jllama.data import corpus as corpora
 from jllama.data import tokens
 from jllama.data.config import DataConfig
-from jllama.data.tokens import prepare_data, split_documents
+from jllama.data.corpus import Document, cut
+from jllama.data.tokens import SPLITS, Block, encodable_blocks, prepare_data
 from jllama.errors import JllamaError, UsageError
-from jllama.tokenizers import BytesTokenizer, train_sentencepiece
+from jllama.tokenizers import BytesTokenizer, HuggingFaceTokenizer, TiktokenTokenizer, train_sentencepiece
+from jllama.tokenizers.byte_level import BYTE_CHARS, CHAR_BYTES, byte_level_json
+from jllama.tokenizers.convert import as_huggingface
+from jllama.tokenizers.tiktoken import write_ranks
 
 TEXTS = [f"Document {number} says: {'ho ' * (number % 7)}é世\n" for number in range(100)]
 
@@ -33,6 +40,18 @@ def corpus(tmp_path):
 def config(corpus, **changes):
     settings = {"path": str(corpus), "tokenizer": "bytes", "cache_dir": str(corpus.parent / "cache")}
     return DataConfig(**settings | changes)
+
+
+def split_documents(texts, fraction):
+    """Splits and texts, as ``tokens.split_documents`` gives them in blocks."""
+    found = []
+    parts = [Document("x", lambda text=text: (text[i : i + 3] for i in range(0, len(text), 3))) for text in texts]
+    for block in tokens.split_documents(parts, fraction):
+        assert block.text
+        assert block.starts == (not found or found[-1][-1].ends)
+        found = [*found, [block]] if block.starts else [*found[:-1], [*found[-1], block]]
+    assert all(len({block.split for block in part}) == 1 and part[-1].ends for part in found)
+    return [(part[0].split, "".join(block.text for block in part)) for part in found]
 
 
 def documents(dataset, split):
@@ -71,7 +90,7 @@ def test_gzip_is_measured_on_the_first_part_only(corpus, monkeypatch):
 
 @given(texts=st.lists(st.text(min_size=1), min_size=33, max_size=60), order=st.randoms())
 def test_the_split_of_many_documents_depends_on_nothing_but_their_text(texts, order):
-    split = list(split_documents(texts, 0.3))
+    split = split_documents(texts, 0.3)
     shuffled = [*texts, "one more"]
     order.shuffle(shuffled)
     assert [text for _, text in split] == texts
@@ -81,11 +100,152 @@ def test_the_split_of_many_documents_depends_on_nothing_but_their_text(texts, or
 
 @given(texts=st.lists(st.text(min_size=1), max_size=32), fraction=st.floats(0.01, 0.99))
 def test_few_documents_are_cut_each(texts, fraction):
-    split = list(split_documents(texts, fraction))
+    split = split_documents(texts, fraction)
     assert "".join(text for _, text in split) == "".join(texts)
     held_out = sum(len(text) for name, text in split if name == "validation")
     assert abs(held_out - fraction * len("".join(texts))) <= len(texts) / 2 + 1e-6
     assert all(text for _, text in split)
+
+
+# Blocks
+
+PIECES = [
+    "the",
+    " the",
+    "user",
+    " 12",
+    "345",
+    "é",
+    "世界",
+    "!",
+    "?\n",
+    "\n",
+    "\r\n",
+    "\n\n",
+    " ",
+    "   ",
+    "\t",
+    "don't",
+    "▁",
+]
+TRAINING = ["the user the  user's 12 345 é 世界!\n\n\tthe user\r\n   don't?\n the!\n" * 30]
+
+
+def byte_level():
+    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
+    trained.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=330, initial_alphabet=BYTE_CHARS, show_progress=False)
+    trained.train_from_iterator(TRAINING, trainer)
+    model = json.loads(trained.to_str())["model"]
+    return model["vocab"], [tuple(merge) for merge in model["merges"]]
+
+
+VOCAB, MERGES = byte_level()
+END = (len(VOCAB), "<end>", True)
+BYTES = [bytes([byte]) for byte in range(256)]
+SENTENCEPIECE = train_sentencepiece(TRAINING, 300)
+LLAMA_3 = TiktokenTokenizer(write_ranks(BYTES + [bytes(CHAR_BYTES[char] for char in a + b) for a, b in MERGES]))
+TOKENIZERS = {
+    "bytes": BytesTokenizer(),
+    "sentencepiece": SENTENCEPIECE,
+    "sentencepiece as json": as_huggingface(SENTENCEPIECE),
+    "llama 3": LLAMA_3,
+    "llama 3 as json": as_huggingface(LLAMA_3),
+    "smollm": HuggingFaceTokenizer(byte_level_json(VOCAB, MERGES, [END], "smollm", None), END[0], END[0]),
+    "gpt-2": HuggingFaceTokenizer(byte_level_json(VOCAB, MERGES, [END], "gpt-2", None), END[0], END[0]),
+}
+
+
+def ids_in_blocks(tokenizer, texts):
+    blocks = [Block("train", text, place == 0, place == len(texts) - 1) for place, text in enumerate(texts)]
+    ids = []
+    for _, text, starts, _ in encodable_blocks(blocks, tokenizer):
+        ids += tokenizer.encode(text) if starts else tokens._encode_rest(tokenizer, text)
+    return ids
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(st.lists(st.sampled_from(PIECES), max_size=80).map("".join), st.integers(1, 40), st.integers(8, 20))
+def test_blocks_have_the_ids_of_the_whole_text(name, text, block, seen):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpora, "BLOCK", block)
+        patch.setattr(tokens, "SEEN", seen)
+        texts = list(cut(text[start : start + 7] for start in range(0, len(text), 7)))
+        assert "".join(texts) == text
+        assert ids_in_blocks(TOKENIZERS[name], texts) == TOKENIZERS[name].encode(text)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_most_texts_are_cut_into_blocks(name, monkeypatch):
+    monkeypatch.setattr(corpora, "BLOCK", 100)
+    lines, paragraphs, words = (f"the user{end}" * 200 for end in ("\n", "\n\n", " "))
+    for text in (lines, paragraphs, words, lines.replace("\n", "\r\n")):
+        texts = list(cut(text[start : start + 50] for start in range(0, len(text), 50)))
+        blocks = [Block("train", text, place == 0, place == len(texts) - 1) for place, text in enumerate(texts)]
+        joined = list(encodable_blocks(blocks, TOKENIZERS[name]))
+        assert len(joined) > 10
+        assert max(len(block.text) for block in joined) < 400
+
+
+@pytest.mark.parametrize("text", ["a" * 1000, "\n" * 1000, "世界" * 500, " " * 1000])
+def test_a_text_without_a_place_to_cut_is_cut_somewhere_and_comes_back(text, monkeypatch):
+    monkeypatch.setattr(corpora, "BLOCK", 50)
+    monkeypatch.setattr(corpora, "LONGEST_BLOCK", 200)
+    monkeypatch.setattr(tokens, "LONGEST_BLOCK", 200)
+    texts = list(cut(text[start : start + 50] for start in range(0, len(text), 50)))
+    assert [len(part) for part in texts] == [200] * 5
+    for tokenizer in TOKENIZERS.values():
+        assert tokenizer.decode(ids_in_blocks(tokenizer, texts)) == text
+
+
+def test_a_tokenizer_that_sees_across_every_cut_gets_longer_blocks(monkeypatch):
+    class Everywhere(BytesTokenizer):
+        """Each id depends on the length of the text."""
+
+        def encode(self, text):
+            return [id + len(text) % 7 for id in super().encode(text)]
+
+    blocks = [Block("train", "abc", True, False), *[Block("train", "abcd", False, False)] * 9]
+    assert len(list(encodable_blocks(blocks, Everywhere()))) == 1
+    monkeypatch.setattr(tokens, "LONGEST_BLOCK", 10)
+    assert [len(block.text) for block in encodable_blocks(blocks, Everywhere())] == [11, 12, 12, 4]
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+@pytest.mark.parametrize("files", [1, 40])
+def test_a_large_file_is_prepared_as_if_it_were_whole(tmp_path, monkeypatch, files, tokenizer):
+    texts = [f"{number} the quick brown fox {number}é\n\n  and the dog\n" * 50 for number in range(files)]
+    (tmp_path / "corpus").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / "corpus" / f"{number:02}.txt").write_text(text)
+    settings = {"tokenizer": tokenizer, "vocab_size": 290}
+    whole = prepare_data(config(tmp_path / "corpus", **settings))
+    monkeypatch.setattr(corpora, "BLOCK", 100)
+    monkeypatch.setattr(tokens, "GROUP", 1)
+    blocks = prepare_data(config(tmp_path / "corpus", cache_dir=str(tmp_path / "other"), **settings))
+    assert blocks.fingerprint == whole.fingerprint  # also of the vocabulary
+    for split in SPLITS:
+        np.testing.assert_array_equal(getattr(blocks, split), getattr(whole, split))
+    assert (blocks.train_counts, blocks.validation_counts) == (whole.train_counts, whole.validation_counts)
+    assert (blocks.gzip_bytes, blocks.gzip_of_bytes) == (whole.gzip_bytes, whole.gzip_of_bytes)
+    expected = split_documents(texts, 0.1)
+    for split in SPLITS:
+        assert documents(blocks, split) == [text for name, text in expected if name == split]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_memory_does_not_grow_with_the_text(tmp_path, name):
+    """Pitfall 48: a text that was tokenized as one string took 40 times its size."""
+    size = 30_000_000
+    with (gzip.open if name.endswith("gz") else open)(tmp_path / name, "wb") as file:
+        for _ in range(30):
+            file.write(b"the quick brown fox\n" * (size // 600))
+    tracemalloc.start()
+    dataset = prepare_data(config(tmp_path / name, validation_fraction=0.01))
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert dataset.train_counts.bytes + dataset.validation_counts.bytes == size
+    assert peak_bytes < size
 
 
 def test_one_document_is_cut_at_its_end(tmp_path):
