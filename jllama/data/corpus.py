@@ -14,7 +14,6 @@ import gzip
 import hashlib
 import importlib
 import io
-import itertools
 import json
 import os
 import re
@@ -45,15 +44,10 @@ _KINDS = {
     b"PK\x03\x04": "ZIP",
     b"BZh91AY&SY": "bzip2",
     b"\xfd7zXZ": "xz",
-    b"7z\xbc\xaf": "7-Zip",
     b"%PDF-": "PDF",
     b"\x89PNG": "PNG",
-    b"\xff\xd8\xff": "JPEG",
     b"\x93NUMPY": "NumPy",
-    b"\x89HDF": "HDF5",
-    b"ARROW1": "Arrow",
     b"GGUF": "GGUF",
-    b"SQLite format 3": "SQLite",
 }
 """Kinds of files by how they begin. The first three are read."""
 
@@ -126,7 +120,7 @@ def read_corpus(files: dict[str, Path], text_field: str = "text") -> Iterator[Do
             elif path.name.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
                 documents = _read_jsonl(name, path, file, text_field)
             else:
-                documents = _read_text(name, path, file)
+                documents = [Document(name, functools.partial(_text_blocks, path))] if file.read(1) else []
             for document in documents:
                 empty = False
                 yield document
@@ -165,29 +159,18 @@ def _extra(path: Path, kind: str, extra: str, modules: Iterable[str]) -> ModuleT
     raise JllamaError(f"{path} is a {kind} file, and what reads those is not installed: pip install 'jllama[{extra}]'")
 
 
-def _read_text(name: str, path: Path, file: io.BufferedIOBase) -> Iterator[Document]:
-    first = list(itertools.islice(_text_blocks(path, file), 2))
-    if len(first) == 1:
-        yield Document(name, functools.partial(iter, first))
-    elif first:
-        yield Document(name, functools.partial(_blocks_again, path))
-
-
-def _blocks_again(path: Path) -> Iterator[str]:
+def _text_blocks(path: Path) -> Iterator[str]:
     with _opened(path) as (_, file):
-        yield from _text_blocks(path, file)
+        yield from cut(_decoded(file, path))
 
 
-def _text_blocks(path: Path, file: io.BufferedIOBase) -> Iterator[str]:
-    def decoded() -> Iterator[str]:
-        data, offset = b"", 0
-        while chunk := file.read(BLOCK):
-            text, used = _decode(data + chunk, path, offset, final=False)
-            data, offset = (data + chunk)[used:], offset + used
-            yield text
-        yield _decode(data, path, offset)[0]
-
-    return cut(decoded())
+def _decoded(file: io.BufferedIOBase, path: Path) -> Iterator[str]:
+    data, offset = b"", 0
+    while chunk := file.read(BLOCK):
+        text, used = _decode(data + chunk, path, offset, final=False)
+        data, offset = (data + chunk)[used:], offset + used
+        yield text
+    yield _decode(data, path, offset)[0]
 
 
 def cut(parts: Iterable[str]) -> Iterator[str]:
@@ -208,17 +191,14 @@ def cut(parts: Iterable[str]) -> Iterator[str]:
 def _document(name: str, text: str) -> Iterator[Document]:
     """A text that is in memory, if it is not empty."""
     if text:
-        starts = range(0, len(text), BLOCK)
-        yield Document(name, lambda: cut(text[start : start + BLOCK] for start in starts))
+        yield Document(name, lambda: cut(text[start : start + BLOCK] for start in range(0, len(text), BLOCK)))
 
 
 def _read_jsonl(name: str, path: Path, file: io.BufferedIOBase, text_field: str) -> Iterator[Document]:
     offset = 0
     for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
         if len(line) == LONGEST_LINE:
-            raise JllamaError(
-                f"{path} line {number} has over {LONGEST_LINE:,} bytes: write its text to a file of its own"
-            )
+            raise JllamaError(f"{path} line {number} has over {LONGEST_LINE:,} bytes: write its text to a file")
         if line.strip():
             text = _json_text(_decode(line, path, offset)[0], text_field, path, number)
             yield from _document(f"{name}:{number}", text)
@@ -232,12 +212,9 @@ def _read_parquet(name: str, path: Path, file: io.BufferedIOBase, text_field: st
     try:
         table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
         columns = {field.name: str(field.type) for field in table.schema_arrow}
-        texts = [
-            column for column, type in columns.items() if re.match("(large_)?string|dictionary<values=string", type)
-        ]
+        texts = [name for name, type in columns.items() if re.match("(large_|dictionary<values=)?string", type)]
         if text_field not in texts:
-            found = f"a {columns[text_field]} in" if text_field in columns else "no"
-            raise _no_text(str(path), found, text_field, list(columns), texts)
+            raise _no_text(str(path), columns.get(text_field), text_field, list(columns), texts)
         for batch in table.iter_batches(64, columns=[text_field]):
             for text in batch.column(0).to_pylist():
                 number += 1
@@ -252,26 +229,22 @@ def _decode(data: bytes, path: Path, offset: int = 0, *, final: bool = True) -> 
     before_nul, nul, _ = data.partition(b"\0")
     try:
         text, used = codecs.utf_8_decode(before_nul, "strict", final or bool(nul))
-        bad = len(before_nul) if nul else None
+        if not nul:
+            return text, used
+        bad = used
     except UnicodeDecodeError as error:
-        text, used, bad = "", 0, error.start
-    if bad is not None:
-        raise JllamaError(
-            f"{path} has byte 0x{data[bad]:02X} at offset {offset + bad}, which is not UTF-8 text: "
-            f"convert the file, or leave it out of data.path"
-        )
-    return text, used
-
-
-def _no_text(where: str, found: str, text_field: str, names: list[str], texts: list[str]) -> JllamaError:
-    if "messages" in names:
-        return JllamaError(
-            f"{where} is an example of a chat (it has 'messages'), and so far jllama trains on plain text: "
-            f"give texts in a field {text_field!r}"
-        )
-    return JllamaError(
-        f"{where} has {found} field {text_field!r}, where its text should be: set data.text_field to one of {texts}"
+        bad = error.start
+    raise JllamaError(
+        f"{path} has byte 0x{data[bad]:02X} at offset {offset + bad}, which is not UTF-8 text: "
+        f"convert the file, or leave it out of data.path"
     )
+
+
+def _no_text(where: str, kind: str | None, text_field: str, names: list[str], texts: list[str]) -> JllamaError:
+    said = f"{where} has {f'a {kind} in' if kind else 'no'} field {text_field!r}, where its text should be: "
+    if "messages" in names:
+        return JllamaError(f"{said}'messages' make it a chat, and so far jllama trains on plain text")
+    return JllamaError(f"{said}set data.text_field to one of {texts}")
 
 
 def _json_text(line: str, text_field: str, path: Path, number: int) -> str:
@@ -284,7 +257,7 @@ def _json_text(line: str, text_field: str, path: Path, number: int) -> str:
         raise JllamaError(f"{where} is a JSON {type(value).__name__}: each line of a .jsonl file must be an object")
     text = value.get(text_field)
     if not isinstance(text, str):
-        found = f"a {type(text).__name__} in" if text_field in value else "no"
+        found = type(text).__name__ if text_field in value else None
         raise _no_text(where, found, text_field, list(value), sorted(value))
     try:
         text.encode()

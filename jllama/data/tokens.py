@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jllama.data.config import DataConfig
-from jllama.data.corpus import LONGEST_BLOCK, Document, corpus_files, read_corpus
+from jllama.data.corpus import Document, corpus_files, read_corpus
 from jllama.errors import JllamaError
 from jllama.files import cache_folder
 from jllama.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
@@ -32,20 +32,12 @@ from jllama.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer, train_s
 FORMAT = 2  # part of every fingerprint: raise it when the files below, or the tokenizer's training, change
 FEW_DOCUMENTS = 32  # up to so many, each document is split; above, whole documents go to one side
 GROUP = 1 << 18  # characters that one thread tokenizes at a time, a block of a document or many short ones
-SEEN = 256  # characters on either side of a cut
 GZIP_LIMIT = 1 << 26  # bytes of validation text that gzip is measured on
 SPLITS = ("train", "validation")
 
 
 class Block(NamedTuple):
-    """A part of a document that one split gets.
-
-    Args:
-        split: one of ``SPLITS``.
-        text: not empty.
-        starts: whether it is the first of that document in that split.
-        ends: whether it is the last.
-    """
+    """A part of a document, never empty, that one split gets; whether it is the first of those, and the last."""
 
     split: str
     text: str
@@ -83,8 +75,9 @@ class Dataset:
 def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Dataset:
     """Tokenize a corpus, or find it done: the cache is keyed by the files' names, sizes and times, and the tokenizer.
 
-    Memory does not grow with the corpus: it is read and tokenized in blocks, on every core (``encodable_blocks``).
-
+    Memory does not grow with the corpus: it is read and tokenized in blocks, on every core. A block ends where no
+    Llama's tokenizer has a token across (``corpus.CUTS``), so a document's ids are those of its whole text; only where
+    ``corpus.LONGEST_BLOCK`` characters have no such place, a token may be another there.
     A ``tokenizer`` given here, a loaded model's, stands in for the configuration's.
     Source text that cannot be read or is too short, and a cache folder that cannot be written, raise JllamaError.
     """
@@ -93,10 +86,8 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
     stats = {name: path.stat() for name, path in files.items()}
     listing = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
     corpus = _sha256(FORMAT, listing, config.text_field, config.validation_fraction)
-
-    size = sum(stat.st_size for stat in stats.values())
-    if any(name.endswith((".gz", ".zst", ".parquet")) for name in files):
-        size = None  # of the text: it is packed
+    is_packed = any(name.endswith((".gz", ".zst", ".parquet")) for name in files)
+    size = None if is_packed else sum(stat.st_size for stat in stats.values())
 
     def blocks(progress: Progress) -> Iterator[Block]:
         for block in split_documents(read_corpus(files, config.text_field), config.validation_fraction):
@@ -149,7 +140,7 @@ def split_documents(documents: Iterable[Document], validation_fraction: float) -
 
 
 def _between(texts: Iterable[str], start: int, end: int) -> Iterator[str]:
-    """The characters from ``start`` to ``end`` of a text that comes in parts."""
+    """The characters from ``start`` to ``end`` of a text that comes in parts; parts may be empty."""
     for text in texts:
         yield text[max(start, 0) : max(end, 0)]
         start, end = start - len(text), end - len(text)
@@ -166,29 +157,8 @@ def _blocks(split: str, texts: Iterable[str]) -> Iterator[Block]:
         yield Block(split, held, starts, ends=True)
 
 
-def encodable_blocks(blocks: Iterable[Block], tokenizer: Tokenizer) -> Iterator[Block]:
-    """Blocks that can be tokenized one by one: a document's ids are those of its whole text.
-
-    That is so where a block ends behind a line or a word (``corpus.CUTS``), and is made sure of at each cut: the text
-    around it must have the same ids cut and whole, or else the blocks are joined. Only a text in which over
-    ``LONGEST_BLOCK`` characters have no such place is cut regardless, there.
-    """
-    held = None
-    for block in blocks:
-        if held and not block.starts and len(held.text) < LONGEST_BLOCK:
-            before, after = held.text[-SEEN:], block.text[:SEEN]
-            if tokenizer.encode(before + after) != tokenizer.encode(before) + _encode_rest(tokenizer, after):
-                held = held._replace(text=held.text + block.text, ends=block.ends)
-                continue
-        if held:
-            yield held
-        held = block
-    if held:
-        yield held
-
-
 def _encode_rest(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text that goes on: behind a newline, so that SentencePiece puts no space in front of it."""
+    """The ids of a block that is not its document's first: behind a newline, or SentencePiece would add a space."""
     newline, ids = tokenizer.encode("\n"), tokenizer.encode("\n" + text)
     return ids[len(newline) :] if ids[: len(newline)] == newline else tokenizer.encode(text)
 
@@ -219,7 +189,7 @@ def _write_tokens(blocks: Iterable[Block], tokenizer: Tokenizer, folder: Path, f
                 outputs[split].write(ids.data)
                 counts[split]["tokens"] += len(ids)
 
-        for group in _groups(encodable_blocks(blocks, tokenizer)):
+        for group in _groups(blocks):
             for block in group:
                 data = block.text.encode()
                 counts[block.split].update(documents=int(block.starts), bytes=len(data))

@@ -61,22 +61,21 @@ def _ask(request: bytes) -> dict[str, str]:
     assert worker.stdout is not None
     clock = threading.Timer(CLOCK_SECONDS, worker.kill)
     clock.start()
-    whole = False
+    reply = {}
     try:
-        worker.stdin.write(len(request).to_bytes(8) + request)
+        worker.stdin.write(request + b"\n")
         worker.stdin.flush()
-        size = int.from_bytes(worker.stdout.read(8))
-        if size > MAX_BYTES:
+        line = worker.stdout.readline(MAX_BYTES)
+        if len(line) == MAX_BYTES:
             return {"error": f"was stopped: it makes a text of over {MAX_BYTES:,} bytes"}
-        reply = json.loads(worker.stdout.read(size).decode("utf-8", "surrogatepass"))
-        whole = True
+        reply = json.loads(line.decode("utf-8", "surrogatepass"))
         return reply
     except (OSError, ValueError):  # it has ended
         limits = f"{SECONDS:g} s or {MEMORY_BYTES // 2**20} MiB"
         return {"error": f"was stopped: it takes too much time or memory (over {limits}); perhaps it loops without end"}
     finally:
         clock.cancel()
-        if not whole:
+        if not reply:
             _stop()
 
 

@@ -1,8 +1,8 @@
 """The program that ``jllama.generation.template`` renders with, in a process of its own.
 
 It is run by its path, with the bytes of memory it may take and the folders that jinja2 is in. Requests come on stdin,
-replies go to stdout, each its length in 8 bytes and then JSON; it ends with its stdin. Source of what a template may
-use: transformers, ``utils/chat_template_utils.py``.
+replies go to stdout, each a line of JSON; it ends with its stdin. Source of what a template may use: transformers,
+``utils/chat_template_utils.py``.
 """
 
 from __future__ import annotations
@@ -105,26 +105,21 @@ def _reply(request: dict[str, Any]) -> dict[str, str]:
         return {"error": f"failed: {error or type(error).__name__}"}
 
 
-def _set_timer(seconds: float) -> None:
-    if hasattr(signal, "setitimer"):  # not on Windows
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # of processor time
-
-
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it means the parent
-    with contextlib.suppress(ImportError, ValueError, OSError):  # not on every system
+    set_timer = getattr(signal, "setitimer", lambda which, seconds: None)  # Windows has none
+    with contextlib.suppress(ImportError, ValueError, OSError):  # nor has every system these
         import resource
 
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # what the timer sends: the end of the process
         resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
-    stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
-    while header := stdin.read(8):
-        request = json.loads(stdin.read(int.from_bytes(header)))
-        _set_timer(request["seconds"])
-        reply = json.dumps(_reply(request), ensure_ascii=False).encode("utf-8", "surrogatepass")
-        _set_timer(0)
-        stdout.write(len(reply).to_bytes(8) + reply)
-        stdout.flush()
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        set_timer(getattr(signal, "ITIMER_PROF", 0), request["seconds"])  # of processor time
+        reply = json.dumps(_reply(request), ensure_ascii=False)
+        set_timer(getattr(signal, "ITIMER_PROF", 0), 0)
+        sys.stdout.buffer.write(reply.encode("utf-8", "surrogatepass") + b"\n")
+        sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -232,7 +232,7 @@ def test_parquet_that_cannot_be_read(tmp_path):
     says(r"a.parquet has no field 'text', .*set data.text_field to one of \['body', 'title'\]")
     says(r"a.parquet has a int64 in field 'id', .* one of \['body', 'title'\]", "id")
     parquet(path, {"messages": [[{"role": "user", "content": "x"}]]})
-    says("a.parquet is an example of a chat")
+    says("a.parquet has no field .text.*make it a chat")
     parquet(path, {"text": ["the quick"] * 1000, "n": list(range(1000))})
     data = path.read_bytes()
     for damaged in (data[:-9], data[: len(data) // 2], data[:9], data[:40] + b"\xff" * 40 + data[80:]):
@@ -259,7 +259,7 @@ def test_a_chat_is_no_text(tmp_path):
     for line in ('{"messages": []}', '{"messages": [{"role": "user", "content": "x"}], "text": null}'):
         (tmp_path / "a.jsonl").write_text(line)
         for field in ("text", "messages"):
-            with pytest.raises(JllamaError, match=r"a.jsonl line 1 is an example of a chat"):
+            with pytest.raises(JllamaError, match=r"a.jsonl line 1 has .*make it a chat, and so far"):
                 read(tmp_path, field)
     (tmp_path / "a.jsonl").write_text('{"messages": [], "text": "x"}')
     assert read(tmp_path) == [("a.jsonl:1", "x")]

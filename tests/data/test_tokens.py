@@ -18,7 +18,7 @@ from jllama.data import corpus as corpora
 from jllama.data import tokens
 from jllama.data.config import DataConfig
 from jllama.data.corpus import Document, cut
-from jllama.data.tokens import SPLITS, Block, encodable_blocks, prepare_data
+from jllama.data.tokens import SPLITS, prepare_data
 from jllama.errors import JllamaError, UsageError
 from jllama.tokenizers import BytesTokenizer, HuggingFaceTokenizer, TiktokenTokenizer, train_sentencepiece
 from jllama.tokenizers.byte_level import BYTE_CHARS, CHAR_BYTES, byte_level_json
@@ -156,59 +156,41 @@ TOKENIZERS = {
 }
 
 
+def blocks_of(text, step):
+    return list(cut(text[start : start + step] for start in range(0, len(text), step)))
+
+
 def ids_in_blocks(tokenizer, texts):
-    blocks = [Block("train", text, place == 0, place == len(texts) - 1) for place, text in enumerate(texts)]
-    ids = []
-    for _, text, starts, _ in encodable_blocks(blocks, tokenizer):
-        ids += tokenizer.encode(text) if starts else tokens._encode_rest(tokenizer, text)
-    return ids
+    first, *rest = texts or [""]
+    return tokenizer.encode(first) + [id for text in rest for id in tokens._encode_rest(tokenizer, text)]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@given(st.lists(st.sampled_from(PIECES), max_size=80).map("".join), st.integers(1, 40), st.integers(8, 20))
-def test_blocks_have_the_ids_of_the_whole_text(name, text, block, seen):
+@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=2), max_size=80).map("".join), st.integers(1, 40))
+def test_blocks_have_the_ids_of_the_whole_text(name, text, block):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpora, "BLOCK", block)
-        patch.setattr(tokens, "SEEN", seen)
-        texts = list(cut(text[start : start + 7] for start in range(0, len(text), 7)))
+        texts = blocks_of(text, 7)
         assert "".join(texts) == text
         assert ids_in_blocks(TOKENIZERS[name], texts) == TOKENIZERS[name].encode(text)
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
-def test_most_texts_are_cut_into_blocks(name, monkeypatch):
+@pytest.mark.parametrize("end", ["\n", "\n\n", "\r\n", " "])
+def test_most_texts_are_cut_into_blocks(end, monkeypatch):
     monkeypatch.setattr(corpora, "BLOCK", 100)
-    lines, paragraphs, words = (f"the user{end}" * 200 for end in ("\n", "\n\n", " "))
-    for text in (lines, paragraphs, words, lines.replace("\n", "\r\n")):
-        texts = list(cut(text[start : start + 50] for start in range(0, len(text), 50)))
-        blocks = [Block("train", text, place == 0, place == len(texts) - 1) for place, text in enumerate(texts)]
-        joined = list(encodable_blocks(blocks, TOKENIZERS[name]))
-        assert len(joined) > 10
-        assert max(len(block.text) for block in joined) < 400
+    texts = blocks_of(f"the user{end}" * 200, 50)
+    assert len(texts) > 10
+    assert max(map(len, texts)) < 200
 
 
 @pytest.mark.parametrize("text", ["a" * 1000, "\n" * 1000, "世界" * 500, " " * 1000])
 def test_a_text_without_a_place_to_cut_is_cut_somewhere_and_comes_back(text, monkeypatch):
     monkeypatch.setattr(corpora, "BLOCK", 50)
     monkeypatch.setattr(corpora, "LONGEST_BLOCK", 200)
-    monkeypatch.setattr(tokens, "LONGEST_BLOCK", 200)
-    texts = list(cut(text[start : start + 50] for start in range(0, len(text), 50)))
+    texts = blocks_of(text, 50)
     assert [len(part) for part in texts] == [200] * 5
     for tokenizer in TOKENIZERS.values():
         assert tokenizer.decode(ids_in_blocks(tokenizer, texts)) == text
-
-
-def test_a_tokenizer_that_sees_across_every_cut_gets_longer_blocks(monkeypatch):
-    class Everywhere(BytesTokenizer):
-        """Each id depends on the length of the text."""
-
-        def encode(self, text):
-            return [id + len(text) % 7 for id in super().encode(text)]
-
-    blocks = [Block("train", "abc", True, False), *[Block("train", "abcd", False, False)] * 9]
-    assert len(list(encodable_blocks(blocks, Everywhere()))) == 1
-    monkeypatch.setattr(tokens, "LONGEST_BLOCK", 10)
-    assert [len(block.text) for block in encodable_blocks(blocks, Everywhere())] == [11, 12, 12, 4]
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
