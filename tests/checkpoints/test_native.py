@@ -1,6 +1,7 @@
 """Saved and restored bit for bit; the best is kept; what is not whole is not there; what differs is listed."""
 
 import dataclasses
+import json
 import os
 import shutil
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from helpers import assert_same_bits
 
-from jllama.checkpoints.native import Checkpoints
+from jllama.checkpoints.native import Checkpoints, read_model_config
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.training.optimizer import OptimizerConfig, make_optimizer
@@ -154,6 +155,47 @@ def test_half_written_steps_are_not_there(finished, tmp_path, read_only):
     if not read_only:
         save(checkpoints, 30, 1.0)
         assert checkpoints.steps() == [20, 30]
+
+
+def test_what_is_no_longer_wanted_is_never_half_there(tmp_path, monkeypatch):
+    """A kill while an old checkpoint is deleted: it has lost its name before it loses its first file."""
+    folder = tmp_path / "checkpoints"
+    with monkeypatch.context() as killed:
+        killed.setattr(Checkpoints, "_sweep", lambda self: None)
+        checkpoints = Checkpoints(folder)
+        save(checkpoints, 1)
+        save(checkpoints, 2)
+        assert sorted(path.name for path in folder.iterdir()) == ["2", "unwanted"]
+    (folder / "unwanted" / "1" / "params" / "manifest.ocdbt").unlink()
+    assert Checkpoints(folder, read_only=True).steps() == [2]
+    save(Checkpoints(folder), 3)
+    assert sorted(path.name for path in folder.iterdir()) == ["3"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[" * 100_000, "recursion"),
+        ("model: 0001-99-99", "month must be in 1..12"),
+        ("model: {vocab_size: " + "9" * 6000 + "}", "digits"),
+        ("model: text", "not a mapping"),
+        ("", "not a mapping"),
+    ],
+)
+def test_a_configuration_that_is_none(tmp_path, content, said):
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(JllamaError, match=rf"config.yaml does not describe a model: .*{said}"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(("key", "value"), [("custom_metadata", [1]), ("item_handlers", 3), ("item_handlers", "x")])
+def test_metadata_of_another_type(finished, tmp_path, key, value):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(finished, folder)
+    path = folder / "20" / "_CHECKPOINT_METADATA"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(JllamaError, match=r"cannot be read \("):
+        Checkpoints(folder, read_only=True).restore_params(20, CONFIG)
 
 
 def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """``train.py`` as a user runs it: what it leaves, and that no interruption changes the outcome by a bit."""
 
 import dataclasses
+import html
 import json
 import math
 import os
@@ -20,8 +21,10 @@ import yaml
 from jllama.checkpoints.formats import load
 from jllama.commands import cli
 from jllama.commands.cli import parse
+from jllama.commands.train import read_config
+from jllama.errors import UsageError
 from jllama.training import loop, run_folder
-from jllama.training.config import TrainConfig
+from jllama.training.config import LoopConfig, TrainConfig
 from jllama.training.loop import train
 from jllama.training.metrics import Evaluation
 from jllama.training.optimizer import learning_rate_at
@@ -70,7 +73,14 @@ def test_the_folder_of_a_run(small_run, read_run):
     samples = read_run.lines(run, "samples.jsonl")
     assert [(line["step"], line["prompt"]) for line in samples] == [(step, "the ") for step in (5, 10, 15, 20)]
     report = (run / "report.html").read_text()
-    for part in ("<svg", "step 20", "training text", "max_seq_len: 32", f"{best['bits_per_byte']:.4f}"):
+    for part in ("step 20", "training text", "max_seq_len: 32", f"{best['bits_per_byte']:.4f}", "ln 259", "ms a step"):
+        assert part in report
+    for command in (f"sample --checkpoint {run} --prompt 'the '", f"train --resume {run}"):
+        assert html.escape(f"python -m jllama {command}") in report
+    assert report.count("<svg") == 4  # a chart each, in the page's colors, for any screen
+    assert report.count("currentColor") > 40
+    assert "#000" not in report
+    for part in ("color-scheme: light dark", "<meta name=viewport content='width=device-width", "auto-fit"):
         assert part in report
     assert (run / "tokenizer.bytes.json").is_file()
     assert read_run.steps(run) == [15, 20]
@@ -131,7 +141,7 @@ def test_a_stop_between_two_checkpoints_is_saved(small_run, workshop, read_run, 
             signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(loop, "append_line", append_and_stop)
-    settings = ["--config", str(workshop.yaml), "--run_dir", str(run), "--training.sample_tokens", "0"]
+    settings = options(workshop, run, "--training.save_every", 2)
     before = signal.getsignal(signal.SIGTERM)
     assert cli.run("train", settings) == 128 + signal.SIGTERM
     step = read_run.steps(run)[-1]
@@ -139,6 +149,9 @@ def test_a_stop_between_two_checkpoints_is_saved(small_run, workshop, read_run, 
     assert err.endswith(f"stopped at step {step} of 20; saved. Go on: python -m jllama train --resume {run}\n")
     assert "error" not in err
     assert step in (3, 4)
+    assert read_run.steps(run)[0] == 2  # without an evaluation, as at the stop
+    assert not [line for line in read_run.lines(run) if "validation_loss" in line]
+    assert not (run / "samples.jsonl").read_text()
     assert read_run.losses(run).keys() == set(range(1, step + 1))
     assert signal.getsignal(signal.SIGTERM) == before
 
@@ -334,7 +347,8 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_again(workshop, small_
     (run / "checkpoints" / "5.orbax-checkpoint-tmp" / "params").mkdir(parents=True)
     for name in ("config.yaml", "metrics.jsonl"):
         shutil.copy(small_run.folder / name, run / name)
-    assert cli.run("train", options(workshop, run, "--training.steps", 1, "--training.sample_tokens", 0)) == 0
+    one = ("--training.steps", 0, "--training.epochs", 0.1, "--training.sample_tokens", 0)
+    assert cli.run("train", options(workshop, run, *one)) == 0
     assert read_run.steps(run) == [1]
     assert [line["step"] for line in read_run.lines(run) if "loss" in line] == [1]
     assert not (run / "config.history.jsonl").exists()  # nothing came of it
@@ -388,3 +402,34 @@ def test_a_finished_run_resumed_says_the_same_again(workshop, copied, read_run):
     final = train(parse(TrainConfig, options(workshop, copied, "--resume", "auto"), "train.py"))
     assert dataclasses.asdict(final) == read_run.lines(copied)[-1]["final"]
     assert everything(copied) == before
+
+
+def test_init_from_has_defaults_that_fit_and_takes_any_configuration(tmp_path):
+    """What a file says of the model gives way; what it says of training counts; flags are left to be judged."""
+    file = tmp_path / "file.yaml"
+    file.write_text("model: {embed_dim: 64}\ndata: {tokenizer: bytes, path: x}\noptimizer: {learning_rate: 0.5}\n")
+    plain = read_config(["--config", str(file)], "train.py")
+    assert (plain.model.embed_dim, plain.training.batch_size) == (64, 16)
+    tuned = read_config(["--init_from", "somewhere"], "train.py")
+    assert (tuned.training.batch_size, tuned.optimizer.learning_rate) == (4, 2e-5)
+    both = read_config(["--config", str(file), "--init_from=somewhere", "--training.batch_size", "3"], "train.py")
+    assert (both.training.batch_size, both.optimizer.learning_rate, both.data.path) == (3, 0.5, "x")
+    assert (both.model, both.data.tokenizer) == (tuned.model, "bpe")
+    file.write_text(file.read_text() + "init_from: somewhere\n")
+    flags = ["--model.num_layers=3", "--data.tokenizer", "mine", "--model.embed_dim", "96"]
+    within = read_config(["--config", str(file), *flags], "train.py")
+    assert (within.training.batch_size, within.model.num_layers, within.model.embed_dim) == (4, 3, 96)
+    assert within.data.tokenizer == "mine"
+
+
+def test_epochs_stand_in_for_steps():
+    """By themselves they are enough: only a number of steps that somebody chose is in their way."""
+    assert LoopConfig(epochs=2.0).epochs == 2
+    for changes, said in [
+        ({"steps": 20, "epochs": 2.0}, "training.steps is 20 and training.epochs is 2.0: set one of them to 0"),
+        ({"epochs": math.inf}, "training.epochs is inf; it must be from 0 to below"),
+        ({"steps": 2**31}, "training.steps is 2147483648; it must be from 0 to below"),
+        ({"save_every": -1}, "training.save_every is -1; it must be from 0"),
+    ]:
+        with pytest.raises(UsageError, match=re.escape(said)):
+            LoopConfig(**changes)

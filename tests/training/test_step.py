@@ -12,7 +12,7 @@ import pytest
 from jllama import oracle
 from jllama.config import LlamaConfig
 from jllama.training.optimizer import OptimizerConfig, make_optimizer
-from jllama.training.step import TrainState, eval_step, token_losses, train_step
+from jllama.training.step import TrainState, eval_step, initial_state, token_losses, train_step
 from jllama.verify.compare import random_params, relative_error
 
 BOS = 1
@@ -109,6 +109,21 @@ def test_accumulation_gives_the_gradient_of_the_whole():
     parts, parts_metrics = gradients(accumulation=4)
     assert_trees_close(parts, whole, 3e-6)  # the order of the sums differs; a mean of means is off by 1e-2
     assert_trees_close(parts_metrics, whole_metrics, 1e-6)
+
+
+def test_accumulation_in_64_bit_mode():
+    """The masters stay float32; the losses, in float64, are added in float64."""
+    with jax.enable_x64(True):
+        optimizer = make_optimizer(OptimizerConfig(), CONFIG, WEIGHTS, 10)
+        state = jax.eval_shape(functools.partial(initial_state, config=CONFIG, optimizer=optimizer), jax.random.key(0))
+        assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
+        for dtype in (jnp.float32, jnp.float64):
+            step = functools.partial(
+                train_step, config=CONFIG, optimizer=optimizer, bos_id=BOS, accumulation=2, dtype=dtype
+            )
+            after, metrics = jax.eval_shape(step, state, WINDOWS)
+            assert jax.tree.map(lambda leaf: leaf.dtype, after) == jax.tree.map(lambda leaf: leaf.dtype, state)
+            assert metrics.loss.dtype == dtype
 
 
 def test_remat_changes_nothing():
