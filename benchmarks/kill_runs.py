@@ -133,8 +133,8 @@ def main() -> int:
                 print(f"run {ends}: another end: {result(run)} instead of {wanted}")
             print(f"{kills} kills, {ends} runs", flush=True)
     print(
-        f"{kills} kills in {ends} runs of {STEPS} steps: {failures} could not go on, {unreadable} checkpoints listed and "
-        f"not readable, {left} left-overs, {different} of {ends} ends with other bits or another curve"
+        f"{kills} kills in {ends} runs of {STEPS} steps: {failures} could not go on, {unreadable} checkpoints listed, "
+        f"but not readable, {left} left-overs, {different} of {ends} ends with other bits or another curve"
     )
     return int(bool(failures or unreadable or different or left))
 

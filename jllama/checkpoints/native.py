@@ -275,7 +275,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         fields = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
         return {**fields}
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # also UnicodeDecodeError, absurd numbers
+    except (
+        OSError,
+        yaml.YAMLError,
+        ValueError,
+        TypeError,
+        RecursionError,
+    ) as error:
         raise _bad_config(folder, error) from error
 
 

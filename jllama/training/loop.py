@@ -69,16 +69,6 @@ class _Run:
     batches: grain.DatasetIterator
     checkpoints: Checkpoints
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What the order of the batches depends on: a run cannot go on if any of it changes."""
-        return {
-            "the corpus or its tokenizer": self.data.fingerprint,
-            "seed": self.config.seed,
-            "training.batch_size": self.config.training.batch_size,
-            "training.seq_len": self.config.training.seq_len,
-        }
-
 
 def train(config: TrainConfig) -> Evaluation:
     """Train as configured; everything is left in ``config.run_dir``. Returns the best checkpoint's final evaluation.
@@ -185,14 +175,17 @@ def _train(config: TrainConfig, folder: Path, console: Console) -> Evaluation:
     def seconds() -> float:
         return seconds_before + time.perf_counter() - began_s
 
+    def due(step: int, every: int) -> bool:
+        return step % every == 0 or step == total_steps
+
     with stop_signals(lambda: f"finishing step {step + 1:,} and saving") as stop, _progress(console) as progress:
         task = progress.add_task("", total=total_steps, completed=step, note="compiling")
         show = functools.partial(progress.update, task)
         evaluate = make_evaluator(config, data, mesh, dtype, stop)
-        if step and _due(step, eval_every, total_steps) and not _evaluated(folder, step):  # stopped before it was
+        evaluated = {line["step"] for line in read_lines(folder / METRICS) if "validation_loss" in line}
+        if step and due(step, eval_every) and step not in evaluated:  # a stop came first
             show(note="evaluating")
-            evaluation = _evaluate(run, evaluate, state)
-            _sample_and_report(run, state, evaluation, seconds())
+            _sample_and_report(run, state, _evaluate(run, evaluate, state), seconds())
         rows = jax.ShapeDtypeStruct(
             (config.training.batch_size, config.training.seq_len + 1), jnp.int32, sharding=NamedSharding(mesh, BATCH)
         )
@@ -203,8 +196,8 @@ def _train(config: TrainConfig, folder: Path, console: Console) -> Evaluation:
             step += 1
             recent.append(metrics)
             stopping = bool(stop)  # asked once a step: what stops the loop is always saved below
-            evaluating = _due(step, eval_every, total_steps) and not stopping
-            saving = _due(step, save_every, total_steps) or stopping
+            evaluating = due(step, eval_every) and not stopping
+            saving = due(step, save_every) or stopping
             if evaluating or saving or step % config.training.log_every == 0:
                 _check_finite(recent, step, checkpoints)
                 note = _log(run, recent, step, time.perf_counter() - recent_began_s)
@@ -249,14 +242,6 @@ def _train(config: TrainConfig, folder: Path, console: Console) -> Evaluation:
         f"or sample: {escape(_sample_command(run))}"
     )
     return final
-
-
-def _due(step: int, every: int, total_steps: int) -> bool:
-    return step % every == 0 or step == total_steps
-
-
-def _evaluated(folder: Path, step: int) -> bool:
-    return any(line["step"] == step and "validation_loss" in line for line in read_lines(folder / METRICS))
 
 
 def _origin(config: TrainConfig, begun: Path | None) -> Checkpoint:
@@ -333,7 +318,7 @@ def _placed(shapes: Any, shardings: Any) -> Any:
 
 def _save(run: _Run, state: TrainState, evaluation: Evaluation | None, seconds: float) -> None:
     rest = {"opt_state": state.opt_state, "step": state.step, "key": jax.random.key_data(state.key)}
-    meta = {"batches": run.batches.get_state(), "identity": run.identity, "seconds": seconds}
+    meta = {"batches": run.batches.get_state(), "corpus": run.data.fingerprint, "seconds": seconds}
     run.checkpoints.save(int(state.step), state.params, rest, meta, evaluation.validation_loss if evaluation else None)
 
 
@@ -345,9 +330,9 @@ def _restore(run: _Run, step: int, abstract: TrainState, shardings: TrainState) 
     params, rest, meta = run.checkpoints.restore(
         step, _placed(abstract.params, shardings.params), _placed(rest, rest_shardings)
     )
-    if changed := [name for name, value in run.identity.items() if meta["identity"].get(name) != value]:
+    if meta["corpus"] != run.data.fingerprint:
         raise JllamaError(
-            f"changed since {run.checkpoints.folder / str(step)} was saved: {', '.join(changed)}; "
+            f"changed since {run.checkpoints.folder / str(step)} was saved: the corpus or its tokenizer; "
             f"restore what it was, or start a new run with another --run_dir"
         )
     run.batches.set_state(meta["batches"])
@@ -427,8 +412,10 @@ def _report(run: _Run, evaluation: Evaluation | None, seconds: float) -> None:
     data, config = run.data, run.config
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jllama", "jax", "flax", "optax")]
     results = dataclasses.asdict(evaluation) if evaluation else {}
+    deeper = dataclasses.replace(config.model, num_layers=config.model.num_layers + 1)
+    a_layer = count_parameters(deeper) - count_parameters(config.model)
     receipt = {
-        "parameters": f"{count_parameters(config.model):,}",
+        "parameters": f"{count_parameters(config.model):,}, {a_layer:,} of them in each layer",
         "text": config.data.path,
         "training text": f"{data.train_counts.bytes:,} bytes, {data.train_counts.tokens:,} tokens",
         "validation text": f"{data.validation_counts.bytes:,} bytes, {data.validation_counts.tokens:,} tokens",

@@ -16,10 +16,8 @@ _STATE_BYTES = 16  # a parameter, its gradient and Adam's two moments, in float3
 
 
 def describe_devices(mesh: Mesh) -> str:
-    """``one CPU``, ``8 CPUs``, ``8 x TPU v5 lite``."""
-    kind = mesh.devices.flat[0].device_kind
-    if kind == "cpu":
-        return "one CPU" if mesh.size == 1 else f"{mesh.size} CPUs"
+    """``one CPU``, ``8 x TPU v5 lite``."""
+    kind = mesh.devices.flat[0].device_kind.replace("cpu", "CPU")
     return f"one {kind}" if mesh.size == 1 else f"{mesh.size} x {kind}"
 
 

@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from jllama.checkpoints.native import CONFIG, read_config
+from jllama.checkpoints.native import read_config
 from jllama.errors import JllamaError, UsageError
 from jllama.training.config import OptimizerConfig, TrainConfig
 from jllama.training.optimizer import learning_rate_at
@@ -26,8 +26,6 @@ def changes_on_resume(folder: Path, config: TrainConfig, step: int) -> list[str]
     Raises:
         JllamaError: a run at ``step`` cannot go on with such a change, or not without ``resume_with_changes``.
     """
-    if not (folder / CONFIG).exists():
-        return []
     now = _flat(as_written(config))
     was = now | _flat(read_config(folder))
     told = {name: f"{name} was {was[name]} and is {now[name]}" for name in now if was[name] != now[name]}

@@ -90,7 +90,7 @@ def as_written(config: TrainConfig) -> dict[str, Any]:
 def write_config(folder: Path, config: TrainConfig, step: int) -> None:
     """Write the resolved configuration. One that it replaces after a first checkpoint goes to the history."""
     fields = as_written(config)
-    before = read_config(folder) if step and (folder / CONFIG).exists() else fields
+    before = read_config(folder) if step else fields
     if before != fields:
         append_line(folder / HISTORY, {"until_step": step, "config": before})
     write_text_whole(folder / CONFIG, yaml.safe_dump(fields, sort_keys=False))

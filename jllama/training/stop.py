@@ -14,7 +14,7 @@ from typing import Any
 
 from jllama.errors import JllamaError
 
-_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+_NAMES = {int(signal.SIGINT): "Ctrl-C", int(signal.SIGTERM): "SIGTERM"}
 _ONE_S = 1.0  # schedulers and shells send several at once and mean one
 
 
@@ -45,24 +45,18 @@ def stop_signals(doing: Callable[[], str]) -> Iterator[list[int]]:
         yield received
         return
 
-    first_s = 0.0
-
     def receive(number: int, _frame: Any) -> None:
-        nonlocal first_s
-        first_s = first_s or time.monotonic()
         received.append(number)
-        if hasattr(sys, "ps1") and time.monotonic() - first_s > _ONE_S:
+        if len(received) > 1 and hasattr(sys, "ps1"):  # an interactive session
             raise KeyboardInterrupt
 
     def watch() -> None:
-        answered_s = None
+        deaf_until_s = 0.0
         while number := reader.recv(1):
-            if number[0] not in _NAMES:
-                continue
-            if answered_s is None:
-                answered_s = time.monotonic()
-                _say(f"{_NAMES[signal.Signals(number[0])]}: {doing()}; again to quit now")
-            elif time.monotonic() - answered_s > _ONE_S and not hasattr(sys, "ps1"):
+            if number[0] in _NAMES and not deaf_until_s:
+                deaf_until_s = time.monotonic() + _ONE_S
+                _say(f"{_NAMES[number[0]]}: {doing()}; again to quit now")
+            elif number[0] in _NAMES and time.monotonic() > deaf_until_s and not hasattr(sys, "ps1"):
                 _say("stopped at once; the last checkpoint stays as it was")
                 os._exit(128 + number[0])
 

@@ -13,7 +13,7 @@ def test_a_run_of_eight_devices_is_sampled_and_continued_on_one(workshop, tmp_pa
     stop = ("--training.eval_every", 5, "--training.steps", 10)
     begun = workshop.finish(workshop.train(run, *stop, *padded, *mesh, devices=8))
     assert begun.code == 0, begun.err
-    assert "parameters on 8 CPUs, " in begun.err
+    assert "parameters on 8 x CPU, " in begun.err
 
     sampled = workshop.finish(
         workshop.start("sample.py", "--checkpoint", run, "--prompt", "the ", "--max_new_tokens", 4)
