@@ -58,6 +58,8 @@ def read_config(argv: Sequence[str], prog: str) -> TrainConfig:
     if config.init_from:
         flags = parse(TrainConfig, _flags(argv, ("--model", "--data.tokenizer")), prog)
         data = dataclasses.replace(config.data, tokenizer=flags.data.tokenizer)
+        if not given and (config.model, config.data) != (flags.model, data):
+            print("model and data.tokenizer of the file are not used: init_from brings its own", file=sys.stderr)
         config = dataclasses.replace(config, model=flags.model, data=data)
     return config
 

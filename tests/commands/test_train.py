@@ -404,17 +404,19 @@ def test_a_finished_run_resumed_says_the_same_again(workshop, copied, read_run):
     assert everything(copied) == before
 
 
-def test_init_from_has_defaults_that_fit_and_takes_any_configuration(tmp_path):
+def test_init_from_has_defaults_that_fit_and_takes_any_configuration(tmp_path, capsys):
     """What a file says of the model gives way; what it says of training counts; flags are left to be judged."""
     file = tmp_path / "file.yaml"
     file.write_text("model: {embed_dim: 64}\ndata: {tokenizer: bytes, path: x}\noptimizer: {learning_rate: 0.5}\n")
     plain = read_config(["--config", str(file)], "train.py")
     assert (plain.model.embed_dim, plain.training.batch_size) == (64, 16)
     tuned = read_config(["--init_from", "somewhere"], "train.py")
+    assert capsys.readouterr().err == ""
     assert (tuned.training.batch_size, tuned.optimizer.learning_rate) == (4, 2e-5)
     both = read_config(["--config", str(file), "--init_from=somewhere", "--training.batch_size", "3"], "train.py")
     assert (both.training.batch_size, both.optimizer.learning_rate, both.data.path) == (3, 0.5, "x")
     assert (both.model, both.data.tokenizer) == (tuned.model, "bpe")
+    assert "of the file are not used: init_from brings its own" in capsys.readouterr().err
     file.write_text(file.read_text() + "init_from: somewhere\n")
     flags = ["--model.num_layers=3", "--data.tokenizer", "mine", "--model.embed_dim", "96"]
     within = read_config(["--config", str(file), *flags], "train.py")
