@@ -101,7 +101,8 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
 
                 def training() -> Iterator[str]:
                     yield from (block.text for block in blocks(progress) if block.split == "train")
-                    progress.update(progress.task_ids[0], description="training the vocabulary", total=None)
+                    task = progress.tasks[0]
+                    task.description, task.total = "training the vocabulary", None  # how long is not known
 
                 train_sentencepiece(training(), config.vocab_size).save(partial)
         tokenizer = load_tokenizer(folder)

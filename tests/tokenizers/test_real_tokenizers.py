@@ -3,6 +3,9 @@
 Marked ``real_weights``; ``python tests/fetch_real_weights.py`` fetches them.
 """
 
+import inspect
+from pathlib import Path
+
 import pytest
 import sentencepiece
 import tiktoken
@@ -11,6 +14,7 @@ from hard_text import HARD
 from helpers_real import real_file
 
 from jllama.checkpoints.gguf_file import read_gguf_file
+from jllama.data import corpus, tokens
 from jllama.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, TiktokenTokenizer, load_tokenizer
 from jllama.tokenizers.byte_level import LLAMA3_PATTERN
 from jllama.tokenizers.convert import save_huggingface, save_llama2c_tokenizer, save_meta, to_gguf
@@ -95,3 +99,16 @@ def test_smollm2(smollm2, tmp_path):
     plane = [chr(code) for code in range(0x40000) if not 0xD800 <= code < 0xE000]
     lost = [ord(char) for char in plane if smollm2.decode(smollm2.encode(char)) != char]
     assert lost == [0x04, 0x06, 0x13, 0x14, 0x16, 0x1D]
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral", "smollm2"])
+@pytest.mark.parametrize("end", ["\n", "\n\n", "\r\n", " "])
+def test_a_corpus_in_blocks_has_the_ids_of_the_whole_text(name, end, request, monkeypatch):
+    tokenizer = request.getfixturevalue(name)
+    monkeypatch.setattr(corpus, "BLOCK", 500)
+    text = Path(inspect.__file__).read_text("utf-8").replace("\n", end) + end.join(HARD)
+    first, *rest = corpus.cut(text[start : start + 500] for start in range(0, len(text), 500))
+    assert len(rest) > 100
+    assert tokenizer.encode(first) + [
+        id for block in rest for id in tokens._encode_rest(tokenizer, block)
+    ] == tokenizer.encode(text)
