@@ -20,6 +20,7 @@ import random
 import resource
 import shutil
 import struct
+import sys
 import tempfile
 import time
 import traceback
@@ -380,6 +381,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="a folder for the mutated models that were not handled well")
     parser.add_argument("--output", type=Path, help=f"write the table here, such as {RESULT.relative_to(ROOT)}")
     options = parser.parse_args()
+    sys.path.insert(0, str(ROOT))  # this tree's jllama, in the workers too
     worker, rows, problems = Worker(), {}, []
     with tempfile.TemporaryDirectory() as scratch:
         write_models(Path(scratch) / "models")

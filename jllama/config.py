@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import reprlib
 from typing import Literal, get_args
 
 from jllama.errors import UsageError
@@ -65,8 +66,10 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         if self.type not in get_args(RopeType):
-            raise UsageError(f"rope_scaling.type is {self.type!r}; it must be one of {', '.join(get_args(RopeType))}")
-        if not 1 <= self.factor < math.inf:
+            raise UsageError(
+                f"rope_scaling.type is {reprlib.repr(self.type)}; it must be one of {', '.join(get_args(RopeType))}"
+            )
+        if not 1 <= self.factor < 1e300:
             raise UsageError(f"rope_scaling.factor is {self.factor}; it must be at least 1, and finite")
         _check_size("rope_scaling.original_max_seq_len", self.original_max_seq_len, MAX_SIZES["max_seq_len"])
         if self.type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
@@ -128,10 +131,10 @@ class LlamaConfig:
             derived = name in ("vocab_size", "num_kv_heads", "head_dim", "mlp_dim")
             _check_size(name, getattr(self, name), most, derived=derived)
         for name in ("norm_eps", "rope_theta"):
-            if not 0 < getattr(self, name) < math.inf:
+            if not 0 < getattr(self, name) < 1e300:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be positive, and finite")
         if type(self.tie_embeddings) is not bool:
-            raise UsageError(f"tie_embeddings is {self.tie_embeddings!r}; it must be true or false")
+            raise UsageError(f"tie_embeddings is {reprlib.repr(self.tie_embeddings)}; it must be true or false")
         if not self.head_dim and self.embed_dim % self.num_heads:
             raise UsageError(
                 f"embed_dim {self.embed_dim} is not divisible by num_heads {self.num_heads}: "
@@ -160,7 +163,7 @@ class LlamaConfig:
 def _check_size(name: str, value: int, most: int, *, derived: bool = False) -> None:
     """Raise ``UsageError`` unless a size is a whole number from 1 to ``most``; ``derived`` ones may be 0."""
     if type(value) is not int:
-        raise UsageError(f"{name} is {value!r}; it must be a whole number")
+        raise UsageError(f"{name} is {reprlib.repr(value)}; it must be a whole number")
     if value < (0 if derived else 1):
         raise UsageError(
             f"{name} is {value}; it must be {'positive, or 0 to work it out' if derived else 'at least 1'}"

@@ -52,7 +52,7 @@ _Q8_0_BYTES = 34 / 32  # per number: blocks of 32, with a float16 scale
 _OF_CHECKPOINTS = (  # names of files that a checkpoint of some format, or a run, has in its folder
     r".*\.safetensors(\.index\.json)?|.*\.(gguf|bin|pth)|tokenizer.*\.(json|model)|(generation_)?config\.json|"
     r"(special_tokens_map|added_tokens|vocab|params|jllama)\.json|merges\.txt|checklist\.chk|chat_template\.(jinja|json)|"
-    r"config.*\.yaml|checkpoints|(metrics|samples)\.jsonl|report\.html|\.?lock|\.gitattributes"
+    r"config\.yaml|checkpoints|(metrics|samples|config\.history)\.jsonl|report\.html|in_use|\.gitattributes"
 )
 
 

@@ -296,7 +296,7 @@ def read_model_config(folder: Path) -> LlamaConfig:
         if fields["rope_scaling"]:
             fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
         return LlamaConfig(**fields)
-    except (KeyError, TypeError, UsageError) as error:
+    except (KeyError, TypeError, ValueError, UsageError) as error:  # also numbers too long to be printed
         raise _bad_config(folder, error) from error
 
 
