@@ -47,7 +47,7 @@ BASE = LlamaConfig(
     num_kv_heads=2,
     head_dim=20,
     mlp_dim=40,
-    max_seq_len=64,
+    max_seq_len=128,
     norm_eps=3e-5,  # neither of the usual ones, nor transformers' default
 )
 
@@ -68,7 +68,9 @@ CONFIGS = {
     "yarn, every knob": with_rope(
         LONG, type="yarn", factor=4.0, original_max_seq_len=128, beta_fast=8.0, beta_slow=2.0, attention_factor=1.3
     ),
-    "dynamic": with_rope(type="dynamic", factor=4.0, original_max_seq_len=64),
+    "dynamic": with_rope(
+        dataclasses.replace(BASE, max_seq_len=64), type="dynamic", factor=4.0, original_max_seq_len=64
+    ),
 }
 TOKENS = np.random.default_rng(0).integers(0, BASE.vocab_size, (2, 100))  # longer than dynamic's 64
 
