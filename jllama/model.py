@@ -181,7 +181,7 @@ class Llama(nnx.Module):
         return F.rms_norm(x, self.final_norm[...], self.config.norm_eps)
 
     def extend(
-        self, tokens: Int[Array, "batch seq"], cache: KVCache | None, counts: Int[Array, "batch"]
+        self, tokens: TokenIds, cache: KVCache | None, counts: Int[Array, "batch"]
     ) -> tuple[Float[Array, "batch seq embed"], KVCache]:
         """Continue each row of the cache by its first ``counts`` tokens: prefill, or one step of decoding.
 
@@ -192,6 +192,7 @@ class Llama(nnx.Module):
         """
         assert isinstance(self.layers, nnx.Dict), "decoding takes unstacked layers"
         tokens = as_token_ids(tokens, self.config)
+        counts = counts.astype(jnp.int32)
         lengths = jnp.zeros_like(counts) if cache is None else cache.lengths
         positions = lengths[:, None] + jnp.arange(tokens.shape[1])
         mask = None if cache is None else F.cache_mask(positions, cache.keys[0].shape[2])
@@ -331,8 +332,8 @@ def _initial(row: Parameter, config: LlamaConfig, rngs: nnx.Rngs) -> nnx.Param[A
     """One block's (or the whole model's) own share of a parameter: the ``layers`` axis is added by ``nnx.vmap``."""
     shape = tuple(size for size, axis in zip(shape_of(row, config), row.axes, strict=True) if axis != "layers")
     if not row.inputs:
-        return nnx.Param(jnp.ones(shape))
-    return nnx.Param(initial_std(row, config) * jax.random.normal(rngs.params(), shape))
+        return nnx.Param(jnp.ones(shape, jnp.float32))
+    return nnx.Param(initial_std(row, config) * jax.random.normal(rngs.params(), shape, jnp.float32))
 
 
 def _to_heads(

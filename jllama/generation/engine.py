@@ -340,7 +340,7 @@ def _step(llama: Llama, settings: Settings, carry: _Step, drafts: Int[Array, "ba
     fed = jnp.concatenate([last[:, None], drafts], axis=1)
     hidden, cache = llama.extend(jnp.maximum(fed, 0), state.cache, jnp.zeros_like(state.cache.lengths))
     logits = llama.logits(hidden)
-    drafted = jnp.sum((drafts >= 0) & ~state.finished[:, None], axis=1)
+    drafted = jnp.sum((drafts >= 0) & ~state.finished[:, None], axis=1, dtype=jnp.int32)
     carry = carry._replace(state=state._replace(cache=cache, drafted=state.drafted + drafted))
 
     def draw(inner: tuple[_Step, Array], place: Array) -> tuple[tuple[_Step, Array], None]:
@@ -349,7 +349,7 @@ def _step(llama: Llama, settings: Settings, carry: _Step, drafts: Int[Array, "ba
         state, scores = carry.state, logits[:, place]
         known = state.cache.lengths + 1
         token = choose(scores, settings, known, state.seen, state.counts)
-        log_prob = scores[rows, token] - jax.nn.logsumexp(scores, axis=-1)
+        log_prob = (scores[rows, token] - jax.nn.logsumexp(scores, axis=-1)).astype(jnp.float32)
         out = jnp.where(right, carry.made, carry.tokens.shape[1])  # nowhere, for the others
         stop = jnp.any(token[:, None] == settings.stop_ids, axis=1) | (known + 1 >= settings.limits)
         guess = jnp.append(drafts, jnp.full((len(rows), 1), -1), axis=1)[:, place]

@@ -1,0 +1,63 @@
+"""With JAX_ENABLE_X64 everything works, and 32-bit parameters stay so and give the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jllama import oracle
+from jllama.checkpoints.formats import Model
+from jllama.config import LlamaConfig, RopeScaling
+from jllama.generation.config import SamplingConfig
+from jllama.generation.engine import Request, advance, start
+from jllama.model import KVCache, initial_params, merge, unstack_layers
+from jllama.verify.compare import random_params, relative_error
+
+CONFIG = LlamaConfig(
+    vocab_size=31, num_layers=1, embed_dim=32, num_heads=2, num_kv_heads=1, mlp_dim=48, max_seq_len=128,
+    rope_scaling=RopeScaling("llama3", 8.0, original_max_seq_len=32),
+)  # fmt: skip
+TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 12))
+
+
+def params(dtype):
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), random_params(CONFIG, 0))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_forward_and_cache_equal_the_oracle(dtype):
+    expected = oracle.forward(random_params(CONFIG, 0), TOKENS, CONFIG)
+    with jax.enable_x64(True):
+        weights = params(dtype)
+        logits = Model(CONFIG, weights)(TOKENS)
+        assert logits.dtype == dtype
+        assert relative_error(logits, expected) < (1e-5 if dtype == "float32" else 1e-6)  # RoPE's tables are float32
+
+        llama = merge(CONFIG, unstack_layers(weights))
+        cache, parts = KVCache.zeros(CONFIG, 2, 16, jnp.dtype(dtype)), []
+        for first, counts in ((0, jnp.array([8, 8])), (8, jnp.array([4, 4], jnp.int32))):
+            hidden, cache = llama.extend(TOKENS[:, first : first + counts[0]], cache, counts)
+            parts.append(llama.logits(hidden))
+        assert relative_error(np.concatenate(parts, axis=1), expected) < 1e-5
+        assert cache.lengths.dtype == jnp.int32
+        assert cache.keys[0].dtype == dtype
+
+
+def test_fresh_parameters_are_float32():
+    with jax.enable_x64(True):
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(initial_params(jax.random.key(0), CONFIG))} == {"float32"}
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_same_tokens_are_generated(drafts, temperature):
+    def generated(dtype):
+        requests = [Request(tuple(map(int, row)), SamplingConfig(temperature=temperature)) for row in TOKENS]
+        weights = unstack_layers(params(dtype))
+        _, new = advance(weights, CONFIG, start(weights, CONFIG, requests, drafts=drafts))
+        return new.tokens[:, :16]
+
+    expected = generated("float32")
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(generated("float32"), expected)
+        assert generated("float64").shape == expected.shape
