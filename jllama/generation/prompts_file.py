@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -115,13 +116,19 @@ def complete_file(
                 fields, prompt = left[place]
                 result = fields | record(prompt, completion)
                 done[_place(fields)] = result
-                file.write(json.dumps(result, ensure_ascii=False) + "\n")
+                file.write(_dumped(result))
             file.flush()
             report(len(done), len(waiting), sum(len(completion.ids) for completion in batch.values()))
     results = sorted([*done.values(), *bad], key=_place)
-    write_text_whole(output, "".join(json.dumps(result, ensure_ascii=False) + "\n" for result in results))
+    write_text_whole(output, "".join(map(_dumped, results)))
     unfinished.unlink()
     return problems
+
+
+def _dumped(result: dict[str, Any]) -> str:
+    """A line of JSON: of UTF-8, or if it has a lone surrogate, which that has not, of ASCII."""
+    line = json.dumps(result, ensure_ascii=False)
+    return (json.dumps(result) if re.search("[\ud800-\udfff]", line) else line) + "\n"
 
 
 def _place(result: dict[str, Any]) -> tuple[int, int]:

@@ -164,7 +164,7 @@ def test_a_prompt_from_stdin(sample, monkeypatch, capfd):
 
 LINES = [
     {"prompt": "the quick ", "id": "a"},
-    {"prompt": "fox", "temperature": 0, "max_new_tokens": 3, "note": "é"},
+    {"prompt": "fox", "temperature": 0, "max_new_tokens": 3, "note": "é", "odd": "\ud83d"},
     {"prompt": "", "seed": 9, "stop": [" "], "logit_bias": {"35": 2}, "banned_ids": [40], "min_p": 0.01},
     {"prompt": "and says hello", "top_k": 5, "top_p": 0.5, "stop": "o"},
 ]
@@ -173,7 +173,7 @@ LINES = [
 @pytest.fixture
 def complete_file(small_run, tmp_path, capfd):
     """Complete ``LINES``; returns the exit code, the results and what was said."""
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in LINES))
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
 
     def run(*arguments, output=tmp_path / "out.jsonl"):
         files = ["--prompts_file", str(tmp_path / "in.jsonl"), "--output", str(output)]
@@ -196,7 +196,7 @@ def test_a_file_of_prompts(complete_file, small_run, sample, tmp_path):
         options = itertools.chain.from_iterable(
             (f"--{name}", value if isinstance(value, str | int | float) else json.dumps(value))
             for name, value in ({"max_new_tokens": 6} | settings).items()
-            if name not in ("id", "note")
+            if name not in ("id", "note", "odd")
         )
         alone = json.loads(sample(*options, "--json"))
         assert (result["text"], result["finish_reason"]) == (alone["text"], alone["finish_reason"])
@@ -312,6 +312,7 @@ def test_bad_lines_are_reported_and_the_rest_goes_on(complete_file, tmp_path):
         (b'{"prompt": "a", "id": 8, "top_k": 99999999999999}', "top_k is 99999999999999; it must be"),
         (b'{"prompt": "a", "id": 9, "temperature": 1' + b"0" * 400 + b"}", "temperature is 1000"),
         (b'{"id": 10}', 'it must be an object with a "prompt"'),
+        (b'{"prompt": "a \\ud83d", "id": 11}', "the text has the lone surrogate U+D83D"),
     ]
     with (tmp_path / "in.jsonl").open("ab") as file:
         file.write(b"\n" + b"\n".join(line for line, _ in bad))
@@ -323,8 +324,8 @@ def test_bad_lines_are_reported_and_the_rest_goes_on(complete_file, tmp_path):
         assert f"error: {tmp_path / 'in.jsonl'}, line {number}: " in said
         assert problem in said
         assert problem in results[number - 2]["error"]
-    assert [result["id"] for result in results[-4:]] == [7, 8, 9, 10]
-    assert results[-1] == {"id": 10, "line": 20, "error": results[-1]["error"]}
+    assert [result["id"] for result in results[-5:]] == [7, 8, 9, 10, 11]
+    assert results[-2] == {"id": 10, "line": 20, "error": results[-2]["error"]}
 
 
 def test_compare_shows_all_seven_settings(sample):
