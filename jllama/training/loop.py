@@ -145,7 +145,6 @@ def _train(config: TrainConfig, folder: Path, console: Console) -> Evaluation:
     for name in (METRICS, SAMPLES):
         forget_after(folder / name, saved_step)
 
-    dtype = _dtype(config.training.dtype)
     step_program = jax.jit(
         functools.partial(
             train_step,
@@ -154,7 +153,7 @@ def _train(config: TrainConfig, folder: Path, console: Console) -> Evaluation:
             bos_id=data.tokenizer.bos_id,
             accumulation=config.training.accumulation,
             z_loss=config.training.z_loss,
-            dtype=dtype,
+            dtype=_dtype(config),
             remat=config.training.remat,
         ),
         donate_argnums=0,
@@ -165,10 +164,14 @@ def _train(config: TrainConfig, folder: Path, console: Console) -> Evaluation:
         f"{describe_devices(mesh)}, {data.train_counts.tokens:,} training tokens, "
         f"step {saved_step:,} of {total_steps:,}"
     )
+    return _loop(run, state, step_program, seconds_before)
 
+
+def _loop(run: _Run, state: TrainState, step_program: Any, seconds_before: float) -> Evaluation:
+    """From the first step of this process to the last, with all that is done now and then; see ``train``."""
     began_s, looking_s = time.perf_counter(), 0.0
     recent: list[StepMetrics] = []
-    step = saved_step
+    config, checkpoints, step, total_steps = run.config, run.checkpoints, int(state.step), run.config.training.steps
     eval_every = config.training.eval_every
     save_every = config.training.save_every or eval_every
 
@@ -178,21 +181,23 @@ def _train(config: TrainConfig, folder: Path, console: Console) -> Evaluation:
     def due(step: int, every: int) -> bool:
         return step % every == 0 or step == total_steps
 
-    with stop_signals(lambda: f"finishing step {step + 1:,} and saving") as stop, _progress(console) as progress:
+    with stop_signals(lambda: f"finishing step {step + 1:,} and saving") as stop, _progress(run.console) as progress:
         task = progress.add_task("", total=total_steps, completed=step, note="compiling")
         show = functools.partial(progress.update, task)
-        evaluate = make_evaluator(config, data, mesh, dtype, stop)
-        evaluated = {line["step"] for line in read_lines(folder / METRICS) if "validation_loss" in line}
+        evaluate = make_evaluator(config, run.data, run.mesh, _dtype(config), stop)
+        evaluated = {line["step"] for line in read_lines(run.folder / METRICS) if "validation_loss" in line}
         if step and due(step, eval_every) and step not in evaluated:  # a stop came first
             show(note="evaluating")
             _sample_and_report(run, state, _evaluate(run, evaluate, state), seconds())
         rows = jax.ShapeDtypeStruct(
-            (config.training.batch_size, config.training.seq_len + 1), jnp.int32, sharding=NamedSharding(mesh, BATCH)
+            (config.training.batch_size, config.training.seq_len + 1),
+            jnp.int32,
+            sharding=NamedSharding(run.mesh, BATCH),
         )
         take_step = step_program.lower(state, rows).compile()  # here, so that no step's time has it in it
         recent_began_s, note, stopping = time.perf_counter(), "", False
         while step < total_steps and not stopping:
-            state, metrics = take_step(state, jax.make_array_from_process_local_data(rows.sharding, next(batches)))
+            state, metrics = take_step(state, jax.make_array_from_process_local_data(rows.sharding, next(run.batches)))
             step += 1
             recent.append(metrics)
             stopping = bool(stop)  # asked once a step: what stops the loop is always saved below
@@ -224,22 +229,22 @@ def _train(config: TrainConfig, folder: Path, console: Console) -> Evaluation:
         if not stop:
             show(note="evaluating")
             if best is not None and best != step:
-                params = checkpoints.restore_params(best, config.model, mesh=mesh)
+                params = checkpoints.restore_params(best, config.model, mesh=run.mesh)
             final = evaluate(params, 0)
         if final is None:
-            go_on = command("train", "--resume", folder)
+            go_on = command("train", "--resume", run.folder)
             raise Stopped(f"stopped at step {step:,} of {total_steps:,}; saved. Go on: {go_on}", stop[0])
 
-    append_line(folder / METRICS, {"step": step, "best_step": best, "final": dataclasses.asdict(final)})
+    append_line(run.folder / METRICS, {"step": step, "best_step": best, "final": dataclasses.asdict(final)})
     _report(run, final, seconds())
-    console.print(
+    run.console.print(
         f"Best checkpoint (step {best}) on the whole validation text: loss [bold]{final.validation_loss:.4f}[/bold], "
-        f"[bold]{final.bits_per_byte:.3f}[/bold] bits per byte; gzip -9 needs {_gzip_bits_per_byte(data):.3f} "
+        f"[bold]{final.bits_per_byte:.3f}[/bold] bits per byte; gzip -9 needs {_gzip_bits_per_byte(run.data):.3f} "
         f"(a model that beats gzip has learned something)."
     )
-    console.print(
-        f"{seconds():.0f} s in all, {looking_s:.0f} s of it evaluating, sampling and saving. Read {folder / REPORT}, "
-        f"or sample: {escape(_sample_command(run))}"
+    run.console.print(
+        f"{seconds():.0f} s in all, {looking_s:.0f} s of it evaluating, sampling and saving. "
+        f"Read {run.folder / REPORT}, or sample: {escape(_sample_command(run))}"
     )
     return final
 
@@ -306,10 +311,9 @@ def _check_division(config: TrainConfig, mesh: Mesh) -> None:
         )
 
 
-def _dtype(name: str) -> Any:
-    if name == "auto":
-        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    return jnp.dtype(name)
+def _dtype(config: TrainConfig) -> Any:
+    auto = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return jnp.dtype(auto if config.training.dtype == "auto" else config.training.dtype)
 
 
 def _placed(shapes: Any, shardings: Any) -> Any:

@@ -49,7 +49,7 @@ def check_memory(config: TrainConfig, mesh: Mesh, host_bytes: int | None = None)
     logits = 4 * tokens * config.model.vocab_size / mesh.shape["tensor"]
     device = mesh.devices.flat[0]
     if device.platform == "cpu":
-        sharing, have = len(mesh.local_devices), host_bytes or _host_bytes()
+        sharing, have = len(mesh.local_devices), host_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
         sharing, have = 1, (device.memory_stats() or {}).get("bytes_limit")
     if have and sharing * (state + logits) > have:
@@ -58,17 +58,6 @@ def check_memory(config: TrainConfig, mesh: Mesh, host_bytes: int | None = None)
             f"{_gib(sharing * logits)}, which {describe_devices(mesh)} with {_gib(have)} cannot hold: take a smaller "
             f"model, training.batch_size or training.seq_len, or more devices"
         )
-
-
-def _host_bytes() -> int | None:
-    """Memory of this machine, or as much as its control group allows."""
-    limits = []
-    if hasattr(os, "sysconf"):
-        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    group = Path("/sys/fs/cgroup/memory.max")
-    if group.exists() and (text := group.read_text().strip()).isdigit():
-        limits.append(int(text))
-    return min(limits, default=None)
 
 
 def _gib(size: float) -> str:

@@ -34,46 +34,39 @@ _LOCK = "in_use"
 def locked(folder: Path) -> Iterator[None]:
     """The folder of a run, made if need be, for this process alone; made in vain, it goes again.
 
-    The system takes the lock from a process that dies. Where there are no such locks (Windows), the file is the lock.
-
     Raises:
         JllamaError: another process has it; the message says which.
     """
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _LOCK
-    try:
-        file = path.open("a+" if fcntl else "x+")
-        if fcntl:
-            _lock(fcntl, path, file)
-    except (BlockingIOError, FileExistsError):
-        holder = (path.read_text() if path.exists() else "") or "another process"
-        advice = "wait for it" if fcntl else f"wait for it (if it is gone, delete {path})"
-        raise JllamaError(f"{folder} is in use by {holder}: {advice}, or choose another --run_dir") from None
-    with file:
+    with path.open("a+") as file:
+        if not _lock(path, file):
+            file.seek(0)
+            holder = file.read() or "another process"
+            raise JllamaError(f"{folder} is in use by {holder}: wait for it, or choose another --run_dir")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
         file.flush()
         try:
             yield
         finally:
-            if not fcntl:
-                file.close()  # Windows deletes no open file
             path.unlink(missing_ok=True)
             if made:
                 with contextlib.suppress(OSError):
                     folder.rmdir()
 
 
-def _lock(fcntl: Any, path: Path, file: TextIO) -> None:
+def _lock(path: Path, file: TextIO) -> bool:
+    """Whether the file is ours now, until this process dies; it is where the system has no such locks, too."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if fcntl:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise
-    except OSError:  # the file system knows no locks
-        return
-    if not (path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno()))):
-        raise BlockingIOError  # whoever had the lock has just deleted the file
+        return False
+    except OSError:  # this file system has none
+        return True
+    return path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno()))  # or its owner deleted it just now
 
 
 def command(name: str, *arguments: object) -> str:
