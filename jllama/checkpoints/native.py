@@ -56,34 +56,34 @@ class Checkpoints:
             self._sweep()
         with self._reading(self.folder):
             refuse_special_files(*self.folder.rglob("*"))
-            self._manager = self._open(keep_last, read_only)
-
-    def _open(self, keep_last: int, read_only: bool) -> ocp.CheckpointManager:
-        return ocp.CheckpointManager(
-            self.folder,
-            item_handlers={
-                "params": ocp.PyTreeCheckpointHandler(use_compression=False),
-                "state": ocp.PyTreeCheckpointHandler(use_compression=False),
-                "meta": ocp.JsonCheckpointHandler(),
-            },
-            options=ocp.CheckpointManagerOptions(
-                best_fn=_validation_loss,
-                best_mode="min",
-                preservation_policy=checkpoint_managers.AnyPreservationPolicy(
-                    [
-                        checkpoint_managers.LatestN(keep_last),
-                        checkpoint_managers.BestN(
-                            get_metric_fn=_validation_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False
-                        ),
-                    ]
+            self._manager = ocp.CheckpointManager(
+                self.folder,
+                item_handlers={
+                    "params": ocp.PyTreeCheckpointHandler(use_compression=False),
+                    "state": ocp.PyTreeCheckpointHandler(use_compression=False),
+                    "meta": ocp.JsonCheckpointHandler(),
+                },
+                options=ocp.CheckpointManagerOptions(
+                    best_fn=_validation_loss,
+                    best_mode="min",
+                    preservation_policy=checkpoint_managers.AnyPreservationPolicy(
+                        [
+                            checkpoint_managers.LatestN(keep_last),
+                            checkpoint_managers.BestN(
+                                get_metric_fn=_validation_loss,
+                                reverse=True,
+                                n=1,
+                                keep_checkpoints_without_metrics=False,
+                            ),
+                        ]
+                    ),
+                    cleanup_tmp_directories=not read_only,
+                    read_only=read_only,
+                    create=not read_only,
+                    todelete_subdir=None if read_only else _UNWANTED,
+                    save_interval_steps=0 if read_only else 1,
                 ),
-                cleanup_tmp_directories=not read_only,
-                read_only=read_only,
-                create=not read_only,
-                todelete_subdir=None if read_only else _UNWANTED,
-                save_interval_steps=0 if read_only else 1,
-            ),
-        )
+            )
 
     def steps(self) -> list[int]:
         """The steps that are saved whole, oldest first."""
