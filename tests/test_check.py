@@ -1,11 +1,14 @@
 """Every known mistake is told by its name, and right components of any library pass."""
 
+import doctest
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
+import jllama
 from jllama import check, oracle
 from jllama import functional as F
 
@@ -152,3 +155,9 @@ def test_errors_pass_through_and_inputs_may_be_overwritten():
 def test_under_jit_and_in_64_bits():
     with jax.enable_x64(True):
         assert check.rms_norm(jax.jit(F.rms_norm, static_argnames="eps")).tolerance == 1e-10
+
+
+def test_the_example_in_its_documentation():
+    found = doctest.testmod(check, extraglobs={"jllama": jllama})
+    assert found.attempted
+    assert not found.failed
