@@ -11,18 +11,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from rich.console import Console
 
+import jllama
 from jllama.commands.cli import parse
 from jllama.commands.terminal import WordWrap, line_editing, lines, say, stoppable
 from jllama.errors import JllamaError, UsageError
 from jllama.files import read_json_object, write_text_whole
 from jllama.generation.config import SamplingConfig
-
-if TYPE_CHECKING:
-    from jllama.generation.chat import Conversation
 
 _SAMPLING = [field.name for field in dataclasses.fields(SamplingConfig)]
 _SETTINGS = ["max_new_tokens", *_SAMPLING]
@@ -71,7 +69,7 @@ class ChatOptions(SamplingConfig):
 class _Session:
     argv: list[str]
     options: ChatOptions
-    conversation: Conversation
+    conversation: jllama.Conversation
     at_terminal: bool
     answers: int = 0
 
@@ -106,13 +104,12 @@ def main(argv: Sequence[str], prog: str) -> int:
 
 
 def _begun(argv: list[str], options: ChatOptions, at_terminal: bool) -> _Session:
-    from jllama.checkpoints.formats import load
-    from jllama.generation.chat import TEMPLATES, Conversation, chat_ids, chat_template
+    from jllama.generation.chat import TEMPLATES, chat_ids, chat_template
 
-    model = load(options.checkpoint, options.dtype, rope_factor=options.rope_factor, step=options.step or None)
+    model = jllama.load(options.checkpoint, options.dtype, rope_factor=options.rope_factor, step=options.step or None)
     model = model.for_decoding(options.quantize)
     template = chat_template(model, options.template or None)
-    session = _Session(argv, options, Conversation(model, template), at_terminal)
+    session = _Session(argv, options, jllama.Conversation(model, template), at_terminal)
     say(options.checkpoint if model.step is None else f"{options.checkpoint}, step {model.step}")
     if not options.template and not model.chat_template:
         name = next(name for name, known in TEMPLATES.items() if known == template)

@@ -271,13 +271,14 @@ def test_after_warming_up_nothing_compiles(caplog):
 
     caplog.set_level(logging.WARNING)
     with jax.log_compiles():
-        warm_up(model, [16, 40], [1, 2], max_new_tokens=180)
+        warm_up(model, [16, 40], max_new_tokens=180)
+        warm_up(model, [16, 40], [2], max_new_tokens=60)
         assert compilations()
         caplog.clear()
         generate(model, [[5] * 16], max_new_tokens=3)
         generate(model, [[6] * 40], max_new_tokens=180)
         list(stream(model, "the cat", max_new_tokens=60, temperature=0.5, stop="x", stop_ids=[1, 2]))
-        generate(model, [[5] * 35, [6] * 9, [7] * 16], SAMPLING[2], max_new_tokens=100, batch_size=2)
+        generate(model, [[5] * 35, [6] * 9, [7] * 16], SAMPLING[2], max_new_tokens=60, batch_size=2)
         assert compilations() == []
     with pytest.raises(UsageError, match="the prompt's 250 tokens and 20 new ones exceed the model's context of 256"):
         warm_up(model, [16, 250], max_new_tokens=20)
