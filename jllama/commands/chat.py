@@ -24,11 +24,16 @@ from jllama.generation.config import SamplingConfig
 
 _SAMPLING = [field.name for field in dataclasses.fields(SamplingConfig)]
 _SETTINGS = ["max_new_tokens", *_SAMPLING]
+_COMMON = ("system", "load", "template", "max_new_tokens", "temperature", "top_p", "seed", "quantize")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatOptions(SamplingConfig):
     """Talk with a model in the terminal; where the input is no terminal, each of its lines is answered.
+
+    Examples:
+        model.gguf --system "Answer in one sentence."
+        smollm2/ --load said.json --temperature 0.2
 
     Args:
         checkpoint: the folder of a run, or a model in any format: a Hugging Face or Meta folder, a GGUF or llama2.c
@@ -76,7 +81,7 @@ class _Session:
 
 def main(argv: Sequence[str], prog: str) -> int:
     """Load a model and talk until the input ends. In a terminal a mistake is said and the conversation goes on."""
-    options = parse(ChatOptions, argv, prog, positional=("checkpoint",))
+    options = parse(ChatOptions, argv, prog, ("checkpoint",), _COMMON)
     at_terminal = all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
     if at_terminal:
         say(f"loading {options.checkpoint} ...")
@@ -202,7 +207,7 @@ def _set(session: _Session, rest: str) -> None:
         raise UsageError(f"there is no setting {name}{f'; did you mean {near[0]}?' if near else ''}")
     if value:
         argv = [*session.argv, f"--{name}={value[0]}"]
-        session.options = parse(ChatOptions, argv, "/set", positional=("checkpoint",))
+        session.options = parse(ChatOptions, argv, "/set", ("checkpoint",))
         session.argv = argv
         session.answers = 0 if name == "seed" else session.answers
     say("\n".join(f"{each} {getattr(session.options, each)}" for each in ([name] if name else _SETTINGS)))
