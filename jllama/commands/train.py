@@ -48,8 +48,8 @@ def read_config(argv: Sequence[str], prog: str) -> TrainConfig:
     scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     scan.add_argument("--resume", nargs="?")
     given = scan.parse_known_args(list(argv))[0].resume
-    own = Path(given) / "config.yaml" if given else None
-    argv = [*(("--config", str(own), "--run_dir", given) if own and own.is_file() else ()), *argv]
+    if given not in (None, "never", "auto") and (own := Path(given) / "config.yaml").is_file():
+        argv = ["--config", str(own), "--run_dir", given, *argv]
     if any(argument.partition("=")[0] == "--init_from" for argument in argv):
         argv = [*_FINE_TUNING, *argv]
     config = parse(TrainConfig, argv, prog, ("config",), _COMMON)
@@ -66,5 +66,8 @@ def read_config(argv: Sequence[str], prog: str) -> TrainConfig:
 
 def _flags(argv: Sequence[str], names: tuple[str, ...]) -> list[str]:
     """The flags that begin so, each with its value."""
-    found = [index for index, argument in enumerate(argv) if argument.startswith(names)]
-    return [part for index in found for part in (argv[index : index + 1 if "=" in argv[index] else index + 2])]
+    found = []
+    for word, following in zip(argv, [*argv[1:], "--"], strict=True):
+        if word.startswith(names):
+            found += [word] if "=" in word or following.startswith("--") else [word, following]
+    return found

@@ -47,11 +47,10 @@ def check_memory(config: TrainConfig, mesh: Mesh, host_bytes: int | None = None)
     state = _STATE_BYTES * count_parameters(config.model) / (mesh.shape["fsdp"] * mesh.shape["tensor"])
     tokens = training.batch_size * training.seq_len / rows_ways / training.accumulation
     logits = 4 * tokens * config.model.vocab_size / mesh.shape["tensor"]
-    device = mesh.devices.flat[0]
-    if device.platform == "cpu":
+    device, sharing = mesh.devices.flat[0], 1
+    have = (device.memory_stats() or {}).get("bytes_limit")
+    if device.platform == "cpu" and hasattr(os, "sysconf"):  # not on Windows
         sharing, have = len(mesh.local_devices), host_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    else:
-        sharing, have = 1, (device.memory_stats() or {}).get("bytes_limit")
     if have and sharing * (state + logits) > have:
         raise UsageError(
             f"the model and its optimizer take {_gib(sharing * state)} and the logits of a batch "

@@ -80,7 +80,7 @@ def _chart(metrics: list[dict[str, Any]], key: str) -> str:
     style |= {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(4.2, 2.8))
-        axis = figure.add_axes((0.14, 0.15, 0.84, 0.74))  # matplotlib's own layouts are slow
+        axis = figure.add_axes((0.17, 0.15, 0.81, 0.74))  # matplotlib's own layouts are slow
         kinds = [(key, "-", "training")] + [("validation_loss", "o-", "validation")] * (key == "loss")
         for name, line, label in kinds:
             records = [record for record in metrics if name in record]

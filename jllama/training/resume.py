@@ -13,10 +13,11 @@ from jllama.training.optimizer import learning_rate_at
 from jllama.training.run_folder import as_written
 
 _FREE = {  # what is seen, what is kept, where it is computed; of data the fingerprint speaks, which checkpoints hold
-    *("run_dir", "mesh", "sampling", "data", "training.accumulation", "training.remat", "training.log_every"),
+    *("mesh", "sampling", "data", "training.accumulation", "training.remat", "training.log_every"),
     *("training.keep_last", "training.save_every", "training.eval_every", "training.eval_tokens"),
     *("training.sample_prompt", "training.sample_tokens"),
 }
+_UNSEEN = {"run_dir", "resume", "resume_with_changes", "training.epochs"}  # epochs are resolved to steps
 _FIXED = {"model", "init_from", "rope_factor", "seed", "training.batch_size", "training.seq_len"}
 
 
@@ -28,14 +29,15 @@ def changes_on_resume(folder: Path, config: TrainConfig, step: int) -> list[str]
     """
     now = _flat(as_written(config))
     was = now | _flat(read_config(folder))
-    told = {name: f"{name} was {was[name]} and is {now[name]}" for name in now if was[name] != now[name]}
+    changed = [name for name in now if was[name] != now[name] and name not in _UNSEEN]
+    told = {name: f"{name} was {was[name]} and is {now[name]}" for name in changed}
     if fixed := [text for name, text in told.items() if _in(name, _FIXED)]:
         raise JllamaError(
             f"{', '.join(fixed)}: {folder} cannot go on so; leave out what has changed, or start a new run with "
             f"another --run_dir"
         )
     asked = [text for name, text in told.items() if not _in(name, _FREE)]
-    if any(name == "training.steps" or name.startswith("optimizer.") for name in told):
+    if any(name == "training.steps" or name.startswith("optimizer.") for name in changed):
         with contextlib.suppress(TypeError, UsageError):  # of a config.yaml edited by hand
             fields = {name.partition(".")[2]: value for name, value in was.items() if name.startswith("optimizer.")}
             old = learning_rate_at(step - 1, OptimizerConfig(**fields), was["training.steps"])
@@ -46,7 +48,7 @@ def changes_on_resume(folder: Path, config: TrainConfig, step: int) -> list[str]
             f"{', '.join(asked)}: leave out what has changed, or go on so with --resume_with_changes true, or start a "
             f"new run with another --run_dir"
         )
-    return [text for name, text in told.items() if _in(name, _FREE) and name != "run_dir"] + asked
+    return [text for name, text in told.items() if _in(name, _FREE)] + asked
 
 
 def _flat(fields: dict[str, Any]) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def test_a_stop_between_two_checkpoints_is_saved(small_run, workshop, read_run, 
 
     monkeypatch.setattr(loop, "append_line", append_and_stop)
     settings = options(workshop, run, "--training.save_every", 2)
-    before = signal.getsignal(signal.SIGTERM)
+    before, interrupt = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     assert cli.run("train", settings) == 128 + signal.SIGTERM
     step = read_run.steps(run)[-1]
     err = capsys.readouterr().err
@@ -154,6 +154,7 @@ def test_a_stop_between_two_checkpoints_is_saved(small_run, workshop, read_run, 
     assert not (run / "samples.jsonl").read_text()
     assert read_run.losses(run).keys() == set(range(1, step + 1))
     assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.signal(signal.SIGINT, interrupt) == signal.SIG_DFL  # no traceback in the end of the process
 
 
 @pytest.mark.slow
@@ -417,7 +418,7 @@ def test_init_from_has_defaults_that_fit_and_takes_any_configuration(tmp_path, c
     assert (both.model, both.data.tokenizer) == (tuned.model, "bpe")
     assert "of the file are not used: init_from brings its own" in capsys.readouterr().err
     file.write_text(file.read_text() + "init_from: somewhere\n")
-    flags = ["--model.num_layers=3", "--data.tokenizer", "mine", "--model.embed_dim", "96"]
+    flags = ["--model.num_layers=3", "--data.tokenizer", "mine", "--model.tie_embeddings", "--model.embed_dim", "96"]
     within = read_config(["--config", str(file), *flags], "train.py")
     assert (within.training.batch_size, within.model.num_layers, within.model.embed_dim) == (4, 3, 96)
     assert within.data.tokenizer == "mine"
