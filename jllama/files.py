@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jllama.errors import JllamaError
+from jllama.errors import JllamaError, UsageError
 
 _MAX_BYTES, _MAX_DEPTH = 100_000_000, 50
 
@@ -59,6 +60,18 @@ def write_text_whole(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
+
+
+def check_writable(path: Path) -> None:
+    """Raise ``UsageError`` unless ``write_text_whole`` could write this file, of which nothing is changed."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EEXIST, "there is something that is no ordinary file")
+        partial.touch()
+        partial.unlink()
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; choose another place") from error
 
 
 def cache_folder() -> Path:

@@ -32,11 +32,11 @@ class BenchOptions:
         prompt_tokens: how long the prompt is that prefill reads.
         new_tokens: how many tokens to make.
         batch_size: how many texts the batch has.
-        repeats: how often each figure is taken; the median counts.
-        first_token: also the time from the start of a process to its first token, with --checkpoint; twice, as the
-            second finds everything compiled.
+        repeats: how often to take each figure; the median counts.
+        first_token: measure also the time from the start of a process to its first token, with --checkpoint; twice, as
+            the second finds everything compiled.
         quantize: hold the weights as int8 in place of dtype.
-        dtype: of the parameters; without it float32 on a CPU, and elsewhere bfloat16 or the files' own.
+        dtype: the dtype of the parameters; without it float32 on a CPU, and elsewhere bfloat16 or the files' own.
         json: print the figures as JSON.
     """
 

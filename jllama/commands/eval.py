@@ -46,7 +46,7 @@ class EvalOptions:
         batch_size: how many windows, or questions, go through the model at once.
         json: print the result as JSON.
         step: which checkpoint of a run; 0 takes the one with the lowest validation loss.
-        dtype: of the parameters; without it float32 on a CPU, and elsewhere the files' own.
+        dtype: the dtype of the parameters; without it float32 on a CPU, and elsewhere the files' own.
         quantize: hold the weights as int8, to see what sampling so costs.
         rope_factor: the RoPE scaling factor that Meta's params.json leaves out.
     """

@@ -45,8 +45,8 @@ _COMMON = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class SampleOptions:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleOptions(SamplingConfig):
     """Let a trained model continue a prompt, or a file of prompts; a text streams to stdout as it is made.
 
     Examples:
@@ -64,26 +64,16 @@ class SampleOptions:
         max_new_tokens: the most tokens to write; 0 fills what is left of the model's context.
         stop: a string that ends the text, or a JSON list of them; it is not part of the text.
         stop_ids: a JSON list of token ids that end the text; without it the model's own.
-        temperature: divides the logits; 0 always takes the likeliest token, 1 draws from the model as it is.
-        top_k: draw among the k likeliest tokens only; 0 is all of them.
-        top_p: draw among the likeliest tokens that together reach this probability; 1 is all of them.
-        min_p: leave out tokens less likely than this share of the likeliest one's probability; 0 leaves out none.
-        repetition_penalty: divides the logit of a token seen before, in the prompt too (multiplies it if negative).
-        presence_penalty: is taken from the logit of a token generated before.
-        frequency_penalty: is taken from the logit of a token once for each time that it was generated.
-        logit_bias: a JSON object: what is added to the logits of these token ids.
-        banned_ids: a JSON list of tokens that are never drawn.
-        seed: the same seed, prompt and settings give the same text.
         speculate: guess so many tokens at each step from the text so far; the text is the same, and comes faster where
             it repeats itself.
         batch_size: how many texts of prompts_file to make at once.
         logprobs: show each token and its log-probability, too.
-        echo: begin the text with the prompt; without it so in the terminal, and not in JSON.
-        json: print an object a text, in place of the text itself.
+        echo: begin the text with the prompt; without this option so in the terminal, and not in JSON.
+        json: print a JSON object for each text, in place of the text itself.
         compare: write a table of seven settings (greedy, random, top-k 40 and top-p 0.9) instead.
         quantize: hold the weights as int8, a quarter of float32's memory; the text changes a little.
         step: which checkpoint of a run; 0 takes the one with the lowest validation loss.
-        dtype: of the parameters; without it float32 on a CPU, and elsewhere the files' own.
+        dtype: the dtype of the parameters; without it float32 on a CPU, and elsewhere the files' own.
         rope_factor: the RoPE scaling factor that Meta's params.json leaves out.
     """
 
@@ -96,15 +86,7 @@ class SampleOptions:
     stop: list[str] | str = dataclasses.field(default_factory=list)
     stop_ids: list[int] | None = None
     temperature: float = 0.8
-    top_k: int = 0
     top_p: float = 0.95
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = dataclasses.field(default_factory=dict)
-    banned_ids: tuple[int, ...] = ()
-    seed: int = 0
     speculate: int = 0
     batch_size: int = 8
     logprobs: bool = False
@@ -117,6 +99,7 @@ class SampleOptions:
     rope_factor: float | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("max_new_tokens", "speculate", "step"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must not be negative")
@@ -298,8 +281,8 @@ def _compare(model: jllama.Model, prompt: jllama.Prompt, options: SampleOptions)
         for sampling in COMPARED.values()
     ]
     table = Table(show_lines=True)
-    table.add_column("setting", no_wrap=True)
-    table.add_column("text")
+    table.add_column("setting")
+    table.add_column("text", overflow="fold", min_width=6)  # the one that must not vanish where it is narrow
     for name, completion in zip(COMPARED, jllama.generate(model, rows, speculate=options.speculate), strict=True):
         table.add_row(name, Text(_text(prompt), "bold") + Text(completion.text))
     Console().print(table)

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jllama.commands.cli import parse
 from jllama.errors import JllamaError, UsageError
-from jllama.files import write_text_whole
+from jllama.files import check_writable, write_text_whole
 
 if TYPE_CHECKING:  # importing JAX waits until the options are found in order
     from jllama.verify.compare import Check, Result
@@ -58,8 +58,8 @@ class VerifyOptions:
 def main(argv: Sequence[str], prog: str) -> int:
     """Check, print what was found, and say PASS or FAIL; the exit code is 1 if anything failed."""
     options = parse(VerifyOptions, argv, prog, positional=("path",))
-    if options.html and not Path(options.html).resolve().parent.is_dir():
-        raise UsageError(f"there is no folder for --html {options.html}: make it first")
+    if options.html:
+        check_writable(Path(options.html))  # before computing for a minute
     return _verify_checkpoint(options) if options.path else _verify_jllama(options)
 
 

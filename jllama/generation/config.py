@@ -15,15 +15,15 @@ class SamplingConfig:
     """How one row's tokens are chosen; applied in the order of ``jllama.functional.sampling``.
 
     Args:
-        temperature: divides the logits; 0 always takes the likeliest token, 1 draws from the model as it is.
+        temperature: divide the logits by this; 0 always takes the likeliest token, 1 draws from the model as it is.
         top_k: draw among the k likeliest tokens only; 0 is all of them.
         top_p: draw among the likeliest tokens that together reach this probability; 1 is all of them.
         min_p: leave out tokens less likely than this share of the likeliest one's probability; 0 leaves out none.
-        repetition_penalty: divides the logit of a token seen before, in the prompt too (multiplies it if negative).
-        presence_penalty: is taken from the logit of a token generated before.
-        frequency_penalty: is taken from the logit of a token once for each time that it was generated.
-        logit_bias: is added to the logits of these token ids.
-        banned_ids: tokens that are never drawn.
+        repetition_penalty: divide by this the logit of a token seen before, also in the prompt (multiply if negative).
+        presence_penalty: subtracted from the logit of a token generated before.
+        frequency_penalty: subtracted from the logit of a token once for each time that it was generated.
+        logit_bias: numbers to add to the logits of token ids, such as {"5": 1.5}.
+        banned_ids: a list of token ids that are never drawn, such as [1, 2].
         seed: the same seed, prompt and settings give the same text, whatever else is in the batch.
     """
 

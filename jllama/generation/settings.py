@@ -71,9 +71,10 @@ def check_requests(requests: Sequence[Request], max_seq_len: int, vocab_size: in
             raise UsageError("a prompt has no tokens: it needs at least the BOS token")
         new = 1 if request.max_new_tokens is None else request.max_new_tokens
         if length + new > max_seq_len:
+            room = max_seq_len - length
             raise UsageError(
-                f"the prompt's {length} tokens and {new} new ones exceed the model's context of {max_seq_len}: "
-                f"shorten the prompt or lower max_new_tokens to at most {max(max_seq_len - length, 0)}"
+                f"the prompt's {length} tokens and {new} new ones exceed the model's context of {max_seq_len}: shorten "
+                f"the prompt{f' or lower max_new_tokens to at most {room}' if room > 0 else ''}"
             )
         sampling = request.sampling
         for name, ids in (

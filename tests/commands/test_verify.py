@@ -78,7 +78,7 @@ def test_a_failure_is_exit_code_1_and_says_where(monkeypatch, capsys):
         (["--text", "x.txt"], "--text is about a checkpoint: give its path too"),
         (["--transformers"], "--transformers is about a checkpoint: give its path too"),
         (["--rope_factor", "8"], "--rope_factor is about a checkpoint: give its path too"),
-        (["--html", "no/such/folder/page.html"], "there is no folder for --html no/such/folder/page.html"),
+        (["--html", "no/such/folder/page.html"], "cannot write no/such/folder/page.html: No such file or directory"),
         (["some/path", "--only", "gguf"], "--only chooses among the checks of the matrix"),
     ],
 )
