@@ -163,7 +163,7 @@ def load(
     _keep_compiled()
     if dtype is None and jax.default_backend() == "cpu":
         dtype = jnp.float32
-    dtype = None if dtype is None else jnp.dtype(dtype)
+    dtype = None if dtype is None else _float_dtype(dtype)
     source = _local(path)
     format = _format_of(source)
     if format == "orbax":
@@ -182,6 +182,14 @@ def load(
     stop_ids = checkpoint.stop_ids or ((tokenizer.eos_id,) if tokenizer else ())
     model = Model(checkpoint.config, params, tokenizer, checkpoint.chat_template, stop_ids, step, source.name)
     return model.for_decoding(quantize) if quantize else model
+
+
+def _float_dtype(dtype: Any) -> np.dtype[Any]:
+    with contextlib.suppress(TypeError):  # no dtype at all
+        found = jnp.dtype(dtype)
+        if jnp.issubdtype(found, jnp.floating) and jax.dtypes.canonicalize_dtype(found) == found:
+            return found
+    raise UsageError(f"dtype is {dtype}; it must be float32, bfloat16, float16, or with JAX_ENABLE_X64=1 float64")
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

@@ -366,7 +366,7 @@ def _step(llama: Llama, settings: Settings, carry: _Step, drafts: Int[Array, "ba
             state,
             carry.made + right,
             carry.tokens.at[rows, out].set(token, mode="drop"),
-            carry.log_probs.at[rows, out].set(log_prob, mode="drop"),
+            carry.log_probs.at[rows, out].set(log_prob.astype(jnp.float32), mode="drop"),
         )
         return (carry, guessed & ~stop), None
 
