@@ -30,6 +30,7 @@ COMPARED = {
     "top-p 0.9, T=0.7": SamplingConfig(temperature=0.7, top_p=0.9),
 }
 """The settings that ``--compare`` sets side by side."""
+_MOST = 100_000
 _COMMON = (
     "prompt",
     "prompts_file",
@@ -104,8 +105,8 @@ class SampleOptions(SamplingConfig):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must not be negative")
         for name in ("n", "batch_size"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            if not 1 <= getattr(self, name) <= _MOST:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1 and at most {_MOST:,}")
         if bool(self.prompts_file) != bool(self.output):
             raise UsageError("prompts_file and output go together: give both, or neither")
         for name in ("prompt", "compare", "json"):
@@ -119,6 +120,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     """Load a model and write."""
     options = parse(SampleOptions, argv, prog, ("checkpoint",), _COMMON)
     settings = {field.name: getattr(options, field.name) for field in dataclasses.fields(SamplingConfig)}
+    from jllama.generation.settings import check_batch
     from jllama.generation.text import request_of
 
     prompt = jllama.Prompt(
@@ -134,6 +136,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     if model.tokenizer is None:
         raise JllamaError(f"{options.checkpoint} has no tokenizer: put the one it was trained with beside its weights")
     request_of(model, prompt)  # before anything is written
+    check_batch(model.config, options.batch_size if options.prompts_file else options.n, options.speculate)
     print(options.checkpoint if model.step is None else f"{options.checkpoint}, step {model.step}", file=sys.stderr)
     model = model.for_decoding(options.quantize)
     if options.prompts_file:

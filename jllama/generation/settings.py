@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jllama import functional as F
+from jllama.config import LlamaConfig
 from jllama.errors import UsageError
 from jllama.generation.config import SamplingConfig
 
@@ -87,6 +89,30 @@ def check_requests(requests: Sequence[Request], max_seq_len: int, vocab_size: in
                 raise UsageError(f"the {name} token {unknown[0]}; the ids run from 0 to {vocab_size - 1}")
         if len(set(sampling.banned_ids)) == vocab_size:
             raise UsageError("banned_ids bans every token: leave at least one")
+
+
+def check_batch(config: LlamaConfig, rows: int, drafts: int = 0) -> None:
+    """Refuse a batch that cannot fit, before any of it is made: what is counted is the least that its rows take.
+
+    Each row has keys and values of a short text, 2 bytes a number, and for each token of the vocabulary a bias, a count
+    and, of each token fed, a float32 logit.
+
+    Raises:
+        UsageError: the device, or on a CPU the machine, has less memory; or the drafts exceed the context.
+    """
+    if not 0 <= drafts < config.max_seq_len:
+        raise UsageError(f"speculate is {drafts}; it must be from 0 to below the model's context, {config.max_seq_len}")
+    cached = 4 * config.num_layers * config.num_kv_heads * config.head_dim * min(config.max_seq_len, 128)
+    needed = rows * (cached + config.vocab_size * (8 + 4 * (drafts + 1)))
+    device = jax.devices()[0]
+    have = (device.memory_stats() or {}).get("bytes_limit", needed)
+    if device.platform == "cpu":
+        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > have:
+        raise UsageError(
+            f"{rows:,} texts at once take at least {needed / 2**30:,.0f} GiB of memory, and there are "
+            f"{have / 2**30:,.0f}: take fewer"
+        )
 
 
 def stack_settings(requests: Sequence[Request], max_seq_len: int, model_vocab: int, vocab_size: int) -> Settings:
