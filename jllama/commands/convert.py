@@ -9,18 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import jax
-
-from jllama.checkpoints.formats import Format, check_names, convert, summary
 from jllama.commands.cli import parse
 from jllama.errors import UsageError
 
-_BY_SUFFIX: dict[str, Format] = {".gguf": "gguf", ".bin": "llama2c"}
+_BY_SUFFIX: dict[str, Any] = {".gguf": "gguf", ".bin": "llama2c"}
 
 
 @dataclasses.dataclass(frozen=True)
 class ConvertOptions:
-    """Convert a checkpoint of any format to another; for example: convert Llama3.2-1B/ llama3.2-1b.gguf --dtype q8_0
+    """Convert a checkpoint of any format to another; its format is read off its files.
+
+    Examples:
+        Llama3.2-1B/ llama3.2-1b.gguf --dtype q8_0
+        runs/quickstart mine/ --to hf
 
     Args:
         source: a training run, a Hugging Face or Meta folder, a GGUF or llama2c file, or a Hugging Face hub id.
@@ -44,8 +45,12 @@ class ConvertOptions:
 
 def main(argv: Sequence[str], prog: str) -> int:
     """Convert, on the CPU: no accelerator's memory is taken."""
-    jax.config.update("jax_platforms", "cpu")
     options = parse(ConvertOptions, argv, prog, positional=("source", "target"))
+    import jax  # not at the top: a mistake in the options need not wait for it
+
+    from jllama.checkpoints.formats import Format, check_names, convert, summary
+
+    jax.config.update("jax_platforms", "cpu")
     target = Path(options.target)
     to: Any = options.to or _BY_SUFFIX.get(target.suffix)
     if not to:
