@@ -348,6 +348,11 @@ def test_wide_characters_wrap_one_by_one_and_are_not_held_back(text, width):
     assert all(cell_len(line) <= width for line in shown.split("\n"))
 
 
+def test_an_answer_does_not_command_the_terminal():
+    controls = {*map(chr, range(32)), *map(chr, range(127, 160))} - {"\n", "\t"}
+    assert WordWrap(80).push("".join(controls) + "a\tb\n\x1b[2Jc", last=True) == "a\tb\n[2Jc"
+
+
 def test_a_paste_is_one_turn_where_nothing_marks_it(monkeypatch, capfd):
     """Its lines come faster than anybody types."""
     ours, theirs = pty.openpty()
