@@ -24,11 +24,9 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from jllama import tokenizers
-from jllama.checkpoints.tensors import Checkpoint, ParamTensors, Report, load_params, size_bytes
+from jllama.checkpoints.tensors import Checkpoint, ParamTensors, load_params, progress, size_bytes
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
 from jllama.files import cache_folder, refuse_special_files
@@ -176,7 +174,7 @@ def load(
         raise UsageError(f"{path} is not a training run, so it has no step {step}: leave out the step")
     else:
         checkpoint = _read(source, format, rope_factor)
-        with _progress(f"reading {source.name}", size_bytes(checkpoint, dtype)) as report:
+        with progress(f"reading {source.name}", size_bytes(checkpoint, dtype)) as report:
             params = load_params(checkpoint, dtype, mesh, report)
     tokenizer = checkpoint.tokenizer
     stop_ids = checkpoint.stop_ids or ((tokenizer.eos_id,) if tokenizer else ())
@@ -352,7 +350,7 @@ def _write(
             f"make room, or choose another destination or a smaller dtype"
         )
     numeric = dtype if dtype in (None, "q8_0") else jnp.dtype(dtype)
-    with _written_whole(target) as partial, _progress(f"writing {target.name}", needed_bytes) as report:
+    with _written_whole(target) as partial, progress(f"writing {target.name}", needed_bytes) as report:
         if format != "gguf":
             partial.mkdir()
         _module(format).write(checkpoint, partial, numeric, report)
@@ -425,19 +423,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _progress(what: str, total_bytes: int) -> Iterator[Report]:
-    """Bytes done, speed and time left, on stderr if that is a terminal."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=total_bytes)
-        yield lambda done_bytes: progress.advance(task, done_bytes)

@@ -25,13 +25,13 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from orbax.checkpoint import checkpoint_managers
 
 from jllama.checkpoints.chat_files import read_chat_files, write_chat_files
-from jllama.checkpoints.tensors import Checkpoint, ParamTensors, Report, aligned_empty, load_params
+from jllama.checkpoints.tensors import Checkpoint, ParamTensors, Report, aligned_empty, load_params, progress
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError, UsageError
 from jllama.files import check_orbax_files, refuse_special_files, write_text_whole
 from jllama.model import abstract_params
 from jllama.parallel.mesh import state_sharding
-from jllama.parameters import Params
+from jllama.parameters import Params, count_parameters
 from jllama.tokenizers import Tokenizer, has_tokenizer, load_tokenizer
 
 _CHUNK_BYTES = 64 << 20  # a chunk is always read whole
@@ -152,12 +152,17 @@ class Checkpoints:
         return restored["params"], restored["state"], restored["meta"]
 
     def restore_params(
-        self, step: int, config: LlamaConfig, dtype: np.dtype[Any] | type | None = None, mesh: Mesh | None = None
+        self,
+        step: int,
+        config: LlamaConfig,
+        dtype: np.dtype[Any] | type | None = None,
+        mesh: Mesh | None = None,
+        report: Report = lambda _: None,
     ) -> Params:
         """The saved parameters alone, in ``dtype`` or (None) as saved, split over ``mesh`` or on the first device.
 
         They are read some layers at a time, each device's slice straight into its place: orbax itself would hold
-        every array twice. Raises as ``restore`` does, but for dtypes.
+        every array twice. ``report`` is told of the bytes. Raises as ``restore`` does, but for dtypes.
         """
         shapes = abstract_params(config)
         first = SingleDeviceSharding(jax.devices()[0])
@@ -166,7 +171,9 @@ class Checkpoints:
             self._check(step, "params", shapes, dtypes=False)
             folder = self.folder / str(step) / "params"
             return jax.tree_util.tree_map_with_path(
-                lambda path, leaf, sharding: _read_array(folder, path, leaf.shape, dtype, sharding), shapes, shardings
+                lambda path, leaf, sharding: _read_array(folder, path, leaf.shape, dtype, sharding, report),
+                shapes,
+                shardings,
             )
 
     @contextlib.contextmanager
@@ -205,7 +212,7 @@ def _restore_args(shapes: Any) -> Any:
 
 
 def _read_array(
-    folder: Path, path: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, sharding: Sharding
+    folder: Path, path: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, sharding: Sharding, report: Report
 ) -> jax.Array:
     """One array of an item that orbax wrote: in tensorstore's zarr format, by its path with dots, in an OCDBT store."""
     name = ".".join(key.key for key in path)
@@ -221,6 +228,7 @@ def _read_array(
         for start in range(first, last, step):
             stop = min(start + step, last)
             out[start - first : stop - first] = store[(slice(start, stop), *index[1:])].read().result()
+            report(out[start - first : stop - first].nbytes)
         return out
 
     return jax.make_array_from_callback(shape, sharding, read)
@@ -326,7 +334,9 @@ def open_run(folder: Path, step: int | None = None) -> Run:
 
 def restore(run: Run, dtype: np.dtype[Any] | type | None = None, mesh: Mesh | None = None) -> Params:
     """A run's parameters, layers stacked: see ``Checkpoints.restore_params``. ``UsageError`` if a mesh does not fit."""
-    return run.checkpoints.restore_params(run.step, run.config, dtype, mesh)
+    total_bytes = count_parameters(run.config) * np.dtype(dtype or np.float32).itemsize
+    with progress(f"reading {run.folder.name}", total_bytes) as report:
+        return run.checkpoints.restore_params(run.step, run.config, dtype, mesh, report)
 
 
 def read(path: Path) -> Checkpoint:
@@ -344,7 +354,7 @@ def read_text_files(folder: Path) -> tuple[Tokenizer | None, str | None, tuple[i
 
 def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, report: Report) -> None:
     """Write a model as a run of step 0 into a folder: enough to sample from it and to train it on."""
-    params = load_params(checkpoint, dtype, report=report)
+    params = load_params(checkpoint, dtype, report=lambda num_bytes: report(num_bytes // 2))  # then they are saved
     model = dataclasses.asdict(checkpoint.config)
     write_text_whole(target / CONFIG, yaml.safe_dump({"model": model}, sort_keys=False))
     if checkpoint.tokenizer is not None:

@@ -7,6 +7,7 @@ opened at once whatever its size, and only what is asked for is ever read.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import math
@@ -19,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
@@ -42,6 +45,22 @@ _THREADS = min(4, os.cpu_count() or 1)
 
 Report = Callable[[int], None]
 """Is told of each further so many bytes that are done."""
+
+
+@contextlib.contextmanager
+def progress(what: str, total_bytes: int) -> Iterator[Report]:
+    """Bytes done, speed and time left, on stderr if that is a terminal."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total_bytes)
+        yield lambda done_bytes: progress.advance(task, done_bytes)
 
 
 @runtime_checkable

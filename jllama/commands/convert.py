@@ -26,13 +26,13 @@ class ConvertOptions:
     Args:
         source: a training run, a Hugging Face or Meta folder, a GGUF or llama2c file, or a Hugging Face hub id.
         target: the folder to make; for GGUF, the file.
-        to: The format to write: orbax (jllama's own), hf (Hugging Face's), gguf, llama2c or meta. It may be left out
+        to: the format to write: orbax (jllama's own), hf (Hugging Face's), gguf, llama2c or meta. It may be left out
             for a target that ends in .gguf or .bin (llama2c: a folder of that name).
-        dtype: The dtype of the written matrices: float32, bfloat16, float16 or, in GGUF, q8_0. Without it every tensor
+        dtype: the dtype of the matrices: float32, bfloat16, float16 or, in GGUF, q8_0. Without it every tensor
             keeps its own. For others, such as Q4_K_M, run llama.cpp's llama-quantize on the GGUF file.
-        rope_factor: The RoPE scaling factor, where Meta's params.json leaves it out (8 for Llama 3.1 and 3.3, 32 for
+        rope_factor: the RoPE scaling factor, where Meta's params.json leaves it out (8 for Llama 3.1 and 3.3, 32 for
             3.2). Without it, it is that of the released Llama of the same shape.
-        overwrite: Replace the file or the checkpoint that is at the target. A folder that holds anything else is kept.
+        overwrite: replace the file or the checkpoint that is at the target. A folder that holds anything else is kept.
     """
 
     source: str
