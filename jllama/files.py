@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,22 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise JllamaError(f"{path} is not a JSON object")
     return content
+
+
+def whole_number(fields: Mapping[str, Any], key: str, source: Path, default: int | None = None) -> int:
+    """A field of a file that describes a model; one that is no whole number from 1 to 2**31 raises ``JllamaError``."""
+    value = fields.get(key, default)
+    if type(value) is not int or not 1 <= value < 2**31:
+        raise JllamaError(f"{source} has {key} {json.dumps(value)[:100]}; it must be a positive whole number")
+    return value
+
+
+def positive_number(fields: Mapping[str, Any], key: str, source: Path, default: float | None = None) -> float:
+    """A field of a file that describes a model; one that is no positive, finite number raises ``JllamaError``."""
+    value = fields.get(key, default)
+    if type(value) not in (int, float) or not 0 < value < 1e300:
+        raise JllamaError(f"{source} has {key} {json.dumps(value)[:100]}; it must be a positive number")
+    return float(value)
 
 
 def refuse_special_files(*paths: Path) -> None:

@@ -23,7 +23,7 @@ from jllama.checkpoints.safetensors_file import DTYPES, read_safetensors, write_
 from jllama.checkpoints.tensors import Checkpoint, FileTensor, Report, matched, same_bits
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError, UsageError
-from jllama.files import read_json_object
+from jllama.files import positive_number, read_json_object, whole_number
 from jllama.parameters import parameter_table, stored_tensors
 from jllama.tokenizers import has_tokenizer, load_tokenizer
 from jllama.tokenizers.convert import save_huggingface
@@ -91,7 +91,7 @@ def config_from_huggingface(fields: Mapping[str, Any], source: Path) -> LlamaCon
     fields = {key: value for key, value in fields.items() if value is not None}
     _refuse_other_models(fields, source)
     sizes = {
-        ours: _whole_number(fields[theirs], theirs, source) if theirs in fields else default or 0
+        ours: whole_number(fields, theirs, source) if theirs in fields else default or 0
         for ours, (theirs, default) in _SIZES.items()
     }
     vocab_size = fields.get("vocab_size", -1)
@@ -101,8 +101,8 @@ def config_from_huggingface(fields: Mapping[str, Any], source: Path) -> LlamaCon
     theta, scaling = _rope(fields, sizes["max_seq_len"], source)
     try:
         return LlamaConfig(
-            vocab_size=0 if vocab_size == -1 else _whole_number(vocab_size, "vocab_size", source),
-            norm_eps=_number(fields.get("rms_norm_eps", 1e-6), "rms_norm_eps", source),
+            vocab_size=0 if vocab_size == -1 else whole_number(fields, "vocab_size", source),
+            norm_eps=positive_number(fields, "rms_norm_eps", source, 1e-6),
             rope_theta=theta,
             rope_scaling=scaling,
             tie_embeddings=tied,
@@ -159,15 +159,15 @@ def _one_rope(
         raise JllamaError(f"{source} has truncate other than true in {spelling}; jllama's yarn truncates")
     if rope_type == "yarn":
         parameters.pop("finetuned", None)  # of the first yarn models: that they were trained so changes nothing here
-    theta = _number(parameters.pop("rope_theta", 10_000.0), "rope_theta", source)
-    original = parameters.pop("original_max_position_embeddings", max_seq_len)
-    original = _whole_number(original, "original_max_position_embeddings", source)
+    theta = positive_number(parameters, "rope_theta", source, 10_000.0)
+    original = whole_number(parameters, "original_max_position_embeddings", source, max_seq_len)
+    parameters = {key: value for key, value in parameters.items() if key not in _ROPE_COMMON}
     required, optional = _ROPE_KEYS[rope_type]
     if missing := [key for key in required if key not in parameters]:
         raise JllamaError(f"{source} has no {', '.join(missing)} in {spelling}, which RoPE of type {rope_type} needs")
     if unknown := [key for key in parameters if key not in required + optional]:
         raise JllamaError(f"{source} has {', '.join(unknown)} in {spelling}, which RoPE of type {rope_type} has not")
-    numbers: dict[str, Any] = {key: _number(value, key, source) for key, value in parameters.items()}
+    numbers: dict[str, Any] = {key: positive_number(parameters, key, source) for key in parameters}
     if rope_type == "default":
         return theta, None
     if rope_type == "dynamic" and original != max_seq_len:
@@ -185,18 +185,6 @@ def _one_rope(
         return theta, RopeScaling(**{"type": rope_type, **numbers})
     except UsageError as error:
         raise JllamaError(f"{source}: {error}") from error
-
-
-def _whole_number(value: Any, key: str, source: Path) -> int:
-    if type(value) is not int or not 1 <= value < 2**31:
-        raise JllamaError(f"{source} has {key} {_short(value)}; it must be a positive whole number")
-    return value
-
-
-def _number(value: Any, key: str, source: Path) -> float:
-    if type(value) not in (int, float) or not 0 < value < 1e300:
-        raise JllamaError(f"{source} has {key} {_short(value)}; it must be a positive number")
-    return float(value)
 
 
 def config_to_huggingface(config: LlamaConfig, dtype: str) -> dict[str, Any]:
@@ -312,7 +300,9 @@ def _weights(path: Path) -> dict[str, np.ndarray]:
     for shard in places.values():
         # The file may be a link that leads elsewhere, as in the hub's cache; its name may not.
         if not isinstance(shard, str) or not re.fullmatch(r"[\w.-]{1,200}\.safetensors", shard, re.ASCII):
-            raise JllamaError(f"{index} points to {_short(shard)}; expected the name of a safetensors file beside it")
+            raise JllamaError(
+                f"{index} points to {json.dumps(shard)[:100]}; expected the name of a safetensors file beside it"
+            )
     shards = sorted(set(places.values()))
     if missing := [shard for shard in shards if not (path / shard).is_file()]:
         raise JllamaError(f"{path} lacks {', '.join(missing)}, which {INDEX} names: copy what is missing there")
@@ -337,10 +327,6 @@ def _old_chat_template(path: Path) -> str | None:
     if template is not None and not isinstance(template, str):
         raise JllamaError(f"{path} has a chat_template that is neither text nor a list of named texts")
     return template
-
-
-def _short(value: Any) -> str:
-    return json.dumps(value)[:100]
 
 
 def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, report: Report) -> None:

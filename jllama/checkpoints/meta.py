@@ -22,7 +22,7 @@ from jllama.checkpoints.tensors import Checkpoint, FileTensor, Report, half_spli
 from jllama.checkpoints.torch_file import read_torch_file, write_torch_file
 from jllama.config import LlamaConfig, RopeScaling, llama_mlp_dim
 from jllama.errors import JllamaError, UsageError
-from jllama.files import read_json_object, refuse_special_files
+from jllama.files import positive_number, read_json_object, refuse_special_files, whole_number
 from jllama.parameters import StoredTensor, stored_tensors
 from jllama.presets import PRESETS, differing, presets_of_shape
 from jllama.tokenizers import Tokenizer, has_tokenizer, load_tokenizer
@@ -171,15 +171,15 @@ def _config(
 ) -> LlamaConfig:
     """The architecture, not tied and of any ``max_seq_len``; the MLP's width and the vocabulary from the weights."""
     count, tensors = len(shards), next(iter(shards.values()))
-    embed_dim, num_layers, num_heads = (_whole(params, key, source) for key in ("dim", "n_layers", "n_heads"))
+    embed_dim, num_layers, num_heads = (whole_number(params, key, source) for key in ("dim", "n_layers", "n_heads"))
     try:
         config = LlamaConfig(
             num_layers=num_layers,
             embed_dim=embed_dim,
             num_heads=num_heads,
-            num_kv_heads=_whole(params, "n_kv_heads", source, num_heads),
-            norm_eps=_positive(params, "norm_eps", source, 1e-5),
-            rope_theta=_positive(params, "rope_theta", source, 10_000.0),
+            num_kv_heads=whole_number(params, "n_kv_heads", source, num_heads),
+            norm_eps=positive_number(params, "norm_eps", source, 1e-5),
+            rope_theta=positive_number(params, "rope_theta", source, 10_000.0),
         )
     except UsageError as error:
         raise JllamaError(f"{source}: {error}") from error
@@ -195,13 +195,13 @@ def _config(
         )
     rows, columns = shapes.get("embed", (0, 0))
     vocab_size = rows if columns * count == embed_dim else rows * count  # Llama 1 and 2 cut it along its width
-    said = 0 if params.get("vocab_size", -1) == -1 else _whole(params, "vocab_size", source)
+    said = 0 if params.get("vocab_size", -1) == -1 else whole_number(params, "vocab_size", source)
     if said and vocab_size and said != vocab_size:
         raise JllamaError(f"{source} has vocab_size {said}, but {names['embed']} has {vocab_size} rows")
     mlp_dim = shapes.get("layers/0/w_gate", (0, 0))[0] * count
     if mlp_dim and ("multiple_of" in params or "ffn_dim_multiplier" in params):
-        multiple_of = _whole(params, "multiple_of", source, 256)
-        multiplier = _positive(params, "ffn_dim_multiplier", source, 1.0)
+        multiple_of = whole_number(params, "multiple_of", source, 256)
+        multiplier = positive_number(params, "ffn_dim_multiplier", source, 1.0)
         by_rule = llama_mlp_dim(embed_dim, multiple_of=multiple_of, multiplier=multiplier)
         if by_rule != mlp_dim:
             raise JllamaError(
@@ -248,26 +248,12 @@ def _rope_scaling(
     default = RopeScaling("llama3", 1.0 if rope_factor is None else rope_factor)
     length = _SCALING["original_max_seq_len"]
     numbers: dict[str, Any] = {
-        ours: _positive(params, theirs, source, getattr(default, ours)) for ours, theirs in _SCALING.items()
-    } | {"original_max_seq_len": _whole(params, length, source, default.original_max_seq_len)}
+        ours: positive_number(params, theirs, source, getattr(default, ours)) for ours, theirs in _SCALING.items()
+    } | {"original_max_seq_len": whole_number(params, length, source, default.original_max_seq_len)}
     try:
         return RopeScaling("llama3", **numbers)
     except UsageError as error:
         raise JllamaError(f"{source}: {error}") from error
-
-
-def _whole(params: Mapping[str, Any], key: str, source: Path, default: int | None = None) -> int:
-    value = params.get(key, default)
-    if type(value) is not int or not 1 <= value < 2**31:
-        raise JllamaError(f"{source} has {key} {json.dumps(value)[:100]}; it must be a positive whole number")
-    return value
-
-
-def _positive(params: Mapping[str, Any], key: str, source: Path, default: float) -> float:
-    value = params.get(key, default)
-    if type(value) not in (int, float) or not 0 < value < 1e30:
-        raise JllamaError(f"{source} has {key} {json.dumps(value)[:100]}; it must be a positive number")
-    return float(value)
 
 
 def _joined(
@@ -307,7 +293,11 @@ def _layout(stored: StoredTensor, shape: tuple[int, ...], count: int) -> tuple[i
 
 
 def _max_seq_len(config: LlamaConfig, source: Path) -> int:
-    return _whole(read_json_object(source), "max_seq_len", source) if source.is_file() else _family_max_seq_len(config)
+    return (
+        whole_number(read_json_object(source), "max_seq_len", source)
+        if source.is_file()
+        else _family_max_seq_len(config)
+    )
 
 
 def _family_max_seq_len(config: LlamaConfig) -> int:
