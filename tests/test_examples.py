@@ -31,4 +31,4 @@ def test_each_component_is_wrong_first_and_right_in_the_end():
         *wrong, last = verdicts[component]
         assert wrong
         assert all("\nIt behaves like this known mistake: " in said for said in wrong)
-        assert last == "equal to the oracle (tolerance 1e-10)."
+        assert last == "equal to the oracle (tolerance 1e-04)."

@@ -17,14 +17,13 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     """``function`` raises ``ValueError`` for arrays whose shape or kind of number is not the annotated one.
 
     The message says what was given and what is expected. Nothing but shapes and dtypes is read, so that under ``jit``
-    it happens once, while tracing. NumPy arrays are as good as those of JAX.
+    it happens once, while tracing. NumPy arrays are as good as those of JAX, and unsigned integers as signed ones.
     """
-    parameters = inspect.signature(function).parameters
-    expected = {}
+    parameters, expected = inspect.signature(function).parameters, {}
     for name, parameter in parameters.items():
         hint = (typing.get_args(parameter.annotation) or (parameter.annotation,))[0]  # a union's differ in type alone
         if hasattr(hint, "dim_str"):
-            expected[name] = (Integer if hint.dtype is Int else hint.dtype)[Any, hint.dim_str]  # tokens may be unsigned
+            expected[name] = (Integer if hint.dtype is Int else hint.dtype)[Any, hint.dim_str]
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -44,26 +43,18 @@ def _misfit(arrays: dict[str, Any], expected: dict[str, Any]) -> str | None:
 
 
 def _sentence(wrong: str, arrays: dict[str, Any], expected: dict[str, Any]) -> str:
-    sentence = f"{wrong} is {_given(arrays[wrong])} but {_shown(expected[wrong])} is expected"
-    before = list(arrays)[: list(arrays).index(wrong)]
-    if before and isinstance(arrays[wrong], expected[wrong].dtype[Any, "..."]):
-        beside = (f"{name} {_given(arrays[name])} is {_shown(expected[name])}" for name in before)
-        sentence += f", where {' and '.join(beside)}"
-    if not _misfit({name: _axes_1_and_2_exchanged(array) for name, array in arrays.items()}, expected):
-        sentence += "; it fits after swapaxes(1, 2), heads before seq"
-    return sentence
-
-
-def _given(array: Any) -> str:
-    return f"{array.dtype}{list(array.shape)}" if hasattr(array, "shape") else f"a {type(array).__name__}"
-
-
-def _shown(hint: Any) -> str:
-    """``Bool[Any, "#batch kv_seq"]`` as ``bool[batch or 1, kv_seq]``."""
-    axes = [f"{axis[1:]} or 1" if axis.startswith("#") else axis.replace("#", "") for axis in hint.dim_str.split()]
-    return f"{hint.dtype.__name__.lower()}[{', '.join(axes)}]"
-
-
-def _axes_1_and_2_exchanged(array: Any) -> Any:
-    shape = getattr(array, "shape", ())
-    return jax.ShapeDtypeStruct((shape[0], shape[2], shape[1], shape[3]), array.dtype) if len(shape) == 4 else array
+    given, shown, exchanged = {}, {}, dict(arrays)
+    for name, array in arrays.items():
+        shape = getattr(array, "shape", None)
+        given[name] = f"a {type(array).__name__}" if shape is None else f"{array.dtype}{list(shape)}"
+        axes = [
+            f"{axis[1:]} or 1" if axis[0] == "#" else axis.replace("#", "") for axis in expected[name].dim_str.split()
+        ]
+        shown[name] = f"{expected[name].dtype.__name__.lower()}[{', '.join(axes)}]"
+        if shape is not None and len(shape) == 4:
+            exchanged[name] = jax.ShapeDtypeStruct((shape[0], shape[2], shape[1], shape[3]), array.dtype)
+    sentence = f"{wrong} is {given[wrong]} but {shown[wrong]} is expected"
+    if isinstance(arrays[wrong], expected[wrong].dtype[Any, "..."]):  # its kind is right
+        before = list(arrays)[: list(arrays).index(wrong)]
+        sentence += ", where" * bool(before) + " and".join(f" {name} {given[name]} is {shown[name]}" for name in before)
+    return sentence + "; it fits after swapaxes(1, 2), heads before seq" * (not _misfit(exchanged, expected))
