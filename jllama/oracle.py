@@ -28,7 +28,7 @@ def rms_norm(x: Rows, scale: Float[Array, "embed"], eps: float) -> Rows:
 
 
 def rope_frequencies(config: "LlamaConfig", seq: int = 0) -> Frequencies:
-    """Radians a token turns each pair of a model. RoFormer, eq. 15 (arXiv:2104.09864); ``apply_scaling`` of Meta's Llama 3.1.
+    """Radians a token turns each pair. RoFormer, eq. 15 (arXiv:2104.09864); ``apply_scaling`` of Meta's Llama 3.1.
 
     ``dynamic`` keeps the first pair and slows the last, those between in a geometric series; ``yarn`` goes from kept to
     divided in a straight line, from the pair that turns ``beta_fast`` times in the original context to the one that
