@@ -67,7 +67,7 @@ def listed(run: Path) -> list[int]:
 def kill(process: subprocess.Popen, run: Path, rng: random.Random) -> bool:
     """Kill it at a random moment, or just after the next save has begun; False if it ended before."""
     if rng.random() < 0.5:
-        time.sleep(rng.uniform(0, 12))
+        time.sleep(rng.uniform(0, 8))
     else:
         while process.poll() is None and not list(run.glob("checkpoints/*.orbax-checkpoint-tmp*")):
             time.sleep(0.001)

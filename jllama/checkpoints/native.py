@@ -281,6 +281,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         JllamaError: it cannot be read, or is no mapping.
     """
     try:
+        refuse_special_files(folder / CONFIG)
         fields = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
         return {**fields}
     except (

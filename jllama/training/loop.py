@@ -104,17 +104,17 @@ def _train(config: TrainConfig, folder: Path, console: Console) -> Evaluation:
     total_steps, saved_step = config.training.steps, began[-1] if began else 0
     if saved_step:
         for change in changes_on_resume(folder, config, saved_step):
-            console.print(f"[yellow]{escape(change)}[/yellow]")
+            console.print(change, style="yellow", markup=False)
         ends = [line["final"] for line in read_lines(folder / METRICS) if "final" in line]
         if saved_step >= total_steps and ends:
             more = ("--training.steps", 2 * saved_step, "--resume_with_changes", "true")
-            go_on = escape(command("train", "--resume", folder, *more))
-            console.print(f"{folder} is finished (step {saved_step:,} of {total_steps:,}). To go on: {go_on}")
+            go_on = f"To go on: {command('train', '--resume', folder, *more)}"
+            console.print(f"{folder} is finished (step {saved_step:,} of {total_steps:,}). {go_on}", markup=False)
             return Evaluation(**ends[-1])
 
     mesh = make_mesh(config.mesh)
     if warning := idle_accelerator():
-        console.print(f"[yellow]warning:[/yellow] {escape(warning)}")
+        console.print(f"warning: {warning}", style="yellow", markup=False)
     _check_division(config, mesh)
     check_memory(config, mesh)
     batches = training_batches(
@@ -244,7 +244,8 @@ def _loop(run: _Run, state: TrainState, step_program: Any, seconds_before: float
     )
     run.console.print(
         f"{seconds():.0f} s in all, {looking_s:.0f} s of it evaluating, sampling and saving. "
-        f"Read {run.folder / REPORT}, or sample: {escape(_sample_command(run))}"
+        f"Read {run.folder / REPORT}, or sample: {_sample_command(run)}",
+        markup=False,
     )
     return final
 
