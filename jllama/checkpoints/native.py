@@ -284,13 +284,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         refuse_special_files(folder / CONFIG)
         fields = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
         return {**fields}
-    except (
-        OSError,
-        yaml.YAMLError,
-        ValueError,
-        TypeError,
-        RecursionError,
-    ) as error:
+    except (OSError, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise _bad_config(folder, error) from error
 
 
