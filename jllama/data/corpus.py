@@ -14,6 +14,7 @@ import gzip
 import hashlib
 import importlib
 import io
+import itertools
 import json
 import os
 import re
@@ -120,7 +121,9 @@ def read_corpus(files: dict[str, Path], text_field: str = "text") -> Iterator[Do
             elif path.name.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
                 documents = _read_jsonl(name, path, file, text_field)
             else:
-                documents = [Document(name, functools.partial(_text_blocks, path))] if file.read(1) else []
+                first = list(itertools.islice(cut(_decoded(file, path)), 2))  # a small file is read but once
+                blocks = functools.partial(iter, first) if len(first) < 2 else functools.partial(_text_blocks, path)
+                documents = [Document(name, blocks)] if first else []
             for document in documents:
                 empty = False
                 yield document

@@ -56,6 +56,7 @@ def _ask(request: bytes) -> dict[str, str]:
     """The worker's reply. One that gives none is ended: the next call starts another."""
     worker = _workers.get(os.getpid())
     if worker is None or worker.poll() is not None:
+        _stop()
         worker = _workers[os.getpid()] = _start()
     assert worker.stdin is not None
     assert worker.stdout is not None
