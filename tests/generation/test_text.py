@@ -272,13 +272,13 @@ def test_after_warming_up_nothing_compiles(caplog):
     caplog.set_level(logging.WARNING)
     with jax.log_compiles():
         warm_up(model, [16, 40], max_new_tokens=180)
-        warm_up(model, [16, 40], [2], max_new_tokens=60)
+        warm_up(model, [16, 40], [2], max_new_tokens=60, speculate=1)
         assert compilations()
         caplog.clear()
         generate(model, [[5] * 16], max_new_tokens=3)
         generate(model, [[6] * 40], max_new_tokens=180)
         list(stream(model, "the cat", max_new_tokens=60, temperature=0.5, stop="x", stop_ids=[1, 2]))
-        generate(model, [[5] * 35, [6] * 9, [7] * 16], SAMPLING[2], max_new_tokens=60, batch_size=2)
+        generate(model, [[5] * 35, [6] * 9, [7] * 16], SAMPLING[2], max_new_tokens=60, batch_size=2, speculate=1)
         assert compilations() == []
     with pytest.raises(UsageError, match="the prompt's 250 tokens and 20 new ones exceed the model's context of 256"):
         warm_up(model, [16, 250], max_new_tokens=20)
@@ -375,6 +375,7 @@ def test_a_conversation_is_what_was_said():
         expected.append({"role": "user", "content": text})
         (completion,) = generate(model, chat_ids(model, expected), stop_ids=chat_stop_ids(model), **fields)
         assert chat(model, expected, **fields) == completion
+        assert chat(model, expected, stop=completion.text[0], **fields).finish_reason == "stop_string"
         assert "".join(conversation.answer(text, **fields)) == completion.text
         expected.append({"role": "assistant", "content": completion.text})
         assert conversation.messages == expected
