@@ -62,12 +62,17 @@ def refuse_special_files(*paths: Path) -> None:
             raise JllamaError(f"{path} is a pipe, a socket or a device: put a file there")
 
 
+def files_below(folder: Path) -> list[Path]:
+    """Every file in a folder and in the folders in it, as far as they do not vanish meanwhile."""
+    return [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
+
+
 def check_orbax_files(folder: Path) -> None:
     """Raise ``JllamaError`` for what orbax would hang or crash on: special files, and JSON that is nested too deep."""
-    paths = list(folder.rglob("*"))
+    paths = files_below(folder)
     refuse_special_files(*paths)
     for path in paths:
-        if path.is_file() and not path.suffix and path.parent.name != "d":  # the arrays are in folders of that name
+        if not path.suffix and path.parent.name != "d":  # the arrays are in folders of that name
             read_json_object(path)
 
 

@@ -178,7 +178,15 @@ def load(
             params = load_params(checkpoint, dtype, mesh, report)
     tokenizer = checkpoint.tokenizer
     stop_ids = checkpoint.stop_ids or ((tokenizer.eos_id,) if tokenizer else ())
-    model = Model(checkpoint.config, params, tokenizer, checkpoint.chat_template, stop_ids, step, source.name)
+    model = Model(
+        checkpoint.config,
+        params,
+        tokenizer,
+        checkpoint.chat_template,
+        stop_ids,
+        step,
+        Path(path).name or source.resolve().name,
+    )
     return model.for_decoding(quantize) if quantize else model
 
 

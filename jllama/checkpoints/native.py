@@ -28,7 +28,7 @@ from jllama.checkpoints.chat_files import read_chat_files, write_chat_files
 from jllama.checkpoints.tensors import Checkpoint, ParamTensors, Report, aligned_empty, load_params, progress
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError, UsageError
-from jllama.files import check_orbax_files, refuse_special_files, write_text_whole
+from jllama.files import check_orbax_files, files_below, refuse_special_files, write_text_whole
 from jllama.model import abstract_params
 from jllama.parallel.mesh import state_sharding
 from jllama.parameters import Params, count_parameters
@@ -55,7 +55,7 @@ class Checkpoints:
         if not read_only:
             self._sweep()
         with self._reading(self.folder):
-            refuse_special_files(*self.folder.rglob("*"))
+            refuse_special_files(*files_below(self.folder))
             self._manager = ocp.CheckpointManager(
                 self.folder,
                 item_handlers={

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -65,5 +66,5 @@ def main(argv: Sequence[str], prog: str) -> int:
     written = dtype or ("float32" if to == "llama2c" else found.tensors["embed"].dtype.name)
     what = summary(found.config, written, found.tokenizer)
     print(f"{what} -> {target}, {size} in {seconds:.1f} s", file=sys.stderr)
-    print(f"check it: {prog.removesuffix('convert')}verify {target}", file=sys.stderr)
+    print(f"check it: {prog.removesuffix('convert')}verify {shlex.quote(str(target))}", file=sys.stderr)
     return 0

@@ -435,7 +435,9 @@ def test_a_hub_id(written, monkeypatch):
         return written / "hf"
 
     monkeypatch.setattr(huggingface, "download", download)
-    assert_same_bits(load("some-org/Some-Model.1").params, PARAMS)
+    found = load("some-org/Some-Model.1")
+    assert_same_bits(found.params, PARAMS)
+    assert repr(found).endswith(", from Some-Model.1)")
     assert asked == ["some-org/Some-Model.1"]
     with pytest.raises(JllamaError, match="there is no checkpoint at tests/missing"):
         load("tests/missing")
