@@ -125,7 +125,7 @@ def _keep_compiled() -> None:
 
     Where JAX was told of another folder (``JAX_COMPILATION_CACHE_DIR``), that one and its rules are taken.
     """
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue] - made at run time
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         compilation_cache.reset_cache()  # whether there is one is asked once, at the first compilation
