@@ -137,6 +137,17 @@ def test_the_dtype_asked_for(written, tmp_path, to):
         assert_same_bits(load(tmp_path / f"{to}2", dtype="float16").params, narrow)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "int8", "q8_0", 3])
+def test_a_dtype_that_is_none_or_that_jax_would_narrow(written, dtype):
+    with pytest.raises(UsageError, match=f"^dtype is {dtype}; it must be float32, bfloat16, float16, or with JAX_EN"):
+        load(written / "hf", dtype=dtype)
+
+
+def test_float64_in_the_64_bit_mode(written):
+    with jax.enable_x64(True):
+        assert load(written / "hf", dtype="float64").params["embed"].dtype == np.float64
+
+
 def test_on_a_cpu_parameters_are_float32_unless_asked(written, tmp_path):
     convert(written / "hf", tmp_path / "low", "hf", "bfloat16")
     assert load(tmp_path / "low").params["embed"].dtype == jnp.float32

@@ -302,6 +302,10 @@ def test_bad_lines_are_reported_and_the_rest_goes_on(complete_file, tmp_path):
         (b'{"text": "a"}', 'it must be an object with a "prompt", such as {"prompt": "Once"}'),
         (b'{"prompt": "a", "top_p": 2}', "top_p is 2; it must be over 0 and at most 1"),
         (b'{"prompt": "a", "top_p": "x"}', 'top_p is "x"; it must be a number'),
+        (
+            b'{"prompt": "a", "top_k": 99999999999999}',
+            "top_k is 99999999999999; it must be 0 (all tokens) or a positive",
+        ),
         (b'{"prompt": "a", "seed": 1.5}', "seed is 1.5; it must be a whole number"),
         (b'{"prompt": "a", "stop": 3}', "stop is 3; it must be a string or a list of strings"),
         (b'{"prompt": "a", "stop_ids": [999]}', "the stop_ids have token 999; the ids run from 0 to 258"),
@@ -335,6 +339,14 @@ def test_compare_shows_all_seven_settings(sample):
         assert f"│ {name} " in table
     assert table.count("the ") >= 7
     assert sample("--prompt", "the ", "--max_new_tokens", 12, "--compare", "--seed", 2) != table
+
+
+def test_compare_in_a_narrow_terminal_keeps_the_texts(sample, monkeypatch):
+    plain = ("--prompt", "the ", "--max_new_tokens", 2, "--temperature", 0)
+    monkeypatch.setenv("COLUMNS", "20")
+    table = sample(*plain, "--compare")
+    assert table.count("the ") == len(COMPARED)
+    assert max(map(len, table.splitlines())) <= 20
 
 
 def test_doctor(small_run, capsys):

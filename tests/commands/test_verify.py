@@ -79,6 +79,8 @@ def test_a_failure_is_exit_code_1_and_says_where(monkeypatch, capsys):
         (["--transformers"], "--transformers is about a checkpoint: give its path too"),
         (["--rope_factor", "8"], "--rope_factor is about a checkpoint: give its path too"),
         (["--html", "no/such/folder/page.html"], "cannot write no/such/folder/page.html: No such file or directory"),
+        (["--html", "/proc/page.html"], "cannot write /proc/page.html: No such file or directory; choose another"),
+        (["--html", "/dev/null"], "cannot write /dev/null: there is something that is no ordinary file"),
         (["some/path", "--only", "gguf"], "--only chooses among the checks of the matrix"),
     ],
 )
