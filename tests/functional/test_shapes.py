@@ -1,9 +1,13 @@
 """What does not fit is said in one sentence, without the import hook's help and at no cost under jit."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jllama import functional as F
 
@@ -82,6 +86,17 @@ def test_says_what_was_given_and_what_is_expected(name, compile):
         compile(call)()
     assert sentence in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@given(x=st.lists(st.integers(1, 3), min_size=1, max_size=4), scale=st.lists(st.integers(1, 3), max_size=2))
+def test_a_norm_takes_what_fits_and_nothing_else(x, scale):
+    norm = functools.partial(jax.eval_shape, lambda *arrays: F.rms_norm(*arrays, 1e-5))
+    shapes = [jax.ShapeDtypeStruct(tuple(shape), jnp.float32) for shape in (x, scale)]
+    if scale == x[-1:]:
+        assert norm(*shapes).shape == tuple(x)
+    else:
+        with pytest.raises(ValueError, match=f"rms_norm: scale is float32\\[{', '.join(map(str, scale))}\\] but float"):
+            norm(*shapes)
 
 
 def test_only_shapes_and_dtypes_are_read():
