@@ -101,8 +101,9 @@ class _Parser(jsonargparse.ArgumentParser):
         if message.endswith(": expected one argument"):
             return f"{message} (one that begins with a dash is written --option=-value)"
         key = re.match(r'(?:Parser key )?"([\w.]+)": ', message)
-        if key is None:
-            return message
+        if key is None:  # what a dataclass that may be null says of itself, among the parser's words
+            inner = re.search(r"Errors: - (.*?) - Expected an? <class 'NoneType'>", message)
+            return inner[1] if inner else message
         if inner := re.search(r"Errors: - (\w+ is .*?) - Expected an? <class 'NoneType'>", message):
             return f"{key[1]}.{inner[1]}"  # of a dataclass that may also be null
         if key[1] == "config":

@@ -17,6 +17,7 @@ from jllama.checkpoints import formats
 from jllama.checkpoints.formats import Model, load, save
 from jllama.commands import cli
 from jllama.config import LlamaConfig, RopeScaling
+from jllama.errors import JllamaError
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify.compare import random_params
 
@@ -303,6 +304,17 @@ def test_the_destination_exists(place, models, capsys):
     assert cli.run("convert", [*argv, "--overwrite"]) == 0
     assert load(target).config == CONFIG
     assert [path.name for path in target.parent.iterdir()] == ["model"]
+
+
+def test_all_that_a_run_holds_is_known_to_be_its_own(small_run, models, tmp_path):
+    """Asked to, a conversion takes a whole run's place, but not with somebody's notes in it."""
+    shutil.copytree(small_run.folder, tmp_path / "run")
+    (tmp_path / "run" / "notes.md").write_text("mine")
+    with pytest.raises(JllamaError, match=r"run holds notes\.md, more or less than a checkpoint"):
+        formats.convert(models / "hf", tmp_path / "run", "orbax", overwrite=True)
+    (tmp_path / "run" / "notes.md").unlink()
+    formats.convert(models / "hf", tmp_path / "run", "orbax", overwrite=True)
+    assert load(tmp_path / "run").config == CONFIG
 
 
 def test_the_format_is_read_off_the_target(place, capsys):
