@@ -49,7 +49,7 @@ def read_config(argv: Sequence[str], prog: str) -> TrainConfig:
     scan.add_argument("--resume", nargs="?")
     given = scan.parse_known_args(list(argv))[0].resume
     if given not in (None, "never", "auto") and (own := Path(given) / "config.yaml").is_file():
-        argv = ["--config", str(own), "--run_dir", given, *argv]
+        argv = ["--config", str(own), "--training.epochs", "0", "--run_dir", given, *argv]  # they are resolved to steps
     if any(argument.partition("=")[0] == "--init_from" for argument in argv):
         argv = [*_FINE_TUNING, *argv]
     config = parse(TrainConfig, argv, prog, ("config",), _COMMON)

@@ -29,7 +29,8 @@ from jllama.errors import JllamaError
 from jllama.files import cache_folder
 from jllama.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
 
-FORMAT = 2  # part of every fingerprint: raise it when the files below, or the tokenizer's training, change
+FORMAT = 1  # part of every fingerprint: raise it when the files below change
+_TRAINING = 2  # raise it when the tokenizer's training changes
 FEW_DOCUMENTS = 32  # up to so many, each document is split; above, whole documents go to one side
 GROUP = 1 << 18  # characters that one thread tokenizes at a time, a block of a document or many short ones
 GZIP_LIMIT = 1 << 26  # bytes of validation text that gzip is measured on
@@ -95,7 +96,7 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
             yield block
 
     if tokenizer is None and config.tokenizer == "bpe":
-        folder = cache / f"bpe-{_sha256(corpus, config.vocab_size)[:16]}"
+        folder = cache / f"bpe-{_sha256(_TRAINING, corpus, config.vocab_size)[:16]}"
         if not folder.exists():
             with _written_whole(folder) as partial, _progress("reading for a vocabulary", size) as progress:
 

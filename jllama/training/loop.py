@@ -32,7 +32,7 @@ from jllama.generation.text import generate, prompt_ids
 from jllama.model import abstract_params
 from jllama.parallel.mesh import BATCH, make_mesh, state_sharding
 from jllama.parameters import count_parameters
-from jllama.tokenizers import has_tokenizer
+from jllama.tokenizers import has_tokenizer, load_tokenizer
 from jllama.training.config import TrainConfig
 from jllama.training.machine import check_memory, describe_devices, idle_accelerator
 from jllama.training.metrics import Evaluation, first_not_finite, make_evaluator, summarise
@@ -99,7 +99,11 @@ def _train(config: TrainConfig, folder: Path, console: Console) -> Evaluation:
             f"or choose another --run_dir"
         )
     origin = _origin(config, folder if began else None) if config.init_from else None
-    data = prepare_data(config.data, origin.tokenizer if origin else None)
+    if origin:
+        tokenizer = origin.tokenizer
+    else:  # a vocabulary is trained once: a later version may train another on the same text
+        tokenizer = load_tokenizer(folder) if began and config.data.tokenizer == "bpe" else None
+    data = prepare_data(config.data, tokenizer)
     config = _resolved(config, data, origin)
     total_steps, saved_step = config.training.steps, began[-1] if began else 0
     if saved_step:
@@ -335,7 +339,7 @@ def _restore(run: _Run, step: int, abstract: TrainState, shardings: TrainState) 
     params, rest, meta = run.checkpoints.restore(
         step, _placed(abstract.params, shardings.params), _placed(rest, rest_shardings)
     )
-    if meta["corpus"] != run.data.fingerprint:
+    if run.data.fingerprint not in (meta.get("corpus"), *meta.get("identity", {}).values()):  # 0.1.0 had an identity
         raise JllamaError(
             f"changed since {run.checkpoints.folder / str(step)} was saved: the corpus or its tokenizer; "
             f"restore what it was, or start a new run with another --run_dir"

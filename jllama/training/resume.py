@@ -18,7 +18,10 @@ _FREE = {  # what is seen, what is kept, where it is computed; of data the finge
     *("training.sample_prompt", "training.sample_tokens"),
 }
 _UNSEEN = {"run_dir", "resume", "resume_with_changes", "training.epochs"}  # epochs are resolved to steps
-_FIXED = {"model", "init_from", "rope_factor", "seed", "training.batch_size", "training.seq_len"}
+_FIXED = {
+    *("model", "init_from", "rope_factor", "seed", "training.batch_size", "training.seq_len"),
+    *("data.tokenizer", "data.vocab_size"),
+}
 
 
 def changes_on_resume(folder: Path, config: TrainConfig, step: int) -> list[str]:
