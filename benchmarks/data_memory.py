@@ -7,24 +7,32 @@ tokenizer is prepared in a process of its own, whose peak is the kernel's (``ru_
 from __future__ import annotations
 
 import gzip
+import json
+import os
+import platform
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+RESULT = Path(__file__).parent / "results" / "data_memory.json"
 CHILD = """
-import resource, sys, time
+import json, resource, sys, time
 from jllama.data.config import DataConfig
 from jllama.data.tokens import prepare_data
 before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
 data = prepare_data(DataConfig(sys.argv[1], tokenizer=sys.argv[2], cache_dir=sys.argv[3]))
-peak, processor = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time())
-tokens = data.train_counts.tokens + data.validation_counts.tokens
-print(f"{tokens:,} tokens, {time.perf_counter() - begun:.0f} s ({processor:.0f} s of processor time), "
-      f"peak {peak / 1024:,.0f} MiB, of which {before / 1024:,.0f} were there before")
+print(json.dumps({
+    "text_bytes": data.train_counts.bytes + data.validation_counts.bytes,
+    "tokens": data.train_counts.tokens + data.validation_counts.tokens,
+    "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    "peak_bytes_before": before * 1024,
+    "wall_s": round(time.perf_counter() - begun, 1),
+    "processor_s": round(time.process_time(), 1),
+}))
 """
 
 
@@ -42,18 +50,20 @@ def write_text(path: Path, megabytes: int) -> None:
 
 
 def main(megabytes: int, tokenizers: list[str]) -> None:
-    """Print a line for each case."""
+    """Print what was found and write it to ``RESULT``."""
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in ("a.txt", "a.txt.gz"):
-            begun = time.perf_counter()
             write_text(Path(folder, name), megabytes)
-            print(f"{name}: {megabytes} MB written in {time.perf_counter() - begun:.0f} s", flush=True)
             for tokenizer in tokenizers:
                 cache = str(Path(folder, f"cache-{name}-{tokenizer}"))
                 argv = [sys.executable, "-c", CHILD, str(Path(folder, name)), tokenizer, cache]
-                print(f"  {tokenizer}: ", end="", flush=True)
-                subprocess.run(argv, check=True)
+                done = subprocess.run(argv, check=True, stdout=subprocess.PIPE)
+                results[f"{name}, {tokenizer}"] = json.loads(done.stdout)
+                print(f"{name}, {tokenizer}:", done.stdout.decode().strip(), flush=True)
             Path(folder, name).unlink()
+    results["machine"] = f"{os.cpu_count()} CPUs, {platform.platform()}, Python {platform.python_version()}"
+    RESULT.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/da
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 BLOCK = 1 << 18  # characters
-LONGEST_BLOCK = 1 << 22  # characters, where there is no place to cut
+LONGEST_BLOCK = 1 << 20  # characters, where there is no place to cut
 LONGEST_LINE = 1 << 28  # bytes of one line of JSON: it is in memory as a whole
 CUTS = (re.compile(r".*\S\n(?=\S)", re.DOTALL), re.compile(r".*[^\W\d_](?= [^\W\d_])", re.DOTALL))
 """Where a block may end: behind a line, or else behind a word; before what is no white space, or one space."""
