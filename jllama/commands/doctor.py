@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import os
 import platform
 import shutil
 import sys
@@ -15,6 +16,7 @@ from rich.console import Console
 import jllama
 from jllama.commands.cli import parse
 from jllama.errors import JllamaError
+from jllama.files import cache_folder
 
 _PACKAGES = (
     "jax",
@@ -54,6 +56,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     import jax
 
     from jllama.checkpoints.formats import open_checkpoint
+    from jllama.parameters import count_parameters
     from jllama.summary import summary_table
     from jllama.verify.compare import TOLERANCE
     from jllama.verify.conformance import model_error
@@ -72,13 +75,20 @@ def main(argv: Sequence[str], prog: str) -> int:
         stats = device.memory_stats() or {}
         memory = f", {stats['bytes_limit'] / 2**30:.1f} GiB" if "bytes_limit" in stats else ""
         console.print(f"device {device.id}: {device.platform} {device.device_kind}{memory}")
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free_bytes = shutil.disk_usage(tempfile.gettempdir()).free
-    console.print(f"{free_bytes / 2**30:.1f} GiB free in {tempfile.gettempdir()}, terminal: {sys.stdout.isatty()}")
+    console.print(
+        f"{memory_bytes / 2**30:.1f} GiB of memory, {free_bytes / 2**30:.1f} GiB free in {tempfile.gettempdir()}, "
+        f"terminal: {sys.stdout.isatty()}"
+    )
+    console.print(f"cache: {cache_folder()}, which may be removed at any time")
     console.print(summary_table(config))
-
+    takes = {"float32": 4, "bfloat16": 2, "int8": 1, "training (float32 and Adam)": 16}
+    gib = count_parameters(config) / 2**30
+    print(", ".join(f"{what} {size * gib:,.1f} GiB" for what, size in takes.items()), "at least")
     with jax.default_matmul_precision("highest"):
         error = model_error(jllama_itself(), checked, weights(checked), checked)
-    console.print(f"logits against the float64 oracle: relative error {error:.1e}, tolerance {TOLERANCE:.0e}")
+    print(f"a small Llama's logits against the float64 oracle: relative error {error:.1e}, tolerance {TOLERANCE:.0e}")
     if not error < TOLERANCE:
         raise JllamaError(f"this device computes a Llama wrongly: relative error {error:.1e} is over {TOLERANCE:.0e}")
     return 0

@@ -31,19 +31,7 @@ COMPARED = {
 }
 """The settings that ``--compare`` sets side by side."""
 _MOST = 100_000
-_COMMON = (
-    "prompt",
-    "prompts_file",
-    "output",
-    "n",
-    "max_new_tokens",
-    "stop",
-    "temperature",
-    "top_p",
-    "seed",
-    "quantize",
-    "json",
-)
+_COMMON = ("prompt", "prompts_file", "output", "n", "max_new_tokens", "stop", "temperature", "seed", "quantize")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,17 +10,7 @@ from pathlib import Path
 from jllama.commands.cli import parse
 from jllama.training.config import TrainConfig
 
-_COMMON = (
-    "run_dir",
-    "resume",
-    "init_from",
-    "data.path",
-    "model.num_layers",
-    "model.embed_dim",
-    "optimizer.learning_rate",
-    "training.batch_size",
-    "training.steps",
-)
+_COMMON = ("run_dir", "resume", "init_from", "data.path", "training.steps", "optimizer.learning_rate", "seed")
 _FINE_TUNING = ["--training.batch_size=4", "--optimizer.learning_rate=2e-5"]
 
 
