@@ -79,12 +79,11 @@ def nearest_preset(config: LlamaConfig) -> str:
 
     Of two as near, it is the one with the same context length: that is the less likely to have been changed.
     """
-    names = presets_of_shape(config)
-    ranks = {
-        name: (len(differing(OTHERS, config, PRESETS[name])), PRESETS[name].max_seq_len != config.max_seq_len)
-        for name in names
-    }
-    return min(names, key=lambda name: ranks[name], default="")
+
+    def distance(name: str) -> tuple[int, bool]:
+        return len(differing(OTHERS, config, PRESETS[name])), PRESETS[name].max_seq_len != config.max_seq_len
+
+    return min(presets_of_shape(config), key=distance, default="")
 
 
 def differing(fields: tuple[str, ...], config: LlamaConfig, released: LlamaConfig) -> list[str]:

@@ -285,8 +285,11 @@ def _local(path: str | Path) -> Path:
 
 
 def _recognized(source: Path) -> Format | None:
-    # jllama's own format comes last: orbax takes half a second to import
-    return next((format for format in _MODULES if _module(format).recognises(source)), None)
+    for format in _MODULES:  # jllama's own comes last: orbax takes half a second to import
+        with contextlib.suppress(OSError):  # what cannot be read is not of this format
+            if _module(format).recognises(source):
+                return format
+    return None
 
 
 def _format_of(source: Path) -> Format:

@@ -72,14 +72,11 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 
 def recognises(path: Path) -> bool:
     """Whether this is a GGUF file, or a folder that holds exactly one."""
-    try:
-        file = _only_file(path)
-        if file is None or not file.is_file():
-            return False
-        with file.open("rb") as opened:
-            return opened.read(len(MAGIC)) == MAGIC
-    except OSError:
+    file = _only_file(path)
+    if file is None or not file.is_file():
         return False
+    with file.open("rb") as opened:
+        return opened.read(len(MAGIC)) == MAGIC
 
 
 def _only_file(path: Path) -> Path | None:

@@ -34,10 +34,7 @@ _FIXED = LlamaConfig(norm_eps=1e-5, rope_theta=10_000.0)  # what run.c has in it
 
 def recognises(path: Path) -> bool:
     """Whether this is a llama2.c file, of any version and perhaps truncated, or a folder that holds exactly one."""
-    try:
-        return _model_file(path) is not None
-    except OSError:
-        return False
+    return _model_file(path) is not None
 
 
 def _model_file(path: Path) -> Path | None:

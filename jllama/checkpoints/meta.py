@@ -87,10 +87,7 @@ class Joined:
 
 def recognises(path: Path) -> bool:
     """Whether a folder has a ``consolidated.*.pth``."""
-    try:
-        return path.is_dir() and any(path.glob("consolidated.*.pth"))
-    except OSError:
-        return False
+    return path.is_dir() and any(path.glob("consolidated.*.pth"))
 
 
 def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
