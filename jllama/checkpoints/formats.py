@@ -105,6 +105,8 @@ class Model:
 
     def for_decoding(self, quantize: Quantized | None = None) -> Model:
         """The same model with its parameters packed (``jllama.packing``), as int8 if asked: it decodes, and no more."""
+        if quantize not in (None, *get_args(Quantized)):
+            raise UsageError(f"quantize is {quantize!r}; it must be one of {', '.join(get_args(Quantized))}, or None")
         return dataclasses.replace(self, params=pack_params(self.params, self.config, quantize))
 
 
@@ -178,15 +180,8 @@ def load(
             params = load_params(checkpoint, dtype, mesh, report)
     tokenizer = checkpoint.tokenizer
     stop_ids = checkpoint.stop_ids or ((tokenizer.eos_id,) if tokenizer else ())
-    model = Model(
-        checkpoint.config,
-        params,
-        tokenizer,
-        checkpoint.chat_template,
-        stop_ids,
-        step,
-        Path(path).name or source.resolve().name,
-    )
+    name = Path(path).name or source.resolve().name
+    model = Model(checkpoint.config, params, tokenizer, checkpoint.chat_template, stop_ids, step, name)
     return model.for_decoding(quantize) if quantize else model
 
 

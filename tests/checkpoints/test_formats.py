@@ -1,6 +1,7 @@
 """Through every format and back, the same bytes; what a format cannot hold is refused; nothing is left half written."""
 
 import dataclasses
+import inspect
 import json
 import math
 import os
@@ -319,6 +320,12 @@ def test_quantized_as_it_is_loaded(written):
     found, expected = load(written / "gguf", quantize="int8"), load(written / "gguf").for_decoding("int8")
     assert_same_bits(found.params, expected.params)
     assert repr(found) == "Model(llama, 2 layers, 34,720 parameters, int8, tokenizer of 300 tokens, from gguf)"
+
+
+def test_an_unknown_quantization():
+    unchecked = inspect.unwrap(Model.for_decoding)  # the type checker of the tests would be the first to say so
+    with pytest.raises(UsageError, match="quantize is 'int4'; it must be one of int8, or None"):
+        unchecked(MODEL, "int4")
 
 
 def test_a_models_repr_is_one_line(written):
