@@ -1,5 +1,8 @@
 """The two errors a user can cause; the command line prints them as one sentence and no traceback."""
 
+from collections.abc import Callable
+from typing import Any
+
 
 class JllamaError(Exception):
     """Something went wrong with the user's files or data (exit code 1).
@@ -10,3 +13,10 @@ class JllamaError(Exception):
 
 class UsageError(JllamaError):
     """The command line or the configuration is wrong (exit code 2)."""
+
+
+def check_fields(config: Any, group: str, names: str, is_right: Callable[[Any], bool], expected: str) -> None:
+    """Raise ``UsageError`` for the first of a configuration's fields (``names``, with spaces) that is not right."""
+    for name in names.split():
+        if not is_right(value := getattr(config, name)):
+            raise UsageError(f"{group}{name} is {value}; it must be {expected}")

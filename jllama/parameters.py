@@ -19,6 +19,17 @@ Params = dict[str, Any]
 
 Axis = Literal["layers", "vocab", "embed", "heads", "kv_heads", "head_dim", "mlp"]
 
+_SIZES: dict[Axis, str] = {
+    "layers": "num_layers",
+    "vocab": "vocab_size",
+    "embed": "embed_dim",
+    "heads": "num_heads",
+    "kv_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "mlp": "mlp_dim",
+}
+"""The field of ``LlamaConfig`` that an axis takes its size from."""
+
 NamedFormat = Literal["meta", "huggingface", "gguf"]
 """The file formats in which tensors have names; llama2.c's have an order instead."""
 
@@ -30,24 +41,29 @@ class Parameter:
     Args:
         axes: the logical name of each axis; sizes come from the configuration.
         inputs: the axes that a product with this matrix sums over; none for a norm's scale, which starts at one.
+        meta, huggingface, gguf: what ``name`` makes the tensor's name in files of that format of.
+        llama2c: its place in the order of a llama2.c file.
         gain: initial values are normal with standard deviation ``gain / sqrt(product of the input sizes)``.
         residual: the product is added to the residual stream, so ``gain`` is divided by ``sqrt(2 * num_layers)``:
             the sum of all the branches then starts with the variance of one (GPT-2, section 2.3).
         rotary: its ``head_dim`` axis is turned by rotary embedding: half-split here and in Hugging Face's files,
             in interleaved pairs in Meta's, GGUF's and llama2.c's.
-        meta, huggingface, gguf: the tensor's name in files of that format, ``{layer}`` being the layer's number.
-        llama2c: its place in the order of a llama2.c file.
     """
 
     axes: tuple[Axis, ...]
-    inputs: tuple[Axis, ...] = ()
+    inputs: tuple[Axis, ...]
+    meta: str
+    huggingface: str
+    gguf: str
+    llama2c: int
     gain: float = 1.0
     residual: bool = False
     rotary: bool = False
-    meta: str = ""
-    huggingface: str = ""
-    gguf: str = ""
-    llama2c: int = 0
+
+    def name(self, file_format: NamedFormat, layer: int = 0) -> str:
+        """The tensor's name in files of a format, such as ``blk.3.attn_q.weight``."""
+        prefix = f"{_LAYERS[file_format]}.{layer}." if self.axes[0] == "layers" else ""
+        return f"{prefix}{getattr(self, file_format)}.weight"
 
     @property
     def outputs(self) -> tuple[Axis, ...]:
@@ -60,106 +76,60 @@ class Parameter:
         return len([axis for axis in self.axes if axis != "layers"]) > 1
 
 
+_LAYERS: dict[NamedFormat, str] = {"meta": "layers", "huggingface": "model.layers", "gguf": "blk"}
+"""What the names of layers' tensors begin with."""
+
 _TABLE: dict[str, Parameter] = {
     "embed": Parameter(
         ("vocab", "embed"),
         ("embed",),
+        "tok_embeddings",
+        "model.embed_tokens",
+        "token_embd",
+        0,
         gain=0.25,  # a row is read, not summed; the logits it gives when tied must start near zero (loss = ln vocab)
-        meta="tok_embeddings.weight",
-        huggingface="model.embed_tokens.weight",
-        gguf="token_embd.weight",
-        llama2c=0,
     ),
-    "layers/attn_norm": Parameter(
-        ("layers", "embed"),
-        meta="layers.{layer}.attention_norm.weight",
-        huggingface="model.layers.{layer}.input_layernorm.weight",
-        gguf="blk.{layer}.attn_norm.weight",
-        llama2c=1,
-    ),
+    "layers/attn_norm": Parameter(("layers", "embed"), (), "attention_norm", "input_layernorm", "attn_norm", 1),
     "layers/wq": Parameter(
         ("layers", "embed", "heads", "head_dim"),
         ("embed",),
+        "attention.wq",
+        "self_attn.q_proj",
+        "attn_q",
+        2,
         rotary=True,
-        meta="layers.{layer}.attention.wq.weight",
-        huggingface="model.layers.{layer}.self_attn.q_proj.weight",
-        gguf="blk.{layer}.attn_q.weight",
-        llama2c=2,
     ),
     "layers/wk": Parameter(
         ("layers", "embed", "kv_heads", "head_dim"),
         ("embed",),
+        "attention.wk",
+        "self_attn.k_proj",
+        "attn_k",
+        3,
         rotary=True,
-        meta="layers.{layer}.attention.wk.weight",
-        huggingface="model.layers.{layer}.self_attn.k_proj.weight",
-        gguf="blk.{layer}.attn_k.weight",
-        llama2c=3,
     ),
     "layers/wv": Parameter(
-        ("layers", "embed", "kv_heads", "head_dim"),
-        ("embed",),
-        meta="layers.{layer}.attention.wv.weight",
-        huggingface="model.layers.{layer}.self_attn.v_proj.weight",
-        gguf="blk.{layer}.attn_v.weight",
-        llama2c=4,
+        ("layers", "embed", "kv_heads", "head_dim"), ("embed",), "attention.wv", "self_attn.v_proj", "attn_v", 4
     ),
     "layers/wo": Parameter(
         ("layers", "heads", "head_dim", "embed"),
         ("heads", "head_dim"),
+        "attention.wo",
+        "self_attn.o_proj",
+        "attn_output",
+        5,
         residual=True,
-        meta="layers.{layer}.attention.wo.weight",
-        huggingface="model.layers.{layer}.self_attn.o_proj.weight",
-        gguf="blk.{layer}.attn_output.weight",
-        llama2c=5,
     ),
-    "layers/mlp_norm": Parameter(
-        ("layers", "embed"),
-        meta="layers.{layer}.ffn_norm.weight",
-        huggingface="model.layers.{layer}.post_attention_layernorm.weight",
-        gguf="blk.{layer}.ffn_norm.weight",
-        llama2c=6,
-    ),
+    "layers/mlp_norm": Parameter(("layers", "embed"), (), "ffn_norm", "post_attention_layernorm", "ffn_norm", 6),
     "layers/w_gate": Parameter(
-        ("layers", "embed", "mlp"),
-        ("embed",),
-        meta="layers.{layer}.feed_forward.w1.weight",
-        huggingface="model.layers.{layer}.mlp.gate_proj.weight",
-        gguf="blk.{layer}.ffn_gate.weight",
-        llama2c=7,
+        ("layers", "embed", "mlp"), ("embed",), "feed_forward.w1", "mlp.gate_proj", "ffn_gate", 7
     ),
-    "layers/w_up": Parameter(
-        ("layers", "embed", "mlp"),
-        ("embed",),
-        meta="layers.{layer}.feed_forward.w3.weight",
-        huggingface="model.layers.{layer}.mlp.up_proj.weight",
-        gguf="blk.{layer}.ffn_up.weight",
-        llama2c=9,
-    ),
+    "layers/w_up": Parameter(("layers", "embed", "mlp"), ("embed",), "feed_forward.w3", "mlp.up_proj", "ffn_up", 9),
     "layers/w_down": Parameter(
-        ("layers", "mlp", "embed"),
-        ("mlp",),
-        residual=True,
-        meta="layers.{layer}.feed_forward.w2.weight",
-        huggingface="model.layers.{layer}.mlp.down_proj.weight",
-        gguf="blk.{layer}.ffn_down.weight",
-        llama2c=8,
+        ("layers", "mlp", "embed"), ("mlp",), "feed_forward.w2", "mlp.down_proj", "ffn_down", 8, residual=True
     ),
-    "final_norm": Parameter(
-        ("embed",),
-        meta="norm.weight",
-        huggingface="model.norm.weight",
-        gguf="output_norm.weight",
-        llama2c=10,
-    ),
-    "lm_head": Parameter(
-        ("embed", "vocab"),
-        ("embed",),
-        gain=0.25,
-        meta="output.weight",
-        huggingface="lm_head.weight",
-        gguf="output.weight",
-        llama2c=11,
-    ),
+    "final_norm": Parameter(("embed",), (), "norm", "model.norm", "output_norm", 10),
+    "lm_head": Parameter(("embed", "vocab"), ("embed",), "output", "lm_head", "output", 11, gain=0.25),
 }
 
 
@@ -170,20 +140,7 @@ def parameter_table(config: LlamaConfig) -> dict[str, Parameter]:
 
 def shape_of(parameter: Parameter, config: LlamaConfig) -> tuple[int, ...]:
     """The sizes of a parameter's axes."""
-    return _sizes(parameter.axes, config)
-
-
-def _sizes(axes: tuple[Axis, ...], config: LlamaConfig) -> tuple[int, ...]:
-    sizes: dict[Axis, int] = {
-        "layers": config.num_layers,
-        "vocab": config.vocab_size,
-        "embed": config.embed_dim,
-        "heads": config.num_heads,
-        "kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "mlp": config.mlp_dim,
-    }
-    return tuple(sizes[axis] for axis in axes)
+    return tuple(getattr(config, _SIZES[axis]) for axis in parameter.axes)
 
 
 class StoredTensor(NamedTuple):
@@ -205,7 +162,7 @@ class StoredTensor(NamedTuple):
 
     def name(self, file_format: NamedFormat) -> str:
         """What files of a format call it."""
-        return getattr(self.parameter, file_format).format(layer=self.layer)
+        return self.parameter.name(file_format, self.layer)
 
 
 def stored_tensors(config: LlamaConfig) -> list[StoredTensor]:
@@ -225,8 +182,8 @@ def stored_tensors(config: LlamaConfig) -> list[StoredTensor]:
 
 def matrix_shape(parameter: Parameter, config: LlamaConfig) -> tuple[int, ...]:
     """One layer's share of a parameter as files have it: ``[outputs, inputs]``, or ``[embed]`` for a norm."""
-    groups = [group for group in (parameter.outputs, parameter.inputs) if group]
-    return tuple(math.prod(_sizes(group, config)) for group in groups)
+    sizes = dict(zip(parameter.axes, shape_of(parameter, config), strict=True))
+    return tuple(math.prod(sizes[axis] for axis in group) for group in (parameter.outputs, parameter.inputs) if group)
 
 
 def as_matrix(parameter: Parameter, array: np.ndarray) -> np.ndarray:
@@ -242,8 +199,7 @@ def as_matrix(parameter: Parameter, array: np.ndarray) -> np.ndarray:
 
 def initial_std(parameter: Parameter, config: LlamaConfig) -> float:
     """The standard deviation of a matrix's initial values."""
-    sizes = dict(zip(parameter.axes, shape_of(parameter, config), strict=True))
-    fan_in = math.prod(sizes[axis] for axis in parameter.inputs)
+    fan_in = matrix_shape(parameter, config)[-1]
     depth = 2 * config.num_layers if parameter.residual else 1
     return parameter.gain / math.sqrt(fan_in * depth)
 
@@ -261,9 +217,8 @@ def training_flops_per_token(config: LlamaConfig, seq_len: int) -> float:
     Source: Chowdhery et al. 2022, appendix B (arXiv:2204.02311).
     """
     table = parameter_table(config)
-    matrices = sum(math.prod(shape_of(row, config)) for row in table.values() if row.is_matrix)
-    if not config.tie_embeddings:
-        matrices -= math.prod(shape_of(table["embed"], config))
+    used = [row for path, row in table.items() if row.is_matrix and (config.tie_embeddings or path != "embed")]
+    matrices = sum(math.prod(shape_of(row, config)) for row in used)
     return 6.0 * matrices + 12.0 * config.num_layers * config.num_heads * config.head_dim * seq_len
 
 

@@ -163,7 +163,7 @@ def _read_config(metadata: Mapping[str, Any], tensors: Mapping[str, FileTensor],
         return value
 
     table = parameter_table(LlamaConfig())
-    embed, lm_head = table["embed"].gguf, table["lm_head"].gguf
+    embed, lm_head = table["embed"].name("gguf"), table["lm_head"].name("gguf")
     if embed not in tensors:
         raise JllamaError(f"{source} lacks the tensor {embed}")
     num_heads = take("attention.head_count", int)

@@ -255,7 +255,7 @@ def read(path: Path) -> Checkpoint:
         if not re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name)  # computed, not learnt
     }
     table = parameter_table(dataclasses.replace(config, tie_embeddings=False))
-    embed, head = table["embed"].huggingface, table["lm_head"].huggingface
+    embed, head = table["embed"].name("huggingface"), table["lm_head"].name("huggingface")
     if not config.vocab_size and embed in found:
         rows = max([1, *found[embed].shape[:1]])  # an embedding without rows is to be found wanting
         config = dataclasses.replace(config, vocab_size=rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jllama.errors import UsageError
+from jllama.errors import UsageError, check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +35,7 @@ class DataConfig:
         for name in ("path", "text_field", "tokenizer"):
             if not getattr(self, name):
                 raise UsageError(f"data.{name} is empty: leave it out for its default, or give it a value")
-        if self.vocab_size < 260:
-            raise UsageError(
-                f"data.vocab_size is {self.vocab_size}; it must be at least 260, for 3 control tokens, "
-                f"256 bytes and something to learn"
-            )
-        if not 0 < self.validation_fraction < 1:
-            raise UsageError(
-                f"data.validation_fraction is {self.validation_fraction}; it must be between 0 and 1, both excluded"
-            )
+        least = "at least 260, for 3 control tokens, 256 bytes and something to learn"
+        check_fields(self, "data.", "vocab_size", lambda size: size >= 260, least)
+        between = "between 0 and 1, both excluded"
+        check_fields(self, "data.", "validation_fraction", lambda fraction: 0 < fraction < 1, between)

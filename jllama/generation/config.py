@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
-from jllama.errors import UsageError
+from jllama.errors import UsageError, check_fields
 
 _LARGEST = 1e30  # the logits stay finite in float32, whatever is added to them and however often
 
@@ -39,29 +40,17 @@ class SamplingConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature <= _LARGEST:
-            raise UsageError(
-                f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number, at most {_LARGEST:g}"
-            )
-        if not 0 <= self.top_k < 2**31:
-            raise UsageError(f"top_k is {self.top_k}; it must be 0 (all tokens) or a positive number below 2**31")
-        if not 0 < self.top_p <= 1:
-            raise UsageError(f"top_p is {self.top_p}; it must be over 0 and at most 1")
-        if not 0 <= self.min_p <= 1:
-            raise UsageError(f"min_p is {self.min_p}; it must be between 0 (off) and 1")
-        if not 1 / _LARGEST <= self.repetition_penalty <= _LARGEST:
-            raise UsageError(
-                f"repetition_penalty is {self.repetition_penalty}; it must be positive (1 is off), up to {_LARGEST:g}"
-            )
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not abs(getattr(self, name)) <= _LARGEST:
-                raise UsageError(
-                    f"{name} is {getattr(self, name)}; it must be a finite number (0 is off), at most 1e+30"
-                )
+        check = functools.partial(check_fields, self, "")
+        most = f"at most {_LARGEST:g}"
+        check("temperature", lambda value: 0 <= value <= _LARGEST, f"0 (greedy) or a positive number, {most}")
+        check("top_k", lambda value: 0 <= value < 2**31, "0 (all tokens) or a positive number below 2**31")
+        check("top_p", lambda value: 0 < value <= 1, "over 0 and at most 1")
+        check("min_p", lambda value: 0 <= value <= 1, "between 0 (off) and 1")
+        factor = f"positive (1 is off), up to {_LARGEST:g}"
+        check("repetition_penalty", lambda value: 1 / _LARGEST <= value <= _LARGEST, factor)
+        addend = f"a finite number (0 is off), {most}"
+        check("presence_penalty frequency_penalty", lambda value: abs(value) <= _LARGEST, addend)
         if not all(abs(bias) <= _LARGEST for bias in self.logit_bias.values()):
-            raise UsageError(
-                f"logit_bias is {dict(self.logit_bias)}; its values must be finite, at most {_LARGEST:g}: "
-                f"ban with banned_ids"
-            )
-        if not 0 <= self.seed < 2**32:
-            raise UsageError(f"seed is {self.seed}; it must be between 0 and 2**32 - 1")
+            said = f"logit_bias is {dict(self.logit_bias)}; its values must be finite, {most}"
+            raise UsageError(f"{said}: ban with banned_ids")
+        check("seed", lambda seed: 0 <= seed < 2**32, "between 0 and 2**32 - 1")

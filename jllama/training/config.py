@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Literal
 
 from jllama.config import LlamaConfig
 from jllama.data.config import DataConfig
-from jllama.errors import UsageError
+from jllama.errors import UsageError, check_fields
 from jllama.generation.config import SamplingConfig
 from jllama.parallel.config import MeshConfig
 
@@ -38,17 +39,11 @@ class OptimizerConfig:
     clip_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "epsilon", "clip_norm"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UsageError(f"optimizer.{name} is {getattr(self, name)}; it must be positive and finite")
-        for name in ("final_fraction", "warmup_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UsageError(f"optimizer.{name} is {getattr(self, name)}; it must be between 0 and 1")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UsageError(f"optimizer.{name} is {getattr(self, name)}; it must be at least 0 and below 1")
-        if not 0 <= self.weight_decay < math.inf:
-            raise UsageError(f"optimizer.weight_decay is {self.weight_decay}; it must be 0 or positive, and finite")
+        check = functools.partial(check_fields, self, "optimizer.")
+        check("learning_rate epsilon clip_norm", lambda value: 0 < value < math.inf, "positive and finite")
+        check("final_fraction warmup_fraction", lambda value: 0 <= value <= 1, "between 0 and 1")
+        check("beta1 beta2", lambda value: 0 <= value < 1, "at least 0 and below 1")
+        check("weight_decay", lambda value: 0 <= value < math.inf, "0 or positive, and finite")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,18 +85,15 @@ class LoopConfig:
     sample_tokens: int = 128
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "accumulation", "eval_every", "log_every", "keep_last"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"training.{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("seq_len", "steps", "epochs", "eval_tokens", "save_every", "z_loss", "sample_tokens"):
-            if not 0 <= getattr(self, name) < 2**31:
-                raise UsageError(f"training.{name} is {getattr(self, name)}; it must be from 0 to below 2**31")
+        check = functools.partial(check_fields, self, "training.")
+        check("batch_size accumulation eval_every log_every keep_last", lambda value: value >= 1, "at least 1")
+        sizes = "seq_len steps epochs eval_tokens save_every z_loss sample_tokens"
+        check(sizes, lambda value: 0 <= value < 2**31, "from 0 to below 2**31")
         if not self.steps and not self.epochs:
             raise UsageError("training.epochs is 0 and training.steps is 0; one of them must be positive")
         if self.epochs and self.steps not in (0, LoopConfig.steps):
-            raise UsageError(
-                f"training.steps is {self.steps} and training.epochs is {self.epochs}: set one of them to 0"
-            )
+            said = f"training.steps is {self.steps} and training.epochs is {self.epochs}"
+            raise UsageError(f"{said}: set one of them to 0")
         if self.batch_size % self.accumulation:
             raise UsageError(
                 f"training.batch_size {self.batch_size} is not divisible by training.accumulation {self.accumulation}"
@@ -159,5 +151,4 @@ class TrainConfig:
             object.__setattr__(self, "run_dir", self.resume)
         if self.rope_factor is not None and not self.init_from:
             raise UsageError("rope_factor is for init_from: without it, give model.rope_scaling")
-        if not 0 <= self.seed < 2**32:
-            raise UsageError(f"seed is {self.seed}; it must be between 0 and 2**32 - 1")
+        check_fields(self, "", "seed", lambda seed: 0 <= seed < 2**32, "between 0 and 2**32 - 1")
