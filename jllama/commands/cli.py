@@ -154,8 +154,8 @@ def parse(
             if dataclasses.is_dataclass(kind) and not isinstance(settings[name], jsonargparse.Namespace):
                 parser.error(f'"{name}": Unable to load config {settings[name]}')
         settings = parser.instantiate(settings)
-    except RecursionError as error:
-        raise UsageError("an option's value is nested too deep: give a plain one") from error
+    except (RecursionError, IndexError) as error:  # IndexError: of --print_config=, which has options of its own
+        raise UsageError("an option's value cannot be understood: give a plain one") from error
     except ValueError as error:  # from a dataclass that may also be null
         parser.error(str(error))
     return options(**{name: value for name, value in vars(settings).items() if name != "config"})
@@ -252,9 +252,9 @@ def _config_text(name: str) -> str:
         UsageError: it is not there, not YAML, no mapping, or absurdly large, also once its aliases are resolved.
     """
     path, shipped = Path(name), shipped_configs()
-    if not path.exists() and str(path.parent) in (".", "configs"):
-        path = shipped.get(path.name.removesuffix(".yaml"), path)
     try:
+        if not path.exists() and str(path.parent) in (".", "configs"):
+            path = shipped.get(path.name.removesuffix(".yaml"), path)
         with path.open("rb") as file:
             text = file.read(_CONFIG_BYTES).decode()
             root = None if file.read(1) else yaml.compose(text) or yaml.ScalarNode("", "nothing")
@@ -262,7 +262,8 @@ def _config_text(name: str) -> str:
             raise RecursionError
     except OSError as error:
         known = f"a file, or by its name one of {', '.join(shipped)}"
-        raise UsageError(f"the configuration {name} cannot be read: {error.strerror}; give {known}") from error
+        shown = " ".join(name.split())[:200]
+        raise UsageError(f"the configuration {shown} cannot be read: {error.strerror}; give {known}") from error
     except RecursionError as error:
         raise UsageError(f"{name} is too large or nested too deep: it must hold options, such as 'seed: 1'") from error
     except yaml.MarkedYAMLError as error:

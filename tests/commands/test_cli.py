@@ -11,6 +11,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import jllama
 from jllama.commands import cli
@@ -132,8 +134,8 @@ def test_a_checkpoint_with_and_without_its_name(argv):
 def test_every_command_takes_a_checkpoint_both_ways(command, options, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.txt").write_text("text")
-    for given in (["nowhere"], ["--checkpoint", "nowhere"]):
-        assert cli.run(command, [*given, *options.split()]) == 1
+    for named in (["nowhere"], ["--checkpoint", "nowhere"]):
+        assert cli.run(command, [*named, *options.split()]) == 1
         assert "error: there is no checkpoint at nowhere" in capsys.readouterr().err
 
 
@@ -312,3 +314,32 @@ def test_sampling_in_the_64_bit_mode_gives_the_same_text(small_run):
     expected = text()
     with jax.enable_x64(True):
         assert text() == expected
+
+
+# Anything at all
+
+JUNK = ["", "nan", "1e999", "{", "[" * 5000, "\0", "\ud800", "é", "&a [*a]", "0001-99-99", "9" * 6000, "--", "- 1"]
+JUNK += ["{1: 2}", "[null]", "!!python/object/apply:os.getpid []", "{class_path: os.getpid}", "a\nb", "/dev/null", "."]
+NAMES = {
+    TrainConfig: "model model.num_layers model.rope_scaling model.rope_scaling.type training.remat data.path seed",
+    SampleOptions: "checkpoint n stop stop_ids logit_bias banned_ids echo dtype rope_factor top_p json",
+}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_any_value_of_any_option_is_taken_or_answered_in_a_sentence(data):
+    options = data.draw(st.sampled_from([*NAMES]))
+    name = data.draw(st.sampled_from(["config", "print_config", "no_such", *NAMES[options].split()]))
+    value = data.draw(st.sampled_from(JUNK) | st.text(max_size=20))
+    argv = [f"--{name}={value}"] if data.draw(st.booleans()) else [f"--{name}", value]
+    said, code = "", 0
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            parse(options, argv, "jllama")
+    except jllama.UsageError as error:
+        said = str(error).replace(value, "")
+    except SystemExit as stop:  # --print_config
+        code = stop.code
+    assert code == 0
+    assert not any(word in said for word in ("typing", "Literal", "<class", "Optional", "Parser key"))
