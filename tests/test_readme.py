@@ -38,6 +38,9 @@ OPTIONS = {
     "doctor": DoctorOptions,
 }
 POSITIONAL = {
+    "train": ("config",),
+    "sample": ("checkpoint",),
+    "doctor": ("checkpoint",),
     "chat": ("checkpoint",),
     "convert": ("source", "target"),
     "verify": ("path",),
@@ -73,11 +76,10 @@ def test_python_code_runs(tmp_path, monkeypatch):
 def test_commands_parse(command, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     _, script, *argv = shlex.split(command)
-    positional = ()
     if script == "-m":
         script, argv = argv[1], argv[2:]
-        positional = POSITIONAL.get(script, ())
-    options = OPTIONS[script.removesuffix(".py")]
+    script = script.removesuffix(".py")
+    options, positional = OPTIONS[script], POSITIONAL[script]
     if "--print_config" in argv:
         with pytest.raises(SystemExit, match="0"):
             parse(options, argv, script)

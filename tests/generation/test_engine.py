@@ -277,9 +277,12 @@ def request(**changed):
     [
         ([], "there is no prompt: give at least one"),
         ([request(ids=[1] * 20, max_new_tokens=45)], "prompt's 20 tokens and 45 new ones exceed .* 64: .* at most 44$"),
-        ([request(), request(ids=[1] * CONTEXT, max_new_tokens=1)], "at most 0$"),
-        ([request(ids=[1] * (CONTEXT + 1), max_new_tokens=0)], "at most 0$"),
-        ([request(ids=[1] * CONTEXT, max_new_tokens=None)], "at most 0$"),
+        (
+            [request(), request(ids=[1] * CONTEXT, max_new_tokens=1)],
+            "exceed the model's context of 64: shorten the prompt$",
+        ),
+        ([request(ids=[1] * (CONTEXT + 1), max_new_tokens=0)], "exceed the model's context of 64: shorten the prompt$"),
+        ([request(ids=[1] * CONTEXT, max_new_tokens=None)], "exceed the model's context of 64: shorten the prompt$"),
         ([request(ids=[])], "a prompt has no tokens"),
         ([request(max_new_tokens=-1)], "max_new_tokens is -1; it must not be negative"),
         ([request(ids=[1, 61])], "^the prompt has token 61; the ids run from 0 to 60$"),
