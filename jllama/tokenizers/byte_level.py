@@ -104,30 +104,22 @@ def byte_level_json(
         pre: one of ``PRE_TOKENIZERS``.
         bos: id and text of the token that begins a text; None if none is added.
     """
-    model = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": whole_words_first(pre),
-        "vocab": vocab,
-        "merges": merges,
-    }
-    return tokenizer_json(model, added, bos, None, PRE_TOKENIZERS[pre], _byte_level(use_regex=True))
+    split, decoder = PRE_TOKENIZERS[pre], _byte_level(use_regex=True)
+    return tokenizer_json(vocab, merges, added, bos, decoder, split, ignore_merges=whole_words_first(pre))
 
 
 def tokenizer_json(
-    model: Mapping[str, Any],
+    vocab: Mapping[str, int],
+    merges: Sequence[tuple[str, str]],
     added: Sequence[tuple[int, str, bool]],
     bos: tuple[int, str] | None,
-    normalizer: Mapping[str, Any] | None,
-    pre_tokenizer: Mapping[str, Any] | None,
     decoder: Mapping[str, Any],
+    pre_tokenizer: Mapping[str, Any] | None = None,
+    normalizer: Mapping[str, Any] | None = None,
+    unk_token: str | None = None,
+    ignore_merges: bool = False,
 ) -> str:
-    """The whole of a ``tokenizer.json`` around its model; ``added`` and ``bos`` as in ``byte_level_json``."""
+    """A ``tokenizer.json`` of any BPE: as in ``byte_level_json``, and with ``unk_token`` one with byte fallback."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     whole = {
         "version": "1.0",
@@ -138,7 +130,18 @@ def tokenizer_json(
         "pre_tokenizer": pre_tokenizer,
         "post_processor": post_processor(bos),
         "decoder": decoder,
-        "model": model,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": unk_token,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": unk_token is not None,
+            "byte_fallback": unk_token is not None,
+            "ignore_merges": ignore_merges,
+            "vocab": vocab,
+            "merges": merges,
+        },
     }
     return json.dumps(whole, ensure_ascii=False)
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from jllama.errors import JllamaError
-from jllama.tokenizers import Tokenizer, sentencepiece
+from jllama.tokenizers import Tokenizer
+from jllama.tokenizers.base import FIRST_BYTE, BytesTokenizer
 from jllama.tokenizers.byte_level import BYTE_CHARS, CHAR_BYTES, byte_level_json, merges_of_ranks, pre_tokenizer_name
-from jllama.tokenizers.bytes import FIRST_BYTE, BytesTokenizer
 from jllama.tokenizers.gguf import byte_level_metadata, pieces_metadata
 from jllama.tokenizers.huggingface import HuggingFaceTokenizer
 from jllama.tokenizers.llama2c import write_llama2c_tokenizer
@@ -39,7 +39,7 @@ def save_meta(tokenizer: Tokenizer, folder: Path) -> None:
             model = write_pieces(json_pieces(tokenizer))
         if model is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / sentencepiece.FILE_NAME).write_bytes(model)
+            (folder / SentencePieceTokenizer.file_name).write_bytes(model)
             return
     tokenizer.save(folder)
 
@@ -67,7 +67,7 @@ def save_llama2c_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
 def as_pieces(tokenizer: Tokenizer) -> Pieces:
     """A tokenizer as a SentencePiece model; JllamaError if it is of another kind."""
     if isinstance(tokenizer, SentencePieceTokenizer):
-        return read_pieces(tokenizer.model)
+        return read_pieces(tokenizer.content)
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return json_pieces(tokenizer)
     raise JllamaError(
@@ -80,7 +80,7 @@ def as_huggingface(tokenizer: Tokenizer) -> HuggingFaceTokenizer:
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return tokenizer
     if isinstance(tokenizer, SentencePieceTokenizer):
-        text = pieces_json(read_pieces(tokenizer.model))
+        text = pieces_json(read_pieces(tokenizer.content))
     elif isinstance(tokenizer, TiktokenTokenizer):
         text = tokenizer.to_json()
     elif isinstance(tokenizer, BytesTokenizer):

@@ -5,27 +5,25 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
-from jaxtyping import Int32
+from jaxtyping import Int
 
 from jllama.config import MAX_SIZES
 from jllama.errors import JllamaError
 from jllama.files import read_json_object
+from jllama.tokenizers.base import Tokenizer, check_text
 from jllama.tokenizers.byte_level import CHAR_BYTES, post_processor
-from jllama.tokenizers.bytes import checked_ids, utf8
 from jllama.tokenizers.pieces import SPACE, byte_of
 
-FILE_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
 _NOT_LLAMAS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A ``tokenizer.json``: a byte-level BPE (Llama 3, SmolLM2), or one with byte fallback (Llama 2's kind).
 
     Args:
@@ -37,11 +35,13 @@ class HuggingFaceTokenizer:
     Whatever the file says of truncation and padding, a text is encoded whole and alone.
     """
 
+    file_name = "tokenizer.json"
+
     def __init__(
         self, text: str, bos_id: int, eos_id: int, add_bos: bool | None = None, source: str = "the tokenizer"
     ) -> None:
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+            self._tokenizer = _library(text)
             self.json: dict[str, Any] = {"normalizer": None, "pre_tokenizer": None} | json.loads(text)
         except Exception as error:  # the library raises nothing more special
             raise JllamaError(f"{source} is not a tokenizer.json: {' '.join(str(error).split())}") from error
@@ -58,20 +58,20 @@ class HuggingFaceTokenizer:
             if not 0 <= token < self.vocab_size:
                 raise JllamaError(f"{source} has {self.vocab_size} tokens, but {name} is said to be token {token}")
         self.bos_id, self.eos_id = bos_id, eos_id
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
         begins_with_bos = self._tokenizer.encode("").ids[:1] == [bos_id]
         self.add_bos = begins_with_bos if add_bos is None else add_bos
         if self.add_bos != begins_with_bos:  # other readers of the saved file ask the post-processor
             self.json["post_processor"] = post_processor((bos_id, self.text_of(bos_id)) if self.add_bos else None)
             text = json.dumps(self.json, ensure_ascii=False)
-        self._text = text
+        self.content = text.encode()
         self._tokenizer.encode_special_tokens = True  # the text of a special token is text like any other
         self.added = self._tokenizer.get_added_tokens_decoder()
         self.is_byte_level = "ByteLevel" in json.dumps(self.json["pre_tokenizer"])
         self._token_bytes = np.zeros(self.vocab_size, np.int32)
         for token, id in ids.items():
             self._token_bytes[id] = self._bytes_of(token, id)
+        added = {token.content: id for id, token in self.added.items()}
+        self.special_tokens = added | {self.text_of(id): id for id in (bos_id, eos_id)}
 
     def _bytes_of(self, token: str, id: int) -> int:
         if id in self.added:
@@ -80,38 +80,23 @@ class HuggingFaceTokenizer:
             return sum(1 if char in CHAR_BYTES else len(char.encode()) for char in token)
         return 1 if byte_of(token) is not None else len(token.replace(SPACE, " ").encode())
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of ``text``, without BOS and EOS. Special tokens spelled out in the text are encoded as text."""
-        utf8(text)
+    def _encode(self, text: str) -> list[int]:
         return _encoded(self._tokenizer, text)
-
-    @property
-    def special_tokens(self) -> dict[str, int]:
-        """The tokens that the file adds to those of its model, and BOS and EOS."""
-        added = {token.content: id for id, token in self.added.items()}
-        return added | {self.text_of(id): id for id in (self.bos_id, self.eos_id)}
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
         """As ``encode``, but special tokens spelled out in the text become their ids."""
-        utf8(text)
+        check_text(text)
         return _encoded(self._with_special_tokens, text)
 
     @functools.cached_property
     def _with_special_tokens(self) -> tokenizers.Tokenizer:
         """A second one, as the setting that differs is not an argument of the library's ``encode``."""
-        tokenizer = tokenizers.Tokenizer.from_str(self._text)
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
+        tokenizer = _library(self.content.decode())
         tokenizer.add_special_tokens([self.text_of(self.bos_id), self.text_of(self.eos_id)])
         return tokenizer
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``; special tokens give nothing, and invalid UTF-8 gives U+FFFD."""
-        return self._tokenizer.decode(checked_ids(ids, self.vocab_size).tolist(), skip_special_tokens=True)
-
-    def token_bytes(self) -> Int32[np.ndarray, "vocab"]:
-        """UTF-8 bytes that each token stands for; special tokens 0."""
-        return self._token_bytes.copy()
+    def _decode(self, ids: Int[np.ndarray, "tokens"]) -> str:
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
 
     def text_of(self, id: int) -> str:
         """How the file writes a token."""
@@ -125,8 +110,7 @@ class HuggingFaceTokenizer:
 
     def save(self, folder: Path) -> None:
         """Write ``tokenizer.json`` and ``tokenizer_config.json`` into ``folder``, which is made if missing."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE_NAME).write_text(self._text, encoding="utf-8")
+        super().save(folder)
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": self.text_of(self.bos_id),
@@ -138,7 +122,14 @@ class HuggingFaceTokenizer:
 
     def fingerprint(self) -> str:
         """SHA-256 of the file's content and of what else decides the ids, in hexadecimal."""
-        return hashlib.sha256(f"{self.bos_id} {self.eos_id} {self.add_bos} {self._text}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.bos_id} {self.eos_id} {self.add_bos} ".encode() + self.content).hexdigest()
+
+
+def _library(text: str) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer.from_str(text)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _encoded(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:

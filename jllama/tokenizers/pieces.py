@@ -20,6 +20,9 @@ SPACE = "\u2581"  # how SentencePiece writes a space inside a piece
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Types of pieces, as the library and GGUF number them."""
 
+_REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+_PREPEND = {"type": "Prepend", "prepend": SPACE}
+
 
 class Pieces(NamedTuple):
     """A SentencePiece model: its pieces by id, and the few numbers that a Llama's tokenizer needs besides."""
@@ -71,9 +74,10 @@ def write_pieces(pieces: Pieces) -> bytes:
     trainer.model_type = trainer.BPE
     trainer.byte_fallback = True
     trainer.vocab_size = len(pieces.texts)
-    trainer.unk_id, trainer.bos_id, trainer.eos_id, trainer.pad_id = pieces.unk_id, pieces.bos_id, pieces.eos_id, -1
-    for name, id in (("unk_piece", pieces.unk_id), ("bos_piece", pieces.bos_id), ("eos_piece", pieces.eos_id)):
-        setattr(trainer, name, pieces.texts[id])
+    for name, id in (("unk", pieces.unk_id), ("bos", pieces.bos_id), ("eos", pieces.eos_id)):
+        setattr(trainer, f"{name}_id", id)
+        setattr(trainer, f"{name}_piece", pieces.texts[id])
+    trainer.pad_id = -1
     spec.name = "identity"
     spec.add_dummy_prefix = pieces.add_dummy_prefix
     spec.remove_extra_whitespaces = False
@@ -87,29 +91,21 @@ def pieces_json(pieces: Pieces) -> str:
     Only after a user-defined piece, which no Llama's own model has, does the json put a space that SentencePiece does
     not; llama.cpp does as the json.
     """
-    model = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": pieces.texts[pieces.unk_id],
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": True,
-        "byte_fallback": True,
-        "ignore_merges": False,
-        "vocab": {text: id for id, text in enumerate(pieces.texts)},
-        "merges": _merges(pieces),
-    }
     special = {UNKNOWN: True, CONTROL: True, USER_DEFINED: False}
     added = [(id, pieces.texts[id], special[kind]) for id, kind in enumerate(pieces.types) if kind in special]
-    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-    prepend = {"type": "Prepend", "prepend": SPACE}
     back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
-    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    prefix = pieces.add_dummy_prefix
-    decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *([strip] if prefix else [])]
-    normalizer = {"type": "Sequence", "normalizers": [*([prepend] if prefix else []), replace]}
-    bos = (pieces.bos_id, pieces.texts[pieces.bos_id])
-    return tokenizer_json(model, added, bos, normalizer, None, {"type": "Sequence", "decoders": decoders})
+    decoders: list[Any] = [back, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    if pieces.add_dummy_prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return tokenizer_json(
+        {text: id for id, text in enumerate(pieces.texts)},
+        _merges(pieces),
+        added,
+        (pieces.bos_id, pieces.texts[pieces.bos_id]),
+        {"type": "Sequence", "decoders": decoders},
+        normalizer={"type": "Sequence", "normalizers": [_PREPEND, _REPLACE] if pieces.add_dummy_prefix else [_REPLACE]},
+        unk_token=pieces.texts[pieces.unk_id],
+    )
 
 
 def json_pieces(tokenizer: HuggingFaceTokenizer) -> Pieces:
@@ -171,10 +167,8 @@ def _dummy_prefix(whole: Mapping[str, Any]) -> bool:
     """Whether a tokenizer.json puts a space before a text; any other change of the text is refused."""
     normalizer, pre = whole["normalizer"], whole["pre_tokenizer"]
     steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
-    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-    prepend = {"type": "Prepend", "prepend": SPACE}
-    if pre is None and steps in ([replace], [prepend, replace]):
-        return prepend in steps
+    if pre is None and steps in ([_REPLACE], [_PREPEND, _REPLACE]):
+        return _PREPEND in steps
     if not steps and pre and pre["type"] == "Metaspace" and pre["replacement"] == SPACE and pre["split"] is False:
         return pre["prepend_scheme"] != "never"
     kinds = ", ".join([step["type"] for step in steps] + ([pre["type"]] if pre else []))

@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import sentencepiece
-from jaxtyping import Int32
+from jaxtyping import Int
 
 from jllama.errors import JllamaError
-from jllama.tokenizers.bytes import checked_ids, encode_between, utf8
+from jllama.tokenizers.base import Tokenizer
 from jllama.tokenizers.pieces import SPACE
 
-FILE_NAME = "tokenizer.model"
 SEGMENT = 1 << 16  # characters; the library needs 40 bytes of memory for each, and is 2 to 3 times slower on long texts
 MAX_LINES = 400_000  # training samples this many lines at most: about 3 seconds
 MAX_CHARACTERS = 1 << 26  # and so many characters
 LINE = re.compile(r"[^\n]{1,1000}")  # the library drops what is longer than 4192 bytes
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model. With byte fallback (every Llama has it) any text comes back unchanged.
 
     ``encode`` gives what the library gives, but for U+2581: the library would turn it into a space, here it becomes its
-    three byte tokens, which decode to it.
+    three byte tokens, which decode to it. It puts a space, one token byte, in front of every text; in
+    ``encode_with_special_tokens`` in front of each part: so it is in Meta's code, in the ``tokenizer.json`` of Llama 2
+    and in transformers' ``LlamaTokenizer`` with ``legacy=True``, but not without that.
     """
 
-    add_bos = True
+    file_name = "tokenizer.model"
 
     def __init__(self, model: bytes, source: str = "the tokenizer") -> None:
         """Load a serialised model; one that Llama could not use raises JllamaError naming ``source``."""
@@ -50,7 +49,7 @@ class SentencePieceTokenizer:
         self.eos_id: int = self._processor.eos_id()
         if min(self.bos_id, self.eos_id) < 0:
             raise JllamaError(f"{source} has no BOS or no EOS token, and a Llama needs both: give a Llama's tokenizer")
-        self.model = model
+        self.content = model
         self._byte_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         self._byte_fallback = self._processor.is_byte(self._byte_ids[0])
         self.special_tokens = {
@@ -73,30 +72,20 @@ class SentencePieceTokenizer:
             return 0
         return 1 if self._processor.is_byte(token) else len(piece.replace(SPACE, " ").encode())
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of ``text``, without BOS and EOS. Control tokens spelled out in the text are encoded as text."""
-        utf8(text)
+    def _encode(self, text: str) -> list[int]:
         if SPACE not in text or not self._byte_fallback:
-            return self._encode(text)
+            return self._library_ids(text)
         stand_in = next(
             char for char in map(chr, range(0xFDD0, 0xDFFF, -1)) if self._is_free(char) and char not in text
         )
-        ids = "".join(map(chr, self._encode(text.replace(SPACE, stand_in))))  # a str only for its replace
+        ids = "".join(map(chr, self._library_ids(text.replace(SPACE, stand_in))))  # a str only for its replace
         old, new = ("".join(chr(self._byte_ids[byte]) for byte in char.encode()) for char in (stand_in, SPACE))
         return [ord(char) for char in ids.replace(old, new)]
-
-    def encode_with_special_tokens(self, text: str) -> list[int]:
-        """As ``encode``, but special tokens spelled out in the text become their ids.
-
-        Each part between them begins with the library's space: so it is in Meta's code, in the ``tokenizer.json`` of
-        Llama 2 and in transformers' ``LlamaTokenizer`` with ``legacy=True``, but not without that.
-        """
-        return encode_between(self.special_tokens, self.encode, text)
 
     def _is_free(self, char: str) -> bool:
         return self._processor.piece_to_id(char) == self._processor.unk_id()
 
-    def _encode(self, text: str) -> list[int]:
+    def _library_ids(self, text: str) -> list[int]:
         """The library's ids. A long text is cut before newlines, which no piece crosses: the same ids, sooner."""
         if len(text) <= SEGMENT or not self._cut_at_newlines:
             return self._processor.encode(text)
@@ -105,27 +94,8 @@ class SentencePieceTokenizer:
             first += ids[1:]  # without the space that the library puts in front of every text
         return first
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``; control and unknown tokens give nothing, and invalid UTF-8 gives U+FFFD."""
-        checked = checked_ids(ids, self.vocab_size)
-        return self._processor.decode(checked[self._token_bytes[checked] > 0].tolist())
-
-    def token_bytes(self) -> Int32[np.ndarray, "vocab"]:
-        """UTF-8 bytes that each token stands for; control tokens 0.
-
-        Over ``encode(text)`` they sum to ``len(text.encode()) + 1`` unless the text is empty: the library puts one
-        space in front, which is not in the text.
-        """
-        return self._token_bytes.copy()
-
-    def save(self, folder: Path) -> None:
-        """Write ``tokenizer.model`` into ``folder``, which is made if missing."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE_NAME).write_bytes(self.model)
-
-    def fingerprint(self) -> str:
-        """SHA-256 of the model file, in hexadecimal."""
-        return hashlib.sha256(self.model).hexdigest()
+    def _decode(self, ids: Int[np.ndarray, "tokens"]) -> str:
+        return self._processor.decode(ids.tolist())
 
 
 def _segments(text: str) -> Iterator[str]:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import tiktoken
-from jaxtyping import Int32
+from jaxtyping import Int
 
 from jllama.errors import JllamaError
+from jllama.tokenizers.base import Tokenizer
 from jllama.tokenizers.byte_level import LLAMA3_PATTERN, byte_level_json, chars, merges_of_ranks
-from jllama.tokenizers.bytes import checked_ids, encode_between, utf8
 
-FILE_NAME = "tokenizer.model"
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 _NAMED = (
     BOS,
@@ -44,7 +41,7 @@ _LONGEST_TEXT = 400_000  # characters that tiktoken takes at once
 _LONGEST_RUN = 25_000  # characters, of spaces or of others: longer ones overflow its stack
 
 
-class TiktokenTokenizer:
+class TiktokenTokenizer(Tokenizer):
     """Llama 3's tokenizer.
 
     Args:
@@ -52,11 +49,11 @@ class TiktokenTokenizer:
         source: what errors call it.
     """
 
-    add_bos = True
+    file_name = "tokenizer.model"
 
     def __init__(self, model: bytes, source: str = "the tokenizer") -> None:
+        self.content = model
         self.tokens = _read_ranks(model, source)
-        self._model = model
         self.special_tokens = {name: len(self.tokens) + number for number, name in enumerate(SPECIAL_TOKENS)}
         self._encoding = tiktoken.Encoding(
             "llama3",
@@ -66,39 +63,19 @@ class TiktokenTokenizer:
         )
         self.vocab_size = len(self.tokens) + len(SPECIAL_TOKENS)
         self.bos_id, self.eos_id = self.special_tokens[BOS], self.special_tokens[EOS]
+        self._token_bytes = np.array([*map(len, self.tokens), *[0] * len(SPECIAL_TOKENS)], np.int32)
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of ``text``, without BOS and EOS. Special tokens spelled out in the text are encoded as text."""
-        utf8(text)
+    def _encode(self, text: str) -> list[int]:
         return [id for part in _parts(text) for id in self._encoding.encode_ordinary(part)]
 
-    def encode_with_special_tokens(self, text: str) -> list[int]:
-        """As ``encode``, but special tokens spelled out in the text become their ids."""
-        return encode_between(self.special_tokens, self.encode, text)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``; special tokens give nothing, and invalid UTF-8 gives U+FFFD."""
-        checked = checked_ids(ids, self.vocab_size)
-        return b"".join(self.tokens[id] for id in checked if id < len(self.tokens)).decode("utf-8", "replace")
-
-    def token_bytes(self) -> Int32[np.ndarray, "vocab"]:
-        """UTF-8 bytes that each token stands for; special tokens 0."""
-        return np.array([*map(len, self.tokens), *[0] * len(SPECIAL_TOKENS)], np.int32)
-
-    def save(self, folder: Path) -> None:
-        """Write ``tokenizer.model`` into ``folder``, which is made if missing."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE_NAME).write_bytes(self._model)
-
-    def fingerprint(self) -> str:
-        """SHA-256 of the file, in hexadecimal."""
-        return hashlib.sha256(self._model).hexdigest()
+    def _decode(self, ids: Int[np.ndarray, "tokens"]) -> str:
+        return b"".join(self.tokens[id] for id in ids).decode("utf-8", "replace")
 
     def to_json(self) -> str:
         """The ``tokenizer.json`` that gives the same ids."""
         texts = [chars(token) for token in self.tokens]
         vocab = {text: rank for rank, text in enumerate(texts)}
-        added = [(len(self.tokens) + number, name, True) for number, name in enumerate(SPECIAL_TOKENS)]
+        added = [(id, name, True) for name, id in self.special_tokens.items()]
         return byte_level_json(vocab, merges_of_ranks(texts), added, "llama-bpe", (self.bos_id, BOS))
 
 

@@ -117,7 +117,7 @@ plain = texts.filter(lambda text: "<" not in text)
 @given(st.lists(plain, min_size=1, max_size=5), plain)
 def test_llama_2_is_metas_dialogue(contents, system):
     """Each question and its answer is a text of its own, between BOS and EOS. Source: Meta's ``generation.py``."""
-    processor = sentencepiece.SentencePieceProcessor(model_proto=LLAMA_2.model)
+    processor = sentencepiece.SentencePieceProcessor(model_proto=LLAMA_2.content)
     roles = [("user", "assistant")[place % 2] for place in range(len(contents))][
         : len(contents) - (len(contents) + 1) % 2
     ]

@@ -90,7 +90,7 @@ METAS_PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 ORIGINALS = {
-    "sentencepiece": sentencepiece.SentencePieceProcessor(model_proto=MADE["sentencepiece"].model).encode,
+    "sentencepiece": sentencepiece.SentencePieceProcessor(model_proto=MADE["sentencepiece"].content).encode,
     "tiktoken": tiktoken.Encoding(
         "it",
         pat_str=METAS_PATTERN,
@@ -198,7 +198,7 @@ def test_through_metas_format(tokenizer, tmp_path):
     if isinstance(tokenizer, TiktokenTokenizer):
         assert (again / "tokenizer.model").read_bytes() == tiktoken_file()
     if isinstance(tokenizer, SentencePieceTokenizer):
-        assert (tmp_path / "tokenizer.model").read_bytes() == tokenizer.model
+        assert (tmp_path / "tokenizer.model").read_bytes() == tokenizer.content
 
 
 def test_through_llama2c(tmp_path):
@@ -209,7 +209,7 @@ def test_through_llama2c(tmp_path):
     longest, score, length = struct.unpack_from("<ifi", path.read_bytes())
     assert (score, length) == (0.0, 5)
     assert longest == max(
-        len(text.replace("\u2581", " ").encode()) for text in read_pieces(MADE["sentencepiece"].model).texts
+        len(text.replace("\u2581", " ").encode()) for text in read_pieces(MADE["sentencepiece"].content).texts
     )
     assert b"\n<s>\n" in path.read_bytes()
 
@@ -253,7 +253,9 @@ def test_the_way_to_split_text_matters():
         found.add(tuple(tokenizers.Tokenizer.from_str(whole).encode(text).tokens))
         assert to_gguf(HuggingFaceTokenizer(whole, 0, 0), 400)["tokenizer.ggml.pre"] == pre
     assert len(found) == len(PRE_TOKENIZERS)
-    digits = tokenizers.Tokenizer.from_str(as_huggingface(MADE["smollm"])._text).pre_tokenizer.pre_tokenize_str("a 123")
+    digits = tokenizers.Tokenizer.from_str(
+        as_huggingface(MADE["smollm"]).content.decode()
+    ).pre_tokenizer.pre_tokenize_str("a 123")
     assert [part for part, _ in digits] == ["a", "Ġ", "1", "2", "3"]
     triples = tokenizers.Tokenizer.from_str(MADE["tiktoken"].to_json()).pre_tokenizer.pre_tokenize_str("a 12345")
     assert [part for part, _ in triples] == ["a", "Ġ", "123", "45"]
@@ -355,14 +357,14 @@ def test_metadata_that_describe_no_tokenizer(change, said):
 
 
 def test_gguf_refuses_what_it_has_no_name_for():
-    whole = json.loads(as_huggingface(MADE["smollm"])._text)
+    whole = json.loads(as_huggingface(MADE["smollm"]).content)
     whole["pre_tokenizer"]["pretokenizers"][0]["individual_digits"] = False
     with pytest.raises(JllamaError, match="no name for how this tokenizer splits text"):
         to_gguf(HuggingFaceTokenizer(json.dumps(whole), 1, 2), 410)
     model = json.loads(MADE["tiktoken"].to_json())["model"] | {"ignore_merges": False}
     with pytest.raises(JllamaError, match="ignore_merges"):
         to_gguf(huggingface(MADE["tiktoken"], model=model), 700)
-    whole = json.loads(as_huggingface(MADE["smollm"])._text) | {"normalizer": {"type": "NFC"}}
+    whole = json.loads(as_huggingface(MADE["smollm"]).content) | {"normalizer": {"type": "NFC"}}
     with pytest.raises(JllamaError, match="NFC"):
         to_gguf(HuggingFaceTokenizer(json.dumps(whole), 1, 2), 410)
 
@@ -432,7 +434,7 @@ def test_a_json_whose_pattern_never_ends(tmp_path):
 def test_characters_that_a_vocabulary_lacks_are_dropped():
     """As SmolLM2's lacks six control characters; every other character comes back."""
     made = as_huggingface(MADE["smollm"])
-    whole = json.loads(made._text)
+    whole = json.loads(made.content)
     lost = [chr(byte) for byte in (0x04, 0x06, 0x13, 0x14, 0x16, 0x1D)]
     vocab = [token for token in whole["model"]["vocab"] if token not in [BYTE_CHARS[ord(char)] for char in lost]]
     whole["model"]["vocab"] = {token: id for id, token in enumerate(vocab)}
@@ -447,7 +449,7 @@ def test_characters_that_a_vocabulary_lacks_are_dropped():
 
 def huggingface(tokenizer, add_bos=None, **changes):
     """The tokenizer's json with other values at its top."""
-    whole = json.loads(as_huggingface(tokenizer)._text) | changes
+    whole = json.loads(as_huggingface(tokenizer).content) | changes
     return HuggingFaceTokenizer(json.dumps(whole), tokenizer.bos_id, tokenizer.eos_id, add_bos)
 
 
@@ -476,7 +478,7 @@ def test_whether_bos_is_added_goes_with_the_tokenizer(name, add_bos, tmp_path):
 
 
 def test_a_post_processor_that_ends_texts_too_begins_them_with_bos():
-    template = json.loads(as_huggingface(MADE["sentencepiece"])._text)["post_processor"]
+    template = json.loads(as_huggingface(MADE["sentencepiece"]).content)["post_processor"]
     template["single"].append({"SpecialToken": {"id": "</s>", "type_id": 0}})
     template["special_tokens"]["</s>"] = {"id": "</s>", "ids": [2], "tokens": ["</s>"]}
     assert huggingface(MADE["sentencepiece"], post_processor=template).add_bos
@@ -500,7 +502,7 @@ def trained_model(**options):
 NO_PREFIX = SentencePieceTokenizer(
     trained_model(add_dummy_prefix=False, remove_extra_whitespaces=False, normalization_rule_name="identity")
 )
-NO_PREFIX_ORIGINAL = sentencepiece.SentencePieceProcessor(model_proto=NO_PREFIX.model)
+NO_PREFIX_ORIGINAL = sentencepiece.SentencePieceProcessor(model_proto=NO_PREFIX.content)
 NO_PREFIX_FORMS = [NO_PREFIX, *every_form(NO_PREFIX)]
 
 
@@ -611,7 +613,7 @@ def test_gpt2s_own_json_does_not_say_that_it_splits():
 
 def test_a_json_may_leave_out_what_is_default():
     """GPT-2's own does."""
-    whole = json.loads(as_huggingface(MADE["gpt-2"])._text)
+    whole = json.loads(as_huggingface(MADE["gpt-2"]).content)
     for name in ("normalizer", "truncation", "padding", "post_processor"):
         del whole[name]
     for name in ("type", "dropout", "byte_fallback", "ignore_merges"):
@@ -630,7 +632,7 @@ def test_a_json_may_leave_out_what_is_default():
     ],
 )
 def test_a_json_of_another_kind(model, said):
-    whole = json.loads(as_huggingface(MADE["gpt-2"])._text)
+    whole = json.loads(as_huggingface(MADE["gpt-2"]).content)
     whole["model"] |= model
     if "type" in model:
         del whole["model"]["merges"]
@@ -681,7 +683,7 @@ def test_a_llama3_json_with_other_reserved_tokens_becomes_metas_file(tmp_path):
 
 
 def test_a_json_of_llama2s_kind_that_sentencepiece_would_read_otherwise(tmp_path):
-    whole = json.loads(as_huggingface(MADE["sentencepiece"])._text)
+    whole = json.loads(as_huggingface(MADE["sentencepiece"]).content)
     change = {"model": whole["model"] | {"merges": whole["model"]["merges"][1:]}}
     with pytest.raises(JllamaError, match="does not join"):
         save_llama2c_tokenizer(huggingface(MADE["sentencepiece"], **change), tmp_path / "tokenizer.bin")
@@ -705,7 +707,7 @@ def test_a_json_of_llama2s_kind_as_transformers_5_writes_it():
 
 def test_an_added_eos_that_the_json_does_not_call_special(tmp_path):
     """As some chat models have it; the id is what counts."""
-    whole = json.loads(as_huggingface(MADE["sentencepiece"])._text)
+    whole = json.loads(as_huggingface(MADE["sentencepiece"]).content)
     whole["added_tokens"].append(whole["added_tokens"][2] | {"id": 400, "content": "<|im_end|>", "special": False})
     tokenizer = HuggingFaceTokenizer(json.dumps(whole), 1, 400)
     save_meta(tokenizer, tmp_path)
@@ -727,7 +729,7 @@ def test_special_tokens_in_text_stay_text():
 def test_an_added_token_that_is_not_special_is_text_that_stays_whole():
     token = {"id": MADE["smollm"].vocab_size, "content": "<tool>", "special": False, "normalized": False}
     token |= {"single_word": False, "lstrip": False, "rstrip": False}
-    added = json.loads(as_huggingface(MADE["smollm"])._text)["added_tokens"] + [token]
+    added = json.loads(as_huggingface(MADE["smollm"]).content)["added_tokens"] + [token]
     tokenizer = huggingface(MADE["smollm"], added_tokens=added)
     for form in (tokenizer, from_gguf(to_gguf(tokenizer, 410), "it")):
         ids = form.encode("a <tool>\n")
