@@ -200,11 +200,11 @@ def _document(name: str, text: str) -> Iterator[Document]:
 def _read_jsonl(name: str, path: Path, file: io.BufferedIOBase, text_field: str) -> Iterator[Document]:
     offset = 0
     for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
+        where = f"{path} line {number}"
         if len(line) == LONGEST_LINE:
-            raise JllamaError(f"{path} line {number} has over {LONGEST_LINE:,} bytes: write its text to a file")
+            raise JllamaError(f"{where} has over {LONGEST_LINE:,} bytes: write its text to a file")
         if line.strip():
-            text = _json_text(_decode(line, path, offset)[0], text_field, path, number)
-            yield from _document(f"{name}:{number}", text)
+            yield from _document(f"{name}:{number}", _json_text(_decode(line, path, offset)[0], text_field, where))
         offset += len(line)
 
 
@@ -250,25 +250,22 @@ def _no_text(where: str, kind: str | None, text_field: str, names: list[str], te
     return JllamaError(f"{said}set data.text_field to one of {texts}")
 
 
-def _json_text(line: str, text_field: str, path: Path, number: int) -> str:
-    where = f"{path} line {number}"
+def _json_text(line: str, text_field: str, where: str) -> str:
     try:
         value = json.loads(line)
+        if not isinstance(value, dict):
+            raise JllamaError(f"{where} is a JSON {type(value).__name__}: each line of a .jsonl file must be an object")
+        text = value.get(text_field)
+        if not isinstance(text, str):
+            found = type(text).__name__ if text_field in value else None
+            raise _no_text(where, found, text_field, list(value), sorted(value))
+        text.encode()
+        return text
+    except UnicodeEncodeError as error:
+        char = f"\\u{ord(error.object[error.start]):04x}"
+        raise JllamaError(f"{where} has the lone surrogate {char}, which is not text: mend the line") from None
     except (ValueError, RecursionError) as error:
         raise JllamaError(f"{where} is not JSON ({error}): each line of a .jsonl file must be an object") from None
-    if not isinstance(value, dict):
-        raise JllamaError(f"{where} is a JSON {type(value).__name__}: each line of a .jsonl file must be an object")
-    text = value.get(text_field)
-    if not isinstance(text, str):
-        found = type(text).__name__ if text_field in value else None
-        raise _no_text(where, found, text_field, list(value), sorted(value))
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise JllamaError(
-            f"{where} has the lone surrogate \\u{ord(text[error.start]):04x}, which is not text: mend the line"
-        ) from None
-    return text
 
 
 def _tinyshakespeare(cache_dir: Path) -> Path:

@@ -184,14 +184,8 @@ def _write_tokens(blocks: Iterable[Block], tokenizer: Tokenizer, folder: Path, f
     with contextlib.ExitStack() as stack:
         outputs = {split: stack.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS}
         pool = stack.enter_context(ThreadPoolExecutor(os.cpu_count()))
-        waiting = collections.deque()
-
-        def write_oldest() -> None:
-            for split, ids in waiting.popleft().result().items():
-                outputs[split].write(ids.data)
-                counts[split]["tokens"] += len(ids)
-
-        for group in _groups(blocks):
+        waiting, most = collections.deque(), 2 * (os.cpu_count() or 1)  # so that the corpus is never all in memory
+        for group in itertools.chain(_groups(blocks), itertools.repeat([], most)):  # empty ones push the last ones out
             for block in group:
                 data = block.text.encode()
                 counts[block.split].update(documents=int(block.starts), bytes=len(data))
@@ -200,10 +194,10 @@ def _write_tokens(blocks: Iterable[Block], tokenizer: Tokenizer, folder: Path, f
                     gzip_bytes += len(gzip.compress(data))
                     gzip_of_bytes += len(data)
             waiting.append(pool.submit(tokenize, group))
-            if len(waiting) > 2 * (os.cpu_count() or 1):  # so that the corpus is never all in memory
-                write_oldest()
-        while waiting:
-            write_oldest()
+            if len(waiting) > most:
+                for split, ids in waiting.popleft().result().items():
+                    outputs[split].write(ids.data)
+                    counts[split]["tokens"] += len(ids)
 
     for split in SPLITS:
         if not counts[split]["tokens"]:
@@ -211,13 +205,8 @@ def _write_tokens(blocks: Iterable[Block], tokenizer: Tokenizer, folder: Path, f
                 f"the {split} split is empty: the corpus has {sum(c['documents'] for c in counts.values())} documents, "
                 f"so give more text or another data.validation_fraction"
             )
-    report = {
-        "fingerprint": fingerprint,
-        "dtype": dtype.name,
-        **counts,
-        "gzip_bytes": gzip_bytes + len(gzip.flush()),
-        "gzip_of_bytes": gzip_of_bytes,
-    }
+    gzipped = {"gzip_bytes": gzip_bytes + len(gzip.flush()), "gzip_of_bytes": gzip_of_bytes}
+    report = {"fingerprint": fingerprint, "dtype": dtype.name, **counts, **gzipped}
     (folder / "counts.json").write_text(json.dumps(report, indent=2) + "\n")
 
 
@@ -230,32 +219,21 @@ def _groups(blocks: Iterable[Block]) -> Iterator[list[Block]]:
         if size >= GROUP:
             yield group
             group, size = [], 0
-    if group:
-        yield group
+    yield group
 
 
 def _load_tokens(folder: Path, tokenizer: Tokenizer) -> Dataset:
     try:
         report = json.loads((folder / "counts.json").read_text())
-        counts = {split: SplitCounts(**report[split]) for split in SPLITS}
-        tokens = {
-            split: np.memmap(folder / f"{split}.bin", report["dtype"], mode="r", shape=(counts[split].tokens,))
-            for split in SPLITS
-        }
+        for split in SPLITS:
+            counts = SplitCounts(**report.pop(split))
+            tokens = np.memmap(folder / f"{split}.bin", report["dtype"], mode="r", shape=(counts.tokens,))
+            report |= {split: tokens, f"{split}_counts": counts}
+        del report["dtype"]
+        return Dataset(tokenizer, **report)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise JllamaError(
-            f"{folder} does not hold what was written there ({error}): delete it and start again"
-        ) from None
-    return Dataset(
-        tokenizer,
-        tokens["train"],
-        tokens["validation"],
-        report["fingerprint"],
-        counts["train"],
-        counts["validation"],
-        report["gzip_bytes"],
-        report["gzip_of_bytes"],
-    )
+        said = f"{folder} does not hold what was written there ({error})"
+        raise JllamaError(f"{said}: delete it and start again") from None
 
 
 def _sha256(*parts: object) -> str:
@@ -268,21 +246,17 @@ def _written_whole(folder: Path) -> Iterator[Path]:
 
     If another process was quicker, its folder stays and ours goes: both hold the same.
     """
+    partial = folder.with_name(f"{folder.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
-        partial = folder.with_name(f"{folder.name}.partial-{uuid.uuid4().hex[:8]}")
         partial.mkdir(parents=True)
-        try:
-            yield partial
-            partial.rename(folder)
-        except OSError:
-            if not folder.exists():
-                raise
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        yield partial
+        partial.rename(folder)
     except OSError as error:
-        raise JllamaError(
-            f"cannot write {folder}: {error.strerror}; make room or give another --data.cache_dir"
-        ) from None
+        if not folder.exists():
+            said = f"cannot write {folder}: {error.strerror}"
+            raise JllamaError(f"{said}; make room or give another --data.cache_dir") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _progress(what: str, total: int | None) -> Progress:

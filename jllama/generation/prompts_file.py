@@ -24,6 +24,29 @@ _OF_SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingConfig))
 OWN_SETTINGS = (*_OF_SAMPLING, "max_new_tokens", "stop", "stop_ids")
 """What a line may set for itself."""
 
+
+def _all_are(values: Any, *types: type) -> bool:
+    """Whether it is a list of values that JSON gave these types (where true and false are no numbers)."""
+    return isinstance(values, list) and all(type(value) in types for value in values)
+
+
+def _are_biases(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(str.isdecimal, value)) and _all_are([*value.values()], int, float)
+
+
+_IDS = ("a list of token ids", lambda value: _all_are(value, int))
+_WHOLE_NUMBER = ("a whole number", lambda value: _all_are([value], int))
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "top_k": _WHOLE_NUMBER,
+    "seed": _WHOLE_NUMBER,
+    "max_new_tokens": _WHOLE_NUMBER,
+    "stop_ids": _IDS,
+    "banned_ids": _IDS,
+    "stop": ("a string or a list of strings", lambda value: isinstance(value, str) or _all_are(value, str)),
+    "logit_bias": ("an object of numbers by token id", _are_biases),
+}
+"""What a line must have there, in words and as a test; all others are numbers."""
+
 _WANTED = 'it must be an object with a "prompt", such as {"prompt": "Once"}'
 
 
@@ -78,9 +101,7 @@ def complete_file(
         "configuration": repr(model.config),
         "tokenizer": model.text_tokenizer.fingerprint(),
         "the model's stop ids": model.stop_ids,
-        "max_new_tokens": default.max_new_tokens,
-        "stop": default.stop,
-        "stop_ids": default.stop_ids,
+        **{name: getattr(default, name) for name in ("max_new_tokens", "stop", "stop_ids")},
         "n": samples,
         "speculate": speculate,
     }
@@ -141,11 +162,9 @@ def weights_fingerprint(model: Model) -> str:
     Every value counts, by a checksum of each array computed where the array is: nothing is read or copied again.
     (``verify``'s fingerprint is of the files, in float32: to compare formats, not to tell two loads apart.)
     """
-    leaves = jax.tree_util.tree_leaves_with_path(model.params)
-    sums = jax.device_get([_checksum(leaf) for _, leaf in leaves])
     parts = [
-        (jax.tree_util.keystr(at), str(leaf.dtype), leaf.shape, int(sum))
-        for (at, leaf), sum in zip(leaves, sums, strict=True)
+        (jax.tree_util.keystr(at), str(leaf.dtype), leaf.shape, int(_checksum(leaf)))
+        for at, leaf in jax.tree_util.tree_leaves_with_path(model.params)
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -194,45 +213,15 @@ def _read_line(line: bytes) -> dict[str, Any]:
 def _prompt(fields: dict[str, Any], default: Prompt) -> Prompt:
     if not isinstance(fields.get("prompt"), str):
         raise UsageError(_WANTED)
-    _check_types(fields)
     own: dict[str, Any] = {name: fields[name] for name in OWN_SETTINGS if name in fields}
+    for name, value in own.items():
+        expected, fits = _KINDS.get(name, ("a number", lambda value: _all_are([value], int, float)))
+        if not fits(value):
+            raise UsageError(f"{name} is {json.dumps(value)}; it must be {expected}")
     if "logit_bias" in own:
         own["logit_bias"] = {int(token): bias for token, bias in own["logit_bias"].items()}
-    if isinstance(own.get("stop"), str):
-        own["stop"] = [own["stop"]]
     if "banned_ids" in own:
         own["banned_ids"] = tuple(own["banned_ids"])
     sampling = {name: own.pop(name) for name in _OF_SAMPLING if name in own}
     changed = dataclasses.replace(default.sampling, **sampling)
     return dataclasses.replace(default, content=fields["prompt"], sampling=changed, **own)
-
-
-def _check_types(fields: dict[str, Any]) -> None:
-    def is_whole(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool)
-
-    def is_number(value: Any) -> bool:
-        return is_whole(value) or isinstance(value, float)
-
-    def are_ids(value: Any) -> bool:
-        return isinstance(value, list) and all(map(is_whole, value))
-
-    def are_texts(value: Any) -> bool:
-        return isinstance(value, str) or (isinstance(value, list) and all(isinstance(text, str) for text in value))
-
-    def are_biases(value: Any) -> bool:
-        return isinstance(value, dict) and all(map(str.isdecimal, value)) and all(map(is_number, value.values()))
-
-    kinds: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "top_k": (is_whole, "a whole number"),
-        "seed": (is_whole, "a whole number"),
-        "max_new_tokens": (is_whole, "a whole number"),
-        "stop": (are_texts, "a string or a list of strings"),
-        "stop_ids": (are_ids, "a list of token ids"),
-        "banned_ids": (are_ids, "a list of token ids"),
-        "logit_bias": (are_biases, "an object of numbers by token id"),
-    }
-    for name in OWN_SETTINGS:
-        fits, wanted = kinds.get(name, (is_number, "a number"))
-        if name in fields and not fits(fields[name]):
-            raise UsageError(f"{name} is {json.dumps(fields[name])}; it must be {wanted}")

@@ -10,7 +10,7 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import grain
 import jax
@@ -35,7 +35,7 @@ from jllama.parameters import count_parameters
 from jllama.tokenizers import has_tokenizer, load_tokenizer
 from jllama.training.config import TrainConfig
 from jllama.training.machine import check_memory, describe_devices, idle_accelerator
-from jllama.training.metrics import Evaluation, first_not_finite, make_evaluator, summarise
+from jllama.training.metrics import Evaluation, make_evaluator, summarise
 from jllama.training.optimizer import learning_rate_at, make_optimizer
 from jllama.training.report import write_report
 from jllama.training.resume import changes_on_resume
@@ -53,7 +53,6 @@ from jllama.training.run_folder import (
 from jllama.training.step import StepMetrics, TrainState, initial_state, train_step
 from jllama.training.stop import Stopped, stop_signals
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -119,16 +118,10 @@ def _train(config: TrainConfig, folder: Path, console: Console) -> Evaluation:
     mesh = make_mesh(config.mesh)
     if warning := idle_accelerator():
         console.print(f"warning: {warning}", style="yellow", markup=False)
-    _check_division(config, mesh)
     check_memory(config, mesh)
-    batches = training_batches(
-        data.train,
-        batch_size=config.training.batch_size,
-        seq_len=config.training.seq_len,
-        seed=config.seed,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
-    )
+    process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    size = {"batch_size": config.training.batch_size, "seq_len": config.training.seq_len}
+    batches = training_batches(data.train, **size, seed=config.seed, **process)
     optimizer = make_optimizer(config.optimizer, config.model, abstract_params(config.model), total_steps)
     start = functools.partial(initial_state, config=config.model, optimizer=optimizer)
     abstract = jax.eval_shape(start, jax.random.key(config.seed))
@@ -149,20 +142,10 @@ def _train(config: TrainConfig, folder: Path, console: Console) -> Evaluation:
     for name in (METRICS, SAMPLES):
         forget_after(folder / name, saved_step)
 
-    step_program = jax.jit(
-        functools.partial(
-            train_step,
-            config=config.model,
-            optimizer=optimizer,
-            bos_id=data.tokenizer.bos_id,
-            accumulation=config.training.accumulation,
-            z_loss=config.training.z_loss,
-            dtype=_dtype(config),
-            remat=config.training.remat,
-        ),
-        donate_argnums=0,
-        out_shardings=(shardings, None),
-    )
+    fixed = {"config": config.model, "optimizer": optimizer, "bos_id": data.tokenizer.bos_id, "dtype": _dtype(config)}
+    chosen = {name: getattr(config.training, name) for name in ("accumulation", "z_loss", "remat")}
+    step = functools.partial(train_step, **fixed, **chosen)
+    step_program = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
     console.print(
         f"[bold]{escape(str(folder))}[/bold]: {count_parameters(config.model):,} parameters on "
         f"{describe_devices(mesh)}, {data.train_counts.tokens:,} training tokens, "
@@ -193,11 +176,8 @@ def _loop(run: _Run, state: TrainState, step_program: Any, seconds_before: float
         if step and due(step, eval_every) and step not in evaluated:  # a stop came first
             show(note="evaluating")
             _sample_and_report(run, state, _evaluate(run, evaluate, state), seconds())
-        rows = jax.ShapeDtypeStruct(
-            (config.training.batch_size, config.training.seq_len + 1),
-            jnp.int32,
-            sharding=NamedSharding(run.mesh, BATCH),
-        )
+        shape = (config.training.batch_size, config.training.seq_len + 1)
+        rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(run.mesh, BATCH))
         take_step = step_program.lower(state, rows).compile()  # here, so that no step's time has it in it
         recent_began_s, note, stopping = time.perf_counter(), "", False
         while step < total_steps and not stopping:
@@ -258,17 +238,12 @@ def _origin(config: TrainConfig, begun: Path | None) -> Checkpoint:
     """The checkpoint to begin from, opened; once a run has begun, its own folder stands in for ``init_from``."""
     path = begun or config.init_from
     origin = open_checkpoint(path, None if begun else config.rope_factor)
-    given = dataclasses.asdict(config.model)
-    changed = [
-        name
-        for name, value in dataclasses.asdict(origin.config).items()
-        if given[name] not in (value, dataclasses.asdict(LlamaConfig())[name])
-    ]
-    if changed:
-        raise UsageError(
-            f"model.{changed[0]} is {given[changed[0]]} but it is {getattr(origin.config, changed[0])} in {path}: "
-            f"leave model out, since init_from brings the architecture"
-        )
+    for name, value in vars(origin.config).items():
+        if (given := getattr(config.model, name)) not in (value, getattr(LlamaConfig(), name)):
+            raise UsageError(
+                f"model.{name} is {given} but it is {value} in {path}: "
+                f"leave model out, since init_from brings the architecture"
+            )
     if config.data.tokenizer != DataConfig.tokenizer:
         raise UsageError("data.tokenizer cannot be given with init_from, which brings its own tokenizer: leave it out")
     if origin.tokenizer is None:
@@ -307,38 +282,31 @@ def _resolved(config: TrainConfig, data: Dataset, origin: Checkpoint | None) -> 
     return config
 
 
-def _check_division(config: TrainConfig, mesh: Mesh) -> None:
-    ways = mesh.shape["data"] * mesh.shape["fsdp"]
-    if config.training.batch_size % (ways * config.training.accumulation):
-        raise UsageError(
-            f"training.batch_size {config.training.batch_size} does not divide into {config.training.accumulation} "
-            f"part(s) over {ways} device(s)"
-        )
-
-
 def _dtype(config: TrainConfig) -> Any:
     auto = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return jnp.dtype(auto if config.training.dtype == "auto" else config.training.dtype)
 
 
-def _placed(shapes: Any, shardings: Any) -> Any:
-    return jax.tree.map(lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to), shapes, shardings)
+def _rest(state: TrainState, key: Any) -> dict[str, Any]:
+    """A state without its parameters, as checkpoints hold it: ``key`` is the data of its key."""
+    return {"opt_state": state.opt_state, "step": state.step, "key": key}
 
 
 def _save(run: _Run, state: TrainState, evaluation: Evaluation | None, seconds: float) -> None:
-    rest = {"opt_state": state.opt_state, "step": state.step, "key": jax.random.key_data(state.key)}
+    rest = _rest(state, jax.random.key_data(state.key))
     meta = {"batches": run.batches.get_state(), "corpus": run.data.fingerprint, "seconds": seconds}
     run.checkpoints.save(int(state.step), state.params, rest, meta, evaluation.validation_loss if evaluation else None)
 
 
 def _restore(run: _Run, step: int, abstract: TrainState, shardings: TrainState) -> tuple[TrainState, float]:
     """The state saved at a step, with the batches set to follow it, and the seconds spent until then."""
-    key_shape = jax.eval_shape(jax.random.key_data, abstract.key)
-    rest = {"opt_state": abstract.opt_state, "step": abstract.step, "key": key_shape}
-    rest_shardings = {"opt_state": shardings.opt_state, "step": shardings.step, "key": shardings.key}
-    params, rest, meta = run.checkpoints.restore(
-        step, _placed(abstract.params, shardings.params), _placed(rest, rest_shardings)
+    shapes = (abstract.params, _rest(abstract, jax.eval_shape(jax.random.key_data, abstract.key)))
+    placed = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        (shardings.params, _rest(shardings, shardings.key)),
     )
+    params, rest, meta = run.checkpoints.restore(step, *placed)
     if run.data.fingerprint not in (meta.get("corpus"), *meta.get("identity", {}).values()):  # 0.1.0 had an identity
         raise JllamaError(
             f"changed since {run.checkpoints.folder / str(step)} was saved: the corpus or its tokenizer; "
@@ -364,7 +332,7 @@ def _log(run: _Run, recent: list[StepMetrics], step: int, elapsed_s: float) -> s
 
 def _evaluate(run: _Run, evaluate: Callable[..., Evaluation | None], state: TrainState) -> Evaluation | None:
     """Evaluate, show and log it; None if that failed or a stop came in between."""
-    evaluation = _or_warn(run.console, evaluate, state.params, run.config.training.eval_tokens)
+    evaluation = _or_warn(run.console, lambda: evaluate(state.params, run.config.training.eval_tokens))
     if evaluation is not None:
         step = int(state.step)
         if not math.isfinite(evaluation.validation_loss):
@@ -378,15 +346,15 @@ def _evaluate(run: _Run, evaluate: Callable[..., Evaluation | None], state: Trai
 
 
 def _sample_and_report(run: _Run, state: TrainState, evaluation: Evaluation | None, seconds: float) -> None:
-    _or_warn(run.console, _sample, run, state)
-    _or_warn(run.console, _report, run, evaluation, seconds)
+    _or_warn(run.console, lambda: _sample(run, state))
+    _or_warn(run.console, lambda: _report(run, evaluation, seconds))
 
 
 def _check_finite(recent: list[StepMetrics], step: int, checkpoints: Checkpoints) -> None:
     """Wait for the recent steps. Raises ``JllamaError`` if one has gone wrong, so that nothing of it is ever saved."""
-    bad = first_not_finite(recent)
-    if bad is not None:
-        raise _not_finite("loss or its gradient", step - len(recent) + bad + 1, checkpoints)
+    for number, metrics in enumerate(recent, step - len(recent) + 1):
+        if not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)):
+            raise _not_finite("loss or its gradient", number, checkpoints)
 
 
 def _not_finite(what: str, step: int, checkpoints: Checkpoints) -> JllamaError:
@@ -443,25 +411,16 @@ def _gzip_bits_per_byte(data: Dataset) -> float:
     return 8 * data.gzip_bytes / data.gzip_of_bytes
 
 
-def _or_warn(console: Console, action: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+def _or_warn(console: Console, action: Callable[[], T]) -> T | None:
     """Do something that training can go on without: say so if it fails."""
     try:
-        return action(*args, **kwargs)
+        return action()
     except Exception as error:
         console.print(f"[yellow]warning:[/yellow] {escape(f'{type(error).__name__}: {error}')}; training goes on")
         return None
 
 
 def _progress(console: Console) -> Progress:
-    return Progress(
-        MofNCompleteColumn(),
-        BarColumn(bar_width=None),
-        TextColumn("{task.fields[note]}"),
-        TimeElapsedColumn(),
-        TextColumn("elapsed,"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-        console=console,
-        expand=True,
-        disable=not console.is_terminal,
-    )
+    done = (MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.fields[note]}"))
+    times = (TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left"))
+    return Progress(*done, *times, console=console, expand=True, disable=not console.is_terminal)

@@ -41,9 +41,14 @@ def check_memory(config: TrainConfig, mesh: Mesh, host_bytes: int | None = None)
     batch.
 
     Raises:
-        UsageError: a device (or a machine whose CPUs share its memory) has less.
+        UsageError: a device (or a machine whose CPUs share its memory) has less, or a batch does not divide over them.
     """
     training, rows_ways = config.training, mesh.shape["data"] * mesh.shape["fsdp"]
+    if training.batch_size % (rows_ways * training.accumulation):
+        raise UsageError(
+            f"training.batch_size {training.batch_size} does not divide into {training.accumulation} part(s) over "
+            f"{rows_ways} device(s)"
+        )
     state = _STATE_BYTES * count_parameters(config.model) / (mesh.shape["fsdp"] * mesh.shape["tensor"])
     tokens = training.batch_size * training.seq_len / rows_ways / training.accumulation
     logits = 4 * tokens * config.model.vocab_size / mesh.shape["tensor"]

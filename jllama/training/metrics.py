@@ -81,12 +81,6 @@ def make_evaluator(
     return evaluate
 
 
-def first_not_finite(steps: Sequence[StepMetrics]) -> int | None:
-    """The index of the first step whose loss or gradient is not a number or infinite."""
-    finite = [math.isfinite(float(step.loss)) and math.isfinite(float(step.grad_norm)) for step in steps]
-    return None if all(finite) else finite.index(False)
-
-
 def summarise(steps: Sequence[StepMetrics], elapsed_s: float, config: TrainConfig, num_devices: int) -> dict[str, Any]:
     """Means over some steps, and their speed. ``mfu`` is the share of the devices' peak, where that is known."""
     tokens_per_s = math.fsum(float(step.tokens) for step in steps) / elapsed_s
