@@ -305,7 +305,7 @@ def gguf_divisors(config: LlamaConfig, scaling: RopeScaling) -> np.ndarray:
 def _write_gguf(path: Path, config: LlamaConfig, params: Params) -> None:
     writer = GGUFWriter(path, "llama")
     add: dict[type, Any] = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    for key, value in gguf_metadata(config).items():
+    for key, value in (gguf_metadata(config) | {"tokenizer.ggml.model": "no_vocab"}).items():
         add[type(value)](key, value)
     for name, tensor in gguf_tensors(config, params).items():
         writer.add_tensor(name, tensor)
