@@ -38,14 +38,13 @@ from jllama.training.machine import check_memory, describe_devices, idle_acceler
 from jllama.training.metrics import Evaluation, make_evaluator, summarise
 from jllama.training.optimizer import learning_rate_at, make_optimizer
 from jllama.training.report import write_report
-from jllama.training.resume import changes_on_resume
 from jllama.training.run_folder import (
     METRICS,
     REPORT,
     SAMPLES,
     append_line,
+    changes_on_resume,
     command,
-    forget_after,
     locked,
     read_lines,
     write_config,
@@ -139,8 +138,6 @@ def _train(config: TrainConfig, folder: Path, console: Console) -> Evaluation:
     write_config(folder, config, saved_step)
     if not (began and has_tokenizer(folder)):
         data.tokenizer.save(folder)
-    for name in (METRICS, SAMPLES):
-        forget_after(folder / name, saved_step)
 
     fixed = {"config": config.model, "optimizer": optimizer, "bos_id": data.tokenizer.bos_id, "dtype": _dtype(config)}
     chosen = {name: getattr(config.training, name) for name in ("accumulation", "z_loss", "remat")}

@@ -56,15 +56,8 @@ def make_evaluator(
     batch_size, seq_len = config.training.batch_size, config.training.seq_len
     token_bytes = np.zeros(config.model.vocab_size, np.int32)
     token_bytes[: data.tokenizer.vocab_size] = data.tokenizer.token_bytes()
-    evaluate_batch = jax.jit(
-        functools.partial(
-            eval_step,
-            config=config.model,
-            bos_id=data.tokenizer.bos_id,
-            token_bytes=jnp.asarray(token_bytes),
-            dtype=dtype,
-        )
-    )
+    fixed = {"config": config.model, "bos_id": data.tokenizer.bos_id, "dtype": dtype}
+    evaluate_batch = jax.jit(functools.partial(eval_step, token_bytes=jnp.asarray(token_bytes), **fixed))
     sharding = NamedSharding(mesh, BATCH)
 
     def evaluate(params: Params, max_tokens: int) -> Evaluation | None:

@@ -30,16 +30,11 @@ def learning_rate_at(step: ArrayLike, config: OptimizerConfig, total_steps: int)
     return config.learning_rate * jnp.where(done < warmup, rising, falling)
 
 
-def decay_mask(config: LlamaConfig, params: Params) -> Params:
-    """True for the parameters that weight decay applies to: the matrices of the table."""
-    table = parameter_table(config)
-    return map_by_path(lambda path, _: table[path].is_matrix, params)
-
-
 def make_optimizer(
     config: OptimizerConfig, model: LlamaConfig, params: Params, total_steps: int
 ) -> optax.GradientTransformation:
-    """Clip by global norm, then AdamW with the schedule of ``learning_rate_at``."""
+    """Clip by global norm, then AdamW with the schedule of ``learning_rate_at``; only the table's matrices decay."""
+    table = parameter_table(model)
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(
@@ -48,6 +43,6 @@ def make_optimizer(
             b2=config.beta2,
             eps=config.epsilon,
             weight_decay=config.weight_decay,
-            mask=decay_mask(model, params),
+            mask=map_by_path(lambda path, _: table[path].is_matrix, params),
         ),
     )

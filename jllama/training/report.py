@@ -31,7 +31,7 @@ _CHARTS = {
 }
 
 
-def write_report(folder: Path, receipt: dict[str, Any], commands: dict[str, str]) -> Path:
+def write_report(folder: Path, receipt: dict[str, Any], commands: dict[str, str]) -> None:
     """Write ``report.html`` from what the run has logged so far, to be read on any screen, light or dark.
 
     Args:
@@ -39,36 +39,30 @@ def write_report(folder: Path, receipt: dict[str, Any], commands: dict[str, str]
         receipt: facts to list, by name.
         commands: what to do next, by name: command lines to paste.
     """
-    metrics = list(read_lines(folder / METRICS))
-    samples = list(read_lines(folder / SAMPLES))
-    rows = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{html.escape(str(fact))}</td></tr>"
-        for name, fact in (receipt | _speed(metrics)).items()
-    )
-    texts = "".join(
-        f"<h3>step {sample['step']}</h3><pre><b>{html.escape(sample['prompt'])}</b>{html.escape(sample['text'])}</pre>"
+    metrics, samples = list(read_lines(folder / METRICS)), list(read_lines(folder / SAMPLES))
+    facts, text = receipt | _speed(metrics), html.escape
+    rows = [f"<tr><td>{text(name)}</td><td>{text(str(fact))}</td></tr>" for name, fact in facts.items()]
+    texts = [
+        f"<h3>step {sample['step']}</h3><pre><b>{text(sample['prompt'])}</b>{text(sample['text'])}</pre>"
         for sample in reversed(samples)
-    )
-    following = "".join(f"<h3>{name}</h3><pre>{html.escape(line)}</pre>" for name, line in commands.items())
+    ]
+    following = [f"<h3>{name}</h3><pre>{text(line)}</pre>" for name, line in commands.items()]
     page = (
         f"<!doctype html><html lang=en><meta charset=utf-8>"
-        f"<meta name=viewport content='width=device-width, initial-scale=1'><title>{html.escape(folder.name)}</title>"
-        f"<style>{_STYLE}</style><h1>{html.escape(folder.name)}</h1><table>{rows}</table>"
+        f"<meta name=viewport content='width=device-width, initial-scale=1'><title>{text(folder.name)}</title>"
+        f"<style>{_STYLE}</style><h1>{text(folder.name)}</h1><table>{''.join(rows)}</table>"
         f"<h2>Curves</h2><div class=charts>{''.join(_chart(metrics, key) for key in _CHARTS)}</div>"
-        f"<h2>Samples</h2>{texts}<h2>Next</h2>{following}"
-        f"<h2>Configuration</h2><pre>{html.escape((folder / CONFIG).read_text())}</pre></html>"
+        f"<h2>Samples</h2>{''.join(texts)}<h2>Next</h2>{''.join(following)}"
+        f"<h2>Configuration</h2><pre>{text((folder / CONFIG).read_text())}</pre></html>"
     )
-    path = folder / REPORT
-    write_text_whole(path, page)
-    return path
+    write_text_whole(folder / REPORT, page)
 
 
 def _speed(metrics: list[dict[str, Any]]) -> dict[str, str]:
     """Of the last steps that were logged."""
-    steps = [record for record in metrics if "loss" in record]
-    if not steps:
+    last = next((record for record in reversed(metrics) if "loss" in record), None)
+    if not last:
         return {}
-    last = steps[-1]
     facts = {"speed": f"{last['tokens_per_s']:,.0f} tokens/s, {1000 * last['step_s']:,.1f} ms a step"}
     return facts | ({"share of the devices' peak (MFU)": f"{last['mfu']:.1%}"} if last["mfu"] else {})
 

@@ -1,4 +1,4 @@
-"""What training writes into the folder of a run, besides the checkpoints (``jllama.checkpoints.native``)."""
+"""What training writes into the folder of a run, besides the checkpoints, and with what changes a run may go on."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from typing import Any, TextIO
 import yaml
 
 from jllama.checkpoints.native import CONFIG, read_config
-from jllama.errors import JllamaError
+from jllama.errors import JllamaError, UsageError
 from jllama.files import write_text_whole
-from jllama.training.config import TrainConfig
+from jllama.training.config import OptimizerConfig, TrainConfig
+from jllama.training.optimizer import learning_rate_at
 
 try:
     import fcntl
@@ -28,6 +29,17 @@ except ImportError:  # Windows
 METRICS, SAMPLES, REPORT = "metrics.jsonl", "samples.jsonl", "report.html"
 HISTORY = "config.history.jsonl"
 _LOCK = "in_use"
+
+_FREE = {  # what is seen, what is kept, where it is computed; of data the fingerprint speaks, which checkpoints hold
+    *("mesh", "sampling", "data", "training.accumulation", "training.remat", "training.log_every"),
+    *("training.keep_last", "training.save_every", "training.eval_every", "training.eval_tokens"),
+    *("training.sample_prompt", "training.sample_tokens"),
+}
+_UNSEEN = {"run_dir", "resume", "resume_with_changes", "training.epochs"}  # epochs are resolved to steps
+_FIXED = {
+    *("model", "init_from", "rope_factor", "seed", "training.batch_size", "training.seq_len"),
+    *("data.tokenizer", "data.vocab_size"),
+}
 
 
 @contextlib.contextmanager
@@ -81,12 +93,18 @@ def as_written(config: TrainConfig) -> dict[str, Any]:
 
 
 def write_config(folder: Path, config: TrainConfig, step: int) -> None:
-    """Write the resolved configuration. One that it replaces after a first checkpoint goes to the history."""
+    """Write the resolved configuration of a run that begins at a step, and drop what was logged after that step.
+
+    A configuration that it replaces after a first checkpoint goes to the history.
+    """
     fields = as_written(config)
     before = read_config(folder) if step else fields
     if before != fields:
         append_line(folder / HISTORY, {"until_step": step, "config": before})
     write_text_whole(folder / CONFIG, yaml.safe_dump(fields, sort_keys=False))
+    for name in (METRICS, SAMPLES):
+        kept = [line for line in read_lines(folder / name) if line["step"] <= step and "final" not in line]
+        write_text_whole(folder / name, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
@@ -105,7 +123,42 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
 
 
-def forget_after(path: Path, step: int) -> None:
-    """Drop the lines of later steps and of the end: a resumed run does them again."""
-    kept = [record for record in read_lines(path) if record["step"] <= step and "final" not in record]
-    write_text_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
+def changes_on_resume(folder: Path, config: TrainConfig, step: int) -> list[str]:
+    """How a resolved configuration differs from that of the run that it goes on with, in words.
+
+    Raises:
+        JllamaError: a run at ``step`` cannot go on with such a change, or not without ``resume_with_changes``.
+    """
+    now = _flat(as_written(config))
+    was = now | _flat(read_config(folder))
+    changed = [name for name in now if was[name] != now[name] and name not in _UNSEEN]
+    told = {name: f"{name} was {was[name]} and is {now[name]}" for name in changed}
+    if fixed := [text for name, text in told.items() if _in(name, _FIXED)]:
+        raise JllamaError(
+            f"{', '.join(fixed)}: {folder} cannot go on so; leave out what has changed, or start a new run with "
+            f"another --run_dir"
+        )
+    asked = [text for name, text in told.items() if not _in(name, _FREE)]
+    if any(name == "training.steps" or name.startswith("optimizer.") for name in changed):
+        with contextlib.suppress(TypeError, UsageError):  # of a config.yaml edited by hand
+            fields = {name.partition(".")[2]: value for name, value in was.items() if name.startswith("optimizer.")}
+            old = learning_rate_at(step - 1, OptimizerConfig(**fields), was["training.steps"])
+            new = learning_rate_at(step, config.optimizer, config.training.steps)
+            asked.append(f"the learning rate was {old:.2e} at step {step:,} and is {new:.2e} at step {step + 1:,}")
+    if asked and not config.resume_with_changes:
+        raise JllamaError(
+            f"{', '.join(asked)}: leave out what has changed, or go on so with --resume_with_changes true, or start a "
+            f"new run with another --run_dir"
+        )
+    return [text for name, text in told.items() if _in(name, _FREE)] + asked
+
+
+def _flat(fields: dict[str, Any]) -> dict[str, Any]:
+    """The options of a configuration by their full names."""
+    groups = {name: group for name, group in fields.items() if isinstance(group, dict)}
+    options = {f"{name}.{option}": value for name, group in groups.items() for option, value in group.items()}
+    return {name: value for name, value in fields.items() if name not in groups} | options
+
+
+def _in(name: str, group: set[str]) -> bool:
+    return name in group or name.partition(".")[0] in group
