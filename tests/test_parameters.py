@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from jllama.commands.doctor import summary_table
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.functional import cross_entropy
 from jllama.model import abstract_params, initial_params, merge
@@ -24,7 +25,6 @@ from jllama.parameters import (
     shape_of,
     training_flops_per_token,
 )
-from jllama.summary import summary_table
 
 LLAMA_2_7B = LlamaConfig(vocab_size=32_000, num_layers=32, embed_dim=4096, num_heads=32)
 LLAMA_2_70B = LlamaConfig(

@@ -6,18 +6,18 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
 import jllama
 from jllama.commands.cli import parse
+from jllama.commands.model import ModelOptions, check_least
 from jllama.errors import UsageError
 
 
-@dataclasses.dataclass(frozen=True)
-class BenchOptions:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchOptions(ModelOptions):
     """Measure how fast a model decodes here, beside what the memory's bandwidth allows.
 
     Examples:
@@ -35,8 +35,6 @@ class BenchOptions:
         repeats: how often to take each figure; the median counts.
         first_token: measure also the time from the start of a process to its first token, with --checkpoint; twice, as
             the second finds everything compiled.
-        quantize: hold the weights as int8 in place of dtype.
-        dtype: the dtype of the parameters; without it float32 on a CPU, and elsewhere bfloat16 or the files' own.
         json: print the figures as JSON.
     """
 
@@ -48,20 +46,18 @@ class BenchOptions:
     batch_size: int = 8
     repeats: int = 5
     first_token: bool = False
-    quantize: Literal["int8"] | None = None
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
     json: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.what != "decode":
             raise UsageError(f"there is no benchmark {self.what!r}; there is decode")
         if bool(self.checkpoint) == bool(self.preset):
             raise UsageError("give a checkpoint, or the --preset whose shapes to take")
         if self.first_token and not self.checkpoint:
             raise UsageError("first_token needs a checkpoint to load")
-        for name, least in (("prompt_tokens", 1), ("new_tokens", 2), ("batch_size", 1), ("repeats", 1)):
-            if getattr(self, name) < least:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        check_least(self, 1, "prompt_tokens", "batch_size", "repeats")
+        check_least(self, 2, "new_tokens")
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -74,7 +70,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     from jllama.packing import pack_params
 
     if options.checkpoint:
-        model = jllama.load(options.checkpoint, options.dtype)
+        model = options.load_model(needs_tokenizer=False)
         config, params, name = model.config, model.for_decoding(options.quantize).params, options.checkpoint
         del model
     else:
@@ -86,34 +82,23 @@ def main(argv: Sequence[str], prog: str) -> int:
     if longest > config.max_seq_len:
         raise UsageError(f"the benchmark needs {longest} tokens of context, and the model has {config.max_seq_len}")
     bandwidth = benchmark.memory_bandwidth(params["final_norm"].dtype)
-    new, repeats = options.new_tokens, options.repeats
+    batch, new = options.batch_size, options.new_tokens
     speeds: dict[str, benchmark.Speed] = {}
-    batch = options.batch_size
-    kinds = {
-        f"prefill, {options.prompt_tokens} tokens": lambda: benchmark.prefill_speed(
-            params, config, options.prompt_tokens, repeats
-        ),
-        "decode, 1 text": lambda: benchmark.decode_speed(params, config, 1, new, repeats, bandwidth),
-        f"decode, {batch} texts": lambda: benchmark.decode_speed(params, config, batch, new, repeats, bandwidth),
-        f"8 ragged prompts, {new} tokens each": lambda: benchmark.ragged_speed(params, config, new, repeats, bandwidth),
-    }
-    for title, measure in kinds.items():
+
+    def measure(title: str, lengths: Sequence[int], new: int, **how: bool) -> None:
         print(f"measuring {title}", file=sys.stderr)
-        speeds[title] = measure()
+        speeds[title] = benchmark.speed(params, config, lengths, new, options.repeats, bandwidth, **how)
+
+    measure(f"prefill, {options.prompt_tokens} tokens", [options.prompt_tokens], 1)
+    measure("decode, 1 text", [benchmark.CONTEXT_TOKENS], new, prefill=False)
+    measure(f"decode, {batch} texts", [benchmark.CONTEXT_TOKENS] * batch, new, prefill=False)
+    measure(f"8 ragged prompts, {new} tokens each", benchmark.RAGGED_TOKENS, new)
     first = [benchmark.first_token_times_s(options.checkpoint) for _ in range(2)] if options.first_token else []
     device = jax.devices()[0].device_kind
     if options.json:
-        print(
-            json.dumps(
-                {
-                    "model": name,
-                    "device": device,
-                    "bandwidth_bytes_per_s": bandwidth,
-                    "speeds": {title: speed._asdict() for title, speed in speeds.items()},
-                    "first_token_s": first,
-                }
-            )
-        )
+        found = {"model": name, "device": device, "bandwidth_bytes_per_s": bandwidth}
+        found["speeds"] = {title: speed._asdict() for title, speed in speeds.items()}
+        print(json.dumps(found | {"first_token_s": first}))
         return 0
     table = Table(title=f"{name} on {device}, {bandwidth / 1e9:.1f} GB/s of memory bandwidth")
     for column in ("", "tokens/s", "ms a step", "memory's limit", "share of it"):

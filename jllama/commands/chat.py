@@ -11,12 +11,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 
 import jllama
 from jllama.commands.cli import parse
+from jllama.commands.model import ModelOptions, check_least
 from jllama.commands.terminal import WordWrap, line_editing, lines, say, stoppable
 from jllama.errors import JllamaError, UsageError
 from jllama.files import read_json_object, write_text_whole
@@ -28,7 +28,7 @@ _COMMON = ("system", "load", "template", "max_new_tokens", "temperature", "top_p
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ChatOptions(SamplingConfig):
+class ChatOptions(SamplingConfig, ModelOptions):
     """Talk with a model in the terminal; where the input is no terminal, each of its lines is answered.
 
     Examples:
@@ -36,20 +36,13 @@ class ChatOptions(SamplingConfig):
         smollm2/ --load said.json --temperature 0.2
 
     Args:
-        checkpoint: the folder of a run, or a model in any format: a Hugging Face or Meta folder, a GGUF or llama2.c
-            file, a Hugging Face hub id.
         system: the system prompt; empty leaves it to the template.
         load: a conversation to go on with, as /save writes it.
         template: llama2, llama3, chatml or a file with a Jinja chat template; empty takes the checkpoint's own.
         max_new_tokens: the most tokens of an answer; 0 sets no limit but the model's context.
         seed: of the first answer, the next has one more: the same conversation goes the same way again.
-        quantize: hold the weights as int8, a quarter of float32's memory; the answers change a little.
-        step: which checkpoint of a run; 0 takes the one with the lowest validation loss.
-        dtype: of the parameters; without it float32 on a CPU, and elsewhere the files' own.
-        rope_factor: the RoPE scaling factor that Meta's params.json leaves out.
     """
 
-    checkpoint: str
     system: str = ""
     load: str = ""
     template: str = ""
@@ -57,17 +50,11 @@ class ChatOptions(SamplingConfig):
     temperature: float = 0.7
     top_p: float = 0.95
     seed: int = 0
-    quantize: Literal["int8"] | None = None
-    step: int = 0
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    rope_factor: float | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_new_tokens < 0:
-            raise UsageError(f"max_new_tokens is {self.max_new_tokens}; it must not be negative")
-        if self.step < 0:
-            raise UsageError(f"step is {self.step}; it must be a saved step, or 0 for the best")
+        SamplingConfig.__post_init__(self)
+        ModelOptions.__post_init__(self)
+        check_least(self, 0, "max_new_tokens")
 
 
 @dataclasses.dataclass
@@ -111,11 +98,10 @@ def main(argv: Sequence[str], prog: str) -> int:
 def _begun(argv: list[str], options: ChatOptions, at_terminal: bool) -> _Session:
     from jllama.generation.chat import TEMPLATES, chat_ids, chat_template
 
-    model = jllama.load(options.checkpoint, options.dtype, rope_factor=options.rope_factor, step=options.step or None)
-    model = model.for_decoding(options.quantize)
+    model = options.load_model().for_decoding(options.quantize)
     template = chat_template(model, options.template or None)
     session = _Session(argv, options, jllama.Conversation(model, template), at_terminal)
-    say(options.checkpoint if model.step is None else f"{options.checkpoint}, step {model.step}")
+    options.say_loaded(model)
     if not options.template and not model.chat_template:
         name = next(name for name, known in TEMPLATES.items() if known == template)
         missing = f"{options.checkpoint} has no chat template: it may not have been trained to chat"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import math
 import os
 import platform
 import shutil
@@ -12,25 +13,14 @@ import tempfile
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.table import Table
 
 import jllama
 from jllama.commands.cli import parse
 from jllama.errors import JllamaError
 from jllama.files import cache_folder
 
-_PACKAGES = (
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "grain",
-    "sentencepiece",
-    "tiktoken",
-    "tokenizers",
-    "gguf",
-    "numpy",
-)
+_PACKAGES = "jax jaxlib flax optax orbax-checkpoint grain sentencepiece tiktoken tokenizers gguf numpy"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +47,6 @@ def main(argv: Sequence[str], prog: str) -> int:
 
     from jllama.checkpoints.formats import open_checkpoint
     from jllama.parameters import count_parameters
-    from jllama.summary import summary_table
     from jllama.verify.compare import TOLERANCE
     from jllama.verify.conformance import model_error
     from jllama.verify.subject import jllama_itself
@@ -70,7 +59,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         config = open_checkpoint(options.checkpoint).config if options.checkpoint else checked
     console = Console(highlight=False)
     console.print(f"Python {platform.python_version()} on {platform.platform()}")
-    console.print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES))
+    console.print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES.split()))
     for device in jax.devices():
         stats = device.memory_stats() or {}
         memory = f", {stats['bytes_limit'] / 2**30:.1f} GiB" if "bytes_limit" in stats else ""
@@ -92,3 +81,19 @@ def main(argv: Sequence[str], prog: str) -> int:
     if not error < TOLERANCE:
         raise JllamaError(f"this device computes a Llama wrongly: relative error {error:.1e} is over {TOLERANCE:.0e}")
     return 0
+
+
+def summary_table(config: jllama.LlamaConfig) -> Table:
+    """Every parameter with its axes, shape and count; the totals and the training cost of a token below."""
+    from jllama.parameters import count_parameters, parameter_table, shape_of, training_flops_per_token
+
+    table = Table(show_footer=True, footer_style="bold")
+    flops = training_flops_per_token(config, config.max_seq_len)
+    table.add_column("parameter", footer="total")
+    table.add_column("axes", footer=f"{flops:.3g} FLOPs per training token")
+    table.add_column("shape", justify="right", footer=f"{4 * count_parameters(config) / 2**20:,.1f} MiB in float32")
+    table.add_column("count", justify="right", footer=f"{count_parameters(config):,}")
+    for path, row in parameter_table(config).items():
+        shape = shape_of(row, config)
+        table.add_row(path, " ".join(row.axes), " x ".join(map(str, shape)), f"{math.prod(shape):,}")
+    return table

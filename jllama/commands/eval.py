@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import jllama
 from jllama.commands.cli import parse
+from jllama.commands.model import ModelOptions, check_least
+from jllama.commands.terminal import progress
 from jllama.errors import JllamaError, UsageError
 
 _WINDOW = 2048
@@ -22,8 +19,8 @@ _FOR_DATA = ("text_field", "stride", "max_tokens")
 _FOR_TASKS = ("include_path", "num_fewshot", "limit", "apply_chat_template")
 
 
-@dataclasses.dataclass(frozen=True)
-class EvalOptions:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalOptions(ModelOptions):
     """Measure how well a model predicts a text, or how it does on tasks of EleutherAI's lm-eval.
 
     Examples:
@@ -31,8 +28,6 @@ class EvalOptions:
         model.gguf --tasks arc_easy,hellaswag --limit 100
 
     Args:
-        checkpoint: the folder of a run, or a model in any format: a Hugging Face or Meta folder, a GGUF or llama2.c
-            file, a Hugging Face hub id.
         data: the text: a UTF-8 file, or a .jsonl file, whose documents are scored each by itself.
         text_field: where the text is in each object of a .jsonl file.
         window: the most tokens that the model sees at once; 0 is its context, with --data at most 2048.
@@ -45,13 +40,8 @@ class EvalOptions:
         apply_chat_template: put each question as a message of a chat.
         batch_size: how many windows, or questions, go through the model at once.
         json: print the result as JSON.
-        step: which checkpoint of a run; 0 takes the one with the lowest validation loss.
-        dtype: the dtype of the parameters; without it float32 on a CPU, and elsewhere the files' own.
-        quantize: hold the weights as int8, to see what sampling so costs.
-        rope_factor: the RoPE scaling factor that Meta's params.json leaves out.
     """
 
-    checkpoint: str
     data: str = ""
     text_field: str = "text"
     window: int = 0
@@ -64,23 +54,16 @@ class EvalOptions:
     apply_chat_template: bool = False
     batch_size: int = 8
     json: bool = False
-    step: int = 0
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    quantize: Literal["int8"] | None = None
-    rope_factor: float | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if bool(self.data) == bool(self.tasks):
             raise UsageError("give --data FILE, to measure how well a text is predicted, or --tasks of lm-eval's")
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name in _FOR_TASKS if self.data else _FOR_DATA:
-            if getattr(self, name) != defaults[name]:
+            if getattr(self, name) != getattr(EvalOptions, name):  # its default
                 raise UsageError(f"--{name} is for {'--tasks' if self.data else '--data'} alone: leave it out")
-        for name in ("window", "stride", "max_tokens", "limit", "num_fewshot", "step"):
-            if (getattr(self, name) or 0) < 0:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must not be negative")
-        if self.batch_size < 1:
-            raise UsageError(f"batch_size is {self.batch_size}; it must be at least 1")
+        check_least(self, 0, "window", "stride", "max_tokens", "limit", "num_fewshot")
+        check_least(self, 1, "batch_size")
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -94,10 +77,8 @@ def main(argv: Sequence[str], prog: str) -> int:
 
 
 def _load(options: EvalOptions) -> jllama.Model:
-    model = jllama.load(options.checkpoint, options.dtype, rope_factor=options.rope_factor, step=options.step or None)
-    if model.tokenizer is None:
-        raise JllamaError(f"{options.checkpoint} has no tokenizer: put the one it was trained with beside its weights")
-    print(options.checkpoint if model.step is None else f"{options.checkpoint}, step {model.step}", file=sys.stderr)
+    model = options.load_model()
+    options.say_loaded(model)
     return model.for_decoding(options.quantize) if options.quantize else model
 
 
@@ -111,10 +92,7 @@ def _evaluate_text(model: jllama.Model, options: EvalOptions) -> int:
     path = Path(options.data)
     texts = (document.text for document in read_corpus({path.name: path}, options.text_field))
     began_s = time.perf_counter()
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("tokens scored", total=None)
+    with progress("tokens scored") as move:
         score = score_texts(
             model,
             texts,
@@ -122,7 +100,7 @@ def _evaluate_text(model: jllama.Model, options: EvalOptions) -> int:
             stride=stride,
             batch_size=options.batch_size,
             max_tokens=options.max_tokens or None,
-            report=lambda done, total: progress.update(task, completed=done, total=total),
+            report=lambda done, total: move(completed=done, total=total),
         )
     found = {
         "tokens": score.tokens,

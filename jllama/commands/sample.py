@@ -8,15 +8,16 @@ import sys
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 import jllama
 from jllama.commands.cli import parse
+from jllama.commands.model import ModelOptions, check_least
+from jllama.commands.terminal import progress
 from jllama.errors import JllamaError, UsageError
 from jllama.generation.config import SamplingConfig
 
@@ -35,7 +36,7 @@ _COMMON = ("prompt", "prompts_file", "output", "n", "max_new_tokens", "stop", "t
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SampleOptions(SamplingConfig):
+class SampleOptions(SamplingConfig, ModelOptions):
     """Let a trained model continue a prompt, or a file of prompts; a text streams to stdout as it is made.
 
     Examples:
@@ -44,8 +45,6 @@ class SampleOptions(SamplingConfig):
         smollm2/ --prompts_file prompts.jsonl --output texts.jsonl
 
     Args:
-        checkpoint: the folder of a run, or a model in any format: a Hugging Face or Meta folder, a GGUF or llama2.c
-            file, a Hugging Face hub id.
         prompt: the text to continue; empty lets the model begin, a dash reads it from stdin.
         prompts_file: a .jsonl file of objects with a "prompt", and with settings of their own if they like.
         output: the .jsonl file that the completions of prompts_file go to; an interrupted call goes on from there.
@@ -60,13 +59,8 @@ class SampleOptions(SamplingConfig):
         echo: begin the text with the prompt; without this option so in the terminal, and not in JSON.
         json: print a JSON object for each text, in place of the text itself.
         compare: write a table of seven settings (greedy, random, top-k 40 and top-p 0.9) instead.
-        quantize: hold the weights as int8, a quarter of float32's memory; the text changes a little.
-        step: which checkpoint of a run; 0 takes the one with the lowest validation loss.
-        dtype: the dtype of the parameters; without it float32 on a CPU, and elsewhere the files' own.
-        rope_factor: the RoPE scaling factor that Meta's params.json leaves out.
     """
 
-    checkpoint: str
     prompt: str = ""
     prompts_file: str = ""
     output: str = ""
@@ -82,16 +76,11 @@ class SampleOptions(SamplingConfig):
     echo: bool | None = None
     json: bool = False
     compare: bool = False
-    quantize: Literal["int8"] | None = None
-    step: int = 0
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    rope_factor: float | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("max_new_tokens", "speculate", "step"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must not be negative")
+        SamplingConfig.__post_init__(self)
+        ModelOptions.__post_init__(self)
+        check_least(self, 0, "max_new_tokens", "speculate")
         for name in ("n", "batch_size"):
             if not 1 <= getattr(self, name) <= _MOST:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1 and at most {_MOST:,}")
@@ -120,12 +109,10 @@ def main(argv: Sequence[str], prog: str) -> int:
     )
     if options.prompts_file and not Path(options.prompts_file).is_file():  # known before a large model is loaded
         raise JllamaError(f"there is no prompts_file at {options.prompts_file}: give a .jsonl file")
-    model = jllama.load(options.checkpoint, options.dtype, rope_factor=options.rope_factor, step=options.step or None)
-    if model.tokenizer is None:
-        raise JllamaError(f"{options.checkpoint} has no tokenizer: put the one it was trained with beside its weights")
+    model = options.load_model()
     request_of(model, prompt)  # before anything is written
     check_batch(model.config, options.batch_size if options.prompts_file else options.n, options.speculate)
-    print(options.checkpoint if model.step is None else f"{options.checkpoint}, step {model.step}", file=sys.stderr)
+    options.say_loaded(model)
     model = model.for_decoding(options.quantize)
     if options.prompts_file:
         return _complete_file(model, prompt, options)
@@ -225,16 +212,13 @@ def _report_speculation(completions: Sequence[jllama.Completion]) -> None:
 def _complete_file(model: jllama.Model, prompt: jllama.Prompt, options: SampleOptions) -> int:
     from jllama.generation.prompts_file import complete_file
 
-    console = Console(stderr=True, highlight=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     begun, made, guessed = time.perf_counter(), 0, []
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("prompts")
+    with progress("prompts") as move:
 
         def report(done: int, total: int, tokens: int) -> None:
             nonlocal made
             made += tokens
-            progress.update(task, completed=done, total=total)
+            move(completed=done, total=total)
 
         def record(prompt: jllama.Prompt, completion: jllama.Completion) -> dict[str, Any]:
             guessed.append(completion)

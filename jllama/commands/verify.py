@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jllama.commands.cli import parse
+from jllama.commands.terminal import progress
 from jllama.errors import JllamaError, UsageError
 from jllama.files import check_writable, write_text_whole
 
@@ -153,15 +153,13 @@ def _run(checks: list["Check"]) -> list["Result"]:
     """All results; on stderr what is running, as a bar or (no terminal) a line for every tenth that is done."""
     from jllama.verify.compare import run_checks
 
-    console, results = Console(stderr=True, highlight=False), []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(checks[0].name, total=len(checks))
+    results = []
+    with progress(checks[0].name) as move:
         for number, result in enumerate(run_checks(checks), 1):
             results.append(result)
             following = checks[number].name if number < len(checks) else ""
-            progress.update(task, advance=1, description=following)
-            if not console.is_terminal and number * 10 // len(checks) > (number - 1) * 10 // len(checks):
+            move(completed=number, total=len(checks), description=following)
+            if not sys.stderr.isatty() and number * 10 // len(checks) > (number - 1) * 10 // len(checks):
                 print(f"{number} of {len(checks)} checks done: {result.check.name}", file=sys.stderr, flush=True)
     return results
 

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jllama.checkpoints.formats import load
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.generation.engine import Request, SamplingConfig, advance, start
+from jllama.generation.text import stream
 from jllama.parameters import Params
 
 GREEDY = SamplingConfig(temperature=0.0)
 RAGGED_TOKENS = (10, 20, 37, 50, 64, 70, 100, 120)
 """Lengths of the eight prompts that are continued together."""
+CONTEXT_TOKENS = 32
+"""Length of the prompts whose prefill is left out."""
 _BANDWIDTH_SHAPE = (1 << 15, 1 << 12)
 
 
@@ -54,41 +59,35 @@ def generate_s(params: Params, config: LlamaConfig, prompts: Sequence[Sequence[i
     return time.perf_counter() - begun
 
 
-def median_of(measure: Callable[[], float], repeats: int) -> float:
-    """The median of several repeats, after one that is not counted: it compiles."""
-    measure()
-    return statistics.median(measure() for _ in range(repeats))
-
-
-def prefill_speed(params: Params, config: LlamaConfig, tokens: int, repeats: int) -> Speed:
-    """From a prompt to its first new token."""
-    prompts = prompts_of([tokens], config.vocab_size)
-    seconds = median_of(lambda: generate_s(params, config, prompts, 1), repeats)
-    return Speed(tokens / seconds, 1e3 * seconds)
-
-
-def decode_speed(
-    params: Params, config: LlamaConfig, batch: int, new_tokens: int, repeats: int, bandwidth: float, context: int = 32
+def speed(
+    params: Params,
+    config: LlamaConfig,
+    lengths: Sequence[int],
+    new_tokens: int,
+    repeats: int,
+    bandwidth: float,
+    *,
+    prefill: bool = True,
 ) -> Speed:
-    """One token after the other, the prefill of ``context`` tokens left out; ``bandwidth`` in bytes a second."""
-    prompts = prompts_of([context] * batch, config.vocab_size)
-    generate_s(params, config, prompts, 1)
+    """Of prompts of these lengths, continued together; the median of the repeats, after one that compiles.
+
+    One new token each is prefill alone, and its speed is of the tokens read. With ``prefill`` false, which takes two
+    new tokens at least, its time is left out. ``bandwidth`` is the memory's, in bytes a second.
+    """
+    prompts = prompts_of(lengths, config.vocab_size)
 
     def measure() -> float:
-        return generate_s(params, config, prompts, new_tokens) - generate_s(params, config, prompts, 1)
+        seconds = generate_s(params, config, prompts, new_tokens)
+        return seconds if prefill else seconds - generate_s(params, config, prompts, 1)
 
-    seconds = median_of(measure, repeats) / (new_tokens - 1)
-    limit = batch * bandwidth / bytes_per_step(params, config, batch, context + new_tokens // 2)
-    return Speed(batch / seconds, 1e3 * seconds, limit)
-
-
-def ragged_speed(params: Params, config: LlamaConfig, new_tokens: int, repeats: int, bandwidth: float) -> Speed:
-    """Eight prompts of different lengths together, prefill included."""
-    prompts = prompts_of(RAGGED_TOKENS, config.vocab_size)
-    seconds = median_of(lambda: generate_s(params, config, prompts, new_tokens), repeats)
-    context = sum(RAGGED_TOKENS) // len(RAGGED_TOKENS) + new_tokens // 2
-    limit = len(prompts) * bandwidth / bytes_per_step(params, config, len(prompts), context)
-    return Speed(len(prompts) * new_tokens / seconds, 1e3 * seconds / new_tokens, limit)
+    measure()
+    seconds = statistics.median(measure() for _ in range(repeats))
+    if new_tokens == 1:
+        return Speed(sum(lengths) / seconds, 1e3 * seconds)
+    step_s = seconds / (new_tokens if prefill else new_tokens - 1)
+    context = sum(lengths) // len(lengths) + new_tokens // 2
+    limit = len(lengths) * bandwidth / bytes_per_step(params, config, len(lengths), context)
+    return Speed(len(lengths) / step_s, 1e3 * step_s, limit)
 
 
 def bytes_per_step(params: Params, config: LlamaConfig, batch: int, context: int) -> int:
@@ -116,35 +115,28 @@ def memory_bandwidth(dtype: Any = jnp.float32, repeats: int = 7) -> float:
     return matrix.nbytes / min(times)
 
 
-_FIRST_TOKEN = """
-import json, sys, time
-times = {"interpreter": time.time() - float(sys.argv[2])}
-def lap(name, since=[time.perf_counter()]):
-    times[name] = time.perf_counter() - since[0]
-    since[0] = time.perf_counter()
-from jllama.checkpoints.formats import load
-from jllama.generation.settings import SamplingConfig
-from jllama.generation.text import stream
-import jax
-jax.devices()
-lap("imports")
-model = load(sys.argv[1])
-jax.block_until_ready(model.decoding_params)
-lap("loading")
-next(stream(model, "The capital of France is", SamplingConfig(temperature=0.0), max_new_tokens=64))
-lap("compiling and first token")
-print(json.dumps(times))
-"""
-
-
 def first_token_times_s(checkpoint: str) -> dict[str, float]:
     """Seconds from the start of a process to the first token of a short prompt, in parts, in a process of its own.
 
     A second call finds compiled programs in the cache (``jllama.load``).
     """
-    command = [sys.executable, "-c", _FIRST_TOKEN, checkpoint, str(time.time())]
+    code = "import sys, time; times = [float(sys.argv[2]), time.time()]; from jllama.generation import benchmark; "
+    command = [sys.executable, "-c", f"{code}benchmark.first_token(sys.argv[1], times)", checkpoint, str(time.time())]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise JllamaError(f"the process that makes the first token failed: {done.stderr.strip().splitlines()[-1]}")
     times = json.loads(done.stdout.splitlines()[-1])
     return times | {"in all": sum(times.values())}
+
+
+def first_token(checkpoint: str, times: list[float]) -> None:
+    """What that process does: print its parts' seconds as JSON. ``times`` are when it was asked for and began."""
+    jax.devices()
+    times.append(time.time())
+    model = load(checkpoint)
+    jax.block_until_ready(model.decoding_params)
+    times.append(time.time())
+    next(stream(model, "The capital of France is", GREEDY, max_new_tokens=64))
+    times.append(time.time())
+    parts = ("interpreter", "imports", "loading", "compiling and first token")
+    print(json.dumps({part: end - begun for part, (begun, end) in zip(parts, itertools.pairwise(times), strict=True)}))

@@ -133,22 +133,17 @@ def stack_settings(requests: Sequence[Request], max_seq_len: int, model_vocab: i
     for row, request in enumerate(requests):
         stop_ids[row, : len(request.stop_ids)] = request.stop_ids
 
-    def array(name: str, dtype: type) -> Array:
+    def array(name: str) -> Array:
+        dtype = {"top_k": np.int32, "seed": np.uint32}.get(name, np.float32)
         return jnp.asarray(np.array([getattr(row, name) for row in rows], dtype))
 
     return Settings(
-        array("temperature", np.float32),
-        array("top_k", np.int32),
-        array("top_p", np.float32),
-        array("min_p", np.float32),
-        array("repetition_penalty", np.float32),
-        array("presence_penalty", np.float32),
-        array("frequency_penalty", np.float32),
-        jnp.asarray(bias),
-        jnp.asarray(banned),
-        jax.vmap(jax.random.key)(array("seed", np.uint32)),
-        jnp.asarray(stop_ids),
-        jnp.asarray(np.array([request.limit(max_seq_len) for request in requests], np.int32)),
+        **{name: array(name) for name in Settings._fields if hasattr(rows[0], name)},
+        bias=jnp.asarray(bias),
+        banned=jnp.asarray(banned),
+        keys=jax.vmap(jax.random.key)(array("seed")),
+        stop_ids=jnp.asarray(stop_ids),
+        limits=jnp.asarray(np.array([request.limit(max_seq_len) for request in requests], np.int32)),
     )
 
 

@@ -1,0 +1,51 @@
+"""The model that a command works with: which one it is, and in what form it is loaded."""
+
+import dataclasses  # no postponed annotations here: jsonargparse resolves those of one base class only
+from typing import Literal
+
+import jllama
+from jllama.commands.terminal import say
+from jllama.errors import JllamaError, UsageError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model to load, and how.
+
+    Args:
+        checkpoint: the folder of a run, or a model in any format: a Hugging Face or Meta folder, a GGUF or llama2.c
+            file, a Hugging Face hub id.
+        step: which checkpoint of a run; 0 takes the one with the lowest validation loss.
+        dtype: of the parameters; without it float32 on a CPU, and elsewhere the files' own.
+        quantize: hold the weights as int8, a quarter of float32's memory; the results change a little.
+        rope_factor: the RoPE scaling factor that Meta's params.json leaves out.
+    """
+
+    checkpoint: str
+    step: int = 0
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    quantize: Literal["int8"] | None = None
+    rope_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.step < 0:
+            raise UsageError(f"step is {self.step}; it must be a saved step, or 0 for the best")
+
+    def load_model(self, needs_tokenizer: bool = True) -> "jllama.Model":
+        """The model, not quantized yet."""
+        model = jllama.load(self.checkpoint, self.dtype, rope_factor=self.rope_factor, step=self.step or None)
+        if needs_tokenizer and model.tokenizer is None:
+            raise JllamaError(f"{self.checkpoint} has no tokenizer: put the one it was trained with beside its weights")
+        return model
+
+    def say_loaded(self, model: "jllama.Model") -> None:
+        """Which model it is, to stderr."""
+        say(self.checkpoint if model.step is None else f"{self.checkpoint}, step {model.step}")
+
+
+def check_least(options: object, least: int, *names: str) -> None:
+    """Raise ``UsageError`` for an option below ``least``; None is left out."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise UsageError(f"{name} is {value}; it must {f'be at least {least}' if least else 'not be negative'}")
