@@ -16,7 +16,6 @@ from jllama.errors import JllamaError, UsageError
 from jllama.evaluation.scoring import sliding_windows, token_log_probs
 from jllama.generation import chat as chats
 from jllama.generation.engine import SamplingConfig
-from jllama.generation.template import render
 from jllama.generation.text import Completion, Prompt, generate_batches
 
 try:
@@ -100,18 +99,7 @@ class JllamaLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation; without a generation prompt its last message is left open, to be continued."""
-        tokenizer = self._tokenizer
-        texts = {id: text for text, id in tokenizer.special_tokens.items()}
-        text = render(
-            chats.chat_template(self.model),
-            messages=chat_history,
-            tools=None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            bos_token=texts[tokenizer.bos_id],
-            eos_token=texts[tokenizer.eos_id],
-            add_bos=tokenizer.add_bos,
-        )
+        text = chats.chat_text(self.model, chat_history, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:
             return text
         last = chat_history[-1]["content"].lstrip()

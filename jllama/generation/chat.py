@@ -86,10 +86,9 @@ def chat_template(model: Model, choice: str | None = None) -> str:
         try:
             return Path(choice).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            reason = "it is not UTF-8 text" if isinstance(error, ValueError) else getattr(error, "strerror", error)
-            raise JllamaError(
-                f"the template {choice!r} cannot be read ({reason}): give a file or one of {', '.join(TEMPLATES)}"
-            ) from error
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            wrong = f"the template {choice!r} cannot be read ({reason})"
+            raise JllamaError(f"{wrong}: give a file or one of {', '.join(TEMPLATES)}") from error
     if model.chat_template:
         return model.chat_template
     tokenizer = model.text_tokenizer
@@ -125,9 +124,17 @@ def chat_ids(
         JllamaError: a message is not as ``Message`` says, the model has no tokenizer, or the template fails.
     """
     check_messages(messages)
+    text = chat_text(model, messages, template, add_generation_prompt=add_generation_prompt)
+    return model.text_tokenizer.encode_with_special_tokens(text)
+
+
+def chat_text(
+    model: Model, messages: Sequence[Message], template: str | None = None, *, add_generation_prompt: bool = True
+) -> str:
+    """What the template makes of messages, whatever they hold; arguments as for ``chat_ids``."""
     tokenizer = model.text_tokenizer
     texts = {id: text for text, id in tokenizer.special_tokens.items()}
-    text = render(
+    return render(
         chat_template(model) if template is None else template,
         messages=[dict(message) for message in messages],
         tools=None,
@@ -137,7 +144,6 @@ def chat_ids(
         eos_token=texts[tokenizer.eos_id],
         add_bos=tokenizer.add_bos,
     )
-    return tokenizer.encode_with_special_tokens(text)
 
 
 def chat_stop_ids(model: Model) -> tuple[int, ...]:

@@ -149,11 +149,10 @@ def generate_batches(
     size = batch_size or max(len(prompts), 1)
     for first in range(0, len(order), size):
         places = order[first : first + size]
-        filling = [Request(requests[places[0]].ids[:1], max_new_tokens=0)] * (
-            size - len(places)
-        )  # nothing new compiles
-        stops = [prompts[place].stop for place in places] + [()] * len(filling)
-        run = _run(model, [requests[place] for place in places] + filling, stops, speculate, None, STEPS)
+        rows = [requests[place] for place in places]
+        rows += [Request(rows[0].ids[:1], max_new_tokens=0)] * (size - len(rows))  # so that nothing new compiles
+        stops = [prompts[place].stop for place in places] + [()] * (size - len(places))
+        run = _run(model, rows, stops, speculate, None, STEPS)
         yield dict(zip(places, _result(run), strict=False))
 
 
@@ -345,10 +344,9 @@ def _run(
                 if row == 0 and piece:
                     yield piece
     drafted, accepted = (np.asarray(counts).tolist() for counts in (decoding.state.drafted, decoding.state.accepted))
-    if rest := decoders[0].end():
-        yield rest
-    for decoder in decoders[1:]:
-        decoder.end()
+    rests = [decoder.end() for decoder in decoders]
+    if rests[0]:
+        yield rests[0]
     return [_completion(*parts) for parts in zip(decoders, requests, made, drafted, accepted, strict=True)]
 
 
@@ -356,9 +354,8 @@ def _completion(
     decoder: TextDecoder, request: Request, made: Sequence[tuple[int, float]], drafted: int, accepted: int
 ) -> Completion:
     if decoder.stopped:
-        reason = "stop_string"
-        kept = next((place + 1 for place, end in enumerate(decoder.ends) if end >= len(decoder.text)), 0)
-        kept = kept if decoder.text else 0
+        reason, length = "stop_string", len(decoder.text)
+        kept = next(count for count, end in enumerate([0, *decoder.ends]) if end >= length)
     elif made and made[-1][0] in request.stop_ids:
         reason, kept = "stop_id", len(made) - 1
     else:
