@@ -17,8 +17,7 @@ from jllama.config import LlamaConfig
 
 Params = dict[str, Any]
 
-Axis = Literal["layers", "vocab", "embed", "heads", "kv_heads", "head_dim", "mlp"]
-
+Axis = str  # a key of:
 _SIZES: dict[Axis, str] = {
     "layers": "num_layers",
     "vocab": "vocab_size",
@@ -79,57 +78,37 @@ class Parameter:
 _LAYERS: dict[NamedFormat, str] = {"meta": "layers", "huggingface": "model.layers", "gguf": "blk"}
 """What the names of layers' tensors begin with."""
 
-_TABLE: dict[str, Parameter] = {
-    "embed": Parameter(
-        ("vocab", "embed"),
-        ("embed",),
-        "tok_embeddings",
-        "model.embed_tokens",
-        "token_embd",
-        0,
-        gain=0.25,  # a row is read, not summed; the logits it gives when tied must start near zero (loss = ln vocab)
+
+def _row(axes: str, inputs: str, meta: str, huggingface: str, gguf: str, llama2c: int, **rest: Any) -> Parameter:
+    return Parameter(tuple(axes.split()), tuple(inputs.split()), meta, huggingface, gguf, llama2c, **rest)
+
+
+_TABLE = {
+    # a row is read, not summed; the logits it gives when tied must start near zero (loss = ln vocab): hence the gain
+    "embed": _row("vocab embed", "embed", "tok_embeddings", "model.embed_tokens", "token_embd", 0, gain=0.25),
+    "layers/attn_norm": _row("layers embed", "", "attention_norm", "input_layernorm", "attn_norm", 1),
+    "layers/wq": _row(
+        "layers embed heads head_dim", "embed", "attention.wq", "self_attn.q_proj", "attn_q", 2, rotary=True
     ),
-    "layers/attn_norm": Parameter(("layers", "embed"), (), "attention_norm", "input_layernorm", "attn_norm", 1),
-    "layers/wq": Parameter(
-        ("layers", "embed", "heads", "head_dim"),
-        ("embed",),
-        "attention.wq",
-        "self_attn.q_proj",
-        "attn_q",
-        2,
-        rotary=True,
+    "layers/wk": _row(
+        "layers embed kv_heads head_dim", "embed", "attention.wk", "self_attn.k_proj", "attn_k", 3, rotary=True
     ),
-    "layers/wk": Parameter(
-        ("layers", "embed", "kv_heads", "head_dim"),
-        ("embed",),
-        "attention.wk",
-        "self_attn.k_proj",
-        "attn_k",
-        3,
-        rotary=True,
-    ),
-    "layers/wv": Parameter(
-        ("layers", "embed", "kv_heads", "head_dim"), ("embed",), "attention.wv", "self_attn.v_proj", "attn_v", 4
-    ),
-    "layers/wo": Parameter(
-        ("layers", "heads", "head_dim", "embed"),
-        ("heads", "head_dim"),
+    "layers/wv": _row("layers embed kv_heads head_dim", "embed", "attention.wv", "self_attn.v_proj", "attn_v", 4),
+    "layers/wo": _row(
+        "layers heads head_dim embed",
+        "heads head_dim",
         "attention.wo",
         "self_attn.o_proj",
         "attn_output",
         5,
         residual=True,
     ),
-    "layers/mlp_norm": Parameter(("layers", "embed"), (), "ffn_norm", "post_attention_layernorm", "ffn_norm", 6),
-    "layers/w_gate": Parameter(
-        ("layers", "embed", "mlp"), ("embed",), "feed_forward.w1", "mlp.gate_proj", "ffn_gate", 7
-    ),
-    "layers/w_up": Parameter(("layers", "embed", "mlp"), ("embed",), "feed_forward.w3", "mlp.up_proj", "ffn_up", 9),
-    "layers/w_down": Parameter(
-        ("layers", "mlp", "embed"), ("mlp",), "feed_forward.w2", "mlp.down_proj", "ffn_down", 8, residual=True
-    ),
-    "final_norm": Parameter(("embed",), (), "norm", "model.norm", "output_norm", 10),
-    "lm_head": Parameter(("embed", "vocab"), ("embed",), "output", "lm_head", "output", 11, gain=0.25),
+    "layers/mlp_norm": _row("layers embed", "", "ffn_norm", "post_attention_layernorm", "ffn_norm", 6),
+    "layers/w_gate": _row("layers embed mlp", "embed", "feed_forward.w1", "mlp.gate_proj", "ffn_gate", 7),
+    "layers/w_up": _row("layers embed mlp", "embed", "feed_forward.w3", "mlp.up_proj", "ffn_up", 9),
+    "layers/w_down": _row("layers mlp embed", "mlp", "feed_forward.w2", "mlp.down_proj", "ffn_down", 8, residual=True),
+    "final_norm": _row("embed", "", "norm", "model.norm", "output_norm", 10),
+    "lm_head": _row("embed vocab", "embed", "output", "lm_head", "output", 11, gain=0.25),
 }
 
 
@@ -168,15 +147,11 @@ class StoredTensor(NamedTuple):
 def stored_tensors(config: LlamaConfig) -> list[StoredTensor]:
     """Every tensor that a file of such a model holds: embedding first, then layer by layer, then the end."""
     table = parameter_table(config)
-    in_layers = [path for path in table if path.startswith("layers/")]
-    places = [
-        ("embed", 0),
-        *((path, layer) for layer in range(config.num_layers) for path in in_layers),
-        *((path, 0) for path in ("final_norm", "lm_head") if path in table),
-    ]
+    first, *last = (path for path in table if not path.startswith("layers/"))
+    layers = [(path, layer) for layer in range(config.num_layers) for path in table if path.startswith("layers/")]
     return [
         StoredTensor(path.replace("/", f"/{layer}/"), path, table[path], layer, matrix_shape(table[path], config))
-        for path, layer in places
+        for path, layer in [(first, 0), *layers, *((path, 0) for path in last)]
     ]
 
 

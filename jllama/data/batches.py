@@ -43,19 +43,18 @@ def training_batches(
     mine = slice(process_index * rows, (process_index + 1) * rows)
     windows, last = (len(tokens) - 1) // seq_len, len(tokens) - seq_len - 1
 
+    @functools.lru_cache
+    def offset(epoch: int) -> int:
+        return int(np.random.default_rng((seed, epoch)).integers(seq_len))
+
     def gather(index: int, chosen: np.ndarray) -> np.ndarray:
         epochs = (index * batch_size + np.arange(batch_size)) // windows
-        starts = np.minimum(chosen * seq_len + [_offset(seed, epoch, seq_len) for epoch in epochs.tolist()], last)
+        starts = np.minimum(chosen * seq_len + [offset(epoch) for epoch in epochs.tolist()], last)
         return tokens[starts[mine, None] + np.arange(seq_len + 1)].astype(np.int32)
 
     # Without drop_remainder, the length of the endless dataset overflows at batch size 1 (grain 0.2.18).
     shuffled = grain.MapDataset.range(windows).seed(seed).shuffle().repeat(None).batch(batch_size, drop_remainder=True)
     return iter(shuffled.map_with_index(gather).to_iter_dataset(grain.ReadOptions(num_threads=0)))
-
-
-@functools.lru_cache
-def _offset(seed: int, epoch: int, seq_len: int) -> int:
-    return int(np.random.default_rng((seed, epoch)).integers(seq_len))
 
 
 def validation_batches(

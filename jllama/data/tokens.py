@@ -149,14 +149,9 @@ def _between(texts: Iterable[str], start: int, end: int) -> Iterator[str]:
 
 
 def _blocks(split: str, texts: Iterable[str]) -> Iterator[Block]:
-    starts, held = True, ""
-    for text in filter(None, texts):
-        if held:
-            yield Block(split, held, starts, ends=False)
-            starts = False
-        held = text
-    if held:
-        yield Block(split, held, starts, ends=True)
+    pairs = itertools.pairwise(itertools.chain(filter(None, texts), [""]))
+    for number, (text, following) in enumerate(pairs):
+        yield Block(split, text, starts=number == 0, ends=not following)
 
 
 def _encode_rest(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -109,7 +109,6 @@ def complete_file(
     done = _read_unfinished(unfinished, identity)
     waiting: list[tuple[dict[str, Any], Prompt]] = []
     bad: list[dict[str, Any]] = []
-    problems = []
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
@@ -119,7 +118,6 @@ def complete_file(
             prompt = _prompt(fields, default)
             request_of(model, prompt)
         except JllamaError as error:
-            problems.append(f"{path}, line {number}: {error}")
             bad.append(fields | {"line": number, "error": str(error)})
             continue
         for sample in range(samples):
@@ -143,7 +141,7 @@ def complete_file(
     results = sorted([*done.values(), *bad], key=_place)
     write_text_whole(output, "".join(map(_dumped, results)))
     unfinished.unlink()
-    return problems
+    return [f"{path}, line {result['line']}: {result['error']}" for result in bad]
 
 
 def _dumped(result: dict[str, Any]) -> str:

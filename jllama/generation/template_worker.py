@@ -50,18 +50,14 @@ class _Namespace(Namespace):
     """jinja2's, without names that mean something to Python."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # a template may have a name called self
-        for name in (values := dict(*args[1:], **kwargs)):
-            _Namespace._check(name)
-        Namespace.__init__(args[0], values)
+        Namespace.__init__(args[0])
+        for name, value in dict(*args[1:], **kwargs).items():
+            args[0][name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _Namespace._check(name)
-        super().__setitem__(name, value)
-
-    @staticmethod
-    def _check(name: Any) -> None:
         if str(name).startswith("_"):
             raise SecurityError(f"it sets {name!r} in a namespace")
+        super().__setitem__(name, value)
 
 
 def _raise_exception(message: Any) -> None:

@@ -206,12 +206,11 @@ def _loop(run: _Run, state: TrainState, step_program: Any, seconds_before: float
                 recent_began_s = time.perf_counter()
         show(note="saving")
         checkpoints.wait()
-        best, params, final = checkpoints.best_step(), state.params, None
-        if not stop:
-            show(note="evaluating")
-            if best is not None and best != step:
-                params = checkpoints.restore_params(best, config.model, mesh=run.mesh)
-            final = evaluate(params, 0)
+        show(note="evaluating")
+        best, params = checkpoints.best_step(), state.params
+        if not (stop or best is None or best == step):
+            params = checkpoints.restore_params(best, config.model, mesh=run.mesh)
+        final = evaluate(params, 0)
         if final is None:
             go_on = command("train", "--resume", run.folder)
             raise Stopped(f"stopped at step {step:,} of {total_steps:,}; saved. Go on: {go_on}", stop[0])

@@ -39,14 +39,6 @@ class StepMetrics(NamedTuple):
     tokens: Float[Array, ""]
 
 
-class EvalSums(NamedTuple):
-    """Of one batch, to be added up: negative log-likelihood in nats, tokens, and bytes of text they stand for."""
-
-    nats: Float[Array, ""]
-    tokens: Float[Array, ""]
-    text_bytes: Float[Array, ""]
-
-
 def initial_state(
     key: Key[Array, ""],
     params: Params | None = None,
@@ -132,7 +124,7 @@ def eval_step(
     token_bytes: Int[Array, "vocab"],
     *,
     dtype: jnp.dtype | type = jnp.float32,
-) -> EvalSums:
-    """Sums over the unmasked targets of one batch, without z-loss."""
+) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
+    """Sums over the unmasked targets of one batch: nats without z-loss, tokens, and bytes of text they stand for."""
     nats, tokens = token_losses(params, windows, config, bos_id, mask=mask, dtype=dtype)
-    return EvalSums(nats, tokens, jnp.sum(jnp.where(mask, token_bytes[windows[:, 1:]], 0), dtype=jnp.float32))
+    return nats, tokens, jnp.sum(jnp.where(mask, token_bytes[windows[:, 1:]], 0), dtype=jnp.float32)
