@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,15 @@ def positive_number(fields: Mapping[str, Any], key: str, source: Path, default: 
     return float(value)
 
 
+@contextlib.contextmanager
+def fault_of(source: Path | str) -> Iterator[None]:
+    """Inside, a ``UsageError``, say of a ``LlamaConfig``, is the fault of a file: a ``JllamaError`` that names it."""
+    try:
+        yield
+    except UsageError as error:
+        raise JllamaError(f"{source}: {error}") from error
+
+
 def refuse_special_files(*paths: Path) -> None:
     """Raise ``JllamaError`` for a pipe, a socket or a device: reading one may never end."""
     for path in paths:
@@ -74,6 +84,11 @@ def check_orbax_files(folder: Path) -> None:
     for path in paths:
         if not path.suffix and path.parent.name != "d":  # the arrays are in folders of that name
             read_json_object(path)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file of a folder that is not yet in its place."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_text_whole(path: Path, text: str) -> None:

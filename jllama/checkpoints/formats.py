@@ -1,7 +1,12 @@
 """Every checkpoint format behind three functions: ``load``, ``save`` and ``convert``.
 
-A format is a module with ``recognises(path)``, ``read(path)`` and ``write(checkpoint, target, dtype, report)``; which
-one a path is in is read off its files. What passes between them is a ``Checkpoint``.
+A format is a module with three functions, and what passes between them is a ``Checkpoint``:
+
+``recognises(path)``: whether a path is in this format, going by its files.
+``read(path)``: opens it. ``JllamaError`` for what is damaged, missing, or not a Llama that jllama has.
+``write(checkpoint, target, dtype, report)``: writes into the empty folder ``target`` (for ``gguf``: that file), in
+``dtype`` or (None) every tensor in its own; ``report`` is told of the bytes of weights. ``JllamaError`` before any
+weights are written if the format cannot hold the model.
 """
 
 from __future__ import annotations

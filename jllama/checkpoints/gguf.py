@@ -31,7 +31,8 @@ from jllama.checkpoints.gguf_file import (
 )
 from jllama.checkpoints.tensors import Checkpoint, FileTensor, Report, half_split, interleaved, matched
 from jllama.config import LlamaConfig, RopeScaling
-from jllama.errors import JllamaError, UsageError
+from jllama.errors import JllamaError
+from jllama.files import fault_of
 from jllama.parameters import StoredTensor, parameter_table, stored_tensors
 from jllama.tokenizers import Tokenizer
 from jllama.tokenizers.convert import to_gguf
@@ -105,10 +106,8 @@ def read(path: Path) -> Checkpoint:
         raise JllamaError(
             f"{file} holds a model of architecture {reprlib.repr(architecture)}; jllama reads {ARCHITECTURE!r}"
         )
-    try:
+    with fault_of(f"{file} does not describe a model that jllama has"):
         config = _read_config(metadata, found, file)
-    except UsageError as error:
-        raise JllamaError(f"{file} does not describe a model that jllama has: {error}") from error
     tensors = _in_one_precision(matched(found, config, "gguf", file, ignored={ROPE_FREQS}))
     tensors = {
         stored.key: half_split(stored, tensors[stored.key], config.head_dim) for stored in stored_tensors(config)
@@ -258,14 +257,17 @@ def _read_divisors(config: LlamaConfig, tensors: Mapping[str, FileTensor], sourc
     return np.asarray(stored[0:half], np.float64)
 
 
+_LLAMA3_NUMBERS = {"factor": float, "low_freq_factor": float, "high_freq_factor": float, "original_max_seq_len": int}
+"""What ``OURS`` holds of a ``llama3`` scaling."""
+
+
 def _llama3_scaling(
     config: LlamaConfig, metadata: Mapping[str, Any], divisors: np.ndarray, source: Path
 ) -> RopeScaling | None:
     """The scaling that gives these divisors: as our own writer noted it, or solved for."""
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len")
-    noted = {name: metadata[OURS + name] for name in names if OURS + name in metadata}
+    noted = {name: metadata[OURS + name] for name in _LLAMA3_NUMBERS if OURS + name in metadata}
     if noted:
-        if [type(noted.get(name)) for name in names] != [float, float, float, int]:
+        if {name: type(value) for name, value in noted.items()} != _LLAMA3_NUMBERS:
             raise JllamaError(f"{source} has keys {OURS}* that no llama3 scaling has: {noted}")
         candidates = [RopeScaling("llama3", **noted)]
     elif np.all(divisors == 1):
@@ -338,16 +340,8 @@ def _read_stop_ids(metadata: Mapping[str, Any], config: LlamaConfig, source: Pat
 def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | Literal["q8_0"] | None, report: Report) -> None:
     """Write a GGUF file (version 3) that llama.cpp runs, tokenizer and chat template included.
 
-    Args:
-        checkpoint: the model.
-        target: the file to make.
-        dtype: of the matrices: float32, float16, bfloat16, or ``q8_0``; None keeps each one's own. Norms are always
-            float32, as llama.cpp demands. With ``q8_0``, a matrix whose rows are no multiple of 32 long is float16, as
-            llama.cpp's own converter has it.
-        report: told of the bytes written.
-
-    Raises:
-        JllamaError: GGUF cannot hold this model; nothing has been written.
+    Norms are always float32, as llama.cpp demands. With ``q8_0``, a matrix whose rows are no multiple of 32 long is
+    float16, as llama.cpp's own converter has it.
     """
     config = checkpoint.config
     stored = stored_tensors(config)
@@ -355,15 +349,11 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | Literal["
     metadata = _metadata_to_write(checkpoint) | _rope_scaling_to_write(config)
     matrix_types = collections.Counter(types[tensor.key] for tensor in stored if tensor.parameter.is_matrix)
     metadata["general.file_type"] = int(_FILE_TYPES[matrix_types.most_common(1)[0][0]])
-    to_write: list[TypedTensor] = [
-        (
-            tensor.name("gguf"),
-            interleaved(tensor, checkpoint.tensors[tensor.key], config.head_dim),
-            types[tensor.key],
-            config.head_dim if tensor.parameter.rotary else 1,
-        )
-        for tensor in stored
-    ]
+    to_write: list[TypedTensor] = []
+    for tensor in stored:
+        rows = interleaved(tensor, checkpoint.tensors[tensor.key], config.head_dim)
+        row_multiple = config.head_dim if tensor.parameter.rotary else 1
+        to_write.append((tensor.name("gguf"), rows, types[tensor.key], row_multiple))
     if config.rope_scaling and config.rope_scaling.type == "llama3":
         divisors = _llama3_divisors(config, config.rope_scaling).astype(np.float32)
         to_write.append((ROPE_FREQS, divisors, GGMLQuantizationType.F32, 1))
@@ -445,12 +435,7 @@ def _rope_scaling_to_write(config: LlamaConfig) -> dict[str, Any]:
         case "linear":
             return {f"{key}type": "linear", f"{key}factor": float(scaling.factor)}
         case "llama3":
-            return {
-                f"{OURS}factor": float(scaling.factor),
-                f"{OURS}low_freq_factor": float(scaling.low_freq_factor),
-                f"{OURS}high_freq_factor": float(scaling.high_freq_factor),
-                f"{OURS}original_max_seq_len": scaling.original_max_seq_len,
-            }
+            return {OURS + name: kind(getattr(scaling, name)) for name, kind in _LLAMA3_NUMBERS.items()}
         case "yarn":
             usual_bounds = RopeScaling("yarn", scaling.factor)
             if (scaling.beta_fast, scaling.beta_slow) != (usual_bounds.beta_fast, usual_bounds.beta_slow):

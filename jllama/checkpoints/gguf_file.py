@@ -63,11 +63,7 @@ class Quantised:
     rows: np.ndarray
     type: GGMLQuantizationType
     shape: tuple[int, ...]
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """float32."""
-        return np.dtype(np.float32)
+    dtype: np.dtype[Any] = PLAIN[GGMLQuantizationType.F32]
 
     def __getitem__(self, rows: slice, /) -> np.ndarray:
         """The rows asked for, dequantised."""

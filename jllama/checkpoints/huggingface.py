@@ -18,17 +18,18 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jllama.checkpoints.chat_files import read_chat_files, stop_ids, write_chat_files
 from jllama.checkpoints.safetensors_file import DTYPES, read_safetensors, write_safetensors
 from jllama.checkpoints.tensors import Checkpoint, FileTensor, Report, matched, same_bits
 from jllama.config import LlamaConfig, RopeScaling
-from jllama.errors import JllamaError, UsageError
-from jllama.files import positive_number, read_json_object, whole_number
+from jllama.errors import JllamaError
+from jllama.files import fault_of, positive_number, read_json_object, whole_number, write_json
 from jllama.parameters import parameter_table, stored_tensors
 from jllama.tokenizers import has_tokenizer, load_tokenizer
 from jllama.tokenizers.convert import save_huggingface
 
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -99,7 +100,7 @@ def config_from_huggingface(fields: Mapping[str, Any], source: Path) -> LlamaCon
     if type(tied) is not bool:
         raise JllamaError(f"{source} has tie_word_embeddings {tied!r}; it must be true or false")
     theta, scaling = _rope(fields, sizes["max_seq_len"], source)
-    try:
+    with fault_of(source):
         return LlamaConfig(
             vocab_size=0 if vocab_size == -1 else whole_number(fields, "vocab_size", source),
             norm_eps=positive_number(fields, "rms_norm_eps", source, 1e-6),
@@ -108,8 +109,6 @@ def config_from_huggingface(fields: Mapping[str, Any], source: Path) -> LlamaCon
             tie_embeddings=tied,
             **sizes,
         )
-    except UsageError as error:
-        raise JllamaError(f"{source}: {error}") from error
 
 
 def _refuse_other_models(fields: Mapping[str, Any], source: Path) -> None:
@@ -181,10 +180,8 @@ def _one_rope(
         numbers.setdefault("attention_factor", up / down)
     if rope_type != "linear":
         numbers["original_max_seq_len"] = original
-    try:
+    with fault_of(source):
         return theta, RopeScaling(**{"type": rope_type, **numbers})
-    except UsageError as error:
-        raise JllamaError(f"{source}: {error}") from error
 
 
 def config_to_huggingface(config: LlamaConfig, dtype: str) -> dict[str, Any]:
@@ -240,9 +237,7 @@ def config_to_huggingface(config: LlamaConfig, dtype: str) -> dict[str, Any]:
 def read(path: Path) -> Checkpoint:
     """Open a Hugging Face folder; of the weights only the embedding is read, and only to compare a tied head with it.
 
-    Raises:
-        JllamaError: a file is missing, cut short or wrong, names a place outside the folder, or holds another model
-            than ``config.json`` describes.
+    An index that names a place outside the folder raises JllamaError.
     """
     source = path / CONFIG
     if not source.is_file():
@@ -277,8 +272,43 @@ def read(path: Path) -> Checkpoint:
         tensors,
         load_tokenizer(path) if has_tokenizer(path) else None,
         _old_chat_template(path / TOKENIZER_CONFIG) if chat_template is None else chat_template,
-        stops or stop_ids(fields.get("eos_token_id"), source),
+        stops or _stop_ids(fields.get("eos_token_id"), source),
     )
+
+
+def read_chat_files(folder: Path) -> tuple[str | None, tuple[int, ...]]:
+    """The chat template and the stop ids in a folder of any format; None and no ids where the files are absent.
+
+    Raises:
+        JllamaError: a file is there but is not what its name says.
+    """
+    template, generation = folder / CHAT_TEMPLATE, folder / GENERATION_CONFIG
+    try:
+        text = template.read_text(encoding="utf-8") if template.is_file() else None
+    except UnicodeDecodeError as error:
+        raise JllamaError(f"{template} is not UTF-8 text: {error}") from error
+    if not generation.is_file():
+        return text, ()
+    return text, _stop_ids(read_json_object(generation).get("eos_token_id"), generation)
+
+
+def _stop_ids(value: Any, source: Path) -> tuple[int, ...]:
+    """An ``eos_token_id`` of a JSON file (absent, one id or a list) as a tuple; anything else raises JllamaError."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise JllamaError(
+            f"{source} has eos_token_id {json.dumps(value)[:100]}; it must be a token id or a list of them"
+        )
+    return tuple(ids)
+
+
+def write_chat_files(folder: Path, chat_template: str | None, stops: tuple[int, ...], **others: Any) -> None:
+    """Write what there is; ``others`` are further fields of ``generation_config.json``."""
+    if chat_template is not None:
+        (folder / CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
+    if stops or others:
+        fields = others | ({"eos_token_id": stops[0] if len(stops) == 1 else list(stops)} if stops else {})
+        write_json(folder / GENERATION_CONFIG, fields)
 
 
 def _weights(path: Path) -> dict[str, np.ndarray]:
@@ -330,17 +360,7 @@ def _old_chat_template(path: Path) -> str | None:
 
 
 def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, report: Report) -> None:
-    """Write a folder that transformers loads as it is.
-
-    Args:
-        checkpoint: the model.
-        target: an empty folder.
-        dtype: of every tensor; None keeps each one's own.
-        report: told of the bytes of weights as they are written.
-
-    Raises:
-        JllamaError: transformers cannot hold this model.
-    """
+    """Write a folder that transformers loads as it is."""
     tensors = [
         (stored.name("huggingface"), tensor, tensor.dtype if dtype is None else dtype)
         for stored in stored_tensors(checkpoint.config)
@@ -360,13 +380,12 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, rep
     }
     if tokenizer:
         save_huggingface(tokenizer, target)
-    _write_json(target / CONFIG, config)
+    write_json(target / CONFIG, config)
     write_chat_files(target, template, stops, **({"bos_token_id": tokenizer.bos_id} if tokenizer else {}))
     if template is not None and (target / TOKENIZER_CONFIG).is_file():
         # transformers 4.45, for one, and tools of its time know no chat_template.jinja.
-        _write_json(
-            target / TOKENIZER_CONFIG, read_json_object(target / TOKENIZER_CONFIG) | {"chat_template": template}
-        )
+        fields = read_json_object(target / TOKENIZER_CONFIG) | {"chat_template": template}
+        write_json(target / TOKENIZER_CONFIG, fields)
     shards = _shards(tensors)
     if len(shards) == 1:
         write_safetensors(target / WEIGHTS, shards[0], report)
@@ -374,7 +393,7 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, rep
     names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     places = {tensor[0]: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
     total_bytes = sum(_bytes(tensor) for tensor in tensors)
-    _write_json(target / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": places})
+    write_json(target / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": places})
     for name, shard in zip(names, shards, strict=True):
         write_safetensors(target / name, shard, report)
 
@@ -397,10 +416,6 @@ def _shards(tensors: list[_Named]) -> list[list[_Named]]:
         shards[-1].append(tensor)
         free_bytes -= _bytes(tensor)
     return shards
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def download(repository: str) -> Path:

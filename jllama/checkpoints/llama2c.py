@@ -19,7 +19,8 @@ import numpy as np
 from jllama import functional as F
 from jllama.checkpoints.tensors import BLOCK_BYTES, Checkpoint, FileTensor, Report, blocks, half_split, interleaved
 from jllama.config import LlamaConfig
-from jllama.errors import JllamaError, UsageError
+from jllama.errors import JllamaError
+from jllama.files import fault_of
 from jllama.parameters import StoredTensor, count_parameters, stored_tensors
 from jllama.tokenizers.convert import save_llama2c_tokenizer
 from jllama.tokenizers.llama2c import load_llama2c_tokenizer
@@ -27,8 +28,9 @@ from jllama.tokenizers.llama2c import load_llama2c_tokenizer
 MODEL = "model.bin"
 TOKENIZER = "tokenizer.bin"
 
+_SIZES = ("embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "vocab_size", "max_seq_len")
 _HEADER = struct.Struct("<7i")
-_LATER_VERSIONS = 0x616B3432  # "ak42": the first integer of versions 1 and 2
+_LATER_VERSIONS = b"24ka"  # what versions 1 and 2 begin with
 _FIXED = LlamaConfig(norm_eps=1e-5, rope_theta=10_000.0)  # what run.c has in its code
 
 
@@ -45,35 +47,32 @@ def _model_file(path: Path) -> Path | None:
 
 
 def _looks_like_one(file: Path) -> bool:
-    with file.open("rb") as opened:
-        header = opened.read(_HEADER.size)
-    if header[:4] == struct.pack("<I", _LATER_VERSIONS):
+    header = _header(file)
+    if header.startswith(_LATER_VERSIONS):
         return True
-    if len(header) < _HEADER.size:
-        return False
     try:
-        config = _config(_HEADER.unpack(header))
-    except UsageError:
+        config = _config(header, file)
+    except JllamaError:
         return False
     return file.suffix == ".bin" or file.stat().st_size == _file_bytes(config)
 
 
-def _config(sizes: tuple[int, ...]) -> LlamaConfig:
-    embed_dim, mlp_dim, num_layers, num_heads, num_kv_heads, vocab_size, max_seq_len = sizes
-    if not (num_kv_heads and mlp_dim and vocab_size):  # LlamaConfig would work a zero out
-        raise UsageError(f"its sizes are {sizes}; none may be 0")
-    return LlamaConfig(
-        vocab_size=abs(vocab_size),
-        num_layers=num_layers,
-        embed_dim=embed_dim,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        mlp_dim=mlp_dim,
-        max_seq_len=max_seq_len,
-        norm_eps=_FIXED.norm_eps,
-        rope_theta=_FIXED.rope_theta,
-        tie_embeddings=vocab_size > 0,
-    )
+def _header(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(_HEADER.size)
+
+
+def _config(header: bytes, file: Path) -> LlamaConfig:
+    if len(header) < _HEADER.size:
+        raise JllamaError(f"{file} is truncated: it has {len(header)} bytes, less than a llama2.c header")
+    sizes = dict(zip(_SIZES, _HEADER.unpack(header), strict=True))
+    if 0 in sizes.values():  # of some, LlamaConfig would work a zero out
+        raise JllamaError(f"{file} is no llama2.c file: its sizes are {tuple(sizes.values())}; none may be 0")
+    fixed = {name: getattr(_FIXED, name) for name in ("norm_eps", "rope_theta")}
+    tied = sizes["vocab_size"] > 0
+    sizes["vocab_size"] = abs(sizes["vocab_size"])
+    with fault_of(f"{file} is no llama2.c file"):
+        return LlamaConfig(**sizes, **fixed, tie_embeddings=tied)
 
 
 def _file_bytes(config: LlamaConfig) -> int:
@@ -92,30 +91,21 @@ def read(path: Path) -> Checkpoint:
     """Open a llama2.c file, or the folder that holds it, with the ``tokenizer.bin`` beside it if there is one.
 
     The epsilon is 1e-5 and RoPE's base 10,000, as they stand in ``run.c``. All is float32.
-
-    Raises:
-        JllamaError: it is truncated, of a later version, or makes no sense.
     """
     file = _model_file(path) if path.is_dir() else path
     if file is None:
         raise JllamaError(f"{path} does not hold exactly one llama2.c .bin file: give the file itself")
     if not file.is_file():
         raise JllamaError(f"there is no llama2.c file at {file}")
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        header = opened.read(_HEADER.size)
-    if header[:4] == struct.pack("<I", _LATER_VERSIONS):
+    header = _header(file)
+    if header.startswith(_LATER_VERSIONS):
         version = struct.unpack("<i", header[4:8])[0] if len(header) >= 8 else "unknown"
         raise JllamaError(
             f"{file} is a llama2.c file of version {version}; only the original format (version 0) can be read: "
             f"export it with --version 0"
         )
-    if len(header) < _HEADER.size:
-        raise JllamaError(f"{file} is truncated: it has {size} bytes, less than a llama2.c header")
-    try:
-        config = _config(_HEADER.unpack(header))
-    except UsageError as error:
-        raise JllamaError(f"{file} is no llama2.c file: {error}") from error
+    config = _config(header, file)
+    size = file.stat().st_size
     if (expected := _file_bytes(config)) != size:
         what = "is truncated" if size < expected else "is too long, or no llama2.c file"
         raise JllamaError(f"{file} {what}: it has {size} bytes but its header describes {expected}: fetch it again")
@@ -128,23 +118,14 @@ def read(path: Path) -> Checkpoint:
         stop = start + int(np.prod(stored.shape))
         tensors[stored.key] = half_split(stored, numbers[start:stop].reshape(stored.shape), config.head_dim)
         start = stop
-    tokenizer = None
-    if (tokenizer_file := file.parent / TOKENIZER).is_file():
-        tokenizer = load_llama2c_tokenizer(tokenizer_file)
-    return Checkpoint(config, tensors, tokenizer)
+    tokenizer = file.parent / TOKENIZER
+    return Checkpoint(config, tensors, load_llama2c_tokenizer(tokenizer) if tokenizer.is_file() else None)
 
 
 def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, report: Report) -> None:
-    """Write ``model.bin`` into a folder, and ``tokenizer.bin`` if there is a tokenizer: what ``run.c`` runs.
+    """Write ``model.bin``, and ``tokenizer.bin`` if there is a tokenizer: what ``run.c`` runs.
 
-    Args:
-        checkpoint: the model. bfloat16 and float16 are widened to float32, which loses nothing.
-        target: the folder.
-        dtype: None or float32: the format has no other.
-        report: told of the bytes written.
-
-    Raises:
-        JllamaError: the format cannot hold this model; no weights have been written.
+    bfloat16 and float16 are widened to float32, which loses nothing; ``dtype`` can be no other.
     """
     config = checkpoint.config
     if problems := _problems(checkpoint, dtype):
@@ -166,10 +147,9 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, rep
             _write_tables(config, file)
 
 
-def _sizes(config: LlamaConfig) -> tuple[int, ...]:
-    vocab_size = config.vocab_size if config.tie_embeddings else -config.vocab_size
-    heads = config.num_heads, config.num_kv_heads
-    return config.embed_dim, config.mlp_dim, config.num_layers, *heads, vocab_size, config.max_seq_len
+def _sizes(config: LlamaConfig) -> list[int]:
+    signs = {} if config.tie_embeddings else {"vocab_size": -1}
+    return [signs.get(name, 1) * getattr(config, name) for name in _SIZES]
 
 
 def _problems(checkpoint: Checkpoint, dtype: np.dtype[Any] | None) -> list[str]:

@@ -8,7 +8,6 @@ Source: ``ModelArgs`` and ``Transformer`` of Meta's llama (Llama 1 and 2) and ll
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -17,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from jllama.checkpoints.chat_files import read_chat_files, write_chat_files
+from jllama.checkpoints.huggingface import read_chat_files, write_chat_files
 from jllama.checkpoints.tensors import Checkpoint, FileTensor, Report, half_split, interleaved, matched, same_bits
 from jllama.checkpoints.torch_file import read_torch_file, write_torch_file
 from jllama.config import LlamaConfig, RopeScaling, llama_mlp_dim
 from jllama.errors import JllamaError, UsageError
-from jllama.files import positive_number, read_json_object, refuse_special_files, whole_number
+from jllama.files import fault_of, positive_number, read_json_object, refuse_special_files, whole_number, write_json
 from jllama.parameters import StoredTensor, stored_tensors
 from jllama.presets import PRESETS, differing, presets_of_shape
 from jllama.tokenizers import Tokenizer, has_tokenizer, load_tokenizer
@@ -56,24 +55,12 @@ _MLP_RULES: list[tuple[int, float | None]] = [
 """``multiple_of`` and ``ffn_dim_multiplier`` of known models."""
 
 
-@dataclasses.dataclass(frozen=True)
 class Joined:
     """A tensor whose parts, one a shard and all of one shape, lie one after the other along an axis."""
 
-    parts: list[np.ndarray]
-    axis: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
-        shape = list(self.parts[0].shape)
-        shape[self.axis] *= len(self.parts)
-        return tuple(shape)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The parts'."""
-        return self.parts[0].dtype
+    def __init__(self, parts: list[np.ndarray], axis: int) -> None:
+        self.parts, self.axis, self.dtype = parts, axis, parts[0].dtype
+        self.shape = tuple(size * len(parts) if i == axis else size for i, size in enumerate(parts[0].shape))
 
     def __getitem__(self, rows: slice, /) -> np.ndarray:
         """The rows asked for, of those parts that have them."""
@@ -117,7 +104,9 @@ def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
         config = dataclasses.replace(config, tie_embeddings=True)
         ignored.append(stored["lm_head"].name("meta"))
     tensors = matched(found, config, "meta", path, ignored)
-    config = dataclasses.replace(config, max_seq_len=_max_seq_len(config, path / OURS))
+    ours = path / OURS
+    said = whole_number(read_json_object(ours), "max_seq_len", ours) if ours.is_file() else 0
+    config = dataclasses.replace(config, max_seq_len=said or _family_max_seq_len(config))
     return Checkpoint(
         config,
         {key: half_split(stored[key], tensor, config.head_dim) for key, tensor in tensors.items()},
@@ -169,7 +158,7 @@ def _config(
     """The architecture, not tied and of any ``max_seq_len``; the MLP's width and the vocabulary from the weights."""
     count, tensors = len(shards), next(iter(shards.values()))
     embed_dim, num_layers, num_heads = (whole_number(params, key, source) for key in ("dim", "n_layers", "n_heads"))
-    try:
+    with fault_of(source):
         config = LlamaConfig(
             num_layers=num_layers,
             embed_dim=embed_dim,
@@ -178,8 +167,6 @@ def _config(
             norm_eps=positive_number(params, "norm_eps", source, 1e-5),
             rope_theta=positive_number(params, "rope_theta", source, 10_000.0),
         )
-    except UsageError as error:
-        raise JllamaError(f"{source}: {error}") from error
     names = {stored.key: stored.name("meta") for stored in stored_tensors(config)}
     shapes = {key: tensors[name].shape for key, name in names.items() if name in tensors and tensors[name].ndim == 2}
 
@@ -247,10 +234,8 @@ def _rope_scaling(
     numbers: dict[str, Any] = {
         ours: positive_number(params, theirs, source, getattr(default, ours)) for ours, theirs in _SCALING.items()
     } | {"original_max_seq_len": whole_number(params, length, source, default.original_max_seq_len)}
-    try:
+    with fault_of(source):
         return RopeScaling("llama3", **numbers)
-    except UsageError as error:
-        raise JllamaError(f"{source}: {error}") from error
 
 
 def _joined(
@@ -289,14 +274,6 @@ def _layout(stored: StoredTensor, shape: tuple[int, ...], count: int) -> tuple[i
     return int(row.inputs != ("embed",)), 1
 
 
-def _max_seq_len(config: LlamaConfig, source: Path) -> int:
-    return (
-        whole_number(read_json_object(source), "max_seq_len", source)
-        if source.is_file()
-        else _family_max_seq_len(config)
-    )
-
-
 def _family_max_seq_len(config: LlamaConfig) -> int:
     """The context length of the released Llama that a configuration is, or of the family that it looks to be of."""
     for released in PRESETS.values():
@@ -318,24 +295,14 @@ def _tokenizer(path: Path) -> Tokenizer | None:
 
 
 def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, report: Report) -> None:
-    """Write a folder of one shard, which Meta's code reads too; it knows no tying, so the head is always written.
-
-    Args:
-        checkpoint: the model.
-        target: an empty folder.
-        dtype: of every tensor; None keeps each one's own.
-        report: told of the bytes of weights as they are written.
-
-    Raises:
-        JllamaError: Meta's format cannot hold this model.
-    """
+    """Write a folder of one shard, which Meta's code reads too; it knows no tying, so the head is always written."""
     config, tensors = checkpoint.config, checkpoint.tensors
     params = _params_of(config)
     if checkpoint.tokenizer is not None:
         save_meta(checkpoint.tokenizer, target)
-    (target / PARAMS).write_text(json.dumps(params, indent=2) + "\n")
+    write_json(target / PARAMS, params)
     if config.max_seq_len != _family_max_seq_len(config):
-        (target / OURS).write_text(json.dumps({"max_seq_len": config.max_seq_len}) + "\n")
+        write_json(target / OURS, {"max_seq_len": config.max_seq_len})
     write_chat_files(target, checkpoint.chat_template, checkpoint.stop_ids)
     named: list[tuple[str, FileTensor, np.dtype[Any]]] = []
     for stored in stored_tensors(dataclasses.replace(config, tie_embeddings=False)):

@@ -24,7 +24,7 @@ import yaml
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from orbax.checkpoint import checkpoint_managers
 
-from jllama.checkpoints.chat_files import read_chat_files, write_chat_files
+from jllama.checkpoints.huggingface import read_chat_files, write_chat_files
 from jllama.checkpoints.tensors import Checkpoint, ParamTensors, Report, aligned_empty, load_params, progress
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError, UsageError
@@ -54,36 +54,26 @@ class Checkpoints:
         self.folder = folder.resolve()
         if not read_only:
             self._sweep()
+        arrays = ocp.PyTreeCheckpointHandler
+        handlers: dict[str, Any] = {name: arrays(use_compression=False) for name in ("params", "state")}
+        handlers["meta"] = ocp.JsonCheckpointHandler()
+        latest = checkpoint_managers.LatestN(keep_last)
+        best = checkpoint_managers.BestN(
+            get_metric_fn=_validation_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False
+        )
+        options = ocp.CheckpointManagerOptions(
+            best_fn=_validation_loss,
+            best_mode="min",
+            preservation_policy=checkpoint_managers.AnyPreservationPolicy([latest, best]),
+            cleanup_tmp_directories=not read_only,
+            read_only=read_only,
+            create=not read_only,
+            todelete_subdir=None if read_only else _UNWANTED,
+            save_interval_steps=0 if read_only else 1,
+        )
         with self._reading(self.folder):
             refuse_special_files(*files_below(self.folder))
-            self._manager = ocp.CheckpointManager(
-                self.folder,
-                item_handlers={
-                    "params": ocp.PyTreeCheckpointHandler(use_compression=False),
-                    "state": ocp.PyTreeCheckpointHandler(use_compression=False),
-                    "meta": ocp.JsonCheckpointHandler(),
-                },
-                options=ocp.CheckpointManagerOptions(
-                    best_fn=_validation_loss,
-                    best_mode="min",
-                    preservation_policy=checkpoint_managers.AnyPreservationPolicy(
-                        [
-                            checkpoint_managers.LatestN(keep_last),
-                            checkpoint_managers.BestN(
-                                get_metric_fn=_validation_loss,
-                                reverse=True,
-                                n=1,
-                                keep_checkpoints_without_metrics=False,
-                            ),
-                        ]
-                    ),
-                    cleanup_tmp_directories=not read_only,
-                    read_only=read_only,
-                    create=not read_only,
-                    todelete_subdir=None if read_only else _UNWANTED,
-                    save_interval_steps=0 if read_only else 1,
-                ),
-            )
+            self._manager = ocp.CheckpointManager(self.folder, item_handlers=handlers, options=options)
 
     def steps(self) -> list[int]:
         """The steps that are saved whole, oldest first."""
@@ -106,17 +96,12 @@ class Checkpoints:
         self.wait()
         chunks = jax.tree.map(lambda _: _CHUNKED, params)
         chunks["layers"] = jax.tree.map(lambda _: _BY_LAYER, params["layers"])
+        items = {"params": ocp.args.PyTreeSave(params, chunks), "meta": ocp.args.JsonSave(meta)}
+        if state is not None:
+            items["state"] = ocp.args.PyTreeSave(state)
+        metrics = None if validation_loss is None else {"validation_loss": validation_loss}
         try:
-            self._manager.save(
-                step,
-                args=ocp.args.Composite(
-                    params=ocp.args.PyTreeSave(params, chunks),
-                    meta=ocp.args.JsonSave(meta),
-                    **({} if state is None else {"state": ocp.args.PyTreeSave(state)}),
-                ),
-                metrics=None if validation_loss is None else {"validation_loss": validation_loss},
-                force=True,
-            )
+            self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
         except Exception as error:
             raise self._save_error(error) from error
 
@@ -141,14 +126,10 @@ class Checkpoints:
         with self._reading(self.folder / str(step)):
             self._check(step, "params", params)
             self._check(step, "state", state)
-            restored = self._manager.restore(
-                step,
-                args=ocp.args.Composite(
-                    params=_restore_args(params),
-                    state=_restore_args(state),
-                    meta=ocp.args.JsonRestore(),
-                ),
+            args = ocp.args.Composite(
+                params=_restore_args(params), state=_restore_args(state), meta=ocp.args.JsonRestore()
             )
+            restored = self._manager.restore(step, args=args)
         return restored["params"], restored["state"], restored["meta"]
 
     def restore_params(

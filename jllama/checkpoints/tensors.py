@@ -51,13 +51,8 @@ Report = Callable[[int], None]
 def progress(what: str, total_bytes: int) -> Iterator[Report]:
     """Bytes done, speed and time left, on stderr if that is a terminal."""
     console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
+    text = TextColumn("{task.description}")
+    columns = text, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=total_bytes)
         yield lambda done_bytes: progress.advance(task, done_bytes)
@@ -101,23 +96,12 @@ class Checkpoint:
     stop_ids: tuple[int, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
 class Reordered:
     """A rotary matrix with the rows of each head reordered: from interleaved pairs to half-split, or back."""
 
-    tensor: FileTensor
-    head_dim: int
-    to_half_split: bool
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The tensor's."""
-        return self.tensor.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The tensor's."""
-        return self.tensor.dtype
+    def __init__(self, tensor: FileTensor, head_dim: int, to_half_split: bool) -> None:
+        self.tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype
+        self.head_dim, self.to_half_split = head_dim, to_half_split
 
     def __getitem__(self, rows: slice, /) -> np.ndarray:
         """The rows asked for: whole heads are read, reordered and cut."""
@@ -231,15 +215,11 @@ def load_params(
         tensors = [
             checkpoint.tensors[stored.key] for stored in stored_tensors(checkpoint.config) if stored.path == path
         ]
-        own = dtype or jnp.result_type(*(tensor.dtype for tensor in tensors))
+        own = np.dtype(dtype or jnp.result_type(*(tensor.dtype for tensor in tensors)))
+        shape = shape_of(row, checkpoint.config)
         sharding = SingleDeviceSharding(jax.devices()[0]) if mesh is None else parameter_sharding(mesh, row)
-        array = jax.make_array_from_callback(
-            shape_of(row, checkpoint.config),
-            sharding,
-            lambda index, row=row, tensors=tensors, own=own: _read(
-                row, shape_of(row, checkpoint.config), tensors, index, np.dtype(own), report
-            ),
-        )
+        read = functools.partial(_read, row, shape, tensors, own, report)
+        array = jax.make_array_from_callback(shape, sharding, read)
         *parents, name = path.split("/")
         place = params
         for parent in parents:
@@ -252,9 +232,9 @@ def _read(
     row: Parameter,
     shape: tuple[int, ...],
     tensors: list[FileTensor],
-    index: Any,
     dtype: np.dtype[Any],
     report: Report,
+    index: Any,
 ) -> np.ndarray:
     """The part of a parameter at ``index``, from the tensors of its layers."""
     ranges = [part.indices(size) for part, size in zip(index, shape, strict=True)]

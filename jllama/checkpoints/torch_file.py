@@ -41,6 +41,7 @@ _STORAGES: dict[str, np.dtype[Any]] = {
     "torch.HalfStorage": np.dtype(np.float16),
     "torch.BFloat16Storage": np.dtype(jnp.bfloat16),
 }
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _CALLS = ("collections.OrderedDict", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter")
 
 
@@ -160,6 +161,11 @@ def _unpickled(data: bytes, path: Path, storage: Callable[[str, np.dtype[Any], i
         del stack[len(stack) - count :]
         return taken
 
+    def popped_to_mark() -> list[Any]:
+        taken = popped(len(stack) - marks[-1])
+        marks.pop()
+        return taken
+
     operations: Any = pickletools.genops(data)
     for opcode, argument, _ in operations:
         match opcode.name:
@@ -167,21 +173,14 @@ def _unpickled(data: bytes, path: Path, storage: Callable[[str, np.dtype[Any], i
                 pass
             case "BINUNICODE" | "SHORT_BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1":
                 stack.append(argument)
-            case "NONE":
-                stack.append(None)
-            case "NEWTRUE":
-                stack.append(True)
-            case "NEWFALSE":
-                stack.append(False)
+            case name if name in _CONSTANTS:
+                stack.append(_CONSTANTS[name])
             case "EMPTY_DICT":
                 stack.append({})
-            case "EMPTY_TUPLE":
-                stack.append(())
             case "MARK":
                 marks.append(len(stack))
             case "TUPLE":
-                stack.append(tuple(popped(len(stack) - marks[-1])))
-                marks.pop()
+                stack.append(tuple(popped_to_mark()))
             case "TUPLE1" | "TUPLE2" | "TUPLE3":
                 stack.append(tuple(popped(int(opcode.name[-1]))))
             case "BINPUT" | "LONG_BINPUT":
@@ -193,9 +192,7 @@ def _unpickled(data: bytes, path: Path, storage: Callable[[str, np.dtype[Any], i
             case "SETITEM":
                 _set_items(stack, popped(2))
             case "SETITEMS":
-                items = popped(len(stack) - marks[-1])
-                marks.pop()
-                _set_items(stack, items)
+                _set_items(stack, popped_to_mark())
             case "GLOBAL":  # pickletools puts a space between the module and the name
                 stack.append(_named(argument.replace(" ", ".", 1), path))
             case "STACK_GLOBAL":

@@ -45,10 +45,8 @@ PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
 }
 """llama.cpp's name of each known way to split text, and what Hugging Face's library is told to do the same."""
 
-
-def whole_words_first(pre: str) -> bool:
-    """Whether a part of the text that is a token is taken as it is, unmerged: so in Llama 3's tokenizer alone."""
-    return pre == "llama-bpe"
+WHOLE_WORDS_FIRST = "llama-bpe"
+"""With this one alone, a part of the text that is a token is taken as it is, unmerged."""
 
 
 def pre_tokenizer_name(tokenizer: Mapping[str, Any]) -> str | None:
@@ -83,11 +81,6 @@ def merges_of_ranks(texts: Sequence[str]) -> list[tuple[str, str]]:
     return merges
 
 
-def chars(token: bytes) -> str:
-    """A token's bytes as the characters that stand for them."""
-    return "".join(BYTE_CHARS[byte] for byte in token)
-
-
 def byte_level_json(
     vocab: Mapping[str, int],
     merges: Sequence[tuple[str, str]],
@@ -105,7 +98,7 @@ def byte_level_json(
         bos: id and text of the token that begins a text; None if none is added.
     """
     split, decoder = PRE_TOKENIZERS[pre], _byte_level(use_regex=True)
-    return tokenizer_json(vocab, merges, added, bos, decoder, split, ignore_merges=whole_words_first(pre))
+    return tokenizer_json(vocab, merges, added, bos, decoder, split, ignore_merges=pre == WHOLE_WORDS_FIRST)
 
 
 def tokenizer_json(

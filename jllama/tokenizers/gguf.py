@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jllama.errors import JllamaError
-from jllama.tokenizers.byte_level import byte_level_json, pre_tokenizer_name, whole_words_first
+from jllama.tokenizers.byte_level import WHOLE_WORDS_FIRST, byte_level_json, pre_tokenizer_name
 from jllama.tokenizers.huggingface import HuggingFaceTokenizer
 from jllama.tokenizers.pieces import (
     BYTE,
@@ -130,8 +130,8 @@ def byte_level_metadata(tokenizer: HuggingFaceTokenizer, vocab_size: int) -> dic
             f"GGUF has no name for how this tokenizer splits text ({whole['pre_tokenizer']}, "
             f"normalizer {whole['normalizer']})"
         )
-    if bool(whole["model"].get("ignore_merges")) != whole_words_first(pre):
-        raise JllamaError(f"GGUF's {pre} tokenizer has ignore_merges {whole_words_first(pre)}, this one has not")
+    if bool(whole["model"].get("ignore_merges")) != (expected := pre == WHOLE_WORDS_FIRST):
+        raise JllamaError(f"GGUF's {pre} tokenizer has ignore_merges {expected}, this one has not")
     tokens = [_padding(id) for id in range(max(tokenizer.vocab_size, vocab_size))]
     types = [UNUSED] * len(tokens)
     for token, id in whole["model"]["vocab"].items():

@@ -14,7 +14,7 @@ from jaxtyping import Int
 
 from jllama.config import MAX_SIZES
 from jllama.errors import JllamaError
-from jllama.files import read_json_object
+from jllama.files import read_json_object, write_json
 from jllama.tokenizers.base import Tokenizer, check_text
 from jllama.tokenizers.byte_level import CHAR_BYTES, post_processor
 from jllama.tokenizers.pieces import SPACE, byte_of
@@ -118,7 +118,7 @@ class HuggingFaceTokenizer(Tokenizer):
             "add_bos_token": self.add_bos,
             "clean_up_tokenization_spaces": False,
         }
-        (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(folder / CONFIG_NAME, config)
 
     def fingerprint(self) -> str:
         """SHA-256 of the file's content and of what else decides the ids, in hexadecimal."""

@@ -68,22 +68,18 @@ class SentencePieceTokenizer(Tokenizer):
         )
 
     def _bytes_of(self, token: int, piece: str) -> int:
-        if self._processor.is_control(token) or self._processor.is_unknown(token):
+        if piece in self.special_tokens:
             return 0
         return 1 if self._processor.is_byte(token) else len(piece.replace(SPACE, " ").encode())
 
     def _encode(self, text: str) -> list[int]:
         if SPACE not in text or not self._byte_fallback:
             return self._library_ids(text)
-        stand_in = next(
-            char for char in map(chr, range(0xFDD0, 0xDFFF, -1)) if self._is_free(char) and char not in text
-        )
+        chars, unknown = map(chr, range(0xFDD0, 0xDFFF, -1)), self._processor.unk_id()
+        stand_in = next(char for char in chars if self._processor.piece_to_id(char) == unknown and char not in text)
         ids = "".join(map(chr, self._library_ids(text.replace(SPACE, stand_in))))  # a str only for its replace
         old, new = ("".join(chr(self._byte_ids[byte]) for byte in char.encode()) for char in (stand_in, SPACE))
         return [ord(char) for char in ids.replace(old, new)]
-
-    def _is_free(self, char: str) -> bool:
-        return self._processor.piece_to_id(char) == self._processor.unk_id()
 
     def _library_ids(self, text: str) -> list[int]:
         """The library's ids. A long text is cut before newlines, which no piece crosses: the same ids, sooner."""

@@ -14,7 +14,7 @@ from jaxtyping import Int
 
 from jllama.errors import JllamaError
 from jllama.tokenizers.base import Tokenizer
-from jllama.tokenizers.byte_level import LLAMA3_PATTERN, byte_level_json, chars, merges_of_ranks
+from jllama.tokenizers.byte_level import BYTE_CHARS, LLAMA3_PATTERN, byte_level_json, merges_of_ranks
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 _NAMED = (
@@ -73,7 +73,7 @@ class TiktokenTokenizer(Tokenizer):
 
     def to_json(self) -> str:
         """The ``tokenizer.json`` that gives the same ids."""
-        texts = [chars(token) for token in self.tokens]
+        texts = ["".join(BYTE_CHARS[byte] for byte in token) for token in self.tokens]
         vocab = {text: rank for rank, text in enumerate(texts)}
         added = [(id, name, True) for name, id in self.special_tokens.items()]
         return byte_level_json(vocab, merges_of_ranks(texts), added, "llama-bpe", (self.bos_id, BOS))
