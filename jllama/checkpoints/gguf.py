@@ -92,9 +92,6 @@ def read(path: Path) -> Checkpoint:
 
     With any quantised matrix, everything is float32. Otherwise a tensor has its own dtype; a norm, which every GGUF
     file stores as float32, has the one 16-bit dtype of all the matrices if that holds its values exactly.
-
-    Raises:
-        JllamaError: it is damaged, is no Llama, or asks for something that jllama does not do.
     """
     file = _only_file(path)
     if file is None:
@@ -211,18 +208,11 @@ def _read_rope_scaling(
     attention = take("rope.scaling.attn_factor", float, 1.0)
     beta_fast = take("rope.scaling.yarn_beta_fast", float, 32.0)
     beta_slow = take("rope.scaling.yarn_beta_slow", float, 1.0)
-    scaling = None
-    match kind:
-        case "none":
-            pass
-        case "linear":
-            scaling = RopeScaling("linear", factor) if factor != 1 else None
-        case "yarn":
-            scaling = RopeScaling(
-                "yarn", factor, original_max_seq_len=original, beta_fast=beta_fast, beta_slow=beta_slow
-            )
-        case _:
-            raise JllamaError(f"{source} has {key}type {reprlib.repr(kind)}; jllama knows none, linear and yarn")
+    if kind not in ("none", "linear", "yarn"):
+        raise JllamaError(f"{source} has {key}type {reprlib.repr(kind)}; jllama knows none, linear and yarn")
+    scaling = RopeScaling("linear", factor) if kind == "linear" and factor != 1 else None
+    if kind == "yarn":
+        scaling = RopeScaling("yarn", factor, original_max_seq_len=original, beta_fast=beta_fast, beta_slow=beta_slow)
     usual = scaling.attention_factor if scaling and scaling.type == "yarn" else 1.0
     # The converter puts the whole factor here, llama.cpp does not look: only where both agree is the meaning clear.
     whole = take("rope.scaling.yarn_attn_factor", float, usual)
@@ -247,9 +237,7 @@ def _read_rope_scaling(
 
 def _read_divisors(config: LlamaConfig, tensors: Mapping[str, FileTensor], source: Path) -> np.ndarray:
     half = config.head_dim // 2
-    stored = tensors.get(ROPE_FREQS)
-    if stored is None:
-        return np.ones(1)
+    stored = tensors.get(ROPE_FREQS, np.ones(half, np.float32))
     if stored.shape != (half,) or stored.dtype != np.float32:
         raise JllamaError(
             f"{source} has {ROPE_FREQS} as {stored.dtype.name}{list(stored.shape)}, expected float32{[half]}"

@@ -24,7 +24,7 @@ from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError
 from jllama.files import fault_of, positive_number, read_json_object, whole_number, write_json
 from jllama.parameters import parameter_table, stored_tensors
-from jllama.tokenizers import has_tokenizer, load_tokenizer
+from jllama.tokenizers import Tokenizer, has_tokenizer, load_tokenizer
 from jllama.tokenizers.convert import save_huggingface
 
 CONFIG = "config.json"
@@ -200,10 +200,8 @@ def config_to_huggingface(config: LlamaConfig, dtype: str) -> dict[str, Any]:
             f"({config.num_heads}): save it in another format"
         )
     scaling = config.rope_scaling
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if scaling:
-        required, _ = _ROPE_KEYS[scaling.type]
-        rope = {"rope_type": scaling.type} | {key: float(getattr(scaling, key)) for key in required}
+    rope: dict[str, Any] = {"rope_type": scaling.type if scaling else "default"}
+    rope |= {key: float(getattr(scaling, key)) for key in _ROPE_KEYS[rope["rope_type"]][0]}
     if scaling and scaling.type == "dynamic" and scaling.original_max_seq_len != config.max_seq_len:
         raise JllamaError(
             f"transformers' dynamic RoPE has one length, so original_max_seq_len ({scaling.original_max_seq_len}) must "
@@ -266,14 +264,16 @@ def read(path: Path) -> Checkpoint:
             f"{path} has tie_word_embeddings true in {CONFIG}, but {head} differs from {embed}: "
             f"set it to false if the model has a head of its own"
         )
-    chat_template, stops = read_chat_files(path)
-    return Checkpoint(
-        config,
-        tensors,
-        load_tokenizer(path) if has_tokenizer(path) else None,
-        _old_chat_template(path / TOKENIZER_CONFIG) if chat_template is None else chat_template,
-        stops or _stop_ids(fields.get("eos_token_id"), source),
-    )
+    tokenizer, template, stops = read_text_files(path)
+    if template is None:
+        template = _old_chat_template(path / TOKENIZER_CONFIG)
+    return Checkpoint(config, tensors, tokenizer, template, stops or _stop_ids(fields.get("eos_token_id"), source))
+
+
+def read_text_files(folder: Path) -> tuple[Tokenizer | None, str | None, tuple[int, ...]]:
+    """The tokenizer, chat template and stop ids in a folder of any format, as far as it has them."""
+    tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
+    return tokenizer, *read_chat_files(folder)
 
 
 def read_chat_files(folder: Path) -> tuple[str | None, tuple[int, ...]]:

@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from jllama.checkpoints.huggingface import read_chat_files, write_chat_files
+from jllama.checkpoints.huggingface import read_text_files, write_chat_files
 from jllama.checkpoints.tensors import Checkpoint, FileTensor, Report, half_split, interleaved, matched, same_bits
 from jllama.checkpoints.torch_file import read_torch_file, write_torch_file
 from jllama.config import LlamaConfig, RopeScaling, llama_mlp_dim
 from jllama.errors import JllamaError, UsageError
-from jllama.files import fault_of, positive_number, read_json_object, refuse_special_files, whole_number, write_json
+from jllama.files import fault_of, positive_number, read_json_object, whole_number, write_json
 from jllama.parameters import StoredTensor, stored_tensors
 from jllama.presets import PRESETS, differing, presets_of_shape
-from jllama.tokenizers import Tokenizer, has_tokenizer, load_tokenizer
+from jllama.tokenizers import load_tokenizer
 from jllama.tokenizers.convert import save_meta
 
 PARAMS = "params.json"
@@ -107,12 +107,12 @@ def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
     ours = path / OURS
     said = whole_number(read_json_object(ours), "max_seq_len", ours) if ours.is_file() else 0
     config = dataclasses.replace(config, max_seq_len=said or _family_max_seq_len(config))
-    return Checkpoint(
-        config,
-        {key: half_split(stored[key], tensor, config.head_dim) for key, tensor in tensors.items()},
-        _tokenizer(path),
-        *read_chat_files(path),
-    )
+    tensors = {key: half_split(stored[key], tensor, config.head_dim) for key, tensor in tensors.items()}
+    tokenizer, template, stops = read_text_files(path)
+    beside = path.resolve().parent / "tokenizer.model"  # Llama 1 and 2 were released with it there
+    if tokenizer is None and beside.exists():
+        tokenizer = load_tokenizer(beside)
+    return Checkpoint(config, tensors, tokenizer, template, stops)
 
 
 def _params(source: Path) -> dict[str, Any]:
@@ -283,15 +283,6 @@ def _family_max_seq_len(config: LlamaConfig) -> int:
         return 131_072  # Llama 3.1 to 3.3
     by_theta = {500_000.0: 8192, 1_000_000.0: 16_384}  # Llama 3, Code Llama
     return by_theta.get(config.rope_theta, 2048 if config.norm_eps == 1e-6 else 4096)  # Llama 1, Llama 2
-
-
-def _tokenizer(path: Path) -> Tokenizer | None:
-    """Llama 1 and 2 were released with the tokenizer beside the models' folders."""
-    if has_tokenizer(path):
-        return load_tokenizer(path)
-    beside = path.resolve().parent / "tokenizer.model"
-    refuse_special_files(beside)
-    return load_tokenizer(beside) if beside.is_file() else None
 
 
 def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, report: Report) -> None:

@@ -24,7 +24,7 @@ import yaml
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from orbax.checkpoint import checkpoint_managers
 
-from jllama.checkpoints.huggingface import read_chat_files, write_chat_files
+from jllama.checkpoints.huggingface import read_text_files, write_chat_files
 from jllama.checkpoints.tensors import Checkpoint, ParamTensors, Report, aligned_empty, load_params, progress
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError, UsageError
@@ -32,7 +32,6 @@ from jllama.files import check_orbax_files, files_below, refuse_special_files, w
 from jllama.model import abstract_params
 from jllama.parallel.mesh import state_sharding
 from jllama.parameters import Params, count_parameters
-from jllama.tokenizers import Tokenizer, has_tokenizer, load_tokenizer
 
 _CHUNK_BYTES = 64 << 20  # a chunk is always read whole
 _CHUNKED = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
@@ -320,12 +319,6 @@ def read(path: Path) -> Checkpoint:
     run = open_run(path)
     tensors = ParamTensors(run.config, lambda: restore(run))
     return Checkpoint(run.config, tensors, *read_text_files(path))
-
-
-def read_text_files(folder: Path) -> tuple[Tokenizer | None, str | None, tuple[int, ...]]:
-    """A run's tokenizer, chat template and stop ids, as far as it has them."""
-    tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
-    return tokenizer, *read_chat_files(folder)
 
 
 def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, report: Report) -> None:

@@ -7,22 +7,13 @@ from pathlib import Path
 
 from jllama.errors import JllamaError
 from jllama.files import refuse_special_files
-from jllama.tokenizers.base import BYTES_MODEL, BytesTokenizer, Tokenizer
+from jllama.tokenizers.base import BYTES_MODEL, BytesTokenizer
+from jllama.tokenizers.base import Tokenizer as Tokenizer
 from jllama.tokenizers.huggingface import HuggingFaceTokenizer, load_huggingface_tokenizer
 from jllama.tokenizers.llama2c import load_llama2c_tokenizer
-from jllama.tokenizers.sentencepiece import SentencePieceTokenizer, train_sentencepiece
+from jllama.tokenizers.sentencepiece import SentencePieceTokenizer
+from jllama.tokenizers.sentencepiece import train_sentencepiece as train_sentencepiece
 from jllama.tokenizers.tiktoken import TiktokenTokenizer, is_tiktoken
-
-__all__ = [
-    "BytesTokenizer",
-    "HuggingFaceTokenizer",
-    "SentencePieceTokenizer",
-    "TiktokenTokenizer",
-    "Tokenizer",
-    "has_tokenizer",
-    "load_tokenizer",
-    "train_sentencepiece",
-]
 
 FILE_NAMES = ("tokenizer.json", "tokenizer.model", "tokenizer.bytes.json", "tokenizer.bin")
 

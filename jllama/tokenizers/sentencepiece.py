@@ -57,9 +57,7 @@ class SentencePieceTokenizer(Tokenizer):
             for id, piece in enumerate(self.pieces)
             if self._processor.is_control(id) or self._processor.is_unknown(id)
         }
-        self._token_bytes = np.array(
-            [self._bytes_of(token, piece) for token, piece in enumerate(self.pieces)], np.int32
-        )
+        self._token_bytes = np.array([self._bytes_of(id, piece) for id, piece in enumerate(self.pieces)], np.int32)
         newline = self._processor.encode("\n")
         self._cut_at_newlines = (
             not any("\n" in piece for piece in self.pieces)
@@ -67,10 +65,10 @@ class SentencePieceTokenizer(Tokenizer):
             and self._processor.encode("a \n") == self._processor.encode("a ") + newline[1:]
         )
 
-    def _bytes_of(self, token: int, piece: str) -> int:
+    def _bytes_of(self, id: int, piece: str) -> int:
         if piece in self.special_tokens:
             return 0
-        return 1 if self._processor.is_byte(token) else len(piece.replace(SPACE, " ").encode())
+        return 1 if self._processor.is_byte(id) else len(piece.replace(SPACE, " ").encode())
 
     def _encode(self, text: str) -> list[int]:
         if SPACE not in text or not self._byte_fallback:
@@ -106,8 +104,8 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> SentencePi
     """Train a byte-pair encoding with Llama 2's settings; the same documents give the same model, byte for byte.
 
     It learns from lines, as Llama 2's did, so a newline is the byte token 13. At most ``MAX_LINES`` lines and
-    ``MAX_CHARACTERS`` characters are used,
-    drawn evenly. A vocabulary that the text cannot fill, or too small for its characters, raises JllamaError.
+    ``MAX_CHARACTERS`` characters are used, drawn evenly. A vocabulary that the text cannot fill, or too small for its
+    characters, raises JllamaError.
     """
     lines = _sample_lines(documents)
     if not lines:
