@@ -1,9 +1,11 @@
-"""One mesh of devices, and which axis of which array is split over which axis of the mesh."""
+"""The devices, one mesh of them, and which axis of which array is split over which axis of the mesh."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -69,3 +71,22 @@ def state_sharding(mesh: Mesh, config: LlamaConfig, state: Any) -> Any:
         return parameter_sharding(mesh, table[path]) if path in table else NamedSharding(mesh, PartitionSpec())
 
     return jax.tree_util.tree_map_with_path(sharding, state)
+
+
+def describe_devices(mesh: Mesh) -> str:
+    """``one CPU``, ``8 x TPU v5 lite``."""
+    kind = mesh.devices.flat[0].device_kind.replace("cpu", "CPU")
+    return f"one {kind}" if mesh.size == 1 else f"{mesh.size} x {kind}"
+
+
+def idle_accelerator(root: Path = Path("/")) -> str | None:
+    """What to do about a GPU or TPU of this machine that JAX, being installed for the CPU alone, leaves idle."""
+    if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS"):
+        return None
+    if (root / "proc/driver/nvidia").exists() or (root / "dev/nvidia0").exists():
+        kind, extra = "an NVIDIA GPU", "cuda"
+    elif list((root / "dev").glob("accel*")) or "TPU_WORKER_ID" in os.environ:
+        kind, extra = "a TPU", "tpu"
+    else:
+        return None
+    return f"this machine has {kind} but JAX sees none: pip install 'jllama[{extra}]', or say JAX_PLATFORMS=cpu"

@@ -30,12 +30,11 @@ from jllama.data.tokens import Dataset, prepare_data
 from jllama.errors import JllamaError, UsageError
 from jllama.generation.text import generate, prompt_ids
 from jllama.model import abstract_params
-from jllama.parallel.mesh import BATCH, make_mesh, state_sharding
+from jllama.parallel.mesh import BATCH, describe_devices, idle_accelerator, make_mesh, state_sharding
 from jllama.parameters import count_parameters
 from jllama.tokenizers import has_tokenizer, load_tokenizer
 from jllama.training.config import TrainConfig
-from jllama.training.machine import check_memory, describe_devices, idle_accelerator
-from jllama.training.metrics import Evaluation, make_evaluator, summarise
+from jllama.training.metrics import Evaluation, check_memory, make_evaluator, summarise
 from jllama.training.optimizer import learning_rate_at, make_optimizer
 from jllama.training.report import write_report
 from jllama.training.run_folder import (

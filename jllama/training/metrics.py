@@ -1,10 +1,11 @@
-"""What is measured while training, and the evaluation."""
+"""What a run takes and what is measured of it: memory, speed, and the evaluation."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +16,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from jllama.data.batches import validation_batches
 from jllama.data.tokens import Dataset
-from jllama.parallel.mesh import BATCH
-from jllama.parameters import Params, training_flops_per_token
+from jllama.errors import UsageError
+from jllama.parallel.mesh import BATCH, describe_devices
+from jllama.parameters import Params, count_parameters, training_flops_per_token
 from jllama.training.config import TrainConfig
 from jllama.training.step import StepMetrics, eval_step
 
@@ -35,6 +37,8 @@ PEAK_FLOPS = {
     "TPU v6 lite": 918e12,
 }
 """Dense bfloat16 operations per second by the start of ``jax.Device.device_kind``, from the vendors' data sheets."""
+
+_STATE_BYTES = 16  # a parameter, its gradient and Adam's two moments, in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,3 +92,37 @@ def summarise(steps: Sequence[StepMetrics], elapsed_s: float, config: TrainConfi
         "flops_per_s": flops_per_s,
         "mfu": flops_per_s / (peak * num_devices) if peak else None,
     }
+
+
+def check_memory(config: TrainConfig, mesh: Mesh, host_bytes: int | None = None) -> None:
+    """Refuse what cannot fit: what is counted is the least that any program needs, before activations.
+
+    ``16 bytes * parameters`` over the devices that split them, and each device's logits, float32, of one part of a
+    batch.
+
+    Raises:
+        UsageError: a device (or a machine whose CPUs share its memory) has less, or a batch does not divide over them.
+    """
+    training, rows_ways = config.training, mesh.shape["data"] * mesh.shape["fsdp"]
+    if training.batch_size % (rows_ways * training.accumulation):
+        raise UsageError(
+            f"training.batch_size {training.batch_size} does not divide into {training.accumulation} part(s) over "
+            f"{rows_ways} device(s)"
+        )
+    state = _STATE_BYTES * count_parameters(config.model) / (mesh.shape["fsdp"] * mesh.shape["tensor"])
+    tokens = training.batch_size * training.seq_len / rows_ways / training.accumulation
+    logits = 4 * tokens * config.model.vocab_size / mesh.shape["tensor"]
+    device, sharing = mesh.devices.flat[0], 1
+    have = (device.memory_stats() or {}).get("bytes_limit")
+    if device.platform == "cpu" and hasattr(os, "sysconf"):  # not on Windows
+        sharing, have = len(mesh.local_devices), host_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if have and sharing * (state + logits) > have:
+        raise UsageError(
+            f"the model and its optimizer take {_gib(sharing * state)} and the logits of a batch "
+            f"{_gib(sharing * logits)}, which {describe_devices(mesh)} with {_gib(have)} cannot hold: take a smaller "
+            f"model, training.batch_size or training.seq_len, or more devices"
+        )
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB"

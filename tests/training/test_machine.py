@@ -7,11 +7,10 @@ import pytest
 
 from jllama.config import LlamaConfig
 from jllama.errors import UsageError
-from jllama.parallel.config import MeshConfig
-from jllama.parallel.mesh import make_mesh
+from jllama.parallel.mesh import MeshConfig, describe_devices, idle_accelerator, make_mesh
 from jllama.parameters import count_parameters
 from jllama.training.config import LoopConfig, TrainConfig
-from jllama.training.machine import check_memory, describe_devices, idle_accelerator
+from jllama.training.metrics import check_memory
 
 MODEL = LlamaConfig(vocab_size=1000, num_layers=2, embed_dim=64, max_seq_len=128)
 CONFIG = TrainConfig(model=MODEL, training=LoopConfig(batch_size=8, seq_len=128))
