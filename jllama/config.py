@@ -1,4 +1,4 @@
-"""The architecture of one Llama, as data."""
+"""The architecture of one Llama, and how its work is split over devices, as data."""
 
 from __future__ import annotations
 
@@ -22,6 +22,27 @@ MAX_SIZES = {
     "max_seq_len": 1 << 28,
 }
 """Of a ``LlamaConfig``: at least 25 times any released Llama's, so what is larger is a slip or a damaged file."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """How many ways to split the work; the product is the number of devices.
+
+    Args:
+        data: copies of the model, each with its share of the batch; 0 takes all devices left over.
+        fsdp: ways to split the parameters (and the batch), gathered where they are used.
+        tensor: ways to split heads, feed-forward width and vocabulary.
+    """
+
+    data: int = 0
+    fsdp: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        if self.data < 0 or self.fsdp < 1 or self.tensor < 1:
+            raise UsageError(
+                f"the mesh {dataclasses.asdict(self)} needs positive sizes (data may be 0: all that is left)"
+            )
 
 
 def llama_mlp_dim(embed_dim: int, *, multiple_of: int = 256, multiplier: float | None = None) -> int:

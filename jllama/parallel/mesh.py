@@ -11,9 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jllama.config import LlamaConfig
+from jllama.config import LlamaConfig, MeshConfig
 from jllama.errors import UsageError
-from jllama.parallel.config import MeshConfig
 from jllama.parameters import Parameter, parameter_table, shape_of
 
 RULES: dict[str, str] = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "embed": "fsdp"}

@@ -7,11 +7,10 @@ import functools
 import math
 from typing import Literal
 
-from jllama.config import LlamaConfig
+from jllama.config import LlamaConfig, MeshConfig
 from jllama.data.config import DataConfig
 from jllama.errors import UsageError, check_fields
 from jllama.generation.config import SamplingConfig
-from jllama.parallel.config import MeshConfig
 
 
 @dataclasses.dataclass(frozen=True)
