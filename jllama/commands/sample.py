@@ -18,7 +18,7 @@ import jllama
 from jllama.commands.cli import parse
 from jllama.commands.model import ModelOptions, check_least
 from jllama.commands.terminal import progress
-from jllama.errors import JllamaError, UsageError
+from jllama.errors import JllamaError, UsageError, check_fields
 from jllama.generation.config import SamplingConfig
 
 COMPARED = {
@@ -81,9 +81,7 @@ class SampleOptions(SamplingConfig, ModelOptions):
         SamplingConfig.__post_init__(self)
         ModelOptions.__post_init__(self)
         check_least(self, 0, "max_new_tokens", "speculate")
-        for name in ("n", "batch_size"):
-            if not 1 <= getattr(self, name) <= _MOST:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1 and at most {_MOST:,}")
+        check_fields(self, "", "n batch_size", lambda value: 1 <= value <= _MOST, f"at least 1 and at most {_MOST:,}")
         if bool(self.prompts_file) != bool(self.output):
             raise UsageError("prompts_file and output go together: give both, or neither")
         for name in ("prompt", "compare", "json"):
@@ -104,7 +102,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         _read_stdin() if options.prompt == "-" else options.prompt,
         SamplingConfig(**settings),
         options.max_new_tokens or None,
-        [options.stop] if isinstance(options.stop, str) else options.stop,
+        options.stop,
         options.stop_ids,
     )
     if options.prompts_file and not Path(options.prompts_file).is_file():  # known before a large model is loaded
@@ -119,7 +117,8 @@ def main(argv: Sequence[str], prog: str) -> int:
     if options.compare:
         _compare(model, prompt, options)
         return 0
-    prompts = [_with_seed(prompt, options.seed + number) for number in range(options.n)]
+    seeds = ((options.seed + number) % 2**32 for number in range(options.n))
+    prompts = [dataclasses.replace(prompt, sampling=dataclasses.replace(prompt.sampling, seed=s)) for s in seeds]
     echo = not options.json if options.echo is None else options.echo
     if options.n == 1 and not options.json:
         completions = [_write(jllama.stream(model, prompt, speculate=options.speculate), _text(prompt) if echo else "")]
@@ -150,10 +149,6 @@ def _read_stdin() -> str:
 def _text(prompt: jllama.Prompt) -> str:
     assert isinstance(prompt.content, str)
     return prompt.content
-
-
-def _with_seed(prompt: jllama.Prompt, seed: int) -> jllama.Prompt:
-    return dataclasses.replace(prompt, sampling=dataclasses.replace(prompt.sampling, seed=seed % 2**32))
 
 
 def _write(pieces: Generator[str, None, jllama.Completion], before: str) -> jllama.Completion:
@@ -212,16 +207,11 @@ def _report_speculation(completions: Sequence[jllama.Completion]) -> None:
 def _complete_file(model: jllama.Model, prompt: jllama.Prompt, options: SampleOptions) -> int:
     from jllama.generation.prompts_file import complete_file
 
-    begun, made, guessed = time.perf_counter(), 0, []
+    begun, made = time.perf_counter(), []
     with progress("prompts") as move:
 
-        def report(done: int, total: int, tokens: int) -> None:
-            nonlocal made
-            made += tokens
-            move(completed=done, total=total)
-
         def record(prompt: jllama.Prompt, completion: jllama.Completion) -> dict[str, Any]:
-            guessed.append(completion)
+            made.append(completion)
             return _record(model, prompt, completion, options)
 
         problems = complete_file(
@@ -238,12 +228,12 @@ def _complete_file(model: jllama.Model, prompt: jllama.Prompt, options: SampleOp
                 for name, value in dataclasses.asdict(options).items()
                 if name not in ("checkpoint", "prompts_file", "output", "batch_size")  # which results do not depend on
             },
-            report=report,
+            report=lambda done, total, _: move(completed=done, total=total),
         )
-    seconds = time.perf_counter() - begun
-    print(f"{options.output}: {made} new tokens in {seconds:.1f} s, {made / seconds:.1f} a second", file=sys.stderr)
+    seconds, tokens = time.perf_counter() - begun, sum(completion.new_tokens for completion in made)
+    print(f"{options.output}: {tokens} new tokens in {seconds:.1f} s, {tokens / seconds:.1f} a second", file=sys.stderr)
     if options.speculate:
-        _report_speculation(guessed)
+        _report_speculation(made)
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return 1 if problems else 0

@@ -177,7 +177,9 @@ def advance(
     running = ~decoding.finished
     needed = np.minimum(decoding.lengths + steps * window, decoding.limits)[running].max()
     if needed > state.tokens.shape[1]:
-        state = _lengthen(state, _cache_len(int(needed), config))
+        max_len = _cache_len(int(needed), config)
+        tokens = jnp.pad(state.tokens, ((0, 0), (0, max_len - state.tokens.shape[1])))
+        state = state._replace(cache=_resized(state.cache, max_len), tokens=tokens)
     state, tokens, log_probs = _decode(params, config, state, settings, jnp.int32(steps), window)
     tokens = np.asarray(tokens)
     counts = (tokens >= 0).sum(axis=1)
@@ -212,11 +214,11 @@ def _extended(params: Params, config: LlamaConfig, ids: Sequence[int], max_len: 
     pairs = list(zip(prefix.ids, ids, strict=False))
     shared = next((place for place, (old, new) in enumerate(pairs) if old != new), len(pairs))
     if not shared or kept is None or kept.lengths.is_deleted():
-        return _prefilled(params, config, ids, max_len) if ids else _empty_cache(params, config, 1, max_len)
+        return _prefilled(params, config, ids, max_len)
     if kept.keys[0].shape[2] < max_len:
         kept = _resized(kept, max_len)
     kept = kept._replace(lengths=_beside(params, jnp.array([shared], jnp.int32)))
-    return _continued(params, config, ids[shared:], kept)
+    return _prefilled(params, config, ids[shared:], max_len, kept)
 
 
 def _empty_cache(params: Params, config: LlamaConfig, batch: int, max_len: int) -> KVCache:
@@ -234,23 +236,17 @@ def _beside(params: Params, tree: T) -> T:
     return jax.device_put(tree, sharding)
 
 
-def _prefilled(params: Params, config: LlamaConfig, ids: Sequence[int], max_len: int) -> KVCache:
-    """A new cache that holds these tokens."""
-    first = _prefill_chunk(params, config, ids[:_PREFILL_TOKENS], None)
-    return _continued(params, config, ids[_PREFILL_TOKENS:], _resized(first, max_len))
-
-
-def _continued(params: Params, config: LlamaConfig, ids: Sequence[int], cache: KVCache) -> KVCache:
-    """The cache with these tokens behind those that it holds."""
+def _prefilled(
+    params: Params, config: LlamaConfig, ids: Sequence[int], max_len: int, cache: KVCache | None = None
+) -> KVCache:
+    """The cache with these tokens behind those that it holds; a new one with room for ``max_len``, if there is none."""
     for first in range(0, len(ids), _PREFILL_TOKENS):
-        cache = _prefill_chunk(params, config, ids[first : first + _PREFILL_TOKENS], cache)
-    return cache
-
-
-def _prefill_chunk(params: Params, config: LlamaConfig, ids: Sequence[int], cache: KVCache | None) -> KVCache:
-    padded = np.zeros((1, power_of_two_at_least(len(ids), _SHORTEST_PREFILL)), np.int32)
-    padded[0, : len(ids)] = ids
-    return _prefill(params, config, cache, padded, np.array([len(ids)], np.int32))
+        chunk = ids[first : first + _PREFILL_TOKENS]
+        padded = np.zeros((1, power_of_two_at_least(len(chunk), _SHORTEST_PREFILL)), np.int32)
+        padded[0, : len(chunk)] = chunk
+        extended = _prefill(params, config, cache, padded, np.array([len(chunk)], np.int32))
+        cache = _resized(extended, max_len) if cache is None else extended
+    return _empty_cache(params, config, 1, max_len) if cache is None else cache
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
@@ -280,16 +276,10 @@ def _resized(cache: KVCache, max_len: int) -> KVCache:
     """With room for ``max_len`` tokens a row; what is cut off, if anything, must be padding."""
 
     def resize(stored: Array) -> Array:
-        return jax.lax.pad(
-            stored, jnp.zeros((), stored.dtype), ((0, 0, 0), (0, 0, 0), (0, max_len - stored.shape[2], 0), (0, 0, 0))
-        )
+        more = max_len - stored.shape[2]
+        return jax.lax.pad(stored, jnp.zeros((), stored.dtype), ((0, 0, 0), (0, 0, 0), (0, more, 0), (0, 0, 0)))
 
     return KVCache(tuple(map(resize, cache.keys)), tuple(map(resize, cache.values)), cache.lengths)
-
-
-def _lengthen(state: DecodeState, max_len: int) -> DecodeState:
-    tokens = jnp.pad(state.tokens, ((0, 0), (0, max_len - state.tokens.shape[1])))
-    return state._replace(cache=_resized(state.cache, max_len), tokens=tokens)
 
 
 class _Step(NamedTuple):
@@ -349,7 +339,7 @@ def _step(llama: Llama, settings: Settings, carry: _Step, drafts: Int[Array, "ba
         state, scores = carry.state, logits[:, place]
         known = state.cache.lengths + 1
         token = choose(scores, settings, known, state.seen, state.counts)
-        log_prob = (scores[rows, token] - jax.nn.logsumexp(scores, axis=-1)).astype(jnp.float32)
+        log_prob = scores[rows, token] - jax.nn.logsumexp(scores, axis=-1)
         out = jnp.where(right, carry.made, carry.tokens.shape[1])  # nowhere, for the others
         stop = jnp.any(token[:, None] == settings.stop_ids, axis=1) | (known + 1 >= settings.limits)
         guess = jnp.append(drafts, jnp.full((len(rows), 1), -1), axis=1)[:, place]
