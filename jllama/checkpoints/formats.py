@@ -176,13 +176,16 @@ def load(
         run = native.open_run(source, step)
         checkpoint = Checkpoint(run.config, {}, *native.read_text_files(source))
         _check_tokenizer(checkpoint, source)
-        params, step = native.restore(run, dtype, mesh), run.step
+        step, total_bytes = run.step, count_parameters(run.config) * np.dtype(dtype or np.float32).itemsize
+        read = functools.partial(run.checkpoints.restore_params, step, run.config)
     elif step is not None:
         raise UsageError(f"{path} is not a training run, so it has no step {step}: leave out the step")
     else:
         checkpoint = _read(source, format, rope_factor)
-        with progress(f"reading {source.name}", size_bytes(checkpoint, dtype)) as report:
-            params = load_params(checkpoint, dtype, mesh, report)
+        total_bytes = size_bytes(checkpoint, dtype)
+        read = functools.partial(load_params, checkpoint)
+    with progress(f"reading {source.name}", total_bytes) as report:
+        params = read(dtype, mesh, report)
     tokenizer = checkpoint.tokenizer
     stop_ids = checkpoint.stop_ids or ((tokenizer.eos_id,) if tokenizer else ())
     name = Path(path).name or source.resolve().name
@@ -233,7 +236,7 @@ def save(
     check_names("format", format, dtype)
     tensors = ParamTensors(model.config, lambda: model.params)
     checkpoint = Checkpoint(model.config, tensors, model.tokenizer, model.chat_template, model.stop_ids)
-    _write(checkpoint, Path(path), format, dtype, overwrite)
+    _write(checkpoint, Path(path), format, dtype, overwrite, None)
 
 
 def convert(

@@ -34,7 +34,6 @@ from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError
 from jllama.files import fault_of
 from jllama.parameters import StoredTensor, parameter_table, stored_tensors
-from jllama.tokenizers import Tokenizer
 from jllama.tokenizers.convert import to_gguf
 from jllama.tokenizers.gguf import from_gguf
 
@@ -113,7 +112,11 @@ def read(path: Path) -> Checkpoint:
     if not isinstance(template, str | None):
         raise JllamaError(f"{file} has a {CHAT_TEMPLATE} that is no string")
     stop_ids = _read_stop_ids(metadata, config, file)
-    return Checkpoint(config, tensors, _read_tokenizer(metadata, file), template, stop_ids)
+    if TOKENIZER not in metadata:
+        print(f"note: {file} has no {TOKENIZER}, so the model is without a tokenizer", file=sys.stderr)
+    has_tokenizer = metadata.get(TOKENIZER) not in (None, NO_TOKENIZER, "none")
+    tokenizer = from_gguf(metadata, str(file)) if has_tokenizer else None
+    return Checkpoint(config, tensors, tokenizer, template, stop_ids)
 
 
 def _in_one_precision(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
@@ -305,24 +308,14 @@ def _solve_llama3(config: LlamaConfig, divisors: np.ndarray) -> list[RopeScaling
     ]
 
 
-def _read_tokenizer(metadata: Mapping[str, Any], source: Path) -> Tokenizer | None:
-    if TOKENIZER not in metadata:
-        print(f"note: {source} has no {TOKENIZER}, so the model is without a tokenizer", file=sys.stderr)
-    if metadata.get(TOKENIZER) in (None, NO_TOKENIZER, "none"):
-        return None
-    return from_gguf(metadata, str(source))
-
-
 def _read_stop_ids(metadata: Mapping[str, Any], config: LlamaConfig, source: Path) -> tuple[int, ...]:
-    found: dict[int, None] = {}
-    for key in STOP_KEYS:
-        if (token := metadata.get(key)) is not None:
-            if type(token) is not int or not 0 <= token < config.vocab_size:
-                raise JllamaError(
-                    f"{source} has {key} {reprlib.repr(token)}; it must be a token id below {config.vocab_size}"
-                )
-            found[token] = None
-    return tuple(found)
+    found = {key: metadata[key] for key in STOP_KEYS if metadata.get(key) is not None}
+    for key, token in found.items():
+        if type(token) is not int or not 0 <= token < config.vocab_size:
+            raise JllamaError(
+                f"{source} has {key} {reprlib.repr(token)}; it must be a token id below {config.vocab_size}"
+            )
+    return tuple(dict.fromkeys(found.values()))
 
 
 def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | Literal["q8_0"] | None, report: Report) -> None:
@@ -387,10 +380,7 @@ def _metadata_to_write(checkpoint: Checkpoint) -> dict[str, Any]:
         "general.quantization_version": GGML_QUANT_VERSION,
     }
     metadata |= {f"{ARCHITECTURE}.{name}": value for name, value in sizes.items()}
-    if tokenizer is None:
-        metadata[TOKENIZER] = NO_TOKENIZER
-    else:
-        metadata |= to_gguf(tokenizer, config.vocab_size)
+    metadata |= to_gguf(tokenizer, config.vocab_size) if tokenizer else {TOKENIZER: NO_TOKENIZER}
     if checkpoint.chat_template is not None:
         metadata[CHAT_TEMPLATE] = checkpoint.chat_template
     return metadata | _stop_ids_to_write(checkpoint, metadata.get("tokenizer.ggml.tokens", ()))

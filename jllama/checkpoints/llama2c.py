@@ -10,7 +10,6 @@ output head come the cosines and sines ``[max_seq_len, head_dim / 2]`` of an ear
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -184,13 +183,9 @@ def _problems(checkpoint: Checkpoint, dtype: np.dtype[Any] | None) -> list[str]:
 
 def _write_tables(config: LlamaConfig, file: BinaryIO) -> None:
     """Cosines of all positions, then sines."""
-    for function in (np.cos, np.sin):
-        for angles in _angles(config):
-            file.write(function(angles).astype("<f4").data)
-
-
-def _angles(config: LlamaConfig) -> Iterator[np.ndarray]:
     frequencies = F.inverse_frequencies(config.head_dim, config.rope_theta)
     step = max(1, BLOCK_BYTES // (8 * len(frequencies)))
-    for start in range(0, config.max_seq_len, step):
-        yield np.outer(np.arange(start, min(start + step, config.max_seq_len)), frequencies)
+    for function in (np.cos, np.sin):
+        for start in range(0, config.max_seq_len, step):
+            positions = np.arange(start, min(start + step, config.max_seq_len))
+            file.write(function(np.outer(positions, frequencies)).astype("<f4").data)

@@ -327,7 +327,7 @@ def _params_of(config: LlamaConfig) -> dict[str, Any]:
         "dim": config.embed_dim,
         "n_layers": config.num_layers,
         "n_heads": config.num_heads,
-        "n_kv_heads": config.num_kv_heads,
+        "n_kv_heads": config.num_kv_heads if config.num_kv_heads != config.num_heads else None,
         "vocab_size": config.vocab_size,
         "multiple_of": multiple_of,
         "ffn_dim_multiplier": multiplier,
@@ -336,15 +336,11 @@ def _params_of(config: LlamaConfig) -> dict[str, Any]:
     }
     if scaling:
         default = RopeScaling("llama3", 1)
-        params["use_scaled_rope"] = True
+        params |= {"use_scaled_rope": True, _SCALING["factor"]: scaling.factor}
         params |= {
             theirs: getattr(scaling, ours)
             for ours, theirs in _SCALING.items()
-            if ours == "factor" or getattr(scaling, ours) != getattr(default, ours)
+            if getattr(scaling, ours) != getattr(default, ours)
         }
     # The code of Llama 1 knows neither n_kv_heads nor ffn_dim_multiplier, and fails at a field that it does not know.
-    if config.num_kv_heads == config.num_heads:
-        del params["n_kv_heads"]
-    if multiplier is None:
-        del params["ffn_dim_multiplier"]
-    return params
+    return {key: value for key, value in params.items() if value is not None}

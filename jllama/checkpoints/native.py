@@ -25,13 +25,13 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from orbax.checkpoint import checkpoint_managers
 
 from jllama.checkpoints.huggingface import read_text_files, write_chat_files
-from jllama.checkpoints.tensors import Checkpoint, ParamTensors, Report, aligned_empty, load_params, progress
+from jllama.checkpoints.tensors import Checkpoint, ParamTensors, Report, aligned_empty, load_params
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError, UsageError
 from jllama.files import check_orbax_files, files_below, refuse_special_files, write_text_whole
 from jllama.model import abstract_params
 from jllama.parallel.mesh import state_sharding
-from jllama.parameters import Params, count_parameters
+from jllama.parameters import Params
 
 _CHUNK_BYTES = 64 << 20  # a chunk is always read whole
 _CHUNKED = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
@@ -142,7 +142,8 @@ class Checkpoints:
         """The saved parameters alone, in ``dtype`` or (None) as saved, split over ``mesh`` or on the first device.
 
         They are read some layers at a time, each device's slice straight into its place: orbax itself would hold
-        every array twice. ``report`` is told of the bytes. Raises as ``restore`` does, but for dtypes.
+        every array twice. ``report`` is told of the bytes. Raises as ``restore`` does, but for dtypes; ``UsageError``
+        if they do not fit the mesh.
         """
         shapes = abstract_params(config)
         first = SingleDeviceSharding(jax.devices()[0])
@@ -241,9 +242,8 @@ def _shapes(tree: Any, *, dtypes: bool = True) -> dict[str, str]:
 
 
 class Run(NamedTuple):
-    """The folder of a run (or of a converted model), opened: its architecture and one of its checkpoints."""
+    """A run (or a converted model), opened: its architecture and one of its checkpoints."""
 
-    folder: Path
     config: LlamaConfig
     checkpoints: Checkpoints
     step: int
@@ -300,24 +300,16 @@ def open_run(folder: Path, step: int | None = None) -> Run:
     steps = checkpoints.steps()
     if not steps:
         raise JllamaError(f"{folder / CHECKPOINTS} holds no finished checkpoint")
-    if step is not None and step not in steps:
-        raise JllamaError(f"{folder} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
     chosen = checkpoints.best_step() if step is None else step
-    assert chosen is not None  # there are steps
-    return Run(folder, config, checkpoints, chosen)
-
-
-def restore(run: Run, dtype: np.dtype[Any] | type | None = None, mesh: Mesh | None = None) -> Params:
-    """A run's parameters, layers stacked: see ``Checkpoints.restore_params``. ``UsageError`` if a mesh does not fit."""
-    total_bytes = count_parameters(run.config) * np.dtype(dtype or np.float32).itemsize
-    with progress(f"reading {run.folder.name}", total_bytes) as report:
-        return run.checkpoints.restore_params(run.step, run.config, dtype, mesh, report)
+    if chosen not in steps:
+        raise JllamaError(f"{folder} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
+    return Run(config, checkpoints, chosen)
 
 
 def read(path: Path) -> Checkpoint:
     """The best checkpoint of a run; its parameters are read into memory when the first one is asked for."""
     run = open_run(path)
-    tensors = ParamTensors(run.config, lambda: restore(run))
+    tensors = ParamTensors(run.config, lambda: run.checkpoints.restore_params(run.step, run.config))
     return Checkpoint(run.config, tensors, *read_text_files(path))
 
 

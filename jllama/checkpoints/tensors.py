@@ -229,12 +229,7 @@ def load_params(
 
 
 def _read(
-    row: Parameter,
-    shape: tuple[int, ...],
-    tensors: list[FileTensor],
-    dtype: np.dtype[Any],
-    report: Report,
-    index: Any,
+    row: Parameter, shape: tuple[int, ...], tensors: list[FileTensor], dtype: np.dtype[Any], report: Report, index: Any
 ) -> np.ndarray:
     """The part of a parameter at ``index``, from the tensors of its layers."""
     ranges = [part.indices(size) for part, size in zip(index, shape, strict=True)]

@@ -64,20 +64,18 @@ def pre_tokenizer_name(tokenizer: Mapping[str, Any]) -> str | None:
     return next((name for name, known in PRE_TOKENIZERS.items() if essence(known) == found), None)
 
 
-def merges_of_ranks(texts: Sequence[str]) -> list[tuple[str, str]]:
+def merges_of_ranks(texts: Sequence[str], ids: Mapping[str, int] | None = None) -> list[tuple[str, str]]:
     """All pairs of tokens that join to a token, by the rank (the place in ``texts``) of what they join to.
 
-    An encoding that always joins the pair of the lowest rank, tiktoken's, written as a list of merges.
+    An encoding that always joins the pair of the lowest rank, tiktoken's, written as a list of merges. Pairs that join
+    to the same token are in the order of ``ids``, or else of their ranks.
     """
-    ranks = {text: rank for rank, text in enumerate(texts)}
+    ids = ids or {text: rank for rank, text in enumerate(texts)}
     merges = []
     for text in texts:
-        pairs = []
-        for cut in range(1, len(text)):
-            left, right = ranks.get(text[:cut]), ranks.get(text[cut:])
-            if left is not None and right is not None:
-                pairs.append((left, right))
-        merges += [(texts[left], texts[right]) for left, right in sorted(pairs)]
+        cuts = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
+        pairs = [(left, right) for left, right in cuts if left in ids and right in ids]
+        merges += sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
     return merges
 
 

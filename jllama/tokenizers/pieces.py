@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jllama.errors import JllamaError
-from jllama.tokenizers.byte_level import tokenizer_json
+from jllama.tokenizers.byte_level import merges_of_ranks, tokenizer_json
 
 if TYPE_CHECKING:
     from jllama.tokenizers.huggingface import HuggingFaceTokenizer
@@ -155,12 +155,7 @@ def json_pieces(tokenizer: HuggingFaceTokenizer) -> Pieces:
 def _merges(pieces: Pieces) -> list[tuple[str, str]]:
     """Each way to split a piece in two, the ways of higher-scored pieces first."""
     ids = {text: id for id, (text, kind) in enumerate(zip(pieces.texts, pieces.types, strict=True)) if kind == NORMAL}
-    merges = []
-    for text, _ in sorted(ids.items(), key=lambda item: -pieces.scores[item[1]]):
-        splits = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
-        pairs = [(ids[left], ids[right]) for left, right in splits if left in ids and right in ids]
-        merges += [(pieces.texts[left], pieces.texts[right]) for left, right in sorted(pairs)]
-    return merges
+    return merges_of_ranks(sorted(ids, key=lambda text: -pieces.scores[ids[text]]), ids)
 
 
 def _dummy_prefix(whole: Mapping[str, Any]) -> bool:
