@@ -86,33 +86,26 @@ class RopeScaling:
     attention_factor: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.type not in get_args(RopeType):
-            raise UsageError(
-                f"rope_scaling.type is {reprlib.repr(self.type)}; it must be one of {', '.join(get_args(RopeType))}"
-            )
-        if not 1 <= self.factor < 1e300:
-            raise UsageError(f"rope_scaling.factor is {self.factor}; it must be at least 1, and finite")
+        low, high, slow, fast = self.low_freq_factor, self.high_freq_factor, self.beta_slow, self.beta_fast
+        factor, is_yarn = self.attention_factor, self.type == "yarn"
+        types = get_args(RopeType)
+        _require("rope_scaling.type", reprlib.repr(self.type), self.type in types, f"one of {', '.join(types)}")
+        _require("rope_scaling.factor", self.factor, 1 <= self.factor < 1e300, "at least 1, and finite")
         _check_size("rope_scaling.original_max_seq_len", self.original_max_seq_len, MAX_SIZES["max_seq_len"])
-        if self.type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+        if self.type == "llama3" and not 0 < low < high:
             raise UsageError(
-                f"rope_scaling has low_freq_factor {self.low_freq_factor} and high_freq_factor "
-                f"{self.high_freq_factor}; they must be positive, the low one smaller"
+                f"rope_scaling has low_freq_factor {low} and high_freq_factor {high}; they must be positive, the low one "
+                f"smaller"
             )
-        if self.type == "yarn" and not 0 < self.beta_slow < self.beta_fast:
+        if is_yarn and not 0 < slow < fast:
             raise UsageError(
-                f"rope_scaling has beta_slow {self.beta_slow} and beta_fast {self.beta_fast}; "
-                f"they must be positive, the slow one smaller"
+                f"rope_scaling has beta_slow {slow} and beta_fast {fast}; they must be positive, the slow one smaller"
             )
-        if self.type != "yarn" and self.attention_factor != 0:
-            raise UsageError(
-                f"rope_scaling.attention_factor is {self.attention_factor}; only yarn has one: leave it at 0"
-            )
-        if not self.attention_factor >= 0:
-            raise UsageError(
-                f"rope_scaling.attention_factor is {self.attention_factor}; it must be positive, or 0 to work it out"
-            )
-        if self.type == "yarn":
-            object.__setattr__(self, "attention_factor", self.attention_factor or 0.1 * math.log(self.factor) + 1)
+        if not is_yarn and factor != 0:
+            raise UsageError(f"rope_scaling.attention_factor is {factor}; only yarn has one: leave it at 0")
+        _require("rope_scaling.attention_factor", factor, factor >= 0, "positive, or 0 to work it out")
+        if is_yarn:
+            object.__setattr__(self, "attention_factor", factor or 0.1 * math.log(self.factor) + 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,26 +141,21 @@ class LlamaConfig:
     tie_embeddings: bool = False
 
     def __post_init__(self) -> None:
+        derived = ("vocab_size", "num_kv_heads", "head_dim", "mlp_dim")
         for name, most in MAX_SIZES.items():
-            derived = name in ("vocab_size", "num_kv_heads", "head_dim", "mlp_dim")
-            _check_size(name, getattr(self, name), most, derived=derived)
+            _check_size(name, getattr(self, name), most, least=0 if name in derived else 1)
         for name in ("norm_eps", "rope_theta"):
-            if not 0 < getattr(self, name) < 1e300:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be positive, and finite")
-        if type(self.tie_embeddings) is not bool:
-            raise UsageError(f"tie_embeddings is {reprlib.repr(self.tie_embeddings)}; it must be true or false")
+            _require(name, getattr(self, name), 0 < getattr(self, name) < 1e300, "positive, and finite")
+        tied = self.tie_embeddings
+        _require("tie_embeddings", reprlib.repr(tied), type(tied) is bool, "true or false")
         if not self.head_dim and self.embed_dim % self.num_heads:
             raise UsageError(
                 f"embed_dim {self.embed_dim} is not divisible by num_heads {self.num_heads}: "
                 f"change one of them or give head_dim"
             )
-        derived = {
-            "num_kv_heads": self.num_kv_heads or self.num_heads,
-            "head_dim": self.head_dim or self.embed_dim // self.num_heads,
-            "mlp_dim": self.mlp_dim or llama_mlp_dim(self.embed_dim),
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
+        object.__setattr__(self, "head_dim", self.head_dim or self.embed_dim // self.num_heads)
+        object.__setattr__(self, "mlp_dim", self.mlp_dim or llama_mlp_dim(self.embed_dim))
         if self.num_heads % self.num_kv_heads:
             raise UsageError(
                 f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}: "
@@ -175,19 +163,21 @@ class LlamaConfig:
             )
         if self.head_dim % 2:
             raise UsageError(f"head_dim {self.head_dim} is odd: rotary embedding turns pairs, so it must be even")
-        if self.rope_scaling and self.rope_scaling.type == "dynamic" and self.head_dim == 2:
+        scaling = self.rope_scaling.type if self.rope_scaling else ""
+        if scaling == "dynamic" and self.head_dim == 2:
             raise UsageError("head_dim is 2; dynamic rope_scaling slows every pair but the first, so it must be over 2")
-        if self.rope_scaling and self.rope_scaling.type == "yarn" and not self.rope_theta > 1:
+        if scaling == "yarn" and not self.rope_theta > 1:
             raise UsageError(f"rope_theta is {self.rope_theta}; for yarn it must be over 1: later pairs turn slower")
 
 
-def _check_size(name: str, value: int, most: int, *, derived: bool = False) -> None:
-    """Raise ``UsageError`` unless a size is a whole number from 1 to ``most``; ``derived`` ones may be 0."""
-    if type(value) is not int:
-        raise UsageError(f"{name} is {reprlib.repr(value)}; it must be a whole number")
-    if value < (0 if derived else 1):
-        raise UsageError(
-            f"{name} is {value}; it must be {'positive, or 0 to work it out' if derived else 'at least 1'}"
-        )
+def _require(name: str, value: object, fits: bool, expected: str) -> None:
+    if not fits:
+        raise UsageError(f"{name} is {value}; it must be {expected}")
+
+
+def _check_size(name: str, value: int, most: int, *, least: int = 1) -> None:
+    """Raise ``UsageError`` unless a size is a whole number from ``least`` to ``most``."""
+    _require(name, reprlib.repr(value), type(value) is int, "a whole number")
+    _require(name, value, value >= least, "at least 1" if least else "positive, or 0 to work it out")
     if value > most:
         raise UsageError(f"{name} is {value:,}, and no Llama's is over {most:,}: it cannot be meant")
