@@ -94,8 +94,8 @@ class RopeScaling:
         _check_size("rope_scaling.original_max_seq_len", self.original_max_seq_len, MAX_SIZES["max_seq_len"])
         if self.type == "llama3" and not 0 < low < high:
             raise UsageError(
-                f"rope_scaling has low_freq_factor {low} and high_freq_factor {high}; they must be positive, the low one "
-                f"smaller"
+                f"rope_scaling has low_freq_factor {low} and high_freq_factor {high}; "
+                f"they must be positive, the low one smaller"
             )
         if is_yarn and not 0 < slow < fast:
             raise UsageError(

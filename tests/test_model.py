@@ -160,7 +160,7 @@ def test_gradient_of_every_parameter_equals_differences_of_the_oracle():
 def test_bfloat16_weights_give_float32_logits_nearby():
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights(LLAMA_32))
     assert jax.eval_shape(functools.partial(forward, LLAMA_32), params, TOKENS).dtype == jnp.float32
-    error = equalities.bfloat16_error(JLLAMA, LLAMA_32, weights(LLAMA_32), TOKENS, POSITIONS)
+    error = equalities.bfloat16_error(equalities.Case(JLLAMA, LLAMA_32, weights(LLAMA_32), TOKENS), POSITIONS)
     assert 1e-4 < error < equalities.BFLOAT16_TOLERANCE
 
 

@@ -9,8 +9,7 @@ from jllama import oracle
 from jllama.config import LlamaConfig
 from jllama.functional import PackedMatrix
 from jllama.generation.engine import Request, SamplingConfig, advance, start
-from jllama.model import merge
-from jllama.packing import pack_params
+from jllama.model import merge, pack_params
 from jllama.verify.compare import random_params
 
 SIZES = {"vocab_size": 61, "num_layers": 2, "embed_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_seq_len": 64}

@@ -35,8 +35,7 @@ from jllama.checkpoints.tensors import Checkpoint, ParamTensors, load_params, pr
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
 from jllama.files import cache_folder, refuse_special_files
-from jllama.model import TokenIds, as_token_ids, merge
-from jllama.packing import Quantized, pack_params
+from jllama.model import Quantized, TokenIds, as_token_ids, merge, pack_params
 from jllama.parameters import Params, count_parameters
 from jllama.presets import nearest_preset
 from jllama.tokenizers import Tokenizer, has_tokenizer
@@ -109,7 +108,7 @@ class Model:
         return self.params if "attn_norm" not in self.params["layers"] else pack_params(self.params, self.config)
 
     def for_decoding(self, quantize: Quantized | None = None) -> Model:
-        """The same model with its parameters packed (``jllama.packing``), as int8 if asked: it decodes, and no more."""
+        """The same model with its parameters packed (``pack_params``), as int8 if asked: it decodes, and no more."""
         if quantize not in (None, *get_args(Quantized)):
             raise UsageError(f"quantize is {quantize!r}; it must be one of {', '.join(get_args(Quantized))}, or None")
         return dataclasses.replace(self, params=pack_params(self.params, self.config, quantize))

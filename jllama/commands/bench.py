@@ -67,7 +67,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     import jax.numpy as jnp
 
     from jllama.generation import benchmark
-    from jllama.packing import pack_params
+    from jllama.model import pack_params
 
     if options.checkpoint:
         model = options.load_model(needs_tokenizer=False)

@@ -115,7 +115,7 @@ def start(
     """Prefill the prompts; equal ones once.
 
     Args:
-        params: of separate layers: packed (``jllama.packing``), which is fastest, or as ``unstack_layers`` gives them.
+        params: of separate layers: packed (``pack_params``), which is fastest, or as ``unstack_layers`` gives them.
         config: the model's.
         requests: the rows; they may differ in everything, and each comes out as it would alone.
         vocab_size: the tokenizer's, where the model's is padded: higher ids are never drawn.

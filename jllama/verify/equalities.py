@@ -1,7 +1,7 @@
 """What must come out the same however it is run: checks of jllama against itself, and of attention against the oracle.
 
 The functions take the code under test, so that deliberate mistakes can be planted, and return a relative error: the
-command calls them on one small model, the tests on whatever they draw. All take parameters with layers stacked.
+command calls them on one small model, the tests on whatever they draw.
 """
 
 from __future__ import annotations
@@ -67,135 +67,116 @@ Attention = Callable[[Array, Array, Array, Array], Array]
 Tokens = Int[np.ndarray, "rows seq"]
 
 
+class Case(NamedTuple):
+    """What is run in several ways: the code under test, a model with its layers stacked, and rows of tokens."""
+
+    subject: Subject
+    config: LlamaConfig
+    params: Params
+    tokens: Tokens
+
+    def forward(
+        self,
+        segments: Int[np.ndarray, "rows seq"] | None = None,
+        positions: Int[np.ndarray, "rows seq"] | None = None,
+    ) -> Float[np.ndarray, "rows seq vocab"]:
+        """Logits of one pass through unrolled layers, which run without a compiler too."""
+        arrays = (None if array is None else jnp.asarray(array) for array in (self.tokens, segments, positions))
+        return np.asarray(self.subject.forward(self.config, _unstacked(self.params), *arrays))
+
+
 def equality_checks(subject: Subject) -> list[Check]:
     """The whole group, on one small model with Llama 3.2's RoPE."""
     rng = np.random.default_rng(0)
-    params, tokens = random_params(CONFIG, 0), rng.integers(0, CONFIG.vocab_size, (SEQ, SEQ))
-    lengths, segments = rng.permutation(SEQ), np.sort(rng.integers(0, 4, tokens.shape))
+    case = Case(subject, CONFIG, random_params(CONFIG, 0), rng.integers(0, CONFIG.vocab_size, (SEQ, SEQ)))
+    lengths, segments = rng.permutation(SEQ), np.sort(rng.integers(0, 4, case.tokens.shape))
+    chunks = {width: rng.integers(0, width + 1, (8, SEQ)) for width in (1, 5, 16)}
     positions = np.linspace(0, 100_000, SEQ).astype(int)[:, None] + np.arange(SEQ)
 
-    def check(
-        row: str, column: str, error: Callable[..., float], *varied: object, tolerance: float = TOLERANCE
-    ) -> Check:
-        compute = functools.partial(error, subject, CONFIG, params, tokens, *varied)
-        return Check("equalities", row, column, compute, tolerance)
+    def check(row: str, column: str, tolerance: float, error: Callable[..., float], *arguments: object) -> Check:
+        return Check("equalities", row, column, functools.partial(error, *arguments), tolerance)
 
-    checks = [
-        check(
-            "prefill and decode against one forward",
-            f"every split of {SEQ}",
-            prefill_and_decode_error,
-            np.arange(1, SEQ + 1),
-        )
-    ]
-    for width in (1, 5, 16):
-        chunks = rng.integers(0, width + 1, (8, SEQ))
-        checks.append(
-            check("chunked prefill against one forward", f"chunks of up to {width}", chunked_error, chunks, width)
-        )
-    checks += [
-        check("ragged batch against single rows", f"{SEQ} lengths", ragged_error, lengths),
-        check("ragged batch against single rows", "other padding and mates", padding_error, lengths),
-        check("packed documents against each alone", "up to 4 in a row", packed_error, segments),
-        check("scanned against unrolled layers", "logits", scanned_error, tolerance=CLOSE),
-        check("remat on against off", "loss", remat_loss_error, tolerance=CLOSE),
-        check("remat on against off", "gradients", remat_gradient_error),
-        check(
-            "bfloat16 against float32 weights",
-            "up to position 100,000",
-            bfloat16_error,
-            positions,
-            tolerance=BFLOAT16_TOLERANCE,
+    prefill, chunked = "prefill and decode against one forward", "chunked prefill against one forward"
+    ragged, sharded = "ragged batch against single rows", "sharded against one device"
+    rounded = "bfloat16 against float32 weights"
+    return [
+        check(prefill, f"every split of {SEQ}", TOLERANCE, prefill_and_decode_error, case, np.arange(1, SEQ + 1)),
+        *(check(chunked, f"chunks of up to {n}", TOLERANCE, chunked_error, case, chunks[n], n) for n in chunks),
+        check(ragged, f"{SEQ} lengths", TOLERANCE, ragged_error, case, lengths),
+        check(ragged, "other padding and mates", TOLERANCE, padding_error, case, lengths),
+        check("packed documents against each alone", "up to 4 in a row", TOLERANCE, packed_error, case, segments),
+        check("scanned against unrolled layers", "logits", CLOSE, scanned_error, case),
+        check("remat on against off", "loss", CLOSE, remat_error, case, 0),
+        check("remat on against off", "gradients", TOLERANCE, remat_error, case, 1),
+        check(rounded, "up to position 100,000", BFLOAT16_TOLERANCE, bfloat16_error, case, positions),
+        *(
+            check(f"attention against the oracle, {name}", backend, tolerance, attention_error, attend, mask, dtype)
+            for name, mask in attention_masks().items()
+            for backend, (attend, dtype, tolerance) in attention_backends().items()
+        ),
+        *(
+            one
+            for column, sizes in MESHES.items()
+            for one in (
+                check(f"{sharded}, logits", column, TOLERANCE, sharded_error, case, sizes),
+                check(f"{sharded}, training", column, TOLERANCE, sharded_training_error, CONFIG, sizes),
+            )
         ),
     ]
-    for name, mask in attention_masks().items():
-        for backend, (attend, dtype, tolerance) in attention_backends().items():
-            compute = functools.partial(attention_error, attend, mask, dtype)
-            checks.append(Check("equalities", f"attention against the oracle, {name}", backend, compute, tolerance))
-    for column, sizes in MESHES.items():
-        checks.append(check("sharded against one device, logits", column, sharded_error, sizes))
-        compute = functools.partial(sharded_training_error, CONFIG, sizes)
-        checks.append(Check("equalities", "sharded against one device, training", column, compute))
-    return checks
 
 
 # The cache
 
 
-def prefill_and_decode_error(
-    subject: Subject, config: LlamaConfig, params: Params, tokens: Tokens, splits: Int[np.ndarray, "rows"]
-) -> float:
+def prefill_and_decode_error(case: Case, splits: Int[np.ndarray, "rows"]) -> float:
     """Row ``b``'s first ``splits[b]`` tokens at once and the others one by one, against one forward."""
-    rows, seq = tokens.shape
+    rows, seq = case.tokens.shape
     chunks = [(seq, splits)] + [(1, np.ones(rows, int))] * (seq - int(splits.min()))
-    return worst_error(_fed(subject, config, params, tokens, chunks), _forward(subject, config, params, tokens))
+    return worst_error(_fed(case, chunks), case.forward())
 
 
-def chunked_error(
-    subject: Subject,
-    config: LlamaConfig,
-    params: Params,
-    tokens: Tokens,
-    chunks: Int[np.ndarray, "chunks rows"],
-    width: int,
-) -> float:
+def chunked_error(case: Case, chunks: Int[np.ndarray, "chunks rows"], width: int) -> float:
     """``chunks[i][b]`` tokens of row ``b`` (0 to ``width``), then ``width`` at a time, against one forward."""
-    rows, seq = tokens.shape
+    rows, seq = case.tokens.shape
     fed = [(width, counts) for counts in chunks] + [(width, np.full(rows, width))] * -(-seq // width)
-    return worst_error(_fed(subject, config, params, tokens, fed), _forward(subject, config, params, tokens))
+    return worst_error(_fed(case, fed), case.forward())
 
 
-def ragged_error(
-    subject: Subject, config: LlamaConfig, params: Params, tokens: Tokens, lengths: Int[np.ndarray, "rows"]
-) -> float:
+def ragged_error(case: Case, lengths: Int[np.ndarray, "rows"]) -> float:
     """Rows of several lengths prefilled together and continued by a token each, against one forward of each alone."""
-    together = _prompted(subject, config, params, tokens, lengths)
-    alone = [_forward(subject, config, params, row[None])[0] for row in tokens]
+    together = _prompted(case, lengths)
+    alone = [case._replace(tokens=row[None]).forward()[0] for row in case.tokens]
     return worst_error(together, [logits[: len(found)] for logits, found in zip(alone, together, strict=True)])
 
 
-def padding_error(
-    subject: Subject, config: LlamaConfig, params: Params, tokens: Tokens, lengths: Int[np.ndarray, "rows"]
-) -> float:
+def padding_error(case: Case, lengths: Int[np.ndarray, "rows"]) -> float:
     """A ragged batch with other padding and other values in unused slots; and its first row with other, full mates.
 
     The same program runs on the same shapes, so that right code gives exactly zero.
     """
-    found = _prompted(subject, config, params, tokens, lengths)
-    padded = _prompted(subject, config, params, tokens, lengths, seed=1)
-    mates = np.concatenate([tokens[:1], (tokens[1:] + 1) % config.vocab_size])
-    full = np.concatenate([lengths[:1], np.full(len(tokens) - 1, tokens.shape[1])])
-    first = _prompted(subject, config, params, mates, full)[0]
+    found, padded = _prompted(case, lengths), _prompted(case, lengths, seed=1)
+    mates = np.concatenate([case.tokens[:1], (case.tokens[1:] + 1) % case.config.vocab_size])
+    full = np.concatenate([lengths[:1], np.full(len(mates) - 1, mates.shape[1])])
+    first = _prompted(case._replace(tokens=mates), full)[0]
     return worst_error([*padded, first], [*found, found[0]])
 
 
-def _prompted(
-    subject: Subject,
-    config: LlamaConfig,
-    params: Params,
-    tokens: Tokens,
-    lengths: Int[np.ndarray, "rows"],
-    seed: int = 0,
-) -> list[Float[np.ndarray, "_ vocab"]]:
+def _prompted(case: Case, lengths: Int[np.ndarray, "rows"], seed: int = 0) -> list[Float[np.ndarray, "_ vocab"]]:
     """Each row's logits for its first ``lengths[b]`` tokens, prefilled, and for the next one, decoded."""
-    rows, seq = tokens.shape
-    logits = _fed(subject, config, params, tokens, [(seq, lengths), (1, np.ones(rows, int))], seed)
+    rows, seq = case.tokens.shape
+    logits = _fed(case, [(seq, lengths), (1, np.ones(rows, int))], seed)
     return [row[: length + 1] for row, length in zip(logits, lengths, strict=True)]
 
 
 def _fed(
-    subject: Subject,
-    config: LlamaConfig,
-    params: Params,
-    tokens: Tokens,
-    chunks: Iterable[tuple[int, Int[np.ndarray, "rows"]]],
-    seed: int = 0,
+    case: Case, chunks: Iterable[tuple[int, Int[np.ndarray, "rows"]]], seed: int = 0
 ) -> Float[np.ndarray, "rows seq vocab"]:
     """Logits of tokens fed to a cache in chunks: each its width, and of each row the next so many tokens, if left.
 
     The rest of a chunk is padded with random tokens, and unused slots of the cache hold large values: both drawn by
     ``seed``, neither to be seen. The logits of tokens that are never fed are NaN.
     """
+    subject, config, params, tokens = case
     rng, (rows, seq) = np.random.default_rng(seed), tokens.shape
     cache = jax.tree.map(
         lambda leaf: jnp.asarray(1e4 * rng.standard_normal(leaf.shape), leaf.dtype) if leaf.ndim == 4 else leaf,
@@ -214,43 +195,37 @@ def _fed(
     return logits
 
 
+def _unstacked(params: Params) -> Params:
+    return jax.tree.map(jnp.asarray, unstack_layers(params))
+
+
 # Whole sequences
 
 
-def packed_error(
-    subject: Subject, config: LlamaConfig, params: Params, tokens: Tokens, segments: Int[np.ndarray, "rows seq"]
-) -> float:
+def packed_error(case: Case, segments: Int[np.ndarray, "rows seq"]) -> float:
     """Documents packed in rows, each a run of one number in ``segments``, against each at the start of a row."""
-    packed = _forward(subject, config, params, tokens, segments)
-    found, expected = [], []
+    packed, found, expected = case.forward(segments), [], []
     for number in np.unique(segments):
         inside = segments == number
-        alone = np.zeros_like(tokens)  # what comes after is not seen
-        at_start = np.arange(tokens.shape[1]) < inside.sum(axis=1, keepdims=True)
-        alone[at_start] = tokens[inside]
-        logits = _forward(subject, config, params, alone)
+        alone = np.zeros_like(case.tokens)  # what comes after is not seen
+        at_start = np.arange(alone.shape[1]) < inside.sum(axis=1, keepdims=True)
+        alone[at_start] = case.tokens[inside]
+        logits = case._replace(tokens=alone).forward()
         found += [row[chosen] for row, chosen in zip(packed, inside, strict=True)]
         expected += [row[chosen] for row, chosen in zip(logits, at_start, strict=True)]
     return worst_error(found, expected)
 
 
-def scanned_error(subject: Subject, config: LlamaConfig, params: Params, tokens: Tokens) -> float:
+def scanned_error(case: Case) -> float:
     """Stacked layers, which are scanned, against separate ones, which are unrolled."""
-    scanned = subject.forward(config, jax.tree.map(jnp.asarray, params), jnp.asarray(tokens))
-    return relative_error(scanned, _forward(subject, config, params, tokens))
+    scanned = case.subject.forward(case.config, jax.tree.map(jnp.asarray, case.params), jnp.asarray(case.tokens))
+    return relative_error(scanned, case.forward())
 
 
-def bfloat16_error(
-    subject: Subject,
-    config: LlamaConfig,
-    params: Params,
-    tokens: Tokens,
-    positions: Int[np.ndarray, "rows seq"] | None = None,
-) -> float:
+def bfloat16_error(case: Case, positions: Int[np.ndarray, "rows seq"]) -> float:
     """Logits from weights rounded to bfloat16, and so activations in bfloat16, against those from the weights."""
-    rounded = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), params)
-    logits = _forward(subject, config, rounded, tokens, positions=positions)
-    return worst_error(logits, _forward(subject, config, params, tokens, positions=positions))
+    rounded = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), case.params)
+    return worst_error(case._replace(params=rounded).forward(None, positions), case.forward(None, positions))
 
 
 def mean_loss(
@@ -271,65 +246,31 @@ loss_and_gradients = jax.jit(jax.value_and_grad(mean_loss, argnums=2), static_ar
 """``mean_loss``, and its gradient for every parameter."""
 
 
-def remat_loss_error(subject: Subject, config: LlamaConfig, params: Params, tokens: Tokens) -> float:
-    """The loss with activations computed again in the backward pass, against those kept."""
-    (again, _), (loss, _) = _with_and_without_remat(subject, config, params, tokens)
-    return relative_error(again, loss)
-
-
-def remat_gradient_error(subject: Subject, config: LlamaConfig, params: Params, tokens: Tokens) -> float:
-    """The gradients with activations computed again in the backward pass, against those kept."""
-    (_, again), (_, gradients) = _with_and_without_remat(subject, config, params, tokens)
-    return worst_error(jax.tree.leaves(again), jax.tree.leaves(gradients))
-
-
-def _with_and_without_remat(
-    subject: Subject, config: LlamaConfig, params: Params, tokens: Tokens
-) -> list[tuple[Array, Params]]:
-    mask = np.ones_like(tokens[:, 1:], bool)
-    return [loss_and_gradients(subject, config, params, tokens, mask, remat=remat) for remat in (True, False)]
-
-
-def _unstacked(params: Params) -> Params:
-    return jax.tree.map(jnp.asarray, unstack_layers(params))
-
-
-def _forward(
-    subject: Subject,
-    config: LlamaConfig,
-    params: Params,
-    tokens: Tokens,
-    segments: Int[np.ndarray, "rows seq"] | None = None,
-    positions: Int[np.ndarray, "rows seq"] | None = None,
-) -> Float[np.ndarray, "rows seq vocab"]:
-    """Logits of one pass through unrolled layers, which run without a compiler too."""
-    arrays = (None if array is None else jnp.asarray(array) for array in (tokens, segments, positions))
-    return np.asarray(subject.forward(config, _unstacked(params), *arrays))
+def remat_error(case: Case, part: Literal[0, 1]) -> float:
+    """The loss (0) or the gradients (1) with activations computed again in the backward pass, against those kept."""
+    mask = np.ones_like(case.tokens[:, 1:], bool)
+    again, kept = (jax.tree.leaves(loss_and_gradients(*case, mask, remat=remat)[part]) for remat in (True, False))
+    return worst_error(again, kept)
 
 
 # Attention
 
 
-class Backend(NamedTuple):
-    """One implementation of attention, the type it runs in, and the largest error it may make."""
-
-    attend: Attention
-    dtype: jnp.dtype | type
-    tolerance: float
-
-
 @functools.cache
-def attention_backends() -> dict[str, Backend]:
-    """The implementations that run here: jllama's own, and JAX's for comparison (cuDNN's on a GPU that has it)."""
+def attention_backends() -> dict[str, tuple[Attention, jnp.dtype | type, float]]:
+    """The implementations that run here, each with the dtype it runs in and the largest error it may make.
+
+    They are jllama's own, and for comparison JAX's (cuDNN's on a GPU that has it).
+    """
     backends = {
-        "jllama": Backend(grouped_query_attention, jnp.float32, TOLERANCE),
-        "jllama in bfloat16": Backend(grouped_query_attention, jnp.bfloat16, BFLOAT16_ATTENTION_TOLERANCE),
-        "jax.nn xla": Backend(functools.partial(_jax_attention, "xla"), jnp.float32, TOLERANCE),
+        "jllama": (grouped_query_attention, jnp.float32, TOLERANCE),
+        "jllama in bfloat16": (grouped_query_attention, jnp.bfloat16, BFLOAT16_ATTENTION_TOLERANCE),
+        "jax.nn xla": (functools.partial(_jax_attention, "xla"), jnp.float32, TOLERANCE),
     }
     device = jax.devices()[0]
     if device.device_kind.startswith("NVIDIA") and float(device.compute_capability) >= 8:  # Ampere, as cuDNN asks
         cudnn = functools.partial(_jax_attention, "cudnn")
-        backends["jax.nn cudnn in bfloat16"] = Backend(cudnn, jnp.bfloat16, BFLOAT16_ATTENTION_TOLERANCE)
+        backends["jax.nn cudnn in bfloat16"] = (cudnn, jnp.bfloat16, BFLOAT16_ATTENTION_TOLERANCE)
     return backends
 
 
@@ -371,8 +312,8 @@ def _jax_attention(
 # Sharding
 
 
-def eight_devices() -> list[Any]:
-    """Eight (pretended) CPU devices.
+def one_device_and(sizes: MeshConfig) -> tuple[Mesh, Mesh]:
+    """The mesh of one (pretended) CPU device, and one of eight with these sizes.
 
     Raises:
         JllamaError: there are fewer; JAX makes as many as it is told to before its first use.
@@ -383,33 +324,28 @@ def eight_devices() -> list[Any]:
         devices = []
     if len(devices) < 8:
         raise JllamaError(f"JAX has {len(devices)} CPU devices; sharding needs 8: set JAX_NUM_CPU_DEVICES=8")
-    return devices[:8]
+    return make_mesh(MeshConfig(1, 1, 1), devices[:1]), make_mesh(sizes, devices[:8])
 
 
-def one_device_and(sizes: MeshConfig) -> tuple[Mesh, Mesh]:
-    """The mesh of one CPU device, and one of eight with these sizes."""
-    devices = eight_devices()
-    return make_mesh(MeshConfig(1, 1, 1), devices[:1]), make_mesh(sizes, devices)
-
-
-def sharded_error(subject: Subject, config: LlamaConfig, params: Params, tokens: Tokens, sizes: MeshConfig) -> float:
+def sharded_error(case: Case, sizes: MeshConfig) -> float:
     """Logits computed on eight devices against those computed on one."""
-    table = parameter_table(config)
+    table = parameter_table(case.config)
 
     def logits(mesh: Mesh) -> Array:
-        placed = map_by_path(lambda path, leaf: jax.device_put(leaf, parameter_sharding(mesh, table[path])), params)
-        return subject.forward(config, placed, jax.device_put(tokens, NamedSharding(mesh, BATCH)))
+        def place(path: str, leaf: Any) -> Array:
+            return jax.device_put(leaf, parameter_sharding(mesh, table[path]))
 
-    one, eight = one_device_and(sizes)
-    return worst_error(logits(eight), logits(one))
+        tokens = jax.device_put(case.tokens, NamedSharding(mesh, BATCH))
+        return case.subject.forward(case.config, map_by_path(place, case.params), tokens)
+
+    one, eight = map(logits, one_device_and(sizes))
+    return worst_error(eight, one)
 
 
 def sharded_training_error(config: LlamaConfig, sizes: MeshConfig) -> float:
     """Losses and parameters of training on eight devices against those on one."""
     one, eight = (trained(config, mesh) for mesh in one_device_and(sizes))
-    return worst_error(
-        [*eight.losses, *jax.tree.leaves(eight.state.params)], [*one.losses, *jax.tree.leaves(one.state.params)]
-    )
+    return worst_error(*([*run.losses, *jax.tree.leaves(run.state.params)] for run in (eight, one)))
 
 
 class Trained(NamedTuple):

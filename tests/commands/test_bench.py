@@ -10,7 +10,7 @@ from jllama.checkpoints.formats import Model, save
 from jllama.commands import cli
 from jllama.config import LlamaConfig
 from jllama.generation import benchmark
-from jllama.packing import pack_params
+from jllama.model import pack_params
 from jllama.tokenizers import BytesTokenizer
 from jllama.verify.compare import random_params
 

@@ -12,7 +12,7 @@ from jllama.model import abstract_params
 from jllama.parallel.mesh import BATCH, MeshConfig, make_mesh, state_sharding
 from jllama.parameters import map_by_path
 from jllama.verify.compare import random_params, worst_error
-from jllama.verify.equalities import MESHES, one_device_and, sharded_error, sharded_training_error, trained
+from jllama.verify.equalities import MESHES, Case, one_device_and, sharded_error, sharded_training_error, trained
 from jllama.verify.subject import jllama_itself
 
 CONFIG = LlamaConfig(vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, max_seq_len=16)
@@ -53,8 +53,8 @@ def main():
         mesh = one_device_and(sizes)[1]
         batch = jax.device_put(TOKENS, NamedSharding(mesh, BATCH))
         report[name] = {
-            "error": sharded_error(subject, CONFIG, params, TOKENS, sizes),
-            "wrong_error": sharded_error(wrong, CONFIG, params, TOKENS, sizes),
+            "error": sharded_error(Case(subject, CONFIG, params, TOKENS), sizes),
+            "wrong_error": sharded_error(Case(wrong, CONFIG, params, TOKENS), sizes),
             "training_error": sharded_training_error(CONFIG, sizes),
             "initial_error": distance(eight.initial, one.initial),
             "moved": distance(one.initial, one.state.params),

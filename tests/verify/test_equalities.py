@@ -16,6 +16,7 @@ from jllama.verify.equalities import (
     BFLOAT16_TOLERANCE,
     CONFIG,
     SEQ,
+    Case,
     attention_backends,
     attention_error,
     attention_masks,
@@ -73,32 +74,32 @@ def test_bfloat16_is_really_used():
 @settings(max_examples=10)
 @given(tokens=tokens_of_rows, splits=integers(SEQ, 0, SEQ))
 def test_prefill_and_decode_equal_one_forward(tokens, splits):
-    assert prefill_and_decode_error(JLLAMA, CONFIG, PARAMS, tokens, splits) < TOLERANCE
+    assert prefill_and_decode_error(Case(JLLAMA, CONFIG, PARAMS, tokens), splits) < TOLERANCE
 
 
 @settings(max_examples=15)
 @given(tokens=tokens_of_rows, data=st.data(), width=st.sampled_from([1, 5, 16]))
 def test_ragged_chunks_equal_one_forward(tokens, data, width):
     chunks = data.draw(integers((data.draw(st.integers(0, 6)), SEQ), 0, width))
-    assert chunked_error(JLLAMA, CONFIG, PARAMS, tokens, chunks, width) < TOLERANCE
+    assert chunked_error(Case(JLLAMA, CONFIG, PARAMS, tokens), chunks, width) < TOLERANCE
 
 
 @settings(max_examples=10)
 @given(tokens=tokens_of_rows, lengths=integers(SEQ, 0, SEQ))
 def test_a_ragged_batch_equals_single_rows(tokens, lengths):
-    assert ragged_error(JLLAMA, CONFIG, PARAMS, tokens, lengths) < TOLERANCE
+    assert ragged_error(Case(JLLAMA, CONFIG, PARAMS, tokens), lengths) < TOLERANCE
 
 
 @settings(max_examples=10)
 @given(tokens=tokens_of_rows, lengths=integers(SEQ, 0, SEQ))
 def test_padding_batch_mates_and_unused_slots_change_nothing(tokens, lengths):
-    assert padding_error(JLLAMA, CONFIG, PARAMS, tokens, lengths) == 0
+    assert padding_error(Case(JLLAMA, CONFIG, PARAMS, tokens), lengths) == 0
 
 
 @settings(max_examples=15)
 @given(tokens=tokens_of_rows, numbers=integers((SEQ, SEQ), 0, 5))
 def test_packed_documents_equal_each_alone(tokens, numbers):
-    assert packed_error(JLLAMA, CONFIG, PARAMS, tokens, np.sort(numbers)) < TOLERANCE
+    assert packed_error(Case(JLLAMA, CONFIG, PARAMS, tokens), np.sort(numbers)) < TOLERANCE
 
 
 @settings(max_examples=5)
