@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 from typing import Any
 
 from jllama.verify.checkpoint import CheckpointReport
-from jllama.verify.report import error_cell, facts_table, finite, html_page, machine
+from jllama.verify.report import error_cell, finite, html_page, machine
 
 _LAYERS_IN_ROW = 10
 
@@ -69,12 +68,7 @@ def as_json(found: CheckpointReport) -> dict[str, Any]:
 def page(found: CheckpointReport, seconds: float) -> str:
     """The facts and each layer's error as one HTML page."""
     cells = [error_cell(error, found.tolerance, f"layer {i}") for i, error in enumerate(found.layer_errors)]
-    layers = "".join(
-        f"<tr><th>{first}</th>{''.join(cells[first : first + _LAYERS_IN_ROW])}</tr>"
-        for first in range(0, len(cells), _LAYERS_IN_ROW)
-    )
-    notes = "".join(f"<li>{html.escape(finding)}</li>" for finding in found.findings)
-    facts = facts_of(found) | machine() | {"time": f"{seconds:.0f} s"}
-    title = "Layers: relative error of each against the float64 oracle"
-    body = f"<ul>{notes}</ul>{facts_table(facts)}<h2>{title}</h2><table>{layers}</table>"
-    return html_page(verdict(found), found.problems, body)
+    rows = [(str(first), cells[first : first + _LAYERS_IN_ROW]) for first in range(0, len(cells), _LAYERS_IN_ROW)]
+    layers = ("Layers: relative error of each against the float64 oracle", [""] * len(rows[0][1]), rows)
+    facts = facts_of(found) | {"time": f"{seconds:.0f} s"}
+    return html_page(verdict(found), found.problems + found.findings, [layers], facts)
