@@ -14,13 +14,12 @@ import numpy as np
 from jaxtyping import Float32
 
 from jllama.checkpoints.formats import convert, open_checkpoint
-from jllama.config import LlamaConfig
+from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError, UsageError
 from jllama.generation.text import prompt_ids
 from jllama.parameters import count_parameters
-from jllama.presets import nearest_preset
+from jllama.presets import OTHERS, PRESETS, differing, nearest_preset
 from jllama.verify.compare import worst_error
-from jllama.verify.ordinary import config_findings, vocabulary_findings
 from jllama.verify.stream import stream
 from jllama.verify.text import PROSE, judge_fit, measure_fit, tokenizer_findings
 
@@ -123,7 +122,12 @@ def verify_checkpoint(
     else:
         tokens = prompt_ids(tokenizer, PROSE if text is None else text)[:limit]
         changed, broken = tokenizer_findings(tokenizer)
-        findings += vocabulary_findings(config, tokenizer.vocab_size) + changed
+        if unused := config.vocab_size - tokenizer.vocab_size:
+            findings.append(
+                f"the embedding has {config.vocab_size:,} rows for the tokenizer's {tokenizer.vocab_size:,} tokens: "
+                f"the last {unused:,} belong to none"
+            )
+        findings += changed
         problems += broken
     with jax.default_matmul_precision("highest"):
         streamed = stream(checkpoint, tokens, report)
@@ -173,6 +177,41 @@ def verify_checkpoint(
         transformers_error=peer_error,
         transformers_oracle_error=peer_oracle_error,
     )
+
+
+def config_findings(config: LlamaConfig) -> list[str]:
+    """A sentence for each field that is not as the nearest released Llama has it or, without one, is unusual.
+
+    None of them is a failure by itself.
+    """
+    if name := nearest_preset(config):
+        released = PRESETS[name]
+        return [
+            f"{field} is {_shown(getattr(config, field))}; {name}, of the same shape, has "
+            f"{_shown(getattr(released, field))}"
+            for field in differing(OTHERS, config, released)
+        ]
+    found = []
+    if config.norm_eps not in (1e-5, 1e-6):
+        found.append(f"norm_eps is {config.norm_eps:g}; released Llamas have 1e-05 or 1e-06")
+    usual_thetas = sorted({released.rope_theta for released in PRESETS.values()})
+    if config.rope_theta not in usual_thetas:
+        usual = ", ".join(f"{theta:,.0f}" for theta in usual_thetas)
+        found.append(f"rope_theta is {_shown(config.rope_theta)}; released Llamas have {usual}")
+    if config.head_dim * config.num_heads != config.embed_dim:
+        found.append(
+            f"head_dim is {config.head_dim}; with {config.num_heads} heads and embed_dim {config.embed_dim}, released "
+            f"Llamas would have {config.embed_dim / config.num_heads:g}"
+        )
+    return found
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, RopeScaling):
+        return f"{value.type}, factor {value.factor:g}, from {value.original_max_seq_len:,} tokens"
+    if value is None or isinstance(value, bool):
+        return {None: "absent", True: "true", False: "false"}[value]
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if value >= 1 else f"{value:g}"
 
 
 def _differences(errors: Sequence[float], divergent: int | None, logits_error: float) -> list[str]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
-from jllama.parameters import Params
+from jllama.parameters import Parameter, Params, matrix_shape, parameter_table, shape_of
 
 TOLERANCE = 1e-5
 """Relative error of float32 logits against float64 ones."""
@@ -111,30 +111,13 @@ def random_params(config: LlamaConfig, seed: int, embed_std: float = 1.0, query_
         query_gain: multiplies the queries: sharp attention tells small turns apart.
     """
     rng = np.random.default_rng(seed)
+    inputs = {"embed": embed_std**-2, "layers/wq": config.embed_dim / query_gain**2}
 
-    def matrix(*shape: int, inputs: float) -> np.ndarray:
-        return (rng.standard_normal(shape) / np.sqrt(inputs)).astype(np.float32)
+    def draw(path: str, row: Parameter) -> np.ndarray:
+        normal = rng.standard_normal(shape_of(row, config))
+        fan_in = inputs.get(path, matrix_shape(row, config)[-1])
+        return (normal / np.sqrt(fan_in) if row.is_matrix else 1 + 0.1 * normal).astype(np.float32)
 
-    def scale(*shape: int) -> np.ndarray:
-        return (1 + 0.1 * rng.standard_normal(shape)).astype(np.float32)
-
-    layers, embed, mlp = config.num_layers, config.embed_dim, config.mlp_dim
-    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-    params: Params = {
-        "embed": matrix(config.vocab_size, embed, inputs=embed_std**-2),
-        "layers": {
-            "attn_norm": scale(layers, embed),
-            "wq": matrix(layers, embed, heads, head_dim, inputs=embed / query_gain**2),
-            "wk": matrix(layers, embed, kv_heads, head_dim, inputs=embed),
-            "wv": matrix(layers, embed, kv_heads, head_dim, inputs=embed),
-            "wo": matrix(layers, heads, head_dim, embed, inputs=heads * head_dim),
-            "mlp_norm": scale(layers, embed),
-            "w_gate": matrix(layers, embed, mlp, inputs=embed),
-            "w_up": matrix(layers, embed, mlp, inputs=embed),
-            "w_down": matrix(layers, mlp, embed, inputs=mlp),
-        },
-        "final_norm": scale(embed),
-    }
-    if not config.tie_embeddings:
-        params["lm_head"] = matrix(embed, config.vocab_size, inputs=embed)
-    return params
+    drawn = {path: draw(path, row) for path, row in parameter_table(config).items()}
+    layers = {path.removeprefix("layers/"): drawn.pop(path) for path in list(drawn) if path.startswith("layers/")}
+    return drawn | {"layers": layers}

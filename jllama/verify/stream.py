@@ -63,7 +63,10 @@ def update_error(
 
 
 class _Weights:
-    """Reads tensors in float32, in order: hashed as they are stored, and what is not finite replaced by 0."""
+    """Reads tensors in float32, in order: hashed as they are stored, and what is not finite replaced by 0.
+
+    One that is read ``again``, as a tied head is, counts once.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -71,28 +74,31 @@ class _Weights:
         self.not_finite: dict[str, int] = {}
         self.zeros: list[str] = []
 
-    def blocks(self, stored: StoredTensor) -> Iterator[Float32[np.ndarray, "rows *inputs"]]:
-        """A tensor's rows, some at a time."""
-        self.digest.update(f"{stored.key} {list(stored.shape)}\n".encode())
-        not_finite, any_set = 0, False
+    def blocks(self, stored: StoredTensor, again: bool = False) -> Iterator[tuple[slice, Float32[np.ndarray, "..."]]]:
+        """A tensor's rows, some at a time: which ones, and their numbers."""
+        not_finite, any_set, start = 0, False, 0
+        if not again:
+            self.digest.update(f"{stored.key} {list(stored.shape)}\n".encode())
         for block in blocks(self._checkpoint.tensors[stored.key], np.float32):
-            self.digest.update(block.data)
-            not_finite += int(np.count_nonzero(~np.isfinite(block)))
+            if not again:
+                self.digest.update(block.data)
+            finite = np.isfinite(block)
+            not_finite += int(np.count_nonzero(~finite))
             any_set = any_set or bool(block.any())
-            yield _finite(block)
+            yield slice(start, start + len(block)), block if finite.all() else np.where(finite, block, np.float32(0))
+            start += len(block)
         if not_finite:
             self.not_finite[stored.key] = not_finite
-        if not any_set:
+        if not any_set and not again:
             self.zeros.append(stored.key)
 
     def whole(self, stored: StoredTensor) -> Float32[np.ndarray, "..."]:
         """A tensor in the parameter's own axes, without that of the layers."""
         axes = dict(zip(stored.parameter.axes, shape_of(stored.parameter, self._checkpoint.config), strict=True))
         array = np.empty([size for axis, size in axes.items() if axis != "layers"], np.float32)
-        matrix, start = as_matrix(stored.parameter, array), 0
-        for block in self.blocks(stored):
-            matrix[start : start + len(block)] = block
-            start += len(block)
+        matrix = as_matrix(stored.parameter, array)
+        for rows, block in self.blocks(stored):
+            matrix[rows] = block
         return array
 
 
@@ -108,11 +114,9 @@ def stream(checkpoint: Checkpoint, tokens: Sequence[int], report: Callable[[str]
     where = np.tri(seq, dtype=bool), np.arange(seq), oracle.rope_frequencies(config, seq)
     report("embedding")
     own = np.empty((seq, config.embed_dim), np.float32)
-    first = 0
-    for block in weights.blocks(stored["embed"]):
-        inside = (ids >= first) & (ids < first + len(block))
-        own[inside] = block[ids[inside] - first]
-        first += len(block)
+    for rows, block in weights.blocks(stored["embed"]):
+        inside = (ids >= rows.start) & (ids < rows.stop)
+        own[inside] = block[ids[inside] - rows.start]
     x, errors = own.astype(np.float64), []
     for index in range(config.num_layers):
         report(f"layer {index + 1} of {config.num_layers}")
@@ -128,16 +132,10 @@ def stream(checkpoint: Checkpoint, tokens: Sequence[int], report: Callable[[str]
     hidden = oracle.rms_norm(x, norm.astype(np.float64), config.norm_eps)
     own = F.rms_norm(jnp.asarray(own), jnp.asarray(norm), config.norm_eps)
     logits, own_logits = (np.empty((seq, config.vocab_size), dtype) for dtype in (np.float64, np.float32))
-    if config.tie_embeddings:
-        head = map(_finite, blocks(checkpoint.tensors["embed"], np.float32))
-    else:
-        head = weights.blocks(stored["lm_head"])
-    first = 0
-    for block in head:
-        rows = slice(first, first + len(block))
+    head = stored["embed" if config.tie_embeddings else "lm_head"]
+    for rows, block in weights.blocks(head, again=config.tie_embeddings):
         logits[:, rows] = hidden @ block.astype(np.float64).T
         own_logits[:, rows] = _scores(block, own, config)
-        first = rows.stop
     return Streamed(logits, own_logits, errors, weights.digest.hexdigest(), _damage(weights, stored))
 
 
@@ -154,23 +152,14 @@ def _scores(rows: Array, hidden: Array, config: LlamaConfig) -> Array:
     return Llama.logits(cast(Llama, types.SimpleNamespace(config=config, embed=rows, lm_head=rows.T)), hidden)
 
 
-def _finite(block: np.ndarray) -> np.ndarray:
-    return block if np.isfinite(block).all() else np.nan_to_num(block, nan=0.0, posinf=0.0, neginf=0.0)
-
-
 def _damage(weights: _Weights, stored: dict[str, StoredTensor]) -> list[str]:
-    found = []
-    if weights.not_finite:
-        keys = [
-            f"{key} ({count:,} of {math.prod(stored[key].shape):,} numbers)"
-            for key, count in weights.not_finite.items()
-        ]
-        found.append(
-            f"NaN or infinity stands in {_listed(keys)}; all else here takes 0 for it: fetch or convert the files again"
-        )
-    if weights.zeros:
-        found.append(f"nothing but zeros stands in {_listed(weights.zeros)}: fetch or convert the files again")
-    return found
+    sizes = {key: math.prod(tensor.shape) for key, tensor in stored.items()}
+    not_finite = [f"{key} ({count:,} of {sizes[key]:,} numbers)" for key, count in weights.not_finite.items()]
+    found = {
+        "NaN or infinity stands in {}; all else here takes 0 for it: fetch or convert the files again": not_finite,
+        "nothing but zeros stands in {}: fetch or convert the files again": weights.zeros,
+    }
+    return [sentence.format(_listed(keys)) for sentence, keys in found.items() if keys]
 
 
 def _listed(keys: Sequence[str]) -> str:

@@ -36,16 +36,9 @@ class Subject(NamedTuple):
 def subject_of(model: types.ModuleType) -> Subject:
     """The subject that ``jllama.model``, or a copy of it, makes up; nothing in it is compiled yet."""
 
-    def forward(
-        config: LlamaConfig,
-        params: Params,
-        tokens: Array,
-        segments: Array | None = None,
-        positions: Array | None = None,
-        remat: bool = False,
-    ) -> Array:
+    def forward(config: LlamaConfig, params: Params, tokens: Array, *where: Any, **options: Any) -> Array:
         llama = model.merge(config, params)
-        return llama.logits(llama.hidden(tokens, segments, positions, remat=remat))
+        return llama.logits(llama.hidden(tokens, *where, **options))
 
     def extend(
         config: LlamaConfig, params: Params, tokens: Array, cache: KVCache, counts: Array
@@ -54,7 +47,11 @@ def subject_of(model: types.ModuleType) -> Subject:
         hidden, longer = llama.extend(tokens, model.KVCache(*cache), counts)
         return llama.logits(hidden), KVCache(*longer)
 
-    return Subject(_load, forward, extend)
+    def load_params(path: Path, rope_factor: float | None) -> tuple[LlamaConfig, Params]:
+        loaded = load(path, rope_factor=rope_factor)
+        return loaded.config, loaded.params
+
+    return Subject(load_params, forward, extend)
 
 
 def model_with(**wrong: Any) -> types.ModuleType:
@@ -70,18 +67,11 @@ def model_with(**wrong: Any) -> types.ModuleType:
 
 def compiled(subject: Subject) -> Subject:
     """The same subject under ``jit``."""
-    return subject._replace(
-        forward=jax.jit(subject.forward, static_argnames=("config", "remat")),
-        extend=jax.jit(subject.extend, static_argnames=("config",)),
-    )
+    forward = jax.jit(subject.forward, static_argnames=("config", "remat"))
+    return subject._replace(forward=forward, extend=jax.jit(subject.extend, static_argnames="config"))
 
 
 @functools.cache
 def jllama_itself() -> Subject:
     """The code that users run, compiled."""
     return compiled(subject_of(jllama.model))
-
-
-def _load(path: Path, rope_factor: float | None) -> tuple[LlamaConfig, Params]:
-    model = load(path, rope_factor=rope_factor)
-    return model.config, model.params

@@ -28,9 +28,8 @@ from jllama.presets import PRESETS, nearest_preset
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify import checkpoint as verifying
 from jllama.verify import stream as streaming
-from jllama.verify.checkpoint import TOLERANCE, verify_checkpoint
+from jllama.verify.checkpoint import TOLERANCE, config_findings, verify_checkpoint
 from jllama.verify.compare import random_params, relative_error, worst_error
-from jllama.verify.ordinary import config_findings
 from jllama.verify.stream import stream, update_error
 from jllama.verify.subject import jllama_itself
 from jllama.verify.text import ENOUGH_BYTES, HARD, PROSE, Fit, byte_entropy, judge_fit, tokenizer_findings
