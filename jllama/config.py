@@ -7,7 +7,7 @@ import math
 import reprlib
 from typing import Literal, get_args
 
-from jllama.errors import UsageError
+from jllama.errors import UsageError, check_fields
 
 RopeType = Literal["linear", "dynamic", "llama3", "yarn"]
 
@@ -89,8 +89,9 @@ class RopeScaling:
         low, high, slow, fast = self.low_freq_factor, self.high_freq_factor, self.beta_slow, self.beta_fast
         factor, is_yarn = self.attention_factor, self.type == "yarn"
         types = get_args(RopeType)
-        _require("rope_scaling.type", reprlib.repr(self.type), self.type in types, f"one of {', '.join(types)}")
-        _require("rope_scaling.factor", self.factor, 1 <= self.factor < 1e300, "at least 1, and finite")
+        if self.type not in types:
+            raise UsageError(f"rope_scaling.type is {reprlib.repr(self.type)}; it must be one of {', '.join(types)}")
+        check_fields(self, "rope_scaling.", "factor", lambda factor: 1 <= factor < 1e300, "at least 1, and finite")
         _check_size("rope_scaling.original_max_seq_len", self.original_max_seq_len, MAX_SIZES["max_seq_len"])
         if self.type == "llama3" and not 0 < low < high:
             raise UsageError(
@@ -103,7 +104,8 @@ class RopeScaling:
             )
         if not is_yarn and factor != 0:
             raise UsageError(f"rope_scaling.attention_factor is {factor}; only yarn has one: leave it at 0")
-        _require("rope_scaling.attention_factor", factor, factor >= 0, "positive, or 0 to work it out")
+        if not factor >= 0:
+            raise UsageError(f"rope_scaling.attention_factor is {factor}; it must be positive, or 0 to work it out")
         if is_yarn:
             object.__setattr__(self, "attention_factor", factor or 0.1 * math.log(self.factor) + 1)
 
@@ -144,10 +146,9 @@ class LlamaConfig:
         derived = ("vocab_size", "num_kv_heads", "head_dim", "mlp_dim")
         for name, most in MAX_SIZES.items():
             _check_size(name, getattr(self, name), most, least=0 if name in derived else 1)
-        for name in ("norm_eps", "rope_theta"):
-            _require(name, getattr(self, name), 0 < getattr(self, name) < 1e300, "positive, and finite")
-        tied = self.tie_embeddings
-        _require("tie_embeddings", reprlib.repr(tied), type(tied) is bool, "true or false")
+        check_fields(self, "", "norm_eps rope_theta", lambda value: 0 < value < 1e300, "positive, and finite")
+        if type(self.tie_embeddings) is not bool:
+            raise UsageError(f"tie_embeddings is {reprlib.repr(self.tie_embeddings)}; it must be true or false")
         if not self.head_dim and self.embed_dim % self.num_heads:
             raise UsageError(
                 f"embed_dim {self.embed_dim} is not divisible by num_heads {self.num_heads}: "
@@ -170,14 +171,11 @@ class LlamaConfig:
             raise UsageError(f"rope_theta is {self.rope_theta}; for yarn it must be over 1: later pairs turn slower")
 
 
-def _require(name: str, value: object, fits: bool, expected: str) -> None:
-    if not fits:
-        raise UsageError(f"{name} is {value}; it must be {expected}")
-
-
 def _check_size(name: str, value: int, most: int, *, least: int = 1) -> None:
     """Raise ``UsageError`` unless a size is a whole number from ``least`` to ``most``."""
-    _require(name, reprlib.repr(value), type(value) is int, "a whole number")
-    _require(name, value, value >= least, "at least 1" if least else "positive, or 0 to work it out")
+    if type(value) is not int:
+        raise UsageError(f"{name} is {reprlib.repr(value)}; it must be a whole number")
+    if value < least:
+        raise UsageError(f"{name} is {value}; it must be {'at least 1' if least else 'positive, or 0 to work it out'}")
     if value > most:
         raise UsageError(f"{name} is {value:,}, and no Llama's is over {most:,}: it cannot be meant")
