@@ -34,12 +34,8 @@ TILED = "query head n uses key-value head n % kv_heads, for n // (heads / kv_hea
 class Verdict:
     """What a check found: true if yours is right, and printed as a sentence or two.
 
-    Args:
-        component: what was checked.
-        error: the largest difference over the oracle's largest value; NaN if there is none to tell.
-        tolerance: what the error of right code stays below, by the dtype that came back.
-        mistake: the known mistake that gives the same; empty if none does.
-        remark: what can be said besides.
+    ``error`` is the largest difference over the oracle's largest value (NaN if there is none to tell), ``tolerance``
+    what that of right code stays below, by the dtype that came back, and ``mistake`` the known one that gives the same.
     """
 
     component: str
@@ -120,23 +116,23 @@ def _verdict(component: str, mine: Mine, inputs: tuple, expected: Any) -> Verdic
     if hasattr(result, "detach"):  # PyTorch's: NumPy takes none with gradients, on a GPU or in bfloat16
         result = result.detach().cpu().double()
     tolerance = 3e-2 if "16" in dtype else 1e-4  # what float32 meets, also if it is inside: a mistake is over 1e-3
+    verdict = partial(Verdict, component, tolerance=tolerance)
     if result is None or np.shape(result) != expected.shape:
         given = "nothing" if result is None else list(np.shape(result))
-        remark = f"It returns {given} where the shape {list(expected.shape)} is expected."
-        return Verdict(component, math.nan, tolerance, remark=remark)
+        return verdict(math.nan, remark=f"It returns {given} where the shape {list(expected.shape)} is expected.")
     actual = np.asarray(result, np.float64)
     error = relative_error(actual, expected)
     if error < tolerance:
-        return Verdict(component, error, tolerance)
+        return verdict(error)
     with np.errstate(all="ignore"):
         errors = {name: _distance(actual, wrong(*inputs)) for name, wrong in MISTAKES[component].items()}
     nearest = min(errors, key=lambda name: errors[name])
     if errors[nearest] < tolerance:
-        return Verdict(component, error, tolerance, nearest)
+        return verdict(error, mistake=nearest)
     place = np.unravel_index(np.argmax(np.abs(actual - expected)), actual.shape)
     remark = f"It behaves like none of the {len(errors)} known mistakes; the largest difference is at "
     remark += f"{list(map(int, place))}: {actual[place]:.4g} where {expected[place]:.4g} is right."
-    return Verdict(component, error, tolerance, remark=remark)
+    return verdict(error, remark=remark)
 
 
 def _distance(actual: Any, wrong: Any) -> float:

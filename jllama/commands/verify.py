@@ -67,7 +67,7 @@ def _verify_checkpoint(options: VerifyOptions) -> int:
     if options.only:
         raise UsageError("--only chooses among the checks of the matrix: leave it out with a checkpoint")
     text = _text(options.text) if options.text else None
-    from jllama.verify import checkpoint_report
+    from jllama.verify import report
     from jllama.verify.checkpoint import verify_checkpoint
 
     console, began_s = Console(stderr=True, highlight=False), time.perf_counter()
@@ -87,13 +87,13 @@ def _verify_checkpoint(options: VerifyOptions) -> int:
         )
     seconds = time.perf_counter() - began_s
     if options.json:
-        print(json.dumps(checkpoint_report.as_json(found), indent=1))
+        print(json.dumps(report.checkpoint_json(found), indent=1))
     else:
-        for line in checkpoint_report.lines(found):
+        for line in report.checkpoint_lines(found):
             print(line)
-        print(f"{checkpoint_report.verdict(found)} ({seconds:.0f} s)")
+        print(f"{report.checkpoint_verdict(found)} ({seconds:.0f} s)")
     if options.html:
-        _write(options.html, checkpoint_report.page(found, seconds))
+        _write(options.html, report.checkpoint_page(found, seconds))
     return 0 if found.passed else 1
 
 

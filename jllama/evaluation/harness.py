@@ -201,10 +201,7 @@ def generation_arguments(arguments: dict[str, Any]) -> tuple[list[str], int, Sam
     until = left.pop("until", None) or []
     stop = [string for string in ([until] if isinstance(until, str) else until) if string]
     new_tokens = [value for name in _NEW_TOKENS if (value := left.pop(name, None)) is not None]
-    temperature = left.pop("temperature", None)
-    do_sample = left.pop("do_sample", None)
-    if do_sample is None:
-        do_sample = bool(temperature)
+    temperature, do_sample = left.pop("temperature", None), left.pop("do_sample", None)
     settings = {name: left.pop(name) for name in _SAMPLING if left.get(name) is not None}
     if left.get("num_beams") == 1:
         del left["num_beams"]
@@ -214,10 +211,9 @@ def generation_arguments(arguments: dict[str, Any]) -> tuple[list[str], int, Sam
             f"generation_kwargs has {name}: {value!r}, which jllama does not honour; it knows until, do_sample, "
             f"temperature, {', '.join((*_NEW_TOKENS, *_SAMPLING))}"
         )
-    if not do_sample:
-        temperature = 0.0
-    sampling = SamplingConfig(temperature=1.0 if temperature is None else float(temperature), **settings)
-    return stop, int(next(iter(new_tokens), _DEFAULT_NEW_TOKENS)), sampling
+    draws = bool(temperature) if do_sample is None else do_sample
+    heat = 0.0 if not draws else 1.0 if temperature is None else float(temperature)
+    return stop, int(next(iter(new_tokens), _DEFAULT_NEW_TOKENS)), SamplingConfig(temperature=heat, **settings)
 
 
 def task_manager(names: Sequence[str], include_path: str = "") -> TaskManager:

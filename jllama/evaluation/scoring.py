@@ -92,7 +92,8 @@ def token_log_probs(
     scores = [TokenScores(np.zeros(0, np.float32), np.zeros(0, bool))] * len(arrays)
     by_bucket: dict[int, list[int]] = {}
     for index in sorted((i for i, count in enumerate(counts) if count), key=lambda i: len(arrays[i]), reverse=True):
-        by_bucket.setdefault(_bucket(len(arrays[index]) - 1, config.max_seq_len), []).append(index)
+        bucket = min(power_of_two_at_least(len(arrays[index]) - 1, _SHORTEST_BUCKET), config.max_seq_len)
+        by_bucket.setdefault(bucket, []).append(index)
     for bucket, indices in by_bucket.items():
         size = math.ceil(len(indices) / math.ceil(len(indices) / batch_size))  # even batches: one shape, little padding
         for start in range(0, len(indices), size):
@@ -102,8 +103,7 @@ def token_log_probs(
                 tokens[place, : len(arrays[index])] = arrays[index]
             log_probs, greedy = map(np.asarray, _score(model.params, config, jnp.asarray(tokens)))
             for place, index in enumerate(batch):
-                end = len(arrays[index]) - 1
-                scored = slice(end - counts[index], end)
+                scored = slice(len(arrays[index]) - 1 - counts[index], len(arrays[index]) - 1)
                 scores[index] = TokenScores(log_probs[place, scored], greedy[place, scored])
             report(sum(counts[index] for index in batch))
     return scores
@@ -161,8 +161,7 @@ def score_texts(
     tokenizer = model.text_tokenizer
     rows: list[np.ndarray] = []
     counts: list[int] = []
-    total = text_bytes = 0
-    token_bytes = tokenizer.token_bytes()
+    total, text_bytes, token_bytes = 0, 0, tokenizer.token_bytes()
     for text in texts:
         ids = np.array([tokenizer.bos_id, *tokenizer.encode(text)], np.int32)
         kept = len(ids) if max_tokens is None else min(len(ids), 1 + max_tokens - total)
@@ -239,7 +238,3 @@ def _check_row(row: np.ndarray, count: int, config: LlamaConfig) -> None:
         raise UsageError(f"{count} tokens of a row of {len(row)} are to be scored; there are {max(len(row) - 1, 0)}")
     if outside := row[(row < 0) | (row >= config.vocab_size)].tolist():
         raise UsageError(f"token {outside[0]} is outside the model's vocabulary of {config.vocab_size}")
-
-
-def _bucket(length: int, max_seq_len: int) -> int:
-    return min(power_of_two_at_least(length, _SHORTEST_BUCKET), max_seq_len)

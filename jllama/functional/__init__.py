@@ -1,37 +1,25 @@
 """Pure functions on arrays, each with its formula and source; nothing here imports the rest of jllama."""
 
-from jllama.functional.attention import cache_mask as cache_mask
-from jllama.functional.attention import causal_attention as causal_attention
-from jllama.functional.attention import causal_mask as causal_mask
-from jllama.functional.attention import grouped_query_attention as grouped_query_attention
-from jllama.functional.attention import masked_softmax as masked_softmax
-from jllama.functional.attention import padding_mask as padding_mask
+# isort: off
+from jllama.functional.attention import cache_mask as cache_mask, causal_attention as causal_attention
+from jllama.functional.attention import causal_mask as causal_mask, grouped_query_attention as grouped_query_attention
+from jllama.functional.attention import masked_softmax as masked_softmax, padding_mask as padding_mask
 from jllama.functional.attention import segment_mask as segment_mask
 from jllama.functional.loss import cross_entropy as cross_entropy
 from jllama.functional.mlp import swiglu as swiglu
-from jllama.functional.norm import layer_norm as layer_norm
-from jllama.functional.norm import rms_norm as rms_norm
-from jllama.functional.packed import PackedMatrix as PackedMatrix
-from jllama.functional.packed import pack as pack
-from jllama.functional.packed import pack_int8 as pack_int8
-from jllama.functional.rope import apply_rope as apply_rope
-from jllama.functional.rope import apply_rope_interleaved as apply_rope_interleaved
+from jllama.functional.norm import layer_norm as layer_norm, rms_norm as rms_norm
+from jllama.functional.packed import PackedMatrix as PackedMatrix, pack as pack, pack_int8 as pack_int8
+from jllama.functional.rope import apply_rope as apply_rope, apply_rope_interleaved as apply_rope_interleaved
 from jllama.functional.rope import dynamic_theta as dynamic_theta
 from jllama.functional.rope import half_split_from_interleaved as half_split_from_interleaved
-from jllama.functional.rope import inverse_frequencies as inverse_frequencies
-from jllama.functional.rope import rope_tables as rope_tables
-from jllama.functional.rope import scale_linear as scale_linear
-from jllama.functional.rope import scale_llama3 as scale_llama3
-from jllama.functional.rope import scale_yarn as scale_yarn
-from jllama.functional.sampling import ban as ban
-from jllama.functional.sampling import min_p_mask as min_p_mask
-from jllama.functional.sampling import penalize_frequency as penalize_frequency
+from jllama.functional.rope import inverse_frequencies as inverse_frequencies, rope_tables as rope_tables
+from jllama.functional.rope import scale_linear as scale_linear, scale_llama3 as scale_llama3, scale_yarn as scale_yarn
+from jllama.functional.sampling import ban as ban, min_p_mask as min_p_mask, penalize_frequency as penalize_frequency
 from jllama.functional.sampling import penalize_presence as penalize_presence
-from jllama.functional.sampling import penalize_repetition as penalize_repetition
-from jllama.functional.sampling import sample as sample
-from jllama.functional.sampling import top_k_mask as top_k_mask
-from jllama.functional.sampling import top_p_mask as top_p_mask
+from jllama.functional.sampling import penalize_repetition as penalize_repetition, sample as sample
+from jllama.functional.sampling import top_k_mask as top_k_mask, top_p_mask as top_p_mask
 from jllama.functional.sampling import truncated_logits as truncated_logits
+# isort: on
 
 _MEANT = {
     "attention": "take grouped_query_attention or causal_attention",

@@ -24,13 +24,7 @@ Group = Literal["conformance", "mutations", "equalities"]
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One cell of the matrix.
-
-    Args:
-        group, row, column: where it stands.
-        error: computes the relative error.
-        tolerance: the largest error of right code.
-    """
+    """One cell of the matrix: where it stands, what computes the relative error, and that of right code at most."""
 
     group: Group
     row: str
@@ -46,13 +40,7 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a check found.
-
-    Args:
-        check: which.
-        error: the relative error; NaN if nothing could be compared.
-        problem: why nothing could be compared.
-    """
+    """The relative error that a check found; NaN, and the ``problem``, if nothing could be compared."""
 
     check: Check
     error: float

@@ -56,10 +56,14 @@ def conformance_checks(
 
     def error(name: str, route: Route) -> float:
         with tempfile.TemporaryDirectory() as scratch:
-            path = (folder or Path(scratch)) / f"{name} {route.name}"
+            path, variant = (folder or Path(scratch)) / f"{name} {route.name}", variants[name]
             if not path.exists():
-                route.write(path, variants[name], weights(variants[name]))
-            return _loaded_error(subject, path, route, variants[name])
+                route.write(path, variant, weights(variant))
+            scaling = variant.rope_scaling
+            config, params = subject.load(path, scaling.factor if scaling and route.rope_factor else None)
+            if route.name.startswith("meta"):  # does not say it, and no logit of what it can hold depends on it
+                config = dataclasses.replace(config, max_seq_len=variant.max_seq_len)
+            return model_error(subject, config, params, variant)
 
     return [
         Check("conformance", name, route.name, functools.partial(error, name, route))
@@ -67,11 +71,3 @@ def conformance_checks(
         for route in routes
         if route.holds(variant)
     ]
-
-
-def _loaded_error(subject: Subject, path: Path, route: Route, variant: LlamaConfig) -> float:
-    scaling = variant.rope_scaling
-    config, params = subject.load(path, scaling.factor if scaling and route.rope_factor else None)
-    if route.name.startswith("meta"):  # does not say it, and no logit of what it can hold depends on it
-        config = dataclasses.replace(config, max_seq_len=variant.max_seq_len)
-    return model_error(subject, config, params, variant)

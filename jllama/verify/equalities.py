@@ -31,16 +31,11 @@ from jllama.verify.subject import Subject
 CLOSE = 1e-6
 """Relative error of float32 sums that are taken in nearly the same order."""
 BFLOAT16_TOLERANCE = 3e-2
-"""Relative error of logits from bfloat16 weights.
-
-Bfloat16 has 8 significant bits, so that each rounding, of a weight or of an activation, is off by up to 2**-9 = 2e-3 of
-the value. The dozen roundings in a row that two blocks make add up to about 1e-2 of the largest logit; 3e-2 leaves room
-for unlucky draws, and is far below what a mistake does.
+"""Relative error of logits from bfloat16 weights: a rounding is off by up to 2**-9 = 2e-3 of a value, and the dozen in
+a row that two blocks make come to about 1e-2 of the largest logit. What a mistake does is far more.
 """
 BFLOAT16_ATTENTION_TOLERANCE = 1e-2
-"""Relative error of one attention in bfloat16, its inputs already rounded: softmax's weights and the result are off by
-up to 2**-9 each.
-"""
+"""The same of one attention whose inputs are rounded already: softmax's weights and the result are."""
 
 SEQ = 24
 CONFIG = LlamaConfig(

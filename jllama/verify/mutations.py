@@ -61,13 +61,9 @@ def miscomputing(model: types.ModuleType) -> Callable[[Subject], Subject]:
     return lambda subject: subject_of(model)._replace(load=subject.load)
 
 
-def _config(**changed: Callable[[LlamaConfig], object]) -> Callable[[Subject], Subject]:
-    """A reader that gets fields of the configuration wrong."""
-
-    def change(config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Params]:
-        return dataclasses.replace(config, **{name: wrong(config) for name, wrong in changed.items()}), params
-
-    return misreading(change)
+def _field(name: str, wrong: Callable[[LlamaConfig], Any]) -> Callable[[Subject], Subject]:
+    """A reader that gets a field of the configuration wrong."""
+    return misreading(lambda config, params: (dataclasses.replace(config, **{name: wrong(config)}), params))
 
 
 def _layers(change: Callable[[LlamaConfig, Params], Params]) -> Callable[[Subject], Subject]:
@@ -149,14 +145,14 @@ def _keys_divide_as_queries(config: LlamaConfig) -> bool:
 
 
 MUTATIONS = [
-    Mutation("theta x2", _config(rope_theta=lambda config: 2 * config.rope_theta)),
-    Mutation("no scaling", _config(rope_scaling=lambda _: None), lambda config: config.rope_scaling is not None),
+    Mutation("theta x2", _field("rope_theta", lambda config: 2 * config.rope_theta)),
+    Mutation("no scaling", _field("rope_scaling", lambda _: None), lambda config: config.rope_scaling is not None),
     Mutation(
         "factor 8 for 32",
-        _config(rope_scaling=lambda config: _with_8_for_32(config.rope_scaling)),
+        _field("rope_scaling", lambda config: _with_8_for_32(config.rope_scaling)),
         lambda config: _with_8_for_32(config.rope_scaling) != config.rope_scaling,
     ),
-    Mutation("eps x10", _config(norm_eps=lambda config: 10 * config.norm_eps)),
+    Mutation("eps x10", _field("norm_eps", lambda config: 10 * config.norm_eps)),
     Mutation("post-norm", miscomputing(_post_norm())),
     Mutation(
         "heads n % kv",

@@ -1,7 +1,8 @@
-"""The matrix for a terminal, a browser and a program."""
+"""The matrix, and what was found of a checkpoint, for a terminal, a browser and a program."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import math
 import platform
@@ -14,6 +15,7 @@ from rich.console import RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from jllama.verify.checkpoint import CheckpointReport
 from jllama.verify.compare import VISIBLE, Group, Result
 
 _TITLES: dict[Group, str] = {
@@ -78,7 +80,7 @@ Section = tuple[str, list[str], list[tuple[str, list[Cell]]]]
 """A title, columns, and rows, each with its name."""
 
 
-def machine() -> dict[str, str]:
+def _machine() -> dict[str, str]:
     """What the checks ran on."""
     device = jax.devices()[0]
     packages = ("jllama", "jax", "jaxlib", "flax", "numpy", "gguf", "orbax-checkpoint")
@@ -118,15 +120,15 @@ def as_json(results: Sequence[Result]) -> dict[str, Any]:
         | {name: getattr(result, name) for name in ("error", "passed", "problem")}
         for result in results
     ]
-    return finite({"passed": all(result.passed for result in results), "machine": machine(), "results": rows})
+    return _finite({"passed": all(result.passed for result in results), "machine": _machine(), "results": rows})
 
 
-def finite(value: Any) -> Any:
+def _finite(value: Any) -> Any:
     """The same data with null for numbers that are not finite: JSON has none."""
     if isinstance(value, dict):
-        return {name: finite(inner) for name, inner in value.items()}
+        return {name: _finite(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [finite(inner) for inner in value]
+        return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -135,7 +137,7 @@ def tables(results: Sequence[Result], width: int) -> list[RenderableType]:
     shown: list[RenderableType] = []
     for title, columns, rows in _sections(results):
         shown.append(Text(f"\n{title}", style="bold"))
-        if not columns[0]:
+        if not columns[0]:  # a list, and no grid
             error, tolerance = (Column(name, justify="right") for name in columns[1:])
             shown.append(table := Table("", "", error, tolerance, box=None, pad_edge=False))
             for row, cells in rows:
@@ -156,16 +158,16 @@ def tables(results: Sequence[Result], width: int) -> list[RenderableType]:
 
 def page(results: Sequence[Result], seconds: float) -> str:
     """The results as one HTML page: green by how far below the tolerance (or, of mistakes, above it), red if failed."""
-    return html_page(summary(results), failures(results), _sections(results), {"time": f"{seconds:.0f} s"})
+    return _html_page(summary(results), failures(results), _sections(results), {"time": f"{seconds:.0f} s"})
 
 
-def html_page(verdict: str, lines: list[str], sections: Iterable[Section], facts: dict[str, str]) -> str:
+def _html_page(verdict: str, lines: list[str], sections: Iterable[Section], facts: dict[str, str]) -> str:
     """A page with a verdict (``PASS: ...`` or ``FAIL: ...``), what there is to say, tables, and facts by name."""
     word, _, rest = verdict.partition(": ")
-    return _PAGE.render(word=word, rest=rest, lines=lines, sections=sections, facts=machine() | facts)
+    return _PAGE.render(word=word, rest=rest, lines=lines, sections=sections, facts=_machine() | facts)
 
 
-def error_cell(error: float, tolerance: float, title: str) -> Cell:
+def _error_cell(error: float, tolerance: float, title: str) -> Cell:
     """A cell that is good below a tolerance."""
     return Cell("failed" if math.isnan(error) else f"{error:.1e}", tolerance / max(error, 1e-30), title=title)
 
@@ -193,7 +195,7 @@ def _cell(result: Result | None) -> Cell:
     if result is None:
         return Cell("-")
     title = f"{result.check.name}: {result.problem or f'relative error {result.error:.3e}'}"
-    cell = error_cell(result.error, result.check.tolerance, title)
+    cell = _error_cell(result.error, result.check.tolerance, title)
     if result.check.group != "mutations":
         return cell
     return cell._replace(margin=result.ratio / VISIBLE, ratio=f"{result.ratio:,.0f}x")
@@ -204,3 +206,69 @@ def _text(cell: Cell) -> Text:
         return Text(cell.text, style="dim" if cell.text == "-" else "")
     style = "green" if cell.margin > 1 else "bold red"
     return Text(f"{cell.text}\n{cell.ratio}".rstrip(), style=style)
+
+
+# A checkpoint
+
+
+def _facts(found: CheckpointReport) -> dict[str, str]:
+    """What a checkpoint is and how it did, each in a few words."""
+    config, scaling = found.config, found.config.rope_scaling
+    rope = f"theta {config.rope_theta:,.0f}" + (f", {scaling.type} x{scaling.factor:g}" if scaling else "")
+    heads = f"{config.num_heads} heads of {config.head_dim}, {config.num_kv_heads} for keys and values"
+    worst = max(found.layer_errors)
+    facts = {
+        "checkpoint": found.path,
+        "nearest release": found.preset or "none of this shape",
+        "parameters": f"{found.num_parameters:,}",
+        "architecture": f"{config.num_layers} layers of width {config.embed_dim}, {heads}, MLP {config.mlp_dim}",
+        "vocabulary": f"{config.vocab_size:,}, {'tied' if config.tie_embeddings else 'its own'} head",
+        "RoPE": f"{rope}, context {config.max_seq_len:,}",
+        "norm epsilon": f"{config.norm_eps:g}",
+        "fingerprint": found.fingerprint,
+        "text": f"{found.num_tokens} tokens",
+        "layers": f"largest relative error {worst:.1e} (layer {found.layer_errors.index(worst)})",
+        "logits": f"relative error {found.logits_error:.1e}; tolerance {found.tolerance:.0e}",
+    }
+    if found.transformers_error is not None:
+        facts["transformers"] = (
+            f"{found.transformers_error:.1e} from jllama, {found.transformers_oracle_error:.1e} from the oracle"
+        )
+    if found.perplexity is not None:
+        facts["perplexity"] = (
+            f"{found.perplexity:,.2f}; {found.bits_per_byte:.2f} bits per byte "
+            f"({found.baseline_bits_per_byte:.2f} by the text's byte frequencies alone)"
+        )
+    return facts
+
+
+def checkpoint_verdict(found: CheckpointReport) -> str:
+    """One line: PASS or FAIL, and where the first layer diverges if one does."""
+    if found.first_divergent_layer is not None:
+        return f"FAIL: jllama and the oracle part at layer {found.first_divergent_layer}"
+    return "PASS: jllama computes this checkpoint as the oracle does" if found.passed else "FAIL: see the problems"
+
+
+def checkpoint_lines(found: CheckpointReport) -> list[str]:
+    """The facts, what is out of the ordinary and what is wrong, for a terminal."""
+    facts = _facts(found)
+    width = max(map(len, facts)) + 2
+    return [
+        *(f"{name:{width}}{fact}" for name, fact in facts.items()),
+        *(f"note: {finding}" for finding in found.findings),
+        *(f"problem: {problem}" for problem in found.problems),
+    ]
+
+
+def checkpoint_json(found: CheckpointReport) -> dict[str, Any]:
+    """Everything, for a program; a number that is not finite is null."""
+    return _finite({"passed": found.passed, "machine": _machine(), **dataclasses.asdict(found)})
+
+
+def checkpoint_page(found: CheckpointReport, seconds: float) -> str:
+    """The facts and each layer's error as one HTML page."""
+    cells = [_error_cell(error, found.tolerance, f"layer {i}") for i, error in enumerate(found.layer_errors)]
+    rows = [(str(first), cells[first : first + 10]) for first in range(0, len(cells), 10)]
+    layers = ("Layers: relative error of each against the float64 oracle", [""] * len(rows[0][1]), rows)
+    said = found.problems + [f"note: {finding}" for finding in found.findings]
+    return _html_page(checkpoint_verdict(found), said, [layers], _facts(found) | {"time": f"{seconds:.0f} s"})

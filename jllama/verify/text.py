@@ -114,13 +114,13 @@ def tokenizer_findings(tokenizer: Tokenizer) -> tuple[list[str], list[str]]:
 
     A tokenizer that cannot give back plain English is broken; one that normalises hard text may be meant to.
     """
-    plain, hard = (round_trip_difference(tokenizer, text) for text in (PROSE, HARD))
+    plain, hard = (_round_trip_difference(tokenizer, text) for text in (PROSE, HARD))
     findings = [f"the tokenizer changes some text: {hard}"] if hard else []
     problems = [f"the tokenizer does not give back plain English: {plain}"] if plain else []
     return findings, problems
 
 
-def round_trip_difference(tokenizer: Tokenizer, text: str) -> str:
+def _round_trip_difference(tokenizer: Tokenizer, text: str) -> str:
     """Where ``decode(encode(text))`` first differs from ``text``, in words; empty if it does not."""
     found = tokenizer.decode(tokenizer.encode(text))
     if found == text:
