@@ -46,11 +46,7 @@ def dynamic_theta(theta: float, head_dim: int, factor: float, length: int, origi
 
 
 def scale_llama3(
-    frequencies: Frequencies,
-    factor: float,
-    low_freq_factor: float,
-    high_freq_factor: float,
-    original_max_seq_len: int,
+    frequencies: Frequencies, factor: float, low_freq_factor: float, high_freq_factor: float, original_max_seq_len: int
 ) -> Frequencies:
     """Llama 3.1's scaling: slow channels are divided by ``factor``, fast ones kept, those between blended.
 
@@ -65,12 +61,7 @@ def scale_llama3(
 
 
 def scale_yarn(
-    frequencies: Frequencies,
-    theta: float,
-    factor: float,
-    beta_fast: float,
-    beta_slow: float,
-    original_max_seq_len: int,
+    frequencies: Frequencies, theta: float, factor: float, beta_fast: float, beta_slow: float, original_max_seq_len: int
 ) -> Frequencies:
     """YaRN's scaling: slow channels are divided by ``factor``, fast ones kept, those between blended by their number.
 

@@ -191,12 +191,11 @@ def config_findings(config: LlamaConfig) -> list[str]:
             f"{_shown(getattr(released, field))}"
             for field in differing(OTHERS, config, released)
         ]
-    found = []
+    found, thetas = [], sorted({released.rope_theta for released in PRESETS.values()})
     if config.norm_eps not in (1e-5, 1e-6):
         found.append(f"norm_eps is {config.norm_eps:g}; released Llamas have 1e-05 or 1e-06")
-    usual_thetas = sorted({released.rope_theta for released in PRESETS.values()})
-    if config.rope_theta not in usual_thetas:
-        usual = ", ".join(f"{theta:,.0f}" for theta in usual_thetas)
+    if config.rope_theta not in thetas:
+        usual = ", ".join(map(_shown, thetas))
         found.append(f"rope_theta is {_shown(config.rope_theta)}; released Llamas have {usual}")
     if config.head_dim * config.num_heads != config.embed_dim:
         found.append(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError
 from jllama.functional import cross_entropy, grouped_query_attention
 from jllama.model import KVCache, abstract_params, unstack_layers
-from jllama.parallel.mesh import BATCH, MeshConfig, make_mesh, parameter_sharding, state_sharding
-from jllama.parameters import Params, map_by_path, parameter_table
+from jllama.parallel.mesh import BATCH, MeshConfig, make_mesh, state_sharding
+from jllama.parameters import Params
 from jllama.training.optimizer import OptimizerConfig, make_optimizer
 from jllama.training.step import TrainState, initial_state, train_step
 from jllama.verify.compare import TOLERANCE, Check, random_params, relative_error, worst_error
@@ -324,14 +324,10 @@ def one_device_and(sizes: MeshConfig) -> tuple[Mesh, Mesh]:
 
 def sharded_error(case: Case, sizes: MeshConfig) -> float:
     """Logits computed on eight devices against those computed on one."""
-    table = parameter_table(case.config)
 
     def logits(mesh: Mesh) -> Array:
-        def place(path: str, leaf: Any) -> Array:
-            return jax.device_put(leaf, parameter_sharding(mesh, table[path]))
-
-        tokens = jax.device_put(case.tokens, NamedSharding(mesh, BATCH))
-        return case.subject.forward(case.config, map_by_path(place, case.params), tokens)
+        params = jax.device_put(case.params, state_sharding(mesh, case.config, case.params))
+        return case.subject.forward(case.config, params, jax.device_put(case.tokens, NamedSharding(mesh, BATCH)))
 
     one, eight = map(logits, one_device_and(sizes))
     return worst_error(eight, one)

@@ -84,11 +84,8 @@ def _machine() -> dict[str, str]:
     """What the checks ran on."""
     device = jax.devices()[0]
     packages = ("jllama", "jax", "jaxlib", "flax", "numpy", "gguf", "orbax-checkpoint")
-    return {
-        "device": f"{device.platform} {device.device_kind}",
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in packages},
-    }
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    return {"device": f"{device.platform} {device.device_kind}", "python": platform.python_version()} | versions
 
 
 def summary(results: Sequence[Result]) -> str:
@@ -252,12 +249,9 @@ def checkpoint_verdict(found: CheckpointReport) -> str:
 def checkpoint_lines(found: CheckpointReport) -> list[str]:
     """The facts, what is out of the ordinary and what is wrong, for a terminal."""
     facts = _facts(found)
-    width = max(map(len, facts)) + 2
-    return [
-        *(f"{name:{width}}{fact}" for name, fact in facts.items()),
-        *(f"note: {finding}" for finding in found.findings),
-        *(f"problem: {problem}" for problem in found.problems),
-    ]
+    lines = [f"{name:{max(map(len, facts)) + 2}}{fact}" for name, fact in facts.items()]
+    lines += [f"note: {finding}" for finding in found.findings]
+    return lines + [f"problem: {problem}" for problem in found.problems]
 
 
 def checkpoint_json(found: CheckpointReport) -> dict[str, Any]:
