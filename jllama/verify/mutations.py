@@ -112,12 +112,8 @@ def _remainder_attention(query: Array, key: Array, value: Array, mask: Array) ->
 
 
 def _bfloat16_tables(positions: Array, frequencies: np.ndarray) -> tuple[Array, Array]:
-    cos, sin = F.rope_tables(positions, frequencies)
-    return cos.astype(jnp.bfloat16).astype(jnp.float32), sin.astype(jnp.bfloat16).astype(jnp.float32)
-
-
-def _one_ahead(query_positions: Array, key_positions: Array) -> Array:
-    return F.causal_mask(query_positions + 1, key_positions)
+    cos, sin = (table.astype(jnp.bfloat16) for table in F.rope_tables(positions, frequencies))
+    return cos.astype(jnp.float32), sin.astype(jnp.float32)
 
 
 def _cache_one_on(subject: Subject) -> Subject:
@@ -167,7 +163,7 @@ MUTATIONS = [
     Mutation("k permuted as q", _layers(_permuted_with_num_heads), _keys_divide_as_queries, interleaved_only=True),
     Mutation("head untied", misreading(_untied), lambda config: config.tie_embeddings),
     Mutation("bfloat16 RoPE", miscomputing(model_with(rope_tables=_bfloat16_tables))),
-    Mutation("mask +1", miscomputing(model_with(causal_mask=_one_ahead))),
+    Mutation("mask +1", miscomputing(model_with(causal_mask=lambda query, key: F.causal_mask(query + 1, key)))),
     Mutation("cache +1", _cache_one_on),
 ]
 

@@ -22,15 +22,8 @@ FAR = (9_000, 100_000)
 def _small(name: str, heads: int, kv_heads: int, **changed: object) -> LlamaConfig:
     """A preset with few heads, layers and tokens; its head_dim, epsilon, RoPE, tying and context length stay."""
     config = preset(name)
-    sizes = {
-        "vocab_size": 384,
-        "num_layers": 2,
-        "embed_dim": heads * config.head_dim,
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "mlp_dim": 512,
-    }
-    return dataclasses.replace(config, **(sizes | changed))
+    sizes = {"vocab_size": 384, "num_layers": 2, "embed_dim": heads * config.head_dim, "mlp_dim": 512}
+    return dataclasses.replace(config, num_heads=heads, num_kv_heads=kv_heads, **(sizes | changed))
 
 
 VARIANTS: dict[str, LlamaConfig] = {
