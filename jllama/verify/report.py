@@ -48,7 +48,7 @@ small { opacity: .75; display: block; }
 <tr><th>{{ label }}</th>
 {% for cell in cells %}
 <td {% if cell.margin is none %}{% elif cell.margin > 1 -%}
-style='background:hsl(135 45% {{ 88 - 9 * [log10(cell.margin), 3] | min }}%)'
+style='background:hsl(135 45% {{ (88 - 9 * [log10(cell.margin), 3] | min) | round | int }}%)'
 {%- else %}class=bad{% endif %} title='{{ cell.title }}'>
 {{- cell.text }}<small>{{ cell.ratio }}</small></td>
 {% endfor %}
