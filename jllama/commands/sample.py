@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     options = parse(SampleOptions, argv, prog, ("checkpoint",), _COMMON)
     settings = {field.name: getattr(options, field.name) for field in dataclasses.fields(SamplingConfig)}
     from jllama.generation.settings import check_batch
-    from jllama.generation.text import request_of
+    from jllama.generation.text import exhaust, request_of
 
     prompt = jllama.Prompt(
         _read_stdin() if options.prompt == "-" else options.prompt,
@@ -121,7 +121,10 @@ def main(argv: Sequence[str], prog: str) -> int:
     prompts = [dataclasses.replace(prompt, sampling=dataclasses.replace(prompt.sampling, seed=s)) for s in seeds]
     echo = not options.json if options.echo is None else options.echo
     if options.n == 1 and not options.json:
-        completions = [_write(jllama.stream(model, prompt, speculate=options.speculate), _text(prompt) if echo else "")]
+        print(_text(prompt) if echo else "", end="")
+        pieces = jllama.stream(model, prompt, speculate=options.speculate)
+        completions = [exhaust(pieces, lambda piece: print(piece, end="", flush=True))]
+        print()
     else:
         completions = jllama.generate(model, prompts, speculate=options.speculate)
     for number, (each, completion) in enumerate(zip(prompts, completions, strict=True)):
@@ -149,17 +152,6 @@ def _read_stdin() -> str:
 def _text(prompt: jllama.Prompt) -> str:
     assert isinstance(prompt.content, str)
     return prompt.content
-
-
-def _write(pieces: Generator[str, None, jllama.Completion], before: str) -> jllama.Completion:
-    sys.stdout.write(before)
-    while True:
-        try:
-            sys.stdout.write(next(pieces))
-            sys.stdout.flush()
-        except StopIteration as end:
-            sys.stdout.write("\n")
-            return end.value
 
 
 def _record(

@@ -7,8 +7,8 @@ import difflib
 import itertools
 import numbers
 import operator
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict, Unpack
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from jllama.errors import UsageError
 from jllama.generation.engine import STEPS, PrefixCache, advance, start
 from jllama.generation.settings import Request, SamplingConfig, check_requests
 from jllama.tokenizers import Tokenizer
+
+T = TypeVar("T")
 
 _STEPS_SHOWN = 4
 """Decoding steps between two pieces of a stream."""
@@ -153,7 +155,7 @@ def generate_batches(
         rows += [Request(rows[0].ids[:1], max_new_tokens=0)] * (size - len(rows))  # so that nothing new compiles
         stops = [prompts[place].stop for place in places] + [()] * (size - len(places))
         run = _run(model, rows, stops, speculate, None, STEPS)
-        yield dict(zip(places, _result(run), strict=False))
+        yield dict(zip(places, exhaust(run), strict=False))
 
 
 def stream(
@@ -305,10 +307,11 @@ class TextDecoder:
         return piece
 
 
-def _result(run: Generator[str, None, list[Completion]]) -> list[Completion]:
+def exhaust(pieces: Generator[str, None, T], show: Callable[[str], object] = lambda piece: None) -> T:
+    """Give each piece to ``show`` as it comes; what the generator returns."""
     while True:
         try:
-            next(run)
+            show(next(pieces))
         except StopIteration as end:
             return end.value
 
