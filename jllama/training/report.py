@@ -32,12 +32,9 @@ _CHARTS = {
 
 
 def write_report(folder: Path, receipt: dict[str, Any], commands: dict[str, str]) -> None:
-    """Write ``report.html`` from what the run has logged so far, to be read on any screen, light or dark.
+    """Write a run's ``report.html``, to be read on any screen, light or dark.
 
-    Args:
-        folder: the run's.
-        receipt: facts to list, by name.
-        commands: what to do next, by name: command lines to paste.
+    It has what the run has logged so far, the facts in ``receipt`` and the command lines to paste next, all by name.
     """
     metrics, samples = list(read_lines(folder / METRICS)), list(read_lines(folder / SAMPLES))
     facts, text = receipt | _speed(metrics), html.escape
