@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
 from jllama import oracle
-from jllama.config import LlamaConfig, RopeScaling
+from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.functional import cross_entropy, grouped_query_attention
 from jllama.model import KVCache, abstract_params, unstack_layers
@@ -27,6 +27,7 @@ from jllama.training.optimizer import OptimizerConfig, make_optimizer
 from jllama.training.step import TrainState, initial_state, train_step
 from jllama.verify.compare import TOLERANCE, Check, random_params, relative_error, worst_error
 from jllama.verify.subject import Subject
+from jllama.verify.variants import small
 
 CLOSE = 1e-6
 """Relative error of float32 sums that are taken in nearly the same order."""
@@ -38,18 +39,7 @@ BFLOAT16_ATTENTION_TOLERANCE = 1e-2
 """The same of one attention whose inputs are rounded already: softmax's weights and the result are."""
 
 SEQ = 24
-CONFIG = LlamaConfig(
-    vocab_size=96,
-    num_layers=2,
-    embed_dim=128,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=64,
-    mlp_dim=160,
-    max_seq_len=512,
-    rope_theta=500_000.0,
-    rope_scaling=RopeScaling("llama3", 32.0),
-)
+CONFIG = small("llama3.2-1b", 8, 2, vocab_size=96, embed_dim=128, mlp_dim=160, max_seq_len=512, tie_embeddings=False)
 """The model that the command runs, on ``SEQ`` rows of ``SEQ`` tokens."""
 MESHES = {"data=8": MeshConfig(), "fsdp=8": MeshConfig(1, 8, 1), "data=2 fsdp=2 tensor=2": MeshConfig(2, 2, 2)}
 """How eight devices share the work."""

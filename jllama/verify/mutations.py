@@ -38,13 +38,11 @@ class Mutation:
         name: what is wrong.
         plant: the subject with it; nothing compiled, so run it on small inputs.
         applies: whether it changes anything for a configuration.
-        interleaved_only: it is made only in readers of formats that store rotary channels in interleaved pairs.
     """
 
     name: str
     plant: Callable[[Subject], Subject]
     applies: Callable[[LlamaConfig], bool] = lambda _: True
-    interleaved_only: bool = False
 
 
 def misreading(change: Misread) -> Callable[[Subject], Subject]:
@@ -155,12 +153,8 @@ MUTATIONS = [
         miscomputing(model_with(grouped_query_attention=_remainder_attention)),
         lambda config: 1 < config.num_kv_heads < config.num_heads,
     ),
-    Mutation(
-        "q/k not permuted",
-        _layers(lambda _, layers: {name: interleaved(layers[name]) for name in ("wq", "wk")}),
-        interleaved_only=True,
-    ),
-    Mutation("k permuted as q", _layers(_permuted_with_num_heads), _keys_divide_as_queries, interleaved_only=True),
+    Mutation("q/k not permuted", _layers(lambda _, layers: {name: interleaved(layers[name]) for name in ("wq", "wk")})),
+    Mutation("k permuted as q", _layers(_permuted_with_num_heads), _keys_divide_as_queries),
     Mutation("head untied", misreading(_untied), lambda config: config.tie_embeddings),
     Mutation("bfloat16 RoPE", miscomputing(model_with(rope_tables=_bfloat16_tables))),
     Mutation("mask +1", miscomputing(model_with(causal_mask=lambda query, key: F.causal_mask(query + 1, key)))),

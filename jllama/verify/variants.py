@@ -19,7 +19,7 @@ FAR = (9_000, 100_000)
 """Positions past the context that RoPE was first made for, and far past it."""
 
 
-def _small(name: str, heads: int, kv_heads: int, **changed: object) -> LlamaConfig:
+def small(name: str, heads: int, kv_heads: int, **changed: object) -> LlamaConfig:
     """A preset with few heads, layers and tokens; its head_dim, epsilon, RoPE, tying and context length stay."""
     config = preset(name)
     sizes = {"vocab_size": 384, "num_layers": 2, "embed_dim": heads * config.head_dim, "mlp_dim": 512}
@@ -27,25 +27,25 @@ def _small(name: str, heads: int, kv_heads: int, **changed: object) -> LlamaConf
 
 
 VARIANTS: dict[str, LlamaConfig] = {
-    "Llama 1": _small("llama1-7b", 4, 4),
-    "Llama 2": _small("llama2-7b", 4, 4),
-    "Llama 2 grouped": _small("llama2-70b", 4, 2),
-    "Code Llama": _small("codellama-34b", 4, 2),
-    "Llama 3": _small("llama3-8b", 4, 2),
-    "Llama 3.1": _small("llama3.1-8b", 4, 2),
-    "Llama 3.2 tied": _small("llama3.2-1b", 8, 2),
-    "Llama 3.3": _small("llama3.3-70b", 4, 2, mlp_dim=448),
-    "OpenLLaMA 3B": _small("openllama-3b", 4, 4),
-    "TinyLlama": _small("tinyllama-1.1b", 8, 4),
-    "SmolLM2": _small("smollm2-135m", 12, 4),
-    "llama2.c": _small("stories-42m", 8, 8),
-    "multi-query": _small("tinyllama-1.1b", 8, 1),
-    "own head_dim": _small("llama3-8b", 4, 2, embed_dim=192),
-    "linear x4": _small("llama2-7b", 4, 4, rope_scaling=RopeScaling("linear", 4.0), max_seq_len=16_384),
-    "dynamic x4": _small(  # sees more tokens than its context: that is when it scales
+    "Llama 1": small("llama1-7b", 4, 4),
+    "Llama 2": small("llama2-7b", 4, 4),
+    "Llama 2 grouped": small("llama2-70b", 4, 2),
+    "Code Llama": small("codellama-34b", 4, 2),
+    "Llama 3": small("llama3-8b", 4, 2),
+    "Llama 3.1": small("llama3.1-8b", 4, 2),
+    "Llama 3.2 tied": small("llama3.2-1b", 8, 2),
+    "Llama 3.3": small("llama3.3-70b", 4, 2, mlp_dim=448),
+    "OpenLLaMA 3B": small("openllama-3b", 4, 4),
+    "TinyLlama": small("tinyllama-1.1b", 8, 4),
+    "SmolLM2": small("smollm2-135m", 12, 4),
+    "llama2.c": small("stories-42m", 8, 8),
+    "multi-query": small("tinyllama-1.1b", 8, 1),
+    "own head_dim": small("llama3-8b", 4, 2, embed_dim=192),
+    "linear x4": small("llama2-7b", 4, 4, rope_scaling=RopeScaling("linear", 4.0), max_seq_len=16_384),
+    "dynamic x4": small(  # sees more tokens than its context: that is when it scales
         "llama2-7b", 4, 4, rope_scaling=RopeScaling("dynamic", 4.0, original_max_seq_len=SEQ // 2), max_seq_len=SEQ // 2
     ),
-    "yarn x32": _small(
+    "yarn x32": small(
         "llama2-7b", 4, 4, rope_scaling=RopeScaling("yarn", 32.0, original_max_seq_len=4096), max_seq_len=131_072
     ),
 }

@@ -54,14 +54,12 @@ class Route:
         name: what the matrix calls it.
         holds: whether the format can say all of a configuration (of Meta's: all but ``max_seq_len``).
         write: makes the file or folder, of float32 parameters with layers stacked, at a path where nothing is.
-        interleaved: rotary channels are stored in interleaved pairs.
         rope_factor: the files do not say the RoPE scaling factor; where there is one, it must be given when loading.
     """
 
     name: str
     holds: Callable[[LlamaConfig], bool]
     write: Callable[[Path, LlamaConfig, Params], None]
-    interleaved: bool
     rope_factor: bool = False
 
 
@@ -345,13 +343,13 @@ def _llama2c_holds(config: LlamaConfig) -> bool:
 ROUTES: dict[str, Route] = {
     route.name: route
     for route in (
-        Route("native", lambda _: True, _write_native, False),
-        Route("meta x1", partial(_meta_holds, count=1), partial(_write_meta, count=1), True, rope_factor=True),
-        Route("meta x4", partial(_meta_holds, count=4), partial(_write_meta, count=4), True, rope_factor=True),
-        Route("hf v4", _hugging_face_holds, partial(_write_hugging_face, version=4), False),
-        Route("hf v5", _hugging_face_holds, partial(_write_hugging_face, version=5), False),
-        Route("gguf", _gguf_holds, _write_gguf, True),
-        Route("llama2c", _llama2c_holds, _write_llama2c, True),
+        Route("native", lambda _: True, _write_native),
+        Route("meta x1", partial(_meta_holds, count=1), partial(_write_meta, count=1), rope_factor=True),
+        Route("meta x4", partial(_meta_holds, count=4), partial(_write_meta, count=4), rope_factor=True),
+        Route("hf v4", _hugging_face_holds, partial(_write_hugging_face, version=4)),
+        Route("hf v5", _hugging_face_holds, partial(_write_hugging_face, version=5)),
+        Route("gguf", _gguf_holds, _write_gguf),
+        Route("llama2c", _llama2c_holds, _write_llama2c),
     )
 }
 """By name."""

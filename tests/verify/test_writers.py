@@ -81,7 +81,6 @@ def test_each_route_says_what_it_holds(name):
 
 def test_every_route_is_under_its_name():
     assert [route.name for route in ROUTES.values()] == list(ROUTES)
-    assert {name for name, route in ROUTES.items() if route.interleaved} == {"meta x1", "meta x4", "gguf", "llama2c"}
     assert {name for name, route in ROUTES.items() if route.rope_factor} == {"meta x1", "meta x4"}
 
 
