@@ -212,8 +212,8 @@ def generation_arguments(arguments: dict[str, Any]) -> tuple[list[str], int, Sam
             f"temperature, {', '.join((*_NEW_TOKENS, *_SAMPLING))}"
         )
     draws = bool(temperature) if do_sample is None else do_sample
-    heat = 0.0 if not draws else 1.0 if temperature is None else float(temperature)
-    return stop, int(next(iter(new_tokens), _DEFAULT_NEW_TOKENS)), SamplingConfig(temperature=heat, **settings)
+    temperature = 0.0 if not draws else 1.0 if temperature is None else float(temperature)
+    return stop, int(next(iter(new_tokens), _DEFAULT_NEW_TOKENS)), SamplingConfig(temperature=temperature, **settings)
 
 
 def task_manager(names: Sequence[str], include_path: str = "") -> TaskManager:
