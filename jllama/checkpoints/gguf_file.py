@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,18 +95,8 @@ def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
     if version not in (2, 3):
         raise JllamaError(f"{path} is GGUF version {version}; versions 2 and 3 can be read: convert it again")
     num_tensors, num_keys = header.number("Q"), header.number("Q")
-    metadata: dict[str, Any] = {}
-    for _ in range(num_keys):
-        (key,) = header.strings(1)
-        if key in metadata:
-            raise JllamaError(f"{path} has the key {key} twice")
-        metadata[key] = header.value(key)
-    infos: dict[str, tuple[GGMLQuantizationType, tuple[int, ...], int]] = {}
-    for _ in range(num_tensors):
-        (name,) = header.strings(1)
-        if name in infos:
-            raise JllamaError(f"{path} has the tensor {name} twice")
-        infos[name] = header.tensor_info(name)
+    metadata = header.named("key", num_keys, header.value)
+    infos = header.named("tensor", num_tensors, header.tensor_info)
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise JllamaError(f"{path} has general.alignment {alignment!r}; it must be a power of two")
@@ -175,6 +165,15 @@ class _Header:
                 self.offset = end
         except UnicodeDecodeError as error:
             raise JllamaError(f"{self.path} has a string at byte {self.offset} that is not UTF-8: {error}") from error
+        return found
+
+    def named(self, what: str, count: int, read: Callable[[str], Any]) -> dict[str, Any]:
+        found = {}
+        for _ in range(count):
+            (name,) = self.strings(1)
+            if name in found:
+                raise JllamaError(f"{self.path} has the {what} {name} twice")
+            found[name] = read(name)
         return found
 
     def value(self, key: str) -> Any:

@@ -75,11 +75,11 @@ def _config(header: bytes, file: Path) -> LlamaConfig:
 
 
 def _file_bytes(config: LlamaConfig) -> int:
-    return _HEADER.size + 4 * (count_parameters(config) + 2 * _table_size(config))
+    return _HEADER.size + 4 * (count_parameters(config) + _tables_size(config))
 
 
-def _table_size(config: LlamaConfig) -> int:
-    return config.max_seq_len * config.head_dim // 2
+def _tables_size(config: LlamaConfig) -> int:
+    return config.max_seq_len * config.head_dim  # half are cosines, half sines
 
 
 def _in_order(config: LlamaConfig) -> list[StoredTensor]:
@@ -113,7 +113,7 @@ def read(path: Path) -> Checkpoint:
     start = 0
     for stored in _in_order(config):
         if stored.path == "lm_head":
-            start += 2 * _table_size(config)
+            start += _tables_size(config)
         stop = start + int(np.prod(stored.shape))
         tensors[stored.key] = half_split(stored, numbers[start:stop].reshape(stored.shape), config.head_dim)
         start = stop

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from jllama.errors import JllamaError
-from jllama.files import refuse_special_files
+from jllama.files import read_json_object, refuse_special_files
 from jllama.tokenizers.base import BYTES_MODEL, BytesTokenizer
 from jllama.tokenizers.base import Tokenizer as Tokenizer
 from jllama.tokenizers.huggingface import HuggingFaceTokenizer, load_huggingface_tokenizer
@@ -50,7 +50,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not path.is_file():
         raise JllamaError(f"there is no tokenizer at {path}: give its file or the folder that holds it")
     if path.name == BytesTokenizer.file_name:
-        return _load_bytes_tokenizer(path)
+        if read_json_object(path) != BYTES_MODEL:
+            raise JllamaError(f"{path} is not a bytes tokenizer: it should hold {json.dumps(BYTES_MODEL)}")
+        return BytesTokenizer()
     if path.suffix == ".json":
         return load_huggingface_tokenizer(path)
     if path.suffix == ".bin":
@@ -63,13 +65,3 @@ def _same_tokens(model: SentencePieceTokenizer, whole: HuggingFaceTokenizer) -> 
     """Whether both have the same tokens under the same ids, and agree on BOS and EOS."""
     described = [(one.vocab_size, one.bos_id, one.eos_id, one.add_bos) for one in (model, whole)]
     return described[0] == described[1] and model.pieces == [whole.text_of(id) for id in range(whole.vocab_size)]
-
-
-def _load_bytes_tokenizer(path: Path) -> BytesTokenizer:
-    try:
-        found = json.loads(path.read_bytes())
-    except ValueError:
-        found = None
-    if found != BYTES_MODEL:
-        raise JllamaError(f"{path} is not a bytes tokenizer: it should hold {json.dumps(BYTES_MODEL)}")
-    return BytesTokenizer()

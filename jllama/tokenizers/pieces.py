@@ -52,15 +52,9 @@ def read_pieces(model: bytes) -> Pieces:
         raise JllamaError("only SentencePiece models of Llama's kind (BPE with byte fallback) can be converted")
     if spec.precompiled_charsmap or spec.remove_extra_whitespaces or not spec.escape_whitespaces:
         raise JllamaError(f"the SentencePiece model normalises text ({spec.name}), which other formats cannot hold")
-    return Pieces(
-        [piece.piece for piece in proto.pieces],
-        [piece.score for piece in proto.pieces],
-        [piece.type for piece in proto.pieces],
-        trainer.unk_id,
-        trainer.bos_id,
-        trainer.eos_id,
-        spec.add_dummy_prefix,
-    )
+    texts, scores, types = zip(*((piece.piece, piece.score, piece.type) for piece in proto.pieces), strict=True)
+    ids = trainer.unk_id, trainer.bos_id, trainer.eos_id
+    return Pieces(list(texts), list(scores), list(types), *ids, spec.add_dummy_prefix)
 
 
 def write_pieces(pieces: Pieces) -> bytes:
@@ -122,7 +116,7 @@ def json_pieces(tokenizer: HuggingFaceTokenizer) -> Pieces:
     if tokenizer.is_byte_level or not model.get("byte_fallback"):
         raise JllamaError("the tokenizer is a byte-level BPE, which a SentencePiece file cannot hold")
     add_dummy_prefix = _dummy_prefix(whole)
-    texts = ["" for _ in range(tokenizer.vocab_size)]
+    texts = [""] * tokenizer.vocab_size
     for text, id in model["vocab"].items():
         texts[id] = text
     types = [BYTE if byte_of(text) is not None else NORMAL for text in texts]

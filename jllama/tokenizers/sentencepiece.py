@@ -52,11 +52,9 @@ class SentencePieceTokenizer(Tokenizer):
         self.content = model
         self._byte_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         self._byte_fallback = self._processor.is_byte(self._byte_ids[0])
-        self.special_tokens = {
-            piece: id
-            for id, piece in enumerate(self.pieces)
-            if self._processor.is_control(id) or self._processor.is_unknown(id)
-        }
+        ids = range(self.vocab_size)
+        special = [id for id in ids if self._processor.is_control(id) or self._processor.is_unknown(id)]
+        self.special_tokens = {self.pieces[id]: id for id in special}
         self._token_bytes = np.array([self._bytes_of(id, piece) for id, piece in enumerate(self.pieces)], np.int32)
         newline = self._processor.encode("\n")
         self._cut_at_newlines = (
