@@ -50,7 +50,6 @@ _MODULES: dict[Format, str] = {
     "hf": "huggingface",
     "orbax": "native",
 }
-_Q8_0_BYTES = 34 / 32  # per number: blocks of 32, with a float16 scale
 _OF_CHECKPOINTS = (  # names of files that a checkpoint of some format, or a run, has in its folder
     r".*\.safetensors(\.index\.json)?|.*\.(gguf|bin|pth)|tokenizer.*\.(json|model)|(generation_)?config\.json|"
     r"(special_tokens_map|added_tokens|vocab|params|jllama)\.json|merges\.txt|checklist\.chk|chat_template\.(jinja|json)|"
@@ -394,7 +393,7 @@ def _check_target(target: Path, source: Path | None, overwrite: bool) -> None:
 def _size_bytes(checkpoint: Checkpoint, format: Format, dtype: Dtype | None) -> int:
     """The bytes of weights that a format takes."""
     if dtype == "q8_0":
-        return int(size_bytes(checkpoint, np.uint8) * _Q8_0_BYTES)
+        return size_bytes(checkpoint, np.uint8) * 34 // 32  # blocks of 32, with a float16 scale
     if format == "llama2c":  # has nothing narrower
         dtype = "float32"
     numeric = None if dtype is None else jnp.dtype(dtype)

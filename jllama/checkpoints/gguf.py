@@ -350,7 +350,7 @@ def _type_to_write(
         block, _ = GGML_QUANT_SIZES[GGMLQuantizationType.Q8_0]
         return GGMLQuantizationType.F16 if stored.shape[-1] % block else GGMLQuantizationType.Q8_0
     wanted = np.dtype(tensor.dtype if dtype is None else dtype)
-    types = {PLAIN[type_]: type_ for type_ in _FILE_TYPES if type_ in PLAIN}
+    types = {dtype: type_ for type_, dtype in PLAIN.items() if type_ in _FILE_TYPES}
     if wanted not in types:
         raise JllamaError(
             f"llama.cpp has no {wanted.name} for {stored.name('gguf')}: choose float32, float16, bfloat16 or q8_0"

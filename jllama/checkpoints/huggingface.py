@@ -271,25 +271,19 @@ def read(path: Path) -> Checkpoint:
 
 
 def read_text_files(folder: Path) -> tuple[Tokenizer | None, str | None, tuple[int, ...]]:
-    """The tokenizer, chat template and stop ids in a folder of any format, as far as it has them."""
-    tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
-    return tokenizer, *read_chat_files(folder)
-
-
-def read_chat_files(folder: Path) -> tuple[str | None, tuple[int, ...]]:
-    """The chat template and the stop ids in a folder of any format; None and no ids where the files are absent.
+    """The tokenizer, chat template and stop ids in a folder of any format; None and no ids where files are absent.
 
     Raises:
         JllamaError: a file is there but is not what its name says.
     """
+    tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
     template, generation = folder / CHAT_TEMPLATE, folder / GENERATION_CONFIG
     try:
         text = template.read_text(encoding="utf-8") if template.is_file() else None
     except UnicodeDecodeError as error:
         raise JllamaError(f"{template} is not UTF-8 text: {error}") from error
-    if not generation.is_file():
-        return text, ()
-    return text, _stop_ids(read_json_object(generation).get("eos_token_id"), generation)
+    fields = read_json_object(generation) if generation.is_file() else {}
+    return tokenizer, text, _stop_ids(fields.get("eos_token_id"), generation)
 
 
 def _stop_ids(value: Any, source: Path) -> tuple[int, ...]:

@@ -89,8 +89,7 @@ def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
             of the released Llamas of the same shape, vocabulary and theta, which is said on stderr.
 
     Raises:
-        JllamaError: a file is missing, damaged or of another model, or asks for what jllama's Llama does not have.
-            It asks for a RoPE factor, none is given, and no released Llama is of its shape.
+        JllamaError: also if it asks for a RoPE factor, none is given, and no released Llama is of its shape.
         UsageError: ``rope_factor`` is given but not asked for.
     """
     params = _params(path / PARAMS)

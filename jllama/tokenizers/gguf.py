@@ -27,6 +27,7 @@ from jllama.tokenizers.pieces import (
 from jllama.tokenizers.sentencepiece import SentencePieceTokenizer
 
 _PREFIX = "tokenizer.ggml."
+_PADDING = "[PAD{}]"
 _PRE = {
     "llama-bpe": "llama-bpe",
     "llama3": "llama-bpe",
@@ -105,7 +106,7 @@ def pieces_metadata(pieces: Pieces, add_bos: bool, vocab_size: int) -> dict[str,
     return {
         _PREFIX + "model": "llama",
         _PREFIX + "pre": "default",
-        _PREFIX + "tokens": [*pieces.texts, *map(_padding, padding)],
+        _PREFIX + "tokens": [*pieces.texts, *map(_PADDING.format, padding)],
         _PREFIX + "scores": [*pieces.scores, *[-1e4] * len(padding)],
         _PREFIX + "token_type": [*pieces.types, *[UNUSED] * len(padding)],
         _PREFIX + "bos_token_id": pieces.bos_id,
@@ -132,7 +133,7 @@ def byte_level_metadata(tokenizer: HuggingFaceTokenizer, vocab_size: int) -> dic
         )
     if bool(whole["model"].get("ignore_merges")) != (expected := pre == WHOLE_WORDS_FIRST):
         raise JllamaError(f"GGUF's {pre} tokenizer has ignore_merges {expected}, this one has not")
-    tokens = [_padding(id) for id in range(max(tokenizer.vocab_size, vocab_size))]
+    tokens = [_PADDING.format(id) for id in range(max(tokenizer.vocab_size, vocab_size))]
     types = [UNUSED] * len(tokens)
     for token, id in whole["model"]["vocab"].items():
         tokens[id], types[id] = token, NORMAL
@@ -149,7 +150,3 @@ def byte_level_metadata(tokenizer: HuggingFaceTokenizer, vocab_size: int) -> dic
         _PREFIX + "add_bos_token": tokenizer.add_bos,
         _PREFIX + "add_space_prefix": False,
     }
-
-
-def _padding(id: int) -> str:
-    return f"[PAD{id}]"

@@ -13,7 +13,6 @@ from jllama.errors import JllamaError
 from jllama.tokenizers.pieces import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, Pieces, byte_of, write_pieces
 from jllama.tokenizers.sentencepiece import SentencePieceTokenizer
 
-_UNK, _BOS, _EOS = "<unk>", "\n<s>\n", "\n</s>\n"
 _FIRST_BYTE = 3
 
 
@@ -28,22 +27,19 @@ def load_llama2c_tokenizer(path: Path) -> SentencePieceTokenizer:
             raise JllamaError(f"{path} is cut short at byte {len(data)}, within the head of token {len(texts)}")
         score, length = struct.unpack_from("<fi", data, offset)
         offset += 8
+        problem = ""
         if length < 0 or offset + length > len(data):
-            raise JllamaError(
-                f"{path} says at byte {offset - 4} that token {len(texts)} has {length} bytes, "
-                f"but {len(data) - offset} are left: it is cut short, or no tokenizer.bin"
-            )
-        if length > longest:
-            raise JllamaError(
-                f"{path} says at byte {offset - 4} that token {len(texts)} has {length} bytes, but at byte 0 that "
-                f"none has more than {longest}: it is damaged, or no tokenizer.bin"
-            )
+            problem = f"but {len(data) - offset} are left: it is cut short"
+        elif length > longest:
+            problem = f"but at byte 0 that none has more than {longest}: it is damaged"
+        if problem:
+            said = f"{path} says at byte {offset - 4} that token {len(texts)} has {length} bytes"
+            raise JllamaError(f"{said}, {problem}, or no tokenizer.bin")
         try:
             texts.append(data[offset : offset + length].decode())
         except UnicodeDecodeError as error:
-            raise JllamaError(
-                f"{path} has a token at byte {offset} that is not UTF-8: it is no tokenizer.bin"
-            ) from error
+            said = f"{path} has a token at byte {offset} that is not UTF-8"
+            raise JllamaError(f"{said}: it is no tokenizer.bin") from error
         scores.append(score)
         offset += length
     if len(texts) < _FIRST_BYTE + 256 or [byte_of(text) for text in texts[3:259]] != list(range(256)):
@@ -66,7 +62,7 @@ def write_llama2c_tokenizer(pieces: Pieces, path: Path) -> None:
         )
     if others := [text for text, kind in zip(pieces.texts[259:], pieces.types[259:], strict=True) if kind != NORMAL]:
         raise JllamaError(f"llama2.c's tokenizer.bin cannot hold the special token {others[0]!r}")
-    texts = [_UNK, _BOS, _EOS, *(text.replace(SPACE, " ") for text in pieces.texts[3:])]
+    texts = ["<unk>", "\n<s>\n", "\n</s>\n", *(text.replace(SPACE, " ") for text in pieces.texts[3:])]
     encoded = [text.encode() for text in texts]
     with path.open("wb") as file:
         file.write(struct.pack("<i", max(map(len, encoded))))
