@@ -171,11 +171,11 @@ def load(
     format = _format_of(source)
     if format == "orbax":
         native = _module(format)
-        run = native.open_run(source, step)
-        checkpoint = Checkpoint(run.config, {}, *native.read_text_files(source))
+        config, checkpoints, step = native.open_run(source, step)
+        checkpoint = Checkpoint(config, {}, *native.read_text_files(source))
         _check_tokenizer(checkpoint, source)
-        step, total_bytes = run.step, count_parameters(run.config) * np.dtype(dtype or np.float32).itemsize
-        read = functools.partial(run.checkpoints.restore_params, step, run.config)
+        total_bytes = count_parameters(config) * np.dtype(dtype or np.float32).itemsize
+        read = functools.partial(checkpoints.restore_params, step, config)
     elif step is not None:
         raise UsageError(f"{path} is not a training run, so it has no step {step}: leave out the step")
     else:

@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -241,14 +241,6 @@ def _shapes(tree: Any, *, dtypes: bool = True) -> dict[str, str]:
     }
 
 
-class Run(NamedTuple):
-    """A run (or a converted model), opened: its architecture and one of its checkpoints."""
-
-    config: LlamaConfig
-    checkpoints: Checkpoints
-    step: int
-
-
 def recognises(path: Path) -> bool:
     """Whether this is the folder of a run."""
     return (path / CONFIG).is_file()
@@ -287,8 +279,8 @@ def _bad_config(folder: Path, error: Exception) -> JllamaError:
     return JllamaError(f"{folder / CONFIG} does not describe a model: {' '.join(str(error).split())}")
 
 
-def open_run(folder: Path, step: int | None = None) -> Run:
-    """Find a run's checkpoint: the given step, or the one with the lowest validation loss.
+def open_run(folder: Path, step: int | None = None) -> tuple[LlamaConfig, Checkpoints, int]:
+    """A run's architecture, its checkpoints, and a step: the given one, or that of the lowest validation loss.
 
     Raises:
         JllamaError: there is no such checkpoint in it, or its configuration cannot be read.
@@ -303,14 +295,14 @@ def open_run(folder: Path, step: int | None = None) -> Run:
     chosen = checkpoints.best_step() if step is None else step
     if chosen not in steps:
         raise JllamaError(f"{folder} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
-    return Run(config, checkpoints, chosen)
+    return config, checkpoints, chosen
 
 
 def read(path: Path) -> Checkpoint:
     """The best checkpoint of a run; its parameters are read into memory when the first one is asked for."""
-    run = open_run(path)
-    tensors = ParamTensors(run.config, lambda: run.checkpoints.restore_params(run.step, run.config))
-    return Checkpoint(run.config, tensors, *read_text_files(path))
+    config, checkpoints, step = open_run(path)
+    tensors = ParamTensors(config, lambda: checkpoints.restore_params(step, config))
+    return Checkpoint(config, tensors, *read_text_files(path))
 
 
 def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, report: Report) -> None:
