@@ -25,7 +25,7 @@ class SamplingConfig:
         frequency_penalty: subtracted from the logit of a token once for each time that it was generated.
         logit_bias: numbers to add to the logits of token ids, such as {"5": 1.5}.
         banned_ids: a list of token ids that are never drawn, such as [1, 2].
-        seed: the same seed, prompt and settings give the same text, whatever else is in the batch.
+        seed: the same seed, prompt and settings give the same text, in float32 and int8 whatever else is in the batch.
     """
 
     temperature: float = 1.0

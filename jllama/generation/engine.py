@@ -117,7 +117,8 @@ def start(
     Args:
         params: of separate layers: packed (``pack_params``), which is fastest, or as ``unstack_layers`` gives them.
         config: the model's.
-        requests: the rows; they may differ in everything, and each comes out as it would alone.
+        requests: the rows; they may differ in everything, and each comes out as it would alone (in 16-bit floats near
+            ties may fall otherwise).
         vocab_size: the tokenizer's, where the model's is padded: higher ids are never drawn.
         drafts: how many tokens to guess at each step (prompt lookup); the result is the same with any number.
         prefix: for a single request: what is already computed; it is consumed.

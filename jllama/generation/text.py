@@ -101,7 +101,10 @@ def generate(
     batch_size: int = 0,
     **fields: Unpack[SamplingFields],
 ) -> list[Completion]:
-    """Continue one prompt or several; each as it would be alone.
+    """Continue one prompt or several.
+
+    In float32 and int8 each comes out as it would alone, and with any ``speculate``: the same tokens. In bfloat16 and
+    float16, which round otherwise in another batch size, a near tie may fall otherwise.
 
     Example::
 
@@ -117,8 +120,7 @@ def generate(
         max_new_tokens: the most tokens to make of each prompt; None goes on to the end of the model's context.
         stop: a string that ends a text, or several; they are not part of it.
         stop_ids: tokens that end a text; None takes the model's own.
-        speculate: how many tokens to guess at each step from the text so far. The result is the same; where the text
-            repeats itself it comes faster.
+        speculate: how many tokens to guess at each step from the text so far: what repeats itself comes faster.
         batch_size: how many to make at once, those of like length together; 0 makes all at once.
         **fields: fields of ``SamplingConfig``, which change ``sampling``: ``temperature`` (0 takes the likeliest
             token), ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``, ``presence_penalty``,
