@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import math
-import os
 import platform
 import shutil
 import sys
@@ -46,6 +45,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     import jax
 
     from jllama.checkpoints.formats import open_checkpoint
+    from jllama.parallel.mesh import device_memory_bytes, machine_memory_bytes
     from jllama.parameters import count_parameters
     from jllama.verify.compare import TOLERANCE
     from jllama.verify.conformance import model_error
@@ -61,14 +61,14 @@ def main(argv: Sequence[str], prog: str) -> int:
     console.print(f"Python {platform.python_version()} on {platform.platform()}")
     console.print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES.split()))
     for device in jax.devices():
-        stats = device.memory_stats() or {}
-        memory = f", {stats['bytes_limit'] / 2**30:.1f} GiB" if "bytes_limit" in stats else ""
+        held_bytes = None if device.platform == "cpu" else device_memory_bytes(device)
+        memory = f", {held_bytes / 2**30:.1f} GiB" if held_bytes else ""
         console.print(f"device {device.id}: {device.platform} {device.device_kind}{memory}")
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory_bytes = machine_memory_bytes()
+    memory = f"{memory_bytes / 2**30:.1f} GiB of memory, " if memory_bytes else ""
     free_bytes = shutil.disk_usage(tempfile.gettempdir()).free
     console.print(
-        f"{memory_bytes / 2**30:.1f} GiB of memory, {free_bytes / 2**30:.1f} GiB free in {tempfile.gettempdir()}, "
-        f"terminal: {sys.stdout.isatty()}"
+        f"{memory}{free_bytes / 2**30:.1f} GiB free in {tempfile.gettempdir()}, terminal: {sys.stdout.isatty()}"
     )
     console.print(f"cache: {cache_folder()}, which may be removed at any time")
     console.print(summary_table(config))

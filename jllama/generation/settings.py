@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from jllama import functional as F
 from jllama.config import LlamaConfig
 from jllama.errors import UsageError
 from jllama.generation.config import SamplingConfig
+from jllama.parallel.mesh import device_memory_bytes
 
 _STOP_MULTIPLE = 8
 
@@ -104,11 +104,8 @@ def check_batch(config: LlamaConfig, rows: int, drafts: int = 0) -> None:
         raise UsageError(f"speculate is {drafts}; it must be from 0 to below the model's context, {config.max_seq_len}")
     cached = 4 * config.num_layers * config.num_kv_heads * config.head_dim * min(config.max_seq_len, 128)
     needed = rows * (cached + config.vocab_size * (8 + 4 * (drafts + 1)))
-    device = jax.devices()[0]
-    have = (device.memory_stats() or {}).get("bytes_limit", needed)
-    if device.platform == "cpu":
-        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > have:
+    have = device_memory_bytes(jax.devices()[0])
+    if have and needed > have:
         raise UsageError(
             f"{rows:,} texts at once take at least {needed / 2**30:,.0f} GiB of memory, and there are "
             f"{have / 2**30:,.0f}: take fewer"

@@ -22,6 +22,18 @@ BATCH = PartitionSpec(("data", "fsdp"))
 """How the rows of a batch are split."""
 
 
+def machine_memory_bytes() -> int | None:
+    """The memory of this machine; None where the system does not say (Windows)."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+
+
+def device_memory_bytes(device: Any) -> int | None:
+    """What a device can hold, of a CPU what the machine has; None where nobody says."""
+    if device.platform == "cpu":
+        return machine_memory_bytes()
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh over all devices (of every process) or those given, with axes ``data``, ``fsdp`` and ``tensor``.
 

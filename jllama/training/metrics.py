@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jllama.data.batches import validation_batches
 from jllama.data.tokens import Dataset
 from jllama.errors import UsageError
-from jllama.parallel.mesh import BATCH, describe_devices
+from jllama.parallel.mesh import BATCH, describe_devices, device_memory_bytes
 from jllama.parameters import Params, count_parameters, training_flops_per_token
 from jllama.training.config import TrainConfig
 from jllama.training.step import StepMetrics, eval_step
@@ -112,10 +111,9 @@ def check_memory(config: TrainConfig, mesh: Mesh, host_bytes: int | None = None)
     state = _STATE_BYTES * count_parameters(config.model) / (mesh.shape["fsdp"] * mesh.shape["tensor"])
     tokens = training.batch_size * training.seq_len / rows_ways / training.accumulation
     logits = 4 * tokens * config.model.vocab_size / mesh.shape["tensor"]
-    device, sharing = mesh.devices.flat[0], 1
-    have = (device.memory_stats() or {}).get("bytes_limit")
-    if device.platform == "cpu" and hasattr(os, "sysconf"):  # not on Windows
-        sharing, have = len(mesh.local_devices), host_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    device = mesh.devices.flat[0]
+    sharing = len(mesh.local_devices) if device.platform == "cpu" else 1
+    have = host_bytes or device_memory_bytes(device)
     if have and sharing * (state + logits) > have:
         raise UsageError(
             f"the model and its optimizer take {_gib(sharing * state)} and the logits of a batch "
