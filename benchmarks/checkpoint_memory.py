@@ -81,15 +81,15 @@ def child(task: str, *arguments: str) -> None:
     import jax
 
     import jllama
-    from jllama.checkpoints.formats import convert
     from jllama.checkpoints.huggingface import write
+    from jllama.checkpoints.registry import convert
     from jllama.checkpoints.tensors import Checkpoint
-    from jllama.parameters import stored_tensors
+    from jllama.parameters import tensor_specs
 
     jax.config.update("jax_platforms", "cpu")
     if task == "make":
         config = jllama.preset(PRESET)
-        tensors = {stored.key: RandomTensor(stored.shape, seed) for seed, stored in enumerate(stored_tensors(config))}
+        tensors = {stored.key: RandomTensor(stored.shape, seed) for seed, stored in enumerate(tensor_specs(config))}
         Path(arguments[0]).mkdir()
         write(Checkpoint(config, tensors), Path(arguments[0]), np.dtype(jax.numpy.bfloat16), lambda _: None)
     elif task == "convert":

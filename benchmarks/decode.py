@@ -55,7 +55,7 @@ def main() -> None:
     folder = Path(os.environ.get("JLLAMA_REAL_WEIGHTS") or "~/.cache/jllama/real_weights").expanduser()
     checkpoint = folder / "SmolLM2-135M-Instruct.Q4_1.gguf"
     model = jllama.load(checkpoint)
-    config, params = model.config, model.decoding_params
+    config, params = model.config, model.decode_params
     small = model.for_decoding("int8").params
     with tempfile.TemporaryDirectory() as exported:
         jllama.save(model, Path(exported) / "hf", format="hf")
@@ -106,7 +106,9 @@ def main() -> None:
     if options.text:
         text = Path(options.text).read_text(encoding="utf-8")
         result["perplexity"] = {
-            name: score_texts(jllama.Model(config, each, model.tokenizer), [text], window=1024, stride=512).perplexity
+            name: score_texts(
+                jllama.LanguageModel(config, each, model.tokenizer), [text], window=1024, stride=512
+            ).perplexity
             for name, each in (("float32", model.params), ("int8", small))
         }
     path = Path(__file__).parent / "results" / "decode.json"

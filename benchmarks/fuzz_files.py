@@ -55,8 +55,9 @@ NUMBERS = (0, 1, 2, 3, 5, 31, 255, 2**15, 2**16 + 1, 2**31 - 1, 2**31, 2**32 - 1
 
 def write_models(folder: Path) -> None:
     """One model in each format, and with each kind of tokenizer that the format can hold."""
-    from jllama.checkpoints.formats import Model, save
+    from jllama.checkpoints.registry import save
     from jllama.config import LlamaConfig, RopeScaling
+    from jllama.language_model import LanguageModel
     from jllama.tokenizers import HuggingFaceTokenizer, train_sentencepiece
     from jllama.tokenizers.byte_level import BYTE_CHARS, byte_level_json, merges_of_ranks
     from jllama.verify.compare import random_params
@@ -73,10 +74,10 @@ def write_models(folder: Path) -> None:
     whole = byte_level_json({token: id for id, token in enumerate(tokens)}, merges, added, "llama-bpe", (1, "<s>"))
     byte_level = HuggingFaceTokenizer(whole, 1, 2)
     for format in FORMATS:
-        save(Model(plain, random_params(plain, 0), pieces, None, (2,)), folder / format / "pieces", format)
+        save(LanguageModel(plain, random_params(plain, 0), pieces, None, (2,)), folder / format / "pieces", format)
         if format != "llama2c":  # which holds neither scaling nor another tokenizer
             template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-            model = Model(scaled, random_params(scaled, 1), byte_level, template, (2, 5))
+            model = LanguageModel(scaled, random_params(scaled, 1), byte_level, template, (2, 5))
             save(model, folder / format / "byte_level", format, "bfloat16")
 
 

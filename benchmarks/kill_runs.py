@@ -23,7 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import yaml
 
-from jllama.checkpoints.formats import load
+from jllama.checkpoints.registry import load
 
 STEPS = 60
 SETTINGS = {

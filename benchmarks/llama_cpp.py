@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import xllamacpp
 
-from jllama import LlamaConfig, Model, RopeScaling, oracle, save
+from jllama import LanguageModel, LlamaConfig, RopeScaling, oracle, save
 from jllama.parameters import map_by_path, parameter_table, shape_of
 from jllama.tokenizers import BytesTokenizer
 
@@ -83,7 +83,7 @@ def main() -> None:
         config = dataclasses.replace(CONFIG, rope_scaling=scaling)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.gguf"
-            save(Model(config, params, BytesTokenizer()), path, "gguf")
+            save(LanguageModel(config, params, BytesTokenizer()), path, "gguf")
             found = llama_cpp_log_probabilities(path, tokens)
         unscaled = oracle_log_probabilities(params, CONFIG, tokens)
         results[name] = {

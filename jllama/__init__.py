@@ -24,17 +24,19 @@ from typing import TYPE_CHECKING, Any
 # isort: off
 if TYPE_CHECKING:  # for editors and type checkers; at run time a name is imported when it is first used
     from jllama import check as check, functional as functional, oracle as oracle
-    from jllama.checkpoints.formats import Model as Model, convert as convert, load as load
-    from jllama.checkpoints.formats import load_tokenizer as load_tokenizer, save as save
+    from jllama.checkpoints.registry import convert as convert, load as load
+    from jllama.language_model import LanguageModel as LanguageModel
+    from jllama.checkpoints.registry import load_tokenizer as load_tokenizer, save as save
     from jllama.config import LlamaConfig as LlamaConfig, RopeScaling as RopeScaling
     from jllama.errors import JllamaError as JllamaError, UsageError as UsageError
-    from jllama.generation.chat import Conversation as Conversation, chat as chat
-    from jllama.generation.config import SamplingConfig as SamplingConfig
-    from jllama.generation.engine import PrefixCache as PrefixCache
+    from jllama.conversation.conversation import Conversation as Conversation, chat as chat
+    from jllama.generation.sampling_params import SamplingParams as SamplingParams
+    from jllama.generation.decode import PrefixCache as PrefixCache
     from jllama.generation.text import Completion as Completion, Prompt as Prompt, generate as generate
     from jllama.generation.text import stream as stream, warm_up as warm_up
     from jllama.model import KVCache as KVCache, Llama as Llama, initial_params as initial_params
-    from jllama.model import merge as merge, unstack_layers as unstack_layers
+    from jllama.decode_params import DecodeParams as DecodeParams, decode_layout as decode_layout
+    from jllama.model import build_model as build_model
     from jllama.presets import PRESETS as PRESETS, preset as preset
     from jllama.training.config import TrainConfig as TrainConfig
     from jllama.training.loop import train as train
@@ -47,14 +49,16 @@ if os.environ.get("JLLAMA_CHECK_SHAPES", "0") not in ("", "0"):
 
 _NAMES = {
     "jllama": "check functional oracle",
-    "jllama.checkpoints.formats": "Model convert load load_tokenizer save",
+    "jllama.checkpoints.registry": "convert load load_tokenizer save",
     "jllama.config": "LlamaConfig RopeScaling",
+    "jllama.language_model": "LanguageModel",
+    "jllama.decode_params": "DecodeParams decode_layout",
     "jllama.errors": "JllamaError UsageError",
-    "jllama.generation.chat": "Conversation chat",
-    "jllama.generation.config": "SamplingConfig",
-    "jllama.generation.engine": "PrefixCache",
+    "jllama.conversation.conversation": "Conversation chat",
+    "jllama.generation.sampling_params": "SamplingParams",
+    "jllama.generation.decode": "PrefixCache",
     "jllama.generation.text": "Completion Prompt generate stream warm_up",
-    "jllama.model": "KVCache Llama initial_params merge unstack_layers",
+    "jllama.model": "KVCache Llama build_model initial_params",
     "jllama.presets": "PRESETS preset",
     "jllama.training.config": "TrainConfig",
     "jllama.training.loop": "train",

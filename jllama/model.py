@@ -1,14 +1,14 @@
 """The Flax module: the pure functions of ``jllama.functional`` composed into a Llama.
 
 The module holds no state but its parameters. Compiled code takes ``params`` (a nested dictionary of arrays, see
-``jllama.parameters``) and puts the module together on its first line: ``llama = merge(config, params)``.
+``jllama.parameters``) and puts the module together on its first line: ``llama = build_model(config, params)``.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,11 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jllama import functional as F
 from jllama.config import LlamaConfig
+from jllama.decode_params import DecodeParams
 from jllama.errors import UsageError
 from jllama.parameters import Parameter, Params, initial_std, parameter_table, shape_of
 
 TokenIds = Integer[Array | np.ndarray, "batch seq"] | Sequence[Sequence[int]]
-Quantized = Literal["int8"]
 
 
 class KVCache(NamedTuple):
@@ -46,7 +46,7 @@ class KVCache(NamedTuple):
         return cls(keys, values, jnp.zeros(batch, jnp.int32))
 
 
-class Attend(NamedTuple):
+class AttentionInputs(NamedTuple):
     """What every layer needs to know of the positions: rotary tables, who sees whom, and where new keys go."""
 
     cos: Float[Array, "#batch seq half"]
@@ -76,7 +76,7 @@ class Layer(nnx.Module):
         self.w_down = _initial(table["layers/w_down"], config, rngs)
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], attend: Attend, cached: KeysValues | None = None
+        self, x: Float[Array, "batch seq embed"], attend: AttentionInputs, cached: KeysValues | None = None
     ) -> tuple[Float[Array, "batch seq embed"], KeysValues]:
         """The block's output, and the keys and values attended to: the new ones written into ``cached``, if given."""
         mixed, kept = self.attention(F.rms_norm(x, self.attn_norm[...], self.norm_eps), attend, cached)
@@ -85,7 +85,7 @@ class Layer(nnx.Module):
         return x + F.swiglu(normed, self.w_gate[...], self.w_up[...], self.w_down[...]), kept
 
     def attention(
-        self, x: Float[Array, "batch seq embed"], attend: Attend, cached: KeysValues | None = None
+        self, x: Float[Array, "batch seq embed"], attend: AttentionInputs, cached: KeysValues | None = None
     ) -> tuple[Float[Array, "batch seq embed"], KeysValues]:
         """Queries, keys and values of ``x``, mixed and projected back; and the keys and values attended to."""
         query = F.apply_rope(_to_heads(x, self.wq[...]), attend.cos, attend.sin)
@@ -156,7 +156,7 @@ class Llama(nnx.Module):
         mask = F.causal_mask(positions, positions)
         if segments is not None:
             mask = mask & F.segment_mask(segments, segments)
-        attend, x = attend_to(self.config, positions, mask, tokens.shape[1]), self._embed(tokens)
+        attend, x = attention_inputs(self.config, positions, mask, tokens.shape[1]), self._embed(tokens)
         if isinstance(self.layers, Layer):
             graph, stacked = nnx.split(self.layers)
 
@@ -172,7 +172,7 @@ class Llama(nnx.Module):
                 x, _ = self.layers[str(index)](x, attend)
         return F.rms_norm(x, self.final_norm[...], self.config.norm_eps)
 
-    def extend(
+    def forward_with_cache(
         self, tokens: TokenIds, cache: KVCache | None, counts: Int[Array, "batch"]
     ) -> tuple[Float[Array, "batch seq embed"], KVCache]:
         """Continue each row of the cache by its first ``counts`` tokens: prefill, or one step of decoding.
@@ -180,15 +180,15 @@ class Llama(nnx.Module):
         Tokens past a row's count are padding: their activations mean nothing and no real token ever sees them.
         Slots past the end of the cache are not written; the caller checks that ``lengths + counts`` fit. With no cache,
         the tokens begin a new one, as long as they are.
-        Needs unrolled layers (``unstack_layers``). Returns the final normalised activations and the longer cache.
+        Needs unrolled layers (``DecodeParams``). Returns the final normalised activations and the longer cache.
         """
-        assert isinstance(self.layers, nnx.Dict), "decoding takes unstacked layers"
+        assert isinstance(self.layers, nnx.Dict), "decoding takes DecodeParams"
         tokens = as_token_ids(tokens, self.config)
         counts = counts.astype(jnp.int32)
         lengths = jnp.zeros_like(counts) if cache is None else cache.lengths
         positions = lengths[:, None] + jnp.arange(tokens.shape[1])
         mask = None if cache is None else F.cache_mask(positions, cache.keys[0].shape[2])
-        attend = attend_to(self.config, positions, mask)
+        attend = attention_inputs(self.config, positions, mask)
         x = self._embed(tokens)
         updated: list[KeysValues] = []
         for index in range(self.config.num_layers):
@@ -204,7 +204,7 @@ class Llama(nnx.Module):
         flat = hidden.reshape(-1, hidden.shape[-1])
         accumulator = jnp.promote_types(hidden.dtype, jnp.float32)
         head = self.embed[...].T if self.config.tie_embeddings else self.lm_head[...]
-        if isinstance(head, F.PackedMatrix):
+        if isinstance(head, F.DecodeMatrix):
             scores = head.multiply(flat, accumulator)
         else:
             scores = jnp.matmul(flat, head, preferred_element_type=accumulator)
@@ -238,18 +238,18 @@ def as_token_ids(tokens: Any, config: LlamaConfig) -> Integer[Array, "batch seq"
 
 @functools.partial(jax.jit, static_argnums=0)
 def _run_layer(
-    graph: nnx.GraphDef[Layer], weights: Any, x: Array, attend: Attend, cached: KeysValues | None
+    graph: nnx.GraphDef[Layer], weights: Any, x: Array, attend: AttentionInputs, cached: KeysValues | None
 ) -> tuple[Array, KeysValues]:
     """One of many equal layers: under an outer ``jit`` they are traced once, not once each."""
     return nnx.merge(graph, weights)(x, attend, cached)
 
 
-def attend_to(config: LlamaConfig, positions: Array, mask: Array | None, seq_len: int = 0) -> Attend:
+def attention_inputs(config: LlamaConfig, positions: Array, mask: Array | None, seq_len: int = 0) -> AttentionInputs:
     """What every layer is told of the positions; ``seq_len`` as in ``rope_frequencies``."""
     cos, sin = F.rope_tables(positions, rope_frequencies(config, seq_len))
     if (scaling := config.rope_scaling) and scaling.type == "yarn":
         cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
-    return Attend(cos, sin, mask, positions)
+    return AttentionInputs(cos, sin, mask, positions)
 
 
 def rope_frequencies(config: LlamaConfig, seq_len: int = 0) -> np.ndarray:
@@ -279,12 +279,14 @@ def rope_frequencies(config: LlamaConfig, seq_len: int = 0) -> np.ndarray:
             return F.scale_yarn(frequencies, config.rope_theta, scaling.factor, fast, slow, original)
 
 
-def merge(config: LlamaConfig, params: Params) -> Llama:
-    """The module with these parameters in it, stacked or unstacked: the first line of a compiled function."""
-    return nnx.merge(_graph(config, unrolled="attn_norm" not in params["layers"]), params)
+def build_model(config: LlamaConfig, params: Params | DecodeParams) -> Llama:
+    """The module with these parameters in it, of either layout: the first line of a compiled function."""
+    if isinstance(params, DecodeParams):
+        return nnx.merge(_graph(config, unrolled=True), params.weights)
+    return nnx.merge(_graph(config, unrolled=False), params)
 
 
-def merge_layer(config: LlamaConfig, weights: Params) -> Layer:
+def build_layer(config: LlamaConfig, weights: Params) -> Layer:
     """One block by itself with these weights in it: a value of an unstacked ``params["layers"]``."""
     return nnx.merge(_layer_graph(config), weights)
 
@@ -297,39 +299,6 @@ def initial_params(key: Array, config: LlamaConfig) -> Params:
 def abstract_params(config: LlamaConfig) -> Params:
     """Shapes and dtypes of ``initial_params``, without any memory."""
     return jax.eval_shape(functools.partial(initial_params, config=config), jax.random.key(0))
-
-
-def unstack_layers(params: Params) -> Params:
-    """The same parameters with one dictionary a layer (keys ``"0"``, ``"1"``, ...): the form that decoding unrolls."""
-    stacked = params["layers"]
-    num_layers = stacked["attn_norm"].shape[0]
-    return params | {"layers": {str(i): {name: stack[i] for name, stack in stacked.items()} for i in range(num_layers)}}
-
-
-def pack_params(params: Params, config: LlamaConfig, quantize: Quantized | None = None) -> Params:
-    """``unstack_layers`` with every matrix a ``PackedMatrix``, which decodes fastest; norms stay as they are.
-
-    With ``quantize`` matrices become eight-bit integers, one scale an output channel; of the embedding each row is one.
-    """
-    table = parameter_table(config)
-
-    def packed(path: str, leaf: Array) -> Any:
-        axes = [axis for axis in table[path].axes if axis != "layers"]
-        return _pack(leaf, tuple(axes.index(axis) for axis in table[path].inputs), quantize)
-
-    others = {name: packed(name, leaf) for name, leaf in params.items() if name != "layers"}
-    layers = {
-        str(i): {name: packed(f"layers/{name}", stack[i]) for name, stack in params["layers"].items()}
-        for i in range(config.num_layers)
-    }
-    return others | {"layers": layers}
-
-
-@functools.partial(jax.jit, static_argnames=("inputs", "quantize"))
-def _pack(leaf: Array, inputs: tuple[int, ...], quantize: Quantized | None) -> Any:
-    if not inputs:
-        return leaf
-    return F.pack_int8(leaf, inputs) if quantize else F.pack(leaf, inputs)
 
 
 @functools.cache
@@ -355,7 +324,7 @@ def _initial(row: Parameter, config: LlamaConfig, rngs: nnx.Rngs) -> nnx.Param[A
 
 
 def _to_heads(
-    x: Float[Array, "batch seq embed"], w: Float[Array | F.PackedMatrix, "embed heads head_dim"]
+    x: Float[Array, "batch seq embed"], w: Float[Array | F.DecodeMatrix, "embed heads head_dim"]
 ) -> Float[Array, "batch heads seq head_dim"]:
     batch, seq, embed = x.shape
     flat = x.reshape(-1, embed) @ w.reshape(embed, -1)
@@ -363,7 +332,7 @@ def _to_heads(
 
 
 def _from_heads(
-    x: Float[Array, "batch heads seq head_dim"], w: Float[Array | F.PackedMatrix, "heads head_dim embed"]
+    x: Float[Array, "batch heads seq head_dim"], w: Float[Array | F.DecodeMatrix, "heads head_dim embed"]
 ) -> Float[Array, "batch seq embed"]:
     batch, heads, seq, head_dim = x.shape
     flat = x.swapaxes(1, 2).reshape(-1, heads * head_dim) @ w.reshape(-1, w.shape[-1])

@@ -122,7 +122,7 @@ def shape_of(parameter: Parameter, config: LlamaConfig) -> tuple[int, ...]:
     return tuple(getattr(config, _SIZES[axis]) for axis in parameter.axes)
 
 
-class StoredTensor(NamedTuple):
+class TensorSpec(NamedTuple):
     """One tensor of a file: a parameter of the whole model, or one layer's share of a parameter.
 
     Args:
@@ -144,13 +144,13 @@ class StoredTensor(NamedTuple):
         return self.parameter.name(file_format, self.layer)
 
 
-def stored_tensors(config: LlamaConfig) -> list[StoredTensor]:
+def tensor_specs(config: LlamaConfig) -> list[TensorSpec]:
     """Every tensor that a file of such a model holds: embedding first, then layer by layer, then the end."""
     table = parameter_table(config)
     first, *last = (path for path in table if not path.startswith("layers/"))
     layers = [(path, layer) for layer in range(config.num_layers) for path in table if path.startswith("layers/")]
     return [
-        StoredTensor(path.replace("/", f"/{layer}/"), path, table[path], layer, matrix_shape(table[path], config))
+        TensorSpec(path.replace("/", f"/{layer}/"), path, table[path], layer, matrix_shape(table[path], config))
         for path, layer in [(first, 0), *layers, *((path, 0) for path in last)]
     ]
 

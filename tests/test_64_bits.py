@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from jllama import oracle
-from jllama.checkpoints.formats import Model
 from jllama.config import LlamaConfig, RopeScaling
-from jllama.generation.config import SamplingConfig
-from jllama.generation.engine import Request, advance, start
-from jllama.model import KVCache, initial_params, merge, unstack_layers
+from jllama.decode_params import decode_layout
+from jllama.generation.decode import Request, advance, start
+from jllama.generation.sampling_params import SamplingParams
+from jllama.language_model import LanguageModel
+from jllama.model import KVCache, build_model, initial_params
 from jllama.verify.compare import random_params, relative_error
 
 CONFIG = LlamaConfig(
@@ -29,14 +30,14 @@ def test_forward_and_cache_equal_the_oracle(dtype):
     expected = oracle.forward(random_params(CONFIG, 0), TOKENS, CONFIG)
     with jax.enable_x64(True):
         weights = params(dtype)
-        logits = Model(CONFIG, weights)(TOKENS)
+        logits = LanguageModel(CONFIG, weights)(TOKENS)
         assert logits.dtype == dtype
         assert relative_error(logits, expected) < (1e-5 if dtype == "float32" else 1e-6)  # RoPE's tables are float32
 
-        llama = merge(CONFIG, unstack_layers(weights))
+        llama = build_model(CONFIG, decode_layout(weights, CONFIG))
         cache, parts = KVCache.zeros(CONFIG, 2, 16, jnp.dtype(dtype)), []
         for first, counts in ((0, jnp.array([8, 8])), (8, jnp.array([4, 4], jnp.int32))):
-            hidden, cache = llama.extend(TOKENS[:, first : first + counts[0]], cache, counts)
+            hidden, cache = llama.forward_with_cache(TOKENS[:, first : first + counts[0]], cache, counts)
             parts.append(llama.logits(hidden))
         assert relative_error(np.concatenate(parts, axis=1), expected) < 1e-5
         assert cache.lengths.dtype == jnp.int32
@@ -52,8 +53,8 @@ def test_fresh_parameters_are_float32():
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_same_tokens_are_generated(drafts, temperature):
     def generated(dtype):
-        requests = [Request(tuple(map(int, row)), SamplingConfig(temperature=temperature)) for row in TOKENS]
-        weights = unstack_layers(params(dtype))
+        requests = [Request(tuple(map(int, row)), SamplingParams(temperature=temperature)) for row in TOKENS]
+        weights = decode_layout(params(dtype), CONFIG)
         _, new = advance(weights, CONFIG, start(weights, CONFIG, requests, drafts=drafts))
         return new.tokens[:, :16]
 

@@ -20,9 +20,10 @@ import jllama.model
 from jllama import functional as F
 from jllama import oracle
 from jllama.config import LlamaConfig, RopeScaling
+from jllama.decode_params import decode_layout
 from jllama.errors import UsageError
 from jllama.functional import half_split_from_interleaved
-from jllama.model import KVCache, abstract_params, as_token_ids, merge, rope_frequencies, unstack_layers
+from jllama.model import KVCache, abstract_params, as_token_ids, build_model, rope_frequencies
 from jllama.verify import equalities
 from jllama.verify.compare import random_params, relative_error, worst_error
 from jllama.verify.mutations import interleaved
@@ -73,7 +74,7 @@ def weights(config):
 
 @functools.cache
 def unstacked(config):
-    return unstack_layers(weights(config))
+    return decode_layout(weights(config), config)
 
 
 @functools.cache
@@ -201,12 +202,12 @@ import jax, jax.numpy as jnp, jllama
 
 config = jllama.LlamaConfig(vocab_size=10, num_layers=1, embed_dim=8, num_heads=1, max_seq_len=16)
 params = jllama.initial_params(jax.random.key(0), config)
-unstacked = jllama.merge(config, jllama.unstack_layers(params))
+unstacked = jllama.build_model(config, jllama.decode_layout(params, config))
 for call in (
-    jllama.Model(config, params),
-    jllama.merge(config, params),
-    jllama.merge(config, params).hidden,
-    lambda tokens: unstacked.extend(tokens, None, jnp.array([1])),
+    jllama.LanguageModel(config, params),
+    jllama.build_model(config, params),
+    jllama.build_model(config, params).hidden,
+    lambda tokens: unstacked.forward_with_cache(tokens, None, jnp.array([1])),
 ):
     for tokens in (jnp.full((1, 8), 10), jnp.ones((1, 8)), jnp.ones(8, int)):
         try:
@@ -229,7 +230,7 @@ def test_models_refuse_what_are_not_ids_of_theirs():
 def test_more_tokens_than_the_context_are_refused_also_while_tracing():
     short = dataclasses.replace(BASE, max_seq_len=SHORT - 1)
     with pytest.raises(UsageError, match=f"tokens has {SHORT} a row; the model's context is {SHORT - 1}: cut it"):
-        jax.eval_shape(lambda params: merge(short, params)(jnp.asarray(TOKENS[:, :SHORT])), weights(BASE))
+        jax.eval_shape(lambda params: build_model(short, params)(jnp.asarray(TOKENS[:, :SHORT])), weights(BASE))
     positions = jnp.asarray(POSITIONS[:, :SHORT])  # who gives them says how far they go
     at_positions = functools.partial(forward_, short, positions=positions)
     logits = jax.eval_shape(at_positions, weights(BASE), jnp.asarray(TOKENS[:, :SHORT]))

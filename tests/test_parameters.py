@@ -16,7 +16,7 @@ from rich.console import Console
 from jllama.commands.doctor import summary_table
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.functional import cross_entropy
-from jllama.model import abstract_params, initial_params, merge
+from jllama.model import abstract_params, build_model, initial_params
 from jllama.parameters import (
     count_parameters,
     initial_std,
@@ -171,7 +171,7 @@ def test_first_loss_is_ln_v(config, tie_embeddings):
 
     @jax.jit
     def mean_loss(params):
-        logits = merge(config, params)(jnp.asarray(tokens[:, :-1]))
+        logits = build_model(config, params)(jnp.asarray(tokens[:, :-1]))
         total, count = cross_entropy(logits, jnp.asarray(tokens[:, 1:]), jnp.ones((4, 128), bool))
         return total / count
 

@@ -66,7 +66,7 @@ def test_types_are_seen_from_outside(tmp_path):
     (tmp_path / "program.py").write_text(textwrap.dedent(program))
     command = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, str(tmp_path / "program.py")]
     shown = subprocess.run(command, cwd=SOURCE.parents[1], capture_output=True, text=True, check=False).stdout
-    assert 'Type of "model" is "Model"' in shown
+    assert 'Type of "model" is "LanguageModel"' in shown
     assert 'is "list[Completion]"' in shown
     assert 'is "Generator[str, None, Completion]"' in shown
     assert 'No parameter named "vocab"' in shown

@@ -8,7 +8,7 @@ import jax
 import pytest
 import yaml
 
-from jllama.checkpoints.formats import Model, load, save
+from jllama.checkpoints.registry import load, save
 from jllama.commands.bench import BenchOptions
 from jllama.commands.chat import ChatOptions
 from jllama.commands.cli import parse
@@ -18,6 +18,7 @@ from jllama.commands.eval import EvalOptions
 from jllama.commands.sample import SampleOptions
 from jllama.commands.verify import VerifyOptions
 from jllama.config import LlamaConfig
+from jllama.language_model import LanguageModel
 from jllama.model import initial_params
 from jllama.tokenizers import BytesTokenizer
 from jllama.training.config import TrainConfig
@@ -60,7 +61,7 @@ COMMANDS = [
 def test_python_code_runs(tmp_path, monkeypatch):
     """Each block by itself, in a folder that holds a small model where they expect one."""
     small = LlamaConfig(vocab_size=300, num_layers=1, embed_dim=32)
-    save(Model(small, initial_params(jax.random.key(0), small), BytesTokenizer()), tmp_path / "smollm2", "hf")
+    save(LanguageModel(small, initial_params(jax.random.key(0), small), BytesTokenizer()), tmp_path / "smollm2", "hf")
     monkeypatch.chdir(tmp_path)
     shapes = []
     for code in re.findall(r"```python\n(.*?)```", README, re.S):

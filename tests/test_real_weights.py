@@ -19,12 +19,12 @@ from helpers_real import real_file
 from safetensors.numpy import load_file, save_file
 
 import jllama
-from jllama.checkpoints.formats import convert, open_checkpoint
+from jllama.checkpoints.registry import convert, open_checkpoint
 from jllama.commands import cli
+from jllama.conversation.conversation import chat_ids
 from jllama.errors import JllamaError
 from jllama.evaluation.scoring import score_texts
-from jllama.generation.chat import chat_ids
-from jllama.generation.settings import SamplingConfig
+from jllama.generation.sampling_arrays import SamplingParams
 from jllama.generation.text import generate, stream
 from jllama.verify.checkpoint import verify_checkpoint
 from jllama.verify.text import PROSE
@@ -76,7 +76,7 @@ def prompts(model, peer_tokenizer):
 
 def greedy(model, prompt, count=64):
     """Greedy tokens, through the stop that ends them if there is one."""
-    (completion,) = generate(model, [prompt], SamplingConfig(temperature=0.0), max_new_tokens=count)
+    (completion,) = generate(model, [prompt], SamplingParams(temperature=0.0), max_new_tokens=count)
     return completion.ids + ([model.stop_ids[0]] if completion.finish_reason == "stop_id" else [])
 
 
@@ -157,7 +157,7 @@ def test_a_conversation_in_the_terminal(gguf, capfd, monkeypatch):
 
 def test_guessed_tokens_change_nothing(model, prompts):
     text = "The cat sat on the mat.\n" * 5
-    settings = SamplingConfig(temperature=0.0)
+    settings = SamplingParams(temperature=0.0)
     for prompt in (text, prompts["plain"], prompts["chat"]):
         (plain,) = generate(model, [prompt], settings, max_new_tokens=48)
         (quick,) = generate(model, [prompt], settings, max_new_tokens=48, speculate=4)
@@ -178,8 +178,8 @@ def test_int8_weights_predict_text_almost_as_well(model):
 
 
 def test_a_stream_is_what_is_made_whole(model, prompts):
-    pieces = list(stream(model, prompts["chat"], SamplingConfig(seed=3), max_new_tokens=40))
-    (whole,) = generate(model, [prompts["chat"]], SamplingConfig(seed=3), max_new_tokens=40)
+    pieces = list(stream(model, prompts["chat"], SamplingParams(seed=3), max_new_tokens=40))
+    (whole,) = generate(model, [prompts["chat"]], SamplingParams(seed=3), max_new_tokens=40)
     assert "".join(pieces) == whole.text
     assert len(pieces) > 3
 

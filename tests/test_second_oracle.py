@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jllama.config import LlamaConfig, RopeScaling
-from jllama.model import merge, rope_frequencies
+from jllama.model import build_model, rope_frequencies
 from jllama.verify.compare import random_params
 
 SEQ = 512
@@ -126,7 +126,7 @@ def test_logits_equal_transformers(name):
 
     @jax.jit
     def ours(params, tokens, positions):
-        llama = merge(config, params)
+        llama = build_model(config, params)
         return llama.logits(llama.hidden(tokens, None, positions))
 
     assert 0.5 < theirs.std() < 2
@@ -142,7 +142,7 @@ def test_dynamic_logits_equal_transformers_below_and_above_the_context(length):
     params, tokens = random_params(config, 0), TOKENS[:, :length]
     with torch.no_grad():
         theirs = their_model(config, params)(input_ids=torch.from_numpy(tokens), use_cache=False).logits.numpy()
-    ours = jax.jit(lambda params, tokens: merge(config, params)(tokens))(params, tokens)
+    ours = jax.jit(lambda params, tokens: build_model(config, params)(tokens))(params, tokens)
     assert np.abs(np.asarray(ours) - theirs).max() < 1e-5
 
 

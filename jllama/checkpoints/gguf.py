@@ -23,17 +23,17 @@ from jllama.checkpoints.gguf_file import (
     MAGIC,
     OURS,
     PLAIN,
-    Quantised,
+    QuantizedTensor,
     TypedTensor,
     read_gguf_file,
     shortest,
     write_gguf_file,
 )
-from jllama.checkpoints.tensors import Checkpoint, FileTensor, Report, half_split, interleaved, matched
+from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, half_split, interleaved, matched
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError
 from jllama.files import fault_of
-from jllama.parameters import StoredTensor, parameter_table, stored_tensors
+from jllama.parameters import TensorSpec, parameter_table, tensor_specs
 from jllama.tokenizers.convert import to_gguf
 from jllama.tokenizers.gguf import from_gguf
 
@@ -70,7 +70,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 """Keys of which only these values describe a model that jllama has."""
 
 
-def recognises(path: Path) -> bool:
+def recognizes(path: Path) -> bool:
     """Whether this is a GGUF file, or a folder that holds exactly one."""
     file = _only_file(path)
     if file is None or not file.is_file():
@@ -105,9 +105,7 @@ def read(path: Path) -> Checkpoint:
     with fault_of(f"{file} does not describe a model that jllama has"):
         config = _read_config(metadata, found, file)
     tensors = _in_one_precision(matched(found, config, "gguf", file, ignored={ROPE_FREQS}))
-    tensors = {
-        stored.key: half_split(stored, tensors[stored.key], config.head_dim) for stored in stored_tensors(config)
-    }
+    tensors = {stored.key: half_split(stored, tensors[stored.key], config.head_dim) for stored in tensor_specs(config)}
     template = metadata.get(CHAT_TEMPLATE)
     if not isinstance(template, str | None):
         raise JllamaError(f"{file} has a {CHAT_TEMPLATE} that is no string")
@@ -121,7 +119,7 @@ def read(path: Path) -> Checkpoint:
 
 def _in_one_precision(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
     matrices = [tensor for tensor in tensors.values() if len(tensor.shape) > 1]
-    if any(isinstance(tensor, Quantised) for tensor in matrices):
+    if any(isinstance(tensor, QuantizedTensor) for tensor in matrices):
         return {key: _widened(tensor) for key, tensor in tensors.items()}
     dtypes = {tensor.dtype for tensor in matrices}
     if len(dtypes) == 1 and (dtype := dtypes.pop()).itemsize == 2:
@@ -136,7 +134,7 @@ def _widened(tensor: FileTensor) -> FileTensor:
     stored = np.asarray(tensor)
     if stored.ndim == 1:
         return stored.astype(np.float32)
-    return Quantised(stored.view(np.uint8), types[tensor.dtype], stored.shape)
+    return QuantizedTensor(stored.view(np.uint8), types[tensor.dtype], stored.shape)
 
 
 def _narrowed(tensor: FileTensor, dtype: np.dtype[Any]) -> FileTensor:
@@ -318,14 +316,16 @@ def _read_stop_ids(metadata: Mapping[str, Any], config: LlamaConfig, source: Pat
     return tuple(dict.fromkeys(found.values()))
 
 
-def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | Literal["q8_0"] | None, report: Report) -> None:
+def write(
+    checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | Literal["q8_0"] | None, on_progress: OnProgress
+) -> None:
     """Write a GGUF file (version 3) that llama.cpp runs, tokenizer and chat template included.
 
     Norms are always float32, as llama.cpp demands. With ``q8_0``, a matrix whose rows are no multiple of 32 long is
     float16, as llama.cpp's own converter has it.
     """
     config = checkpoint.config
-    stored = stored_tensors(config)
+    stored = tensor_specs(config)
     types = {tensor.key: _type_to_write(tensor, checkpoint.tensors[tensor.key], dtype) for tensor in stored}
     metadata = _metadata_to_write(checkpoint) | _rope_scaling_to_write(config)
     matrix_types = collections.Counter(types[tensor.key] for tensor in stored if tensor.parameter.is_matrix)
@@ -338,11 +338,11 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | Literal["
     if config.rope_scaling and config.rope_scaling.type == "llama3":
         divisors = _llama3_divisors(config, config.rope_scaling).astype(np.float32)
         to_write.append((ROPE_FREQS, divisors, GGMLQuantizationType.F32, 1))
-    write_gguf_file(target, metadata, to_write, report)
+    write_gguf_file(target, metadata, to_write, on_progress)
 
 
 def _type_to_write(
-    stored: StoredTensor, tensor: FileTensor, dtype: np.dtype[Any] | Literal["q8_0"] | None
+    stored: TensorSpec, tensor: FileTensor, dtype: np.dtype[Any] | Literal["q8_0"] | None
 ) -> GGMLQuantizationType:
     if dtype == "q8_0":
         if not stored.parameter.is_matrix:

@@ -18,7 +18,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize, quantize
 
-from jllama.checkpoints.tensors import FileTensor, Report, blocks
+from jllama.checkpoints.tensors import FileTensor, OnProgress, blocks
 from jllama.errors import JllamaError
 
 MAGIC = b"GGUF"
@@ -51,7 +51,7 @@ _NUMBERS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantised:
+class QuantizedTensor:
     """A matrix whose rows are stored as blocks of a GGML type. Reading gives float32, of the rows asked for alone.
 
     Args:
@@ -127,7 +127,7 @@ def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
         if type_ in PLAIN:
             tensors[name] = stored.view(PLAIN[type_]).reshape(shape)
         else:
-            tensors[name] = Quantised(stored.reshape(shape[0], -1), type_, shape)
+            tensors[name] = QuantizedTensor(stored.reshape(shape[0], -1), type_, shape)
     if (left := size - first - -(-end // alignment) * alignment) > 0:
         raise JllamaError(f"{path} has {left} bytes after {before}: its type or size is wrong: fetch the file again")
     return metadata, {name: tensors[name] for name in infos}
@@ -242,7 +242,9 @@ TypedTensor = tuple[str, FileTensor, GGMLQuantizationType, int]
 """A tensor to write: its name, itself, the type to store it as, and of how many rows a block must be a multiple."""
 
 
-def write_gguf_file(path: Path, metadata: Mapping[str, Any], tensors: Sequence[TypedTensor], report: Report) -> None:
+def write_gguf_file(
+    path: Path, metadata: Mapping[str, Any], tensors: Sequence[TypedTensor], on_progress: OnProgress
+) -> None:
     """Write a GGUF file of version 3, a block of rows at a time.
 
     Whole numbers are written in 32 bits and other numbers as float32, but float64 under keys of ``OURS``. One that
@@ -255,7 +257,7 @@ def write_gguf_file(path: Path, metadata: Mapping[str, Any], tensors: Sequence[T
             for block in blocks(tensor, PLAIN.get(type_, np.dtype(np.float32)), row_multiple):
                 data = block if type_ in PLAIN else quantize(block, type_)
                 data.tofile(file)
-                report(data.nbytes)
+                on_progress(data.nbytes)
             file.write(bytes(-_num_bytes(tensor, type_) % _ALIGNMENT))
 
 

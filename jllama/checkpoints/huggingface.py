@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllama.checkpoints.safetensors_file import DTYPES, read_safetensors, write_safetensors
-from jllama.checkpoints.tensors import Checkpoint, FileTensor, Report, matched, same_bits
+from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, matched, same_bits
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError
 from jllama.files import fault_of, positive_number, read_json_object, whole_number, write_json
-from jllama.parameters import parameter_table, stored_tensors
+from jllama.parameters import parameter_table, tensor_specs
 from jllama.tokenizers import Tokenizer, has_tokenizer, load_tokenizer
 from jllama.tokenizers.convert import save_huggingface
 
@@ -70,7 +70,7 @@ _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 _ROPE_COMMON = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 
 
-def recognises(path: Path) -> bool:
+def recognizes(path: Path) -> bool:
     """Whether a folder has a ``config.json`` that names a model, or safetensors."""
     try:
         if any(path.glob("*.safetensors")):
@@ -353,11 +353,11 @@ def _old_chat_template(path: Path) -> str | None:
     return template
 
 
-def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, report: Report) -> None:
+def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_progress: OnProgress) -> None:
     """Write a folder that transformers loads as it is."""
     tensors = [
         (stored.name("huggingface"), tensor, tensor.dtype if dtype is None else dtype)
-        for stored in stored_tensors(checkpoint.config)
+        for stored in tensor_specs(checkpoint.config)
         for tensor in [checkpoint.tensors[stored.key]]
     ]
     dtypes = {kind for _, _, kind in tensors}
@@ -382,14 +382,14 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, rep
         write_json(target / TOKENIZER_CONFIG, fields)
     shards = _shards(tensors)
     if len(shards) == 1:
-        write_safetensors(target / WEIGHTS, shards[0], report)
+        write_safetensors(target / WEIGHTS, shards[0], on_progress)
         return
     names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     places = {tensor[0]: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
     total_bytes = sum(_bytes(tensor) for tensor in tensors)
     write_json(target / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": places})
     for name, shard in zip(names, shards, strict=True):
-        write_safetensors(target / name, shard, report)
+        write_safetensors(target / name, shard, on_progress)
 
 
 _Named = tuple[str, FileTensor, np.dtype[Any]]

@@ -16,11 +16,11 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jllama import functional as F
-from jllama.checkpoints.tensors import BLOCK_BYTES, Checkpoint, FileTensor, Report, blocks, half_split, interleaved
+from jllama.checkpoints.tensors import BLOCK_BYTES, Checkpoint, FileTensor, OnProgress, blocks, half_split, interleaved
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.files import fault_of
-from jllama.parameters import StoredTensor, count_parameters, stored_tensors
+from jllama.parameters import TensorSpec, count_parameters, tensor_specs
 from jllama.tokenizers.convert import save_llama2c_tokenizer
 from jllama.tokenizers.llama2c import load_llama2c_tokenizer
 
@@ -33,7 +33,7 @@ _LATER_VERSIONS = b"24ka"  # what versions 1 and 2 begin with
 _FIXED = LlamaConfig(norm_eps=1e-5, rope_theta=10_000.0)  # what run.c has in its code
 
 
-def recognises(path: Path) -> bool:
+def recognizes(path: Path) -> bool:
     """Whether this is a llama2.c file, of any version and perhaps truncated, or a folder that holds exactly one."""
     return _model_file(path) is not None
 
@@ -82,8 +82,8 @@ def _tables_size(config: LlamaConfig) -> int:
     return config.max_seq_len * config.head_dim  # half are cosines, half sines
 
 
-def _in_order(config: LlamaConfig) -> list[StoredTensor]:
-    return sorted(stored_tensors(config), key=lambda stored: stored.parameter.llama2c)  # stable: layers stay in order
+def _in_order(config: LlamaConfig) -> list[TensorSpec]:
+    return sorted(tensor_specs(config), key=lambda stored: stored.parameter.llama2c)  # stable: layers stay in order
 
 
 def read(path: Path) -> Checkpoint:
@@ -121,7 +121,7 @@ def read(path: Path) -> Checkpoint:
     return Checkpoint(config, tensors, load_llama2c_tokenizer(tokenizer) if tokenizer.is_file() else None)
 
 
-def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, report: Report) -> None:
+def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_progress: OnProgress) -> None:
     """Write ``model.bin``, and ``tokenizer.bin`` if there is a tokenizer: what ``run.c`` runs.
 
     bfloat16 and float16 are widened to float32, which loses nothing; ``dtype`` can be no other.
@@ -141,7 +141,7 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, rep
             tensor = interleaved(stored, checkpoint.tensors[stored.key], config.head_dim)
             for block in blocks(tensor, np.dtype("<f4"), config.head_dim if stored.parameter.rotary else 1):
                 file.write(block.data)
-                report(block.nbytes)
+                on_progress(block.nbytes)
         if config.tie_embeddings:
             _write_tables(config, file)
 

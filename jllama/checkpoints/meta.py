@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from jllama.checkpoints.huggingface import read_text_files, write_chat_files
-from jllama.checkpoints.tensors import Checkpoint, FileTensor, Report, half_split, interleaved, matched, same_bits
+from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, half_split, interleaved, matched, same_bits
 from jllama.checkpoints.torch_file import read_torch_file, write_torch_file
 from jllama.config import LlamaConfig, RopeScaling, llama_mlp_dim
 from jllama.errors import JllamaError, UsageError
 from jllama.files import fault_of, positive_number, read_json_object, whole_number, write_json
-from jllama.parameters import StoredTensor, stored_tensors
+from jllama.parameters import TensorSpec, tensor_specs
 from jllama.presets import PRESETS, differing, presets_of_shape
 from jllama.tokenizers import load_tokenizer
 from jllama.tokenizers.convert import save_meta
@@ -55,7 +55,7 @@ _MLP_RULES: list[tuple[int, float | None]] = [
 """``multiple_of`` and ``ffn_dim_multiplier`` of known models."""
 
 
-class Joined:
+class ShardedTensor:
     """A tensor whose parts, one a shard and all of one shape, lie one after the other along an axis."""
 
     def __init__(self, parts: list[np.ndarray], axis: int) -> None:
@@ -72,7 +72,7 @@ class Joined:
         )
 
 
-def recognises(path: Path) -> bool:
+def recognizes(path: Path) -> bool:
     """Whether a folder has a ``consolidated.*.pth``."""
     return path.is_dir() and any(path.glob("consolidated.*.pth"))
 
@@ -95,7 +95,7 @@ def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
     params = _params(path / PARAMS)
     shards = _shards(path)
     config = _config(params, path / PARAMS, shards, rope_factor)
-    stored = {tensor.key: tensor for tensor in stored_tensors(config)}
+    stored = {tensor.key: tensor for tensor in tensor_specs(config)}
     found = _joined(path, stored.values(), shards)
     ignored = ["rope.freqs"]  # computed, not learnt; in the files of Llama 1 and 2
     embed, head = (found.get(stored[key].name("meta")) for key in ("embed", "lm_head"))
@@ -166,7 +166,7 @@ def _config(
             norm_eps=positive_number(params, "norm_eps", source, 1e-5),
             rope_theta=positive_number(params, "rope_theta", source, 10_000.0),
         )
-    names = {stored.key: stored.name("meta") for stored in stored_tensors(config)}
+    names = {stored.key: stored.name("meta") for stored in tensor_specs(config)}
     shapes = {key: tensors[name].shape for key, name in names.items() if name in tensors and tensors[name].ndim == 2}
 
     rows, columns = shapes.get("layers/0/wq", (0, 0))  # its outputs are always split
@@ -238,7 +238,7 @@ def _rope_scaling(
 
 
 def _joined(
-    path: Path, stored: Iterable[StoredTensor], shards: Mapping[str, Mapping[str, np.ndarray]]
+    path: Path, stored: Iterable[TensorSpec], shards: Mapping[str, Mapping[str, np.ndarray]]
 ) -> dict[str, FileTensor]:
     """Every tensor of the shards, whole. Raises JllamaError if shards differ in what each must repeat."""
     names, files = list(shards), list(shards.values())
@@ -257,11 +257,11 @@ def _joined(
                     f"they are shards of different models, one is damaged, or {PARAMS} is another model's"
                 )
         parts = parts[::repeats]
-        found[name] = Joined(parts, axis) if len(parts) > 1 else parts[0]
+        found[name] = ShardedTensor(parts, axis) if len(parts) > 1 else parts[0]
     return found
 
 
-def _layout(stored: StoredTensor, shape: tuple[int, ...], count: int) -> tuple[int, int]:
+def _layout(stored: TensorSpec, shape: tuple[int, ...], count: int) -> tuple[int, int]:
     """The axis along which ``count`` shards of a shape split a tensor, and how many in a row repeat each part."""
     row = stored.parameter
     if not row.inputs:
@@ -284,7 +284,7 @@ def _family_max_seq_len(config: LlamaConfig) -> int:
     return by_theta.get(config.rope_theta, 2048 if config.norm_eps == 1e-6 else 4096)  # Llama 1, Llama 2
 
 
-def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, report: Report) -> None:
+def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_progress: OnProgress) -> None:
     """Write a folder of one shard, which Meta's code reads too; it knows no tying, so the head is always written."""
     config, tensors = checkpoint.config, checkpoint.tensors
     params = _params_of(config)
@@ -295,10 +295,10 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, rep
         write_json(target / OURS, {"max_seq_len": config.max_seq_len})
     write_chat_files(target, checkpoint.chat_template, checkpoint.stop_ids)
     named: list[tuple[str, FileTensor, np.dtype[Any]]] = []
-    for stored in stored_tensors(dataclasses.replace(config, tie_embeddings=False)):
+    for stored in tensor_specs(dataclasses.replace(config, tie_embeddings=False)):
         tensor = tensors["embed" if config.tie_embeddings and stored.key == "lm_head" else stored.key]
         named.append((stored.name("meta"), interleaved(stored, tensor, config.head_dim), dtype or tensor.dtype))
-    write_torch_file(target / _shard_name(0), named, report)
+    write_torch_file(target / _shard_name(0), named, on_progress)
 
 
 def _params_of(config: LlamaConfig) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jllama.checkpoints.tensors import FileTensor, Report, blocks
+from jllama.checkpoints.tensors import FileTensor, OnProgress, blocks
 from jllama.errors import JllamaError
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -112,7 +112,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def write_safetensors(path: Path, tensors: Sequence[tuple[str, FileTensor, np.dtype[Any]]], report: Report) -> None:
+def write_safetensors(
+    path: Path, tensors: Sequence[tuple[str, FileTensor, np.dtype[Any]]], on_progress: OnProgress
+) -> None:
     """Write tensors, each under its name and in its dtype (one of ``DTYPES``), a block of rows at a time.
 
     The wider dtypes come first, as the library has them, so that every tensor is aligned.
@@ -131,4 +133,4 @@ def write_safetensors(path: Path, tensors: Sequence[tuple[str, FileTensor, np.dt
         for _, tensor, dtype in ordered:
             for block in blocks(tensor, dtype):
                 file.write(block.view(np.uint8).data)
-                report(block.nbytes)
+                on_progress(block.nbytes)

@@ -25,30 +25,30 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
-from jllama.parallel.mesh import check_divides, parameter_sharding
 from jllama.parameters import (
     Axis,
     NamedFormat,
     Parameter,
     Params,
-    StoredTensor,
+    TensorSpec,
     as_matrix,
     parameter_table,
     shape_of,
-    stored_tensors,
+    tensor_specs,
 )
+from jllama.sharding import check_divides, parameter_sharding
 from jllama.tokenizers import Tokenizer
 
 BLOCK_BYTES = 16 << 20
 _TILE = 256
 _THREADS = min(4, os.cpu_count() or 1)
 
-Report = Callable[[int], None]
+OnProgress = Callable[[int], None]
 """Is told of each further so many bytes that are done."""
 
 
 @contextlib.contextmanager
-def progress(what: str, total_bytes: int) -> Iterator[Report]:
+def progress(what: str, total_bytes: int) -> Iterator[OnProgress]:
     """Bytes done, speed and time left, on stderr if that is a terminal."""
     console = Console(stderr=True)
     text = TextColumn("{task.description}")
@@ -83,7 +83,7 @@ class Checkpoint:
 
     Args:
         config: the architecture.
-        tensors: by ``StoredTensor.key``, each of ``StoredTensor.shape``, rotary channels half-split.
+        tensors: by ``TensorSpec.key``, each of ``TensorSpec.shape``, rotary channels half-split.
         tokenizer: None if the files have none.
         chat_template: the Jinja template that turns messages into a prompt, if the files have one.
         stop_ids: tokens that end an answer; empty if the files do not say.
@@ -96,7 +96,7 @@ class Checkpoint:
     stop_ids: tuple[int, ...] = ()
 
 
-class Reordered:
+class PermutedRows:
     """A rotary matrix with the rows of each head reordered: from interleaved pairs to half-split, or back."""
 
     def __init__(self, tensor: FileTensor, head_dim: int, to_half_split: bool) -> None:
@@ -113,14 +113,14 @@ class Reordered:
         return heads.swapaxes(1, 2).reshape(-1, self.shape[1])[rows.start - first : rows.stop - first]
 
 
-def half_split(stored: StoredTensor, tensor: FileTensor, head_dim: int) -> FileTensor:
+def half_split(stored: TensorSpec, tensor: FileTensor, head_dim: int) -> FileTensor:
     """A tensor of a format with interleaved rotary pairs, as ``Checkpoint`` has it."""
-    return Reordered(tensor, head_dim, to_half_split=True) if stored.parameter.rotary else tensor
+    return PermutedRows(tensor, head_dim, to_half_split=True) if stored.parameter.rotary else tensor
 
 
-def interleaved(stored: StoredTensor, tensor: FileTensor, head_dim: int) -> FileTensor:
+def interleaved(stored: TensorSpec, tensor: FileTensor, head_dim: int) -> FileTensor:
     """A checkpoint's tensor as formats with interleaved rotary pairs have it."""
-    return Reordered(tensor, head_dim, to_half_split=False) if stored.parameter.rotary else tensor
+    return PermutedRows(tensor, head_dim, to_half_split=False) if stored.parameter.rotary else tensor
 
 
 def blocks(tensor: FileTensor, dtype: np.dtype[Any] | type, row_multiple: int = 1) -> Iterator[np.ndarray]:
@@ -158,14 +158,14 @@ def matched(
     source: Path,
     ignored: Collection[str] = (),
 ) -> dict[str, FileTensor]:
-    """The tensors of a file by ``StoredTensor.key``, still in the file's own order of rotary channels.
+    """The tensors of a file by ``TensorSpec.key``, still in the file's own order of rotary channels.
 
     Raises:
         JllamaError: any is missing, is not one of this model's (nor ``ignored``), or has another shape: all are listed.
     """
     if config.num_layers > len(found):
         raise JllamaError(f"{source} says it has {config.num_layers} layers, but holds {len(found)} tensors in all")
-    expected = {stored.name(file_format): stored for stored in stored_tensors(config)}
+    expected = {stored.name(file_format): stored for stored in tensor_specs(config)}
     problems = []
     if missing := [name for name in expected if name not in found]:
         problems.append(f"missing: {', '.join(missing)}")
@@ -193,7 +193,7 @@ def load_params(
     checkpoint: Checkpoint,
     dtype: np.dtype[Any] | type | None = None,
     mesh: Mesh | None = None,
-    report: Report = lambda _: None,
+    on_progress: OnProgress = lambda _: None,
 ) -> Params:
     """Read a checkpoint's parameters, layers stacked, straight onto their devices.
 
@@ -203,7 +203,7 @@ def load_params(
         checkpoint: open files.
         dtype: of the parameters; None keeps each one's own.
         mesh: splits the parameters over devices, as training does; None puts them on the first device.
-        report: told of bytes read, in ``dtype``.
+        on_progress: told of bytes read, in ``dtype``.
 
     Raises:
         UsageError: an axis of a parameter does not divide over the mesh.
@@ -212,13 +212,11 @@ def load_params(
     if mesh is not None:
         check_divides(mesh, checkpoint.config)
     for path, row in parameter_table(checkpoint.config).items():
-        tensors = [
-            checkpoint.tensors[stored.key] for stored in stored_tensors(checkpoint.config) if stored.path == path
-        ]
+        tensors = [checkpoint.tensors[stored.key] for stored in tensor_specs(checkpoint.config) if stored.path == path]
         own = np.dtype(dtype or jnp.result_type(*(tensor.dtype for tensor in tensors)))
         shape = shape_of(row, checkpoint.config)
         sharding = SingleDeviceSharding(jax.devices()[0]) if mesh is None else parameter_sharding(mesh, row)
-        read = functools.partial(_read, row, shape, tensors, own, report)
+        read = functools.partial(_read, row, shape, tensors, own, on_progress)
         array = jax.make_array_from_callback(shape, sharding, read)
         *parents, name = path.split("/")
         place = params
@@ -229,7 +227,12 @@ def load_params(
 
 
 def _read(
-    row: Parameter, shape: tuple[int, ...], tensors: list[FileTensor], dtype: np.dtype[Any], report: Report, index: Any
+    row: Parameter,
+    shape: tuple[int, ...],
+    tensors: list[FileTensor],
+    dtype: np.dtype[Any],
+    on_progress: OnProgress,
+    index: Any,
 ) -> np.ndarray:
     """The part of a parameter at ``index``, from the tensors of its layers."""
     ranges = [part.indices(size) for part, size in zip(index, shape, strict=True)]
@@ -249,7 +252,7 @@ def _read(
             stop = min(start + step, rows.stop)
             block = _cast(tensor[start:stop], dtype)
             _copy(block[:, columns] if row.inputs else block, matrix[start - rows.start : stop - rows.start])
-            report((stop - start) * (columns.stop - columns.start) * dtype.itemsize)
+            on_progress((stop - start) * (columns.stop - columns.start) * dtype.itemsize)
 
     # Copying is bound by memory, and NumPy lets go of Python's lock meanwhile; each thread holds a few blocks.
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
@@ -286,7 +289,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-class ParamTensors(Mapping[str, FileTensor]):
+class TensorsOfParams(Mapping[str, FileTensor]):
     """The tensors of parameters in memory, each made (as a view, on a CPU) when it is asked for.
 
     Args:
@@ -295,7 +298,7 @@ class ParamTensors(Mapping[str, FileTensor]):
     """
 
     def __init__(self, config: LlamaConfig, params: Callable[[], Params]) -> None:
-        self._stored = {stored.key: stored for stored in stored_tensors(config)}
+        self._stored = {stored.key: stored for stored in tensor_specs(config)}
         self._params = functools.cache(params)
 
     def __getitem__(self, key: str) -> FileTensor:

@@ -25,7 +25,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jllama.checkpoints.tensors import FileTensor, Report, blocks
+from jllama.checkpoints.tensors import FileTensor, OnProgress, blocks
 from jllama.errors import JllamaError
 
 MAX_INDEX_BYTES = 4 << 20
@@ -272,7 +272,9 @@ def _view(numbers: np.ndarray, offset: int, shape: tuple[Any, ...], strides: tup
     return np.lib.stride_tricks.as_strided(numbers[offset:], shape, in_bytes)
 
 
-def write_torch_file(path: Path, tensors: Sequence[tuple[str, FileTensor, np.dtype[Any]]], report: Report) -> None:
+def write_torch_file(
+    path: Path, tensors: Sequence[tuple[str, FileTensor, np.dtype[Any]]], on_progress: OnProgress
+) -> None:
     """Write tensors, each under its name and in its dtype, a block of rows at a time, as ``torch.save`` would.
 
     ``torch.load`` reads the file with ``weights_only=True`` and with ``mmap=True``. The dtypes are float64, float32,
@@ -291,7 +293,7 @@ def write_torch_file(path: Path, tensors: Sequence[tuple[str, FileTensor, np.dty
             with archive.open(info, "w", force_zip64=True) as entry:
                 for block in blocks(tensor, dtype):
                     entry.write(block.view(np.uint8).data)
-                    report(block.nbytes)
+                    on_progress(block.nbytes)
 
 
 def _pickled(tensors: Sequence[tuple[str, FileTensor, np.dtype[Any]]]) -> bytes:

@@ -66,22 +66,22 @@ def main(argv: Sequence[str], prog: str) -> int:
     import jax  # not at the top: a mistake in the command line need not wait for it
     import jax.numpy as jnp
 
-    from jllama.generation import benchmark
-    from jllama.model import pack_params
+    from jllama.commands import decode_benchmark as benchmark
+    from jllama.decode_params import decode_layout
 
     if options.checkpoint:
         model = options.load_model(needs_tokenizer=False)
-        config, params, name = model.config, model.for_decoding(options.quantize).params, options.checkpoint
+        config, params, name = model.config, model.for_decoding(options.quantize).decode_params, options.checkpoint
         del model
     else:
         config, name = jllama.preset(options.preset), options.preset
         dtype = jnp.dtype(options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
         make = jax.jit(lambda key: jax.tree.map(lambda leaf: leaf.astype(dtype), jllama.initial_params(key, config)))
-        params = pack_params(make(jax.random.key(0)), config, options.quantize)
+        params = decode_layout(make(jax.random.key(0)), config, options.quantize)
     longest = max(options.prompt_tokens + 1, max(benchmark.RAGGED_TOKENS) + options.new_tokens)
     if longest > config.max_seq_len:
         raise UsageError(f"the benchmark needs {longest} tokens of context, and the model has {config.max_seq_len}")
-    bandwidth = benchmark.memory_bandwidth(params["final_norm"].dtype)
+    bandwidth = benchmark.memory_bandwidth(params.dtype)
     batch, new = options.batch_size, options.new_tokens
     speeds: dict[str, benchmark.Speed] = {}
 

@@ -20,15 +20,15 @@ from jllama.commands.model import ModelOptions, check_least
 from jllama.commands.terminal import WordWrap, line_editing, lines, say, stoppable
 from jllama.errors import JllamaError, UsageError
 from jllama.files import read_json_object, write_text_whole
-from jllama.generation.config import SamplingConfig
+from jllama.generation.sampling_params import SamplingParams
 
-_SAMPLING = [field.name for field in dataclasses.fields(SamplingConfig)]
+_SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]
 _SETTINGS = ["max_new_tokens", *_SAMPLING]
 _COMMON = ("system", "load", "template", "max_new_tokens", "temperature", "top_p", "seed", "quantize")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ChatOptions(SamplingConfig, ModelOptions):
+class ChatOptions(SamplingParams, ModelOptions):
     """Talk with a model in the terminal; where the input is no terminal, each of its lines is answered.
 
     Examples:
@@ -52,7 +52,7 @@ class ChatOptions(SamplingConfig, ModelOptions):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        SamplingConfig.__post_init__(self)
+        SamplingParams.__post_init__(self)
         ModelOptions.__post_init__(self)
         check_least(self, 0, "max_new_tokens")
 
@@ -96,7 +96,7 @@ def main(argv: Sequence[str], prog: str) -> int:
 
 
 def _begun(argv: list[str], options: ChatOptions, at_terminal: bool) -> _Session:
-    from jllama.generation.chat import TEMPLATES, chat_ids, chat_template
+    from jllama.conversation.conversation import TEMPLATES, chat_ids, chat_template
 
     model = options.load_model().for_decoding(options.quantize)
     template = chat_template(model, options.template or None)
@@ -118,7 +118,7 @@ def _answer(session: _Session, text: str) -> None:
     conversation, options = session.conversation, session.options
     settings = {name: getattr(options, name) for name in _SAMPLING}
     settings["seed"] = (options.seed + session.answers) % 2**32
-    pieces = conversation.answer(text, SamplingConfig(**settings), options.max_new_tokens or None)
+    pieces = conversation.answer(text, SamplingParams(**settings), options.max_new_tokens or None)
     wrap = WordWrap(Console().width).push if session.at_terminal else lambda text, last=False: text
     status = Console(stderr=True).status("answering ..." if conversation.prefix.ids else "compiling ...")
     note, first_s, context = "(stopped)", 0.0, f"{conversation.model.config.max_seq_len:,} tokens"
@@ -213,7 +213,7 @@ def _save(session: _Session, name: str) -> None:
 
 def _load(session: _Session, name: str) -> None:
     """Go on with a conversation that /save wrote to a file."""
-    from jllama.generation.chat import check_messages
+    from jllama.conversation.conversation import check_messages
 
     if not name:
         raise UsageError("/load needs the name of a file")

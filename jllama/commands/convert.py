@@ -49,7 +49,8 @@ def main(argv: Sequence[str], prog: str) -> int:
     options = parse(ConvertOptions, argv, prog, positional=("source", "target"))
     import jax  # not at the top: a mistake in the options need not wait for it
 
-    from jllama.checkpoints.formats import Format, check_names, convert, summary
+    from jllama.checkpoints.registry import Format, check_names, convert
+    from jllama.language_model import summary
 
     jax.config.update("jax_platforms", "cpu")
     target = Path(options.target)

@@ -44,9 +44,9 @@ def main(argv: Sequence[str], prog: str) -> int:
     options = parse(DoctorOptions, argv, prog, ("checkpoint",))
     import jax
 
-    from jllama.checkpoints.formats import open_checkpoint
-    from jllama.parallel.mesh import device_memory_bytes, machine_memory_bytes
+    from jllama.checkpoints.registry import open_checkpoint
     from jllama.parameters import count_parameters
+    from jllama.sharding import device_memory_bytes, machine_memory_bytes
     from jllama.verify.compare import TOLERANCE
     from jllama.verify.conformance import model_error
     from jllama.verify.subject import jllama_itself

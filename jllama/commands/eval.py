@@ -76,13 +76,13 @@ def main(argv: Sequence[str], prog: str) -> int:
     return _evaluate_text(_load(options), options)
 
 
-def _load(options: EvalOptions) -> jllama.Model:
+def _load(options: EvalOptions) -> jllama.LanguageModel:
     model = options.load_model()
     options.say_loaded(model)
     return model.for_decoding(options.quantize) if options.quantize else model
 
 
-def _evaluate_text(model: jllama.Model, options: EvalOptions) -> int:
+def _evaluate_text(model: jllama.LanguageModel, options: EvalOptions) -> int:
     from jllama.data.corpus import read_corpus
     from jllama.evaluation.scoring import check_windows, score_texts
 

@@ -31,14 +31,14 @@ class ModelOptions:
         if self.step < 0:
             raise UsageError(f"step is {self.step}; it must be a saved step, or 0 for the best")
 
-    def load_model(self, needs_tokenizer: bool = True) -> "jllama.Model":
+    def load_model(self, needs_tokenizer: bool = True) -> "jllama.LanguageModel":
         """The model, not quantized yet."""
         model = jllama.load(self.checkpoint, self.dtype, rope_factor=self.rope_factor, step=self.step or None)
         if needs_tokenizer and model.tokenizer is None:
             raise JllamaError(f"{self.checkpoint} has no tokenizer: put the one it was trained with beside its weights")
         return model
 
-    def say_loaded(self, model: "jllama.Model") -> None:
+    def say_loaded(self, model: "jllama.LanguageModel") -> None:
         """Which model it is, to stderr."""
         say(self.checkpoint if model.step is None else f"{self.checkpoint}, step {model.step}")
 

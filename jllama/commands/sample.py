@@ -19,16 +19,16 @@ from jllama.commands.cli import parse
 from jllama.commands.model import ModelOptions, check_least
 from jllama.commands.terminal import progress
 from jllama.errors import JllamaError, UsageError, check_fields
-from jllama.generation.config import SamplingConfig
+from jllama.generation.sampling_params import SamplingParams
 
 COMPARED = {
-    "greedy": SamplingConfig(temperature=0.0),
-    "random, T=1": SamplingConfig(),
-    "random, T=0.7": SamplingConfig(temperature=0.7),
-    "top-k 40, T=1": SamplingConfig(top_k=40),
-    "top-k 40, T=0.7": SamplingConfig(temperature=0.7, top_k=40),
-    "top-p 0.9, T=1": SamplingConfig(top_p=0.9),
-    "top-p 0.9, T=0.7": SamplingConfig(temperature=0.7, top_p=0.9),
+    "greedy": SamplingParams(temperature=0.0),
+    "random, T=1": SamplingParams(),
+    "random, T=0.7": SamplingParams(temperature=0.7),
+    "top-k 40, T=1": SamplingParams(top_k=40),
+    "top-k 40, T=0.7": SamplingParams(temperature=0.7, top_k=40),
+    "top-p 0.9, T=1": SamplingParams(top_p=0.9),
+    "top-p 0.9, T=0.7": SamplingParams(temperature=0.7, top_p=0.9),
 }
 """The settings that ``--compare`` sets side by side."""
 _MOST = 100_000
@@ -36,7 +36,7 @@ _COMMON = ("prompt", "prompts_file", "output", "n", "max_new_tokens", "stop", "t
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SampleOptions(SamplingConfig, ModelOptions):
+class SampleOptions(SamplingParams, ModelOptions):
     """Let a trained model continue a prompt, or a file of prompts; a text streams to stdout as it is made.
 
     Examples:
@@ -78,7 +78,7 @@ class SampleOptions(SamplingConfig, ModelOptions):
     compare: bool = False
 
     def __post_init__(self) -> None:
-        SamplingConfig.__post_init__(self)
+        SamplingParams.__post_init__(self)
         ModelOptions.__post_init__(self)
         check_least(self, 0, "max_new_tokens", "speculate")
         check_fields(self, "", "n batch_size", lambda value: 1 <= value <= _MOST, f"at least 1 and at most {_MOST:,}")
@@ -94,13 +94,13 @@ class SampleOptions(SamplingConfig, ModelOptions):
 def main(argv: Sequence[str], prog: str) -> int:
     """Load a model and write."""
     options = parse(SampleOptions, argv, prog, ("checkpoint",), _COMMON)
-    settings = {field.name: getattr(options, field.name) for field in dataclasses.fields(SamplingConfig)}
-    from jllama.generation.settings import check_batch
+    settings = {field.name: getattr(options, field.name) for field in dataclasses.fields(SamplingParams)}
+    from jllama.generation.sampling_arrays import check_batch
     from jllama.generation.text import exhaust, request_of
 
     prompt = jllama.Prompt(
         _read_stdin() if options.prompt == "-" else options.prompt,
-        SamplingConfig(**settings),
+        SamplingParams(**settings),
         options.max_new_tokens or None,
         options.stop,
         options.stop_ids,
@@ -155,7 +155,7 @@ def _text(prompt: jllama.Prompt) -> str:
 
 
 def _record(
-    model: jllama.Model, prompt: jllama.Prompt, completion: jllama.Completion, options: SampleOptions
+    model: jllama.LanguageModel, prompt: jllama.Prompt, completion: jllama.Completion, options: SampleOptions
 ) -> dict[str, Any]:
     """What is said of a completion in JSON."""
     echo = bool(options.echo)
@@ -167,7 +167,7 @@ def _record(
 
 
 def _log_probs(
-    model: jllama.Model, prompt: jllama.Prompt, completion: jllama.Completion, *, echo: bool
+    model: jllama.LanguageModel, prompt: jllama.Prompt, completion: jllama.Completion, *, echo: bool
 ) -> list[dict[str, Any]]:
     """Each token with its text and its log-probability; the prompt's first has none."""
     from jllama.evaluation.scoring import token_log_probs
@@ -183,7 +183,9 @@ def _log_probs(
     return [{"id": id, "text": model.tokenizer.decode([id]), "log_prob": log_prob} for id, log_prob in pairs]
 
 
-def _print_log_probs(model: jllama.Model, prompt: jllama.Prompt, completion: jllama.Completion, *, echo: bool) -> None:
+def _print_log_probs(
+    model: jllama.LanguageModel, prompt: jllama.Prompt, completion: jllama.Completion, *, echo: bool
+) -> None:
     print(" log_prob      id  token")
     for token in _log_probs(model, prompt, completion, echo=echo):
         value = "        -" if token["log_prob"] is None else f"{token['log_prob']:9.4f}"
@@ -196,8 +198,8 @@ def _report_speculation(completions: Sequence[jllama.Completion]) -> None:
     print(f"speculation: {accepted} of {drafted} guessed tokens were right{share}", file=sys.stderr)
 
 
-def _complete_file(model: jllama.Model, prompt: jllama.Prompt, options: SampleOptions) -> int:
-    from jllama.generation.prompts_file import complete_file
+def _complete_file(model: jllama.LanguageModel, prompt: jllama.Prompt, options: SampleOptions) -> int:
+    from jllama.commands.prompts_file import complete_file
 
     begun, made = time.perf_counter(), []
     with progress("prompts") as move:
@@ -231,7 +233,7 @@ def _complete_file(model: jllama.Model, prompt: jllama.Prompt, options: SampleOp
     return 1 if problems else 0
 
 
-def _compare(model: jllama.Model, prompt: jllama.Prompt, options: SampleOptions) -> None:
+def _compare(model: jllama.LanguageModel, prompt: jllama.Prompt, options: SampleOptions) -> None:
     """All the settings as the rows of one batch, and of one table."""
     rows = [
         dataclasses.replace(prompt, sampling=dataclasses.replace(sampling, seed=options.seed))

@@ -11,12 +11,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from jllama.checkpoints.formats import Model, load
+from jllama.checkpoints.registry import load
+from jllama.conversation import conversation as chats
 from jllama.errors import JllamaError, UsageError
 from jllama.evaluation.scoring import sliding_windows, token_log_probs
-from jllama.generation import chat as chats
-from jllama.generation.engine import SamplingConfig
+from jllama.generation.decode import SamplingParams
 from jllama.generation.text import Completion, Prompt, generate_batches
+from jllama.language_model import LanguageModel
 
 try:
     from lm_eval.api.instance import Instance
@@ -56,13 +57,13 @@ class JllamaLM(TemplateLM):
 
     def __init__(
         self,
-        pretrained: str | Path | Model,
+        pretrained: str | Path | LanguageModel,
         batch_size: int | str = 8,
         max_length: int | None = None,
         dtype: str | None = None,
     ) -> None:
         super().__init__()
-        self.model = pretrained if isinstance(pretrained, Model) else load(pretrained, dtype)
+        self.model = pretrained if isinstance(pretrained, LanguageModel) else load(pretrained, dtype)
         self._tokenizer, context = self.model.text_tokenizer, self.model.config.max_seq_len
         self.max_length = context if max_length is None else max_length
         if not 1 <= self.max_length <= context:
@@ -189,7 +190,7 @@ class JllamaLM(TemplateLM):
 register_model("jllama")(JllamaLM)
 
 
-def generation_arguments(arguments: dict[str, Any]) -> tuple[list[str], int, SamplingConfig]:
+def generation_arguments(arguments: dict[str, Any]) -> tuple[list[str], int, SamplingParams]:
     """A task's ``generation_kwargs`` as stop strings, the most new tokens, and how they are drawn.
 
     Greedy unless ``do_sample`` is true or, where that is not said, ``temperature`` is positive.
@@ -213,7 +214,7 @@ def generation_arguments(arguments: dict[str, Any]) -> tuple[list[str], int, Sam
         )
     draws = bool(temperature) if do_sample is None else do_sample
     temperature = 0.0 if not draws else 1.0 if temperature is None else float(temperature)
-    return stop, int(next(iter(new_tokens), _DEFAULT_NEW_TOKENS)), SamplingConfig(temperature=temperature, **settings)
+    return stop, int(next(iter(new_tokens), _DEFAULT_NEW_TOKENS)), SamplingParams(temperature=temperature, **settings)
 
 
 def task_manager(names: Sequence[str], include_path: str = "") -> TaskManager:

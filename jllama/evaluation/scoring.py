@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jllama.checkpoints.formats import Model
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
-from jllama.generation.engine import power_of_two_at_least
-from jllama.model import merge
+from jllama.generation.decode import power_of_two_at_least
+from jllama.language_model import LanguageModel
+from jllama.model import build_model
 from jllama.parameters import Params
 
 _SHORTEST_BUCKET = 32
@@ -60,7 +60,7 @@ class TextScore(NamedTuple):
 
 
 def token_log_probs(
-    model: Model,
+    model: LanguageModel,
     rows: Sequence[Sequence[int] | Int[np.ndarray, "_"]],
     counts: Sequence[int] | None = None,
     *,
@@ -130,7 +130,7 @@ def sliding_windows(length: int, window: int, stride: int) -> Iterator[tuple[int
 
 
 def score_texts(
-    model: Model,
+    model: LanguageModel,
     texts: Iterable[str],
     *,
     window: int,
@@ -207,7 +207,7 @@ def _score(
     params: Params, config: LlamaConfig, tokens: Int[Array, "batch window"]
 ) -> tuple[Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
     """Of every token but the first: its log-probability, and whether it is the likeliest."""
-    llama = merge(config, params)
+    llama = build_model(config, params)
     hidden = llama.hidden(tokens[:, :-1])
     targets = tokens[:, 1:]
     at_once = min(max(_LOGITS_AT_ONCE // config.vocab_size, 1), targets.size)

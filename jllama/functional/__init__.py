@@ -8,7 +8,7 @@ from jllama.functional.attention import segment_mask as segment_mask
 from jllama.functional.loss import cross_entropy as cross_entropy
 from jllama.functional.mlp import swiglu as swiglu
 from jllama.functional.norm import layer_norm as layer_norm, rms_norm as rms_norm
-from jllama.functional.packed import PackedMatrix as PackedMatrix, pack as pack, pack_int8 as pack_int8
+from jllama.functional.linear import DecodeMatrix as DecodeMatrix, pack as pack, quantize_int8 as quantize_int8
 from jllama.functional.rope import apply_rope as apply_rope, apply_rope_interleaved as apply_rope_interleaved
 from jllama.functional.rope import dynamic_theta as dynamic_theta
 from jllama.functional.rope import half_split_from_interleaved as half_split_from_interleaved

@@ -3,16 +3,16 @@
 import jax
 from jaxtyping import Array, Float
 
-from jllama.functional.packed import PackedMatrix
+from jllama.functional.linear import DecodeMatrix
 from jllama.functional.shapes import checked
 
 
 @checked
 def swiglu(
     x: Float[Array, "*lead embed"],
-    w_gate: Float[Array | PackedMatrix, "embed mlp"],
-    w_up: Float[Array | PackedMatrix, "embed mlp"],
-    w_down: Float[Array | PackedMatrix, "mlp embed"],
+    w_gate: Float[Array | DecodeMatrix, "embed mlp"],
+    w_up: Float[Array | DecodeMatrix, "embed mlp"],
+    w_down: Float[Array | DecodeMatrix, "mlp embed"],
 ) -> Float[Array, "*lead embed"]:
     """``(silu(x w_gate) * (x w_up)) w_down`` with ``silu(z) = z / (1 + exp(-z))``.
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import numpy as np
 
-from jllama.checkpoints.formats import Model
 from jllama.errors import UsageError
-from jllama.generation.engine import STEPS, PrefixCache, advance, start
-from jllama.generation.settings import Request, SamplingConfig, check_requests
+from jllama.generation.decode import STEPS, PrefixCache, advance, start
+from jllama.generation.sampling_arrays import Request, SamplingParams, check_requests
+from jllama.language_model import LanguageModel
 from jllama.tokenizers import Tokenizer
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class Prompt:
     """
 
     content: str | Sequence[int]
-    sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
+    sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     max_new_tokens: int | None = None
     stop: str | Sequence[str] = ()
     stop_ids: Sequence[int] | None = None
@@ -75,7 +75,7 @@ class Completion(NamedTuple):
 
 
 class SamplingFields(TypedDict, total=False):
-    """The fields of ``SamplingConfig`` as arguments of their own."""
+    """The fields of ``SamplingParams`` as arguments of their own."""
 
     temperature: float
     top_k: int
@@ -90,9 +90,9 @@ class SamplingFields(TypedDict, total=False):
 
 
 def generate(
-    model: Model,
+    model: LanguageModel,
     prompts: str | Sequence[int] | Prompt | Sequence[str | Sequence[int] | Prompt],
-    sampling: SamplingConfig | None = None,
+    sampling: SamplingParams | None = None,
     *,
     max_new_tokens: int | None = None,
     stop: str | Sequence[str] = (),
@@ -122,7 +122,7 @@ def generate(
         stop_ids: tokens that end a text; None takes the model's own.
         speculate: how many tokens to guess at each step from the text so far: what repeats itself comes faster.
         batch_size: how many to make at once, those of like length together; 0 makes all at once.
-        **fields: fields of ``SamplingConfig``, which change ``sampling``: ``temperature`` (0 takes the likeliest
+        **fields: fields of ``SamplingParams``, which change ``sampling``: ``temperature`` (0 takes the likeliest
             token), ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``, ``presence_penalty``,
             ``frequency_penalty``, ``logit_bias``, ``banned_ids``, ``seed`` (the same one gives the same text).
 
@@ -142,7 +142,7 @@ def generate(
 
 
 def generate_batches(
-    model: Model, prompts: Sequence[Prompt], *, speculate: int = 0, batch_size: int = 0
+    model: LanguageModel, prompts: Sequence[Prompt], *, speculate: int = 0, batch_size: int = 0
 ) -> Iterator[dict[int, Completion]]:
     """As ``generate``, a batch at a time: the completions of those prompts by their places, longest prompts first.
 
@@ -161,9 +161,9 @@ def generate_batches(
 
 
 def stream(
-    model: Model,
+    model: LanguageModel,
     prompt: str | Sequence[int] | Prompt,
-    sampling: SamplingConfig | None = None,
+    sampling: SamplingParams | None = None,
     *,
     max_new_tokens: int | None = None,
     stop: str | Sequence[str] = (),
@@ -190,7 +190,7 @@ def stream(
 
 
 def warm_up(
-    model: Model,
+    model: LanguageModel,
     lengths: Sequence[int],
     batches: Sequence[int] = (1,),
     *,
@@ -217,7 +217,7 @@ def warm_up(
     Raises:
         UsageError: a length does not fit the model's context.
     """
-    params, config, vocab_size = model.decoding_params, model.config, model.text_tokenizer.vocab_size
+    params, config, vocab_size = model.decode_params, model.config, model.text_tokenizer.vocab_size
     requests = [Request([0] * length, max_new_tokens=max_new_tokens) for length in lengths]
     check_requests(requests, config.max_seq_len, vocab_size)
     longest = max(request.limit(config.max_seq_len) for request in requests)
@@ -319,7 +319,7 @@ def exhaust(pieces: Generator[str, None, T], show: Callable[[str], object] = lam
 
 
 def _run(
-    model: Model,
+    model: LanguageModel,
     requests: Sequence[Request],
     stops: Sequence[Sequence[str]],
     speculate: int,
@@ -327,7 +327,7 @@ def _run(
     steps: int,
 ) -> Generator[str, None, list[Completion]]:
     """Generate a batch; yields the first row's text as it comes, returns all rows."""
-    tokenizer, params, config = model.text_tokenizer, model.decoding_params, model.config
+    tokenizer, params, config = model.text_tokenizer, model.decode_params, model.config
     decoders = [TextDecoder(tokenizer, request.ids, stop) for request, stop in zip(requests, stops, strict=True)]
     made: list[list[tuple[int, float]]] = [[] for _ in requests]
     decoding = start(params, config, requests, vocab_size=tokenizer.vocab_size, drafts=speculate, prefix=prefix)
@@ -369,14 +369,14 @@ def _completion(
     return Completion(decoder.text, ids, reason, log_probs, drafted, accepted, len(request.ids))
 
 
-def _prompts(prompts: Any, sampling: SamplingConfig | None, fields: SamplingFields, **ends: Any) -> list[Prompt]:
+def _prompts(prompts: Any, sampling: SamplingParams | None, fields: SamplingFields, **ends: Any) -> list[Prompt]:
     """One prompt or a list of them as a list, where those that bring no settings of their own have these."""
-    known = [*(field.name for field in dataclasses.fields(SamplingConfig)), *ends]
+    known = [*(field.name for field in dataclasses.fields(SamplingParams)), *ends]
     for name in set(fields).difference(known):
         near = difflib.get_close_matches(name, known, 1)
         hint = f"; did you mean {near[0]}?" if near else f": the settings are {', '.join(known)}"
         raise UsageError(f"there is no setting {name!r}{hint}")
-    settings = Prompt("", dataclasses.replace(sampling or SamplingConfig(), **fields), **ends)
+    settings = Prompt("", dataclasses.replace(sampling or SamplingParams(), **fields), **ends)
     if isinstance(prompts, str | Prompt) or (len(prompts) and isinstance(prompts[0], numbers.Integral)):
         prompts = [prompts]
     if settings != Prompt("") and len(prompts) and all(isinstance(prompt, Prompt) for prompt in prompts):
@@ -384,7 +384,7 @@ def _prompts(prompts: Any, sampling: SamplingConfig | None, fields: SamplingFiel
     return [each if isinstance(each, Prompt) else dataclasses.replace(settings, content=each) for each in prompts]
 
 
-def request_of(model: Model, prompt: Prompt) -> Request:
+def request_of(model: LanguageModel, prompt: Prompt) -> Request:
     """What the engine is asked for; raises ``UsageError`` if the model cannot do it."""
     content, tokenizer = prompt.content, model.text_tokenizer
     if "" in prompt.stop:

@@ -10,7 +10,7 @@ from typing import Literal
 from jllama.config import LlamaConfig, MeshConfig
 from jllama.data.config import DataConfig
 from jllama.errors import UsageError, check_fields
-from jllama.generation.config import SamplingConfig
+from jllama.generation.sampling_params import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ class TrainConfig:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     training: LoopConfig = dataclasses.field(default_factory=LoopConfig)
-    sampling: SamplingConfig = dataclasses.field(default_factory=lambda: SamplingConfig(temperature=0.8, top_p=0.95))
+    sampling: SamplingParams = dataclasses.field(default_factory=lambda: SamplingParams(temperature=0.8, top_p=0.95))
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
 
     def __post_init__(self) -> None:

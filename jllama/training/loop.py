@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from jllama.checkpoints.formats import Model, open_checkpoint
-from jllama.checkpoints.native import CHECKPOINTS, CONFIG, Checkpoints
+from jllama.checkpoints.registry import open_checkpoint
+from jllama.checkpoints.run import CHECKPOINTS, CONFIG, RunCheckpoints
 from jllama.checkpoints.tensors import Checkpoint, load_params
 from jllama.config import LlamaConfig
 from jllama.data.batches import training_batches
@@ -29,12 +29,13 @@ from jllama.data.config import DataConfig
 from jllama.data.tokens import Dataset, prepare_data
 from jllama.errors import JllamaError, UsageError
 from jllama.generation.text import generate, prompt_ids
+from jllama.language_model import LanguageModel
 from jllama.model import abstract_params
-from jllama.parallel.mesh import BATCH, describe_devices, idle_accelerator, make_mesh, state_sharding
 from jllama.parameters import count_parameters
+from jllama.sharding import BATCH, describe_devices, idle_accelerator, make_mesh, state_sharding
 from jllama.tokenizers import has_tokenizer, load_tokenizer
 from jllama.training.config import TrainConfig
-from jllama.training.metrics import Evaluation, check_memory, make_evaluator, summarise
+from jllama.training.metrics import Evaluation, check_memory, make_evaluator, summarize
 from jllama.training.optimizer import learning_rate_at, make_optimizer
 from jllama.training.report import write_report
 from jllama.training.run_folder import (
@@ -64,7 +65,7 @@ class _Run:
     data: Dataset
     mesh: Mesh
     batches: grain.DatasetIterator
-    checkpoints: Checkpoints
+    checkpoints: RunCheckpoints
 
 
 def train(config: TrainConfig) -> Evaluation:
@@ -89,7 +90,7 @@ def train(config: TrainConfig) -> Evaluation:
 
 
 def _train(config: TrainConfig, folder: Path, console: Console) -> Evaluation:
-    began = (folder / CHECKPOINTS).exists() and Checkpoints(folder / CHECKPOINTS, read_only=True).steps()
+    began = (folder / CHECKPOINTS).exists() and RunCheckpoints(folder / CHECKPOINTS, read_only=True).steps()
     if began and config.resume == "never":
         raise UsageError(
             f"{folder} already holds a run: continue it with {command('train', '--resume', folder)}, "
@@ -124,7 +125,7 @@ def _train(config: TrainConfig, folder: Path, console: Console) -> Evaluation:
     start = functools.partial(initial_state, config=config.model, optimizer=optimizer)
     abstract = jax.eval_shape(start, jax.random.key(config.seed))
     shardings = state_sharding(mesh, config.model, abstract)
-    checkpoints = Checkpoints(folder / CHECKPOINTS, config.training.keep_last)
+    checkpoints = RunCheckpoints(folder / CHECKPOINTS, config.training.keep_last)
     run = _Run(console, folder, config, data, mesh, batches, checkpoints)
     if began:
         state, seconds_before = _restore(run, saved_step, abstract, shardings)
@@ -314,7 +315,7 @@ def _restore(run: _Run, step: int, abstract: TrainState, shardings: TrainState) 
 
 def _log(run: _Run, recent: list[StepMetrics], step: int, elapsed_s: float) -> str:
     """Write the means of the recent steps to the metrics; returns them in a few words for the bar."""
-    record = summarise(recent, elapsed_s, run.config, run.mesh.size)
+    record = summarize(recent, elapsed_s, run.config, run.mesh.size)
     rate = float(learning_rate_at(step - 1, run.config.optimizer, run.config.training.steps))
     append_line(run.folder / METRICS, {"step": step, **record, "learning_rate": rate})
     note = f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s"
@@ -345,14 +346,14 @@ def _sample_and_report(run: _Run, state: TrainState, evaluation: Evaluation | No
     _or_warn(run.console, lambda: _report(run, evaluation, seconds))
 
 
-def _check_finite(recent: list[StepMetrics], step: int, checkpoints: Checkpoints) -> None:
+def _check_finite(recent: list[StepMetrics], step: int, checkpoints: RunCheckpoints) -> None:
     """Wait for the recent steps. Raises ``JllamaError`` if one has gone wrong, so that nothing of it is ever saved."""
     for number, metrics in enumerate(recent, step - len(recent) + 1):
         if not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)):
             raise _not_finite("loss or its gradient", number, checkpoints)
 
 
-def _not_finite(what: str, step: int, checkpoints: Checkpoints) -> JllamaError:
+def _not_finite(what: str, step: int, checkpoints: RunCheckpoints) -> JllamaError:
     checkpoints.wait()
     kept = checkpoints.steps()
     last = f"the last good checkpoint is of step {kept[-1]}" if kept else "no checkpoint had been saved yet"
@@ -369,7 +370,7 @@ def _sample(run: _Run, state: TrainState) -> None:
         return
     key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), run.config.sampling.seed)
     sampling = dataclasses.replace(run.config.sampling, seed=int(jax.random.bits(key)))
-    model = Model(run.config.model, state.params, run.data.tokenizer)
+    model = LanguageModel(run.config.model, state.params, run.data.tokenizer)
     written = generate(model, [prompt], sampling, max_new_tokens=count)[0]
     append_line(run.folder / SAMPLES, {"step": int(state.step), "prompt": prompt, "text": written.text})
     run.console.print(f"[dim]{escape(prompt + written.text)}[/dim]\n")

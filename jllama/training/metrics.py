@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jllama.data.batches import validation_batches
 from jllama.data.tokens import Dataset
 from jllama.errors import UsageError
-from jllama.parallel.mesh import BATCH, describe_devices, device_memory_bytes
 from jllama.parameters import Params, count_parameters, training_flops_per_token
+from jllama.sharding import BATCH, describe_devices, device_memory_bytes
 from jllama.training.config import TrainConfig
 from jllama.training.step import StepMetrics, eval_step
 
@@ -77,7 +77,7 @@ def make_evaluator(
     return evaluate
 
 
-def summarise(steps: Sequence[StepMetrics], elapsed_s: float, config: TrainConfig, num_devices: int) -> dict[str, Any]:
+def summarize(steps: Sequence[StepMetrics], elapsed_s: float, config: TrainConfig, num_devices: int) -> dict[str, Any]:
     """Means over some steps, and their speed. ``mfu`` is the share of the devices' peak, where that is known."""
     tokens_per_s = math.fsum(float(step.tokens) for step in steps) / elapsed_s
     flops_per_s = tokens_per_s * training_flops_per_token(config.model, config.training.seq_len)

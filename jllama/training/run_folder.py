@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 import yaml
 
-from jllama.checkpoints.native import CONFIG, read_config
+from jllama.checkpoints.run import CONFIG, read_config
 from jllama.errors import JllamaError, UsageError
 from jllama.files import write_text_whole
 from jllama.training.config import OptimizerConfig, TrainConfig

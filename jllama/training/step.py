@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jllama.config import LlamaConfig
 from jllama.functional import cross_entropy
-from jllama.model import initial_params, merge
+from jllama.model import build_model, initial_params
 from jllama.parameters import Params
 
 
@@ -71,7 +71,7 @@ def token_losses(
     """
     inputs, targets = windows[:, :-1], windows[:, 1:]
     segments = jnp.cumsum(inputs == bos_id, axis=1)
-    llama = merge(config, jax.tree.map(lambda leaf: leaf.astype(dtype), params))
+    llama = build_model(config, jax.tree.map(lambda leaf: leaf.astype(dtype), params))
     logits = llama.logits(llama.hidden(inputs, segments, remat=remat))
     return cross_entropy(logits, targets, (targets != bos_id) & mask, z_loss)
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Float32
 
-from jllama.checkpoints.formats import convert, open_checkpoint
+from jllama.checkpoints.registry import convert, open_checkpoint
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError, UsageError
 from jllama.generation.text import prompt_ids
@@ -45,7 +45,7 @@ class CheckpointReport:
         preset: the released Llama of this shape, or empty.
         findings: what is out of the ordinary, a sentence each.
         problems: what is wrong, a sentence each.
-        fingerprint: SHA-256 of every tensor's key, shape and float32 values, in the order of ``stored_tensors``: the
+        fingerprint: SHA-256 of every tensor's key, shape and float32 values, in the order of ``tensor_specs``: the
             same weights have the same one in every format.
         num_parameters: how many numbers the model holds.
         num_tokens: how long the text is that was run.

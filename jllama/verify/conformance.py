@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllama.config import LlamaConfig
-from jllama.model import KVCache, unstack_layers
+from jllama.decode_params import decode_layout
+from jllama.model import KVCache
 from jllama.parameters import Params
 from jllama.verify.compare import Check, relative_error
 from jllama.verify.subject import Subject
@@ -30,15 +31,15 @@ def model_error(subject: Subject, config: LlamaConfig, params: Params, variant: 
     more. The worst counts.
     """
     tokens, positions = (jnp.asarray(rows) for rows in tokens_and_positions(variant))
-    params = unstack_layers(jax.tree.map(jnp.asarray, params))
+    laid_out = decode_layout(jax.tree.map(jnp.asarray, params), config)
     errors = [
-        relative_error(subject.forward(config, params, tokens[row, None], None, positions[row, None])[0], expected)
+        relative_error(subject.forward(config, laid_out, tokens[row, None], None, positions[row, None])[0], expected)
         for row, expected in enumerate(judged(variant))
     ]
     cache = KVCache.zeros(config, 1, 2 * _CHUNK)
-    _, cache = subject.extend(config, params, tokens[:1, :_CHUNK], cache, jnp.array([_CHUNK]))
+    _, cache = subject.extend(config, laid_out, tokens[:1, :_CHUNK], cache, jnp.array([_CHUNK]))
     last = tokens[:1, _CHUNK : 2 * _CHUNK]  # one more token; the rest of the chunk is padding
-    decoded, _ = subject.extend(config, params, last, cache, jnp.array([1]))
+    decoded, _ = subject.extend(config, laid_out, last, cache, jnp.array([1]))
     errors.append(relative_error(decoded[0, 0], judged_last(variant, _CHUNK + 1)))
     return float(np.max(errors))  # NaN if any is
 

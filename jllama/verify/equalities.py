@@ -18,11 +18,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jllama import oracle
 from jllama.config import LlamaConfig
+from jllama.decode_params import DecodeParams, decode_layout
 from jllama.errors import JllamaError
 from jllama.functional import cross_entropy, grouped_query_attention
-from jllama.model import KVCache, abstract_params, unstack_layers
-from jllama.parallel.mesh import BATCH, MeshConfig, make_mesh, state_sharding
+from jllama.model import KVCache, abstract_params
 from jllama.parameters import Params
+from jllama.sharding import BATCH, MeshConfig, make_mesh, state_sharding
 from jllama.training.optimizer import OptimizerConfig, make_optimizer
 from jllama.training.step import TrainState, initial_state, train_step
 from jllama.verify.compare import TOLERANCE, Check, random_params, relative_error, worst_error
@@ -67,7 +68,7 @@ class Case(NamedTuple):
     ) -> Float[np.ndarray, "rows seq vocab"]:
         """Logits of one pass through unrolled layers, which run without a compiler too."""
         arrays = (None if array is None else jnp.asarray(array) for array in (self.tokens, segments, positions))
-        return np.asarray(self.subject.forward(self.config, _unstacked(self.params), *arrays))
+        return np.asarray(self.subject.forward(self.config, _unstacked(self.params, self.config), *arrays))
 
 
 def equality_checks(subject: Subject) -> list[Check]:
@@ -167,7 +168,7 @@ def _fed(
         lambda leaf: jnp.asarray(1e4 * rng.standard_normal(leaf.shape), leaf.dtype) if leaf.ndim == 4 else leaf,
         KVCache.zeros(config, rows, seq + 8),
     )
-    separate, done = _unstacked(params), np.zeros(rows, int)
+    separate, done = _unstacked(params, config), np.zeros(rows, int)
     logits = np.full((rows, seq, config.vocab_size), np.nan)
     for width, wanted in chunks:
         counts = np.minimum(wanted, seq - done)
@@ -180,8 +181,8 @@ def _fed(
     return logits
 
 
-def _unstacked(params: Params) -> Params:
-    return jax.tree.map(jnp.asarray, unstack_layers(params))
+def _unstacked(params: Params, config: LlamaConfig) -> DecodeParams:
+    return decode_layout(jax.tree.map(jnp.asarray, params), config)
 
 
 # Whole sequences

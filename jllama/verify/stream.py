@@ -21,8 +21,8 @@ from jllama import functional as F
 from jllama import oracle
 from jllama.checkpoints.tensors import Checkpoint, blocks
 from jllama.config import LlamaConfig
-from jllama.model import Llama, attend_to, merge_layer
-from jllama.parameters import Params, StoredTensor, as_matrix, shape_of, stored_tensors
+from jllama.model import Llama, attention_inputs, build_layer
+from jllama.parameters import Params, TensorSpec, as_matrix, shape_of, tensor_specs
 
 _LISTED = 9  # tensors named in a sentence: a layer has so many
 
@@ -74,7 +74,7 @@ class _Weights:
         self.not_finite: dict[str, int] = {}
         self.zeros: list[str] = []
 
-    def blocks(self, stored: StoredTensor, again: bool = False) -> Iterator[tuple[slice, Float32[np.ndarray, "..."]]]:
+    def blocks(self, stored: TensorSpec, again: bool = False) -> Iterator[tuple[slice, Float32[np.ndarray, "..."]]]:
         """A tensor's rows, some at a time: which ones, and their numbers."""
         not_finite, any_set, start = 0, False, 0
         if not again:
@@ -92,7 +92,7 @@ class _Weights:
         if not any_set and not again:
             self.zeros.append(stored.key)
 
-    def whole(self, stored: StoredTensor) -> Float32[np.ndarray, "..."]:
+    def whole(self, stored: TensorSpec) -> Float32[np.ndarray, "..."]:
         """A tensor in the parameter's own axes, without that of the layers."""
         axes = dict(zip(stored.parameter.axes, shape_of(stored.parameter, self._checkpoint.config), strict=True))
         array = np.empty([size for axis, size in axes.items() if axis != "layers"], np.float32)
@@ -109,7 +109,7 @@ def stream(checkpoint: Checkpoint, tokens: Sequence[int], report: Callable[[str]
     before it made, which leads to ``own_logits``.
     """
     config, weights = checkpoint.config, _Weights(checkpoint)
-    stored = {tensor.key: tensor for tensor in stored_tensors(config)}
+    stored = {tensor.key: tensor for tensor in tensor_specs(config)}
     ids, seq = np.asarray(tokens), len(tokens)
     where = np.tri(seq, dtype=bool), np.arange(seq), oracle.rope_frequencies(config, seq)
     report("embedding")
@@ -142,8 +142,8 @@ def stream(checkpoint: Checkpoint, tokens: Sequence[int], report: Callable[[str]
 @functools.partial(jax.jit, static_argnames="config")
 def _layer(weights: Params, x: Array, config: LlamaConfig) -> Array:
     positions = jnp.arange(x.shape[1])[None]
-    attend = attend_to(config, positions, F.causal_mask(positions, positions), x.shape[1])
-    return merge_layer(config, weights)(x, attend)[0]
+    attend = attention_inputs(config, positions, F.causal_mask(positions, positions), x.shape[1])
+    return build_layer(config, weights)(x, attend)[0]
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -152,7 +152,7 @@ def _scores(rows: Array, hidden: Array, config: LlamaConfig) -> Array:
     return Llama.logits(cast(Llama, types.SimpleNamespace(config=config, embed=rows, lm_head=rows.T)), hidden)
 
 
-def _damage(weights: _Weights, stored: dict[str, StoredTensor]) -> list[str]:
+def _damage(weights: _Weights, stored: dict[str, TensorSpec]) -> list[str]:
     sizes = {key: math.prod(tensor.shape) for key, tensor in stored.items()}
     not_finite = [f"{key} ({count:,} of {sizes[key]:,} numbers)" for key, count in weights.not_finite.items()]
     found = {

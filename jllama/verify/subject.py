@@ -13,8 +13,9 @@ import jax
 from jaxtyping import Array
 
 import jllama.model
-from jllama.checkpoints.formats import load
+from jllama.checkpoints.registry import load
 from jllama.config import LlamaConfig
+from jllama.decode_params import DecodeParams
 from jllama.model import KVCache
 from jllama.parameters import Params
 
@@ -28,7 +29,7 @@ class Subject(NamedTuple):
         extend: ``(config, unstacked params, tokens, cache, counts) -> (logits, cache)``.
     """
 
-    load: Callable[[Path, float | None], tuple[LlamaConfig, Params]]
+    load: Callable[[Path, float | None], tuple[LlamaConfig, Params | DecodeParams]]
     forward: Callable[..., Array]
     extend: Callable[..., tuple[Array, KVCache]]
 
@@ -36,18 +37,20 @@ class Subject(NamedTuple):
 def subject_of(model: types.ModuleType) -> Subject:
     """The subject that ``jllama.model``, or a copy of it, makes up; nothing in it is compiled yet."""
 
-    def forward(config: LlamaConfig, params: Params, tokens: Array, *where: Any, **options: Any) -> Array:
-        llama = model.merge(config, params)
+    def forward(
+        config: LlamaConfig, params: Params | DecodeParams, tokens: Array, *where: Any, **options: Any
+    ) -> Array:
+        llama = model.build_model(config, params)
         return llama.logits(llama.hidden(tokens, *where, **options))
 
     def extend(
-        config: LlamaConfig, params: Params, tokens: Array, cache: KVCache, counts: Array
+        config: LlamaConfig, params: DecodeParams, tokens: Array, cache: KVCache, counts: Array
     ) -> tuple[Array, KVCache]:
-        llama = model.merge(config, params)
-        hidden, longer = llama.extend(tokens, model.KVCache(*cache), counts)
+        llama = model.build_model(config, params)
+        hidden, longer = llama.forward_with_cache(tokens, model.KVCache(*cache), counts)
         return llama.logits(hidden), KVCache(*longer)
 
-    def load_params(path: Path, rope_factor: float | None) -> tuple[LlamaConfig, Params]:
+    def load_params(path: Path, rope_factor: float | None) -> tuple[LlamaConfig, Params | DecodeParams]:
         loaded = load(path, rope_factor=rope_factor)
         return loaded.config, loaded.params
 

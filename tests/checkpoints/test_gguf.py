@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from jllama import oracle
 from jllama.checkpoints import gguf
-from jllama.checkpoints.tensors import Checkpoint, ParamTensors, load_params
+from jllama.checkpoints.tensors import Checkpoint, TensorsOfParams, load_params
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError
-from jllama.model import merge, rope_frequencies
-from jllama.parameters import stored_tensors
+from jllama.model import build_model, rope_frequencies
+from jllama.parameters import tensor_specs
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify.compare import random_params, relative_error
 from jllama.verify.writers import gguf_divisors, gguf_metadata, gguf_tensors, interleave
@@ -84,7 +84,7 @@ configs = st.builds(
 
 def written(path, config, params, dtype=None, **others):
     done = []
-    gguf.write(Checkpoint(config, ParamTensors(config, lambda: params), **others), path, dtype, done.append)
+    gguf.write(Checkpoint(config, TensorsOfParams(config, lambda: params), **others), path, dtype, done.append)
     return sum(done)
 
 
@@ -146,7 +146,7 @@ def test_there_and_back_is_the_same_config_and_the_same_bytes(tmp_path_factory, 
     assert checkpoint.config == config
     assert (checkpoint.tokenizer, checkpoint.chat_template, checkpoint.stop_ids) == (None, None, ())
     assert_same_bits(load_params(checkpoint), params)
-    norms = sum(math.prod(stored.shape) for stored in stored_tensors(config) if len(stored.shape) == 1)
+    norms = sum(math.prod(stored.shape) for stored in tensor_specs(config) if len(stored.shape) == 1)
     extra = 4 * (config.head_dim // 2) if config.rope_scaling and config.rope_scaling.type == "llama3" else 0
     own = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     assert num_bytes == own + norms * (4 - np.dtype(dtype).itemsize) + extra
@@ -178,7 +178,7 @@ def test_we_read_what_the_package_writes(tmp_path, llama_file, params, version):
     data[4:8] = struct.pack("<I", version)
     (tmp_path / "model.gguf").write_bytes(data)
     for path in (tmp_path / "model.gguf", tmp_path):
-        assert gguf.recognises(path)
+        assert gguf.recognizes(path)
         checkpoint = gguf.read(path)
         assert checkpoint.config == CONFIG
         assert_same_bits(load_params(checkpoint), params)
@@ -200,7 +200,7 @@ def test_transformers_gives_the_same_logits(tmp_path):
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens)).logits.numpy()
     checkpoint = gguf.read(path)
-    logits = merge(checkpoint.config, load_params(checkpoint))(jnp.asarray(tokens))
+    logits = build_model(checkpoint.config, load_params(checkpoint))(jnp.asarray(tokens))
     assert relative_error(logits, expected) < 1e-5
     assert relative_error(oracle.forward(params, tokens, CONFIG), expected) < 1e-5
 
@@ -209,7 +209,7 @@ def test_transformers_gives_the_same_logits(tmp_path):
 
 
 def valid_blocks(type_, shape, seed):
-    """Quantised rows: made by the package where it can, else random bytes whose scales are sensible numbers."""
+    """QuantizedTensor rows: made by the package where it can, else random bytes whose scales are sensible numbers."""
     rng = np.random.default_rng(seed)
     try:
         return quantize(rng.standard_normal(shape).astype(np.float32), type_)
@@ -876,7 +876,7 @@ def test_a_file_cut_anywhere_is_truncated(tmp_path_factory, llama_file, data):
     path.write_bytes(whole[:kept])
     with pytest.raises(JllamaError, match="is truncated"):
         gguf.read(path)
-    assert gguf.recognises(path) == (kept >= 4)
+    assert gguf.recognizes(path) == (kept >= 4)
 
 
 @settings(max_examples=80)
@@ -897,17 +897,17 @@ def test_flipped_bytes_give_a_model_or_one_sentence(tmp_path_factory, llama_file
 
 
 def test_only_gguf_files_are_recognised(tmp_path, llama_file):
-    assert not gguf.recognises(tmp_path)
-    assert not gguf.recognises(tmp_path / "none.gguf")
+    assert not gguf.recognizes(tmp_path)
+    assert not gguf.recognizes(tmp_path / "none.gguf")
     with pytest.raises(JllamaError, match="there is no GGUF file"):
         gguf.read(tmp_path / "none.gguf")
     (tmp_path / "a.gguf").write_bytes(b"PK\x03\x04")
-    assert not gguf.recognises(tmp_path)
+    assert not gguf.recognizes(tmp_path)
     (tmp_path / "a.gguf").write_bytes(llama_file.read_bytes())
     (tmp_path / "no suffix").write_bytes(llama_file.read_bytes())
-    assert gguf.recognises(tmp_path / "no suffix")
-    assert gguf.recognises(tmp_path)
+    assert gguf.recognizes(tmp_path / "no suffix")
+    assert gguf.recognizes(tmp_path)
     (tmp_path / "b.gguf").write_bytes(llama_file.read_bytes())
-    assert not gguf.recognises(tmp_path)
+    assert not gguf.recognizes(tmp_path)
     with pytest.raises(JllamaError, match=r"does not hold exactly one \.gguf file"):
         gguf.read(tmp_path)

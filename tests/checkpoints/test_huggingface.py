@@ -28,14 +28,14 @@ from jllama.checkpoints.huggingface import (
     config_to_huggingface,
     download,
     read,
-    recognises,
+    recognizes,
     write,
 )
-from jllama.checkpoints.tensors import Checkpoint, ParamTensors, load_params, size_bytes
+from jllama.checkpoints.tensors import Checkpoint, TensorsOfParams, load_params, size_bytes
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError
-from jllama.model import merge
-from jllama.parameters import stored_tensors
+from jllama.model import build_model
+from jllama.parameters import tensor_specs
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify.compare import random_params, relative_error
 
@@ -81,7 +81,7 @@ TIED = dataclasses.replace(TINY, tie_embeddings=True)
 
 def opened(config, params=None, **others):
     params = random_params(config, 1) if params is None else params
-    return Checkpoint(config, ParamTensors(config, lambda: params), **others)
+    return Checkpoint(config, TensorsOfParams(config, lambda: params), **others)
 
 
 def written(folder, checkpoint, dtype=None):
@@ -143,7 +143,7 @@ def test_transformers_loads_ours_and_all_logits_agree(name, tmp_path, caplog):
     again = read(folder)
     assert again.config == config
     loaded = load_params(again)
-    ours = jax.jit(lambda params, tokens: merge(config, params)(tokens))(loaded, TOKENS)
+    ours = jax.jit(lambda params, tokens: build_model(config, params)(tokens))(loaded, TOKENS)
     transformers.logging.enable_propagation()
     theirs = their_logits(folder, TOKENS)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -158,7 +158,7 @@ def test_dynamic_logits_agree_within_the_context_too(tmp_path):
     config, tokens = CONFIGS["dynamic"], TOKENS[:, :64]
     checkpoint = opened(config)
     folder = written(tmp_path / "ours", checkpoint)
-    ours = jax.jit(lambda params, tokens: merge(config, params)(tokens))(load_params(checkpoint), tokens)
+    ours = jax.jit(lambda params, tokens: build_model(config, params)(tokens))(load_params(checkpoint), tokens)
     assert relative_error(ours, their_logits(folder, tokens)) < 1e-5
 
 
@@ -173,11 +173,11 @@ def test_what_transformers_saves_is_read(name, shard_bytes, tmp_path):
     ).eval()
     theirs.save_pretrained(tmp_path, max_shard_size=shard_bytes)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard_bytes < 10**9)
-    assert recognises(tmp_path)
+    assert recognizes(tmp_path)
     checkpoint = read(tmp_path)
     assert checkpoint.config == config
     state = {name: tensor.numpy() for name, tensor in theirs.state_dict().items()}
-    for stored in stored_tensors(config):
+    for stored in tensor_specs(config):
         tensor = checkpoint.tensors[stored.key]
         assert np.array_equal(tensor[0 : tensor.shape[0]], state[stored.name("huggingface")])
 
@@ -544,15 +544,15 @@ def test_what_transformers_cannot_hold_is_refused_before_a_byte_is_written(tmp_p
 def test_a_folder_is_recognised_by_its_files(files, expected, tmp_path):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    assert recognises(tmp_path) is expected
+    assert recognizes(tmp_path) is expected
 
 
 def test_what_is_no_folder_is_not_recognised(tiny, tmp_path):
-    assert recognises(tiny)
-    assert not recognises(tiny / "config.json")
-    assert not recognises(tmp_path / "nowhere")
+    assert recognizes(tiny)
+    assert not recognizes(tiny / "config.json")
+    assert not recognizes(tmp_path / "nowhere")
     (tmp_path / "config.json").mkdir()
-    assert not recognises(tmp_path)
+    assert not recognizes(tmp_path)
 
 
 @pytest.mark.parametrize("vocab_size", [-1, None, ...])

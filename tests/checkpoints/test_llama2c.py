@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from jllama import oracle
 from jllama.checkpoints import llama2c
-from jllama.checkpoints.tensors import Checkpoint, ParamTensors, load_params
+from jllama.checkpoints.tensors import Checkpoint, TensorsOfParams, load_params
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError
-from jllama.model import merge
+from jllama.model import build_model
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify.compare import random_params, relative_error
 from jllama.verify.writers import ROUTES
@@ -41,7 +41,7 @@ configs = st.builds(
 
 
 def opened(config, params, **others):
-    return Checkpoint(config, ParamTensors(config, lambda: params), **others)
+    return Checkpoint(config, TensorsOfParams(config, lambda: params), **others)
 
 
 def written(folder, config, seed=0, tensor_dtype=np.float32, dtype=None, **others):
@@ -137,7 +137,7 @@ def test_there_and_back_is_the_same_bytes(tmp_path_factory, config, seed):
     params, num_bytes = written(folder, config, seed)
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(params)) == num_bytes
     for path in (folder, folder / "model.bin"):
-        assert llama2c.recognises(path)
+        assert llama2c.recognizes(path)
         checkpoint = llama2c.read(path)
         assert checkpoint.config == config
         assert (checkpoint.tokenizer, checkpoint.chat_template, checkpoint.stop_ids) == (None, None, ())
@@ -158,7 +158,7 @@ def test_run_c_and_jllama_give_the_same_logits(tmp_path, tied, write):
     expected = run_c_forward(folder / "model.bin", list(tokens))
     assert relative_error(oracle.forward(params, tokens[None], config)[0], expected) < 1e-10
     read_back = llama2c.read(folder)
-    logits = merge(read_back.config, load_params(read_back))(jnp.asarray(tokens)[None])
+    logits = build_model(read_back.config, load_params(read_back))(jnp.asarray(tokens)[None])
     assert relative_error(logits[0], expected) < 1e-5
 
 
@@ -229,9 +229,9 @@ def test_a_truncated_file_is_said_to_be(tmp_path, kept):
     file.write_bytes(whole[:kept])
     with pytest.raises(JllamaError, match=f"{file} is truncated: it has"):
         llama2c.read(file)
-    assert llama2c.recognises(file) == (kept not in (0, 3, 27))
+    assert llama2c.recognizes(file) == (kept not in (0, 3, 27))
     file.rename(tmp_path / "model.weights")
-    assert not llama2c.recognises(tmp_path / "model.weights")
+    assert not llama2c.recognizes(tmp_path / "model.weights")
 
 
 def test_sizes_are_believed_only_if_the_file_has_them(tmp_path):
@@ -267,7 +267,7 @@ def test_sizes_are_believed_only_if_the_file_has_them(tmp_path):
 def test_any_bytes_give_one_sentence(tmp_path_factory, data, magic):
     file = tmp_path_factory.mktemp("any") / "model.bin"
     file.write_bytes((struct.pack("<I", 0x616B3432) if magic else b"") + data)
-    llama2c.recognises(file)
+    llama2c.recognizes(file)
     with pytest.raises(JllamaError, match=r"model\.bin"):
         llama2c.read(file)
 
@@ -276,33 +276,33 @@ def test_any_bytes_give_one_sentence(tmp_path_factory, data, magic):
 def test_later_versions_are_refused_by_name(tmp_path, version):
     file = tmp_path / "model.bin"
     file.write_bytes(struct.pack("<Ii", 0x616B3432, version) + b"\0" * 300)
-    assert llama2c.recognises(file)
+    assert llama2c.recognizes(file)
     with pytest.raises(JllamaError, match=f"is a llama2.c file of version {version}"):
         llama2c.read(file)
 
 
 def test_other_files_and_folders_are_not_taken_for_one(tmp_path):
-    assert not llama2c.recognises(tmp_path)
-    assert not llama2c.recognises(tmp_path / "none.bin")
+    assert not llama2c.recognizes(tmp_path)
+    assert not llama2c.recognizes(tmp_path / "none.bin")
     with pytest.raises(JllamaError, match=r"there is no llama2\.c file"):
         llama2c.read(tmp_path / "none.bin")
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04" + bytes(range(200)))
     (tmp_path / "tokenizer.bin").write_bytes(struct.pack("<ifi", 27, -0.0, 5) + b"<unk>" * 9)
     (tmp_path / "tokens.bin").write_bytes(np.arange(300, dtype=np.uint16).tobytes())
-    assert not llama2c.recognises(tmp_path)
+    assert not llama2c.recognizes(tmp_path)
     with pytest.raises(JllamaError, match=r"does not hold exactly one llama2\.c"):
         llama2c.read(tmp_path)
     written(tmp_path, CONFIG)
-    assert llama2c.recognises(tmp_path)
+    assert llama2c.recognizes(tmp_path)
     (tmp_path / "second.bin").write_bytes((tmp_path / "model.bin").read_bytes())
-    assert not llama2c.recognises(tmp_path)
-    assert llama2c.recognises(tmp_path / "second.bin")
+    assert not llama2c.recognizes(tmp_path)
+    assert llama2c.recognizes(tmp_path / "second.bin")
 
 
 def test_a_file_of_the_size_that_its_header_gives_needs_no_suffix(tmp_path):
     written(tmp_path, CONFIG)
     (tmp_path / "model.bin").rename(tmp_path / "stories")
-    assert llama2c.recognises(tmp_path / "stories")
+    assert llama2c.recognizes(tmp_path / "stories")
     assert llama2c.read(tmp_path / "stories").config == CONFIG
 
 

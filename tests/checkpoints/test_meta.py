@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from jllama import oracle
 from jllama.checkpoints import meta
 from jllama.checkpoints import tensors as tensors_module
-from jllama.checkpoints.meta import Joined, read, recognises, write
-from jllama.checkpoints.tensors import Checkpoint, ParamTensors, load_params
+from jllama.checkpoints.meta import ShardedTensor, read, recognizes, write
+from jllama.checkpoints.tensors import Checkpoint, TensorsOfParams, load_params
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError, UsageError
-from jllama.model import merge
-from jllama.parameters import stored_tensors
+from jllama.model import build_model
+from jllama.parameters import tensor_specs
 from jllama.presets import PRESETS
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify.compare import random_params, relative_error
@@ -48,7 +48,7 @@ def refused(folder, message, rope_factor=None, error=JllamaError):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_shards_of_either_style_are_the_model_that_was_cut(tmp_path, count, style, dtype):
     folder = metas_folder(tmp_path / "model", CONFIG, count, style, dtype, vocab_size=-1)
-    assert recognises(folder)
+    assert recognizes(folder)
     checkpoint = read(folder)
     assert checkpoint.config == dataclasses.replace(CONFIG, max_seq_len=4096)
     assert checkpoint.tokenizer is None
@@ -132,7 +132,7 @@ LOGITS_CONFIG = LlamaConfig(
 
 
 def logits_error(checkpoint, expected, tokens):
-    return relative_error(merge(checkpoint.config, load_params(checkpoint))(jnp.asarray(tokens)), expected)
+    return relative_error(build_model(checkpoint.config, load_params(checkpoint))(jnp.asarray(tokens)), expected)
 
 
 def test_logits_are_the_oracles_and_the_order_of_channels_matters(tmp_path, monkeypatch):
@@ -160,7 +160,7 @@ def test_a_written_model_is_read_by_metas_rotation(tmp_path):
     """Meta's own rotary product, complex numbers over neighbouring channels, on the matrices that are written."""
     config = LlamaConfig(vocab_size=8, num_layers=1, embed_dim=512, num_heads=8, num_kv_heads=2, mlp_dim=8)
     params = random_params(config, 1)
-    write(Checkpoint(config, ParamTensors(config, lambda: params)), tmp_path, None, lambda _: None)
+    write(Checkpoint(config, TensorsOfParams(config, lambda: params)), tmp_path, None, lambda _: None)
     state = torch.load(tmp_path / "consolidated.00.pth", weights_only=True)
     x = np.random.default_rng(0).standard_normal((200, 512))
     scores = {}
@@ -183,7 +183,7 @@ def test_a_written_model_is_read_by_metas_rotation(tmp_path):
 def test_joined_is_the_concatenation():
     parts = [np.random.default_rng(n).standard_normal((3, 4)) for n in range(3)]
     for axis in (0, 1):
-        joined, whole = Joined(parts, axis), np.concatenate(parts, axis)
+        joined, whole = ShardedTensor(parts, axis), np.concatenate(parts, axis)
         assert (joined.shape, joined.dtype) == (whole.shape, whole.dtype)
         for start in range(whole.shape[0] + 1):
             for stop in range(start, whole.shape[0] + 1):
@@ -271,7 +271,7 @@ def test_the_params_of_released_models_are_their_presets(tmp_path, monkeypatch, 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_goes_there_and_back(tmp_path, monkeypatch, name):
     config = PRESETS[name]
-    tensors = {stored.key: np.broadcast_to(np.float16(0), stored.shape) for stored in stored_tensors(config)}
+    tensors = {stored.key: np.broadcast_to(np.float16(0), stored.shape) for stored in tensor_specs(config)}
     monkeypatch.setattr(meta, "write_torch_file", lambda path, named, report: path.touch())
     monkeypatch.setattr(meta, "read_torch_file", lambda path: of_no_memory(config))
     write(Checkpoint(config, tensors), tmp_path, None, lambda _: None)
@@ -291,7 +291,7 @@ def test_any_width_of_mlp_goes_there_and_back(tmp_path_factory, half_dim, mlp_di
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meta, "write_torch_file", lambda path, named, report: path.touch())
         patch.setattr(meta, "read_torch_file", lambda path: of_no_memory(config))
-        tensors = {stored.key: np.zeros(1, np.float32) for stored in stored_tensors(config)}
+        tensors = {stored.key: np.zeros(1, np.float32) for stored in tensor_specs(config)}
         write(Checkpoint(config, tensors), folder, None, lambda _: None)
         assert read(folder).config == config
 
@@ -443,11 +443,11 @@ def test_params_that_are_no_object_are_refused(tmp_path, text):
 def test_a_folder_without_params_is_recognised_and_refused(tmp_path):
     folder = metas_folder(tmp_path / "x", CONFIG)
     (folder / "params.json").unlink()
-    assert recognises(folder)
+    assert recognizes(folder)
     refused(folder, "lacks params.json")
-    assert not recognises(tmp_path)
-    assert not recognises(tmp_path / "nowhere")
-    assert not recognises(folder / "consolidated.00.pth")
+    assert not recognizes(tmp_path)
+    assert not recognizes(tmp_path / "nowhere")
+    assert not recognizes(folder / "consolidated.00.pth")
 
 
 @pytest.mark.parametrize("style", [2, 3])
@@ -552,7 +552,7 @@ def test_texts_beside_the_weights_go_there_and_back(tmp_path):
     config = dataclasses.replace(CONFIG, max_seq_len=4096)
     params = random_params(config, 0)
     tokenizer = train_sentencepiece(["tale upon tale of a tail"] * 9, 280)
-    checkpoint = Checkpoint(config, ParamTensors(config, lambda: params), tokenizer, "{{ messages }}\n", (7, 9))
+    checkpoint = Checkpoint(config, TensorsOfParams(config, lambda: params), tokenizer, "{{ messages }}\n", (7, 9))
     write(checkpoint, tmp_path, np.dtype(jnp.bfloat16), lambda _: None)
     found = read(tmp_path)
     assert (found.chat_template, found.stop_ids) == ("{{ messages }}\n", (7, 9))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from jllama.checkpoints import tensors
 from jllama.checkpoints.tensors import (
     Checkpoint,
-    ParamTensors,
-    Reordered,
+    PermutedRows,
+    TensorsOfParams,
     blocks,
     half_split,
     interleaved,
@@ -25,7 +25,7 @@ from jllama.checkpoints.tensors import (
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.functional import half_split_from_interleaved
-from jllama.parameters import count_parameters, stored_tensors
+from jllama.parameters import count_parameters, tensor_specs
 from jllama.verify.compare import random_params
 
 CONFIG = LlamaConfig(vocab_size=11, num_layers=2, embed_dim=8, num_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=12)
@@ -47,7 +47,7 @@ configs = st.builds(
 
 
 def opened(config, params):
-    return Checkpoint(config, ParamTensors(config, lambda: params))
+    return Checkpoint(config, TensorsOfParams(config, lambda: params))
 
 
 @given(configs, st.integers(0, 3))
@@ -57,7 +57,7 @@ def test_parameters_come_back_from_the_files_layout(config, seed):
     assert_same_bits(load_params(checkpoint), params)
     assert size_bytes(checkpoint, None) == 4 * count_parameters(config)
     assert size_bytes(checkpoint, jnp.bfloat16) == 2 * count_parameters(config)
-    for stored in stored_tensors(config):
+    for stored in tensor_specs(config):
         assert tuple(checkpoint.tensors[stored.key].shape) == stored.shape
 
 
@@ -87,17 +87,17 @@ def test_reordering_is_the_rotary_permutation_of_each_head(heads, half, inputs, 
     start, stop = sorted((data.draw(rows), data.draw(rows)))
     by_head = np.moveaxis(matrix.reshape(heads, head_dim, inputs), 1, -1)
     expected = np.moveaxis(np.asarray(half_split_from_interleaved(jnp.asarray(by_head))), -1, 1).reshape(matrix.shape)
-    split = Reordered(matrix, head_dim, to_half_split=True)
+    split = PermutedRows(matrix, head_dim, to_half_split=True)
     np.testing.assert_array_equal(split[start:stop], expected[start:stop])
-    np.testing.assert_array_equal(Reordered(split, head_dim, to_half_split=False)[start:stop], matrix[start:stop])
+    np.testing.assert_array_equal(PermutedRows(split, head_dim, to_half_split=False)[start:stop], matrix[start:stop])
 
 
 def test_only_queries_and_keys_are_reordered():
     read = opened(CONFIG, random_params(CONFIG, 0)).tensors
-    for stored in stored_tensors(CONFIG):
+    for stored in tensor_specs(CONFIG):
         tensor = read[stored.key]
-        changed = isinstance(interleaved(stored, tensor, 6), Reordered)
-        assert changed == isinstance(half_split(stored, tensor, 6), Reordered)
+        changed = isinstance(interleaved(stored, tensor, 6), PermutedRows)
+        assert changed == isinstance(half_split(stored, tensor, 6), PermutedRows)
         assert changed == stored.path.endswith(("wq", "wk"))
 
 
@@ -125,9 +125,9 @@ def test_small_blocks_give_the_same_parameters(monkeypatch):
 
 
 def test_every_difference_is_listed(tmp_path):
-    names = {stored.name("huggingface"): stored for stored in stored_tensors(CONFIG)}
+    names = {stored.name("huggingface"): stored for stored in tensor_specs(CONFIG)}
     found = {name: np.zeros(stored.shape, np.float32) for name, stored in names.items()}
-    assert set(matched(found, CONFIG, "huggingface", tmp_path)) == {stored.key for stored in stored_tensors(CONFIG)}
+    assert set(matched(found, CONFIG, "huggingface", tmp_path)) == {stored.key for stored in tensor_specs(CONFIG)}
     del found["lm_head.weight"], found["model.layers.1.mlp.up_proj.weight"]
     found |= {"model.layers.2.mlp.up_proj.weight": np.zeros(1), "known": np.zeros(1)}
     found["model.norm.weight"] = np.zeros(9)
@@ -143,10 +143,10 @@ def test_every_difference_is_listed(tmp_path):
 
 SHARDED = """
 import jax, numpy as np
-from jllama.checkpoints.tensors import Checkpoint, ParamTensors, load_params
+from jllama.checkpoints.tensors import Checkpoint, TensorsOfParams, load_params
 from jllama.config import LlamaConfig
 from jllama.errors import UsageError
-from jllama.parallel.mesh import MeshConfig, make_mesh, state_sharding
+from jllama.sharding import MeshConfig, make_mesh, state_sharding
 from jllama.verify.compare import random_params
 
 config = LlamaConfig(vocab_size=12, num_layers=3, embed_dim=8, num_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=20)
@@ -161,7 +161,7 @@ class Watched:
         largest = max(largest, rows.stop - rows.start)
         return self.tensor[rows]
 
-plain = ParamTensors(config, lambda: params)
+plain = TensorsOfParams(config, lambda: params)
 checkpoint = Checkpoint(config, {key: Watched(tensor) for key, tensor in plain.items()})
 mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
 loaded = load_params(checkpoint, mesh=mesh)

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jllama.checkpoints.formats import Model, save
+from jllama.checkpoints.registry import save
 from jllama.commands import cli
+from jllama.commands import decode_benchmark as benchmark
 from jllama.config import LlamaConfig
-from jllama.generation import benchmark
-from jllama.model import pack_params
+from jllama.decode_params import decode_layout
+from jllama.language_model import LanguageModel
 from jllama.tokenizers import BytesTokenizer
 from jllama.verify.compare import random_params
 
@@ -20,7 +21,7 @@ SMALL = LlamaConfig(vocab_size=259, num_layers=1, embed_dim=32, num_heads=2, max
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "small"
-    save(Model(SMALL, jax.tree.map(jnp.asarray, random_params(SMALL, 0)), BytesTokenizer()), path, "hf")
+    save(LanguageModel(SMALL, jax.tree.map(jnp.asarray, random_params(SMALL, 0)), BytesTokenizer()), path, "hf")
     return path
 
 
@@ -51,8 +52,8 @@ def test_bytes_of_a_step(tied):
     params = jax.tree.map(jnp.asarray, random_params(config, 0))
     weights = sum(leaf.size for leaf in jax.tree.leaves(params)) - (0 if tied else 100 * 32)
     keys_and_values = 3 * 50 * 2 * 2 * 2 * 8
-    assert benchmark.bytes_per_step(pack_params(params, config), config, 3, 50) == 4 * (weights + keys_and_values)
-    small = benchmark.bytes_per_step(pack_params(params, config, "int8"), config, 3, 50)
+    assert benchmark.bytes_per_step(decode_layout(params, config), config, 3, 50) == 4 * (weights + keys_and_values)
+    small = benchmark.bytes_per_step(decode_layout(params, config, "int8"), config, 3, 50)
     assert small < 2 * weights + 4 * keys_and_values
 
 

@@ -26,9 +26,9 @@ import jllama
 from jllama.commands import cli, terminal
 from jllama.commands.terminal import WordWrap
 from jllama.config import LlamaConfig
-from jllama.generation.chat import chat_ids
-from jllama.generation.engine import PrefixCache
-from jllama.generation.settings import SamplingConfig
+from jllama.conversation.conversation import chat_ids
+from jllama.generation.decode import PrefixCache
+from jllama.generation.sampling_arrays import SamplingParams
 from jllama.generation.text import stream
 from jllama.model import initial_params
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
@@ -40,7 +40,7 @@ SHORT = ["--max_new_tokens", "6"]
 
 def save_model(folder, params, max_seq_len=CONTEXT):
     config = LlamaConfig(vocab_size=259, num_layers=1, embed_dim=32, mlp_dim=32, num_heads=2, max_seq_len=max_seq_len)
-    jllama.save(jllama.Model(config, params(config), BytesTokenizer(), TEMPLATE), folder, "hf")
+    jllama.save(jllama.LanguageModel(config, params(config), BytesTokenizer(), TEMPLATE), folder, "hf")
     return folder
 
 
@@ -110,7 +110,7 @@ def expected_answers(babbler, questions, system=None, **settings):
     messages, answers = [{"role": "system", "content": system}] if system else [], []
     for turn, question in enumerate(questions):
         messages.append({"role": "user", "content": question})
-        sampling = SamplingConfig(**settings | {"seed": settings["seed"] + turn})
+        sampling = SamplingParams(**settings | {"seed": settings["seed"] + turn})
         nothing_kept = PrefixCache()
         pieces = stream(model, chat_ids(model, messages), sampling, max_new_tokens=6, prefix=nothing_kept)
         answers.append("".join(pieces))
@@ -306,7 +306,7 @@ def kept_first(kept):
 def test_a_model_without_a_template_is_said(tmp_path, capfd, monkeypatch):
     tokenizer = train_sentencepiece(["the quick brown fox jumps over the lazy dog\n" * 9], 300)
     config = LlamaConfig(vocab_size=300, num_layers=1, embed_dim=32, mlp_dim=32, num_heads=2, max_seq_len=CONTEXT)
-    jllama.save(jllama.Model(config, always_a(config), tokenizer), tmp_path / "base", "hf")
+    jllama.save(jllama.LanguageModel(config, always_a(config), tokenizer), tmp_path / "base", "hf")
     for options, said in ([], True), (["--template", "chatml"], False):
         monkeypatch.setattr("sys.stdin", None)  # closed
         assert cli.run("chat", [str(tmp_path / "base"), *options]) == 0

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jllama.checkpoints import formats
-from jllama.checkpoints.formats import Model, load, save
+from jllama.checkpoints.registry import load, save
 from jllama.commands import cli
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError
+from jllama.language_model import LanguageModel
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify.compare import random_params
 
@@ -31,7 +31,7 @@ def models(tmp_path_factory):
     """A small model in every format."""
     folder = tmp_path_factory.mktemp("models")
     tokenizer = train_sentencepiece(["the quick brown fox jumps over the lazy dog\n" * 9], 300)
-    model = Model(CONFIG, random_params(CONFIG, 0), tokenizer)
+    model = LanguageModel(CONFIG, random_params(CONFIG, 0), tokenizer)
     for to in ("orbax", "hf", "gguf", "llama2c", "meta"):
         save(model, folder / to, to)
     return folder
@@ -238,7 +238,7 @@ def test_a_missing_shard(place, refused):
 
 def test_scaled_rope_asks_for_its_factor(place, refused, capsys):
     scaled = LlamaConfig(**{**vars(CONFIG), "rope_scaling": RopeScaling("llama3", 32.0), "rope_theta": 500_000.0})
-    save(Model(scaled, random_params(scaled, 0)), place / "meta", "meta")
+    save(LanguageModel(scaled, random_params(scaled, 0)), place / "meta", "meta")
     fields = json.loads((place / "meta" / "params.json").read_text())
     del fields["rope_scaling_factor"]
     (place / "meta" / "params.json").write_text(json.dumps(fields))
@@ -251,7 +251,7 @@ def test_scaled_rope_asks_for_its_factor(place, refused, capsys):
 
 def test_training_is_told_the_factor(place, workshop, capsys):
     scaled = LlamaConfig(**{**vars(CONFIG), "rope_scaling": RopeScaling("llama3", 32.0), "rope_theta": 500_000.0})
-    save(Model(scaled, random_params(scaled, 0), BytesTokenizer()), place / "meta", "meta")
+    save(LanguageModel(scaled, random_params(scaled, 0), BytesTokenizer()), place / "meta", "meta")
     fields = json.loads((place / "meta" / "params.json").read_text())
     factor = fields.pop("rope_scaling_factor")
     (place / "meta" / "params.json").write_text(json.dumps(fields))

@@ -11,9 +11,9 @@ import pytest
 
 import jllama
 from jllama import oracle
-from jllama.checkpoints.formats import Model
 from jllama.commands import cli
 from jllama.config import LlamaConfig
+from jllama.language_model import LanguageModel
 from jllama.tokenizers import BytesTokenizer
 from jllama.verify.compare import random_params
 
@@ -27,8 +27,8 @@ def place(tmp_path_factory):
     """A random model with and without its tokenizer, and texts."""
     folder = tmp_path_factory.mktemp("eval")
     params = jax.tree.map(jnp.asarray, PARAMS)
-    jllama.save(Model(CONFIG, params, BytesTokenizer()), folder / "model", "hf")
-    jllama.save(Model(CONFIG, params), folder / "bare", "hf")
+    jllama.save(LanguageModel(CONFIG, params, BytesTokenizer()), folder / "model", "hf")
+    jllama.save(LanguageModel(CONFIG, params), folder / "bare", "hf")
     (folder / "text.txt").write_text(TEXT)
     documents = [{"text": TEXT, "other": "a"}, {"text": "second", "other": "bc"}]
     (folder / "documents.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jllama import oracle
-from jllama.checkpoints.formats import Model, load
-from jllama.commands import cli
+from jllama.checkpoints.registry import load
+from jllama.commands import cli, prompts_file
 from jllama.commands.bench import BenchOptions
 from jllama.commands.chat import ChatOptions
 from jllama.commands.cli import parse
@@ -23,9 +23,9 @@ from jllama.commands.eval import EvalOptions
 from jllama.commands.sample import COMPARED, SampleOptions
 from jllama.commands.verify import VerifyOptions
 from jllama.config import LlamaConfig
-from jllama.generation import prompts_file
-from jllama.generation.settings import SamplingConfig
+from jllama.generation.sampling_arrays import SamplingParams
 from jllama.generation.text import generate
+from jllama.language_model import LanguageModel
 from jllama.training.config import TrainConfig
 
 OPTIONS = {
@@ -69,7 +69,7 @@ def test_the_script_continues_the_prompt_on_stdout(small_run, workshop, sample):
 
 def test_the_text_is_what_the_library_gives(small_run, sample):
     model = load(small_run.folder)
-    settings = SamplingConfig(temperature=0.8, top_p=0.95, seed=5)
+    settings = SamplingParams(temperature=0.8, top_p=0.95, seed=5)
     expected = generate(model, ["fox "], settings, max_new_tokens=20)[0].text
     assert sample("--prompt", "fox ", "--max_new_tokens", 20, "--seed", 5) == f"fox {expected}\n"
 
@@ -282,7 +282,7 @@ def test_the_fingerprint_of_weights_sees_every_value_and_its_place(first, second
     values = (np.random.default_rng(0).normal(size=(10, 100)) * 50).astype(jnp.dtype(dtype))
 
     def fingerprint(values, name="w"):
-        return prompts_file.weights_fingerprint(Model(LlamaConfig(vocab_size=300), {"layers": {name: values}}))
+        return prompts_file.weights_fingerprint(LanguageModel(LlamaConfig(vocab_size=300), {"layers": {name: values}}))
 
     other, swapped = values.copy(), values.copy()
     other.flat[first] += 1

@@ -19,12 +19,13 @@ import numpy as np
 import pytest
 import yaml
 
-from jllama.checkpoints.formats import Model, load, save
+from jllama.checkpoints.registry import load, save
 from jllama.commands import cli
 from jllama.commands.cli import parse
 from jllama.commands.train import read_config
 from jllama.config import LlamaConfig
 from jllama.errors import UsageError
+from jllama.language_model import LanguageModel
 from jllama.model import abstract_params
 from jllama.tokenizers import BytesTokenizer
 from jllama.training import loop, run_folder
@@ -449,7 +450,7 @@ def test_init_from_takes_windows_of_at_most_1024_tokens(workshop, tmp_path, caps
     """Four of them in a batch: that is more text than there is, so nothing is trained."""
     config = LlamaConfig(vocab_size=259, num_layers=1, embed_dim=8, num_heads=2, max_seq_len=2048)
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), abstract_params(config))
-    save(Model(config, params, BytesTokenizer()), tmp_path / "long", "hf")
+    save(LanguageModel(config, params, BytesTokenizer()), tmp_path / "long", "hf")
     data = [f"--data.path={workshop.data['path']}", f"--data.cache_dir={workshop.data['cache_dir']}"]
     assert cli.run("train", ["--init_from", str(tmp_path / "long"), "--run_dir", str(tmp_path / "run"), *data]) == 1
     assert "one batch of 4 x 1024 needs 4097" in one_error(capsys.readouterr().err).replace(",", "")

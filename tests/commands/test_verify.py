@@ -10,9 +10,9 @@ import pytest
 
 import jllama
 import jllama.model
-from jllama.checkpoints.formats import Model
 from jllama.commands import cli
 from jllama.config import LlamaConfig
+from jllama.language_model import LanguageModel
 from jllama.tokenizers import BytesTokenizer
 from jllama.verify import report
 from jllama.verify.compare import Check, Result, random_params, run_checks
@@ -27,7 +27,7 @@ def checkpoint(tmp_path_factory):
     """A random model, which no text is in line with, in Hugging Face's format."""
     config = LlamaConfig(vocab_size=BytesTokenizer().vocab_size, num_layers=2, embed_dim=64, num_heads=4)
     path = tmp_path_factory.mktemp("random") / "model"
-    jllama.save(Model(config, random_params(config, 0), BytesTokenizer()), path, "hf")
+    jllama.save(LanguageModel(config, random_params(config, 0), BytesTokenizer()), path, "hf")
     return path
 
 
@@ -169,7 +169,7 @@ def test_a_checkpoint_with_nan_is_reported_and_not_a_traceback(checkpoint, tmp_p
     model = jllama.load(checkpoint)
     params = jax.tree.map(np.array, model.params)
     params["layers"]["wq"][1, 0, 0, 0] = np.nan
-    jllama.save(Model(model.config, params, model.tokenizer), tmp_path / "nan", "hf")
+    jllama.save(LanguageModel(model.config, params, model.tokenizer), tmp_path / "nan", "hf")
     assert cli.run("verify", [str(tmp_path / "nan"), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert any("layers/1/wq" in problem for problem in found["problems"])

@@ -23,13 +23,13 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 import jllama
-from jllama.checkpoints.formats import Model
 from jllama.commands import cli
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
 from jllama.evaluation import harness
 from jllama.evaluation.harness import JllamaLM, evaluate_tasks, generation_arguments, task_manager
-from jllama.generation.engine import SamplingConfig
+from jllama.generation.decode import SamplingParams
+from jllama.language_model import LanguageModel
 from jllama.tokenizers import HuggingFaceTokenizer, train_sentencepiece
 from jllama.tokenizers.byte_level import BYTE_CHARS, PRE_TOKENIZERS, byte_level_json
 from jllama.verify.compare import random_params
@@ -110,7 +110,7 @@ def model(request):
     # tokenizer does not have, which transformers does draw.
     params["lm_head"][:, 3:259] = params["lm_head"][:, tokenizer.vocab_size :] = 0
     params = jax.tree.map(jnp.asarray, params)
-    return Model(config, params, tokenizer, CHAT, (tokenizer.eos_id,))
+    return LanguageModel(config, params, tokenizer, CHAT, (tokenizer.eos_id,))
 
 
 @pytest.fixture(scope="module")
@@ -246,15 +246,15 @@ def test_sampling_is_honoured(model):
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        ({}, ([], 256, SamplingConfig(temperature=0.0))),
-        ({"until": "a"}, (["a"], 256, SamplingConfig(temperature=0.0))),
-        ({"do_sample": True}, ([], 256, SamplingConfig())),
-        ({"do_sample": False, "temperature": 1, "top_p": 0.9}, ([], 256, SamplingConfig(temperature=0.0, top_p=0.9))),
-        ({"temperature": 1, "num_beams": 1, "max_tokens": 3}, ([], 3, SamplingConfig(temperature=1.0))),
-        ({"temperature": 0, "max_gen_toks": 4, "max_tokens": 3}, ([], 4, SamplingConfig(temperature=0.0))),
+        ({}, ([], 256, SamplingParams(temperature=0.0))),
+        ({"until": "a"}, (["a"], 256, SamplingParams(temperature=0.0))),
+        ({"do_sample": True}, ([], 256, SamplingParams())),
+        ({"do_sample": False, "temperature": 1, "top_p": 0.9}, ([], 256, SamplingParams(temperature=0.0, top_p=0.9))),
+        ({"temperature": 1, "num_beams": 1, "max_tokens": 3}, ([], 3, SamplingParams(temperature=1.0))),
+        ({"temperature": 0, "max_gen_toks": 4, "max_tokens": 3}, ([], 4, SamplingParams(temperature=0.0))),
         (
             {"temperature": 0.5, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1, "seed": 4},
-            ([], 256, SamplingConfig(temperature=0.5, top_k=3, min_p=0.1, repetition_penalty=1.1, seed=4)),
+            ([], 256, SamplingParams(temperature=0.5, top_k=3, min_p=0.1, repetition_penalty=1.1, seed=4)),
         ),
     ],
 )
@@ -286,7 +286,7 @@ def test_what_does_not_fit(model):
     with pytest.raises(UsageError, match="batch_size is 0; it must be at least 1"):
         JllamaLM(model, batch_size=0)
     with pytest.raises(JllamaError, match="no tokenizer"):
-        JllamaLM(Model(model.config, model.params))
+        JllamaLM(LanguageModel(model.config, model.params))
 
 
 def test_a_shorter_window_cuts_as_the_hugging_face_model_does(model, peer):

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jllama import oracle
-from jllama.checkpoints.formats import Model
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
 from jllama.evaluation import scoring
 from jllama.evaluation.scoring import score_texts, sliding_windows, token_log_probs
+from jllama.language_model import LanguageModel
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify.compare import random_params
 
@@ -24,7 +24,7 @@ CONFIG = LlamaConfig(
     vocab_size=280, num_layers=2, embed_dim=64, num_heads=2, num_kv_heads=1, mlp_dim=96, max_seq_len=48
 )  # more ids than the tokenizer has, and a context that is no power of two
 PARAMS = random_params(CONFIG, 0)
-MODEL = Model(CONFIG, jax.tree.map(jnp.asarray, PARAMS), BYTES)
+MODEL = LanguageModel(CONFIG, jax.tree.map(jnp.asarray, PARAMS), BYTES)
 BATCH = 2
 TOLERANCE = 1e-5
 
@@ -172,7 +172,7 @@ def test_max_tokens_are_the_first_ones():
 def test_bytes_are_those_of_the_text_whatever_the_tokenizer():
     """SentencePiece puts a space in front of a text, which is not the text's; a model that adds no BOS gets one."""
     tokenizer = train_sentencepiece(["the cat sat on the mat, and the other cats sat on the other mats\n"] * 3, 280)
-    model = Model(CONFIG, MODEL.params, tokenizer)
+    model = LanguageModel(CONFIG, MODEL.params, tokenizer)
     text = "the cat sat on 世"
     score = score_texts(model, [text], window=48, stride=24, batch_size=BATCH)
     ids = tokenizer.encode(text)
@@ -198,8 +198,8 @@ def test_what_cannot_be_scored(text, changes, error, said):
 
 
 def test_damaged_weights_and_no_tokenizer_are_said():
-    broken = Model(CONFIG, MODEL.params | {"final_norm": MODEL.params["final_norm"] * jnp.nan}, BYTES)
+    broken = LanguageModel(CONFIG, MODEL.params | {"final_norm": MODEL.params["final_norm"] * jnp.nan}, BYTES)
     with pytest.raises(JllamaError, match="the loss is nan: the weights hold damaged numbers"):
         score_texts(broken, ["abc"], window=48, stride=24, batch_size=BATCH)
     with pytest.raises(JllamaError, match="no tokenizer"):
-        score_texts(Model(CONFIG, MODEL.params), ["abc"], window=48, stride=24)
+        score_texts(LanguageModel(CONFIG, MODEL.params), ["abc"], window=48, stride=24)

@@ -12,12 +12,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jllama.checkpoints.formats import Model
 from jllama.config import LlamaConfig
+from jllama.conversation.conversation import Conversation, chat, chat_ids, chat_stop_ids
 from jllama.errors import JllamaError, UsageError
-from jllama.generation.chat import Conversation, chat, chat_ids, chat_stop_ids
-from jllama.generation.engine import PrefixCache
-from jllama.generation.settings import SamplingConfig
+from jllama.generation.decode import PrefixCache
+from jllama.generation.sampling_arrays import SamplingParams
 from jllama.generation.text import (
     Completion,
     Prompt,
@@ -30,6 +29,7 @@ from jllama.generation.text import (
     stream,
     warm_up,
 )
+from jllama.language_model import LanguageModel
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify.compare import random_params
 
@@ -49,9 +49,9 @@ whole_texts = texts.map(lambda text: text.replace("\ufffd", ""))
 CONFIG = LlamaConfig(
     vocab_size=340, num_layers=1, embed_dim=64, num_heads=2, num_kv_heads=1, head_dim=32, mlp_dim=96, max_seq_len=64
 )
-MODEL = Model(CONFIG, jax.tree.map(jnp.asarray, random_params(CONFIG, 0)), BPE)
+MODEL = LanguageModel(CONFIG, jax.tree.map(jnp.asarray, random_params(CONFIG, 0)), BPE)
 PROMPTS = ["the cat", "", "世界 🙂"]
-SAMPLING = [SamplingConfig(0.0), SamplingConfig(1.0, seed=1), SamplingConfig(0.8, top_k=20, top_p=0.9, seed=2)]
+SAMPLING = [SamplingParams(0.0), SamplingParams(1.0, seed=1), SamplingParams(0.8, top_k=20, top_p=0.9, seed=2)]
 NEW = 40
 
 
@@ -239,8 +239,8 @@ def test_one_prompt_and_one_stop_need_no_list():
 
 
 def test_settings_by_their_names():
-    """Those of ``SamplingConfig``, each of which is taken, and no others."""
-    fields = {field.name for field in dataclasses.fields(SamplingConfig)}
+    """Those of ``SamplingParams``, each of which is taken, and no others."""
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
     assert set(SamplingFields.__annotations__) == fields
     assert all(f"``{name}``" in generate.__doc__ for name in fields)
     ids, together = prompt_ids(BPE, "the cat"), generate(MODEL, "the cat", SAMPLING[2], max_new_tokens=NEW)
@@ -355,7 +355,7 @@ def test_a_kept_prefix_changes_nothing():
     prefix = PrefixCache()
     conversation = prompt_ids(BPE, "the cat")
     for turn in range(3):
-        settings_ = SamplingConfig(seed=turn)
+        settings_ = SamplingParams(seed=turn)
         pieces = stream(MODEL, conversation, settings_, max_new_tokens=7, prefix=prefix)
         text = "".join(pieces)
         (alone,) = generate(MODEL, [conversation], settings_, max_new_tokens=7)

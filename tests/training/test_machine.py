@@ -7,8 +7,8 @@ import pytest
 
 from jllama.config import LlamaConfig
 from jllama.errors import UsageError
-from jllama.parallel.mesh import MeshConfig, describe_devices, idle_accelerator, make_mesh
 from jllama.parameters import count_parameters
+from jllama.sharding import MeshConfig, describe_devices, idle_accelerator, make_mesh
 from jllama.training.config import LoopConfig, TrainConfig
 from jllama.training.metrics import check_memory
 

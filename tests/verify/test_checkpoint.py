@@ -17,13 +17,14 @@ from safetensors.numpy import load_file, save_file
 
 from jllama import oracle
 from jllama.checkpoints import tensors
-from jllama.checkpoints.formats import Model, convert, save
-from jllama.checkpoints.tensors import Checkpoint, ParamTensors
+from jllama.checkpoints.registry import convert, save
+from jllama.checkpoints.tensors import Checkpoint, TensorsOfParams
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError, UsageError
 from jllama.functional import cross_entropy
-from jllama.model import merge
-from jllama.parameters import count_parameters, stored_tensors
+from jllama.language_model import LanguageModel
+from jllama.model import build_model
+from jllama.parameters import count_parameters, tensor_specs
 from jllama.presets import PRESETS, nearest_preset
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify import checkpoint as verifying
@@ -57,7 +58,9 @@ def model():
     @jax.jit
     def step(params, state):
         def loss(params):
-            total, count = cross_entropy(merge(CONFIG, params)(windows[:, :-1]), windows[:, 1:], windows[:, 1:] >= 0)
+            total, count = cross_entropy(
+                build_model(CONFIG, params)(windows[:, :-1]), windows[:, 1:], windows[:, 1:] >= 0
+            )
             return total / count
 
         updates, state = optimizer.update(jax.grad(loss)(params), state)
@@ -67,7 +70,7 @@ def model():
     state = optimizer.init(params)
     for _ in range(80):
         params, state = step(params, state)
-    return Model(CONFIG, jax.tree.map(np.asarray, params), TOKENIZER)
+    return LanguageModel(CONFIG, jax.tree.map(np.asarray, params), TOKENIZER)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +102,7 @@ def damaged(folder, tmp_path):
 
 def random_checkpoint(config, seed=0, **options):
     params = random_params(config, seed, **options)
-    return Checkpoint(config, ParamTensors(config, lambda: params)), params
+    return Checkpoint(config, TensorsOfParams(config, lambda: params)), params
 
 
 def test_a_whole_checkpoint_passes(whole, folder):
@@ -167,7 +170,7 @@ def test_streamed_logits_are_those_of_the_whole_models(changed):
 @given(st.data())
 def test_every_bit_counts_for_the_fingerprint(data):
     checkpoint, params = random_checkpoint(TINY)
-    stored = data.draw(st.sampled_from(stored_tensors(TINY)))
+    stored = data.draw(st.sampled_from(tensor_specs(TINY)))
     leaf = params
     for name in stored.path.split("/"):
         leaf = leaf[name]
@@ -224,7 +227,7 @@ def test_each_tensor_is_read_once_in_order_and_a_tied_head_at_the_end_again(tied
     checkpoint, _ = random_checkpoint(config)
     watched = {key: Watched(key, tensor, reads) for key, tensor in checkpoint.tensors.items()}
     stream(dataclasses.replace(checkpoint, tensors=watched), [1, 2, 3])
-    assert reads == [stored.key for stored in stored_tensors(config)] + ["embed"] * tied
+    assert reads == [stored.key for stored in tensor_specs(config)] + ["embed"] * tied
 
 
 # Damage
@@ -283,7 +286,7 @@ def test_another_models_tokenizer(model, tmp_path):
 
 def test_an_untrained_model(tmp_path):
     config = dataclasses.replace(CONFIG, vocab_size=BytesTokenizer.vocab_size, max_seq_len=256)
-    save(Model(config, random_params(config, 0), BytesTokenizer()), tmp_path / "run")
+    save(LanguageModel(config, random_params(config, 0), BytesTokenizer()), tmp_path / "run")
     found = verify_checkpoint(tmp_path / "run")
     assert found.bits_per_byte > 8
     assert len(found.problems) == 1
@@ -380,7 +383,7 @@ def test_without_a_tokenizer_random_tokens_are_run(model, tmp_path):
 
 def test_a_context_of_one_token_predicts_nothing(tmp_path):
     config = dataclasses.replace(TINY, vocab_size=400, max_seq_len=1)
-    save(Model(config, random_params(config, 0), TOKENIZER), tmp_path / "hf", "hf")
+    save(LanguageModel(config, random_params(config, 0), TOKENIZER), tmp_path / "hf", "hf")
     found = verify_checkpoint(tmp_path / "hf")
     assert found.passed
     assert found.perplexity is None
@@ -417,7 +420,7 @@ def test_a_tokenizer_that_changes_texts():
 
 def test_the_first_wrong_layer_is_named(folder, model, tmp_path, monkeypatch):
     marked = model.params["layers"]["attn_norm"][2, 0]
-    right = streaming.merge_layer
+    right = streaming.build_layer
 
     def wrong_in_layer_2(config, weights):
         doubled = jnp.where(weights["attn_norm"][0] == marked, 1.001, 1.0)
@@ -425,7 +428,7 @@ def test_the_first_wrong_layer_is_named(folder, model, tmp_path, monkeypatch):
 
     copy = tmp_path / "hf"  # of another configuration, so that nothing compiled is used again
     save(dataclasses.replace(model, config=dataclasses.replace(CONFIG, max_seq_len=127)), copy, "hf")
-    monkeypatch.setattr(streaming, "merge_layer", wrong_in_layer_2)
+    monkeypatch.setattr(streaming, "build_layer", wrong_in_layer_2)
     found = verify_checkpoint(copy)
     assert found.first_divergent_layer == 2
     assert [error < TOLERANCE for error in found.layer_errors] == [True, True, False, True]

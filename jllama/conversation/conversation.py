@@ -7,12 +7,12 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-from jllama.checkpoints.formats import Model
+from jllama.conversation.template import render
 from jllama.errors import JllamaError, UsageError
-from jllama.generation.config import SamplingConfig
-from jllama.generation.engine import PrefixCache
-from jllama.generation.template import render
+from jllama.generation.decode import PrefixCache
+from jllama.generation.sampling_params import SamplingParams
 from jllama.generation.text import Completion, SamplingFields, generate, stream
+from jllama.language_model import LanguageModel
 from jllama.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
 
 Message = Mapping[str, Any]
@@ -70,7 +70,7 @@ TEMPLATES = {"llama2": _LLAMA_2, "llama3": _LLAMA_3, "chatml": _CHATML}
 """
 
 
-def chat_template(model: Model, choice: str | None = None) -> str:
+def chat_template(model: LanguageModel, choice: str | None = None) -> str:
     """The Jinja template to converse with.
 
     Args:
@@ -107,7 +107,11 @@ def chat_template(model: Model, choice: str | None = None) -> str:
 
 
 def chat_ids(
-    model: Model, messages: Sequence[Message], template: str | None = None, *, add_generation_prompt: bool = True
+    model: LanguageModel,
+    messages: Sequence[Message],
+    template: str | None = None,
+    *,
+    add_generation_prompt: bool = True,
 ) -> list[int]:
     """The token ids of a conversation: those of transformers' ``apply_chat_template``.
 
@@ -129,7 +133,11 @@ def chat_ids(
 
 
 def chat_text(
-    model: Model, messages: Sequence[Message], template: str | None = None, *, add_generation_prompt: bool = True
+    model: LanguageModel,
+    messages: Sequence[Message],
+    template: str | None = None,
+    *,
+    add_generation_prompt: bool = True,
 ) -> str:
     """What the template makes of messages, whatever they hold; arguments as for ``chat_ids``."""
     tokenizer = model.text_tokenizer
@@ -146,16 +154,16 @@ def chat_text(
     )
 
 
-def chat_stop_ids(model: Model) -> tuple[int, ...]:
+def chat_stop_ids(model: LanguageModel) -> tuple[int, ...]:
     """The tokens that end an answer: the model's stop ids, and those of ``END_OF_TURN`` that its tokenizer has."""
     special = model.text_tokenizer.special_tokens
     return tuple(dict.fromkeys([*model.stop_ids, *(special[text] for text in END_OF_TURN if text in special)]))
 
 
 def chat(
-    model: Model,
+    model: LanguageModel,
     messages: Sequence[Message],
-    sampling: SamplingConfig | None = None,
+    sampling: SamplingParams | None = None,
     *,
     max_new_tokens: int | None = None,
     stop: str | Sequence[str] = (),
@@ -204,7 +212,7 @@ class Conversation:
         prefix: what has been computed.
     """
 
-    model: Model
+    model: LanguageModel
     template: str | None = None
     messages: list[Message] = dataclasses.field(default_factory=list)
     prefix: PrefixCache = dataclasses.field(default_factory=PrefixCache)
@@ -212,7 +220,7 @@ class Conversation:
     def answer(
         self,
         text: str,
-        sampling: SamplingConfig | None = None,
+        sampling: SamplingParams | None = None,
         max_new_tokens: int | None = None,
         **fields: Unpack[SamplingFields],
     ) -> Generator[str, None, Completion]:
@@ -256,7 +264,7 @@ class Conversation:
 
 
 def _answerable(
-    model: Model, messages: Sequence[Message], template: str | None, max_new_tokens: int | None
+    model: LanguageModel, messages: Sequence[Message], template: str | None, max_new_tokens: int | None
 ) -> tuple[list[int], int | None]:
     """The conversation's ids, and the limit of its answer; None where the context ends sooner."""
     ids, context = chat_ids(model, messages, template), model.config.max_seq_len

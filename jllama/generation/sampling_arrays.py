@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jllama import functional as F
 from jllama.config import LlamaConfig
 from jllama.errors import UsageError
-from jllama.generation.config import SamplingConfig
-from jllama.parallel.mesh import device_memory_bytes
+from jllama.generation.sampling_params import SamplingParams
+from jllama.sharding import device_memory_bytes
 
 _STOP_MULTIPLE = 8
 
@@ -32,7 +32,7 @@ class Request:
     """
 
     ids: Sequence[int]
-    sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
+    sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     max_new_tokens: int | None = None
     stop_ids: Sequence[int] = ()
 
@@ -41,7 +41,7 @@ class Request:
         return max_seq_len if self.max_new_tokens is None else len(self.ids) + self.max_new_tokens
 
 
-class Settings(NamedTuple):
+class SamplingArrays(NamedTuple):
     """The settings of every row of a batch as arrays."""
 
     temperature: Float[Array, "batch"]
@@ -112,7 +112,7 @@ def check_batch(config: LlamaConfig, rows: int, drafts: int = 0) -> None:
         )
 
 
-def stack_settings(requests: Sequence[Request], max_seq_len: int, model_vocab: int, vocab_size: int) -> Settings:
+def sampling_arrays(requests: Sequence[Request], max_seq_len: int, model_vocab: int, vocab_size: int) -> SamplingArrays:
     """The requests' settings as arrays.
 
     Ids from ``vocab_size``, the tokenizer's, up to ``model_vocab``, the rows of the embedding, are banned.
@@ -134,8 +134,8 @@ def stack_settings(requests: Sequence[Request], max_seq_len: int, model_vocab: i
         dtype = {"top_k": np.int32, "seed": np.uint32}.get(name, np.float32)
         return jnp.asarray(np.array([getattr(row, name) for row in rows], dtype))
 
-    return Settings(
-        **{name: array(name) for name in Settings._fields if hasattr(rows[0], name)},
+    return SamplingArrays(
+        **{name: array(name) for name in SamplingArrays._fields if hasattr(rows[0], name)},
         bias=jnp.asarray(bias),
         banned=jnp.asarray(banned),
         keys=jax.vmap(jax.random.key)(array("seed")),
@@ -146,7 +146,7 @@ def stack_settings(requests: Sequence[Request], max_seq_len: int, model_vocab: i
 
 def choose(
     logits: Float[Array, "batch vocab"],
-    settings: Settings,
+    settings: SamplingArrays,
     lengths: Int[Array, "batch"],
     seen: Bool[Array, "batch vocab"],
     counts: Int[Array, "batch vocab"],

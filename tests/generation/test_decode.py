@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from jllama import oracle
 from jllama.config import LlamaConfig
+from jllama.decode_params import DecodeParams, decode_layout
 from jllama.errors import UsageError
-from jllama.generation import engine
-from jllama.generation.drafts import draft_tokens
-from jllama.generation.engine import STEPS, PrefixCache, Request, SamplingConfig, advance, start
-from jllama.model import unstack_layers
+from jllama.generation import decode as engine
+from jllama.generation.decode import STEPS, PrefixCache, Request, SamplingParams, advance, start
+from jllama.generation.prompt_lookup import draft_tokens
 from jllama.verify.compare import random_params
 
 CONTEXT = 64
@@ -25,10 +25,10 @@ CONFIG = LlamaConfig(
     vocab_size=61, num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=32, mlp_dim=96, max_seq_len=CONTEXT
 )
 WEIGHTS = random_params(CONFIG, 0)
-PARAMS = unstack_layers(jax.tree.map(jnp.asarray, WEIGHTS))
+PARAMS = decode_layout(jax.tree.map(jnp.asarray, WEIGHTS), CONFIG)
 ONE_LAYER = dataclasses.replace(CONFIG, num_layers=1)
-PARAMS_OF_ONE_LAYER = PARAMS | {"layers": {"0": PARAMS["layers"]["0"]}}
-GREEDY = SamplingConfig(temperature=0.0)
+PARAMS_OF_ONE_LAYER = DecodeParams(PARAMS.weights | {"layers": {"0": PARAMS.weights["layers"]["0"]}})
+GREEDY = SamplingParams(temperature=0.0)
 MATES = 3
 LONGEST_PROMPT = 20
 
@@ -57,7 +57,7 @@ options_of_rows = st.lists(sampling_options, min_size=MATES, max_size=MATES)
 
 
 def configs(options):
-    return [SamplingConfig(**each) for each in options]
+    return [SamplingParams(**each) for each in options]
 
 
 def made_by(requests, config=CONFIG, params=PARAMS, **options):
@@ -145,7 +145,7 @@ def test_log_probabilities_are_those_of_the_raw_logits(options):
 @given(data=st.data())
 def test_greedy_with_penalties_biases_and_bans_equals_numpy(data):
     """Token by token: the oracle's logits, and the settings spelled out."""
-    settings_ = SamplingConfig(**data.draw(sampling_options) | {"temperature": 0.0})
+    settings_ = SamplingParams(**data.draw(sampling_options) | {"temperature": 0.0})
     prompt, new = data.draw(st.sampled_from(PROMPTS)), 20
     ids: list[int] = list(prompt)
     for _ in range(new):
@@ -174,7 +174,7 @@ def test_greedy_with_penalties_biases_and_bans_equals_numpy(data):
     seed=st.integers(0, 2**32 - 1),
 )
 def test_drawn_tokens_are_among_those_that_the_settings_leave(cuts, seed):
-    sampling = [SamplingConfig(*each, seed=seed) for each in cuts]
+    sampling = [SamplingParams(*each, seed=seed) for each in cuts]
     rows = generated(PROMPTS, sampling, 20)
     for prompt, settings_, row in zip(PROMPTS, sampling, rows, strict=True):
         logits = oracle.forward(WEIGHTS, np.array([prompt + row.tolist()]), CONFIG)[0, len(prompt) - 1 : -1]
@@ -192,7 +192,7 @@ def test_drawn_tokens_are_among_those_that_the_settings_leave(cuts, seed):
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_first_tokens_follow_the_softmax(drafts):
     rows, temperature = 400, 1.0
-    sampling = [SamplingConfig(temperature=temperature, seed=seed) for seed in range(rows)]
+    sampling = [SamplingParams(temperature=temperature, seed=seed) for seed in range(rows)]
     drawn = generated([PROMPTS[0]] * rows, sampling, 1, drafts=drafts)[:, 0]
     scores = oracle.forward(WEIGHTS, np.array([PROMPTS[0]]), CONFIG)[0, -1]
     expected = rows * oracle.softmax(scores / temperature)
@@ -208,8 +208,8 @@ def test_first_tokens_follow_the_softmax(drafts):
 
 def test_every_step_and_every_row_draws_anew():
     # With all logits equal only the random numbers decide: uniform over tokens, and no step repeats another.
-    uniform = PARAMS | {"lm_head": jnp.zeros_like(PARAMS["lm_head"])}
-    rows = generated(PROMPTS, [SamplingConfig(seed=seed) for seed in range(MATES)], 40, params=uniform)
+    uniform = DecodeParams(PARAMS.weights | {"lm_head": jax.tree.map(jnp.zeros_like, PARAMS.weights["lm_head"])})
+    rows = generated(PROMPTS, [SamplingParams(seed=seed) for seed in range(MATES)], 40, params=uniform)
     for row in rows:
         assert len(set(row.tolist())) > 20  # 29 expected of 40 draws among 61
     for first in range(40):
@@ -220,7 +220,7 @@ def test_every_step_and_every_row_draws_anew():
 
 def test_seeds():
     def draw(seeds, new=40):
-        return generated([PROMPTS[0]] * MATES, [SamplingConfig(seed=seed) for seed in seeds], new)
+        return generated([PROMPTS[0]] * MATES, [SamplingParams(seed=seed) for seed in seeds], new)
 
     first = draw([7, 2**32 - 1, 7])
     np.testing.assert_array_equal(draw([7, 2**32 - 1, 7]), first)
@@ -288,9 +288,9 @@ def request(**changed):
         ([request(ids=[1, 61])], "^the prompt has token 61; the ids run from 0 to 60$"),
         ([request(ids=[-1])], "^the prompt has token -1; the ids run from 0 to 60$"),
         ([request(stop_ids=[99])], "^the stop_ids have token 99; the ids run from 0 to 60$"),
-        ([request(sampling=SamplingConfig(logit_bias={61: 1.0}))], "^the logit_bias has token 61; the ids"),
-        ([request(sampling=SamplingConfig(banned_ids=(70,)))], "^the banned_ids have token 70; the ids"),
-        ([request(sampling=SamplingConfig(banned_ids=tuple(range(61))))], "^banned_ids bans every token"),
+        ([request(sampling=SamplingParams(logit_bias={61: 1.0}))], "^the logit_bias has token 61; the ids"),
+        ([request(sampling=SamplingParams(banned_ids=(70,)))], "^the banned_ids have token 70; the ids"),
+        ([request(sampling=SamplingParams(banned_ids=tuple(range(61))))], "^banned_ids bans every token"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_compiled(requests, message):
@@ -319,8 +319,8 @@ def test_a_row_ends_after_its_stop_while_others_go_on(data):
 @pytest.mark.parametrize("index", [0, 1, STEPS - 1, STEPS, STEPS + 1, 33, 34])
 def test_a_stop_at_any_step(index):
     # Uniform logits but for what the seed draws: the first 35 tokens of a row are known, and one of them is the stop.
-    uniform = PARAMS | {"lm_head": jnp.zeros_like(PARAMS["lm_head"])}
-    sampling = [SamplingConfig(seed=seed) for seed in range(MATES)]
+    uniform = DecodeParams(PARAMS.weights | {"lm_head": jax.tree.map(jnp.zeros_like, PARAMS.weights["lm_head"])})
+    sampling = [SamplingParams(seed=seed) for seed in range(MATES)]
     rows = generated(PROMPTS, sampling, 35, params=uniform).tolist()
     stop = rows[1][index]
     made = generated(PROMPTS, sampling, 35, [stop, CONFIG.vocab_size - 1], params=uniform).tolist()
@@ -370,7 +370,7 @@ def prefilled(monkeypatch):
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_and_the_cache_grows_as_it_must(monkeypatch, prefilled):
-    requests = [Request(LONG_PROMPT, SamplingConfig(seed=1), 200), Request(LONG_PROMPT[:9], GREEDY, None)]
+    requests = [Request(LONG_PROMPT, SamplingParams(seed=1), 200), Request(LONG_PROMPT[:9], GREEDY, None)]
     expected = made_by(requests, LONG, PARAMS_OF_ONE_LAYER)[0]
     assert prefilled == [149, 8]
     monkeypatch.setattr(engine, "_PREFILL_TOKENS", 64)
@@ -392,7 +392,7 @@ def test_a_prompt_whose_padding_would_pass_the_end_of_the_context():
 
 
 def test_equal_prompts_are_prefilled_once(prefilled):
-    requests = [Request(PROMPTS[row], SamplingConfig(seed=seed), 20) for seed, row in enumerate((1, 2, 1, 1))]
+    requests = [Request(PROMPTS[row], SamplingParams(seed=seed), 20) for seed, row in enumerate((1, 2, 1, 1))]
     rows, _ = made_by(requests)
     assert prefilled == [19, 10]
     assert rows == [made_by([request])[0][0] for request in requests]
@@ -469,8 +469,8 @@ def test_drafts_change_nothing(prompts, options, data):
 
 def test_drafts_leave_the_distribution_as_it_is():
     """Three tokens, equally likely, whatever came before: of all runs of three, each is as frequent as another."""
-    uniform = PARAMS | {"lm_head": jnp.zeros_like(PARAMS["lm_head"])}
-    rows = [Request([0, 1, 2], SamplingConfig(seed=seed, banned_ids=tuple(range(3, 61))), 60) for seed in range(100)]
+    uniform = DecodeParams(PARAMS.weights | {"lm_head": jax.tree.map(jnp.zeros_like, PARAMS.weights["lm_head"])})
+    rows = [Request([0, 1, 2], SamplingParams(seed=seed, banned_ids=tuple(range(3, 61))), 60) for seed in range(100)]
     decoding, made = start(uniform, CONFIG, rows, drafts=3), []
     while not decoding.finished.all():
         decoding, new = advance(uniform, CONFIG, decoding)
@@ -487,7 +487,7 @@ def test_drafts_leave_the_distribution_as_it_is():
 
 
 def test_a_text_that_repeats_itself_takes_fewer_steps():
-    biased = SamplingConfig(temperature=0.0, banned_ids=tuple(token for token in range(61) if token != 7))
+    biased = SamplingParams(temperature=0.0, banned_ids=tuple(token for token in range(61) if token != 7))
     decoding = start(PARAMS, CONFIG, [Request([7, 7], biased, 33)], drafts=3)
     decoding, new = advance(PARAMS, CONFIG, decoding, 9)
     assert new.tokens.tolist() == [[7] * 33]  # one, and eight times four
@@ -505,7 +505,7 @@ def test_twenty_prompts_in_two_buckets_compile_two_buckets(caplog):
         draws = np.random.default_rng(seed)
         lengths = [*draws.integers(2, 18, 10), *draws.integers(18, 34, 10)]
         for length in lengths:
-            sampling = SamplingConfig(
+            sampling = SamplingParams(
                 temperature=float(draws.choice([0.0, draws.uniform(0.1, 2)])),
                 top_k=int(draws.integers(0, 80)),
                 top_p=float(draws.uniform(0.1, 1)),
@@ -568,7 +568,7 @@ def test_twenty_prompts_in_two_buckets_compile_two_buckets(caplog):
 )
 def test_settings_that_mean_nothing_are_refused(changed, message):
     with pytest.raises(UsageError, match=message):
-        SamplingConfig(**changed)
+        SamplingParams(**changed)
 
 
 def test_padding_rows_of_the_vocabulary_are_never_drawn():
@@ -576,8 +576,8 @@ def test_padding_rows_of_the_vocabulary_are_never_drawn():
     config = LlamaConfig(vocab_size=64, num_layers=1, embed_dim=32, num_heads=2, max_seq_len=64)
     params = random_params(config, 0)
     params["lm_head"][:, 50:] *= 50
-    unstacked = unstack_layers(jax.tree.map(jnp.asarray, params))
-    rows = [SamplingConfig(temperature=0.0), SamplingConfig(seed=3)]
+    unstacked = decode_layout(jax.tree.map(jnp.asarray, params), config)
+    rows = [SamplingParams(temperature=0.0), SamplingParams(seed=3)]
 
     def drawn(vocab_size):
         return generated([[1, 2], [3]], rows, 40, (), config, unstacked, vocab_size=vocab_size)

@@ -2,17 +2,16 @@
 
 A format is a module with three functions, and what passes between them is a ``Checkpoint``:
 
-``recognises(path)``: whether a path is in this format, going by its files.
+``recognizes(path)``: whether a path is in this format, going by its files.
 ``read(path)``: opens it. ``JllamaError`` for what is damaged, missing, or not a Llama that jllama has.
-``write(checkpoint, target, dtype, report)``: writes into the empty folder ``target`` (for ``gguf``: that file), in
-``dtype`` or (None) every tensor in its own; ``report`` is told of the bytes of weights. ``JllamaError`` before any
+``write(checkpoint, target, dtype, on_progress)``: writes into the empty folder ``target`` (for ``gguf``: that file), in
+``dtype`` or (None) every tensor in its own; ``on_progress`` is told of the bytes of weights. ``JllamaError`` before any
 weights are written if the format cannot hold the model.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import math
@@ -28,16 +27,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
 
 from jllama import tokenizers
-from jllama.checkpoints.tensors import Checkpoint, ParamTensors, load_params, progress, size_bytes
-from jllama.config import LlamaConfig
+from jllama.checkpoints.tensors import Checkpoint, TensorsOfParams, load_params, progress, size_bytes
+from jllama.decode_params import Quantization
 from jllama.errors import JllamaError, UsageError
 from jllama.files import cache_folder, refuse_special_files
-from jllama.model import Quantized, TokenIds, as_token_ids, merge, pack_params
-from jllama.parameters import Params, count_parameters
-from jllama.presets import nearest_preset
+from jllama.language_model import LanguageModel
+from jllama.parameters import count_parameters
 from jllama.tokenizers import Tokenizer, has_tokenizer
 
 Format = Literal["orbax", "hf", "gguf", "llama2c", "meta"]
@@ -48,81 +45,13 @@ _MODULES: dict[Format, str] = {
     "meta": "meta",
     "llama2c": "llama2c",
     "hf": "huggingface",
-    "orbax": "native",
+    "orbax": "run",
 }
 _OF_CHECKPOINTS = (  # names of files that a checkpoint of some format, or a run, has in its folder
     r".*\.safetensors(\.index\.json)?|.*\.(gguf|bin|pth)|tokenizer.*\.(json|model)|(generation_)?config\.json|"
     r"(special_tokens_map|added_tokens|vocab|params|jllama)\.json|merges\.txt|checklist\.chk|chat_template\.(jinja|json)|"
     r"config\.yaml|checkpoints|(metrics|samples|config\.history)\.jsonl|report\.html|in_use|\.gitattributes"
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """A loaded model. Called on token ids it gives logits.
-
-    Args:
-        config: the architecture.
-        params: the parameters, layers stacked (``jllama.parameters``).
-        tokenizer: None if the files had none.
-        chat_template: the Jinja template that turns messages into a prompt, if the files had one.
-        stop_ids: tokens that end a text; the tokenizer's EOS if the files did not say.
-        step: of a training run, the step that the parameters are from.
-        source: the name of the file or folder that it was loaded from.
-    """
-
-    config: LlamaConfig
-    params: Params
-    tokenizer: Tokenizer | None = None
-    chat_template: str | None = None
-    stop_ids: tuple[int, ...] = ()
-    step: int | None = None
-    source: str = ""
-
-    def __repr__(self) -> str:
-        """One line, without the weights."""
-        dtype = (
-            max(jax.tree.leaves(self.params), key=lambda leaf: leaf.size).dtype.name if self.params else "no weights"
-        )
-        origin = f", from {self.source}" if self.source else ""
-        return f"Model({summary(self.config, dtype, self.tokenizer)}{origin})"
-
-    def __call__(self, tokens: TokenIds) -> Float[Array, "batch seq vocab"]:
-        """Float32 logits of the token that follows each one; ``UsageError`` if they are not ids of this model."""
-        return _logits(self.params, self.config, as_token_ids(tokens, self.config))
-
-    @property
-    def text_tokenizer(self) -> Tokenizer:
-        """``tokenizer``; what works on text cannot do without, and raises ``JllamaError`` here if there is none."""
-        if self.tokenizer is None:
-            raise JllamaError("the model has no tokenizer: put the one it was trained with beside its weights")
-        return self.tokenizer
-
-    @functools.cached_property
-    def decoding_params(self) -> Params:
-        """The parameters in the form that decoding takes; kept, so memory holds both forms (``for_decoding`` does not).
-
-        Those that are not stacked are taken as they are.
-        """
-        return self.params if "attn_norm" not in self.params["layers"] else pack_params(self.params, self.config)
-
-    def for_decoding(self, quantize: Quantized | None = None) -> Model:
-        """The same model with its parameters packed (``pack_params``), as int8 if asked: it decodes, and no more."""
-        if quantize not in (None, *get_args(Quantized)):
-            raise UsageError(f"quantize is {quantize!r}; it must be one of {', '.join(get_args(Quantized))}, or None")
-        return dataclasses.replace(self, params=pack_params(self.params, self.config, quantize))
-
-
-def summary(config: LlamaConfig, dtype: str, tokenizer: Tokenizer | None) -> str:
-    """A model in a few words: the nearest released Llama, layers, parameters, dtype and size of the tokenizer."""
-    tokens = f"tokenizer of {tokenizer.vocab_size:,} tokens" if tokenizer else "no tokenizer"
-    sizes = f"{config.num_layers} layers, {count_parameters(config):,} parameters"
-    return f"{nearest_preset(config) or 'llama'}, {sizes}, {dtype}, {tokens}"
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def _logits(params: Params, config: LlamaConfig, tokens: Array) -> Array:
-    return merge(config, params)(tokens)
 
 
 def _keep_compiled() -> None:
@@ -143,8 +72,8 @@ def load(
     *,
     rope_factor: float | None = None,
     step: int | None = None,
-    quantize: Quantized | None = None,
-) -> Model:
+    quantize: Quantization | None = None,
+) -> LanguageModel:
     """Load a checkpoint of any format, or a Hugging Face hub id, straight onto the devices.
 
     From here on JAX keeps what it compiles in ``$JLLAMA_CACHE/compiled``, so that the next process need not compile
@@ -157,7 +86,7 @@ def load(
         rope_factor: the RoPE scaling factor that Meta's files leave out; None is that of the released Llama of the same
             shape.
         step: of a training run, the checkpoint to take; None is the one with the lowest validation loss.
-        quantize: ``int8``, as ``Model.for_decoding`` makes it: the model decodes, and no more.
+        quantize: ``int8``, as ``LanguageModel.for_decoding`` makes it: the model decodes, and no more.
 
     Raises:
         JllamaError: there is no such checkpoint, or something in it is wrong; the message says what and where.
@@ -182,12 +111,12 @@ def load(
         checkpoint = _read(source, format, rope_factor)
         total_bytes = size_bytes(checkpoint, dtype)
         read = functools.partial(load_params, checkpoint)
-    with progress(f"reading {source.name}", total_bytes) as report:
-        params = read(dtype, mesh, report)
+    with progress(f"reading {source.name}", total_bytes) as on_progress:
+        params = read(dtype, mesh, on_progress)
     tokenizer = checkpoint.tokenizer
     stop_ids = checkpoint.stop_ids or ((tokenizer.eos_id,) if tokenizer else ())
     name = Path(path).name or source.resolve().name
-    model = Model(checkpoint.config, params, tokenizer, checkpoint.chat_template, stop_ids, step, name)
+    model = LanguageModel(checkpoint.config, params, tokenizer, checkpoint.chat_template, stop_ids, step, name)
     return model.for_decoding(quantize) if quantize else model
 
 
@@ -216,7 +145,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def save(
-    model: Model, path: str | Path, format: Format = "orbax", dtype: Dtype | None = None, *, overwrite: bool = False
+    model: LanguageModel,
+    path: str | Path,
+    format: Format = "orbax",
+    dtype: Dtype | None = None,
+    *,
+    overwrite: bool = False,
 ) -> None:
     """Write a model in any format. It appears at ``path`` when it is whole, or not at all.
 
@@ -232,7 +166,7 @@ def save(
         UsageError: there is no such format or dtype.
     """
     check_names("format", format, dtype)
-    tensors = ParamTensors(model.config, lambda: model.params)
+    tensors = TensorsOfParams(model.config, lambda: model.params)
     checkpoint = Checkpoint(model.config, tensors, model.tokenizer, model.chat_template, model.stop_ids)
     _write(checkpoint, Path(path), format, dtype, overwrite, None)
 
@@ -288,7 +222,7 @@ def _local(path: str | Path) -> Path:
 def _recognized(source: Path) -> Format | None:
     for format in _MODULES:  # jllama's own comes last: orbax takes half a second to import
         with contextlib.suppress(OSError):  # what cannot be read is not of this format
-            if _module(format).recognises(source):
+            if _module(format).recognizes(source):
                 return format
     return None
 
@@ -297,7 +231,7 @@ def _format_of(source: Path) -> Format:
     refuse_special_files(source, *source.glob("*"))  # of a file the latter are none
     if format := _recognized(source):
         return format
-    if runs := [parent for parent in source.resolve().parents[:3] if _module("orbax").recognises(parent)]:
+    if runs := [parent for parent in source.resolve().parents[:3] if _module("orbax").recognizes(parent)]:
         raise JllamaError(f"{source} lies inside a run: give the run's folder itself, {runs[0]}")
     if source.is_file() and _recognized(source.parent):
         raise JllamaError(f"{source} is no checkpoint by itself: give its folder, {source.parent}")
@@ -362,10 +296,10 @@ def _write(
             f"make room, or choose another destination or a smaller dtype"
         )
     numeric = dtype if dtype in (None, "q8_0") else jnp.dtype(dtype)
-    with _written_whole(target) as partial, progress(f"writing {target.name}", needed_bytes) as report:
+    with _written_whole(target) as partial, progress(f"writing {target.name}", needed_bytes) as on_progress:
         if format != "gguf":
             partial.mkdir()
-        _module(format).write(checkpoint, partial, numeric, report)
+        _module(format).write(checkpoint, partial, numeric, on_progress)
 
 
 def _check_target(target: Path, source: Path | None, overwrite: bool) -> None:

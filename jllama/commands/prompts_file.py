@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped, UInt32
 
-from jllama.checkpoints.formats import Model
 from jllama.errors import JllamaError, UsageError
 from jllama.files import write_text_whole
-from jllama.generation.settings import SamplingConfig
+from jllama.generation.sampling_arrays import SamplingParams
 from jllama.generation.text import Completion, Prompt, generate_batches, request_of
+from jllama.language_model import LanguageModel
 
-_OF_SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingConfig))
+_OF_SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
 OWN_SETTINGS = (*_OF_SAMPLING, "max_new_tokens", "stop", "stop_ids")
 """What a line may set for itself."""
 
@@ -51,7 +51,7 @@ _WANTED = 'it must be an object with a "prompt", such as {"prompt": "Once"}'
 
 
 def complete_file(
-    model: Model,
+    model: LanguageModel,
     path: Path,
     output: Path,
     default: Prompt,
@@ -154,7 +154,7 @@ def _place(result: dict[str, Any]) -> tuple[int, int]:
     return result["line"], result.get("sample", 0)
 
 
-def weights_fingerprint(model: Model) -> str:
+def weights_fingerprint(model: LanguageModel) -> str:
     """SHA-256 of the parameters as they are loaded, quantized ones too, in hexadecimal.
 
     Every value counts, by a checksum of each array computed where the array is: nothing is read or copied again.

@@ -12,7 +12,7 @@ _LARGEST = 1e30  # the logits stay finite in float32, whatever is added to them 
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplingConfig:
+class SamplingParams:
     """How one row's tokens are chosen; applied in the order of ``jllama.functional.sampling``.
 
     Args:

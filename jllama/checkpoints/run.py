@@ -25,13 +25,13 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from orbax.checkpoint import checkpoint_managers
 
 from jllama.checkpoints.huggingface import read_text_files, write_chat_files
-from jllama.checkpoints.tensors import Checkpoint, ParamTensors, Report, aligned_empty, load_params
+from jllama.checkpoints.tensors import Checkpoint, OnProgress, TensorsOfParams, aligned_empty, load_params
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError, UsageError
 from jllama.files import check_orbax_files, files_below, refuse_special_files, write_text_whole
 from jllama.model import abstract_params
-from jllama.parallel.mesh import state_sharding
 from jllama.parameters import Params
+from jllama.sharding import state_sharding
 
 _CHUNK_BYTES = 64 << 20  # a chunk is always read whole
 _CHUNKED = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
@@ -40,7 +40,7 @@ CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
 _UNWANTED = "unwanted"  # where checkpoints wait to be deleted: half of one must not be taken for a whole one
 
 
-class Checkpoints:
+class RunCheckpoints:
     """The checkpoints of one run. Saving goes on in the background; its errors surface at the next call.
 
     Args:
@@ -137,13 +137,13 @@ class Checkpoints:
         config: LlamaConfig,
         dtype: np.dtype[Any] | type | None = None,
         mesh: Mesh | None = None,
-        report: Report = lambda _: None,
+        on_progress: OnProgress = lambda _: None,
     ) -> Params:
         """The saved parameters alone, in ``dtype`` or (None) as saved, split over ``mesh`` or on the first device.
 
         They are read some layers at a time, each device's slice straight into its place: orbax itself would hold
-        every array twice. ``report`` is told of the bytes. Raises as ``restore`` does, but for dtypes; ``UsageError``
-        if they do not fit the mesh.
+        every array twice. ``on_progress`` is told of the bytes. Raises as ``restore`` does, but for dtypes;
+        ``UsageError`` if they do not fit the mesh.
         """
         shapes = abstract_params(config)
         first = SingleDeviceSharding(jax.devices()[0])
@@ -152,7 +152,7 @@ class Checkpoints:
             self._check(step, "params", shapes, dtypes=False)
             folder = self.folder / str(step) / "params"
             return jax.tree_util.tree_map_with_path(
-                lambda path, leaf, sharding: _read_array(folder, path, leaf.shape, dtype, sharding, report),
+                lambda path, leaf, sharding: _read_array(folder, path, leaf.shape, dtype, sharding, on_progress),
                 shapes,
                 shardings,
             )
@@ -193,7 +193,7 @@ def _restore_args(shapes: Any) -> Any:
 
 
 def _read_array(
-    folder: Path, path: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, sharding: Sharding, report: Report
+    folder: Path, path: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, sharding: Sharding, on_progress: OnProgress
 ) -> jax.Array:
     """One array of an item that orbax wrote: in tensorstore's zarr format, by its path with dots, in an OCDBT store."""
     name = ".".join(key.key for key in path)
@@ -209,7 +209,7 @@ def _read_array(
         for start in range(first, last, step):
             stop = min(start + step, last)
             out[start - first : stop - first] = store[(slice(start, stop), *index[1:])].read().result()
-            report(out[start - first : stop - first].nbytes)
+            on_progress(out[start - first : stop - first].nbytes)
         return out
 
     return jax.make_array_from_callback(shape, sharding, read)
@@ -241,7 +241,7 @@ def _shapes(tree: Any, *, dtypes: bool = True) -> dict[str, str]:
     }
 
 
-def recognises(path: Path) -> bool:
+def recognizes(path: Path) -> bool:
     """Whether this is the folder of a run."""
     return (path / CONFIG).is_file()
 
@@ -279,7 +279,7 @@ def _bad_config(folder: Path, error: Exception) -> JllamaError:
     return JllamaError(f"{folder / CONFIG} does not describe a model: {' '.join(str(error).split())}")
 
 
-def open_run(folder: Path, step: int | None = None) -> tuple[LlamaConfig, Checkpoints, int]:
+def open_run(folder: Path, step: int | None = None) -> tuple[LlamaConfig, RunCheckpoints, int]:
     """A run's architecture, its checkpoints, and a step: the given one, or that of the lowest validation loss.
 
     Raises:
@@ -288,7 +288,7 @@ def open_run(folder: Path, step: int | None = None) -> tuple[LlamaConfig, Checkp
     if not (folder / CHECKPOINTS).is_dir():
         raise JllamaError(f"{folder} holds no checkpoint yet: it has no {CHECKPOINTS} folder")
     config = read_model_config(folder)
-    checkpoints = Checkpoints(folder / CHECKPOINTS, read_only=True)
+    checkpoints = RunCheckpoints(folder / CHECKPOINTS, read_only=True)
     steps = checkpoints.steps()
     if not steps:
         raise JllamaError(f"{folder / CHECKPOINTS} holds no finished checkpoint")
@@ -301,18 +301,20 @@ def open_run(folder: Path, step: int | None = None) -> tuple[LlamaConfig, Checkp
 def read(path: Path) -> Checkpoint:
     """The best checkpoint of a run; its parameters are read into memory when the first one is asked for."""
     config, checkpoints, step = open_run(path)
-    tensors = ParamTensors(config, lambda: checkpoints.restore_params(step, config))
+    tensors = TensorsOfParams(config, lambda: checkpoints.restore_params(step, config))
     return Checkpoint(config, tensors, *read_text_files(path))
 
 
-def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, report: Report) -> None:
+def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_progress: OnProgress) -> None:
     """Write a model as a run of step 0 into a folder: enough to sample from it and to train it on."""
-    params = load_params(checkpoint, dtype, report=lambda num_bytes: report(num_bytes // 2))  # then they are saved
+    params = load_params(
+        checkpoint, dtype, on_progress=lambda num_bytes: on_progress(num_bytes // 2)
+    )  # then they are saved
     model = dataclasses.asdict(checkpoint.config)
     write_text_whole(target / CONFIG, yaml.safe_dump({"model": model}, sort_keys=False))
     if checkpoint.tokenizer is not None:
         checkpoint.tokenizer.save(target)
     write_chat_files(target, checkpoint.chat_template, checkpoint.stop_ids)
-    checkpoints = Checkpoints(target / CHECKPOINTS)
+    checkpoints = RunCheckpoints(target / CHECKPOINTS)
     checkpoints.save(0, params, None, {}, None)
     checkpoints.wait()

@@ -18,7 +18,7 @@ _FEW_TOKENS = 32
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["shape"])
 @dataclasses.dataclass(frozen=True)
-class PackedMatrix:
+class DecodeMatrix:
     """Stands in for a matrix of shape ``shape`` in products ``x @ matrix``, and in look-ups of rows if it is a table.
 
     Args:
@@ -37,11 +37,11 @@ class PackedMatrix:
         return self.values.dtype if self.scale is None else self.scale.dtype
 
     @property
-    def T(self) -> PackedMatrix:
+    def T(self) -> DecodeMatrix:
         """A table of one row an output, as a matrix that is multiplied from the left."""
         return dataclasses.replace(self, shape=self.shape[::-1])
 
-    def reshape(self, rows: int, columns: int) -> PackedMatrix:
+    def reshape(self, rows: int, columns: int) -> DecodeMatrix:
         """With its inputs joined to one axis, and its outputs; -1 as in NumPy."""
         outputs, inputs = self.values.shape
         assert rows in (inputs, -1)
@@ -76,12 +76,12 @@ class PackedMatrix:
         return (product * self.scale).astype(dtype)
 
 
-def pack(matrix: Float[Array, "*axes"], inputs: Sequence[int]) -> PackedMatrix:
+def pack(matrix: Float[Array, "*axes"], inputs: Sequence[int]) -> DecodeMatrix:
     """Lay out a matrix outputs first; ``inputs`` are the axes that a product sums over."""
-    return PackedMatrix(_outputs_first(matrix, inputs), None, matrix.shape)
+    return DecodeMatrix(_outputs_first(matrix, inputs), None, matrix.shape)
 
 
-def pack_int8(matrix: Float[Array, "*axes"], inputs: Sequence[int]) -> PackedMatrix:
+def quantize_int8(matrix: Float[Array, "*axes"], inputs: Sequence[int]) -> DecodeMatrix:
     """Round a matrix to eight bits, an output channel at a time: ``scale = max(abs(channel)) / 127``.
 
     ``inputs`` are the axes that a product sums over. The error of each number is at most half its channel's scale.
@@ -90,7 +90,7 @@ def pack_int8(matrix: Float[Array, "*axes"], inputs: Sequence[int]) -> PackedMat
     rows = _outputs_first(matrix, inputs)
     scale = jnp.max(jnp.abs(rows.astype(jnp.float32)), axis=1) / _LARGEST
     values = jnp.round(rows / jnp.where(scale > 0, scale, 1.0)[:, None]).astype(jnp.int8)
-    return PackedMatrix(values, scale.astype(matrix.dtype), matrix.shape)
+    return DecodeMatrix(values, scale.astype(matrix.dtype), matrix.shape)
 
 
 def _outputs_first(matrix: Array, inputs: Sequence[int]) -> Array:

@@ -9,8 +9,8 @@ from jax.sharding import NamedSharding
 from jllama.config import LlamaConfig
 from jllama.errors import UsageError
 from jllama.model import abstract_params
-from jllama.parallel.mesh import BATCH, MeshConfig, make_mesh, state_sharding
 from jllama.parameters import map_by_path
+from jllama.sharding import BATCH, MeshConfig, make_mesh, state_sharding
 from jllama.verify.compare import random_params, worst_error
 from jllama.verify.equalities import MESHES, Case, one_device_and, sharded_error, sharded_training_error, trained
 from jllama.verify.subject import jllama_itself

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllama.checkpoints.formats import load
+from jllama.checkpoints.registry import load
 from jllama.config import LlamaConfig
+from jllama.decode_params import DecodeParams
 from jllama.errors import JllamaError
-from jllama.generation.engine import Request, SamplingConfig, advance, start
+from jllama.generation.decode import Request, SamplingParams, advance, start
 from jllama.generation.text import stream
-from jllama.parameters import Params
 
-GREEDY = SamplingConfig(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 RAGGED_TOKENS = (10, 20, 37, 50, 64, 70, 100, 120)
 """Lengths of the eight prompts that are continued together."""
 CONTEXT_TOKENS = 32
@@ -50,7 +50,7 @@ def prompts_of(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
     return [draws.integers(0, vocab_size, length).tolist() for length in lengths]
 
 
-def generate_s(params: Params, config: LlamaConfig, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
+def generate_s(params: DecodeParams, config: LlamaConfig, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
     """Seconds to continue all prompts, together, by ``new_tokens`` tokens each, greedily and without a stop."""
     begun = time.perf_counter()
     decoding = start(params, config, [Request(prompt, GREEDY, new_tokens) for prompt in prompts])
@@ -60,7 +60,7 @@ def generate_s(params: Params, config: LlamaConfig, prompts: Sequence[Sequence[i
 
 
 def speed(
-    params: Params,
+    params: DecodeParams,
     config: LlamaConfig,
     lengths: Sequence[int],
     new_tokens: int,
@@ -90,15 +90,15 @@ def speed(
     return Speed(len(lengths) / step_s, 1e3 * step_s, limit)
 
 
-def bytes_per_step(params: Params, config: LlamaConfig, batch: int, context: int) -> int:
+def bytes_per_step(params: DecodeParams, config: LlamaConfig, batch: int, context: int) -> int:
     """Bytes that a decoding step must read: every weight once, and the keys and values of ``context`` tokens a row.
 
     Of an embedding that is not also the head only ``batch`` rows are read.
     """
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     if not config.tie_embeddings:
-        weights -= sum(leaf.nbytes for leaf in jax.tree.leaves(params["embed"]))
-    item = params["final_norm"].dtype.itemsize
+        weights -= sum(leaf.nbytes for leaf in jax.tree.leaves(params.weights["embed"]))
+    item = params.dtype.itemsize
     return weights + batch * context * 2 * config.num_layers * config.num_kv_heads * config.head_dim * item
 
 
@@ -120,8 +120,15 @@ def first_token_times_s(checkpoint: str) -> dict[str, float]:
 
     A second call finds compiled programs in the cache (``jllama.load``).
     """
-    code = "import sys, time; times = [float(sys.argv[2]), time.time()]; from jllama.generation import benchmark; "
-    command = [sys.executable, "-c", f"{code}benchmark.first_token(sys.argv[1], times)", checkpoint, str(time.time())]
+    code = "import sys, time; times = [float(sys.argv[2]), time.time()]; "
+    code += "from jllama.commands import decode_benchmark; "
+    command = [
+        sys.executable,
+        "-c",
+        f"{code}decode_benchmark.first_token(sys.argv[1], times)",
+        checkpoint,
+        str(time.time()),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise JllamaError(f"the process that makes the first token failed: {done.stderr.strip().splitlines()[-1]}")
@@ -134,7 +141,7 @@ def first_token(checkpoint: str, times: list[float]) -> None:
     jax.devices()
     times.append(time.time())
     model = load(checkpoint)
-    jax.block_until_ready(model.decoding_params)
+    jax.block_until_ready(model.decode_params)
     times.append(time.time())
     next(stream(model, "The capital of France is", GREEDY, max_new_tokens=64))
     times.append(time.time())

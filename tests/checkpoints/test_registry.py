@@ -23,12 +23,13 @@ from hypothesis import strategies as st
 
 import jllama
 from jllama import oracle
-from jllama.checkpoints import formats, huggingface
-from jllama.checkpoints.formats import Model, convert, load, load_tokenizer, open_checkpoint, save
+from jllama.checkpoints import huggingface
+from jllama.checkpoints.registry import convert, load, load_tokenizer, open_checkpoint, save
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError, UsageError
-from jllama.parallel.mesh import MeshConfig, make_mesh
-from jllama.parameters import stored_tensors
+from jllama.language_model import LanguageModel
+from jllama.parameters import tensor_specs
+from jllama.sharding import MeshConfig, make_mesh
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.tokenizers.convert import save_huggingface
 from jllama.verify.compare import random_params, relative_error
@@ -38,7 +39,7 @@ CONFIG = LlamaConfig(
 )
 PARAMS = random_params(CONFIG, 0)
 TOKENIZER = train_sentencepiece(["the quick brown fox jumps over the lazy dog\n" * 9], 300)
-MODEL = Model(CONFIG, PARAMS, TOKENIZER)
+MODEL = LanguageModel(CONFIG, PARAMS, TOKENIZER)
 FORMATS = ["orbax", "hf", "gguf", "llama2c", "meta"]
 SCALED = dataclasses.replace(
     CONFIG, rope_theta=500_000.0, max_seq_len=131_072, rope_scaling=RopeScaling("llama3", 32.0)
@@ -86,7 +87,7 @@ def test_every_format_gives_the_same_bytes(tmp_path_factory, drawn, dtype, style
     scaled = {} if plain else {"use_scaled_rope": True, "rope_scaling_factor": config.rope_scaling.factor}
     source = metas_folder(folder / "start", config, shards, style, dtype, seed, **scaled)
     expected = tensors_of(source)
-    assert set(expected) == {stored.key for stored in stored_tensors(config)}
+    assert set(expected) == {stored.key for stored in tensor_specs(config)}
     steps = ["hf", "gguf", *(["llama2c"] if plain and dtype == "float32" else []), "orbax", "hf", "meta"]
     for number, to in enumerate(steps):
         target = folder / f"{number}_{to}"
@@ -191,7 +192,7 @@ def test_q8_0_is_close_and_only_gguf_has_it(written, tmp_path):
 def test_what_a_format_cannot_hold_is_refused_by_name(tmp_path, change, to, said):
     config = dataclasses.replace(CONFIG, **change)
     with pytest.raises(JllamaError, match=said):
-        save(Model(config, random_params(config, 0)), tmp_path / "out", to)
+        save(LanguageModel(config, random_params(config, 0)), tmp_path / "out", to)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -206,12 +207,12 @@ def test_chat_template_and_stop_ids_go_along(tmp_path, to):
 
 @pytest.mark.parametrize("to", ["orbax", "hf", "gguf", "meta"])
 def test_scaled_rope_goes_along(tmp_path, to):
-    save(Model(SCALED, PARAMS), tmp_path / to, to)
+    save(LanguageModel(SCALED, PARAMS), tmp_path / to, to)
     assert load(tmp_path / to).config == SCALED
 
 
 def test_a_rope_factor_for_metas_files_alone(tmp_path, written):
-    save(Model(SCALED, PARAMS), tmp_path / "meta", "meta")
+    save(LanguageModel(SCALED, PARAMS), tmp_path / "meta", "meta")
     params = json.loads((tmp_path / "meta" / "params.json").read_text())
     del params["rope_scaling_factor"]
     (tmp_path / "meta" / "params.json").write_text(json.dumps(params))
@@ -319,20 +320,23 @@ def test_deep_json_of_a_run_never_reaches_orbax(tmp_path, written):
 def test_quantized_as_it_is_loaded(written):
     found, expected = load(written / "gguf", quantize="int8"), load(written / "gguf").for_decoding("int8")
     assert_same_bits(found.params, expected.params)
-    assert repr(found) == "Model(llama, 2 layers, 34,720 parameters, int8, tokenizer of 300 tokens, from gguf)"
+    assert repr(found) == "LanguageModel(llama, 2 layers, 34,720 parameters, int8, tokenizer of 300 tokens, from gguf)"
 
 
 def test_an_unknown_quantization():
-    unchecked = inspect.unwrap(Model.for_decoding)  # the type checker of the tests would be the first to say so
+    unchecked = inspect.unwrap(LanguageModel.for_decoding)  # the type checker of the tests would be the first to say so
     with pytest.raises(UsageError, match="quantize is 'int4'; it must be one of int8, or None"):
         unchecked(MODEL, "int4")
 
 
 def test_a_models_repr_is_one_line(written):
     assert repr(load(written / "hf")) == (
-        "Model(llama, 2 layers, 34,720 parameters, float32, tokenizer of 300 tokens, from hf)"
+        "LanguageModel(llama, 2 layers, 34,720 parameters, float32, tokenizer of 300 tokens, from hf)"
     )
-    assert repr(Model(CONFIG, PARAMS)) == "Model(llama, 2 layers, 34,720 parameters, float32, no tokenizer)"
+    assert (
+        repr(LanguageModel(CONFIG, PARAMS))
+        == "LanguageModel(llama, 2 layers, 34,720 parameters, float32, no tokenizer)"
+    )
 
 
 def test_the_tokenizer_of_any_checkpoint(tmp_path, written):
@@ -349,7 +353,7 @@ def test_the_tokenizer_of_any_checkpoint(tmp_path, written):
         tmp_path / "gguf",
     ):
         assert load_tokenizer(path).encode("the lazy dög") == TOKENIZER.encode("the lazy dög")
-    save(Model(CONFIG, PARAMS), tmp_path / "none.gguf", "gguf")
+    save(LanguageModel(CONFIG, PARAMS), tmp_path / "none.gguf", "gguf")
     with pytest.raises(JllamaError, match=r"none\.gguf has no tokenizer: put the one it was trained with beside"):
         load_tokenizer(tmp_path / "none.gguf")
     with pytest.raises(JllamaError, match="there is no checkpoint at"):
@@ -378,7 +382,7 @@ def test_the_destination_must_be_free(tmp_path, written):
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_what_fails_on_the_way_leaves_nothing(tmp_path, written, monkeypatch, to):
-    module = formats._module(to)
+    module = registry._module(to)
     whole = module.write
 
     def broken(checkpoint, target, dtype, report):
@@ -419,7 +423,7 @@ def test_what_stood_there_is_put_back(tmp_path, written, monkeypatch, to):
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_disk_too_small_is_found_before_anything_is_written(tmp_path, written, monkeypatch, to):
-    needed = 4 * sum(math.prod(stored.shape) for stored in stored_tensors(CONFIG))
+    needed = 4 * sum(math.prod(stored.shape) for stored in tensor_specs(CONFIG))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
     with pytest.raises(JllamaError, match=rf"needs [\d,]+ bytes but {needed - 1:,} are free there: make room"):
@@ -430,7 +434,7 @@ def test_a_disk_too_small_is_found_before_anything_is_written(tmp_path, written,
 
 def test_a_tokenizer_larger_than_the_embedding(tmp_path):
     small = dataclasses.replace(CONFIG, vocab_size=200)
-    save(Model(small, random_params(small, 0)), tmp_path / "hf", "hf")
+    save(LanguageModel(small, random_params(small, 0)), tmp_path / "hf", "hf")
     save_huggingface(BytesTokenizer(), tmp_path / "hf")
     with pytest.raises(JllamaError, match=r"has 259 tokens but the embedding has 200 rows"):
         load(tmp_path / "hf")
@@ -477,7 +481,7 @@ def test_public_names():
     assert jllama.load is load
     assert jllama.save is save
     assert jllama.convert is convert
-    assert jllama.Model is Model
+    assert jllama.LanguageModel is LanguageModel
     assert jllama.PRESETS["llama3.2-1b"] == jllama.preset("llama3.2-1b")
 
 

@@ -1,4 +1,4 @@
-"""The program that ``jllama.generation.template`` renders with, in a process of its own.
+"""The program that ``jllama.conversation.template`` renders with, in a process of its own.
 
 It is run by its path, with the bytes of memory it may take and the folders that jinja2 is in. Requests come on stdin,
 replies go to stdout, each a line of JSON; it ends with its stdin. Source of what a template may use: transformers,

@@ -10,11 +10,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from jllama.checkpoints.formats import Model
 from jllama.config import LlamaConfig
+from jllama.conversation.conversation import TEMPLATES, chat_ids, chat_stop_ids, chat_template, check_messages
+from jllama.conversation.template import render
 from jllama.errors import JllamaError, UsageError
-from jllama.generation.chat import TEMPLATES, chat_ids, chat_stop_ids, chat_template, check_messages
-from jllama.generation.template import render
+from jllama.language_model import LanguageModel
 from jllama.tokenizers import BytesTokenizer, HuggingFaceTokenizer, TiktokenTokenizer, train_sentencepiece
 from jllama.tokenizers.byte_level import BYTE_CHARS, CHAR_BYTES, byte_level_json
 from jllama.tokenizers.convert import as_huggingface, save_huggingface
@@ -57,7 +57,7 @@ TOKENIZERS = {"llama2": LLAMA_2, "llama3": LLAMA_3, "chatml": CHATML}
 
 
 def model_with(tokenizer, template=None, stop_ids=()):
-    return Model(CONFIG, {}, tokenizer, template, stop_ids)
+    return LanguageModel(CONFIG, {}, tokenizer, template, stop_ids)
 
 
 @pytest.fixture(scope="module")

@@ -20,15 +20,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jllama.config import LlamaConfig
+from jllama.decode_params import DecodeParams
 from jllama.errors import UsageError
-from jllama.generation.drafts import draft_tokens
-from jllama.generation.settings import Request, SamplingConfig, Settings, check_requests, choose, stack_settings
-from jllama.model import KVCache, Llama, merge
-from jllama.parameters import Params
+from jllama.generation.prompt_lookup import draft_tokens
+from jllama.generation.sampling_arrays import (
+    Request,
+    SamplingArrays,
+    SamplingParams,
+    check_requests,
+    choose,
+    sampling_arrays,
+)
+from jllama.model import KVCache, Llama, build_model
 
 T = TypeVar("T")
 
-__all__ = ["Decoding", "New", "PrefixCache", "Request", "SamplingConfig", "advance", "start"]
+__all__ = ["DecodeBatch", "GeneratedTokens", "PrefixCache", "Request", "SamplingParams", "advance", "start"]
 
 STEPS = 16
 """The most decoding steps between two looks of the host."""
@@ -60,7 +67,7 @@ class DecodeState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Decoding:
+class DecodeBatch:
     """A batch in the making: its state on the device, and what the host knows of it.
 
     Args:
@@ -71,7 +78,7 @@ class Decoding:
         drafts: how many tokens each step guesses.
     """
 
-    settings: Settings
+    settings: SamplingArrays
     state: DecodeState
     lengths: Int[np.ndarray, "batch"]
     limits: Int[np.ndarray, "batch"]
@@ -79,7 +86,7 @@ class Decoding:
     drafts: int
 
 
-class New(NamedTuple):
+class GeneratedTokens(NamedTuple):
     """What a chunk of steps made: each row's tokens in order, then -1; and the model's own log-probabilities of them.
 
     A stop id is the last token of its row. The log-probability is that of the raw logits, at temperature 1 and before
@@ -104,18 +111,18 @@ class PrefixCache:
 
 
 def start(
-    params: Params,
+    params: DecodeParams,
     config: LlamaConfig,
     requests: Sequence[Request],
     *,
     vocab_size: int | None = None,
     drafts: int = 0,
     prefix: PrefixCache | None = None,
-) -> Decoding:
+) -> DecodeBatch:
     """Prefill the prompts; equal ones once.
 
     Args:
-        params: of separate layers: packed (``pack_params``), which is fastest, or as ``unstack_layers`` gives them.
+        params: in the layout for decoding.
         config: the model's.
         requests: the rows; they may differ in everything, and each comes out as it would alone (in 16-bit floats near
             ties may fall otherwise).
@@ -150,18 +157,18 @@ def start(
         jnp.zeros(len(requests), jnp.int32),
         jnp.zeros(len(requests), jnp.int32),
     )
-    settings = stack_settings(requests, config.max_seq_len, config.vocab_size, vocab_size)
+    settings = sampling_arrays(requests, config.max_seq_len, config.vocab_size, vocab_size)
     state, settings = _beside(params, (state, settings))
-    return Decoding(settings, state, lengths, limits, finished, drafts)
+    return DecodeBatch(settings, state, lengths, limits, finished, drafts)
 
 
 def advance(
-    params: Params,
+    params: DecodeParams,
     config: LlamaConfig,
-    decoding: Decoding,
+    decoding: DecodeBatch,
     steps: int = STEPS,
     stopped: Bool[np.ndarray, "batch"] | None = None,
-) -> tuple[Decoding, New]:
+) -> tuple[DecodeBatch, GeneratedTokens]:
     """Up to ``steps`` more decoding steps, and at most ``STEPS``; each gives every unfinished row a token or more.
 
     ``stopped`` rows are finished from here on. Fewer steps are taken when every row has finished.
@@ -173,7 +180,7 @@ def advance(
         decoding = dataclasses.replace(decoding, finished=decoding.finished | stopped)
     if decoding.finished.all():
         nothing = np.zeros((len(decoding.lengths), 0))
-        return dataclasses.replace(decoding, state=state), New(nothing.astype(np.int32), nothing)
+        return dataclasses.replace(decoding, state=state), GeneratedTokens(nothing.astype(np.int32), nothing)
     window = decoding.drafts + 1
     running = ~decoding.finished
     needed = np.minimum(decoding.lengths + steps * window, decoding.limits)[running].max()
@@ -185,13 +192,13 @@ def advance(
     tokens = np.asarray(tokens)
     counts = (tokens >= 0).sum(axis=1)
     widest = int(counts.max())
-    new = New(tokens[:, :widest], np.asarray(log_probs)[:, :widest])
+    new = GeneratedTokens(tokens[:, :widest], np.asarray(log_probs)[:, :widest])
     lengths = decoding.lengths + counts
     return dataclasses.replace(decoding, state=state, lengths=lengths, finished=np.array(state.finished)), new
 
 
 def _prompt_caches(
-    params: Params, config: LlamaConfig, requests: Sequence[Request], room: int, prefix: PrefixCache | None
+    params: DecodeParams, config: LlamaConfig, requests: Sequence[Request], room: int, prefix: PrefixCache | None
 ) -> KVCache:
     """A cache with room for ``room`` tokens a row that holds each row's prompt but its last token."""
     max_len = _cache_len(room, config)
@@ -209,7 +216,9 @@ def _prompt_caches(
     return batch
 
 
-def _extended(params: Params, config: LlamaConfig, ids: Sequence[int], max_len: int, prefix: PrefixCache) -> KVCache:
+def _extended(
+    params: DecodeParams, config: LlamaConfig, ids: Sequence[int], max_len: int, prefix: PrefixCache
+) -> KVCache:
     """The prefix's cache, cut to what it shares with ``ids`` and extended by the rest; a new one if that is nothing."""
     kept, prefix.cache = prefix.cache, None
     pairs = list(zip(prefix.ids, ids, strict=False))
@@ -222,23 +231,23 @@ def _extended(params: Params, config: LlamaConfig, ids: Sequence[int], max_len: 
     return _prefilled(params, config, ids[shared:], max_len, kept)
 
 
-def _empty_cache(params: Params, config: LlamaConfig, batch: int, max_len: int) -> KVCache:
-    return _beside(params, _zeros(config, batch, max_len, params["final_norm"].dtype))
+def _empty_cache(params: DecodeParams, config: LlamaConfig, batch: int, max_len: int) -> KVCache:
+    return _beside(params, _zeros(config, batch, max_len, params.dtype))
 
 
 _zeros = jax.jit(KVCache.zeros, static_argnums=(0, 1, 2, 3))  # one program, not one for each layer's arrays
 
 
-def _beside(params: Params, tree: T) -> T:
+def _beside(params: DecodeParams, tree: T) -> T:
     """Arrays on the devices of the parameters, whole on each: where they are is part of what is compiled."""
-    sharding = params["final_norm"].sharding
+    sharding = params.sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec())
     return jax.device_put(tree, sharding)
 
 
 def _prefilled(
-    params: Params, config: LlamaConfig, ids: Sequence[int], max_len: int, cache: KVCache | None = None
+    params: DecodeParams, config: LlamaConfig, ids: Sequence[int], max_len: int, cache: KVCache | None = None
 ) -> KVCache:
     """The cache with these tokens behind those that it holds; a new one with room for ``max_len``, if there is none."""
     for first in range(0, len(ids), _PREFILL_TOKENS):
@@ -252,13 +261,13 @@ def _prefilled(
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
 def _prefill(
-    params: Params,
+    params: DecodeParams,
     config: LlamaConfig,
     cache: KVCache | None,
     tokens: Int[Array | np.ndarray, "1 seq"],
     count: Int[Array | np.ndarray, "1"],
 ) -> KVCache:
-    return merge(config, params).extend(jnp.asarray(tokens), cache, jnp.asarray(count))[1]
+    return build_model(config, params).forward_with_cache(jnp.asarray(tokens), cache, jnp.asarray(count))[1]
 
 
 @functools.partial(jax.jit, donate_argnames="batch")
@@ -295,10 +304,15 @@ class _Step(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("config", "window"), donate_argnames=("state",))
 def _decode(
-    params: Params, config: LlamaConfig, state: DecodeState, settings: Settings, steps: Int[Array, ""], window: int
+    params: DecodeParams,
+    config: LlamaConfig,
+    state: DecodeState,
+    settings: SamplingArrays,
+    steps: Int[Array, ""],
+    window: int,
 ) -> tuple[DecodeState, Int[Array, "batch new"], Float[Array, "batch new"]]:
     """Up to ``steps`` steps; ends early when every row has finished."""
-    llama = merge(config, params)
+    llama = build_model(config, params)
     batch = state.finished.shape[0]
 
     def step(carry: _Step) -> _Step:
@@ -323,13 +337,13 @@ def _decode(
     return ended.state, ended.tokens, ended.log_probs
 
 
-def _step(llama: Llama, settings: Settings, carry: _Step, drafts: Int[Array, "batch drafts"]) -> _Step:
+def _step(llama: Llama, settings: SamplingArrays, carry: _Step, drafts: Int[Array, "batch drafts"]) -> _Step:
     """Feed each row its last token and its drafts (-1 for none); draw, and go on as long as the drafts are right."""
     state = carry.state
     rows = jnp.arange(drafts.shape[0])
     last = state.tokens[rows, state.cache.lengths]
     fed = jnp.concatenate([last[:, None], drafts], axis=1)
-    hidden, cache = llama.extend(jnp.maximum(fed, 0), state.cache, jnp.zeros_like(state.cache.lengths))
+    hidden, cache = llama.forward_with_cache(jnp.maximum(fed, 0), state.cache, jnp.zeros_like(state.cache.lengths))
     logits = llama.logits(hidden)
     drafted = jnp.sum((drafts >= 0) & ~state.finished[:, None], axis=1, dtype=jnp.int32)
     carry = carry._replace(state=state._replace(cache=cache, drafted=state.drafted + drafted))

@@ -10,8 +10,8 @@ import pytest
 
 from jllama.config import LlamaConfig
 from jllama.errors import UsageError
-from jllama.parallel.mesh import MeshConfig
 from jllama.parameters import parameter_table, shape_of
+from jllama.sharding import MeshConfig
 from jllama.verify.compare import TOLERANCE, VISIBLE
 
 SCRIPT = Path(__file__).with_name("steps_on_eight_devices.py")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from helpers import assert_same_bits
 
-from jllama.checkpoints.native import Checkpoints, read_model_config
+from jllama.checkpoints.run import RunCheckpoints, read_model_config
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.training.optimizer import OptimizerConfig, make_optimizer
@@ -53,14 +53,14 @@ def assert_whole(checkpoints, step):
 def finished(tmp_path_factory):
     """A folder with steps 10 and 20, never written to again."""
     folder = tmp_path_factory.mktemp("finished") / "checkpoints"
-    checkpoints = Checkpoints(folder, keep_last=2)
+    checkpoints = RunCheckpoints(folder, keep_last=2)
     save(checkpoints, 10, 2.0)
     save(checkpoints, 20, 3.0)
     return folder
 
 
 def test_every_bit_comes_back(finished):
-    checkpoints = Checkpoints(finished, read_only=True)
+    checkpoints = RunCheckpoints(finished, read_only=True)
     assert checkpoints.steps() == [10, 20]
     assert_whole(checkpoints, 10)
     assert_whole(checkpoints, 20)
@@ -69,7 +69,7 @@ def test_every_bit_comes_back(finished):
 
 
 def test_the_arrays_may_be_donated_as_soon_as_save_returns(tmp_path):
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = RunCheckpoints(tmp_path)
     params, state = contents(1)
     checkpoints.save(1, params, state, META | {"step": 1}, None)
     overwrite = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0 + 3, tree), donate_argnums=0)
@@ -79,33 +79,33 @@ def test_the_arrays_may_be_donated_as_soon_as_save_returns(tmp_path):
 
 
 def test_the_last_ones_and_the_best_are_kept(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    checkpoints = RunCheckpoints(tmp_path, keep_last=2)
     for step, loss in [(1, 5.0), (2, 1.0), (3, 4.0), (4, 3.0), (5, 2.0)]:
         save(checkpoints, step, loss)
     assert checkpoints.steps() == [2, 4, 5]
     assert checkpoints.best_step() == 2
     save(checkpoints, 6, 0.5)
-    assert Checkpoints(tmp_path, read_only=True).steps() == [5, 6]
-    assert Checkpoints(tmp_path, read_only=True).best_step() == 6
+    assert RunCheckpoints(tmp_path, read_only=True).steps() == [5, 6]
+    assert RunCheckpoints(tmp_path, read_only=True).best_step() == 6
 
 
 def test_a_step_without_validation_loss_is_kept_as_last_and_never_as_best(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    checkpoints = RunCheckpoints(tmp_path, keep_last=1)
     save(checkpoints, 1)
     assert (checkpoints.steps(), checkpoints.best_step()) == ([1], 1)
     save(checkpoints, 2, 4.0)
     save(checkpoints, 3)
     assert (checkpoints.steps(), checkpoints.best_step()) == ([2, 3], 2)
-    assert_whole(Checkpoints(tmp_path, read_only=True), 3)
+    assert_whole(RunCheckpoints(tmp_path, read_only=True), 3)
 
 
 def test_an_empty_folder_has_no_steps(tmp_path):
-    assert Checkpoints(tmp_path).steps() == []
-    assert Checkpoints(tmp_path).best_step() is None
+    assert RunCheckpoints(tmp_path).steps() == []
+    assert RunCheckpoints(tmp_path).best_step() is None
 
 
 def test_every_difference_is_listed(finished):
-    checkpoints = Checkpoints(finished, read_only=True)
+    checkpoints = RunCheckpoints(finished, read_only=True)
     params, state = abstract(contents(20)[0]), abstract(contents(20)[1])
     params["extra"] = jax.ShapeDtypeStruct((3,), jnp.float32)
     del params["lm_head"]
@@ -130,7 +130,7 @@ def test_every_difference_is_listed(finished):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_parameters_come_in_the_dtype_asked_for(finished, dtype):
-    params = Checkpoints(finished, read_only=True).restore_params(20, CONFIG, dtype)
+    params = RunCheckpoints(finished, read_only=True).restore_params(20, CONFIG, dtype)
     assert_same_bits(params, jax.tree.map(lambda leaf: leaf.astype(dtype), contents(20)[0]))
 
 
@@ -138,7 +138,7 @@ def test_a_difference_in_the_optimizer_is_listed(finished):
     params, state = abstract(contents(20)[0]), abstract(contents(20)[1])
     state["step"] = jax.ShapeDtypeStruct((), jnp.int16)
     with pytest.raises(JllamaError, match=r"step is int32\[\] in the checkpoint but int16\[\] in this model"):
-        Checkpoints(finished, read_only=True).restore(20, params, state)
+        RunCheckpoints(finished, read_only=True).restore(20, params, state)
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -148,7 +148,7 @@ def test_half_written_steps_are_not_there(finished, tmp_path, read_only):
     shutil.copytree(finished, folder)
     shutil.copytree(folder / "20", folder / "30.orbax-checkpoint-tmp-7")
     (folder / "40.orbax-checkpoint-tmp-8" / "params").mkdir(parents=True)
-    checkpoints = Checkpoints(folder, keep_last=2, read_only=read_only)
+    checkpoints = RunCheckpoints(folder, keep_last=2, read_only=read_only)
     assert checkpoints.steps() == [10, 20]
     assert_whole(checkpoints, 20)
     assert len([path for path in folder.iterdir() if "tmp" in path.name]) == (2 if read_only else 0)
@@ -161,14 +161,14 @@ def test_what_is_no_longer_wanted_is_never_half_there(tmp_path, monkeypatch):
     """A kill while an old checkpoint is deleted: it has lost its name before it loses its first file."""
     folder = tmp_path / "checkpoints"
     with monkeypatch.context() as killed:
-        killed.setattr(Checkpoints, "_sweep", lambda self: None)
-        checkpoints = Checkpoints(folder)
+        killed.setattr(RunCheckpoints, "_sweep", lambda self: None)
+        checkpoints = RunCheckpoints(folder)
         save(checkpoints, 1)
         save(checkpoints, 2)
         assert sorted(path.name for path in folder.iterdir()) == ["2", "unwanted"]
     (folder / "unwanted" / "1" / "params" / "manifest.ocdbt").unlink()
-    assert Checkpoints(folder, read_only=True).steps() == [2]
-    save(Checkpoints(folder), 3)
+    assert RunCheckpoints(folder, read_only=True).steps() == [2]
+    save(RunCheckpoints(folder), 3)
     assert sorted(path.name for path in folder.iterdir()) == ["3"]
 
 
@@ -195,26 +195,26 @@ def test_metadata_of_another_type(finished, tmp_path, key, value):
     path = folder / "20" / "_CHECKPOINT_METADATA"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     with pytest.raises(JllamaError, match=r"cannot be read \("):
-        Checkpoints(folder, read_only=True).restore_params(20, CONFIG)
+        RunCheckpoints(folder, read_only=True).restore_params(20, CONFIG)
 
 
 def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    checkpoints = Checkpoints(Path("runs/x/checkpoints"))
+    checkpoints = RunCheckpoints(Path("runs/x/checkpoints"))
     os.chdir("/")
     save(checkpoints, 5, 1.0)
     assert (tmp_path / "runs/x/checkpoints/5").is_dir()
     monkeypatch.chdir(tmp_path / "runs")
-    assert_whole(Checkpoints(Path("x/checkpoints"), read_only=True), 5)
+    assert_whole(RunCheckpoints(Path("x/checkpoints"), read_only=True), 5)
 
 
 def test_a_failed_save_is_one_sentence_and_leaves_the_earlier_steps(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    checkpoints = RunCheckpoints(tmp_path, keep_last=2)
     save(checkpoints, 1, 1.0)
     params, state = contents(2)
     checkpoints.save(2, params, state, {"not JSON": object()}, None)  # goes on, and fails, in the background
     with pytest.raises(JllamaError, match=r"could not save a checkpoint in .*; the last good checkpoint is step 1$"):
         checkpoints.wait()
-    again = Checkpoints(tmp_path, read_only=True)
+    again = RunCheckpoints(tmp_path, read_only=True)
     assert again.steps() == [1]
     assert_whole(again, 1)

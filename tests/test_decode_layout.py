@@ -7,9 +7,10 @@ import pytest
 
 from jllama import oracle
 from jllama.config import LlamaConfig
-from jllama.functional import PackedMatrix
-from jllama.generation.engine import Request, SamplingConfig, advance, start
-from jllama.model import merge, pack_params
+from jllama.decode_params import decode_layout
+from jllama.functional import DecodeMatrix
+from jllama.generation.decode import Request, SamplingParams, advance, start
+from jllama.model import build_model
 from jllama.verify.compare import random_params
 
 SIZES = {"vocab_size": 61, "num_layers": 2, "embed_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_seq_len": 64}
@@ -19,14 +20,14 @@ SIZES = {"vocab_size": 61, "num_layers": 2, "embed_dim": 64, "num_heads": 4, "nu
 def test_logits_are_those_of_the_rounded_weights(tied):
     config = LlamaConfig(**SIZES, head_dim=32, mlp_dim=96, tie_embeddings=tied)
     weights = random_params(config, 0)
-    params = pack_params(jax.tree.map(jnp.asarray, weights), config, "int8")
-    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, PackedMatrix))
-    assert sum(isinstance(leaf, PackedMatrix) for leaf in leaves) == 7 * 2 + (1 if tied else 2)
+    params = decode_layout(jax.tree.map(jnp.asarray, weights), config, "int8")
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, DecodeMatrix))
+    assert sum(isinstance(leaf, DecodeMatrix) for leaf in leaves) == 7 * 2 + (1 if tied else 2)
 
     def rounded(leaf, number, name):
         """What the matrix stands for, in the oracle's shape."""
         matrix = params["layers"][number][name] if number else params[name]
-        if not isinstance(matrix, PackedMatrix):
+        if not isinstance(matrix, DecodeMatrix):
             return leaf
         outputs_first = np.asarray(matrix.values, np.float64) * np.asarray(matrix.scale, np.float64)[:, None]
         return (outputs_first if name == "embed" else outputs_first.T).reshape(leaf.shape)
@@ -37,7 +38,7 @@ def test_logits_are_those_of_the_rounded_weights(tied):
         name: np.stack([rounded(stack[i], str(i), name) for i in range(2)]) for name, stack in weights["layers"].items()
     }
     expected = oracle.forward(expected_params, tokens, config)
-    found = jax.jit(lambda params: merge(config, params)(jnp.asarray(tokens)))(params)
+    found = jax.jit(lambda params: build_model(config, params)(jnp.asarray(tokens)))(params)
     assert np.abs(np.asarray(found) - expected).max() < 2e-3 * np.abs(expected).max()
     exact = oracle.forward(weights, tokens, config)
     assert 1e-3 < np.abs(np.asarray(found) - exact).max() / np.abs(exact).max() < 0.1
@@ -47,10 +48,10 @@ def test_logits_are_those_of_the_rounded_weights(tied):
 def test_decoding(quantize):
     config = LlamaConfig(**SIZES, head_dim=32, mlp_dim=96)
     weights = random_params(config, 0)
-    params = pack_params(jax.tree.map(jnp.asarray, weights), config, quantize)
-    decoding = start(params, config, [Request([1, 2, 3], SamplingConfig(temperature=0.0), 9)])
+    params = decode_layout(jax.tree.map(jnp.asarray, weights), config, quantize)
+    decoding = start(params, config, [Request([1, 2, 3], SamplingParams(temperature=0.0), 9)])
     decoding, new = advance(params, config, decoding)
-    logits = jax.jit(lambda ids: merge(config, params)(ids))(jnp.array([[1, 2, 3, *new.tokens[0]]]))
+    logits = jax.jit(lambda ids: build_model(config, params)(ids))(jnp.array([[1, 2, 3, *new.tokens[0]]]))
     assert new.tokens[0].tolist() == np.argmax(logits[0, 2:-1], axis=-1).tolist()
     if quantize is None:
         expected = oracle.forward(weights, np.array([[1, 2, 3, *new.tokens[0]]]), config)

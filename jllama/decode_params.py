@@ -1,0 +1,70 @@
+"""The layout of parameters for decoding: a layer each, matrices outputs first."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+from jaxtyping import Array
+
+from jllama import functional as F
+from jllama.config import LlamaConfig
+from jllama.parameters import Params, parameter_table
+
+Quantization = Literal["int8"]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weights"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class DecodeParams:
+    """Parameters in the layout for decoding: each layer by itself, its matrices outputs first, in floats or int8.
+
+    Args:
+        weights: ``embed``, ``final_norm``, ``lm_head`` (unless tied) and ``layers``, a dictionary by ``"0"``, ``"1"``,
+            ...; norms are arrays and matrices ``jllama.functional.DecodeMatrix``.
+    """
+
+    weights: dict[str, Any]
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the activations."""
+        return self.weights["final_norm"].dtype
+
+    @property
+    def sharding(self) -> jax.sharding.Sharding:
+        """Where the parameters are; of several devices a ``NamedSharding`` of their mesh."""
+        return self.weights["final_norm"].sharding
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the matrices are int8."""
+        return self.weights["embed"].scale is not None
+
+
+def decode_layout(params: Params, config: LlamaConfig, quantize: Quantization | None = None) -> DecodeParams:
+    """Parameters of the training layout in the layout for decoding.
+
+    With ``quantize`` matrices become eight-bit integers, one scale an output channel; of the embedding each row is one.
+    """
+    table = parameter_table(config)
+
+    def laid_out(path: str, leaf: Array) -> Any:
+        axes = [axis for axis in table[path].axes if axis != "layers"]
+        return _lay_out(leaf, tuple(axes.index(axis) for axis in table[path].inputs), quantize)
+
+    others = {name: laid_out(name, leaf) for name, leaf in params.items() if name != "layers"}
+    layers = {
+        str(i): {name: laid_out(f"layers/{name}", stack[i]) for name, stack in params["layers"].items()}
+        for i in range(config.num_layers)
+    }
+    return DecodeParams(others | {"layers": layers})
+
+
+@functools.partial(jax.jit, static_argnames=("inputs", "quantize"))
+def _lay_out(leaf: Array, inputs: tuple[int, ...], quantize: Quantization | None) -> Any:
+    if not inputs:
+        return leaf
+    return F.quantize_int8(leaf, inputs) if quantize else F.pack(leaf, inputs)

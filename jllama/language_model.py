@@ -1,0 +1,88 @@
+"""A loaded model: architecture, parameters, tokenizer, chat template; what formats and generation share."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import get_args
+
+import jax
+from jaxtyping import Array, Float
+
+from jllama.config import LlamaConfig
+from jllama.decode_params import DecodeParams, Quantization, decode_layout
+from jllama.errors import JllamaError, UsageError
+from jllama.model import TokenIds, as_token_ids, build_model
+from jllama.parameters import Params, count_parameters
+from jllama.presets import nearest_preset
+from jllama.tokenizers import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModel:
+    """A loaded model. Called on token ids it gives logits.
+
+    Args:
+        config: the architecture.
+        params: in the training layout (``jllama.parameters``) or in the layout for decoding (``DecodeParams``).
+        tokenizer: None if the files had none.
+        chat_template: the Jinja template that turns messages into a prompt, if the files had one.
+        stop_ids: tokens that end a text; the tokenizer's EOS if the files did not say.
+        step: of a training run, the step that the parameters are from.
+        source: the name of the file or folder that it was loaded from.
+    """
+
+    config: LlamaConfig
+    params: Params | DecodeParams
+    tokenizer: Tokenizer | None = None
+    chat_template: str | None = None
+    stop_ids: tuple[int, ...] = ()
+    step: int | None = None
+    source: str = ""
+
+    def __repr__(self) -> str:
+        """One line, without the weights."""
+        dtype = (
+            max(jax.tree.leaves(self.params), key=lambda leaf: leaf.size).dtype.name if self.params else "no weights"
+        )
+        origin = f", from {self.source}" if self.source else ""
+        return f"LanguageModel({summary(self.config, dtype, self.tokenizer)}{origin})"
+
+    def __call__(self, tokens: TokenIds) -> Float[Array, "batch seq vocab"]:
+        """Float32 logits of the token that follows each one; ``UsageError`` if they are not ids of this model."""
+        return _logits(self.params, self.config, as_token_ids(tokens, self.config))
+
+    @property
+    def text_tokenizer(self) -> Tokenizer:
+        """``tokenizer``; what works on text cannot do without, and raises ``JllamaError`` here if there is none."""
+        if self.tokenizer is None:
+            raise JllamaError("the model has no tokenizer: put the one it was trained with beside its weights")
+        return self.tokenizer
+
+    @property
+    def decode_params(self) -> DecodeParams:
+        """``params`` in the layout for decoding; if they are in the training layout, converted at each call."""
+        return self.params if isinstance(self.params, DecodeParams) else decode_layout(self.params, self.config)
+
+    def for_decoding(self, quantize: Quantization | None = None) -> LanguageModel:
+        """The same model with its parameters in the layout for decoding (``decode_layout``), as int8 if asked."""
+        if quantize not in (None, *get_args(Quantization)):
+            known = ", ".join(get_args(Quantization))
+            raise UsageError(f"quantize is {quantize!r}; it must be one of {known}, or None")
+        if isinstance(self.params, DecodeParams):
+            if quantize and not self.params.quantized:
+                raise UsageError("the parameters are in the layout for decoding: quantize when loading them")
+            return self
+        return dataclasses.replace(self, params=decode_layout(self.params, self.config, quantize))
+
+
+def summary(config: LlamaConfig, dtype: str, tokenizer: Tokenizer | None) -> str:
+    """A model in a few words: the nearest released Llama, layers, parameters, dtype and size of the tokenizer."""
+    tokens = f"tokenizer of {tokenizer.vocab_size:,} tokens" if tokenizer else "no tokenizer"
+    sizes = f"{config.num_layers} layers, {count_parameters(config):,} parameters"
+    return f"{nearest_preset(config) or 'llama'}, {sizes}, {dtype}, {tokens}"
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _logits(params: Params | DecodeParams, config: LlamaConfig, tokens: Array) -> Array:
+    return build_model(config, params)(tokens)
