@@ -1,0 +1,181 @@
+"""The arrows of the house, read from the imports of every module, those inside functions and for types alone too."""
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import jllama
+
+PACKAGE = Path(jllama.__file__).parent
+FLOORS = [
+    {"errors", "functional", "typecheck"},
+    {"files", "rope_scaling"},
+    {"config"},
+    {"presets", "parameters", "oracle", "tokenizers"},
+    {"sharding", "decode_params", "data"},
+    {"model"},
+    {"language_model"},
+    {"generation", "checkpoints"},
+    {"evaluation", "training"},
+    {"conversation", "verify"},
+    {"check"},
+    {"commands"},
+    {"__main__"},
+]
+"""A room (a module or a folder of them) imports rooms of lower floors and itself, and none beside it."""
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+FORBIDDEN = {("evaluation", "checkpoints")}
+"""Downward, and still not wanted: the room gets a loaded model."""
+REGISTRIES = {
+    "jllama": "jllama.",  # the public names, imported when they are first used
+    "jllama.commands.cli": "jllama.commands.",  # one module a command
+    "jllama.checkpoints.registry": "jllama.checkpoints.",  # one module a format
+}
+"""Modules that may name modules of ours in strings, and how those names begin."""
+_IMPORTERS = ("import_module", "__import__", "run_module")
+KNOWN = {
+    "circle: jllama.tokenizers.huggingface and jllama.tokenizers.pieces",
+    "jllama.commands.decode_benchmark names jllama.commands in a string",
+    "jllama.evaluation.harness imports jllama.checkpoints.registry",
+    "jllama.evaluation.harness imports jllama.conversation.conversation",
+}
+"""What does not hold yet. An entry that has come to hold must be removed."""
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Every module by its dotted name, but not the front door, ``jllama`` itself."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    names = [".".join(["jllama", *path.relative_to(PACKAGE).with_suffix("").parts]) for path in paths]
+    parsed = {name.removesuffix(".__init__"): ast.parse(p.read_text()) for name, p in zip(names, paths, strict=True)}
+    return parsed
+
+
+def home(name: str) -> str | None:
+    """The module that ``name`` (``jllama.model``, ``jllama.model.Llama``, ``jllama.load``) comes from."""
+    while name not in trees() and "." in name:
+        parent, _, last = name.rpartition(".")
+        if parent == "jllama" and last in jllama._HOMES:
+            return jllama._HOMES[last]
+        name = parent
+    return None if name == "jllama" else name
+
+
+def imported_names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "jllama":
+            yield f"jllama.{node.attr}"  # of ``import jllama``, which imports it when it is used
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from re.findall(r"^jllama\.[A-Z]\w*$", node.value)  # an annotation in quotes
+
+
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """The modules of ours that each module imports."""
+    found = {}
+    for module, tree in trees().items():
+        names = {home(name) for name in imported_names(tree) if name.split(".")[0] == "jllama"}
+        found[module] = {name for name in names if name not in (None, module)}
+    del found["jllama"]
+    return found
+
+
+def violations() -> Iterator[str]:
+    for module, targets in imports().items():
+        room = room_of(module)
+        for target in sorted(targets):
+            other = room_of(target)
+            if other != room and (FLOOR_OF[other] >= FLOOR_OF[room] or (room, other) in FORBIDDEN):
+                yield f"{module} imports {target}"
+    yield from (f"circle: {' and '.join(sorted(circle))}" for circle in circles())
+    for module, tree in trees().items():
+        for text in module_names_in_strings(tree):
+            if not text.startswith(REGISTRIES.get(module, "nothing")):
+                yield f"{module} names {text} in a string"
+
+
+def circles() -> list[frozenset[str]]:
+    """Groups of modules each of which reaches the others."""
+
+    def reach(module: str) -> set[str]:
+        found, todo = set(), [module]
+        while todo:
+            for target in imports()[todo.pop()] - found:
+                found.add(target)
+                todo.append(target)
+        return found
+
+    reached = {module: reach(module) for module in imports()}
+    groups = {frozenset(b for b in reached[a] if a in reached[b]) for a in reached if a in reached[a]}
+    return sorted(groups, key=sorted)
+
+
+def module_names_in_strings(tree: ast.Module) -> Iterator[str]:
+    """Modules of ours that are imported by a string: given to ``import_module`` or the like, or inside a program."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _IMPORTERS and node.args:
+            text = ast.unparse(node.args[0]).lstrip("fr").strip("'\"")
+            yield from [text] if text.startswith("jllama") else []
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield from re.findall(r"(?m)(?:^|;) *(?:from|import) (jllama[\w.]*)(?: import|;|$)", node.value)
+
+
+def test_every_room_has_a_floor():
+    rooms = {room_of(module) for module in imports()}
+    assert rooms <= set(FLOOR_OF)
+
+
+def test_arrows_point_one_way():
+    """No import upward or between neighbors, no circle, no module of ours in a string but in a registry."""
+    found = set(violations())
+    assert found - KNOWN == set(), "these imports are new"
+    assert KNOWN - found == set(), "these entries of KNOWN hold by now: remove them"
+
+
+def test_functional_imports_nothing_of_ours():
+    own = {m: {t for t in targets if room_of(t) != "functional"} for m, targets in imports().items()}
+    assert {m: targets for m, targets in own.items() if room_of(m) == "functional" and targets} == {}
+
+
+def test_nobody_imports_the_commands():
+    importers = {m for m, targets in imports().items() for t in targets if room_of(t) == "commands"}
+    assert {room_of(module) for module in importers} <= {"commands", "__main__"}
+
+
+@pytest.mark.parametrize(("room", "other"), [("generation", "checkpoints"), ("checkpoints", "generation")])
+def test_generation_and_checkpoints_do_not_know_each_other(room, other):
+    found = [f"{m} imports {t}" for m, ts in imports().items() for t in ts if (room_of(m), room_of(t)) == (room, other)]
+    assert set(found) <= KNOWN
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("import jllama.model", {"jllama.model"}),
+        ("def f():\n    from jllama.checkpoints import registry", {"jllama.checkpoints.registry"}),
+        ("import jllama\nx: 'jllama.Llama'\njllama.load()", {"jllama.model", "jllama.checkpoints.registry"}),
+        ("from jllama.functional import rms_norm", {"jllama.functional"}),
+    ],
+)
+def test_an_import_is_seen_however_it_is_written(program, expected):
+    names = {home(name) for name in imported_names(ast.parse(program)) if name.startswith("jllama")}
+    assert names - {None} == expected
+
+
+@pytest.mark.parametrize("program", ['import_module("jllama.model")', 'run([python, "-c", "import jllama.model"])'])
+def test_an_import_in_a_string_is_seen(program):
+    assert [*module_names_in_strings(ast.parse(program))] == ["jllama.model"]
