@@ -60,7 +60,7 @@ def write_models(folder: Path) -> None:
     from jllama.language_model import LanguageModel
     from jllama.tokenizers import HuggingFaceTokenizer, train_sentencepiece
     from jllama.tokenizers.byte_level import BYTE_CHARS, byte_level_json, merges_of_ranks
-    from jllama.verify.compare import random_params
+    from jllama.verify.checks import random_params
 
     text = (ROOT / "README.md").read_text()
     sizes = {"num_layers": 2, "embed_dim": 32, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 48, "max_seq_len": 64}

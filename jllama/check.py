@@ -21,7 +21,7 @@ import numpy as np
 from numpy import ndarray as Array
 
 from jllama import oracle
-from jllama.verify.compare import relative_error
+from jllama.verify.checks import relative_error
 
 Mine = Callable[..., Any]
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jllama.verify.compare import relative_error
+from jllama.verify.checks import relative_error
 
 
 def assert_same_bits(actual, expected) -> None:

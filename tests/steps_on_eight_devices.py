@@ -11,9 +11,9 @@ from jllama.errors import UsageError
 from jllama.model import abstract_params
 from jllama.parameters import map_by_path
 from jllama.sharding import BATCH, MeshConfig, make_mesh, state_sharding
-from jllama.verify.compare import random_params, worst_error
+from jllama.verify.checks import random_params, worst_error
 from jllama.verify.equalities import MESHES, Case, one_device_and, sharded_error, sharded_training_error, trained
-from jllama.verify.subject import jllama_itself
+from jllama.verify.implementation import jllama_itself
 
 CONFIG = LlamaConfig(vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, max_seq_len=16)
 REFUSED = [MeshConfig(3, 1, 1), MeshConfig(0, 1, 3), MeshConfig(0, 16, 1), MeshConfig(2, 1, 4), MeshConfig(1, 1, 8)]
@@ -45,15 +45,15 @@ def wrong_on_the_last_device(config, params, tokens):
 
 
 def main():
-    subject, params = jllama_itself(), random_params(CONFIG, 0)
-    wrong = subject._replace(forward=wrong_on_the_last_device)
+    implementation, params = jllama_itself(), random_params(CONFIG, 0)
+    wrong = implementation._replace(forward=wrong_on_the_last_device)
     report = {"refused": [refusal(sizes) for sizes in REFUSED]}
     for name, sizes in MESHES.items():
         one, eight = (trained(CONFIG, mesh) for mesh in one_device_and(sizes))
         mesh = one_device_and(sizes)[1]
         batch = jax.device_put(TOKENS, NamedSharding(mesh, BATCH))
         report[name] = {
-            "error": sharded_error(Case(subject, CONFIG, params, TOKENS), sizes),
+            "error": sharded_error(Case(implementation, CONFIG, params, TOKENS), sizes),
             "wrong_error": sharded_error(Case(wrong, CONFIG, params, TOKENS), sizes),
             "training_error": sharded_training_error(CONFIG, sizes),
             "initial_error": distance(eight.initial, one.initial),

@@ -12,7 +12,7 @@ from jllama.generation.decode import Request, advance, start
 from jllama.generation.sampling_params import SamplingParams
 from jllama.language_model import LanguageModel
 from jllama.model import KVCache, build_model, initial_params
-from jllama.verify.compare import random_params, relative_error
+from jllama.verify.checks import random_params, relative_error
 
 CONFIG = LlamaConfig(
     vocab_size=31, num_layers=1, embed_dim=32, num_heads=2, num_kv_heads=1, mlp_dim=48, max_seq_len=128,

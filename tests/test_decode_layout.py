@@ -11,7 +11,7 @@ from jllama.decode_params import decode_layout
 from jllama.functional import DecodeMatrix
 from jllama.generation.decode import Request, SamplingParams, advance, start
 from jllama.model import build_model
-from jllama.verify.compare import random_params
+from jllama.verify.checks import random_params
 
 SIZES = {"vocab_size": 61, "num_layers": 2, "embed_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_seq_len": 64}
 

@@ -25,9 +25,9 @@ from jllama.errors import UsageError
 from jllama.functional import half_split_from_interleaved
 from jllama.model import KVCache, abstract_params, as_token_ids, build_model, rope_frequencies
 from jllama.verify import equalities
-from jllama.verify.compare import random_params, relative_error, worst_error
+from jllama.verify.checks import random_params, relative_error, worst_error
+from jllama.verify.implementation import compiled, implementation_of, jllama_itself, model_with
 from jllama.verify.mutations import interleaved
-from jllama.verify.subject import compiled, jllama_itself, model_with, subject_of
 
 TOLERANCE = 1e-5
 VISIBLE = 100 * TOLERANCE
@@ -61,7 +61,7 @@ seeds = st.integers(0, 2**32 - 1)
 tokens_of_rows = st.builds(lambda seed: np.random.default_rng(seed).integers(0, BASE.vocab_size, (3, SHORT)), seeds)
 
 
-PLAIN, JLLAMA = subject_of(jllama.model), jllama_itself()
+PLAIN, JLLAMA = implementation_of(jllama.model), jllama_itself()
 forward_, extend_ = PLAIN.forward, PLAIN.extend
 forward, extend = JLLAMA.forward, JLLAMA.extend
 loss_and_gradients = functools.partial(equalities.loss_and_gradients, JLLAMA)
@@ -512,7 +512,7 @@ def sharp():
 )
 def test_a_wrong_table_or_mask_is_seen(wrong, row):
     params, expected = sharp()
-    logits = compiled(subject_of(model_with(**wrong))).forward(BASE, params, TOKENS, None, POSITIONS)
+    logits = compiled(implementation_of(model_with(**wrong))).forward(BASE, params, TOKENS, None, POSITIONS)
     assert relative_error(logits[row], expected[row]) > VISIBLE
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from jllama import oracle
 from jllama.config import LlamaConfig, RopeScaling
-from jllama.verify.compare import random_params, relative_error
+from jllama.verify.checks import random_params, relative_error
 
 VISIBLE = 100 * 1e-5
 SEQ = 512

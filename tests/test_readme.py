@@ -22,10 +22,10 @@ from jllama.language_model import LanguageModel
 from jllama.model import initial_params
 from jllama.tokenizers import BytesTokenizer
 from jllama.training.config import TrainConfig
-from jllama.verify.compare import VISIBLE
+from jllama.verify.checks import VISIBLE
 from jllama.verify.mutations import mutation_checks
+from jllama.verify.reference_writers import FORMAT_WRITERS
 from jllama.verify.variants import VARIANTS
-from jllama.verify.writers import ROUTES
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = {
@@ -95,7 +95,7 @@ def test_the_matrix_is_the_one_that_verify_prints():
     conformance, mutations = (README.partition(f"\n{name}: ")[2].partition("```")[0] for name in tables)
     assert re.findall(r"^(\w[\w. -]*?)  +\d", conformance, re.M) == list(VARIANTS)
     assert re.findall(r"^(\w[\w. -]*?)  +\d", mutations, re.M) == list(VARIANTS)
-    assert [name in conformance.splitlines()[1] for name in ROUTES] == [True] * len(ROUTES)
+    assert [name in conformance.splitlines()[1] for name in FORMAT_WRITERS] == [True] * len(FORMAT_WRITERS)
     ratios = [int(ratio.replace(",", "")) for ratio in re.findall(r"([\d,]+)x", mutations.partition("\n")[2])]
     assert len([ratio for ratio in ratios if ratio >= VISIBLE]) == len(mutation_checks())
     assert min(ratios) >= VISIBLE

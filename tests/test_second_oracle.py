@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.model import build_model, rope_frequencies
-from jllama.verify.compare import random_params
+from jllama.verify.checks import random_params
 
 SEQ = 512
 BASE = LlamaConfig(

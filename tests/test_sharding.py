@@ -12,7 +12,7 @@ from jllama.config import LlamaConfig
 from jllama.errors import UsageError
 from jllama.parameters import parameter_table, shape_of
 from jllama.sharding import MeshConfig
-from jllama.verify.compare import TOLERANCE, VISIBLE
+from jllama.verify.checks import TOLERANCE, VISIBLE
 
 SCRIPT = Path(__file__).with_name("steps_on_eight_devices.py")
 CONFIG = LlamaConfig(vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, max_seq_len=16)

@@ -47,9 +47,9 @@ def main(argv: Sequence[str], prog: str) -> int:
     from jllama.checkpoints.registry import open_checkpoint
     from jllama.parameters import count_parameters
     from jllama.sharding import device_memory_bytes, machine_memory_bytes
-    from jllama.verify.compare import TOLERANCE
+    from jllama.verify.checks import TOLERANCE
     from jllama.verify.conformance import model_error
-    from jllama.verify.subject import jllama_itself
+    from jllama.verify.implementation import jllama_itself
     from jllama.verify.variants import VARIANTS, weights
 
     checked = VARIANTS["Llama 3.2 tied"]

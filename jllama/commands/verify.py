@@ -18,7 +18,7 @@ from jllama.errors import JllamaError, UsageError
 from jllama.files import check_writable, write_text_whole
 
 if TYPE_CHECKING:  # importing JAX waits until the options are found in order
-    from jllama.verify.compare import Check, Result
+    from jllama.verify.checks import Check, Result
 
 _WIDE = 140  # characters, where the output is no terminal
 
@@ -31,7 +31,7 @@ class VerifyOptions:
     mistakes would be seen, and ways of running a model that must agree. With one: that checkpoint, layer by layer.
 
     Examples:
-        --html report.html
+        --html tables.html
         --only gguf,mutations/yarn
         smollm2.gguf
 
@@ -67,7 +67,7 @@ def _verify_checkpoint(options: VerifyOptions) -> int:
     if options.only:
         raise UsageError("--only chooses among the checks of the matrix: leave it out with a checkpoint")
     text = _text(options.text) if options.text else None
-    from jllama.verify import report
+    from jllama.verify import tables
     from jllama.verify.checkpoint import verify_checkpoint
 
     console, began_s = Console(stderr=True, highlight=False), time.perf_counter()
@@ -87,13 +87,13 @@ def _verify_checkpoint(options: VerifyOptions) -> int:
         )
     seconds = time.perf_counter() - began_s
     if options.json:
-        print(json.dumps(report.checkpoint_json(found), indent=1))
+        print(json.dumps(tables.checkpoint_json(found), indent=1))
     else:
-        for line in report.checkpoint_lines(found):
+        for line in tables.checkpoint_lines(found):
             print(line)
-        print(f"{report.checkpoint_verdict(found)} ({seconds:.0f} s)")
+        print(f"{tables.checkpoint_verdict(found)} ({seconds:.0f} s)")
     if options.html:
-        _write(options.html, report.checkpoint_page(found, seconds))
+        _write(options.html, tables.checkpoint_page(found, seconds))
     return 0 if found.passed else 1
 
 
@@ -112,31 +112,31 @@ def _verify_jllama(options: VerifyOptions) -> int:
             raise UsageError(f"--{name} is about a checkpoint: give its path too")
     import jax
 
-    from jllama.verify import report
+    from jllama.verify import tables
     from jllama.verify.conformance import conformance_checks
     from jllama.verify.equalities import equality_checks
+    from jllama.verify.implementation import jllama_itself
     from jllama.verify.mutations import mutation_checks
-    from jllama.verify.subject import jllama_itself
 
     with contextlib.suppress(RuntimeError):  # JAX is in use already: the check of sharding then fails
         jax.config.update("jax_num_cpu_devices", 8)  # to simulate a mesh; everything else runs on the first device
     began_s = time.perf_counter()
-    subject = jllama_itself()
-    checks = [*conformance_checks(subject), *mutation_checks(), *equality_checks(subject)]
+    implementation = jllama_itself()
+    checks = [*conformance_checks(implementation), *mutation_checks(), *equality_checks(implementation)]
     results = _run(_selected(checks, options.only))
     seconds = time.perf_counter() - began_s
     console = Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
     if options.json:
-        print(json.dumps(report.as_json(results), indent=1))
+        print(json.dumps(tables.as_json(results), indent=1))
     else:
-        for table in report.tables(results, console.width):
+        for table in tables.tables(results, console.width):
             console.print(table)
         console.print()
-        for failure in report.failures(results):
+        for failure in tables.failures(results):
             console.print(failure, style="red", soft_wrap=True)
-        console.print(f"{report.summary(results)} ({seconds:.0f} s)", style="bold", soft_wrap=True)
+        console.print(f"{tables.summary(results)} ({seconds:.0f} s)", style="bold", soft_wrap=True)
     if options.html:
-        _write(options.html, report.page(results, seconds))
+        _write(options.html, tables.page(results, seconds))
     return 0 if all(result.passed for result in results) else 1
 
 
@@ -151,7 +151,7 @@ def _selected(checks: list["Check"], only: str) -> list["Check"]:
 
 def _run(checks: list["Check"]) -> list["Result"]:
     """All results; on stderr what is running, as a bar or (no terminal) a line for every tenth that is done."""
-    from jllama.verify.compare import run_checks
+    from jllama.verify.checks import run_checks
 
     results = []
     with progress(checks[0].name) as move:

@@ -19,8 +19,8 @@ from jllama.errors import JllamaError, UsageError
 from jllama.generation.text import prompt_ids
 from jllama.parameters import count_parameters
 from jllama.presets import OTHERS, PRESETS, differing, nearest_preset
-from jllama.verify.compare import worst_error
-from jllama.verify.stream import stream
+from jllama.verify.checks import worst_error
+from jllama.verify.layerwise import run_layerwise
 from jllama.verify.text import PROSE, judge_fit, measure_fit, tokenizer_findings
 
 TOLERANCE = 1e-4
@@ -130,11 +130,11 @@ def verify_checkpoint(
         findings += changed
         problems += broken
     with jax.default_matmul_precision("highest"):
-        streamed = stream(checkpoint, tokens, report)
-    errors, logits_error = streamed.layer_errors, worst_error(streamed.own_logits, streamed.logits)
+        run = run_layerwise(checkpoint, tokens, report)
+    errors, logits_error = run.layer_errors, worst_error(run.own_logits, run.logits)
     divergent = next((index for index, error in enumerate(errors) if not error < TOLERANCE), None)
-    problems += streamed.damage + _differences(errors, divergent, logits_error)
-    fit = None if tokenizer is None else measure_fit(streamed.logits, tokens, tokenizer)
+    problems += run.damage + _differences(errors, divergent, logits_error)
+    fit = None if tokenizer is None else measure_fit(run.logits, tokens, tokenizer)
     if fit:
         unusual, wrong = judge_fit(fit, built_in=text is None, consistent=divergent is None)
         findings += unusual
@@ -144,13 +144,13 @@ def verify_checkpoint(
             f"the text comes to {len(tokens)} tokens, of which none can be predicted: give more with --text"
         )
     peer_error = peer_oracle_error = None
-    if transformers and streamed.damage:
+    if transformers and run.damage:
         findings.append("there was no comparison with transformers, since the weights are damaged")
     elif transformers:
         report("transformers")
         try:
             theirs = _their_logits(path, tokens, rope_factor)
-            peer_error, peer_oracle_error = (worst_error(z, theirs) for z in (streamed.own_logits, streamed.logits))
+            peer_error, peer_oracle_error = (worst_error(z, theirs) for z in (run.own_logits, run.logits))
             if not peer_error < TOLERANCE:
                 problems.append(
                     f"the logits of transformers are {peer_error:.1e} from jllama's and {peer_oracle_error:.1e} from "
@@ -164,7 +164,7 @@ def verify_checkpoint(
         preset=nearest_preset(config),
         findings=findings,
         problems=problems,
-        fingerprint=streamed.fingerprint,
+        fingerprint=run.fingerprint,
         num_parameters=count_parameters(config),
         num_tokens=len(tokens),
         layer_errors=errors,

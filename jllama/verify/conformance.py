@@ -16,16 +16,16 @@ from jllama.config import LlamaConfig
 from jllama.decode_params import decode_layout
 from jllama.model import KVCache
 from jllama.parameters import Params
-from jllama.verify.compare import Check, relative_error
-from jllama.verify.subject import Subject
-from jllama.verify.variants import VARIANTS, judged, judged_last, tokens_and_positions, weights
-from jllama.verify.writers import ROUTES, Route
+from jllama.verify.checks import Check, relative_error
+from jllama.verify.implementation import Implementation
+from jllama.verify.reference_writers import FORMAT_WRITERS, FormatWriter
+from jllama.verify.variants import VARIANTS, reference_last_logits, reference_logits, tokens_and_positions, weights
 
 _CHUNK = 16
 
 
-def model_error(subject: Subject, config: LlamaConfig, params: Params, variant: LlamaConfig) -> float:
-    """How far the subject's logits for these parameters are from the oracle's for the variant.
+def model_error(implementation: Implementation, config: LlamaConfig, params: Params, variant: LlamaConfig) -> float:
+    """How far the implementation's logits for these parameters are from the oracle's for the variant.
 
     Compared are a forward pass over each row of positions, and a few tokens through the cache: some at once, then one
     more. The worst counts.
@@ -33,42 +33,44 @@ def model_error(subject: Subject, config: LlamaConfig, params: Params, variant: 
     tokens, positions = (jnp.asarray(rows) for rows in tokens_and_positions(variant))
     laid_out = decode_layout(jax.tree.map(jnp.asarray, params), config)
     errors = [
-        relative_error(subject.forward(config, laid_out, tokens[row, None], None, positions[row, None])[0], expected)
-        for row, expected in enumerate(judged(variant))
+        relative_error(
+            implementation.forward(config, laid_out, tokens[row, None], None, positions[row, None])[0], expected
+        )
+        for row, expected in enumerate(reference_logits(variant))
     ]
     cache = KVCache.zeros(config, 1, 2 * _CHUNK)
-    _, cache = subject.extend(config, laid_out, tokens[:1, :_CHUNK], cache, jnp.array([_CHUNK]))
+    _, cache = implementation.extend(config, laid_out, tokens[:1, :_CHUNK], cache, jnp.array([_CHUNK]))
     last = tokens[:1, _CHUNK : 2 * _CHUNK]  # one more token; the rest of the chunk is padding
-    decoded, _ = subject.extend(config, laid_out, last, cache, jnp.array([1]))
-    errors.append(relative_error(decoded[0, 0], judged_last(variant, _CHUNK + 1)))
+    decoded, _ = implementation.extend(config, laid_out, last, cache, jnp.array([1]))
+    errors.append(relative_error(decoded[0, 0], reference_last_logits(variant, _CHUNK + 1)))
     return float(np.max(errors))  # NaN if any is
 
 
 def conformance_checks(
-    subject: Subject,
+    implementation: Implementation,
     variants: Mapping[str, LlamaConfig] = VARIANTS,
-    routes: Iterable[Route] = tuple(ROUTES.values()),
+    writers: Iterable[FormatWriter] = tuple(FORMAT_WRITERS.values()),
     folder: Path | None = None,
 ) -> list[Check]:
-    """For every variant and every route that can hold it: the error of the model that the subject loads.
+    """For every variant and every writer that can hold it: the error of the model that the implementation loads.
 
     ``folder`` keeps the files, for further subjects to load; without it each is removed at once.
     """
 
-    def error(name: str, route: Route) -> float:
+    def error(name: str, writer: FormatWriter) -> float:
         with tempfile.TemporaryDirectory() as scratch:
-            path, variant = (folder or Path(scratch)) / f"{name} {route.name}", variants[name]
+            path, variant = (folder or Path(scratch)) / f"{name} {writer.name}", variants[name]
             if not path.exists():
-                route.write(path, variant, weights(variant))
+                writer.write(path, variant, weights(variant))
             scaling = variant.rope_scaling
-            config, params = subject.load(path, scaling.factor if scaling and route.rope_factor else None)
-            if route.name.startswith("meta"):  # does not say it, and no logit of what it can hold depends on it
+            config, params = implementation.load(path, scaling.factor if scaling and writer.rope_factor else None)
+            if writer.name.startswith("meta"):  # does not say it, and no logit of what it can hold depends on it
                 config = dataclasses.replace(config, max_seq_len=variant.max_seq_len)
-            return model_error(subject, config, params, variant)
+            return model_error(implementation, config, params, variant)
 
     return [
-        Check("conformance", name, route.name, functools.partial(error, name, route))
+        Check("conformance", name, writer.name, functools.partial(error, name, writer))
         for name, variant in variants.items()
-        for route in routes
-        if route.holds(variant)
+        for writer in writers
+        if writer.holds(variant)
     ]

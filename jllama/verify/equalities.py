@@ -26,8 +26,8 @@ from jllama.parameters import Params
 from jllama.sharding import BATCH, MeshConfig, make_mesh, state_sharding
 from jllama.training.optimizer import OptimizerConfig, make_optimizer
 from jllama.training.step import TrainState, initial_state, train_step
-from jllama.verify.compare import TOLERANCE, Check, random_params, relative_error, worst_error
-from jllama.verify.subject import Subject
+from jllama.verify.checks import TOLERANCE, Check, random_params, relative_error, worst_error
+from jllama.verify.implementation import Implementation
 from jllama.verify.variants import small
 
 CLOSE = 1e-6
@@ -56,7 +56,7 @@ Tokens = Int[np.ndarray, "rows seq"]
 class Case(NamedTuple):
     """What is run in several ways: the code under test, a model with its layers stacked, and rows of tokens."""
 
-    subject: Subject
+    implementation: Implementation
     config: LlamaConfig
     params: Params
     tokens: Tokens
@@ -68,13 +68,13 @@ class Case(NamedTuple):
     ) -> Float[np.ndarray, "rows seq vocab"]:
         """Logits of one pass through unrolled layers, which run without a compiler too."""
         arrays = (None if array is None else jnp.asarray(array) for array in (self.tokens, segments, positions))
-        return np.asarray(self.subject.forward(self.config, _unstacked(self.params, self.config), *arrays))
+        return np.asarray(self.implementation.forward(self.config, _unstacked(self.params, self.config), *arrays))
 
 
-def equality_checks(subject: Subject) -> list[Check]:
+def equality_checks(implementation: Implementation) -> list[Check]:
     """The whole group, on one small model with Llama 3.2's RoPE."""
     rng = np.random.default_rng(0)
-    case = Case(subject, CONFIG, random_params(CONFIG, 0), rng.integers(0, CONFIG.vocab_size, (SEQ, SEQ)))
+    case = Case(implementation, CONFIG, random_params(CONFIG, 0), rng.integers(0, CONFIG.vocab_size, (SEQ, SEQ)))
     lengths, segments = rng.permutation(SEQ), np.sort(rng.integers(0, 4, case.tokens.shape))
     chunks = {width: rng.integers(0, width + 1, (8, SEQ)) for width in (1, 5, 16)}
     positions = np.linspace(0, 100_000, SEQ).astype(int)[:, None] + np.arange(SEQ)
@@ -162,7 +162,7 @@ def _fed(
     The rest of a chunk is padded with random tokens, and unused slots of the cache hold large values: both drawn by
     ``seed``, neither to be seen. The logits of tokens that are never fed are NaN.
     """
-    subject, config, params, tokens = case
+    implementation, config, params, tokens = case
     rng, (rows, seq) = np.random.default_rng(seed), tokens.shape
     cache = jax.tree.map(
         lambda leaf: jnp.asarray(1e4 * rng.standard_normal(leaf.shape), leaf.dtype) if leaf.ndim == 4 else leaf,
@@ -175,7 +175,7 @@ def _fed(
         chunk = rng.integers(0, config.vocab_size, (rows, width))
         row, column = np.nonzero(np.arange(width) < counts[:, None])
         chunk[row, column] = tokens[row, done[row] + column]
-        new, cache = subject.extend(config, separate, jnp.asarray(chunk), cache, jnp.asarray(counts))
+        new, cache = implementation.extend(config, separate, jnp.asarray(chunk), cache, jnp.asarray(counts))
         logits[row, done[row] + column] = np.asarray(new)[row, column]
         done += counts
     return logits
@@ -204,7 +204,7 @@ def packed_error(case: Case, segments: Int[np.ndarray, "rows seq"]) -> float:
 
 def scanned_error(case: Case) -> float:
     """Stacked layers, which are scanned, against separate ones, which are unrolled."""
-    scanned = case.subject.forward(case.config, jax.tree.map(jnp.asarray, case.params), jnp.asarray(case.tokens))
+    scanned = case.implementation.forward(case.config, jax.tree.map(jnp.asarray, case.params), jnp.asarray(case.tokens))
     return relative_error(scanned, case.forward())
 
 
@@ -215,7 +215,7 @@ def bfloat16_error(case: Case, positions: Int[np.ndarray, "rows seq"]) -> float:
 
 
 def mean_loss(
-    subject: Subject,
+    implementation: Implementation,
     config: LlamaConfig,
     params: Params,
     tokens: Int[Array, "rows seq"],
@@ -223,12 +223,14 @@ def mean_loss(
     remat: bool = False,
 ) -> Float[Array, ""]:
     """Mean loss in nats of each token but the first, given those before it, where ``mask`` holds; zero if nowhere."""
-    logits = subject.forward(config, params, tokens[:, :-1], remat=remat)
+    logits = implementation.forward(config, params, tokens[:, :-1], remat=remat)
     total, count = cross_entropy(logits, tokens[:, 1:], mask)
     return total / jnp.maximum(count, 1)
 
 
-loss_and_gradients = jax.jit(jax.value_and_grad(mean_loss, argnums=2), static_argnames=("subject", "config", "remat"))
+loss_and_gradients = jax.jit(
+    jax.value_and_grad(mean_loss, argnums=2), static_argnames=("implementation", "config", "remat")
+)
 """``mean_loss``, and its gradient for every parameter."""
 
 
@@ -318,7 +320,7 @@ def sharded_error(case: Case, sizes: MeshConfig) -> float:
 
     def logits(mesh: Mesh) -> Array:
         params = jax.device_put(case.params, state_sharding(mesh, case.config, case.params))
-        return case.subject.forward(case.config, params, jax.device_put(case.tokens, NamedSharding(mesh, BATCH)))
+        return case.implementation.forward(case.config, params, jax.device_put(case.tokens, NamedSharding(mesh, BATCH)))
 
     one, eight = map(logits, one_device_and(sizes))
     return worst_error(eight, one)

@@ -22,9 +22,9 @@ from jllama import functional as F
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.model import KVCache
 from jllama.parameters import Params
-from jllama.verify.compare import Check, random_params
+from jllama.verify.checks import Check, random_params
 from jllama.verify.conformance import model_error
-from jllama.verify.subject import Subject, model_with, subject_of
+from jllama.verify.implementation import Implementation, implementation_of, model_with
 from jllama.verify.variants import VARIANTS, weights
 
 Misread = Callable[[LlamaConfig, Params], tuple[LlamaConfig, Params]]
@@ -36,35 +36,35 @@ class Mutation:
 
     Args:
         name: what is wrong.
-        plant: the subject with it; nothing compiled, so run it on small inputs.
+        plant: the implementation with it; nothing compiled, so run it on small inputs.
         applies: whether it changes anything for a configuration.
     """
 
     name: str
-    plant: Callable[[Subject], Subject]
+    plant: Callable[[Implementation], Implementation]
     applies: Callable[[LlamaConfig], bool] = lambda _: True
 
 
-def misreading(change: Misread) -> Callable[[Subject], Subject]:
-    """A subject whose readers make a mistake."""
+def misreading(change: Misread) -> Callable[[Implementation], Implementation]:
+    """An implementation whose readers make a mistake."""
 
-    def plant(subject: Subject) -> Subject:
-        return subject._replace(load=lambda path, rope_factor: change(*subject.load(path, rope_factor)))
+    def plant(implementation: Implementation) -> Implementation:
+        return implementation._replace(load=lambda path, rope_factor: change(*implementation.load(path, rope_factor)))
 
     return plant
 
 
-def miscomputing(model: types.ModuleType) -> Callable[[Subject], Subject]:
-    """A subject that computes with a wrong copy of the model."""
-    return lambda subject: subject_of(model)._replace(load=subject.load)
+def miscomputing(model: types.ModuleType) -> Callable[[Implementation], Implementation]:
+    """An implementation that computes with a wrong copy of the model."""
+    return lambda implementation: implementation_of(model)._replace(load=implementation.load)
 
 
-def _field(name: str, wrong: Callable[[LlamaConfig], Any]) -> Callable[[Subject], Subject]:
+def _field(name: str, wrong: Callable[[LlamaConfig], Any]) -> Callable[[Implementation], Implementation]:
     """A reader that gets a field of the configuration wrong."""
     return misreading(lambda config, params: (dataclasses.replace(config, **{name: wrong(config)}), params))
 
 
-def _layers(change: Callable[[LlamaConfig, Params], Params]) -> Callable[[Subject], Subject]:
+def _layers(change: Callable[[LlamaConfig, Params], Params]) -> Callable[[Implementation], Implementation]:
     """A reader that gets some matrices of the layers wrong; ``change`` gives the wrong ones."""
     return misreading(
         lambda config, params: (config, params | {"layers": params["layers"] | change(config, params["layers"])})
@@ -114,15 +114,15 @@ def _bfloat16_tables(positions: Array, frequencies: np.ndarray) -> tuple[Array, 
     return cos.astype(jnp.float32), sin.astype(jnp.float32)
 
 
-def _cache_one_on(subject: Subject) -> Subject:
+def _cache_one_on(implementation: Implementation) -> Implementation:
     """What is written to the cache after the first tokens stands one slot, and one position, too far on."""
 
     def extend(config: LlamaConfig, params: Params, tokens: Array, cache: KVCache, counts: Array) -> tuple:
         moved = cache._replace(lengths=cache.lengths + (cache.lengths > 0))
         return own.extend(config, params, tokens, moved, counts)
 
-    own = subject_of(jllama.model)
-    return own._replace(load=subject.load, extend=extend)
+    own = implementation_of(jllama.model)
+    return own._replace(load=implementation.load, extend=extend)
 
 
 def _untied(config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Params]:
@@ -169,7 +169,7 @@ def mutation_checks() -> list[Check]:
     """
 
     def error(mutation: Mutation, config: LlamaConfig) -> float:
-        right = subject_of(jllama.model)._replace(load=lambda path, rope_factor: (config, weights(config)))
+        right = implementation_of(jllama.model)._replace(load=lambda path, rope_factor: (config, weights(config)))
         wrong = mutation.plant(right)
         return model_error(wrong, *wrong.load(Path(), None), config)
 

@@ -12,7 +12,7 @@ from jllama import oracle
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.parameters import Params
 from jllama.presets import preset
-from jllama.verify.compare import random_params
+from jllama.verify.checks import random_params
 
 SEQ = 512
 FAR = (9_000, 100_000)
@@ -74,14 +74,14 @@ def weights(config: LlamaConfig) -> Params:
 
 
 @functools.cache
-def judged(config: LlamaConfig) -> Float[np.ndarray, "rows seq vocab"]:
+def reference_logits(config: LlamaConfig) -> Float[np.ndarray, "rows seq vocab"]:
     """The float64 oracle's logits for ``weights(config)`` at ``tokens_and_positions(config)``."""
     tokens, positions = tokens_and_positions(config)
     return oracle.forward(weights(config), tokens, config, positions)
 
 
 @functools.cache
-def judged_last(config: LlamaConfig, num_tokens: int) -> Float[np.ndarray, "vocab"]:
+def reference_last_logits(config: LlamaConfig, num_tokens: int) -> Float[np.ndarray, "vocab"]:
     """The oracle's logits after the first tokens of the first row: what decoding with a cache must come to."""
     tokens, _ = tokens_and_positions(config)
     return oracle.forward(weights(config), tokens[:1, :num_tokens], config)[0, -1]

@@ -22,8 +22,8 @@ from jllama.errors import JllamaError
 from jllama.model import build_model, rope_frequencies
 from jllama.parameters import tensor_specs
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
-from jllama.verify.compare import random_params, relative_error
-from jllama.verify.writers import gguf_divisors, gguf_metadata, gguf_tensors, interleave
+from jllama.verify.checks import random_params, relative_error
+from jllama.verify.reference_writers import gguf_divisors, gguf_metadata, gguf_tensors, interleave
 
 CONFIG = LlamaConfig(
     vocab_size=96,

@@ -37,7 +37,7 @@ from jllama.errors import JllamaError
 from jllama.model import build_model
 from jllama.parameters import tensor_specs
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
-from jllama.verify.compare import random_params, relative_error
+from jllama.verify.checks import random_params, relative_error
 
 BASE = LlamaConfig(
     vocab_size=61,

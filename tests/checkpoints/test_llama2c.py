@@ -17,8 +17,8 @@ from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError
 from jllama.model import build_model
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
-from jllama.verify.compare import random_params, relative_error
-from jllama.verify.writers import ROUTES
+from jllama.verify.checks import random_params, relative_error
+from jllama.verify.reference_writers import FORMAT_WRITERS
 
 CONFIG = LlamaConfig(
     vocab_size=50, num_layers=2, embed_dim=128, num_heads=2, num_kv_heads=1, mlp_dim=96, max_seq_len=64
@@ -56,7 +56,7 @@ def written_by_jllama(folder, config, params):
     llama2c.write(opened(config, params), folder, None, lambda _: None)
 
 
-WRITERS = [written_by_jllama, ROUTES["llama2c"].write]
+WRITERS = [written_by_jllama, FORMAT_WRITERS["llama2c"].write]
 
 
 def run_c_weights(path: Path) -> tuple[tuple[int, ...], dict[str, np.ndarray]]:

@@ -26,7 +26,7 @@ from jllama.model import build_model
 from jllama.parameters import tensor_specs
 from jllama.presets import PRESETS
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
-from jllama.verify.compare import random_params, relative_error
+from jllama.verify.checks import random_params, relative_error
 
 CONFIG = LlamaConfig(vocab_size=48, num_layers=2, embed_dim=32, num_heads=8, num_kv_heads=2, mlp_dim=64)
 

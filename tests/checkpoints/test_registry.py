@@ -32,7 +32,7 @@ from jllama.parameters import tensor_specs
 from jllama.sharding import MeshConfig, make_mesh
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.tokenizers.convert import save_huggingface
-from jllama.verify.compare import random_params, relative_error
+from jllama.verify.checks import random_params, relative_error
 
 CONFIG = LlamaConfig(
     vocab_size=300, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, max_seq_len=64

@@ -16,7 +16,7 @@ from jllama.checkpoints.run import RunCheckpoints, read_model_config
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.training.optimizer import OptimizerConfig, make_optimizer
-from jllama.verify.compare import random_params
+from jllama.verify.checks import random_params
 
 CONFIG = LlamaConfig(vocab_size=11, num_layers=2, embed_dim=8, num_heads=2, num_kv_heads=1, mlp_dim=12)
 META = {"batches": {"next_index": 7}, "seconds": 1.5, "text": "é"}

@@ -26,7 +26,7 @@ from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.functional import half_split_from_interleaved
 from jllama.parameters import count_parameters, tensor_specs
-from jllama.verify.compare import random_params
+from jllama.verify.checks import random_params
 
 CONFIG = LlamaConfig(vocab_size=11, num_layers=2, embed_dim=8, num_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=12)
 
@@ -147,7 +147,7 @@ from jllama.checkpoints.tensors import Checkpoint, TensorsOfParams, load_params
 from jllama.config import LlamaConfig
 from jllama.errors import UsageError
 from jllama.sharding import MeshConfig, make_mesh, state_sharding
-from jllama.verify.compare import random_params
+from jllama.verify.checks import random_params
 
 config = LlamaConfig(vocab_size=12, num_layers=3, embed_dim=8, num_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=20)
 params = random_params(config, 0)

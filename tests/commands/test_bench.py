@@ -13,7 +13,7 @@ from jllama.config import LlamaConfig
 from jllama.decode_params import decode_layout
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import BytesTokenizer
-from jllama.verify.compare import random_params
+from jllama.verify.checks import random_params
 
 SMALL = LlamaConfig(vocab_size=259, num_layers=1, embed_dim=32, num_heads=2, max_seq_len=256)
 

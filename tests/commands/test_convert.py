@@ -19,7 +19,7 @@ from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
-from jllama.verify.compare import random_params
+from jllama.verify.checks import random_params
 
 CONFIG = LlamaConfig(
     vocab_size=300, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, max_seq_len=64

@@ -15,7 +15,7 @@ from jllama.commands import cli
 from jllama.config import LlamaConfig
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import BytesTokenizer
-from jllama.verify.compare import random_params
+from jllama.verify.checks import random_params
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog says: 'Füße!' 🙂\n"
 CONFIG = LlamaConfig(vocab_size=259, num_layers=1, embed_dim=32, num_heads=2, mlp_dim=64, max_seq_len=32)

@@ -14,10 +14,10 @@ from jllama.commands import cli
 from jllama.config import LlamaConfig
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import BytesTokenizer
-from jllama.verify import report
-from jllama.verify.compare import Check, Result, random_params, run_checks
+from jllama.verify import tables
+from jllama.verify.checks import Check, Result, random_params, run_checks
+from jllama.verify.implementation import implementation_of
 from jllama.verify.mutations import MUTATIONS
-from jllama.verify.subject import subject_of
 
 THETA = next(mutation for mutation in MUTATIONS if mutation.name == "theta x2")
 
@@ -63,8 +63,8 @@ def test_part_of_the_matrix_as_a_user_runs_it(workshop):
 
 
 def test_a_failure_is_exit_code_1_and_says_where(monkeypatch, capsys):
-    wrong = THETA.plant(subject_of(jllama.model))
-    monkeypatch.setattr("jllama.verify.subject.jllama_itself", lambda: wrong)
+    wrong = THETA.plant(implementation_of(jllama.model))
+    monkeypatch.setattr("jllama.verify.implementation.jllama_itself", lambda: wrong)
     assert cli.run("verify", ["--only", "conformance/llama2.c/hf v5"]) == 1
     out = capsys.readouterr().out
     assert re.search(r"conformance/llama2.c/hf v5: relative error \d\.\de[+-]\d\d, tolerance 1e-05", out)
@@ -105,9 +105,9 @@ def test_a_check_that_raises_has_failed_and_the_others_go_on():
     results = list(run_checks(checks))
     assert [one.problem for one in results] == ["ValueError: shapes differ", "the file is cut off", "", ""]
     assert [one.passed for one in results] == [False, False, True, False]
-    assert report.as_json(results)["results"][0]["error"] is None
-    assert report.failures(results)[0] == "conformance/a/x: ValueError: shapes differ"
-    assert report.summary(results).startswith("FAIL: 1 of 4 checks passed")
+    assert tables.as_json(results)["results"][0]["error"] is None
+    assert tables.failures(results)[0] == "conformance/a/x: ValueError: shapes differ"
+    assert tables.summary(results).startswith("FAIL: 1 of 4 checks passed")
 
 
 @pytest.mark.parametrize("width", [40, 80, 140])
@@ -117,7 +117,7 @@ def test_tables_fit_and_hold_every_cell(width):
     results = [result("conformance", f"row {r}", f"column {c}", 1e-6 * (r + 1)) for r in range(3) for c in range(12)]
     results += [result("mutations", "row 0", "theta", 0.5), result("equalities", "remat", "loss", 1e-7)]
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    for table in report.tables(results, width):
+    for table in tables.tables(results, width):
         console.print(table)
     shown = console.export_text()
     assert shown.count("1.0e-06") == shown.count("2.0e-06") == shown.count("3.0e-06") == 12
@@ -127,7 +127,7 @@ def test_tables_fit_and_hold_every_cell(width):
 
 def test_the_page_shows_what_failed_in_red_and_escapes(tmp_path):
     results = [result("conformance", "<b>", "x", 1e-2), result("conformance", "b", "x", math.nan, "<cut> off")]
-    page = report.page(results, 1.0)
+    page = tables.page(results, 1.0)
     assert page.count("class=bad") == 2
     assert "<b>" not in page
     assert "&lt;cut&gt; off" in page

@@ -32,7 +32,7 @@ from jllama.generation.decode import SamplingParams
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import HuggingFaceTokenizer, train_sentencepiece
 from jllama.tokenizers.byte_level import BYTE_CHARS, PRE_TOKENIZERS, byte_level_json
-from jllama.verify.compare import random_params
+from jllama.verify.checks import random_params
 
 pytestmark = pytest.mark.lm_eval
 

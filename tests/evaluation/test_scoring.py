@@ -17,7 +17,7 @@ from jllama.evaluation import scoring
 from jllama.evaluation.scoring import score_texts, sliding_windows, token_log_probs
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
-from jllama.verify.compare import random_params
+from jllama.verify.checks import random_params
 
 BYTES = BytesTokenizer()
 CONFIG = LlamaConfig(

@@ -15,7 +15,7 @@ from jllama.functional import (
     padding_mask,
     segment_mask,
 )
-from jllama.verify.compare import relative_error
+from jllama.verify.checks import relative_error
 
 BATCH = 2
 # heads, kv_heads, seq, kv_seq, head_dim: multi-head, grouped, multi-query, one step of decoding

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jllama import oracle
 from jllama.functional import cross_entropy
-from jllama.verify.compare import relative_error
+from jllama.verify.checks import relative_error
 
 VOCAB = 50
 seeds = st.integers(0, 2**32 - 1)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jllama import oracle
 from jllama.functional import swiglu
-from jllama.verify.compare import relative_error
+from jllama.verify.checks import relative_error
 
 LEADS = [(), (7,), (2, 5)]
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jllama import oracle
 from jllama.functional import layer_norm, rms_norm
-from jllama.verify.compare import relative_error
+from jllama.verify.checks import relative_error
 
 seeds = st.integers(0, 2**32 - 1)
 SHAPES = [(64,), (5, 64), (2, 3, 96)]

@@ -19,7 +19,7 @@ from jllama.functional import (
     scale_llama3,
     scale_yarn,
 )
-from jllama.verify.compare import relative_error
+from jllama.verify.checks import relative_error
 
 HEAD_DIM = 64
 LAST_POSITION = 2**24 - 1

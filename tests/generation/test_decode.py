@@ -18,7 +18,7 @@ from jllama.errors import UsageError
 from jllama.generation import decode as engine
 from jllama.generation.decode import STEPS, PrefixCache, Request, SamplingParams, advance, start
 from jllama.generation.prompt_lookup import draft_tokens
-from jllama.verify.compare import random_params
+from jllama.verify.checks import random_params
 
 CONTEXT = 64
 CONFIG = LlamaConfig(

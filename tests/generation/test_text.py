@@ -31,7 +31,7 @@ from jllama.generation.text import (
 )
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
-from jllama.verify.compare import random_params
+from jllama.verify.checks import random_params
 
 BYTES = BytesTokenizer()
 BPE = train_sentencepiece(

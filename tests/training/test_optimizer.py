@@ -12,7 +12,7 @@ from jllama.config import LlamaConfig
 from jllama.errors import UsageError
 from jllama.parameters import map_by_path
 from jllama.training.optimizer import OptimizerConfig, learning_rate_at, make_optimizer
-from jllama.verify.compare import random_params, relative_error
+from jllama.verify.checks import random_params, relative_error
 
 MODEL = LlamaConfig(vocab_size=11, num_layers=2, embed_dim=8, num_heads=2, num_kv_heads=1, mlp_dim=12)
 NORMS = {"layers/attn_norm", "layers/mlp_norm", "final_norm"}

@@ -13,7 +13,7 @@ from jllama import oracle
 from jllama.config import LlamaConfig
 from jllama.training.optimizer import OptimizerConfig, make_optimizer
 from jllama.training.step import TrainState, eval_step, initial_state, token_losses, train_step
-from jllama.verify.compare import random_params, relative_error
+from jllama.verify.checks import random_params, relative_error
 
 BOS = 1
 CONFIG = LlamaConfig(

@@ -28,11 +28,11 @@ from jllama.parameters import count_parameters, tensor_specs
 from jllama.presets import PRESETS, nearest_preset
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify import checkpoint as verifying
-from jllama.verify import stream as streaming
+from jllama.verify import layerwise
 from jllama.verify.checkpoint import TOLERANCE, config_findings, verify_checkpoint
-from jllama.verify.compare import random_params, relative_error, worst_error
-from jllama.verify.stream import stream, update_error
-from jllama.verify.subject import jllama_itself
+from jllama.verify.checks import random_params, relative_error, worst_error
+from jllama.verify.implementation import jllama_itself
+from jllama.verify.layerwise import run_layerwise, update_error
 from jllama.verify.text import ENOUGH_BYTES, HARD, PROSE, Fit, byte_entropy, judge_fit, tokenizer_findings
 
 TOKENIZER = train_sentencepiece([PROSE], 400)
@@ -157,13 +157,13 @@ def test_streamed_logits_are_those_of_the_whole_models(changed):
     checkpoint, params = random_checkpoint(config)
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, (1, 48))
     with jax.default_matmul_precision("highest"):
-        streamed = stream(checkpoint, tokens[0].tolist())
+        run = run_layerwise(checkpoint, tokens[0].tolist())
         ours = jllama_itself().forward(config, params, tokens)[0]
-    assert relative_error(streamed.logits, oracle.forward(params, tokens, config)[0]) < 1e-12
-    assert relative_error(streamed.own_logits, ours) < 1e-6
-    assert worst_error(streamed.own_logits, streamed.logits) < TOLERANCE / 5
-    assert max(streamed.layer_errors) < TOLERANCE / 5
-    assert streamed.damage == []
+    assert relative_error(run.logits, oracle.forward(params, tokens, config)[0]) < 1e-12
+    assert relative_error(run.own_logits, ours) < 1e-6
+    assert worst_error(run.own_logits, run.logits) < TOLERANCE / 5
+    assert max(run.layer_errors) < TOLERANCE / 5
+    assert run.damage == []
 
 
 @settings(max_examples=8)
@@ -174,10 +174,10 @@ def test_every_bit_counts_for_the_fingerprint(data):
     leaf = params
     for name in stored.path.split("/"):
         leaf = leaf[name]
-    before = stream(checkpoint, [1, 2]).fingerprint
+    before = run_layerwise(checkpoint, [1, 2]).fingerprint
     flat = leaf.reshape(TINY.num_layers if stored.key.startswith("layers") else 1, -1)[stored.layer].view(np.uint32)
     flat[data.draw(st.integers(0, flat.size - 1))] ^= 1
-    assert stream(checkpoint, [1, 2]).fingerprint != before
+    assert run_layerwise(checkpoint, [1, 2]).fingerprint != before
 
 
 def test_the_fingerprint_is_a_hash_of_keys_shapes_and_values():
@@ -186,7 +186,7 @@ def test_the_fingerprint_is_a_hash_of_keys_shapes_and_values():
         f"{key} {list(tensor.shape)}\n".encode() + np.ascontiguousarray(tensor, "<f4").tobytes()
         for key, tensor in checkpoint.tensors.items()
     )
-    assert stream(checkpoint, [1]).fingerprint == hashlib.sha256(content).hexdigest()
+    assert run_layerwise(checkpoint, [1]).fingerprint == hashlib.sha256(content).hexdigest()
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -197,9 +197,9 @@ def test_tensors_of_several_blocks(monkeypatch, tied):
     params["layers"]["w_up"][1][:] = 0
     params["layers"]["w_up"][1][:, 50] = 1e-30
     params["layers"]["wq"][0][:] = 0
-    at_once = stream(checkpoint, [1, 60, 5, 96])
+    at_once = run_layerwise(checkpoint, [1, 60, 5, 96])
     monkeypatch.setattr(tensors, "BLOCK_BYTES", 2048)
-    found = stream(checkpoint, [1, 60, 5, 96])
+    found = run_layerwise(checkpoint, [1, 60, 5, 96])
     assert found.fingerprint == at_once.fingerprint
     assert found.damage == at_once.damage
     assert "embed (65 of 6,208 numbers)" in found.damage[0]
@@ -226,7 +226,7 @@ def test_each_tensor_is_read_once_in_order_and_a_tied_head_at_the_end_again(tied
     config, reads = dataclasses.replace(TINY, tie_embeddings=tied), []
     checkpoint, _ = random_checkpoint(config)
     watched = {key: Watched(key, tensor, reads) for key, tensor in checkpoint.tensors.items()}
-    stream(dataclasses.replace(checkpoint, tensors=watched), [1, 2, 3])
+    run_layerwise(dataclasses.replace(checkpoint, tensors=watched), [1, 2, 3])
     assert reads == [stored.key for stored in tensor_specs(config)] + ["embed"] * tied
 
 
@@ -420,7 +420,7 @@ def test_a_tokenizer_that_changes_texts():
 
 def test_the_first_wrong_layer_is_named(folder, model, tmp_path, monkeypatch):
     marked = model.params["layers"]["attn_norm"][2, 0]
-    right = streaming.build_layer
+    right = layerwise.build_layer
 
     def wrong_in_layer_2(config, weights):
         doubled = jnp.where(weights["attn_norm"][0] == marked, 1.001, 1.0)
@@ -428,7 +428,7 @@ def test_the_first_wrong_layer_is_named(folder, model, tmp_path, monkeypatch):
 
     copy = tmp_path / "hf"  # of another configuration, so that nothing compiled is used again
     save(dataclasses.replace(model, config=dataclasses.replace(CONFIG, max_seq_len=127)), copy, "hf")
-    monkeypatch.setattr(streaming, "build_layer", wrong_in_layer_2)
+    monkeypatch.setattr(layerwise, "build_layer", wrong_in_layer_2)
     found = verify_checkpoint(copy)
     assert found.first_divergent_layer == 2
     assert [error < TOLERANCE for error in found.layer_errors] == [True, True, False, True]
@@ -440,11 +440,11 @@ def test_the_first_wrong_layer_is_named(folder, model, tmp_path, monkeypatch):
 @pytest.mark.parametrize("changed", [{"rope_theta": 20_000.0}, {"norm_eps": 1e-4}], ids=str)
 def test_a_wrong_number_shows_in_the_layers(monkeypatch, changed):
     checkpoint, _ = random_checkpoint(dataclasses.replace(TINY, head_dim=64), embed_std=0.05, query_gain=2.0)
-    right = streaming._layer
+    right = layerwise._layer
     monkeypatch.setattr(
-        streaming, "_layer", lambda weights, x, config: right(weights, x, dataclasses.replace(config, **changed))
+        layerwise, "_layer", lambda weights, x, config: right(weights, x, dataclasses.replace(config, **changed))
     )
-    assert stream(checkpoint, list(range(64))).layer_errors[0] > 30 * TOLERANCE
+    assert run_layerwise(checkpoint, list(range(64))).layer_errors[0] > 30 * TOLERANCE
 
 
 def test_a_massive_activation_hides_no_error():

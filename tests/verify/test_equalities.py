@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jllama.decode_params import DecodeParams
 from jllama.errors import JllamaError
 from jllama.functional import cache_mask, causal_mask, grouped_query_attention
-from jllama.verify.compare import TOLERANCE, VISIBLE, random_params
+from jllama.verify.checks import TOLERANCE, VISIBLE, random_params
 from jllama.verify.equalities import (
     BFLOAT16_TOLERANCE,
     CONFIG,
@@ -27,7 +28,7 @@ from jllama.verify.equalities import (
     prefill_and_decode_error,
     ragged_error,
 )
-from jllama.verify.subject import compiled, jllama_itself, model_with, subject_of
+from jllama.verify.implementation import compiled, implementation_of, jllama_itself, model_with
 
 JLLAMA, PARAMS = jllama_itself(), random_params(CONFIG, 0)
 PREFILL = "prefill and decode against one forward/every split of 24"
@@ -40,8 +41,8 @@ LOSS, GRADIENTS = "remat on against off/loss", "remat on against off/gradients"
 BFLOAT16 = "bfloat16 against float32 weights/up to position 100,000"
 
 
-def rows_of(subject):
-    return {check.name.removeprefix("equalities/"): check for check in equality_checks(subject)}
+def rows_of(implementation):
+    return {check.name.removeprefix("equalities/"): check for check in equality_checks(implementation)}
 
 
 ROWS = rows_of(JLLAMA)
@@ -121,7 +122,7 @@ def test_fewer_than_eight_devices_are_named():
 
 def with_mask(function, **wrong):
     """The model with one of its functions taken from a copy with another mask."""
-    return JLLAMA._replace(**{function: getattr(compiled(subject_of(model_with(**wrong))), function)})
+    return JLLAMA._replace(**{function: getattr(compiled(implementation_of(model_with(**wrong))), function)})
 
 
 def moved(mask, offset):
@@ -159,15 +160,16 @@ def other_gradient(_, config, params, tokens, remat):
 
 
 def layers_in_reverse(forward, config, params, *others):
-    layers = params["layers"]
-    if "0" in layers:
-        layers = dict(zip(layers, reversed(layers.values()), strict=True))
-    return forward(config, params | {"layers": layers}, *others)
+    if isinstance(params, DecodeParams):
+        layers = params.weights["layers"]
+        reverse = dict(zip(layers, reversed(layers.values()), strict=True))
+        params = DecodeParams(params.weights | {"layers": reverse})
+    return forward(config, params, *others)
 
 
 def positions_in_the_dtype_of_weights(forward, config, params, tokens, segments=None, positions=None):
     if positions is not None:
-        positions = positions.astype(params["embed"].dtype).astype(jnp.int32)
+        positions = positions.astype(params.dtype).astype(jnp.int32)
     return forward(config, params, tokens, segments, positions)
 
 
@@ -191,8 +193,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_seen_where_it_should_be(mistake):
-    subject, looked_at, expected = MISTAKES[mistake]
-    rows = rows_of(subject)
+    implementation, looked_at, expected = MISTAKES[mistake]
+    rows = rows_of(implementation)
     ratios = {name: rows[name].error() / rows[name].tolerance for name in looked_at}
     assert {name for name, ratio in ratios.items() if ratio > 30} == expected
     assert {name for name, ratio in ratios.items() if not ratio < 1} == expected

@@ -6,16 +6,16 @@ import pytest
 
 import jllama.model
 from jllama.parameters import Params
-from jllama.verify.compare import VISIBLE, run_checks
+from jllama.verify.checks import VISIBLE, run_checks
 from jllama.verify.conformance import conformance_checks
+from jllama.verify.implementation import implementation_of, model_with
 from jllama.verify.mutations import MUTATIONS, Mutation, interleaved, miscomputing, misreading, mutation_checks
-from jllama.verify.subject import model_with, subject_of
+from jllama.verify.reference_writers import FORMAT_WRITERS
 from jllama.verify.variants import VARIANTS as ALL_VARIANTS
-from jllama.verify.writers import ROUTES
 
 pytestmark = pytest.mark.slow
 
-HALF_SPLIT, INTERLEAVED = ROUTES["hf v5"], ROUTES["gguf"]
+HALF_SPLIT, INTERLEAVED = FORMAT_WRITERS["hf v5"], FORMAT_WRITERS["gguf"]
 VARIANTS = {  # those that differ by more than a number from all others; the command itself runs them all
     name: ALL_VARIANTS[name]
     for name in (
@@ -23,7 +23,7 @@ VARIANTS = {  # those that differ by more than a number from all others; the com
         *("linear x4", "dynamic x4", "yarn x32"),
     )
 }
-PLAIN = subject_of(jllama.model)  # nothing compiled: each planted copy would be, for each variant
+PLAIN = implementation_of(jllama.model)  # nothing compiled: each planted copy would be, for each variant
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +32,9 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("variants")
 
 
-def cells(subject, folder, routes):
+def cells(implementation, folder, writers):
     """Which cells of the matrix pass, and which fail by so much that nobody could call it rounding."""
-    results = list(run_checks(conformance_checks(subject, VARIANTS, routes, folder)))
+    results = list(run_checks(conformance_checks(implementation, VARIANTS, writers, folder)))
     passed = {(result.check.row, result.check.column) for result in results if result.passed}
     plain_to_see = {(result.check.row, result.check.column) for result in results if result.ratio >= VISIBLE}
     assert len(passed) + len(plain_to_see) == len(results), [result for result in results if result.problem]
@@ -49,10 +49,10 @@ def test_right_code_is_green_everywhere(folder):
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_planted_mistake_is_red_where_it_matters_and_nowhere_else(mutation, folder):
-    route = INTERLEAVED if "permuted" in mutation.name else HALF_SPLIT
-    _, red = cells(mutation.plant(PLAIN), folder, [route])
-    concerned = {name for name, config in VARIANTS.items() if mutation.applies(config) and route.holds(config)}
-    assert red == {(name, route.name) for name in concerned}
+    writer = INTERLEAVED if "permuted" in mutation.name else HALF_SPLIT
+    _, red = cells(mutation.plant(PLAIN), folder, [writer])
+    concerned = {name for name, config in VARIANTS.items() if mutation.applies(config) and writer.holds(config)}
+    assert red == {(name, writer.name) for name in concerned}
     assert concerned
 
 
@@ -65,8 +65,8 @@ def test_theta_never_passed_to_rope(folder):
     def default_theta(head_dim: int, theta: float = 10_000.0):
         return jllama.model.F.inverse_frequencies(head_dim, 10_000.0)
 
-    subject = miscomputing(model_with(inverse_frequencies=default_theta))(PLAIN)
-    _, red = cells(subject, folder, [HALF_SPLIT])
+    implementation = miscomputing(model_with(inverse_frequencies=default_theta))(PLAIN)
+    _, red = cells(implementation, folder, [HALF_SPLIT])
     # Dynamic scaling works by another base, too.
     assert {row for row, _ in red} == {"Code Llama", "Llama 3.1", "Llama 3.2 tied", "dynamic x4"}
 
@@ -77,8 +77,8 @@ def test_a_factor_fixed_at_8(folder):
     def fixed(frequencies, factor, low, high, original):
         return jllama.model.F.scale_llama3(frequencies, 8.0, low, high, original)
 
-    subject = miscomputing(model_with(scale_llama3=fixed))(PLAIN)
-    _, red = cells(subject, folder, [HALF_SPLIT])
+    implementation = miscomputing(model_with(scale_llama3=fixed))(PLAIN)
+    _, red = cells(implementation, folder, [HALF_SPLIT])
     assert {row for row, _ in red} == {"Llama 3.2 tied"}
 
 

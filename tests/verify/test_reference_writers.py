@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import jllama
 from jllama import oracle
 from jllama.config import LlamaConfig, RopeScaling
-from jllama.verify import writers
-from jllama.verify.compare import random_params, relative_error
-from jllama.verify.writers import ROUTES, meta_shards, meta_tensors
+from jllama.verify import reference_writers
+from jllama.verify.checks import random_params, relative_error
+from jllama.verify.reference_writers import FORMAT_WRITERS, meta_shards, meta_tensors
 
 BASE = LlamaConfig(
     vocab_size=96, num_layers=2, embed_dim=128, num_heads=4, num_kv_heads=2, mlp_dim=160, max_seq_len=4096
@@ -64,43 +64,43 @@ HELD = {
     "yarn, every knob": SCALED,
     "three heads": PLAIN - {"meta x4"} | {"llama2c"},
 }
-CELLS = [(name, route) for name in CONFIGS for route in ROUTES if route in HELD[name]]
+CELLS = [(name, writer) for name in CONFIGS for writer in FORMAT_WRITERS if writer in HELD[name]]
 
 
-def written(path, name, route, seed=0):
-    """The parameters, once a route has written them."""
+def written(path, name, writer, seed=0):
+    """The parameters, once a writer has written them."""
     params = random_params(CONFIGS[name], seed)
-    ROUTES[route].write(path, CONFIGS[name], params)
+    FORMAT_WRITERS[writer].write(path, CONFIGS[name], params)
     return params
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_each_route_says_what_it_holds(name):
-    assert {route.name for route in ROUTES.values() if route.holds(CONFIGS[name])} == HELD[name]
+    assert {writer.name for writer in FORMAT_WRITERS.values() if writer.holds(CONFIGS[name])} == HELD[name]
 
 
 def test_every_route_is_under_its_name():
-    assert [route.name for route in ROUTES.values()] == list(ROUTES)
-    assert {name for name, route in ROUTES.items() if route.rope_factor} == {"meta x1", "meta x4"}
+    assert [writer.name for writer in FORMAT_WRITERS.values()] == list(FORMAT_WRITERS)
+    assert {name for name, writer in FORMAT_WRITERS.items() if writer.rope_factor} == {"meta x1", "meta x4"}
 
 
-@pytest.mark.parametrize(("name", "route"), CELLS)
-def test_jllama_reads_the_same_config_and_the_same_bits(tmp_path, monkeypatch, name, route):
+@pytest.mark.parametrize(("name", "writer"), CELLS)
+def test_jllama_reads_the_same_config_and_the_same_bits(tmp_path, monkeypatch, name, writer):
     with monkeypatch.context() as patch:
         for library in ("torch", "safetensors", "transformers"):
             patch.setitem(sys.modules, library, None)  # writing needs none of them
-        params = written(tmp_path / "model", name, route)
+        params = written(tmp_path / "model", name, writer)
     config = CONFIGS[name]
-    factor = config.rope_scaling.factor if config.rope_scaling and ROUTES[route].rope_factor else None
+    factor = config.rope_scaling.factor if config.rope_scaling and FORMAT_WRITERS[writer].rope_factor else None
     model = jllama.load(tmp_path / "model", rope_factor=factor)
-    if route.startswith("meta"):  # whose files do not say how long
+    if writer.startswith("meta"):  # whose files do not say how long
         model = dataclasses.replace(model, config=dataclasses.replace(model.config, max_seq_len=config.max_seq_len))
     assert model.config == config
     assert_same_bits(model.params, params)
 
 
 def test_they_share_nothing_with_the_readers():
-    with open(writers.__file__) as source:
+    with open(reference_writers.__file__) as source:
         imports = [node for node in ast.walk(ast.parse(source.read())) if isinstance(node, ast.ImportFrom | ast.Import)]
     ours = {(node.module, name.name) for node in imports if "jllama" in ast.unparse(node) for name in node.names}
     assert ours == {
@@ -113,7 +113,7 @@ def test_they_share_nothing_with_the_readers():
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 5))
 def test_interleaved_rows_are_pairs_of_one_head(heads, half, embed):
     matrix = np.arange(heads * 2 * half * embed).reshape(-1, embed)
-    rows = writers.interleave(matrix, heads)
+    rows = reference_writers.interleave(matrix, heads)
     for head in range(heads):
         for i in range(half):
             first = 2 * half * head
@@ -180,11 +180,11 @@ def metas_logits(folder, tokens, frequencies):
     return np.concatenate([norm(x, "norm") @ rank["output.weight"].T for rank in ranks], -1)
 
 
-@pytest.mark.parametrize("route", ["meta x1", "meta x4"])
+@pytest.mark.parametrize("writer", ["meta x1", "meta x4"])
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "meta x4" in HELD[name]])
-def test_metas_arithmetic_gives_the_oracles_logits(tmp_path, name, route):
+def test_metas_arithmetic_gives_the_oracles_logits(tmp_path, name, writer):
     config = CONFIGS[name]
-    params = written(tmp_path / "model", name, route)
+    params = written(tmp_path / "model", name, writer)
     tokens = np.random.default_rng(0).integers(0, 96, 128)
     logits = metas_logits(tmp_path / "model", tokens, oracle.rope_frequencies(config))
     assert relative_error(logits, oracle.forward(params, tokens[None], config)[0]) < 1e-9
@@ -192,15 +192,17 @@ def test_metas_arithmetic_gives_the_oracles_logits(tmp_path, name, route):
 
 def test_params_json_is_as_released():
     """By Llama 1's and 2's fields a model is one of theirs; what says nothing new is left out."""
-    plain = writers.meta_params(CONFIGS["multi-head"])
+    plain = reference_writers.meta_params(CONFIGS["multi-head"])
     assert plain.keys() == {"dim", "n_layers", "n_heads", "vocab_size", "multiple_of", "norm_eps"}
-    scaled = writers.meta_params(CONFIGS["llama3"])
+    scaled = reference_writers.meta_params(CONFIGS["llama3"])
     assert scaled.keys() - plain.keys() == {"n_kv_heads", "rope_theta", "use_scaled_rope", "ffn_dim_multiplier"}
 
 
 @given(st.integers(1, 600), st.integers(1, 2000))
 def test_metas_rule_gives_the_width_of_the_mlp(half_dim, mlp_dim):
-    fields = writers.meta_params(LlamaConfig(vocab_size=1, embed_dim=2 * half_dim, num_heads=1, mlp_dim=mlp_dim))
+    fields = reference_writers.meta_params(
+        LlamaConfig(vocab_size=1, embed_dim=2 * half_dim, num_heads=1, mlp_dim=mlp_dim)
+    )
     hidden_dim = int(2 * (4 * fields["dim"]) / 3)
     hidden_dim = int(fields.get("ffn_dim_multiplier", 1) * hidden_dim)
     assert fields["multiple_of"] * -(-hidden_dim // fields["multiple_of"]) == mlp_dim
@@ -237,14 +239,14 @@ def test_each_version_spells_rope_its_own_way(tmp_path):
     assert old == new
 
 
-@pytest.mark.parametrize("route", ["hf v4", "hf v5"])
+@pytest.mark.parametrize("writer", ["hf v4", "hf v5"])
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "hf v4" in HELD[name]])
-def test_transformers_gives_the_oracles_logits(tmp_path, name, route):
+def test_transformers_gives_the_oracles_logits(tmp_path, name, writer):
     import torch
     import transformers
 
     config = CONFIGS[name]
-    params = written(tmp_path / "model", name, route)
+    params = written(tmp_path / "model", name, writer)
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not any(loading.values())
     tokens = np.random.default_rng(0).integers(0, 96, (1, 128))
@@ -267,7 +269,7 @@ def test_the_gguf_package_finds_each_key_and_tensor(tmp_path, name):
     reader = GGUFReader(tmp_path / "model.gguf")
     found = {key: field.contents() for key, field in reader.fields.items()}
     assert found["general.architecture"] == "llama"
-    for key, value in writers.gguf_metadata(config).items():
+    for key, value in reference_writers.gguf_metadata(config).items():
         assert found[key] == (np.float32(value) if isinstance(value, float) else value)
     tensors = {tensor.name: tensor.data for tensor in reader.tensors}
     assert len(tensors) == 2 + 9 * config.num_layers + (not config.tie_embeddings) + (name == "llama3")
@@ -296,9 +298,9 @@ def test_transformers_reads_gguf_too(tmp_path, name):
 
 def test_no_route_gives_the_logits_of_another_order_of_channels(tmp_path, monkeypatch):
     """The comparison that the matrix makes notices if a writer (or so a reader) leaves the permutation out."""
-    monkeypatch.setattr(writers, "interleave", lambda matrix, heads: matrix)
+    monkeypatch.setattr(reference_writers, "interleave", lambda matrix, heads: matrix)
     tokens = np.random.default_rng(0).integers(0, 96, (1, 64))
-    for route in ("meta x1", "meta x4", "gguf", "llama2c"):
-        params = written(tmp_path / route, "grouped", route)
-        logits = jllama.load(tmp_path / route)(jnp.asarray(tokens))
+    for writer in ("meta x1", "meta x4", "gguf", "llama2c"):
+        params = written(tmp_path / writer, "grouped", writer)
+        logits = jllama.load(tmp_path / writer)(jnp.asarray(tokens))
         assert relative_error(logits, oracle.forward(params, tokens, BASE)) > 1e-3

@@ -47,7 +47,7 @@ _NAMES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Route:
+class FormatWriter:
     """One way from parameters to a file that ``jllama.load`` reads.
 
     Args:
@@ -340,16 +340,16 @@ def _llama2c_holds(config: LlamaConfig) -> bool:
     return fixed and config.num_heads * config.head_dim == config.embed_dim
 
 
-ROUTES: dict[str, Route] = {
-    route.name: route
-    for route in (
-        Route("native", lambda _: True, _write_native),
-        Route("meta x1", partial(_meta_holds, count=1), partial(_write_meta, count=1), rope_factor=True),
-        Route("meta x4", partial(_meta_holds, count=4), partial(_write_meta, count=4), rope_factor=True),
-        Route("hf v4", _hugging_face_holds, partial(_write_hugging_face, version=4)),
-        Route("hf v5", _hugging_face_holds, partial(_write_hugging_face, version=5)),
-        Route("gguf", _gguf_holds, _write_gguf),
-        Route("llama2c", _llama2c_holds, _write_llama2c),
+FORMAT_WRITERS: dict[str, FormatWriter] = {
+    writer.name: writer
+    for writer in (
+        FormatWriter("native", lambda _: True, _write_native),
+        FormatWriter("meta x1", partial(_meta_holds, count=1), partial(_write_meta, count=1), rope_factor=True),
+        FormatWriter("meta x4", partial(_meta_holds, count=4), partial(_write_meta, count=4), rope_factor=True),
+        FormatWriter("hf v4", _hugging_face_holds, partial(_write_hugging_face, version=4)),
+        FormatWriter("hf v5", _hugging_face_holds, partial(_write_hugging_face, version=5)),
+        FormatWriter("gguf", _gguf_holds, _write_gguf),
+        FormatWriter("llama2c", _llama2c_holds, _write_llama2c),
     )
 }
 """By name."""

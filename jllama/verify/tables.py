@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from jllama.verify.checkpoint import CheckpointReport
-from jllama.verify.compare import VISIBLE, Group, Result
+from jllama.verify.checks import VISIBLE, Group, Result
 
 _TITLES: dict[Group, str] = {
     "conformance": "Conformance: relative error of the logits against the float64 oracle, by variant and file format",

@@ -27,7 +27,7 @@ from jllama.parameters import Params, TensorSpec, as_matrix, shape_of, tensor_sp
 _LISTED = 9  # tensors named in a sentence: a layer has so many
 
 
-class Streamed(NamedTuple):
+class LayerwiseRun(NamedTuple):
     """What one pass over the weights gives.
 
     Args:
@@ -102,7 +102,9 @@ class _Weights:
         return array
 
 
-def stream(checkpoint: Checkpoint, tokens: Sequence[int], report: Callable[[str], None] = lambda _: None) -> Streamed:
+def run_layerwise(
+    checkpoint: Checkpoint, tokens: Sequence[int], report: Callable[[str], None] = lambda _: None
+) -> LayerwiseRun:
     """Run the oracle and jllama's own layers side by side over a checkpoint, reading each tensor once, in order.
 
     Each of jllama's layers runs twice: on the oracle's input, which gives its own error, and on what jllama's layers
@@ -136,7 +138,7 @@ def stream(checkpoint: Checkpoint, tokens: Sequence[int], report: Callable[[str]
     for rows, block in weights.blocks(head, again=config.tie_embeddings):
         logits[:, rows] = hidden @ block.astype(np.float64).T
         own_logits[:, rows] = _scores(block, own, config)
-    return Streamed(logits, own_logits, errors, weights.digest.hexdigest(), _damage(weights, stored))
+    return LayerwiseRun(logits, own_logits, errors, weights.digest.hexdigest(), _damage(weights, stored))
 
 
 @functools.partial(jax.jit, static_argnames="config")

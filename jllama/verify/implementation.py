@@ -20,7 +20,7 @@ from jllama.model import KVCache
 from jllama.parameters import Params
 
 
-class Subject(NamedTuple):
+class Implementation(NamedTuple):
     """What the checks call.
 
     Args:
@@ -34,8 +34,8 @@ class Subject(NamedTuple):
     extend: Callable[..., tuple[Array, KVCache]]
 
 
-def subject_of(model: types.ModuleType) -> Subject:
-    """The subject that ``jllama.model``, or a copy of it, makes up; nothing in it is compiled yet."""
+def implementation_of(model: types.ModuleType) -> Implementation:
+    """The implementation that ``jllama.model``, or a copy of it, makes up; nothing in it is compiled yet."""
 
     def forward(
         config: LlamaConfig, params: Params | DecodeParams, tokens: Array, *where: Any, **options: Any
@@ -54,7 +54,7 @@ def subject_of(model: types.ModuleType) -> Subject:
         loaded = load(path, rope_factor=rope_factor)
         return loaded.config, loaded.params
 
-    return Subject(load_params, forward, extend)
+    return Implementation(load_params, forward, extend)
 
 
 def model_with(**wrong: Any) -> types.ModuleType:
@@ -68,13 +68,13 @@ def model_with(**wrong: Any) -> types.ModuleType:
     return copy
 
 
-def compiled(subject: Subject) -> Subject:
-    """The same subject under ``jit``."""
-    forward = jax.jit(subject.forward, static_argnames=("config", "remat"))
-    return subject._replace(forward=forward, extend=jax.jit(subject.extend, static_argnames="config"))
+def compiled(implementation: Implementation) -> Implementation:
+    """The same implementation under ``jit``."""
+    forward = jax.jit(implementation.forward, static_argnames=("config", "remat"))
+    return implementation._replace(forward=forward, extend=jax.jit(implementation.extend, static_argnames="config"))
 
 
 @functools.cache
-def jllama_itself() -> Subject:
+def jllama_itself() -> Implementation:
     """The code that users run, compiled."""
-    return compiled(subject_of(jllama.model))
+    return compiled(implementation_of(jllama.model))
