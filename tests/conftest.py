@@ -1,7 +1,10 @@
 """Before any test: JAX on the CPU unless told otherwise, shapes and types checked in every call into jllama."""
 
+import contextlib
 import os
 import tempfile
+import time
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiling is most of what the tests do
@@ -9,6 +12,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # comp
 os.environ["JLLAMA_CHECK_SHAPES"] = "1"
 
 import hypothesis
+import jax
 
 import jllama  # noqa: F401
 
@@ -17,9 +21,21 @@ del os.environ["JLLAMA_CHECK_SHAPES"]  # processes that the tests start run as a
 _cache = tempfile.TemporaryDirectory(prefix="jllama-tests-")  # not the user's own
 os.environ.setdefault("JLLAMA_CACHE", _cache.name)
 
+# Compiled programs are shared by the workers of pytest-xdist and kept for later runs, but not by processes that the
+# tests start. The folder's own name says that they are not what users run.
+COMPILED = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jllama-tests" / "compiled"
+COMPILED_DAYS = 14
+jax.config.update("jax_compilation_cache_dir", str(COMPILED))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=25, print_blob=True)
 hypothesis.settings.load_profile("ci")
 
 
 def pytest_configure(config):
+    for path in COMPILED.glob("*"):
+        with contextlib.suppress(OSError):  # another worker was first
+            if path.stat().st_mtime < time.time() - COMPILED_DAYS * 86_400:
+                path.unlink()
     config.addinivalue_line("filterwarnings", "error:.*donated buffers were not usable")
