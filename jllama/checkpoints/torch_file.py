@@ -4,9 +4,9 @@ Such a file is a zip archive of uncompressed entries in one folder: ``data.pkl``
 each tensor names the entry ``data/KEY`` that holds its numbers; ``byteorder`` and ``version``.
 Source: torch/serialization.py, and Python's pickletools for the operations of a pickle.
 
-A pickle is a program. Here it is run by a machine of our own that knows the operations that a dictionary of tensors
-takes, and no other: it imports nothing and calls nothing, so neither can a file. (Python's unpickler with an allow-list
-is no substitute: before any name is looked up, a few bytes can make it allocate gigabytes or hash for ever.)
+A pickle is a program. Python's unpickler runs it here with nothing but the operations that a dictionary of tensors
+needs; the names in it are never looked up, so a file can call nothing. (It is the one written in Python: before the
+one in C looks up any name, a few bytes can make it allocate gigabytes or hash nested tuples forever.)
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+import pickle
 import pickletools
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +30,7 @@ from jllama.checkpoints.tensors import FileTensor, OnProgress, blocks
 from jllama.errors import JllamaError
 
 MAX_INDEX_BYTES = 4 << 20
-"""Of ``data.pkl`` and of the zip directory. A pickle takes about 200 bytes a tensor; Llama 3.1 405B has 1,138."""
+"""Limit for ``data.pkl`` and the zip directory. A pickle takes about 200 bytes a tensor; Llama 3.1 405B has 1,138."""
 
 _ALIGNMENT = 64
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, length of the name, length of the extra field
@@ -41,26 +42,17 @@ _STORAGES: dict[str, np.dtype[Any]] = {
     "torch.HalfStorage": np.dtype(np.float16),
     "torch.BFloat16Storage": np.dtype(jnp.bfloat16),
 }
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _CALLS = ("collections.OrderedDict", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter")
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Global:
-    """What a pickle names; it is never looked up."""
-
-    name: str
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Storage:
-    """The numbers of an entry, flat."""
-
-    numbers: np.ndarray
+_OPERATIONS = (
+    "PROTO FRAME BINUNICODE SHORT_BINUNICODE BININT BININT1 BININT2 LONG1 NONE NEWTRUE NEWFALSE EMPTY_TUPLE MARK TUPLE "
+    "TUPLE1 TUPLE2 TUPLE3 BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET SETITEM SETITEMS GLOBAL STACK_GLOBAL BINPERSID "
+    "REDUCE STOP"
+)
+_OPERATION_NAMES = {ord(operation.code): operation.name for operation in pickletools.opcodes}
 
 
 def read_torch_file(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a file by name, each a read-only view of the mapped file. Nothing in the file is ever run.
+    """Read the tensors of a file by name, each a read-only view of the mapped file. Nothing in the file is ever run.
 
     Raises:
         JllamaError: the file is cut short or damaged, is of torch before 1.6, calls anything but what tensors need, or
@@ -72,26 +64,19 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
         raise JllamaError(f"{path} is a zip archive with {len(folders)} entries named data.pkl; torch's have one")
     folder = folders[0]
     for name in entries:
-        inside = name.startswith(folder) and not name.startswith("/") and ".." not in name.split("/")
-        if not inside:
+        if not name.startswith(folder) or name.startswith("/") or ".." in name.split("/"):
             raise JllamaError(f"{path} has an entry named {name!r}, outside its own folder {folder!r}: do not trust it")
     byteorder = entries.get(f"{folder}byteorder")
     if byteorder is not None and byteorder.tobytes() != b"little":
         raise JllamaError(f"{path} is of a big-endian machine: torch.load it on a little-endian one and torch.save it")
-
-    def storage(key: str, dtype: np.dtype[Any], count: int) -> _Storage:
-        data = entries.get(f"{folder}data/{key}")
-        if data is None or data.size != count * dtype.itemsize:
-            held = "no such entry" if data is None else f"{data.size} bytes"
-            raise JllamaError(f"{path} holds {held} where data/{key[:200]} must have {count} numbers in {dtype}")
-        return _Storage(data.view(dtype))
-
-    pickle = entries[f"{folder}data.pkl"]
-    if pickle.size > MAX_INDEX_BYTES:
-        raise JllamaError(f"{path} has a data.pkl of {pickle.size} bytes; jllama reads at most {MAX_INDEX_BYTES}")
+    data = entries[f"{folder}data.pkl"]
+    if data.size > MAX_INDEX_BYTES:
+        raise JllamaError(f"{path} has a data.pkl of {data.size} bytes; jllama reads at most {MAX_INDEX_BYTES}")
     try:
-        content = _unpickled(pickle.tobytes(), path, storage)
-    except (ValueError, IndexError, KeyError) as error:
+        content = _Unpickler(data.tobytes(), {name.removeprefix(folder): entries[name] for name in entries}).load()
+    except JllamaError as error:
+        raise JllamaError(f"{path} {error}") from error
+    except Exception as error:  # Python documents no limit to what unpickling a damaged pickle raises
         raise JllamaError(f"{path} has a damaged data.pkl ({error}): copy the file again") from error
     if not isinstance(content, dict):
         raise JllamaError(f"{path} holds no dictionary of tensors: save a state_dict")
@@ -143,128 +128,99 @@ def _entries(path: Path) -> dict[str, np.ndarray]:
     return entries
 
 
-def _unpickled(data: bytes, path: Path, storage: Callable[[str, np.dtype[Any], int], _Storage]) -> Any:
-    """Run a pickle, as far as it makes a dictionary of tensors.
+class _Dict(dict[str, Any]):
+    """A dictionary of the pickle; a key that is not text is not even hashed."""
 
-    Raises:
-        JllamaError: it names anything else.
-        ValueError, IndexError, KeyError: it is no well-formed pickle of such a dictionary.
-    """
-    stack: list[Any] = []
-    marks: list[int] = []
-    memo: dict[int, Any] = {}
+    __slots__ = ()
 
-    def popped(count: int) -> list[Any]:
-        if count > len(stack) - (marks[-1] if marks else 0):
-            raise ValueError("it takes more from its stack than is there")
-        taken = stack[len(stack) - count :]
-        del stack[len(stack) - count :]
-        return taken
-
-    def popped_to_mark() -> list[Any]:
-        taken = popped(len(stack) - marks[-1])
-        marks.pop()
-        return taken
-
-    operations: Any = pickletools.genops(data)
-    for opcode, argument, _ in operations:
-        match opcode.name:
-            case "PROTO" | "FRAME":
-                pass
-            case "BINUNICODE" | "SHORT_BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1":
-                stack.append(argument)
-            case name if name in _CONSTANTS:
-                stack.append(_CONSTANTS[name])
-            case "EMPTY_DICT":
-                stack.append({})
-            case "MARK":
-                marks.append(len(stack))
-            case "TUPLE":
-                stack.append(tuple(popped_to_mark()))
-            case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                stack.append(tuple(popped(int(opcode.name[-1]))))
-            case "BINPUT" | "LONG_BINPUT":
-                memo[argument] = stack[-1]
-            case "MEMOIZE":
-                memo[len(memo)] = stack[-1]
-            case "BINGET" | "LONG_BINGET":
-                stack.append(memo[argument])
-            case "SETITEM":
-                _set_items(stack, popped(2))
-            case "SETITEMS":
-                _set_items(stack, popped_to_mark())
-            case "GLOBAL":  # pickletools puts a space between the module and the name
-                stack.append(_named(argument.replace(" ", ".", 1), path))
-            case "STACK_GLOBAL":
-                module, name = popped(2)
-                if not (isinstance(module, str) and isinstance(name, str)):
-                    raise ValueError("it names something by what is not text")
-                stack.append(_named(f"{module}.{name}", path))
-            case "BINPERSID":
-                match popped(1)[0]:
-                    case ("storage", _Global(name), str(key), str(), int(count)) if name in _STORAGES:
-                        stack.append(storage(key, _STORAGES[name], count))
-                    case _:
-                        raise ValueError("it refers to a storage in a way that torch does not")
-            case "REDUCE":
-                function, arguments = popped(2)
-                stack.append(_made(function, arguments, path))
-            case "BUILD":  # torch sets a state_dict's _metadata, the versions of modules
-                popped(1)
-                if not isinstance(stack[-1], dict):
-                    raise ValueError("it sets attributes of something else than a dictionary")
-            case "STOP":
-                return popped(1)[0]
-            case other:
-                raise JllamaError(f"{path} uses the pickle operation {other}, which no tensors need: do not trust it")
-    raise ValueError("it has no end")
-
-
-def _named(name: str, path: Path) -> _Global:
-    if name in _STORAGES or name in _CALLS:
-        return _Global(name)
-    if (name.startswith("torch.") and name.endswith("Storage")) or name == "torch._utils._rebuild_tensor_v3":
-        raise JllamaError(
-            f"{path} holds tensors of {name}; jllama reads {', '.join(map(str, _STORAGES.values()))}: "
-            f"convert them with torch first"
-        )
-    raise JllamaError(f"{path} asks to call {name[:200]!r}, which no tensors need: do not trust it; nothing was run")
-
-
-def _set_items(stack: list[Any], items: list[Any]) -> None:
-    if not isinstance(stack[-1], dict) or len(items) % 2:
-        raise ValueError("it sets items of something else than a dictionary")
-    for name, value in zip(items[::2], items[1::2], strict=True):
-        if not isinstance(name, str):
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if not isinstance(key, str):
             raise ValueError("it has a key that is not text")
-        stack[-1][name] = value
+        super().__setitem__(key, value)
 
 
-def _made(function: Any, arguments: Any, path: Path) -> Any:
-    """The dictionary or tensor that one of ``_CALLS`` makes."""
-    match function, arguments:
-        case _Global("collections.OrderedDict"), ():
-            return {}
-        case _Global("torch._utils._rebuild_parameter"), (np.ndarray() as tensor, *_):
-            return tensor
-        case (
-            _Global("torch._utils._rebuild_tensor_v2"),
-            (_Storage(numbers), int(offset), tuple(shape), tuple(strides), *_),
-        ):
-            return _view(numbers, offset, shape, strides, path)
-    raise ValueError("it makes a tensor in a way that torch does not")
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Storage:
+    """The numbers of an entry, flat."""
+
+    numbers: np.ndarray
 
 
-def _view(numbers: np.ndarray, offset: int, shape: tuple[Any, ...], strides: tuple[Any, ...], path: Path) -> np.ndarray:
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Global:
+    """What a pickle names. It is never looked up: calling one of ``_CALLS`` builds the dictionary or tensor here."""
+
+    name: str
+
+    def __call__(self, *arguments: Any) -> Any:
+        match self.name, arguments:
+            case "collections.OrderedDict", ():
+                return _Dict()
+            case "torch._utils._rebuild_parameter", (np.ndarray() as tensor, *_):
+                return tensor
+            case (
+                "torch._utils._rebuild_tensor_v2",
+                (_Storage(numbers), int(offset), tuple(shape), tuple(strides), *_),
+            ):
+                return _view(numbers, offset, shape, strides)
+        raise ValueError("it builds a tensor in a way that torch does not")
+
+
+class _Dispatch(dict[int, Any]):
+    def __missing__(self, code: int) -> Any:
+        name = _OPERATION_NAMES[code]
+        raise JllamaError(f"uses the pickle operation {name}, which no tensors need: do not trust it")
+
+
+class _Unpickler(pickle._Unpickler):
+    """Python's unpickler without the operations that call, import or allocate more than the file has bytes."""
+
+    dispatch: ClassVar[Any] = _Dispatch(
+        {
+            code: pickle._Unpickler.dispatch[code]
+            for code, name in _OPERATION_NAMES.items()
+            if name in _OPERATIONS.split()
+        }
+    )
+    dispatch[pickle.EMPTY_DICT[0]] = lambda self: self.append(_Dict())
+    dispatch[pickle.BUILD[0]] = lambda self: self.stack.pop()  # attributes: torch sets a state_dict's _metadata
+
+    def __init__(self, data: bytes, entries: Mapping[str, np.ndarray]) -> None:
+        super().__init__(io.BytesIO(data))
+        self.entries = entries
+
+    def find_class(self, module: str, name: str) -> _Global:
+        name = f"{module}.{name}"
+        if name in _STORAGES or name in _CALLS:
+            return _Global(name)
+        if (name.startswith("torch.") and name.endswith("Storage")) or name == "torch._utils._rebuild_tensor_v3":
+            raise JllamaError(
+                f"holds tensors of {name}; jllama reads {', '.join(map(str, _STORAGES.values()))}: "
+                f"convert them with torch first"
+            )
+        raise JllamaError(f"asks to call {name[:200]!r}, which no tensors need: do not trust it; nothing was run")
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        match pid:
+            case ("storage", _Global(name), str(key), str(), int(count)) if name in _STORAGES:
+                dtype, data = _STORAGES[name], self.entries.get(f"data/{key}")
+            case _:
+                raise ValueError("it refers to a storage in a way that torch does not")
+        if data is None or data.size != count * dtype.itemsize:
+            actual = "no such entry" if data is None else f"{data.size} bytes"
+            raise JllamaError(f"holds {actual} where data/{key[:200]} must have {count} numbers in {dtype}")
+        return _Storage(data.view(dtype))
+
+
+def _view(numbers: np.ndarray, offset: int, shape: tuple[Any, ...], strides: tuple[Any, ...]) -> np.ndarray:
     """A tensor inside its storage; offset and strides are in numbers, not bytes."""
     counts = (offset, *shape, *strides)
-    well_formed = len(shape) == len(strides) <= _MAX_AXES and all(type(n) is int and n >= 0 for n in counts)
-    if not well_formed:
+    if not (len(shape) == len(strides) <= _MAX_AXES and all(type(n) is int and n >= 0 for n in counts)):
         raise ValueError("it describes a tensor by a shape and strides that are none")
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if 0 in shape or last >= numbers.size or math.prod(shape) > numbers.size:
         raise JllamaError(
-            f"{path} describes a tensor of shape {list(shape)} and strides {list(strides)} from number {offset} on, "
+            f"describes a tensor of shape {list(shape)} and strides {list(strides)} from number {offset} on, "
             f"which is empty or does not lie inside its storage of {numbers.size} numbers"
         )
     # The stride of an axis of size 1 is never taken and may be any number.
@@ -299,27 +255,16 @@ def write_torch_file(
 def _pickled(tensors: Sequence[tuple[str, FileTensor, np.dtype[Any]]]) -> bytes:
     """The pickle, of protocol 2, of an ordered dictionary of tensors, each with a storage of its own."""
     classes = {dtype: f"c{name.replace('.', chr(10))}\n".encode() for name, dtype in _STORAGES.items()}
-    rebuild, empty_dict = b"ctorch._utils\n_rebuild_tensor_v2\n", b"ccollections\nOrderedDict\n)R"
+    empty_dict = b"ccollections\nOrderedDict\n)R"
+
+    def literals(*values: Any) -> bytes:
+        return b"".join(pickle.dumps(value, 2)[2:-1] for value in values)  # without the protocol and the end
+
     out = [b"\x80\x02", empty_dict, b"("]
     for number, (name, tensor, dtype) in enumerate(tensors):
         shape = tuple(tensor.shape)
-        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-        storage = [_text("storage"), classes[dtype], _text(str(number)), _text("cpu"), _whole(math.prod(shape))]
-        place = [_whole(0), _tuple(map(_whole, shape)), _tuple(map(_whole, strides))]
-        requires_grad, hooks = b"\x89", empty_dict
-        out += [_text(name), rebuild, _tuple([_tuple(storage) + b"Q", *place, requires_grad, hooks]), b"R"]
+        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        storage = literals("storage") + classes[dtype] + literals(str(number), "cpu", math.prod(shape))
+        out += [literals(name), b"ctorch._utils\n_rebuild_tensor_v2\n", b"((", storage, b"tQ"]
+        out += [literals(0, shape, strides, False), empty_dict, b"tR"]  # False: needs no gradient; {}: no hooks
     return b"".join([*out, b"u."])
-
-
-def _text(text: str) -> bytes:
-    encoded = text.encode()
-    return b"X" + struct.pack("<I", len(encoded)) + encoded
-
-
-def _whole(number: int) -> bytes:
-    encoded = number.to_bytes(number.bit_length() // 8 + 1, "little")
-    return b"\x8a" + bytes([len(encoded)]) + encoded
-
-
-def _tuple(items: Iterable[bytes]) -> bytes:
-    return b"(" + b"".join(items) + b"t"
