@@ -5,7 +5,6 @@ Source: https://github.com/huggingface/safetensors, "Format". Reading maps the f
 
 from __future__ import annotations
 
-import collections
 import json
 import math
 from collections.abc import Sequence
@@ -29,12 +28,11 @@ DTYPES: dict[str, np.dtype[Any]] = {
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library's limit."""
 
-_MAX_AXES = 32
-_MAX_ELEMENTS = 1 << 59  # an empty tensor's other sizes are bounded by nothing else, and NumPy has a limit
+_MAX_AXES, _MAX_ELEMENTS = 32, 1 << 59  # NumPy's limits; of an empty tensor, the file's size bounds neither
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a file by name, each a read-only view of the mapped file.
+    """Read the tensors of a file by name, each a read-only view of the mapped file.
 
     Raises:
         JllamaError: the file is cut short or too long, its header is not one, or a tensor has another dtype than
@@ -53,33 +51,28 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
             f"{path} claims a header of {header_bytes} bytes, but the file has {size} and a header at most "
             f"{MAX_HEADER_BYTES}: it is cut short or not a safetensors file"
         )
-    header = _header(mapped[8 : 8 + header_bytes].tobytes(), path)
-    data = mapped[8 + header_bytes :]
+    header, data = _header(mapped[8 : 8 + header_bytes].tobytes(), path), mapped[8 + header_bytes :]
     end = 0
-    tensors = {}
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         if dtype not in DTYPES:
             raise JllamaError(f"{path} holds {name} as {dtype}; jllama reads {', '.join(DTYPES)}")
         tensor_bytes = math.prod(shape) * DTYPES[dtype].itemsize
-        if stop - start != tensor_bytes:
+        if (start, stop) != (end, end + tensor_bytes):
             raise JllamaError(
-                f"{path} gives {name} the bytes {start} to {stop}, but shape {shape} in {dtype} takes {tensor_bytes}"
-            )
-        if start != end:
-            raise JllamaError(
-                f"{path} has {name} begin at byte {start} of its data, where the tensor before it ends at {end}: "
-                f"tensors must neither overlap nor leave gaps"
+                f"{path} gives {name} the bytes {start} to {stop} of its data, but shape {shape} in {dtype} takes "
+                f"{tensor_bytes} from byte {end} on: tensors must neither overlap nor leave gaps"
             )
         end = stop
-        if end <= len(data):
-            tensors[name] = data[start:stop].view(DTYPES[dtype]).reshape(shape)
     if end != len(data):
         raise JllamaError(
             f"{path} has {len(data)} bytes of tensors where its header describes {end}: "
             f"{'it is cut short' if end > len(data) else 'something was appended'}, copy it again"
         )
-    return {name: tensors[name] for name in header}
+    return {
+        name: data[slice(*entry["data_offsets"])].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        for name, entry in header.items()
+    }
 
 
 def _header(text: bytes, path: Path) -> dict[str, Any]:
@@ -105,11 +98,12 @@ def _header(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice, _ = collections.Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"it has {twice!r} twice")
-    return found
+    entries = {}
+    for name, value in pairs:
+        if name in entries:
+            raise ValueError(f"it has {name!r} twice")
+        entries[name] = value
+    return entries
 
 
 def write_safetensors(
