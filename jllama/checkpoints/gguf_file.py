@@ -1,7 +1,7 @@
-"""GGUF files: keys with typed values, then each tensor's name, sizes, type and place, then the tensors, aligned.
+"""GGUF files: keys with typed values, then each tensor's name, sizes, type and offset, then the tensors, aligned.
 
 The header is parsed and written here, every number checked against the file's size before it is believed; the ``gguf``
-package knows the quantised types. Source: ggml's ``docs/gguf.md``.
+package knows the quantized types. Source: ggml's ``docs/gguf.md``.
 """
 
 from __future__ import annotations
@@ -35,24 +35,16 @@ PLAIN: dict[GGMLQuantizationType, np.dtype[Any]] = {
     GGMLQuantizationType.BF16: np.dtype(jnp.bfloat16),
     GGMLQuantizationType.F64: np.dtype(np.float64),
 }
-_NUMBERS = {
-    GGUFValueType.UINT8: "B",
-    GGUFValueType.INT8: "b",
-    GGUFValueType.UINT16: "H",
-    GGUFValueType.INT16: "h",
-    GGUFValueType.UINT32: "I",
-    GGUFValueType.INT32: "i",
-    GGUFValueType.FLOAT32: "f",
-    GGUFValueType.BOOL: "?",
-    GGUFValueType.UINT64: "Q",
-    GGUFValueType.INT64: "q",
-    GGUFValueType.FLOAT64: "d",
-}
+_NUMBERS = dict(zip([*range(8), *range(10, 13)], "BbHhIif?Qqd", strict=True))
+"""The struct codes of the numeric value types: UINT8 to BOOL, then UINT64 to FLOAT64."""
+
+_TensorInfo = tuple[GGMLQuantizationType, tuple[int, ...], int]
+"""A tensor's type, shape, and offset from where the tensors begin."""
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
-    """A matrix whose rows are stored as blocks of a GGML type. Reading gives float32, of the rows asked for alone.
+    """A matrix whose rows are stored as blocks of a GGML type. Only the requested rows are read, as float32.
 
     Args:
         rows: the stored bytes of each row: blocks never cross rows.
@@ -66,19 +58,19 @@ class QuantizedTensor:
     dtype: np.dtype[Any] = PLAIN[GGMLQuantizationType.F32]
 
     def __getitem__(self, rows: slice, /) -> np.ndarray:
-        """The rows asked for, dequantised."""
+        """The requested rows, dequantized."""
         return dequantize(np.ascontiguousarray(self.rows[rows]), self.type)
 
 
 def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
-    """The metadata and the tensors of a GGUF file, versions 2 and 3, little-endian; nothing of the tensors is read.
+    """Read the metadata and map the tensors of a GGUF file, versions 2 and 3, little-endian.
 
     Metadata are Python values, lists for arrays. A float32 is the shortest decimal that rounds to it: 1e-05, not
     9.999999747378752e-06. In arrays of strings, bytes that are not UTF-8 become lone surrogates (``surrogateescape``).
     Tensors have the axes that NumPy would give them: outputs before inputs.
 
     Raises:
-        JllamaError: the file is truncated or makes no sense, or a tensor has a type that cannot be dequantised.
+        JllamaError: the file is truncated or makes no sense, or a tensor has a type that cannot be dequantized.
     """
     if not path.is_file():
         raise JllamaError(f"there is no GGUF file at {path}")
@@ -90,59 +82,64 @@ def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
     if header.take(4) != MAGIC:
         raise JllamaError(f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()}")
     version = header.number("I")
-    if not version & 0xFFFF:
-        raise JllamaError(f"{path} is a big-endian GGUF file; only little-endian ones can be read")
     if version not in (2, 3):
-        raise JllamaError(f"{path} is GGUF version {version}; versions 2 and 3 can be read: convert it again")
+        raise JllamaError(
+            f"{path} is {'a big-endian GGUF file' if not version & 0xFFFF else f'GGUF version {version}'}; versions 2 "
+            f"and 3, little-endian, can be read: convert it again"
+        )
     num_tensors, num_keys = header.number("Q"), header.number("Q")
     metadata = header.named("key", num_keys, header.value)
-    infos = header.named("tensor", num_tensors, header.tensor_info)
+    infos: dict[str, _TensorInfo] = header.named("tensor", num_tensors, header.tensor_info)
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise JllamaError(f"{path} has general.alignment {alignment!r}; it must be a power of two")
     _check_types(infos, path)
-    first = -(-header.offset // alignment) * alignment
+    first = _aligned(header.offset, alignment)
     tensors: dict[str, FileTensor] = {}
-    end, before = 0, ""
+    next_offset, previous = 0, "the header"
     for name, (type_, shape, offset) in sorted(infos.items(), key=lambda item: item[1][2]):
-        block, block_bytes = GGML_QUANT_SIZES[type_]
-        num_bytes = math.prod(shape) // block * block_bytes
-        if offset % alignment:
-            raise JllamaError(f"{path} has the tensor {name} at offset {offset}, which is no multiple of {alignment}")
-        if offset < end:
-            raise JllamaError(f"{path} has the tensors {before} and {name} in the same place")
-        aligned_end, end = -(-end // alignment) * alignment, offset + num_bytes
-        if first + end > size:
+        stop = first + offset + _num_bytes(shape, type_)
+        if stop > size:
             raise JllamaError(
-                f"{path} is truncated: the tensor {name} ends at byte {first + end} but the file has {size} bytes: "
+                f"{path} is truncated: the tensor {name} ends at byte {stop} but the file has {size} bytes: "
                 f"fetch it again"
             )
-        if offset != aligned_end:
+        if offset != next_offset:
             raise JllamaError(
-                f"{path} has a gap of {offset - aligned_end} bytes before {name}, so {before or name} has a wrong "
-                f"type, size or place: fetch it again"
+                f"{path} has the tensor {name} at offset {offset}, expected {next_offset}, right after {previous}: one "
+                f"of them has a wrong type, size or offset: fetch it again"
             )
-        before = name
-        stored = data[first + offset : first + end]
+        stored = data[first + offset : stop]
         if type_ in PLAIN:
             tensors[name] = stored.view(PLAIN[type_]).reshape(shape)
         else:
             tensors[name] = QuantizedTensor(stored.reshape(shape[0], -1), type_, shape)
-    if (left := size - first - -(-end // alignment) * alignment) > 0:
-        raise JllamaError(f"{path} has {left} bytes after {before}: its type or size is wrong: fetch the file again")
+        next_offset, previous = _aligned(stop - first, alignment), name
+    if (excess := size - first - next_offset) > 0:
+        raise JllamaError(
+            f"{path} has {excess} bytes after {previous}: its type or size is wrong: fetch the file again"
+        )
     return metadata, {name: tensors[name] for name in infos}
 
 
+def _aligned(offset: int, alignment: int = _ALIGNMENT) -> int:
+    return -(-offset // alignment) * alignment
+
+
+def _num_bytes(shape: tuple[int, ...], type_: GGMLQuantizationType) -> int:
+    block, block_bytes = GGML_QUANT_SIZES[type_]
+    return math.prod(shape) // block * block_bytes
+
+
 class _Header:
-    """A place in a file's header, from which one thing after another is read, never past the file's end."""
+    """A position in a file's header, from which one value after another is read, never past the file's end."""
 
     def __init__(self, path: Path, data: memoryview) -> None:
         self.path, self.data, self.offset = path, data, 0
 
     def take(self, num_bytes: int) -> memoryview:
-        taken = self.data[self.offset : self._checked(self.offset + num_bytes)]
-        self.offset += num_bytes
-        return taken
+        start, self.offset = self.offset, self._checked(self.offset + num_bytes)
+        return self.data[start : self.offset]
 
     def _checked(self, end: int) -> int:
         if end > len(self.data):
@@ -156,34 +153,34 @@ class _Header:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
 
     def strings(self, count: int, errors: str = "strict") -> list[str]:
-        found, length_at = [], struct.Struct("<Q").unpack_from
+        texts, length_at = [], struct.Struct("<Q").unpack_from
         try:
             for _ in range(count):
                 start = self._checked(self.offset + 8)
                 end = self._checked(start + length_at(self.data, self.offset)[0])
-                found.append(str(self.data[start:end], "utf-8", errors))
+                texts.append(str(self.data[start:end], "utf-8", errors))
                 self.offset = end
         except UnicodeDecodeError as error:
             raise JllamaError(f"{self.path} has a string at byte {self.offset} that is not UTF-8: {error}") from error
-        return found
+        return texts
 
     def named(self, what: str, count: int, read: Callable[[str], Any]) -> dict[str, Any]:
-        found = {}
+        entries = {}
         for _ in range(count):
             (name,) = self.strings(1)
-            if name in found:
+            if name in entries:
                 raise JllamaError(f"{self.path} has the {what} {name} twice")
-            found[name] = read(name)
-        return found
+            entries[name] = read(name)
+        return entries
 
     def value(self, key: str) -> Any:
-        type_ = self._type(key)
+        type_ = self._type(GGUFValueType, f"key {key}")
         if type_ == GGUFValueType.STRING:
             return self.strings(1)[0]
         if type_ != GGUFValueType.ARRAY:
             number = self.number(_NUMBERS[type_])
             return shortest(number) if type_ == GGUFValueType.FLOAT32 else number
-        type_, count = self._type(key), self.number("Q")
+        type_, count = self._type(GGUFValueType, f"key {key}"), self.number("Q")
         if type_ == GGUFValueType.ARRAY:
             raise JllamaError(f"{self.path} has arrays within the array {key}; no Llama's file has")
         if count > _MAX_ARRAY:
@@ -193,37 +190,30 @@ class _Header:
         dtype = np.dtype(_NUMBERS[type_]).newbyteorder("<")
         return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
 
-    def _type(self, key: str) -> GGUFValueType:
+    def _type(self, types: Any, of: str) -> Any:
         number = self.number("I")
         try:
-            return GGUFValueType(number)
+            return types(number)
         except ValueError as error:
-            raise JllamaError(f"{self.path} has the key {key} with the unknown value type {number}") from error
+            raise JllamaError(f"{self.path} has the {of} of the unknown type {number}") from error
 
-    def tensor_info(self, name: str) -> tuple[GGMLQuantizationType, tuple[int, ...], int]:
-        """Type, shape and offset from the first tensor's place."""
+    def tensor_info(self, name: str) -> _TensorInfo:
         num_dims = self.number("I")
         if not 1 <= num_dims <= _MAX_DIMS:
             raise JllamaError(f"{self.path} has the tensor {name} with {num_dims} axes; GGUF has 1 to {_MAX_DIMS}")
         shape = tuple(self.number("Q") for _ in range(num_dims))[::-1]
-        type_number, offset = self.number("I"), self.number("Q")
-        try:
-            type_ = GGMLQuantizationType(type_number)
-        except ValueError as error:
-            raise JllamaError(f"{self.path} has the tensor {name} of the unknown type {type_number}") from error
+        type_, offset = self._type(GGMLQuantizationType, f"tensor {name}"), self.number("Q")
         block, _ = GGML_QUANT_SIZES[type_]
-        if 0 in shape or shape[-1] % block:
+        if 0 in shape or shape[-1] % block or (block > 1 and num_dims == 1):
             raise JllamaError(
-                f"{self.path} has the tensor {name} of shape {list(shape)}; rows of type {type_.name} are whole "
-                f"blocks of {block}"
+                f"{self.path} has the tensor {name} of shape {list(shape)} and type {type_.name}; no axis may be 0, "
+                f"and only matrices quantized, in rows of whole blocks of {block}"
             )
-        if block > 1 and num_dims == 1:
-            raise JllamaError(f"{self.path} has the vector {name} quantised as {type_.name}; only matrices may be")
         return type_, shape, offset
 
 
-def _check_types(infos: Mapping[str, tuple[GGMLQuantizationType, tuple[int, ...], int]], path: Path) -> None:
-    """Refuse a type that the gguf package cannot dequantise: only trying shows whether it can."""
+def _check_types(infos: Mapping[str, _TensorInfo], path: Path) -> None:
+    """Refuse a type that the gguf package cannot dequantize: only trying shows whether it can."""
     for type_ in {type_ for type_, _, _ in infos.values()} - set(PLAIN):
         try:
             dequantize(np.zeros((1, GGML_QUANT_SIZES[type_][1]), np.uint8), type_)
@@ -258,7 +248,7 @@ def write_gguf_file(
                 data = block if type_ in PLAIN else quantize(block, type_)
                 data.tofile(file)
                 on_progress(data.nbytes)
-            file.write(bytes(-_num_bytes(tensor, type_) % _ALIGNMENT))
+            file.write(bytes(-_num_bytes(tensor.shape, type_) % _ALIGNMENT))
 
 
 def _header(keys: Sequence[bytes], tensors: Sequence[TypedTensor]) -> bytes:
@@ -268,14 +258,9 @@ def _header(keys: Sequence[bytes], tensors: Sequence[TypedTensor]) -> bytes:
     for name, tensor, type_, _ in tensors:
         dims = tensor.shape[::-1]
         parts += [_text(name), struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, type_, offset)]
-        offset += -(-_num_bytes(tensor, type_) // _ALIGNMENT) * _ALIGNMENT
+        offset += _aligned(_num_bytes(tensor.shape, type_))
     header = b"".join(parts)
     return header + bytes(-len(header) % _ALIGNMENT)
-
-
-def _num_bytes(tensor: FileTensor, type_: GGMLQuantizationType) -> int:
-    block, block_bytes = GGML_QUANT_SIZES[type_]
-    return math.prod(tensor.shape) // block * block_bytes
 
 
 def _text(text: str) -> bytes:

@@ -9,6 +9,7 @@ output head come the cosines and sines ``[max_seq_len, head_dim / 2]`` of an ear
 
 from __future__ import annotations
 
+import math
 import struct
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,30 +31,27 @@ TOKENIZER = "tokenizer.bin"
 _SIZES = ("embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "vocab_size", "max_seq_len")
 _HEADER = struct.Struct("<7i")
 _LATER_VERSIONS = b"24ka"  # what versions 1 and 2 begin with
-_FIXED = LlamaConfig(norm_eps=1e-5, rope_theta=10_000.0)  # what run.c has in its code
+_FIXED = {"norm_eps": 1e-5, "rope_theta": 10_000.0, "rope_scaling": None}  # what run.c has in its code
 
 
 def recognizes(path: Path) -> bool:
-    """Whether this is a llama2.c file, of any version and perhaps truncated, or a folder that holds exactly one."""
+    """Tell whether this is a llama2.c file, of any version and even truncated, or a folder that holds exactly one."""
     return _model_file(path) is not None
 
 
 def _model_file(path: Path) -> Path | None:
-    if path.is_dir():
-        files = [file for file in path.glob("*.bin") if file.is_file() and _looks_like_one(file)]
-        return files[0] if len(files) == 1 else None
-    return path if path.is_file() and _looks_like_one(path) else None
+    files = [file for file in (path.glob("*.bin") if path.is_dir() else [path]) if file.is_file() and _is_model(file)]
+    return files[0] if len(files) == 1 else None
 
 
-def _looks_like_one(file: Path) -> bool:
+def _is_model(file: Path) -> bool:
     header = _header(file)
-    if header.startswith(_LATER_VERSIONS):
-        return True
     try:
-        config = _config(header, file)
+        return header.startswith(_LATER_VERSIONS) or (
+            _file_bytes(_config(header, file)) == file.stat().st_size or file.suffix == ".bin"
+        )
     except JllamaError:
         return False
-    return file.suffix == ".bin" or file.stat().st_size == _file_bytes(config)
 
 
 def _header(file: Path) -> bytes:
@@ -65,13 +63,12 @@ def _config(header: bytes, file: Path) -> LlamaConfig:
     if len(header) < _HEADER.size:
         raise JllamaError(f"{file} is truncated: it has {len(header)} bytes, less than a llama2.c header")
     sizes = dict(zip(_SIZES, _HEADER.unpack(header), strict=True))
-    if 0 in sizes.values():  # of some, LlamaConfig would work a zero out
+    if 0 in sizes.values():  # LlamaConfig would work some of them out
         raise JllamaError(f"{file} is no llama2.c file: its sizes are {tuple(sizes.values())}; none may be 0")
-    fixed = {name: getattr(_FIXED, name) for name in ("norm_eps", "rope_theta")}
     tied = sizes["vocab_size"] > 0
     sizes["vocab_size"] = abs(sizes["vocab_size"])
     with fault_of(f"{file} is no llama2.c file"):
-        return LlamaConfig(**sizes, **fixed, tie_embeddings=tied)
+        return LlamaConfig(**sizes, **_FIXED, tie_embeddings=tied)
 
 
 def _file_bytes(config: LlamaConfig) -> int:
@@ -83,7 +80,7 @@ def _tables_size(config: LlamaConfig) -> int:
 
 
 def _in_order(config: LlamaConfig) -> list[TensorSpec]:
-    return sorted(tensor_specs(config), key=lambda stored: stored.parameter.llama2c)  # stable: layers stay in order
+    return sorted(tensor_specs(config), key=lambda spec: spec.parameter.llama2c)  # stable: layers stay in order
 
 
 def read(path: Path) -> Checkpoint:
@@ -104,18 +101,17 @@ def read(path: Path) -> Checkpoint:
             f"export it with --version 0"
         )
     config = _config(header, file)
-    size = file.stat().st_size
-    if (expected := _file_bytes(config)) != size:
+    size, expected = file.stat().st_size, _file_bytes(config)
+    if expected != size:
         what = "is truncated" if size < expected else "is too long, or no llama2.c file"
         raise JllamaError(f"{file} {what}: it has {size} bytes but its header describes {expected}: fetch it again")
     numbers = np.memmap(file, "<f4", "r", offset=_HEADER.size)
     tensors: dict[str, FileTensor] = {}
     start = 0
-    for stored in _in_order(config):
-        if stored.path == "lm_head":
-            start += _tables_size(config)
-        stop = start + int(np.prod(stored.shape))
-        tensors[stored.key] = half_split(stored, numbers[start:stop].reshape(stored.shape), config.head_dim)
+    for spec in _in_order(config):
+        start += _tables_size(config) if spec.path == "lm_head" else 0
+        stop = start + math.prod(spec.shape)
+        tensors[spec.key] = half_split(spec, numbers[start:stop].reshape(spec.shape), config.head_dim)
         start = stop
     tokenizer = file.parent / TOKENIZER
     return Checkpoint(config, tensors, load_llama2c_tokenizer(tokenizer) if tokenizer.is_file() else None)
@@ -127,6 +123,9 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_
     bfloat16 and float16 are widened to float32, which loses nothing; ``dtype`` can be no other.
     """
     config = checkpoint.config
+    sizes = {name: getattr(config, name) for name in _SIZES}
+    if not config.tie_embeddings:
+        sizes["vocab_size"] *= -1
     if problems := _problems(checkpoint, dtype):
         raise JllamaError(
             f"the llama2.c format cannot hold this model: {'; '.join(problems)}: convert to another format (hf, gguf)"
@@ -134,55 +133,48 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_
     if checkpoint.tokenizer is not None:
         save_llama2c_tokenizer(checkpoint.tokenizer, target / TOKENIZER)
     with (target / MODEL).open("wb") as file:
-        file.write(_HEADER.pack(*_sizes(config)))
-        for stored in _in_order(config):
-            if stored.path == "lm_head":
+        file.write(_HEADER.pack(*sizes.values()))
+        for spec in _in_order(config):
+            if spec.path == "lm_head":
                 _write_tables(config, file)
-            tensor = interleaved(stored, checkpoint.tensors[stored.key], config.head_dim)
-            for block in blocks(tensor, np.dtype("<f4"), config.head_dim if stored.parameter.rotary else 1):
+            tensor = interleaved(spec, checkpoint.tensors[spec.key], config.head_dim)
+            for block in blocks(tensor, np.dtype("<f4"), config.head_dim if spec.parameter.rotary else 1):
                 file.write(block.data)
                 on_progress(block.nbytes)
         if config.tie_embeddings:
             _write_tables(config, file)
 
 
-def _sizes(config: LlamaConfig) -> list[int]:
-    signs = {} if config.tie_embeddings else {"vocab_size": -1}
-    return [signs.get(name, 1) * getattr(config, name) for name in _SIZES]
-
-
 def _problems(checkpoint: Checkpoint, dtype: np.dtype[Any] | None) -> list[str]:
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
-    found = [
-        f"its {name} is {getattr(config, name)!r}, and run.c has {getattr(_FIXED, name)!r} in its code"
-        for name in ("norm_eps", "rope_theta", "rope_scaling")
-        if getattr(config, name) != getattr(_FIXED, name)
+    problems = [
+        f"its {name} is {getattr(config, name)!r}, and run.c has {value!r} in its code"
+        for name, value in _FIXED.items()
+        if getattr(config, name) != value
     ]
     if config.num_heads * config.head_dim != config.embed_dim:
-        found.append(
+        problems.append(
             f"its head_dim is {config.head_dim}, and run.c has embed_dim / num_heads, "
             f"which is {config.embed_dim / config.num_heads:g}"
         )
-    if max(map(abs, _sizes(config))) >= 1 << 31:
-        found.append("it has a size of 2**31 or more")
     if dtype is not None and dtype != np.float32:
-        found.append(f"it is to be {dtype.name}, and the format has float32 alone")
+        problems.append(f"it is to be {dtype.name}, and the format has float32 alone")
     if dtype is None and any(tensor.dtype.itemsize > 4 for tensor in checkpoint.tensors.values()):
-        found.append("it has float64 tensors (take dtype float32)")
+        problems.append("it has float64 tensors (take dtype float32)")
     if checkpoint.chat_template is not None:
-        found.append("it has a chat template")
+        problems.append("it has a chat template")
     if others := [token for token in checkpoint.stop_ids if tokenizer is None or token != tokenizer.eos_id]:
-        found.append(f"tokens {', '.join(map(str, others))} end its answers, and run.c knows EOS alone")
+        problems.append(f"tokens {', '.join(map(str, others))} end its answers, and run.c knows EOS alone")
     if tokenizer is not None and tokenizer.vocab_size != config.vocab_size:
-        found.append(
+        problems.append(
             f"its tokenizer has {tokenizer.vocab_size} tokens, and run.c reads as many as the embedding has rows, "
             f"{config.vocab_size}"
         )
-    return found
+    return problems
 
 
 def _write_tables(config: LlamaConfig, file: BinaryIO) -> None:
-    """Cosines of all positions, then sines."""
+    """Write the cosines of all positions, then the sines, which an earlier ``run.c`` reads."""
     frequencies = F.inverse_frequencies(config.head_dim, config.rope_theta)
     step = max(1, BLOCK_BYTES // (8 * len(frequencies)))
     for function in (np.cos, np.sin):

@@ -763,7 +763,7 @@ def test_a_tensor_of_a_wrong_type_leaves_a_gap(tmp_path, llama_file, type_):
         place += 4 + 8 * num_dims
         changed = data[:place] + struct.pack("<I", type_) + data[place + 4 :]
         (tmp_path / "m.gguf").write_bytes(changed)
-        with pytest.raises(JllamaError, match=r"wrong type|type or size is wrong|whole blocks|only matrices may be"):
+        with pytest.raises(JllamaError, match=r"wrong type|type or size is wrong|whole blocks"):
             gguf.read(tmp_path / "m.gguf")
 
 
@@ -809,7 +809,7 @@ ONE = struct.pack("<I", 1)
     ("contents", "message"),
     [
         ({"magic": b"GGML"}, "is not a GGUF file"),
-        ({"version": 1}, "is GGUF version 1; versions 2 and 3 can be read"),
+        ({"version": 1}, "is GGUF version 1; versions 2 and 3, little-endian, can be read"),
         ({"version": 4}, "is GGUF version 4"),
         ({"version": 0x03000000}, "is a big-endian GGUF file"),
         ({"num_keys": HUGE}, "truncated"),
@@ -823,8 +823,8 @@ ONE = struct.pack("<I", 1)
         ({"keys": [key("a", 9, struct.pack("<IQ", 8, HUGE))]}, f"claims {HUGE} elements for a"),
         ({"keys": [key("a", 9, struct.pack("<IQ", 0, HUGE))]}, f"claims {HUGE} elements for a"),
         ({"keys": [key("a", 9, struct.pack("<IQ", 9, 1) * 1000)]}, "has arrays within the array a"),
-        ({"keys": [key("a", 13, ONE)]}, "key a with the unknown value type 13"),
-        ({"keys": [key("a", 9, struct.pack("<IQ", 99, 1))]}, "key a with the unknown value type 99"),
+        ({"keys": [key("a", 13, ONE)]}, "key a of the unknown type 13"),
+        ({"keys": [key("a", 9, struct.pack("<IQ", 99, 1))]}, "key a of the unknown type 99"),
         ({"keys": [key("a", 4, ONE)] * 2}, "has the key a twice"),
         ({"keys": [key(b"\xff", 4, ONE)]}, "string at byte 24 that is not UTF-8"),
         ({"keys": [key("a", 8, text(b"\xff"))]}, "that is not UTF-8"),
@@ -837,17 +837,17 @@ ONE = struct.pack("<I", 1)
         ({"infos": [info("t", (2,), offset=HUGE - 31)]}, "truncated: the tensor t ends at byte"),
         (
             {"infos": [info("t", (2,), offset=4)], "data": b"\0" * 64},
-            "tensor t at offset 4, which is no multiple of 32",
+            "tensor t at offset 4, expected 0, right after the header",
         ),
         (
             {"infos": [info("t", (9,)), info("u", (2,), offset=32)], "data": b"\0" * 64},
-            "the tensors t and u in the same place",
+            "tensor u at offset 32, expected 64, right after t",
         ),
-        ({"infos": [info("t", (2,)), info("u", (2,))], "data": b"\0" * 64}, "the tensors t and u in the same place"),
-        ({"infos": [info("t", (2,), offset=32)], "data": b"\0" * 64}, "a gap of 32 bytes before t, so t has a wrong"),
+        ({"infos": [info("t", (2,)), info("u", (2,))], "data": b"\0" * 64}, "tensor u at offset 0, expected 32"),
+        ({"infos": [info("t", (2,), offset=32)], "data": b"\0" * 64}, "tensor t at offset 32, expected 0"),
         (
             {"infos": [info("t", (9,), 1), info("u", (2,), offset=64)], "data": b"\0" * 96},
-            "a gap of 32 bytes before u, so t has a wrong type, size or place",
+            "expected 32, right after t: one of them has a wrong type, size or offset",
         ),
         ({"infos": [info("t", (2,))], "data": b"\0" * 33}, "has 1 bytes after t: its type or size is wrong"),
         ({"infos": [info("t", ())]}, "tensor t with 0 axes"),
@@ -855,8 +855,8 @@ ONE = struct.pack("<I", 1)
         ({"infos": [text("t") + struct.pack("<I", 2**32 - 1)]}, "tensor t with 4294967295 axes"),
         ({"infos": [info("t", (2, 0))]}, r"tensor t of shape \[0, 2\]"),
         ({"infos": [info("t", (2, 3), type_=4)]}, "tensor t of the unknown type 4"),
-        ({"infos": [info("t", (33, 3), type_=8)]}, "rows of type Q8_0 are whole blocks of 32"),
-        ({"infos": [info("t", (32,), type_=8)], "data": b"\0" * 34}, "vector t quantised as Q8_0"),
+        ({"infos": [info("t", (33, 3), type_=8)]}, "only matrices quantized, in rows of whole blocks of 32"),
+        ({"infos": [info("t", (32,), type_=8)], "data": b"\0" * 34}, r"tensor t of shape \[32\] and type Q8_0"),
     ],
 )
 def test_a_damaged_file_gives_one_sentence(tmp_path, contents, message):
