@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,15 +14,18 @@ import jax
 import numpy as np
 from jaxtyping import Float32
 
+from jllama import oracle
 from jllama.checkpoints.registry import convert, open_checkpoint
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError, UsageError
+from jllama.evaluation.scoring import TextScore
 from jllama.generation.text import prompt_ids
 from jllama.parameters import count_parameters
 from jllama.presets import OTHERS, PRESETS, differing, nearest_preset
+from jllama.tokenizers import Tokenizer
 from jllama.verify.checks import worst_error
 from jllama.verify.layerwise import run_layerwise
-from jllama.verify.text import PROSE, judge_fit, measure_fit, tokenizer_findings
+from jllama.verify.prose import PROSE, byte_entropy, tokenizer_findings
 
 TOLERANCE = 1e-4
 """Relative error of float32 against float64: of each layer (``update_error``) and of the logits (``worst_error``).
@@ -36,24 +40,25 @@ MAX_TOKENS = 256
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointReport:
+class CheckpointResult:
     """What a checkpoint holds, and how far jllama's computation of it is from the oracle's. All of it is plain data.
 
     Args:
         path: as given.
         config: the architecture.
         preset: the released Llama of this shape, or empty.
-        findings: what is out of the ordinary, a sentence each.
+        findings: what is unusual, a sentence each.
         problems: what is wrong, a sentence each.
         fingerprint: SHA-256 of every tensor's key, shape and float32 values, in the order of ``tensor_specs``: the
             same weights have the same one in every format.
         num_parameters: how many numbers the model holds.
-        num_tokens: how long the text is that was run.
+        num_tokens: the length of the text that was run.
         layer_errors: of each layer by itself, given the oracle's input, see ``update_error``.
         first_divergent_layer: the first, from 0, whose error is not below the tolerance.
         logits_error: of the whole model's logits, the largest of any position (``worst_error``).
         tolerance: for every error here.
-        perplexity: of the text, by the oracle's logits; None where there is none to tell, as without a tokenizer.
+        perplexity: of the text, by the oracle's logits, for information; None without a tokenizer, or where no token
+            that stands for a byte is predicted.
         bits_per_byte: the same per byte of the text.
         baseline_bits_per_byte: what the text's byte frequencies alone give.
         transformers_error: of jllama's logits against those of transformers, if it was asked.
@@ -90,18 +95,19 @@ def verify_checkpoint(
     *,
     rope_factor: float | None = None,
     transformers: bool = False,
-    report: Callable[[str], None] = lambda _: None,
-) -> CheckpointReport:
+    on_stage: Callable[[str], None] = lambda _: None,
+) -> CheckpointResult:
     """Examine a checkpoint of any format, and hold jllama's computation of it against the float64 oracle.
 
-    Memory, besides the logits: one layer, at 12 bytes a parameter (a run's own checkpoint is loaded whole).
+    Layers, logits, tokenizer and configuration are judged; perplexity is reported. Memory, besides the logits: one
+    layer, at 12 bytes a parameter (a run's own checkpoint is loaded whole).
 
     Args:
         path: as in ``jllama.load``.
         text: what to run it on, up to ``MAX_TOKENS`` tokens or the model's context; None is the built-in ``PROSE``.
         rope_factor: as in ``jllama.load``.
         transformers: compare with Hugging Face's Llama too, which is loaded whole, in float32.
-        report: told what is being done, such as ``layer 3 of 30``.
+        on_stage: called with each stage's name, such as ``layer 3 of 30``.
 
     Raises:
         JllamaError: the checkpoint cannot be opened, the text is not text, or transformers is not installed.
@@ -110,55 +116,65 @@ def verify_checkpoint(
     if text is not None and not text.strip():
         raise UsageError("the text is empty: give some of the kind that the model was trained on, or leave it out")
     if transformers:
-        _transformers()
-    report("opening")
+        _import_transformers()
+    on_stage("opening")
     checkpoint = open_checkpoint(path, rope_factor)
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
     findings, problems = config_findings(config), []
+
+    # The tokens, and whether the tokenizer gives texts back
     limit = min(MAX_TOKENS, config.max_seq_len)
     if tokenizer is None:
         findings.append("there is no tokenizer: random tokens were run, and perplexity cannot be told")
         tokens = np.random.default_rng(0).integers(0, config.vocab_size, limit).tolist()
     else:
         tokens = prompt_ids(tokenizer, PROSE if text is None else text)[:limit]
-        changed, broken = tokenizer_findings(tokenizer)
         if unused := config.vocab_size - tokenizer.vocab_size:
             findings.append(
                 f"the embedding has {config.vocab_size:,} rows for the tokenizer's {tokenizer.vocab_size:,} tokens: "
                 f"the last {unused:,} belong to none"
             )
-        findings += changed
-        problems += broken
+        for sentences, more in zip((findings, problems), tokenizer_findings(tokenizer), strict=True):
+            sentences += more
+
+    # Layers and logits
     with jax.default_matmul_precision("highest"):
-        run = run_layerwise(checkpoint, tokens, report)
-    errors, logits_error = run.layer_errors, worst_error(run.own_logits, run.logits)
-    divergent = next((index for index, error in enumerate(errors) if not error < TOLERANCE), None)
-    problems += run.damage + _differences(errors, divergent, logits_error)
-    fit = None if tokenizer is None else measure_fit(run.logits, tokens, tokenizer)
-    if fit:
-        unusual, wrong = judge_fit(fit, built_in=text is None, consistent=divergent is None)
-        findings += unusual
-        problems += wrong
-    elif tokenizer:
-        findings.append(
-            f"the text comes to {len(tokens)} tokens, of which none can be predicted: give more with --text"
+        run = run_layerwise(checkpoint, tokens, on_stage)
+    logits_error = worst_error(run.own_logits, run.logits)
+    divergent = [index for index, error in enumerate(run.layer_errors) if not error < TOLERANCE]
+    problems += run.damage
+    if divergent:
+        problems.append(
+            f"the output of {len(divergent)} of {config.num_layers} layers is not the float64 oracle's, first of "
+            f"layers/{divergent[0]}: relative error {run.layer_errors[divergent[0]]:.1e}, tolerance {TOLERANCE:.0e}"
         )
-    peer_error = peer_oracle_error = None
+    if not logits_error < TOLERANCE:
+        alone = "" if divergent else "; every layer by itself is right, so these weights amplify float32's rounding"
+        problems.append(
+            f"the logits are not the float64 oracle's: relative error {logits_error:.1e}, tolerance {TOLERANCE:.0e}"
+            f"{alone}"
+        )
+
+    # Perplexity, and transformers
+    figures: dict[str, float] = {}
+    if tokenizer and not (figures := _text_figures(run.logits, tokens, tokenizer)):
+        findings.append(f"of the text's {len(tokens)} tokens none can be predicted: give a longer text")
     if transformers and run.damage:
         findings.append("there was no comparison with transformers, since the weights are damaged")
     elif transformers:
-        report("transformers")
+        on_stage("transformers")
         try:
-            theirs = _their_logits(path, tokens, rope_factor)
-            peer_error, peer_oracle_error = (worst_error(z, theirs) for z in (run.own_logits, run.logits))
-            if not peer_error < TOLERANCE:
+            peer_logits = _transformers_logits(path, tokens, rope_factor)
+            own, exact = (worst_error(logits, peer_logits) for logits in (run.own_logits, run.logits))
+            figures |= {"transformers_error": own, "transformers_oracle_error": exact}
+            if not own < TOLERANCE:
                 problems.append(
-                    f"the logits of transformers are {peer_error:.1e} from jllama's and {peer_oracle_error:.1e} from "
-                    f"the oracle's (tolerance {TOLERANCE:.0e}), and those two {logits_error:.1e} apart"
+                    f"the logits of transformers are {own:.1e} from jllama's and {exact:.1e} from the oracle's "
+                    f"(tolerance {TOLERANCE:.0e}), and those two {logits_error:.1e} apart"
                 )
         except JllamaError as error:
             problems.append(str(error))
-    return CheckpointReport(
+    return CheckpointResult(
         path=str(path),
         config=config,
         preset=nearest_preset(config),
@@ -167,15 +183,11 @@ def verify_checkpoint(
         fingerprint=run.fingerprint,
         num_parameters=count_parameters(config),
         num_tokens=len(tokens),
-        layer_errors=errors,
-        first_divergent_layer=divergent,
+        layer_errors=run.layer_errors,
+        first_divergent_layer=divergent[0] if divergent else None,
         logits_error=logits_error,
         tolerance=TOLERANCE,
-        perplexity=fit and fit.perplexity,
-        bits_per_byte=fit and fit.bits_per_byte,
-        baseline_bits_per_byte=fit and fit.baseline_bits_per_byte,
-        transformers_error=peer_error,
-        transformers_oracle_error=peer_oracle_error,
+        **figures,
     )
 
 
@@ -191,18 +203,17 @@ def config_findings(config: LlamaConfig) -> list[str]:
             f"{_shown(getattr(released, field))}"
             for field in differing(OTHERS, config, released)
         ]
-    found, thetas = [], sorted({released.rope_theta for released in PRESETS.values()})
-    if config.norm_eps not in (1e-5, 1e-6):
-        found.append(f"norm_eps is {config.norm_eps:g}; released Llamas have 1e-05 or 1e-06")
-    if config.rope_theta not in thetas:
-        usual = ", ".join(map(_shown, thetas))
-        found.append(f"rope_theta is {_shown(config.rope_theta)}; released Llamas have {usual}")
-    if config.head_dim * config.num_heads != config.embed_dim:
-        found.append(
-            f"head_dim is {config.head_dim}; with {config.num_heads} heads and embed_dim {config.embed_dim}, released "
-            f"Llamas would have {config.embed_dim / config.num_heads:g}"
-        )
-    return found
+    thetas = sorted({released.rope_theta for released in PRESETS.values()})
+    ordinary = {
+        "norm_eps": (1e-5, 1e-6),
+        "rope_theta": thetas,
+        "head_dim": (config.embed_dim / config.num_heads,),
+    }
+    return [
+        f"{field} is {_shown(getattr(config, field))}; released Llamas have {', '.join(map(_shown, values))}"
+        for field, values in ordinary.items()
+        if getattr(config, field) not in values
+    ]
 
 
 def _shown(value: Any) -> str:
@@ -213,29 +224,25 @@ def _shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if value >= 1 else f"{value:g}"
 
 
-def _differences(errors: Sequence[float], divergent: int | None, logits_error: float) -> list[str]:
-    """What is wrong with jllama's computation: the first layer that is not the oracle's, and the logits."""
-    problems = []
-    if divergent is not None:
-        count = sum(not error < TOLERANCE for error in errors)
-        problems.append(
-            f"the output of {count} of {len(errors)} layers is not the float64 oracle's, first of layers/{divergent}: "
-            f"relative error {errors[divergent]:.1e}, tolerance {TOLERANCE:.0e}"
-        )
-    if not logits_error < TOLERANCE:
-        alone = "; every layer by itself is right, so these weights amplify float32's rounding"
-        problems.append(
-            f"the logits are not the float64 oracle's: relative error {logits_error:.1e}, tolerance {TOLERANCE:.0e}"
-            f"{alone if divergent is None else ''}"
-        )
-    return problems
+def _text_figures(logits: np.ndarray, tokens: Sequence[int], tokenizer: Tokenizer) -> dict[str, float]:
+    """How well logits predict the tokens they were computed from, but the first; empty if those stand for no byte."""
+    targets = np.asarray(tokens[1:], np.int64)
+    if not (text_bytes := int(tokenizer.token_bytes()[targets].sum())):
+        return {}
+    nats, count = oracle.cross_entropy(logits[:-1], targets, np.ones(len(targets), bool))
+    score = TextScore(float(nats), int(count), text_bytes)
+    return {
+        "perplexity": math.exp(score.loss) if score.loss < 700 else math.inf,
+        "bits_per_byte": score.bits_per_byte,
+        "baseline_bits_per_byte": byte_entropy(tokenizer.decode(tokens)),
+    }
 
 
-def _their_logits(
+def _transformers_logits(
     path: str | Path, tokens: Sequence[int], rope_factor: float | None
 ) -> Float32[np.ndarray, "seq vocab"]:
     """Logits of Hugging Face's Llama, in float32 with plain attention; from its own format, or converted to that."""
-    torch, transformers = _transformers()
+    torch, transformers = _import_transformers()
     with tempfile.TemporaryDirectory() as folder:
         source = Path(path)
         if source.exists() and not any(source.glob("*.safetensors")):  # what does not exist is a name on the hub
@@ -252,11 +259,10 @@ def _their_logits(
             raise JllamaError(f"transformers cannot run {path} ({type(error).__name__}: {reason})") from error
 
 
-def _transformers() -> tuple[Any, Any]:
+def _import_transformers() -> tuple[Any, Any]:
     """Torch and transformers, which only this comparison needs."""
     try:
         return importlib.import_module("torch"), importlib.import_module("transformers")
     except ImportError as error:
-        raise JllamaError(
-            "the comparison with transformers needs it and torch: pip install 'jllama[transformers]'"
-        ) from error
+        missing = "the comparison with transformers needs it and torch: pip install 'jllama[transformers]'"
+        raise JllamaError(missing) from error

@@ -1,0 +1,58 @@
+"""The text that a user's checkpoint is run on, and what its tokenizer makes of it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from jllama.tokenizers import Tokenizer
+
+PROSE = (
+    "Once there was an old woman who lived in a small house at the edge of the village, close to the trees. Every"
+    " morning she got up before the sun, lit the fire, and went out to feed her hens. One cold day in winter she "
+    "found that the door of the hen house was open, and that all the hens were gone. There was snow on the "
+    "ground, and in the snow she could see the marks of many little feet. She put on her coat and her boots, took"
+    " a stick in her hand, and followed the marks across the field, over the bridge, and up the hill. At the top "
+    "of the hill stood a boy with a basket of corn. The hens were all around him, eating as fast as they could. "
+    '"I am sorry," said the boy. "I was taking this corn to my father, but the basket has a hole in it. I did not'
+    ' know that they were behind me until I stopped to rest." The old woman looked at the boy, and at the hens, '
+    'and at the long yellow line of corn that went all the way down the hill. Then she began to laugh. "Come home'
+    ' with me," she said. "I will mend your basket, and you can help me to carry the hens. When we are done, '
+    'there will be hot soup for both of us, and some bread." So they went down together, and the boy never forgot'
+    " that day."
+)
+"""In plain words, so that a model trained on nothing but children's stories, too, should find it easy."""
+
+HARD = "Füße, naïve — 北京で、안녕 мир 👩‍👩‍👧 x²\tdef f(x):\n    return  {x: [1,  23]}\r\n\n   <s> e\u0301 \u00a0 end  "
+"""What tokenizers get wrong: accents, scripts, emoji, code, runs of spaces, the names of control tokens."""
+
+
+def tokenizer_findings(tokenizer: Tokenizer) -> tuple[list[str], list[str]]:
+    """Findings and problems: whether texts come back from the tokenizer as they were.
+
+    A tokenizer that cannot give back plain English is broken; one that normalizes hard text may be meant to.
+    """
+    plain, hard = (_round_trip_difference(tokenizer, text) for text in (PROSE, HARD))
+    findings = [f"the tokenizer changes some text: {hard}"] if hard else []
+    problems = [f"the tokenizer does not give back plain English: {plain}"] if plain else []
+    return findings, problems
+
+
+def _round_trip_difference(tokenizer: Tokenizer, text: str) -> str:
+    """Where ``decode(encode(text))`` first differs from ``text``, in words; empty if it does not."""
+    decoded = tokenizer.decode(tokenizer.encode(text))
+    if decoded == text:
+        return ""
+    start = next((i for i, (one, two) in enumerate(zip(decoded, text, strict=False)) if one != two), len(decoded))
+    return f"{text[start : start + 12]!r} came back as {decoded[start : start + 12]!r}"
+
+
+def byte_entropy(text: str) -> float:
+    """Bits per byte of the best code that knows nothing of a text but how often each of its UTF-8 bytes occurs.
+
+    Shannon 1948, section 6; about 4.2 for English prose.
+    """
+    counts = np.bincount(np.frombuffer(text.encode(), np.uint8))
+    shares = counts[counts > 0] / counts.sum()
+    return math.fsum(-shares * np.log2(shares))
