@@ -200,15 +200,29 @@ class Llama(nnx.Module):
         return x, KVCache(keys, values, lengths + counts)
 
     def logits(self, hidden: Float[Array, "*lead embed"]) -> Float[Array, "*lead vocab"]:
-        """Float32 scores of every token in the vocabulary: ``hidden @ lm_head``."""
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        accumulator = jnp.promote_types(hidden.dtype, jnp.float32)
-        head = self.embed[...].T if self.config.tie_embeddings else self.lm_head[...]
-        if isinstance(head, F.DecodeMatrix):
-            scores = head.multiply(flat, accumulator)
-        else:
-            scores = jnp.matmul(flat, head, preferred_element_type=accumulator)
-        return scores.reshape(*hidden.shape[:-1], -1)
+        """Float32 scores of every token in the vocabulary: ``hidden @ head``."""
+        return F.project(hidden, self.head)
+
+    def loss(
+        self,
+        hidden: Float[Array, "batch seq embed"],
+        targets: Int[Array, "batch seq"],
+        mask: Bool[Array, "batch seq"],
+        z_loss: float = 0.0,
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Summed loss of the unmasked targets, and their number: ``functional.linear_cross_entropy``."""
+        return F.linear_cross_entropy(hidden, self.head, targets, mask, z_loss)
+
+    def token_log_probs(
+        self, hidden: Float[Array, "batch seq embed"], targets: Int[Array, "batch seq"]
+    ) -> tuple[Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
+        """``functional.token_log_probs``: each target's log-probability, and whether it is the likeliest token."""
+        return F.token_log_probs(hidden, self.head, targets)
+
+    @property
+    def head(self) -> Any:
+        """The matrix that makes logits, ``[embed, vocab]``: ``lm_head``, or the embedding transposed if tied."""
+        return self.embed[...].T if self.config.tie_embeddings else self.lm_head[...]
 
     def _embed(self, tokens: Array) -> Array:
         return self.embed[...][tokens]

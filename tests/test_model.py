@@ -24,6 +24,7 @@ from jllama.decode_params import decode_layout
 from jllama.errors import UsageError
 from jllama.functional import half_split_from_interleaved
 from jllama.model import KVCache, abstract_params, as_token_ids, build_model, rope_frequencies
+from jllama.parameters import as_matrix, parameter_table
 from jllama.verify import equalities
 from jllama.verify.checks import random_params, relative_error, worst_error
 from jllama.verify.implementation import compiled, implementation_of, jllama_itself, model_with
@@ -246,14 +247,18 @@ def test_a_model_needs_a_vocabulary():
 
 
 def test_unstacked_layers_are_the_stacked_ones_in_order():
-    stacked, apart = weights(BASE), unstacked(BASE)
+    stacked, apart = weights(BASE), unstacked(BASE).weights
     assert list(apart["layers"]) == ["0", "1"]
-    for index, layer in apart["layers"].items():
-        for name, leaf in layer.items():
-            np.testing.assert_array_equal(leaf, stacked["layers"][name][int(index)])
-    assert {name: apart[name] for name in apart if name != "layers"} == {
-        name: stacked[name] for name in stacked if name != "layers"
-    }
+    layers = [
+        (f"layers/{name}", leaf, stacked["layers"][name][int(index)])
+        for index, layer in apart["layers"].items()
+        for name, leaf in layer.items()
+    ]
+    others = [(name, apart[name], stacked[name]) for name in stacked if name != "layers"]
+    assert len(layers) + len(others) == 2 * 9 + 3
+    for path, leaf, share in layers + others:
+        matrix = as_matrix(parameter_table(BASE)[path], np.asarray(share))
+        np.testing.assert_array_equal(leaf.values if isinstance(leaf, F.DecodeMatrix) else leaf, matrix)
 
 
 def test_remat_does_recompute():

@@ -5,10 +5,12 @@ from jllama.functional.attention import cache_mask as cache_mask, causal_attenti
 from jllama.functional.attention import causal_mask as causal_mask, grouped_query_attention as grouped_query_attention
 from jllama.functional.attention import masked_softmax as masked_softmax, padding_mask as padding_mask
 from jllama.functional.attention import segment_mask as segment_mask
-from jllama.functional.loss import cross_entropy as cross_entropy
+from jllama.functional.loss import cross_entropy as cross_entropy, linear_cross_entropy as linear_cross_entropy
+from jllama.functional.loss import token_log_probs as token_log_probs
 from jllama.functional.mlp import swiglu as swiglu
 from jllama.functional.norm import layer_norm as layer_norm, rms_norm as rms_norm
-from jllama.functional.linear import DecodeMatrix as DecodeMatrix, pack as pack, quantize_int8 as quantize_int8
+from jllama.functional.linear import DecodeMatrix as DecodeMatrix, pack as pack
+from jllama.functional.linear import project as project, quantize_int8 as quantize_int8
 from jllama.functional.rope import apply_rope as apply_rope, apply_rope_interleaved as apply_rope_interleaved
 from jllama.functional.rope import dynamic_theta as dynamic_theta
 from jllama.functional.rope import half_split_from_interleaved as half_split_from_interleaved

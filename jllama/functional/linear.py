@@ -27,8 +27,8 @@ class DecodeMatrix:
         shape: that of the matrix, whose axes may be several inputs or outputs.
     """
 
-    values: Float[Array, "outputs inputs"] | Int8[Array, "outputs inputs"]
-    scale: Float[Array, "outputs"] | None
+    values: Any  # Float or Int8[Array, "outputs inputs"]; JAX puts trees together from leaves that are no arrays, too
+    scale: Any  # Float[Array, "outputs"] | None
     shape: tuple[int, ...]
 
     @property
@@ -74,6 +74,16 @@ class DecodeMatrix:
         widened = functools.partial(_product, dtype=jnp.float32)
         product = jax.lax.platform_dependent(x, self.values, cpu=_split_product if few else widened, default=widened)
         return (product * self.scale).astype(dtype)
+
+
+def project(x: Float[Array, "*lead inputs"], matrix: Array | DecodeMatrix) -> Float[Array, "*lead outputs"]:
+    """``x @ matrix``, summed and returned in float32 whatever the dtype of ``x`` (float64 for float64)."""
+    flat, wide = x.reshape(-1, x.shape[-1]), jnp.promote_types(x.dtype, jnp.float32)
+    if isinstance(matrix, DecodeMatrix):
+        product = matrix.multiply(flat, wide)
+    else:
+        product = jnp.matmul(flat, matrix, preferred_element_type=wide)
+    return product.reshape(*x.shape[:-1], matrix.shape[1])
 
 
 def pack(matrix: Float[Array, "*axes"], inputs: Sequence[int]) -> DecodeMatrix:

@@ -1,10 +1,46 @@
-"""The training objective."""
+"""The training objective, straight from the last activations and the head: never with all logits at once."""
+
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jllama.functional.linear import DecodeMatrix, project
 from jllama.functional.shapes import checked
+
+CHUNK_TOKENS = 2048
+
+
+@checked
+def linear_cross_entropy(
+    hidden: Float[Array, "batch seq embed"],
+    head: Float[Array | DecodeMatrix, "embed vocab"],
+    targets: Int[Array, "batch seq"],
+    mask: Bool[Array, "batch seq"],
+    z_loss: float = 0.0,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The summed negative log-likelihood of the unmasked targets, and how many there are: ``(total, count)``.
+
+    With ``logits = hidden @ head``, in nats and float32:
+    ``total = sum over unmasked of (logsumexp(logits) - logits[target] + z_loss * logsumexp(logits)**2)``.
+    It is a sum and not a mean so that parts of a batch (micro-batches, devices, windows of a text) add up exactly; the
+    mean is ``total / count``. Masked positions count for nothing, whatever they hold. Targets are the tokens *after*
+    the ones of ``hidden``: the caller shifts.
+
+    Logits are made for ``chunk_tokens`` tokens at a time, and for no more chunks than the row with the most unmasked
+    tokens fills. Differentiated, the gradients of ``hidden`` and ``head`` are computed from each chunk's logits while
+    they are there: matrix products in the dtype of ``hidden``, sums in float32. Reverse mode only, and once.
+    Source of the z-loss: Chowdhery et al. 2022, section 5 (arXiv:2204.02311).
+
+    >>> hidden, head = jnp.ones((1, 3, 8)), jnp.zeros((8, 50))
+    >>> total, count = linear_cross_entropy(hidden, head, jnp.array([[4, 7, 0]]), jnp.array([[True, True, False]]))
+    >>> print(f"{total / count:.4f}, {count}")  # ln 50
+    3.9120, 2.0
+    """
+    return _total(z_loss, chunk_tokens, hidden, head, targets, mask), jnp.sum(mask, dtype=_wide(hidden))
 
 
 @checked
@@ -14,20 +50,141 @@ def cross_entropy(
     mask: Bool[Array, "*lead"],
     z_loss: float = 0.0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The summed negative log-likelihood of the unmasked targets, and how many there are: ``(total, count)``.
+    """``linear_cross_entropy`` of logits that are there: the plain formula, to read and to compare with."""
+    wide = jnp.where(mask[..., None], logits.astype(_wide(logits)), 0.0)
+    return _sum_of_losses(*_shifted(wide), targets, mask, z_loss), jnp.sum(mask, dtype=wide.dtype)
 
-    ``total = sum over unmasked of (logsumexp(logits) - logits[target] + z_loss * logsumexp(logits)**2)``, in nats and
-    float32. It is a sum and not a mean so that parts of a batch (micro-batches, devices, windows of a text) add up
-    exactly; the mean is ``total / count``. Masked positions count for nothing, whatever they hold. Targets are the
-    tokens *after* the ones the logits were computed from: the caller shifts. Source of the z-loss: Chowdhery et al.
-    2022, section 5 (arXiv:2204.02311).
+
+@checked
+def token_log_probs(
+    hidden: Float[Array, "batch seq embed"],
+    head: Float[Array | DecodeMatrix, "embed vocab"],
+    targets: Int[Array, "batch seq"],
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> tuple[Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
+    """Each target's ``log softmax(hidden @ head)[target]``, in float32, and whether it is the likeliest token.
+
+    In chunks as in ``linear_cross_entropy``; the backward pass makes each chunk's logits again.
     """
-    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    wide = jnp.where(mask[..., None], wide, 0.0)
-    peak = jax.lax.stop_gradient(jnp.max(wide, axis=-1))  # taken out first: large common offsets would eat digits
-    shifted = wide - peak[..., None]
-    log_total = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
-    losses = log_total - jnp.take_along_axis(shifted, targets[..., None], axis=-1)[..., 0]
-    if z_loss:
-        losses = losses + z_loss * jnp.square(log_total + peak)
-    return jnp.sum(jnp.where(mask, losses, 0.0)), jnp.sum(mask, dtype=wide.dtype)
+
+    def one_chunk(part: tuple[Array, Array]) -> tuple[Array, Array]:
+        logits = project(part[0], head)
+        shifted, log_sum, _ = _shifted(logits)
+        return _at(shifted, part[1]) - log_sum, jnp.argmax(logits, axis=-1) == part[1]
+
+    (batch, seq), length = targets.shape, _chunk_length(targets.shape, chunk_tokens)
+    if length == seq:
+        return one_chunk((hidden, targets))
+    padding = -seq % length
+
+    def in_chunks(array: Array) -> Array:
+        padded = jnp.pad(array, ((0, 0), (0, padding)) + ((0, 0),) * (array.ndim - 2))
+        return padded.reshape(batch, -1, length, *array.shape[2:]).swapaxes(0, 1)
+
+    chunks = jax.lax.map(jax.checkpoint(one_chunk), (in_chunks(hidden), in_chunks(targets)))
+    log_probs, likeliest = (each.swapaxes(0, 1).reshape(batch, -1)[:, :seq] for each in chunks)
+    return log_probs, likeliest
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _total(z_loss: float, chunk_tokens: int, hidden: Array, head: Any, targets: Array, mask: Array) -> Array:
+    return _total_and_gradients(z_loss, chunk_tokens, hidden, head, targets, mask, gradients=False)[0]
+
+
+def _forward(z_loss: float, chunk_tokens: int, hidden: Array, head: Any, targets: Array, mask: Array) -> Any:
+    if isinstance(head, DecodeMatrix):
+        raise ValueError("linear_cross_entropy: head is laid out for decoding, which has no gradients; give an array")
+    results = _total_and_gradients(z_loss, chunk_tokens, hidden, head, targets, mask, gradients=True)
+    total, d_hidden, d_head = results
+    return total, (d_hidden, d_head.astype(head.dtype))
+
+
+def _backward(z_loss: float, chunk_tokens: int, gradients: tuple[Array, Array], scale: Array) -> Any:
+    return *((gradient * scale).astype(gradient.dtype) for gradient in gradients), None, None
+
+
+_total.defvjp(_forward, _backward)
+
+
+def _total_and_gradients(
+    z_loss: float, chunk_tokens: int, hidden: Array, head: Any, targets: Array, mask: Array, *, gradients: bool
+) -> tuple[Array, ...]:
+    """The total alone, or with the gradients of ``hidden`` and ``head``."""
+    (batch, seq), wide = targets.shape, _wide(hidden)
+    length = _chunk_length(targets.shape, chunk_tokens)
+
+    def one_chunk(x: Array, targets: Array, mask: Array) -> tuple[Array, ...]:
+        x, targets, mask = x.reshape(-1, x.shape[-1]), targets.reshape(-1), mask.reshape(-1)
+        x = jnp.where(mask[:, None], x, 0)
+        shifted, log_sum, log_normalizer = _shifted(project(x, head))
+        total = _sum_of_losses(shifted, log_sum, log_normalizer, targets, mask, z_loss)
+        if not gradients:
+            return (total,)
+        slope = jnp.exp(shifted - log_sum[:, None])
+        slope *= (1 + 2 * z_loss * log_normalizer)[:, None] if z_loss else 1.0
+        slope = jnp.where(mask[:, None], slope - (jnp.arange(slope.shape[1]) == targets[:, None]), 0.0).astype(x.dtype)
+        d_x = jnp.einsum("tv,ev->te", slope, head, preferred_element_type=wide).astype(x.dtype)
+        return (
+            total,
+            d_x.reshape(batch, -1, x.shape[-1]),
+            jnp.einsum("te,tv->ev", x, slope, preferred_element_type=wide),
+        )
+
+    if length == seq:
+        return one_chunk(hidden, targets, mask)
+
+    # Counted tokens go to the front of each row, in their order, so that the last chunks need not be looked at.
+    order, counts = jnp.argsort(~mask, axis=1, stable=True), jnp.sum(mask, axis=1)
+    padded = jnp.pad(order, ((0, 0), (0, -seq % length)))
+    x = jnp.take_along_axis(hidden, padded[..., None], axis=1)
+    y = jnp.take_along_axis(targets, padded, axis=1)
+    counted = jnp.arange(padded.shape[1]) < counts[:, None]
+
+    def add_chunk(index: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        part = (jax.lax.dynamic_slice_in_dim(each, index * length, length, axis=1) for each in (x, y, counted))
+        total, *slopes = one_chunk(*part)
+        if not gradients:
+            return (sums[0] + total,)
+        d_x = jax.lax.dynamic_update_slice_in_dim(sums[1], slopes[0], index * length, axis=1)
+        return sums[0] + total, d_x, sums[2] + slopes[1]
+
+    zeros = jnp.zeros((), wide), jnp.zeros_like(x), jnp.zeros(head.shape, wide)
+    num_chunks = -(-jnp.max(counts) // length)
+    total, *slopes = jax.lax.fori_loop(0, num_chunks, add_chunk, zeros if gradients else zeros[:1])
+    if not gradients:
+        return (total,)
+    d_hidden = jnp.take_along_axis(slopes[0], jnp.argsort(order, axis=1)[..., None], axis=1)
+    return total, d_hidden, slopes[1]
+
+
+def _chunk_length(shape: tuple[int, ...], chunk_tokens: int) -> int:
+    """Tokens of each row in a chunk: rows are cut and not put together, so that devices keep their own."""
+    batch, seq = shape
+    return -(-seq // -(-batch * seq // chunk_tokens)) if seq else 0
+
+
+def _shifted(logits: Array) -> tuple[Array, Array, Array]:
+    """Logits less their peak, the logarithm of the sum of their exponentials, and that of the logits themselves.
+
+    The peak is taken out first: large common offsets would eat digits.
+    """
+    peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
+    shifted = logits - peak[..., None]
+    log_sum = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
+    return shifted, log_sum, log_sum + peak
+
+
+def _sum_of_losses(
+    shifted: Array, log_sum: Array, log_normalizer: Array, targets: Array, mask: Array, z_loss: float
+) -> Array:
+    losses = log_sum - _at(shifted, targets)
+    losses += z_loss * jnp.square(log_normalizer) if z_loss else 0.0
+    return jnp.sum(jnp.where(mask, losses, 0.0))
+
+
+def _at(shifted: Array, targets: Array) -> Array:
+    return jnp.take_along_axis(shifted, targets[..., None], axis=-1)[..., 0]
+
+
+def _wide(hidden: Array) -> Any:
+    return jnp.promote_types(hidden.dtype, jnp.float32)

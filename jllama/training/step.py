@@ -10,7 +10,6 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jllama.config import LlamaConfig
-from jllama.functional import cross_entropy
 from jllama.model import build_model, initial_params
 from jllama.parameters import Params
 
@@ -72,8 +71,7 @@ def token_losses(
     inputs, targets = windows[:, :-1], windows[:, 1:]
     segments = jnp.cumsum(inputs == bos_id, axis=1)
     llama = build_model(config, jax.tree.map(lambda leaf: leaf.astype(dtype), params))
-    logits = llama.logits(llama.hidden(inputs, segments, remat=remat))
-    return cross_entropy(logits, targets, (targets != bos_id) & mask, z_loss)
+    return llama.loss(llama.hidden(inputs, segments, remat=remat), targets, (targets != bos_id) & mask, z_loss)
 
 
 def train_step(

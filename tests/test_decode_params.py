@@ -26,7 +26,7 @@ def test_logits_are_those_of_the_rounded_weights(tied):
 
     def rounded(leaf, number, name):
         """What the matrix stands for, in the oracle's shape."""
-        matrix = params["layers"][number][name] if number else params[name]
+        matrix = params.weights["layers"][number][name] if number else params.weights[name]
         if not isinstance(matrix, DecodeMatrix):
             return leaf
         outputs_first = np.asarray(matrix.values, np.float64) * np.asarray(matrix.scale, np.float64)[:, None]
