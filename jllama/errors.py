@@ -1,6 +1,7 @@
 """The two errors a user can cause; the command line prints them as one sentence and no traceback."""
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -20,3 +21,10 @@ def check_fields(config: Any, group: str, names: str, is_right: Callable[[Any], 
     for name in names.split():
         if not is_right(value := getattr(config, name)):
             raise UsageError(f"{group}{name} is {value}; it must be {expected}")
+
+
+def unknown_name(kind: str, name: str, names: Iterable[str]) -> UsageError:
+    """The error for a name that a registry does not have: it gives the nearest one, or all of them."""
+    nearest = difflib.get_close_matches(name, names := list(names), 1)
+    advice = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(names)}"
+    return UsageError(f"there is no {kind} {name}; {advice}")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 
 from jllama.config import LlamaConfig, RopeScaling
-from jllama.errors import UsageError
+from jllama.errors import unknown_name
 
 _llama1 = functools.partial(LlamaConfig, 32_000, max_seq_len=2048, norm_eps=1e-6)
 _llama2 = functools.partial(LlamaConfig, 32_000, max_seq_len=4096)
@@ -59,9 +58,7 @@ def preset(name: str) -> LlamaConfig:
     """
     if name in PRESETS:
         return PRESETS[name]
-    nearest = difflib.get_close_matches(name, PRESETS, 1)
-    advice = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(PRESETS)}"
-    raise UsageError(f"there is no preset {name}; {advice}")
+    raise unknown_name("preset", name, PRESETS)
 
 
 SHAPE = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")

@@ -68,8 +68,8 @@ def check_divides(mesh: Mesh, config: LlamaConfig) -> None:
 def state_sharding(mesh: Mesh, config: LlamaConfig, state: Any) -> Any:
     """The sharding of every leaf of a training state (arrays or their shapes).
 
-    A leaf whose path ends in a parameter's path (the parameter itself, or its optimizer moments) is split like that
-    parameter; everything else is whole on every device.
+    A leaf whose path ends in a parameter's path and that has its shape (the parameter itself, its moments in an
+    optimizer) is split like that parameter; everything else is whole on every device.
 
     Raises:
         UsageError: an axis does not divide over its mesh axis.
@@ -78,8 +78,12 @@ def state_sharding(mesh: Mesh, config: LlamaConfig, state: Any) -> Any:
     table = parameter_table(config)
 
     def sharding(key_path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        path = "/".join(key.key for key in key_path if isinstance(key, jax.tree_util.DictKey))
-        return parameter_sharding(mesh, table[path]) if path in table else NamedSharding(mesh, PartitionSpec())
+        keys = [key.key for key in key_path if isinstance(key, jax.tree_util.DictKey)]
+        endings = ("/".join(keys[start:]) for start in range(len(keys)))
+        row = next((table[path] for path in endings if path in table), None)
+        if row is None or leaf.shape != shape_of(row, config):
+            return NamedSharding(mesh, PartitionSpec())
+        return parameter_sharding(mesh, row)
 
     return jax.tree_util.tree_map_with_path(sharding, state)
 

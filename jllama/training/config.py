@@ -15,19 +15,23 @@ from jllama.generation.sampling_params import SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) under a warm-up and a cosine.
+    """An optimizer under a warm-up and a cosine.
 
     Args:
+        name: ``adamw`` (Loshchilov and Hutter 2019, arXiv:1711.05101); ``lion`` (Chen et al. 2023, arXiv:2302.06675),
+            with half the memory and a learning rate of about a fifth; or ``adafactor`` (Shazeer and Stern 2018,
+            arXiv:1804.04235), which keeps a matrix's second moments as rows and columns.
         learning_rate: the peak, reached at the end of the warm-up.
         final_fraction: the learning rate ends at this share of the peak.
         warmup_fraction: the share of all steps over which the learning rate rises linearly.
-        beta1: decay of the gradient's running mean.
-        beta2: decay of the squared gradient's running mean.
-        epsilon: added to the root of the squared gradient's mean.
+        beta1: decay of the gradient's running mean (``adamw``), or its share in a step (``lion``).
+        beta2: decay of the squared gradient's running mean (``adamw``), or of the gradient's (``lion``).
+        epsilon: added to the root of the squared gradient's mean (``adamw``).
         weight_decay: per unit of learning rate, on matrices only (never on norms).
         clip_norm: gradients are scaled down to this global norm if theirs is larger.
     """
 
+    name: str = "adamw"
     learning_rate: float = 3e-4
     final_fraction: float = 0.1
     warmup_fraction: float = 0.03

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import grain
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -30,13 +30,12 @@ from jllama.data.tokens import Dataset, prepare_data
 from jllama.errors import JllamaError, UsageError
 from jllama.generation.text import generate, prompt_ids
 from jllama.language_model import LanguageModel
-from jllama.model import abstract_params
 from jllama.parameters import count_parameters
-from jllama.sharding import BATCH, describe_devices, idle_accelerator, make_mesh, state_sharding
+from jllama.sharding import describe_devices, idle_accelerator, make_mesh
 from jllama.tokenizers import has_tokenizer, load_tokenizer
 from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation, check_memory, make_evaluator, summarize
-from jllama.training.optimizer import learning_rate_at, make_optimizer
+from jllama.training.optimizer import learning_rate_at
 from jllama.training.report import write_report
 from jllama.training.run_folder import (
     METRICS,
@@ -49,7 +48,7 @@ from jllama.training.run_folder import (
     read_lines,
     write_config,
 )
-from jllama.training.step import StepMetrics, TrainState, initial_state, train_step
+from jllama.training.step import StepMetrics, Training, TrainState, compile_training
 from jllama.training.stop import Stopped, stop_signals
 
 T = TypeVar("T")
@@ -121,37 +120,28 @@ def _train(config: TrainConfig, folder: Path, console: Console) -> Evaluation:
     process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
     size = {"batch_size": config.training.batch_size, "seq_len": config.training.seq_len}
     batches = training_batches(data.train, **size, seed=config.seed, **process)
-    optimizer = make_optimizer(config.optimizer, config.model, abstract_params(config.model), total_steps)
-    start = functools.partial(initial_state, config=config.model, optimizer=optimizer)
-    abstract = jax.eval_shape(start, jax.random.key(config.seed))
-    shardings = state_sharding(mesh, config.model, abstract)
+    training = compile_training(config, mesh, bos_id=data.tokenizer.bos_id)
+    abstract = jax.eval_shape(training.init, jax.random.key(config.seed))
     checkpoints = RunCheckpoints(folder / CHECKPOINTS, config.training.keep_last)
     run = _Run(console, folder, config, data, mesh, batches, checkpoints)
     if began:
-        state, seconds_before = _restore(run, saved_step, abstract, shardings)
+        state, seconds_before = _restore(run, saved_step, abstract, training.shardings)
     else:
-        # It runs once, so what counts is compiling: 0.9 s unoptimised, 5.6 s otherwise, for a small model on two cores.
-        options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-        draw = jax.jit(start, out_shardings=shardings, compiler_options=options, donate_argnums=1)
         params = load_params(origin, jnp.float32, mesh) if origin else None
-        state, seconds_before = draw(jax.random.key(config.seed), params), 0.0
+        state, seconds_before = training.init(jax.random.key(config.seed), params), 0.0
     write_config(folder, config, saved_step)
     if not (began and has_tokenizer(folder)):
         data.tokenizer.save(folder)
 
-    fixed = {"config": config.model, "optimizer": optimizer, "bos_id": data.tokenizer.bos_id, "dtype": _dtype(config)}
-    chosen = {name: getattr(config.training, name) for name in ("accumulation", "z_loss", "remat")}
-    step = functools.partial(train_step, **fixed, **chosen)
-    step_program = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
     console.print(
         f"[bold]{escape(str(folder))}[/bold]: {count_parameters(config.model):,} parameters on "
         f"{describe_devices(mesh)}, {data.train_counts.tokens:,} training tokens, "
         f"step {saved_step:,} of {total_steps:,}"
     )
-    return _loop(run, state, step_program, seconds_before)
+    return _loop(run, state, training, seconds_before)
 
 
-def _loop(run: _Run, state: TrainState, step_program: Any, seconds_before: float) -> Evaluation:
+def _loop(run: _Run, state: TrainState, training: Training, seconds_before: float) -> Evaluation:
     """From the first step of this process to the last, with all that is done now and then; see ``train``."""
     began_s, looking_s = time.perf_counter(), 0.0
     recent: list[StepMetrics] = []
@@ -168,14 +158,14 @@ def _loop(run: _Run, state: TrainState, step_program: Any, seconds_before: float
     with stop_signals(lambda: f"finishing step {step + 1:,} and saving") as stop, _progress(run.console) as progress:
         task = progress.add_task("", total=total_steps, completed=step, note="compiling")
         show = functools.partial(progress.update, task)
-        evaluate = make_evaluator(config, run.data, run.mesh, _dtype(config), stop)
+        evaluate = make_evaluator(config, run.data, training, stop)
         evaluated = {line["step"] for line in read_lines(run.folder / METRICS) if "validation_loss" in line}
         if step and due(step, eval_every) and step not in evaluated:  # a stop came first
             show(note="evaluating")
             _sample_and_report(run, state, _evaluate(run, evaluate, state), seconds())
         shape = (config.training.batch_size, config.training.seq_len + 1)
-        rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(run.mesh, BATCH))
-        take_step = step_program.lower(state, rows).compile()  # here, so that no step's time has it in it
+        rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=training.batch_sharding)
+        take_step = training.step.lower(state, rows).compile()  # here, so that no step's time has it in it
         recent_began_s, note, stopping = time.perf_counter(), "", False
         while step < total_steps and not stopping:
             state, metrics = take_step(state, jax.make_array_from_process_local_data(rows.sharding, next(run.batches)))
@@ -276,11 +266,6 @@ def _resolved(config: TrainConfig, data: Dataset, origin: Checkpoint | None) -> 
             f"{config.training.sample_tokens}: together they exceed model.max_seq_len {config.model.max_seq_len}"
         )
     return config
-
-
-def _dtype(config: TrainConfig) -> Any:
-    auto = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return jnp.dtype(auto if config.training.dtype == "auto" else config.training.dtype)
 
 
 def _rest(state: TrainState, key: Any) -> dict[str, Any]:

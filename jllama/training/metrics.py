@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jllama.data.batches import validation_batches
 from jllama.data.tokens import Dataset
 from jllama.errors import UsageError
 from jllama.parameters import Params, count_parameters, training_flops_per_token
-from jllama.sharding import BATCH, describe_devices, device_memory_bytes
+from jllama.sharding import describe_devices, device_memory_bytes
 from jllama.training.config import TrainConfig
-from jllama.training.step import StepMetrics, eval_step
+from jllama.training.step import StepMetrics, Training
 
 PEAK_FLOPS = {
     "NVIDIA A100": 312e12,
@@ -50,26 +48,23 @@ class Evaluation:
 
 
 def make_evaluator(
-    config: TrainConfig, data: Dataset, mesh: Mesh, dtype: Any, stop: Sequence[int] = ()
+    config: TrainConfig, data: Dataset, training: Training, stop: Sequence[int] = ()
 ) -> Callable[[Params, int], Evaluation | None]:
     """A function ``(params, max_tokens)`` that evaluates on that many evenly spaced validation tokens; 0 for all.
 
     It gives up, with None, as soon as there is something in ``stop``.
     """
-    batch_size, seq_len = config.training.batch_size, config.training.seq_len
-    token_bytes = np.zeros(config.model.vocab_size, np.int32)
-    token_bytes[: data.tokenizer.vocab_size] = data.tokenizer.token_bytes()
-    fixed = {"config": config.model, "bos_id": data.tokenizer.bos_id, "dtype": dtype}
-    evaluate_batch = jax.jit(functools.partial(eval_step, token_bytes=jnp.asarray(token_bytes), **fixed))
-    sharding = NamedSharding(mesh, BATCH)
+    size = {"batch_size": config.training.batch_size, "seq_len": config.training.seq_len}
+    token_bytes = data.tokenizer.token_bytes()
 
     def evaluate(params: Params, max_tokens: int) -> Evaluation | None:
-        batches = validation_batches(data.validation, batch_size=batch_size, seq_len=seq_len, max_tokens=max_tokens)
         sums = []
-        for batch in batches:
+        for windows, mask in validation_batches(data.validation, **size, max_tokens=max_tokens):
             if stop:
                 return None
-            sums.append(jax.device_get(evaluate_batch(params, *jax.device_put(batch, sharding))))
+            batch = jax.device_put((windows, mask), training.batch_sharding)
+            nats, tokens = jax.device_get(training.evaluate(params, *batch))
+            sums.append((nats, tokens, token_bytes[windows[:, 1:][mask]].sum()))
         nats, tokens, text_bytes = (math.fsum(map(float, column)) for column in zip(*sums, strict=True))
         loss = nats / tokens
         return Evaluation(loss, math.exp(min(loss, 700.0)), nats / math.log(2) / text_bytes)

@@ -1,8 +1,10 @@
-"""AdamW on matrices and norms, with a warm-up, a cosine and a clip."""
+"""Optimizers by name, all under the same clip, weight decay and schedule of the learning rate."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import optax
@@ -10,8 +12,22 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from jllama.config import LlamaConfig
-from jllama.parameters import Params, map_by_path, parameter_table
+from jllama.errors import UsageError, unknown_name
+from jllama.parameters import map_by_path, parameter_table
 from jllama.training.config import OptimizerConfig
+
+OPTIMIZERS: dict[str, Callable[[OptimizerConfig], optax.GradientTransformation]] = {
+    "adamw": lambda config: optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
+    "lion": lambda config: optax.scale_by_lion(config.beta1, config.beta2),
+    "adafactor": lambda _: optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)),
+}
+"""How each optimizer turns clipped gradients into directions; ``make_optimizer`` adds what they all share.
+
+To add one: ``OPTIMIZERS["sgd"] = lambda config: optax.trace(config.beta1)``. Leaves of its state that have the shape of
+their parameter are split over devices as that is; all others are whole on every device.
+"""
+
+_UNUSED = {"lion": ("epsilon",), "adafactor": ("beta1", "beta2", "epsilon")}
 
 
 def learning_rate_at(step: ArrayLike, config: OptimizerConfig, total_steps: int) -> Float[Array, ""]:
@@ -30,19 +46,23 @@ def learning_rate_at(step: ArrayLike, config: OptimizerConfig, total_steps: int)
     return config.learning_rate * jnp.where(done < warmup, rising, falling)
 
 
-def make_optimizer(
-    config: OptimizerConfig, model: LlamaConfig, params: Params, total_steps: int
-) -> optax.GradientTransformation:
-    """Clip by global norm, then AdamW with the schedule of ``learning_rate_at``; only the table's matrices decay."""
+def make_optimizer(config: OptimizerConfig, model: LlamaConfig, total_steps: int) -> optax.GradientTransformation:
+    """Clip by the global norm, find the direction, decay the table's matrices, scale by ``-learning_rate_at``.
+
+    Raises:
+        UsageError: ``OPTIMIZERS`` has no such name, or an option is given that this optimizer does not have.
+    """
+    if config.name not in OPTIMIZERS:
+        raise unknown_name("optimizer", config.name, OPTIMIZERS)
+    for option in _UNUSED.get(config.name, ()):
+        if getattr(config, option) != getattr(OptimizerConfig, option):
+            raise UsageError(f"optimizer.{option} is given but {config.name} has none: leave it out")
     table = parameter_table(model)
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            lambda step: learning_rate_at(step, config, total_steps),
-            b1=config.beta1,
-            b2=config.beta2,
-            eps=config.epsilon,
-            weight_decay=config.weight_decay,
-            mask=map_by_path(lambda path, _: table[path].is_matrix, params),
-        ),
-    )
+
+    def is_decayed(params: Any) -> Any:
+        return map_by_path(lambda path, _: table[path].is_matrix, params)
+
+    direction = OPTIMIZERS[config.name](config)
+    decay = optax.add_decayed_weights(config.weight_decay, is_decayed)
+    rate = optax.scale_by_learning_rate(lambda step: learning_rate_at(step, config, total_steps))
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), optax.chain(direction, decay, rate))

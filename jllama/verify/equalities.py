@@ -21,11 +21,11 @@ from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams, decode_layout
 from jllama.errors import JllamaError
 from jllama.functional import cross_entropy, grouped_query_attention
-from jllama.model import KVCache, abstract_params
+from jllama.model import KVCache
 from jllama.parameters import Params
 from jllama.sharding import BATCH, MeshConfig, make_mesh, state_sharding
-from jllama.training.optimizer import OptimizerConfig, make_optimizer
-from jllama.training.step import TrainState, initial_state, train_step
+from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
+from jllama.training.step import TrainState, compile_training
 from jllama.verify.checks import TOLERANCE, Check, random_params, relative_error, worst_error
 from jllama.verify.implementation import Implementation
 from jllama.verify.variants import small
@@ -349,15 +349,15 @@ def trained(config: LlamaConfig, mesh: Mesh) -> Trained:
     """
     quick = {"xla_backend_optimization_level": 0}  # of the time, nearly all is for compiling
     windows = np.random.default_rng(0).integers(1, config.vocab_size, (3, 8, 17)).astype(np.int32)
-    settings = OptimizerConfig(learning_rate=3e-2, epsilon=1e-2)
-    optimizer = make_optimizer(settings, config, abstract_params(config), len(windows))
-    start = functools.partial(initial_state, config=config, optimizer=optimizer)
-    shardings = state_sharding(mesh, config, jax.eval_shape(start, jax.random.key(0)))
-    state = jax.jit(start, out_shardings=shardings, compiler_options=quick)(jax.random.key(0))
+    run = TrainConfig(
+        config,
+        optimizer=OptimizerConfig(learning_rate=3e-2, epsilon=1e-2),
+        training=LoopConfig(steps=len(windows), dtype="float32"),
+    )
+    training = compile_training(run, mesh, bos_id=1, compiler_options=quick)
+    state = training.init(jax.random.key(0))
     initial, losses = jax.tree.map(np.array, state.params), []
-    step = functools.partial(train_step, config=config, optimizer=optimizer, bos_id=1)
-    take_step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=quick)
     for batch in windows:
-        state, metrics = take_step(state, jax.device_put(batch, NamedSharding(mesh, BATCH)))
+        state, metrics = training.step(state, batch)
         losses.append(float(metrics.loss))
     return Trained(initial, state, losses)

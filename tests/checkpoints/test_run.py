@@ -25,7 +25,7 @@ META = {"batches": {"next_index": 7}, "seconds": 1.5, "text": "é"}
 def contents(seed):
     """Parameters and the rest of a training state, with values that no rounding survives."""
     params = jax.tree.map(jnp.asarray, random_params(CONFIG, seed))
-    optimizer = make_optimizer(OptimizerConfig(), CONFIG, params, 10)
+    optimizer = make_optimizer(OptimizerConfig(), CONFIG, 10)
     rng = np.random.default_rng(seed)
     moments = jax.tree.map(
         lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape) * 1e-30, leaf.dtype), optimizer.init(params)

@@ -62,7 +62,7 @@ def test_a_warm_up_over_all_steps_still_ends_at_the_floor():
 
 def test_the_warm_up_is_rounded_up_and_the_optimizer_counts_its_own_updates():
     config = OptimizerConfig(learning_rate=0.5, warmup_fraction=0.15, weight_decay=0.0)  # 1.5 of 10 steps: 2
-    optimizer = make_optimizer(config, MODEL, random_params(MODEL, 0), 10)
+    optimizer = make_optimizer(config, MODEL, 10)
     params = jax.tree.map(jnp.asarray, random_params(MODEL, 0))
     state, moved, update = optimizer.init(params), [], jax.jit(optimizer.update)
     for _ in range(3):
@@ -75,7 +75,7 @@ def test_the_warm_up_is_rounded_up_and_the_optimizer_counts_its_own_updates():
 def test_a_step_without_gradient_decays_the_matrices_alone():
     config = OptimizerConfig(learning_rate=0.2, final_fraction=1.0, warmup_fraction=0.0, weight_decay=0.3)
     before = random_params(MODEL, 0)
-    optimizer = make_optimizer(config, MODEL, before, 10)
+    optimizer = make_optimizer(config, MODEL, 10)
     params = jax.tree.map(jnp.asarray, before)
     updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
     before, after = by_path(before), by_path(optax.apply_updates(params, updates))
@@ -87,14 +87,16 @@ def test_a_step_without_gradient_decays_the_matrices_alone():
 
 
 def test_adamw_against_numpy():
-    config = OptimizerConfig(0.1, 0.2, 0.3, beta1=0.8, beta2=0.9, epsilon=1e-3, weight_decay=0.05, clip_norm=2.0)
+    config = OptimizerConfig(
+        "adamw", 0.1, 0.2, 0.3, beta1=0.8, beta2=0.9, epsilon=1e-3, weight_decay=0.05, clip_norm=2.0
+    )
     rng, steps = np.random.default_rng(0), 7
     expected = {path: leaf.astype(np.float64) for path, leaf in by_path(random_params(MODEL, 0)).items()}
     first, second = ({path: np.zeros(leaf.shape) for path, leaf in expected.items()} for _ in range(2))
     start = dict(expected)
 
     params = jax.tree.map(jnp.asarray, random_params(MODEL, 0))
-    optimizer = make_optimizer(config, MODEL, params, steps)
+    optimizer = make_optimizer(config, MODEL, steps)
     state, clipped, compiled_update = optimizer.init(params), [], jax.jit(optimizer.update)
     for step in range(steps):
         size = 10.0 ** (step % 3 - 2)  # some gradients are longer than the clip, some are not
