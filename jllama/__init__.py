@@ -11,8 +11,8 @@ Load a model, let it write, talk with it::
 
 ``help(jllama.generate)`` explains the settings. ``Conversation`` keeps what was said, ``warm_up`` compiles ahead.
 ``save``, ``convert`` and ``load_tokenizer`` work on files; ``LlamaConfig`` describes a model, ``Llama`` is its Flax
-module, ``train`` trains one. The pure functions are in ``jllama.functional``, the same in NumPy in ``jllama.oracle``;
-``jllama.check`` holds yours against them.
+module, ``train`` trains one, ``compile_training`` is for a training loop of your own. The pure functions are in
+``jllama.functional``, the same in NumPy in ``jllama.oracle``; ``jllama.check`` holds yours against them.
 What goes wrong is a ``JllamaError``, a wrong argument its ``UsageError``.
 """
 
@@ -38,8 +38,15 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a name is import
     from jllama.decode_params import DecodeParams as DecodeParams, decode_layout as decode_layout
     from jllama.model import build_model as build_model
     from jllama.presets import PRESETS as PRESETS, preset as preset
+    from jllama.data.batches import training_batches as training_batches
+    from jllama.data.config import DataConfig as DataConfig
+    from jllama.data.tokens import prepare_data as prepare_data
+    from jllama.sharding import make_mesh as make_mesh
+    from jllama.training.config import LoopConfig as LoopConfig, OptimizerConfig as OptimizerConfig
     from jllama.training.config import TrainConfig as TrainConfig
     from jllama.training.loop import train as train
+    from jllama.training.optimizer import OPTIMIZERS as OPTIMIZERS
+    from jllama.training.step import TrainState as TrainState, compile_training as compile_training
 # isort: on
 
 __version__ = "0.1.0"
@@ -60,8 +67,14 @@ _NAMES = {
     "jllama.generation.text": "Completion Prompt generate stream warm_up",
     "jllama.model": "KVCache Llama build_model initial_params",
     "jllama.presets": "PRESETS preset",
-    "jllama.training.config": "TrainConfig",
+    "jllama.data.batches": "training_batches",
+    "jllama.data.config": "DataConfig",
+    "jllama.data.tokens": "prepare_data",
+    "jllama.sharding": "make_mesh",
+    "jllama.training.config": "LoopConfig OptimizerConfig TrainConfig",
     "jllama.training.loop": "train",
+    "jllama.training.optimizer": "OPTIMIZERS",
+    "jllama.training.step": "TrainState compile_training",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
