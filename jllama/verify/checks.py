@@ -24,7 +24,7 @@ Group = Literal["conformance", "mutations", "equalities"]
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One cell of the matrix: where it stands, what computes the relative error, and that of right code at most."""
+    """One cell of the matrix: its row and column, what computes the relative error, and the most it may be."""
 
     group: Group
     row: str
@@ -40,7 +40,7 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The relative error that a check found; NaN, and the ``problem``, if nothing could be compared."""
+    """The relative error of a check; NaN, and the ``problem``, if nothing could be compared."""
 
     check: Check
     error: float

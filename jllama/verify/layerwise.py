@@ -24,17 +24,17 @@ from jllama.config import LlamaConfig
 from jllama.model import Llama, attention_inputs, build_layer
 from jllama.parameters import Params, TensorSpec, as_matrix, shape_of, tensor_specs
 
-_LISTED = 9  # tensors named in a sentence: a layer has so many
+_LISTED = 9  # tensors named in a sentence: those of a layer
 
 
 class LayerwiseRun(NamedTuple):
-    """What one pass over the weights gives.
+    """The results of one pass over the weights.
 
     Args:
         logits: the oracle's.
         own_logits: those of jllama's own float32 computation.
         layer_errors: one for each layer, see ``update_error``.
-        fingerprint: of the weights.
+        fingerprint: SHA-256 of the weights.
         damage: a sentence for what is not finite, and one for what is all zeros; both name the tensors.
     """
 
@@ -48,25 +48,22 @@ class LayerwiseRun(NamedTuple):
 def update_error(
     actual: Float[np.ndarray, "seq embed"],
     expected: Float[np.ndarray, "seq embed"],
-    stream: Float[np.ndarray, "seq embed"],
+    residual: Float[np.ndarray, "seq embed"],
 ) -> float:
-    """How far off is what a layer adds to the residual stream: the relative error of the worst channel.
+    """The relative error of what a layer adds to the residual stream, in the worst channel.
 
-    That is ``rms(actual - expected) / (rms(expected) + rms(stream) / 100)``, over positions. A trained Llama's stream
+    That is ``rms(actual - expected) / (rms(expected) + rms(residual) / 100)``, over positions. A trained Llama's stream
     has values of 1e4 in a few channels of its first token, beside which doubling RoPE's base is 4e-5 of the largest
     value, and float32 itself cannot add to them exactly. So the addition is compared, each channel counts, and the
-    stream's rounding (2**-24 of what stands there) can come to no more than about 1e-5.
+    stream's rounding (2**-24 of its values) can come to no more than about 1e-5.
     """
-    error, added, there = (np.sqrt(np.mean(np.square(z), axis=0)) for z in (actual - expected, expected, stream))
-    scale = added + 0.01 * there
+    error, added, before = (np.sqrt(np.mean(np.square(z), axis=0)) for z in (actual - expected, expected, residual))
+    scale = added + 0.01 * before
     return float(np.max(np.divide(error, scale, out=error.copy(), where=scale != 0)))
 
 
-class _Weights:
-    """Reads tensors in float32, in order: hashed as they are stored, and what is not finite replaced by 0.
-
-    One that is read ``again``, as a tied head is, counts once.
-    """
+class _Reader:
+    """Reads tensors in float32, in order: hashes them as stored, and replaces what is not finite by 0."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -74,71 +71,76 @@ class _Weights:
         self.not_finite: dict[str, int] = {}
         self.zeros: list[str] = []
 
-    def blocks(self, stored: TensorSpec, again: bool = False) -> Iterator[tuple[slice, Float32[np.ndarray, "..."]]]:
-        """A tensor's rows, some at a time: which ones, and their numbers."""
+    def blocks(self, spec: TensorSpec, again: bool = False) -> Iterator[tuple[slice, Float32[np.ndarray, "..."]]]:
+        """Some rows of a tensor at a time: which ones, and their values. Read ``again``, it counts once."""
         not_finite, any_set, start = 0, False, 0
-        if not again:
-            self.digest.update(f"{stored.key} {list(stored.shape)}\n".encode())
-        for block in blocks(self._checkpoint.tensors[stored.key], np.float32):
-            if not again:
-                self.digest.update(block.data)
+        digest = hashlib.sha256() if again else self.digest
+        digest.update(f"{spec.key} {list(spec.shape)}\n".encode())
+        for block in blocks(self._checkpoint.tensors[spec.key], np.float32):
+            digest.update(block.data)
             finite = np.isfinite(block)
             not_finite += int(np.count_nonzero(~finite))
             any_set = any_set or bool(block.any())
             yield slice(start, start + len(block)), block if finite.all() else np.where(finite, block, np.float32(0))
             start += len(block)
         if not_finite:
-            self.not_finite[stored.key] = not_finite
+            self.not_finite[spec.key] = not_finite
         if not any_set and not again:
-            self.zeros.append(stored.key)
+            self.zeros.append(spec.key)
 
-    def whole(self, stored: TensorSpec) -> Float32[np.ndarray, "..."]:
+    def whole(self, spec: TensorSpec) -> Float32[np.ndarray, "..."]:
         """A tensor in the parameter's own axes, without that of the layers."""
-        axes = dict(zip(stored.parameter.axes, shape_of(stored.parameter, self._checkpoint.config), strict=True))
+        axes = dict(zip(spec.parameter.axes, shape_of(spec.parameter, self._checkpoint.config), strict=True))
         array = np.empty([size for axis, size in axes.items() if axis != "layers"], np.float32)
-        matrix = as_matrix(stored.parameter, array)
-        for rows, block in self.blocks(stored):
+        matrix = as_matrix(spec.parameter, array)
+        for rows, block in self.blocks(spec):
             matrix[rows] = block
         return array
 
 
 def run_layerwise(
-    checkpoint: Checkpoint, tokens: Sequence[int], report: Callable[[str], None] = lambda _: None
+    checkpoint: Checkpoint, tokens: Sequence[int], on_stage: Callable[[str], None] = lambda _: None
 ) -> LayerwiseRun:
     """Run the oracle and jllama's own layers side by side over a checkpoint, reading each tensor once, in order.
 
-    Each of jllama's layers runs twice: on the oracle's input, which gives its own error, and on what jllama's layers
-    before it made, which leads to ``own_logits``.
+    Each of jllama's layers runs twice: on the oracle's input, which gives its own error, and on the output of jllama's
+    layers before it, which leads to ``own_logits``.
     """
-    config, weights = checkpoint.config, _Weights(checkpoint)
-    stored = {tensor.key: tensor for tensor in tensor_specs(config)}
+    config, reader = checkpoint.config, _Reader(checkpoint)
+    specs = {spec.key: spec for spec in tensor_specs(config)}
     ids, seq = np.asarray(tokens), len(tokens)
     where = np.tri(seq, dtype=bool), np.arange(seq), oracle.rope_frequencies(config, seq)
-    report("embedding")
+    on_stage("embedding")
     own = np.empty((seq, config.embed_dim), np.float32)
-    for rows, block in weights.blocks(stored["embed"]):
+    for rows, block in reader.blocks(specs["embed"]):
         inside = (ids >= rows.start) & (ids < rows.stop)
         own[inside] = block[ids[inside] - rows.start]
     x, errors = own.astype(np.float64), []
     for index in range(config.num_layers):
-        report(f"layer {index + 1} of {config.num_layers}")
-        layer = {key.split("/")[2]: weights.whole(stored[key]) for key in stored if key.startswith(f"layers/{index}/")}
-        given = x.astype(np.float32)
-        made, own = np.asarray(_layer(layer, jnp.stack([given, own]), config))
-        # As an argument alone, each in turn: neither copy of the weights is there longer than it is needed.
+        on_stage(f"layer {index + 1} of {config.num_layers}")
+        layer = {key.split("/")[2]: reader.whole(specs[key]) for key in specs if key.startswith(f"layers/{index}/")}
+        rounded = x.astype(np.float32)
+        output, own = np.asarray(_layer(layer, jnp.stack([rounded, own]), config))
+        # Popped in an argument, so that neither copy of a matrix lives longer than it is needed.
         y = oracle.block(x, {name: layer.pop(name).astype(np.float64) for name in list(layer)}, config, *where)
-        errors.append(update_error(made - given.astype(np.float64), y - x, x))
+        errors.append(update_error(output - rounded.astype(np.float64), y - x, x))
         x = y
-    report("head")
-    norm = weights.whole(stored["final_norm"])
+    on_stage("head")
+    norm = reader.whole(specs["final_norm"])
     hidden = oracle.rms_norm(x, norm.astype(np.float64), config.norm_eps)
     own = F.rms_norm(jnp.asarray(own), jnp.asarray(norm), config.norm_eps)
     logits, own_logits = (np.empty((seq, config.vocab_size), dtype) for dtype in (np.float64, np.float32))
-    head = stored["embed" if config.tie_embeddings else "lm_head"]
-    for rows, block in weights.blocks(head, again=config.tie_embeddings):
+    head = specs["embed" if config.tie_embeddings else "lm_head"]
+    for rows, block in reader.blocks(head, again=config.tie_embeddings):
         logits[:, rows] = hidden @ block.astype(np.float64).T
-        own_logits[:, rows] = _scores(block, own, config)
-    return LayerwiseRun(logits, own_logits, errors, weights.digest.hexdigest(), _damage(weights, stored))
+        own_logits[:, rows] = _logits(block, own, config)
+    not_finite = [f"{key} ({n:,} of {math.prod(specs[key].shape):,} numbers)" for key, n in reader.not_finite.items()]
+    damage = {
+        "NaN or infinity stands in {}; all else here takes 0 for it: fetch or convert the files again": not_finite,
+        "nothing but zeros stands in {}: fetch or convert the files again": reader.zeros,
+    }
+    sentences = [sentence.format(_listed(names)) for sentence, names in damage.items() if names]
+    return LayerwiseRun(logits, own_logits, errors, reader.digest.hexdigest(), sentences)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -149,19 +151,9 @@ def _layer(weights: Params, x: Array, config: LlamaConfig) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _scores(rows: Array, hidden: Array, config: LlamaConfig) -> Array:
+def _logits(rows: Array, hidden: Array, config: LlamaConfig) -> Array:
     """The logits of a part of the vocabulary: ``Llama.logits``, on a stand-in that has no more than these rows."""
     return Llama.logits(cast(Llama, types.SimpleNamespace(config=config, embed=rows, lm_head=rows.T)), hidden)
-
-
-def _damage(weights: _Weights, stored: dict[str, TensorSpec]) -> list[str]:
-    sizes = {key: math.prod(tensor.shape) for key, tensor in stored.items()}
-    not_finite = [f"{key} ({count:,} of {sizes[key]:,} numbers)" for key, count in weights.not_finite.items()]
-    found = {
-        "NaN or infinity stands in {}; all else here takes 0 for it: fetch or convert the files again": not_finite,
-        "nothing but zeros stands in {}: fetch or convert the files again": weights.zeros,
-    }
-    return [sentence.format(_listed(keys)) for sentence, keys in found.items() if keys]
 
 
 def _listed(keys: Sequence[str]) -> str:

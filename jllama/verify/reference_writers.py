@@ -43,18 +43,30 @@ _NAMES = {
     "final_norm": ("norm", "model.norm", "output_norm"),
     "lm_head": ("output", "lm_head", "output"),
 }
-"""Without the ``.weight`` that ends them all."""
+"""What Meta, Hugging Face and GGUF call each tensor, without the ``.weight`` that ends them all."""
+_FIELDS = {
+    "vocab_size": ("vocab_size", "vocab_size"),
+    "num_layers": ("num_hidden_layers", "block_count"),
+    "embed_dim": ("hidden_size", "embedding_length"),
+    "mlp_dim": ("intermediate_size", "feed_forward_length"),
+    "num_heads": ("num_attention_heads", "attention.head_count"),
+    "num_kv_heads": ("num_key_value_heads", "attention.head_count_kv"),
+    "head_dim": ("head_dim", "attention.key_length"),
+    "max_seq_len": ("max_position_embeddings", "context_length"),
+    "norm_eps": ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
+}
+"""What Hugging Face and GGUF call the fields that both have."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FormatWriter:
-    """One way from parameters to a file that ``jllama.load`` reads.
+    """A format, or a variant of one, that ``jllama.load`` reads.
 
     Args:
-        name: what the matrix calls it.
-        holds: whether the format can say all of a configuration (of Meta's: all but ``max_seq_len``).
-        write: makes the file or folder, of float32 parameters with layers stacked, at a path where nothing is.
-        rope_factor: the files do not say the RoPE scaling factor; where there is one, it must be given when loading.
+        name: of the matrix's column.
+        holds: whether the format can express a whole configuration (Meta's: all but ``max_seq_len``).
+        write: writes the file or folder, from float32 parameters with layers stacked, to a path that does not exist.
+        rope_factor: the files do not hold the RoPE scaling factor: where there is one, it must be given when loading.
     """
 
     name: str
@@ -72,19 +84,20 @@ def interleave(matrix: np.ndarray, heads: int) -> np.ndarray:
 def _tensors(config: LlamaConfig, params: Params, file_format: int) -> Tensors:
     """Every tensor under its name in a format, matrices as ``[outputs, inputs]``; no head if it is tied."""
     heads = {} if file_format == _HUGGING_FACE else {"wq": config.num_heads, "wk": config.num_kv_heads}
-    found = {}
+    tensors = {}
     for layer in range(config.num_layers):
         for name, stacked in params["layers"].items():
             array = stacked[layer]
             if array.ndim > 1:
                 inputs = config.num_heads * config.head_dim if name == "wo" else len(array)
                 array = array.reshape(inputs, -1).T
-            found[_NAMES[name][file_format].format(layer)] = interleave(array, heads[name]) if name in heads else array
+            tensors[_NAMES[name][file_format].format(layer)] = (
+                interleave(array, heads[name]) if name in heads else array
+            )
     ends = {"embed": params["embed"], "final_norm": params["final_norm"]}
-    if not config.tie_embeddings:
-        ends["lm_head"] = params["lm_head"].T
-    found |= {_NAMES[name][file_format]: array for name, array in ends.items()}
-    return {f"{name}.weight": np.ascontiguousarray(array, "<f4") for name, array in found.items()}
+    ends |= {} if config.tie_embeddings else {"lm_head": params["lm_head"].T}
+    tensors |= {_NAMES[name][file_format]: array for name, array in ends.items()}
+    return {f"{name}.weight": np.ascontiguousarray(array, "<f4") for name, array in tensors.items()}
 
 
 def _is_papers_yarn(scaling: RopeScaling) -> bool:
@@ -102,17 +115,17 @@ def _write_native(path: Path, config: LlamaConfig, params: Params) -> None:
 
 
 def meta_tensors(config: LlamaConfig, params: Params) -> Tensors:
-    """The whole model as Meta's code has it. It knows no tying: the head is always there."""
-    found = _tensors(config, params, _META)
-    return {"output.weight": found["tok_embeddings.weight"]} | found
+    """The whole model as Meta's code has it, which knows no tying: the head is always there."""
+    tensors = _tensors(config, params, _META)
+    return {"output.weight": tensors["tok_embeddings.weight"]} | tensors
 
 
 def meta_shards(tensors: Tensors, count: int, num_kv_heads: int, embed_axis: int) -> list[Tensors]:
-    """What each rank of Meta's model-parallel code holds of some tensors.
+    """Split tensors as the ranks of Meta's model-parallel code hold them.
 
     Column-parallel layers are cut along their outputs, the row-parallel ``wo`` and ``w2`` along their inputs. Key and
-    value heads fewer than ranks are repeated, and so is every vector. ``embed_axis`` is the axis along which the
-    embedding is cut: its width, 1, in Llama 1 and 2; the vocabulary, 0, in Llama 3.
+    value heads fewer than ranks are repeated, and so is every vector. The embedding is cut along ``embed_axis``: its
+    width, 1, in Llama 1 and 2; the vocabulary, 0, in Llama 3.
     """
 
     def parts(kind: str, tensor: np.ndarray) -> list[np.ndarray]:
@@ -127,20 +140,14 @@ def meta_shards(tensors: Tensors, count: int, num_kv_heads: int, embed_axis: int
 
 
 def meta_params(config: LlamaConfig) -> dict[str, Any]:
-    """The fields of ``params.json`` of which Meta's code makes this model. The RoPE scaling factor is not among them.
+    """The fields of ``params.json``, which leaves out the RoPE scaling factor.
 
-    Its ``FeedForward`` takes ``int(2 * 4 * dim / 3)``, times ``ffn_dim_multiplier``, up to a multiple of
-    ``multiple_of``.
+    The MLP's width is ``int(2 * 4 * dim / 3)``, times ``ffn_dim_multiplier``, up to a multiple of ``multiple_of``.
     """
     width = int(2 * 4 * config.embed_dim / 3)
-    fields: dict[str, Any] = {
-        "dim": config.embed_dim,
-        "n_layers": config.num_layers,
-        "n_heads": config.num_heads,
-        "vocab_size": config.vocab_size,
-        "multiple_of": config.mlp_dim,  # to which any smaller width is rounded up
-        "norm_eps": config.norm_eps,
-    }
+    fields: dict[str, Any] = {"dim": config.embed_dim, "n_layers": config.num_layers, "n_heads": config.num_heads}
+    fields |= {"vocab_size": config.vocab_size, "norm_eps": config.norm_eps}
+    fields["multiple_of"] = config.mlp_dim  # to which any smaller width is rounded up
     if width > config.mlp_dim:
         fields["ffn_dim_multiplier"] = (config.mlp_dim + 0.5) / width
     if config.num_kv_heads != config.num_heads:
@@ -155,7 +162,7 @@ def meta_params(config: LlamaConfig) -> dict[str, Any]:
 def _write_meta(path: Path, config: LlamaConfig, params: Params, count: int) -> None:
     tensors = meta_tensors(config, params)
     is_llama_3 = config.rope_theta != 10_000
-    if not is_llama_3:  # a table that is computed, not learnt
+    if not is_llama_3:  # a table that is computed, not learned
         tensors["rope.freqs"] = (10_000 ** -np.linspace(0, 1, config.head_dim // 2, endpoint=False)).astype("<f4")
     path.mkdir()
     (path / "params.json").write_text(json.dumps(meta_params(config)))
@@ -174,7 +181,7 @@ def _meta_holds(config: LlamaConfig, count: int) -> bool:
 
 
 def _write_torch(path: Path, tensors: Tensors) -> None:
-    """A dictionary as ``torch.save`` stores it: a pickle in a zip archive, and beside it the numbers of each tensor."""
+    """Write a dictionary as ``torch.save`` does: a pickle in a zip archive, beside the numbers of each tensor."""
 
     def text(value: str) -> bytes:
         return b"X" + struct.pack("<I", len(value)) + value.encode()
@@ -212,21 +219,9 @@ def _write_hugging_face(path: Path, config: LlamaConfig, params: Params, version
         rope |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
     if scaling and scaling.type == "yarn" and not _is_papers_yarn(scaling):
         rope |= {name: getattr(scaling, name) for name in ("beta_fast", "beta_slow", "attention_factor")}
-    fields = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "vocab_size": config.vocab_size,
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.embed_dim,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.mlp_dim,
-        "max_position_embeddings": config.max_seq_len,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-    }
+    fields = {name: getattr(config, field) for field, (name, _) in _FIELDS.items()}
+    fields |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
+    fields["tie_word_embeddings"] = config.tie_embeddings
     if version == 4:
         fields |= {"rope_theta": config.rope_theta, "rope_scaling": rope if scaling else None, "torch_dtype": "float32"}
         files = ["model.safetensors"]
@@ -234,18 +229,18 @@ def _write_hugging_face(path: Path, config: LlamaConfig, params: Params, version
         fields |= {"rope_parameters": {"rope_theta": config.rope_theta} | rope, "dtype": "float32"}
         files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     tensors = _tensors(config, params, _HUGGING_FACE)
-    places = {name: files[number * len(files) // len(tensors)] for number, name in enumerate(tensors)}
+    file_of = {name: files[number * len(files) // len(tensors)] for number, name in enumerate(tensors)}
     path.mkdir()
     (path / "config.json").write_text(json.dumps(fields))
     for file in files:
-        _write_safetensors(path / file, {name: tensor for name, tensor in tensors.items() if places[name] == file})
+        _write_safetensors(path / file, {name: tensor for name, tensor in tensors.items() if file_of[name] == file})
     if len(files) > 1:
-        index = {"metadata": {"total_size": sum(map(np.size, tensors.values())) * 4}, "weight_map": places}
+        index = {"metadata": {"total_size": sum(map(np.size, tensors.values())) * 4}, "weight_map": file_of}
         (path / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def _write_safetensors(path: Path, tensors: Tensors) -> None:
-    """The length of the header; the header, in JSON, padded to eight bytes; the numbers."""
+    """Write the length of the header; the header, in JSON, padded to eight bytes; the numbers."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, tensor in tensors.items():
@@ -263,37 +258,28 @@ def _hugging_face_holds(config: LlamaConfig) -> bool:
 
 def gguf_metadata(config: LlamaConfig) -> dict[str, int | float | str]:
     """The keys of a Llama as llama.cpp's converter writes them: integers as uint32, numbers as float32."""
-    found: dict[str, int | float | str] = {
-        "llama.vocab_size": config.vocab_size,
-        "llama.block_count": config.num_layers,
-        "llama.context_length": config.max_seq_len,
-        "llama.embedding_length": config.embed_dim,
-        "llama.feed_forward_length": config.mlp_dim,
-        "llama.attention.head_count": config.num_heads,
-        "llama.attention.head_count_kv": config.num_kv_heads,
-        "llama.attention.key_length": config.head_dim,
-        "llama.attention.value_length": config.head_dim,
-        "llama.rope.dimension_count": config.head_dim,
-        "llama.rope.freq_base": config.rope_theta,
-        "llama.attention.layer_norm_rms_epsilon": config.norm_eps,
+    metadata: dict[str, int | float | str] = {
+        f"llama.{key}": getattr(config, name) for name, (_, key) in _FIELDS.items()
     }
+    metadata |= {f"llama.{key}": config.head_dim for key in ("attention.value_length", "rope.dimension_count")}
+    metadata["llama.rope.freq_base"] = config.rope_theta
     if (scaling := config.rope_scaling) and scaling.type in ("linear", "yarn"):
-        found |= {"llama.rope.scaling.type": scaling.type, "llama.rope.scaling.factor": scaling.factor}
+        metadata |= {"llama.rope.scaling.type": scaling.type, "llama.rope.scaling.factor": scaling.factor}
         if scaling.type == "yarn":
-            found["llama.rope.scaling.original_context_length"] = scaling.original_max_seq_len
-    return found
+            metadata["llama.rope.scaling.original_context_length"] = scaling.original_max_seq_len
+    return metadata
 
 
 def gguf_tensors(config: LlamaConfig, params: Params) -> Tensors:
     """The tensors as llama.cpp's converter writes them, with ``rope_freqs.weight`` for ``llama3`` scaling."""
-    found = _tensors(config, params, _GGUF)
+    tensors = _tensors(config, params, _GGUF)
     if config.rope_scaling and config.rope_scaling.type == "llama3":
-        found["rope_freqs.weight"] = gguf_divisors(config, config.rope_scaling)
-    return found
+        tensors["rope_freqs.weight"] = gguf_divisors(config, config.rope_scaling)
+    return tensors
 
 
 def gguf_divisors(config: LlamaConfig, scaling: RopeScaling) -> np.ndarray:
-    """What llama.cpp's converter has each rotary frequency divided by for ``llama3`` scaling: ``[head_dim / 2]``."""
+    """llama.cpp's divisors of rotary frequencies for ``llama3`` scaling: ``[head_dim / 2]``."""
     wavelengths = 2 * math.pi * config.rope_theta ** (np.arange(0, config.head_dim, 2) / config.head_dim)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     smooth = np.clip((scaling.original_max_seq_len / wavelengths - low) / (high - low), 0, 1)
@@ -319,7 +305,7 @@ def _gguf_holds(config: LlamaConfig) -> bool:
 
 
 def _write_llama2c(path: Path, config: LlamaConfig, params: Params) -> None:
-    """Seven integers, Meta's tensors, each kind for all layers, and before the head cosines and sines."""
+    """Write seven integers, then Meta's tensors, each kind for all layers, with cosines and sines before the head."""
     kinds = ["attention_norm", *(f"attention.{name}" for name in ("wq", "wk", "wv", "wo"))]
     kinds += ["ffn_norm", *(f"feed_forward.{name}" for name in ("w1", "w2", "w3"))]
     names = [f"layers.{layer}.{kind}" for kind in kinds for layer in range(config.num_layers)]
