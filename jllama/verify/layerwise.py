@@ -8,9 +8,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from jllama import functional as F
 from jllama import oracle
 from jllama.checkpoints.tensors import Checkpoint, blocks
 from jllama.config import LlamaConfig
-from jllama.model import Llama, attention_inputs, build_layer
+from jllama.model import attention_inputs, build_layer
 from jllama.parameters import Params, TensorSpec, as_matrix, shape_of, tensor_specs
 
 _LISTED = 9  # tensors named in a sentence: those of a layer
@@ -130,10 +129,11 @@ def run_layerwise(
     hidden = oracle.rms_norm(x, norm.astype(np.float64), config.norm_eps)
     own = F.rms_norm(jnp.asarray(own), jnp.asarray(norm), config.norm_eps)
     logits, own_logits = (np.empty((seq, config.vocab_size), dtype) for dtype in (np.float64, np.float32))
+    project = jax.jit(F.project)
     head = specs["embed" if config.tie_embeddings else "lm_head"]
     for rows, block in reader.blocks(head, again=config.tie_embeddings):
         logits[:, rows] = hidden @ block.astype(np.float64).T
-        own_logits[:, rows] = _logits(block, own, config)
+        own_logits[:, rows] = project(own, block.T)  # as ``Llama.logits``
     not_finite = [f"{key} ({n:,} of {math.prod(specs[key].shape):,} numbers)" for key, n in reader.not_finite.items()]
     damage = {
         "NaN or infinity stands in {}; all else here takes 0 for it: fetch or convert the files again": not_finite,
@@ -148,12 +148,6 @@ def _layer(weights: Params, x: Array, config: LlamaConfig) -> Array:
     positions = jnp.arange(x.shape[1])[None]
     attend = attention_inputs(config, positions, F.causal_mask(positions, positions), x.shape[1])
     return build_layer(config, weights)(x, attend)[0]
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def _logits(rows: Array, hidden: Array, config: LlamaConfig) -> Array:
-    """The logits of a part of the vocabulary: ``Llama.logits``, on a stand-in that has no more than these rows."""
-    return Llama.logits(cast(Llama, types.SimpleNamespace(config=config, embed=rows, lm_head=rows.T)), hidden)
 
 
 def _listed(keys: Sequence[str]) -> str:
