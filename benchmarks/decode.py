@@ -56,7 +56,7 @@ def main() -> None:
     checkpoint = folder / "SmolLM2-135M-Instruct.Q4_1.gguf"
     model = jllama.load(checkpoint)
     config, params = model.config, model.decode_params
-    small = model.for_decoding("int8").params
+    small = jllama.load(checkpoint, quantize="int8").params
     with tempfile.TemporaryDirectory() as exported:
         jllama.save(model, Path(exported) / "hf", format="hf")
         theirs = transformers.AutoModelForCausalLM.from_pretrained(f"{exported}/hf", dtype=torch.float32).eval()

@@ -56,6 +56,12 @@ def parameter_sharding(mesh: Mesh, parameter: Parameter) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*(RULES.get(axis) for axis in parameter.axes)))
 
 
+def matrix_sharding(mesh: Mesh, parameter: Parameter) -> NamedSharding:
+    """The split of one layer's share as ``[outputs, inputs]`` (a norm's: ``[embed]``), by the first axis of each."""
+    groups = [axes for axes in (parameter.outputs, parameter.inputs) if axes]
+    return NamedSharding(mesh, PartitionSpec(*(RULES.get(axes[0]) for axes in groups)))
+
+
 def check_divides(mesh: Mesh, config: LlamaConfig) -> None:
     """Raise ``UsageError`` if an axis of a parameter does not divide over its mesh axis."""
     for path, row in parameter_table(config).items():

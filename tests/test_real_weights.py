@@ -166,10 +166,10 @@ def test_guessed_tokens_change_nothing(model, prompts):
     assert quick.accepted > 24
 
 
-def test_int8_weights_predict_text_almost_as_well(model):
+def test_int8_weights_predict_text_almost_as_well(model, gguf):
     """Perplexity within one percent, on the README and the plainest of prose."""
     texts = [(ROOT / "README.md").read_text(), PROSE]
-    small = model.for_decoding("int8")
+    small = jllama.load(gguf, quantize="int8")
     for text in texts:
         exact, rounded = (
             score_texts(each, [text], window=512, stride=256, max_tokens=1500).perplexity for each in (model, small)

@@ -12,7 +12,6 @@ weights are written if the format cannot hold the model.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import math
 import re
@@ -29,15 +28,22 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from jllama import tokenizers
-from jllama.checkpoints.tensors import Checkpoint, TensorsOfParams, load_params, progress, size_bytes
+from jllama.checkpoints.tensors import (
+    Checkpoint,
+    TensorsOfParams,
+    load_decode_params,
+    load_params,
+    progress,
+    size_bytes,
+)
 from jllama.decode_params import Quantization
 from jllama.errors import JllamaError, UsageError
 from jllama.files import cache_folder, refuse_special_files
 from jllama.language_model import LanguageModel
-from jllama.parameters import count_parameters
 from jllama.tokenizers import Tokenizer, has_tokenizer
 
 Format = Literal["orbax", "hf", "gguf", "llama2c", "meta"]
+Layout = Literal["decode", "training"]
 Dtype = Literal["float32", "bfloat16", "float16", "q8_0"]
 
 _MODULES: dict[Format, str] = {
@@ -70,6 +76,7 @@ def load(
     dtype: Any = None,
     mesh: Mesh | None = None,
     *,
+    layout: Layout = "decode",
     rope_factor: float | None = None,
     step: int | None = None,
     quantize: Quantization | None = None,
@@ -83,10 +90,12 @@ def load(
         path: a run's folder, a Hugging Face or Meta folder, a GGUF file, a llama2.c file, or ``org/name``.
         dtype: of the parameters; None is float32 on a CPU, where bfloat16 is slow, and elsewhere the files' own.
         mesh: splits the parameters over devices, as in training; None puts them on the first device.
+        layout: ``decode``, a layer each and outputs first, for everything but training (``DecodeParams``); or
+            ``training``, layers stacked and inputs first (``jllama.parameters``).
         rope_factor: the RoPE scaling factor that Meta's files leave out; None is that of the released Llama of the same
             shape.
         step: of a training run, the checkpoint to take; None is the one with the lowest validation loss.
-        quantize: ``int8``, as ``LanguageModel.for_decoding`` makes it: the model decodes, and no more.
+        quantize: ``int8`` rounds the matrices to eight bits as they are read.
 
     Raises:
         JllamaError: there is no such checkpoint, or something in it is wrong; the message says what and where.
@@ -96,28 +105,24 @@ def load(
     if dtype is None and jax.default_backend() == "cpu":
         dtype = jnp.float32
     dtype = None if dtype is None else _float_dtype(dtype)
+    for name, value, names in (("layout", layout, Layout), ("quantize", quantize, Quantization)):
+        if value is not None and value not in get_args(names):
+            raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(get_args(names))}")
+    if quantize and layout == "training":
+        raise UsageError(f"quantize is {quantize!r}, which is for decoding: leave it out, or take layout 'decode'")
     source = _local(path)
-    format = _format_of(source)
-    if format == "orbax":
-        native = _module(format)
-        config, checkpoints, step = native.open_run(source, step)
-        checkpoint = Checkpoint(config, {}, *native.read_text_files(source))
-        _check_tokenizer(checkpoint, source)
-        total_bytes = count_parameters(config) * np.dtype(dtype or np.float32).itemsize
-        read = functools.partial(checkpoints.restore_params, step, config)
-    elif step is not None:
-        raise UsageError(f"{path} is not a training run, so it has no step {step}: leave out the step")
-    else:
-        checkpoint = _read(source, format, rope_factor)
-        total_bytes = size_bytes(checkpoint, dtype)
-        read = functools.partial(load_params, checkpoint)
-    with progress(f"reading {source.name}", total_bytes) as on_progress:
-        params = read(dtype, mesh, on_progress)
+    checkpoint = open_checkpoint(source, rope_factor, step)
+    with progress(f"reading {source.name}", size_bytes(checkpoint, dtype)) as on_progress:
+        if layout == "training":
+            params = load_params(checkpoint, dtype, mesh, on_progress)
+        else:
+            params = load_decode_params(checkpoint, dtype, mesh, on_progress, quantize)
     tokenizer = checkpoint.tokenizer
     stop_ids = checkpoint.stop_ids or ((tokenizer.eos_id,) if tokenizer else ())
     name = Path(path).name or source.resolve().name
-    model = LanguageModel(checkpoint.config, params, tokenizer, checkpoint.chat_template, stop_ids, step, name)
-    return model.for_decoding(quantize) if quantize else model
+    return LanguageModel(
+        checkpoint.config, params, tokenizer, checkpoint.chat_template, stop_ids, checkpoint.step, name
+    )
 
 
 def _float_dtype(dtype: Any) -> np.dtype[Any]:
@@ -138,7 +143,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     refuse_special_files(source, *source.glob("*"))
     if has_tokenizer(source) or not (format := _recognized(source)):
         return tokenizers.load_tokenizer(source)
-    tokenizer = _read(source, format, None).tokenizer
+    tokenizer = _read(source, format).tokenizer
     if tokenizer is None:
         raise JllamaError(f"{path} has no tokenizer: put the one it was trained with beside its weights")
     return tokenizer
@@ -166,7 +171,7 @@ def save(
         UsageError: there is no such format or dtype.
     """
     check_names("format", format, dtype)
-    tensors = TensorsOfParams(model.config, lambda: model.params)
+    tensors = TensorsOfParams(model.config, model.params)
     checkpoint = Checkpoint(model.config, tensors, model.tokenizer, model.chat_template, model.stop_ids)
     _write(checkpoint, Path(path), format, dtype, overwrite, None)
 
@@ -196,10 +201,10 @@ def convert(
     return checkpoint
 
 
-def open_checkpoint(path: str | Path, rope_factor: float | None = None) -> Checkpoint:
-    """Open a checkpoint of any format, without reading its weights (those of a run are read). Raises as ``load``."""
+def open_checkpoint(path: str | Path, rope_factor: float | None = None, step: int | None = None) -> Checkpoint:
+    """Open a checkpoint of any format, without reading its weights. Arguments and errors are those of ``load``."""
     source = _local(path)
-    return _read(source, _format_of(source), rope_factor)
+    return _read(source, _format_of(source), rope_factor, step)
 
 
 def _module(format: Format) -> ModuleType:
@@ -242,15 +247,15 @@ def _format_of(source: Path) -> Format:
     )
 
 
-def _read(source: Path, format: Format, rope_factor: float | None) -> Checkpoint:
-    if rope_factor is None:
-        checkpoint = _module(format).read(source)
-    elif format == "meta":
-        checkpoint = _module(format).read(source, rope_factor)
-    else:
+def _read(source: Path, format: Format, rope_factor: float | None = None, step: int | None = None) -> Checkpoint:
+    if rope_factor is not None and format != "meta":
         raise UsageError(
             f"rope_factor is for Meta's files alone: {source} says itself how RoPE is scaled, leave it out"
         )
+    if step is not None and format != "orbax":
+        raise UsageError(f"{source} is not a training run, so it has no step {step}: leave out the step")
+    options = [value for value in (rope_factor, step) if value is not None]
+    checkpoint = _module(format).read(source, *options)
     _check_tokenizer(checkpoint, source)
     return checkpoint
 

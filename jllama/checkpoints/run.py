@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -21,17 +22,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 import yaml
-from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from orbax.checkpoint import checkpoint_managers
 
 from jllama.checkpoints.huggingface import read_text_files, write_chat_files
-from jllama.checkpoints.tensors import Checkpoint, OnProgress, TensorsOfParams, aligned_empty, load_params
+from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, TensorsOfParams, load_params
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError, UsageError
 from jllama.files import check_orbax_files, files_below, refuse_special_files, write_text_whole
 from jllama.model import abstract_params
-from jllama.parameters import Params
-from jllama.sharding import state_sharding
+from jllama.parameters import Params, TensorSpec, as_matrix, parameter_table, tensor_specs
 
 _CHUNK_BYTES = 64 << 20  # a chunk is always read whole
 _CHUNKED = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
@@ -70,7 +69,7 @@ class RunCheckpoints:
             todelete_subdir=None if read_only else _UNWANTED,
             save_interval_steps=0 if read_only else 1,
         )
-        with self._reading(self.folder):
+        with _reading(self.folder):
             refuse_special_files(*files_below(self.folder))
             self._manager = ocp.CheckpointManager(self.folder, item_handlers=handlers, options=options)
 
@@ -80,7 +79,7 @@ class RunCheckpoints:
 
     def best_step(self) -> int | None:
         """The saved step with the lowest validation loss; the last one if none was evaluated."""
-        with self._reading(self.folder):
+        with _reading(self.folder):
             best = self._manager.best_step()
             return self._manager.latest_step() if best is None else best
 
@@ -122,7 +121,7 @@ class RunCheckpoints:
         Raises:
             JllamaError: the files are damaged, or the arrays are not the ones expected; the message lists what differs.
         """
-        with self._reading(self.folder / str(step)):
+        with _reading(self.folder / str(step)):
             self._check(step, "params", params)
             self._check(step, "state", state)
             args = ocp.args.Composite(
@@ -131,43 +130,16 @@ class RunCheckpoints:
             restored = self._manager.restore(step, args=args)
         return restored["params"], restored["state"], restored["meta"]
 
-    def restore_params(
-        self,
-        step: int,
-        config: LlamaConfig,
-        dtype: np.dtype[Any] | type | None = None,
-        mesh: Mesh | None = None,
-        on_progress: OnProgress = lambda _: None,
-    ) -> Params:
-        """The saved parameters alone, in ``dtype`` or (None) as saved, split over ``mesh`` or on the first device.
+    def tensors(self, step: int, config: LlamaConfig) -> dict[str, FileTensor]:
+        """The saved parameters of a step as tensors by ``TensorSpec.key``, not read yet.
 
-        They are read some layers at a time, each device's slice straight into its place: orbax itself would hold
-        every array twice. ``on_progress`` is told of the bytes. Raises as ``restore`` does, but for dtypes;
-        ``UsageError`` if they do not fit the mesh.
+        Raises as ``restore`` does, but for dtypes; reading a tensor, too, raises ``JllamaError``.
         """
-        shapes = abstract_params(config)
-        first = SingleDeviceSharding(jax.devices()[0])
-        shardings = state_sharding(mesh, config, shapes) if mesh else jax.tree.map(lambda _: first, shapes)
-        with self._reading(self.folder / str(step)):
-            self._check(step, "params", shapes, dtypes=False)
-            folder = self.folder / str(step) / "params"
-            return jax.tree_util.tree_map_with_path(
-                lambda path, leaf, sharding: _read_array(folder, path, leaf.shape, dtype, sharding, on_progress),
-                shapes,
-                shardings,
-            )
-
-    @contextlib.contextmanager
-    def _reading(self, what: Path) -> Iterator[None]:
-        try:
-            yield
-        except JllamaError:
-            raise
-        except Exception as error:
-            raise JllamaError(
-                f"the checkpoint {what} cannot be read ({_reason(error)}): "
-                f"put it back from a copy, or delete it to go on from an earlier one"
-            ) from error
+        source = self.folder / str(step)
+        with _reading(source):
+            self._check(step, "params", abstract_params(config), dtypes=False)
+            stores = {path: _open_array(source / "params", path) for path in parameter_table(config)}
+            return {spec.key: _StoredTensor(spec, stores[spec.path], source) for spec in tensor_specs(config)}
 
     def _check(self, step: int, item: str, expected: Any, *, dtypes: bool = True) -> None:
         check_orbax_files(self.folder / str(step))
@@ -192,27 +164,45 @@ def _restore_args(shapes: Any) -> Any:
     return ocp.args.PyTreeRestore(shapes, restore_args=ocp.checkpoint_utils.construct_restore_args(shapes))
 
 
-def _read_array(
-    folder: Path, path: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, sharding: Sharding, on_progress: OnProgress
-) -> jax.Array:
-    """One array of an item that orbax wrote: in tensorstore's zarr format, by its path with dots, in an OCDBT store."""
-    name = ".".join(key.key for key in path)
-    kvstore = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{name}/"}
-    store: Any = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, read=True).result()
-    own = np.dtype(dtype or store.dtype.numpy_dtype)
-    step = store.chunk_layout.read_chunk.shape[0]
+@contextlib.contextmanager
+def _reading(source: Path) -> Iterator[None]:
+    try:
+        yield
+    except JllamaError:
+        raise
+    except Exception as error:
+        raise JllamaError(
+            f"the checkpoint {source} cannot be read ({_reason(error)}): "
+            f"put it back from a copy, or delete it to go on from an earlier one"
+        ) from error
 
-    def read(index: Any) -> np.ndarray:
-        bounds = [part.indices(size) for part, size in zip(index, shape, strict=True)]
-        first, last, _ = bounds[0]
-        out = aligned_empty(tuple(stop - start for start, stop, _ in bounds), own)
-        for start in range(first, last, step):
-            stop = min(start + step, last)
-            out[start - first : stop - first] = store[(slice(start, stop), *index[1:])].read().result()
-            on_progress(out[start - first : stop - first].nbytes)
-        return out
 
-    return jax.make_array_from_callback(shape, sharding, read)
+def _open_array(folder: Path, path: str) -> Any:
+    """An array of an item that orbax wrote: in tensorstore's zarr format, by its path with dots, in an OCDBT store."""
+    kvstore = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{path.replace('/', '.')}/"}
+    return tensorstore.open({"driver": "zarr", "kvstore": kvstore}, read=True).result()
+
+
+class _StoredTensor:
+    """One layer's share of an array that orbax wrote, read by rows: orbax itself would hold every array twice."""
+
+    def __init__(self, spec: TensorSpec, store: Any, source: Path) -> None:
+        self.spec, self.store, self.source = spec, store, source
+        self.shape, self.dtype = spec.shape, np.dtype(store.dtype.numpy_dtype)
+        row, sizes = spec.parameter, dict(zip(spec.parameter.axes, store.shape, strict=True))
+        chunk = dict(zip(row.axes, store.chunk_layout.read_chunk.shape, strict=True))
+        self.inner = math.prod(sizes[axis] for axis in row.outputs[1:])
+        whole_inputs = all(chunk[axis] >= sizes[axis] for axis in row.inputs)
+        self.rows_at_once = self.inner * chunk[row.outputs[0]] if whole_inputs else spec.shape[0]
+
+    def __getitem__(self, rows: slice, /) -> np.ndarray:
+        """The rows asked for, a view of what is read."""
+        row = self.spec.parameter
+        first, last = rows.start // self.inner, -(-rows.stop // self.inner)
+        parts = {"layers": self.spec.layer, row.outputs[0]: slice(first, last)}
+        with _reading(self.source):
+            array = self.store[tuple(parts.get(axis, slice(None)) for axis in row.axes)].read().result()
+        return as_matrix(row, array)[rows.start - first * self.inner : rows.stop - first * self.inner]
 
 
 def _reason(error: Exception) -> str:
@@ -279,37 +269,31 @@ def _bad_config(folder: Path, error: Exception) -> JllamaError:
     return JllamaError(f"{folder / CONFIG} does not describe a model: {' '.join(str(error).split())}")
 
 
-def open_run(folder: Path, step: int | None = None) -> tuple[LlamaConfig, RunCheckpoints, int]:
-    """A run's architecture, its checkpoints, and a step: the given one, or that of the lowest validation loss.
+def read(path: Path, step: int | None = None) -> Checkpoint:
+    """Open a checkpoint of a run: of the given step, or that of the lowest validation loss.
 
     Raises:
         JllamaError: there is no such checkpoint in it, or its configuration cannot be read.
     """
-    if not (folder / CHECKPOINTS).is_dir():
-        raise JllamaError(f"{folder} holds no checkpoint yet: it has no {CHECKPOINTS} folder")
-    config = read_model_config(folder)
-    checkpoints = RunCheckpoints(folder / CHECKPOINTS, read_only=True)
+    if not (path / CHECKPOINTS).is_dir():
+        raise JllamaError(f"{path} holds no checkpoint yet: it has no {CHECKPOINTS} folder")
+    config = read_model_config(path)
+    checkpoints = RunCheckpoints(path / CHECKPOINTS, read_only=True)
     steps = checkpoints.steps()
     if not steps:
-        raise JllamaError(f"{folder / CHECKPOINTS} holds no finished checkpoint")
+        raise JllamaError(f"{path / CHECKPOINTS} holds no finished checkpoint")
     chosen = checkpoints.best_step() if step is None else step
     if chosen not in steps:
-        raise JllamaError(f"{folder} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
-    return config, checkpoints, chosen
-
-
-def read(path: Path) -> Checkpoint:
-    """The best checkpoint of a run; its parameters are read into memory when the first one is asked for."""
-    config, checkpoints, step = open_run(path)
-    tensors = TensorsOfParams(config, lambda: checkpoints.restore_params(step, config))
-    return Checkpoint(config, tensors, *read_text_files(path))
+        raise JllamaError(f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
+    return Checkpoint(config, checkpoints.tensors(chosen, config), *read_text_files(path), step=chosen)
 
 
 def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_progress: OnProgress) -> None:
     """Write a model as a run of step 0 into a folder: enough to sample from it and to train it on."""
-    params = load_params(
-        checkpoint, dtype, on_progress=lambda num_bytes: on_progress(num_bytes // 2)
-    )  # then they are saved
+    tensors = checkpoint.tensors
+    params = tensors.params if isinstance(tensors, TensorsOfParams) else None
+    if not isinstance(params, dict) or any(leaf.dtype != (dtype or leaf.dtype) for leaf in jax.tree.leaves(params)):
+        params = load_params(checkpoint, dtype, on_progress=lambda num_bytes: on_progress(num_bytes // 2))
     model = dataclasses.asdict(checkpoint.config)
     write_text_whole(target / CONFIG, yaml.safe_dump({"model": model}, sort_keys=False))
     if checkpoint.tokenizer is not None:

@@ -12,19 +12,22 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from jllama import functional as F
 from jllama.config import LlamaConfig
+from jllama.decode_params import DecodeParams, Quantization
 from jllama.errors import JllamaError
+from jllama.functional.linear import int8_rows
 from jllama.parameters import (
     Axis,
     NamedFormat,
@@ -36,7 +39,7 @@ from jllama.parameters import (
     shape_of,
     tensor_specs,
 )
-from jllama.sharding import check_divides, parameter_sharding
+from jllama.sharding import check_divides, matrix_sharding, parameter_sharding
 from jllama.tokenizers import Tokenizer
 
 BLOCK_BYTES = 16 << 20
@@ -60,7 +63,10 @@ def progress(what: str, total_bytes: int) -> Iterator[OnProgress]:
 
 @runtime_checkable
 class FileTensor(Protocol):
-    """A matrix ``[outputs, inputs]`` or a vector, read by rows. A NumPy array or memory map is one."""
+    """A matrix ``[outputs, inputs]`` or a vector, read by rows. A NumPy array or memory map is one.
+
+    Where rows are stored many together, ``rows_at_once`` says how many: fewer cost as much to read.
+    """
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,6 +93,7 @@ class Checkpoint:
         tokenizer: None if the files have none.
         chat_template: the Jinja template that turns messages into a prompt, if the files have one.
         stop_ids: tokens that end an answer; empty if the files do not say.
+        step: of a training run, the step that the parameters are from.
     """
 
     config: LlamaConfig
@@ -94,6 +101,7 @@ class Checkpoint:
     tokenizer: Tokenizer | None = None
     chat_template: str | None = None
     stop_ids: tuple[int, ...] = ()
+    step: int | None = None
 
 
 class PermutedRows:
@@ -102,6 +110,7 @@ class PermutedRows:
     def __init__(self, tensor: FileTensor, head_dim: int, to_half_split: bool) -> None:
         self.tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype
         self.head_dim, self.to_half_split = head_dim, to_half_split
+        self.rows_at_once = getattr(tensor, "rows_at_once", 1)
 
     def __getitem__(self, rows: slice, /) -> np.ndarray:
         """The rows asked for: whole heads are read, reordered and cut."""
@@ -129,8 +138,7 @@ def blocks(tensor: FileTensor, dtype: np.dtype[Any] | type, row_multiple: int = 
     Raises:
         JllamaError: a number is too large for the dtype (float16 ends at 65,504).
     """
-    row_bytes = 4 * math.prod(tensor.shape[1:])
-    step = row_multiple * max(1, BLOCK_BYTES // (row_bytes * row_multiple))
+    step = row_multiple * max(1, _rows_at_once(tensor) // row_multiple)
     for start in range(0, tensor.shape[0], step):
         yield np.ascontiguousarray(_cast(tensor[start : min(start + step, tensor.shape[0])], dtype))
 
@@ -195,7 +203,7 @@ def load_params(
     mesh: Mesh | None = None,
     on_progress: OnProgress = lambda _: None,
 ) -> Params:
-    """Read a checkpoint's parameters, layers stacked, straight onto their devices.
+    """Read a checkpoint's parameters into the training layout, layers stacked, straight onto their devices.
 
     Each device gets its slice, and a process reads no more than the slices of its own devices.
 
@@ -203,82 +211,156 @@ def load_params(
         checkpoint: open files.
         dtype: of the parameters; None keeps each one's own.
         mesh: splits the parameters over devices, as training does; None puts them on the first device.
-        on_progress: told of bytes read, in ``dtype``.
+        on_progress: told of the bytes read, counted in ``dtype``.
 
     Raises:
         UsageError: an axis of a parameter does not divide over the mesh.
     """
-    params: Params = {}
+    config = checkpoint.config
     if mesh is not None:
-        check_divides(mesh, checkpoint.config)
-    for path, row in parameter_table(checkpoint.config).items():
-        tensors = [checkpoint.tensors[stored.key] for stored in tensor_specs(checkpoint.config) if stored.path == path]
-        own = np.dtype(dtype or jnp.result_type(*(tensor.dtype for tensor in tensors)))
-        shape = shape_of(row, checkpoint.config)
-        sharding = SingleDeviceSharding(jax.devices()[0]) if mesh is None else parameter_sharding(mesh, row)
-        read = functools.partial(_read, row, shape, tensors, own, on_progress)
-        array = jax.make_array_from_callback(shape, sharding, read)
+        check_divides(mesh, config)
+    dtypes = _dtypes(checkpoint, dtype)
+
+    def read(path: str, row: Parameter, index: Any) -> np.ndarray:
+        """The part of a parameter at ``index``, from the tensors of its layers."""
+        bounds = dict(zip(row.axes, _slices(index, shape_of(row, config)), strict=True))
+        sizes = dict(zip(row.axes, shape_of(row, config), strict=True))
+        part = [_flattened(group, bounds, sizes) for group in (row.outputs, row.inputs) if group]
+        out = aligned_empty(tuple(each.stop - each.start for each in bounds.values()), dtypes[path])
+        specs = [spec for spec in tensor_specs(config) if spec.path == path][bounds.get("layers", slice(None))]
+        shares = out if row.axes[0] == "layers" else [out]
+        jobs = [
+            threads.submit(_read, checkpoint.tensors[spec.key], part, as_matrix(row, share), on_progress)
+            for spec, share in zip(specs, shares, strict=True)
+        ]
+        for job in jobs:
+            job.result()
+        return out
+
+    arrays = {}
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
+        for path, row in parameter_table(config).items():
+            sharding = parameter_sharding(mesh, row) if mesh else SingleDeviceSharding(jax.devices()[0])
+            part = functools.partial(read, path, row)
+            arrays[path] = jax.make_array_from_callback(shape_of(row, config), sharding, part)
+    return _nested(arrays)
+
+
+def load_decode_params(
+    checkpoint: Checkpoint,
+    dtype: np.dtype[Any] | type | None = None,
+    mesh: Mesh | None = None,
+    on_progress: OnProgress = lambda _: None,
+    quantize: Quantization | None = None,
+) -> DecodeParams:
+    """Read a checkpoint's parameters into the decoding layout: what ``decode_layout`` makes of ``load_params``.
+
+    Each tensor goes straight to its place. With ``quantize`` it is rounded as it is read, so that only a few blocks are
+    ever in memory as floats. On a mesh, a matrix is split by the first axis of its outputs, and of its inputs.
+    Arguments and errors are those of ``load_params``.
+    """
+    config = checkpoint.config
+    if mesh is not None:
+        check_divides(mesh, config)
+    dtypes = _dtypes(checkpoint, dtype)
+
+    def read(spec: TensorSpec) -> Any:
+        row, own = spec.parameter, dtypes[spec.path]
+        split = matrix_sharding(mesh, row) if mesh else None
+        sharding = split or SingleDeviceSharding(jax.devices()[0])
+        scale = np.empty(spec.shape[0], own) if quantize and row.inputs else None
+
+        def read_part(index: Any) -> np.ndarray:
+            part = _slices(index, spec.shape)
+            shape = tuple(each.stop - each.start for each in part)
+            out = aligned_empty(shape, own if scale is None else np.dtype(np.int8))
+            _read(checkpoint.tensors[spec.key], part, out, on_progress, scale)
+            return out
+
+        values = jax.make_array_from_callback(spec.shape, sharding, read_part)
+        if not row.inputs:
+            return values
+        scales = None
+        if scale is not None:  # filled by now, as far as this process has its rows
+            along_rows = NamedSharding(split.mesh, PartitionSpec(*split.spec[:1])) if split else sharding
+            scales = jax.make_array_from_callback(scale.shape, along_rows, scale.__getitem__)
+        return F.DecodeMatrix(values, scales, shape_of(row, config)[row.axes[0] == "layers" :])
+
+    largest_first = sorted(tensor_specs(config), key=lambda spec: -math.prod(spec.shape))
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
+        leaves = dict(zip([spec.key for spec in largest_first], threads.map(read, largest_first), strict=True))
+    return DecodeParams(_nested(leaves))
+
+
+def _dtypes(checkpoint: Checkpoint, dtype: np.dtype[Any] | type | None) -> dict[str, np.dtype[Any]]:
+    """The dtype of each parameter: the given one, or what holds those of all its layers."""
+    found: dict[str, Any] = {}
+    for spec in tensor_specs(checkpoint.config):
+        own = checkpoint.tensors[spec.key].dtype
+        found[spec.path] = dtype or jnp.promote_types(own, found.get(spec.path, own))
+    return {path: np.dtype(each) for path, each in found.items()}
+
+
+def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
         *parents, name = path.split("/")
-        place = params
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[name] = array
-    return params
+        functools.reduce(lambda node, parent: node.setdefault(parent, {}), parents, tree)[name] = leaf
+    return tree
+
+
+def _leaf(tree: Any, path: str) -> Any:
+    return functools.reduce(lambda node, name: node[name], path.split("/"), tree)
+
+
+def _slices(index: Any, shape: tuple[int, ...]) -> list[slice]:
+    """Slices with both ends given, of an array's part."""
+    return [slice(*each.indices(size)[:2]) for each, size in zip(index, shape, strict=True)]
+
+
+def _flattened(axes: tuple[Axis, ...], bounds: Mapping[Axis, slice], sizes: Mapping[Axis, int]) -> slice:
+    """Where a part lies along joined axes, of which only the first is ever cut."""
+    inner = math.prod(sizes[axis] for axis in axes[1:])
+    return slice(bounds[axes[0]].start * inner, bounds[axes[0]].stop * inner)
 
 
 def _read(
-    row: Parameter,
-    shape: tuple[int, ...],
-    tensors: list[FileTensor],
-    dtype: np.dtype[Any],
+    tensor: FileTensor,
+    part: Sequence[slice],
+    out: np.ndarray,
     on_progress: OnProgress,
-    index: Any,
-) -> np.ndarray:
-    """The part of a parameter at ``index``, from the tensors of its layers."""
-    ranges = [part.indices(size) for part, size in zip(index, shape, strict=True)]
-    sizes = dict(zip(row.axes, shape, strict=True))
-    bounds: dict[Axis, tuple[int, int]] = {
-        axis: (start, stop) for axis, (start, stop, _) in zip(row.axes, ranges, strict=True)
-    }
-    out = aligned_empty(tuple(stop - start for start, stop, _ in ranges), dtype)
-    in_layers = row.axes[0] == "layers"
-    first_layer, last_layer = bounds.get("layers", (0, 1))
-    rows, columns = (_flat_range(axes, bounds, sizes) for axes in (row.outputs, row.inputs))
+    scale: np.ndarray | None = None,
+) -> None:
+    """Copy a part (rows, and columns of a matrix) into ``out``; with ``scale``, as int8 with the scale of each row.
 
-    def read_layer(layer: int) -> None:
-        tensor, matrix = tensors[layer], as_matrix(row, out[layer - first_layer] if in_layers else out)
-        step = max(1, BLOCK_BYTES // (4 * math.prod(tensor.shape[1:])))
-        for start in range(rows.start, rows.stop, step):
-            stop = min(start + step, rows.stop)
-            block = _cast(tensor[start:stop], dtype)
-            _copy(block[:, columns] if row.inputs else block, matrix[start - rows.start : stop - rows.start])
-            on_progress((stop - start) * (columns.stop - columns.start) * dtype.itemsize)
-
-    # Copying is bound by memory, and NumPy lets go of Python's lock meanwhile; each thread holds a few blocks.
-    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
-        for done in [threads.submit(read_layer, layer) for layer in range(first_layer, last_layer)]:
-            done.result()
-    return out
+    Copying is bound by memory, and NumPy lets go of Python's lock meanwhile; each thread holds a few blocks.
+    """
+    rows, *columns = part
+    step = _rows_at_once(tensor)
+    for start in range(rows.start, rows.stop, step):
+        here = slice(start, min(start + step, rows.stop))
+        block = _cast(tensor[here], out.dtype if scale is None else scale.dtype)
+        num_bytes = block.nbytes // math.prod(block.shape[1:]) * (columns[0].stop - columns[0].start if columns else 1)
+        if scale is not None:  # of whole rows, whatever columns are asked for
+            block, scale[here] = int8_rows(block, np)
+        _copy(block[(slice(None), *columns)], out[start - rows.start : here.stop - rows.start])
+        on_progress(num_bytes)
 
 
-def _copy(block: np.ndarray, place: np.ndarray) -> None:
-    """Copy in square tiles: twice as fast as row by row where one of the two is transposed."""
-    if block.ndim == 1:
-        place[:] = block
+def _rows_at_once(tensor: FileTensor) -> int:
+    """How many rows make about ``BLOCK_BYTES``; or are stored together."""
+    return max(getattr(tensor, "rows_at_once", 1), BLOCK_BYTES // (4 * math.prod(tensor.shape[1:])), 1)
+
+
+def _copy(block: np.ndarray, out: np.ndarray) -> None:
+    """Copy, where one of the two is transposed in square tiles: twice as fast as row by row."""
+    if block.ndim == 1 or (block.strides[0] < block.strides[1]) == (out.strides[0] < out.strides[1]):
+        out[...] = block
         return
     for start in range(0, block.shape[0], _TILE):
         for left in range(0, block.shape[1], _TILE):
             tile = slice(start, start + _TILE), slice(left, left + _TILE)
-            place[tile] = block[tile]
-
-
-def _flat_range(axes: tuple[Axis, ...], bounds: Mapping[Axis, tuple[int, int]], sizes: Mapping[Axis, int]) -> slice:
-    """Where a part lies along flattened axes, of which only the first is ever cut."""
-    if not axes:
-        return slice(0, 1)
-    rest = math.prod(sizes[axis] for axis in axes[1:])
-    start, stop = bounds[axes[0]]
-    return slice(start * rest, stop * rest)
+            out[tile] = block[tile]
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
@@ -290,27 +372,29 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
 
 
 class TensorsOfParams(Mapping[str, FileTensor]):
-    """The tensors of parameters in memory, each made (as a view, on a CPU) when it is asked for.
+    """The tensors of parameters in memory, of either layout, each (on a CPU) a view.
 
     Args:
         config: the architecture.
-        params: gives the parameters, layers stacked; called when a tensor is first asked for.
+        params: the parameters; int8 is a ``JllamaError``, as no format holds it.
     """
 
-    def __init__(self, config: LlamaConfig, params: Callable[[], Params]) -> None:
-        self._stored = {stored.key: stored for stored in tensor_specs(config)}
-        self._params = functools.cache(params)
+    def __init__(self, config: LlamaConfig, params: Params | DecodeParams) -> None:
+        if isinstance(params, DecodeParams) and params.quantized:
+            raise JllamaError("the parameters are int8, which no format holds: load the model without quantize")
+        self.params = params
+        self._specs = {spec.key: spec for spec in tensor_specs(config)}
 
     def __getitem__(self, key: str) -> FileTensor:
-        stored = self._stored[key]
-        leaf: Any = self._params()
-        for name in stored.path.split("/"):
-            leaf = leaf[name]
-        array = np.asarray(leaf)
-        return as_matrix(stored.parameter, array[stored.layer] if stored.parameter.axes[0] == "layers" else array)
+        spec = self._specs[key]
+        if isinstance(self.params, DecodeParams):
+            leaf = _leaf(self.params.weights, spec.key)
+            return np.asarray(leaf.values if spec.parameter.inputs else leaf)
+        array = np.asarray(_leaf(self.params, spec.path))
+        return as_matrix(spec.parameter, array[spec.layer] if spec.parameter.axes[0] == "layers" else array)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
+        return iter(self._specs)
 
     def __len__(self) -> int:
-        return len(self._stored)
+        return len(self._specs)

@@ -71,8 +71,7 @@ def main(argv: Sequence[str], prog: str) -> int:
 
     if options.checkpoint:
         model = options.load_model(needs_tokenizer=False)
-        config, params, name = model.config, model.for_decoding(options.quantize).decode_params, options.checkpoint
-        del model
+        config, params, name = model.config, model.decode_params, options.checkpoint
     else:
         config, name = jllama.preset(options.preset), options.preset
         dtype = jnp.dtype(options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))

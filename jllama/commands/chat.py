@@ -98,7 +98,7 @@ def main(argv: Sequence[str], prog: str) -> int:
 def _begun(argv: list[str], options: ChatOptions, at_terminal: bool) -> _Session:
     from jllama.conversation.conversation import TEMPLATES, chat_ids, chat_template
 
-    model = options.load_model().for_decoding(options.quantize)
+    model = options.load_model()
     template = chat_template(model, options.template or None)
     session = _Session(argv, options, jllama.Conversation(model, template), at_terminal)
     options.say_loaded(model)

@@ -141,7 +141,7 @@ def first_token(checkpoint: str, times: list[float]) -> None:
     jax.devices()
     times.append(time.time())
     model = load(checkpoint)
-    jax.block_until_ready(model.decode_params)
+    jax.block_until_ready(model.params)
     times.append(time.time())
     next(stream(model, "The capital of France is", GREEDY, max_new_tokens=64))
     times.append(time.time())

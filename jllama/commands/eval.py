@@ -79,7 +79,7 @@ def main(argv: Sequence[str], prog: str) -> int:
 def _load(options: EvalOptions) -> jllama.LanguageModel:
     model = options.load_model()
     options.say_loaded(model)
-    return model.for_decoding(options.quantize) if options.quantize else model
+    return model
 
 
 def _evaluate_text(model: jllama.LanguageModel, options: EvalOptions) -> int:

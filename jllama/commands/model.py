@@ -32,8 +32,9 @@ class ModelOptions:
             raise UsageError(f"step is {self.step}; it must be a saved step, or 0 for the best")
 
     def load_model(self, needs_tokenizer: bool = True) -> "jllama.LanguageModel":
-        """The model, not quantized yet."""
-        model = jllama.load(self.checkpoint, self.dtype, rope_factor=self.rope_factor, step=self.step or None)
+        """The model, in the layout for decoding."""
+        options = {"rope_factor": self.rope_factor, "step": self.step or None, "quantize": self.quantize}
+        model = jllama.load(self.checkpoint, self.dtype, **options)
         if needs_tokenizer and model.tokenizer is None:
             raise JllamaError(f"{self.checkpoint} has no tokenizer: put the one it was trained with beside its weights")
         return model

@@ -111,7 +111,6 @@ def main(argv: Sequence[str], prog: str) -> int:
     request_of(model, prompt)  # before anything is written
     check_batch(model.config, options.batch_size if options.prompts_file else options.n, options.speculate)
     options.say_loaded(model)
-    model = model.for_decoding(options.quantize)
     if options.prompts_file:
         return _complete_file(model, prompt, options)
     if options.compare:

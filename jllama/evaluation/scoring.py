@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jllama.config import LlamaConfig
+from jllama.decode_params import DecodeParams
 from jllama.errors import JllamaError, UsageError
 from jllama.generation.decode import power_of_two_at_least
 from jllama.language_model import LanguageModel
@@ -204,7 +205,7 @@ def check_windows(window: int, stride: int, batch_size: int, max_seq_len: int) -
 
 @functools.partial(jax.jit, static_argnames="config")
 def _score(
-    params: Params, config: LlamaConfig, tokens: Int[Array, "batch window"]
+    params: Params | DecodeParams, config: LlamaConfig, tokens: Int[Array, "batch window"]
 ) -> tuple[Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
     """Of every token but the first: its log-probability, and whether it is the likeliest."""
     llama = build_model(config, params)

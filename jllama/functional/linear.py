@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int8
 
 _LARGEST = 127
@@ -97,10 +98,18 @@ def quantize_int8(matrix: Float[Array, "*axes"], inputs: Sequence[int]) -> Decod
     ``inputs`` are the axes that a product sums over. The error of each number is at most half its channel's scale.
     Source: Dettmers et al. 2022, section 2 (arXiv:2208.07339), vector-wise quantisation of the weights.
     """
-    rows = _outputs_first(matrix, inputs)
-    scale = jnp.max(jnp.abs(rows.astype(jnp.float32)), axis=1) / _LARGEST
-    values = jnp.round(rows / jnp.where(scale > 0, scale, 1.0)[:, None]).astype(jnp.int8)
-    return DecodeMatrix(values, scale.astype(matrix.dtype), matrix.shape)
+    values, scale = int8_rows(_outputs_first(matrix, inputs))
+    return DecodeMatrix(values, scale, matrix.shape)
+
+
+def int8_rows(rows: Any, numpy: Any = jnp) -> tuple[Any, Any]:
+    """``(values, scale)`` of each row, as ``quantize_int8`` rounds them; the same bits from either NumPy.
+
+    XLA multiplies by reciprocals where NumPy would divide, so they are written out.
+    """
+    scale = numpy.max(numpy.abs(rows.astype(numpy.float32)), axis=1) * np.float32(1 / _LARGEST)
+    reciprocal = np.float32(1) / numpy.where(scale > 0, scale, np.float32(1))
+    return numpy.round(rows * reciprocal[:, None]).astype(numpy.int8), scale.astype(rows.dtype)
 
 
 def _outputs_first(matrix: Array, inputs: Sequence[int]) -> Array:

@@ -199,7 +199,8 @@ def _loop(run: _Run, state: TrainState, training: Training, seconds_before: floa
         show(note="evaluating")
         best, params = checkpoints.best_step(), state.params
         if not (stop or best is None or best == step):
-            params = checkpoints.restore_params(best, config.model, mesh=run.mesh)
+            saved = Checkpoint(config.model, checkpoints.tensors(best, config.model))
+            params = load_params(saved, mesh=run.mesh)
         final = evaluate(params, 0)
         if final is None:
             go_on = command("train", "--resume", run.folder)

@@ -29,7 +29,7 @@ class Implementation(NamedTuple):
         extend: ``(config, unstacked params, tokens, cache, counts) -> (logits, cache)``.
     """
 
-    load: Callable[[Path, float | None], tuple[LlamaConfig, Params | DecodeParams]]
+    load: Callable[[Path, float | None], tuple[LlamaConfig, Params]]
     forward: Callable[..., Array]
     extend: Callable[..., tuple[Array, KVCache]]
 
@@ -50,9 +50,10 @@ def implementation_of(model: types.ModuleType) -> Implementation:
         hidden, longer = llama.forward_with_cache(tokens, model.KVCache(*cache), counts)
         return llama.logits(hidden), KVCache(*longer)
 
-    def load_params(path: Path, rope_factor: float | None) -> tuple[LlamaConfig, Params | DecodeParams]:
-        loaded = load(path, rope_factor=rope_factor)
-        return loaded.config, loaded.params
+    def load_params(path: Path, rope_factor: float | None) -> tuple[LlamaConfig, Params]:
+        loaded = load(path, layout="training", rope_factor=rope_factor)
+        params: Any = loaded.params
+        return loaded.config, params
 
     return Implementation(load_params, forward, extend)
 

@@ -84,7 +84,7 @@ configs = st.builds(
 
 def written(path, config, params, dtype=None, **others):
     done = []
-    gguf.write(Checkpoint(config, TensorsOfParams(config, lambda: params), **others), path, dtype, done.append)
+    gguf.write(Checkpoint(config, TensorsOfParams(config, params), **others), path, dtype, done.append)
     return sum(done)
 
 

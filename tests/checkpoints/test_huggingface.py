@@ -81,7 +81,7 @@ TIED = dataclasses.replace(TINY, tie_embeddings=True)
 
 def opened(config, params=None, **others):
     params = random_params(config, 1) if params is None else params
-    return Checkpoint(config, TensorsOfParams(config, lambda: params), **others)
+    return Checkpoint(config, TensorsOfParams(config, params), **others)
 
 
 def written(folder, checkpoint, dtype=None):

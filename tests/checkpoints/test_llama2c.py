@@ -41,7 +41,7 @@ configs = st.builds(
 
 
 def opened(config, params, **others):
-    return Checkpoint(config, TensorsOfParams(config, lambda: params), **others)
+    return Checkpoint(config, TensorsOfParams(config, params), **others)
 
 
 def written(folder, config, seed=0, tensor_dtype=np.float32, dtype=None, **others):

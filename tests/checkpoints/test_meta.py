@@ -160,7 +160,7 @@ def test_a_written_model_is_read_by_metas_rotation(tmp_path):
     """Meta's own rotary product, complex numbers over neighbouring channels, on the matrices that are written."""
     config = LlamaConfig(vocab_size=8, num_layers=1, embed_dim=512, num_heads=8, num_kv_heads=2, mlp_dim=8)
     params = random_params(config, 1)
-    write(Checkpoint(config, TensorsOfParams(config, lambda: params)), tmp_path, None, lambda _: None)
+    write(Checkpoint(config, TensorsOfParams(config, params)), tmp_path, None, lambda _: None)
     state = torch.load(tmp_path / "consolidated.00.pth", weights_only=True)
     x = np.random.default_rng(0).standard_normal((200, 512))
     scores = {}
@@ -552,7 +552,7 @@ def test_texts_beside_the_weights_go_there_and_back(tmp_path):
     config = dataclasses.replace(CONFIG, max_seq_len=4096)
     params = random_params(config, 0)
     tokenizer = train_sentencepiece(["tale upon tale of a tail"] * 9, 280)
-    checkpoint = Checkpoint(config, TensorsOfParams(config, lambda: params), tokenizer, "{{ messages }}\n", (7, 9))
+    checkpoint = Checkpoint(config, TensorsOfParams(config, params), tokenizer, "{{ messages }}\n", (7, 9))
     write(checkpoint, tmp_path, np.dtype(jnp.bfloat16), lambda _: None)
     found = read(tmp_path)
     assert (found.chat_template, found.stop_ids) == ("{{ messages }}\n", (7, 9))

@@ -23,9 +23,11 @@ from hypothesis import strategies as st
 
 import jllama
 from jllama import oracle
-from jllama.checkpoints import huggingface
+from jllama.checkpoints import huggingface, registry
 from jllama.checkpoints.registry import convert, load, load_tokenizer, open_checkpoint, save
+from jllama.checkpoints.tensors import TensorsOfParams
 from jllama.config import LlamaConfig, RopeScaling
+from jllama.decode_params import decode_layout
 from jllama.errors import JllamaError, UsageError
 from jllama.language_model import LanguageModel
 from jllama.parameters import tensor_specs
@@ -38,12 +40,18 @@ CONFIG = LlamaConfig(
     vocab_size=300, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, max_seq_len=64
 )
 PARAMS = random_params(CONFIG, 0)
+ON_DEVICE = jax.tree.map(jnp.asarray, PARAMS)
 TOKENIZER = train_sentencepiece(["the quick brown fox jumps over the lazy dog\n" * 9], 300)
 MODEL = LanguageModel(CONFIG, PARAMS, TOKENIZER)
 FORMATS = ["orbax", "hf", "gguf", "llama2c", "meta"]
 SCALED = dataclasses.replace(
     CONFIG, rope_theta=500_000.0, max_seq_len=131_072, rope_scaling=RopeScaling("llama3", 32.0)
 )
+
+
+def stacked(path, dtype=None, **options):
+    """The parameters of a checkpoint in the training layout."""
+    return load(path, dtype, layout="training", **options).params
 
 
 def tensors_of(path):
@@ -117,7 +125,8 @@ def written(tmp_path_factory):
 def test_what_is_saved_is_loaded(written, to):
     model = load(written / to)
     assert model.config == CONFIG
-    assert_same_bits(model.params, PARAMS)
+    assert_same_bits(stacked(written / to), PARAMS)
+    assert_same_bits(model.params, decode_layout(ON_DEVICE, CONFIG))
     assert model.tokenizer.decode(model.tokenizer.encode("héllo 1 <s>")) == "héllo 1 <s>"
     assert (model.tokenizer.bos_id, model.stop_ids) == (1, (2,))
     assert model.step == (0 if to == "orbax" else None)
@@ -129,14 +138,34 @@ def test_what_is_saved_is_loaded(written, to):
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_the_dtype_asked_for(written, tmp_path, to):
-    low = load(written / to, dtype="bfloat16")
-    assert_same_bits(low.params, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS))
+    low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), ON_DEVICE)
+    model = load(written / to, dtype="bfloat16")
+    assert_same_bits(stacked(written / to, "bfloat16"), low)
+    assert_same_bits(model.params, decode_layout(low, CONFIG))
     if to != "llama2c":
-        save(low, tmp_path / to, to)
-        assert_same_bits(load(tmp_path / to, dtype=jnp.bfloat16).params, low.params)
+        save(model, tmp_path / to, to)
+        assert_same_bits(stacked(tmp_path / to, jnp.bfloat16), low)
         convert(written / to, tmp_path / f"{to}2", to, "float16")
         narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), PARAMS)
-        assert_same_bits(load(tmp_path / f"{to}2", dtype="float16").params, narrow)
+        assert_same_bits(stacked(tmp_path / f"{to}2", "float16"), narrow)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("layout", ["decode", "training"])
+def test_what_is_loaded_is_saved_again(written, tmp_path, to, layout):
+    """From either layout, in every format, the same bits; the parameters themselves are written, not copies."""
+    model = load(written / "hf", layout=layout)
+    save(model, tmp_path / to, to)
+    assert_same_bits(stacked(tmp_path / to), PARAMS)
+    tensors = TensorsOfParams(CONFIG, model.params)
+    addresses = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(model.params)}
+    assert tensors["embed"].__array_interface__["data"][0] in addresses
+
+
+def test_eight_bits_are_not_written(written, tmp_path):
+    with pytest.raises(JllamaError, match="the parameters are int8, which no format holds: load the model without"):
+        save(load(written / "hf", quantize="int8"), tmp_path / "out", "gguf")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int8", "q8_0", 3])
@@ -147,28 +176,31 @@ def test_a_dtype_that_is_none_or_that_jax_would_narrow(written, dtype):
 
 def test_float64_in_the_64_bit_mode(written):
     with jax.enable_x64(True):
-        assert load(written / "hf", dtype="float64").params["embed"].dtype == np.float64
+        assert stacked(written / "hf", "float64")["embed"].dtype == np.float64
 
 
 def test_on_a_cpu_parameters_are_float32_unless_asked(written, tmp_path):
     convert(written / "hf", tmp_path / "low", "hf", "bfloat16")
-    assert load(tmp_path / "low").params["embed"].dtype == jnp.float32
-    assert load(tmp_path / "low", "bfloat16").params["embed"].dtype == jnp.bfloat16
+    assert load(tmp_path / "low").params.dtype == jnp.float32
+    assert load(tmp_path / "low", "bfloat16").params.dtype == jnp.bfloat16
     assert tensors_of(tmp_path / "low")["embed"].dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_mesh_of_one(written, to):
     mesh = make_mesh(MeshConfig())
-    params = load(written / to, mesh=mesh).params
+    params = stacked(written / to, mesh=mesh)
     assert_same_bits(params, PARAMS)
     assert params["embed"].sharding.mesh == mesh
+    params = load(written / to, mesh=mesh, quantize="int8").params
+    assert_same_bits(params, decode_layout(ON_DEVICE, CONFIG, "int8"))
+    assert params.sharding.mesh == mesh
 
 
 def test_q8_0_is_close_and_only_gguf_has_it(written, tmp_path):
     convert(written / "hf", tmp_path / "q", "gguf", "q8_0")
     assert (tmp_path / "q").stat().st_size < 0.5 * (written / "gguf").stat().st_size
-    found = load(tmp_path / "q").params
+    found = stacked(tmp_path / "q")
     for path in ("wq", "w_down"):
         assert relative_error(found["layers"][path], PARAMS["layers"][path]) < 1 / 127
     with pytest.raises(UsageError, match="q8_0 is GGUF's alone"):
@@ -317,9 +349,15 @@ def test_deep_json_of_a_run_never_reaches_orbax(tmp_path, written):
         load(tmp_path / "run")
 
 
-def test_quantized_as_it_is_loaded(written):
-    found, expected = load(written / "gguf", quantize="int8"), load(written / "gguf").for_decoding("int8")
-    assert_same_bits(found.params, expected.params)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("to", FORMATS)
+def test_quantized_as_it_is_loaded(written, to, dtype):
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), ON_DEVICE)
+    assert_same_bits(load(written / to, dtype, quantize="int8").params, decode_layout(params, CONFIG, "int8"))
+
+
+def test_what_is_quantized_says_so(written):
+    found = load(written / "gguf", quantize="int8")
     assert repr(found) == "LanguageModel(llama, 2 layers, 34,720 parameters, int8, tokenizer of 300 tokens, from gguf)"
 
 
@@ -327,6 +365,13 @@ def test_an_unknown_quantization():
     unchecked = inspect.unwrap(LanguageModel.for_decoding)  # the type checker of the tests would be the first to say so
     with pytest.raises(UsageError, match="quantize is 'int4'; it must be one of int8, or None"):
         unchecked(MODEL, "int4")
+    with pytest.raises(UsageError, match="quantize is 'int8', which is for decoding: leave it out, or take layout"):
+        load("unread", layout="training", quantize="int8")
+
+
+def test_unknown_layout():
+    with pytest.raises(UsageError, match="layout is 'stacked'; it must be one of decode, training"):
+        inspect.unwrap(load)("unread", layout="stacked")
 
 
 def test_a_models_repr_is_one_line(written):
@@ -374,9 +419,9 @@ def test_the_destination_must_be_free(tmp_path, written):
             convert(written / "hf", target, to)
         assert target.read_text() == "mine"
         convert(written / "hf", target, to, overwrite=True)
-        assert_same_bits(load(target).params, PARAMS)
+        assert_same_bits(stacked(target), PARAMS)
         save(MODEL, target, to, overwrite=True)
-        assert_same_bits(load(target).params, PARAMS)
+        assert_same_bits(stacked(target), PARAMS)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(FORMATS)
 
 
@@ -385,8 +430,8 @@ def test_what_fails_on_the_way_leaves_nothing(tmp_path, written, monkeypatch, to
     module = registry._module(to)
     whole = module.write
 
-    def broken(checkpoint, target, dtype, report):
-        whole(checkpoint, target, dtype, report)
+    def broken(checkpoint, target, dtype, on_progress):
+        whole(checkpoint, target, dtype, on_progress)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "write", broken)
@@ -414,7 +459,7 @@ def test_what_stood_there_is_put_back(tmp_path, written, monkeypatch, to):
         convert(written / "hf", target, to, overwrite=True)
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    assert_same_bits(load(target).params, PARAMS)
+    assert_same_bits(stacked(target), PARAMS)
     target.rename(tmp_path / ".model.old")
     with pytest.raises(JllamaError, match="exists"):
         convert(written / "hf", target, to)
@@ -458,7 +503,7 @@ def test_a_hub_id(written, monkeypatch):
 
     monkeypatch.setattr(huggingface, "download", download)
     found = load("some-org/Some-Model.1")
-    assert_same_bits(found.params, PARAMS)
+    assert_same_bits(found.params, decode_layout(ON_DEVICE, CONFIG))
     assert repr(found).endswith(", from Some-Model.1)")
     assert asked == ["some-org/Some-Model.1"]
     with pytest.raises(JllamaError, match="there is no checkpoint at tests/missing"):

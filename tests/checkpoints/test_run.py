@@ -13,6 +13,7 @@ import pytest
 from helpers import assert_same_bits
 
 from jllama.checkpoints.run import RunCheckpoints, read_model_config
+from jllama.checkpoints.tensors import Checkpoint, load_params
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.training.optimizer import OptimizerConfig, make_optimizer
@@ -65,7 +66,7 @@ def test_every_bit_comes_back(finished):
     assert_whole(checkpoints, 10)
     assert_whole(checkpoints, 20)
     params = contents(20)[0]
-    assert_same_bits(checkpoints.restore_params(20, CONFIG), params)
+    assert_same_bits(load_params(Checkpoint(CONFIG, checkpoints.tensors(20, CONFIG))), params)
 
 
 def test_the_arrays_may_be_donated_as_soon_as_save_returns(tmp_path):
@@ -125,13 +126,13 @@ def test_every_difference_is_listed(finished):
     assert message.count("in this model") == 4
     assert "\n" not in message
     with pytest.raises(JllamaError, match=r"final_norm is \[8\] in the checkpoint but \[16\] in this model"):
-        checkpoints.restore_params(20, dataclasses.replace(CONFIG, embed_dim=16))
+        checkpoints.tensors(20, dataclasses.replace(CONFIG, embed_dim=16))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_parameters_come_in_the_dtype_asked_for(finished, dtype):
-    params = RunCheckpoints(finished, read_only=True).restore_params(20, CONFIG, dtype)
-    assert_same_bits(params, jax.tree.map(lambda leaf: leaf.astype(dtype), contents(20)[0]))
+    saved = Checkpoint(CONFIG, RunCheckpoints(finished, read_only=True).tensors(20, CONFIG))
+    assert_same_bits(load_params(saved, dtype), jax.tree.map(lambda leaf: leaf.astype(dtype), contents(20)[0]))
 
 
 def test_a_difference_in_the_optimizer_is_listed(finished):
@@ -195,7 +196,7 @@ def test_metadata_of_another_type(finished, tmp_path, key, value):
     path = folder / "20" / "_CHECKPOINT_METADATA"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     with pytest.raises(JllamaError, match=r"cannot be read \("):
-        RunCheckpoints(folder, read_only=True).restore_params(20, CONFIG)
+        RunCheckpoints(folder, read_only=True).tensors(20, CONFIG)
 
 
 def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):

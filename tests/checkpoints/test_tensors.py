@@ -47,7 +47,7 @@ configs = st.builds(
 
 
 def opened(config, params):
-    return Checkpoint(config, TensorsOfParams(config, lambda: params))
+    return Checkpoint(config, TensorsOfParams(config, params))
 
 
 @given(configs, st.integers(0, 3))
@@ -120,7 +120,7 @@ def test_small_blocks_give_the_same_parameters(monkeypatch):
     params = random_params(CONFIG, 3)
     monkeypatch.setattr(tensors, "BLOCK_BYTES", 40)
     done = []
-    assert_same_bits(load_params(opened(CONFIG, params), report=done.append), params)
+    assert_same_bits(load_params(opened(CONFIG, params), on_progress=done.append), params)
     assert sum(done) == 4 * count_parameters(CONFIG)
 
 
@@ -142,9 +142,10 @@ def test_every_difference_is_listed(tmp_path):
 
 
 SHARDED = """
-import jax, numpy as np
-from jllama.checkpoints.tensors import Checkpoint, TensorsOfParams, load_params
+import jax, jax.numpy as jnp, numpy as np
+from jllama.checkpoints.tensors import Checkpoint, TensorsOfParams, load_decode_params, load_params
 from jllama.config import LlamaConfig
+from jllama.decode_params import decode_layout
 from jllama.errors import UsageError
 from jllama.sharding import MeshConfig, make_mesh, state_sharding
 from jllama.verify.checks import random_params
@@ -161,7 +162,7 @@ class Watched:
         largest = max(largest, rows.stop - rows.start)
         return self.tensor[rows]
 
-plain = TensorsOfParams(config, lambda: params)
+plain = TensorsOfParams(config, params)
 checkpoint = Checkpoint(config, {key: Watched(tensor) for key, tensor in plain.items()})
 mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
 loaded = load_params(checkpoint, mesh=mesh)
@@ -171,6 +172,16 @@ for array, expected, sharding in zip(*map(jax.tree.leaves, trees), strict=True):
     for shard in array.addressable_shards:
         np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
 assert largest == 12, largest  # half of wq's 24 rows: no device's slice is ever longer
+for quantize in (None, "int8"):
+    loaded = load_decode_params(checkpoint, mesh=mesh, quantize=quantize)
+    trees = loaded, decode_layout(jax.tree.map(jnp.asarray, params), config, quantize)
+    for array, expected in zip(*map(jax.tree.leaves, trees), strict=True):
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
+    specs = {name: leaf.values.sharding.spec for name, leaf in loaded.weights["layers"]["2"].items() if "w" in name}
+    assert specs["wq"] == specs["w_up"] == jax.P("tensor", "fsdp")
+    assert specs["wo"] == specs["w_down"] == jax.P("fsdp", "tensor")
+assert largest == 12, largest
 try:
     load_params(Checkpoint(config, {}), mesh=make_mesh(MeshConfig(tensor=8)))
 except UsageError as error:

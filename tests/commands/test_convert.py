@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jllama.checkpoints.registry import load, save
+from jllama.checkpoints import registry
+from jllama.checkpoints.registry import convert, load, save
 from jllama.commands import cli
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError
@@ -109,7 +110,7 @@ def test_training_begins_from_the_very_weights(workshop, models, tmp_path):
     """With a learning rate of nothing at all, they are still there at the end."""
     argv = training(workshop, models / "meta", tmp_path / "run", "--optimizer.learning_rate=1e-30")
     assert cli.run("train", argv) == 0
-    found, wanted = load(tmp_path / "run"), load(models / "meta")
+    found, wanted = (load(path, layout="training") for path in (tmp_path / "run", models / "meta"))
     assert found.config == wanted.config
     np.testing.assert_array_equal(found.params["layers"]["wq"], wanted.params["layers"]["wq"])
 
@@ -311,9 +312,9 @@ def test_all_that_a_run_holds_is_known_to_be_its_own(small_run, models, tmp_path
     shutil.copytree(small_run.folder, tmp_path / "run")
     (tmp_path / "run" / "notes.md").write_text("mine")
     with pytest.raises(JllamaError, match=r"run holds notes\.md, more or less than a checkpoint"):
-        formats.convert(models / "hf", tmp_path / "run", "orbax", overwrite=True)
+        convert(models / "hf", tmp_path / "run", "orbax", overwrite=True)
     (tmp_path / "run" / "notes.md").unlink()
-    formats.convert(models / "hf", tmp_path / "run", "orbax", overwrite=True)
+    convert(models / "hf", tmp_path / "run", "orbax", overwrite=True)
     assert load(tmp_path / "run").config == CONFIG
 
 
@@ -328,7 +329,7 @@ def test_the_format_is_read_off_the_target(place, capsys):
             f"llama, 2 layers, 34,720 parameters, {dtype}, tokenizer of 300 tokens -> {target}, 0.1"
         )
         assert check == f"check it: jllama verify {target}"
-        assert formats._format_of(target) == format
+        assert registry._format_of(target) == format
     assert cli.run("convert", [str(place / "in" / "hf"), str(place / "out" / "x")]) == 2
     assert capsys.readouterr().err == "error: --to is missing: give one of orbax, hf, gguf, llama2c, meta\n"
     assert cli.run("convert", [str(place / "in" / "gguf"), str(place / "out" / "none"), "--to", "hf"]) == 0
@@ -377,4 +378,5 @@ def test_interrupted_it_leaves_nothing_that_looks_finished(workshop, models, tmp
     again = workshop.finish(workshop.start("-m", "jllama", *arguments))
     assert again.code == 0, again.err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"]
-    np.testing.assert_array_equal(load(target).params["layers"]["wo"], load(models / "gguf").params["layers"]["wo"])
+    found, expected = (load(path, layout="training").params for path in (target, models / "gguf"))
+    np.testing.assert_array_equal(found["layers"]["wo"], expected["layers"]["wo"])

@@ -194,7 +194,7 @@ def test_a_full_disk_ends_with_a_sentence_and_the_last_good_checkpoint(workshop,
     assert "could not save a checkpoint" in message
     last = read_run.steps(run)[-1]
     assert message.endswith(f"the last good checkpoint is step {last}")
-    params = load(run, step=last).params
+    params = load(run, step=last, layout="training").params
     assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in params["layers"].values())
 
 
@@ -217,7 +217,7 @@ def test_a_loss_that_is_no_number_stops_the_run(workshop, copied, read_run):
     last = read_run.steps(copied)[-1]
     assert f"the last good checkpoint is of step {last}: try a lower optimizer.learning_rate" in message
     assert last <= STEPS + 1  # the first ruinous step may still be followed by a finite, enormous validation loss
-    model = load(copied)
+    model = load(copied, layout="training")
     assert model.step == best
     assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in model.params["layers"].values())
 

@@ -172,7 +172,7 @@ def test_a_text_that_is_none(checkpoint, content, tmp_path, capsys):
 
 
 def test_a_checkpoint_with_nan_is_reported_and_not_a_traceback(checkpoint, tmp_path, capsys):
-    model = jllama.load(checkpoint)
+    model = jllama.load(checkpoint, layout="training")
     params = jax.tree.map(np.array, model.params)
     params["layers"]["wq"][1, 0, 0, 0] = np.nan
     jllama.save(LanguageModel(model.config, params, model.tokenizer), tmp_path / "nan", "hf")

@@ -102,7 +102,7 @@ def damaged(folder, tmp_path):
 
 def random_checkpoint(config, seed=0, **options):
     params = random_params(config, seed, **options)
-    return Checkpoint(config, TensorsOfParams(config, lambda: params)), params
+    return Checkpoint(config, TensorsOfParams(config, params)), params
 
 
 def test_a_whole_checkpoint_passes(whole, folder):

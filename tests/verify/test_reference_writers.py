@@ -92,7 +92,7 @@ def test_jllama_reads_the_same_config_and_the_same_bits(tmp_path, monkeypatch, n
         params = written(tmp_path / "model", name, writer)
     config = CONFIGS[name]
     factor = config.rope_scaling.factor if config.rope_scaling and FORMAT_WRITERS[writer].rope_factor else None
-    model = jllama.load(tmp_path / "model", rope_factor=factor)
+    model = jllama.load(tmp_path / "model", layout="training", rope_factor=factor)
     if writer.startswith("meta"):  # whose files do not say how long
         model = dataclasses.replace(model, config=dataclasses.replace(model.config, max_seq_len=config.max_seq_len))
     assert model.config == config
