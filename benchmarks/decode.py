@@ -21,8 +21,9 @@ import torch
 import transformers
 
 import jllama
+from jllama.commands import bench
+from jllama.commands.model import ModelOptions
 from jllama.evaluation.scoring import score_texts
-from jllama.generation import benchmark
 
 NEW_TOKENS, RAGGED_NEW_TOKENS, PROMPT_TOKENS, CONTEXT = 128, 64, 512, 32
 THREADS = 2
@@ -55,16 +56,15 @@ def main() -> None:
     folder = Path(os.environ.get("JLLAMA_REAL_WEIGHTS") or "~/.cache/jllama/real_weights").expanduser()
     checkpoint = folder / "SmolLM2-135M-Instruct.Q4_1.gguf"
     model = jllama.load(checkpoint)
-    config, params = model.config, model.decode_params
-    small = jllama.load(checkpoint, quantize="int8").params
+    config, small = model.config, jllama.load(checkpoint, quantize="int8")
     with tempfile.TemporaryDirectory() as exported:
         jllama.save(model, Path(exported) / "hf", format="hf")
         theirs = transformers.AutoModelForCausalLM.from_pretrained(f"{exported}/hf", dtype=torch.float32).eval()
-    one, many = (benchmark.prompts_of(lengths, config.vocab_size) for lengths in ([CONTEXT], benchmark.RAGGED_TOKENS))
-    long = benchmark.prompts_of([PROMPT_TOKENS], config.vocab_size)
+    one, many = (bench.random_prompts(lengths, config.vocab_size) for lengths in ([CONTEXT], bench.RAGGED_TOKENS))
+    long = bench.random_prompts([PROMPT_TOKENS], config.vocab_size)
     makers = {
-        "jllama": lambda prompts, new: benchmark.generate_s(params, config, prompts, new),
-        "jllama int8": lambda prompts, new: benchmark.generate_s(small, config, prompts, new),
+        "jllama": lambda prompts, new: bench.generate_s(model, prompts, new),
+        "jllama int8": lambda prompts, new: bench.generate_s(small, prompts, new),
         "transformers": lambda prompts, new: their_generate_s(theirs, prompts, new),
     }
     kinds = {
@@ -75,7 +75,7 @@ def main() -> None:
     figures: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in makers} for kind in kinds}
     bandwidths = []
     for repeat in range(options.repeats + 1):  # the first is not counted: it compiles
-        bandwidths.append(benchmark.memory_bandwidth())
+        bandwidths.append(bench.memory_bandwidth())
         for kind, measure in kinds.items():
             for name, make in makers.items():
                 speed = measure(make)
@@ -85,10 +85,10 @@ def main() -> None:
     bandwidth = statistics.median(bandwidths)
     medians = {kind: {name: statistics.median(all) for name, all in each.items()} for kind, each in figures.items()}
     context = CONTEXT + NEW_TOKENS // 2
-    ragged_context = sum(benchmark.RAGGED_TOKENS) // len(many) + RAGGED_NEW_TOKENS // 2
+    ragged_context = sum(bench.RAGGED_TOKENS) // len(many) + RAGGED_NEW_TOKENS // 2
     limits = {
-        "decode": bandwidth / benchmark.bytes_per_step(params, config, 1, context),
-        "ragged": len(many) * bandwidth / benchmark.bytes_per_step(params, config, len(many), ragged_context),
+        "decode": bandwidth / bench.bytes_per_step(model, 1, context),
+        "ragged": len(many) * bandwidth / bench.bytes_per_step(model, len(many), ragged_context),
     }
     result = {
         "device": f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].device_kind}",
@@ -101,15 +101,13 @@ def main() -> None:
         },
         "bandwidth_gb_per_s": bandwidth / 1e9,
         "share_of_memory_limit": {kind: medians[kind]["jllama"] / limit for kind, limit in limits.items()},
-        "first_token_s": [benchmark.first_token_times_s(str(checkpoint)) for _ in range(2)],
+        "first_token_s": [bench.first_token_s(ModelOptions(checkpoint=str(checkpoint))) for _ in range(2)],
     }
     if options.text:
         text = Path(options.text).read_text(encoding="utf-8")
         result["perplexity"] = {
-            name: score_texts(
-                jllama.LanguageModel(config, each, model.tokenizer), [text], window=1024, stride=512
-            ).perplexity
-            for name, each in (("float32", model.params), ("int8", small))
+            name: score_texts(each, [text], window=1024, stride=512).perplexity
+            for name, each in (("float32", model), ("int8", small))
         }
     path = Path(__file__).parent / "results" / "decode.json"
     path.write_text(json.dumps(result, indent=2) + "\n")

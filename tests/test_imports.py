@@ -39,7 +39,6 @@ REGISTRIES = {
 _IMPORTERS = ("import_module", "__import__", "run_module")
 KNOWN = {
     "circle: jllama.tokenizers.huggingface and jllama.tokenizers.pieces",
-    "jllama.commands.decode_benchmark names jllama.commands in a string",
     "jllama.evaluation.harness imports jllama.checkpoints.registry",
     "jllama.evaluation.harness imports jllama.conversation.conversation",
 }

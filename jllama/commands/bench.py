@@ -1,11 +1,15 @@
-"""``python -m jllama bench``."""
+"""``python -m jllama bench``: how fast a model prefills and decodes here, beside what the memory allows."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 import sys
+import time
 from collections.abc import Sequence
+from subprocess import PIPE, Popen
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -13,7 +17,13 @@ from rich.table import Table
 import jllama
 from jllama.commands.cli import parse
 from jllama.commands.model import ModelOptions, check_least
-from jllama.errors import UsageError
+from jllama.errors import JllamaError, UsageError
+
+RAGGED_TOKENS = (10, 20, 37, 50, 64, 70, 100, 120)
+"""Lengths of the eight prompts that are continued together."""
+CONTEXT_TOKENS = 32
+"""Length of the prompts whose prefill is left out."""
+_BANDWIDTH_SHAPE = (1 << 15, 1 << 12)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,13 +37,13 @@ class BenchOptions(ModelOptions):
     Args:
         what: what to measure; there is ``decode``: prefill, decoding one text, decoding a batch, and eight prompts of
             different lengths.
-        checkpoint: a model in any format; without it random weights of --preset.
+        checkpoint: a model in any format; without it random weights of a preset.
         preset: a released Llama's name, as in jllama.PRESETS, whose shapes to take with random weights.
         prompt_tokens: how long the prompt is that prefill reads.
-        new_tokens: how many tokens to make.
+        new_tokens: how many tokens to generate.
         batch_size: how many texts the batch has.
         repeats: how often to take each figure; the median counts.
-        first_token: measure also the time from the start of a process to its first token, with --checkpoint; twice, as
+        first_token: measure also the time from the start of a process to its first token, with a checkpoint; twice, as
             the second finds everything compiled.
         json: print the figures as JSON.
     """
@@ -53,7 +63,7 @@ class BenchOptions(ModelOptions):
         if self.what != "decode":
             raise UsageError(f"there is no benchmark {self.what!r}; there is decode")
         if bool(self.checkpoint) == bool(self.preset):
-            raise UsageError("give a checkpoint, or the --preset whose shapes to take")
+            raise UsageError("give a checkpoint, or the preset whose shapes to take")
         if self.first_token and not self.checkpoint:
             raise UsageError("first_token needs a checkpoint to load")
         check_least(self, 1, "prompt_tokens", "batch_size", "repeats")
@@ -64,50 +74,134 @@ def main(argv: Sequence[str], prog: str) -> int:
     """Measure and print."""
     options = parse(BenchOptions, argv, prog, positional=("what", "checkpoint"))
     import jax  # not at the top: a mistake in the command line need not wait for it
-    import jax.numpy as jnp
 
-    from jllama.commands import decode_benchmark as benchmark
-    from jllama.decode_params import decode_layout
-
-    if options.checkpoint:
-        model = options.load_model(needs_tokenizer=False)
-        config, params, name = model.config, model.decode_params, options.checkpoint
-    else:
-        config, name = jllama.preset(options.preset), options.preset
-        dtype = jnp.dtype(options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
-        make = jax.jit(lambda key: jax.tree.map(lambda leaf: leaf.astype(dtype), jllama.initial_params(key, config)))
-        params = decode_layout(make(jax.random.key(0)), config, options.quantize)
-    longest = max(options.prompt_tokens + 1, max(benchmark.RAGGED_TOKENS) + options.new_tokens)
-    if longest > config.max_seq_len:
-        raise UsageError(f"the benchmark needs {longest} tokens of context, and the model has {config.max_seq_len}")
-    bandwidth = benchmark.memory_bandwidth(params.dtype)
-    batch, new = options.batch_size, options.new_tokens
-    speeds: dict[str, benchmark.Speed] = {}
-
-    def measure(title: str, lengths: Sequence[int], new: int, **how: bool) -> None:
+    model = options.load_model(needs_tokenizer=False) if options.checkpoint else random_model(options)
+    prompt, new, context = options.prompt_tokens, options.new_tokens, model.config.max_seq_len
+    if (longest := max(prompt + 1, max(RAGGED_TOKENS) + new)) > context:
+        raise UsageError(f"the benchmark needs {longest} tokens of context, and the model has {context}")
+    bandwidth, speeds = memory_bandwidth(model.decode_params.dtype), {}
+    for title, lengths, new_tokens, prefill in (
+        (f"prefill, {prompt} tokens", [prompt], 1, True),
+        ("decode, 1 text", [CONTEXT_TOKENS], new, False),
+        (f"decode, {options.batch_size} texts", [CONTEXT_TOKENS] * options.batch_size, new, False),
+        (f"8 ragged prompts, {new} tokens each", RAGGED_TOKENS, new, True),
+    ):
         print(f"measuring {title}", file=sys.stderr)
-        speeds[title] = benchmark.speed(params, config, lengths, new, options.repeats, bandwidth, **how)
-
-    measure(f"prefill, {options.prompt_tokens} tokens", [options.prompt_tokens], 1)
-    measure("decode, 1 text", [benchmark.CONTEXT_TOKENS], new, prefill=False)
-    measure(f"decode, {batch} texts", [benchmark.CONTEXT_TOKENS] * batch, new, prefill=False)
-    measure(f"8 ragged prompts, {new} tokens each", benchmark.RAGGED_TOKENS, new)
-    first = [benchmark.first_token_times_s(options.checkpoint) for _ in range(2)] if options.first_token else []
-    device = jax.devices()[0].device_kind
+        batch, seconds = len(lengths), step_s(model, lengths, new_tokens, options.repeats, prefill=prefill)
+        limit_s = bytes_per_step(model, batch, sum(lengths) // batch + new_tokens // 2) / bandwidth
+        speeds[title] = {
+            "tokens_per_s": (sum(lengths) if new_tokens == 1 else batch) / seconds,
+            "ms_per_step": 1e3 * seconds,
+            "limit_tokens_per_s": None if new_tokens == 1 else batch / limit_s,  # prefill is limited by arithmetic
+        }
+    figures = {
+        "model": options.checkpoint or options.preset,
+        "device": jax.devices()[0].device_kind,
+        "bandwidth_bytes_per_s": bandwidth,
+        "speeds": speeds,
+        "first_token_s": [first_token_s(options) for _ in range(2 * options.first_token)],
+    }
     if options.json:
-        found = {"model": name, "device": device, "bandwidth_bytes_per_s": bandwidth}
-        found["speeds"] = {title: speed._asdict() for title, speed in speeds.items()}
-        print(json.dumps(found | {"first_token_s": first}))
+        print(json.dumps(figures))
         return 0
-    table = Table(title=f"{name} on {device}, {bandwidth / 1e9:.1f} GB/s of memory bandwidth")
+    table = Table(title="{model} on {device}".format(**figures) + f", {bandwidth / 1e9:.1f} GB/s of memory bandwidth")
     for column in ("", "tokens/s", "ms a step", "memory's limit", "share of it"):
         table.add_column(column, justify="left" if not column else "right")
-    for title, speed in speeds.items():
-        limit = speed.limit_tokens_per_s
-        shares = (f"{limit:,.1f}", f"{speed.tokens_per_s / limit:.0%}") if limit else ("-", "-")
-        table.add_row(title, f"{speed.tokens_per_s:,.1f}", f"{speed.ms_per_step:,.1f}", *shares)
+    for title, (tokens_per_s, ms, limit) in ((title, each.values()) for title, each in speeds.items()):
+        shares = (f"{limit:,.1f}", f"{tokens_per_s / limit:.0%}") if limit else ("-", "-")
+        table.add_row(title, f"{tokens_per_s:,.1f}", f"{ms:,.1f}", *shares)
     Console().print(table)
-    for run, times in zip(("first", "second"), first, strict=False):
-        parts = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in times.items())
-        print(f"first token, {run} process: {parts}")
+    for process, seconds in zip(("first", "second"), figures["first_token_s"], strict=False):
+        print(f"first token, {process} process: {seconds:.1f} s")
     return 0
+
+
+def random_model(options: BenchOptions) -> jllama.LanguageModel:
+    """A preset's model of random weights, by default in float32 on a CPU and in bfloat16 elsewhere."""
+    import jax
+
+    config = jllama.preset(options.preset)
+    dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    make = jax.jit(lambda key: jax.tree.map(lambda leaf: leaf.astype(dtype), jllama.initial_params(key, config)))
+    return jllama.LanguageModel(config, jllama.decode_layout(make(jax.random.key(0)), config, options.quantize))
+
+
+def random_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
+    """Prompts of random tokens, the same each time."""
+    import numpy as np
+
+    draws = np.random.default_rng(0)
+    return [draws.integers(0, vocab_size, length).tolist() for length in lengths]
+
+
+def generate_s(model: jllama.LanguageModel, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
+    """Seconds to continue all prompts, together, by ``new_tokens`` tokens each, greedily and without a stop."""
+    from jllama.generation.decode import Request, advance, start
+
+    params, greedy, start_s = model.decode_params, jllama.SamplingParams(temperature=0.0), time.perf_counter()
+    decoding = start(params, model.config, [Request(prompt, greedy, new_tokens) for prompt in prompts])
+    while not decoding.finished.all():
+        decoding, _ = advance(params, model.config, decoding)
+    return time.perf_counter() - start_s
+
+
+def step_s(
+    model: jllama.LanguageModel, lengths: Sequence[int], new_tokens: int, repeats: int, *, prefill: bool
+) -> float:
+    """Seconds a step to continue prompts of these lengths together: the median, after a repeat that compiles.
+
+    With ``prefill`` false, which takes at least two new tokens, its time is left out.
+    """
+    prompts = random_prompts(lengths, model.config.vocab_size)
+
+    def measure() -> float:
+        seconds = generate_s(model, prompts, new_tokens)
+        return seconds if prefill else seconds - generate_s(model, prompts, 1)
+
+    measure()
+    return statistics.median(measure() for _ in range(repeats)) / (new_tokens if prefill else new_tokens - 1)
+
+
+def bytes_per_step(model: jllama.LanguageModel, batch: int, context: int) -> int:
+    """Bytes that a decoding step must read: every weight once, and the keys and values of ``context`` tokens a row.
+
+    Only ``batch`` rows are read of an embedding that is not also the head.
+    """
+    import jax
+
+    config, params = model.config, model.decode_params
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    if not config.tie_embeddings:
+        weights -= sum(leaf.nbytes for leaf in jax.tree.leaves(params.weights["embed"]))
+    cached_values = 2 * config.num_layers * config.num_kv_heads * config.head_dim * context
+    return weights + batch * cached_values * params.dtype.itemsize
+
+
+def memory_bandwidth(dtype: Any = "float32", repeats: int = 7) -> float:
+    """Bytes a second at which this device reads a matrix to multiply it with a vector: the best of some repeats."""
+    import jax
+    import jax.numpy as jnp
+
+    matrix, vector = jnp.ones(_BANDWIDTH_SHAPE, dtype), jnp.ones(_BANDWIDTH_SHAPE[1], dtype)
+    product, times = jax.jit(jnp.matmul), []
+    for _ in range(repeats + 1):
+        start_s = time.perf_counter()
+        product(matrix, vector).block_until_ready()
+        times.append(time.perf_counter() - start_s)
+    return matrix.nbytes / min(times)
+
+
+def first_token_s(options: ModelOptions) -> float:
+    """Seconds from starting ``jllama sample`` with this model to the first character that it writes."""
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(ModelOptions)}
+    given |= {"prompt": "The capital of France is", "echo": "false", "temperature": 0, "max_new_tokens": 8}
+    flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    start_s = time.perf_counter()
+    with Popen([sys.executable, "-m", "jllama", "sample", *flags], stdout=PIPE, stderr=PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        seconds = time.perf_counter() - start_s
+        problem = process.communicate()[1].decode().strip()
+    if process.returncode:
+        raise JllamaError(f"the process that generates the first token failed: {problem.splitlines()[-1]}")
+    return seconds

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib
 import importlib.metadata
 import io
@@ -18,7 +19,7 @@ import textwrap
 import types
 import typing
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -71,13 +72,18 @@ _ALIASES = {
     "warmup_fraction": "warmup warmup_ratio warmup_steps",
     "weight_decay": "wd",
 }
-"""What other tools call an option: never taken, always answered with the name here."""
+"""What other tools call an option: never accepted, always answered with the name here."""
 
 _KINDS = {
     bool: ("", "true or false"),
     int: ("N", "a whole number"),
     float: ("X", "a finite number"),
     str: ("TEXT", "text"),
+}
+_HELP = {
+    "config": "a YAML file with any of these options",
+    "help": "show the usual options, or with --help all every one, and exit",
+    "print_config": "print the configuration that the other arguments make, as YAML, and exit",
 }
 _CONFIG_BYTES, _CONFIG_VALUES, _CONFIG_DEPTH = 1_000_000, 100_000, 50
 
@@ -89,41 +95,38 @@ class _Parser(jsonargparse.ArgumentParser):
         raise UsageError(self.sentence(" ".join(message.split()))) from ex
 
     def sentence(self, message: str) -> str:
-        """The parser's complaint in our words, with the nearest known option if it is about an unknown one."""
+        """The parser's complaint in our words."""
         if unknown := re.search(
             r"unrecognized arguments: -+([\w.-]+)|(?:Group '([\w.]+)' does not accept o|O)ption '([\w.-]+)'", message
         ):
             name = ".".join(filter(None, unknown.groups()))
-            return f"there is no option {name}{_nearest(name, list(self._option_string_actions))}"
+            return f"there is no option {name}{_nearest(name, self._option_string_actions)}"
         if missing := re.search(r"the following arguments are required: (.*)", message):
             names = missing[1].replace(", ", " and ")
-            return f"{names} {'are' if ' ' in names else 'is'} missing{f'; usage: {self.usage}' if self.usage else ''}"
+            return f"{names} {'are' if ' ' in names else 'is'} missing; usage: {self.usage}"
         if message.endswith(": expected one argument"):
             return f"{message} (one that begins with a dash is written --option=-value)"
         key = re.match(r'(?:Parser key )?"([\w.]+)": ', message)
-        if key is None:  # what a dataclass that may be null says of itself, among the parser's words
-            inner = re.search(r"Errors: - (.*?) - Expected an? <class 'NoneType'>", message)
+        inner = re.search(r"Errors: - (.*?) - Expected an? <class 'NoneType'>", message)  # of a dataclass or null
+        if key is None:
             return inner[1] if inner else message
-        if inner := re.search(r"Errors: - (\w+ is .*?) - Expected an? <class 'NoneType'>", message):
-            return f"{key[1]}.{inner[1]}"  # of a dataclass that may also be null
+        if inner and re.match(r"\w+ is ", inner[1]):
+            return f"{key[1]}.{inner[1]}"
         if key[1] == "config":
             return f"the configuration cannot be used: {message.removeprefix(key[0])[:200]}"
         value = re.search(r".*(?:value:|load config) (.*)", message)
-        wrong = f"{key[1]} is {value[1].strip(chr(34))!r}; it" if value else key[1]
+        subject = f"{key[1]} is {value[1].strip(chr(34))!r}; it" if value else key[1]
         hints = {action.dest: getattr(action, "_typehint", None) for action in self._actions}
         if hints.get(key[1]) is None:
-            return f"{wrong} must hold options, such as {next(name for name in hints if name.startswith(f'{key[1]}.'))}"
-        return f"{wrong} must be {_kind(hints[key[1]])[1]}"
-
-    def format_help(self, formatter: argparse.HelpFormatter | None = None) -> str:
-        return super().format_help(formatter).replace("``", "")
+            return f"{subject} must hold options, such as {next(n for n in hints if n.startswith(f'{key[1]}.'))}"
+        return f"{subject} must be {_kind(hints[key[1]])[1]}"
 
 
 class _Formatter(jsonargparse.DefaultHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
-        nothing = (None, False, "", [], {}, (), argparse.SUPPRESS)
-        shown = type(action.default) is int or action.default not in nothing
-        return (action.help or "") + (" (default: %(default)s)" if shown else "")
+        hidden = (None, False, "", [], {}, (), argparse.SUPPRESS)
+        shown = type(action.default) is int or action.default not in hidden
+        return (action.help or "").replace("``", "") + (" (default: %(default)s)" if shown else "")
 
 
 def parse(
@@ -132,22 +135,19 @@ def parse(
     """Fill a dataclass from defaults, then ``--config`` YAML files, then flags; the last one wins.
 
     Fields named in ``positional`` may be given in this order without their names; so may ``config``. ``--help`` prints
-    a page with the ``Examples`` of the dataclass and the options in ``common`` (all of them, if it names none),
-    ``--help all`` every option, ``--print_config`` the configuration; they exit. So does no argument at all, with code
-    2, if the first positional one is needed.
+    a page with the ``Examples`` of the dataclass and the options in ``common`` (all, if it names none), ``--help all``
+    every option, ``--print_config`` the configuration; they exit. So does an empty ``argv``, with code 2, if the first
+    positional argument is needed.
 
     Raises:
         UsageError: an option is unknown or has a value of the wrong type or out of range.
     """
-    parser = _parser(options, prog, positional)
-    usage = parser.usage or ""
-    if not argv and positional and usage.startswith((f"{prog} [CONFIG]", f"{prog} {positional[0].upper()}")):
-        print(_page(parser, options, positional, common), end="", file=sys.stderr)
-        raise SystemExit(2)
-    if "-h" in argv or "--help" in argv:
-        page = parser.format_help() if argv[-1] == "all" else _page(parser, options, positional, common)
-        print(page, end="")
-        raise SystemExit(0)
+    parser, first = _parser(options, prog, positional), "".join(positional[:1])
+    bare = not argv and (first == "config" or f" {first.upper()} " in (parser.usage or ""))
+    if bare or "-h" in argv or "--help" in argv:
+        page = parser.format_help() if argv and argv[-1] == "all" else _page(parser, options, positional, common)
+        print(page.replace("``", ""), end="", file=sys.stderr if bare else sys.stdout)
+        raise SystemExit(2 if bare else 0)
     try:
         settings = parser.parse_args(_named(parser, argv, positional))
         for name, kind in typing.get_type_hints(options).items():
@@ -162,38 +162,34 @@ def parse(
 
 
 def _parser(options: type, prog: str, positional: Sequence[str]) -> _Parser:
-    hints = typing.get_type_hints(options)
+    hints, doc = typing.get_type_hints(options), options.__doc__ or ""
     needed = [field.name for field in dataclasses.fields(options) if field.default is dataclasses.MISSING]
-    usage = [name.upper() if name in needed else f"[{name.upper()}]" for name in positional]
+    words = [name.upper() if name in needed else f"[{name.upper()}]" for name in positional]
     parser = _Parser(
         prog=prog,
-        usage=" ".join([prog, *usage, "[options]"]),
-        description=(options.__doc__ or "").partition("\n\n")[0],
+        usage=" ".join([prog, *words, "[options]"]),
+        description=doc.partition("\n\n")[0],
         formatter_class=_Formatter,
         default_env=False,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", action="config", help="a YAML file with any of these options")
+    parser.add_argument("--config", action="config")
     parser.add_class_arguments(options)
     for group in parser._action_groups:
-        if (options.__doc__ or "").startswith(group.title or ":"):
-            group.title = None  # it is said once
-    ours = {
-        "help": "show the usual options, or with --help all every one, and exit",
-        "print_config": "print the configuration that the other arguments make, as YAML, and exit",
-    }
+        if doc.startswith(group.title or ":"):
+            group.title = None  # the page begins with it
     for action in parser._actions:
         hint = getattr(action, "_typehint", None)
         if hint in (bool, bool | None):  # --compare alone means --compare true
             action.nargs, action.const = "?", True
         elif hint is not None:
             action.metavar = _kind(hint)[0]
-        action.help = ours.get(action.dest, action.help)
+        action.help = _HELP.get(action.dest, action.help)
         if dataclasses.is_dataclass(hints.get(action.dest)):
             action.help = argparse.SUPPRESS  # --model FILE, which --config does better
-        if action.option_strings and len(action.dest) == 1:  # -n as well as --n
+        if len(action.dest) == 1:  # -n as well as --n
             parser._option_string_actions[f"-{action.dest}"] = action
-        if action.dest == "path":  # what verify checks is --checkpoint as everywhere, too
+        if action.dest == "path":  # verify takes --checkpoint as every command does
             parser._option_string_actions["--checkpoint"] = action
     return parser
 
@@ -208,13 +204,11 @@ def _named(parser: _Parser, argv: Sequence[str], positional: Sequence[str]) -> l
             if not names:
                 raise UsageError(f"{name + equals + value!r} is one argument too many; usage: {parser.usage}")
             name, equals, value = f"--{names.pop(0)}", "=", name + equals + value
-        elif not equals and words and not words[0].startswith("--"):
-            action = parser._option_string_actions.get(name)  # unknown ones are taken to have a value
+        elif not equals and words and (words[0] == "-" or not words[0].startswith("-")):
+            action = parser._option_string_actions.get(name)  # an unknown option is taken to have a value
             nargs = 0 if name == "--print_config" else action and action.nargs
             if nargs is None or (nargs == "?" and (words[0] in ("true", "false") or not names)):
                 equals, value = "=", words.pop(0)
-                if name != "--config":  # in two words: what begins with a dash is no value then
-                    named, name, equals = [*named, name], "", ""
         named.append(name + equals + (_config_text(value) if name == "--config" and equals else value))
     return named
 
@@ -226,16 +220,15 @@ def _page(parser: _Parser, options: type, positional: Sequence[str], common: Seq
         lines = (example.description or "").splitlines()
         parts.append("\n".join(["examples:", *(f"  {parser.prog} {line}" for line in lines)]))
     if "config" in positional:
-        first_lines = {name: path.read_text().partition("\n")[0] for name, path in shipped_configs().items()}
-        lines = (f"  {name:22} {line.removeprefix('# ')}" for name, line in first_lines.items())
-        parts.append("\n".join(["configurations:", *lines]))
+        titles = {name: path.read_text().partition("\n")[0] for name, path in shipped_configs().items()}
+        parts.append("\n".join(["configurations:", *(f"  {name:22} {titles[name][2:]}" for name in titles)]))
     for action in parser._actions:
         if common and action.dest not in (*positional, *common, "help"):
             action.help = argparse.SUPPRESS
     for group in parser._action_groups:
         group.title = None
     parser.usage, parser.description = argparse.SUPPRESS, "options:"
-    return "\n\n".join(parts).replace("``", "") + "\n\n" + parser.format_help()
+    return "\n\n".join([*parts, parser.format_help()])
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -246,49 +239,36 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def _config_text(name: str) -> str:
-    """What a ``--config`` file holds, or one that jllama brings, by its name; all that its values could break is not.
-
-    Raises:
-        UsageError: it is not there, not YAML, no mapping, or absurdly large, also once its aliases are resolved.
-    """
+    """The text of a ``--config`` file, or of a shipped configuration by its name: a YAML mapping of sane size."""
     path, shipped = Path(name), shipped_configs()
     try:
         if not path.exists() and str(path.parent) in (".", "configs"):
             path = shipped.get(path.name.removesuffix(".yaml"), path)
         with path.open("rb") as file:
             text = file.read(_CONFIG_BYTES).decode()
-            root = None if file.read(1) else yaml.compose(text) or yaml.ScalarNode("", "nothing")
-        if root is None or _count_values(root, {}, 0) > _CONFIG_VALUES:
-            raise RecursionError
+            if file.read(1) or _count_values(root := yaml.compose(text)) > _CONFIG_VALUES:
+                raise RecursionError
     except OSError as error:
-        known = f"a file, or by its name one of {', '.join(shipped)}"
-        shown = " ".join(name.split())[:200]
-        raise UsageError(f"the configuration {shown} cannot be read: {error.strerror}; give {known}") from error
+        shown, expected = " ".join(name.split())[:200], f"a file, or by its name one of {', '.join(shipped)}"
+        raise UsageError(f"the configuration {shown} cannot be read: {error.strerror}; give {expected}") from error
     except RecursionError as error:
         raise UsageError(f"{name} is too large or nested too deep: it must hold options, such as 'seed: 1'") from error
-    except yaml.MarkedYAMLError as error:
-        mark: Any = error.context_mark or error.problem_mark
-        where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        opened = mark and error.context and error.context.startswith("while parsing a flow")
-        what = f"the {mark.buffer[mark.pointer]} is never closed, or lacks a comma" if opened else error.problem
-        raise UsageError(f"{name}{where}: {what}") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"{name} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(root, yaml.MappingNode):
-        found = " ".join(text.split()) or "nothing"
-        raise UsageError(f"{name} holds {found[:50]!r}; it must hold options, such as 'seed: 1'")
+        shown = " ".join(text.split())[:50] or "nothing"
+        raise UsageError(f"{name} holds {shown!r}; it must hold options, such as 'seed: 1'")
     return text
 
 
-def _count_values(node: yaml.Node, counts: dict[int, int], depth: int) -> int:
-    """How many values there are once aliases are resolved: ten of ten of ten ... is a file of a few lines."""
+@functools.cache
+def _count_values(node: yaml.Node | None, depth: int = 0) -> int:
+    """The number of values once aliases are resolved: ten of ten of ten ... is a file of a few lines."""
     if depth > _CONFIG_DEPTH:
         raise RecursionError
-    if id(node) not in counts:
-        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
-        children = [child for pair in inner for child in (pair if isinstance(pair, tuple) else (pair,))]
-        counts[id(node)] = 1 + sum(_count_values(child, counts, depth + 1) for child in children)
-    return counts[id(node)]
+    items = node.value if isinstance(node, yaml.CollectionNode) else ()
+    children = [child for item in items for child in (item if isinstance(item, tuple) else (item,))]
+    return 1 + sum(_count_values(child, depth + 1) for child in children)
 
 
 def _kind(hint: Any) -> tuple[str, str]:
@@ -306,8 +286,8 @@ def _kind(hint: Any) -> tuple[str, str]:
 def run(command: str, argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run a command. Returns its exit code: 0 done, 1 failed, 2 bad usage; a mistake of the user's is one sentence."""
     argv = sys.argv[1:] if argv is None else argv
-    prog = prog or f"{_program()} {command}"
-    return _guarded(lambda: importlib.import_module(f"jllama.commands.{command}").main(argv, prog))
+    module = f"jllama.commands.{command}"
+    return _guarded(lambda: importlib.import_module(module).main(argv, prog or f"{_program()} {command}"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -316,12 +296,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    listing = "\n".join(f"  {name:8} {purpose}" for name, purpose in COMMANDS.items())
-    examples = "\n".join(f"  {_program()} {words}" for words in _EXAMPLES)
-    page = f"usage: {_program()} COMMAND [--help] ...\n\n{listing}\n\nexamples:\n{examples}\n\n{_COMPLETION}"
     if "_ARGCOMPLETE" in os.environ:
         _complete()
     if not argv or argv[0] in ("-h", "--help"):
+        listing = "\n".join(f"  {name:8} {purpose}" for name, purpose in COMMANDS.items())
+        examples = "\n".join(f"  {_program()} {words}" for words in _EXAMPLES)
+        page = f"usage: {_program()} COMMAND [--help] ...\n\n{listing}\n\nexamples:\n{examples}\n\n{_COMPLETION}"
         print(page, file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     if argv[0] == "--version":
@@ -329,7 +309,7 @@ def _main(argv: Sequence[str]) -> int:
         print(f"jllama {jllama.__version__} (jax {jax}, Python {platform.python_version()})")
         return 0
     if argv[0] not in COMMANDS:
-        nearest = _nearest(argv[0], list(COMMANDS))
+        nearest = _nearest(argv[0], COMMANDS)
         raise UsageError(f"there is no command {argv[0]!r}{nearest}; the commands are {', '.join(COMMANDS)}")
     return run(argv[0], argv[1:])
 
@@ -353,8 +333,7 @@ def _program() -> str:
 
 def _guarded(work: Callable[[], int]) -> int:
     """The exit code of a command, or of what went wrong in it; what the user can do nothing about is a traceback."""
-    _open_streams()
-    _quieten_threads()
+    _prepare_process()
     code, problem = 1, ""
     try:
         try:
@@ -386,8 +365,8 @@ def _guarded(work: Callable[[], int]) -> int:
     return code
 
 
-def _open_streams() -> None:
-    """Give each closed stream the null device, and show what a stream cannot encode by its number."""
+def _prepare_process() -> None:
+    """Give closed streams the null device, show what a stream cannot encode by its number, and silence threads."""
     while (null := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest free one: no file of ours must become stderr
         pass
     os.close(null)
@@ -397,30 +376,21 @@ def _open_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-
-
-def _quieten_threads() -> None:
-    """Orbax raises what goes wrong in its threads, and we say it: hundreds of lines more about it would drown that."""
-    for name in ("absl", "asyncio"):
+    for name in ("absl", "asyncio"):  # Orbax raises what goes wrong in its threads: hundreds of lines would drown that
         logging.getLogger(name).setLevel(logging.CRITICAL)
-
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-    if sys.unraisablehook is sys.__unraisablehook__:
-        sys.unraisablehook = _unraisable
+    if sys.unraisablehook is sys.__unraisablehook__:  # tensorstore's closed event loop, after each failed write
+        sys.unraisablehook = lambda problem: None
 
 
-def _unraisable(problem: Any) -> None:
-    if str(problem.exc_value) != "Event loop is closed":  # tensorstore says so for each write after a failed one
-        sys.__unraisablehook__(problem)
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    name, known = name.replace("-", "_"), [option.removeprefix("--") for option in known]
-    last = name.rpartition(".")[2]
-    by_last = {option.rpartition(".")[2]: option for option in known}
-    meant = [by_last[option] for option, names in _ALIASES.items() if last in names.split() and option in by_last]
-    close = meant or [option for option in known if option.startswith(name)]
-    close = close or difflib.get_close_matches(name, known, 1, 0.5)
-    if not close:  # the group may be missing: --learning_rate for --optimizer.learning_rate
-        close = [by_last[last] for last in difflib.get_close_matches(last, list(by_last), 1, 0.6)]
+def _nearest(name: str, options: Iterable[str]) -> str:
+    """The words that suggest an option, by what other tools call it, by how it begins, or by its letters."""
+    names = [option.removeprefix("--") for option in options]
+    by_last = {option.rpartition(".")[2]: option for option in names}
+    name = name.replace("-", "_")
+    last = name.rpartition(".")[2]  # the group may be missing or wrong: --learning_rate for --optimizer.learning_rate
+    close = [by_last[option] for option, aliases in _ALIASES.items() if last in aliases.split() and option in by_last]
+    close = close or [option for option in names if option.startswith(name)]
+    close = close or difflib.get_close_matches(name, names, 1, 0.5)
+    close = close or [by_last[match] for match in difflib.get_close_matches(last, by_last, 1, 0.6)]
     return f"; did you mean {close[0]}?" if close else ""

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 from jllama.checkpoints.registry import save
-from jllama.commands import cli
-from jllama.commands import decode_benchmark as benchmark
+from jllama.commands import bench, cli
+from jllama.commands.model import ModelOptions
 from jllama.config import LlamaConfig
-from jllama.decode_params import decode_layout
+from jllama.errors import JllamaError
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import BytesTokenizer
 from jllama.verify.checks import random_params
@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory):
 
 
 def test_figures(checkpoint, capsys, monkeypatch):
-    monkeypatch.setattr(benchmark, "_BANDWIDTH_SHAPE", (256, 256))
+    monkeypatch.setattr(bench, "_BANDWIDTH_SHAPE", (256, 256))
     few = ["--prompt_tokens", "16", "--new_tokens", "4", "--batch_size", "8", "--repeats", "1"]
     assert cli.run("bench", ["decode", str(checkpoint), *few, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -46,23 +46,33 @@ def test_figures(checkpoint, capsys, monkeypatch):
     assert "decode, 8 texts" in table
 
 
+def test_the_first_token_is_that_of_the_ordinary_command(checkpoint, monkeypatch):
+    monkeypatch.setattr(bench.time, "perf_counter", iter([2.0, 5.0]).__next__)
+    assert bench.first_token_s(ModelOptions(checkpoint=str(checkpoint), quantize="int8")) == 3.0
+
+
+def test_the_process_of_the_first_token_fails():
+    with pytest.raises(JllamaError, match="first token failed: error: there is no checkpoint at nowhere"):
+        bench.first_token_s(ModelOptions(checkpoint="nowhere"))
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_bytes_of_a_step(tied):
     config = LlamaConfig(vocab_size=100, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, tie_embeddings=tied)
     params = jax.tree.map(jnp.asarray, random_params(config, 0))
     weights = sum(leaf.size for leaf in jax.tree.leaves(params)) - (0 if tied else 100 * 32)
     keys_and_values = 3 * 50 * 2 * 2 * 2 * 8
-    assert benchmark.bytes_per_step(decode_layout(params, config), config, 3, 50) == 4 * (weights + keys_and_values)
-    small = benchmark.bytes_per_step(decode_layout(params, config, "int8"), config, 3, 50)
-    assert small < 2 * weights + 4 * keys_and_values
+    model = LanguageModel(config, params)
+    assert bench.bytes_per_step(model.for_decoding(), 3, 50) == 4 * (weights + keys_and_values)
+    assert bench.bytes_per_step(model.for_decoding("int8"), 3, 50) < 2 * weights + 4 * keys_and_values
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["encode", "x"], "there is no benchmark 'encode'; there is decode"),
-        (["decode"], "give a checkpoint, or the --preset whose shapes to take"),
-        (["decode", "x", "--preset", "llama3.2-1b"], "give a checkpoint, or the --preset whose shapes to take"),
+        (["decode"], "give a checkpoint, or the preset whose shapes to take"),
+        (["decode", "x", "--preset", "llama3.2-1b"], "give a checkpoint, or the preset whose shapes to take"),
         (["decode", "--preset", "llama3.2-1b", "--first_token"], "first_token needs a checkpoint to load"),
         (["decode", "x", "--repeats", "0"], "repeats is 0; it must be at least 1"),
         (["decode", "--preset", "no-such"], "no-such"),
