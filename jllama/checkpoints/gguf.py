@@ -1,7 +1,7 @@
-"""GGUF, llama.cpp's format: metadata, tokenizer and tensors, quantised or not, in one file.
+"""GGUF, llama.cpp's format: metadata, tokenizer and tensors, quantized or not, in one file.
 
-The file itself is ``gguf_file``'s concern; here is what the keys and tensors of a Llama mean. Source: llama.cpp's
-``llama-model.cpp`` and ``convert_hf_to_gguf.py``.
+``gguf_file`` reads and writes the file itself; this module knows what the keys and tensors of a Llama mean. Source:
+llama.cpp's ``llama-model.cpp`` and ``convert_hf_to_gguf.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from jllama.checkpoints.gguf_file import (
     MAGIC,
     OURS,
     PLAIN,
-    QuantizedTensor,
     TypedTensor,
     read_gguf_file,
     shortest,
@@ -46,6 +45,7 @@ CHAT_TEMPLATE = "tokenizer.chat_template"
 TOKENIZER = "tokenizer.ggml.model"
 NO_TOKENIZER = "no_vocab"
 _TOLERANCE = 1e-5  # of float32 divisors that were worked out in float32
+_TYPICAL = LlamaConfig()
 
 _FILE_TYPES = {
     GGMLQuantizationType.F32: LlamaFileType.ALL_F32,
@@ -53,6 +53,21 @@ _FILE_TYPES = {
     GGMLQuantizationType.BF16: LlamaFileType.MOSTLY_BF16,
     GGMLQuantizationType.Q8_0: LlamaFileType.MOSTLY_Q8_0,
 }
+_TYPES = {PLAIN[type_]: type_ for type_ in _FILE_TYPES if type_ in PLAIN}
+_FIELDS: dict[str, tuple[str, int | float | None]] = {
+    "num_layers": ("block_count", None),
+    "embed_dim": ("embedding_length", None),
+    "num_heads": ("attention.head_count", None),
+    "num_kv_heads": ("attention.head_count_kv", 0),
+    "head_dim": ("attention.key_length", 0),
+    "mlp_dim": ("feed_forward_length", None),
+    "max_seq_len": ("context_length", None),
+    "norm_eps": ("attention.layer_norm_rms_epsilon", None),
+    "rope_theta": ("rope.freq_base", 10_000.0),
+}
+"""For each field of ``LlamaConfig``, its key and default; None is required."""
+
+_SAME_SIZE = ("attention.value_length", "rope.dimension_count")  # as head_dim, in jllama
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "expert_count": (0,),
     "expert_used_count": (0,),
@@ -66,8 +81,9 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "rope.scaling.alpha": (0,),
     "rope.scaling.yarn_log_multiplier": (0,),
     "rope.scaling.yarn_ext_factor": (-1, 1),
+    **dict.fromkeys(("vocab_size", "tensor_data_layout", "rope.scaling.finetuned"), ()),
 }
-"""Keys of which only these values describe a model that jllama has."""
+"""Keys of which only these values (of the last ones, any) describe a model that jllama has."""
 
 
 def recognizes(path: Path) -> bool:
@@ -89,7 +105,7 @@ def _only_file(path: Path) -> Path | None:
 def read(path: Path) -> Checkpoint:
     """Open a Llama's GGUF file, or the folder that holds it.
 
-    With any quantised matrix, everything is float32. Otherwise a tensor has its own dtype; a norm, which every GGUF
+    With any quantized matrix, everything is float32. Otherwise a tensor has its own dtype; a norm, which every GGUF
     file stores as float32, has the one 16-bit dtype of all the matrices if that holds its values exactly.
     """
     file = _only_file(path)
@@ -104,7 +120,7 @@ def read(path: Path) -> Checkpoint:
         )
     with fault_of(f"{file} does not describe a model that jllama has"):
         config = _read_config(metadata, found, file)
-    tensors = _in_one_precision(matched(found, config, "gguf", file, ignored={ROPE_FREQS}))
+    tensors = _narrowed(matched(found, config, "gguf", file, ignored={ROPE_FREQS}))
     tensors = {stored.key: half_split(stored, tensors[stored.key], config.head_dim) for stored in tensor_specs(config)}
     template = metadata.get(CHAT_TEMPLATE)
     if not isinstance(template, str | None):
@@ -117,32 +133,21 @@ def read(path: Path) -> Checkpoint:
     return Checkpoint(config, tensors, tokenizer, template, stop_ids)
 
 
-def _in_one_precision(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
-    matrices = [tensor for tensor in tensors.values() if len(tensor.shape) > 1]
-    if any(isinstance(tensor, QuantizedTensor) for tensor in matrices):
-        return {key: _widened(tensor) for key, tensor in tensors.items()}
-    dtypes = {tensor.dtype for tensor in matrices}
-    if len(dtypes) == 1 and (dtype := dtypes.pop()).itemsize == 2:
-        return {key: _narrowed(tensor, dtype) for key, tensor in tensors.items()}
-    return dict(tensors)
+def _narrowed(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
+    """Give norms, which GGUF stores as float32, the one 16-bit dtype of the matrices where that changes no value.
 
+    Without this, a 16-bit model would not come back from GGUF with the same bytes.
+    """
+    dtypes = {tensor.dtype for tensor in tensors.values() if len(tensor.shape) > 1}
+    if len(dtypes) > 1 or (dtype := dtypes.pop()).itemsize != 2:
+        return dict(tensors)
 
-def _widened(tensor: FileTensor) -> FileTensor:
-    types = {dtype: type_ for type_, dtype in PLAIN.items() if dtype.itemsize == 2}
-    if tensor.dtype not in types:
-        return tensor
-    stored = np.asarray(tensor)
-    if stored.ndim == 1:
-        return stored.astype(np.float32)
-    return QuantizedTensor(stored.view(np.uint8), types[tensor.dtype], stored.shape)
+    def narrowed(stored: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            narrow = stored.astype(dtype)
+        return narrow if narrow.astype(np.float32).tobytes() == stored.tobytes() else stored
 
-
-def _narrowed(tensor: FileTensor, dtype: np.dtype[Any]) -> FileTensor:
-    if tensor.dtype != np.float32 or len(tensor.shape) != 1:
-        return tensor
-    with np.errstate(over="ignore"):
-        narrow = np.asarray(tensor).astype(dtype)
-    return narrow if narrow.astype(np.float32).tobytes() == np.asarray(tensor).tobytes() else tensor
+    return {key: narrowed(np.asarray(t)) if len(t.shape) == 1 else t for key, t in tensors.items()}
 
 
 def _read_config(metadata: Mapping[str, Any], tensors: Mapping[str, FileTensor], source: Path) -> LlamaConfig:
@@ -159,37 +164,25 @@ def _read_config(metadata: Mapping[str, Any], tensors: Mapping[str, FileTensor],
             raise JllamaError(f"{source} has {prefix}{name} {reprlib.repr(value)}; it must be one {kind.__name__}")
         return value
 
-    table = parameter_table(LlamaConfig())
+    table = parameter_table(_TYPICAL)
     embed, lm_head = table["embed"].name("gguf"), table["lm_head"].name("gguf")
     if embed not in tensors:
         raise JllamaError(f"{source} lacks the tensor {embed}")
-    num_heads = take("attention.head_count", int)
-    config = LlamaConfig(
-        vocab_size=tensors[embed].shape[0],
-        num_layers=take("block_count", int),
-        embed_dim=take("embedding_length", int),
-        num_heads=num_heads,
-        num_kv_heads=take("attention.head_count_kv", int, num_heads),
-        head_dim=take("attention.key_length", int, 0),
-        mlp_dim=take("feed_forward_length", int),
-        max_seq_len=take("context_length", int),
-        norm_eps=take("attention.layer_norm_rms_epsilon", float),
-        rope_theta=take("rope.freq_base", float, 10_000.0),
-        tie_embeddings=lm_head not in tensors,
-    )
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if (size := take(name, int, config.head_dim)) != config.head_dim:
+    values: dict[str, Any] = {
+        name: take(key, type(getattr(_TYPICAL, name)), default) for name, (key, default) in _FIELDS.items()
+    }
+    config = LlamaConfig(**values, vocab_size=tensors[embed].shape[0], tie_embeddings=lm_head not in tensors)
+    for key in _SAME_SIZE:
+        if (size := take(key, int, config.head_dim)) != config.head_dim:
             raise JllamaError(
-                f"{source} has {prefix}{name} {size} but keys of {config.head_dim} channels; jllama has one size for "
+                f"{source} has {prefix}{key} {size} but keys of {config.head_dim} channels; jllama has one size for "
                 f"queries, keys, values and rotary embedding"
             )
     scaling = _read_rope_scaling(take, config, metadata, tensors, source)
-    for name in ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned"):  # of no consequence
-        fields.pop(name, None)
     for name, value in fields.items():
         if name not in _WITHOUT_EFFECT:
             raise JllamaError(f"{source} has {prefix}{name} {reprlib.repr(value)}, which jllama does not know")
-        if value not in _WITHOUT_EFFECT[name]:
+        if _WITHOUT_EFFECT[name] and value not in _WITHOUT_EFFECT[name]:
             raise JllamaError(f"{source} has {prefix}{name} {reprlib.repr(value)}, which jllama does not support")
     return dataclasses.replace(config, rope_scaling=scaling)
 
@@ -342,44 +335,31 @@ def write(
 
 
 def _type_to_write(
-    stored: TensorSpec, tensor: FileTensor, dtype: np.dtype[Any] | Literal["q8_0"] | None
+    spec: TensorSpec, tensor: FileTensor, dtype: np.dtype[Any] | Literal["q8_0"] | None
 ) -> GGMLQuantizationType:
     if dtype == "q8_0":
-        if not stored.parameter.is_matrix:
-            return GGMLQuantizationType.F32
         block, _ = GGML_QUANT_SIZES[GGMLQuantizationType.Q8_0]
-        return GGMLQuantizationType.F16 if stored.shape[-1] % block else GGMLQuantizationType.Q8_0
-    wanted = np.dtype(tensor.dtype if dtype is None else dtype)
-    types = {dtype: type_ for type_, dtype in PLAIN.items() if type_ in _FILE_TYPES}
-    if wanted not in types:
-        raise JllamaError(
-            f"llama.cpp has no {wanted.name} for {stored.name('gguf')}: choose float32, float16, bfloat16 or q8_0"
-        )
-    return types[wanted] if stored.parameter.is_matrix else GGMLQuantizationType.F32
+        type_ = GGMLQuantizationType.F16 if spec.shape[-1] % block else GGMLQuantizationType.Q8_0
+    else:
+        dtype = np.dtype(tensor.dtype if dtype is None else dtype)
+        type_ = _TYPES.get(dtype)
+        if type_ is None:
+            raise JllamaError(
+                f"llama.cpp has no {dtype.name} for {spec.name('gguf')}: choose float32, float16, bfloat16 or q8_0"
+            )
+    return type_ if spec.parameter.is_matrix else GGMLQuantizationType.F32
 
 
 def _metadata_to_write(checkpoint: Checkpoint) -> dict[str, Any]:
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
-    sizes = {
-        "vocab_size": config.vocab_size,
-        "context_length": config.max_seq_len,
-        "embedding_length": config.embed_dim,
-        "block_count": config.num_layers,
-        "feed_forward_length": config.mlp_dim,
-        "attention.head_count": config.num_heads,
-        "attention.head_count_kv": config.num_kv_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": float(config.norm_eps),
-        "rope.dimension_count": config.head_dim,
-        "rope.freq_base": float(config.rope_theta),
-    }
+    fields = {key: type(getattr(_TYPICAL, name))(getattr(config, name)) for name, (key, _) in _FIELDS.items()}
+    fields |= {"vocab_size": config.vocab_size} | dict.fromkeys(_SAME_SIZE, config.head_dim)
     metadata: dict[str, Any] = {
         "general.architecture": ARCHITECTURE,
         "general.name": "Llama",
         "general.quantization_version": GGML_QUANT_VERSION,
     }
-    metadata |= {f"{ARCHITECTURE}.{name}": value for name, value in sizes.items()}
+    metadata |= {f"{ARCHITECTURE}.{key}": value for key, value in fields.items()}
     metadata |= to_gguf(tokenizer, config.vocab_size) if tokenizer else {TOKENIZER: NO_TOKENIZER}
     if checkpoint.chat_template is not None:
         metadata[CHAT_TEMPLATE] = checkpoint.chat_template

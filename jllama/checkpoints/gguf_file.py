@@ -44,12 +44,12 @@ _TensorInfo = tuple[GGMLQuantizationType, tuple[int, ...], int]
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
-    """A matrix whose rows are stored as blocks of a GGML type. Only the requested rows are read, as float32.
+    """A tensor whose rows are stored as blocks of a GGML type. Only the requested rows are read, as float32.
 
     Args:
         rows: the stored bytes of each row: blocks never cross rows.
         type: what the bytes are.
-        shape: ``[outputs, inputs]``.
+        shape: ``[outputs, inputs]``, or ``[embed]`` of a norm.
     """
 
     rows: np.ndarray
@@ -59,7 +59,7 @@ class QuantizedTensor:
 
     def __getitem__(self, rows: slice, /) -> np.ndarray:
         """The requested rows, dequantized."""
-        return dequantize(np.ascontiguousarray(self.rows[rows]), self.type)
+        return dequantize(np.ascontiguousarray(self.rows[rows]), self.type).reshape(-1, *self.shape[1:])
 
 
 def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
@@ -67,7 +67,8 @@ def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
 
     Metadata are Python values, lists for arrays. A float32 is the shortest decimal that rounds to it: 1e-05, not
     9.999999747378752e-06. In arrays of strings, bytes that are not UTF-8 become lone surrogates (``surrogateescape``).
-    Tensors have the axes that NumPy would give them: outputs before inputs.
+    Tensors have the axes that NumPy would give them: outputs before inputs. Beside quantized ones, 16-bit ones too are
+    read as float32.
 
     Raises:
         JllamaError: the file is truncated or makes no sense, or a tensor has a type that cannot be dequantized.
@@ -95,6 +96,7 @@ def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
         raise JllamaError(f"{path} has general.alignment {alignment!r}; it must be a power of two")
     _check_types(infos, path)
     first = _aligned(header.offset, alignment)
+    is_quantized = any(type_ not in PLAIN for type_, _, _ in infos.values())
     tensors: dict[str, FileTensor] = {}
     next_offset, previous = 0, "the header"
     for name, (type_, shape, offset) in sorted(infos.items(), key=lambda item: item[1][2]):
@@ -110,7 +112,7 @@ def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
                 f"of them has a wrong type, size or offset: fetch it again"
             )
         stored = data[first + offset : stop]
-        if type_ in PLAIN:
+        if type_ in PLAIN and not (is_quantized and PLAIN[type_].itemsize == 2):
             tensors[name] = stored.view(PLAIN[type_]).reshape(shape)
         else:
             tensors[name] = QuantizedTensor(stored.reshape(shape[0], -1), type_, shape)
@@ -290,8 +292,7 @@ def _value(key: str, value: Any) -> bytes:
         case _:
             if not value or isinstance(value[0], str):
                 type_, data = GGUFValueType.STRING, b"".join(map(_text, value))
-            elif isinstance(value[0], float):
-                type_, data = GGUFValueType.FLOAT32, np.array(value, "<f4").tobytes()
             else:
-                type_, data = GGUFValueType.INT32, np.array(value, "<i4").tobytes()
+                type_ = GGUFValueType.FLOAT32 if isinstance(value[0], float) else GGUFValueType.INT32
+                data = np.array(value, "<" + _NUMBERS[type_]).tobytes()
             return struct.pack("<IIQ", GGUFValueType.ARRAY, type_, len(value)) + data
