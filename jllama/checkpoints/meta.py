@@ -31,7 +31,6 @@ PARAMS = "params.json"
 OURS = "jllama.json"
 """Holds ``max_seq_len``, which Meta's files do not, where it is not what ``_family_max_seq_len`` says."""
 
-
 _SCALING = {
     "factor": "rope_scaling_factor",
     "low_freq_factor": "rope_low_freq_factor",
@@ -56,14 +55,14 @@ _MLP_RULES: list[tuple[int, float | None]] = [
 
 
 class ShardedTensor:
-    """A tensor whose parts, one a shard and all of one shape, lie one after the other along an axis."""
+    """A tensor whose parts, one per shard and all of one shape, are concatenated along an axis."""
 
     def __init__(self, parts: list[np.ndarray], axis: int) -> None:
         self.parts, self.axis, self.dtype = parts, axis, parts[0].dtype
         self.shape = tuple(size * len(parts) if i == axis else size for i, size in enumerate(parts[0].shape))
 
     def __getitem__(self, rows: slice, /) -> np.ndarray:
-        """The rows asked for, of those parts that have them."""
+        """The requested rows, of those parts that have them."""
         if self.axis == 1:
             return np.concatenate([part[rows] for part in self.parts], axis=1)
         size = self.parts[0].shape[0]
@@ -73,15 +72,12 @@ class ShardedTensor:
 
 
 def recognizes(path: Path) -> bool:
-    """Whether a folder has a ``consolidated.*.pth``."""
+    """Tell whether a folder has a ``consolidated.*.pth``."""
     return path.is_dir() and any(path.glob("consolidated.*.pth"))
 
 
 def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
-    """Open a folder of Meta's.
-
-    Of the weights only what shards repeat is read, to compare it, and the embedding and the output head, as far as they
-    are equal: if they are to the end, the model is tied.
+    """Open a folder of Meta's. Only what shards repeat is read, and a tied head as far as it equals the embedding.
 
     Args:
         path: the folder.
@@ -95,18 +91,18 @@ def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
     params = _params(path / PARAMS)
     shards = _shards(path)
     config = _config(params, path / PARAMS, shards, rope_factor)
-    stored = {tensor.key: tensor for tensor in tensor_specs(config)}
-    found = _joined(path, stored.values(), shards)
-    ignored = ["rope.freqs"]  # computed, not learnt; in the files of Llama 1 and 2
-    embed, head = (found.get(stored[key].name("meta")) for key in ("embed", "lm_head"))
+    specs = {spec.key: spec for spec in tensor_specs(config)}
+    whole = _joined(path, specs.values(), shards)
+    ignored = ["rope.freqs"]  # computed, not learned; in the files of Llama 1 and 2
+    embed, head = (whole.get(specs[key].name("meta")) for key in ("embed", "lm_head"))
     if head is None or (embed is not None and same_bits(head, embed)):
         config = dataclasses.replace(config, tie_embeddings=True)
-        ignored.append(stored["lm_head"].name("meta"))
-    tensors = matched(found, config, "meta", path, ignored)
+        ignored.append(specs["lm_head"].name("meta"))
+    tensors = matched(whole, config, "meta", path, ignored)
     ours = path / OURS
-    said = whole_number(read_json_object(ours), "max_seq_len", ours) if ours.is_file() else 0
-    config = dataclasses.replace(config, max_seq_len=said or _family_max_seq_len(config))
-    tensors = {key: half_split(stored[key], tensor, config.head_dim) for key, tensor in tensors.items()}
+    stated = whole_number(read_json_object(ours), "max_seq_len", ours) if ours.is_file() else 0
+    config = dataclasses.replace(config, max_seq_len=stated or _family_max_seq_len(config))
+    tensors = {key: half_split(specs[key], tensor, config.head_dim) for key, tensor in tensors.items()}
     tokenizer, template, stops = read_text_files(path)
     beside = path.resolve().parent / "tokenizer.model"  # Llama 1 and 2 were released with it there
     if tokenizer is None and beside.exists():
@@ -134,16 +130,12 @@ def _shards(path: Path) -> dict[str, dict[str, np.ndarray]]:
     if missing := [_shard_name(number) for number in range(last + 1) if _shard_name(number) not in names]:
         raise JllamaError(f"{path} lacks {', '.join(missing)}: copy the missing shards there")
     shards = {name: read_torch_file(path / name) for name in names}
-    first, expected = next(iter(shards.items()))
-    for name, tensors in shards.items():
-        differing = [f"{key} is in one only" for key in sorted(tensors.keys() ^ expected.keys())]
-        differing += [
-            f"{key} is {tensor.dtype}{list(tensor.shape)} against {expected[key].dtype}{list(expected[key].shape)}"
-            for key, tensor in tensors.items()
-            if key in expected and (tensor.dtype, tensor.shape) != (expected[key].dtype, expected[key].shape)
-        ]
-        if differing:
-            raise JllamaError(f"{path} has shards of different models, {name} and {first}: {'; '.join(differing)}")
+    kinds = {name: {key: f"{t.dtype}{list(t.shape)}" for key, t in shards[name].items()} for name in names}
+    first = kinds[names[0]]
+    for name, kind in kinds.items():
+        keys = [key for key in first | kind if first.get(key) != kind.get(key)]
+        if differing := [f"{key} is {kind.get(key, 'absent')} against {first.get(key, 'absent')}" for key in keys]:
+            raise JllamaError(f"{path} has shards of different models, {name} and {names[0]}: {'; '.join(differing)}")
     return shards
 
 
@@ -166,7 +158,7 @@ def _config(
             norm_eps=positive_number(params, "norm_eps", source, 1e-5),
             rope_theta=positive_number(params, "rope_theta", source, 10_000.0),
         )
-    names = {stored.key: stored.name("meta") for stored in tensor_specs(config)}
+    names = {spec.key: spec.name("meta") for spec in tensor_specs(config)}
     shapes = {key: tensors[name].shape for key, name in names.items() if name in tensors and tensors[name].ndim == 2}
 
     rows, columns = shapes.get("layers/0/wq", (0, 0))  # its outputs are always split
@@ -178,9 +170,9 @@ def _config(
         )
     rows, columns = shapes.get("embed", (0, 0))
     vocab_size = rows if columns * count == embed_dim else rows * count  # Llama 1 and 2 cut it along its width
-    said = 0 if params.get("vocab_size", -1) == -1 else whole_number(params, "vocab_size", source)
-    if said and vocab_size and said != vocab_size:
-        raise JllamaError(f"{source} has vocab_size {said}, but {names['embed']} has {vocab_size} rows")
+    stated = 0 if params.get("vocab_size", -1) == -1 else whole_number(params, "vocab_size", source)
+    if stated and vocab_size and stated != vocab_size:
+        raise JllamaError(f"{source} has vocab_size {stated}, but {names['embed']} has {vocab_size} rows")
     mlp_dim = shapes.get("layers/0/w_gate", (0, 0))[0] * count
     if mlp_dim and ("multiple_of" in params or "ffn_dim_multiplier" in params):
         multiple_of = whole_number(params, "multiple_of", source, 256)
@@ -191,7 +183,7 @@ def _config(
                 f"{source} has an MLP {by_rule} wide, by dim {embed_dim}, multiple_of {multiple_of} and "
                 f"ffn_dim_multiplier {multiplier}, but {names['layers/0/w_gate']} has {mlp_dim} rows"
             )
-    config = dataclasses.replace(config, vocab_size=vocab_size or said, mlp_dim=mlp_dim)
+    config = dataclasses.replace(config, vocab_size=vocab_size or stated, mlp_dim=mlp_dim)
     return dataclasses.replace(config, rope_scaling=_rope_scaling(params, source, rope_factor, config))
 
 
@@ -238,38 +230,38 @@ def _rope_scaling(
 
 
 def _joined(
-    path: Path, stored: Iterable[TensorSpec], shards: Mapping[str, Mapping[str, np.ndarray]]
+    path: Path, specs: Iterable[TensorSpec], shards: Mapping[str, Mapping[str, np.ndarray]]
 ) -> dict[str, FileTensor]:
-    """Every tensor of the shards, whole. Raises JllamaError if shards differ in what each must repeat."""
+    """Join every tensor of the shards. Raises JllamaError if shards differ in what each must repeat."""
     names, files = list(shards), list(shards.values())
-    found: dict[str, FileTensor] = dict(files[0])
-    for tensor in stored:
-        name = tensor.name("meta")
-        if name not in found or len(found[name].shape) != len(tensor.shape):
+    whole: dict[str, FileTensor] = dict(files[0])
+    for spec in specs:
+        name = spec.name("meta")
+        if name not in whole or len(whole[name].shape) != len(spec.shape):
             continue  # to be listed by the caller
         parts = [file[name] for file in files]
-        axis, repeats = _layout(tensor, parts[0].shape, len(parts))
-        for number, part in enumerate(parts):
-            first = number // repeats * repeats
-            if number != first and not same_bits(part, parts[first]):
+        axis, repeats = _layout(spec, parts[0].shape, len(parts))
+        for index, part in enumerate(parts):
+            first = index // repeats * repeats
+            if index != first and not same_bits(part, parts[first]):
                 raise JllamaError(
-                    f"{path} has another {name} in {names[number]} than in {names[first]}, which must repeat it: "
+                    f"{path} has another {name} in {names[index]} than in {names[first]}, which must repeat it: "
                     f"they are shards of different models, one is damaged, or {PARAMS} is another model's"
                 )
         parts = parts[::repeats]
-        found[name] = ShardedTensor(parts, axis) if len(parts) > 1 else parts[0]
-    return found
+        whole[name] = ShardedTensor(parts, axis) if len(parts) > 1 else parts[0]
+    return whole
 
 
-def _layout(stored: TensorSpec, shape: tuple[int, ...], count: int) -> tuple[int, int]:
+def _layout(spec: TensorSpec, shape: tuple[int, ...], count: int) -> tuple[int, int]:
     """The axis along which ``count`` shards of a shape split a tensor, and how many in a row repeat each part."""
-    row = stored.parameter
+    row = spec.parameter
     if not row.inputs:
         return 0, count
     if "kv_heads" in row.outputs:  # of which there may be fewer than shards
-        return 0, max(1, shape[0] * count // stored.shape[0])
+        return 0, max(1, shape[0] * count // spec.shape[0])
     if row.axes == ("vocab", "embed"):
-        return int(shape[1] * count == stored.shape[1]), 1
+        return int(shape[1] * count == spec.shape[1]), 1
     return int(row.inputs != ("embed",)), 1
 
 
@@ -295,9 +287,9 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_
         write_json(target / OURS, {"max_seq_len": config.max_seq_len})
     write_chat_files(target, checkpoint.chat_template, checkpoint.stop_ids)
     named: list[tuple[str, FileTensor, np.dtype[Any]]] = []
-    for stored in tensor_specs(dataclasses.replace(config, tie_embeddings=False)):
-        tensor = tensors["embed" if config.tie_embeddings and stored.key == "lm_head" else stored.key]
-        named.append((stored.name("meta"), interleaved(stored, tensor, config.head_dim), dtype or tensor.dtype))
+    for spec in tensor_specs(dataclasses.replace(config, tie_embeddings=False)):
+        tensor = tensors["embed" if config.tie_embeddings and spec.key == "lm_head" else spec.key]
+        named.append((spec.name("meta"), interleaved(spec, tensor, config.head_dim), dtype or tensor.dtype))
     write_torch_file(target / _shard_name(0), named, on_progress)
 
 
