@@ -18,7 +18,6 @@ import pickle
 import pickletools
 import struct
 import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,7 +32,7 @@ MAX_INDEX_BYTES = 4 << 20
 """Limit for ``data.pkl`` and the zip directory. A pickle takes about 200 bytes a tensor; Llama 3.1 405B has 1,138."""
 
 _ALIGNMENT = 64
-_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, length of the name, length of the extra field
+_LOCAL_HEADER_BYTES = 30  # of a zip entry, without its name
 _MAX_AXES = 8
 
 _STORAGES: dict[str, np.dtype[Any]] = {
@@ -58,22 +57,18 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
         JllamaError: the file is cut short or damaged, is of torch before 1.6, calls anything but what tensors need, or
             is something else than a dictionary of floating-point tensors, each lying inside its own storage.
     """
-    entries = _entries(path)
-    folders = [name.removesuffix("data.pkl") for name in entries if name.endswith("/data.pkl")]
-    if len(folders) != 1:
-        raise JllamaError(f"{path} is a zip archive with {len(folders)} entries named data.pkl; torch's have one")
-    folder = folders[0]
-    for name in entries:
-        if not name.startswith(folder) or name.startswith("/") or ".." in name.split("/"):
-            raise JllamaError(f"{path} has an entry named {name!r}, outside its own folder {folder!r}: do not trust it")
-    byteorder = entries.get(f"{folder}byteorder")
-    if byteorder is not None and byteorder.tobytes() != b"little":
-        raise JllamaError(f"{path} is of a big-endian machine: torch.load it on a little-endian one and torch.save it")
-    data = entries[f"{folder}data.pkl"]
-    if data.size > MAX_INDEX_BYTES:
-        raise JllamaError(f"{path} has a data.pkl of {data.size} bytes; jllama reads at most {MAX_INDEX_BYTES}")
     try:
-        content = _Unpickler(data.tobytes(), {name.removeprefix(folder): entries[name] for name in entries}).load()
+        with _Directory(path) as file:
+            if file.read(2) == b"\x80\x02":  # a bare pickle
+                raise JllamaError(f"{path} was saved by torch before 1.6: torch.load it and torch.save it again")
+            with zipfile.ZipFile(file) as archive:
+                data, entries = _entries(path, archive, file)
+    except OSError as error:
+        raise JllamaError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (zipfile.BadZipFile, RuntimeError, ValueError, OverflowError, EOFError, struct.error) as error:
+        raise JllamaError(f"{path} is cut short, damaged or not a file of torch.save: {error}") from error
+    try:
+        content = _Unpickler(data, entries).load()
     except JllamaError as error:
         raise JllamaError(f"{path} {error}") from error
     except Exception as error:  # Python documents no limit to what unpickling a damaged pickle raises
@@ -95,37 +90,33 @@ class _Directory(io.FileIO):
         return super().read(size)
 
 
-def _entries(path: Path) -> dict[str, np.ndarray]:
-    """The bytes of each entry of the archive, as views of the mapped file."""
-    try:
-        with _Directory(path) as file:
-            if file.read(2) == b"\x80\x02":  # a bare pickle
-                raise JllamaError(f"{path} was saved by torch before 1.6: torch.load it and torch.save it again")
-            with zipfile.ZipFile(file) as archive:
-                infos = archive.infolist()
-        mapped = np.memmap(path, np.uint8, "r").view(np.ndarray)
-    except OSError as error:
-        raise JllamaError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, struct.error) as error:
-        raise JllamaError(f"{path} is cut short or is not a file of torch.save: {error}") from error
+def _entries(path: Path, archive: zipfile.ZipFile, file: io.FileIO) -> tuple[bytes, dict[str, np.ndarray]]:
+    """The pickle, and the bytes of each entry of the archive as views of the mapped file, by name in its folder."""
+    infos = {info.orig_filename: info for info in archive.infolist()}
+    pickles = [name for name in infos if name.endswith("/data.pkl")]
+    if len(pickles) != 1:
+        raise ValueError(f"it has {len(pickles)} entries named data.pkl")
+    if len(infos) != len(archive.infolist()):
+        raise ValueError("it has two entries of one name")
+    folder = pickles[0].removesuffix("data.pkl")
+    mapped = np.memmap(path, np.uint8, "r").view(np.ndarray)
     entries: dict[str, np.ndarray] = {}
-    for info in infos:
-        name = info.orig_filename
-        if name in entries:
-            raise JllamaError(f"{path} has two entries named {name!r}: it is damaged, copy it again")
-        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 1:
-            raise JllamaError(f"{path} has {name!r} compressed or encrypted, as torch never does: torch.save it again")
-        if not 0 <= info.header_offset <= mapped.size - _LOCAL_HEADER.size:
-            raise JllamaError(f"{path} has {name!r} past its end: copy the file again")
-        signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(mapped.data, info.header_offset)
-        start = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
-        if signature != b"PK\3\4" or start + info.file_size > mapped.size:
-            raise JllamaError(f"{path} has no entry where {name!r} should be, or a longer one: copy the file again")
-        entries[name] = mapped[start : start + info.file_size]
-        is_index = name.endswith("/data.pkl") and info.file_size <= MAX_INDEX_BYTES
-        if is_index and zlib.crc32(entries[name].data) != info.CRC:
-            raise JllamaError(f"{path} has a damaged data.pkl: its checksum differs, copy the file again")
-    return entries
+    for name, info in infos.items():
+        if not name.startswith(folder) or name.startswith("/") or ".." in name.split("/"):
+            raise JllamaError(f"{path} has an entry named {name!r}, outside its own folder {folder!r}: do not trust it")
+        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+            raise JllamaError(f"{path} has {name!r} compressed, as torch never does: torch.save it again")
+        with archive.open(info):  # reads and checks the header before the bytes
+            start = file.tell()
+        if start + info.file_size > mapped.size:
+            raise ValueError(f"{name!r} goes on past its end")
+        entries[name.removeprefix(folder)] = mapped[start : start + info.file_size]
+    byteorder = entries.get("byteorder")
+    if byteorder is not None and byteorder.tobytes() != b"little":
+        raise JllamaError(f"{path} is of a big-endian machine: torch.load it on a little-endian one and torch.save it")
+    if (size := infos[pickles[0]].file_size) > MAX_INDEX_BYTES:
+        raise JllamaError(f"{path} has a data.pkl of {size} bytes; jllama reads at most {MAX_INDEX_BYTES}")
+    return archive.read(pickles[0]), entries  # with its checksum
 
 
 class _Dict(dict[str, Any]):
@@ -243,7 +234,7 @@ def write_torch_file(
             info = zipfile.ZipInfo(f"archive/data/{number}")
             # An extra field of the right length puts the numbers at a multiple of 64 bytes, as torch has them. Behind
             # it comes the 20-byte field of zip64, always: the sizes are known only when the header is written again.
-            start = file.tell() + _LOCAL_HEADER.size + len(info.filename) + 4 + 20
+            start = file.tell() + _LOCAL_HEADER_BYTES + len(info.filename) + 4 + 20
             padding = -start % _ALIGNMENT
             info.extra = struct.pack("<2sH", b"FB", padding) + bytes(padding)
             with archive.open(info, "w", force_zip64=True) as entry:

@@ -336,7 +336,7 @@ def test_other_archives_are_refused(tmp_path, monkeypatch):
     refused("2 entries named data.pkl")
     with pytest.warns(UserWarning, match="Duplicate"):
         archive_of(path, tensor_pickle(), [("x/data/0", b"")])
-    refused("two entries named 'x/data/0'")
+    refused("two entries of one name")
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x/data.pkl", tensor_pickle())
         archive.writestr("x/byteorder", "big")
@@ -357,7 +357,7 @@ def test_a_damaged_pickle_is_noticed(saved, tmp_path):
     place = content.index(b"X\x01\x00\x00\x001") + 5  # the second tensor's storage, by its key
     content[place : place + 1] = b"0"
     (tmp_path / "x.pth").write_bytes(content)
-    with pytest.raises(JllamaError, match="checksum"):
+    with pytest.raises(JllamaError, match="Bad CRC-32"):
         read_torch_file(tmp_path / "x.pth")
 
 
