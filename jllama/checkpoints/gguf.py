@@ -33,8 +33,7 @@ from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError
 from jllama.files import fault_of
 from jllama.parameters import TensorSpec, parameter_table, tensor_specs
-from jllama.tokenizers.convert import to_gguf
-from jllama.tokenizers.gguf import from_gguf
+from jllama.tokenizers.gguf import from_gguf, to_gguf
 
 ARCHITECTURE = "llama"
 ROPE_FREQS = "rope_freqs.weight"

@@ -22,8 +22,7 @@ from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.files import fault_of
 from jllama.parameters import TensorSpec, count_parameters, tensor_specs
-from jllama.tokenizers.convert import save_llama2c_tokenizer
-from jllama.tokenizers.llama2c import load_llama2c_tokenizer
+from jllama.tokenizers.llama2c import load_llama2c_tokenizer, save_llama2c_tokenizer
 
 MODEL = "model.bin"
 TOKENIZER = "tokenizer.bin"

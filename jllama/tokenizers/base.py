@@ -1,10 +1,9 @@
-"""What every tokenizer has, and the one that needs no training: a token for each UTF-8 byte."""
+"""What every tokenizer can do, and the simplest one: a token for each UTF-8 byte."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,9 +13,8 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from jllama.errors import JllamaError
-
-FIRST_BYTE = 3
-BYTES_MODEL = {"type": "bytes", "vocab_size": FIRST_BYTE + 256}
+from jllama.tokenizers.byte_level import BYTE_CHARS, byte_level_json
+from jllama.tokenizers.pieces import Pieces
 
 
 class Tokenizer(ABC):
@@ -24,6 +22,12 @@ class Tokenizer(ABC):
 
     SmolLM2's lacks bytes of U+0004, U+0006, U+0013, U+0014, U+0016, U+001D and of the unassigned U+40000 to U+BFFFF,
     and drops them. Llama's own have every byte.
+
+    >>> tokenizer = BytesTokenizer()
+    >>> tokenizer.encode("Hi")
+    [75, 108]
+    >>> tokenizer.decode([75, 108])
+    'Hi'
 
     Attributes:
         vocab_size: number of ids: they run from 0 to ``vocab_size - 1``.
@@ -51,14 +55,14 @@ class Tokenizer(ABC):
         return self._encode(text)
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
-        """As ``encode``, but special tokens (the longest that fits) spelled out in the text become their ids.
+        """The ids of text from a chat template: special tokens (the longest that fits) spelled out become their ids.
 
-        For text that a chat template has made. What is between two of them is encoded as a text of its own.
+        What is between two of them is encoded as a text of its own.
         """
         names = "|".join(map(re.escape, sorted(self.special_tokens, key=len, reverse=True)))
         parts = re.split(f"({names})", text)  # every other part is a special token
-        found = (self.encode(part) if i % 2 == 0 else [self.special_tokens[part]] for i, part in enumerate(parts))
-        return list(itertools.chain.from_iterable(found))
+        ids = (self.encode(part) if i % 2 == 0 else [self.special_tokens[part]] for i, part in enumerate(parts))
+        return list(itertools.chain.from_iterable(ids))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``; special tokens give nothing, invalid UTF-8 gives U+FFFD.
@@ -67,10 +71,8 @@ class Tokenizer(ABC):
         """
         array = np.asarray(ids, np.int64)
         if outside := array[(array < 0) | (array >= self.vocab_size)].tolist():
-            raise JllamaError(
-                f"token {outside[0]} is outside the tokenizer's vocabulary of {self.vocab_size}: "
-                f"give the tokenizer the model was trained with"
-            )
+            said = f"token {outside[0]} is outside the tokenizer's vocabulary of {self.vocab_size}"
+            raise JllamaError(f"{said}: give the tokenizer the model was trained with")
         return self._decode(array[self._token_bytes[array] > 0])
 
     def token_bytes(self) -> Int32[np.ndarray, "vocab"]:
@@ -78,13 +80,21 @@ class Tokenizer(ABC):
         return self._token_bytes.copy()
 
     def save(self, folder: Path) -> None:
-        """Write what ``load_tokenizer`` reads back from ``folder``, which is made if missing."""
+        """Write what ``load_tokenizer`` reads back from ``folder``, which is created if missing."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / self.file_name).write_bytes(self.content)
 
     def fingerprint(self) -> str:
         """SHA-256 of the file's content, in hexadecimal."""
         return hashlib.sha256(self.content).hexdigest()
+
+    def to_json(self) -> str:
+        """The ``tokenizer.json`` that gives the same ids; JllamaError if there is none."""
+        raise JllamaError(f"a {type(self).__name__} cannot be written as a tokenizer.json")
+
+    def to_pieces(self) -> Pieces:
+        """The SentencePiece model that gives the same ids; JllamaError if there is none."""
+        raise JllamaError(f"a {type(self).__name__} cannot be written as a SentencePiece model, as this format needs")
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]: ...
@@ -98,25 +108,27 @@ def check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise JllamaError(
-            f"the text has the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}, "
-            f"which is not text in UTF-8: remove it"
-        ) from None
+        said = f"the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}"
+        raise JllamaError(f"the text has {said}, which is not text in UTF-8: remove it") from None
 
 
 class BytesTokenizer(Tokenizer):
     """Ids in Llama 2's order: 0 unknown, 1 BOS, 2 EOS, and byte ``b`` is token ``3 + b``."""
 
-    vocab_size = FIRST_BYTE + 256
-    bos_id = 1
-    eos_id = 2
+    vocab_size, bos_id, eos_id = 259, 1, 2
     special_tokens = {"<unk>": 0, "<s>": 1, "</s>": 2}  # noqa: RUF012
     file_name = "tokenizer.bytes.json"
-    content = json.dumps(BYTES_MODEL).encode()
-    _token_bytes = (np.arange(vocab_size) >= FIRST_BYTE).astype(np.int32)
+    content = b'{"type": "bytes", "vocab_size": 259}'
+    _token_bytes = (np.arange(vocab_size) >= 3).astype(np.int32)
 
     def _encode(self, text: str) -> list[int]:
-        return (np.frombuffer(text.encode(), np.uint8).astype(np.int32) + FIRST_BYTE).tolist()
+        return (np.frombuffer(text.encode(), np.uint8).astype(np.int32) + 3).tolist()
 
     def _decode(self, ids: Int[np.ndarray, "tokens"]) -> str:
-        return bytes((ids - FIRST_BYTE).tolist()).decode("utf-8", "replace")
+        return bytes((ids - 3).tolist()).decode("utf-8", "replace")
+
+    def to_json(self) -> str:
+        """The ``tokenizer.json`` that gives the same ids."""
+        controls = [(id, text, True) for text, id in self.special_tokens.items()]
+        vocab = {text: id for id, text in enumerate([*self.special_tokens, *BYTE_CHARS])}
+        return byte_level_json(vocab, [], controls, "gpt-2", (self.bos_id, "<s>"))

@@ -27,10 +27,10 @@ from jllama.tokenizers import (
     train_sentencepiece,
 )
 from jllama.tokenizers.byte_level import BYTE_CHARS, LLAMA3_PATTERN, PRE_TOKENIZERS, byte_level_json
-from jllama.tokenizers.convert import as_huggingface, save_huggingface, save_llama2c_tokenizer, save_meta, to_gguf
-from jllama.tokenizers.gguf import from_gguf
-from jllama.tokenizers.llama2c import load_llama2c_tokenizer
-from jllama.tokenizers.pieces import BYTE, CONTROL, NORMAL, USER_DEFINED, read_pieces
+from jllama.tokenizers.convert import as_huggingface, save_huggingface, save_meta
+from jllama.tokenizers.gguf import from_gguf, to_gguf
+from jllama.tokenizers.llama2c import load_llama2c_tokenizer, save_llama2c_tokenizer
+from jllama.tokenizers.pieces import Pieces, TokenType
 from jllama.tokenizers.tiktoken import SPECIAL_TOKENS, _parts, write_ranks
 
 CORPUS = [
@@ -209,7 +209,7 @@ def test_through_llama2c(tmp_path):
     longest, score, length = struct.unpack_from("<ifi", path.read_bytes())
     assert (score, length) == (0.0, 5)
     assert longest == max(
-        len(text.replace("\u2581", " ").encode()) for text in read_pieces(MADE["sentencepiece"].content).texts
+        len(text.replace("\u2581", " ").encode()) for text in Pieces.from_model(MADE["sentencepiece"].content).texts
     )
     assert b"\n<s>\n" in path.read_bytes()
 
@@ -439,7 +439,7 @@ def test_characters_that_a_vocabulary_lacks_are_dropped():
     vocab = [token for token in whole["model"]["vocab"] if token not in [BYTE_CHARS[ord(char)] for char in lost]]
     whole["model"]["vocab"] = {token: id for id, token in enumerate(vocab)}
     whole["added_tokens"] = [token | {"id": vocab.index(token["content"])} for token in whole["added_tokens"]]
-    ids = [vocab.index(made.text_of(id)) for id in (made.bos_id, made.eos_id)]
+    ids = [vocab.index(made.texts[id]) for id in (made.bos_id, made.eos_id)]
     tokenizer = HuggingFaceTokenizer(json.dumps(whole), *ids)
     text = "".join(map(chr, range(0x2000)))
     kept = "".join(char for char in text if char not in lost)
@@ -516,7 +516,7 @@ def test_a_model_that_changes_text_is_read_but_not_converted(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(model)
     assert isinstance(load_tokenizer(tmp_path), HuggingFaceTokenizer)
     for convert in (as_huggingface, lambda tokenizer: to_gguf(tokenizer, 400)):
-        with pytest.raises(JllamaError, match="normalises text"):
+        with pytest.raises(JllamaError, match="normalizes text"):
             convert(tokenizer)
     with pytest.raises(JllamaError, match="BPE with byte fallback"):
         as_huggingface(SentencePieceTokenizer(trained_model(model_type="unigram")))
@@ -539,7 +539,13 @@ def handmade(*normal):
         "model": "llama",
         "tokens": ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *normal],
         "scores": [0.0] * 259 + [-float(number) for number in range(len(normal))],
-        "token_type": [2, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(normal)],
+        "token_type": [
+            2,
+            TokenType.CONTROL,
+            TokenType.CONTROL,
+            *[TokenType.BYTE] * 256,
+            *[TokenType.NORMAL] * len(normal),
+        ],
     }
     return from_gguf({f"tokenizer.ggml.{key}": value for key, value in made.items()}, "it")
 
@@ -561,11 +567,11 @@ def test_llama2c_counts_the_longest_tokens_bytes(tmp_path):
 
 def test_gguf_whose_eos_is_not_marked_as_a_control_token():
     metadata = to_gguf(MADE["sentencepiece"], 410)
-    for key, type_ in (("eos", USER_DEFINED), ("bos", NORMAL)):
+    for key, type_ in (("eos", TokenType.USER_DEFINED), ("bos", TokenType.NORMAL)):
         types = list(metadata["tokenizer.ggml.token_type"])
         types[metadata[f"tokenizer.ggml.{key}_token_id"]] = type_
         assert_same_ids(from_gguf(metadata | {"tokenizer.ggml.token_type": types}, "it"), MADE["sentencepiece"])
-    types = [NORMAL] * 403
+    types = [TokenType.NORMAL] * 403
     found = from_gguf(to_gguf(MADE["smollm"], 403) | {"tokenizer.ggml.token_type": types}, "it")
     assert found.decode([1, *found.encode("a"), 2]) == "a"
 
@@ -577,7 +583,7 @@ def test_gguf_whose_eos_is_not_marked_as_a_control_token():
         ({"scores": ["a"] * 400}, "scores"),
         ({"unknown_token_id": 400}, "lacks an unknown token"),
         ({"unknown_token_id": 5}, "lacks an unknown token"),
-        ({"token_type": [2, 3, 3] + [NORMAL] * 397}, "256 byte tokens"),
+        ({"token_type": [2, 3, 3] + [TokenType.NORMAL] * 397}, "256 byte tokens"),
         ({"add_space_prefix": 1}, "an odd tokenizer.ggml.add_space_prefix"),
     ],
 )
@@ -590,14 +596,21 @@ def test_metadata_that_describe_no_sentencepiece_model(change, said):
 def test_gguf_as_llama_cpp_writes_it():
     metadata = to_gguf(MADE["sentencepiece"], 402)
     types = metadata["tokenizer.ggml.token_type"]
-    assert (metadata["tokenizer.ggml.model"], types[:3], types[3:259]) == ("llama", [2, CONTROL, CONTROL], [BYTE] * 256)
+    assert (metadata["tokenizer.ggml.model"], types[:3], types[3:259]) == (
+        "llama",
+        [2, TokenType.CONTROL, TokenType.CONTROL],
+        [TokenType.BYTE] * 256,
+    )
     assert metadata["tokenizer.ggml.tokens"][400:] == ["[PAD400]", "[PAD401]"]
     assert types[400:] == [5, 5]
     assert (metadata["tokenizer.ggml.bos_token_id"], metadata["tokenizer.ggml.eos_token_id"]) == (1, 2)
     assert metadata["tokenizer.ggml.scores"][259:400] == [-float(rank) for rank in range(141)]
     metadata = to_gguf(MADE["tiktoken"], MADE["tiktoken"].vocab_size)
     assert (metadata["tokenizer.ggml.model"], metadata["tokenizer.ggml.pre"]) == ("gpt2", "llama-bpe")
-    assert metadata["tokenizer.ggml.token_type"] == [NORMAL] * len(MADE["tiktoken"].tokens) + [CONTROL] * 256
+    assert (
+        metadata["tokenizer.ggml.token_type"]
+        == [TokenType.NORMAL] * len(MADE["tiktoken"].tokens) + [TokenType.CONTROL] * 256
+    )
     assert all(merge.count(" ") == 1 for merge in metadata["tokenizer.ggml.merges"])
     for alias, pre in (("llama3", "llama-bpe"), ("llama-v3", "llama-bpe"), ("default", "gpt-2")):
         name = {"llama-bpe": "tiktoken", "gpt-2": "gpt-2"}[pre]

@@ -17,8 +17,9 @@ from jllama.checkpoints.gguf_file import read_gguf_file
 from jllama.data import corpus, tokens
 from jllama.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, TiktokenTokenizer, load_tokenizer
 from jllama.tokenizers.byte_level import LLAMA3_PATTERN
-from jllama.tokenizers.convert import save_huggingface, save_llama2c_tokenizer, save_meta, to_gguf
-from jllama.tokenizers.gguf import from_gguf
+from jllama.tokenizers.convert import save_huggingface, save_meta
+from jllama.tokenizers.gguf import from_gguf, to_gguf
+from jllama.tokenizers.llama2c import save_llama2c_tokenizer
 
 pytestmark = pytest.mark.real_weights
 
