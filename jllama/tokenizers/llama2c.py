@@ -39,7 +39,7 @@ def load_llama2c_tokenizer(path: Path) -> SentencePieceTokenizer:
     if not _has_bytes(texts):
         raise JllamaError(f"{path} has {len(texts)} tokens, and 3 to 258 are not the 256 bytes: run.c needs them")
     texts[:3] = "<unk>", "<s>", "</s>"
-    types = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL, *[TokenType.BYTE] * 256]
+    types: list[int] = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL, *[TokenType.BYTE] * 256]
     types += [TokenType.NORMAL] * (len(texts) - 259)
     model = Pieces(
         [text.replace(" ", SPACE) for text in texts], scores, types, 0, 1, 2, add_dummy_prefix=True

@@ -48,8 +48,9 @@ class Pieces(NamedTuple):
             raise JllamaError("only SentencePiece models of Llama's kind (BPE with byte fallback) can be converted")
         if spec.precompiled_charsmap or spec.remove_extra_whitespaces or not spec.escape_whitespaces:
             raise JllamaError(f"the SentencePiece model normalizes text ({spec.name}), which other formats cannot hold")
-        columns = zip(*((piece.piece, piece.score, piece.type) for piece in proto.pieces), strict=True)
-        return cls(*map(list, columns), trainer.unk_id, trainer.bos_id, trainer.eos_id, spec.add_dummy_prefix)
+        rows = ((piece.piece, piece.score, piece.type) for piece in proto.pieces)
+        texts, scores, types = map(list, zip(*rows, strict=True))
+        return cls(texts, scores, types, trainer.unk_id, trainer.bos_id, trainer.eos_id, spec.add_dummy_prefix)
 
     def to_model(self) -> bytes:
         """Serialize the model, with the settings of Llama's."""
@@ -95,7 +96,7 @@ class Pieces(NamedTuple):
 
 def added_tokens(texts: list[str], types: list[int]) -> list[tuple[int, str, bool]]:
     """Id, text and whether it is special of the tokens that no merge produces."""
-    special = {TokenType.UNKNOWN: True, TokenType.CONTROL: True, TokenType.USER_DEFINED: False}
+    special: dict[int, bool] = {TokenType.UNKNOWN: True, TokenType.CONTROL: True, TokenType.USER_DEFINED: False}
     return [(id, texts[id], special[kind]) for id, kind in enumerate(types) if kind in special]
 
 
