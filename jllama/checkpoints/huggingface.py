@@ -35,7 +35,7 @@ INDEX = "model.safetensors.index.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 MAX_SHARD_BYTES = 5_000_000_000
-"""Of a shard's tensors. A tensor that is larger has a shard of its own."""
+"""Limit for the tensors of a shard; a larger tensor has a shard of its own."""
 
 _SIZES: dict[str, tuple[str, int | None]] = {
     "num_layers": ("num_hidden_layers", 32),
@@ -46,17 +46,13 @@ _SIZES: dict[str, tuple[str, int | None]] = {
     "mlp_dim": ("intermediate_size", 11_008),
     "max_seq_len": ("max_position_embeddings", 2048),
 }
-"""Theirs and its default, for each of our sizes; None is worked out from the others."""
+"""The key and default of each size; None is worked out from the others."""
 
-_NOT_OURS = (
-    "attention_bias",
-    "mlp_bias",
-    "use_sliding_window",
-    "num_local_experts",
-    "num_experts",
-    "quantization_config",
-)
-"""Options that change the architecture, and that a Llama has off."""
+_LLAMA = dict.fromkeys(
+    ("attention_bias", "mlp_bias", "use_sliding_window", "num_local_experts", "num_experts", "quantization_config"),
+    False,
+) | {"hidden_act": "silu"}
+"""Options that change the architecture, as a Llama has them."""
 
 _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
@@ -71,7 +67,7 @@ _ROPE_COMMON = ("rope_theta", "partial_rotary_factor", "original_max_position_em
 
 
 def recognizes(path: Path) -> bool:
-    """Whether a folder has a ``config.json`` that names a model, or safetensors."""
+    """Tell whether a folder has a ``config.json`` that names a model, or safetensors."""
     try:
         if any(path.glob("*.safetensors")):
             return True
@@ -82,7 +78,7 @@ def recognizes(path: Path) -> bool:
 
 
 def config_from_huggingface(fields: Mapping[str, Any], source: Path) -> LlamaConfig:
-    """The architecture that a ``config.json`` describes, in transformers 4's spelling or 5's; missing fields as theirs.
+    """Read the architecture in a ``config.json``, in transformers 4's spelling or 5's; missing fields have defaults.
 
     ``vocab_size`` is 0 if the file leaves it to the weights: absent, null or -1.
 
@@ -115,17 +111,15 @@ def _refuse_other_models(fields: Mapping[str, Any], source: Path) -> None:
     model_type = fields.get("model_type", "llama" if fields.get("architectures") == ["LlamaForCausalLM"] else None)
     if model_type != "llama":
         raise JllamaError(f"{source} has model_type {model_type!r}; jllama reads models of type 'llama' alone")
-    wanted = {key: fields[key] for key in _NOT_OURS if fields.get(key)}
+    refused = {key: fields[key] for key, value in _LLAMA.items() if (fields.get(key) or value) != value}
     if "sliding_window" in fields and fields.get("use_sliding_window", True):
-        wanted["sliding_window"] = fields["sliding_window"]
+        refused["sliding_window"] = fields["sliding_window"]
     layer_types = fields.get("layer_types", [])
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-        wanted["layer_types"] = layer_types
-    if wanted:
-        asked = ", ".join(f"{key} {json.dumps(value)[:80]}" for key, value in wanted.items())
-        raise JllamaError(f"{source} asks for what jllama's Llama does not have: {asked}")
-    if (activation := fields.get("hidden_act", "silu")) != "silu":
-        raise JllamaError(f"{source} has hidden_act {activation!r}; jllama has 'silu' alone")
+        refused["layer_types"] = layer_types
+    if refused:
+        options = ", ".join(f"{key} {json.dumps(value)[:80]}" for key, value in refused.items())
+        raise JllamaError(f"{source} asks for what jllama's Llama does not have: {options}")
 
 
 def _rope(fields: Mapping[str, Any], max_seq_len: int, source: Path) -> tuple[float, RopeScaling | None]:
@@ -235,28 +229,28 @@ def config_to_huggingface(config: LlamaConfig, dtype: str) -> dict[str, Any]:
 def read(path: Path) -> Checkpoint:
     """Open a Hugging Face folder; of the weights only the embedding is read, and only to compare a tied head with it.
 
-    An index that names a place outside the folder raises JllamaError.
+    An index that names a file outside the folder raises JllamaError.
     """
     source = path / CONFIG
     if not source.is_file():
         raise JllamaError(f"{path} has no {CONFIG}: copy it there, the weights alone do not say what model they are")
     fields = read_json_object(source)
     config = config_from_huggingface(fields, source)
-    found = {
+    weights = {
         name: tensor
         for name, tensor in _weights(path).items()
-        if not re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name)  # computed, not learnt
+        if not re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name)  # computed, not learned
     }
     table = parameter_table(dataclasses.replace(config, tie_embeddings=False))
     embed, head = table["embed"].name("huggingface"), table["lm_head"].name("huggingface")
-    if not config.vocab_size and embed in found:
-        rows = max([1, *found[embed].shape[:1]])  # an embedding without rows is to be found wanting
+    if not config.vocab_size and embed in weights:
+        rows = max([1, *weights[embed].shape[:1]])  # an embedding without rows is refused below
         config = dataclasses.replace(config, vocab_size=rows)
-    repeated_head = found.pop(head, None) if config.tie_embeddings else None
+    repeated_head = weights.pop(head, None) if config.tie_embeddings else None
     try:
-        tensors = matched(found, config, "huggingface", path)
+        tensors = matched(weights, config, "huggingface", path)
     except JllamaError as error:
-        if config.tie_embeddings or head in found:
+        if config.tie_embeddings or head in weights:
             raise
         raise JllamaError(f"{error}; a model without {head} needs tie_word_embeddings true in {CONFIG}") from error
     if repeated_head is not None and not same_bits(repeated_head, tensors["embed"]):
@@ -271,7 +265,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def read_text_files(folder: Path) -> tuple[Tokenizer | None, str | None, tuple[int, ...]]:
-    """The tokenizer, chat template and stop ids in a folder of any format; None and no ids where files are absent.
+    """Read the tokenizer, chat template and stop ids in a folder of any format; None and no ids for absent files.
 
     Raises:
         JllamaError: a file is there but is not what its name says.
@@ -290,9 +284,7 @@ def _stop_ids(value: Any, source: Path) -> tuple[int, ...]:
     """An ``eos_token_id`` of a JSON file (absent, one id or a list) as a tuple; anything else raises JllamaError."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(token) is int and token >= 0 for token in ids):
-        raise JllamaError(
-            f"{source} has eos_token_id {json.dumps(value)[:100]}; it must be a token id or a list of them"
-        )
+        raise JllamaError(f"{source} has eos_token_id {json.dumps(value)[:100]}; it must be a token id or several")
     return tuple(ids)
 
 
@@ -311,35 +303,31 @@ def _weights(path: Path) -> dict[str, np.ndarray]:
         return read_safetensors(path / WEIGHTS)
     index = path / INDEX
     if not index.is_file():
-        if any(path.glob("pytorch_model*.bin*")):
-            raise JllamaError(
-                f"{path} has its weights as pytorch_model.bin, a pickle, which jllama does not open: save them as "
-                f"safetensors, with save_pretrained of transformers"
-            )
-        held = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "no safetensors at all"
-        raise JllamaError(f"{path} has neither {WEIGHTS} nor {INDEX}; it has {held}")
-    places = read_json_object(index).get("weight_map")
-    if not isinstance(places, dict) or not places:
+        others = [file.name for file in (*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin*"))]
+        raise JllamaError(
+            f"{path} has neither {WEIGHTS} nor {INDEX}; it has {', '.join(sorted(others)) or 'no safetensors at all'}: "
+            f"jllama opens no pickle, so save the model as safetensors, with save_pretrained of transformers"
+        )
+    shard_of = read_json_object(index).get("weight_map")
+    if not isinstance(shard_of, dict) or not shard_of:
         raise JllamaError(f"{index} has no weight_map, the object that says which file each tensor is in")
-    for shard in places.values():
+    for shard in shard_of.values():
         # The file may be a link that leads elsewhere, as in the hub's cache; its name may not.
         if not isinstance(shard, str) or not re.fullmatch(r"[\w.-]{1,200}\.safetensors", shard, re.ASCII):
-            raise JllamaError(
-                f"{index} points to {json.dumps(shard)[:100]}; expected the name of a safetensors file beside it"
-            )
-    shards = sorted(set(places.values()))
+            raise JllamaError(f"{index} points to {json.dumps(shard)[:100]}; expected a safetensors file beside it")
+    shards = sorted(set(shard_of.values()))
     if missing := [shard for shard in shards if not (path / shard).is_file()]:
         raise JllamaError(f"{path} lacks {', '.join(missing)}, which {INDEX} names: copy what is missing there")
-    found: dict[str, np.ndarray] = {}
+    weights: dict[str, np.ndarray] = {}
     problems = []
     for shard in shards:
-        held = read_safetensors(path / shard)
-        problems += [f"{shard} lacks {name}" for name in places if places[name] == shard and name not in held]
-        problems += [f"{shard} has {name} against the index" for name in held if places.get(name) != shard]
-        found |= held
+        tensors = read_safetensors(path / shard)
+        problems += [f"{shard} lacks {name}" for name in shard_of if shard_of[name] == shard and name not in tensors]
+        problems += [f"{shard} has {name} against the index" for name in tensors if shard_of.get(name) != shard]
+        weights |= tensors
     if problems:
         raise JllamaError(f"{path} has shards that differ from {INDEX}: {'; '.join(problems)}")
-    return found
+    return weights
 
 
 def _old_chat_template(path: Path) -> str | None:
@@ -353,12 +341,15 @@ def _old_chat_template(path: Path) -> str | None:
     return template
 
 
+_Named = tuple[str, FileTensor, np.dtype[Any]]
+"""A tensor to write, under its name and in its dtype."""
+
+
 def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_progress: OnProgress) -> None:
     """Write a folder that transformers loads as it is."""
-    tensors = [
-        (stored.name("huggingface"), tensor, tensor.dtype if dtype is None else dtype)
-        for stored in tensor_specs(checkpoint.config)
-        for tensor in [checkpoint.tensors[stored.key]]
+    tensors: list[_Named] = [
+        (spec.name("huggingface"), tensor := checkpoint.tensors[spec.key], tensor.dtype if dtype is None else dtype)
+        for spec in tensor_specs(checkpoint.config)
     ]
     dtypes = {kind for _, _, kind in tensors}
     if unknown := dtypes - set(DTYPES.values()):
@@ -380,40 +371,27 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_
         # transformers 4.45, for one, and tools of its time know no chat_template.jinja.
         fields = read_json_object(target / TOKENIZER_CONFIG) | {"chat_template": template}
         write_json(target / TOKENIZER_CONFIG, fields)
-    shards = _shards(tensors)
-    if len(shards) == 1:
-        write_safetensors(target / WEIGHTS, shards[0], on_progress)
-        return
+    shards: list[list[_Named]] = [[]]
+    for tensor in tensors:
+        if shards[-1] and _bytes(*shards[-1], tensor) > MAX_SHARD_BYTES:
+            shards.append([])
+        shards[-1].append(tensor)
     names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-    places = {tensor[0]: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-    total_bytes = sum(_bytes(tensor) for tensor in tensors)
-    write_json(target / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": places})
+    if len(shards) == 1:
+        names = [WEIGHTS]
+    else:
+        shard_of = {tensor[0]: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        write_json(target / INDEX, {"metadata": {"total_size": _bytes(*tensors)}, "weight_map": shard_of})
     for name, shard in zip(names, shards, strict=True):
         write_safetensors(target / name, shard, on_progress)
 
 
-_Named = tuple[str, FileTensor, np.dtype[Any]]
-
-
-def _bytes(tensor: _Named) -> int:
-    return math.prod(tensor[1].shape) * tensor[2].itemsize
-
-
-def _shards(tensors: list[_Named]) -> list[list[_Named]]:
-    """The tensors in order, cut into runs of at most ``MAX_SHARD_BYTES``."""
-    shards: list[list[_Named]] = []
-    free_bytes = 0
-    for tensor in tensors:
-        if not shards or _bytes(tensor) > free_bytes:
-            shards.append([])
-            free_bytes = MAX_SHARD_BYTES
-        shards[-1].append(tensor)
-        free_bytes -= _bytes(tensor)
-    return shards
+def _bytes(*tensors: _Named) -> int:
+    return sum(math.prod(tensor.shape) * dtype.itemsize for _, tensor, dtype in tensors)
 
 
 def download(repository: str) -> Path:
-    """Fetch ``org/name`` from the Hugging Face hub, or find it in the hub's cache; the folder it is in.
+    """Fetch ``org/name`` from the Hugging Face hub, or find it in the hub's cache; returns the folder it is in.
 
     Raises:
         JllamaError: the hub extra is not installed, or the repository cannot be had.
@@ -421,20 +399,15 @@ def download(repository: str) -> Path:
     try:
         from huggingface_hub import errors, snapshot_download
     except ImportError as error:
-        raise JllamaError(
-            f"{repository} is on the hub, which needs the hub extra: pip install 'jllama[hub]'"
-        ) from error
+        raise JllamaError(f"{repository} is on the hub, which needs an extra: pip install 'jllama[hub]'") from error
+    patterns = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja"]
     try:
-        wanted = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja"]
-        return Path(snapshot_download(repository, allow_patterns=wanted))
-    except errors.GatedRepoError as error:
-        raise JllamaError(
-            f"{repository} is gated: accept its licence at https://huggingface.co/{repository} and run `hf auth login`"
-        ) from error
+        return Path(snapshot_download(repository, allow_patterns=patterns))
     except errors.RepositoryNotFoundError as error:
-        raise JllamaError(
-            f"the hub has no model {repository}, or a private one: check the name, or run `hf auth login`"
-        ) from error
+        reason = f"has no model {repository}, or a private one: check the name"
+        if isinstance(error, errors.GatedRepoError):
+            reason = f"has {repository} gated: accept its license at https://huggingface.co/{repository}"
+        raise JllamaError(f"the hub {reason}, and run `hf auth login`") from error
     except Exception as error:  # of the hub's client, the HTTP library beneath it, or the disk: all mean the same here
         reason = str(error).strip().partition("\n")[0]
         raise JllamaError(f"{repository} cannot be fetched from the hub: {reason or type(error).__name__}") from error

@@ -425,7 +425,7 @@ def test_yarn_reads_as_transformers_does(attention, tmp_path):
         ({"num_experts": 8}, "num_experts 8"),
         ({"num_experts": 0}, None),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"hidden_act": "gelu"}, 'hidden_act "gelu"'),
         ({"pretraining_tp": 2, "attention_dropout": 0.1, "use_cache": False}, None),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'"),
         ({"rope_scaling": {"type": "su"}}, "'su'"),
