@@ -65,7 +65,7 @@ tokens_of_rows = st.builds(lambda seed: np.random.default_rng(seed).integers(0, 
 PLAIN, JLLAMA = implementation_of(jllama.model), jllama_itself()
 forward_, extend_ = PLAIN.forward, PLAIN.extend
 forward, extend = JLLAMA.forward, JLLAMA.extend
-loss_and_gradients = functools.partial(equalities.loss_and_gradients, JLLAMA)
+loss_and_gradients = equalities.loss_and_gradients(JLLAMA)
 
 
 @functools.cache
@@ -264,7 +264,7 @@ def test_unstacked_layers_are_the_stacked_ones_in_order():
 def test_remat_does_recompute():
     counts = []
     for remat in (False, True):
-        program = jax.make_jaxpr(jax.grad(functools.partial(equalities.mean_loss, PLAIN, BASE, remat=remat)))(
+        program = jax.make_jaxpr(jax.grad(functools.partial(PLAIN.loss, BASE, remat=remat)))(
             weights(BASE), TOKENS[:, :SHORT], np.ones((3, SHORT - 1), bool)
         )
         counts.append(str(program).count(" dot_general["))

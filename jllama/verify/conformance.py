@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jllama.checkpoints.registry import Layout
 from jllama.config import LlamaConfig
-from jllama.decode_params import decode_layout
+from jllama.decode_params import DecodeParams, decode_layout
 from jllama.model import KVCache
 from jllama.parameters import Params
 from jllama.verify.checks import Check, relative_error
@@ -24,24 +25,25 @@ from jllama.verify.variants import VARIANTS, reference_last_logits, reference_lo
 _CHUNK = 16
 
 
-def model_error(implementation: Implementation, config: LlamaConfig, params: Params, variant: LlamaConfig) -> float:
+def model_error(
+    implementation: Implementation, config: LlamaConfig, params: Params | DecodeParams, variant: LlamaConfig
+) -> float:
     """How far the implementation's logits for these parameters are from the oracle's for the variant.
 
-    Compared are a forward pass over each row of positions, and a few tokens through the cache: some at once, then one
-    more. The worst counts.
+    Compared are a forward pass over each row of positions in the layout given, and a few tokens through the cache: some
+    at once, then one more. The worst counts.
     """
     tokens, positions = (jnp.asarray(rows) for rows in tokens_and_positions(variant))
-    laid_out = decode_layout(jax.tree.map(jnp.asarray, params), config)
-    errors = [
-        relative_error(
-            implementation.forward(config, laid_out, tokens[row, None], None, positions[row, None])[0], expected
-        )
-        for row, expected in enumerate(reference_logits(variant))
-    ]
+    params = jax.tree.map(jnp.asarray, params)
+    errors = []
+    for row, expected in enumerate(reference_logits(variant)):
+        logits = implementation.forward(config, params, tokens[row, None], None, positions[row, None])
+        errors.append(relative_error(logits[0], expected))
+    decode_params = params if isinstance(params, DecodeParams) else decode_layout(params, config)
     cache = KVCache.zeros(config, 1, 2 * _CHUNK)
-    _, cache = implementation.extend(config, laid_out, tokens[:1, :_CHUNK], cache, jnp.array([_CHUNK]))
+    _, cache = implementation.extend(config, decode_params, tokens[:1, :_CHUNK], cache, jnp.array([_CHUNK]))
     last = tokens[:1, _CHUNK : 2 * _CHUNK]  # one more token; the rest of the chunk is padding
-    decoded, _ = implementation.extend(config, laid_out, last, cache, jnp.array([1]))
+    decoded, _ = implementation.extend(config, decode_params, last, cache, jnp.array([1]))
     errors.append(relative_error(decoded[0, 0], reference_last_logits(variant, _CHUNK + 1)))
     return float(np.max(errors))  # NaN if any is
 
@@ -51,10 +53,11 @@ def conformance_checks(
     variants: Mapping[str, LlamaConfig] = VARIANTS,
     writers: Iterable[FormatWriter] = tuple(FORMAT_WRITERS.values()),
     folder: Path | None = None,
+    layouts: Iterable[Layout] = ("decode", "training"),
 ) -> list[Check]:
-    """For every variant and every writer that can hold it: the error of the model that the implementation loads.
+    """For every variant and every format that can hold it: the error of the loaded model, in the worse layout.
 
-    ``folder`` keeps the files, for further subjects to load; without it each is removed at once.
+    ``folder`` keeps the files, for further implementations to load; without it each is removed at once.
     """
 
     def error(name: str, writer: FormatWriter) -> float:
@@ -62,11 +65,14 @@ def conformance_checks(
             path, variant = (folder or Path(scratch)) / f"{name} {writer.name}", variants[name]
             if not path.exists():
                 writer.write(path, variant, weights(variant))
-            scaling = variant.rope_scaling
-            config, params = implementation.load(path, scaling.factor if scaling and writer.rope_factor else None)
-            if writer.name.startswith("meta"):  # does not say it, and no logit of what it can hold depends on it
-                config = dataclasses.replace(config, max_seq_len=variant.max_seq_len)
-            return model_error(implementation, config, params, variant)
+            scaling, errors = variant.rope_scaling, []
+            for layout in layouts:
+                rope_factor = scaling.factor if scaling and writer.rope_factor else None
+                config, params = implementation.load(path, rope_factor, layout)
+                if writer.name.startswith("meta"):  # does not say it, and no logit of what it can hold depends on it
+                    config = dataclasses.replace(config, max_seq_len=variant.max_seq_len)
+                errors.append(model_error(implementation, config, params, variant))
+            return float(np.max(errors))
 
     return [
         Check("conformance", name, writer.name, functools.partial(error, name, writer))

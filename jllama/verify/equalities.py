@@ -20,7 +20,7 @@ from jllama import oracle
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams, decode_layout
 from jllama.errors import JllamaError
-from jllama.functional import cross_entropy, grouped_query_attention
+from jllama.functional import grouped_query_attention
 from jllama.model import KVCache
 from jllama.parameters import Params
 from jllama.sharding import BATCH, MeshConfig, make_mesh, state_sharding
@@ -50,25 +50,27 @@ KV_HEADS = (8, 2, 1)
 
 Attention = Callable[[Array, Array, Array, Array], Array]
 """``(query, key, value, mask) -> mixed``, shaped as in ``grouped_query_attention``."""
-Tokens = Int[np.ndarray, "rows seq"]
+Chunks = Iterable[tuple[int, Int[np.ndarray, "rows"] | int]]
+"""The width of each chunk of tokens, and how many of them are fed to each row, if that many are left."""
 
 
 class Case(NamedTuple):
-    """What is run in several ways: the code under test, a model with its layers stacked, and rows of tokens."""
+    """What is run in several ways: the code under test, a model in the training layout, and rows of tokens."""
 
     implementation: Implementation
     config: LlamaConfig
     params: Params
-    tokens: Tokens
+    tokens: Int[np.ndarray, "rows seq"]
 
-    def forward(
-        self,
-        segments: Int[np.ndarray, "rows seq"] | None = None,
-        positions: Int[np.ndarray, "rows seq"] | None = None,
-    ) -> Float[np.ndarray, "rows seq vocab"]:
-        """Logits of one pass through unrolled layers, which run without a compiler too."""
-        arrays = (None if array is None else jnp.asarray(array) for array in (self.tokens, segments, positions))
-        return np.asarray(self.implementation.forward(self.config, _unstacked(self.params, self.config), *arrays))
+    def forward(self, *where: Int[np.ndarray, "rows seq"] | None) -> Float[np.ndarray, "rows seq vocab"]:
+        """Logits of one pass in the decoding layout, which runs without a compiler too; ``where`` as in ``hidden``."""
+        arrays = (None if array is None else jnp.asarray(array) for array in (self.tokens, *where))
+        return np.asarray(self.implementation.forward(self.config, self.decode_params, *arrays))
+
+    @property
+    def decode_params(self) -> DecodeParams:
+        """The model in the decoding layout."""
+        return decode_layout(jax.tree.map(jnp.asarray, self.params), self.config)
 
 
 def equality_checks(implementation: Implementation) -> list[Check]:
@@ -76,37 +78,42 @@ def equality_checks(implementation: Implementation) -> list[Check]:
     rng = np.random.default_rng(0)
     case = Case(implementation, CONFIG, random_params(CONFIG, 0), rng.integers(0, CONFIG.vocab_size, (SEQ, SEQ)))
     lengths, segments = rng.permutation(SEQ), np.sort(rng.integers(0, 4, case.tokens.shape))
-    chunks = {width: rng.integers(0, width + 1, (8, SEQ)) for width in (1, 5, 16)}
     positions = np.linspace(0, 100_000, SEQ).astype(int)[:, None] + np.arange(SEQ)
+    splits = [(SEQ, np.arange(1, SEQ + 1)), *[(1, 1)] * SEQ]
+    chunked = {
+        width: [*((width, counts) for counts in rng.integers(0, width + 1, (8, SEQ))), *[(width, width)] * SEQ]
+        for width in (1, 5, 16)
+    }
 
     def check(row: str, column: str, tolerance: float, error: Callable[..., float], *arguments: object) -> Check:
         return Check("equalities", row, column, functools.partial(error, *arguments), tolerance)
 
-    prefill, chunked = "prefill and decode against one forward", "chunked prefill against one forward"
     ragged, sharded = "ragged batch against single rows", "sharded against one device"
-    rounded = "bfloat16 against float32 weights"
     return [
-        check(prefill, f"every split of {SEQ}", TOLERANCE, prefill_and_decode_error, case, np.arange(1, SEQ + 1)),
-        *(check(chunked, f"chunks of up to {n}", TOLERANCE, chunked_error, case, chunks[n], n) for n in chunks),
+        check("prefill and decode against one forward", f"every split of {SEQ}", TOLERANCE, cache_error, case, splits),
+        *(
+            check("chunked prefill against one forward", f"chunks of up to {n}", TOLERANCE, cache_error, case, chunks)
+            for n, chunks in chunked.items()
+        ),
         check(ragged, f"{SEQ} lengths", TOLERANCE, ragged_error, case, lengths),
         check(ragged, "other padding and mates", TOLERANCE, padding_error, case, lengths),
         check("packed documents against each alone", "up to 4 in a row", TOLERANCE, packed_error, case, segments),
-        check("scanned against unrolled layers", "logits", CLOSE, scanned_error, case),
+        check("scanned against unrolled layers", "logits", CLOSE, layouts_error, case),
         check("remat on against off", "loss", CLOSE, remat_error, case, 0),
         check("remat on against off", "gradients", TOLERANCE, remat_error, case, 1),
-        check(rounded, "up to position 100,000", BFLOAT16_TOLERANCE, bfloat16_error, case, positions),
+        check(
+            *("bfloat16 against float32 weights", "up to position 100,000", BFLOAT16_TOLERANCE),
+            *(bfloat16_error, case, positions),
+        ),
         *(
             check(f"attention against the oracle, {name}", backend, tolerance, attention_error, attend, mask, dtype)
             for name, mask in attention_masks().items()
             for backend, (attend, dtype, tolerance) in attention_backends().items()
         ),
         *(
-            one
+            check(f"{sharded}, {what}", column, TOLERANCE, error, case, sizes)
             for column, sizes in MESHES.items()
-            for one in (
-                check(f"{sharded}, logits", column, TOLERANCE, sharded_error, case, sizes),
-                check(f"{sharded}, training", column, TOLERANCE, sharded_training_error, CONFIG, sizes),
-            )
+            for what, error in {"logits": sharded_error, "training": sharded_training_error}.items()
         ),
     ]
 
@@ -114,25 +121,16 @@ def equality_checks(implementation: Implementation) -> list[Check]:
 # The cache
 
 
-def prefill_and_decode_error(case: Case, splits: Int[np.ndarray, "rows"]) -> float:
-    """Row ``b``'s first ``splits[b]`` tokens at once and the others one by one, against one forward."""
-    rows, seq = case.tokens.shape
-    chunks = [(seq, splits)] + [(1, np.ones(rows, int))] * (seq - int(splits.min()))
+def cache_error(case: Case, chunks: Chunks) -> float:
+    """Logits of tokens fed in chunks to a cache, against one forward."""
     return worst_error(_fed(case, chunks), case.forward())
-
-
-def chunked_error(case: Case, chunks: Int[np.ndarray, "chunks rows"], width: int) -> float:
-    """``chunks[i][b]`` tokens of row ``b`` (0 to ``width``), then ``width`` at a time, against one forward."""
-    rows, seq = case.tokens.shape
-    fed = [(width, counts) for counts in chunks] + [(width, np.full(rows, width))] * -(-seq // width)
-    return worst_error(_fed(case, fed), case.forward())
 
 
 def ragged_error(case: Case, lengths: Int[np.ndarray, "rows"]) -> float:
     """Rows of several lengths prefilled together and continued by a token each, against one forward of each alone."""
     together = _prompted(case, lengths)
     alone = [case._replace(tokens=row[None]).forward()[0] for row in case.tokens]
-    return worst_error(together, [logits[: len(found)] for logits, found in zip(alone, together, strict=True)])
+    return worst_error(together, [logits[: len(row)] for logits, row in zip(alone, together, strict=True)])
 
 
 def padding_error(case: Case, lengths: Int[np.ndarray, "rows"]) -> float:
@@ -140,49 +138,44 @@ def padding_error(case: Case, lengths: Int[np.ndarray, "rows"]) -> float:
 
     The same program runs on the same shapes, so that right code gives exactly zero.
     """
-    found, padded = _prompted(case, lengths), _prompted(case, lengths, seed=1)
+    plain, padded = _prompted(case, lengths), _prompted(case, lengths, seed=1)
     mates = np.concatenate([case.tokens[:1], (case.tokens[1:] + 1) % case.config.vocab_size])
     full = np.concatenate([lengths[:1], np.full(len(mates) - 1, mates.shape[1])])
     first = _prompted(case._replace(tokens=mates), full)[0]
-    return worst_error([*padded, first], [*found, found[0]])
+    return worst_error([*padded, first], [*plain, plain[0]])
 
 
 def _prompted(case: Case, lengths: Int[np.ndarray, "rows"], seed: int = 0) -> list[Float[np.ndarray, "_ vocab"]]:
     """Each row's logits for its first ``lengths[b]`` tokens, prefilled, and for the next one, decoded."""
-    rows, seq = case.tokens.shape
-    logits = _fed(case, [(seq, lengths), (1, np.ones(rows, int))], seed)
+    logits = _fed(case, [(case.tokens.shape[1], lengths), (1, 1)], seed)
     return [row[: length + 1] for row, length in zip(logits, lengths, strict=True)]
 
 
-def _fed(
-    case: Case, chunks: Iterable[tuple[int, Int[np.ndarray, "rows"]]], seed: int = 0
-) -> Float[np.ndarray, "rows seq vocab"]:
-    """Logits of tokens fed to a cache in chunks: each its width, and of each row the next so many tokens, if left.
+def _fed(case: Case, chunks: Chunks, seed: int = 0) -> Float[np.ndarray, "rows seq vocab"]:
+    """Logits of tokens fed to a cache in chunks; NaN for those that are never fed.
 
     The rest of a chunk is padded with random tokens, and unused slots of the cache hold large values: both drawn by
-    ``seed``, neither to be seen. The logits of tokens that are never fed are NaN.
+    ``seed``, neither to be seen.
     """
-    implementation, config, params, tokens = case
+    implementation, config, _, tokens = case
     rng, (rows, seq) = np.random.default_rng(seed), tokens.shape
     cache = jax.tree.map(
         lambda leaf: jnp.asarray(1e4 * rng.standard_normal(leaf.shape), leaf.dtype) if leaf.ndim == 4 else leaf,
         KVCache.zeros(config, rows, seq + 8),
     )
-    separate, done = _unstacked(params, config), np.zeros(rows, int)
+    params, done = case.decode_params, np.zeros(rows, int)
     logits = np.full((rows, seq, config.vocab_size), np.nan)
-    for width, wanted in chunks:
-        counts = np.minimum(wanted, seq - done)
+    for width, most in chunks:
+        counts = np.minimum(most, seq - done)
+        if not counts.any():
+            continue
         chunk = rng.integers(0, config.vocab_size, (rows, width))
         row, column = np.nonzero(np.arange(width) < counts[:, None])
         chunk[row, column] = tokens[row, done[row] + column]
-        new, cache = implementation.extend(config, separate, jnp.asarray(chunk), cache, jnp.asarray(counts))
+        new, cache = implementation.extend(config, params, jnp.asarray(chunk), cache, jnp.asarray(counts))
         logits[row, done[row] + column] = np.asarray(new)[row, column]
         done += counts
     return logits
-
-
-def _unstacked(params: Params, config: LlamaConfig) -> DecodeParams:
-    return decode_layout(jax.tree.map(jnp.asarray, params), config)
 
 
 # Whole sequences
@@ -190,20 +183,20 @@ def _unstacked(params: Params, config: LlamaConfig) -> DecodeParams:
 
 def packed_error(case: Case, segments: Int[np.ndarray, "rows seq"]) -> float:
     """Documents packed in rows, each a run of one number in ``segments``, against each at the start of a row."""
-    packed, found, expected = case.forward(segments), [], []
+    packed, actual, expected = case.forward(segments), [], []
     for number in np.unique(segments):
         inside = segments == number
-        alone = np.zeros_like(case.tokens)  # what comes after is not seen
+        alone = np.zeros_like(case.tokens)  # the tokens after it are not seen
         at_start = np.arange(alone.shape[1]) < inside.sum(axis=1, keepdims=True)
         alone[at_start] = case.tokens[inside]
         logits = case._replace(tokens=alone).forward()
-        found += [row[chosen] for row, chosen in zip(packed, inside, strict=True)]
+        actual += [row[chosen] for row, chosen in zip(packed, inside, strict=True)]
         expected += [row[chosen] for row, chosen in zip(logits, at_start, strict=True)]
-    return worst_error(found, expected)
+    return worst_error(actual, expected)
 
 
-def scanned_error(case: Case) -> float:
-    """Stacked layers, which are scanned, against separate ones, which are unrolled."""
+def layouts_error(case: Case) -> float:
+    """The training layout, whose layers are scanned, against the decoding layout, whose layers are unrolled."""
     scanned = case.implementation.forward(case.config, jax.tree.map(jnp.asarray, case.params), jnp.asarray(case.tokens))
     return relative_error(scanned, case.forward())
 
@@ -214,30 +207,16 @@ def bfloat16_error(case: Case, positions: Int[np.ndarray, "rows seq"]) -> float:
     return worst_error(case._replace(params=rounded).forward(None, positions), case.forward(None, positions))
 
 
-def mean_loss(
-    implementation: Implementation,
-    config: LlamaConfig,
-    params: Params,
-    tokens: Int[Array, "rows seq"],
-    mask: Bool[Array, "rows seq-1"],
-    remat: bool = False,
-) -> Float[Array, ""]:
-    """Mean loss in nats of each token but the first, given those before it, where ``mask`` holds; zero if nowhere."""
-    logits = implementation.forward(config, params, tokens[:, :-1], remat=remat)
-    total, count = cross_entropy(logits, tokens[:, 1:], mask)
-    return total / jnp.maximum(count, 1)
-
-
-loss_and_gradients = jax.jit(
-    jax.value_and_grad(mean_loss, argnums=2), static_argnames=("implementation", "config", "remat")
-)
-"""``mean_loss``, and its gradient for every parameter."""
+@functools.cache
+def loss_and_gradients(implementation: Implementation) -> Callable[..., tuple[Array, Params]]:
+    """``implementation.loss`` and its gradient for every parameter, compiled."""
+    return jax.jit(jax.value_and_grad(implementation.loss, argnums=1), static_argnames=("config", "remat"))
 
 
 def remat_error(case: Case, part: Literal[0, 1]) -> float:
     """The loss (0) or the gradients (1) with activations computed again in the backward pass, against those kept."""
-    mask = np.ones_like(case.tokens[:, 1:], bool)
-    again, kept = (jax.tree.leaves(loss_and_gradients(*case, mask, remat=remat)[part]) for remat in (True, False))
+    compute, arguments = loss_and_gradients(case.implementation), (*case[1:], np.ones_like(case.tokens[:, 1:], bool))
+    again, kept = (jax.tree.leaves(compute(*arguments, remat=remat)[part]) for remat in (True, False))
     return worst_error(again, kept)
 
 
@@ -326,9 +305,9 @@ def sharded_error(case: Case, sizes: MeshConfig) -> float:
     return worst_error(eight, one)
 
 
-def sharded_training_error(config: LlamaConfig, sizes: MeshConfig) -> float:
+def sharded_training_error(case: Case, sizes: MeshConfig) -> float:
     """Losses and parameters of training on eight devices against those on one."""
-    one, eight = (trained(config, mesh) for mesh in one_device_and(sizes))
+    one, eight = (trained(case.config, mesh) for mesh in one_device_and(sizes))
     return worst_error(*([*run.losses, *jax.tree.leaves(run.state.params)] for run in (eight, one)))
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 import jllama.model
-from jllama.checkpoints.registry import load
+from jllama.checkpoints.registry import Layout, load
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams
 from jllama.model import KVCache
@@ -24,18 +25,25 @@ class Implementation(NamedTuple):
     """What the checks call.
 
     Args:
-        load: ``(path, rope_factor) -> (config, params)``, layers stacked; ``rope_factor`` as in ``jllama.load``.
-        forward: ``(config, params, tokens, segments=None, positions=None, remat=False) -> logits``.
-        extend: ``(config, unstacked params, tokens, cache, counts) -> (logits, cache)``.
+        load: ``(path, rope_factor, layout) -> (config, params)``; ``rope_factor`` and ``layout`` as in ``jllama.load``.
+        forward: ``(config, params, tokens, segments=None, positions=None, ...) -> logits``, in either layout.
+        extend: ``(config, decode params, tokens, cache, counts) -> (logits, cache)``.
+        loss: ``(config, params, tokens, mask, remat=False) -> nats``: the mean loss of each token but the first, given
+            those before it, where ``mask`` holds; zero if nowhere.
     """
 
-    load: Callable[[Path, float | None], tuple[LlamaConfig, Params]]
+    load: Callable[[Path, float | None, Layout], tuple[LlamaConfig, Params | DecodeParams]]
     forward: Callable[..., Array]
     extend: Callable[..., tuple[Array, KVCache]]
+    loss: Callable[..., Array]
 
 
 def implementation_of(model: types.ModuleType) -> Implementation:
     """The implementation that ``jllama.model``, or a copy of it, makes up; nothing in it is compiled yet."""
+
+    def load_params(path: Path, rope_factor: float | None, layout: Layout) -> tuple[LlamaConfig, Params | DecodeParams]:
+        loaded = load(path, layout=layout, rope_factor=rope_factor)
+        return loaded.config, loaded.params
 
     def forward(
         config: LlamaConfig, params: Params | DecodeParams, tokens: Array, *where: Any, **options: Any
@@ -50,12 +58,12 @@ def implementation_of(model: types.ModuleType) -> Implementation:
         hidden, longer = llama.forward_with_cache(tokens, model.KVCache(*cache), counts)
         return llama.logits(hidden), KVCache(*longer)
 
-    def load_params(path: Path, rope_factor: float | None) -> tuple[LlamaConfig, Params]:
-        loaded = load(path, layout="training", rope_factor=rope_factor)
-        params: Any = loaded.params
-        return loaded.config, params
+    def loss(config: LlamaConfig, params: Params, tokens: Array, mask: Array, remat: bool = False) -> Array:
+        llama = model.build_model(config, params)
+        total, count = llama.loss(llama.hidden(tokens[:, :-1], remat=remat), tokens[:, 1:], mask)
+        return total / jnp.maximum(count, 1)
 
-    return Implementation(load_params, forward, extend)
+    return Implementation(load_params, forward, extend, loss)
 
 
 def model_with(**wrong: Any) -> types.ModuleType:
@@ -70,9 +78,9 @@ def model_with(**wrong: Any) -> types.ModuleType:
 
 
 def compiled(implementation: Implementation) -> Implementation:
-    """The same implementation under ``jit``."""
-    forward = jax.jit(implementation.forward, static_argnames=("config", "remat"))
-    return implementation._replace(forward=forward, extend=jax.jit(implementation.extend, static_argnames="config"))
+    """The same implementation with ``forward`` and ``extend`` under ``jit``."""
+    forward, extend = (jax.jit(each, static_argnames="config") for each in implementation[1:3])
+    return implementation._replace(forward=forward, extend=extend)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import functools
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,9 @@ from jaxtyping import Array
 
 import jllama.model
 from jllama import functional as F
+from jllama.checkpoints.registry import Layout
 from jllama.config import LlamaConfig, RopeScaling
+from jllama.decode_params import DecodeParams, decode_layout
 from jllama.model import KVCache
 from jllama.parameters import Params
 from jllama.verify.checks import Check, random_params
@@ -27,12 +29,11 @@ from jllama.verify.conformance import model_error
 from jllama.verify.implementation import Implementation, implementation_of, model_with
 from jllama.verify.variants import VARIANTS, weights
 
-Misread = Callable[[LlamaConfig, Params], tuple[LlamaConfig, Params]]
+Plant = Callable[[Implementation], Implementation]
 
 
-@dataclasses.dataclass(frozen=True)
-class Mutation:
-    """One thing deliberately wrong.
+class Mutation(NamedTuple):
+    """One deliberate mistake.
 
     Args:
         name: what is wrong.
@@ -41,38 +42,42 @@ class Mutation:
     """
 
     name: str
-    plant: Callable[[Implementation], Implementation]
+    plant: Plant
     applies: Callable[[LlamaConfig], bool] = lambda _: True
 
 
-def misreading(change: Misread) -> Callable[[Implementation], Implementation]:
-    """An implementation whose readers make a mistake."""
+def misreading(change: Callable[[LlamaConfig, Params], tuple[LlamaConfig, Params]]) -> Plant:
+    """Plant a mistake in reading: ``change`` gets a model in the training layout and returns the wrong one."""
 
     def plant(implementation: Implementation) -> Implementation:
-        return implementation._replace(load=lambda path, rope_factor: change(*implementation.load(path, rope_factor)))
+        def load(path: Path, rope_factor: float | None, layout: Layout) -> tuple[LlamaConfig, Params | DecodeParams]:
+            config, params = change(*implementation.load(path, rope_factor, "training"))
+            return config, decode_layout(params, config) if layout == "decode" else params
+
+        return implementation._replace(load=load)
 
     return plant
 
 
-def miscomputing(model: types.ModuleType) -> Callable[[Implementation], Implementation]:
-    """An implementation that computes with a wrong copy of the model."""
+def miscomputing(model: types.ModuleType) -> Plant:
+    """Plant a wrong copy of the model."""
     return lambda implementation: implementation_of(model)._replace(load=implementation.load)
 
 
-def _field(name: str, wrong: Callable[[LlamaConfig], Any]) -> Callable[[Implementation], Implementation]:
-    """A reader that gets a field of the configuration wrong."""
+def _field(name: str, wrong: Callable[[LlamaConfig], Any]) -> Plant:
+    """Plant a reader that gets a field of the configuration wrong."""
     return misreading(lambda config, params: (dataclasses.replace(config, **{name: wrong(config)}), params))
 
 
-def _layers(change: Callable[[LlamaConfig, Params], Params]) -> Callable[[Implementation], Implementation]:
-    """A reader that gets some matrices of the layers wrong; ``change`` gives the wrong ones."""
+def _layers(change: Callable[[LlamaConfig, Params], Params]) -> Plant:
+    """Plant a reader that gets some matrices of the layers wrong; ``change`` gives the wrong ones."""
     return misreading(
         lambda config, params: (config, params | {"layers": params["layers"] | change(config, params["layers"])})
     )
 
 
 def interleaved(matrix: Any) -> Array:
-    """A half-split matrix as Meta's files have it: channel ``i`` and ``i + head_dim / 2`` side by side."""
+    """Put the channels of a half-split matrix in the order of Meta's files: ``i`` and ``i + head_dim / 2`` in pairs."""
     return jnp.stack(jnp.split(jnp.asarray(matrix), 2, axis=-1), axis=-1).reshape(matrix.shape)
 
 
@@ -86,7 +91,7 @@ def _permuted_with_num_heads(config: LlamaConfig, layers: Params) -> Params:
 
 
 def _post_norm() -> types.ModuleType:
-    """The Transformer of 2017: each branch's sum is normalised, not its input."""
+    """The Transformer of 2017: each branch's sum is normalized, not its input."""
     model = model_with()
 
     def call(layer: Any, x: Array, attend: Any, cached: Any = None) -> tuple[Array, Any]:
@@ -115,18 +120,18 @@ def _bfloat16_tables(positions: Array, frequencies: np.ndarray) -> tuple[Array, 
 
 
 def _cache_one_on(implementation: Implementation) -> Implementation:
-    """What is written to the cache after the first tokens stands one slot, and one position, too far on."""
+    """Write to the cache, after the first tokens, one slot and one position too far on."""
+    right = implementation_of(jllama.model)
 
-    def extend(config: LlamaConfig, params: Params, tokens: Array, cache: KVCache, counts: Array) -> tuple:
+    def extend(config: LlamaConfig, params: DecodeParams, tokens: Array, cache: KVCache, counts: Array) -> tuple:
         moved = cache._replace(lengths=cache.lengths + (cache.lengths > 0))
-        return own.extend(config, params, tokens, moved, counts)
+        return right.extend(config, params, tokens, moved, counts)
 
-    own = implementation_of(jllama.model)
-    return own._replace(load=implementation.load, extend=extend)
+    return right._replace(load=implementation.load, extend=extend)
 
 
 def _untied(config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Params]:
-    """A tied head is taken for one of its own that the file does not have."""
+    """Take a tied head for a separate one, which the file does not have."""
     if not config.tie_embeddings:
         return config, params
     config = dataclasses.replace(config, tie_embeddings=False)
@@ -169,9 +174,11 @@ def mutation_checks() -> list[Check]:
     """
 
     def error(mutation: Mutation, config: LlamaConfig) -> float:
-        right = implementation_of(jllama.model)._replace(load=lambda path, rope_factor: (config, weights(config)))
+        right = implementation_of(jllama.model)._replace(
+            load=lambda path, rope_factor, layout: (config, weights(config))
+        )
         wrong = mutation.plant(right)
-        return model_error(wrong, *wrong.load(Path(), None), config)
+        return model_error(wrong, *wrong.load(Path(), None, "decode"), config)
 
     return [
         Check("mutations", name, mutation.name, functools.partial(error, mutation, config))

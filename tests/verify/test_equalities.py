@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jllama.decode_params import DecodeParams
 from jllama.errors import JllamaError
-from jllama.functional import cache_mask, causal_mask, grouped_query_attention
+from jllama.functional import cache_mask, causal_mask, cross_entropy, grouped_query_attention
 from jllama.verify.checks import TOLERANCE, VISIBLE, random_params
 from jllama.verify.equalities import (
     BFLOAT16_TOLERANCE,
@@ -21,11 +21,10 @@ from jllama.verify.equalities import (
     attention_backends,
     attention_error,
     attention_masks,
-    chunked_error,
+    cache_error,
     equality_checks,
     packed_error,
     padding_error,
-    prefill_and_decode_error,
     ragged_error,
 )
 from jllama.verify.implementation import compiled, implementation_of, jllama_itself, model_with
@@ -75,14 +74,15 @@ def test_bfloat16_is_really_used():
 @settings(max_examples=10)
 @given(tokens=tokens_of_rows, splits=integers(SEQ, 0, SEQ))
 def test_prefill_and_decode_equal_one_forward(tokens, splits):
-    assert prefill_and_decode_error(Case(JLLAMA, CONFIG, PARAMS, tokens), splits) < TOLERANCE
+    assert cache_error(Case(JLLAMA, CONFIG, PARAMS, tokens), [(SEQ, splits), *[(1, 1)] * SEQ]) < TOLERANCE
 
 
 @settings(max_examples=15)
 @given(tokens=tokens_of_rows, data=st.data(), width=st.sampled_from([1, 5, 16]))
 def test_ragged_chunks_equal_one_forward(tokens, data, width):
     chunks = data.draw(integers((data.draw(st.integers(0, 6)), SEQ), 0, width))
-    assert chunked_error(Case(JLLAMA, CONFIG, PARAMS, tokens), chunks, width) < TOLERANCE
+    fed = [*((width, counts) for counts in chunks), *[(width, width)] * SEQ]
+    assert cache_error(Case(JLLAMA, CONFIG, PARAMS, tokens), fed) < TOLERANCE
 
 
 @settings(max_examples=10)
@@ -148,15 +148,19 @@ def no_segments(forward, config, params, tokens, segments=None, positions=None):
     return forward(config, params, tokens, None, positions)
 
 
-def other_value(_, config, params, tokens, remat):
+def stand_in_loss(params, tokens):
     """One product stands in for the Llama here and below: it compiles at once."""
-    logits = params["embed"][tokens] @ params["lm_head"]
-    return logits * 1.001 if remat else logits
+    logits = params["embed"][tokens[:, :-1]] @ params["lm_head"]
+    return cross_entropy(logits, tokens[:, 1:], np.ones_like(tokens[:, 1:], bool))[0]
 
 
-def other_gradient(_, config, params, tokens, remat):
-    logits = params["embed"][tokens] @ params["lm_head"]
-    return logits + 0.01 * (logits - jax.lax.stop_gradient(logits)) if remat else logits
+def other_value(_, config, params, tokens, mask, remat):
+    return stand_in_loss(params, tokens) * (1.001 if remat else 1.0)
+
+
+def other_gradient(_, config, params, tokens, mask, remat):
+    loss = stand_in_loss(params, tokens)
+    return loss + 0.01 * (loss - jax.lax.stop_gradient(loss)) if remat else loss
 
 
 def layers_in_reverse(forward, config, params, *others):
@@ -185,8 +189,8 @@ MISTAKES = {
     "cache: a slot too far": (wrapped(extend=a_slot_too_far), LAYOUTS, {*CACHED, PADDING}),
     "segments ignored": (wrapped(forward=no_segments), LAYOUTS, {PACKED}),
     "layers in reverse": (wrapped(forward=layers_in_reverse), [SCANNED, PACKED], {SCANNED}),
-    "remat: other value": (wrapped(forward=other_value), [LOSS, GRADIENTS], {LOSS, GRADIENTS}),
-    "remat: other gradient": (wrapped(forward=other_gradient), [LOSS, GRADIENTS], {GRADIENTS}),
+    "remat: other value": (wrapped(loss=other_value), [LOSS, GRADIENTS], {LOSS, GRADIENTS}),
+    "remat: other gradient": (wrapped(loss=other_gradient), [LOSS, GRADIENTS], {GRADIENTS}),
     "positions in bfloat16": (wrapped(forward=positions_in_the_dtype_of_weights), [BFLOAT16, PACKED], {BFLOAT16}),
 }
 
