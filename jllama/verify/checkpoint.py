@@ -30,10 +30,9 @@ from jllama.verify.prose import PROSE, byte_entropy, tokenizer_findings
 TOLERANCE = 1e-4
 """Relative error of float32 against float64: of each layer (``update_error``) and of the logits (``worst_error``).
 
-Measured on SmolLM2-135M over texts of 7 to 256 tokens, and on random models of every variant: layers are at most 9e-6
-off, logits 1.6e-5. Doubling RoPE's base puts SmolLM2's layers 4e-2 to 2e-1 off, one per cent more 7e-4 to 3e-3. Deeper
-models amplify rounding more, so the logits need the room; damaged weights may amplify it past the tolerance (7e-4 with
-SmolLM2's first two layers swapped) though every layer by itself is right.
+Measured on SmolLM2-135M and on random models of every variant: layers are at most 9e-6 off, logits 1.6e-5. Doubling
+RoPE's base puts SmolLM2's layers 4e-2 to 2e-1 off, one per cent more 7e-4 to 3e-3. Deeper models amplify rounding more,
+so the logits need the room; damaged weights may amplify it past the tolerance though every layer by itself is right.
 """
 MAX_TOKENS = 256
 """A longer text is cut: enough for what is to be seen, and a 7B model takes minutes."""
@@ -51,17 +50,15 @@ class CheckpointResult:
         problems: what is wrong, a sentence each.
         fingerprint: SHA-256 of every tensor's key, shape and float32 values, in the order of ``tensor_specs``: the
             same weights have the same one in every format.
-        num_parameters: how many numbers the model holds.
+        num_parameters: the size of the model.
         num_tokens: the length of the text that was run.
-        layer_errors: of each layer by itself, given the oracle's input, see ``update_error``.
+        layer_errors: each layer's by itself, given the oracle's input, see ``update_error``.
         first_divergent_layer: the first, from 0, whose error is not below the tolerance.
-        logits_error: of the whole model's logits, the largest of any position (``worst_error``).
+        logits_error: the largest error of the whole model's logits at any position (``worst_error``).
         tolerance: for every error here.
-        perplexity: of the text, by the oracle's logits, for information; None without a tokenizer, or where no token
-            that stands for a byte is predicted.
-        bits_per_byte: the same per byte of the text.
-        baseline_bits_per_byte: what the text's byte frequencies alone give.
-        transformers_error: of jllama's logits against those of transformers, if it was asked.
+        perplexity: the text's by the oracle's logits, for information; None if no token that stands for a byte of it
+            is predicted. Likewise ``bits_per_byte``, and ``baseline_bits_per_byte`` by the text's byte frequencies.
+        transformers_error: of jllama's logits against those of transformers, if asked for.
         transformers_oracle_error: of the oracle's against those of transformers.
     """
 
@@ -130,12 +127,10 @@ def verify_checkpoint(
     else:
         tokens = prompt_ids(tokenizer, PROSE if text is None else text)[:limit]
         if unused := config.vocab_size - tokenizer.vocab_size:
-            findings.append(
-                f"the embedding has {config.vocab_size:,} rows for the tokenizer's {tokenizer.vocab_size:,} tokens: "
-                f"the last {unused:,} belong to none"
-            )
-        for sentences, more in zip((findings, problems), tokenizer_findings(tokenizer), strict=True):
-            sentences += more
+            rows = f"the embedding has {config.vocab_size:,} rows for the tokenizer's {tokenizer.vocab_size:,} tokens"
+            findings.append(f"{rows}: the last {unused:,} belong to none")
+        changes, damage = tokenizer_findings(tokenizer)
+        findings, problems = findings + changes, problems + damage
 
     # Layers and logits
     with jax.default_matmul_precision("highest"):
@@ -143,17 +138,13 @@ def verify_checkpoint(
     logits_error = worst_error(run.own_logits, run.logits)
     divergent = [index for index, error in enumerate(run.layer_errors) if not error < TOLERANCE]
     problems += run.damage
+    differs = "not the float64 oracle's{}: relative error {:.1e}, tolerance " + f"{TOLERANCE:.0e}"
     if divergent:
-        problems.append(
-            f"the output of {len(divergent)} of {config.num_layers} layers is not the float64 oracle's, first of "
-            f"layers/{divergent[0]}: relative error {run.layer_errors[divergent[0]]:.1e}, tolerance {TOLERANCE:.0e}"
-        )
+        told = differs.format(f", first of layers/{divergent[0]}", run.layer_errors[divergent[0]])
+        problems.append(f"the output of {len(divergent)} of {config.num_layers} layers is {told}")
     if not logits_error < TOLERANCE:
         alone = "" if divergent else "; every layer by itself is right, so these weights amplify float32's rounding"
-        problems.append(
-            f"the logits are not the float64 oracle's: relative error {logits_error:.1e}, tolerance {TOLERANCE:.0e}"
-            f"{alone}"
-        )
+        problems.append(f"the logits are {differs.format('', logits_error)}{alone}")
 
     # Perplexity, and transformers
     figures: dict[str, float] = {}
@@ -198,17 +189,13 @@ def config_findings(config: LlamaConfig) -> list[str]:
     """
     if name := nearest_preset(config):
         released = PRESETS[name]
-        return [
-            f"{field} is {_shown(getattr(config, field))}; {name}, of the same shape, has "
-            f"{_shown(getattr(released, field))}"
-            for field in differing(OTHERS, config, released)
-        ]
+        sentence = f"{{}} is {{}}; {name}, of the same shape, has {{}}"
+        pairs = {
+            field: (getattr(config, field), getattr(released, field)) for field in differing(OTHERS, config, released)
+        }
+        return [sentence.format(field, *map(_shown, values)) for field, values in pairs.items()]
     thetas = sorted({released.rope_theta for released in PRESETS.values()})
-    ordinary = {
-        "norm_eps": (1e-5, 1e-6),
-        "rope_theta": thetas,
-        "head_dim": (config.embed_dim / config.num_heads,),
-    }
+    ordinary = {"norm_eps": (1e-5, 1e-6), "rope_theta": thetas, "head_dim": (config.embed_dim / config.num_heads,)}
     return [
         f"{field} is {_shown(getattr(config, field))}; released Llamas have {', '.join(map(_shown, values))}"
         for field, values in ordinary.items()

@@ -46,7 +46,7 @@ class Mutation(NamedTuple):
     applies: Callable[[LlamaConfig], bool] = lambda _: True
 
 
-def misreading(change: Callable[[LlamaConfig, Params], tuple[LlamaConfig, Params]]) -> Plant:
+def misreading(change: Callable[..., tuple[LlamaConfig, Params]]) -> Plant:
     """Plant a mistake in reading: ``change`` gets a model in the training layout and returns the wrong one."""
 
     def plant(implementation: Implementation) -> Implementation:
