@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -52,6 +53,7 @@ def misreading(change: Callable[..., tuple[LlamaConfig, Params]]) -> Plant:
     def plant(implementation: Implementation) -> Implementation:
         def load(path: Path, rope_factor: float | None, layout: Layout) -> tuple[LlamaConfig, Params | DecodeParams]:
             config, params = change(*implementation.load(path, rope_factor, "training"))
+            params = jax.tree.map(jnp.asarray, params)
             return config, decode_layout(params, config) if layout == "decode" else params
 
         return implementation._replace(load=load)

@@ -291,7 +291,7 @@ def test_an_untrained_model_computes_rightly(tmp_path):
 
 def test_the_figures_are_sums_over_the_text(folder, whole):
     tokens = [TOKENIZER.bos_id, *TOKENIZER.encode(PROSE)][: whole.num_tokens]
-    model = load(folder)
+    model = load(folder, layout="training")
     logits = oracle.forward(jax.tree.map(np.asarray, model.params), np.array([tokens]), CONFIG)[0]
     log_probs = np.log(oracle.softmax(logits))[np.arange(len(tokens) - 1), tokens[1:]]
     text_bytes = len(TOKENIZER.decode(tokens).encode())
