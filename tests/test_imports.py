@@ -38,7 +38,6 @@ REGISTRIES = {
 """Modules that may name modules of ours in strings, and how those names begin."""
 _IMPORTERS = ("import_module", "__import__", "run_module")
 KNOWN = {
-    "circle: jllama.tokenizers.huggingface and jllama.tokenizers.pieces",
     "jllama.evaluation.harness imports jllama.checkpoints.registry",
     "jllama.evaluation.harness imports jllama.conversation.conversation",
 }
