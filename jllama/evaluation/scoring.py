@@ -52,7 +52,7 @@ class TextScore(NamedTuple):
     @property
     def perplexity(self) -> float:
         """``exp(nats / tokens)``; it depends on the tokenizer."""
-        return math.exp(self.loss)
+        return math.exp(min(self.loss, 700.0))
 
     @property
     def bits_per_byte(self) -> float:

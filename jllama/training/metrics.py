@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from jllama.data.batches import validation_batches
 from jllama.data.tokens import Dataset
 from jllama.errors import UsageError
-from jllama.parameters import Params, count_parameters, training_flops_per_token
+from jllama.evaluation.scoring import TextScore
+from jllama.parameters import Params, training_flops_per_token
 from jllama.sharding import describe_devices, device_memory_bytes
-from jllama.training.config import TrainConfig
+from jllama.training.config import LoopConfig, TrainConfig
 from jllama.training.step import StepMetrics, Training
 
 PEAK_FLOPS = {
@@ -35,8 +35,6 @@ PEAK_FLOPS = {
 }
 """Dense bfloat16 operations per second by the start of ``jax.Device.device_kind``, from the vendors' data sheets."""
 
-_STATE_BYTES = 16  # a parameter, its gradient and Adam's two moments, in float32
-
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
@@ -47,32 +45,29 @@ class Evaluation:
     bits_per_byte: float
 
 
-def make_evaluator(
-    config: TrainConfig, data: Dataset, training: Training, stop: Sequence[int] = ()
-) -> Callable[[Params, int], Evaluation | None]:
-    """A function ``(params, max_tokens)`` that evaluates on that many evenly spaced validation tokens; 0 for all.
-
-    It gives up, with None, as soon as there is something in ``stop``.
-    """
-    size = {"batch_size": config.training.batch_size, "seq_len": config.training.seq_len}
-    token_bytes = data.tokenizer.token_bytes()
-
-    def evaluate(params: Params, max_tokens: int) -> Evaluation | None:
-        sums = []
-        for windows, mask in validation_batches(data.validation, **size, max_tokens=max_tokens):
-            if stop:
-                return None
-            batch = jax.device_put((windows, mask), training.batch_sharding)
-            nats, tokens = jax.device_get(training.evaluate(params, *batch))
-            sums.append((nats, tokens, token_bytes[windows[:, 1:][mask]].sum()))
-        nats, tokens, text_bytes = (math.fsum(map(float, column)) for column in zip(*sums, strict=True))
-        loss = nats / tokens
-        return Evaluation(loss, math.exp(min(loss, 700.0)), nats / math.log(2) / text_bytes)
-
-    return evaluate
+def evaluate(
+    training: Training,
+    data: Dataset,
+    params: Params,
+    options: LoopConfig,
+    max_tokens: int = 0,
+    stop: Sequence[int] = (),
+) -> Evaluation | None:
+    """The loss on ``max_tokens`` evenly spaced validation tokens, 0 for all; None as soon as ``stop`` is not empty."""
+    sums, token_bytes = [], data.tokenizer.token_bytes()
+    size = {"batch_size": options.batch_size, "seq_len": options.seq_len, "max_tokens": max_tokens}
+    for windows, mask in validation_batches(data.validation, **size):
+        if stop:
+            return None
+        batch = jax.device_put((windows, mask), training.batch_sharding)
+        nats, tokens = jax.device_get(training.evaluate(params, *batch))
+        sums.append((float(nats), int(tokens), int(token_bytes[windows[:, 1:][mask]].sum())))
+    nats, tokens, text_bytes = zip(*sums, strict=True)
+    score = TextScore(math.fsum(nats), sum(tokens), sum(text_bytes))
+    return Evaluation(score.loss, score.perplexity, score.bits_per_byte)
 
 
-def summarize(steps: Sequence[StepMetrics], elapsed_s: float, config: TrainConfig, num_devices: int) -> dict[str, Any]:
+def summarize(steps: Sequence[StepMetrics], elapsed_s: float, config: TrainConfig) -> dict[str, Any]:
     """Means over some steps, and their speed. ``mfu`` is the share of the devices' peak, where that is known."""
     tokens_per_s = math.fsum(float(step.tokens) for step in steps) / elapsed_s
     flops_per_s = tokens_per_s * training_flops_per_token(config.model, config.training.seq_len)
@@ -84,38 +79,37 @@ def summarize(steps: Sequence[StepMetrics], elapsed_s: float, config: TrainConfi
         "tokens_per_s": tokens_per_s,
         "step_s": elapsed_s / len(steps),
         "flops_per_s": flops_per_s,
-        "mfu": flops_per_s / (peak * num_devices) if peak else None,
+        "mfu": flops_per_s / (peak * jax.device_count()) if peak else None,
     }
 
 
-def check_memory(config: TrainConfig, mesh: Mesh, host_bytes: int | None = None) -> None:
-    """Refuse what cannot fit: what is counted is the least that any program needs, before activations.
+def check_memory(config: TrainConfig, training: Training, available_bytes: int | None = None) -> None:
+    """Refuse what cannot fit: counted is the least that any program needs on a device.
 
-    ``16 bytes * parameters`` over the devices that split them, and each device's logits, float32, of one part of a
-    batch.
+    That is its share of the training state and of the gradients, and, of one part of a batch, each layer's input, from
+    which the backward pass begins.
 
     Raises:
         UsageError: a device (or a machine whose CPUs share its memory) has less, or a batch does not divide over them.
     """
-    training, rows_ways = config.training, mesh.shape["data"] * mesh.shape["fsdp"]
-    if training.batch_size % (rows_ways * training.accumulation):
+    options, mesh = config.training, training.mesh
+    rows_ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    if options.batch_size % (rows_ways * options.accumulation):
         raise UsageError(
-            f"training.batch_size {training.batch_size} does not divide into {training.accumulation} part(s) over "
+            f"training.batch_size {options.batch_size} does not divide into {options.accumulation} part(s) over "
             f"{rows_ways} device(s)"
         )
-    state = _STATE_BYTES * count_parameters(config.model) / (mesh.shape["fsdp"] * mesh.shape["tensor"])
-    tokens = training.batch_size * training.seq_len / rows_ways / training.accumulation
-    logits = 4 * tokens * config.model.vocab_size / mesh.shape["tensor"]
+    state = jax.eval_shape(training.init, jax.random.key(0))
+    leaves = jax.tree.leaves((state, state.params))  # there is a gradient for each parameter
+    state_bytes = sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
+    tokens = options.batch_size * options.seq_len / rows_ways / options.accumulation
+    activation_bytes = 2 * tokens * config.model.embed_dim * config.model.num_layers
     device = mesh.devices.flat[0]
     sharing = len(mesh.local_devices) if device.platform == "cpu" else 1
-    have = host_bytes or device_memory_bytes(device)
-    if have and sharing * (state + logits) > have:
+    have = available_bytes or device_memory_bytes(device)
+    if have and sharing * (state_bytes + activation_bytes) > have:
         raise UsageError(
-            f"the model and its optimizer take {_gib(sharing * state)} and the logits of a batch "
-            f"{_gib(sharing * logits)}, which {describe_devices(mesh)} with {_gib(have)} cannot hold: take a smaller "
-            f"model, training.batch_size or training.seq_len, or more devices"
+            f"the model and its optimizer take {sharing * state_bytes / 2**30:,.1f} GiB and a batch "
+            f"{sharing * activation_bytes / 2**30:,.1f} GiB, which {describe_devices(mesh)} with {have / 2**30:,.1f} "
+            f"GiB cannot hold: take a smaller model, training.batch_size or training.seq_len, or more devices"
         )
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:,.1f} GiB"

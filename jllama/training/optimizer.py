@@ -46,17 +46,22 @@ def learning_rate_at(step: ArrayLike, config: OptimizerConfig, total_steps: int)
     return config.learning_rate * jnp.where(done < warmup, rising, falling)
 
 
-def make_optimizer(config: OptimizerConfig, model: LlamaConfig, total_steps: int) -> optax.GradientTransformation:
-    """Clip by the global norm, find the direction, decay the table's matrices, scale by ``-learning_rate_at``.
-
-    Raises:
-        UsageError: ``OPTIMIZERS`` has no such name, or an option is given that this optimizer does not have.
-    """
+def check_optimizer(config: OptimizerConfig) -> None:
+    """Raise ``UsageError`` unless ``OPTIMIZERS`` has the name and this optimizer the options given."""
     if config.name not in OPTIMIZERS:
         raise unknown_name("optimizer", config.name, OPTIMIZERS)
     for option in _UNUSED.get(config.name, ()):
         if getattr(config, option) != getattr(OptimizerConfig, option):
             raise UsageError(f"optimizer.{option} is given but {config.name} has none: leave it out")
+
+
+def make_optimizer(config: OptimizerConfig, model: LlamaConfig, total_steps: int) -> optax.GradientTransformation:
+    """Clip by the global norm, find the direction, decay the table's matrices, scale by ``-learning_rate_at``.
+
+    Raises:
+        UsageError: as ``check_optimizer``.
+    """
+    check_optimizer(config)
     table = parameter_table(model)
 
     def is_decayed(params: Any) -> Any:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
+import importlib.metadata
 import io
+import math
+import platform
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
 
+from jllama.data.tokens import Dataset
 from jllama.files import write_text_whole
-from jllama.training.run_folder import CONFIG, METRICS, REPORT, SAMPLES, read_lines
+from jllama.parameters import count_parameters
+from jllama.training.config import TrainConfig
+from jllama.training.metrics import Evaluation
+from jllama.training.run_folder import CONFIG, METRICS, REPORT, SAMPLES, command, read_lines
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -31,18 +39,37 @@ _CHARTS = {
 }
 
 
-def write_report(folder: Path, receipt: dict[str, Any], commands: dict[str, str]) -> None:
-    """Write a run's ``report.html``, to be read on any screen, light or dark.
-
-    It has what the run has logged so far, the facts in ``receipt`` and the command lines to paste next, all by name.
-    """
-    metrics, samples = list(read_lines(folder / METRICS)), list(read_lines(folder / SAMPLES))
-    facts, text = receipt | _speed(metrics), html.escape
-    rows = [f"<tr><td>{text(name)}</td><td>{text(str(fact))}</td></tr>" for name, fact in facts.items()]
+def write_report(
+    config: TrainConfig, data: Dataset, devices: str, evaluation: Evaluation | None, elapsed_s: float
+) -> None:
+    """Write a run's ``report.html``: all it has logged so far, on any screen, light or dark, and what to do next."""
+    folder, text = Path(config.run_dir), html.escape
+    metrics, samples = read_lines(folder / METRICS), read_lines(folder / SAMPLES)
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jllama", "jax", "flax", "optax")]
+    deeper = dataclasses.replace(config.model, num_layers=config.model.num_layers + 1)
+    parameters, gzip = count_parameters(config.model), data.gzip_bits_per_byte
+    last = next((record for record in reversed(metrics) if "loss" in record), None)
+    facts = {
+        "parameters": f"{parameters:,}, {count_parameters(deeper) - parameters:,} of them in each layer",
+        "text": config.data.path,
+        "training text": f"{data.train_counts.bytes:,} bytes, {data.train_counts.tokens:,} tokens",
+        "validation text": f"{data.validation_counts.bytes:,} bytes, {data.validation_counts.tokens:,} tokens",
+        "devices": devices,
+        "time": f"{elapsed_s:.0f} s",
+        **{name.replace("_", " "): f"{value:.4f}" for name, value in (vars(evaluation) if evaluation else {}).items()},
+        "bits per byte of gzip -9": f"{gzip:.4f} (a model that beats gzip has learned something)",
+        "loss of a blind guess": f"{math.log(config.model.vocab_size):.4f} (ln {config.model.vocab_size:,})",
+        "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
+    }
+    if last:
+        facts["speed"] = f"{last['tokens_per_s']:,.0f} tokens/s, {1000 * last['step_s']:,.1f} ms a step"
+        facts |= {"share of the devices' peak (MFU)": f"{last['mfu']:.1%}"} if last["mfu"] else {}
+    rows = [f"<tr><td>{text(name)}</td><td>{text(fact)}</td></tr>" for name, fact in facts.items()]
     texts = [
         f"<h3>step {sample['step']}</h3><pre><b>{text(sample['prompt'])}</b>{text(sample['text'])}</pre>"
         for sample in reversed(samples)
     ]
+    commands = {"sample": sample_command(config), "go on": command("train", "--resume", folder)}
     following = [f"<h3>{name}</h3><pre>{text(line)}</pre>" for name, line in commands.items()]
     page = (
         f"<!doctype html><html lang=en><meta charset=utf-8>"
@@ -55,13 +82,9 @@ def write_report(folder: Path, receipt: dict[str, Any], commands: dict[str, str]
     write_text_whole(folder / REPORT, page)
 
 
-def _speed(metrics: list[dict[str, Any]]) -> dict[str, str]:
-    """Of the last steps that were logged."""
-    last = next((record for record in reversed(metrics) if "loss" in record), None)
-    if not last:
-        return {}
-    facts = {"speed": f"{last['tokens_per_s']:,.0f} tokens/s, {1000 * last['step_s']:,.1f} ms a step"}
-    return facts | ({"share of the devices' peak (MFU)": f"{last['mfu']:.1%}"} if last["mfu"] else {})
+def sample_command(config: TrainConfig) -> str:
+    """The command line that samples from a run."""
+    return command("sample", "--checkpoint", config.run_dir, "--prompt", config.training.sample_prompt)
 
 
 def _chart(metrics: list[dict[str, Any]], key: str) -> str:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import shlex
 import time
 from collections.abc import Iterator
@@ -26,37 +27,36 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-METRICS, SAMPLES, REPORT = "metrics.jsonl", "samples.jsonl", "report.html"
-HISTORY = "config.history.jsonl"
+METRICS, SAMPLES, REPORT, HISTORY = "metrics.jsonl", "samples.jsonl", "report.html", "config.history.jsonl"
 _LOCK = "in_use"
 
-_FREE = {  # what is seen, what is kept, where it is computed; of data the fingerprint speaks, which checkpoints hold
-    *("mesh", "sampling", "data", "training.accumulation", "training.remat", "training.log_every"),
-    *("training.keep_last", "training.save_every", "training.eval_every", "training.eval_tokens"),
-    *("training.sample_prompt", "training.sample_tokens"),
-}
-_UNSEEN = {"run_dir", "resume", "resume_with_changes", "training.epochs"}  # epochs are resolved to steps
-_FIXED = {
-    *("model", "init_from", "rope_factor", "seed", "training.batch_size", "training.seq_len"),
-    *("data.tokenizer", "data.vocab_size"),
-}
+# How an option may differ when a run goes on. The fingerprint that checkpoints hold speaks for the data.
+_IGNORED = r"run_dir|resume|resume_with_changes|training\.epochs"  # epochs are resolved to steps
+_FIXED = (
+    r"(model|init_from|rope_factor|seed)(\..*)?|training\.(batch_size|seq_len)|data\.(tokenizer|vocab_size)"
+    r"|optimizer\.name"
+)
+_FREE = (  # what is seen, what is kept, where and how it is computed
+    r"(mesh|sampling|data)\..*|training\.(accumulation|attention|remat|log_every|keep_last|save_every|eval_every"
+    r"|eval_tokens|sample_prompt|sample_tokens)"
+)
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """The folder of a run, made if need be, for this process alone; made in vain, it goes again.
+    """The folder of a run, created if need be, for this process alone; one that stays empty goes again.
 
     Raises:
         JllamaError: another process has it; the message says which.
     """
-    made = not folder.exists()
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _LOCK
     with path.open("a+") as file:
         if not _lock(path, file):
             file.seek(0)
             holder = file.read() or "another process"
-            raise JllamaError(f"{folder} is in use by {holder}: wait for it, or choose another --run_dir")
+            raise JllamaError(f"{folder} is in use by {holder}: wait for it, or choose another run_dir")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
         file.flush()
@@ -64,13 +64,12 @@ def locked(folder: Path) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
-            if made:
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
+            if is_new and not any(folder.iterdir()):
+                folder.rmdir()
 
 
 def _lock(path: Path, file: TextIO) -> bool:
-    """Whether the file is ours now, until this process dies; it is where the system has no such locks, too."""
+    """Whether the file is ours until this process dies; it is, too, where the system has no such locks."""
     try:
         if fcntl:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,18 +85,12 @@ def command(name: str, *arguments: object) -> str:
     return shlex.join(["python", "-m", "jllama", name, *map(str, arguments)])
 
 
-def as_written(config: TrainConfig) -> dict[str, Any]:
-    """A configuration as ``config.yaml`` has it: enough to start the same run again."""
-    plain = dataclasses.replace(config, resume="never", resume_with_changes=False)
-    return yaml.safe_load(yaml.safe_dump(dataclasses.asdict(plain), sort_keys=False))
-
-
 def write_config(folder: Path, config: TrainConfig, step: int) -> None:
     """Write the resolved configuration of a run that begins at a step, and drop what was logged after that step.
 
     A configuration that it replaces after a first checkpoint goes to the history.
     """
-    fields = as_written(config)
+    fields = _as_written(config)
     before = read_config(folder) if step else fields
     if before != fields:
         append_line(folder / HISTORY, {"until_step": step, "config": before})
@@ -107,20 +100,25 @@ def write_config(folder: Path, config: TrainConfig, step: int) -> None:
         write_text_whole(folder / name, "".join(json.dumps(line) + "\n" for line in kept))
 
 
+def _as_written(config: TrainConfig) -> dict[str, Any]:
+    """A configuration as ``config.yaml`` has it: enough to start the same run again."""
+    plain = dataclasses.replace(config, resume="never", resume_with_changes=False)
+    return yaml.safe_load(yaml.safe_dump(dataclasses.asdict(plain), sort_keys=False))
+
+
 def append_line(path: Path, record: dict[str, Any]) -> None:
     """Add one JSON object to a ``.jsonl`` file."""
     with path.open("a") as file:
         file.write(json.dumps(record) + "\n")
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a ``.jsonl`` file; a last line that a killed process left half written is passed over."""
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                continue
+def read_lines(path: Path, key: str = "step") -> list[dict[str, Any]]:
+    """The objects of a ``.jsonl`` file that have a key; a last line that a killed process left half is passed over."""
+    lines = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            lines.append(json.loads(line))
+    return [line for line in lines if key in line]
 
 
 def changes_on_resume(folder: Path, config: TrainConfig, step: int) -> list[str]:
@@ -129,28 +127,29 @@ def changes_on_resume(folder: Path, config: TrainConfig, step: int) -> list[str]
     Raises:
         JllamaError: a run at ``step`` cannot go on with such a change, or not without ``resume_with_changes``.
     """
-    now = _flat(as_written(config))
+    now = _flat(_as_written(config))
     was = now | _flat(read_config(folder))
-    changed = [name for name in now if was[name] != now[name] and name not in _UNSEEN]
+    changed = [name for name in now if was[name] != now[name] and not re.fullmatch(_IGNORED, name)]
     told = {name: f"{name} was {was[name]} and is {now[name]}" for name in changed}
-    if fixed := [text for name, text in told.items() if _in(name, _FIXED)]:
+    if fixed := [text for name, text in told.items() if re.fullmatch(_FIXED, name)]:
         raise JllamaError(
             f"{', '.join(fixed)}: {folder} cannot go on so; leave out what has changed, or start a new run with "
-            f"another --run_dir"
+            f"another run_dir"
         )
-    asked = [text for name, text in told.items() if not _in(name, _FREE)]
-    if any(name == "training.steps" or name.startswith("optimizer.") for name in changed):
+    free = [text for name, text in told.items() if re.fullmatch(_FREE, name)]
+    asked = [text for text in told.values() if text not in free]
+    if any(re.match(r"training\.steps|optimizer\.", name) for name in changed):
         with contextlib.suppress(TypeError, UsageError):  # of a config.yaml edited by hand
-            fields = {name.partition(".")[2]: value for name, value in was.items() if name.startswith("optimizer.")}
+            fields = {name.removeprefix("optimizer."): was[name] for name in was if name.startswith("optimizer.")}
             old = learning_rate_at(step - 1, OptimizerConfig(**fields), was["training.steps"])
             new = learning_rate_at(step, config.optimizer, config.training.steps)
             asked.append(f"the learning rate was {old:.2e} at step {step:,} and is {new:.2e} at step {step + 1:,}")
     if asked and not config.resume_with_changes:
         raise JllamaError(
-            f"{', '.join(asked)}: leave out what has changed, or go on so with --resume_with_changes true, or start a "
-            f"new run with another --run_dir"
+            f"{', '.join(asked)}: leave out what has changed, or go on so with resume_with_changes, or start a new "
+            f"run with another run_dir"
         )
-    return [text for name, text in told.items() if _in(name, _FREE)] + asked
+    return free + asked
 
 
 def _flat(fields: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +157,3 @@ def _flat(fields: dict[str, Any]) -> dict[str, Any]:
     groups = {name: group for name, group in fields.items() if isinstance(group, dict)}
     options = {f"{name}.{option}": value for name, group in groups.items() for option, value in group.items()}
     return {name: value for name, value in fields.items() if name not in groups} | options
-
-
-def _in(name: str, group: set[str]) -> bool:
-    return name in group or name.partition(".")[0] in group

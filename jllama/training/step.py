@@ -1,8 +1,7 @@
-"""One step of training as a pure function, and ``compile_training``: what a training loop needs, compiled."""
+"""One step of training, and ``compile_training``: what a training loop needs, compiled."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +10,6 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jllama.config import LlamaConfig
 from jllama.model import build_model, initial_params
 from jllama.parameters import Params
 from jllama.sharding import BATCH, make_mesh, state_sharding
@@ -43,25 +41,6 @@ class StepMetrics(NamedTuple):
     tokens: Float[Array, ""]
 
 
-@dataclasses.dataclass(frozen=True)
-class LossConfig:
-    """How the loss of a batch is computed.
-
-    Args:
-        model: the architecture.
-        bos_id: the token that starts a document.
-        z_loss: weight of the squared log-normalizer.
-        dtype: of activations, and of weights in matrix products; the parameters stay float32.
-        remat: recompute whole layers in the backward pass.
-    """
-
-    model: LlamaConfig
-    bos_id: int
-    z_loss: float = 0.0
-    dtype: jnp.dtype | type = jnp.float32
-    remat: bool = False
-
-
 class Training(NamedTuple):
     """What ``compile_training`` gives.
 
@@ -69,15 +48,17 @@ class Training(NamedTuple):
         init: ``(key, params=None) -> TrainState``: the state before the first step, from fresh or given parameters.
         step: ``(state, windows) -> (state, StepMetrics)``: one update from int32 windows ``[batch, seq + 1]``, each
             token predicting the next. The state given is donated: use the one returned.
-        evaluate: ``(params, windows, mask) -> (nats, tokens)``: summed loss over the targets in ``mask``
+        evaluate: ``(params, windows, mask) -> (nats, tokens)``: the summed loss of the targets in ``mask``
             ``[batch, seq]``, without z-loss, and their number.
-        shardings: where the leaves of the state are.
-        batch_sharding: where the rows of windows and masks are; NumPy arrays are put there.
+        mesh: the devices.
+        shardings: how the leaves of the state are split over them.
+        batch_sharding: how the rows of windows and masks are; NumPy arrays are put there.
     """
 
     init: Any
     step: Any
     evaluate: Any
+    mesh: Mesh
     shardings: TrainState
     batch_sharding: NamedSharding
 
@@ -98,106 +79,65 @@ def compile_training(
         config: of which ``model`` (with its ``vocab_size``), ``optimizer``, ``mesh`` and ``training`` count. The
             learning rate is scheduled over ``training.steps``.
         mesh: the devices; None makes one as ``config.mesh`` says.
-        bos_id: the tokenizer's, see ``token_losses``.
+        bos_id: the token that starts a document: attention stays within documents, and it is never a target itself,
+            since nothing before it belongs to its text.
         compiler_options: XLA's, for ``step`` and ``evaluate``.
 
     Raises:
         UsageError: there is no such optimizer, or a size does not divide over the mesh.
     """
     mesh = make_mesh(config.mesh) if mesh is None else mesh
-    options, cpu = config.training, mesh.devices.flat[0].platform == "cpu"
-    auto = "float32" if cpu else "bfloat16"
-    dtype = jnp.dtype(auto if options.dtype == "auto" else options.dtype)
-    loss = LossConfig(config.model, bos_id, options.z_loss, dtype, options.remat)
-    optimizer = make_optimizer(config.optimizer, config.model, options.steps)
+    model, options, is_cpu = config.model, config.training, mesh.devices.flat[0].platform == "cpu"
+    auto_dtype = "float32" if is_cpu else "bfloat16"
+    dtype = jnp.dtype(auto_dtype if options.dtype == "auto" else options.dtype)
+    optimizer = make_optimizer(config.optimizer, model, options.steps)
 
     def init(key: Key[Array, ""], params: Params | None = None) -> TrainState:
-        return initial_state(key, params, config=config.model, optimizer=optimizer)
+        init_key, run_key = jax.random.split(key)
+        drawn = initial_params(init_key, model) if params is None else params
+        masters = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), drawn)  # also where JAX is in 64-bit mode
+        return TrainState(jnp.zeros((), jnp.int32), masters, optimizer.init(masters), run_key)
 
-    def step(state: TrainState, windows: Int[Array, "batch window"]) -> tuple[TrainState, StepMetrics]:
-        return train_step(state, windows, loss, optimizer, options.accumulation)
+    def loss(params: Params, windows: Array, mask: Array | bool = True, z_loss: float = 0.0) -> tuple[Array, Array]:
+        inputs, targets = windows[:, :-1], windows[:, 1:]
+        segments = jnp.cumsum(inputs == bos_id, axis=1)
+        llama = build_model(model, jax.tree.map(lambda leaf: leaf.astype(dtype), params))
+        hidden = llama.hidden(inputs, segments, remat=options.remat)
+        return llama.loss(hidden, targets, (targets != bos_id) & mask, z_loss)
 
     def evaluate(params: Params, windows: Int[Array, "batch window"], mask: Bool[Array, "batch seq"]) -> Any:
-        return token_losses(params, windows, dataclasses.replace(loss, z_loss=0.0), mask)
+        return loss(params, windows, mask)
 
-    shardings = state_sharding(mesh, config.model, jax.eval_shape(init, jax.random.key(0)))
-    batch = NamedSharding(mesh, BATCH)
+    def step(state: TrainState, windows: Int[Array, "batch window"]) -> tuple[TrainState, StepMetrics]:
+        # A batch is taken in parts, whose sums are added in float32 and divided once by the number of targets, so that
+        # parts with different numbers of them weigh as they should.
+        gradient = jax.value_and_grad(lambda params, part: loss(params, part, True, options.z_loss), has_aux=True)
+        if options.accumulation == 1:
+            (total, count), gradients = gradient(state.params, windows)
+        else:
+            parts = windows.reshape(options.accumulation, -1, windows.shape[1])
+            zero = jnp.zeros((), jnp.float32)
+            zeros = ((zero, zero), jax.tree.map(jnp.zeros_like, state.params))
+            (total, count), gradients = jax.lax.scan(
+                lambda sums, part: (jax.tree.map(jnp.add, sums, gradient(state.params, part)), None), zeros, parts
+            )[0]
+        count = jnp.maximum(count, 1.0)
+        gradients = jax.tree.map(lambda leaf: leaf / count.astype(leaf.dtype), gradients)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+            params = jax.tree.map(jnp.add, state.params, updates)
+        metrics = StepMetrics(total / count, optax.tree.norm(gradients), count)
+        return TrainState(state.step + 1, params, opt_state, state.key), metrics
+
+    shardings, batch = state_sharding(mesh, model, jax.eval_shape(init, jax.random.key(0))), NamedSharding(mesh, BATCH)
     # init runs once, so what counts is compiling: 0.9 s unoptimized, 5.6 s otherwise, for a small model on two cores.
-    quick = {"xla_backend_optimization_level": 0} if cpu else None
+    quick = {"xla_backend_optimization_level": 0} if is_cpu else None
+    where = {"in_shardings": (shardings, batch), "out_shardings": (shardings, None)}
     return Training(
         jax.jit(init, out_shardings=shardings, donate_argnums=1, compiler_options=quick),
-        jax.jit(
-            step,
-            in_shardings=(shardings, batch),
-            out_shardings=(shardings, None),
-            donate_argnums=0,
-            compiler_options=compiler_options,
-        ),
+        jax.jit(step, **where, donate_argnums=0, compiler_options=compiler_options),
         jax.jit(evaluate, in_shardings=(shardings.params, batch, batch), compiler_options=compiler_options),
+        mesh,
         shardings,
         batch,
     )
-
-
-def initial_state(
-    key: Key[Array, ""],
-    params: Params | None = None,
-    *,
-    config: LlamaConfig,
-    optimizer: optax.GradientTransformation,
-) -> TrainState:
-    """The state before the first step; ``params`` None draws fresh ones. Float32 also where JAX is in 64-bit mode."""
-    init_key, run_key = jax.random.split(key)
-    drawn = initial_params(init_key, config) if params is None else params
-    masters = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), drawn)
-    return TrainState(jnp.zeros((), jnp.int32), masters, optimizer.init(masters), run_key)
-
-
-def token_losses(
-    params: Params, windows: Int[Array, "batch window"], loss: LossConfig, mask: Bool[Array, "batch seq"] | bool = True
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Summed loss over windows of ``seq + 1`` tokens, each token predicting the next, and the number of targets.
-
-    A BOS starts a document: attention stays within documents, and BOS itself is never a target, since nothing before
-    it belongs to its text; nor is what ``mask`` leaves out.
-    """
-    inputs, targets = windows[:, :-1], windows[:, 1:]
-    segments = jnp.cumsum(inputs == loss.bos_id, axis=1)
-    llama = build_model(loss.model, jax.tree.map(lambda leaf: leaf.astype(loss.dtype), params))
-    hidden = llama.hidden(inputs, segments, remat=loss.remat)
-    return llama.loss(hidden, targets, (targets != loss.bos_id) & mask, loss.z_loss)
-
-
-def train_step(
-    state: TrainState,
-    windows: Int[Array, "batch window"],
-    loss: LossConfig,
-    optimizer: optax.GradientTransformation,
-    accumulation: int = 1,
-) -> tuple[TrainState, StepMetrics]:
-    """One update from one batch, taken in ``accumulation`` equal parts that give the gradient of the whole.
-
-    Sums of losses and gradients are added in float32 (losses in ``loss.dtype`` if that is wider) and divided once by
-    the number of targets, so parts with different numbers of them weigh as they should.
-    """
-
-    def total_loss(params: Params, part: Array) -> tuple[Array, Array]:
-        return token_losses(params, part, loss)
-
-    gradient = jax.value_and_grad(total_loss, has_aux=True)
-    if accumulation == 1:
-        (total, count), gradients = gradient(state.params, windows)
-    else:
-        parts = windows.reshape(accumulation, -1, windows.shape[1])
-        zero = jnp.zeros((), jnp.promote_types(loss.dtype, jnp.float32))
-        zeros = ((zero, zero), jax.tree.map(jnp.zeros_like, state.params))
-        (total, count), gradients = jax.lax.scan(
-            lambda sums, part: (jax.tree.map(jnp.add, sums, gradient(state.params, part)), None), zeros, parts
-        )[0]
-    count = jnp.maximum(count, 1.0)
-    gradients = jax.tree.map(lambda leaf: leaf / count.astype(leaf.dtype), gradients)
-    with jax.named_scope("optimizer"):
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        params = jax.tree.map(jnp.add, state.params, updates)
-    metrics = StepMetrics(total / count, optax.tree.norm(gradients), count)
-    return TrainState(state.step + 1, params, opt_state, state.key), metrics

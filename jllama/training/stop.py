@@ -19,10 +19,7 @@ _ONE_S = 1.0  # schedulers and shells send several at once and mean one
 
 
 class Stopped(JllamaError):
-    """A run was asked to stop, and has: what it has done is saved.
-
-    ``exit_code`` is 128 and the signal's number, as in shells, so that no scheduler takes the run for finished.
-    """
+    """A run was asked to stop, and what it has done is saved; ``exit_code`` is 128 + the signal's number."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -33,10 +30,10 @@ class Stopped(JllamaError):
 def stop_signals(doing: Callable[[], str]) -> Iterator[list[int]]:
     """Collects the numbers of Ctrl-C and SIGTERM in the list that it yields, which the loop asks once a step.
 
-    ``doing`` says what is finished first. Python runs a handler only between two of its own instructions, and a
-    compilation is one: so the answer comes from a thread, which the system wakes. A second signal, at least a second
-    later, ends the process there and then (in an interactive session it is a KeyboardInterrupt): what has been saved
-    stays whole. Outside the main thread signals are left alone.
+    ``doing`` says what is finished first; the answer comes from a thread that the system wakes, since Python runs a
+    handler only between two of its own instructions, and a compilation is one. A second signal, at least a second
+    later, ends the process there and then (in an interactive session it is a KeyboardInterrupt). Outside the main
+    thread signals are left alone.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():

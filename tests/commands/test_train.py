@@ -138,14 +138,14 @@ def test_stopped_and_continued_is_the_same_to_the_last_bit(small_run, workshop, 
 
 def test_a_stop_between_two_checkpoints_is_saved(small_run, workshop, read_run, tmp_path, capsys, monkeypatch):
     """The signal comes while a step is being logged, after the loop has asked for one."""
-    run, append_line = tmp_path / "run", loop.append_line
+    run, append_line = tmp_path / "run", run_folder.append_line
 
     def append_and_stop(path, record):
         append_line(path, record)
         if record["step"] == 3:
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(loop, "append_line", append_and_stop)
+    monkeypatch.setattr(run_folder, "append_line", append_and_stop)
     settings = options(workshop, run, "--training.save_every", 2)
     before, interrupt = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     assert cli.run("train", settings) == 128 + signal.SIGTERM
@@ -260,7 +260,7 @@ def test_what_a_run_cannot_go_on_with_is_refused_with_what_was_and_what_is(works
             )
             assert code == 1
             assert message.startswith(f"error: {said}")
-            assert "start a new run with another --run_dir" in message
+            assert "start a new run with another run_dir" in message
     assert everything(copied) == before
 
 
@@ -287,8 +287,8 @@ def test_a_change_of_the_schedule_is_said_and_asked_for(workshop, copied, capsys
     rate = float(learning_rate_at(STEPS, config.optimizer, 40))
     assert message == (
         f"error: training.steps was 20 and is 40, the learning rate was 1.00e-03 at step 20 and is {rate:.2e} at step "
-        f"21: leave out what has changed, or go on so with --resume_with_changes true, or start a new run with another "
-        f"--run_dir"
+        f"21: leave out what has changed, or go on so with resume_with_changes, or start a new run with another "
+        f"run_dir"
     )
     code, message = refused(workshop, copied, capsys, "--resume", copied, "--optimizer.learning_rate", 0.05)
     assert (code, "optimizer.learning_rate was 0.01 and is 0.05, the learning rate was 1.00e-03" in message) == (
@@ -335,7 +335,7 @@ def test_a_run_in_use_is_refused_with_who_has_it(workshop, copied, capsys, monke
         assert code == 1
         assert re.fullmatch(
             rf"error: {copied} is in use by process {os.getpid()} on \S+ since [\d-]+ [\d:]+: wait for it, "
-            rf"or choose another --run_dir",
+            rf"or choose another run_dir",
             message,
         )
         assert everything(copied) == before
@@ -379,7 +379,7 @@ def test_what_may_fail_and_what_may_not(workshop, tmp_path, capsys, monkeypatch,
     """A crash of an evaluation or a sample is a warning; a validation loss that is no number ends the run, unsaved."""
     results = iter([RuntimeError("out of luck"), Evaluation(5.0, 150.0, 7.0), Evaluation(math.nan, math.nan, math.nan)])
 
-    def evaluate(params, max_tokens):
+    def evaluate(*arguments, **named):
         result = next(results)
         if isinstance(result, Exception):
             raise result
@@ -388,7 +388,7 @@ def test_what_may_fail_and_what_may_not(workshop, tmp_path, capsys, monkeypatch,
     def fail(*arguments, **named):
         raise RuntimeError("no words")
 
-    monkeypatch.setattr(loop, "make_evaluator", lambda *arguments: evaluate)
+    monkeypatch.setattr(loop, "evaluate", evaluate)
     monkeypatch.setattr(loop, "generate", fail)
     run = tmp_path / "run"
     arguments = ["--config", str(workshop.yaml), "--run_dir", str(run), "--training.eval_every", "2"]

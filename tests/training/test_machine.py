@@ -9,22 +9,29 @@ from jllama.config import LlamaConfig
 from jllama.errors import UsageError
 from jllama.parameters import count_parameters
 from jllama.sharding import MeshConfig, describe_devices, idle_accelerator, make_mesh
-from jllama.training.config import LoopConfig, TrainConfig
+from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
 from jllama.training.metrics import check_memory
+from jllama.training.step import compile_training
 
 MODEL = LlamaConfig(vocab_size=1000, num_layers=2, embed_dim=64, max_seq_len=128)
 CONFIG = TrainConfig(model=MODEL, training=LoopConfig(batch_size=8, seq_len=128))
 MESH = make_mesh(MeshConfig(), jax.devices()[:1])
+SCALARS = 3 * 4 + 8  # the step, the optimizer's two counts, the key
+
+
+def check(config, available_bytes=None):
+    check_memory(config, compile_training(config, MESH, bos_id=1), available_bytes)
 
 
 def test_the_least_that_a_run_takes():
-    """16 bytes a parameter and 4 a logit: one byte less is too little."""
-    needed = 16 * count_parameters(MODEL) + 4 * 8 * 128 * 1000
-    check_memory(CONFIG, MESH, needed)
+    """16 bytes a parameter, and 2 for each number of a layer's input: one byte less is too little."""
+    needed = 16 * count_parameters(MODEL) + 2 * 2 * 8 * 128 * 64 + SCALARS
+    check(CONFIG, needed)
     with pytest.raises(UsageError, match=r"take 0.0 GiB .* one CPU with 0.0 GiB cannot hold: take a smaller"):
-        check_memory(CONFIG, MESH, needed - 1)
+        check(CONFIG, needed - 1)
     parts = dataclasses.replace(CONFIG, training=LoopConfig(batch_size=8, seq_len=128, accumulation=4))
-    check_memory(parts, MESH, needed - 3 * 4 * 2 * 128 * 1000)
+    check(parts, needed - 3 * 2 * 2 * 2 * 128 * 64)
+    check(dataclasses.replace(CONFIG, optimizer=OptimizerConfig("lion")), needed - 4 * count_parameters(MODEL))
 
 
 @pytest.mark.parametrize(
@@ -36,8 +43,8 @@ def test_the_least_that_a_run_takes():
     ],
 )
 def test_what_no_machine_has(absurd):
-    with pytest.raises(UsageError, match=r"[\d,]{5,}\.\d GiB"):
-        check_memory(dataclasses.replace(CONFIG, **absurd), MESH)
+    with pytest.raises(UsageError, match=r"[\d,]{4,}\.\d GiB"):
+        check(dataclasses.replace(CONFIG, **absurd))
 
 
 def test_devices_in_words():

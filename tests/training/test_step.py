@@ -13,8 +13,8 @@ from jllama import oracle
 from jllama.config import LlamaConfig
 from jllama.sharding import MeshConfig, make_mesh
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
-from jllama.training.optimizer import make_optimizer
-from jllama.training.step import LossConfig, TrainState, compile_training, initial_state, token_losses, train_step
+from jllama.training.optimizer import OPTIMIZERS
+from jllama.training.step import compile_training
 from jllama.verify.checks import random_params, relative_error
 
 BOS = 1
@@ -22,7 +22,6 @@ CONFIG = LlamaConfig(
     vocab_size=61, num_layers=2, embed_dim=64, num_heads=2, num_kv_heads=1, head_dim=64, mlp_dim=96, max_seq_len=32
 )
 WEIGHTS = random_params(CONFIG, 0)
-SGD = optax.chain(optax.trace(0.0), optax.scale(-1.0))  # its state is the last gradient
 MESH = make_mesh(MeshConfig(), jax.devices()[:1])
 QUICK = {"xla_backend_optimization_level": 0}  # half the time to compile; the arithmetic is the same
 
@@ -38,22 +37,31 @@ def make_windows():
 WINDOWS = make_windows()
 
 
-def state_of(optimizer):
-    params = jax.tree.map(jnp.asarray, WEIGHTS)
-    return TrainState(jnp.int32(0), params, optimizer.init(params), jax.random.key(0))
+@pytest.fixture(autouse=True)
+def plain_descent(monkeypatch):
+    """An optimizer whose state is the last gradient."""
+    monkeypatch.setitem(OPTIMIZERS, "plain", lambda _: optax.trace(0.0))
+
+
+PLAIN = OptimizerConfig("plain", weight_decay=0.0, clip_norm=1e30)
 
 
 @functools.cache
-def compiled(optimizer=SGD, accumulation=1, **options):
-    loss = LossConfig(CONFIG, BOS, **options)
-    step = functools.partial(train_step, loss=loss, optimizer=optimizer, accumulation=accumulation)
-    return jax.jit(step, compiler_options=QUICK)
+def compiled(optimizer=PLAIN, **options):
+    options = LoopConfig(**{"dtype": "float32", "batch_size": 8, "steps": 100} | options)
+    config = TrainConfig(CONFIG, optimizer=optimizer, training=options)
+    return compile_training(config, MESH, bos_id=BOS, compiler_options=QUICK)
+
+
+def initial_state(training):
+    return training.init(jax.random.key(0), WEIGHTS)
 
 
 def gradients(windows=WINDOWS, **options):
     """The gradient that a step of plain descent takes, and the step's metrics."""
-    state, metrics = compiled(**options)(state_of(SGD), windows)
-    return jax.tree.map(np.asarray, state.opt_state[0].trace), metrics
+    training = compiled(**options)
+    state, metrics = training.step(initial_state(training), windows)
+    return jax.tree.map(np.asarray, state.opt_state[1][0].trace), metrics
 
 
 def assert_trees_close(actual, expected, tolerance):
@@ -96,12 +104,11 @@ def test_a_document_is_deaf_to_the_one_before():
     changed, after = WINDOWS.copy(), np.zeros((8, 24), bool)
     changed[1, :7] = changed[1, :7][::-1]
     after[1, 7:] = True
-    losses = jax.jit(functools.partial(token_losses, loss=LossConfig(CONFIG, BOS)), compiler_options=QUICK)
-    params = jax.tree.map(jnp.asarray, WEIGHTS)
-    np.testing.assert_array_equal(losses(params, WINDOWS, mask=after), losses(params, changed, mask=after))
+    losses, params = compiled().evaluate, jax.tree.map(jnp.asarray, WEIGHTS)
+    np.testing.assert_array_equal(losses(params, WINDOWS, after), losses(params, changed, after))
     before = np.zeros((8, 24), bool)
     before[1, :6] = True
-    assert losses(params, WINDOWS, mask=before)[0] != losses(params, changed, mask=before)[0]
+    assert losses(params, WINDOWS, before)[0] != losses(params, changed, before)[0]
 
 
 def test_accumulation_gives_the_gradient_of_the_whole():
@@ -114,17 +121,15 @@ def test_accumulation_gives_the_gradient_of_the_whole():
 
 
 def test_accumulation_in_64_bit_mode():
-    """The masters stay float32; the losses, in float64, are added in float64."""
+    """The masters, the moments and the losses stay float32."""
     with jax.enable_x64(True):
-        optimizer = make_optimizer(OptimizerConfig(), CONFIG, 10)
-        state = jax.eval_shape(functools.partial(initial_state, config=CONFIG, optimizer=optimizer), jax.random.key(0))
-        assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
-        for dtype in (jnp.float32, jnp.float64):
-            loss = LossConfig(CONFIG, BOS, dtype=dtype)
-            step = functools.partial(train_step, loss=loss, optimizer=optimizer, accumulation=2)
-            after, metrics = jax.eval_shape(step, state, WINDOWS)
+        for dtype in ("float32", "bfloat16"):
+            training = compiled(OptimizerConfig(), accumulation=2, dtype=dtype)
+            state = jax.eval_shape(training.init, jax.random.key(0))
+            assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
+            after, metrics = jax.eval_shape(training.step, state, WINDOWS)
             assert jax.tree.map(lambda leaf: leaf.dtype, after) == jax.tree.map(lambda leaf: leaf.dtype, state)
-            assert metrics.loss.dtype == dtype
+            assert metrics.loss.dtype == jnp.float32
 
 
 def test_remat_changes_nothing():
@@ -150,18 +155,18 @@ def test_a_batch_without_targets_moves_nothing():
 def test_small_steps_move_the_float32_masters_under_bfloat16():
     """A learning rate of 1e-6 is far below bfloat16's resolution near 1, which is 0.004."""
     settings = OptimizerConfig(learning_rate=1e-6, final_fraction=1.0, warmup_fraction=0.0, weight_decay=0.0)
-    optimizer = make_optimizer(settings, CONFIG, 100)
     moved, losses = {}, {}
-    for dtype in (jnp.bfloat16, jnp.float32):
-        state, step = state_of(optimizer), compiled(optimizer, dtype=dtype)
+    for dtype in ("bfloat16", "float32"):
+        training = compiled(settings, batch_size=2, dtype=dtype)
+        state = initial_state(training)
         for _ in range(100):
-            state, metrics = step(state, WINDOWS[:2])
+            state, metrics = training.step(state, WINDOWS[:2])
         losses[dtype] = metrics.loss
         assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
         assert {leaf.dtype for leaf in jax.tree.leaves(state.opt_state)} == {jnp.dtype("float32"), jnp.dtype("int32")}
         moved[dtype] = jax.tree.map(lambda before, after: np.asarray(after, np.float64) - before, WEIGHTS, state.params)
-    assert 1e-5 < relative_error(losses[jnp.bfloat16], losses[jnp.float32]) < 0.03
-    for low, high in zip(jax.tree.leaves(moved[jnp.bfloat16]), jax.tree.leaves(moved[jnp.float32]), strict=True):
+    assert 1e-5 < relative_error(losses["bfloat16"], losses["float32"]) < 0.03
+    for low, high in zip(jax.tree.leaves(moved["bfloat16"]), jax.tree.leaves(moved["float32"]), strict=True):
         # Under an all but constant gradient Adam moves by its learning rate: 100 times 1e-6.
         assert np.median(np.abs(low)) == pytest.approx(1e-4, rel=0.1)
         assert np.mean(np.sign(low) == np.sign(high)) > 0.95
@@ -172,8 +177,7 @@ def test_eval_sums_do_not_depend_on_the_batching():
     mask = rng.random((8, 24)) < 0.7
     mask[3] = False
     params = jax.tree.map(jnp.asarray, WEIGHTS)
-    config = TrainConfig(CONFIG, training=LoopConfig(z_loss=0.1))  # which is for training alone
-    step = compile_training(config, MESH, bos_id=BOS, compiler_options=QUICK).evaluate
+    step = compiled(z_loss=0.1).evaluate  # which is for training alone
 
     def sums(rows):
         return np.sum([step(params, WINDOWS[i : i + rows], mask[i : i + rows]) for i in range(0, 8, rows)], axis=0)
@@ -187,10 +191,9 @@ def test_eval_sums_do_not_depend_on_the_batching():
 
 
 def test_a_donated_state_is_used_up_without_a_warning(recwarn):
-    optimizer = make_optimizer(OptimizerConfig(), CONFIG, 10)
-    before = state_of(optimizer)
-    step = functools.partial(train_step, loss=LossConfig(CONFIG, BOS), optimizer=optimizer, accumulation=2)
-    after, _ = jax.jit(step, donate_argnums=0, compiler_options=QUICK)(before, WINDOWS)
+    training = compiled(OptimizerConfig(), accumulation=2)
+    before = initial_state(training)
+    after, _ = training.step(before, WINDOWS)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((before.params, before.opt_state)))
     assert int(after.step) == 1
     assert not [warning for warning in recwarn if "donated" in str(warning.message)]
