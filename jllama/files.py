@@ -6,6 +6,8 @@ import contextlib
 import errno
 import json
 import os
+import shutil
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -91,21 +93,58 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+@contextlib.contextmanager
+def written_whole(target: Path, *, shared: bool = False) -> Iterator[Path]:
+    """A path beside ``target`` for a file or folder, which takes its name at the end; after an error nothing is left.
+
+    A file that stood there is replaced at once; a folder is put aside first, and back if anything fails. With
+    ``shared``, processes may write the same at the same time: the first folder stays, and then this is an ``OSError``.
+    """
+    partial, old = _beside(target, f"{uuid.uuid4().hex[:8]}.partial" if shared else "partial"), _beside(target, "old")
+    put_back(target)
+    try:
+        _remove(partial)
+        yield partial
+        if not shared and target.exists() and (target.is_dir() or partial.is_dir()):
+            _remove(old)
+            target.rename(old)
+        partial.replace(target)
+    finally:
+        put_back(target)
+        _remove(partial)
+        _remove(old)
+
+
+def put_back(target: Path) -> None:
+    """Undo half a replacement by ``written_whole``: what stood at ``target`` is aside, and nothing has its name."""
+    if _beside(target, "old").exists() and not target.exists():
+        _beside(target, "old").rename(target)
+
+
+def _beside(target: Path, what: str) -> Path:
+    return target.with_name(f".{target.name}.{what}")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def write_text_whole(path: Path, text: str) -> None:
     """Write a text file, UTF-8, so that at any moment the old one or the new one is there."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    with written_whole(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def check_writable(path: Path) -> None:
     """Raise ``UsageError`` unless ``write_text_whole`` could write this file, of which nothing is changed."""
-    partial = path.with_name(path.name + ".partial")
     try:
         if path.exists() and not path.is_file():
             raise OSError(errno.EEXIST, "there is something that is no ordinary file")
-        partial.touch()
-        partial.unlink()
+        _beside(path, "partial").touch()
+        _remove(_beside(path, "partial"))
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}; choose another place") from error
 

@@ -12,7 +12,7 @@ import jllama
 
 PACKAGE = Path(jllama.__file__).parent
 FLOORS = [
-    {"errors", "functional", "typecheck"},
+    {"errors", "functional", "progress", "typecheck"},
     {"files", "rope_scaling"},
     {"config"},
     {"presets", "parameters", "oracle", "tokenizers"},
@@ -34,7 +34,6 @@ FORBIDDEN = {("evaluation", "checkpoints")}
 REGISTRIES = {
     "jllama": "jllama.",  # the public names, imported when they are first used
     "jllama.commands.cli": "jllama.commands.",  # one module a command
-    "jllama.checkpoints.registry": "jllama.checkpoints.",  # one module a format
 }
 """Modules that may name modules of ours in strings, and how those names begin."""
 _IMPORTERS = ("import_module", "__import__", "run_module")

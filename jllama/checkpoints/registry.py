@@ -1,24 +1,16 @@
 """Every checkpoint format behind three functions: ``load``, ``save`` and ``convert``.
 
-A format is a module with three functions, and what passes between them is a ``Checkpoint``:
-
-``recognizes(path)``: whether a path is in this format, going by its files.
-``read(path)``: opens it. ``JllamaError`` for what is damaged, missing, or not a Llama that jllama has.
-``write(checkpoint, target, dtype, on_progress)``: writes into the empty folder ``target`` (for ``gguf``: that file), in
-``dtype`` or (None) every tensor in its own; ``on_progress`` is told of the bytes of weights. ``JllamaError`` before any
-weights are written if the format cannot hold the model.
+What passes between formats is a ``Checkpoint``. A further format is an entry of ``FORMATS``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import math
+import dataclasses
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, get_args
 
 import jax
@@ -28,36 +20,108 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from jllama import tokenizers
+from jllama.checkpoints import gguf, huggingface, llama2c, meta, run
 from jllama.checkpoints.tensors import (
     Checkpoint,
+    OnProgress,
     TensorsOfParams,
     load_decode_params,
     load_params,
-    progress,
     size_bytes,
 )
 from jllama.decode_params import Quantization
 from jllama.errors import JllamaError, UsageError
-from jllama.files import cache_folder, refuse_special_files
+from jllama.files import cache_folder, put_back, refuse_special_files, written_whole
 from jllama.language_model import LanguageModel
+from jllama.progress import progress
 from jllama.tokenizers import Tokenizer, has_tokenizer
 
-Format = Literal["orbax", "hf", "gguf", "llama2c", "meta"]
 Layout = Literal["decode", "training"]
-Dtype = Literal["float32", "bfloat16", "float16", "q8_0"]
 
-_MODULES: dict[Format, str] = {
-    "gguf": "gguf",
-    "meta": "meta",
-    "llama2c": "llama2c",
-    "hf": "huggingface",
-    "orbax": "run",
+FLOATS: Mapping[str, float] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A checkpoint format.
+
+    Args:
+        description: what a user has who has one, such as "a GGUF file".
+        recognizes: whether a path is in this format, going by its files.
+        read: opens it, weights unread. ``JllamaError`` for what is damaged, missing, or not a Llama that jllama has.
+        write: ``(checkpoint, target, dtype, on_progress)``: writes into the empty folder ``target`` (``is_file``: that
+            file), in ``dtype`` or (None) every tensor in its own; ``on_progress`` is told of the bytes of weights.
+            ``JllamaError`` before any weights are written if the format cannot hold the model.
+        dtypes: what ``write`` takes, each with the bytes of a number.
+        options: the keyword arguments of ``load`` that ``read`` takes, too.
+        files: a pattern of the names in its folders: only those are ever overwritten.
+        is_file: it is written to a file, not into a folder.
+        suffix: that of targets for which ``jllama convert`` needs not be told the format.
+    """
+
+    description: str
+    recognizes: Callable[[Path], bool]
+    read: Callable[..., Checkpoint]
+    write: Callable[[Checkpoint, Path, Any, OnProgress], None]
+    dtypes: Mapping[str, float] = dataclasses.field(default_factory=lambda: FLOATS)
+    options: tuple[str, ...] = ()
+    files: str = ""
+    is_file: bool = False
+    suffix: str | None = None
+
+    def stored_dtype(self, dtype: str | None) -> str | None:
+        """The dtype of the matrices when ``dtype`` is asked for; None: each one's own."""
+        return next(iter(self.dtypes)) if dtype is None and len(self.dtypes) == 1 else dtype
+
+
+_TOKENIZERS = r"tokenizer.*\.(json|model|bin)|chat_template\.(jinja|json)|generation_config\.json|\.gitattributes|"
+
+FORMATS: dict[str, Format] = {
+    "gguf": Format(
+        "a GGUF file",
+        gguf.recognizes,
+        gguf.read,
+        gguf.write,
+        dtypes={**FLOATS, "q8_0": 34 / 32},  # blocks of 32, with a float16 scale
+        files=r".*\.gguf",
+        is_file=True,
+        suffix=".gguf",
+    ),
+    "meta": Format(
+        "a folder with params.json and consolidated.*.pth",
+        meta.recognizes,
+        meta.read,
+        meta.write,
+        options=("rope_factor",),
+        files=_TOKENIZERS + r".*\.pth|(params|jllama)\.json|checklist\.chk",
+    ),
+    "llama2c": Format(
+        "a llama2.c file",
+        llama2c.recognizes,
+        llama2c.read,
+        llama2c.write,
+        dtypes={"float32": 4},
+        files=r".*\.bin",
+        suffix=".bin",
+    ),
+    "hf": Format(
+        "a folder with config.json and safetensors",
+        huggingface.recognizes,
+        huggingface.read,
+        huggingface.write,
+        files=_TOKENIZERS
+        + r".*\.safetensors(\.index\.json)?|config\.json|(special_tokens_map|added_tokens|vocab)\.json|merges\.txt",
+    ),
+    "orbax": Format(
+        "a training run",
+        run.recognizes,
+        run.read,
+        run.write,
+        options=("step",),
+        files=_TOKENIZERS + r"config\.yaml|checkpoints|(metrics|samples|config\.history)\.jsonl|report\.html|in_use",
+    ),
 }
-_OF_CHECKPOINTS = (  # names of files that a checkpoint of some format, or a run, has in its folder
-    r".*\.safetensors(\.index\.json)?|.*\.(gguf|bin|pth)|tokenizer.*\.(json|model)|(generation_)?config\.json|"
-    r"(special_tokens_map|added_tokens|vocab|params|jllama)\.json|merges\.txt|checklist\.chk|chat_template\.(jinja|json)|"
-    r"config\.yaml|checkpoints|(metrics|samples|config\.history)\.jsonl|report\.html|in_use|\.gitattributes"
-)
+"""The formats by name, in the order in which they are tried."""
 
 
 def _keep_compiled() -> None:
@@ -105,14 +169,14 @@ def load(
     if dtype is None and jax.default_backend() == "cpu":
         dtype = jnp.float32
     dtype = None if dtype is None else _float_dtype(dtype)
-    for name, value, names in (("layout", layout, Layout), ("quantize", quantize, Quantization)):
-        if value is not None and value not in get_args(names):
-            raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(get_args(names))}")
+    for name, value, kind in (("layout", layout, Layout), ("quantize", quantize, Quantization)):
+        if value is not None and value not in get_args(kind):
+            raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(get_args(kind))}")
     if quantize and layout == "training":
         raise UsageError(f"quantize is {quantize!r}, which is for decoding: leave it out, or take layout 'decode'")
     source = _local(path)
     checkpoint = open_checkpoint(source, rope_factor, step)
-    with progress(f"reading {source.name}", size_bytes(checkpoint, dtype)) as on_progress:
+    with progress(f"reading {source.name}", size_bytes(checkpoint, dtype), of_bytes=True) as on_progress:
         if layout == "training":
             params = load_params(checkpoint, dtype, mesh, on_progress)
         else:
@@ -141,9 +205,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     source = _local(path)
     refuse_special_files(source, *source.glob("*"))
-    if has_tokenizer(source) or not (format := _recognized(source)):
+    if has_tokenizer(source) or not _recognized(source):
         return tokenizers.load_tokenizer(source)
-    tokenizer = _read(source, format).tokenizer
+    tokenizer = open_checkpoint(source).tokenizer
     if tokenizer is None:
         raise JllamaError(f"{path} has no tokenizer: put the one it was trained with beside its weights")
     return tokenizer
@@ -152,8 +216,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def save(
     model: LanguageModel,
     path: str | Path,
-    format: Format = "orbax",
-    dtype: Dtype | None = None,
+    format: str = "orbax",
+    dtype: str | None = None,
     *,
     overwrite: bool = False,
 ) -> None:
@@ -162,8 +226,8 @@ def save(
     Args:
         model: what ``load`` gives; or one put together from a configuration, parameters and a tokenizer.
         path: the folder to make (for ``gguf``, the file).
-        format: one of ``Format``.
-        dtype: of the matrices; None keeps the parameters' own. ``q8_0`` is for ``gguf`` alone.
+        format: ``orbax`` (jllama's own), ``hf``, ``gguf``, ``llama2c``, ``meta``; a key of ``FORMATS``.
+        dtype: of the matrices, one that the format has; None keeps the parameters' own.
         overwrite: replace the file or the checkpoint that is at ``path``; no other folder is replaced.
 
     Raises:
@@ -179,17 +243,17 @@ def save(
 def convert(
     source: str | Path,
     target: str | Path,
-    to: Format,
-    dtype: Dtype | None = None,
+    to: str,
+    dtype: str | None = None,
     *,
     overwrite: bool = False,
     rope_factor: float | None = None,
 ) -> Checkpoint:
     """Convert a checkpoint of any format to another, block by block: the model is never in memory whole.
 
-    (Reading or writing jllama's own format does take the model's size in memory.) Arguments and errors as those of
-    ``load`` and ``save``; without ``dtype`` every tensor keeps its own. A target that holds the source, or lies in it
-    and exists, is refused.
+    (Writing jllama's own format does take the model's size in memory.) Arguments and errors are those of ``load`` and
+    ``save``; without ``dtype`` every tensor keeps its own. A target that holds the source, or lies in it and exists, is
+    refused.
 
     Returns:
         what was converted.
@@ -204,11 +268,20 @@ def convert(
 def open_checkpoint(path: str | Path, rope_factor: float | None = None, step: int | None = None) -> Checkpoint:
     """Open a checkpoint of any format, without reading its weights. Arguments and errors are those of ``load``."""
     source = _local(path)
-    return _read(source, _format_of(source), rope_factor, step)
-
-
-def _module(format: Format) -> ModuleType:
-    return importlib.import_module(f"jllama.checkpoints.{_MODULES[format]}")
+    format = FORMATS[_format_of(source)]
+    options = {name: value for name, value in (("rope_factor", rope_factor), ("step", step)) if value is not None}
+    for name in options:
+        if name not in format.options:
+            takers = " or ".join(each.description for each in FORMATS.values() if name in each.options)
+            raise UsageError(f"{name} is for {takers} alone, and {source} is {format.description}: leave it out")
+    checkpoint = format.read(source, **options)
+    tokenizer, rows = checkpoint.tokenizer, checkpoint.config.vocab_size
+    if tokenizer is not None and tokenizer.vocab_size > rows:
+        raise JllamaError(
+            f"the tokenizer of {source} has {tokenizer.vocab_size} tokens but the embedding has {rows} rows: "
+            f"put the tokenizer there that the model was trained with"
+        )
+    return checkpoint
 
 
 def _local(path: str | Path) -> Path:
@@ -220,157 +293,87 @@ def _local(path: str | Path) -> Path:
             raise JllamaError(
                 f"there is no checkpoint at {path}: give a run's folder, such as runs/quickstart, or a model's"
             )
-        return _module("hf").download(str(path))
+        return huggingface.download(str(path))
     return source
 
 
-def _recognized(source: Path) -> Format | None:
-    for format in _MODULES:  # jllama's own comes last: orbax takes half a second to import
+def _recognized(source: Path) -> str | None:
+    for name, format in FORMATS.items():
         with contextlib.suppress(OSError):  # what cannot be read is not of this format
-            if _module(format).recognizes(source):
-                return format
+            if format.recognizes(source):
+                return name
     return None
 
 
-def _format_of(source: Path) -> Format:
+def _format_of(source: Path) -> str:
     refuse_special_files(source, *source.glob("*"))  # of a file the latter are none
-    if format := _recognized(source):
-        return format
-    if runs := [parent for parent in source.resolve().parents[:3] if _module("orbax").recognizes(parent)]:
+    if name := _recognized(source):
+        return name
+    if runs := [parent for parent in source.resolve().parents[:3] if run.recognizes(parent)]:
         raise JllamaError(f"{source} lies inside a run: give the run's folder itself, {runs[0]}")
     if source.is_file() and _recognized(source.parent):
         raise JllamaError(f"{source} is no checkpoint by itself: give its folder, {source.parent}")
     held = ", ".join(sorted(entry.name for entry in source.iterdir())[:8]) if source.is_dir() else "no known header"
     raise JllamaError(
-        f"{source} is no checkpoint that jllama knows (it holds {held or 'nothing'}): give a training run, a folder "
-        f"with config.json and safetensors, one with params.json and consolidated.*.pth, or a GGUF or llama2.c file"
+        f"{source} is no checkpoint that jllama knows (it holds {held or 'nothing'}): give "
+        f"{', or '.join(format.description for format in FORMATS.values())}"
     )
-
-
-def _read(source: Path, format: Format, rope_factor: float | None = None, step: int | None = None) -> Checkpoint:
-    if rope_factor is not None and format != "meta":
-        raise UsageError(
-            f"rope_factor is for Meta's files alone: {source} says itself how RoPE is scaled, leave it out"
-        )
-    if step is not None and format != "orbax":
-        raise UsageError(f"{source} is not a training run, so it has no step {step}: leave out the step")
-    options = [value for value in (rope_factor, step) if value is not None]
-    checkpoint = _module(format).read(source, *options)
-    _check_tokenizer(checkpoint, source)
-    return checkpoint
-
-
-def _check_tokenizer(checkpoint: Checkpoint, source: Path) -> None:
-    tokenizer, rows = checkpoint.tokenizer, checkpoint.config.vocab_size
-    if tokenizer is not None and tokenizer.vocab_size > rows:
-        raise JllamaError(
-            f"the tokenizer of {source} has {tokenizer.vocab_size} tokens but the embedding has {rows} rows: "
-            f"put the tokenizer there that the model was trained with"
-        )
 
 
 def check_names(name: str, format: str, dtype: str | None) -> None:
     """Raise ``UsageError`` unless there is a format, given as ``name``, that holds such a dtype."""
-    if format not in get_args(Format):
-        raise UsageError(f"{name} is {format!r}; it must be one of {', '.join(get_args(Format))}")
-    if dtype not in (None, *get_args(Dtype)):
+    if format not in FORMATS:
+        raise UsageError(f"{name} is {format!r}; it must be one of {', '.join(FORMATS)}")
+    if dtype is not None and dtype not in FORMATS[format].dtypes:
         raise UsageError(
-            f"dtype is {dtype!r}; it must be one of {', '.join(get_args(Dtype))}; for others, such as Q4_K_M, run "
-            f"llama.cpp's llama-quantize on the GGUF file"
+            f"dtype is {dtype!r}; with {format} it must be one of {', '.join(FORMATS[format].dtypes)}; for others, "
+            f"such as Q4_K_M, run llama.cpp's llama-quantize on a GGUF file"
         )
-    if dtype == "q8_0" and format != "gguf":
-        raise UsageError(f"dtype q8_0 is GGUF's alone: with {format} take float32, bfloat16 or float16")
 
 
 def _write(
-    checkpoint: Checkpoint,
-    target: Path,
-    format: Format,
-    dtype: Dtype | None,
-    overwrite: bool,
-    source: Path | None = None,
+    checkpoint: Checkpoint, target: Path, to: str, dtype: str | None, overwrite: bool, source: Path | None = None
 ) -> None:
-    target = target.resolve()  # of a link, what it leads to is replaced
+    format, target = FORMATS[to], target.resolve()  # of a link, what it leads to is replaced
     _check_target(target, source, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
-    needed_bytes = _size_bytes(checkpoint, format, dtype)
+    stored = format.stored_dtype(dtype)
+    numbers = size_bytes(checkpoint, np.uint8)
+    needed_bytes = int(numbers * format.dtypes[stored]) if stored else size_bytes(checkpoint, None)
     free_bytes = shutil.disk_usage(target.parent).free
     if needed_bytes > free_bytes:
         raise JllamaError(
             f"{target} needs {needed_bytes:,} bytes but {free_bytes:,} are free there: "
             f"make room, or choose another destination or a smaller dtype"
         )
-    numeric = dtype if dtype in (None, "q8_0") else jnp.dtype(dtype)
-    with _written_whole(target) as partial, progress(f"writing {target.name}", needed_bytes) as on_progress:
-        if format != "gguf":
+    numeric = jnp.dtype(dtype) if dtype in FLOATS else dtype
+    with (
+        written_whole(target) as partial,
+        progress(f"writing {target.name}", needed_bytes, of_bytes=True) as on_progress,
+    ):
+        if not format.is_file:
             partial.mkdir()
-        _module(format).write(checkpoint, partial, numeric, on_progress)
+        format.write(checkpoint, partial, numeric, on_progress)
 
 
 def _check_target(target: Path, source: Path | None, overwrite: bool) -> None:
     """Refuse a target whose replacement would take away the source, or anything that is not a checkpoint's."""
     if target in (Path.cwd(), *Path.cwd().parents):
         raise UsageError(f"the target {target} is the folder you are in, or holds it: name a file or folder to make")
-    _put_back(target)
+    put_back(target)
     if not target.exists():
         return
     if source is not None:
-        places = {file.resolve() for file in (source, *(source.iterdir() if source.is_dir() else ()))}
-        if any(target in (place, *place.parents) for place in places) or source.resolve() in target.parents:
+        paths = {file.resolve() for file in (source, *(source.iterdir() if source.is_dir() else ()))}
+        if any(target in (path, *path.parents) for path in paths) or source.resolve() in target.parents:
             raise JllamaError(f"{target} is {source} itself, or holds or lies in it: choose another destination")
     if not overwrite:
-        raise JllamaError(f"{target} exists: choose another destination, or replace it with --overwrite")
+        raise JllamaError(f"{target} exists: choose another destination, or set overwrite to replace it")
     held = sorted(entry.name for entry in target.iterdir()) if target.is_dir() else []
-    others = [name for name in held if not re.fullmatch(_OF_CHECKPOINTS, name.removesuffix(".partial"))]
+    known = "|".join(format.files for format in FORMATS.values() if format.files)
+    others = [name for name in held if not re.fullmatch(rf"({known})|\.({known})\.partial", name)]
     if others or (held and not _recognized(target)):
         raise JllamaError(
             f"{target} holds {', '.join((others or held)[:5])}, more or less than a checkpoint, and stays as it is: "
             f"choose another destination"
         )
-
-
-def _size_bytes(checkpoint: Checkpoint, format: Format, dtype: Dtype | None) -> int:
-    """The bytes of weights that a format takes."""
-    if dtype == "q8_0":
-        return size_bytes(checkpoint, np.uint8) * 34 // 32  # blocks of 32, with a float16 scale
-    if format == "llama2c":  # has nothing narrower
-        dtype = "float32"
-    numeric = None if dtype is None else jnp.dtype(dtype)
-    total_bytes = size_bytes(checkpoint, numeric)
-    if format == "meta" and checkpoint.config.tie_embeddings:  # writes the head too
-        embed = checkpoint.tensors["embed"]
-        total_bytes += math.prod(embed.shape) * (numeric or embed.dtype).itemsize
-    return total_bytes
-
-
-@contextlib.contextmanager
-def _written_whole(target: Path) -> Iterator[Path]:
-    """A place beside ``target`` to write to; it is renamed when all has gone well, and removed otherwise."""
-    partial, old = _beside(target, "partial"), _beside(target, "old")
-    _remove(partial)
-    try:
-        yield partial
-        if target.exists():
-            target.rename(old)
-        partial.rename(target)
-    finally:
-        _put_back(target)
-        for left in (partial, old):
-            _remove(left)
-
-
-def _beside(target: Path, what: str) -> Path:
-    return target.with_name(f".{target.name}.{what}")
-
-
-def _put_back(target: Path) -> None:
-    """Undo half a replacement: what stood at ``target`` is aside, and nothing has taken its place."""
-    if _beside(target, "old").exists() and not target.exists():
-        _beside(target, "old").rename(target)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -1,234 +1,26 @@
-"""jllama's own format: the folder of a run, and the checkpoints in it. The one place that knows orbax.
+"""jllama's own format: the folder of a run.
 
-``config.yaml`` holds the architecture under ``model``; ``tokenizer.*`` stands beside it; ``checkpoints`` holds one
-folder a saved step. Each of these is whole or absent: orbax writes it beside and renames it at the end, and one that is
-no longer wanted is renamed before it is deleted, so a process may be killed at any moment. A converted model is a run
-of step 0.
+``config.yaml`` holds the architecture under ``model``, ``checkpoints`` the saved steps (``run_checkpoints``), and
+``tokenizer.*`` stands beside them. A converted model is a run of step 0.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
-import re
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
-import tensorstore
 import yaml
-from orbax.checkpoint import checkpoint_managers
 
 from jllama.checkpoints.huggingface import read_text_files, write_chat_files
-from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, TensorsOfParams, load_params
+from jllama.checkpoints.tensors import Checkpoint, OnProgress, TensorsOfParams, load_params
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.errors import JllamaError, UsageError
-from jllama.files import check_orbax_files, files_below, refuse_special_files, write_text_whole
-from jllama.model import abstract_params
-from jllama.parameters import Params, TensorSpec, as_matrix, parameter_table, tensor_specs
+from jllama.files import refuse_special_files, write_text_whole
 
-_CHUNK_BYTES = 64 << 20  # a chunk is always read whole
-_CHUNKED = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
-_BY_LAYER = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,))
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
-_UNWANTED = "unwanted"  # where checkpoints wait to be deleted: half of one must not be taken for a whole one
-
-
-class RunCheckpoints:
-    """The checkpoints of one run. Saving goes on in the background; its errors surface at the next call.
-
-    Args:
-        folder: where they are, or will be.
-        keep_last: how many of the latest to keep, besides the best by validation loss.
-        read_only: never write or clean up.
-    """
-
-    def __init__(self, folder: Path, keep_last: int = 1, *, read_only: bool = False) -> None:
-        self.folder = folder.resolve()
-        if not read_only:
-            self._sweep()
-        arrays = ocp.PyTreeCheckpointHandler
-        handlers: dict[str, Any] = {name: arrays(use_compression=False) for name in ("params", "state")}
-        handlers["meta"] = ocp.JsonCheckpointHandler()
-        latest = checkpoint_managers.LatestN(keep_last)
-        best = checkpoint_managers.BestN(
-            get_metric_fn=_validation_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False
-        )
-        options = ocp.CheckpointManagerOptions(
-            best_fn=_validation_loss,
-            best_mode="min",
-            preservation_policy=checkpoint_managers.AnyPreservationPolicy([latest, best]),
-            cleanup_tmp_directories=not read_only,
-            read_only=read_only,
-            create=not read_only,
-            todelete_subdir=None if read_only else _UNWANTED,
-            save_interval_steps=0 if read_only else 1,
-        )
-        with _reading(self.folder):
-            refuse_special_files(*files_below(self.folder))
-            self._manager = ocp.CheckpointManager(self.folder, item_handlers=handlers, options=options)
-
-    def steps(self) -> list[int]:
-        """The steps that are saved whole, oldest first."""
-        return sorted(self._manager.all_steps())
-
-    def best_step(self) -> int | None:
-        """The saved step with the lowest validation loss; the last one if none was evaluated."""
-        with _reading(self.folder):
-            best = self._manager.best_step()
-            return self._manager.latest_step() if best is None else best
-
-    def save(self, step: int, params: Params, state: Any, meta: dict[str, Any], validation_loss: float | None) -> None:
-        """Begin to save; the arrays are copied first, so they may be donated as soon as this returns.
-
-        ``state`` is the rest of what training needs; None for a model that is not being trained.
-
-        Raises:
-            JllamaError: this or the save before failed, a full disk for instance; earlier checkpoints stay.
-        """
-        self.wait()
-        chunks = jax.tree.map(lambda _: _CHUNKED, params)
-        chunks["layers"] = jax.tree.map(lambda _: _BY_LAYER, params["layers"])
-        items = {"params": ocp.args.PyTreeSave(params, chunks), "meta": ocp.args.JsonSave(meta)}
-        if state is not None:
-            items["state"] = ocp.args.PyTreeSave(state)
-        metrics = None if validation_loss is None else {"validation_loss": validation_loss}
-        try:
-            self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
-        except Exception as error:
-            raise self._save_error(error) from error
-
-    def wait(self) -> None:
-        """Wait until everything begun is on disk. Raises ``JllamaError`` if it could not be written."""
-        try:
-            self._manager.wait_until_finished()
-            self._manager.check_for_errors()
-        except Exception as error:
-            raise self._save_error(error) from error
-        self._sweep()
-
-    def _sweep(self) -> None:
-        shutil.rmtree(self.folder / _UNWANTED, ignore_errors=True)
-
-    def restore(self, step: int, params: Params, state: Any) -> tuple[Params, Any, dict[str, Any]]:
-        """The saved parameters, training state and metadata of a step, placed as the given shapes say.
-
-        Raises:
-            JllamaError: the files are damaged, or the arrays are not the ones expected; the message lists what differs.
-        """
-        with _reading(self.folder / str(step)):
-            self._check(step, "params", params)
-            self._check(step, "state", state)
-            args = ocp.args.Composite(
-                params=_restore_args(params), state=_restore_args(state), meta=ocp.args.JsonRestore()
-            )
-            restored = self._manager.restore(step, args=args)
-        return restored["params"], restored["state"], restored["meta"]
-
-    def tensors(self, step: int, config: LlamaConfig) -> dict[str, FileTensor]:
-        """The saved parameters of a step as tensors by ``TensorSpec.key``, not read yet.
-
-        Raises as ``restore`` does, but for dtypes; reading a tensor, too, raises ``JllamaError``.
-        """
-        source = self.folder / str(step)
-        with _reading(source):
-            self._check(step, "params", abstract_params(config), dtypes=False)
-            stores = {path: _open_array(source / "params", path) for path in parameter_table(config)}
-            return {spec.key: _StoredTensor(spec, stores[spec.path], source) for spec in tensor_specs(config)}
-
-    def _check(self, step: int, item: str, expected: Any, *, dtypes: bool = True) -> None:
-        check_orbax_files(self.folder / str(step))
-        found, wanted = (
-            _shapes(tree, dtypes=dtypes) for tree in (self._manager.item_metadata(step)[item].tree, expected)
-        )
-        differences = [
-            f"{path} is {found.get(path, 'absent')} in the checkpoint but {wanted.get(path, 'absent')} in this model"
-            for path in sorted(found.keys() | wanted.keys())
-            if found.get(path) != wanted.get(path)
-        ]
-        if differences:
-            raise JllamaError(f"the checkpoint {self.folder / str(step)} is of another model: {'; '.join(differences)}")
-
-    def _save_error(self, error: Exception) -> JllamaError:
-        kept = self.steps()
-        last = f"the last good checkpoint is step {kept[-1]}" if kept else "there is no earlier checkpoint"
-        return JllamaError(f"could not save a checkpoint in {self.folder} ({_reason(error)}); {last}")
-
-
-def _restore_args(shapes: Any) -> Any:
-    return ocp.args.PyTreeRestore(shapes, restore_args=ocp.checkpoint_utils.construct_restore_args(shapes))
-
-
-@contextlib.contextmanager
-def _reading(source: Path) -> Iterator[None]:
-    try:
-        yield
-    except JllamaError:
-        raise
-    except Exception as error:
-        raise JllamaError(
-            f"the checkpoint {source} cannot be read ({_reason(error)}): "
-            f"put it back from a copy, or delete it to go on from an earlier one"
-        ) from error
-
-
-def _open_array(folder: Path, path: str) -> Any:
-    """An array of an item that orbax wrote: in tensorstore's zarr format, by its path with dots, in an OCDBT store."""
-    kvstore = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{path.replace('/', '.')}/"}
-    return tensorstore.open({"driver": "zarr", "kvstore": kvstore}, read=True).result()
-
-
-class _StoredTensor:
-    """One layer's share of an array that orbax wrote, read by rows: orbax itself would hold every array twice."""
-
-    def __init__(self, spec: TensorSpec, store: Any, source: Path) -> None:
-        self.spec, self.store, self.source = spec, store, source
-        self.shape, self.dtype = spec.shape, np.dtype(store.dtype.numpy_dtype)
-        row, sizes = spec.parameter, dict(zip(spec.parameter.axes, store.shape, strict=True))
-        chunk = dict(zip(row.axes, store.chunk_layout.read_chunk.shape, strict=True))
-        self.inner = math.prod(sizes[axis] for axis in row.outputs[1:])
-        whole_inputs = all(chunk[axis] >= sizes[axis] for axis in row.inputs)
-        self.rows_at_once = self.inner * chunk[row.outputs[0]] if whole_inputs else spec.shape[0]
-
-    def __getitem__(self, rows: slice, /) -> np.ndarray:
-        """The rows asked for, a view of what is read."""
-        row = self.spec.parameter
-        first, last = rows.start // self.inner, -(-rows.stop // self.inner)
-        parts = {"layers": self.spec.layer, row.outputs[0]: slice(first, last)}
-        with _reading(self.source):
-            array = self.store[tuple(parts.get(axis, slice(None)) for axis in row.axes)].read().result()
-        return as_matrix(row, array)[rows.start - first * self.inner : rows.stop - first * self.inner]
-
-
-def _reason(error: Exception) -> str:
-    """An error of orbax or tensorstore in a few words; the latter tells the whole way there before the reason."""
-    lines = str(error).strip().splitlines()
-    reason = lines[0] if lines else type(error).__name__
-    system = re.search(r": ([^:]+) \[(?:os_error_code|tensorstore_spec)", reason)
-    return system[1] if system else reason
-
-
-def _validation_loss(metrics: dict[str, float]) -> float:
-    return metrics["validation_loss"]
-
-
-def _shapes(tree: Any, *, dtypes: bool = True) -> dict[str, str]:
-    """``path -> dtype[shape]`` of every leaf, with tuples and named tuples told apart by position or name alone."""
-
-    def name(key: Any) -> str:
-        return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))))
-
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {
-        "/".join(map(name, path)): f"{leaf.dtype if dtypes else ''}{list(leaf.shape)}"
-        for path, leaf in leaves
-        if hasattr(leaf, "shape")
-    }
 
 
 def recognizes(path: Path) -> bool:
@@ -275,6 +67,8 @@ def read(path: Path, step: int | None = None) -> Checkpoint:
     Raises:
         JllamaError: there is no such checkpoint in it, or its configuration cannot be read.
     """
+    from jllama.checkpoints.run_checkpoints import RunCheckpoints  # not at the top: orbax takes half a second
+
     if not (path / CHECKPOINTS).is_dir():
         raise JllamaError(f"{path} holds no checkpoint yet: it has no {CHECKPOINTS} folder")
     config = read_model_config(path)
@@ -289,7 +83,12 @@ def read(path: Path, step: int | None = None) -> Checkpoint:
 
 
 def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_progress: OnProgress) -> None:
-    """Write a model as a run of step 0 into a folder: enough to sample from it and to train it on."""
+    """Write a model as a run of step 0 into a folder: enough to sample from it and to train it on.
+
+    Parameters that are in memory in the training layout are saved as they are; others are read first.
+    """
+    from jllama.checkpoints.run_checkpoints import RunCheckpoints
+
     tensors = checkpoint.tensors
     params = tensors.params if isinstance(tensors, TensorsOfParams) else None
     if not isinstance(params, dict) or any(leaf.dtype != (dtype or leaf.dtype) for leaf in jax.tree.leaves(params)):

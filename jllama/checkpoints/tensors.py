@@ -7,7 +7,6 @@ opened at once whatever its size, and only what is asked for is ever read.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import math
@@ -20,8 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from jllama import functional as F
 from jllama.config import LlamaConfig
@@ -48,17 +45,6 @@ _THREADS = min(4, os.cpu_count() or 1)
 
 OnProgress = Callable[[int], None]
 """Is told of each further so many bytes that are done."""
-
-
-@contextlib.contextmanager
-def progress(what: str, total_bytes: int) -> Iterator[OnProgress]:
-    """Bytes done, speed and time left, on stderr if that is a terminal."""
-    console = Console(stderr=True)
-    text = TextColumn("{task.description}")
-    columns = text, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=total_bytes)
-        yield lambda done_bytes: progress.advance(task, done_bytes)
 
 
 @runtime_checkable

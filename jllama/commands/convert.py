@@ -8,12 +8,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
 
 from jllama.commands.cli import parse
 from jllama.errors import UsageError
-
-_BY_SUFFIX: dict[str, Any] = {".gguf": "gguf", ".bin": "llama2c"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,22 +46,23 @@ def main(argv: Sequence[str], prog: str) -> int:
     options = parse(ConvertOptions, argv, prog, positional=("source", "target"))
     import jax  # not at the top: a mistake in the options need not wait for it
 
-    from jllama.checkpoints.registry import Format, check_names, convert
+    from jllama.checkpoints.registry import FORMATS, check_names, convert
     from jllama.language_model import summary
 
     jax.config.update("jax_platforms", "cpu")
     target = Path(options.target)
-    to: Any = options.to or _BY_SUFFIX.get(target.suffix)
+    by_suffix = {format.suffix: name for name, format in FORMATS.items() if format.suffix}
+    to = options.to or by_suffix.get(target.suffix)
     if not to:
-        raise UsageError(f"--to is missing: give one of {', '.join(get_args(Format))}")
-    dtype: Any = options.dtype or None
+        raise UsageError(f"--to is missing: give one of {', '.join(FORMATS)}")
+    dtype = options.dtype or None
     check_names("to", to, dtype)
     began_s = time.perf_counter()
     found = convert(options.source, target, to, dtype, overwrite=options.overwrite, rope_factor=options.rope_factor)
     seconds = time.perf_counter() - began_s
     size_bytes = sum(file.stat().st_size for file in ([target] if target.is_file() else target.rglob("*")))
     size = f"{size_bytes / 1e9:,.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:,.1f} MB"
-    written = dtype or ("float32" if to == "llama2c" else found.tensors["embed"].dtype.name)
+    written = FORMATS[to].stored_dtype(dtype) or found.tensors["embed"].dtype.name
     what = summary(found.config, written, found.tokenizer)
     print(f"{what} -> {target}, {size} in {seconds:.1f} s", file=sys.stderr)
     print(f"check it: {prog.removesuffix('convert')}verify {shlex.quote(str(target))}", file=sys.stderr)

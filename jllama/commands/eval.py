@@ -11,8 +11,8 @@ from pathlib import Path
 import jllama
 from jllama.commands.cli import parse
 from jllama.commands.model import ModelOptions, check_least
-from jllama.commands.terminal import progress
 from jllama.errors import JllamaError, UsageError
+from jllama.progress import progress
 
 _WINDOW = 2048
 _FOR_DATA = ("text_field", "stride", "max_tokens")

@@ -17,9 +17,9 @@ from rich.text import Text
 import jllama
 from jllama.commands.cli import parse
 from jllama.commands.model import ModelOptions, check_least
-from jllama.commands.terminal import progress
 from jllama.errors import JllamaError, UsageError, check_fields
 from jllama.generation.sampling_params import SamplingParams
+from jllama.progress import progress
 
 COMPARED = {
     "greedy": SamplingParams(temperature=0.0),

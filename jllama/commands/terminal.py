@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jllama.errors import JllamaError
 from jllama.files import cache_folder
@@ -55,15 +53,6 @@ def say(text: str, style: str = "dim") -> None:
     """What is not the model's: to stderr, so that stdout holds the answers alone."""
     console = Console(stderr=True, highlight=False)
     console.print(text, style=style, markup=False, emoji=False, soft_wrap=not console.is_terminal)
-
-
-@contextlib.contextmanager
-def progress(what: str) -> Iterator[Callable[..., None]]:
-    """A bar on stderr, if that is a terminal, and what moves it: ``move(completed=2, total=9, description="x")``."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        yield functools.partial(bar.update, bar.add_task(what, total=None))
 
 
 def lines(at_terminal: bool) -> Iterator[str]:

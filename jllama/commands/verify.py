@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jllama.commands.cli import parse
-from jllama.commands.terminal import progress
 from jllama.errors import JllamaError, UsageError
 from jllama.files import check_writable, write_text_whole
+from jllama.progress import progress
 
 _WIDE = 140  # characters, where the output is no terminal
 

@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import Any
 
 from jllama.errors import JllamaError
+from jllama.files import written_whole
 
 STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "lib2to3", "__pycache__"}
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -273,7 +274,7 @@ def _tinyshakespeare(cache_dir: Path) -> Path:
     target = cache_dir / "tinyshakespeare.txt"
     if target.is_file():
         return target
-    instead = f"download {SHAKESPEARE_URL} elsewhere and give --data.path FILE"
+    instead = f"download {SHAKESPEARE_URL} elsewhere and give it as data.path"
     try:
         with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response:
             data = response.read()
@@ -281,11 +282,10 @@ def _tinyshakespeare(cache_dir: Path) -> Path:
         raise JllamaError(f"cannot download tinyshakespeare ({error}): {instead}") from None
     if hashlib.sha256(data).hexdigest() != SHAKESPEARE_SHA256:
         raise JllamaError(f"the download of tinyshakespeare is not the known file ({len(data)} bytes): {instead}")
-    partial = target.with_name(f"{target.name}.{os.getpid()}")
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(data)
-        partial.replace(target)
+        with written_whole(target, shared=True) as partial:
+            partial.write_bytes(data)
     except OSError as error:
-        raise JllamaError(f"cannot write {target}: {error.strerror}; give another --data.cache_dir") from None
+        raise JllamaError(f"cannot write {target}: {error.strerror}; give another data.cache_dir") from None
     return target

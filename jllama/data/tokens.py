@@ -9,24 +9,21 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
 import sys
-import uuid
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Integer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jllama.data.config import DataConfig
 from jllama.data.corpus import Document, corpus_files, read_corpus
 from jllama.errors import JllamaError
-from jllama.files import cache_folder
+from jllama.files import cache_folder, written_whole
+from jllama.progress import progress
 from jllama.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
 
 FORMAT = 1  # part of every fingerprint: raise it when the files below change
@@ -95,20 +92,19 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
     is_packed = any(name.endswith((".gz", ".zst", ".parquet")) for name in files)
     size = None if is_packed else sum(stat.st_size for stat in stats.values())
 
-    def blocks(progress: Progress) -> Iterator[Block]:
+    def blocks(move: Callable[[int], None]) -> Iterator[Block]:
         for block in split_documents(read_corpus(files, config.text_field), config.validation_fraction):
-            progress.advance(progress.task_ids[0], len(block.text.encode()))
+            move(len(block.text.encode()))
             yield block
 
     if tokenizer is None and config.tokenizer == "bpe":
         folder = cache / f"bpe-{_sha256(_TRAINING, corpus, config.vocab_size)[:16]}"
         if not folder.exists():
-            with _written_whole(folder) as partial, _progress("reading for a vocabulary", size) as progress:
+            with _cached(folder) as partial, progress("reading for a vocabulary", size, of_bytes=True) as move:
 
                 def training() -> Iterator[str]:
-                    yield from (block.text for block in blocks(progress) if block.split == "train")
-                    task = progress.tasks[0]
-                    task.description, task.total = "training the vocabulary", None  # how long is not known
+                    yield from (block.text for block in blocks(move) if block.split == "train")
+                    move(description="training the vocabulary")
 
                 train_sentencepiece(training(), config.vocab_size).save(partial)
         tokenizer = load_tokenizer(folder)
@@ -118,8 +114,8 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
     fingerprint = _sha256(corpus, tokenizer.fingerprint())
     folder = cache / f"tokens-{fingerprint[:16]}"
     if not folder.exists():
-        with _written_whole(folder) as partial, _progress("tokenizing", size) as progress:
-            _write_tokens(blocks(progress), tokenizer, partial, fingerprint)
+        with _cached(folder) as partial, progress("tokenizing", size, of_bytes=True) as move:
+            _write_tokens(blocks(move), tokenizer, partial, fingerprint)
     return _load_tokens(folder, tokenizer)
 
 
@@ -241,27 +237,14 @@ def _sha256(*parts: object) -> str:
 
 
 @contextlib.contextmanager
-def _written_whole(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside ``folder`` that takes its name at the end; after an error nothing is left.
-
-    If another process was quicker, its folder stays and ours goes: both hold the same.
-    """
-    partial = folder.with_name(f"{folder.name}.partial-{uuid.uuid4().hex[:8]}")
+def _cached(folder: Path) -> Iterator[Path]:
+    """Inside, an empty folder that takes the place of ``folder`` at the end, unless another process was quicker."""
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        partial.rename(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(folder, shared=True) as partial:
+            partial.mkdir()
+            yield partial
     except OSError as error:
         if not folder.exists():
             said = f"cannot write {folder}: {error.strerror}"
-            raise JllamaError(f"{said}; make room or give another --data.cache_dir") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _progress(what: str, total: int | None) -> Progress:
-    """A progress bar of bytes on standard error, if that is a terminal; one without an end if that is not known."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    progress = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-    progress.add_task(what, total=total)
-    return progress
+            raise JllamaError(f"{said}; make room or give another data.cache_dir") from None

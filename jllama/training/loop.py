@@ -17,7 +17,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from jllama.checkpoints.registry import open_checkpoint
-from jllama.checkpoints.run import CHECKPOINTS, CONFIG, RunCheckpoints
+from jllama.checkpoints.run import CHECKPOINTS, CONFIG
+from jllama.checkpoints.run_checkpoints import RunCheckpoints
 from jllama.checkpoints.tensors import Checkpoint, load_params
 from jllama.config import LlamaConfig
 from jllama.data.batches import training_batches

@@ -203,7 +203,7 @@ def test_q8_0_is_close_and_only_gguf_has_it(written, tmp_path):
     found = stacked(tmp_path / "q")
     for path in ("wq", "w_down"):
         assert relative_error(found["layers"][path], PARAMS["layers"][path]) < 1 / 127
-    with pytest.raises(UsageError, match="q8_0 is GGUF's alone"):
+    with pytest.raises(UsageError, match="dtype is 'q8_0'; with hf it must be one of float32, bfloat16, float16;"):
         convert(written / "hf", tmp_path / "no", "hf", "q8_0")
     assert not (tmp_path / "no").exists()
 
@@ -251,7 +251,10 @@ def test_a_rope_factor_for_metas_files_alone(tmp_path, written):
     with pytest.raises(JllamaError, match="rope_factor"):
         load(tmp_path / "meta")
     assert load(tmp_path / "meta", rope_factor=32).config == SCALED
-    with pytest.raises(UsageError, match="rope_factor is for Meta's files alone"):
+    with pytest.raises(
+        UsageError,
+        match=r"rope_factor is for a folder with params\.json and .* alone, and .*/hf is a",
+    ):
         load(written / "hf", rope_factor=8)
 
 
@@ -415,7 +418,7 @@ def test_the_destination_must_be_free(tmp_path, written):
     for to in FORMATS:
         target = tmp_path / to
         target.write_text("mine")
-        with pytest.raises(JllamaError, match=r"exists: choose another destination, or replace it with --overwrite"):
+        with pytest.raises(JllamaError, match=r"exists: choose another destination, or set overwrite to replace it"):
             convert(written / "hf", target, to)
         assert target.read_text() == "mine"
         convert(written / "hf", target, to, overwrite=True)
@@ -427,14 +430,13 @@ def test_the_destination_must_be_free(tmp_path, written):
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_what_fails_on_the_way_leaves_nothing(tmp_path, written, monkeypatch, to):
-    module = registry._module(to)
-    whole = module.write
+    whole = registry.FORMATS[to]
 
     def broken(checkpoint, target, dtype, on_progress):
-        whole(checkpoint, target, dtype, on_progress)
+        whole.write(checkpoint, target, dtype, on_progress)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "write", broken)
+    monkeypatch.setitem(registry.FORMATS, to, dataclasses.replace(whole, write=broken))
     (tmp_path / "old").write_text("mine")
     for target, overwrite in (("new", False), ("old", True)):
         with pytest.raises(OSError, match="No space left"):
@@ -447,14 +449,11 @@ def test_what_stood_there_is_put_back(tmp_path, written, monkeypatch, to):
     """When the last renaming fails, and when a process died just before it."""
     target = tmp_path / "model"
     save(MODEL, target, to)
-    rename = Path.rename
 
     def fails(path, new):
-        if path.name.endswith(".partial"):
-            raise OSError(5, "Input/output error")
-        return rename(path, new)
+        raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(Path, "rename", fails)
+    monkeypatch.setattr(Path, "replace", fails)
     with pytest.raises(OSError, match="Input/output error"):
         convert(written / "hf", target, to, overwrite=True)
     monkeypatch.undo()
@@ -511,7 +510,10 @@ def test_a_hub_id(written, monkeypatch):
 
 
 def test_a_step_of_something_that_is_no_run(written):
-    with pytest.raises(UsageError, match="is not a training run, so it has no step 3"):
+    with pytest.raises(
+        UsageError,
+        match=r"step is for a training run alone, and .*/hf is a folder with .*: leave it out",
+    ):
         load(written / "hf", step=3)
     assert load(written / "orbax", step=0).step == 0
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from helpers import assert_same_bits
 
-from jllama.checkpoints.run import RunCheckpoints, read_model_config
+from jllama.checkpoints.run import read_model_config
+from jllama.checkpoints.run_checkpoints import RunCheckpoints
 from jllama.checkpoints.tensors import Checkpoint, load_params
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError

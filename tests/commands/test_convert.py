@@ -122,7 +122,7 @@ def test_training_begins_from_the_very_weights(workshop, models, tmp_path):
         (["--data.tokenizer", "bytes"], 2, "data.tokenizer cannot be given with init_from"),
         (["--training.seq_len", "65"], 2, "training.seq_len is 65 but model.max_seq_len is 64"),
         (["--init_from", "nowhere"], 1, "there is no checkpoint at nowhere"),
-        (["--rope_factor", "8"], 2, "rope_factor is for Meta's files alone"),
+        (["--rope_factor", "8"], 2, "rope_factor is for a folder with params.json"),
         (["--rope_factor", "8", "--init_from", ""], 2, "rope_factor is for init_from"),
     ],
 )
@@ -274,16 +274,16 @@ def test_doctor_knows_presets_and_every_format(models, capsys):
 
 def test_usage(place, refused, capsys):
     hf = place / "in" / "hf"
-    assert "to is 'onnx'; it must be one of orbax, hf, gguf, llama2c, meta\n" in refused(hf, to="onnx", code=2)
+    assert "to is 'onnx'; it must be one of gguf, meta, llama2c, hf, orbax\n" in refused(hf, to="onnx", code=2)
     message = refused(hf, "--dtype", "q4_k_m", code=2, to="gguf")
     assert (
-        "dtype is 'q4_k_m'; it must be one of float32, bfloat16, float16, q8_0; for others, such as Q4_K_M, " in message
+        "dtype is 'q4_k_m'; with gguf it must be one of float32, bfloat16, float16, q8_0; for others, such as Q4_K_M, " in message
     )
     assert "run llama.cpp's llama-quantize on the GGUF file" in message
     shard = place / "in" / "meta" / "consolidated.00.pth"
     assert f"{shard} is no checkpoint by itself: give its folder, {place / 'in' / 'meta'}" in refused(shard)
     assert "q8_0 is GGUF's alone" in refused(place / "in" / "hf", "--dtype", "q8_0", code=2)
-    assert "rope_factor is for Meta's files alone" in refused(place / "in" / "hf", "--rope_factor", "8", code=2)
+    assert "rope_factor is for a folder with params.json" in refused(place / "in" / "hf", "--rope_factor", "8", code=2)
     assert "there is no checkpoint at" in refused(place / "in" / "missing")
     for argv in ([], ["somewhere"], ["somewhere", "elsewhere"]):
         assert cli.run("convert", argv) == 2
@@ -296,7 +296,7 @@ def test_the_destination_exists(place, models, capsys):
     (target / "mine").write_text("mine")
     argv = [str(models / "gguf"), str(target), "--to", "hf"]
     assert cli.run("convert", argv) == 1
-    assert "--overwrite" in capsys.readouterr().err
+    assert "or set overwrite to replace it" in capsys.readouterr().err
     assert cli.run("convert", [*argv, "--overwrite"]) == 1
     assert "holds mine, more or less than a checkpoint, and stays as it is" in capsys.readouterr().err
     assert [path.name for path in target.iterdir()] == ["mine"]
@@ -331,7 +331,7 @@ def test_the_format_is_read_off_the_target(place, capsys):
         assert check == f"check it: jllama verify {target}"
         assert registry._format_of(target) == format
     assert cli.run("convert", [str(place / "in" / "hf"), str(place / "out" / "x")]) == 2
-    assert capsys.readouterr().err == "error: --to is missing: give one of orbax, hf, gguf, llama2c, meta\n"
+    assert capsys.readouterr().err == "error: --to is missing: give one of gguf, meta, llama2c, hf, orbax\n"
     assert cli.run("convert", [str(place / "in" / "gguf"), str(place / "out" / "none"), "--to", "hf"]) == 0
     for name in ("tokenizer.json", "tokenizer.model"):
         (place / "out" / "none" / name).unlink()

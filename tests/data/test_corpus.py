@@ -283,7 +283,7 @@ def test_tinyshakespeare(tmp_path, monkeypatch):
     assert not cache.exists()
 
     monkeypatch.setattr(corpus, "SHAKESPEARE_SHA256", hashlib.sha256(b"First Citizen:\n").hexdigest())
-    with pytest.raises(JllamaError, match=r"cannot write .*: .*give another --data.cache_dir"):
+    with pytest.raises(JllamaError, match=r"cannot write .*: .*give another data.cache_dir"):
         corpus_files("tinyshakespeare", Path(os.devnull) / "x")
     assert read("tinyshakespeare", cache_dir=cache) == [("tinyshakespeare", "First Citizen:\n")]
     assert len(list(cache.iterdir())) == 1
@@ -294,6 +294,6 @@ def test_tinyshakespeare(tmp_path, monkeypatch):
     monkeypatch.setattr(urllib.request, "urlopen", offline)
     assert len(read("tinyshakespeare", cache_dir=cache)) == 1  # from the cache
     with pytest.raises(
-        JllamaError, match=r"cannot download tinyshakespeare .*no route.* elsewhere and give --data.path"
+        JllamaError, match=r"cannot download tinyshakespeare .*no route.* elsewhere and give it as data.path"
     ):
         corpus_files("tinyshakespeare", tmp_path)

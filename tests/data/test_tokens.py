@@ -328,7 +328,7 @@ def test_a_kill_leaves_nothing_that_looks_finished(corpus):
     killed = subprocess.run([sys.executable, "-c", code, repr(settings)], capture_output=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     (partial,) = (corpus.parent / "cache").iterdir()
-    assert ".partial-" in partial.name
+    assert partial.name.endswith(".partial")
     assert (partial / "train.bin").stat().st_size
     assert sorted(documents(prepare_data(config(corpus)), "train")) != []
     assert partial.exists()  # it may be another process at work
@@ -338,7 +338,7 @@ def test_a_rename_that_fails_is_told(corpus, monkeypatch):
     def rename(self, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pathlib.Path.rename", rename)
+    monkeypatch.setattr("pathlib.Path.replace", rename)
     with pytest.raises(JllamaError, match=r"cannot write .*tokens-.*: No space left on device; make room"):
         prepare_data(config(corpus))
     assert not list((corpus.parent / "cache").iterdir())
@@ -369,7 +369,7 @@ def test_a_damaged_or_unwritable_cache_is_told(corpus):
     (folder / "counts.json").write_text("{")
     with pytest.raises(JllamaError, match="does not hold what was written there"):
         prepare_data(config(corpus))
-    with pytest.raises(JllamaError, match=r"cannot write .*: .*give another --data.cache_dir"):
+    with pytest.raises(JllamaError, match=r"cannot write .*: .*give another data.cache_dir"):
         prepare_data(config(corpus, cache_dir=os.devnull))
 
 
