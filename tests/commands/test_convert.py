@@ -277,9 +277,10 @@ def test_usage(place, refused, capsys):
     assert "to is 'onnx'; it must be one of gguf, meta, llama2c, hf, orbax\n" in refused(hf, to="onnx", code=2)
     message = refused(hf, "--dtype", "q4_k_m", code=2, to="gguf")
     assert (
-        "dtype is 'q4_k_m'; with gguf it must be one of float32, bfloat16, float16, q8_0; for others, such as Q4_K_M, " in message
+        "dtype is 'q4_k_m'; with gguf it must be one of float32, bfloat16, float16, q8_0; for others, such as Q4_K_M, "
+        in message
     )
-    assert "run llama.cpp's llama-quantize on the GGUF file" in message
+    assert "run llama.cpp's llama-quantize on a GGUF file" in message
     shard = place / "in" / "meta" / "consolidated.00.pth"
     assert f"{shard} is no checkpoint by itself: give its folder, {place / 'in' / 'meta'}" in refused(shard)
     assert "q8_0 is GGUF's alone" in refused(place / "in" / "hf", "--dtype", "q8_0", code=2)
