@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jllama.config import LlamaConfig, MeshConfig
 from jllama.errors import UsageError
@@ -51,7 +51,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     return jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
-def parameter_sharding(mesh: Mesh, parameter: Parameter) -> NamedSharding:
+def parameter_sharding(mesh: Mesh | AbstractMesh, parameter: Parameter) -> NamedSharding:
     """A parameter's split over the mesh, by ``RULES``."""
     return NamedSharding(mesh, PartitionSpec(*(RULES.get(axis) for axis in parameter.axes)))
 
@@ -62,7 +62,7 @@ def matrix_sharding(mesh: Mesh, parameter: Parameter) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*(RULES.get(axes[0]) for axes in groups)))
 
 
-def check_divides(mesh: Mesh, config: LlamaConfig) -> None:
+def check_divides(mesh: Mesh | AbstractMesh, config: LlamaConfig) -> None:
     """Raise ``UsageError`` if an axis of a parameter does not divide over its mesh axis."""
     for path, row in parameter_table(config).items():
         for axis, size in zip(row.axes, shape_of(row, config), strict=True):
@@ -71,7 +71,7 @@ def check_divides(mesh: Mesh, config: LlamaConfig) -> None:
                 raise UsageError(f"the {axis} axis of {path} has size {size}, which does not divide {ways} ways")
 
 
-def state_sharding(mesh: Mesh, config: LlamaConfig, state: Any) -> Any:
+def state_sharding(mesh: Mesh | AbstractMesh, config: LlamaConfig, state: Any) -> Any:
     """The sharding of every leaf of a training state (arrays or their shapes).
 
     A leaf whose path ends in a parameter's path and that has its shape (the parameter itself, its moments in an

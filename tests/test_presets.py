@@ -1,16 +1,22 @@
 """The presets: parameter counts and feed-forward widths are exact, and what those do not show is as released."""
 
+import collections
+import functools
 import math
 import re
 
 import jax
 import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jllama.config import RopeScaling, llama_mlp_dim
 from jllama.errors import UsageError
 from jllama.model import abstract_params
-from jllama.parameters import count_parameters
+from jllama.parameters import count_parameters, parameter_table
 from jllama.presets import PRESETS, preset
+from jllama.sharding import state_sharding
+from jllama.training.config import OptimizerConfig
+from jllama.training.optimizer import make_optimizer
 
 COUNTS = {
     "llama1-7b": 6_738_415_616,
@@ -134,3 +140,49 @@ def test_an_unknown_name_is_refused_with_the_nearest(name, nearest):
 def test_a_name_like_no_other_is_refused_with_all_of_them():
     with pytest.raises(UsageError, match=r"^there is no preset gpt; there are llama1-7b, .*, stories-110m$"):
         preset("gpt")
+
+
+MESHES = {8: (2, 2, 2), 64: (4, 4, 4)}
+DO_NOT_DIVIDE = {
+    ("smollm2-135m", 8): "the heads axis of layers/wq has size 9, which does not divide 2 ways",
+    ("smollm2-135m", 64): "the heads axis of layers/wq has size 9, which does not divide 4 ways",
+    ("smollm2-360m", 8): "the heads axis of layers/wq has size 15, which does not divide 2 ways",
+    ("smollm2-360m", 64): "the heads axis of layers/wq has size 15, which does not divide 4 ways",
+    ("stories-15m", 64): "the heads axis of layers/wq has size 6, which does not divide 4 ways",
+}
+
+
+@functools.cache
+def abstract_state(name, optimizer):
+    """The shapes of a preset's parameters and of its optimizer's state."""
+    config = preset(name)
+    params = abstract_params(config)
+    chain = make_optimizer(OptimizerConfig(optimizer), config, 10)
+    return params, jax.eval_shape(chain.init, params)
+
+
+@pytest.mark.parametrize("devices", MESHES)
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_split_over_8_and_64_devices(name, devices):
+    """Or the error names the axis. Moments are split as their parameter; what has another shape is whole everywhere."""
+    mesh = AbstractMesh(MESHES[devices], ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    config, table = preset(name), parameter_table(preset(name))
+    if (name, devices) in DO_NOT_DIVIDE:
+        with pytest.raises(UsageError, match=f"^{re.escape(DO_NOT_DIVIDE[name, devices])}$"):
+            state_sharding(mesh, config, abstract_params(config))
+        return
+    for optimizer in ("adamw", "adafactor"):
+        params, opt_state = state = abstract_state(name, optimizer)
+        of_params, of_state = state_sharding(mesh, config, state)
+        shards = jax.tree.map(lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)), params, of_params)
+        split_all = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) / MESHES[devices][1]
+        assert sum(jax.tree.leaves(shards)) < 1.01 * split_all  # norms and biases are small
+        splits = collections.Counter(sharding.spec for sharding in jax.tree.leaves(of_params))
+        same_shape = [leaf.shape for leaf in jax.tree.leaves(params)]
+        for leaf, sharding in zip(jax.tree.leaves(opt_state), jax.tree.leaves(of_state), strict=True):
+            sharding.shard_shape(leaf.shape)  # divides
+            assert leaf.shape in same_shape or sharding.spec == PartitionSpec()
+        if optimizer == "adamw":
+            moments = collections.Counter(sharding.spec for sharding in jax.tree.leaves(of_state))
+            assert all(moments[spec] >= 2 * splits[spec] for spec in splits)
+            assert len(jax.tree.leaves(opt_state)) == 2 * len(table) + 2

@@ -27,13 +27,13 @@ SPLIT = {  # which axes each mesh halves, or takes an eighth of
 def report():
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(SCRIPT.parents[2]),  # this jllama, not one that is installed
+        "PYTHONPATH": str(SCRIPT.parents[1]),  # this jllama, not one that is installed
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
     }
     done = subprocess.run(
         [sys.executable, SCRIPT],
         env=environment,
-        cwd=SCRIPT.parents[2],
+        cwd=SCRIPT.parents[1],
         capture_output=True,
         text=True,
         timeout=300,

@@ -11,7 +11,7 @@ import pytest
 from jllama.config import LlamaConfig
 from jllama.errors import UsageError
 from jllama.parameters import map_by_path
-from jllama.training.optimizer import OptimizerConfig, learning_rate_at, make_optimizer
+from jllama.training.optimizer import OPTIMIZERS, OptimizerConfig, learning_rate_at, make_optimizer
 from jllama.verify.checks import random_params, relative_error
 
 MODEL = LlamaConfig(vocab_size=11, num_layers=2, embed_dim=8, num_heads=2, num_kv_heads=1, mlp_dim=12)
@@ -60,20 +60,22 @@ def test_a_warm_up_over_all_steps_still_ends_at_the_floor():
     np.testing.assert_allclose(found, [1 / 3, 2 / 3, 1, 0.1, 0.1], atol=1e-6)
 
 
-def test_the_warm_up_is_rounded_up_and_the_optimizer_counts_its_own_updates():
-    config = OptimizerConfig(learning_rate=0.5, warmup_fraction=0.15, weight_decay=0.0)  # 1.5 of 10 steps: 2
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_warm_up_is_rounded_up_and_the_optimizer_counts_its_own_updates(name):
+    config = OptimizerConfig(name, learning_rate=0.5, warmup_fraction=0.15, weight_decay=0.0)  # 1.5 of 10 steps: 2
     optimizer = make_optimizer(config, MODEL, 10)
     params = jax.tree.map(jnp.asarray, random_params(MODEL, 0))
     state, moved, update = optimizer.init(params), [], jax.jit(optimizer.update)
     for _ in range(3):
         updates, state = update(jax.tree.map(jnp.ones_like, params), state, params)
-        moved.append(-float(updates["final_norm"][0]))  # a constant gradient moves Adam by the learning rate
+        moved.append(-float(updates["final_norm"][0]))  # a constant gradient moves by the learning rate
     falling = 0.05 + 0.45 * (1 + math.cos(math.pi / 8)) / 2
     np.testing.assert_allclose(moved, [0.25, 0.5, falling], rtol=1e-4)
 
 
-def test_a_step_without_gradient_decays_the_matrices_alone():
-    config = OptimizerConfig(learning_rate=0.2, final_fraction=1.0, warmup_fraction=0.0, weight_decay=0.3)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_without_gradient_decays_the_matrices_alone(name):
+    config = OptimizerConfig(name, learning_rate=0.2, final_fraction=1.0, warmup_fraction=0.0, weight_decay=0.3)
     before = random_params(MODEL, 0)
     optimizer = make_optimizer(config, MODEL, 10)
     params = jax.tree.map(jnp.asarray, before)
@@ -120,6 +122,51 @@ def test_adamw_against_numpy():
     for path, leaf in by_path(params).items():
         assert leaf.dtype == jnp.float32
         assert relative_error(np.float64(leaf) - start[path], expected[path] - start[path]) < 1e-5
+
+
+def test_lion_against_numpy():
+    """Chen et al. 2023, algorithm 2: the sign of one average, and another that is kept."""
+    config = OptimizerConfig("lion", 0.1, 1.0, 0.0, beta1=0.8, beta2=0.6, weight_decay=0.0, clip_norm=1e30)
+    rng, params = np.random.default_rng(0), {"final_norm": jnp.ones(8)}
+    optimizer, kept, expected = make_optimizer(config, MODEL, 10), np.zeros(8), np.ones(8)
+    state = optimizer.init(params)
+    for _ in range(5):
+        gradient = rng.standard_normal(8)
+        expected = expected - 0.1 * np.sign(0.8 * kept + 0.2 * gradient)
+        kept = 0.6 * kept + 0.4 * gradient
+        updates, state = optimizer.update({"final_norm": jnp.asarray(gradient, jnp.float32)}, state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(params["final_norm"], expected, rtol=1e-6)
+
+
+def test_adafactor_against_numpy():
+    """Shazeer and Stern 2018, algorithm 4: second moments as rows and columns; no step is longer than one unit."""
+    config = OptimizerConfig("adafactor", 0.1, 1.0, 0.0, weight_decay=0.0, clip_norm=1e30)
+    rng, params = np.random.default_rng(0), {"embed": jnp.ones((256, 128))}
+    optimizer, rows, columns, expected = make_optimizer(config, MODEL, 10), 0.0, 0.0, np.ones((256, 128))
+    state = optimizer.init(params)
+    assert {leaf.shape for leaf in jax.tree.leaves(state)} == {(), (1,), (256,), (128,)}  # no second moment is whole
+    for step in range(1, 5):
+        gradient = rng.standard_normal((256, 128)) * rng.random((256, 1)) * 10.0**step
+        decay = 1 - step**-0.8
+        rows = decay * rows + (1 - decay) * np.mean(gradient**2, axis=1)
+        columns = decay * columns + (1 - decay) * np.mean(gradient**2, axis=0)
+        update = gradient / np.sqrt(rows[:, None] * columns / np.mean(rows))
+        expected = expected - 0.1 * update / max(1.0, np.sqrt(np.mean(update**2)))
+        updates, state = optimizer.update({"embed": jnp.asarray(gradient, jnp.float32)}, state, params)
+        params = optax.apply_updates(params, updates)
+    assert relative_error(params["embed"] - 1, expected - 1) < 1e-5
+
+
+def test_unknown_names_and_options_that_an_optimizer_does_not_have_are_refused():
+    for config, said in [
+        (OptimizerConfig("adamv"), "there is no optimizer adamv; did you mean adamw?"),
+        (OptimizerConfig("x"), "there is no optimizer x; there are adamw, lion, adafactor"),
+        (OptimizerConfig("lion", epsilon=1e-6), "optimizer.epsilon is given but lion has none: leave it out"),
+        (OptimizerConfig("adafactor", beta1=0.5), "optimizer.beta1 is given but adafactor has none: leave it out"),
+    ]:
+        with pytest.raises(UsageError, match=f"^{said}"):
+            make_optimizer(config, MODEL, 10)
 
 
 @pytest.mark.parametrize(
