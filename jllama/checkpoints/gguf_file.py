@@ -84,17 +84,14 @@ def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
         raise JllamaError(f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()}")
     version = header.number("I")
     if version not in (2, 3):
-        raise JllamaError(
-            f"{path} is {'a big-endian GGUF file' if not version & 0xFFFF else f'GGUF version {version}'}; versions 2 "
-            f"and 3, little-endian, can be read: convert it again"
-        )
+        what = "a big-endian GGUF file" if not version & 0xFFFF else f"GGUF version {version}"
+        raise JllamaError(f"{path} is {what}; versions 2 and 3, little-endian, can be read: convert it again")
     num_tensors, num_keys = header.number("Q"), header.number("Q")
     metadata = header.named("key", num_keys, header.value)
     infos: dict[str, _TensorInfo] = header.named("tensor", num_tensors, header.tensor_info)
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise JllamaError(f"{path} has general.alignment {alignment!r}; it must be a power of two")
-    _check_types(infos, path)
     first = _aligned(header.offset, alignment)
     is_quantized = any(type_ not in PLAIN for type_, _, _ in infos.values())
     tensors: dict[str, FileTensor] = {}
@@ -103,8 +100,7 @@ def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
         stop = first + offset + _num_bytes(shape, type_)
         if stop > size:
             raise JllamaError(
-                f"{path} is truncated: the tensor {name} ends at byte {stop} but the file has {size} bytes: "
-                f"fetch it again"
+                f"{path} is truncated: the tensor {name} ends at byte {stop} but the file has {size} bytes"
             )
         if offset != next_offset:
             raise JllamaError(
@@ -118,9 +114,7 @@ def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
             tensors[name] = QuantizedTensor(stored.reshape(shape[0], -1), type_, shape)
         next_offset, previous = _aligned(stop - first, alignment), name
     if (excess := size - first - next_offset) > 0:
-        raise JllamaError(
-            f"{path} has {excess} bytes after {previous}: its type or size is wrong: fetch the file again"
-        )
+        raise JllamaError(f"{path} has {excess} bytes after {previous}, so its type or size is wrong: fetch it again")
     return metadata, {name: tensors[name] for name in infos}
 
 
@@ -145,10 +139,8 @@ class _Header:
 
     def _checked(self, end: int) -> int:
         if end > len(self.data):
-            raise JllamaError(
-                f"{self.path} is truncated: its header goes on to byte {end} at least but the file has "
-                f"{len(self.data)} bytes: fetch it again"
-            )
+            size = len(self.data)
+            raise JllamaError(f"{self.path} is truncated: it has {size} bytes but its header goes on to byte {end}")
         return end
 
     def number(self, code: str) -> Any:
@@ -205,23 +197,16 @@ class _Header:
             raise JllamaError(f"{self.path} has the tensor {name} with {num_dims} axes; GGUF has 1 to {_MAX_DIMS}")
         shape = tuple(self.number("Q") for _ in range(num_dims))[::-1]
         type_, offset = self._type(GGMLQuantizationType, f"tensor {name}"), self.number("Q")
-        block, _ = GGML_QUANT_SIZES[type_]
+        block, block_bytes = GGML_QUANT_SIZES[type_]
+        tensor = f"{self.path} has the tensor {name} of shape {list(shape)} and type {type_.name}"
         if 0 in shape or shape[-1] % block or (block > 1 and num_dims == 1):
-            raise JllamaError(
-                f"{self.path} has the tensor {name} of shape {list(shape)} and type {type_.name}; no axis may be 0, "
-                f"and only matrices quantized, in rows of whole blocks of {block}"
-            )
-        return type_, shape, offset
-
-
-def _check_types(infos: Mapping[str, _TensorInfo], path: Path) -> None:
-    """Refuse a type that the gguf package cannot dequantize: only trying shows whether it can."""
-    for type_ in {type_ for type_, _, _ in infos.values()} - set(PLAIN):
+            raise JllamaError(f"{tensor}; only matrices may be quantized, and no row be empty or end inside a block")
         try:
-            dequantize(np.zeros((1, GGML_QUANT_SIZES[type_][1]), np.uint8), type_)
+            if type_ not in PLAIN:  # only trying shows whether the package can
+                dequantize(np.zeros((1, block_bytes), np.uint8), type_)
         except NotImplementedError as error:
-            names = ", ".join(name for name, info in infos.items() if info[0] == type_)
-            raise JllamaError(f"{path} has tensors of type {type_.name}, which cannot be read: {names}") from error
+            raise JllamaError(f"{tensor}, which cannot be read: convert the model again, to another type") from error
+        return type_, shape, offset
 
 
 def shortest(value: float) -> float:
@@ -242,27 +227,22 @@ def write_gguf_file(
     Whole numbers are written in 32 bits and other numbers as float32, but float64 under keys of ``OURS``. One that
     these cannot hold raises JllamaError before anything is written.
     """
-    header = _header([_text(key) + _value(key, value) for key, value in metadata.items()], tensors)
-    with path.open("wb") as file:
-        file.write(header)
-        for _, tensor, type_, row_multiple in tensors:
-            for block in blocks(tensor, PLAIN.get(type_, np.dtype(np.float32)), row_multiple):
-                data = block if type_ in PLAIN else quantize(block, type_)
-                data.tofile(file)
-                on_progress(data.nbytes)
-            file.write(bytes(-_num_bytes(tensor.shape, type_) % _ALIGNMENT))
-
-
-def _header(keys: Sequence[bytes], tensors: Sequence[TypedTensor]) -> bytes:
-    """Everything before the tensors, padded to where the first one begins."""
-    parts = [MAGIC, struct.pack("<IQQ", _VERSION, len(tensors), len(keys)), *keys]
+    parts = [MAGIC, struct.pack("<IQQ", _VERSION, len(tensors), len(metadata))]
+    parts += [_text(key) + _value(key, value) for key, value in metadata.items()]
     offset = 0
     for name, tensor, type_, _ in tensors:
         dims = tensor.shape[::-1]
         parts += [_text(name), struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, type_, offset)]
         offset += _aligned(_num_bytes(tensor.shape, type_))
     header = b"".join(parts)
-    return header + bytes(-len(header) % _ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(header + bytes(-len(header) % _ALIGNMENT))
+        for _, tensor, type_, row_multiple in tensors:
+            for block in blocks(tensor, PLAIN.get(type_, np.dtype(np.float32)), row_multiple):
+                data = block if type_ in PLAIN else quantize(block, type_)
+                data.tofile(file)
+                on_progress(data.nbytes)
+            file.write(bytes(-_num_bytes(tensor.shape, type_) % _ALIGNMENT))
 
 
 def _text(text: str) -> bytes:
@@ -273,26 +253,23 @@ def _text(text: str) -> bytes:
 def _value(key: str, value: Any) -> bytes:
     """A value after its type: unsigned 32-bit integers, float32 (float64 in keys that are ours alone), lists."""
     match value:
-        case bool():
-            return struct.pack("<I?", GGUFValueType.BOOL, value)
-        case int():
-            if not 0 <= value < 1 << 32:
-                raise JllamaError(f"GGUF stores {key} in 32 bits, which cannot hold {value}: convert to another format")
-            return struct.pack("<II", GGUFValueType.UINT32, value)
-        case float():
-            if key.startswith(OURS):
-                return struct.pack("<Id", GGUFValueType.FLOAT64, value)
-            if shortest(value) != value:
-                raise JllamaError(
-                    f"GGUF stores {key} as float32, which cannot hold {value!r}: convert to another format (hf, orbax)"
-                )
-            return struct.pack("<If", GGUFValueType.FLOAT32, value)
         case str():
             return struct.pack("<I", GGUFValueType.STRING) + _text(value)
+        case bool():
+            type_ = GGUFValueType.BOOL
+        case int():
+            type_ = GGUFValueType.UINT32
+            if not 0 <= value < 1 << 32:
+                raise JllamaError(f"GGUF stores {key} in 32 bits, which cannot hold {value}: convert to another format")
+        case float():
+            type_ = GGUFValueType.FLOAT64 if key.startswith(OURS) else GGUFValueType.FLOAT32
+            if type_ == GGUFValueType.FLOAT32 and shortest(value) != value:
+                raise JllamaError(f"GGUF stores {key} as float32, which cannot hold {value!r}: convert to hf or orbax")
+        case [] | [str(), *_]:
+            data = b"".join(map(_text, value))
+            return struct.pack("<IIQ", GGUFValueType.ARRAY, GGUFValueType.STRING, len(value)) + data
         case _:
-            if not value or isinstance(value[0], str):
-                type_, data = GGUFValueType.STRING, b"".join(map(_text, value))
-            else:
-                type_ = GGUFValueType.FLOAT32 if isinstance(value[0], float) else GGUFValueType.INT32
-                data = np.array(value, "<" + _NUMBERS[type_]).tobytes()
+            type_ = GGUFValueType.FLOAT32 if isinstance(value[0], float) else GGUFValueType.INT32
+            data = np.array(value, "<" + _NUMBERS[type_]).tobytes()
             return struct.pack("<IIQ", GGUFValueType.ARRAY, type_, len(value)) + data
+    return struct.pack("<I" + _NUMBERS[type_], type_, value)
