@@ -39,8 +39,9 @@ _SCALING = {
 }
 """Optional fields of ``params.json``, by those of ``RopeScaling``; Meta's code has these numbers in it."""
 
+_NAMES = {"embed_dim": "dim", "num_layers": "n_layers", "num_heads": "n_heads", "num_kv_heads": "n_kv_heads"}
 _FIELDS = {
-    *("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier"),
+    *(*_NAMES.values(), "vocab_size", "multiple_of", "ffn_dim_multiplier"),
     *("norm_eps", "rope_theta", "use_scaled_rope", *_SCALING.values()),
     *("max_batch_size", "max_seq_len"),  # how much memory Meta's code takes for its cache: nothing of the model
 }
@@ -113,12 +114,9 @@ def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
 def _params(source: Path) -> dict[str, Any]:
     """The fields of ``params.json`` that are not null."""
     if not source.is_file():
-        raise JllamaError(
-            f"{source.parent} lacks {PARAMS}: copy it there, weights alone do not say what model they are"
-        )
+        raise JllamaError(f"{source.parent} lacks {PARAMS}: copy it there, weights alone do not say what they are of")
     params = read_json_object(source)
-    refused = [key for key, value in params.items() if key not in _FIELDS and value not in _OFF]
-    if refused:
+    if refused := [key for key, value in params.items() if key not in _FIELDS and value not in _OFF]:
         raise JllamaError(f"{source} asks for what jllama's Llama does not have: {', '.join(refused)}")
     return {key: value for key, value in params.items() if value is not None}
 
@@ -148,25 +146,23 @@ def _config(
 ) -> LlamaConfig:
     """The architecture, not tied and of any ``max_seq_len``; the MLP's width and the vocabulary from the weights."""
     count, tensors = len(shards), next(iter(shards.values()))
-    embed_dim, num_layers, num_heads = (whole_number(params, key, source) for key in ("dim", "n_layers", "n_heads"))
+    defaults = {"n_kv_heads": params.get("n_heads")}
+    sizes: dict[str, Any] = {ours: whole_number(params, key, source, defaults.get(key)) for ours, key in _NAMES.items()}
+    norm_eps, rope_theta = (
+        positive_number(params, key, source, default) for key, default in (("norm_eps", 1e-5), ("rope_theta", 10_000.0))
+    )
     with fault_of(source):
-        config = LlamaConfig(
-            num_layers=num_layers,
-            embed_dim=embed_dim,
-            num_heads=num_heads,
-            num_kv_heads=whole_number(params, "n_kv_heads", source, num_heads),
-            norm_eps=positive_number(params, "norm_eps", source, 1e-5),
-            rope_theta=positive_number(params, "rope_theta", source, 10_000.0),
-        )
+        config = LlamaConfig(**sizes, norm_eps=norm_eps, rope_theta=rope_theta)
     names = {spec.key: spec.name("meta") for spec in tensor_specs(config)}
     shapes = {key: tensors[name].shape for key, name in names.items() if name in tensors and tensors[name].ndim == 2}
 
     rows, columns = shapes.get("layers/0/wq", (0, 0))  # its outputs are always split
+    embed_dim = config.embed_dim
     complete = embed_dim // rows if rows and columns == embed_dim and embed_dim % rows == 0 else count
     if complete != count:
         raise JllamaError(
-            f"{source.parent} has {count} of {complete} shards, going by {names['layers/0/wq']}, {rows} rows of "
-            f"{embed_dim} in each: expected {_shard_name(0)} to {_shard_name(complete - 1)}, or {PARAMS} is another's"
+            f"{source.parent} has {count} of {complete} shards, expected {_shard_name(0)} to "
+            f"{_shard_name(complete - 1)}; or {PARAMS} is another model's"
         )
     rows, columns = shapes.get("embed", (0, 0))
     vocab_size = rows if columns * count == embed_dim else rows * count  # Llama 1 and 2 cut it along its width
@@ -177,12 +173,9 @@ def _config(
     if mlp_dim and ("multiple_of" in params or "ffn_dim_multiplier" in params):
         multiple_of = whole_number(params, "multiple_of", source, 256)
         multiplier = positive_number(params, "ffn_dim_multiplier", source, 1.0)
-        by_rule = llama_mlp_dim(embed_dim, multiple_of=multiple_of, multiplier=multiplier)
-        if by_rule != mlp_dim:
-            raise JllamaError(
-                f"{source} has an MLP {by_rule} wide, by dim {embed_dim}, multiple_of {multiple_of} and "
-                f"ffn_dim_multiplier {multiplier}, but {names['layers/0/w_gate']} has {mlp_dim} rows"
-            )
+        width = llama_mlp_dim(embed_dim, multiple_of=multiple_of, multiplier=multiplier)
+        if width != mlp_dim:
+            raise JllamaError(f"{source} has an MLP {width} wide, but {names['layers/0/w_gate']} has {mlp_dim} rows")
     config = dataclasses.replace(config, vocab_size=vocab_size or stated, mlp_dim=mlp_dim)
     return dataclasses.replace(config, rope_scaling=_rope_scaling(params, source, rope_factor, config))
 
@@ -245,8 +238,8 @@ def _joined(
             first = index // repeats * repeats
             if index != first and not same_bits(part, parts[first]):
                 raise JllamaError(
-                    f"{path} has another {name} in {names[index]} than in {names[first]}, which must repeat it: "
-                    f"they are shards of different models, one is damaged, or {PARAMS} is another model's"
+                    f"{path} has another {name} in {names[index]} than in {names[first]}, which must repeat it: one is "
+                    f"damaged or another model's"
                 )
         parts = parts[::repeats]
         whole[name] = ShardedTensor(parts, axis) if len(parts) > 1 else parts[0]
@@ -296,35 +289,26 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_
 def _params_of(config: LlamaConfig) -> dict[str, Any]:
     """The fields of a ``params.json``, of which ``_config`` makes this configuration again."""
     scaling = config.rope_scaling
+    problem = f"RoPE scaling of type llama3 alone, not {scaling.type}" if scaling and scaling.type != "llama3" else ""
     if config.num_heads * config.head_dim != config.embed_dim:
-        raise JllamaError(
-            f"Meta's format has no head_dim, so {config.num_heads} heads of {config.head_dim} in an embed_dim of "
-            f"{config.embed_dim} cannot be written: save the model in another format, such as hf"
-        )
-    if scaling and scaling.type != "llama3":
-        raise JllamaError(
-            f"Meta's format has RoPE scaling of type llama3 alone, not {scaling.type}: save the model in another format"
-        )
-    rules = [
-        *_MLP_RULES,
-        (1, (config.mlp_dim + 0.5) / llama_mlp_dim(config.embed_dim, multiple_of=1)),  # right for any width
-    ]
+        problem = f"no head_dim, so {config.num_heads} heads of {config.head_dim} in an embed_dim of {config.embed_dim}"
+    if problem:
+        raise JllamaError(f"Meta's format has {problem}, which cannot be written: save the model in another format")
+    exact = (config.mlp_dim + 0.5) / llama_mlp_dim(config.embed_dim, multiple_of=1)  # gives any width
     multiple_of, multiplier = next(
         (multiple_of, multiplier)
-        for multiple_of, multiplier in rules
+        for multiple_of, multiplier in (*_MLP_RULES, (1, exact))
         if llama_mlp_dim(config.embed_dim, multiple_of=multiple_of, multiplier=multiplier) == config.mlp_dim
     )
-    params: dict[str, Any] = {
-        "dim": config.embed_dim,
-        "n_layers": config.num_layers,
-        "n_heads": config.num_heads,
-        "n_kv_heads": config.num_kv_heads if config.num_kv_heads != config.num_heads else None,
+    params: dict[str, Any] = {theirs: getattr(config, ours) for ours, theirs in _NAMES.items()} | {
         "vocab_size": config.vocab_size,
         "multiple_of": multiple_of,
         "ffn_dim_multiplier": multiplier,
         "norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
     }
+    if config.num_kv_heads == config.num_heads:
+        del params["n_kv_heads"]
     if scaling:
         default = RopeScaling("llama3", 1)
         params |= {"use_scaled_rope": True, _SCALING["factor"]: scaling.factor}
