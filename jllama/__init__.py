@@ -30,9 +30,9 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a name is import
     from jllama.config import LlamaConfig as LlamaConfig, RopeScaling as RopeScaling
     from jllama.errors import JllamaError as JllamaError, UsageError as UsageError
     from jllama.conversation.conversation import Conversation as Conversation, chat as chat
-    from jllama.generation.sampling_params import SamplingParams as SamplingParams
-    from jllama.generation.decode import PrefixCache as PrefixCache
-    from jllama.generation.text import Completion as Completion, Prompt as Prompt, generate as generate
+    from jllama.generation.sampling_params import Prompt as Prompt, SamplingParams as SamplingParams
+    from jllama.generation.prefill import PrefixCache as PrefixCache
+    from jllama.generation.text import Completion as Completion, generate as generate
     from jllama.generation.text import stream as stream, warm_up as warm_up
     from jllama.model import KVCache as KVCache, Llama as Llama, initial_params as initial_params
     from jllama.decode_params import DecodeParams as DecodeParams, decode_layout as decode_layout
@@ -62,9 +62,9 @@ _NAMES = {
     "jllama.decode_params": "DecodeParams decode_layout",
     "jllama.errors": "JllamaError UsageError",
     "jllama.conversation.conversation": "Conversation chat",
-    "jllama.generation.sampling_params": "SamplingParams",
-    "jllama.generation.decode": "PrefixCache",
-    "jllama.generation.text": "Completion Prompt generate stream warm_up",
+    "jllama.generation.sampling_params": "Prompt SamplingParams",
+    "jllama.generation.prefill": "PrefixCache",
+    "jllama.generation.text": "Completion generate stream warm_up",
     "jllama.model": "KVCache Llama build_model initial_params",
     "jllama.presets": "PRESETS preset",
     "jllama.data.batches": "training_batches",

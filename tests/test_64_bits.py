@@ -8,8 +8,9 @@ import pytest
 from jllama import oracle
 from jllama.config import LlamaConfig, RopeScaling
 from jllama.decode_params import decode_layout
-from jllama.generation.decode import Request, advance, start
-from jllama.generation.sampling_params import SamplingParams
+from jllama.generation.decode import decode
+from jllama.generation.prefill import prefill
+from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.language_model import LanguageModel
 from jllama.model import KVCache, build_model, initial_params
 from jllama.verify.checks import random_params, relative_error
@@ -49,14 +50,13 @@ def test_fresh_parameters_are_float32():
         assert {leaf.dtype.name for leaf in jax.tree.leaves(initial_params(jax.random.key(0), CONFIG))} == {"float32"}
 
 
-@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("draft_len", [0, 2])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_same_tokens_are_generated(drafts, temperature):
+def test_the_same_tokens_are_generated(draft_len, temperature):
     def generated(dtype):
-        requests = [Request(tuple(map(int, row)), SamplingParams(temperature=temperature)) for row in TOKENS]
+        prompts = [Prompt(tuple(map(int, row)), SamplingParams(temperature=temperature)) for row in TOKENS]
         weights = decode_layout(params(dtype), CONFIG)
-        _, new = advance(weights, CONFIG, start(weights, CONFIG, requests, drafts=drafts))
-        return new.tokens[:, :16]
+        return decode(weights, CONFIG, prefill(weights, CONFIG, prompts), draft_len=draft_len)[1][:, :16]
 
     expected = generated("float32")
     with jax.enable_x64(True):

@@ -9,7 +9,9 @@ from jllama import oracle
 from jllama.config import LlamaConfig
 from jllama.decode_params import decode_layout
 from jllama.functional import DecodeMatrix
-from jllama.generation.decode import Request, SamplingParams, advance, start
+from jllama.generation.decode import decode
+from jllama.generation.prefill import prefill
+from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.model import build_model
 from jllama.verify.checks import random_params
 
@@ -49,10 +51,10 @@ def test_decoding(quantize):
     config = LlamaConfig(**SIZES, head_dim=32, mlp_dim=96)
     weights = random_params(config, 0)
     params = decode_layout(jax.tree.map(jnp.asarray, weights), config, quantize)
-    decoding = start(params, config, [Request([1, 2, 3], SamplingParams(temperature=0.0), 9)])
-    decoding, new = advance(params, config, decoding)
-    logits = jax.jit(lambda ids: build_model(config, params)(ids))(jnp.array([[1, 2, 3, *new.tokens[0]]]))
-    assert new.tokens[0].tolist() == np.argmax(logits[0, 2:-1], axis=-1).tolist()
+    batch = prefill(params, config, [Prompt([1, 2, 3], SamplingParams(temperature=0.0), 9)])
+    _, tokens, _ = decode(params, config, batch)
+    logits = jax.jit(lambda ids: build_model(config, params)(ids))(jnp.array([[1, 2, 3, *tokens[0]]]))
+    assert tokens[0].tolist() == np.argmax(logits[0, 2:-1], axis=-1).tolist()
     if quantize is None:
-        expected = oracle.forward(weights, np.array([[1, 2, 3, *new.tokens[0]]]), config)
+        expected = oracle.forward(weights, np.array([[1, 2, 3, *tokens[0]]]), config)
         np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)

@@ -24,7 +24,7 @@ from jllama.commands import cli
 from jllama.conversation.conversation import chat_ids
 from jllama.errors import JllamaError
 from jllama.evaluation.scoring import score_texts
-from jllama.generation.sampling_arrays import SamplingParams
+from jllama.generation.sampling_params import SamplingParams
 from jllama.generation.text import generate, stream
 from jllama.verify.checkpoint import verify_checkpoint
 from jllama.verify.prose import PROSE

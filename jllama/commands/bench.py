@@ -136,12 +136,13 @@ def random_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
 
 def generate_s(model: jllama.LanguageModel, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
     """Seconds to continue all prompts, together, by ``new_tokens`` tokens each, greedily and without a stop."""
-    from jllama.generation.decode import Request, advance, start
+    from jllama.generation.decode import decode
+    from jllama.generation.prefill import prefill
 
     params, greedy, start_s = model.decode_params, jllama.SamplingParams(temperature=0.0), time.perf_counter()
-    decoding = start(params, model.config, [Request(prompt, greedy, new_tokens) for prompt in prompts])
-    while not decoding.finished.all():
-        decoding, _ = advance(params, model.config, decoding)
+    batch = prefill(params, model.config, [jllama.Prompt(prompt, greedy, new_tokens) for prompt in prompts])
+    while not batch.finished.all():
+        batch, *_ = decode(params, model.config, batch)
     return time.perf_counter() - start_s
 
 

@@ -9,9 +9,9 @@ from typing import Any, Unpack
 
 from jllama.conversation.template import render
 from jllama.errors import JllamaError, UsageError
-from jllama.generation.decode import PrefixCache
-from jllama.generation.sampling_params import SamplingParams
-from jllama.generation.text import Completion, SamplingFields, generate, stream
+from jllama.generation.prefill import PrefixCache
+from jllama.generation.sampling_params import SamplingFields, SamplingParams
+from jllama.generation.text import Completion, generate, stream
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
 

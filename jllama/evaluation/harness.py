@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import sys
 from collections.abc import Sequence
@@ -15,8 +16,8 @@ from jllama.checkpoints.registry import load
 from jllama.conversation import conversation as chats
 from jllama.errors import JllamaError, UsageError
 from jllama.evaluation.scoring import sliding_windows, token_log_probs
-from jllama.generation.decode import SamplingParams
-from jllama.generation.text import Completion, Prompt, generate_batches
+from jllama.generation.sampling_params import Prompt, SamplingParams
+from jllama.generation.text import Completion, encode_prompt, generate_batches
 from jllama.language_model import LanguageModel
 
 try:
@@ -31,7 +32,7 @@ except ImportError as error:
     raise JllamaError(f"lm-eval's tasks need its package ({error}): pip install 'jllama[eval]'") from error
 
 _NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one given counts
-_SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
+_SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name != "temperature")
 _DEFAULT_NEW_TOKENS = 256  # of lm-eval's own models
 
 
@@ -179,7 +180,7 @@ class JllamaLM(TemplateLM):
         ids = (self.tok_encode(context) or [self.prefix_token_id])[-room:]
         special = self._tokenizer.special_tokens
         stop_ids = {*self.model.stop_ids, self.eot_token_id, *(special[text] for text in stop if text in special)}
-        return Prompt(ids, sampling, max_new_tokens, stop, sorted(stop_ids))
+        return encode_prompt(self.model, Prompt(ids, sampling, max_new_tokens, stop, sorted(stop_ids)))
 
     def _text(self, completion: Completion) -> str:
         """A text as lm-eval's models give it: decoded by itself, so that SentencePiece leaves out a leading space."""

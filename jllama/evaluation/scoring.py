@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams
 from jllama.errors import JllamaError, UsageError
-from jllama.generation.decode import power_of_two_at_least
+from jllama.generation.prefill import power_of_two_at_least
 from jllama.language_model import LanguageModel
 from jllama.model import build_model
 from jllama.parameters import Params

@@ -16,6 +16,7 @@ from jllama.functional.rope import dynamic_theta as dynamic_theta
 from jllama.functional.rope import half_split_from_interleaved as half_split_from_interleaved
 from jllama.functional.rope import inverse_frequencies as inverse_frequencies, rope_tables as rope_tables
 from jllama.functional.rope import scale_linear as scale_linear, scale_llama3 as scale_llama3, scale_yarn as scale_yarn
+from jllama.functional.sampling import PENALTIES as PENALTIES, TRUNCATIONS as TRUNCATIONS
 from jllama.functional.sampling import ban as ban, min_p_mask as min_p_mask, penalize_frequency as penalize_frequency
 from jllama.functional.sampling import penalize_presence as penalize_presence
 from jllama.functional.sampling import penalize_repetition as penalize_repetition, sample as sample

@@ -2,11 +2,12 @@
 
 The steps, in the field's order (that of transformers' ``generate``: processors first, then the samplers)::
 
-    logits + bias -> ban -> penalize_repetition -> penalize_presence -> penalize_frequency     also when greedy
-    temperature -> top_k_mask -> top_p_mask -> min_p_mask -> draw                              all inside ``sample``
+    logits + bias -> ban -> PENALTIES: repetition -> presence -> frequency     also when greedy
+    temperature -> TRUNCATIONS: top_k -> top_p -> min_p -> draw                all inside ``sample``
 
-Each cut renormalises what it keeps, so ``top_p`` is a share of the top-k mass. A bias is plain addition. All is
-float32. Logits of minus infinity (banned tokens) stay so through every step; where all are, the draw is token 0.
+A sampler of your own is a function in one of the two tables, under the name of its setting. Each truncation
+renormalizes what it keeps, so ``top_p`` is a share of the top-k mass. A bias is plain addition. All is float32. Logits
+of minus infinity (banned tokens) stay so through every step; where all are, the draw is token 0.
 
 Nothing is sorted: on a CPU, sorting a large vocabulary takes about as long as a small model's step. A cut keeps the
 likeliest tokens by a threshold, found by bisection, and noise belongs to token ids, not to ranks.
@@ -16,7 +17,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+from jaxtyping import Array, Bool, Float, Int, Key, Num, UInt32
 
 _FLOAT32 = jnp.finfo(jnp.float32)
 
@@ -85,32 +86,48 @@ def min_p_mask(logits: Float[Array, "batch vocab"], p: Float[Array, "batch"]) ->
     return logits >= jnp.max(logits, axis=-1, keepdims=True) + jnp.log(jnp.clip(p, 0, 1))[:, None]
 
 
-def truncated_logits(
-    logits: Float[Array, "batch vocab"],
-    temperature: Float[Array, "batch"],
-    top_k: Int[Array, "batch"],
-    top_p: Float[Array, "batch"],
-    min_p: Float[Array, "batch"],
-) -> Float[Array, "batch vocab"]:
-    """Logits whose softmax is what ``sample`` draws from: over the temperature, minus infinity where a cut removes.
+PENALTIES: dict[str, Callable[[Array, Array, Array, Array], Array]] = {
+    "repetition_penalty": lambda logits, penalty, seen, counts: penalize_repetition(logits, seen, penalty),
+    "presence_penalty": lambda logits, penalty, seen, counts: penalize_presence(logits, counts, penalty),
+    "frequency_penalty": lambda logits, penalty, seen, counts: penalize_frequency(logits, counts, penalty),
+}
+"""Setting -> ``(logits, value, seen, counts) -> logits``, applied in this order: ``logits`` and ``counts`` (how often
+each token was generated) are ``[batch, vocab]``, as is ``seen`` (also in the prompt); ``value`` is ``[batch]``."""
 
-    They are shifted so that the largest is 0, which changes no probability and lets no temperature overflow.
+TRUNCATIONS: dict[str, Callable[[Array, Array], Array]] = {
+    "top_k": top_k_mask,
+    "top_p": top_p_mask,
+    "min_p": min_p_mask,
+}
+"""Setting -> ``(logits, value) -> kept``, applied in this order to logits over the temperature, each to what those
+before it left: ``logits`` and ``kept`` (booleans) are ``[batch, vocab]``, ``value`` is ``[batch]``."""
+
+
+def truncated_logits(
+    logits: Float[Array, "batch vocab"], temperature: Float[Array, "batch"], **settings: Num[Array, "batch"]
+) -> Float[Array, "batch vocab"]:
+    """Logits whose softmax is what ``sample`` draws from: over the temperature, minus infinity where not kept.
+
+    ``settings`` are values of ``TRUNCATIONS``. The logits are shifted so that the largest is 0, which changes no
+    probability and lets no temperature overflow.
     """
+    if unknown := settings.keys() - TRUNCATIONS:
+        raise TypeError(f"there is no truncation {min(unknown)}; jllama.functional.TRUNCATIONS has the others")
     logits = jnp.minimum(logits.astype(jnp.float32), _FLOAT32.max)
-    logits = logits - jnp.max(logits, axis=-1, keepdims=True)  # NaN where all are -inf: min_p_mask removes those
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    logits = logits - jnp.where(jnp.isfinite(largest), largest, 0)  # -inf where nothing is possible
     logits = logits / jnp.maximum(temperature, _FLOAT32.tiny)[:, None]
-    logits = jnp.where(top_k_mask(logits, top_k), logits, -jnp.inf)
-    logits = jnp.where(top_p_mask(logits, top_p), logits, -jnp.inf)
-    return jnp.where(min_p_mask(logits, min_p), logits, -jnp.inf)
+    for name, kept in TRUNCATIONS.items():
+        if name in settings:
+            logits = jnp.where(kept(logits, settings[name]), logits, -jnp.inf)
+    return logits
 
 
 def sample(
     logits: Float[Array, "batch vocab"],
     keys: Key[Array, "batch"],
     temperature: Float[Array, "batch"],
-    top_k: Int[Array, "batch"],
-    top_p: Float[Array, "batch"],
-    min_p: Float[Array, "batch"],
+    **settings: Num[Array, "batch"],
 ) -> Int[Array, "batch"]:
     """Draw one token a row from the softmax of ``truncated_logits``; temperature 0 takes the largest logit.
 
@@ -120,7 +137,7 @@ def sample(
 
     def draw(logits: Array) -> Array:
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
-        noisy = truncated_logits(logits, temperature, top_k, top_p, min_p) + noise
+        noisy = truncated_logits(logits, temperature, **settings) + noise
         # argmax, but XLA would fuse argmax with the noise into one scalar loop, three times slower on a CPU
         drawn = jax.lax.top_k(noisy, 1)[1][:, 0]
         return jnp.where(temperature > 0, drawn, greedy(logits))

@@ -1,44 +1,73 @@
-"""Guessing the next tokens from the text so far, for speculative decoding."""
+"""Prompt lookup: guess the next tokens from the text so far, verify the guesses in one pass, keep the right ones.
+
+Source: Saxena 2023, prompt lookup decoding; Leviathan et al. 2023 (arXiv:2211.17192) for why verified guesses change
+nothing.
+"""
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
+
+from jllama.generation.decode_batch import DecodeBatch, append_token
+from jllama.model import Llama
 
 _LONGEST_MATCH = 3
 _SHORTEST_MATCH = 2
 
 
+def lookup_step(llama: Llama, batch: DecodeBatch, draft_len: int) -> DecodeBatch:
+    """One token more for every unfinished row, or several, as long as its guesses are what is drawn."""
+    drafts, matched = draft_tokens(batch.tokens, batch.cache.lengths + 1, draft_len)
+    return jax.lax.cond(  # a pass over several tokens costs more than over one, where arithmetic is dear
+        jnp.any(matched & ~batch.finished),
+        lambda: _verified(llama, batch, jnp.where(matched[:, None], drafts, -1)),
+        lambda: _verified(llama, batch, drafts[:, :0]),
+    )._replace(seen=batch.seen, settings=batch.settings)  # large and unchanged: nothing to copy out of the branches
+
+
+def _verified(llama: Llama, batch: DecodeBatch, drafts: Int[Array, "batch draft_len"]) -> DecodeBatch:
+    """Feed each row its last token and its drafts (-1 for none); append tokens as long as the drafts are right."""
+    cache = batch.cache
+    last = jnp.take_along_axis(batch.tokens, cache.lengths[:, None], axis=1)
+    fed = jnp.maximum(jnp.concatenate([last, drafts], axis=1), 0)
+    hidden, cache = llama.forward_with_cache(fed, cache, jnp.zeros_like(cache.lengths))
+    logits = llama.logits(hidden)
+    drafted = jnp.sum((drafts >= 0) & ~batch.finished[:, None], axis=1, dtype=jnp.int32)
+    guesses = jnp.pad(drafts, ((0, 0), (0, 1)), constant_values=-1)  # what each position's draw is held against
+
+    def take(carry: tuple[DecodeBatch, Array], position: Array) -> tuple[tuple[DecodeBatch, Array], None]:
+        batch, takes = carry
+        batch, token = append_token(batch, logits[:, position], takes)
+        right = takes & (guesses[:, position] == token)
+        return (batch._replace(accepted=batch.accepted + right), right & ~batch.finished), None
+
+    batch = batch._replace(cache=cache, drafted=batch.drafted + drafted)
+    (batch, _), _ = jax.lax.scan(take, (batch, ~batch.finished), jnp.arange(fed.shape[1]))
+    return batch
+
+
 def draft_tokens(
     tokens: Int[Array, "batch max_len"], lengths: Int[Array, "batch"], count: int
 ) -> tuple[Int[Array, "batch {count}"], Bool[Array, "batch"]]:
-    """What followed the last time that the text went as it goes now: prompt lookup.
+    """The ``count`` tokens that followed the last time the text went as it goes now, and whether there was one.
 
-    The last three tokens of each row (else the last two) are looked up in what comes before them; the ``count`` tokens
-    behind the latest place with the most of them are the guess. Where they reach the end of the text they begin again,
-    as in a text that repeats itself. Source: Saxena 2023, prompt lookup decoding; Leviathan et al. 2023
-    (arXiv:2211.17192) for why verified guesses change nothing.
-
-    Args:
-        tokens: prompt and generated tokens, from the left.
-        lengths: how many of each row are known; at least one.
-        count: how many to guess.
-
-    Returns:
-        The guesses, and whether there is one: without a match they mean nothing.
+    The last three tokens of each row (else the last two) are looked up in what comes before them; the latest match of
+    the most tokens counts. Where its continuation reaches the end of the text it begins again, as in a text that
+    repeats itself. Only the first ``lengths`` tokens of a row, at least one, are looked at.
     """
     batch, max_len = tokens.shape
-    places = jnp.arange(max_len)
-    rows = jnp.arange(batch)[:, None]
+    slots, rows = jnp.arange(max_len), jnp.arange(batch)[:, None]
     last = lengths[:, None] - 1
-    matched = jnp.zeros((batch, max_len), jnp.int32)
-    so_far = places < last
+    matched = jnp.zeros((batch, max_len), jnp.int32)  # how many tokens up to each slot equal the last ones
+    matches = slots < last
     for back in range(_LONGEST_MATCH):
-        wanted = tokens[rows, jnp.maximum(last - back, 0)]
-        here = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, :max_len]
-        so_far = so_far & (here == wanted) & (places >= back)
-        matched = matched + so_far
-    best = jnp.argmax(jnp.where(matched >= _SHORTEST_MATCH, matched * max_len + places, -1), axis=1)[:, None]
-    found = jnp.max(matched, axis=1) >= _SHORTEST_MATCH
+        expected = tokens[rows, jnp.maximum(last - back, 0)]
+        shifted = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, :max_len]
+        matches = matches & (shifted == expected) & (slots >= back)
+        matched = matched + matches
+    enough = matched >= _SHORTEST_MATCH
+    best = jnp.argmax(jnp.where(enough, matched * max_len + slots, -1), axis=1)[:, None]
     period = jnp.maximum(last - best, 1)
-    return tokens[rows, best + 1 + jnp.arange(count) % period], found
+    return tokens[rows, best + 1 + jnp.arange(count) % period], jnp.any(enough, axis=1)

@@ -1,19 +1,38 @@
-"""How tokens are chosen, as data."""
+"""What is asked of a model: prompts, and how their tokens are chosen. Data alone; nothing here imports JAX."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict
 
-from jllama.errors import UsageError, check_fields
+from jllama.errors import check_fields
 
 _LARGEST = 1e30  # the logits stay finite in float32, whatever is added to them and however often
+
+RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda value: 0 <= value <= _LARGEST, "0 (greedy) or a positive number, at most 1e+30"),
+    "top_k": (lambda value: 0 <= value < 2**31, "0 (all tokens) or a positive number below 2**31"),
+    "top_p": (lambda value: 0 < value <= 1, "over 0 and at most 1"),
+    "min_p": (lambda value: 0 <= value <= 1, "between 0 (off) and 1"),
+    "repetition_penalty": (lambda value: 1 / _LARGEST <= value <= _LARGEST, "positive (1 is off), up to 1e+30"),
+    "presence_penalty": (lambda value: abs(value) <= _LARGEST, "a finite number (0 is off), at most 1e+30"),
+    "frequency_penalty": (lambda value: abs(value) <= _LARGEST, "a finite number (0 is off), at most 1e+30"),
+    "logit_bias": (
+        lambda biases: all(abs(bias) <= _LARGEST for bias in biases.values()),
+        "of finite numbers, at most 1e+30: ban with banned_ids",
+    ),
+    "seed": (lambda value: 0 <= value < 2**32, "between 0 and 2**32 - 1"),
+}
+"""By field: whether a value is allowed, and the same in words, for the error."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How one row's tokens are chosen; applied in the order of ``jllama.functional.sampling``.
+    """How one row's tokens are chosen: the only list of settings, from which arrays, options and checks are made.
+
+    Applied in the order of ``jllama.functional.sampling``. A subclass may add a field, whose default changes nothing,
+    and a function under its name in ``jllama.functional.TRUNCATIONS`` or ``PENALTIES``; its range goes into ``RANGES``.
 
     Args:
         temperature: divide the logits by this; 0 always takes the likeliest token, 1 draws from the model as it is.
@@ -22,7 +41,7 @@ class SamplingParams:
         min_p: leave out tokens less likely than this share of the likeliest one's probability; 0 leaves out none.
         repetition_penalty: divide by this the logit of a token seen before, also in the prompt (multiply if negative).
         presence_penalty: subtracted from the logit of a token generated before.
-        frequency_penalty: subtracted from the logit of a token once for each time that it was generated.
+        frequency_penalty: subtracted from a token's logit for each time that it was generated.
         logit_bias: numbers to add to the logits of token ids, such as {"5": 1.5}.
         banned_ids: a list of token ids that are never drawn, such as [1, 2].
         seed: the same seed, prompt and settings give the same text, in float32 and int8 whatever else is in the batch.
@@ -40,17 +59,54 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check = functools.partial(check_fields, self, "")
-        most = f"at most {_LARGEST:g}"
-        check("temperature", lambda value: 0 <= value <= _LARGEST, f"0 (greedy) or a positive number, {most}")
-        check("top_k", lambda value: 0 <= value < 2**31, "0 (all tokens) or a positive number below 2**31")
-        check("top_p", lambda value: 0 < value <= 1, "over 0 and at most 1")
-        check("min_p", lambda value: 0 <= value <= 1, "between 0 (off) and 1")
-        factor = f"positive (1 is off), up to {_LARGEST:g}"
-        check("repetition_penalty", lambda value: 1 / _LARGEST <= value <= _LARGEST, factor)
-        addend = f"a finite number (0 is off), {most}"
-        check("presence_penalty frequency_penalty", lambda value: abs(value) <= _LARGEST, addend)
-        if not all(abs(bias) <= _LARGEST for bias in self.logit_bias.values()):
-            said = f"logit_bias is {dict(self.logit_bias)}; its values must be finite, {most}"
-            raise UsageError(f"{said}: ban with banned_ids")
-        check("seed", lambda seed: 0 <= seed < 2**32, "between 0 and 2**32 - 1")
+        for field in dataclasses.fields(self):
+            if field.name in RANGES:
+                check_fields(self, "", field.name, *RANGES[field.name])
+
+
+class SamplingFields(TypedDict, total=False):
+    """The fields of ``SamplingParams`` as keyword arguments, for type checkers; a test holds the two together."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    banned_ids: tuple[int, ...]
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One text to generate.
+
+    Args:
+        content: text, which gets BOS in front where the tokenizer wants it; or token ids, taken as they are.
+        sampling: how tokens are chosen.
+        max_new_tokens: the most tokens to generate; None goes on to the end of the model's context.
+        stop: a string that ends the text, or several; they are not part of it.
+        stop_ids: tokens that end the text; None takes the model's own.
+    """
+
+    content: str | Sequence[int]
+    sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    max_new_tokens: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_ids: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """``content`` where it is token ids, as ``jllama.generation.text.encode_prompt`` makes it."""
+        assert not isinstance(self.content, str), "encode_prompt turns text into ids"
+        return self.content
+
+    def limit(self, max_seq_len: int) -> int:
+        """The length, prompt and new tokens together, at which the text ends."""
+        return max_seq_len if self.max_new_tokens is None else len(self.ids) + self.max_new_tokens

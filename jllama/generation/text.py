@@ -1,4 +1,4 @@
-"""From a prompt to text: encode, generate, decode as the tokens come, and stop where the text says so."""
+"""From a prompt to text: encode and check it, generate, decode as the tokens come, and stop where the text says so."""
 
 from __future__ import annotations
 
@@ -7,86 +7,40 @@ import difflib
 import itertools
 import numbers
 import operator
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar, Unpack
 
 import numpy as np
 
 from jllama.errors import UsageError
-from jllama.generation.decode import STEPS, PrefixCache, advance, start
-from jllama.generation.sampling_arrays import Request, SamplingParams, check_requests
+from jllama.generation.decode import STEPS, decode, with_room
+from jllama.generation.decode_batch import check_batch
+from jllama.generation.prefill import PrefixCache, prefill
+from jllama.generation.sampling_params import Prompt, SamplingFields, SamplingParams
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import Tokenizer
 
 T = TypeVar("T")
 
-_STEPS_SHOWN = 4
+STEPS_SHOWN = 4
 """Decoding steps between two pieces of a stream."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    """What one text is to be made of.
-
-    Args:
-        content: text, which gets BOS in front where the tokenizer wants it; or token ids, taken as they are.
-        sampling: how tokens are chosen.
-        max_new_tokens: the most tokens to make; None goes on to the end of the model's context.
-        stop: a string that ends the text, or several; they are not part of it.
-        stop_ids: tokens that end the text; None takes the model's own.
-    """
-
-    content: str | Sequence[int]
-    sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
-    max_new_tokens: int | None = None
-    stop: str | Sequence[str] = ()
-    stop_ids: Sequence[int] | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-
-
 class Completion(NamedTuple):
-    """One row's result.
+    """What was generated from one prompt."""
 
-    Args:
-        text: what is new, without the prompt and the stop.
-        ids: the tokens that ``text`` came from, without a stop id; of a text that a stop string cut within a token, the
-            last id says more than the text.
-        finish_reason: ``stop_id``, ``stop_string``, ``length`` (``max_new_tokens``) or ``context`` (the end of it).
-        log_probs: of each of ``ids``, by the model's raw logits, in nats.
-        drafted, accepted: with ``speculate``: how many tokens were guessed, and how many of them were right.
-        prompt_tokens: how many the prompt had; ``new_tokens`` is how many ``ids`` has.
-    """
-
-    text: str
-    ids: list[int]
-    finish_reason: str
-    log_probs: list[float]
-    drafted: int = 0
-    accepted: int = 0
+    text: str  # what is new, without the prompt and the stop
+    ids: list[int]  # what ``text`` came from, without a stop id; where a stop string cut a token, it is the last one
+    finish_reason: str  # stop_id, stop_string, length (max_new_tokens) or context (the end of the model's)
+    log_probs: list[float]  # of each of ``ids``, by the model's raw logits, in nats
+    drafted: int = 0  # tokens guessed, with ``speculate``
+    accepted: int = 0  # how many of them were right
     prompt_tokens: int = 0
 
     @property
     def new_tokens(self) -> int:
-        """How many tokens were made."""
+        """How many tokens were generated."""
         return len(self.ids)
-
-
-class SamplingFields(TypedDict, total=False):
-    """The fields of ``SamplingParams`` as arguments of their own."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: Mapping[int, float]
-    banned_ids: tuple[int, ...]
-    seed: int
 
 
 def generate(
@@ -117,11 +71,11 @@ def generate(
         model: what ``jllama.load`` gives.
         prompts: text, token ids, or a ``Prompt``, which brings all its settings; or a list of those.
         sampling: how tokens are chosen; None draws from the model as it is (temperature 1, nothing cut off).
-        max_new_tokens: the most tokens to make of each prompt; None goes on to the end of the model's context.
+        max_new_tokens: the most tokens to generate from each prompt; None goes on to the end of the model's context.
         stop: a string that ends a text, or several; they are not part of it.
         stop_ids: tokens that end a text; None takes the model's own.
         speculate: how many tokens to guess at each step from the text so far: what repeats itself comes faster.
-        batch_size: how many to make at once, those of like length together; 0 makes all at once.
+        batch_size: how many to generate at once, those of like length together; 0 takes all at once.
         **fields: fields of ``SamplingParams``, which change ``sampling``: ``temperature`` (0 takes the likeliest
             token), ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``, ``presence_penalty``,
             ``frequency_penalty``, ``logit_bias``, ``banned_ids``, ``seed`` (the same one gives the same text).
@@ -134,30 +88,12 @@ def generate(
         UsageError: a prompt or a setting does not fit the model, or there is no such setting.
         JllamaError: the model has no tokenizer.
     """
-    wanted = _prompts(prompts, sampling, fields, max_new_tokens=max_new_tokens, stop=stop, stop_ids=stop_ids)
+    each = _as_prompts(prompts, sampling, fields, max_new_tokens=max_new_tokens, stop=stop, stop_ids=stop_ids)
+    encoded = [encode_prompt(model, prompt) for prompt in each]
     completions: dict[int, Completion] = {}
-    for done in generate_batches(model, wanted, speculate=speculate, batch_size=batch_size):
+    for done in generate_batches(model, encoded, speculate=speculate, batch_size=batch_size):
         completions |= done
-    return [completions[place] for place in range(len(wanted))]
-
-
-def generate_batches(
-    model: LanguageModel, prompts: Sequence[Prompt], *, speculate: int = 0, batch_size: int = 0
-) -> Iterator[dict[int, Completion]]:
-    """As ``generate``, a batch at a time: the completions of those prompts by their places, longest prompts first.
-
-    Every prompt is checked before the first batch is made.
-    """
-    requests = [request_of(model, prompt) for prompt in prompts]
-    order = sorted(range(len(prompts)), key=lambda place: -len(requests[place].ids))
-    size = batch_size or max(len(prompts), 1)
-    for first in range(0, len(order), size):
-        places = order[first : first + size]
-        rows = [requests[place] for place in places]
-        rows += [Request(rows[0].ids[:1], max_new_tokens=0)] * (size - len(rows))  # so that nothing new compiles
-        stops = [prompts[place].stop for place in places] + [()] * (size - len(places))
-        run = _run(model, rows, stops, speculate, None, STEPS)
-        yield dict(zip(places, exhaust(run), strict=False))
+    return [completions[index] for index in range(len(encoded))]
 
 
 def stream(
@@ -172,7 +108,7 @@ def stream(
     prefix: PrefixCache | None = None,
     **fields: Unpack[SamplingFields],
 ) -> Generator[str, None, Completion]:
-    """The continuation of one prompt in pieces as they are made: together what ``generate`` gives.
+    """The continuation of one prompt in pieces as they come: together what ``generate`` gives.
 
     A piece is never half a character, and never the beginning of a stop string. The generator returns the whole
     ``Completion``; its ``close()`` ends it early, and nothing more is computed. Each thread may have streams of its
@@ -184,9 +120,14 @@ def stream(
         for piece in jllama.stream(model, "Once upon", max_new_tokens=50, temperature=0.8):
             print(piece, end="", flush=True)
     """
-    (wanted,) = _prompts([prompt], sampling, fields, max_new_tokens=max_new_tokens, stop=stop, stop_ids=stop_ids)
-    (completion,) = yield from _run(model, [request_of(model, wanted)], [wanted.stop], speculate, prefix, _STEPS_SHOWN)
-    return completion
+    (one,) = _as_prompts([prompt], sampling, fields, max_new_tokens=max_new_tokens, stop=stop, stop_ids=stop_ids)
+    encoded = [encode_prompt(model, one)]
+    pieces = generate_batch(model, encoded, speculate=speculate, prefix=prefix, steps=STEPS_SHOWN)
+    while True:
+        try:
+            yield next(pieces)[1]
+        except StopIteration as end:
+            return end.value[0]
 
 
 def warm_up(
@@ -199,38 +140,62 @@ def warm_up(
 ) -> None:
     """Compile ahead what ``generate`` and ``stream`` will need, so that nothing compiles while people wait.
 
-    Prompts are padded to powers of two (at least 16 tokens; beyond 512, in chunks of 512), so a length stands for those
-    that are padded alike. Settings are data: changing one compiles nothing. (The later turns of a ``Conversation`` are
-    computed from what is kept, by programs of their own.)
+    Prompts are padded to powers of two (at least 16 tokens; beyond 512, in chunks of 512), so each of the ``lengths``,
+    in tokens, stands for those that are padded alike; ``batches`` are how many prompts at once, ``max_new_tokens`` the
+    most that a call will ask for (None is up to the end of the context, and takes longest). Settings are data: changing
+    one compiles nothing. (The later turns of a ``Conversation`` are computed by programs of their own.)
 
     Example::
 
         jllama.warm_up(model, lengths=[16, 64, 512], batches=[1, 4], max_new_tokens=256)
 
-    Args:
-        model: the one that will be used.
-        lengths: of the prompts, in tokens.
-        batches: how many prompts at once.
-        max_new_tokens: the most that a call will ask for; None is up to the end of the context, and takes longest.
-        speculate: as in the calls to come.
-
     Raises:
         UsageError: a length does not fit the model's context.
     """
     params, config, vocab_size = model.decode_params, model.config, model.text_tokenizer.vocab_size
-    requests = [Request([0] * length, max_new_tokens=max_new_tokens) for length in lengths]
-    check_requests(requests, config.max_seq_len, vocab_size)
-    longest = max(request.limit(config.max_seq_len) for request in requests)
+    prompts = [encode_prompt(model, Prompt([0] * length, max_new_tokens=max_new_tokens)) for length in lengths]
+    longest = max((prompt.limit(config.max_seq_len) for prompt in prompts), default=0)
     ends = sorted({min(128 << doublings, longest) for doublings in range(longest.bit_length())})  # one for each cache
-    for batch, end, request in itertools.product(batches, ends, requests):
-        new = dataclasses.replace(request, max_new_tokens=max(end - len(request.ids), 0))
-        decoding = start(params, config, [new] * batch, vocab_size=vocab_size, drafts=speculate)
-        while not decoding.finished.all():
-            decoding, _ = advance(params, config, decoding, 1, np.zeros(batch, bool))
-            room = decoding.state.tokens.shape[1]
-            if room >= end:
+    for size, end, prompt in itertools.product(batches, ends, prompts):
+        row = dataclasses.replace(prompt, max_new_tokens=max(end - len(prompt.ids), 0))
+        batch = prefill(params, config, [row] * size, vocab_size=vocab_size)
+        while not np.asarray(batch.finished).all():
+            batch, *_ = decode(params, config, batch, 1, draft_len=speculate)
+            if batch.tokens.shape[1] >= end:
                 break
-            decoding = dataclasses.replace(decoding, lengths=np.full(batch, room))  # as if so much had been written
+            batch = with_room(batch, batch.tokens.shape[1] + 1, config)
+
+
+def encode_prompt(model: LanguageModel, prompt: Prompt) -> Prompt:
+    """The prompt as token ids, with the stop ids that it has: the one place where requests are checked.
+
+    Raises:
+        UsageError: it is no text or ids, does not fit the context with its new tokens, or names unknown ids.
+    """
+    content, tokenizer, context = prompt.content, model.text_tokenizer, model.config.max_seq_len
+    try:
+        ids = prompt_ids(tokenizer, content) if isinstance(content, str) else [operator.index(each) for each in content]
+    except TypeError as error:
+        raise UsageError(f"a prompt is {str(content)[:50]!r}; it must be text, token ids or a Prompt") from error
+    stop_ids = (model.stop_ids or (tokenizer.eos_id,)) if prompt.stop_ids is None else prompt.stop_ids
+    new = 1 if prompt.max_new_tokens is None else prompt.max_new_tokens
+    if "" in prompt.stop:
+        raise UsageError("a stop string is empty: it would end every text at once")
+    if new < 0:
+        raise UsageError(f"max_new_tokens is {new}; it must not be negative")
+    if not ids:
+        raise UsageError("a prompt has no tokens: it needs at least the BOS token")
+    if len(ids) + new > context:
+        less = f" or lower max_new_tokens to at most {context - len(ids)}" if context > len(ids) else ""
+        wrong = f"the prompt's {len(ids)} tokens and {new} new ones exceed the model's context of {context}"
+        raise UsageError(f"{wrong}: shorten the prompt{less}")
+    of_ids = {name: value for name, value in vars(prompt.sampling).items() if not isinstance(value, int | float)}
+    for name, listed in {"prompt": ids, "stop_ids": stop_ids, **of_ids}.items():
+        if unknown := [id for id in listed if not 0 <= id < tokenizer.vocab_size]:
+            raise UsageError(f"the {name} has token {unknown[0]}; the ids run from 0 to {tokenizer.vocab_size - 1}")
+    if len(set(prompt.sampling.banned_ids)) == tokenizer.vocab_size:
+        raise UsageError("banned_ids bans every token: leave at least one")
+    return dataclasses.replace(prompt, content=ids, stop_ids=tuple(stop_ids))
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
@@ -239,144 +204,15 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     return [tokenizer.bos_id, *ids] if tokenizer.add_bos or not ids else ids
 
 
-class TextDecoder:
-    """Turns the tokens of one row into text as they come.
-
-    A character's bytes may be spread over tokens, so text that ends in U+FFFD (what an unfinished character decodes
-    to) is held back until it is whole or the tokens end; so is what may be the beginning of a stop string. Tokens are
-    decoded behind a few earlier ones, as the first token of a text may lose its space.
-
-    Args:
-        tokenizer: the model's.
-        prompt: the ids that come before.
-        stop: strings at which the text ends.
-    """
-
-    _CONTEXT_TOKENS = 8
-
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
-        self._ids = list(prompt[-self._CONTEXT_TOKENS :])
-        self._shown_ids = len(self._ids)
-        self._shown = 0
-        self.text = ""
-        self.ends: list[int] = []
-        """After each token, how long the text was."""
-        self.stopped = False
-
-    def push(self, token: int) -> str:
-        """The text that is certain now and was not before."""
-        self._ids.append(token)
-        rest = self._rest()
-        if rest and not rest.endswith("\ufffd"):
-            self._add(rest)
-        self.ends.append(len(self.text))
-        return self._show(len(self.text) - self._held())
-
-    def end(self) -> str:
-        """What was held back, when there are no more tokens."""
-        self._add(self._rest())
-        if self.ends:
-            self.ends[-1] = len(self.text)
-        return self._show(len(self.text))
-
-    def _rest(self) -> str:
-        start = max(self._shown_ids - self._CONTEXT_TOKENS, 0)
-        before = self._tokenizer.decode(self._ids[start : self._shown_ids])
-        return self._tokenizer.decode(self._ids[start:])[len(before) :]
-
-    def _add(self, rest: str) -> None:
-        if self.stopped:
-            return
-        self._shown_ids = len(self._ids)
-        searched = max(len(self.text) - max(map(len, self._stop), default=0), 0)
-        self.text += rest
-        found = [place for stop in self._stop if (place := self.text.find(stop, searched)) >= 0]
-        if found:
-            self.text = self.text[: min(found)]
-            self.stopped = True
-
-    def _held(self) -> int:
-        """How many characters at the end may be the beginning of a stop string."""
-        if self.stopped:
-            return 0
-        lengths = (n for stop in self._stop for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
-        return max(lengths, default=0)
-
-    def _show(self, end: int) -> str:
-        piece = self.text[self._shown : end]
-        self._shown = max(self._shown, end)
-        return piece
-
-
-def exhaust(pieces: Generator[str, None, T], show: Callable[[str], object] = lambda piece: None) -> T:
-    """Give each piece to ``show`` as it comes; what the generator returns."""
-    while True:
-        try:
-            show(next(pieces))
-        except StopIteration as end:
-            return end.value
-
-
-def _run(
-    model: LanguageModel,
-    requests: Sequence[Request],
-    stops: Sequence[Sequence[str]],
-    speculate: int,
-    prefix: PrefixCache | None,
-    steps: int,
-) -> Generator[str, None, list[Completion]]:
-    """Generate a batch; yields the first row's text as it comes, returns all rows."""
-    tokenizer, params, config = model.text_tokenizer, model.decode_params, model.config
-    decoders = [TextDecoder(tokenizer, request.ids, stop) for request, stop in zip(requests, stops, strict=True)]
-    made: list[list[tuple[int, float]]] = [[] for _ in requests]
-    decoding = start(params, config, requests, vocab_size=tokenizer.vocab_size, drafts=speculate, prefix=prefix)
-    count = 1  # the first token is shown as soon as it is there
-    while not decoding.finished.all():
-        stopped = np.array([decoder.stopped for decoder in decoders])
-        decoding, new = advance(params, config, decoding, count, stopped)
-        count = steps
-        for row, (tokens, log_probs) in enumerate(zip(new.tokens.tolist(), new.log_probs.tolist(), strict=True)):
-            made[row] += [pair for pair in zip(tokens, log_probs, strict=True) if pair[0] != -1]
-        if prefix is not None:
-            prefix.ids = [*requests[0].ids, *(token for token, _ in made[0][:-1])]  # the last is not in the cache yet
-            prefix.cache = decoding.state.cache
-        for row, (decoder, request) in enumerate(zip(decoders, requests, strict=True)):
-            for token, _ in made[row][len(decoder.ends) :]:
-                if decoder.stopped or token in request.stop_ids:
-                    break
-                piece = decoder.push(token)
-                if row == 0 and piece:
-                    yield piece
-    drafted, accepted = (np.asarray(counts).tolist() for counts in (decoding.state.drafted, decoding.state.accepted))
-    rests = [decoder.end() for decoder in decoders]
-    if rests[0]:
-        yield rests[0]
-    return [_completion(*parts) for parts in zip(decoders, requests, made, drafted, accepted, strict=True)]
-
-
-def _completion(
-    decoder: TextDecoder, request: Request, made: Sequence[tuple[int, float]], drafted: int, accepted: int
-) -> Completion:
-    if decoder.stopped:
-        reason, length = "stop_string", len(decoder.text)
-        kept = next(count for count, end in enumerate([0, *decoder.ends]) if end >= length)
-    elif made and made[-1][0] in request.stop_ids:
-        reason, kept = "stop_id", len(made) - 1
-    else:
-        reason, kept = "context" if request.max_new_tokens is None else "length", len(made)
-    ids, log_probs = [token for token, _ in made[:kept]], [log_prob for _, log_prob in made[:kept]]
-    return Completion(decoder.text, ids, reason, log_probs, drafted, accepted, len(request.ids))
-
-
-def _prompts(prompts: Any, sampling: SamplingParams | None, fields: SamplingFields, **ends: Any) -> list[Prompt]:
+def _as_prompts(prompts: Any, sampling: SamplingParams | None, fields: SamplingFields, **ends: Any) -> list[Prompt]:
     """One prompt or a list of them as a list, where those that bring no settings of their own have these."""
-    known = [*(field.name for field in dataclasses.fields(SamplingParams)), *ends]
-    for name in set(fields).difference(known):
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"; did you mean {near[0]}?" if near else f": the settings are {', '.join(known)}"
+    sampling = sampling or SamplingParams()
+    names = [*(field.name for field in dataclasses.fields(sampling)), *ends]
+    for name in set(fields).difference(names):
+        near = difflib.get_close_matches(name, names, 1)
+        hint = f"; did you mean {near[0]}?" if near else f": the settings are {', '.join(names)}"
         raise UsageError(f"there is no setting {name!r}{hint}")
-    settings = Prompt("", dataclasses.replace(sampling or SamplingParams(), **fields), **ends)
+    settings = Prompt("", dataclasses.replace(sampling, **fields), **ends)
     if isinstance(prompts, str | Prompt) or (len(prompts) and isinstance(prompts[0], numbers.Integral)):
         prompts = [prompts]
     if settings != Prompt("") and len(prompts) and all(isinstance(prompt, Prompt) for prompt in prompts):
@@ -384,16 +220,131 @@ def _prompts(prompts: Any, sampling: SamplingParams | None, fields: SamplingFiel
     return [each if isinstance(each, Prompt) else dataclasses.replace(settings, content=each) for each in prompts]
 
 
-def request_of(model: LanguageModel, prompt: Prompt) -> Request:
-    """What the engine is asked for; raises ``UsageError`` if the model cannot do it."""
-    content, tokenizer = prompt.content, model.text_tokenizer
-    if "" in prompt.stop:
-        raise UsageError("a stop string is empty: it would end every text at once")
-    try:
-        ids = prompt_ids(tokenizer, content) if isinstance(content, str) else [operator.index(each) for each in content]
-    except TypeError as error:
-        raise UsageError(f"a prompt is {str(content)[:50]!r}; it must be text, token ids or a Prompt") from error
-    stop_ids = (model.stop_ids or (tokenizer.eos_id,)) if prompt.stop_ids is None else tuple(prompt.stop_ids)
-    request = Request(ids, prompt.sampling, prompt.max_new_tokens, stop_ids)
-    check_requests([request], model.config.max_seq_len, tokenizer.vocab_size)
-    return request
+def generate_batches(
+    model: LanguageModel, prompts: Sequence[Prompt], *, speculate: int = 0, batch_size: int = 0
+) -> Iterator[dict[int, Completion]]:
+    """Generate from encoded prompts a batch at a time, the longest first: completions by the prompts' indices."""
+    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index].ids))
+    size = batch_size or max(len(prompts), 1)
+    for first in range(0, len(order), size):
+        indices = order[first : first + size]
+        rows = [prompts[index] for index in indices]
+        rows += [Prompt(rows[0].ids[:1], max_new_tokens=0)] * (size - len(rows))  # so that nothing new compiles
+        yield dict(zip(indices, exhaust(generate_batch(model, rows, speculate=speculate)), strict=False))
+
+
+def generate_batch(
+    model: LanguageModel,
+    prompts: Sequence[Prompt],
+    *,
+    speculate: int = 0,
+    prefix: PrefixCache | None = None,
+    steps: int = STEPS,
+) -> Generator[tuple[int, str], None, list[Completion]]:
+    """Generate from encoded prompts together: yields ``(row, piece of its text)``, and returns each row's completion.
+
+    ``steps`` is how many tokens there are, about, between two pieces of a row. The ``prefix`` of a single prompt is
+    used and kept up to date.
+    """
+    params, config, tokenizer = model.decode_params, model.config, model.text_tokenizer
+    check_batch(config, len(prompts), speculate)
+    rows = [TextDecoder(tokenizer, prompt) for prompt in prompts]
+    batch = prefill(params, config, prompts, vocab_size=tokenizer.vocab_size, prefix=prefix)
+    cached_ids, next_steps = list(prompts[0].ids), 1  # the first token is shown as soon as it is there
+    while not np.asarray(batch.finished).all():
+        stopped = np.array([row.finish_reason != "" for row in rows])
+        if prefix is not None:
+            prefix.take()
+        batch, tokens, log_probs = decode(params, config, batch, next_steps, stopped=stopped, draft_len=speculate)
+        next_steps = steps
+        if prefix is not None:  # all but the last token, which has not been through the model yet
+            cached_ids += [token for token in tokens[0].tolist() if token >= 0]
+            prefix.keep(cached_ids[:-1], batch.cache)
+        for index, row in enumerate(rows):
+            for token, log_prob in zip(tokens[index].tolist(), log_probs[index].tolist(), strict=True):
+                if piece := row.push(token, log_prob):
+                    yield index, piece
+    for index, row in enumerate(rows):
+        if piece := row.end():
+            yield index, piece
+    drafted, accepted = (np.asarray(counts).tolist() for counts in (batch.drafted, batch.accepted))
+    return [row.completion(*counts) for row, *counts in zip(rows, drafted, accepted, strict=True)]
+
+
+class TextDecoder:
+    """Turns the tokens of one row into text as they come.
+
+    A character's bytes may be spread over tokens, so text that ends in U+FFFD (what an unfinished character decodes
+    to) is held back until it is whole or the tokens end; so is what may be the beginning of a stop string. Tokens are
+    decoded behind a few earlier ones, as the first token of a text may lose its space.
+    """
+
+    _CONTEXT_TOKENS = 8
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
+        self._tokenizer, self._prompt = tokenizer, prompt
+        self._ids = list(prompt.ids[-self._CONTEXT_TOKENS :])
+        self._num_decoded, self._num_shown = len(self._ids), 0
+        self._tokens: list[tuple[int, float, int]] = []  # id, log-probability, and how long the text was then
+        self.text = ""
+        self.finish_reason = ""  # stop_id or stop_string, once it is either
+
+    def push(self, token: int, log_prob: float = 0.0) -> str:
+        """The text that is certain now and was not before."""
+        if token in (self._prompt.stop_ids or ()) and not self.finish_reason:
+            self.finish_reason = "stop_id"
+        if token < 0 or self.finish_reason:
+            return ""
+        self._ids.append(token)
+        new = self._undecoded()
+        if new and not new.endswith("\ufffd"):
+            self._add(new)
+        self._tokens.append((token, log_prob, len(self.text)))
+        beginnings = (n for stop in self._prompt.stop for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
+        return self._show(0 if self.finish_reason else max(beginnings, default=0))
+
+    def end(self) -> str:
+        """What was held back, when there are no more tokens."""
+        if self.finish_reason != "stop_string":
+            self._add(self._undecoded())
+        if self._tokens:
+            self._tokens[-1] = (*self._tokens[-1][:2], len(self.text))
+        return self._show(0)
+
+    def completion(self, drafted: int = 0, accepted: int = 0) -> Completion:
+        """All of it, at the end."""
+        kept, num_prompt = len(self._tokens), len(self._prompt.ids)
+        if self.finish_reason == "stop_string":
+            ends = [0, *(end for _, _, end in self._tokens)]
+            kept = next(count for count, end in enumerate(ends) if end >= len(self.text))
+        reason = self.finish_reason or ("context" if self._prompt.max_new_tokens is None else "length")
+        ids, log_probs = ([each[part] for each in self._tokens[:kept]] for part in (0, 1))
+        return Completion(self.text, ids, reason, log_probs, drafted, accepted, num_prompt)
+
+    def _undecoded(self) -> str:
+        start = max(self._num_decoded - self._CONTEXT_TOKENS, 0)
+        before = self._tokenizer.decode(self._ids[start : self._num_decoded])
+        return self._tokenizer.decode(self._ids[start:])[len(before) :]
+
+    def _add(self, new: str) -> None:
+        """Add to the text, which ends where a stop string begins."""
+        self._num_decoded = len(self._ids)
+        searched = max(len(self.text) - max(map(len, self._prompt.stop), default=0), 0)
+        self.text += new
+        found = [index for stop in self._prompt.stop if (index := self.text.find(stop, searched)) >= 0]
+        if found:
+            self.text, self.finish_reason = self.text[: min(found)], "stop_string"
+
+    def _show(self, num_held: int) -> str:
+        piece = self.text[self._num_shown : len(self.text) - num_held]
+        self._num_shown += len(piece)
+        return piece
+
+
+def exhaust(pieces: Generator[Any, None, T], show: Callable[[Any], object] = lambda piece: None) -> T:
+    """Give each piece to ``show`` as it comes; what the generator returns."""
+    while True:
+        try:
+            show(next(pieces))
+        except StopIteration as end:
+            return end.value

@@ -27,8 +27,8 @@ from jllama.commands import cli, terminal
 from jllama.commands.terminal import WordWrap
 from jllama.config import LlamaConfig
 from jllama.conversation.conversation import chat_ids
-from jllama.generation.decode import PrefixCache
-from jllama.generation.sampling_arrays import SamplingParams
+from jllama.generation.prefill import PrefixCache
+from jllama.generation.sampling_params import SamplingParams
 from jllama.generation.text import stream
 from jllama.model import initial_params
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece

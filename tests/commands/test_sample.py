@@ -23,7 +23,7 @@ from jllama.commands.eval import EvalOptions
 from jllama.commands.sample import COMPARED, SampleOptions
 from jllama.commands.verify import VerifyOptions
 from jllama.config import LlamaConfig
-from jllama.generation.sampling_arrays import SamplingParams
+from jllama.generation.sampling_params import SamplingParams
 from jllama.generation.text import generate
 from jllama.language_model import LanguageModel
 from jllama.training.config import TrainConfig

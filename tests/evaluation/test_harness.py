@@ -28,7 +28,7 @@ from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
 from jllama.evaluation import harness
 from jllama.evaluation.harness import JllamaLM, evaluate_tasks, generation_arguments, task_manager
-from jllama.generation.decode import SamplingParams
+from jllama.generation.sampling_params import SamplingParams
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import HuggingFaceTokenizer, train_sentencepiece
 from jllama.tokenizers.byte_level import BYTE_CHARS, PRE_TOKENIZERS, byte_level_json

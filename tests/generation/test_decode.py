@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import inspect
 import logging
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +17,13 @@ from jllama import oracle
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams, decode_layout
 from jllama.errors import UsageError
-from jllama.generation import decode as engine
-from jllama.generation.decode import STEPS, PrefixCache, Request, SamplingParams, advance, start
+from jllama.generation import decode as decoding
+from jllama.generation import prefill as prefilling
+from jllama.generation.decode import STEPS, decode
+from jllama.generation.prefill import PrefixCache, prefill
 from jllama.generation.prompt_lookup import draft_tokens
+from jllama.generation.sampling_params import Prompt, SamplingParams
+from jllama.generation.text import encode_prompt
 from jllama.verify.checks import random_params
 
 CONTEXT = 64
@@ -60,27 +66,34 @@ def configs(options):
     return [SamplingParams(**each) for each in options]
 
 
-def made_by(requests, config=CONFIG, params=PARAMS, **options):
+def prompt_of(ids, sampling=GREEDY, new=None, stop_ids=()):
+    return Prompt(ids, sampling, new, stop_ids=tuple(stop_ids))
+
+
+def all_finished(batch):
+    return np.asarray(batch.finished).all()
+
+
+def generated_by(prompts, config=CONFIG, params=PARAMS, draft_len=0, **options):
     """The new tokens of each row, and their log-probabilities."""
-    decoding = start(params, config, requests, **options)
-    rows, log_probs = [[] for _ in requests], [[] for _ in requests]
-    while not decoding.finished.all():
-        decoding, new = advance(params, config, decoding)
-        for row in range(len(requests)):
-            count = int((new.tokens[row] >= 0).sum())
-            assert np.all(new.tokens[row, count:] == -1)
-            rows[row] += new.tokens[row, :count].tolist()
-            log_probs[row] += new.log_probs[row, :count].tolist()
-    assert decoding.lengths.tolist() == [
-        len(request.ids) + len(row) for request, row in zip(requests, rows, strict=True)
-    ]
+    batch = prefill(params, config, prompts, **options)
+    rows, log_probs = [[] for _ in prompts], [[] for _ in prompts]
+    while not all_finished(batch):
+        batch, tokens, its_log_probs = decode(params, config, batch, draft_len=draft_len)
+        for row in range(len(prompts)):
+            count = int((tokens[row] >= 0).sum())
+            assert np.all(tokens[row, count:] == -1)
+            rows[row] += tokens[row, :count].tolist()
+            log_probs[row] += its_log_probs[row, :count].tolist()
+    lengths = [len(prompt.ids) + len(row) for prompt, row in zip(prompts, rows, strict=True)]
+    assert (np.asarray(batch.cache.lengths) + 1).tolist() == lengths
     return rows, log_probs
 
 
 def generated(prompts, sampling, new, stops=(), config=CONFIG, params=PARAMS, **options):
     """All tokens as one ``[batch, new]`` array, -1 after a row's end."""
-    requests = [Request(prompt, each, new, stops) for prompt, each in zip(prompts, sampling, strict=True)]
-    rows, _ = made_by(requests, config, params, **options)
+    requests = [prompt_of(prompt, each, new, stops) for prompt, each in zip(prompts, sampling, strict=True)]
+    rows, _ = generated_by(requests, config, params, **options)
     assert all(len(row) <= new for row in rows)
     return np.array([row + [-1] * (new - len(row)) for row in rows], int).reshape(len(rows), new)
 
@@ -121,10 +134,10 @@ def test_greedy_equals_argmax_of_whole_forward_passes(prompts):
     stops=st.lists(st.lists(tokens, max_size=9), min_size=MATES, max_size=MATES),
 )
 def test_a_row_comes_out_as_it_would_alone(prompts, options, new, stops):
-    requests = [Request(*parts) for parts in zip(prompts, configs(options), new, stops, strict=True)]
-    together, log_probs = made_by(requests)
+    requests = [prompt_of(*parts) for parts in zip(prompts, configs(options), new, stops, strict=True)]
+    together, log_probs = generated_by(requests)
     for row, request in enumerate(requests):
-        alone, its_log_probs = made_by([request])
+        alone, its_log_probs = generated_by([request])
         assert together[row] == alone[0]
         np.testing.assert_allclose(log_probs[row], its_log_probs[0], rtol=1e-5, atol=1e-5)
         assert len(alone[0]) <= request.limit(CONTEXT) - len(request.ids)
@@ -134,7 +147,7 @@ def test_a_row_comes_out_as_it_would_alone(prompts, options, new, stops):
 @settings(max_examples=10)
 @given(options=options_of_rows)
 def test_log_probabilities_are_those_of_the_raw_logits(options):
-    rows, log_probs = made_by([Request(*parts, 20) for parts in zip(PROMPTS, configs(options), strict=True)])
+    rows, log_probs = generated_by([prompt_of(*parts, 20) for parts in zip(PROMPTS, configs(options), strict=True)])
     for prompt, row, found in zip(PROMPTS, rows, log_probs, strict=True):
         logits = oracle.forward(WEIGHTS, np.array([prompt + row]), CONFIG)[0, len(prompt) - 1 : -1]
         expected = np.log(oracle.softmax(logits))[np.arange(20), row]
@@ -189,11 +202,11 @@ def test_drawn_tokens_are_among_those_that_the_settings_leave(cuts, seed):
             assert ranked[:rank].sum() < settings_.top_p + 1e-6
 
 
-@pytest.mark.parametrize("drafts", [0, 2])
-def test_first_tokens_follow_the_softmax(drafts):
+@pytest.mark.parametrize("draft_len", [0, 2])
+def test_first_tokens_follow_the_softmax(draft_len):
     rows, temperature = 400, 1.0
     sampling = [SamplingParams(temperature=temperature, seed=seed) for seed in range(rows)]
-    drawn = generated([PROMPTS[0]] * rows, sampling, 1, drafts=drafts)[:, 0]
+    drawn = generated([PROMPTS[0]] * rows, sampling, 1, draft_len=draft_len)[:, 0]
     scores = oracle.forward(WEIGHTS, np.array([PROMPTS[0]]), CONFIG)[0, -1]
     expected = rows * oracle.softmax(scores / temperature)
     observed = np.bincount(drawn, minlength=len(scores))
@@ -246,7 +259,7 @@ def test_no_new_tokens():
 
 @pytest.mark.parametrize("new", [1, 2, STEPS, STEPS + 1, STEPS + 2])
 def test_as_many_as_asked_for(new):
-    rows, _ = made_by([Request(prompt, GREEDY, new) for prompt in PROMPTS])
+    rows, _ = generated_by([prompt_of(prompt, GREEDY, new) for prompt in PROMPTS])
     assert rows == [likeliest(tuple(prompt), 35)[:new] for prompt in PROMPTS]
 
 
@@ -265,40 +278,45 @@ def test_a_prompt_that_leaves_next_to_nothing(length):
 
 
 def compiled():
-    return engine._prefill._cache_size(), engine._decode._cache_size()
+    return prefilling._prefill._cache_size(), decoding._decode._cache_size()
+
+
+class Ids:
+    """All that is asked of a tokenizer about ids."""
+
+    vocab_size, eos_id = CONFIG.vocab_size, 0
 
 
 def request(**changed):
-    return dataclasses.replace(Request([1, 2], GREEDY, 4), **changed)
+    return dataclasses.replace(prompt_of([1, 2], GREEDY, 4), **changed)
 
 
 @pytest.mark.parametrize(
-    ("requests", "message"),
+    ("asked", "message"),
     [
-        ([], "there is no prompt: give at least one"),
-        ([request(ids=[1] * 20, max_new_tokens=45)], "prompt's 20 tokens and 45 new ones exceed .* 64: .* at most 44$"),
         (
-            [request(), request(ids=[1] * CONTEXT, max_new_tokens=1)],
+            request(content=[1] * 20, max_new_tokens=45),
+            "prompt's 20 tokens and 45 new ones exceed .* 64: .* at most 44$",
+        ),
+        (request(content=[1] * CONTEXT, max_new_tokens=1), "exceed the model's context of 64: shorten the prompt$"),
+        (
+            request(content=[1] * (CONTEXT + 1), max_new_tokens=0),
             "exceed the model's context of 64: shorten the prompt$",
         ),
-        ([request(ids=[1] * (CONTEXT + 1), max_new_tokens=0)], "exceed the model's context of 64: shorten the prompt$"),
-        ([request(ids=[1] * CONTEXT, max_new_tokens=None)], "exceed the model's context of 64: shorten the prompt$"),
-        ([request(ids=[])], "a prompt has no tokens"),
-        ([request(max_new_tokens=-1)], "max_new_tokens is -1; it must not be negative"),
-        ([request(ids=[1, 61])], "^the prompt has token 61; the ids run from 0 to 60$"),
-        ([request(ids=[-1])], "^the prompt has token -1; the ids run from 0 to 60$"),
-        ([request(stop_ids=[99])], "^the stop_ids have token 99; the ids run from 0 to 60$"),
-        ([request(sampling=SamplingParams(logit_bias={61: 1.0}))], "^the logit_bias has token 61; the ids"),
-        ([request(sampling=SamplingParams(banned_ids=(70,)))], "^the banned_ids have token 70; the ids"),
-        ([request(sampling=SamplingParams(banned_ids=tuple(range(61))))], "^banned_ids bans every token"),
+        (request(content=[1] * CONTEXT, max_new_tokens=None), "exceed the model's context of 64: shorten the prompt$"),
+        (request(content=[]), "a prompt has no tokens"),
+        (request(max_new_tokens=-1), "max_new_tokens is -1; it must not be negative"),
+        (request(content=[1, 61]), "^the prompt has token 61; the ids run from 0 to 60$"),
+        (request(content=[-1]), "^the prompt has token -1; the ids run from 0 to 60$"),
+        (request(stop_ids=[99]), "^the stop_ids has token 99; the ids run from 0 to 60$"),
+        (request(sampling=SamplingParams(logit_bias={61: 1.0})), "^the logit_bias has token 61; the ids"),
+        (request(sampling=SamplingParams(banned_ids=(70,))), "^the banned_ids has token 70; the ids"),
+        (request(sampling=SamplingParams(banned_ids=tuple(range(61)))), "^banned_ids bans every token"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_compiled(requests, message):
-    before = compiled()
-    new_config = dataclasses.replace(CONFIG, norm_eps=1e-3)  # never compiled, so running it would show
+def test_what_does_not_fit_is_refused_at_the_door(asked, message):
     with pytest.raises(UsageError, match=message):
-        start(PARAMS, new_config, requests)
-    assert compiled() == before
+        inspect.unwrap(encode_prompt)(types.SimpleNamespace(config=CONFIG, text_tokenizer=Ids(), stop_ids=()), asked)
 
 
 # Stops
@@ -312,8 +330,8 @@ def test_a_row_ends_after_its_stop_while_others_go_on(data):
     stops = data.draw(
         st.sets(st.sampled_from(sorted({token for row in rows for token in row})), min_size=2, max_size=2)
     )
-    made = generated(PROMPTS, [GREEDY] * MATES, new, sorted(stops))
-    assert made.tolist() == [cut(row, stops) for row in rows]
+    actual = generated(PROMPTS, [GREEDY] * MATES, new, sorted(stops))
+    assert actual.tolist() == [cut(row, stops) for row in rows]
 
 
 @pytest.mark.parametrize("index", [0, 1, STEPS - 1, STEPS, STEPS + 1, 33, 34])
@@ -323,27 +341,27 @@ def test_a_stop_at_any_step(index):
     sampling = [SamplingParams(seed=seed) for seed in range(MATES)]
     rows = generated(PROMPTS, sampling, 35, params=uniform).tolist()
     stop = rows[1][index]
-    made = generated(PROMPTS, sampling, 35, [stop, CONFIG.vocab_size - 1], params=uniform).tolist()
-    assert made == [cut(row, {stop, CONFIG.vocab_size - 1}) for row in rows]
+    actual = generated(PROMPTS, sampling, 35, [stop, CONFIG.vocab_size - 1], params=uniform).tolist()
+    assert actual == [cut(row, {stop, CONFIG.vocab_size - 1}) for row in rows]
 
 
 def test_nothing_more_is_computed_when_every_row_has_ended():
     first = [likeliest(tuple(prompt), 35)[0] for prompt in PROMPTS]
-    decoding = start(PARAMS, CONFIG, [Request(prompt, GREEDY, 35, first) for prompt in PROMPTS])
-    decoding, new = advance(PARAMS, CONFIG, decoding)
-    assert new.tokens.tolist() == [[token] for token in first]
-    assert decoding.finished.all()
-    assert advance(PARAMS, CONFIG, decoding)[1].tokens.shape == (MATES, 0)
+    batch = prefill(PARAMS, CONFIG, [prompt_of(prompt, GREEDY, 35, first) for prompt in PROMPTS])
+    batch, tokens, _ = decode(PARAMS, CONFIG, batch)
+    assert tokens.tolist() == [[token] for token in first]
+    assert all_finished(batch)
+    assert decode(PARAMS, CONFIG, batch)[1].shape == (MATES, 0)
 
 
 def test_a_row_that_the_host_stops_stays_stopped():
-    decoding = start(PARAMS, CONFIG, [Request(prompt, GREEDY, 35) for prompt in PROMPTS])
-    decoding, _ = advance(PARAMS, CONFIG, decoding, 5)
-    made = []
+    batch = prefill(PARAMS, CONFIG, [prompt_of(prompt, GREEDY, 35) for prompt in PROMPTS])
+    batch, *_ = decode(PARAMS, CONFIG, batch, 5)
+    chunks = []
     for stopped in ([False, True, False], [False, False, False]):
-        decoding, new = advance(PARAMS, CONFIG, decoding, 7, np.array(stopped))
-        made.append(new.tokens.tolist())
-    for tokens, part in zip(made, (slice(5, 12), slice(12, 19)), strict=True):
+        batch, tokens, _ = decode(PARAMS, CONFIG, batch, 7, stopped=np.array(stopped))
+        chunks.append(tokens.tolist())
+    for tokens, part in zip(chunks, (slice(5, 12), slice(12, 19)), strict=True):
         assert tokens[1] == [-1] * 7
         for row in (0, 2):
             assert tokens[row] == likeliest(tuple(PROMPTS[row]), 35)[part]
@@ -359,72 +377,71 @@ LONG_PROMPT = rng.integers(0, CONFIG.vocab_size, 150).tolist()
 def prefilled(monkeypatch):
     """How many tokens each prefill was given."""
     counts = []
-    original = engine._prefill
+    original = prefilling._prefill
 
     def record(params, config, cache, tokens, count):
         counts.append(int(count[0]))
         return original(params, config, cache, tokens, count)
 
-    monkeypatch.setattr(engine, "_prefill", record)
+    monkeypatch.setattr(prefilling, "_prefill", record)
     return counts
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_and_the_cache_grows_as_it_must(monkeypatch, prefilled):
-    requests = [Request(LONG_PROMPT, SamplingParams(seed=1), 200), Request(LONG_PROMPT[:9], GREEDY, None)]
-    expected = made_by(requests, LONG, PARAMS_OF_ONE_LAYER)[0]
+    requests = [prompt_of(LONG_PROMPT, SamplingParams(seed=1), 200), prompt_of(LONG_PROMPT[:9], GREEDY, None)]
+    expected = generated_by(requests, LONG, PARAMS_OF_ONE_LAYER)[0]
     assert prefilled == [149, 8]
-    monkeypatch.setattr(engine, "_PREFILL_TOKENS", 64)
-    monkeypatch.setattr(engine, "_ROOM_TOKENS", 16)
-    assert start(PARAMS_OF_ONE_LAYER, LONG, requests).state.tokens.shape == (2, 256)
-    assert made_by(requests, LONG, PARAMS_OF_ONE_LAYER)[0] == expected
+    monkeypatch.setattr(prefilling, "_PREFILL_TOKENS", 64)
+    monkeypatch.setattr(prefilling, "_ROOM_TOKENS", 16)
+    assert prefill(PARAMS_OF_ONE_LAYER, LONG, requests).tokens.shape == (2, 256)
+    assert generated_by(requests, LONG, PARAMS_OF_ONE_LAYER)[0] == expected
     assert [len(row) for row in expected] == [200, 391]
     assert prefilled[6:] == [64, 64, 21, 8]
 
 
 def test_a_prompt_whose_padding_would_pass_the_end_of_the_context():
     prompt = rng.integers(0, CONFIG.vocab_size, 390).tolist()
-    whole, half = Request(prompt, GREEDY, None), Request(prompt[:200], GREEDY, 3)
-    (alone,), _ = made_by([whole], LONG, PARAMS_OF_ONE_LAYER)
+    whole, half = prompt_of(prompt, GREEDY, None), prompt_of(prompt[:200], GREEDY, 3)
+    (alone,), _ = generated_by([whole], LONG, PARAMS_OF_ONE_LAYER)
     assert len(alone) == 10
-    assert made_by([whole, half], LONG, PARAMS_OF_ONE_LAYER)[0][0] == alone
+    assert generated_by([whole, half], LONG, PARAMS_OF_ONE_LAYER)[0][0] == alone
     weights = WEIGHTS | {"layers": {name: stack[:1] for name, stack in WEIGHTS["layers"].items()}}
     assert alone[0] == int(oracle.forward(weights, np.array([prompt]), LONG)[0, -1].argmax())
 
 
 def test_equal_prompts_are_prefilled_once(prefilled):
-    requests = [Request(PROMPTS[row], SamplingParams(seed=seed), 20) for seed, row in enumerate((1, 2, 1, 1))]
-    rows, _ = made_by(requests)
+    requests = [prompt_of(PROMPTS[row], SamplingParams(seed=seed), 20) for seed, row in enumerate((1, 2, 1, 1))]
+    rows, _ = generated_by(requests)
     assert prefilled == [19, 10]
-    assert rows == [made_by([request])[0][0] for request in requests]
+    assert rows == [generated_by([request])[0][0] for request in requests]
 
 
 def test_a_prefix_cache_computes_only_what_is_new(prefilled):
     prefix = PrefixCache()
-    first = made_by([Request(PROMPTS[1], GREEDY, 5)])[0][0]
+    first = generated_by([prompt_of(PROMPTS[1], GREEDY, 5)])[0][0]
     del prefilled[:]
 
     def run(ids, new):
-        decoding = start(PARAMS, CONFIG, [Request(ids, GREEDY, new)], prefix=prefix)
+        batch = prefill(PARAMS, CONFIG, [prompt_of(ids, GREEDY, new)], prefix=prefix)
         assert prefix.cache is None
-        made = []
-        while not decoding.finished.all():
-            decoding, found = advance(PARAMS, CONFIG, decoding)
-            made += found.tokens[0].tolist()
-        prefix.ids, prefix.cache = [*ids, *made[:-1]], decoding.state.cache
-        return made
+        generated = []
+        while not all_finished(batch):
+            batch, tokens, _ = decode(PARAMS, CONFIG, batch)
+            generated += tokens[0].tolist()
+        prefix.keep([*ids, *generated[:-1]], batch.cache)
+        return generated
 
     assert run(PROMPTS[1], 5) == first
     longer = [*PROMPTS[1], *first, 7, 8, 9]
-    assert run(longer, 6) == made_by([Request(longer, GREEDY, 6)])[0][0]
+    assert run(longer, 6) == generated_by([prompt_of(longer, GREEDY, 6)])[0][0]
     assert prefilled[:2] == [19, 3]  # the answer's last token was not in the cache; the new last one need not be
     other = [*PROMPTS[1][:12], 1, 2, 3]
     del prefilled[:]
-    assert run(other, 6) == made_by([Request(other, GREEDY, 6)])[0][0]
+    assert run(other, 6) == generated_by([prompt_of(other, GREEDY, 6)])[0][0]
     assert prefilled[0] == 2
     del prefilled[:]
-    assert prefix.cache is not None
-    jax.tree.map(lambda array: array.delete(), prefix.cache)  # as when an answer was cut off in the middle of a step
-    assert run(other, 6) == made_by([Request(other, GREEDY, 6)])[0][0]
+    prefix.take()  # as when an answer is cut off in the middle of a step
+    assert run(other, 6) == generated_by([prompt_of(other, GREEDY, 6)])[0][0]
     assert prefilled[0] == len(other) - 1
 
 
@@ -459,9 +476,9 @@ def test_drafts_change_nothing(prompts, options, data):
     few = {"banned_ids": tuple(range(5, 61))}  # so guesses come true
     sampling = configs(each | few for each in options)
     stops = [[data.draw(st.integers(0, 4))] if data.draw(st.booleans()) else [] for _ in prompts]
-    requests = [Request(*parts) for parts in zip(prompts, sampling, [None, 40, 17], stops, strict=True)]
-    expected, log_probs = made_by(requests)
-    found, its_log_probs = made_by(requests, drafts=3)
+    requests = [prompt_of(*parts) for parts in zip(prompts, sampling, [None, 40, 17], stops, strict=True)]
+    expected, log_probs = generated_by(requests)
+    found, its_log_probs = generated_by(requests, draft_len=3)
     assert found == expected
     for one, other in zip(log_probs, its_log_probs, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
@@ -470,15 +487,15 @@ def test_drafts_change_nothing(prompts, options, data):
 def test_drafts_leave_the_distribution_as_it_is():
     """Three tokens, equally likely, whatever came before: of all runs of three, each is as frequent as another."""
     uniform = DecodeParams(PARAMS.weights | {"lm_head": jax.tree.map(jnp.zeros_like, PARAMS.weights["lm_head"])})
-    rows = [Request([0, 1, 2], SamplingParams(seed=seed, banned_ids=tuple(range(3, 61))), 60) for seed in range(100)]
-    decoding, made = start(uniform, CONFIG, rows, drafts=3), []
-    while not decoding.finished.all():
-        decoding, new = advance(uniform, CONFIG, decoding)
-        made.append(new.tokens)
-    drafted, accepted = int(decoding.state.drafted.sum()), int(decoding.state.accepted.sum())
+    rows = [prompt_of([0, 1, 2], SamplingParams(seed=seed, banned_ids=tuple(range(3, 61))), 60) for seed in range(100)]
+    batch, chunks = prefill(uniform, CONFIG, rows), []
+    while not all_finished(batch):
+        batch, tokens, _ = decode(uniform, CONFIG, batch, draft_len=3)
+        chunks.append(tokens)
+    drafted, accepted = int(batch.drafted.sum()), int(batch.accepted.sum())
     assert drafted > 1000
     assert accepted / drafted == pytest.approx((1 / 3 + 1 / 9 + 1 / 27) / 3, abs=0.02)
-    texts = [[token for part in made for token in part[row] if token >= 0] for row in range(100)]
+    texts = [[token for part in chunks for token in part[row] if token >= 0] for row in range(100)]
     assert {len(text) for text in texts} == {60}
     counts = np.bincount([9 * a + 3 * b + c for text in texts for a, b, c in zip(*[iter(text)] * 3, strict=True)])
     expected = 100 * 20 / 27
@@ -488,10 +505,10 @@ def test_drafts_leave_the_distribution_as_it_is():
 
 def test_a_text_that_repeats_itself_takes_fewer_steps():
     biased = SamplingParams(temperature=0.0, banned_ids=tuple(token for token in range(61) if token != 7))
-    decoding = start(PARAMS, CONFIG, [Request([7, 7], biased, 33)], drafts=3)
-    decoding, new = advance(PARAMS, CONFIG, decoding, 9)
-    assert new.tokens.tolist() == [[7] * 33]  # one, and eight times four
-    assert (int(decoding.state.drafted[0]), int(decoding.state.accepted[0])) == (24, 24)
+    batch = prefill(PARAMS, CONFIG, [prompt_of([7, 7], biased, 33)])
+    batch, tokens, _ = decode(PARAMS, CONFIG, batch, 9, draft_len=3)
+    assert tokens.tolist() == [[7] * 33]  # one, and eight times four
+    assert (int(batch.drafted[0]), int(batch.accepted[0])) == (24, 24)
 
 
 # Compilations
@@ -519,7 +536,7 @@ def test_twenty_prompts_in_two_buckets_compile_two_buckets(caplog):
             )
             stops = draws.integers(0, config.vocab_size, int(draws.integers(5))).tolist()
             prompt = draws.integers(0, config.vocab_size, length).tolist()
-            made_by([Request(prompt, sampling, int(draws.integers(2, 40)), stops)], config, params)
+            generated_by([prompt_of(prompt, sampling, int(draws.integers(2, 40)), stops)], config, params)
 
     def compilations():
         return [record.message for record in caplog.records if record.message.startswith("Compiling")]
@@ -555,13 +572,13 @@ def test_twenty_prompts_in_two_buckets_compile_two_buckets(caplog):
         ({"repetition_penalty": 0.0}, "^repetition_penalty is 0.0; it must be positive"),
         ({"presence_penalty": float("inf")}, "^presence_penalty is inf; it must be a finite number"),
         ({"frequency_penalty": float("nan")}, "^frequency_penalty is nan; it must be a finite number"),
-        ({"logit_bias": {3: float("-inf")}}, "^logit_bias is {3: -inf}; its values must be finite"),
+        ({"logit_bias": {3: float("-inf")}}, "^logit_bias is {3: -inf}; it must be of finite numbers"),
         ({"temperature": 1e39}, "^temperature is 1e\\+39; it must be 0"),  # over the largest float32
         ({"top_k": 2**31}, "^top_k is 2147483648; it must be 0"),
         ({"repetition_penalty": 1e39}, "^repetition_penalty is 1e\\+39; it must be positive"),
         ({"repetition_penalty": 1e-46}, "^repetition_penalty is 1e-46; it must be positive"),
         ({"presence_penalty": -1e39}, "^presence_penalty is -1e\\+39; it must be a finite number"),
-        ({"logit_bias": {3: 1e39}}, "^logit_bias is {3: 1e\\+39}; its values must be finite"),
+        ({"logit_bias": {3: 1e39}}, "^logit_bias is {3: 1e\\+39}; it must be of finite numbers"),
         ({"seed": -1}, r"^seed is -1; it must be between 0 and 2\*\*32 - 1$"),
         ({"seed": 2**32}, r"^seed is 4294967296; it must be between 0 and 2\*\*32 - 1$"),
     ],
@@ -584,5 +601,3 @@ def test_padding_rows_of_the_vocabulary_are_never_drawn():
 
     assert drawn(None).max() >= 50
     assert 0 <= drawn(50).min() <= drawn(50).max() < 50
-    with pytest.raises(UsageError, match="the prompt has token 50; the ids run from 0 to 49"):
-        start(unstacked, config, [Request([50])], vocab_size=50)

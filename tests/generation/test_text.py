@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from jllama.config import LlamaConfig
 from jllama.conversation.conversation import Conversation, chat, chat_ids, chat_stop_ids
 from jllama.errors import JllamaError, UsageError
-from jllama.generation.decode import PrefixCache
-from jllama.generation.sampling_arrays import SamplingParams
+from jllama.generation import text as generation
+from jllama.generation.prefill import PrefixCache
+from jllama.generation.sampling_params import Prompt, SamplingFields, SamplingParams
 from jllama.generation.text import (
     Completion,
-    Prompt,
-    SamplingFields,
     TextDecoder,
+    encode_prompt,
     generate,
+    generate_batch,
     generate_batches,
     prompt_ids,
-    request_of,
     stream,
     warm_up,
 )
@@ -74,7 +74,7 @@ def after(tokenizer, start, new):
 
 def text_pieces(tokenizer, start, new, stop=()):
     """What a stream shows, piece by piece."""
-    decoder = TextDecoder(tokenizer, start, stop)
+    decoder = TextDecoder(tokenizer, Prompt(start, stop=stop))
     for token in new:
         piece = decoder.push(token)
         if piece:
@@ -175,16 +175,16 @@ def test_a_prompt_has_exactly_one_bos(tokenizer, text):
 def test_a_text_ends_where_its_first_stop_string_begins(tokenizer, text, stop):
     start, new = prompt_ids(tokenizer, "the cat"), tokenizer.encode(text)
     whole = after(tokenizer, start, new)
-    decoder = TextDecoder(tokenizer, start, stop)
+    decoder = TextDecoder(tokenizer, Prompt(start, stop=stop))
     shown = ""
     for token in new:
         shown += decoder.push(token)
         assert whole.startswith(shown)
-        if decoder.stopped:
+        if decoder.finish_reason:
             break
     shown += decoder.end()
     found = [place for each in stop if (place := whole.find(each)) >= 0]
-    assert decoder.stopped == bool(found)
+    assert decoder.finish_reason == ("stop_string" if found else "")
     # Of overlapping stop strings the one that is whole first ends the text.
     ends = [whole.find(each) + len(each) for each in stop if each in whole]
     assert shown == (whole if not found else whole[: len(shown)])
@@ -291,7 +291,8 @@ def test_batches_give_what_one_batch_gives():
     for found, wanted in zip(two_by_two, together, strict=True):  # XLA may round otherwise for another batch size
         np.testing.assert_allclose(found.log_probs, wanted.log_probs, rtol=1e-6, atol=1e-6)
         assert found._replace(log_probs=wanted.log_probs) == wanted
-    batches = list(generate_batches(MODEL, [Prompt(each, SAMPLING[1], 9) for each in prompts], batch_size=2))
+    encoded = [encode_prompt(MODEL, Prompt(each, SAMPLING[1], 9)) for each in prompts]
+    batches = list(generate_batches(MODEL, encoded, batch_size=2))
     assert [len(batch) for batch in batches] == [2, 2, 1]
     assert 4 in batches[0]  # the longest first
     assert generate(MODEL, []) == []
@@ -364,6 +365,34 @@ def test_a_kept_prefix_changes_nothing():
         conversation = [*conversation, *alone.ids, *BPE.encode("mat")]
 
 
+def test_an_interrupted_step_leaves_no_prefix(monkeypatch):
+    """Its cache was consumed; what comes next is computed anew, and the same."""
+    prefix, ids = PrefixCache(), prompt_ids(BPE, "the cat")
+    pieces = stream(MODEL, ids, SAMPLING[1], prefix=prefix)
+    next(pieces)
+    assert prefix.cache is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(generation, "decode", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            list(pieces)
+    assert (prefix.ids, prefix.cache) == ((), None)
+    again = "".join(stream(MODEL, ids, SAMPLING[1], max_new_tokens=7, prefix=prefix))
+    assert again == generate(MODEL, [ids], SAMPLING[1], max_new_tokens=7)[0].text
+
+
+def test_a_batch_yields_every_rows_pieces():
+    prompts = [encode_prompt(MODEL, Prompt(*each, NEW)) for each in zip(PROMPTS, SAMPLING, strict=True)]
+    texts, pieces = [""] * len(prompts), generate_batch(MODEL, prompts, steps=3)
+    completions = generation.exhaust(pieces, lambda pair: texts.__setitem__(pair[0], texts[pair[0]] + pair[1]))
+    assert texts == [completion.text for completion in completions]
+
+
+def test_decoding_params_are_used_as_they_are():
+    model = MODEL.for_decoding()
+    assert model.decode_params is model.params
+    assert generate(model, "the cat", max_new_tokens=3) == generate(MODEL, "the cat", max_new_tokens=3)
+
+
 def test_a_conversation_is_what_was_said():
     """Each answer is the one to all messages so far; what cannot be said is not, and what was said can be undone."""
     fields = {"temperature": 0.9, "seed": 4, "max_new_tokens": 3}
@@ -403,6 +432,6 @@ def test_what_cannot_be_done_is_refused():
         generate(MODEL, ["a"], stop=["x", ""])
     for content in (["a", "b"], [1.5], [[1], [2]], None):  # the types are checked before, in tests
         with pytest.raises(UsageError, match=r"it must be text, token ids or a Prompt$"):
-            inspect.unwrap(request_of)(MODEL, types.SimpleNamespace(content=content, stop=()))
+            inspect.unwrap(encode_prompt)(MODEL, types.SimpleNamespace(content=content, stop=()))
     with pytest.raises(UsageError, match="exceed the model's context of 64"):
         list(stream(MODEL, "a", max_new_tokens=100))

@@ -1,0 +1,149 @@
+"""Prefill: prompts go through the model, up to their last token, in chunks padded to a few lengths."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Int
+
+from jllama.config import LlamaConfig
+from jllama.decode_params import DecodeParams
+from jllama.generation.decode_batch import DecodeBatch, make_batch
+from jllama.generation.sampling_params import Prompt
+from jllama.model import KVCache, build_model
+
+T = TypeVar("T")
+
+_PREFILL_TOKENS = 512
+_SHORTEST_PREFILL = 16
+_SHORTEST_CACHE = 128
+_ROOM_TOKENS = 512
+
+
+@dataclasses.dataclass
+class PrefixCache:
+    """Keys and values kept from one call to the next, so that only what a longer prompt adds is computed.
+
+    They are taken out while something is computed from them: what breaks off in the middle leaves none.
+
+    Args:
+        ids: the tokens that the cache holds.
+        cache: one row; None if there is nothing.
+    """
+
+    ids: Sequence[int] = ()
+    cache: KVCache | None = None
+
+    def take(self, ids: Sequence[int] = ()) -> tuple[KVCache | None, int]:
+        """Take out the cache; also how many of ``ids`` it holds, from the first on. Without any, None."""
+        pairs = list(zip(self.ids, ids, strict=False))
+        shared = next((index for index, (kept, new) in enumerate(pairs) if kept != new), len(pairs))
+        cache = self.cache if shared else None
+        self.ids, self.cache = (), None
+        return cache, shared
+
+    def keep(self, ids: Sequence[int], cache: KVCache) -> None:
+        """Put in a cache that holds ``ids``."""
+        self.ids, self.cache = ids, cache
+
+
+def prefill(
+    params: DecodeParams,
+    config: LlamaConfig,
+    prompts: Sequence[Prompt],
+    *,
+    vocab_size: int | None = None,
+    prefix: PrefixCache | None = None,
+) -> DecodeBatch:
+    """Compute the keys and values of encoded prompts; of equal ones once, of a single one what ``prefix`` has not.
+
+    Each row comes out as it would alone (in 16-bit floats near ties may fall otherwise). Where the tokenizer has fewer
+    ids than the model, ``vocab_size`` is how many: higher ones are never drawn.
+    """
+    room = max(min(prompt.limit(config.max_seq_len), len(prompt.ids) + _ROOM_TOKENS) for prompt in prompts)
+    max_len = cache_len(room, config)
+    if len(prompts) == 1:
+        cache = _prompt_cache(params, config, prompts[0].ids[:-1], max_len, prefix)
+    else:
+        rows_of: dict[tuple[int, ...], list[int]] = {}
+        for row, prompt in enumerate(prompts):
+            if len(prompt.ids) > 1:
+                rows_of.setdefault(tuple(prompt.ids[:-1]), []).append(row)
+        cache = _beside(params, _zeros(config, len(prompts), max_len, params.dtype))
+        for ids, rows in rows_of.items():
+            row_cache = _prompt_cache(params, config, ids, cache_len(len(ids), config))
+            for row in rows:
+                cache = _insert(cache, row_cache, row)
+    return _beside(params, make_batch(prompts, cache, config, config.vocab_size if vocab_size is None else vocab_size))
+
+
+def _prompt_cache(
+    params: DecodeParams, config: LlamaConfig, ids: Sequence[int], max_len: int, prefix: PrefixCache | None = None
+) -> KVCache:
+    """One row that holds ``ids`` and has room for ``max_len`` or more: what the prefix has, and the rest computed."""
+    cache, shared = prefix.take(ids) if prefix else (None, 0)
+    if cache is not None:
+        cache = resized(cache, max_len) if cache.keys[0].shape[2] < max_len else cache
+        cache = cache._replace(lengths=_beside(params, jnp.array([shared], jnp.int32)))
+    for first in range(shared, len(ids), _PREFILL_TOKENS):
+        chunk = ids[first : first + _PREFILL_TOKENS]
+        padded = np.zeros((1, power_of_two_at_least(len(chunk), _SHORTEST_PREFILL)), np.int32)
+        padded[0, : len(chunk)] = chunk
+        longer = _prefill(params, config, cache, padded, np.array([len(chunk)], np.int32))
+        cache = resized(longer, max_len) if cache is None else longer
+    return _beside(params, _zeros(config, 1, max_len, params.dtype)) if cache is None else cache
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
+def _prefill(
+    params: DecodeParams,
+    config: LlamaConfig,
+    cache: KVCache | None,
+    tokens: Int[Array | np.ndarray, "1 seq"],
+    count: Int[Array | np.ndarray, "1"],
+) -> KVCache:
+    return build_model(config, params).forward_with_cache(jnp.asarray(tokens), cache, jnp.asarray(count))[1]
+
+
+@functools.partial(jax.jit, donate_argnames="batch")
+def _insert(batch: KVCache, row_cache: KVCache, row: Int[Array, ""] | int) -> KVCache:
+    """Copy a cache of one row into a batch whose rows have at least as much room."""
+    return jax.tree.map(
+        lambda into, values: jax.lax.dynamic_update_slice(into, values, (row, *[0] * (into.ndim - 1))), batch, row_cache
+    )
+
+
+@functools.partial(jax.jit, static_argnames="max_len")
+def resized(cache: KVCache, max_len: int) -> KVCache:
+    """The cache with room for ``max_len`` tokens a row; what is cut off, if anything, must be padding."""
+    more = ((0, 0, 0), (0, 0, 0), (0, max_len - cache.keys[0].shape[2], 0), (0, 0, 0))
+    pad = functools.partial(jax.tree.map, lambda stored: jax.lax.pad(stored, jnp.zeros((), stored.dtype), more))
+    return KVCache(pad(cache.keys), pad(cache.values), cache.lengths)
+
+
+_zeros = jax.jit(KVCache.zeros, static_argnums=(0, 1, 2, 3))  # one program, not one for each layer's arrays
+
+
+def _beside(params: DecodeParams, tree: T) -> T:
+    """Arrays on the devices of the parameters, whole on each: where they are is part of what is compiled."""
+    sharding = params.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    return jax.device_put(tree, sharding)
+
+
+def cache_len(tokens: int, config: LlamaConfig) -> int:
+    """The cache length for so many tokens: one of a few, so that few programs are compiled."""
+    return min(power_of_two_at_least(tokens, _SHORTEST_CACHE), config.max_seq_len)
+
+
+def power_of_two_at_least(number: int, least: int) -> int:
+    """The length that an array is padded to: one of a few, so that few programs are compiled."""
+    return max(least, 1 << (number - 1).bit_length())
