@@ -1,10 +1,19 @@
 """What people add from outside the package, each in at most 30 lines, and used end to end."""
 
+import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
+import pytest
 
 import jllama
+from jllama import functional as F
+from jllama import oracle
+from jllama.tokenizers import BytesTokenizer
+from jllama.verify.checks import random_params
 
 
 def add_an_optimizer():
@@ -40,3 +49,46 @@ def test_an_optimizer(tmp_path, monkeypatch):
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) == 40
     assert losses[-1] < losses[19] < losses[0] - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class TypicalParams(jllama.SamplingParams):
+    """SamplingParams, and ``typical_p``: draw among the tokens whose surprise is nearest the entropy; 1 is all."""
+
+    typical_p: float = 1.0
+
+
+def typical_mask(logits, p):
+    """Locally typical sampling (Meister et al. 2022, arXiv:2202.00666)."""
+    log_probs = jax.nn.log_softmax(logits)
+    probs = jnp.exp(log_probs)
+    entropy = -jnp.sum(probs * log_probs, axis=-1, keepdims=True, where=probs > 0)
+    order = jnp.argsort(jnp.abs(-log_probs - entropy), axis=-1)
+    ranked = jnp.take_along_axis(probs, order, axis=-1)
+    kept = jnp.cumsum(ranked, axis=-1) - ranked < p[:, None]  # what comes before does not reach p
+    return jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1) | (p[:, None] >= 1)
+
+
+def test_a_sampler(monkeypatch):
+    """It draws what NumPy would leave, also beside a row that does not know its field; its default changes nothing."""
+    config = jllama.LlamaConfig(
+        vocab_size=259, num_layers=1, embed_dim=64, num_heads=2, num_kv_heads=1, head_dim=32, mlp_dim=96, max_seq_len=64
+    )
+    weights, prompt = random_params(config, 0), [1, 70, 80]
+    params = jllama.decode_layout(jax.tree.map(jnp.asarray, weights), config)
+    model, options = jllama.LanguageModel(config, params, BytesTokenizer()), {"max_new_tokens": 30, "stop_ids": ()}
+    with pytest.raises(jllama.UsageError, match="nothing applies typical_p of TypicalParams: register a function"):
+        jllama.generate(model, prompt, TypicalParams())
+    monkeypatch.setitem(F.TRUNCATIONS, "typical_p", typical_mask)
+
+    plain, typical = jllama.SamplingParams(seed=1), TypicalParams(seed=1, typical_p=0.2)
+    (plain_text,) = jllama.generate(model, prompt, plain, **options)
+    (typical_text,) = jllama.generate(model, prompt, sampling=typical, **options)
+    assert jllama.generate(model, prompt, TypicalParams(seed=1), **options)[0].ids == plain_text.ids
+    together = jllama.generate(model, [jllama.Prompt(prompt, sampling, **options) for sampling in (typical, plain)])
+    assert [row.ids for row in together] == [typical_text.ids, plain_text.ids]
+    logits = oracle.forward(weights, np.array([[*prompt, *typical_text.ids]]), config)[0, len(prompt) - 1 : -1]
+    for scores, token in zip(logits, typical_text.ids, strict=True):
+        probs = oracle.softmax(scores)
+        order = np.argsort(np.abs(-np.log(probs) + np.sum(probs * np.log(probs))))
+        assert token in order[: 1 + np.searchsorted(np.cumsum(probs[order]), 0.2 + 1e-6)]

@@ -143,7 +143,7 @@ def _answer(session: _Session, text: str) -> None:
                 speed = end.value.new_tokens / (time.perf_counter() - first_s)
                 note += f"\n[{end.value.prompt_tokens + end.value.new_tokens:,} of {context}, {speed:,.0f} tokens/s]"
         except KeyboardInterrupt:  # the second Ctrl-C: what was being computed is lost
-            conversation.prefix.ids = []
+            pass
         except JllamaError as error:
             raise JllamaError(f"{error} (/reset begins a new conversation, /undo takes back a turn)") from error
     print(wrap("", last=True), flush=True)

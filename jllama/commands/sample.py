@@ -94,48 +94,46 @@ class SampleOptions(SamplingParams, ModelOptions):
 def main(argv: Sequence[str], prog: str) -> int:
     """Load a model and write."""
     options = parse(SampleOptions, argv, prog, ("checkpoint",), _COMMON)
-    settings = {field.name: getattr(options, field.name) for field in dataclasses.fields(SamplingParams)}
-    from jllama.generation.sampling_arrays import check_batch
-    from jllama.generation.text import exhaust, request_of
+    from jllama.commands.prompts_file import with_seed
+    from jllama.generation.decode_batch import check_batch
+    from jllama.generation.text import STEPS, STEPS_SHOWN, encode_prompt, exhaust, generate_batch
 
-    prompt = jllama.Prompt(
-        _read_stdin() if options.prompt == "-" else options.prompt,
-        SamplingParams(**settings),
-        options.max_new_tokens or None,
-        options.stop,
-        options.stop_ids,
+    text = _read_stdin() if options.prompt == "-" else options.prompt
+    sampling = SamplingParams(
+        **{field.name: getattr(options, field.name) for field in dataclasses.fields(SamplingParams)}
     )
     if options.prompts_file and not Path(options.prompts_file).is_file():  # known before a large model is loaded
         raise JllamaError(f"there is no prompts_file at {options.prompts_file}: give a .jsonl file")
     model = options.load_model()
-    request_of(model, prompt)  # before anything is written
+    unencoded = jllama.Prompt(text, sampling, options.max_new_tokens or None, options.stop, options.stop_ids)
+    prompt = encode_prompt(model, unencoded)  # before anything is written
     check_batch(model.config, options.batch_size if options.prompts_file else options.n, options.speculate)
     options.say_loaded(model)
     if options.prompts_file:
-        return _complete_file(model, prompt, options)
+        return _complete_file(model, unencoded, options)
     if options.compare:
-        _compare(model, prompt, options)
+        _compare(model, text, prompt, options)
         return 0
-    seeds = ((options.seed + number) % 2**32 for number in range(options.n))
-    prompts = [dataclasses.replace(prompt, sampling=dataclasses.replace(prompt.sampling, seed=s)) for s in seeds]
-    echo = not options.json if options.echo is None else options.echo
-    if options.n == 1 and not options.json:
-        print(_text(prompt) if echo else "", end="")
-        pieces = jllama.stream(model, prompt, speculate=options.speculate)
-        completions = [exhaust(pieces, lambda piece: print(piece, end="", flush=True))]
-        print()
-    else:
-        completions = jllama.generate(model, prompts, speculate=options.speculate)
-    for number, (each, completion) in enumerate(zip(prompts, completions, strict=True)):
+    echo = text if (not options.json if options.echo is None else options.echo) else ""
+    streams = options.n == 1 and not options.json
+    prompts = [with_seed(prompt, number) for number in range(options.n)]
+    pieces = generate_batch(model, prompts, speculate=options.speculate, steps=STEPS_SHOWN if streams else STEPS)
+    if streams:
+        print(echo, end="")
+    completions = exhaust(pieces, lambda piece: print(piece[1], end="", flush=True) if streams else None)
+    for number, (each, completion) in enumerate(zip(prompts, completions, strict=True), 1):
         if options.json:
-            line = {"prompt": _text(each), "seed": each.sampling.seed} | _record(model, each, completion, options)
+            line = {"prompt": text, "seed": each.sampling.seed} | _record(model, options, text, each, completion)
             print(json.dumps(line, ensure_ascii=False))
-        else:
-            if options.n > 1:
-                print(f"--- text {number + 1} of {options.n}, seed {each.sampling.seed}")
-                print((_text(each) if echo else "") + completion.text)
-            if options.logprobs:
-                _print_log_probs(model, each, completion, echo=echo)
+            continue
+        print(
+            "" if streams else f"--- text {number} of {options.n}, seed {each.sampling.seed}\n{echo}{completion.text}"
+        )
+        if options.logprobs:
+            print(" log_prob      id  token")
+            for token in _log_probs(model, each, completion, echo=bool(echo)):
+                value = "        -" if token["log_prob"] is None else f"{token['log_prob']:9.4f}"
+                print(f"{value} {token['id']:7}  {token['text']!r}")
     if options.speculate:
         _report_speculation(completions)
     return 0
@@ -148,21 +146,13 @@ def _read_stdin() -> str:
         raise UsageError(f"the prompt on stdin is not UTF-8 text: {error}") from error
 
 
-def _text(prompt: jllama.Prompt) -> str:
-    assert isinstance(prompt.content, str)
-    return prompt.content
-
-
 def _record(
-    model: jllama.LanguageModel, prompt: jllama.Prompt, completion: jllama.Completion, options: SampleOptions
+    model: jllama.LanguageModel, options: SampleOptions, text: str, prompt: jllama.Prompt, completion: jllama.Completion
 ) -> dict[str, Any]:
-    """What is said of a completion in JSON."""
-    echo = bool(options.echo)
-    record: dict[str, Any] = {"text": (_text(prompt) if echo else "") + completion.text}
-    record |= {"finish_reason": completion.finish_reason, "new_tokens": len(completion.ids)}
-    if options.logprobs:
-        record["tokens"] = _log_probs(model, prompt, completion, echo=echo)
-    return record
+    """What is said in JSON of an encoded prompt, its text and its completion."""
+    record = {"text": (text if options.echo else "") + completion.text, "finish_reason": completion.finish_reason}
+    tokens = {"tokens": _log_probs(model, prompt, completion, echo=bool(options.echo))} if options.logprobs else {}
+    return record | {"new_tokens": completion.new_tokens} | tokens
 
 
 def _log_probs(
@@ -170,25 +160,14 @@ def _log_probs(
 ) -> list[dict[str, Any]]:
     """Each token with its text and its log-probability; the prompt's first has none."""
     from jllama.evaluation.scoring import token_log_probs
-    from jllama.generation.text import request_of
 
-    assert model.tokenizer is not None
     pairs: list[tuple[int, float | None]] = []
     if echo:
-        ids = request_of(model, prompt).ids
-        scores = token_log_probs(model, [ids])[0].log_probs.tolist() if len(ids) > 1 else []
-        pairs = list(zip(ids, [None, *scores], strict=True))
+        scores = token_log_probs(model, [prompt.ids])[0].log_probs.tolist() if len(prompt.ids) > 1 else []
+        pairs = list(zip(prompt.ids, [None, *scores], strict=True))
     pairs += zip(completion.ids, completion.log_probs, strict=True)
-    return [{"id": id, "text": model.tokenizer.decode([id]), "log_prob": log_prob} for id, log_prob in pairs]
-
-
-def _print_log_probs(
-    model: jllama.LanguageModel, prompt: jllama.Prompt, completion: jllama.Completion, *, echo: bool
-) -> None:
-    print(" log_prob      id  token")
-    for token in _log_probs(model, prompt, completion, echo=echo):
-        value = "        -" if token["log_prob"] is None else f"{token['log_prob']:9.4f}"
-        print(f"{value} {token['id']:7}  {token['text']!r}")
+    decode = model.text_tokenizer.decode
+    return [{"id": id, "text": decode([id]), "log_prob": log_prob} for id, log_prob in pairs]
 
 
 def _report_speculation(completions: Sequence[jllama.Completion]) -> None:
@@ -197,50 +176,36 @@ def _report_speculation(completions: Sequence[jllama.Completion]) -> None:
     print(f"speculation: {accepted} of {drafted} guessed tokens were right{share}", file=sys.stderr)
 
 
-def _complete_file(model: jllama.LanguageModel, prompt: jllama.Prompt, options: SampleOptions) -> int:
+def _complete_file(model: jllama.LanguageModel, default: jllama.Prompt, options: SampleOptions) -> int:
     from jllama.commands.prompts_file import complete_file
 
-    begun, made = time.perf_counter(), []
+    start_s, completions = time.perf_counter(), []
     with progress("prompts") as move:
 
-        def record(prompt: jllama.Prompt, completion: jllama.Completion) -> dict[str, Any]:
-            made.append(completion)
-            return _record(model, prompt, completion, options)
+        def record(text: str, prompt: jllama.Prompt, completion: jllama.Completion) -> dict[str, Any]:
+            completions.append(completion)
+            return _record(model, options, text, prompt, completion)
 
-        problems = complete_file(
-            model,
-            Path(options.prompts_file),
-            Path(options.output),
-            prompt,
-            record,
-            samples=options.n,
-            batch_size=options.batch_size,
-            speculate=options.speculate,
-            options={
-                name: value
-                for name, value in dataclasses.asdict(options).items()
-                if name not in ("checkpoint", "prompts_file", "output", "batch_size")  # which results do not depend on
-            },
-            report=lambda done, total, _: move(completed=done, total=total),
-        )
-    seconds, tokens = time.perf_counter() - begun, sum(completion.new_tokens for completion in made)
+        problems = complete_file(model, default, options, record, lambda done, total: move(completed=done, total=total))
+    seconds, tokens = time.perf_counter() - start_s, sum(completion.new_tokens for completion in completions)
     print(f"{options.output}: {tokens} new tokens in {seconds:.1f} s, {tokens / seconds:.1f} a second", file=sys.stderr)
     if options.speculate:
-        _report_speculation(made)
+        _report_speculation(completions)
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return 1 if problems else 0
 
 
-def _compare(model: jllama.LanguageModel, prompt: jllama.Prompt, options: SampleOptions) -> None:
+def _compare(model: jllama.LanguageModel, text: str, prompt: jllama.Prompt, options: SampleOptions) -> None:
     """All the settings as the rows of one batch, and of one table."""
-    rows = [
-        dataclasses.replace(prompt, sampling=dataclasses.replace(sampling, seed=options.seed))
-        for sampling in COMPARED.values()
-    ]
+    from jllama.generation.text import exhaust, generate_batch
+
+    settings = [dataclasses.replace(sampling, seed=options.seed) for sampling in COMPARED.values()]
+    rows = [dataclasses.replace(prompt, sampling=sampling) for sampling in settings]
     table = Table(show_lines=True)
     table.add_column("setting")
     table.add_column("text", overflow="fold", min_width=6)  # the one that must not vanish where it is narrow
-    for name, completion in zip(COMPARED, jllama.generate(model, rows, speculate=options.speculate), strict=True):
-        table.add_row(name, Text(_text(prompt), "bold") + Text(completion.text))
+    completions = exhaust(generate_batch(model, rows, speculate=options.speculate))
+    for name, completion in zip(COMPARED, completions, strict=True):
+        table.add_row(name, Text(text, "bold") + Text(completion.text))
     Console().print(table)
