@@ -106,7 +106,7 @@ def weights_fingerprint(model: LanguageModel) -> str:
     leaves = [
         (jax.tree_util.keystr(at), np.asarray(leaf)) for at, leaf in jax.tree_util.tree_leaves_with_path(model.params)
     ]
-    parts = [(name, leaf.dtype.name, leaf.shape, zlib.crc32(leaf.ravel().view(np.uint8))) for name, leaf in leaves]
+    parts = [(name, leaf.dtype.name, leaf.shape, zlib.crc32(leaf.ravel().view(np.uint8).data)) for name, leaf in leaves]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 

@@ -51,11 +51,19 @@ def make_batch(prompts: Sequence[Prompt], cache: KVCache, config: LlamaConfig, v
     limits = np.array([prompt.limit(config.max_seq_len) for prompt in prompts], np.int32)
     settings = _setting_arrays(prompts, config.vocab_size)
     settings["banned_ids"][:, vocab_size:] = True
-    zeros, finished = np.zeros(num_rows, np.int32), np.array([len(prompt.ids) for prompt in prompts]) >= limits
-    log_probs, counts = jnp.zeros(tokens.shape, jnp.float32), jnp.zeros(seen.shape, jnp.int32)
-    changing = map(jnp.asarray, (tokens, log_probs, counts, finished, zeros, zeros))
-    arrays = {name: jnp.asarray(values) for name, values in settings.items()}
-    return DecodeBatch(cache, *changing, jnp.asarray(seen), arrays, jnp.asarray(stop_ids), jnp.asarray(limits))
+    return DecodeBatch(
+        cache,
+        jnp.asarray(tokens),
+        jnp.zeros(tokens.shape, jnp.float32),
+        counts=jnp.zeros(seen.shape, jnp.int32),
+        finished=jnp.asarray(np.array([len(prompt.ids) for prompt in prompts]) >= limits),
+        drafted=jnp.zeros(num_rows, jnp.int32),
+        accepted=jnp.zeros(num_rows, jnp.int32),
+        seen=jnp.asarray(seen),
+        settings={name: jnp.asarray(values) for name, values in settings.items()},
+        stop_ids=jnp.asarray(stop_ids),
+        limits=jnp.asarray(limits),
+    )
 
 
 def _setting_arrays(prompts: Sequence[Prompt], vocab_size: int) -> dict[str, np.ndarray]:

@@ -318,7 +318,7 @@ class TextDecoder:
             ends = [0, *(end for _, _, end in self._tokens)]
             kept = next(count for count, end in enumerate(ends) if end >= len(self.text))
         reason = self.finish_reason or ("context" if self._prompt.max_new_tokens is None else "length")
-        ids, log_probs = ([each[part] for each in self._tokens[:kept]] for part in (0, 1))
+        ids, log_probs = [id for id, *_ in self._tokens[:kept]], [log_prob for _, log_prob, _ in self._tokens[:kept]]
         return Completion(self.text, ids, reason, log_probs, drafted, accepted, num_prompt)
 
     def _undecoded(self) -> str:
