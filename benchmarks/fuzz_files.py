@@ -56,7 +56,7 @@ NUMBERS = (0, 1, 2, 3, 5, 31, 255, 2**15, 2**16 + 1, 2**31 - 1, 2**31, 2**32 - 1
 def write_models(folder: Path) -> None:
     """One model in each format, and with each kind of tokenizer that the format can hold."""
     from jllama.checkpoints.registry import save
-    from jllama.config import LlamaConfig, RopeScaling
+    from jllama.config import LlamaConfig
     from jllama.language_model import LanguageModel
     from jllama.tokenizers import HuggingFaceTokenizer, train_sentencepiece
     from jllama.tokenizers.byte_level import BYTE_CHARS, byte_level_json, merges_of_ranks
@@ -65,7 +65,7 @@ def write_models(folder: Path) -> None:
     text = (ROOT / "README.md").read_text()
     sizes = {"num_layers": 2, "embed_dim": 32, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 48, "max_seq_len": 64}
     plain = LlamaConfig(vocab_size=400, **sizes)
-    scaled = LlamaConfig(vocab_size=400, **sizes, rope_theta=500_000.0, rope_scaling=RopeScaling("llama3", 8.0))
+    scaled = LlamaConfig(vocab_size=400, **sizes, rope_theta=500_000.0, rope_scaling=Llama3Scaling(8.0))
     pieces = train_sentencepiece([text], 400)
     names = ["<unk>", "<s>", "</s>"]
     tokens = [*names, *BYTE_CHARS, "th", "the", "in", "ing", "\u0120the"]

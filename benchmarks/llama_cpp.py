@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np
 import xllamacpp
 
-from jllama import LanguageModel, LlamaConfig, RopeScaling, oracle, save
+from jllama import LanguageModel, LlamaConfig, oracle, save
 from jllama.parameters import map_by_path, parameter_table, shape_of
+from jllama.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 from jllama.tokenizers import BytesTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,10 +38,10 @@ CONFIG = LlamaConfig(
 )
 SCALINGS = {
     "plain": None,
-    "linear": RopeScaling("linear", 4.0),
-    "llama3": RopeScaling("llama3", 8.0, original_max_seq_len=512),
-    "yarn": RopeScaling("yarn", 4.0, original_max_seq_len=512),
-    "yarn with an attention factor": RopeScaling("yarn", 4.0, original_max_seq_len=512, attention_factor=0.7),
+    "linear": LinearScaling(4.0),
+    "llama3": Llama3Scaling(8.0, original_max_seq_len=512),
+    "yarn": YarnScaling(4.0, original_max_seq_len=512),
+    "yarn with an attention factor": YarnScaling(4.0, original_max_seq_len=512, attention_factor=0.7),
 }
 
 

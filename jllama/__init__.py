@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a name is import
     from jllama.checkpoints.registry import convert as convert, load as load
     from jllama.language_model import LanguageModel as LanguageModel
     from jllama.checkpoints.registry import load_tokenizer as load_tokenizer, save as save
-    from jllama.config import LlamaConfig as LlamaConfig, RopeScaling as RopeScaling
+    from jllama.config import LlamaConfig as LlamaConfig
     from jllama.errors import JllamaError as JllamaError, UsageError as UsageError
     from jllama.conversation.conversation import Conversation as Conversation, chat as chat
     from jllama.generation.sampling_params import Prompt as Prompt, SamplingParams as SamplingParams
@@ -41,6 +41,9 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a name is import
     from jllama.data.batches import training_batches as training_batches
     from jllama.data.config import DataConfig as DataConfig
     from jllama.data.tokens import prepare_data as prepare_data
+    from jllama.rope_scaling import DynamicScaling as DynamicScaling, LinearScaling as LinearScaling
+    from jllama.rope_scaling import Llama3Scaling as Llama3Scaling, RopeScaling as RopeScaling
+    from jllama.rope_scaling import YarnScaling as YarnScaling
     from jllama.sharding import make_mesh as make_mesh
     from jllama.training.config import LoopConfig as LoopConfig, OptimizerConfig as OptimizerConfig
     from jllama.training.config import TrainConfig as TrainConfig
@@ -57,7 +60,8 @@ if os.environ.get("JLLAMA_CHECK_SHAPES", "0") not in ("", "0"):
 _NAMES = {
     "jllama": "check functional oracle",
     "jllama.checkpoints.registry": "convert load load_tokenizer save",
-    "jllama.config": "LlamaConfig RopeScaling",
+    "jllama.config": "LlamaConfig",
+    "jllama.rope_scaling": "DynamicScaling LinearScaling Llama3Scaling RopeScaling YarnScaling",
     "jllama.language_model": "LanguageModel",
     "jllama.decode_params": "DecodeParams decode_layout",
     "jllama.errors": "JllamaError UsageError",

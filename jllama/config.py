@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import reprlib
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Any
 
-from jllama.errors import UsageError, check_fields
+from jllama.errors import MAX_SEQ_LEN, UsageError, check_fields, check_size
+from jllama.rope_scaling import RopeScaling
 
-RopeType = Literal["linear", "dynamic", "llama3", "yarn"]
+if not TYPE_CHECKING:  # noqa: SIM108 - as a configuration gives it, by its options
+    Scaling = dict[str, Any] | RopeScaling | None
+else:
+    Scaling = RopeScaling | None
 
 MAX_SIZES = {
     "vocab_size": 1 << 24,
@@ -19,7 +22,7 @@ MAX_SIZES = {
     "num_kv_heads": 1 << 14,
     "head_dim": 1 << 14,
     "mlp_dim": 1 << 22,
-    "max_seq_len": 1 << 28,
+    "max_seq_len": MAX_SEQ_LEN,
 }
 """Of a ``LlamaConfig``: at least 25 times any released Llama's, so what is larger is a slip or a damaged file."""
 
@@ -58,59 +61,6 @@ def llama_mlp_dim(embed_dim: int, *, multiple_of: int = 256, multiplier: float |
 
 
 @dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are stretched to reach contexts longer than the pre-training one.
-
-    Args:
-        type: ``linear`` divides every frequency by ``factor`` (Chen et al. 2023, arXiv:2306.15595); ``llama3`` divides
-            only the low ones, and blends in between (Llama 3.1, arXiv:2407.21783); ``yarn`` does so between other
-            bounds, and sharpens attention (Peng et al. 2023, arXiv:2309.00071); ``dynamic`` raises the base once a
-            sequence is longer than ``original_max_seq_len`` (NTK-aware scaling, there in section 3.3).
-        factor: by how much low frequencies are divided; 8 for Llama 3.1, 32 for Llama 3.2. ``dynamic``: how fast the
-            base grows with the length.
-        low_freq_factor: ``llama3``: wavelengths over ``original_max_seq_len / low_freq_factor`` are divided.
-        high_freq_factor: ``llama3``: wavelengths under ``original_max_seq_len / high_freq_factor`` are kept.
-        original_max_seq_len: the context length of pre-training, in tokens; ``linear`` does not use it.
-        beta_fast: ``yarn``: frequencies of at least so many turns in the original context are kept.
-        beta_slow: ``yarn``: frequencies of at most so many turns in the original context are divided.
-        attention_factor: ``yarn``: multiplies cosines and sines; 0 means the paper's ``0.1 ln(factor) + 1``.
-    """
-
-    type: RopeType
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_seq_len: int = 8192
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float = 0.0
-
-    def __post_init__(self) -> None:
-        low, high, slow, fast = self.low_freq_factor, self.high_freq_factor, self.beta_slow, self.beta_fast
-        factor, is_yarn = self.attention_factor, self.type == "yarn"
-        types = get_args(RopeType)
-        if self.type not in types:
-            raise UsageError(f"rope_scaling.type is {reprlib.repr(self.type)}; it must be one of {', '.join(types)}")
-        check_fields(self, "rope_scaling.", "factor", lambda factor: 1 <= factor < 1e300, "at least 1, and finite")
-        _check_size("rope_scaling.original_max_seq_len", self.original_max_seq_len, MAX_SIZES["max_seq_len"])
-        if self.type == "llama3" and not 0 < low < high:
-            raise UsageError(
-                f"rope_scaling has low_freq_factor {low} and high_freq_factor {high}; "
-                f"they must be positive, the low one smaller"
-            )
-        if is_yarn and not 0 < slow < fast:
-            raise UsageError(
-                f"rope_scaling has beta_slow {slow} and beta_fast {fast}; they must be positive, the slow one smaller"
-            )
-        if not is_yarn and factor != 0:
-            raise UsageError(f"rope_scaling.attention_factor is {factor}; only yarn has one: leave it at 0")
-        if not factor >= 0:
-            raise UsageError(f"rope_scaling.attention_factor is {factor}; it must be positive, or 0 to work it out")
-        if is_yarn:
-            object.__setattr__(self, "attention_factor", factor or 0.1 * math.log(self.factor) + 1)
-
-
-@dataclasses.dataclass(frozen=True)
 class LlamaConfig:
     """Every number that shapes a Llama. A size left at 0 is worked out from the others.
 
@@ -125,7 +75,8 @@ class LlamaConfig:
         max_seq_len: the longest context, in tokens.
         norm_eps: epsilon inside RMSNorm's square root.
         rope_theta: base of the rotary frequencies.
-        rope_scaling: stretches the rotary frequencies for long contexts; null for none.
+        rope_scaling: stretches the rotary frequencies for long contexts: a ``RopeScaling``, or a mapping of ``type``
+            (linear, dynamic, llama3, yarn), ``factor`` and that type's other fields; null for none.
         tie_embeddings: the output head is the embedding table, transposed.
     """
 
@@ -139,13 +90,13 @@ class LlamaConfig:
     max_seq_len: int = 256
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: Scaling = None
     tie_embeddings: bool = False
 
     def __post_init__(self) -> None:
         derived = ("vocab_size", "num_kv_heads", "head_dim", "mlp_dim")
         for name, most in MAX_SIZES.items():
-            _check_size(name, getattr(self, name), most, least=0 if name in derived else 1)
+            check_size(name, getattr(self, name), most, least=0 if name in derived else 1)
         check_fields(self, "", "norm_eps rope_theta", lambda value: 0 < value < 1e300, "positive, and finite")
         if type(self.tie_embeddings) is not bool:
             raise UsageError(f"tie_embeddings is {reprlib.repr(self.tie_embeddings)}; it must be true or false")
@@ -164,18 +115,7 @@ class LlamaConfig:
             )
         if self.head_dim % 2:
             raise UsageError(f"head_dim {self.head_dim} is odd: rotary embedding turns pairs, so it must be even")
-        scaling = self.rope_scaling.type if self.rope_scaling else ""
-        if scaling == "dynamic" and self.head_dim == 2:
-            raise UsageError("head_dim is 2; dynamic rope_scaling slows every pair but the first, so it must be over 2")
-        if scaling == "yarn" and not self.rope_theta > 1:
-            raise UsageError(f"rope_theta is {self.rope_theta}; for yarn it must be over 1: later pairs turn slower")
-
-
-def _check_size(name: str, value: int, most: int, *, least: int = 1) -> None:
-    """Raise ``UsageError`` unless a size is a whole number from ``least`` to ``most``."""
-    if type(value) is not int:
-        raise UsageError(f"{name} is {reprlib.repr(value)}; it must be a whole number")
-    if value < least:
-        raise UsageError(f"{name} is {value}; it must be {'at least 1' if least else 'positive, or 0 to work it out'}")
-    if value > most:
-        raise UsageError(f"{name} is {value:,}, and no Llama's is over {most:,}: it cannot be meant")
+        if isinstance(self.rope_scaling, dict):
+            object.__setattr__(self, "rope_scaling", RopeScaling.from_fields(self.rope_scaling))
+        if self.rope_scaling:
+            self.rope_scaling.check(self.head_dim, self.rope_theta)

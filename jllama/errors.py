@@ -1,8 +1,12 @@
 """The two errors a user can cause; the command line prints them as one sentence and no traceback."""
 
 import difflib
+import reprlib
 from collections.abc import Callable, Iterable
 from typing import Any
+
+MAX_SEQ_LEN = 1 << 28
+"""At least 25 times any released Llama's, so what is larger is a slip or a damaged file."""
 
 
 class JllamaError(Exception):
@@ -28,3 +32,13 @@ def unknown_name(kind: str, name: str, names: Iterable[str]) -> UsageError:
     nearest = difflib.get_close_matches(name, names := list(names), 1)
     advice = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(names)}"
     return UsageError(f"there is no {kind} {name}; {advice}")
+
+
+def check_size(name: str, value: int, most: int, *, least: int = 1) -> None:
+    """Raise ``UsageError`` unless a size is a whole number from ``least`` to ``most``."""
+    if type(value) is not int:
+        raise UsageError(f"{name} is {reprlib.repr(value)}; it must be a whole number")
+    if value < least:
+        raise UsageError(f"{name} is {value}; it must be {'at least 1' if least else 'positive, or 0 to work it out'}")
+    if value > most:
+        raise UsageError(f"{name} is {value:,}, and no Llama's is over {most:,}: it cannot be meant")

@@ -22,6 +22,7 @@ from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams
 from jllama.errors import UsageError
 from jllama.parameters import Parameter, Params, initial_std, parameter_table, shape_of
+from jllama.rope_scaling import inverse_frequencies
 
 TokenIds = Integer[Array | np.ndarray, "batch seq"] | Sequence[Sequence[int]]
 
@@ -150,7 +151,7 @@ class Llama(nnx.Module):
         tokens = as_token_ids(tokens, self.config)
         if positions is None:
             length, context, scaling = tokens.shape[1], self.config.max_seq_len, self.config.rope_scaling
-            if length > context and not (scaling and scaling.type == "dynamic"):
+            if length > context and not (scaling and scaling.grows):
                 raise UsageError(f"tokens has {length} a row; the model's context is {context}: cut it into windows")
             positions = jnp.arange(length)[None]
         mask = F.causal_mask(positions, positions)
@@ -261,7 +262,7 @@ def _run_layer(
 def attention_inputs(config: LlamaConfig, positions: Array, mask: Array | None, seq_len: int = 0) -> AttentionInputs:
     """What every layer is told of the positions; ``seq_len`` as in ``rope_frequencies``."""
     cos, sin = F.rope_tables(positions, rope_frequencies(config, seq_len))
-    if (scaling := config.rope_scaling) and scaling.type == "yarn":
+    if scaling := config.rope_scaling:
         cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
     return AttentionInputs(cos, sin, mask, positions)
 
@@ -273,24 +274,10 @@ def rope_frequencies(config: LlamaConfig, seq_len: int = 0) -> np.ndarray:
     arrays in a forward pass over whole sequences, a static shape. It is left at 0 with a KV cache, whose keys are kept
     rotated, so that the base cannot move under them: decoding equals the full forward up to ``max_seq_len`` tokens.
     """
-    scaling = config.rope_scaling
-    frequencies = F.inverse_frequencies(config.head_dim, config.rope_theta)
-    if scaling is None:
-        return frequencies
-    original = scaling.original_max_seq_len
-    match scaling.type:
-        case "linear":
-            return F.scale_linear(frequencies, scaling.factor)
-        case "dynamic":
-            length = max(seq_len, config.max_seq_len)
-            theta = F.dynamic_theta(config.rope_theta, config.head_dim, scaling.factor, length, original)
-            return F.inverse_frequencies(config.head_dim, theta)
-        case "llama3":
-            low, high = scaling.low_freq_factor, scaling.high_freq_factor
-            return F.scale_llama3(frequencies, scaling.factor, low, high, original)
-        case "yarn":
-            fast, slow = scaling.beta_fast, scaling.beta_slow
-            return F.scale_yarn(frequencies, config.rope_theta, scaling.factor, fast, slow, original)
+    if config.rope_scaling is None:
+        return np.array(inverse_frequencies(config.head_dim, config.rope_theta))
+    length = max(seq_len, config.max_seq_len)
+    return np.array(config.rope_scaling.frequencies(config.head_dim, config.rope_theta, length))
 
 
 def build_model(config: LlamaConfig, params: Params | DecodeParams) -> Llama:

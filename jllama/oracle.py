@@ -4,7 +4,7 @@ One sequence at a time: only ``forward`` has a batch axis. Heads come before the
 a query (row) sees a key (column).
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -34,9 +34,10 @@ def rope_frequencies(config: "LlamaConfig", seq: int = 0) -> Frequencies:
     divided in a straight line, from the pair that turns ``beta_fast`` times in the original context to the one that
     turns ``beta_slow`` times. Peng et al. 2023, sec. 3 (arXiv:2309.00071), and their code.
     """
+    scaling: Any = config.rope_scaling
     half = config.head_dim // 2
     plain = config.rope_theta ** (-np.arange(half) / half)
-    if (scaling := config.rope_scaling) is None or scaling.type == "linear":
+    if scaling is None or scaling.type == "linear":
         return plain / (scaling.factor if scaling else 1.0)
     if scaling.type == "dynamic":
         excess = max(seq, config.max_seq_len) / scaling.original_max_seq_len - 1
@@ -110,8 +111,7 @@ def cross_entropy(
 
 def block(x: Rows, w: dict, config: "LlamaConfig", mask: Mask, positions: Positions, frequencies: Frequencies) -> Rows:
     """One pre-norm block: attention, then SwiGLU, both residual. Touvron et al. 2023, sec. 2.2."""
-    scaling = config.rope_scaling
-    sharpness = scaling.attention_factor**2 if scaling and scaling.type == "yarn" else 1.0  # YaRN's 1/t, sec. 3.4
+    sharpness = config.rope_scaling.attention_factor**2 if config.rope_scaling else 1.0  # YaRN's 1/t, sec. 3.4
     h = rms_norm(x, w["attn_norm"], config.norm_eps)
     q, k, v = (np.tensordot(h, w[name], axes=1).swapaxes(0, 1) for name in ("wq", "wk", "wv"))
     heads = attention(rotate(sharpness * q, positions, frequencies), rotate(k, positions, frequencies), v, mask)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 
-from jllama.config import LlamaConfig, RopeScaling
+from jllama.config import LlamaConfig
 from jllama.errors import unknown_name
+from jllama.rope_scaling import Llama3Scaling
 
 _llama1 = functools.partial(LlamaConfig, 32_000, max_seq_len=2048, norm_eps=1e-6)
 _llama2 = functools.partial(LlamaConfig, 32_000, max_seq_len=4096)
 _codellama = functools.partial(LlamaConfig, max_seq_len=16_384, rope_theta=1_000_000.0)
 _llama3 = functools.partial(LlamaConfig, 128_256, max_seq_len=8192, rope_theta=500_000.0)
-_llama31 = functools.partial(_llama3, max_seq_len=131_072, rope_scaling=RopeScaling("llama3", 8.0))
-_llama32 = functools.partial(_llama31, rope_scaling=RopeScaling("llama3", 32.0), tie_embeddings=True)
+_llama31 = functools.partial(_llama3, max_seq_len=131_072, rope_scaling=Llama3Scaling(8.0))
+_llama32 = functools.partial(_llama31, rope_scaling=Llama3Scaling(32.0), tie_embeddings=True)
 _smollm2 = functools.partial(LlamaConfig, 49_152, max_seq_len=8192, tie_embeddings=True)
 _stories = functools.partial(LlamaConfig, tie_embeddings=True)
 

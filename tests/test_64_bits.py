@@ -6,18 +6,19 @@ import numpy as np
 import pytest
 
 from jllama import oracle
-from jllama.config import LlamaConfig, RopeScaling
+from jllama.config import LlamaConfig
 from jllama.decode_params import decode_layout
 from jllama.generation.decode import decode
 from jllama.generation.prefill import prefill
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.language_model import LanguageModel
 from jllama.model import KVCache, build_model, initial_params
+from jllama.rope_scaling import Llama3Scaling
 from jllama.verify.checks import random_params, relative_error
 
 CONFIG = LlamaConfig(
     vocab_size=31, num_layers=1, embed_dim=32, num_heads=2, num_kv_heads=1, mlp_dim=48, max_seq_len=128,
-    rope_scaling=RopeScaling("llama3", 8.0, original_max_seq_len=32),
+    rope_scaling=Llama3Scaling(8.0, original_max_seq_len=32),
 )  # fmt: skip
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 12))
 

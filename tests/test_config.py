@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jllama.config import MAX_SIZES, LlamaConfig, RopeScaling, llama_mlp_dim
+from jllama.config import MAX_SIZES, LlamaConfig, llama_mlp_dim
 from jllama.errors import UsageError
+from jllama.rope_scaling import ROPE_SCALINGS, DynamicScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_given_sizes_are_kept():
         num_kv_heads=st.sampled_from([0, 1, 2]),
         head_dim=st.sampled_from([0, 64, 80]),
         rope_scaling=st.none()
-        | st.builds(RopeScaling, st.sampled_from(["linear", "dynamic", "llama3", "yarn"]), st.floats(1, 64)),
+        | st.builds(lambda kind, factor: kind(factor), st.sampled_from([*ROPE_SCALINGS.values()]), st.floats(1, 64)),
     )
 )
 def test_a_config_is_a_value(config):
@@ -113,8 +114,8 @@ def test_a_config_is_frozen():
         ({"num_heads": 4, "num_kv_heads": 8}, "^num_heads 4 is not divisible by num_kv_heads 8: "),
         ({"head_dim": 65}, "^head_dim 65 is odd: "),
         ({"embed_dim": 12, "num_heads": 4}, "^head_dim 3 is odd: "),
-        ({"head_dim": 2, "rope_scaling": RopeScaling("dynamic", 2.0)}, "^head_dim is 2; .* it must be over 2$"),
-        ({"rope_theta": 1.0, "rope_scaling": RopeScaling("yarn", 2.0)}, r"^rope_theta is 1.0; .* it must be over 1"),
+        ({"head_dim": 2, "rope_scaling": DynamicScaling(2.0)}, "^head_dim is 2; .* it must be over 2$"),
+        ({"rope_theta": 1.0, "rope_scaling": YarnScaling(2.0)}, r"^rope_theta is 1.0; .* it must be over 1"),
     ],
 )
 def test_what_cannot_be_built_is_refused(settings, message):
@@ -162,7 +163,7 @@ def test_what_cannot_be_built_is_refused(settings, message):
         *[
             (
                 {"type": type, "factor": 8.0, "attention_factor": 1.0},
-                r"^rope_scaling.attention_factor is 1.0; only yarn has one: leave it at 0$",
+                rf"^rope_scaling.attention_factor is 1.0; {type} has no such field$",
             )
             for type in ("linear", "dynamic", "llama3")
         ],
@@ -170,16 +171,16 @@ def test_what_cannot_be_built_is_refused(settings, message):
 )
 def test_scaling_that_means_nothing_is_refused(settings, message):
     with pytest.raises(UsageError, match=message):
-        RopeScaling(**settings)
+        RopeScaling.from_fields(settings)
 
 
 @given(factor=st.floats(1, 1000), given_factor=st.floats(0.1, 10))
 def test_yarn_derives_its_attention_factor(factor, given_factor):
-    assert RopeScaling("yarn", factor).attention_factor == pytest.approx(0.1 * math.log(factor) + 1, rel=1e-15)
-    assert RopeScaling("yarn", factor, attention_factor=given_factor).attention_factor == given_factor
-    assert RopeScaling("dynamic", factor).attention_factor == 0
+    assert YarnScaling(factor).attention_factor == pytest.approx(0.1 * math.log(factor) + 1, rel=1e-15)
+    assert YarnScaling(factor, attention_factor=given_factor).attention_factor == given_factor
+    assert DynamicScaling(factor).attention_factor == 1
 
 
 def test_a_scaling_factor_is_never_guessed():
     with pytest.raises(TypeError, match="factor"):
-        RopeScaling("llama3")
+        Llama3Scaling()

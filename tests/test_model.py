@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 import jllama.model
 from jllama import functional as F
 from jllama import oracle
-from jllama.config import LlamaConfig, RopeScaling
+from jllama.config import LlamaConfig
 from jllama.decode_params import decode_layout
 from jllama.errors import UsageError
 from jllama.functional import half_split_from_interleaved
 from jllama.model import KVCache, abstract_params, as_token_ids, build_model, rope_frequencies
 from jllama.parameters import as_matrix, parameter_table
+from jllama.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 from jllama.verify import equalities
 from jllama.verify.checks import random_params, relative_error, worst_error
 from jllama.verify.implementation import compiled, implementation_of, jllama_itself, model_with
@@ -37,16 +38,16 @@ LONG, SHORT = 512, 24
 BASE = LlamaConfig(
     vocab_size=97, num_layers=2, embed_dim=128, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=160, max_seq_len=LONG
 )
-LLAMA_32 = dataclasses.replace(BASE, rope_theta=500_000.0, rope_scaling=RopeScaling("llama3", 32.0))
-YARN = dataclasses.replace(BASE, rope_scaling=RopeScaling("yarn", 16.0, original_max_seq_len=2048))
-DYNAMIC = dataclasses.replace(BASE, rope_scaling=RopeScaling("dynamic", 4.0, original_max_seq_len=128))
+LLAMA_32 = dataclasses.replace(BASE, rope_theta=500_000.0, rope_scaling=Llama3Scaling(32.0))
+YARN = dataclasses.replace(BASE, rope_scaling=YarnScaling(16.0, original_max_seq_len=2048))
+DYNAMIC = dataclasses.replace(BASE, rope_scaling=DynamicScaling(4.0, original_max_seq_len=128))
 TIED = dataclasses.replace(BASE, tie_embeddings=True)
 CONFIGS = {  # that jllama.verify.variants does not have
     "head_dim is not embed_dim / num_heads": BASE,
     "derived sizes": LlamaConfig(vocab_size=97, num_layers=2, embed_dim=128, num_heads=2, max_seq_len=LONG),
     "head_dim 80, one layer, eps 1e-6": dataclasses.replace(BASE, head_dim=80, num_layers=1, norm_eps=1e-6),
     "yarn, every knob": dataclasses.replace(
-        BASE, rope_scaling=RopeScaling("yarn", 4.0, beta_fast=24.0, beta_slow=2.0, attention_factor=1.3)
+        BASE, rope_scaling=YarnScaling(4.0, beta_fast=24.0, beta_slow=2.0, attention_factor=1.3)
     ),
     "dynamic, below its context": DYNAMIC,
     "dynamic, past the context": dataclasses.replace(DYNAMIC, max_seq_len=128),
@@ -422,7 +423,7 @@ def test_a_donated_cache_is_updated_in_place():
 @pytest.mark.parametrize(
     ("config", "changed"),
     [
-        (LLAMA_32, {"type": "linear"}),
+        (LLAMA_32, LinearScaling(32.0)),
         (LLAMA_32, {"original_max_seq_len": 4096}),
         (LLAMA_32, {"low_freq_factor": 2.0}),
         (LLAMA_32, {"high_freq_factor": 8.0}),
@@ -431,14 +432,15 @@ def test_a_donated_cache_is_updated_in_place():
         (YARN, {"beta_fast": 16.0}),
         (YARN, {"beta_slow": 2.0}),
         (YARN, {"original_max_seq_len": 4096}),
-        (YARN, {"type": "linear", "attention_factor": 0.0}),
+        (YARN, LinearScaling(16.0)),
         (DYNAMIC, {"factor": 2.0}),
         (DYNAMIC, {"original_max_seq_len": 256}),
     ],
     ids=str,
 )
 def test_a_wrong_number_in_the_scaling_is_seen(config, changed):
-    assert_seen(config, {"rope_scaling": dataclasses.replace(config.rope_scaling, **changed)})
+    other = dataclasses.replace(config.rope_scaling, **changed) if isinstance(changed, dict) else changed
+    assert_seen(config, {"rope_scaling": other})
 
 
 def test_a_wrong_context_of_dynamic_scaling_is_seen():

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jllama import oracle
-from jllama.config import LlamaConfig, RopeScaling
+from jllama.config import LlamaConfig
+from jllama.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 from jllama.verify.checks import random_params, relative_error
 
 VISIBLE = 100 * 1e-5
@@ -21,7 +22,7 @@ CONFIG = LlamaConfig(
     head_dim=64,
     mlp_dim=160,
     rope_theta=500_000.0,
-    rope_scaling=RopeScaling("llama3", 32.0),
+    rope_scaling=Llama3Scaling(32.0),
 )
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (1, SEQ))
 POSITIONS = {"first 512": np.arange(SEQ)[None], "past 8,192": 40 * np.arange(SEQ)[None]}
@@ -53,11 +54,11 @@ def test_shape_dtype_and_size(logits):
     [
         {"rope_theta": 1_000_000.0},
         {"rope_scaling": None},
-        {"rope_scaling": RopeScaling("llama3", 8.0)},
-        {"rope_scaling": RopeScaling("linear", 32.0)},
-        {"rope_scaling": RopeScaling("llama3", 32.0, high_freq_factor=8.0)},
-        {"rope_scaling": RopeScaling("llama3", 32.0, low_freq_factor=2.0)},
-        {"rope_scaling": RopeScaling("llama3", 32.0, original_max_seq_len=4096)},
+        {"rope_scaling": Llama3Scaling(8.0)},
+        {"rope_scaling": LinearScaling(32.0)},
+        {"rope_scaling": Llama3Scaling(32.0, high_freq_factor=8.0)},
+        {"rope_scaling": Llama3Scaling(32.0, low_freq_factor=2.0)},
+        {"rope_scaling": Llama3Scaling(32.0, original_max_seq_len=4096)},
     ],
     ids=str,
 )
@@ -66,8 +67,8 @@ def test_rotary_knobs_move_the_logits(logits, positions, changed):
     assert relative_error(other, logits) > VISIBLE
 
 
-YARN = RopeScaling("yarn", 4.0, original_max_seq_len=2048)
-DYNAMIC = RopeScaling("dynamic", 4.0, original_max_seq_len=128)
+YARN = YarnScaling(4.0, original_max_seq_len=2048)
+DYNAMIC = DynamicScaling(4.0, original_max_seq_len=128)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ DYNAMIC = RopeScaling("dynamic", 4.0, original_max_seq_len=128)
     [
         (YARN, {"rope_theta": 20_000.0}),
         (YARN, {"rope_scaling": None}),
-        (YARN, {"rope_scaling": RopeScaling("linear", 4.0)}),
+        (YARN, {"rope_scaling": LinearScaling(4.0)}),
         (YARN, {"rope_scaling": dataclasses.replace(YARN, factor=8.0)}),  # with the attention factor of 4
         (YARN, {"rope_scaling": dataclasses.replace(YARN, attention_factor=1.0)}),
         (YARN, {"rope_scaling": dataclasses.replace(YARN, beta_fast=16.0)}),
@@ -83,7 +84,7 @@ DYNAMIC = RopeScaling("dynamic", 4.0, original_max_seq_len=128)
         (YARN, {"rope_scaling": dataclasses.replace(YARN, original_max_seq_len=4096)}),
         (DYNAMIC, {"rope_theta": 20_000.0}),
         (DYNAMIC, {"rope_scaling": None}),
-        (DYNAMIC, {"rope_scaling": RopeScaling("linear", 4.0)}),
+        (DYNAMIC, {"rope_scaling": LinearScaling(4.0)}),
         (DYNAMIC, {"rope_scaling": dataclasses.replace(DYNAMIC, factor=8.0)}),
         (DYNAMIC, {"rope_scaling": dataclasses.replace(DYNAMIC, original_max_seq_len=256)}),
         (DYNAMIC, {"max_seq_len": 2 * SEQ}),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from jllama.commands.doctor import summary_table
-from jllama.config import LlamaConfig, RopeScaling
+from jllama.config import LlamaConfig
 from jllama.functional import cross_entropy
 from jllama.model import abstract_params, build_model, initial_params
 from jllama.parameters import (
@@ -25,6 +25,7 @@ from jllama.parameters import (
     shape_of,
     training_flops_per_token,
 )
+from jllama.rope_scaling import Llama3Scaling
 
 LLAMA_2_7B = LlamaConfig(vocab_size=32_000, num_layers=32, embed_dim=4096, num_heads=32)
 LLAMA_2_70B = LlamaConfig(
@@ -41,7 +42,7 @@ LLAMA_32_1B = LlamaConfig(
     num_kv_heads=8,
     mlp_dim=8192,
     rope_theta=500_000,
-    rope_scaling=RopeScaling("llama3", 32.0),
+    rope_scaling=Llama3Scaling(32.0),
     tie_embeddings=True,
 )
 SMALL = LlamaConfig(

@@ -9,11 +9,12 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from jllama.config import RopeScaling, llama_mlp_dim
+from jllama.config import llama_mlp_dim
 from jllama.errors import UsageError
 from jllama.model import abstract_params
 from jllama.parameters import count_parameters, parameter_table
 from jllama.presets import PRESETS, preset
+from jllama.rope_scaling import Llama3Scaling
 from jllama.sharding import state_sharding
 from jllama.training.config import OptimizerConfig
 from jllama.training.optimizer import make_optimizer
@@ -123,7 +124,7 @@ def test_what_the_counts_do_not_show(prefix, max_seq_len, theta, eps, factor, ti
     assert configs
     for config in configs:
         assert (config.max_seq_len, config.rope_theta, config.norm_eps) == (max_seq_len, theta, eps)
-        assert config.rope_scaling == (RopeScaling("llama3", factor, 1.0, 4.0, 8192) if factor else None)
+        assert config.rope_scaling == (Llama3Scaling(factor, 1.0, 4.0, 8192) if factor else None)
         assert config.tie_embeddings == tied
 
 

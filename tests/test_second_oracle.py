@@ -10,8 +10,9 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jllama.config import LlamaConfig, RopeScaling
+from jllama.config import LlamaConfig
 from jllama.model import build_model, rope_frequencies
+from jllama.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 from jllama.verify.checks import random_params
 
 SEQ = 512
@@ -30,17 +31,15 @@ CONFIGS = {
     "multi-head": LlamaConfig(vocab_size=97, num_layers=2, embed_dim=128, num_heads=2, max_seq_len=SEQ, norm_eps=1e-6),
     "grouped, explicit head_dim": BASE,
     "multi-query, tied": dataclasses.replace(BASE, num_kv_heads=1, tie_embeddings=True),
-    "linear": dataclasses.replace(BASE, rope_scaling=RopeScaling("linear", 4.0)),
-    "Llama 3.1": dataclasses.replace(BASE, rope_theta=500_000.0, rope_scaling=RopeScaling("llama3", 8.0)),
-    "Llama 3.2": dataclasses.replace(BASE, rope_theta=500_000.0, rope_scaling=RopeScaling("llama3", 32.0)),
-    "yarn": dataclasses.replace(BASE, rope_scaling=RopeScaling("yarn", 4.0, original_max_seq_len=2048)),
+    "linear": dataclasses.replace(BASE, rope_scaling=LinearScaling(4.0)),
+    "Llama 3.1": dataclasses.replace(BASE, rope_theta=500_000.0, rope_scaling=Llama3Scaling(8.0)),
+    "Llama 3.2": dataclasses.replace(BASE, rope_theta=500_000.0, rope_scaling=Llama3Scaling(32.0)),
+    "yarn": dataclasses.replace(BASE, rope_scaling=YarnScaling(4.0, original_max_seq_len=2048)),
     # A larger attention factor would sharpen their attention, and the error of their angles, past the tolerance.
     "yarn, every knob": dataclasses.replace(
         BASE,
         rope_theta=500_000.0,
-        rope_scaling=RopeScaling(
-            "yarn", 4.0, original_max_seq_len=4096, beta_fast=24.0, beta_slow=2.0, attention_factor=1.1
-        ),
+        rope_scaling=YarnScaling(4.0, original_max_seq_len=4096, beta_fast=24.0, beta_slow=2.0, attention_factor=1.1),
     ),
 }
 TOKENS = np.random.default_rng(0).integers(0, BASE.vocab_size, (2, SEQ))
@@ -137,7 +136,7 @@ def test_logits_equal_transformers(name):
 
 @pytest.mark.parametrize("length", [100, 128, 129, SEQ])
 def test_dynamic_logits_equal_transformers_below_and_above_the_context(length):
-    scaling = RopeScaling("dynamic", 4.0, original_max_seq_len=128)
+    scaling = DynamicScaling(4.0, original_max_seq_len=128)
     config = dataclasses.replace(BASE, max_seq_len=128, rope_scaling=scaling)
     params, tokens = random_params(config, 0), TOKENS[:, :length]
     with torch.no_grad():
@@ -166,7 +165,7 @@ def their_frequencies(config, seq_len=None):
     original=lengths,
 )
 def test_yarn_frequencies_and_attention_factor_equal_transformers(head_dim, theta, factor, fast, slow, original):
-    scaling = RopeScaling("yarn", factor, original_max_seq_len=original, beta_fast=fast, beta_slow=slow)
+    scaling = YarnScaling(factor, original_max_seq_len=original, beta_fast=fast, beta_slow=slow)
     config = dataclasses.replace(BASE, head_dim=head_dim, rope_theta=theta, rope_scaling=scaling)
     frequencies, attention_factor = their_frequencies(config)
     np.testing.assert_allclose(rope_frequencies(config), frequencies, rtol=1e-6)
@@ -181,7 +180,7 @@ def test_yarn_frequencies_and_attention_factor_equal_transformers(head_dim, thet
     seq_len=st.integers(1, 100_000),
 )
 def test_dynamic_frequencies_equal_transformers(head_dim, theta, factor, original, seq_len):
-    scaling = RopeScaling("dynamic", factor, original_max_seq_len=original)
+    scaling = DynamicScaling(factor, original_max_seq_len=original)
     config = dataclasses.replace(BASE, head_dim=head_dim, rope_theta=theta, max_seq_len=original, rope_scaling=scaling)
     frequencies, _ = their_frequencies(config, seq_len)
     np.testing.assert_allclose(rope_frequencies(config, seq_len), frequencies, rtol=1e-6)

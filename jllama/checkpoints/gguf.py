@@ -18,7 +18,6 @@ from typing import Any, Literal
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGML_QUANT_VERSION, GGMLQuantizationType, LlamaFileType
 
-from jllama import functional as F
 from jllama.checkpoints.gguf_file import (
     MAGIC,
     OURS,
@@ -29,10 +28,18 @@ from jllama.checkpoints.gguf_file import (
     write_gguf_file,
 )
 from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, half_split, interleaved, matched
-from jllama.config import LlamaConfig, RopeScaling
+from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.files import fault_of
 from jllama.parameters import TensorSpec, parameter_table, tensor_specs
+from jllama.rope_scaling import (
+    ROPE_SCALINGS,
+    LinearScaling,
+    Llama3Scaling,
+    RopeScaling,
+    YarnScaling,
+    inverse_frequencies,
+)
 from jllama.tokenizers.gguf import from_gguf, to_gguf
 
 ARCHITECTURE = "llama"
@@ -194,19 +201,21 @@ def _read_rope_scaling(
     source: Path,
 ) -> RopeScaling | None:
     key = f"{ARCHITECTURE}.rope.scaling."
-    kind = take("rope.scaling.type", str, "linear")
-    old_factor = take("rope.scale_linear", float, 1.0)
-    factor = take("rope.scaling.factor", float, old_factor) or 1.0
-    original = take("rope.scaling.original_context_length", int, config.max_seq_len)
+    kinds = {name: kind for name, kind in ROPE_SCALINGS.items() if kind.gguf}
+    name = take("rope.scaling.type", str, "linear")
+    if name not in ("none", *kinds):
+        raise JllamaError(f"{source} has {key}type {reprlib.repr(name)}; jllama knows none, {' and '.join(kinds)}")
+    defaults = {"factor": take("rope.scale_linear", float, 1.0), "original_max_seq_len": config.max_seq_len}
+    numbers = {}
+    for ours, theirs in {item for kind in kinds.values() for item in kind.gguf.items()}:
+        default = defaults.get(ours) or next(getattr(kind, ours) for kind in kinds.values() if hasattr(kind, ours))
+        numbers[ours] = take(f"rope.scaling.{theirs}", type(default), default) or default
     attention = take("rope.scaling.attn_factor", float, 1.0)
-    beta_fast = take("rope.scaling.yarn_beta_fast", float, 32.0)
-    beta_slow = take("rope.scaling.yarn_beta_slow", float, 1.0)
-    if kind not in ("none", "linear", "yarn"):
-        raise JllamaError(f"{source} has {key}type {reprlib.repr(kind)}; jllama knows none, linear and yarn")
-    scaling = RopeScaling("linear", factor) if kind == "linear" and factor != 1 else None
-    if kind == "yarn":
-        scaling = RopeScaling("yarn", factor, original_max_seq_len=original, beta_fast=beta_fast, beta_slow=beta_slow)
-    usual = scaling.attention_factor if scaling and scaling.type == "yarn" else 1.0
+    kind = kinds.get(name)
+    scaling = kind(**{ours: numbers[ours] for ours in kind.gguf}) if kind else None
+    if scaling == LinearScaling(1.0):
+        scaling = None
+    usual = scaling.attention_factor if scaling else 1.0
     # The converter puts the whole factor here, llama.cpp does not look: only where both agree is the meaning clear.
     whole = take("rope.scaling.yarn_attn_factor", float, usual)
     if not math.isclose(whole, usual, rel_tol=_TOLERANCE):
@@ -214,7 +223,7 @@ def _read_rope_scaling(
             f"{source} has {key}yarn_attn_factor {whole}, which llama.cpp ignores for a Llama; jllama has no way to "
             f"know whether {whole} or {usual} is meant"
         )
-    if scaling and scaling.type == "yarn":
+    if isinstance(scaling, YarnScaling):
         exact, whole = metadata.get(f"{OURS}attention_factor"), attention * usual
         if isinstance(exact, float) and math.isclose(exact, whole, rel_tol=_TOLERANCE):
             whole = exact
@@ -224,7 +233,7 @@ def _read_rope_scaling(
     divisors = _read_divisors(config, tensors, source)
     llama3 = _llama3_scaling(config, metadata, divisors, source)
     if scaling and llama3:
-        raise JllamaError(f"{source} scales rotary frequencies twice, by {key}type {kind!r} and by {ROPE_FREQS}")
+        raise JllamaError(f"{source} scales rotary frequencies twice, by {key}type {name!r} and by {ROPE_FREQS}")
     return scaling or llama3
 
 
@@ -250,7 +259,7 @@ def _llama3_scaling(
     if noted:
         if {name: type(value) for name, value in noted.items()} != _LLAMA3_NUMBERS:
             raise JllamaError(f"{source} has keys {OURS}* that no llama3 scaling has: {noted}")
-        candidates = [RopeScaling("llama3", **noted)]
+        candidates = [Llama3Scaling(**noted)]
     elif np.all(divisors == 1):
         return None
     else:
@@ -264,12 +273,11 @@ def _llama3_scaling(
 
 
 def _llama3_divisors(config: LlamaConfig, scaling: RopeScaling) -> np.ndarray:
-    frequencies = F.inverse_frequencies(config.head_dim, config.rope_theta)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    return frequencies / F.scale_llama3(frequencies, scaling.factor, low, high, scaling.original_max_seq_len)
+    plain = np.array(inverse_frequencies(config.head_dim, config.rope_theta))
+    return plain / np.array(scaling.frequencies(config.head_dim, config.rope_theta, 0))
 
 
-def _solve_llama3(config: LlamaConfig, divisors: np.ndarray) -> list[RopeScaling]:
+def _solve_llama3(config: LlamaConfig, divisors: np.ndarray) -> list[Llama3Scaling]:
     """Likely scalings, the likeliest first: Llama 3's own bounds, then ones from the blended frequencies.
 
     ``1 / divisor = keep + (1 - keep) / factor``, and there ``keep = (turns - low) / (high - low)`` is linear in the
@@ -279,12 +287,12 @@ def _solve_llama3(config: LlamaConfig, divisors: np.ndarray) -> list[RopeScaling
     factor = shortest(float(divisors.max()))
     if not 1 < factor < math.inf or not np.all(divisors > 0):
         return []
-    candidates = [RopeScaling("llama3", factor)]
+    candidates = [Llama3Scaling(factor)]
     keep = (1 / divisors - 1 / factor) / (1 - 1 / factor)
     blended = (keep > _TOLERANCE) & (keep < 1 - _TOLERANCE)
     if blended.sum() < 2:
         return candidates
-    frequencies = F.inverse_frequencies(config.head_dim, config.rope_theta)
+    frequencies = np.array(inverse_frequencies(config.head_dim, config.rope_theta))
     slope, intercept = np.polyfit(frequencies[blended], keep[blended], 1)
     if not (slope > 0 > intercept):
         return candidates
@@ -293,8 +301,8 @@ def _solve_llama3(config: LlamaConfig, divisors: np.ndarray) -> list[RopeScaling
     low, high = float(-intercept * width), float((1 - intercept) * width)
     return [
         *candidates,
-        RopeScaling("llama3", factor, float(f"{low:.3g}"), float(f"{high:.3g}"), original),
-        RopeScaling("llama3", factor, low, high, original),
+        Llama3Scaling(factor, float(f"{low:.3g}"), float(f"{high:.3g}"), original),
+        Llama3Scaling(factor, low, high, original),
     ]
 
 
@@ -388,28 +396,21 @@ def _rope_scaling_to_write(config: LlamaConfig) -> dict[str, Any]:
     scaling, key = config.rope_scaling, f"{ARCHITECTURE}.rope.scaling."
     if scaling is None:
         return {}
-    match scaling.type:
-        case "linear":
-            return {f"{key}type": "linear", f"{key}factor": float(scaling.factor)}
-        case "llama3":
-            return {OURS + name: kind(getattr(scaling, name)) for name, kind in _LLAMA3_NUMBERS.items()}
-        case "yarn":
-            usual_bounds = RopeScaling("yarn", scaling.factor)
-            if (scaling.beta_fast, scaling.beta_slow) != (usual_bounds.beta_fast, usual_bounds.beta_slow):
-                raise JllamaError(
-                    f"llama.cpp takes yarn's beta_fast and beta_slow of a Llama to be {usual_bounds.beta_fast:g} and "
-                    f"{usual_bounds.beta_slow:g}, and this model has {scaling.beta_fast:g} and {scaling.beta_slow:g}: "
-                    f"convert to another format (hf, orbax)"
-                )
-            found = {
-                f"{key}type": "yarn",
-                f"{key}factor": float(scaling.factor),
-                f"{key}original_context_length": scaling.original_max_seq_len,
-            }
-            usual = dataclasses.replace(scaling, attention_factor=0.0).attention_factor
-            if scaling.attention_factor != usual:
-                found[f"{key}attn_factor"] = shortest(scaling.attention_factor / usual)
-                found[f"{OURS}attention_factor"] = float(scaling.attention_factor)
-            return found
-        case _:
-            raise JllamaError(f"GGUF has no RoPE scaling of type {scaling.type}: convert to another format (hf, orbax)")
+    if isinstance(scaling, Llama3Scaling):  # which GGUF says by ROPE_FREQS
+        return {OURS + name: kind(getattr(scaling, name)) for name, kind in _LLAMA3_NUMBERS.items()}
+    if not scaling.gguf:
+        raise JllamaError(f"GGUF has no RoPE scaling of type {scaling.type}: convert to another format (hf, orbax)")
+    found = {key + theirs: getattr(scaling, ours) for ours, theirs in scaling.gguf.items()}
+    found |= {f"{key}type": scaling.type, f"{key}factor": float(scaling.factor)}
+    if isinstance(scaling, YarnScaling):
+        fast, slow = (found.pop(key + scaling.gguf[name]) for name in ("beta_fast", "beta_slow"))
+        if (fast, slow) != (YarnScaling.beta_fast, YarnScaling.beta_slow):
+            raise JllamaError(
+                f"llama.cpp takes yarn's beta_fast and beta_slow of a Llama to be {YarnScaling.beta_fast:g} and "
+                f"{YarnScaling.beta_slow:g}, and this model has {fast:g} and {slow:g}: "
+                f"convert to another format (hf, orbax)"
+            )
+        if scaling.attention_factor != scaling.usual_attention_factor:
+            found[f"{key}attn_factor"] = shortest(scaling.attention_factor / scaling.usual_attention_factor)
+            found[f"{OURS}attention_factor"] = float(scaling.attention_factor)
+    return found

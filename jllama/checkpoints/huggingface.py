@@ -20,10 +20,11 @@ import numpy as np
 
 from jllama.checkpoints.safetensors_file import DTYPES, read_safetensors, write_safetensors
 from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, matched, same_bits
-from jllama.config import LlamaConfig, RopeScaling
+from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.files import fault_of, positive_number, read_json_object, whole_number, write_json
 from jllama.parameters import parameter_table, tensor_specs
+from jllama.rope_scaling import ROPE_SCALINGS, RopeScaling
 from jllama.tokenizers import Tokenizer, has_tokenizer, load_tokenizer
 from jllama.tokenizers.convert import save_huggingface
 
@@ -53,15 +54,6 @@ _LLAMA = dict.fromkeys(
     False,
 ) | {"hidden_act": "silu"}
 """Options that change the architecture, as a Llama has them."""
-
-_ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "default": ((), ()),
-    "linear": (("factor",), ()),
-    "dynamic": (("factor",), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
-    "yarn": (("factor",), ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")),
-}
-"""The numbers that each RoPE type must have and may have, besides what every type may have."""
 
 _ROPE_COMMON = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 
@@ -144,38 +136,38 @@ def _one_rope(
             raise JllamaError(f"{source} has {key} {outside[key]!r}, but {parameters[key]!r} in {spelling}: remove one")
     parameters = outside | parameters
     rope_type = parameters.pop("rope_type", parameters.pop("type", "default"))
-    if not isinstance(rope_type, str) or rope_type not in _ROPE_KEYS:
-        raise JllamaError(f"{source} asks for RoPE of type {rope_type!r}; jllama has {', '.join(_ROPE_KEYS)}")
+    if not isinstance(rope_type, str) or rope_type not in ("default", *ROPE_SCALINGS):
+        types = ", ".join(["default", *ROPE_SCALINGS])
+        raise JllamaError(f"{source} asks for RoPE of type {rope_type!r}; jllama has {types}")
     if parameters.pop("partial_rotary_factor", 1) != 1:
         raise JllamaError(f"{source} has a partial_rotary_factor other than 1; jllama's Llama turns whole heads")
-    if rope_type == "yarn" and parameters.pop("truncate", True) is not True:
-        raise JllamaError(f"{source} has truncate other than true in {spelling}; jllama's yarn truncates")
-    if rope_type == "yarn":
-        parameters.pop("finetuned", None)  # of the first yarn models: that they were trained so changes nothing here
     theta = positive_number(parameters, "rope_theta", source, 10_000.0)
     original = whole_number(parameters, "original_max_position_embeddings", source, max_seq_len)
     parameters = {key: value for key, value in parameters.items() if key not in _ROPE_COMMON}
-    required, optional = _ROPE_KEYS[rope_type]
-    if missing := [key for key in required if key not in parameters]:
+    kind = ROPE_SCALINGS.get(rope_type)
+    for key, values in (kind.huggingface_fixed if kind else {}).items():
+        if (value := parameters.pop(key, values[0])) not in values:
+            raise JllamaError(
+                f"{source} has {key} {json.dumps(value)[:80]} in {spelling}; jllama's {rope_type} has {values[0]}"
+            )
+    if missing := [key for key in (kind.huggingface_required if kind else ()) if key not in parameters]:
         raise JllamaError(f"{source} has no {', '.join(missing)} in {spelling}, which RoPE of type {rope_type} needs")
-    if unknown := [key for key in parameters if key not in required + optional]:
+    fields_of_kind = {field.name for field in dataclasses.fields(kind) if field.init} if kind else set()
+    allowed = (fields_of_kind - {"original_max_seq_len"}).union(kind.huggingface_extra if kind else ())
+    if unknown := [key for key in parameters if key not in allowed]:
         raise JllamaError(f"{source} has {', '.join(unknown)} in {spelling}, which RoPE of type {rope_type} has not")
     numbers: dict[str, Any] = {key: positive_number(parameters, key, source) for key in parameters}
-    if rope_type == "default":
+    if kind is None:
         return theta, None
-    if rope_type == "dynamic" and original != max_seq_len:
+    if kind.grows and original != max_seq_len:
         raise JllamaError(
             f"{source} has original_max_position_embeddings {original} and max_position_embeddings {max_seq_len}, but "
-            f"transformers' dynamic RoPE knows the latter alone: remove the former, or give both the same value"
+            f"transformers' {rope_type} RoPE knows the latter alone: remove the former, or give both the same value"
         )
-    scales = [numbers.pop(key, 0.0) for key in ("mscale", "mscale_all_dim")]
-    if all(scales):
-        up, down = (0.1 * scale * math.log(numbers["factor"]) + 1 for scale in scales)
-        numbers.setdefault("attention_factor", up / down)
-    if rope_type != "linear":
+    if "original_max_seq_len" in fields_of_kind:
         numbers["original_max_seq_len"] = original
     with fault_of(source):
-        return theta, RopeScaling(**{"type": rope_type, **numbers})
+        return theta, kind.from_huggingface(numbers)
 
 
 def config_to_huggingface(config: LlamaConfig, dtype: str) -> dict[str, Any]:
@@ -194,19 +186,15 @@ def config_to_huggingface(config: LlamaConfig, dtype: str) -> dict[str, Any]:
             f"({config.num_heads}): save it in another format"
         )
     scaling = config.rope_scaling
-    rope: dict[str, Any] = {"rope_type": scaling.type if scaling else "default"}
-    rope |= {key: float(getattr(scaling, key)) for key in _ROPE_KEYS[rope["rope_type"]][0]}
-    if scaling and scaling.type == "dynamic" and scaling.original_max_seq_len != config.max_seq_len:
+    if scaling and scaling.grows and vars(scaling)["original_max_seq_len"] != config.max_seq_len:
         raise JllamaError(
-            f"transformers' dynamic RoPE has one length, so original_max_seq_len ({scaling.original_max_seq_len}) must "
-            f"be max_seq_len ({config.max_seq_len}): save it in another format"
+            f"transformers' {scaling.type} RoPE has one length, so original_max_seq_len "
+            f"({vars(scaling)['original_max_seq_len']}) must be max_seq_len ({config.max_seq_len}): "
+            f"save it in another format"
         )
-    if scaling and scaling.type in ("llama3", "yarn"):
-        rope["original_max_position_embeddings"] = scaling.original_max_seq_len
-    if scaling and scaling.type == "yarn":
-        rope |= {"beta_fast": float(scaling.beta_fast), "beta_slow": float(scaling.beta_slow)}
-        if scaling.attention_factor != RopeScaling("yarn", scaling.factor).attention_factor:
-            rope["attention_factor"] = float(scaling.attention_factor)
+    rope = {"rope_type": scaling.type, **scaling.to_huggingface()} if scaling else {"rope_type": "default"}
+    if scaling and not scaling.grows and "original_max_seq_len" in vars(scaling):
+        rope["original_max_position_embeddings"] = vars(scaling)["original_max_seq_len"]
     theta = float(config.rope_theta)
     return {
         "architectures": ["LlamaForCausalLM"],

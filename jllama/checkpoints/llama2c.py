@@ -16,12 +16,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jllama import functional as F
 from jllama.checkpoints.tensors import BLOCK_BYTES, Checkpoint, FileTensor, OnProgress, blocks, half_split, interleaved
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.files import fault_of
 from jllama.parameters import TensorSpec, count_parameters, tensor_specs
+from jllama.rope_scaling import inverse_frequencies
 from jllama.tokenizers.llama2c import load_llama2c_tokenizer, save_llama2c_tokenizer
 
 MODEL = "model.bin"
@@ -174,7 +174,7 @@ def _problems(checkpoint: Checkpoint, dtype: np.dtype[Any] | None) -> list[str]:
 
 def _write_tables(config: LlamaConfig, file: BinaryIO) -> None:
     """Write the cosines of all positions, then the sines, which an earlier ``run.c`` reads."""
-    frequencies = F.inverse_frequencies(config.head_dim, config.rope_theta)
+    frequencies = np.array(inverse_frequencies(config.head_dim, config.rope_theta))
     step = max(1, BLOCK_BYTES // (8 * len(frequencies)))
     for function in (np.cos, np.sin):
         for start in range(0, config.max_seq_len, step):

@@ -19,11 +19,12 @@ import numpy as np
 from jllama.checkpoints.huggingface import read_text_files, write_chat_files
 from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, half_split, interleaved, matched, same_bits
 from jllama.checkpoints.torch_file import read_torch_file, write_torch_file
-from jllama.config import LlamaConfig, RopeScaling, llama_mlp_dim
+from jllama.config import LlamaConfig, llama_mlp_dim
 from jllama.errors import JllamaError, UsageError
 from jllama.files import fault_of, positive_number, read_json_object, whole_number, write_json
 from jllama.parameters import TensorSpec, tensor_specs
 from jllama.presets import PRESETS, differing, presets_of_shape
+from jllama.rope_scaling import Llama3Scaling, RopeScaling
 from jllama.tokenizers import load_tokenizer
 from jllama.tokenizers.convert import save_meta
 
@@ -31,18 +32,10 @@ PARAMS = "params.json"
 OURS = "jllama.json"
 """Holds ``max_seq_len``, which Meta's files do not, where it is not what ``_family_max_seq_len`` says."""
 
-_SCALING = {
-    "factor": "rope_scaling_factor",
-    "low_freq_factor": "rope_low_freq_factor",
-    "high_freq_factor": "rope_high_freq_factor",
-    "original_max_seq_len": "rope_original_max_seq_len",
-}
-"""Optional fields of ``params.json``, by those of ``RopeScaling``; Meta's code has these numbers in it."""
-
 _NAMES = {"embed_dim": "dim", "num_layers": "n_layers", "num_heads": "n_heads", "num_kv_heads": "n_kv_heads"}
 _FIELDS = {
     *(*_NAMES.values(), "vocab_size", "multiple_of", "ffn_dim_multiplier"),
-    *("norm_eps", "rope_theta", "use_scaled_rope", *_SCALING.values()),
+    *("norm_eps", "rope_theta", "use_scaled_rope", *Llama3Scaling.meta.values()),
     *("max_batch_size", "max_seq_len"),  # how much memory Meta's code takes for its cache: nothing of the model
 }
 _OFF = (None, False, -1, 0)
@@ -187,12 +180,12 @@ def _rope_scaling(
     if type(scaled) is not bool:
         raise JllamaError(f"{source} has use_scaled_rope {scaled!r}; it must be true or false")
     if not scaled:
-        if given := [key for key in _SCALING.values() if key in params]:
+        if given := [key for key in Llama3Scaling.meta.values() if key in params]:
             raise JllamaError(f"{source} has {', '.join(given)} without use_scaled_rope: add it, or remove them")
         if rope_factor is not None:
             raise UsageError(f"rope_factor is {rope_factor}, but {source} has no use_scaled_rope: leave it out")
         return None
-    if _SCALING["factor"] in params:
+    if Llama3Scaling.meta["factor"] in params:
         if rope_factor is not None:
             raise UsageError(f"rope_factor is {rope_factor}, but {source} says itself what it is: leave it out")
     elif rope_factor is None:
@@ -213,13 +206,15 @@ def _rope_scaling(
             f"not say it; --rope_factor overrides",
             file=sys.stderr,
         )
-    default = RopeScaling("llama3", 1.0 if rope_factor is None else rope_factor)
-    length = _SCALING["original_max_seq_len"]
+    default = Llama3Scaling(1.0 if rope_factor is None else rope_factor)
     numbers: dict[str, Any] = {
-        ours: positive_number(params, theirs, source, getattr(default, ours)) for ours, theirs in _SCALING.items()
-    } | {"original_max_seq_len": whole_number(params, length, source, default.original_max_seq_len)}
+        ours: (whole_number if ours == "original_max_seq_len" else positive_number)(
+            params, theirs, source, getattr(default, ours)
+        )
+        for ours, theirs in Llama3Scaling.meta.items()
+    }
     with fault_of(source):
-        return RopeScaling("llama3", **numbers)
+        return Llama3Scaling(**numbers)
 
 
 def _joined(
@@ -310,11 +305,11 @@ def _params_of(config: LlamaConfig) -> dict[str, Any]:
     if config.num_kv_heads == config.num_heads:
         del params["n_kv_heads"]
     if scaling:
-        default = RopeScaling("llama3", 1)
-        params |= {"use_scaled_rope": True, _SCALING["factor"]: scaling.factor}
+        default = Llama3Scaling(1)
+        params |= {"use_scaled_rope": True, Llama3Scaling.meta["factor"]: scaling.factor}
         params |= {
             theirs: getattr(scaling, ours)
-            for ours, theirs in _SCALING.items()
+            for ours, theirs in Llama3Scaling.meta.items()
             if getattr(scaling, ours) != getattr(default, ours)
         }
     # The code of Llama 1 knows neither n_kv_heads nor ffn_dim_multiplier, and fails at a field that it does not know.

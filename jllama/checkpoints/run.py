@@ -16,7 +16,7 @@ import yaml
 
 from jllama.checkpoints.huggingface import read_text_files, write_chat_files
 from jllama.checkpoints.tensors import Checkpoint, OnProgress, TensorsOfParams, load_params
-from jllama.config import LlamaConfig, RopeScaling
+from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
 from jllama.files import refuse_special_files, write_text_whole
 
@@ -49,10 +49,7 @@ def read_model_config(folder: Path) -> LlamaConfig:
         JllamaError: the configuration cannot be read.
     """
     try:
-        fields = {**read_config(folder)["model"]}
-        if fields["rope_scaling"]:
-            fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
-        return LlamaConfig(**fields)
+        return LlamaConfig(**read_config(folder)["model"])
     except (KeyError, TypeError, ValueError, UsageError) as error:  # also numbers too long to be printed
         raise _bad_config(folder, error) from error
 

@@ -12,10 +12,8 @@ from jllama.functional.norm import layer_norm as layer_norm, rms_norm as rms_nor
 from jllama.functional.linear import DecodeMatrix as DecodeMatrix, pack as pack
 from jllama.functional.linear import project as project, quantize_int8 as quantize_int8
 from jllama.functional.rope import apply_rope as apply_rope, apply_rope_interleaved as apply_rope_interleaved
-from jllama.functional.rope import dynamic_theta as dynamic_theta
 from jllama.functional.rope import half_split_from_interleaved as half_split_from_interleaved
-from jllama.functional.rope import inverse_frequencies as inverse_frequencies, rope_tables as rope_tables
-from jllama.functional.rope import scale_linear as scale_linear, scale_llama3 as scale_llama3, scale_yarn as scale_yarn
+from jllama.functional.rope import rope_tables as rope_tables
 from jllama.functional.sampling import PENALTIES as PENALTIES, TRUNCATIONS as TRUNCATIONS
 from jllama.functional.sampling import ban as ban, min_p_mask as min_p_mask, penalize_frequency as penalize_frequency
 from jllama.functional.sampling import penalize_presence as penalize_presence

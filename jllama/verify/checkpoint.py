@@ -16,12 +16,13 @@ from jaxtyping import Float32
 
 from jllama import oracle
 from jllama.checkpoints.registry import convert, open_checkpoint
-from jllama.config import LlamaConfig, RopeScaling
+from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
 from jllama.evaluation.scoring import TextScore
 from jllama.generation.text import prompt_ids
 from jllama.parameters import count_parameters
 from jllama.presets import OTHERS, PRESETS, differing, nearest_preset
+from jllama.rope_scaling import RopeScaling
 from jllama.tokenizers import Tokenizer
 from jllama.verify.checks import worst_error
 from jllama.verify.layerwise import run_layerwise
@@ -205,7 +206,8 @@ def config_findings(config: LlamaConfig) -> list[str]:
 
 def _shown(value: Any) -> str:
     if isinstance(value, RopeScaling):
-        return f"{value.type}, factor {value.factor:g}, from {value.original_max_seq_len:,} tokens"
+        original = vars(value).get("original_max_seq_len")
+        return f"{value.type}, factor {value.factor:g}" + (f", from {original:,} tokens" if original else "")
     if value is None or isinstance(value, bool):
         return {None: "absent", True: "true", False: "false"}[value]
     return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if value >= 1 else f"{value:g}"

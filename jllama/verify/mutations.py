@@ -21,10 +21,11 @@ from jaxtyping import Array
 import jllama.model
 from jllama import functional as F
 from jllama.checkpoints.registry import Layout
-from jllama.config import LlamaConfig, RopeScaling
+from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams, decode_layout
 from jllama.model import KVCache
 from jllama.parameters import Params
+from jllama.rope_scaling import RopeScaling
 from jllama.verify.checks import Check, random_params
 from jllama.verify.conformance import model_error
 from jllama.verify.implementation import Implementation, implementation_of, model_with

@@ -23,8 +23,9 @@ import orbax.checkpoint as ocp
 import yaml
 from gguf import GGUFWriter
 
-from jllama.config import LlamaConfig, RopeScaling
+from jllama.config import LlamaConfig
 from jllama.parameters import Params
+from jllama.rope_scaling import Llama3Scaling, YarnScaling
 
 Tensors = dict[str, np.ndarray]
 
@@ -100,9 +101,9 @@ def _tensors(config: LlamaConfig, params: Params, file_format: int) -> Tensors:
     return {f"{name}.weight": np.ascontiguousarray(array, "<f4") for name, array in tensors.items()}
 
 
-def _is_papers_yarn(scaling: RopeScaling) -> bool:
+def _is_papers_yarn(scaling: Any) -> bool:
     """Whether factor and original length say all of it."""
-    return scaling == RopeScaling("yarn", scaling.factor, original_max_seq_len=scaling.original_max_seq_len)
+    return scaling == YarnScaling(scaling.factor, original_max_seq_len=scaling.original_max_seq_len)
 
 
 def _write_native(path: Path, config: LlamaConfig, params: Params) -> None:
@@ -174,7 +175,7 @@ def _meta_holds(config: LlamaConfig, count: int) -> bool:
     cut = (config.num_heads, config.mlp_dim, config.vocab_size, max(config.num_kv_heads, count))
     return (
         config.num_heads * config.head_dim == config.embed_dim
-        and (config.rope_scaling is None or config.rope_scaling == RopeScaling("llama3", config.rope_scaling.factor))
+        and (config.rope_scaling is None or config.rope_scaling == Llama3Scaling(config.rope_scaling.factor))
         and not any(size % count for size in cut)
         and max(config.num_kv_heads, count) % config.num_kv_heads == 0
     )
@@ -209,7 +210,7 @@ def _write_torch(path: Path, tensors: Tensors) -> None:
 
 def _write_hugging_face(path: Path, config: LlamaConfig, params: Params, version: int) -> None:
     """A folder as transformers 4 has it, the weights in one file; or 5, in two."""
-    scaling = config.rope_scaling
+    scaling: Any = config.rope_scaling
     rope: dict[str, Any] = {"rope_type": scaling.type if scaling else "default"}
     if scaling:
         rope["factor"] = scaling.factor
@@ -252,7 +253,7 @@ def _write_safetensors(path: Path, tensors: Tensors) -> None:
 
 
 def _hugging_face_holds(config: LlamaConfig) -> bool:
-    scaling = config.rope_scaling  # transformers has one length for dynamic scaling and for the context
+    scaling: Any = config.rope_scaling  # transformers has one length for dynamic scaling and for the context
     return scaling is None or scaling.type != "dynamic" or scaling.original_max_seq_len == config.max_seq_len
 
 
@@ -263,7 +264,8 @@ def gguf_metadata(config: LlamaConfig) -> dict[str, int | float | str]:
     }
     metadata |= {f"llama.{key}": config.head_dim for key in ("attention.value_length", "rope.dimension_count")}
     metadata["llama.rope.freq_base"] = config.rope_theta
-    if (scaling := config.rope_scaling) and scaling.type in ("linear", "yarn"):
+    scaling: Any = config.rope_scaling
+    if scaling and scaling.type in ("linear", "yarn"):
         metadata |= {"llama.rope.scaling.type": scaling.type, "llama.rope.scaling.factor": scaling.factor}
         if scaling.type == "yarn":
             metadata["llama.rope.scaling.original_context_length"] = scaling.original_max_seq_len
@@ -273,12 +275,12 @@ def gguf_metadata(config: LlamaConfig) -> dict[str, int | float | str]:
 def gguf_tensors(config: LlamaConfig, params: Params) -> Tensors:
     """The tensors as llama.cpp's converter writes them, with ``rope_freqs.weight`` for ``llama3`` scaling."""
     tensors = _tensors(config, params, _GGUF)
-    if config.rope_scaling and config.rope_scaling.type == "llama3":
+    if isinstance(config.rope_scaling, Llama3Scaling):
         tensors["rope_freqs.weight"] = gguf_divisors(config, config.rope_scaling)
     return tensors
 
 
-def gguf_divisors(config: LlamaConfig, scaling: RopeScaling) -> np.ndarray:
+def gguf_divisors(config: LlamaConfig, scaling: Llama3Scaling) -> np.ndarray:
     """llama.cpp's divisors of rotary frequencies for ``llama3`` scaling: ``[head_dim / 2]``."""
     wavelengths = 2 * math.pi * config.rope_theta ** (np.arange(0, config.head_dim, 2) / config.head_dim)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -300,7 +302,7 @@ def _write_gguf(path: Path, config: LlamaConfig, params: Params) -> None:
 
 
 def _gguf_holds(config: LlamaConfig) -> bool:
-    scaling = config.rope_scaling
+    scaling: Any = config.rope_scaling
     return scaling is None or scaling.type in ("linear", "llama3") or _is_papers_yarn(scaling)
 
 

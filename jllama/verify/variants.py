@@ -9,9 +9,10 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jllama import oracle
-from jllama.config import LlamaConfig, RopeScaling
+from jllama.config import LlamaConfig
 from jllama.parameters import Params
 from jllama.presets import preset
+from jllama.rope_scaling import DynamicScaling, LinearScaling, YarnScaling
 from jllama.verify.checks import random_params
 
 SEQ = 512
@@ -41,12 +42,12 @@ VARIANTS: dict[str, LlamaConfig] = {
     "llama2.c": small("stories-42m", 8, 8),
     "multi-query": small("tinyllama-1.1b", 8, 1),
     "own head_dim": small("llama3-8b", 4, 2, embed_dim=192),
-    "linear x4": small("llama2-7b", 4, 4, rope_scaling=RopeScaling("linear", 4.0), max_seq_len=16_384),
+    "linear x4": small("llama2-7b", 4, 4, rope_scaling=LinearScaling(4.0), max_seq_len=16_384),
     "dynamic x4": small(  # sees more tokens than its context: that is when it scales
-        "llama2-7b", 4, 4, rope_scaling=RopeScaling("dynamic", 4.0, original_max_seq_len=SEQ // 2), max_seq_len=SEQ // 2
+        "llama2-7b", 4, 4, rope_scaling=DynamicScaling(4.0, original_max_seq_len=SEQ // 2), max_seq_len=SEQ // 2
     ),
     "yarn x32": small(
-        "llama2-7b", 4, 4, rope_scaling=RopeScaling("yarn", 32.0, original_max_seq_len=4096), max_seq_len=131_072
+        "llama2-7b", 4, 4, rope_scaling=YarnScaling(32.0, original_max_seq_len=4096), max_seq_len=131_072
     ),
 }
 
@@ -68,8 +69,7 @@ def tokens_and_positions(config: LlamaConfig) -> tuple[Int[np.ndarray, "rows seq
 @functools.cache
 def weights(config: LlamaConfig) -> Params:
     """The variant's weights: small embeddings and sharp attention, under which every mistake shows."""
-    scaling = config.rope_scaling
-    sharpness = scaling.attention_factor**2 if scaling and scaling.type == "yarn" else 1.0  # yarn's own
+    sharpness = config.rope_scaling.attention_factor**2 if config.rope_scaling else 1.0  # yarn's own
     return random_params(config, 0, embed_std=0.01, query_gain=2.0 / sharpness)
 
 

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from jllama import oracle
 from jllama.checkpoints import gguf
 from jllama.checkpoints.tensors import Checkpoint, TensorsOfParams, load_params
-from jllama.config import LlamaConfig, RopeScaling
+from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.model import build_model, rope_frequencies
 from jllama.parameters import tensor_specs
+from jllama.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify.checks import random_params, relative_error
 from jllama.verify.reference_writers import gguf_divisors, gguf_metadata, gguf_tensors, interleave
@@ -41,18 +42,17 @@ F32, F16, BF16, Q8_0 = (GGMLQuantizationType[name] for name in ("F32", "F16", "B
 
 scalings = st.one_of(
     st.none(),
-    st.builds(RopeScaling, st.just("linear"), st.sampled_from([1.5, 2.0, 8.0])),
+    st.builds(LinearScaling, st.sampled_from([1.5, 2.0, 8.0])),
     st.builds(
-        RopeScaling,
-        st.just("llama3"),
+        Llama3Scaling,
         st.floats(1, 64),
         st.floats(0.5, 2),
         st.floats(2.5, 9),
         st.sampled_from([512, 8192]),
     ),
     st.builds(
-        lambda factor, original, attention: RopeScaling(
-            "yarn", factor, original_max_seq_len=original, attention_factor=attention
+        lambda factor, original, attention: YarnScaling(
+            factor, original_max_seq_len=original, attention_factor=attention
         ),
         st.sampled_from([1.0, 4.0, 40.0]),
         st.sampled_from([512, 4096]),
@@ -502,17 +502,17 @@ def test_the_tokenizer_comes_back(tmp_path, kind):
 # Rotary scaling
 
 
-DIVISORS = gguf_divisors(CONFIG, RopeScaling("llama3", 8.0))
+DIVISORS = gguf_divisors(CONFIG, Llama3Scaling(8.0))
 
 
 @pytest.mark.parametrize(
     "scaling",
     [
-        RopeScaling("llama3", 8.0),
-        RopeScaling("llama3", 32.0),
-        RopeScaling("llama3", 4.5, 1.0, 2.0, 4096),
-        RopeScaling("llama3", 16.0, 1.0, 7.5, 1000),
-        RopeScaling("llama3", 8.0, 2.0, 5.0, 8192),
+        Llama3Scaling(8.0),
+        Llama3Scaling(32.0),
+        Llama3Scaling(4.5, 1.0, 2.0, 4096),
+        Llama3Scaling(16.0, 1.0, 7.5, 1000),
+        Llama3Scaling(8.0, 2.0, 5.0, 8192),
     ],
 )
 def test_llama3_scaling_is_recovered_from_its_divisors(tmp_path, llama_file, scaling):
@@ -524,7 +524,7 @@ def test_llama3_scaling_is_recovered_from_its_divisors(tmp_path, llama_file, sca
 
 
 def test_llama3_scaling_is_written_as_the_converter_does(tmp_path, params):
-    scaling = RopeScaling("llama3", 32.0)
+    scaling = Llama3Scaling(32.0)
     config = LlamaConfig(**(vars(CONFIG) | {"rope_scaling": scaling, "rope_theta": 500_000.0}))
     written(tmp_path / "m.gguf", config, params)
     (tensor,) = [tensor for tensor in GGUFReader(tmp_path / "m.gguf").tensors if tensor.name == "rope_freqs.weight"]
@@ -585,7 +585,7 @@ def test_our_own_keys_must_agree_with_the_divisors(tmp_path, llama_file):
         return gguf.read(tmp_path / "m.gguf").config.rope_scaling
 
     divisors = {"rope_freqs.weight": DIVISORS}
-    assert write(8192, divisors) == RopeScaling("llama3", 8.0)
+    assert write(8192, divisors) == Llama3Scaling(8.0)
     with pytest.raises(JllamaError, match="that no llama3 scaling gives"):
         write(4096, divisors)
     with pytest.raises(JllamaError, match="that no llama3 scaling gives"):
@@ -601,20 +601,20 @@ def test_our_own_keys_must_agree_with_the_divisors(tmp_path, llama_file):
         ({"type": "linear"}, None),
         ({"type": "linear", "factor": 1.0}, None),
         ({"factor": 0.0}, None),
-        ({"factor": 4.0}, RopeScaling("linear", 4.0)),
-        ({"type": "linear", "factor": 4.0, "finetuned": True}, RopeScaling("linear", 4.0)),
-        ({"type": "yarn", "factor": 4.0}, RopeScaling("yarn", 4.0, original_max_seq_len=1024)),
+        ({"factor": 4.0}, LinearScaling(4.0)),
+        ({"type": "linear", "factor": 4.0, "finetuned": True}, LinearScaling(4.0)),
+        ({"type": "yarn", "factor": 4.0}, YarnScaling(4.0, original_max_seq_len=1024)),
         (
             {"type": "yarn", "factor": 4.0, "original_context_length": 512, "yarn_beta_fast": 20.0},
-            RopeScaling("yarn", 4.0, original_max_seq_len=512, beta_fast=20.0),
+            YarnScaling(4.0, original_max_seq_len=512, beta_fast=20.0),
         ),
         (
             {"type": "yarn", "factor": 4.0, "attn_factor": 0.5, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0},
-            RopeScaling("yarn", 4.0, original_max_seq_len=1024, attention_factor=0.5 * (0.1 * math.log(4) + 1)),
+            YarnScaling(4.0, original_max_seq_len=1024, attention_factor=0.5 * (0.1 * math.log(4) + 1)),
         ),
         (
             {"type": "yarn", "factor": 4.0, "yarn_attn_factor": 0.1 * math.log(4) + 1},
-            RopeScaling("yarn", 4.0, original_max_seq_len=1024),
+            YarnScaling(4.0, original_max_seq_len=1024),
         ),
     ],
 )
@@ -625,9 +625,9 @@ def test_scaling_keys_mean_what_llama_cpp_makes_of_them(tmp_path, llama_file, ch
 
 def test_the_old_key_of_linear_scaling(tmp_path, llama_file):
     path = edited(llama_file, tmp_path / "m.gguf", {"llama.rope.scale_linear": 2.0})
-    assert gguf.read(path).config.rope_scaling == RopeScaling("linear", 2.0)
+    assert gguf.read(path).config.rope_scaling == LinearScaling(2.0)
     changes = {"llama.rope.scale_linear": 2.0, "llama.rope.scaling.factor": 4.0}
-    assert gguf.read(edited(llama_file, path, changes)).config.rope_scaling == RopeScaling("linear", 4.0)
+    assert gguf.read(edited(llama_file, path, changes)).config.rope_scaling == LinearScaling(4.0)
 
 
 # What is refused
@@ -714,16 +714,16 @@ def test_other_architectures_parts_and_biases_are_refused(tmp_path, llama_file):
 @pytest.mark.parametrize(
     ("changes", "dtype", "message"),
     [
-        ({"rope_scaling": RopeScaling("dynamic", 2.0)}, None, "GGUF has no RoPE scaling of type dynamic"),
+        ({"rope_scaling": DynamicScaling(2.0)}, None, "GGUF has no RoPE scaling of type dynamic"),
         (
-            {"rope_scaling": RopeScaling("yarn", 2.0, beta_fast=16.0)},
+            {"rope_scaling": YarnScaling(2.0, beta_fast=16.0)},
             None,
             "beta_fast .* to be 32 and 1, .* has 16 and 1",
         ),
         ({"rope_theta": 1e6 / 3}, None, r"llama\.rope\.freq_base as float32, which cannot hold 333333\.3333"),
         ({"norm_eps": 1.23456789e-6}, None, r"norm_rms_epsilon as float32, which cannot hold 1\.23456789e-06"),
         ({"rope_theta": 1e299}, None, r"cannot hold 1e\+299"),
-        ({"rope_scaling": RopeScaling("linear", 7 / 3)}, None, r"rope\.scaling\.factor as float32"),
+        ({"rope_scaling": LinearScaling(7 / 3)}, None, r"rope\.scaling\.factor as float32"),
         ({}, np.dtype(np.float64), r"llama\.cpp has no float64 for token_embd\.weight"),
         ({}, np.dtype(np.int8), r"llama\.cpp has no int8"),
     ],

@@ -32,10 +32,11 @@ from jllama.checkpoints.huggingface import (
     write,
 )
 from jllama.checkpoints.tensors import Checkpoint, TensorsOfParams, load_params, size_bytes
-from jllama.config import LlamaConfig, RopeScaling
+from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.model import build_model
 from jllama.parameters import tensor_specs
+from jllama.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify.checks import random_params, relative_error
 
@@ -53,7 +54,7 @@ BASE = LlamaConfig(
 
 
 def with_rope(config=BASE, **scaling):
-    return dataclasses.replace(config, rope_scaling=RopeScaling(**scaling))
+    return dataclasses.replace(config, rope_scaling=scaling)
 
 
 LONG = dataclasses.replace(BASE, rope_theta=500_000.0, max_seq_len=512)
@@ -187,14 +188,14 @@ def test_what_transformers_saves_is_read(name, shard_bytes, tmp_path):
     [
         ("multi-head", {"norm_eps": 3e-3}),
         ("multi-head", {"rope_theta": 20_000.0}),
-        ("Llama 3.2", {"rope_scaling": RopeScaling("llama3", 8.0, original_max_seq_len=32)}),
-        ("Llama 3.2", {"rope_scaling": RopeScaling("llama3", 32.0, original_max_seq_len=40)}),
+        ("Llama 3.2", {"rope_scaling": Llama3Scaling(8.0, original_max_seq_len=32)}),
+        ("Llama 3.2", {"rope_scaling": Llama3Scaling(32.0, original_max_seq_len=40)}),
         ("linear", {"rope_scaling": None}),
-        ("yarn", {"rope_scaling": RopeScaling("yarn", 4.0, original_max_seq_len=128, attention_factor=1.0)}),
-        ("yarn", {"rope_scaling": RopeScaling("yarn", 4.0, original_max_seq_len=128, beta_fast=4.0)}),
-        ("yarn", {"rope_scaling": RopeScaling("yarn", 4.0, original_max_seq_len=128, beta_slow=0.1)}),
-        ("dynamic", {"rope_scaling": RopeScaling("dynamic", 3.0, original_max_seq_len=64)}),
-        ("dynamic", {"max_seq_len": 80, "rope_scaling": RopeScaling("dynamic", 4.0, original_max_seq_len=80)}),
+        ("yarn", {"rope_scaling": YarnScaling(4.0, original_max_seq_len=128, attention_factor=1.0)}),
+        ("yarn", {"rope_scaling": YarnScaling(4.0, original_max_seq_len=128, beta_fast=4.0)}),
+        ("yarn", {"rope_scaling": YarnScaling(4.0, original_max_seq_len=128, beta_slow=0.1)}),
+        ("dynamic", {"rope_scaling": DynamicScaling(3.0, original_max_seq_len=64)}),
+        ("dynamic", {"max_seq_len": 80, "rope_scaling": DynamicScaling(4.0, original_max_seq_len=80)}),
     ],
 )
 def test_every_knob_of_the_config_moves_their_logits(name, changed, tmp_path):
@@ -271,12 +272,11 @@ def numbers(low, high):
 lengths = st.integers(1, 2**20)
 scalings = st.one_of(
     st.none(),
-    st.builds(RopeScaling, st.just("linear"), numbers(1, 64)),
-    st.builds(RopeScaling, st.just("dynamic"), numbers(1, 64)),
-    st.builds(RopeScaling, st.just("llama3"), numbers(1, 64), numbers(0.1, 2), numbers(2, 9), lengths),
+    st.builds(LinearScaling, numbers(1, 64)),
+    st.builds(DynamicScaling, numbers(1, 64)),
+    st.builds(Llama3Scaling, numbers(1, 64), numbers(0.1, 2), numbers(2, 9), lengths),
     st.builds(
-        RopeScaling,
-        st.just("yarn"),
+        YarnScaling,
         numbers(1, 64),
         original_max_seq_len=lengths,
         beta_fast=numbers(9, 64),
@@ -386,7 +386,8 @@ YARN = {"rope_type": "yarn", "factor": 8.0}
 def test_rope_is_read_as_transformers_does(fields, theta, scaling, tmp_path):
     config = config_from_huggingface(LLAMA | fields, tmp_path)
     length = {"original_max_seq_len": scaling[2]} if scaling and len(scaling) > 2 else {}
-    assert config.rope_scaling == (RopeScaling(*scaling[:2], **length) if scaling else None)
+    expected = RopeScaling.from_fields({"type": scaling[0], "factor": scaling[1], **length}) if scaling else None
+    assert config.rope_scaling == expected
     assert config.rope_theta == theta
 
 

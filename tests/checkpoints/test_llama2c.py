@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from jllama import oracle
 from jllama.checkpoints import llama2c
 from jllama.checkpoints.tensors import Checkpoint, TensorsOfParams, load_params
-from jllama.config import LlamaConfig, RopeScaling
+from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.model import build_model
+from jllama.rope_scaling import LinearScaling
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify.checks import random_params, relative_error
 from jllama.verify.reference_writers import FORMAT_WRITERS
@@ -199,7 +200,7 @@ def test_weights_are_mapped_not_read(tmp_path):
     [
         ({"rope_theta": 500000.0}, {}, None, "its rope_theta is 500000.0, and run.c has 10000.0"),
         ({"norm_eps": 1e-6}, {}, None, "its norm_eps is 1e-06, and run.c has 1e-05"),
-        ({"rope_scaling": RopeScaling("linear", 2.0)}, {}, None, "its rope_scaling is RopeScaling"),
+        ({"rope_scaling": LinearScaling(2.0)}, {}, None, "its rope_scaling is LinearScaling"),
         ({"head_dim": 32}, {}, None, "its head_dim is 32, and run.c has embed_dim / num_heads, which is 64"),
         ({}, {}, np.dtype(jnp.bfloat16), "to be bfloat16, and the format has float32 alone"),
         ({}, {"chat_template": "{{ messages }}"}, None, "it has a chat template"),

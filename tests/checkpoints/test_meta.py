@@ -20,11 +20,12 @@ from jllama.checkpoints import meta
 from jllama.checkpoints import tensors as tensors_module
 from jllama.checkpoints.meta import ShardedTensor, read, recognizes, write
 from jllama.checkpoints.tensors import Checkpoint, TensorsOfParams, load_params
-from jllama.config import LlamaConfig, RopeScaling
+from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
 from jllama.model import build_model
 from jllama.parameters import tensor_specs
 from jllama.presets import PRESETS
+from jllama.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify.checks import random_params, relative_error
 
@@ -77,9 +78,7 @@ def cut_models(draw):
         mlp_dim=count * draw(st.integers(1, 5)),
         norm_eps=draw(st.sampled_from([1e-5, 1e-6, 2.5e-5])),
         rope_theta=draw(st.sampled_from([10_000.0, 500_000.0, 12_345.5])),
-        rope_scaling=draw(
-            st.sampled_from([None, RopeScaling("llama3", 8.0), RopeScaling("llama3", 4.0, 1.5, 3.5, 512)])
-        ),
+        rope_scaling=draw(st.sampled_from([None, Llama3Scaling(8.0), Llama3Scaling(4.0, 1.5, 3.5, 512)])),
         max_seq_len=draw(st.sampled_from([4096, 131_072, 100])),
         tie_embeddings=draw(st.booleans()),
     )
@@ -95,7 +94,7 @@ def test_a_model_comes_back_from_shards_and_from_what_is_written(tmp_path_factor
     metas_folder(folder / "cut", config, count, style, dtype, **scaling)
     factor = config.rope_scaling.factor if config.rope_scaling else None
     checkpoint = read(folder / "cut", factor)
-    if config.rope_scaling in (None, RopeScaling("llama3", 8.0)):
+    if config.rope_scaling in (None, Llama3Scaling(8.0)):
         assert dataclasses.replace(checkpoint.config, max_seq_len=config.max_seq_len) == config
     expected = in_dtype(random_params(config, 0), jnp.dtype(dtype))
     assert_same_bits(load_params(checkpoint), expected)
@@ -127,7 +126,7 @@ LOGITS_CONFIG = LlamaConfig(
     num_kv_heads=2,
     mlp_dim=96,
     rope_theta=500_000.0,
-    rope_scaling=RopeScaling("llama3", 32.0),
+    rope_scaling=Llama3Scaling(32.0),
 )
 
 
@@ -306,7 +305,7 @@ def test_context_lengths_of_families(tmp_path):
     assert length(norm_eps=1e-6) == 2048
     assert length(rope_theta=1_000_000) == 16_384
     assert length(rope_theta=500_000) == 8192
-    assert length(rope_theta=500_000, rope_scaling=RopeScaling("llama3", 2.0)) == 131_072
+    assert length(rope_theta=500_000, rope_scaling=Llama3Scaling(2.0)) == 131_072
     folder = metas_folder(tmp_path / "y", CONFIG)
     (folder / "jllama.json").write_text('{"max_seq_len": 77}')
     assert read(folder).config.max_seq_len == 77
@@ -361,7 +360,7 @@ def test_the_factor_of_a_released_shape_is_that_models(tmp_path, monkeypatch, ca
         said = capsys.readouterr().err
         assert said.startswith(f"note: RoPE factor {factor:g}, as the shape is that of {name} and ")
         assert said.count("\n") == 1
-        assert read(folder, 9.0).config.rope_scaling == RopeScaling("llama3", 9.0)
+        assert read(folder, 9.0).config.rope_scaling == Llama3Scaling(9.0)
         assert capsys.readouterr().err == ""
     (folder / "params.json").write_text(json.dumps(params | {"rope_theta": 10_000}))
     refused(folder, "no released Llama is of this shape: give --rope_factor")
@@ -370,14 +369,14 @@ def test_the_factor_of_a_released_shape_is_that_models(tmp_path, monkeypatch, ca
 def test_scaled_rope_asks_for_its_factor(tmp_path):
     folder = metas_folder(tmp_path / "x", CONFIG, use_scaled_rope=True)
     refused(folder, r"use_scaled_rope.*--rope_factor, 8 for Llama 3\.1 and 3\.3 or 32 for Llama 3\.2")
-    assert read(folder, 32.0).config.rope_scaling == RopeScaling("llama3", 32.0)
+    assert read(folder, 32.0).config.rope_scaling == Llama3Scaling(32.0)
     with pytest.raises(UsageError, match=r"factor is 0\.5"):
         read(folder, 0.5)
     refused(metas_folder(tmp_path / "x", CONFIG), "no use_scaled_rope: leave it out", 8.0, UsageError)
     numbers = {"rope_scaling_factor": 4, "rope_low_freq_factor": 2, "rope_high_freq_factor": 3.5}
     numbers["rope_original_max_seq_len"] = 1024
     folder = metas_folder(tmp_path / "x", CONFIG, use_scaled_rope=True, **numbers)
-    assert read(folder).config.rope_scaling == RopeScaling("llama3", 4.0, 2.0, 3.5, 1024)
+    assert read(folder).config.rope_scaling == Llama3Scaling(4.0, 2.0, 3.5, 1024)
     refused(folder, "says itself", 8.0, UsageError)
     refused(metas_folder(tmp_path / "x", CONFIG, **numbers), "rope_scaling_factor, .* without use_scaled_rope")
     for wrong in ({"rope_scaling_factor": 0.5}, {"rope_low_freq_factor": 9}, {"rope_original_max_seq_len": 8.5}):
@@ -576,9 +575,9 @@ def test_the_tokenizer_lies_in_the_folder_or_beside_it(tmp_path):
     ("changes", "message"),
     [
         ({"head_dim": 6}, "no head_dim, so 8 heads of 6 in an embed_dim of 32"),
-        ({"rope_scaling": RopeScaling("linear", 2.0)}, "type llama3 alone, not linear"),
-        ({"rope_scaling": RopeScaling("dynamic", 2.0)}, "not dynamic"),
-        ({"rope_scaling": RopeScaling("yarn", 2.0)}, "not yarn"),
+        ({"rope_scaling": LinearScaling(2.0)}, "type llama3 alone, not linear"),
+        ({"rope_scaling": DynamicScaling(2.0)}, "not dynamic"),
+        ({"rope_scaling": YarnScaling(2.0)}, "not yarn"),
     ],
 )
 def test_what_the_format_cannot_hold_is_refused_before_anything_is_written(tmp_path, changes, message):

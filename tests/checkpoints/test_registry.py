@@ -26,11 +26,12 @@ from jllama import oracle
 from jllama.checkpoints import huggingface, registry
 from jllama.checkpoints.registry import convert, load, load_tokenizer, open_checkpoint, save
 from jllama.checkpoints.tensors import TensorsOfParams
-from jllama.config import LlamaConfig, RopeScaling
+from jllama.config import LlamaConfig
 from jllama.decode_params import decode_layout
 from jllama.errors import JllamaError, UsageError
 from jllama.language_model import LanguageModel
 from jllama.parameters import tensor_specs
+from jllama.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 from jllama.sharding import MeshConfig, make_mesh
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.tokenizers.convert import save_huggingface
@@ -44,9 +45,7 @@ ON_DEVICE = jax.tree.map(jnp.asarray, PARAMS)
 TOKENIZER = train_sentencepiece(["the quick brown fox jumps over the lazy dog\n" * 9], 300)
 MODEL = LanguageModel(CONFIG, PARAMS, TOKENIZER)
 FORMATS = ["orbax", "hf", "gguf", "llama2c", "meta"]
-SCALED = dataclasses.replace(
-    CONFIG, rope_theta=500_000.0, max_seq_len=131_072, rope_scaling=RopeScaling("llama3", 32.0)
-)
+SCALED = dataclasses.replace(CONFIG, rope_theta=500_000.0, max_seq_len=131_072, rope_scaling=Llama3Scaling(32.0))
 
 
 def stacked(path, dtype=None, **options):
@@ -78,7 +77,7 @@ def meta_models(draw):
             mlp_dim=shards * draw(st.integers(1, 9)),
             max_seq_len=4096 if plain else 131_072,
             rope_theta=10_000.0 if plain else 500_000.0,
-            rope_scaling=None if plain else RopeScaling("llama3", draw(st.sampled_from([8.0, 32.0]))),
+            rope_scaling=None if plain else Llama3Scaling(draw(st.sampled_from([8.0, 32.0]))),
             tie_embeddings=draw(st.booleans()),
         ),
         shards,
@@ -215,10 +214,10 @@ def test_q8_0_is_close_and_only_gguf_has_it(written, tmp_path):
         ({"norm_eps": 1e-6}, "llama2c", "norm_eps"),
         ({"head_dim": 16}, "llama2c", "head_dim"),
         ({"head_dim": 16}, "meta", "head_dim"),
-        ({"rope_scaling": RopeScaling("linear", 2.0)}, "llama2c", "rope"),
-        ({"rope_scaling": RopeScaling("linear", 2.0)}, "meta", "linear"),
-        ({"rope_scaling": RopeScaling("dynamic", 2.0)}, "gguf", "dynamic"),
-        ({"rope_scaling": RopeScaling("yarn", 2.0)}, "meta", "yarn"),
+        ({"rope_scaling": LinearScaling(2.0)}, "llama2c", "rope"),
+        ({"rope_scaling": LinearScaling(2.0)}, "meta", "linear"),
+        ({"rope_scaling": DynamicScaling(2.0)}, "gguf", "dynamic"),
+        ({"rope_scaling": YarnScaling(2.0)}, "meta", "yarn"),
     ],
 )
 def test_what_a_format_cannot_hold_is_refused_by_name(tmp_path, change, to, said):

@@ -93,10 +93,10 @@ def test_a_tokenizer_that_is_not_there_or_none(place, fails):
         ("--model.head_dim 15", "head_dim 15 is odd"),
         ("--model.num_layers 0", "num_layers is 0; it must be at least 1"),
         ("--model.vocab_size 100", "model.vocab_size is 100 but the tokenizer has 259 tokens"),
-        ("--model.rope_scaling.type llama3", "model.rope_scaling.factor is missing"),
+        ("--model.rope_scaling.type llama3", "rope_scaling.factor is missing"),
         (
             "--model.rope_scaling.type longrope",
-            "model.rope_scaling.type is 'longrope'; it must be one of linear,",
+            "rope_scaling.type is 'longrope'; it must be one of linear,",
         ),
         (
             "--model.rope_scaling.type linear --model.rope_scaling.factor 0.5",

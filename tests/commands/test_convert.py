@@ -16,9 +16,10 @@ import safetensors.numpy
 from jllama.checkpoints import registry
 from jllama.checkpoints.registry import convert, load, save
 from jllama.commands import cli
-from jllama.config import LlamaConfig, RopeScaling
+from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.language_model import LanguageModel
+from jllama.rope_scaling import Llama3Scaling
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify.checks import random_params
 
@@ -238,7 +239,7 @@ def test_a_missing_shard(place, refused):
 
 
 def test_scaled_rope_asks_for_its_factor(place, refused, capsys):
-    scaled = LlamaConfig(**{**vars(CONFIG), "rope_scaling": RopeScaling("llama3", 32.0), "rope_theta": 500_000.0})
+    scaled = LlamaConfig(**{**vars(CONFIG), "rope_scaling": Llama3Scaling(32.0), "rope_theta": 500_000.0})
     save(LanguageModel(scaled, random_params(scaled, 0)), place / "meta", "meta")
     fields = json.loads((place / "meta" / "params.json").read_text())
     del fields["rope_scaling_factor"]
@@ -251,7 +252,7 @@ def test_scaled_rope_asks_for_its_factor(place, refused, capsys):
 
 
 def test_training_is_told_the_factor(place, workshop, capsys):
-    scaled = LlamaConfig(**{**vars(CONFIG), "rope_scaling": RopeScaling("llama3", 32.0), "rope_theta": 500_000.0})
+    scaled = LlamaConfig(**{**vars(CONFIG), "rope_scaling": Llama3Scaling(32.0), "rope_theta": 500_000.0})
     save(LanguageModel(scaled, random_params(scaled, 0), BytesTokenizer()), place / "meta", "meta")
     fields = json.loads((place / "meta" / "params.json").read_text())
     factor = fields.pop("rope_scaling_factor")

@@ -6,19 +6,14 @@ from helpers import assert_gradients_match
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jllama import oracle
-from jllama.config import LlamaConfig, RopeScaling
+from jllama import oracle, rope_scaling
 from jllama.functional import (
     apply_rope,
     apply_rope_interleaved,
-    dynamic_theta,
     half_split_from_interleaved,
-    inverse_frequencies,
     rope_tables,
-    scale_linear,
-    scale_llama3,
-    scale_yarn,
 )
+from jllama.rope_scaling import Llama3Scaling
 from jllama.verify.checks import relative_error
 
 HEAD_DIM = 64
@@ -31,6 +26,10 @@ def draw(seed, seq, heads=3, head_dim=HEAD_DIM):
     return np.float64(np.float32(np.random.default_rng(seed).standard_normal((heads, seq, head_dim))))
 
 
+def inverse_frequencies(head_dim, theta):
+    return np.array(rope_scaling.inverse_frequencies(head_dim, theta))
+
+
 def exact_tables(positions, frequencies):
     angles = np.outer(positions, frequencies)
     return jnp.asarray(np.cos(angles))[None], jnp.asarray(np.sin(angles))[None]
@@ -40,121 +39,6 @@ def rotated(x, positions, frequencies):
     """``[heads, seq, head_dim]`` through ``apply_rope`` in float32."""
     tables = rope_tables(jnp.asarray(positions, jnp.int32)[None], frequencies)
     return np.asarray(apply_rope(jnp.float32(x)[None], *tables)[0], np.float64)
-
-
-# Frequencies
-
-
-@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
-@pytest.mark.parametrize("head_dim", [2, 64, 80, 128])
-def test_inverse_frequencies_equal_the_oracle(head_dim, theta):
-    expected = oracle.rope_frequencies(LlamaConfig(head_dim=head_dim, rope_theta=theta))
-    np.testing.assert_allclose(inverse_frequencies(head_dim, theta), expected, rtol=1e-14)
-
-
-def test_linear_scaling_equals_the_oracle():
-    config = LlamaConfig(head_dim=128, rope_scaling=RopeScaling("linear", 4.0))
-    actual = scale_linear(inverse_frequencies(128, 10_000.0), 4.0)
-    np.testing.assert_allclose(actual, oracle.rope_frequencies(config), rtol=1e-14)
-
-
-@pytest.mark.parametrize(("head_dim", "factor"), [(128, 8.0), (64, 32.0), (128, 32.0)])
-def test_llama3_scaling_equals_meta_in_all_three_bands(head_dim, factor):
-    config = LlamaConfig(head_dim=head_dim, rope_theta=500_000.0, rope_scaling=RopeScaling("llama3", factor))
-    plain = inverse_frequencies(head_dim, 500_000.0)
-    actual = scale_llama3(plain, factor, 1.0, 4.0, 8192)
-    np.testing.assert_allclose(actual, oracle.rope_frequencies(config), rtol=1e-14)
-    wavelengths = 2 * np.pi / plain
-    kept, divided = wavelengths < 8192 / 4, wavelengths > 8192
-    blended = ~kept & ~divided
-    assert min(kept.sum(), divided.sum(), blended.sum()) >= 3
-    np.testing.assert_array_equal(actual[kept], plain[kept])
-    np.testing.assert_array_equal(actual[divided], plain[divided] / factor)
-    assert np.all((actual[blended] < plain[blended]) & (actual[blended] > plain[blended] / factor))
-
-
-@given(
-    head_dim=st.sampled_from([64, 80, 128]),
-    theta=st.floats(1e3, 1e7),
-    factor=st.floats(1, 64),
-    low=st.floats(0.5, 2),
-    high=st.floats(2.5, 8),
-    length=st.sampled_from([512, 4096, 8192, 32768]),
-)
-def test_llama3_scaling_equals_meta_for_any_numbers(head_dim, theta, factor, low, high, length):
-    scaling = RopeScaling("llama3", factor, low, high, length)
-    expected = oracle.rope_frequencies(LlamaConfig(head_dim=head_dim, rope_theta=theta, rope_scaling=scaling))
-    actual = scale_llama3(inverse_frequencies(head_dim, theta), factor, low, high, length)
-    np.testing.assert_allclose(actual, expected, rtol=1e-13)
-
-
-def oracle_config(head_dim, theta, *scaling, max_seq_len=256, **more):
-    rope_scaling = RopeScaling(*scaling, **more)
-    return LlamaConfig(head_dim=head_dim, rope_theta=theta, rope_scaling=rope_scaling, max_seq_len=max_seq_len)
-
-
-@pytest.mark.parametrize(("head_dim", "theta", "length"), [(128, 10_000.0, 4096), (64, 500_000.0, 8192)])
-def test_yarn_scaling_keeps_blends_and_divides(head_dim, theta, length):
-    plain = inverse_frequencies(head_dim, theta)
-    actual = scale_yarn(plain, theta, 16.0, 32.0, 1.0, length)
-    config = oracle_config(head_dim, theta, "yarn", 16.0, original_max_seq_len=length)
-    np.testing.assert_allclose(actual, oracle.rope_frequencies(config), rtol=1e-14)
-    turns = length * plain / (2 * np.pi)
-    np.testing.assert_array_equal(actual[turns >= 32], plain[turns >= 32])
-    slow = np.flatnonzero(turns <= 1)[1:]  # the bounds are rounded outwards, by less than one pair
-    np.testing.assert_array_equal(actual[slow], plain[slow] / 16)
-    share = (actual / plain - 1 / 16) / (1 - 1 / 16)  # how much of each frequency is kept: an even slope
-    sloped = share[(share > 0) & (share < 1)]
-    assert len(sloped) >= 8
-    np.testing.assert_allclose(np.diff(sloped), -1 / (len(sloped) + 1), rtol=1e-9)
-
-
-@given(
-    head_dim=st.sampled_from([2, 8, 64, 80, 128]),
-    theta=st.floats(1e3, 1e7),
-    factor=st.floats(1, 64),
-    fast=st.floats(8, 64),
-    slow=st.floats(0.25, 4),
-    length=st.sampled_from([1, 64, 512, 4096, 32768, 2**20]),
-)
-def test_yarn_scaling_equals_the_oracle_for_any_numbers(head_dim, theta, factor, fast, slow, length):
-    more = {"original_max_seq_len": length, "beta_fast": fast, "beta_slow": slow}
-    expected = oracle.rope_frequencies(oracle_config(head_dim, theta, "yarn", factor, **more))
-    plain = inverse_frequencies(head_dim, theta)
-    actual = scale_yarn(plain, theta, factor, fast, slow, length)
-    np.testing.assert_allclose(actual, expected, rtol=1e-11)
-    assert np.all((actual <= plain * (1 + 1e-15)) & (actual >= plain / factor * (1 - 1e-15)))
-    assert np.all(np.diff(actual) < 0)
-    np.testing.assert_allclose(scale_yarn(plain, theta, 1.0, fast, slow, length), plain, rtol=1e-15)
-
-
-@given(
-    head_dim=st.sampled_from([4, 64, 80, 128]),
-    theta=st.floats(1e3, 1e7),
-    factor=st.floats(1, 64),
-    seq=st.integers(0, 2**20),
-    max_seq_len=st.integers(1, 2**20),
-    original=st.integers(1, 2**17),
-)
-def test_dynamic_scaling_equals_the_oracle_for_any_numbers(head_dim, theta, factor, seq, max_seq_len, original):
-    length = max(seq, max_seq_len)
-    config = oracle_config(head_dim, theta, "dynamic", factor, original_max_seq_len=original, max_seq_len=max_seq_len)
-    actual = inverse_frequencies(head_dim, dynamic_theta(theta, head_dim, factor, length, original))
-    np.testing.assert_allclose(actual, oracle.rope_frequencies(config, seq), rtol=1e-11)
-    stretch = max(1, factor * length / original - (factor - 1))
-    kept_and_slowed = inverse_frequencies(head_dim, theta)[[0, -1]] / [1, stretch]
-    np.testing.assert_allclose(actual[[0, -1]], kept_and_slowed, rtol=1e-11)
-
-
-@given(
-    factor=st.floats(1, 64),
-    length=st.integers(1, 2**17),
-    original=st.integers(1, 2**17),
-)
-def test_dynamic_scaling_starts_at_the_original_length_and_grows(factor, length, original):
-    theta, longer = (dynamic_theta(10_000.0, 64, factor, tokens, original) for tokens in (length, length + 1))
-    assert theta == 10_000.0 if length <= original else theta > 10_000.0
-    assert longer > theta if length >= original else longer == theta
 
 
 # Tables
@@ -176,7 +60,7 @@ def test_tables_are_exact_at_telling_positions(theta):
 
 @given(positions=positions_of_any_size, factor=st.sampled_from([1.0, 8.0, 32.0]))
 def test_tables_are_exact_everywhere(positions, factor):
-    assert_tables_exact(positions, scale_llama3(inverse_frequencies(64, 500_000.0), factor, 1.0, 4.0, 8192))
+    assert_tables_exact(positions, np.array(Llama3Scaling(factor).frequencies(64, 500_000.0, 0)))
 
 
 def test_tables_take_positions_of_any_shape_and_trace():

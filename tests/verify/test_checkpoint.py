@@ -19,13 +19,14 @@ from jllama import oracle
 from jllama.checkpoints import tensors
 from jllama.checkpoints.registry import convert, load, save
 from jllama.checkpoints.tensors import Checkpoint, TensorsOfParams
-from jllama.config import LlamaConfig, RopeScaling
+from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
 from jllama.functional import cross_entropy
 from jllama.language_model import LanguageModel
 from jllama.model import build_model
 from jllama.parameters import count_parameters, tensor_specs
 from jllama.presets import PRESETS, nearest_preset
+from jllama.rope_scaling import DynamicScaling, Llama3Scaling, YarnScaling
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify import checkpoint as verifying
 from jllama.verify import layerwise
@@ -146,9 +147,9 @@ def test_progress_is_told_layer_by_layer(folder):
     "changed",
     [
         {"tie_embeddings": True, "norm_eps": 1e-6},
-        {"head_dim": 24, "rope_scaling": RopeScaling("llama3", 8.0, original_max_seq_len=32)},
-        {"num_kv_heads": 1, "rope_scaling": RopeScaling("yarn", 4.0, original_max_seq_len=16)},
-        {"num_kv_heads": 4, "rope_scaling": RopeScaling("dynamic", 2.0, original_max_seq_len=16)},
+        {"head_dim": 24, "rope_scaling": Llama3Scaling(8.0, original_max_seq_len=32)},
+        {"num_kv_heads": 1, "rope_scaling": YarnScaling(4.0, original_max_seq_len=16)},
+        {"num_kv_heads": 4, "rope_scaling": DynamicScaling(2.0, original_max_seq_len=16)},
     ],
     ids=str,
 )

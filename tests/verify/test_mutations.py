@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 import jllama.model
+from jllama.model import rope_frequencies
 from jllama.parameters import Params
 from jllama.verify.checks import VISIBLE, run_checks
 from jllama.verify.conformance import conformance_checks
@@ -62,24 +63,27 @@ def test_a_planted_mistake_is_red_where_it_matters_and_nowhere_else(mutation, fo
 def test_theta_never_passed_to_rope(folder):
     """A model that has RoPE's base as a default argument, and never hands it on."""
 
-    def default_theta(head_dim: int, theta: float = 10_000.0):
-        return jllama.model.F.inverse_frequencies(head_dim, 10_000.0)
-
-    implementation = miscomputing(model_with(inverse_frequencies=default_theta))(PLAIN)
+    model = model_with()
+    vars(model)["rope_frequencies"] = lambda config, seq_len=0: rope_frequencies(
+        dataclasses.replace(config, rope_theta=10_000.0), seq_len
+    )
+    implementation = miscomputing(model)(PLAIN)
     _, red = cells(implementation, folder, [HALF_SPLIT])
-    # Dynamic scaling works by another base, too.
-    assert {row for row, _ in red} == {"Code Llama", "Llama 3.1", "Llama 3.2 tied", "dynamic x4"}
+    assert {row for row, _ in red} == {"Code Llama", "Llama 3.1", "Llama 3.2 tied"}
 
 
 def test_a_factor_fixed_at_8(folder):
     """A model made for Llama 3.1, given Llama 3.2."""
 
-    def fixed(frequencies, factor, low, high, original):
-        return jllama.model.F.scale_llama3(frequencies, 8.0, low, high, original)
+    def with_8(config, seq_len=0):
+        scaling = config.rope_scaling and dataclasses.replace(config.rope_scaling, factor=8.0)
+        return rope_frequencies(dataclasses.replace(config, rope_scaling=scaling), seq_len)
 
-    implementation = miscomputing(model_with(scale_llama3=fixed))(PLAIN)
+    model = model_with()
+    vars(model)["rope_frequencies"] = with_8
+    implementation = miscomputing(model)(PLAIN)
     _, red = cells(implementation, folder, [HALF_SPLIT])
-    assert {row for row, _ in red} == {"Llama 3.2 tied"}
+    assert {row for row, _ in red} == {"Llama 3.2 tied", "linear x4", "dynamic x4", "yarn x32"}
 
 
 @pytest.mark.parametrize("variant", ["Llama 2 grouped", "Llama 3.1"])

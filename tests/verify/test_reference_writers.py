@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import jllama
 from jllama import oracle
-from jllama.config import LlamaConfig, RopeScaling
+from jllama.config import LlamaConfig
+from jllama.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 from jllama.verify import reference_writers
 from jllama.verify.checks import random_params, relative_error
 from jllama.verify.reference_writers import FORMAT_WRITERS, meta_shards, meta_tensors
@@ -35,14 +36,14 @@ CONFIGS = {
     "tied": changed(tie_embeddings=True),
     "tied, no scaling": changed(tie_embeddings=True, rope_theta=500_000.0, mlp_dim=1024),
     "head_dim": changed(head_dim=64, rope_theta=50_000.0),
-    "llama3": changed(rope_theta=500_000.0, rope_scaling=RopeScaling("llama3", 32.0), max_seq_len=131_072),
-    "llama3, other bounds": changed(rope_scaling=RopeScaling("llama3", 8.0, 1.0, 8.0, 1024), tie_embeddings=True),
-    "linear": changed(rope_scaling=RopeScaling("linear", 4.0)),
-    "dynamic": changed(rope_scaling=RopeScaling("dynamic", 4.0, original_max_seq_len=64), max_seq_len=64),
-    "dynamic, two lengths": changed(rope_scaling=RopeScaling("dynamic", 4.0, original_max_seq_len=1024)),
-    "yarn": changed(rope_scaling=RopeScaling("yarn", 8.0, original_max_seq_len=512)),
+    "llama3": changed(rope_theta=500_000.0, rope_scaling=Llama3Scaling(32.0), max_seq_len=131_072),
+    "llama3, other bounds": changed(rope_scaling=Llama3Scaling(8.0, 1.0, 8.0, 1024), tie_embeddings=True),
+    "linear": changed(rope_scaling=LinearScaling(4.0)),
+    "dynamic": changed(rope_scaling=DynamicScaling(4.0, original_max_seq_len=64), max_seq_len=64),
+    "dynamic, two lengths": changed(rope_scaling=DynamicScaling(4.0, original_max_seq_len=1024)),
+    "yarn": changed(rope_scaling=YarnScaling(8.0, original_max_seq_len=512)),
     "yarn, every knob": changed(
-        rope_scaling=RopeScaling("yarn", 8.0, original_max_seq_len=512, beta_fast=24.0, attention_factor=1.1)
+        rope_scaling=YarnScaling(8.0, original_max_seq_len=512, beta_fast=24.0, attention_factor=1.1)
     ),
     "three heads": changed(embed_dim=96, num_heads=3, num_kv_heads=3),
 }
@@ -105,7 +106,8 @@ def test_they_share_nothing_with_the_readers():
     ours = {(node.module, name.name) for node in imports if "jllama" in ast.unparse(node) for name in node.names}
     assert ours == {
         ("jllama.config", "LlamaConfig"),
-        ("jllama.config", "RopeScaling"),
+        ("jllama.rope_scaling", "Llama3Scaling"),
+        ("jllama.rope_scaling", "YarnScaling"),
         ("jllama.parameters", "Params"),
     }
 

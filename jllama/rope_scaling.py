@@ -1,0 +1,227 @@
+"""How rotary frequencies are stretched for contexts longer than the pre-training one: a class for each type.
+
+A class holds all that there is to its type: fields, formula, and names in each file format. A subclass with a ``type``
+of its own is one more that configurations and Hugging Face's files can ask for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import reprlib
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from jllama.errors import MAX_SEQ_LEN, UsageError, check_size
+
+ROPE_SCALINGS: dict[str, type[RopeScaling]] = {}
+"""The classes by the name of their type."""
+
+
+def inverse_frequencies(head_dim: int, theta: float) -> list[float]:
+    """The radians per token of each channel pair, unscaled: ``theta ** (-2i / head_dim)`` (RoFormer, eq. 15)."""
+    return [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """``keep * frequency + (1 - keep) * frequency / factor``, where ``keep``, from 0 to 1, is a type's own."""
+
+    type: str = dataclasses.field(default="", init=False)
+    factor: float
+
+    attention_factor = 1.0  # multiplies cosines and sines
+    grows = False  # whether frequencies depend on the length of a sequence, which may then be over the context
+    huggingface_required: ClassVar[tuple[str, ...]] = ("factor",)
+    huggingface_extra: ClassVar[tuple[str, ...]] = ()  # numbers that are no fields, for ``from_huggingface``
+    huggingface_fixed: ClassVar[dict[str, tuple[Any, ...]]] = {}  # keys whose values may only be these
+    gguf: ClassVar[dict[str, str]] = {}  # after "rope.scaling."; empty if GGUF has no such keys
+    meta: ClassVar[dict[str, str]] = {}
+
+    def __init_subclass__(cls) -> None:
+        ROPE_SCALINGS[cls.type] = cls
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.factor < 1e300:
+            raise UsageError(f"rope_scaling.factor is {self.factor}; it must be at least 1, and finite")
+        if "original_max_seq_len" in vars(self):
+            check_size("rope_scaling.original_max_seq_len", vars(self)["original_max_seq_len"], MAX_SEQ_LEN)
+
+    def check(self, head_dim: int, theta: float) -> None:
+        """Raise ``UsageError`` if heads of this size cannot be scaled so."""
+
+    def keep(self, i: int, frequency: float, head_dim: int, theta: float) -> float:
+        """How much of pair ``i``'s frequency is kept."""
+        return 0.0
+
+    def frequencies(self, head_dim: int, theta: float, length: int) -> list[float]:
+        """The radians per token of each channel pair, in sequences of ``length`` tokens."""
+        plain = inverse_frequencies(head_dim, theta)
+        kept = [min(max(self.keep(i, frequency, head_dim, theta), 0.0), 1.0) for i, frequency in enumerate(plain)]
+        return [keep * each + (1 - keep) * each / self.factor for keep, each in zip(kept, plain, strict=True)]
+
+    @classmethod
+    def from_huggingface(cls, numbers: dict[str, Any]) -> RopeScaling:
+        """The scaling of the numbers in a ``config.json``, which names them as our fields."""
+        return cls(**numbers)
+
+    def to_huggingface(self) -> dict[str, Any]:
+        """What ``config.json`` says of it, besides the lengths."""
+        return {name: float(value) for name, value in vars(self).items() if name != "original_max_seq_len"}
+
+    @staticmethod
+    def from_fields(fields: Mapping[str, Any]) -> RopeScaling:
+        """The scaling of a configuration: ``type`` and its fields; those of other types may have their defaults.
+
+        Raises:
+            UsageError: there is no such type or field, or a number is missing or wrong.
+        """
+        kind = ROPE_SCALINGS.get(str(name := fields.get("type")))
+        if kind is None:
+            raise UsageError(f"rope_scaling.type is {reprlib.repr(name)}; it must be one of {', '.join(ROPE_SCALINGS)}")
+        own = {field.name: field.default for field in dataclasses.fields(kind) if field.init}
+        defaults = {field.name: field.default for each in ROPE_SCALINGS.values() for field in dataclasses.fields(each)}
+        for name in fields.keys() - own.keys() - {"type"}:
+            if name not in defaults or fields[name] != defaults[name]:
+                raise UsageError(f"rope_scaling.{name} is {reprlib.repr(fields[name])}; {kind.type} has no such field")
+        if missing := [name for name in own if name not in fields and own[name] is dataclasses.MISSING]:
+            raise UsageError(f"rope_scaling.{missing[0]} is missing")
+        given = {name: fields[name] for name in own if name in fields}
+        for name, value in given.items():
+            if type(value) not in ((int,) if type(own[name]) is int else (int, float)):
+                kind_of_number = "whole number" if type(own[name]) is int else "number"
+                raise UsageError(f"rope_scaling.{name} is {reprlib.repr(value)}; it must be a {kind_of_number}")
+        return kind(**given)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearScaling(RopeScaling):
+    """Position interpolation: ``keep`` is 0. Source: Chen et al. 2023 (arXiv:2306.15595)."""
+
+    type = "linear"
+    gguf: ClassVar[dict[str, str]] = {"factor": "factor"}
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicScaling(RopeScaling):
+    """NTK-aware scaling by length: the first pair keeps its frequency, the last one's is divided by ``stretch``.
+
+    The base becomes ``theta * stretch ** (head_dim / (head_dim - 2))`` with ``stretch = 1 + factor * (length /
+    original_max_seq_len - 1)``, or 1 up to the original length. Source: Peng et al. 2023, sections 3.1 and 3.3
+    (arXiv:2309.00071); ``stretch`` is that of transformers, ``_compute_dynamic_ntk_parameters``.
+    """
+
+    original_max_seq_len: int = 8192
+    type, grows = "dynamic", True
+
+    def check(self, head_dim: int, theta: float) -> None:
+        """The first pair keeps its frequency, so there must be another."""
+        if head_dim == 2:
+            raise UsageError("head_dim is 2; dynamic rope_scaling slows every pair but the first, so it must be over 2")
+
+    def frequencies(self, head_dim: int, theta: float, length: int) -> list[float]:
+        """Those of the stretched base."""
+        stretch = 1 + self.factor * max(length / self.original_max_seq_len - 1, 0)
+        return inverse_frequencies(head_dim, theta * stretch ** (head_dim / (head_dim - 2)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling(RopeScaling):
+    """Llama 3.1's: ``keep = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)``, clipped.
+
+    ``turns = original_max_seq_len * frequency / (2 pi)`` are the full turns that a pair makes in the original context.
+    Source: Meta's reference, ``apply_scaling`` (arXiv:2407.21783, section 3.4.2); factor 8 for Llama 3.1, 32 for 3.2.
+    """
+
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
+    type = "llama3"
+    huggingface_required: ClassVar[tuple[str, ...]] = ("factor", "low_freq_factor", "high_freq_factor")
+    meta: ClassVar[dict[str, str]] = {"factor": "rope_scaling_factor"} | {
+        name: f"rope_{name}" for name in ("low_freq_factor", "high_freq_factor", "original_max_seq_len")
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_order(self, "low_freq_factor", "high_freq_factor")
+
+    def keep(self, i: int, frequency: float, head_dim: int, theta: float) -> float:
+        """By its turns in the original context."""
+        turns = self.original_max_seq_len * frequency / (2 * math.pi)
+        return (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnScaling(RopeScaling):
+    """YaRN: ``keep = (high - i) / (high - low)``, clipped, for pair ``i``.
+
+    Pair ``index(beta) = head_dim ln(original_max_seq_len / (2 pi beta)) / (2 ln theta)`` makes ``beta`` full turns in
+    the original context; ``low = max(floor(index(beta_fast)), 0)``, ``high = min(ceil(index(beta_slow)), head_dim -
+    1)``. ``attention_factor`` 0 means the paper's. Source: Peng et al. 2023, section 3.2 (arXiv:2309.00071), with the
+    ramp over ``i`` of the authors' code, which transformers and llama.cpp follow (the paper's is over turns).
+    """
+
+    original_max_seq_len: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 0.0
+    type = "yarn"
+    huggingface_extra: ClassVar[tuple[str, ...]] = ("mscale", "mscale_all_dim")
+    huggingface_fixed: ClassVar[dict[str, tuple[Any, ...]]] = {"truncate": (True,), "finetuned": (True, False)}
+    gguf: ClassVar[dict[str, str]] = {"factor": "factor", "original_max_seq_len": "original_context_length"} | {
+        name: f"yarn_{name}" for name in ("beta_fast", "beta_slow")
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_order(self, "beta_slow", "beta_fast")
+        factor = self.attention_factor
+        if not factor >= 0:
+            raise UsageError(f"rope_scaling.attention_factor is {factor}; it must be positive, or 0 to work it out")
+        object.__setattr__(self, "attention_factor", factor or self.usual_attention_factor)
+
+    @property
+    def usual_attention_factor(self) -> float:
+        """The paper's, section 3.4."""
+        return 0.1 * math.log(self.factor) + 1
+
+    def check(self, head_dim: int, theta: float) -> None:
+        """``index`` divides by ``ln theta``."""
+        if not theta > 1:
+            raise UsageError(f"rope_theta is {theta}; for yarn it must be over 1: later pairs turn slower")
+
+    def keep(self, i: int, frequency: float, head_dim: int, theta: float) -> float:
+        """By its number."""
+
+        def index(beta: float) -> float:
+            return head_dim * math.log(self.original_max_seq_len / (2 * math.pi * beta)) / (2 * math.log(theta))
+
+        low = max(math.floor(index(self.beta_fast)), 0)
+        high = max(min(math.ceil(index(self.beta_slow)), head_dim - 1), low + 1e-3)
+        return 1 - (i - low) / (high - low)
+
+    @classmethod
+    def from_huggingface(cls, numbers: dict[str, Any]) -> RopeScaling:
+        """``mscale`` over ``mscale_all_dim``, DeepSeek's, stands for an attention factor that is not given."""
+        scales = [numbers.pop(name, 0.0) for name in ("mscale", "mscale_all_dim")]
+        if all(scales):
+            up, down = (0.1 * scale * math.log(numbers["factor"]) + 1 for scale in scales)
+            numbers.setdefault("attention_factor", up / down)
+        return cls(**numbers)
+
+    def to_huggingface(self) -> dict[str, Any]:
+        """An attention factor of the paper's need not be said."""
+        numbers = super().to_huggingface()
+        if self.attention_factor == self.usual_attention_factor:
+            del numbers["attention_factor"]
+        return numbers
+
+
+def _check_order(scaling: RopeScaling, low: str, high: str) -> None:
+    smaller, larger = getattr(scaling, low), getattr(scaling, high)
+    if not 0 < smaller < larger:
+        first = low.partition("_")[0] if low.startswith("low") else "slow"
+        raise UsageError(
+            f"rope_scaling has {low} {smaller} and {high} {larger}; they must be positive, the {first} one smaller"
+        )
