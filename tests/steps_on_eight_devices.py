@@ -12,7 +12,15 @@ from jllama.model import abstract_params
 from jllama.parameters import map_by_path
 from jllama.sharding import BATCH, MeshConfig, make_mesh, state_sharding
 from jllama.verify.checks import random_params, worst_error
-from jllama.verify.equalities import MESHES, Case, one_device_and, sharded_error, sharded_training_error, trained
+from jllama.verify.equalities import (
+    MESHES,
+    Case,
+    one_device_and,
+    sharded_error,
+    sharded_training_error,
+    short_training,
+    trained,
+)
 from jllama.verify.implementation import jllama_itself
 
 CONFIG = LlamaConfig(vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, max_seq_len=16)
@@ -49,19 +57,21 @@ def main():
     wrong = implementation._replace(forward=wrong_on_the_last_device)
     report = {"refused": [refusal(sizes) for sizes in REFUSED]}
     for name, sizes in MESHES.items():
-        one, eight = (trained(CONFIG, mesh) for mesh in one_device_and(sizes))
+        (one, _), (eight, _) = (trained(CONFIG, mesh) for mesh in one_device_and(sizes))
+        starts = [short_training(CONFIG, mesh).init(jax.random.key(0)) for mesh in one_device_and(sizes)]
+        initial = [jax.tree.map(np.array, start.params) for start in starts]
         mesh = one_device_and(sizes)[1]
         batch = jax.device_put(TOKENS, NamedSharding(mesh, BATCH))
         report[name] = {
             "error": sharded_error(Case(implementation, CONFIG, params, TOKENS), sizes),
             "wrong_error": sharded_error(Case(wrong, CONFIG, params, TOKENS), sizes),
-            "training_error": sharded_training_error(CONFIG, sizes),
-            "initial_error": distance(eight.initial, one.initial),
-            "moved": distance(one.initial, one.state.params),
+            "training_error": sharded_training_error(Case(implementation, CONFIG, params, TOKENS), sizes),
+            "initial_error": distance(*initial),
+            "moved": distance(initial[0], one.params),
             "rows": sorted({shard.data.shape[0] for shard in batch.addressable_shards}),
-            "shards": shards(eight.state.params),
-            "moment_shards": shards(eight.state.opt_state[1][0].mu),
-            "devices": [len(run.state.params["embed"].sharding.device_set) for run in (one, eight)],
+            "shards": shards(eight.params),
+            "moment_shards": shards(eight.opt_state[1][0].mu),
+            "devices": [len(run.params["embed"].sharding.device_set) for run in (one, eight)],
         }
     print(json.dumps(report))
 

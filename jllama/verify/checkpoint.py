@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import importlib.util
 import math
 import tempfile
 from collections.abc import Callable, Sequence
@@ -113,8 +113,8 @@ def verify_checkpoint(
     """
     if text is not None and not text.strip():
         raise UsageError("the text is empty: give some of the kind that the model was trained on, or leave it out")
-    if transformers:
-        _import_transformers()
+    if transformers and not all(map(importlib.util.find_spec, ("torch", "transformers"))):
+        raise JllamaError("the comparison with transformers needs it and torch: pip install 'jllama[transformers]'")
     on_stage("opening")
     checkpoint = open_checkpoint(path, rope_factor)
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
@@ -194,17 +194,18 @@ def config_findings(config: LlamaConfig) -> list[str]:
         pairs = {
             field: (getattr(config, field), getattr(released, field)) for field in differing(OTHERS, config, released)
         }
-        return [sentence.format(field, *map(_shown, values)) for field, values in pairs.items()]
+        return [sentence.format(field, *map(shown, values)) for field, values in pairs.items()]
     thetas = sorted({released.rope_theta for released in PRESETS.values()})
     ordinary = {"norm_eps": (1e-5, 1e-6), "rope_theta": thetas, "head_dim": (config.embed_dim / config.num_heads,)}
     return [
-        f"{field} is {_shown(getattr(config, field))}; released Llamas have {', '.join(map(_shown, values))}"
+        f"{field} is {shown(getattr(config, field))}; released Llamas have {', '.join(map(shown, values))}"
         for field, values in ordinary.items()
         if getattr(config, field) not in values
     ]
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A field of a configuration in a few words."""
     if isinstance(value, RopeScaling):
         original = vars(value).get("original_max_seq_len")
         return f"{value.type}, factor {value.factor:g}" + (f", from {original:,} tokens" if original else "")
@@ -231,7 +232,7 @@ def _transformers_logits(
     path: str | Path, tokens: Sequence[int], rope_factor: float | None
 ) -> Float32[np.ndarray, "seq vocab"]:
     """Logits of Hugging Face's Llama, in float32 with plain attention; from its own format, or converted to that."""
-    torch, transformers = _import_transformers()
+    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     with tempfile.TemporaryDirectory() as folder:
         source = Path(path)
         if source.exists() and not any(source.glob("*.safetensors")):  # what does not exist is a name on the hub
@@ -246,12 +247,3 @@ def _transformers_logits(
         except Exception as error:  # anything may come out of another library
             reason = " ".join(str(error).split())
             raise JllamaError(f"transformers cannot run {path} ({type(error).__name__}: {reason})") from error
-
-
-def _import_transformers() -> tuple[Any, Any]:
-    """Torch and transformers, which only this comparison needs."""
-    try:
-        return importlib.import_module("torch"), importlib.import_module("transformers")
-    except ImportError as error:
-        missing = "the comparison with transformers needs it and torch: pip install 'jllama[transformers]'"
-        raise JllamaError(missing) from error

@@ -25,7 +25,7 @@ from jllama.model import KVCache
 from jllama.parameters import Params
 from jllama.sharding import BATCH, MeshConfig, make_mesh, state_sharding
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
-from jllama.training.step import TrainState, compile_training
+from jllama.training.step import Training, TrainState, compile_training
 from jllama.verify.checks import TOLERANCE, Check, random_params, relative_error, worst_error
 from jllama.verify.implementation import Implementation
 from jllama.verify.variants import small
@@ -280,15 +280,8 @@ def _jax_attention(
 
 
 def one_device_and(sizes: MeshConfig) -> tuple[Mesh, Mesh]:
-    """The mesh of one (pretended) CPU device, and one of eight with these sizes.
-
-    Raises:
-        JllamaError: there are fewer; JAX makes as many as it is told to before its first use.
-    """
-    try:
-        devices = jax.devices("cpu")
-    except RuntimeError:  # JAX_PLATFORMS leaves the CPU out
-        devices = []
+    """The mesh of one simulated CPU device, and one of eight; ``JllamaError`` if JAX was not told to make as many."""
+    devices = jax.devices("cpu")
     if len(devices) < 8:
         raise JllamaError(f"JAX has {len(devices)} CPU devices; sharding needs 8: set JAX_NUM_CPU_DEVICES=8")
     return make_mesh(MeshConfig(1, 1, 1), devices[:1]), make_mesh(sizes, devices[:8])
@@ -307,36 +300,32 @@ def sharded_error(case: Case, sizes: MeshConfig) -> float:
 
 def sharded_training_error(case: Case, sizes: MeshConfig) -> float:
     """Losses and parameters of training on eight devices against those on one."""
-    one, eight = (trained(case.config, mesh) for mesh in one_device_and(sizes))
-    return worst_error(*([*run.losses, *jax.tree.leaves(run.state.params)] for run in (eight, one)))
+    (state, losses), (expected_state, expected_losses) = (trained(case.config, mesh) for mesh in one_device_and(sizes))
+    return worst_error(
+        [*losses, *jax.tree.leaves(state.params)], [*expected_losses, *jax.tree.leaves(expected_state.params)]
+    )
 
 
-class Trained(NamedTuple):
-    """A short training: the parameters it starts from, all it ends with, and each step's loss in nats a token."""
-
-    initial: Params
-    state: TrainState
-    losses: list[float]
-
-
-@functools.cache
-def trained(config: LlamaConfig, mesh: Mesh) -> Trained:
-    """Three steps over random tokens on a mesh of devices.
+def short_training(config: LlamaConfig, mesh: Mesh) -> Training:
+    """The programs of a training of three steps, compiled without optimization, as compiling takes most of its time.
 
     Gradients on several devices differ by 1e-7 (2e-6 of the largest) from those on one: the order of the sums. Where
     one is as small as epsilon, AdamW turns that into ``learning_rate * 1e-7 / epsilon``, so epsilon is large here.
     """
-    quick = {"xla_backend_optimization_level": 0}  # of the time, nearly all is for compiling
-    windows = np.random.default_rng(0).integers(1, config.vocab_size, (3, 8, 17)).astype(np.int32)
     run = TrainConfig(
         config,
         optimizer=OptimizerConfig(learning_rate=3e-2, epsilon=1e-2),
-        training=LoopConfig(steps=len(windows), dtype="float32"),
+        training=LoopConfig(steps=3, dtype="float32"),
     )
-    training = compile_training(run, mesh, bos_id=1, compiler_options=quick)
+    return compile_training(run, mesh, bos_id=1, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@functools.cache
+def trained(config: LlamaConfig, mesh: Mesh) -> tuple[TrainState, list[float]]:
+    """The state after ``short_training`` on random tokens, and each step's loss in nats per token."""
+    training, losses = short_training(config, mesh), []
     state = training.init(jax.random.key(0))
-    initial, losses = jax.tree.map(np.array, state.params), []
-    for batch in windows:
-        state, metrics = training.step(state, batch)
+    for windows in np.random.default_rng(0).integers(1, config.vocab_size, (3, 8, 17)).astype(np.int32):
+        state, metrics = training.step(state, windows)
         losses.append(float(metrics.loss))
-    return Trained(initial, state, losses)
+    return state, losses

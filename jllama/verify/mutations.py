@@ -67,11 +67,6 @@ def miscomputing(model: types.ModuleType) -> Plant:
     return lambda implementation: implementation_of(model)._replace(load=implementation.load)
 
 
-def _field(name: str, wrong: Callable[[LlamaConfig], Any]) -> Plant:
-    """Plant a reader that gets a field of the configuration wrong."""
-    return misreading(lambda config, params: (dataclasses.replace(config, **{name: wrong(config)}), params))
-
-
 def _layers(change: Callable[[LlamaConfig, Params], Params]) -> Plant:
     """Plant a reader that gets some matrices of the layers wrong; ``change`` gives the wrong ones."""
     return misreading(
@@ -105,10 +100,6 @@ def _post_norm() -> types.ModuleType:
 
     model.Layer.__call__ = call
     return model
-
-
-def _with_8_for_32(scaling: RopeScaling | None) -> RopeScaling | None:
-    return dataclasses.replace(scaling, factor=8.0) if scaling and scaling.factor == 32 else scaling
 
 
 def _remainder_attention(query: Array, key: Array, value: Array, mask: Array) -> Array:
@@ -146,15 +137,22 @@ def _keys_divide_as_queries(config: LlamaConfig) -> bool:
     return config.num_kv_heads < config.num_heads and rows % (2 * config.num_heads) == 0
 
 
+def _eight_for_32(config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Params]:
+    """Fix the scaling factor at Llama 3.1's."""
+    scaling = config.rope_scaling
+    fixed = dataclasses.replace(scaling, factor=8.0) if scaling and scaling.factor == 32 else scaling
+    return dataclasses.replace(config, rope_scaling=fixed), params
+
+
 MUTATIONS = [
-    Mutation("theta x2", _field("rope_theta", lambda config: 2 * config.rope_theta)),
-    Mutation("no scaling", _field("rope_scaling", lambda _: None), lambda config: config.rope_scaling is not None),
+    Mutation("theta x2", misreading(lambda c, params: (dataclasses.replace(c, rope_theta=2 * c.rope_theta), params))),
     Mutation(
-        "factor 8 for 32",
-        _field("rope_scaling", lambda config: _with_8_for_32(config.rope_scaling)),
-        lambda config: _with_8_for_32(config.rope_scaling) != config.rope_scaling,
+        "no scaling",
+        misreading(lambda config, params: (dataclasses.replace(config, rope_scaling=None), params)),
+        lambda config: config.rope_scaling is not None,
     ),
-    Mutation("eps x10", _field("norm_eps", lambda config: 10 * config.norm_eps)),
+    Mutation("factor 8 for 32", misreading(_eight_for_32), lambda config: _eight_for_32(config, {})[0] != config),
+    Mutation("eps x10", misreading(lambda c, params: (dataclasses.replace(c, norm_eps=10 * c.norm_eps), params))),
     Mutation("post-norm", miscomputing(_post_norm())),
     Mutation(
         "heads n % kv",

@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from jllama.verify.checkpoint import CheckpointResult
+from jllama.verify.checkpoint import CheckpointResult, shown
 from jllama.verify.checks import VISIBLE, Group, Result
 
 _TITLES: dict[Group, str] = {
@@ -102,18 +102,12 @@ def matrix_json(results: Sequence[Result]) -> dict[str, Any]:
 
 def checkpoint_lines(result: CheckpointResult, seconds: float) -> Iterator[str]:
     """The facts, notes on what is unusual, what is wrong, and PASS or FAIL."""
-    config, scaling = result.config, result.config.rope_scaling
-    rope = f"theta {config.rope_theta:,.0f}" + (f", {scaling.type} x{scaling.factor:g}" if scaling else "")
-    heads = f"{config.num_heads} heads of {config.head_dim}, {config.num_kv_heads} for keys and values"
     largest = max(result.layer_errors)
     facts = {
         "checkpoint": result.path,
         "nearest release": result.preset or "none of this shape",
         "parameters": f"{result.num_parameters:,}",
-        "architecture": f"{config.num_layers} layers of width {config.embed_dim}, {heads}, MLP {config.mlp_dim}",
-        "vocabulary": f"{config.vocab_size:,}, {'tied' if config.tie_embeddings else 'separate'} head",
-        "RoPE": f"{rope}, context {config.max_seq_len:,}",
-        "norm epsilon": f"{config.norm_eps:g}",
+        **{field.name: shown(getattr(result.config, field.name)) for field in dataclasses.fields(result.config)},
         "fingerprint": result.fingerprint,
         "text": f"{result.num_tokens} tokens",
         "layers": f"largest relative error {largest:.1e} (layer {result.layer_errors.index(largest)})",
