@@ -7,12 +7,11 @@ import importlib.metadata
 import math
 import platform
 import shutil
-import sys
 import tempfile
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 import jllama
 from jllama.commands.cli import parse
@@ -24,7 +23,7 @@ _PACKAGES = "jax jaxlib flax optax orbax-checkpoint grain sentencepiece tiktoken
 
 @dataclasses.dataclass(frozen=True)
 class DoctorOptions:
-    """Show versions, devices and room on disk, and check a small model on this device against the NumPy oracle.
+    """Print versions, devices and free space, and check a small model on this device against the NumPy oracle.
 
     Examples:
         runs/quickstart
@@ -53,33 +52,27 @@ def main(argv: Sequence[str], prog: str) -> int:
     from jllama.verify.variants import VARIANTS, weights
 
     checked = VARIANTS["Llama 3.2 tied"]
-    if options.preset:
-        config = jllama.preset(options.preset)
-    else:
-        config = open_checkpoint(options.checkpoint).config if options.checkpoint else checked
-    console = Console(highlight=False)
+    config = open_checkpoint(options.checkpoint).config if options.checkpoint else checked
+    config = jllama.preset(options.preset) if options.preset else config
+    console, gib = Console(highlight=False), 2**30
     console.print(f"Python {platform.python_version()} on {platform.platform()}")
     console.print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES.split()))
     for device in jax.devices():
-        held_bytes = None if device.platform == "cpu" else device_memory_bytes(device)
-        memory = f", {held_bytes / 2**30:.1f} GiB" if held_bytes else ""
+        size = (device.platform != "cpu" and device_memory_bytes(device)) or 0
+        memory = f", {size / gib:.1f} GiB" if size else ""
         console.print(f"device {device.id}: {device.platform} {device.device_kind}{memory}")
-    memory_bytes = machine_memory_bytes()
-    memory = f"{memory_bytes / 2**30:.1f} GiB of memory, " if memory_bytes else ""
-    free_bytes = shutil.disk_usage(tempfile.gettempdir()).free
-    console.print(
-        f"{memory}{free_bytes / 2**30:.1f} GiB free in {tempfile.gettempdir()}, terminal: {sys.stdout.isatty()}"
-    )
+    free, size, folder = shutil.disk_usage(tempfile.gettempdir()).free, machine_memory_bytes(), tempfile.gettempdir()
+    memory = f"{size / gib:.1f} GiB of memory, " if size else ""
+    console.print(f"{memory}{free / gib:.1f} GiB free in {folder}, terminal: {console.is_terminal}")
     console.print(f"cache: {cache_folder()}, which may be removed at any time")
     console.print(summary_table(config))
     takes = {"float32": 4, "bfloat16": 2, "int8": 1, "training (float32 and Adam)": 16}
-    gib = count_parameters(config) / 2**30
-    print(", ".join(f"{what} {size * gib:,.1f} GiB" for what, size in takes.items()), "at least")
+    print(", ".join(f"{what} {n * count_parameters(config) / gib:,.1f} GiB" for what, n in takes.items()), "at least")
     with jax.default_matmul_precision("highest"):
         error = model_error(jllama_itself(), checked, weights(checked), checked)
     print(f"a small Llama's logits against the float64 oracle: relative error {error:.1e}, tolerance {TOLERANCE:.0e}")
     if not error < TOLERANCE:
-        raise JllamaError(f"this device computes a Llama wrongly: relative error {error:.1e} is over {TOLERANCE:.0e}")
+        raise JllamaError(f"self-check failed on this device: relative error {error:.1e} is over {TOLERANCE:.0e}")
     return 0
 
 
@@ -87,12 +80,18 @@ def summary_table(config: jllama.LlamaConfig) -> Table:
     """Every parameter with its axes, shape and count; the totals and the training cost of a token below."""
     from jllama.parameters import count_parameters, parameter_table, shape_of, training_flops_per_token
 
-    table = Table(show_footer=True, footer_style="bold")
-    flops = training_flops_per_token(config, config.max_seq_len)
-    table.add_column("parameter", footer="total")
-    table.add_column("axes", footer=f"{flops:.3g} FLOPs per training token")
-    table.add_column("shape", justify="right", footer=f"{4 * count_parameters(config) / 2**20:,.1f} MiB in float32")
-    table.add_column("count", justify="right", footer=f"{count_parameters(config):,}")
+    count, flops = count_parameters(config), training_flops_per_token(config, config.max_seq_len)
+    footer = (
+        "total",
+        f"{flops:.3g} FLOPs per training token",
+        f"{4 * count / 2**20:,.1f} MiB in float32",
+        f"{count:,}",
+    )
+    table = Table(
+        "parameter", "axes", Column("shape", justify="right"), Column("count", justify="right"), show_footer=True
+    )
+    for column, text in zip(table.columns, footer, strict=True):
+        column.footer = text
     for path, row in parameter_table(config).items():
         shape = shape_of(row, config)
         table.add_row(path, " ".join(row.axes), " x ".join(map(str, shape)), f"{math.prod(shape):,}")

@@ -12,7 +12,7 @@ import numpy as np
 
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
-from jllama.parameters import Parameter, Params, matrix_shape, parameter_table, shape_of
+from jllama.parameters import Params, matrix_shape, parameter_table, shape_of
 
 TOLERANCE = 1e-5
 """Relative error of float32 logits against float64 ones."""
@@ -70,10 +70,7 @@ def run_checks(checks: Iterable[Check]) -> Iterator[Result]:
 
 
 def relative_error(actual: Any, expected: Any) -> float:
-    """The largest absolute difference over the largest absolute expected value.
-
-    NaN anywhere gives NaN, which is never below a tolerance; so does another shape.
-    """
+    """The largest absolute difference over the largest absolute expected value; NaN if the shapes differ or any is."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     if actual.shape != expected.shape:
         return math.nan
@@ -91,21 +88,15 @@ def random_params(config: LlamaConfig, seed: int, embed_std: float = 1.0, query_
     """Float32 weights under which mistakes show: normal with fan-in scale, norm scales near one; layers stacked.
 
     With the usual standard deviation of 0.02 attention is all but uniform, and doubling RoPE's base moves no logit.
-
-    Args:
-        config: the architecture.
-        seed: of the draw.
-        embed_std: of the embedding; small, so that the first norm's epsilon is of consequence.
-        query_gain: multiplies the queries: sharp attention tells small turns apart.
+    A small ``embed_std`` makes the first norm's epsilon count; ``query_gain`` multiplies the queries, as sharp
+    attention tells small turns apart.
     """
-    rng = np.random.default_rng(seed)
-    inputs = {"embed": embed_std**-2, "layers/wq": config.embed_dim / query_gain**2}
-
-    def draw(path: str, row: Parameter) -> np.ndarray:
+    rng, params = np.random.default_rng(seed), {"layers": {}}
+    stds = {"embed": embed_std, "layers/wq": query_gain / math.sqrt(config.embed_dim)}
+    for path, row in parameter_table(config).items():
         normal = rng.standard_normal(shape_of(row, config))
-        fan_in = inputs.get(path, matrix_shape(row, config)[-1])
-        return (normal / np.sqrt(fan_in) if row.is_matrix else 1 + 0.1 * normal).astype(np.float32)
-
-    drawn = {path: draw(path, row) for path, row in parameter_table(config).items()}
-    layers = {path.removeprefix("layers/"): drawn.pop(path) for path in list(drawn) if path.startswith("layers/")}
-    return drawn | {"layers": layers}
+        std = stds.get(path, matrix_shape(row, config)[-1] ** -0.5)
+        in_layers, _, name = path.rpartition("/")
+        values = (std * normal if row.is_matrix else 1 + 0.1 * normal).astype(np.float32)
+        (params["layers"] if in_layers else params)[name] = values
+    return params

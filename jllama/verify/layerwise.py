@@ -135,12 +135,12 @@ def run_layerwise(
         logits[:, rows] = hidden @ block.astype(np.float64).T
         own_logits[:, rows] = project(own, block.T)  # as ``Llama.logits``
     not_finite = [f"{key} ({n:,} of {math.prod(specs[key].shape):,} numbers)" for key, n in reader.not_finite.items()]
-    damage = {
+    problems = {
         "NaN or infinity stands in {}; all else here takes 0 for it: fetch or convert the files again": not_finite,
         "nothing but zeros stands in {}: fetch or convert the files again": reader.zeros,
     }
-    sentences = [sentence.format(_listed(names)) for sentence, names in damage.items() if names]
-    return LayerwiseRun(logits, own_logits, errors, reader.digest.hexdigest(), sentences)
+    damage = [problem.format(_listed(keys)) for problem, keys in problems.items() if keys]
+    return LayerwiseRun(logits, own_logits, errors, reader.digest.hexdigest(), damage)
 
 
 @functools.partial(jax.jit, static_argnames="config")

@@ -359,7 +359,7 @@ def test_doctor(small_run, capsys):
 def test_doctor_fails_where_the_device_computes_wrongly(capsys, monkeypatch):
     monkeypatch.setattr("jllama.verify.checks.TOLERANCE", 1e-12)
     assert cli.run("doctor", []) == 1
-    assert "this device computes a Llama wrongly" in capsys.readouterr().err
+    assert "self-check failed on this device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", OPTIONS)
