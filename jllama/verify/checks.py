@@ -91,11 +91,12 @@ def random_params(config: LlamaConfig, seed: int, embed_std: float = 1.0, query_
     A small ``embed_std`` makes the first norm's epsilon count; ``query_gain`` multiplies the queries, as sharp
     attention tells small turns apart.
     """
-    rng, params = np.random.default_rng(seed), {"layers": {}}
+    rng = np.random.default_rng(seed)
+    params: Params = {"layers": {}}
     stds = {"embed": embed_std, "layers/wq": query_gain / math.sqrt(config.embed_dim)}
     for path, row in parameter_table(config).items():
         normal = rng.standard_normal(shape_of(row, config))
-        std = stds.get(path, matrix_shape(row, config)[-1] ** -0.5)
+        std = stds.get(path, 1 / math.sqrt(matrix_shape(row, config)[-1]))
         in_layers, _, name = path.rpartition("/")
         values = (std * normal if row.is_matrix else 1 + 0.1 * normal).astype(np.float32)
         (params["layers"] if in_layers else params)[name] = values

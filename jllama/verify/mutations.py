@@ -25,7 +25,6 @@ from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams, decode_layout
 from jllama.model import KVCache
 from jllama.parameters import Params
-from jllama.rope_scaling import RopeScaling
 from jllama.verify.checks import Check, random_params
 from jllama.verify.conformance import model_error
 from jllama.verify.implementation import Implementation, implementation_of, model_with
