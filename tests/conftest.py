@@ -33,6 +33,21 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_
 hypothesis.settings.load_profile("ci")
 
 
+VERSIONS = (
+    "functional commands/test_cli.py commands/test_train.py checkpoints/test_run.py data/test_batches.py "
+    "evaluation/test_scoring.py generation/test_decode.py training/test_optimizer.py training/test_step.py "
+    "test_64_bits.py test_config.py test_decode_layout.py test_model.py test_sharding.py test_typecheck.py"
+)
+"""What depends on the versions of jax, flax, optax, orbax, grain and jsonargparse: ``python -m pytest -m versions``."""
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        path = item.path.relative_to(Path(__file__).parent)
+        if {str(path), path.parts[0]} & set(VERSIONS.split()) and not item.get_closest_marker("slow"):
+            item.add_marker("versions")
+
+
 def pytest_configure(config):
     for path in COMPILED.glob("*"):
         with contextlib.suppress(OSError):  # another worker was first
