@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jllama.commands.cli import parse
-from jllama.errors import UsageError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +23,13 @@ class ConvertOptions:
     Args:
         source: a training run, a Hugging Face or Meta folder, a GGUF or llama2c file, or a Hugging Face hub id.
         target: the folder to make; for GGUF, the file.
-        to: the format to write: orbax (jllama's own), hf (Hugging Face's), gguf, llama2c or meta. It may be left out
-            for a target that ends in .gguf or .bin (llama2c: a folder of that name).
-        dtype: the dtype of the matrices: float32, bfloat16, float16 or, in GGUF, q8_0. Without it every tensor
-            keeps its own. For others, such as Q4_K_M, run llama.cpp's llama-quantize on the GGUF file.
-        rope_factor: the RoPE scaling factor, where Meta's params.json leaves it out (8 for Llama 3.1 and 3.3, 32 for
-            3.2). Without it, it is that of the released Llama of the same shape.
-        overwrite: replace the file or the checkpoint that is at the target. A folder that holds anything else is kept.
+        to: orbax (jllama's own), hf (Hugging Face's), gguf, llama2c or meta; not needed for a target that ends in .gguf
+            or .bin (llama2c: a folder of that name).
+        dtype: of the matrices: float32, bfloat16, float16 or, in GGUF, q8_0; without it every tensor keeps its own.
+            For others, such as Q4_K_M, run llama.cpp's llama-quantize on the GGUF file.
+        rope_factor: the RoPE scaling factor that Meta's params.json leaves out: 8 for Llama 3.1 and 3.3, 32 for 3.2;
+            without it, that of the released Llama of the same shape.
+        overwrite: replace the file or the checkpoint at the target; a folder that holds anything else is kept.
     """
 
     source: str
@@ -52,18 +51,16 @@ def main(argv: Sequence[str], prog: str) -> int:
     jax.config.update("jax_platforms", "cpu")
     target = Path(options.target)
     by_suffix = {format.suffix: name for name, format in FORMATS.items() if format.suffix}
-    to = options.to or by_suffix.get(target.suffix)
-    if not to:
-        raise UsageError(f"--to is missing: give one of {', '.join(FORMATS)}")
-    dtype = options.dtype or None
+    to, dtype = options.to or by_suffix.get(target.suffix, ""), options.dtype or None
     check_names("to", to, dtype)
-    began_s = time.perf_counter()
-    found = convert(options.source, target, to, dtype, overwrite=options.overwrite, rope_factor=options.rope_factor)
-    seconds = time.perf_counter() - began_s
+    start_s = time.perf_counter()
+    replace, factor = options.overwrite, options.rope_factor
+    checkpoint = convert(options.source, target, to, dtype, overwrite=replace, rope_factor=factor)
+    seconds = time.perf_counter() - start_s
     size_bytes = sum(file.stat().st_size for file in ([target] if target.is_file() else target.rglob("*")))
     size = f"{size_bytes / 1e9:,.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:,.1f} MB"
-    written = FORMATS[to].stored_dtype(dtype) or found.tensors["embed"].dtype.name
-    what = summary(found.config, written, found.tokenizer)
-    print(f"{what} -> {target}, {size} in {seconds:.1f} s", file=sys.stderr)
+    written = FORMATS[to].stored_dtype(dtype) or checkpoint.tensors["embed"].dtype.name
+    model = summary(checkpoint.config, written, checkpoint.tokenizer)
+    print(f"{model} -> {target}, {size} in {seconds:.1f} s", file=sys.stderr)
     print(f"check it: {prog.removesuffix('convert')}verify {shlex.quote(str(target))}", file=sys.stderr)
     return 0

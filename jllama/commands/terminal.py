@@ -63,28 +63,26 @@ def lines(at_terminal: bool) -> Iterator[str]:
     Raises:
         JllamaError: the input is not UTF-8 text.
     """
-    number = 0
-    while sys.stdin is not None:  # it is None where it was closed
-        line, more = "", True
+    number, line, more = 0, "", sys.stdin is not None  # it is None where it was closed
+    while more:
+        number += 1
         try:
-            while more:
-                number += 1
-                line += _typed("... " if line else "> ") if at_terminal else input()
-                more = line.endswith("\\")
-                line = line[:-1] + "\n" if more else line
+            line += _typed("... " if line else "> ") if at_terminal else input()
             line.encode()  # an input that is not UTF-8 may come as lone surrogates
         except UnicodeError as error:
             raise JllamaError(f"line {number} of the input is not UTF-8 text: {error}") from error
         except EOFError:
-            if line.strip():
-                yield line
-            break
+            more = False
         except KeyboardInterrupt:
             if not at_terminal:
                 raise
-            break
-        if line.strip():
-            yield line
+            line, more = "", False
+        if more and line.endswith("\\"):
+            line = line[:-1] + "\n"
+        else:
+            if line.strip():
+                yield line
+            line = ""
     if at_terminal:
         print()
 
@@ -107,22 +105,22 @@ def _typed(prompt: str) -> str:
 @contextlib.contextmanager
 def line_editing() -> Iterator[None]:
     """Editing keys, pastes and earlier lines at the prompt, where there is readline; what cannot be kept is not."""
-    try:
+    with contextlib.suppress(ImportError):
         import readline
-    except ImportError:
-        yield
-        return
-    folder = cache_folder()
-    readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
-    readline.set_history_length(HISTORY_LINES)
-    with contextlib.suppress(OSError):
-        readline.read_history_file(folder / "chat_history")
+
+        path = cache_folder() / "chat_history"
+        readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
+        readline.set_history_length(HISTORY_LINES)
+        with contextlib.suppress(OSError):
+            readline.read_history_file(path)
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            readline.write_history_file(folder / "chat_history")
+        with contextlib.suppress(ImportError, OSError):
+            import readline
+
+            path.parent.mkdir(parents=True, exist_ok=True)
+            readline.write_history_file(path)
 
 
 @contextlib.contextmanager

@@ -333,7 +333,7 @@ def test_the_format_is_read_off_the_target(place, capsys):
         assert check == f"check it: jllama verify {target}"
         assert registry._format_of(target) == format
     assert cli.run("convert", [str(place / "in" / "hf"), str(place / "out" / "x")]) == 2
-    assert capsys.readouterr().err == "error: --to is missing: give one of gguf, meta, llama2c, hf, orbax\n"
+    assert capsys.readouterr().err == "error: to is ''; it must be one of gguf, meta, llama2c, hf, orbax\n"
     assert cli.run("convert", [str(place / "in" / "gguf"), str(place / "out" / "none"), "--to", "hf"]) == 0
     for name in ("tokenizer.json", "tokenizer.model"):
         (place / "out" / "none" / name).unlink()
