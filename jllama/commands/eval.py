@@ -100,7 +100,7 @@ def _evaluate_text(model: jllama.LanguageModel, options: EvalOptions) -> int:
             stride=stride,
             batch_size=options.batch_size,
             max_tokens=options.max_tokens or None,
-            report=lambda done, total: move(completed=done, total=total),
+            on_progress=lambda done, total: move(completed=done, total=total),
         )
     found = {
         "tokens": score.tokens,
@@ -121,7 +121,7 @@ def _evaluate_text(model: jllama.LanguageModel, options: EvalOptions) -> int:
 
 
 def _evaluate_tasks(options: EvalOptions) -> int:
-    from jllama.evaluation import harness  # needs lm-eval
+    from jllama import harness  # needs lm-eval
 
     names = [name.strip() for name in options.tasks.split(",") if name.strip()]
     manager = harness.task_manager(names, options.include_path)  # before the model is loaded

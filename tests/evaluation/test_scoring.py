@@ -51,20 +51,20 @@ def assert_close(actual, wanted):
 def test_rows_against_the_oracle(rows, data):
     counts = [data.draw(st.integers(0, len(row) - 1)) for row in rows]
     for row, count, scores in zip(rows, counts, token_log_probs(MODEL, rows, counts, batch_size=BATCH), strict=True):
-        assert len(scores.log_probs) == len(scores.greedy) == count
+        assert len(scores.log_probs) == len(scores.is_likeliest) == count
         if count:
             log_probs, likeliest = expected(row)
             assert_close(scores.log_probs, log_probs[-count:])
-            assert scores.greedy.tolist() == (likeliest == row[1:])[-count:].tolist()
+            assert scores.is_likeliest.tolist() == (likeliest == row[1:])[-count:].tolist()
 
 
-def test_greedy_rows_are_recognised():
+def test_greedy_rows_are_recognized():
     row = [1, 5]
     for _ in range(20):
         row.append(int(expected([*row, 0])[1][-1]))
     scores = token_log_probs(MODEL, [row], batch_size=BATCH)[0]
-    assert scores.greedy[1:].all()
-    assert scores.greedy.dtype == bool
+    assert scores.is_likeliest[1:].all()
+    assert scores.is_likeliest.dtype == bool
 
 
 @settings(max_examples=15)
@@ -74,7 +74,7 @@ def test_batch_mates_and_padding_change_nothing(rows):
     for row, scores in zip(rows, together, strict=True):
         alone = token_log_probs(MODEL, [row], batch_size=BATCH)[0]
         assert_close(scores.log_probs, alone.log_probs)
-        assert scores.greedy.tolist() == alone.greedy.tolist()
+        assert scores.is_likeliest.tolist() == alone.is_likeliest.tolist()
 
 
 def test_rows_of_all_lengths_take_two_compilations():
@@ -84,17 +84,6 @@ def test_rows_of_all_lengths_take_two_compilations():
         sizes.append(scoring._score._cache_size())
     assert sizes[1] <= sizes[0] + 2  # up to 32 tokens, and the context of 48; other tests may have run before
     assert sizes[1] == sizes[2] == sizes[3]
-
-
-def test_logits_in_parts_are_the_same(monkeypatch):
-    rows = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (5, 49))
-    # No other test has batches of 5; their 240 positions are 34 parts and a rest.
-    monkeypatch.setattr(scoring, "_LOGITS_AT_ONCE", 7 * CONFIG.vocab_size)
-    for row, scores in zip(
-        rows, token_log_probs(MODEL, [*rows], batch_size=5), strict=True
-    ):  # no other test has 5 rows
-        assert_close(scores.log_probs, expected(row)[0])
-        assert scores.greedy.tolist() == (expected(row)[1] == row[1:]).tolist()
 
 
 @pytest.mark.parametrize(
@@ -109,6 +98,13 @@ def test_logits_in_parts_are_the_same(monkeypatch):
 def test_bad_rows(rows, counts, said):
     with pytest.raises(UsageError, match=said):
         token_log_probs(MODEL, rows, counts)
+
+
+@settings(max_examples=5)
+@given(some_rows.filter(len))
+def test_either_layout_of_the_weights_gives_the_same(rows):
+    for one, other in zip(token_log_probs(MODEL, rows), token_log_probs(MODEL.for_decoding(), rows), strict=True):
+        assert_close(one.log_probs, other.log_probs)
 
 
 # Windows

@@ -32,12 +32,12 @@ except ImportError as error:
     raise JllamaError(f"lm-eval's tasks need its package ({error}): pip install 'jllama[eval]'") from error
 
 _NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one given counts
-_SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name != "temperature")
+_SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
 _DEFAULT_NEW_TOKENS = 256  # of lm-eval's own models
 
 
 class JllamaLM(TemplateLM):
-    """A jllama model as lm-eval wants one: ``lm_eval.simple_evaluate(JllamaLM("runs/quickstart"), tasks=[...])``.
+    """A jllama model for lm-eval: ``lm_eval.simple_evaluate(JllamaLM("runs/quickstart"), tasks=["arc_easy"])``.
 
     Importing this module registers it as ``jllama``: ``simple_evaluate("jllama", model_args={"pretrained": path})``.
     BOS stands where lm-eval's Hugging Face model puts it, so that results compare: in front of every text if the
@@ -80,12 +80,12 @@ class JllamaLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before the first token of a text that has no context."""
+        """The token before the first one of a text that has no context."""
         return self._tokenizer.bos_id
 
     @property
     def tokenizer_name(self) -> str:
-        """Tells lm-eval's cache of requests tokenizers apart."""
+        """What tells tokenizers apart in lm-eval's cache of requests."""
         return self._tokenizer.fingerprint()
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
@@ -117,12 +117,12 @@ class JllamaLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **ignored: Any
     ) -> list[tuple[float, bool]]:
-        """Of each continuation after its context, cut on the left to what fits: ``log p``, and whether it is greedy."""
+        """Each continuation's ``log p`` after its context, cut on the left to what fits, and whether it is greedy."""
         for (_, text), _, continuation in requests:
             if len(continuation) > self.max_length:
+                said = f"the continuation {text[:20]!r}... has {len(continuation)} tokens and max_length is"
                 raise JllamaError(
-                    f"the continuation {text[:20]!r}... has {len(continuation)} tokens and max_length is "
-                    f"{self.max_length}: leave the task out, or take a model with a longer context"
+                    f"{said} {self.max_length}: leave the task out, or take a model with a longer context"
                 )
         rows = [(context + continuation)[-self.max_length - 1 :] for _, context, continuation in requests]
         results = self._score(rows, [len(continuation) for _, _, continuation in requests])
@@ -131,7 +131,7 @@ class JllamaLM(TemplateLM):
         return results
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Of each whole text, in windows that overlap only in context: ``log p``."""
+        """Each whole text's ``log p``, in windows that overlap only in context."""
         rows, counts, owners = [], [], []
         for owner, request in enumerate(requests):
             ids = [self.prefix_token_id, *self.tok_encode(*request.args)]
@@ -147,10 +147,10 @@ class JllamaLM(TemplateLM):
         return totals
 
     def _score(self, rows: list[list[int]], counts: list[int]) -> list[tuple[float, bool]]:
-        """Of the last tokens of each row: their summed log-probability, and whether all are the likeliest."""
+        """The summed log-probability of the last tokens of each row, and whether all are the likeliest."""
         with tqdm(total=sum(counts), desc="tokens scored", disable=None) as bar:
-            scores = token_log_probs(self.model, rows, counts, batch_size=self.batch_size, report=bar.update)
-        return [(float(row.log_probs.sum(dtype=np.float64)), bool(row.greedy.all())) for row in scores]
+            scores = token_log_probs(self.model, rows, counts, batch_size=self.batch_size, on_progress=bar.update)
+        return [(float(row.log_probs.sum(dtype=np.float64)), bool(row.is_likeliest.all())) for row in scores]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The continuation of each context, without the stop string that ended it; greedy unless the task samples.
@@ -162,9 +162,9 @@ class JllamaLM(TemplateLM):
         prompts = [self._prompt(*cast(Any, request.args)) for request in requests]
         with tqdm(total=len(requests), desc="texts generated", disable=None) as bar:
             for batch in generate_batches(self.model, prompts, batch_size=self.batch_size):
-                for place, completion in batch.items():
-                    texts[place] = self._text(completion)
-                    self.cache_hook.add_partial("generate_until", requests[place].args, texts[place])
+                for index, completion in batch.items():
+                    texts[index] = self._text(completion)
+                    self.cache_hook.add_partial("generate_until", requests[index].args, texts[index])
                 bar.update(len(batch))
         return texts
 
@@ -173,10 +173,8 @@ class JllamaLM(TemplateLM):
         stop, max_new_tokens, sampling = generation_arguments(arguments)
         room = self.max_length - max_new_tokens
         if room < 1:
-            raise JllamaError(
-                f"max_gen_toks {max_new_tokens} leaves no room for a prompt in max_length {self.max_length}: lower it "
-                f"(generation_kwargs of the task), or take a model with a longer context"
-            )
+            said = f"max_gen_toks {max_new_tokens} leaves no room for a prompt in max_length {self.max_length}"
+            raise JllamaError(f"{said}: lower it (generation_kwargs), or take a model with a longer context")
         ids = (self.tok_encode(context) or [self.prefix_token_id])[-room:]
         special = self._tokenizer.special_tokens
         stop_ids = {*self.model.stop_ids, self.eot_token_id, *(special[text] for text in stop if text in special)}
@@ -192,34 +190,30 @@ register_model("jllama")(JllamaLM)
 
 
 def generation_arguments(arguments: dict[str, Any]) -> tuple[list[str], int, SamplingParams]:
-    """A task's ``generation_kwargs`` as stop strings, the most new tokens, and how they are drawn.
+    """Turn a task's ``generation_kwargs`` into stop strings, the most new tokens, and how they are sampled.
 
     Greedy unless ``do_sample`` is true or, where that is not said, ``temperature`` is positive.
 
     Raises:
-        JllamaError: an argument is unknown, or has a value that jllama does not honour.
+        JllamaError: an argument is unknown, or has a value that jllama does not honor.
     """
-    left = dict(arguments)
-    until = left.pop("until", None) or []
+    remaining = {name: value for name, value in arguments.items() if value is not None}
+    until, do_sample = remaining.pop("until", []), remaining.pop("do_sample", None)
     stop = [string for string in ([until] if isinstance(until, str) else until) if string]
-    new_tokens = [value for name in _NEW_TOKENS if (value := left.pop(name, None)) is not None]
-    temperature, do_sample = left.pop("temperature", None), left.pop("do_sample", None)
-    settings = {name: left.pop(name) for name in _SAMPLING if left.get(name) is not None}
-    if left.get("num_beams") == 1:
-        del left["num_beams"]
-    if left:
-        name, value = next(iter(left.items()))
-        raise JllamaError(
-            f"generation_kwargs has {name}: {value!r}, which jllama does not honour; it knows until, do_sample, "
-            f"temperature, {', '.join((*_NEW_TOKENS, *_SAMPLING))}"
-        )
-    draws = bool(temperature) if do_sample is None else do_sample
-    temperature = 0.0 if not draws else 1.0 if temperature is None else float(temperature)
-    return stop, int(next(iter(new_tokens), _DEFAULT_NEW_TOKENS)), SamplingParams(temperature=temperature, **settings)
+    new_tokens = [remaining.pop(name) for name in _NEW_TOKENS if name in remaining] or [_DEFAULT_NEW_TOKENS]
+    sampling = {name: remaining.pop(name) for name in _SAMPLING if name in remaining}
+    if remaining.get("num_beams") == 1:
+        del remaining["num_beams"]
+    for name, value in remaining.items():
+        known = ", ".join(("until", "do_sample", *_NEW_TOKENS, *_SAMPLING))
+        raise JllamaError(f"generation_kwargs has {name}: {value!r}, which jllama does not honor; it knows {known}")
+    draws = sampling.get("temperature") if do_sample is None else do_sample
+    sampling["temperature"] = float(sampling.get("temperature", 1)) if draws else 0.0
+    return stop, int(new_tokens[0]), SamplingParams(**sampling)
 
 
 def task_manager(names: Sequence[str], include_path: str = "") -> TaskManager:
-    """What finds lm-eval's tasks and those in a folder of one's own, which come first.
+    """The index of lm-eval's tasks and those in a folder of one's own, which come first.
 
     lm-eval's own are over ten thousand files, read only if a name is not among those of the folder.
 
@@ -246,23 +240,22 @@ def task_manager(names: Sequence[str], include_path: str = "") -> TaskManager:
 
 
 def evaluate_tasks(lm: JllamaLM, tasks: Sequence[str], manager: TaskManager, **arguments: Any) -> dict[str, Any]:
-    """What ``lm_eval.simple_evaluate`` finds on tasks; ``arguments`` are others of its own. Its prints go to stderr.
+    """The results of ``lm_eval.simple_evaluate``; ``arguments`` are others of its own. Its prints go to stderr.
 
     Raises:
         JllamaError: lm-eval fails, for example because it cannot download a task's data; the message is its own.
     """
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            found = simple_evaluate(lm, tasks=[*tasks], task_manager=manager, **arguments)
+            results = simple_evaluate(lm, tasks=[*tasks], task_manager=manager, **arguments)
     except JllamaError:
         raise
     except Exception as error:  # of lm-eval, or of what it reads data and computes metrics with
         said = " ".join(str(error).split())
         raise JllamaError(f"lm-eval stopped with {type(error).__name__}: {said}") from error
-    assert found is not None, "only processes other than the first get nothing"
-    return dict(found)
+    return dict(results or {})  # only processes other than the first get nothing
 
 
-def table(found: dict[str, Any]) -> str:
+def table(results: dict[str, Any]) -> str:
     """lm-eval's own table of what ``evaluate_tasks`` gives."""
-    return make_table(found) + (make_table(found, "groups") if found.get("groups") else "")
+    return make_table(results) + (make_table(results, "groups") if results.get("groups") else "")

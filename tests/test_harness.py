@@ -23,12 +23,12 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 import jllama
+from jllama import harness
 from jllama.commands import cli
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
-from jllama.evaluation import harness
-from jllama.evaluation.harness import JllamaLM, evaluate_tasks, generation_arguments, task_manager
 from jllama.generation.sampling_params import SamplingParams
+from jllama.harness import JllamaLM, evaluate_tasks, generation_arguments, task_manager
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import HuggingFaceTokenizer, train_sentencepiece
 from jllama.tokenizers.byte_level import BYTE_CHARS, PRE_TOKENIZERS, byte_level_json
@@ -203,7 +203,7 @@ def test_texts_are_encoded_as_the_hugging_face_model_does(model, peer, text):
     assert (lm.prefix_token_id, lm.eot_token_id, lm.max_length) == (1, 2, peer.max_length)
 
 
-def test_until_and_the_number_of_tokens_are_honoured(model, peer):
+def test_until_and_the_number_of_tokens_are_honored(model, peer):
     """One batch in which every request has its own."""
     arguments = [
         {"max_gen_toks": 30},
@@ -229,7 +229,7 @@ def test_until_may_name_a_special_token(model, monkeypatch):
     assert [list(prompt.stop_ids) for prompt in seen] == [[0, 2], [2]]
 
 
-def test_sampling_is_honoured(model):
+def test_sampling_is_honored(model):
     lm = JllamaLM(model)
 
     def text(**arguments):
@@ -265,12 +265,12 @@ def test_generation_arguments(arguments, wanted):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"num_beams": 4}, "generation_kwargs has num_beams: 4, which jllama does not honour; it knows until"),
+        ({"num_beams": 4}, "generation_kwargs has num_beams: 4, which jllama does not honor; it knows until"),
         ({"typical_p": 0.5}, "generation_kwargs has typical_p: 0.5"),
         ({"temperature": 1, "top_p": 3}, "top_p is 3; it must be"),
     ],
 )
-def test_arguments_that_cannot_be_honoured(arguments, said):
+def test_arguments_that_cannot_be_honored(arguments, said):
     with pytest.raises(JllamaError, match=said):
         generation_arguments(arguments)
 
