@@ -1,10 +1,13 @@
-"""Peak private memory and time of loading and converting a model of 1.1 billion random parameters, in every format.
+"""Peak private memory and time of converting, loading and sampling from 1.1 billion random parameters, in every format.
 
-The shape is TinyLlama's, which every format can hold. Private memory is the process's anonymous pages (``RssAnon`` in
-``/proc/self/status``: the interpreter and its libraries included, mapped files not), sampled every 5 ms, so Linux only.
-The bound is the model's size in the target dtype plus 1 GB. Needs about 25 GB of disk.
+The shape is TinyLlama's, which every format can hold. Private memory is a process's anonymous pages (``RssAnon`` in
+``/proc/PID/status``: the interpreter and its libraries included, mapped files not), looked at every 5 ms, so Linux only.
+The bound is the model's size in the target dtype plus 1 GB. Needs about 10 GB of disk.
 
     python benchmarks/checkpoint_memory.py --folder /some/disk
+    python benchmarks/checkpoint_memory.py --versions before=/its/checkout after=. --repeats 5 --only gguf_q8_0
+
+With several versions each measurement is taken of one after the other, and again; the medians count.
 """
 
 from __future__ import annotations
@@ -15,12 +18,11 @@ import json
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,15 @@ STORED = {
     "orbax_bfloat16": ("orbax", "bfloat16"),
 }
 """What is converted to (from ``hf_bfloat16``) and then loaded: a name, and the arguments ``to`` and ``dtype``."""
+BYTES = {"float32": 4, "bfloat16": 2, "q8_0": 34 / 32, "int8": 1}
+
+LOAD = """
+import sys, time, jax, jllama
+start_s = time.perf_counter()
+jax.block_until_ready(jllama.load(sys.argv[1], sys.argv[2]).for_decoding().params)
+print(time.perf_counter() - start_s)
+"""
+"""What a text is decoded with, from a file; prints the seconds that this took."""
 
 
 class RandomTensor:
@@ -53,102 +64,99 @@ class RandomTensor:
         return 0.02 * rng.standard_normal((rows.stop - rows.start, *self.shape[1:]), np.float32)
 
 
-def measured(action: Callable[[], Any]) -> dict[str, float]:
-    """Do something; the most private memory meanwhile and the time it took."""
-    peak_bytes, done = 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal peak_bytes
-        while not done.is_set():
-            status = Path("/proc/self/status").read_text()
-            peak_bytes = max(peak_bytes, 1024 * int(status.partition("RssAnon:")[2].split()[0]))
-            time.sleep(0.005)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    began_s = time.perf_counter()
-    try:
-        action()
-    finally:
-        wall_s = time.perf_counter() - began_s
-        done.set()
-        watcher.join()
-    return {"peak_private_bytes": peak_bytes, "wall_s": round(wall_s, 1)}
-
-
-def child(task: str, *arguments: str) -> None:
-    """One measurement, in a process of its own."""
-    import jax
-
+def make(folder: Path) -> None:
+    """The model as Hugging Face has it, with a tokenizer of as many tokens as its embedding has rows."""
     import jllama
     from jllama.checkpoints.huggingface import write
-    from jllama.checkpoints.registry import convert
     from jllama.checkpoints.tensors import Checkpoint
     from jllama.parameters import tensor_specs
+    from jllama.tokenizers import train_sentencepiece
 
-    jax.config.update("jax_platforms", "cpu")
-    if task == "make":
-        config = jllama.preset(PRESET)
-        tensors = {stored.key: RandomTensor(stored.shape, seed) for seed, stored in enumerate(tensor_specs(config))}
-        Path(arguments[0]).mkdir()
-        write(Checkpoint(config, tensors), Path(arguments[0]), np.dtype(jax.numpy.bfloat16), lambda _: None)
-    elif task == "convert":
-        source, target, to, dtype = arguments
-        print(json.dumps(measured(lambda: convert(source, target, to, dtype))))
-    else:
-        path, dtype = arguments
-        print(json.dumps(measured(lambda: jax.block_until_ready(jllama.load(path, dtype).params))))
+    config = jllama.preset(PRESET)
+    rng = np.random.default_rng(0)
+    words = ["".join(rng.choice(list("abcdefghijklmnopqrstuvwxyz"), rng.integers(2, 9))) for _ in range(60_000)]
+    texts = [" ".join(words[start : start + 100]) for start in range(0, len(words), 100)]
+    tensors = {spec.key: RandomTensor(spec.shape, seed) for seed, spec in enumerate(tensor_specs(config))}
+    folder.mkdir()
+    checkpoint = Checkpoint(config, tensors, train_sentencepiece(texts, config.vocab_size))
+    write(checkpoint, folder, np.dtype("bfloat16"), lambda _: None)
 
 
-def in_child(*arguments: str | Path) -> str:
-    command = [sys.executable, __file__, "--child", *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
+def measured(version: Path, *command: str | Path) -> dict[str, float]:
+    """Run Python with a version's package: the most private memory, the time, and the seconds that it prints, if any."""
+    environment = os.environ | {"PYTHONPATH": str(version), "JAX_PLATFORMS": "cpu"}
+    start_s, peak_bytes = time.perf_counter(), 0
+    process = subprocess.Popen(
+        [sys.executable, *map(str, command)], stdout=subprocess.PIPE, cwd=version, env=environment, text=True
+    )
+    while process.poll() is None:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        if "RssAnon:" in status:
+            peak_bytes = max(peak_bytes, 1024 * int(status.partition("RssAnon:")[2].split()[0]))
+        time.sleep(0.005)
+    assert process.stdout is not None
+    printed = process.stdout.read().split()
+    if process.returncode:
+        raise SystemExit(f"{command} of {version} failed")
+    wall_s = float(printed[0]) if command[0] == "-c" else time.perf_counter() - start_s
+    return {"peak_private_bytes": peak_bytes, "wall_s": round(wall_s, 2)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Make the model, measure every format in every version, and write the figures down."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", help="where to put the models; a temporary folder without it")
+    parser.add_argument("--versions", nargs="+", default=[f"now={ROOT}"], metavar="NAME=CHECKOUT")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--only", nargs="+", choices=STORED, default=list(STORED))
+    parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
 
     import jllama
     from jllama.parameters import count_parameters
 
+    versions = {name: Path(path).resolve() for name, _, path in (each.partition("=") for each in arguments.versions)}
     number = count_parameters(jllama.preset(PRESET))
-    itemsize = {"float32": 4, "bfloat16": 2, "q8_0": 34 / 32}
-    results: dict[str, Any] = {"convert_from_hf_bfloat16": {}, "load": {}}
+    results: dict[str, Any] = {"convert_from_hf_bfloat16": {}, "load": {}, "sample": {}}
+
+    def measure(kind: str, name: str, dtype: str, *command: str | Path, target: Path | None = None) -> None:
+        times: dict[str, list[dict[str, float]]] = {version: [] for version in versions}
+        for _ in range(arguments.repeats):
+            for version, path in versions.items():
+                if target is not None and target.exists():
+                    shutil.rmtree(target) if target.is_dir() else target.unlink()
+                times[version].append(measured(path, *command))
+        results[kind][name] = {"model_bytes": int(number * BYTES[dtype])}
+        for version, each in times.items():
+            found = {key: statistics.median(one[key] for one in each) for key in each[0]}
+            within = found["peak_private_bytes"] <= number * BYTES[dtype] + 1e9
+            results[kind][name][version] = found | {"within_bound": within}
+        print(kind, name, json.dumps(results[kind][name]), flush=True)
+
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         source = Path(folder) / "hf_bfloat16"
-        in_child("make", source)
-        for name, (to, dtype) in STORED.items():
+        make(source)
+        for name in arguments.only:
+            to, dtype = STORED[name]
             target = Path(folder) / name
             if target != source:
-                converted = json.loads(in_child("convert", source, target, to, dtype))
-                results["convert_from_hf_bfloat16"][name] = converted | bound(converted, number * itemsize[dtype])
-            for wanted in ("float32", "bfloat16"):
-                loaded = json.loads(in_child("load", target, wanted))
-                results["load"][f"{name} as {wanted}"] = loaded | bound(loaded, number * itemsize[wanted])
+                command = ("-m", "jllama", "convert", source, target, "--to", to, "--dtype", dtype)
+                measure("convert_from_hf_bfloat16", name, dtype, *command, target=target)
+            for dtype in ("float32", "bfloat16"):
+                measure("load", f"{name} as {dtype}", dtype, "-c", LOAD, target, dtype)
+            command = ("sample.py", target, "--prompt", "a", "--max_new_tokens", "2")
+            for dtype in ("float32", "bfloat16"):
+                measure("sample", f"{name} as {dtype}", dtype, *command, "--dtype", dtype)
+            measure("sample", f"{name} as int8", "int8", *command, "--quantize", "int8")
             if target != source:
                 shutil.rmtree(target) if target.is_dir() else target.unlink()
-            print(json.dumps(results, indent=1), flush=True)
     results["parameters"] = number
     results["machine"] = f"{os.cpu_count()} CPUs, {platform.platform()}, Python {platform.python_version()}"
-    results["versions"] = {
+    results["packages"] = {
         name: importlib.metadata.version(name) for name in ("jax", "numpy", "gguf", "orbax-checkpoint")
     }
-    RESULT.write_text(json.dumps(results, indent=2) + "\n")
-
-
-def bound(measurement: dict[str, float], model_bytes: float) -> dict[str, Any]:
-    """The model's size in the target dtype, and whether the peak stayed within it and 1 GB."""
-    return {
-        "model_bytes": int(model_bytes),
-        "within_bound": measurement["peak_private_bytes"] <= model_bytes + 1e9,
-    }
+    arguments.output.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        child(*sys.argv[2:])
-    else:
-        main()
+    main()
