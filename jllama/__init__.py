@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 # isort: off
 if TYPE_CHECKING:  # for editors and type checkers; at run time a name is imported when it is first used
     from jllama import check as check, functional as functional, oracle as oracle
-    from jllama.checkpoints.registry import convert as convert, load as load
-    from jllama.language_model import LanguageModel as LanguageModel
+    from jllama.checkpoints.registry import FORMATS as FORMATS, Format as Format, convert as convert, load as load
     from jllama.checkpoints.registry import load_tokenizer as load_tokenizer, save as save
+    from jllama.language_model import LanguageModel as LanguageModel
     from jllama.config import LlamaConfig as LlamaConfig
     from jllama.errors import JllamaError as JllamaError, UsageError as UsageError
     from jllama.conversation.conversation import Conversation as Conversation, chat as chat
@@ -59,7 +59,7 @@ if os.environ.get("JLLAMA_CHECK_SHAPES", "0") not in ("", "0"):
 
 _NAMES = {
     "jllama": "check functional oracle",
-    "jllama.checkpoints.registry": "convert load load_tokenizer save",
+    "jllama.checkpoints.registry": "FORMATS Format convert load load_tokenizer save",
     "jllama.config": "LlamaConfig",
     "jllama.rope_scaling": "DynamicScaling LinearScaling Llama3Scaling RopeScaling YarnScaling",
     "jllama.language_model": "LanguageModel",

@@ -2,16 +2,21 @@
 
 import dataclasses
 import json
+import zipfile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import assert_same_bits
 
 import jllama
 from jllama import functional as F
 from jllama import oracle
+from jllama.checkpoints.tensors import Checkpoint, blocks
+from jllama.commands import cli
+from jllama.parameters import tensor_specs
 from jllama.tokenizers import BytesTokenizer
 from jllama.verify.checks import random_params
 
@@ -92,3 +97,44 @@ def test_a_sampler(monkeypatch):
         probs = oracle.softmax(scores)
         order = np.argsort(np.abs(-np.log(probs) + np.sum(probs * np.log(probs))))
         assert token in order[: 1 + np.searchsorted(np.cumsum(probs[order]), 0.2 + 1e-6)]
+
+
+def add_a_format():
+    """One NumPy archive: the tensors by their keys, and the configuration as JSON."""
+
+    def read(path):
+        arrays = np.load(path)
+        config = jllama.LlamaConfig(**json.loads(str(arrays["config"])))
+        return Checkpoint(config, {spec.key: arrays[spec.key] for spec in tensor_specs(config)})
+
+    def write(checkpoint, target, dtype, on_progress):
+        arrays = {"config": np.array(json.dumps(dataclasses.asdict(checkpoint.config)))}
+        for key, tensor in checkpoint.tensors.items():
+            arrays[key] = np.concatenate(list(blocks(tensor, dtype or np.float32)))
+            on_progress(arrays[key].nbytes)
+        with target.open("wb") as file:
+            np.savez(file, **arrays)
+
+    dtypes = {"float32": 4, "float16": 2}  # an archive has no bfloat16
+    jllama.FORMATS["npz"] = jllama.Format(
+        "a NumPy archive", zipfile.is_zipfile, read, write, dtypes, is_file=True, suffix=".npz"
+    )
+
+
+def test_a_format(tmp_path, monkeypatch, capsys):
+    """It is loaded, saved and converted like any other, from Python and at the command line."""
+    monkeypatch.setitem(jllama.FORMATS, "npz", None)  # gone afterwards
+    add_a_format()
+    config = jllama.LlamaConfig(vocab_size=259, num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=1, mlp_dim=48)
+    weights = random_params(config, 0)
+    jllama.save(jllama.LanguageModel(config, weights), tmp_path / "hf", "hf")
+    assert cli.run("convert", [str(tmp_path / "hf"), str(tmp_path / "a.npz")]) == 0
+    jllama.save(jllama.load(tmp_path / "a.npz"), tmp_path / "b", "npz")
+    assert cli.run("convert", [str(tmp_path / "b"), str(tmp_path / "c"), "--to", "npz", "--dtype", "float16"]) == 0
+    jllama.convert(tmp_path / "b", tmp_path / "gguf", "gguf")
+    for name, dtype in (("a.npz", "float32"), ("b", "float32"), ("c", "float16"), ("gguf", "float32")):
+        expected = jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), weights)
+        assert_same_bits(jllama.load(tmp_path / name, dtype, layout="training").params, expected)
+    capsys.readouterr()
+    assert cli.run("convert", [str(tmp_path / "hf"), str(tmp_path / "d.npz"), "--dtype", "bfloat16"]) == 2
+    assert "dtype is 'bfloat16'; with npz it must be one of float32, float16" in capsys.readouterr().err
