@@ -1,7 +1,7 @@
 """Peak private memory and time of converting, loading and sampling from 1.1 billion random parameters, in every format.
 
 The shape is TinyLlama's, which every format can hold. Private memory is a process's anonymous pages (``RssAnon`` in
-``/proc/PID/status``: the interpreter and its libraries included, mapped files not), looked at every 5 ms, so Linux only.
+``/proc/PID/status``: the interpreter and its libraries included, mapped files not), sampled every 5 ms, so Linux only.
 The bound is the model's size in the target dtype plus 1 GB. Needs about 10 GB of disk.
 
     python benchmarks/checkpoint_memory.py --folder /some/disk
@@ -83,7 +83,7 @@ def make(folder: Path) -> None:
 
 
 def measured(version: Path, *command: str | Path) -> dict[str, float]:
-    """Run Python with a version's package: the most private memory, the time, and the seconds that it prints, if any."""
+    """Run Python with a version's package: its peak private memory and its time, of a script the one that it prints."""
     environment = os.environ | {"PYTHONPATH": str(version), "JAX_PLATFORMS": "cpu"}
     start_s, peak_bytes = time.perf_counter(), 0
     process = subprocess.Popen(
