@@ -26,10 +26,10 @@ from jllama.files import cache_folder, written_whole
 from jllama.progress import progress
 from jllama.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
 
-FORMAT = 1  # part of every fingerprint: raise it when the files below change
+CACHE_VERSION = 1  # part of every fingerprint: raise it when the files below change
 _TRAINING = 2  # raise it when the tokenizer's training changes
 FEW_DOCUMENTS = 32  # up to so many, each document is split; above, whole documents go to one side
-GROUP = 1 << 18  # characters that one thread tokenizes at a time, a block of a document or many short ones
+CHUNK_CHARS = 1 << 18  # what one thread tokenizes at a time, a block of a document or many short ones
 GZIP_LIMIT = 1 << 26  # bytes of validation text that gzip is measured on
 SPLITS = ("train", "validation")
 
@@ -88,7 +88,7 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
     files = corpus_files(config.path, cache)
     stats = {name: path.stat() for name, path in files.items()}
     listing = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
-    corpus = _sha256(FORMAT, listing, config.text_field, config.validation_fraction)
+    corpus = _sha256(CACHE_VERSION, listing, config.text_field, config.validation_fraction)
     is_packed = any(name.endswith((".gz", ".zst", ".parquet")) for name in files)
     size = None if is_packed else sum(stat.st_size for stat in stats.values())
 
@@ -195,24 +195,22 @@ def _write_tokens(blocks: Iterable[Block], tokenizer: Tokenizer, folder: Path, f
                     outputs[split].write(ids.data)
                     counts[split]["tokens"] += len(ids)
 
-    for split in SPLITS:
-        if not counts[split]["tokens"]:
-            raise JllamaError(
-                f"the {split} split is empty: the corpus has {sum(c['documents'] for c in counts.values())} documents, "
-                f"so give more text or another data.validation_fraction"
-            )
+    documents = sum(count["documents"] for count in counts.values())
+    if empty := [split for split in SPLITS if not counts[split]["tokens"]]:
+        said = f"the {empty[0]} split is empty: the corpus has {documents} documents"
+        raise JllamaError(f"{said}, so give more text or another data.validation_fraction")
     gzipped = {"gzip_bytes": gzip_bytes + len(gzip.flush()), "gzip_of_bytes": gzip_of_bytes}
     report = {"fingerprint": fingerprint, "dtype": dtype.name, **counts, **gzipped}
     (folder / "counts.json").write_text(json.dumps(report, indent=2) + "\n")
 
 
 def _groups(blocks: Iterable[Block]) -> Iterator[list[Block]]:
-    """Consecutive blocks, until together they reach GROUP characters."""
+    """Consecutive blocks, until together they reach CHUNK_CHARS characters."""
     group, size = [], 0
     for block in blocks:
         group.append(block)
         size += len(block.text)
-        if size >= GROUP:
+        if size >= CHUNK_CHARS:
             yield group
             group, size = [], 0
     yield group

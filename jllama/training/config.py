@@ -18,9 +18,8 @@ class OptimizerConfig:
     """An optimizer under a warm-up and a cosine.
 
     Args:
-        name: ``adamw`` (Loshchilov and Hutter 2019, arXiv:1711.05101); ``lion`` (Chen et al. 2023, arXiv:2302.06675),
-            with half the memory and a learning rate of about a fifth; or ``adafactor`` (Shazeer and Stern 2018,
-            arXiv:1804.04235), which keeps a matrix's second moments as rows and columns.
+        name: ``adamw`` (arXiv:1711.05101); ``lion`` (arXiv:2302.06675), with half its memory and about a fifth of its
+            learning rate; or ``adafactor`` (arXiv:1804.04235), which keeps second moments as rows and columns alone.
         learning_rate: the peak, reached at the end of the warm-up.
         final_fraction: the learning rate ends at this share of the peak.
         warmup_fraction: the share of all steps over which the learning rate rises linearly.
@@ -61,10 +60,10 @@ class LoopConfig:
         accumulation: parts that a batch is taken in, one after the other, to save memory; the result is the same.
         eval_every: steps between evaluations, each followed by a sample; the last step has one too.
         save_every: steps between checkpoints; 0 means ``eval_every``. The best is chosen among those evaluated, too.
-        eval_tokens: validation tokens looked at in each evaluation but the last, evenly spaced; 0 is all of them.
+        eval_tokens: evenly spaced validation tokens per evaluation (the last one uses all); 0 is all of them.
         log_every: steps between two lines in ``metrics.jsonl``.
         keep_last: checkpoints kept besides the best one.
-        z_loss: weight of the squared log-normaliser in the loss.
+        z_loss: weight of the squared log-normalizer in the loss.
         dtype: of activations and of weights in matrix products; ``auto`` is bfloat16 on GPU and TPU, float32 on CPU.
         remat: recompute whole layers in the backward pass, to save memory.
         sample_prompt: what the text sampled at each evaluation begins with.
@@ -92,15 +91,11 @@ class LoopConfig:
         check("batch_size accumulation eval_every log_every keep_last", lambda value: value >= 1, "at least 1")
         sizes = "seq_len steps epochs eval_tokens save_every z_loss sample_tokens"
         check(sizes, lambda value: 0 <= value < 2**31, "from 0 to below 2**31")
-        if not self.steps and not self.epochs:
-            raise UsageError("training.epochs is 0 and training.steps is 0; one of them must be positive")
-        if self.epochs and self.steps not in (0, LoopConfig.steps):
-            said = f"training.steps is {self.steps} and training.epochs is {self.epochs}"
-            raise UsageError(f"{said}: set one of them to 0")
-        if self.batch_size % self.accumulation:
-            raise UsageError(
-                f"training.batch_size {self.batch_size} is not divisible by training.accumulation {self.accumulation}"
-            )
+        check("steps", lambda steps: steps or self.epochs, "positive, or training.epochs")
+        only = f"0 or left out, since training.epochs is {self.epochs}"
+        check("steps", lambda steps: not self.epochs or steps in (0, LoopConfig.steps), only)
+        divisor = f"a divisor of training.batch_size, {self.batch_size}"
+        check("accumulation", lambda parts: self.batch_size % parts == 0, divisor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,17 +109,16 @@ class TrainConfig:
 
     Args:
         model: the architecture; with ``init_from`` the checkpoint's own is taken, and this one is not.
-        init_from: begin from the weights of a checkpoint in any format, with its architecture and its tokenizer: a
-            run's folder, a Hugging Face or Meta folder, a GGUF or llama2.c file, or a Hugging Face hub id. Unless
-            given, ``training.batch_size`` is 4 then and ``optimizer.learning_rate`` 2e-5 (at the command line).
+        init_from: begin from the weights of a checkpoint in any format (a folder, a file or a hub id), with its
+            architecture and tokenizer. Unless given, ``training.batch_size`` is 4 then and
+            ``optimizer.learning_rate`` 2e-5 (at the command line).
         rope_factor: with ``init_from``, the RoPE scaling factor that Meta's params.json leaves out.
         run_dir: the folder that will hold the run: configuration, tokenizer, metrics, checkpoints, samples, report.
         seed: of the initial weights, the order of the data and the samples.
         resume: ``auto`` continues the run in ``run_dir`` from its last checkpoint, if there is one; ``never`` refuses
-            a folder that already holds checkpoints; the folder of a run continues that run, at the command line with
-            its own ``config.yaml``.
+            a folder that already holds checkpoints; a run's folder continues it (at the command line, as configured).
         resume_with_changes: go on although the learning rate, the number of steps or another option that changes the
-            outcome is not what it was; what is safe to change needs no leave, and what can't be changed gets none.
+            outcome is not what it was; what changes no outcome needs no leave, and what cannot change gets none.
         data: the text.
         optimizer: how the weights move.
         training: how long, and on how much at a time.

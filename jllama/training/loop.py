@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import grain
 import jax
@@ -37,8 +38,6 @@ from jllama.training.optimizer import check_optimizer, learning_rate_at
 from jllama.training.report import sample_command, write_report
 from jllama.training.step import StepMetrics, Training, TrainState, compile_training
 from jllama.training.stop import Stopped, stop_signals
-
-T = TypeVar("T")
 
 
 def train(config: TrainConfig) -> Evaluation:
@@ -151,10 +150,9 @@ class _Run:
     def evaluate(self, state: TrainState, stop: Sequence[int]) -> Evaluation | None:
         """Evaluate on a part of the validation text, show and log it; None if that failed or a stop came in between."""
         self.show("evaluating")
-        step, options = int(state.step), self.config.training
-        found = self.or_warn(
-            lambda: evaluate(self.training, self.data, state.params, options, options.eval_tokens, stop)
-        )
+        step, options, found = int(state.step), self.config.training, None
+        with self.warn_instead():
+            found = evaluate(self.training, self.data, state.params, options, options.eval_tokens, stop)
         if found is not None:
             if not math.isfinite(found.validation_loss):
                 raise self.not_finite("validation loss", step)
@@ -207,36 +205,32 @@ class _Run:
         return TrainState(saved["step"], params, saved["opt_state"], jax.random.wrap_key_data(saved["key"]))
 
     def sample_and_report(self, state: TrainState, evaluation: Evaluation | None) -> None:
+        """Let the model write, show and log it, and write the report so far: training can go on without either."""
         self.show("sampling")
-        self.or_warn(lambda: self.sample(state))
-        self.or_warn(lambda: self.report(evaluation))
-
-    def sample(self, state: TrainState) -> None:
-        """Let the model write, show it and log it."""
         prompt, count = self.config.training.sample_prompt, self.config.training.sample_tokens
-        if not count:
-            return
-        key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), self.config.sampling.seed)
-        sampling = dataclasses.replace(self.config.sampling, seed=int(jax.random.bits(key)))
-        model = LanguageModel(self.config.model, state.params, self.data.tokenizer)
-        text = generate(model, [prompt], sampling, max_new_tokens=count)[0].text
-        self.write({"step": int(state.step), "prompt": prompt, "text": text}, run_folder.SAMPLES)
-        self.console.print(f"[dim]{escape(prompt + text)}[/dim]\n")
+        with self.warn_instead():
+            key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), self.config.sampling.seed)
+            sampling = dataclasses.replace(self.config.sampling, seed=int(jax.random.bits(key)))
+            model = LanguageModel(self.config.model, state.params, self.data.tokenizer)
+            for completion in generate(model, [prompt][:count], sampling, max_new_tokens=count):
+                record = {"step": int(state.step), "prompt": prompt, "text": completion.text}
+                run_folder.append_line(self.folder / run_folder.SAMPLES, record)
+                self.console.print(f"[dim]{escape(prompt + completion.text)}[/dim]\n")
+        with self.warn_instead():
+            self.report(evaluation)
 
     def report(self, evaluation: Evaluation | None) -> None:
-        devices = describe_devices(self.training.mesh)
-        write_report(self.config, self.data, devices, evaluation, self.seconds())
+        write_report(self.config, self.data, describe_devices(self.training.mesh), evaluation, self.seconds())
 
-    def write(self, record: dict[str, Any], name: str = run_folder.METRICS) -> None:
-        run_folder.append_line(self.folder / name, record)
+    def write(self, record: dict[str, Any]) -> None:
+        run_folder.append_line(self.folder / run_folder.METRICS, record)
 
-    def or_warn(self, action: Callable[[], T]) -> T | None:
-        """Do something that training can go on without: say so if it fails."""
+    @contextlib.contextmanager
+    def warn_instead(self) -> Iterator[None]:
         try:
-            return action()
+            yield
         except Exception as error:
             self.print(f"warning: {type(error).__name__}: {error}; training goes on", style="yellow")
-            return None
 
     def not_finite(self, what: str, step: int) -> JllamaError:
         self.checkpoints.wait()
@@ -306,10 +300,10 @@ def _open(config: TrainConfig) -> tuple[_Run, TrainState] | Evaluation:
     return run, state
 
 
-def _origin(config: TrainConfig, begun: Path | None) -> Checkpoint:
-    """The checkpoint to begin from, opened; once a run has begun, its own folder stands in for ``init_from``."""
-    path = begun or config.init_from
-    origin = open_checkpoint(path, None if begun else config.rope_factor)
+def _origin(config: TrainConfig, existing: Path | None) -> Checkpoint:
+    """The checkpoint to begin from, opened; an existing run's folder stands in for ``init_from``."""
+    path = existing or config.init_from
+    origin = open_checkpoint(path, None if existing else config.rope_factor)
     for name, value in vars(origin.config).items():
         if (given := getattr(config.model, name)) not in (value, getattr(LlamaConfig(), name)):
             raise UsageError(
@@ -325,30 +319,25 @@ def _origin(config: TrainConfig, begun: Path | None) -> Checkpoint:
 
 def _resolved(config: TrainConfig, data: Dataset, origin: Checkpoint | None) -> TrainConfig:
     """The configuration with the architecture, the vocabulary, the window and the number of steps filled in."""
-    vocab_size = data.tokenizer.vocab_size
-    model = origin.config if origin else config.model
-    if model.vocab_size and model.vocab_size < vocab_size:
+    model, options = origin.config if origin else config.model, config.training
+    num_tokens, context = data.tokenizer.vocab_size, model.max_seq_len
+    if model.vocab_size and model.vocab_size < num_tokens:
         raise UsageError(
-            f"model.vocab_size is {model.vocab_size} but the tokenizer has {vocab_size} tokens: "
+            f"model.vocab_size is {model.vocab_size} but the tokenizer has {num_tokens} tokens: "
             f"leave it at 0 to take the tokenizer's"
         )
-    seq_len = config.training.seq_len or min(model.max_seq_len, 1024 if origin else model.max_seq_len)
-    if seq_len > model.max_seq_len:
+    seq_len = options.seq_len or min(context, 1024 if origin else context)
+    if seq_len > context:
         raise UsageError(
-            f"training.seq_len is {seq_len} but model.max_seq_len is {model.max_seq_len}: lower one or raise the other"
+            f"training.seq_len is {seq_len} but model.max_seq_len is {context}: lower one or raise the other"
         )
-    steps, epochs = config.training.steps, config.training.epochs
-    if epochs:
-        steps = math.ceil(epochs * data.train_counts.tokens / (config.training.batch_size * seq_len))
-    config = dataclasses.replace(
-        config,
-        model=dataclasses.replace(model, vocab_size=model.vocab_size or vocab_size),
-        training=dataclasses.replace(config.training, steps=steps, epochs=0.0, seq_len=seq_len),
-    )
-    prompt_tokens = len(prompt_ids(data.tokenizer, config.training.sample_prompt))
-    if prompt_tokens + config.training.sample_tokens > config.model.max_seq_len:
+    prompt_tokens = len(prompt_ids(data.tokenizer, options.sample_prompt))
+    if prompt_tokens + options.sample_tokens > context:
         raise UsageError(
             f"training.sample_prompt has {prompt_tokens} tokens and training.sample_tokens is "
-            f"{config.training.sample_tokens}: together they exceed model.max_seq_len {config.model.max_seq_len}"
+            f"{options.sample_tokens}: together they exceed model.max_seq_len {context}"
         )
-    return config
+    in_epochs = math.ceil(options.epochs * data.train_counts.tokens / (options.batch_size * seq_len))
+    options = dataclasses.replace(options, steps=in_epochs or options.steps, epochs=0.0, seq_len=seq_len)
+    model = dataclasses.replace(model, vocab_size=model.vocab_size or num_tokens)
+    return dataclasses.replace(config, model=model, training=options)

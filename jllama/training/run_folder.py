@@ -53,7 +53,7 @@ def locked(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _LOCK
     with path.open("a+") as file:
-        if not _lock(path, file):
+        if not _lock(file):
             file.seek(0)
             holder = file.read() or "another process"
             raise JllamaError(f"{folder} is in use by {holder}: wait for it, or choose another run_dir")
@@ -64,20 +64,19 @@ def locked(folder: Path) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
-            if is_new and not any(folder.iterdir()):
-                folder.rmdir()
+            with contextlib.suppress(OSError):  # what is not empty stays
+                if is_new:
+                    folder.rmdir()
 
 
-def _lock(path: Path, file: TextIO) -> bool:
+def _lock(file: TextIO) -> bool:
     """Whether the file is ours until this process dies; it is, too, where the system has no such locks."""
     try:
         if fcntl:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # this file system has none
-        return True
-    return path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno()))  # or its owner deleted it just now
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)  # this file system has none
+    return os.fstat(file.fileno()).st_nlink > 0  # or its owner deleted it just now
 
 
 def command(name: str, *arguments: object) -> str:

@@ -437,7 +437,7 @@ def test_epochs_stand_in_for_steps():
     """By themselves they are enough: only a number of steps that somebody chose is in their way."""
     assert LoopConfig(epochs=2.0).epochs == 2
     for changes, said in [
-        ({"steps": 20, "epochs": 2.0}, "training.steps is 20 and training.epochs is 2.0: set one of them to 0"),
+        ({"steps": 20, "epochs": 2.0}, "training.steps is 20; it must be 0 or left out, since training.epochs is 2.0"),
         ({"epochs": math.inf}, "training.epochs is inf; it must be from 0 to below"),
         ({"steps": 2**31}, "training.steps is 2147483648; it must be from 0 to below"),
         ({"save_every": -1}, "training.save_every is -1; it must be from 0"),

@@ -203,7 +203,7 @@ def test_a_large_file_is_prepared_as_if_it_were_whole(tmp_path, monkeypatch, fil
     settings = {"tokenizer": tokenizer, "vocab_size": 290}
     whole = prepare_data(config(tmp_path / "corpus", **settings))
     monkeypatch.setattr(corpora, "BLOCK", 100)
-    monkeypatch.setattr(tokens, "GROUP", 1)
+    monkeypatch.setattr(tokens, "CHUNK_CHARS", 1)
     blocks = prepare_data(config(tmp_path / "corpus", cache_dir=str(tmp_path / "other"), **settings))
     assert blocks.fingerprint == whole.fingerprint  # also of the vocabulary
     for split in SPLITS:
@@ -303,7 +303,7 @@ def test_the_trained_tokenizer_never_saw_the_validation_split(corpus):
 
 def test_small_groups_and_many_threads_give_the_same_files(corpus, monkeypatch):
     whole = prepare_data(config(corpus))
-    monkeypatch.setattr(tokens, "GROUP", 1)
+    monkeypatch.setattr(tokens, "CHUNK_CHARS", 1)
     pieces = prepare_data(config(corpus, cache_dir=str(corpus.parent / "other")))
     for split in tokens.SPLITS:
         np.testing.assert_array_equal(getattr(whole, split), getattr(pieces, split))
