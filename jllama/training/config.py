@@ -91,7 +91,7 @@ class LoopConfig:
         check("batch_size accumulation eval_every log_every keep_last", lambda value: value >= 1, "at least 1")
         sizes = "seq_len steps epochs eval_tokens save_every z_loss sample_tokens"
         check(sizes, lambda value: 0 <= value < 2**31, "from 0 to below 2**31")
-        check("steps", lambda steps: steps or self.epochs, "positive, or training.epochs")
+        check("steps", lambda steps: bool(steps or self.epochs), "positive, or training.epochs")
         only = f"0 or left out, since training.epochs is {self.epochs}"
         check("steps", lambda steps: not self.epochs or steps in (0, LoopConfig.steps), only)
         divisor = f"a divisor of training.batch_size, {self.batch_size}"
