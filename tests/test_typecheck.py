@@ -1,6 +1,7 @@
 """JLLAMA_CHECK_SHAPES, in processes without the tests' own import hook."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -25,7 +26,7 @@ def test_the_switch_checks_every_call(switch):
     assert (checked.returncode == 0) == (switch == "0")
     if switch == "1":
         assert "The problem arose whilst typechecking parameter 'banned'" in checked.stderr
-        assert "Bool[jaxlib._jax.Array, 'batch vocab']" in checked.stderr
+        assert re.search(r"Bool\[[\w.]*Array, 'batch vocab'\]", checked.stderr)
 
 
 def test_without_beartype_it_says_what_to_install():

@@ -284,7 +284,7 @@ def test_usage(place, refused, capsys):
     assert "run llama.cpp's llama-quantize on a GGUF file" in message
     shard = place / "in" / "meta" / "consolidated.00.pth"
     assert f"{shard} is no checkpoint by itself: give its folder, {place / 'in' / 'meta'}" in refused(shard)
-    assert "q8_0 is GGUF's alone" in refused(place / "in" / "hf", "--dtype", "q8_0", code=2)
+    assert "with hf it must be one of float32, bfloat16, float16" in refused(hf, "--dtype", "q8_0", code=2)
     assert "rope_factor is for a folder with params.json" in refused(place / "in" / "hf", "--rope_factor", "8", code=2)
     assert "there is no checkpoint at" in refused(place / "in" / "missing")
     for argv in ([], ["somewhere"], ["somewhere", "elsewhere"]):
