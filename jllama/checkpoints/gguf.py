@@ -7,6 +7,7 @@ llama.cpp's ``llama-model.cpp`` and ``convert_hf_to_gguf.py``.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
 import reprlib
@@ -29,7 +30,7 @@ from jllama.checkpoints.gguf_file import (
 )
 from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, half_split, interleaved, matched
 from jllama.config import LlamaConfig
-from jllama.errors import JllamaError
+from jllama.errors import JllamaError, UsageError
 from jllama.files import fault_of
 from jllama.parameters import TensorSpec, parameter_table, tensor_specs
 from jllama.rope_scaling import (
@@ -44,7 +45,7 @@ from jllama.tokenizers.gguf import from_gguf, to_gguf
 
 ARCHITECTURE = "llama"
 ROPE_FREQS = "rope_freqs.weight"
-"""Not a parameter: what each rotary frequency is divided by. It is how llama.cpp holds ``llama3`` scaling."""
+"""Not a parameter: what each rotary frequency is divided by. It is how llama.cpp stores ``llama3`` scaling."""
 
 STOP_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 CHAT_TEMPLATE = "tokenizer.chat_template"
@@ -200,110 +201,66 @@ def _read_rope_scaling(
     tensors: Mapping[str, FileTensor],
     source: Path,
 ) -> RopeScaling | None:
+    """The scaling of the file's keys and of ``ROPE_FREQS``, or as our own writer noted it, where that agrees."""
+    # What llama.cpp makes of its keys.
     key = f"{ARCHITECTURE}.rope.scaling."
     kinds = {name: kind for name, kind in ROPE_SCALINGS.items() if kind.gguf}
     name = take("rope.scaling.type", str, "linear")
     if name not in ("none", *kinds):
         raise JllamaError(f"{source} has {key}type {reprlib.repr(name)}; jllama knows none, {' and '.join(kinds)}")
-    defaults = {"factor": take("rope.scale_linear", float, 1.0), "original_max_seq_len": config.max_seq_len}
-    numbers = {}
-    for ours, theirs in {item for kind in kinds.values() for item in kind.gguf.items()}:
-        default = defaults.get(ours) or next(getattr(kind, ours) for kind in kinds.values() if hasattr(kind, ours))
-        numbers[ours] = take(f"rope.scaling.{theirs}", type(default), default) or default
-    attention = take("rope.scaling.attn_factor", float, 1.0)
-    kind = kinds.get(name)
-    scaling = kind(**{ours: numbers[ours] for ours in kind.gguf}) if kind else None
+    defaults: dict[str, Any] = {
+        field.name: field.default for kind in kinds.values() for field in dataclasses.fields(kind)
+    }
+    defaults |= {"factor": take("rope.scale_linear", float, 1.0), "original_max_seq_len": config.max_seq_len}
+    values = {
+        ours: take(f"rope.scaling.{theirs}", type(defaults[ours]), defaults[ours]) or defaults[ours]
+        for ours, theirs in {item for kind in kinds.values() for item in kind.gguf.items()}
+    }
+    scaling = None if name == "none" else kinds[name](**{ours: values[ours] for ours in kinds[name].gguf})
     if scaling == LinearScaling(1.0):
         scaling = None
     usual = scaling.attention_factor if scaling else 1.0
     # The converter puts the whole factor here, llama.cpp does not look: only where both agree is the meaning clear.
     whole = take("rope.scaling.yarn_attn_factor", float, usual)
     if not math.isclose(whole, usual, rel_tol=_TOLERANCE):
-        raise JllamaError(
-            f"{source} has {key}yarn_attn_factor {whole}, which llama.cpp ignores for a Llama; jllama has no way to "
-            f"know whether {whole} or {usual} is meant"
-        )
+        raise JllamaError(f"{source} has {key}yarn_attn_factor {whole}, which llama.cpp ignores: it must be {usual}")
+    attention = take("rope.scaling.attn_factor", float, 1.0)
     if isinstance(scaling, YarnScaling):
-        exact, whole = metadata.get(f"{OURS}attention_factor"), attention * usual
-        if isinstance(exact, float) and math.isclose(exact, whole, rel_tol=_TOLERANCE):
-            whole = exact
-        scaling = dataclasses.replace(scaling, attention_factor=whole)
+        scaling = dataclasses.replace(scaling, attention_factor=attention * usual)
     elif attention != 1:
         raise JllamaError(f"{source} has {key}attn_factor {attention}, which jllama supports for yarn alone")
-    divisors = _read_divisors(config, tensors, source)
-    llama3 = _llama3_scaling(config, metadata, divisors, source)
-    if scaling and llama3:
-        raise JllamaError(f"{source} scales rotary frequencies twice, by {key}type {name!r} and by {ROPE_FREQS}")
-    return scaling or llama3
-
-
-def _read_divisors(config: LlamaConfig, tensors: Mapping[str, FileTensor], source: Path) -> np.ndarray:
+    # What llama.cpp divides frequencies by, whatever its keys say.
     half = config.head_dim // 2
     stored = tensors.get(ROPE_FREQS, np.ones(half, np.float32))
     if stored.shape != (half,) or stored.dtype != np.float32:
-        raise JllamaError(
-            f"{source} has {ROPE_FREQS} as {stored.dtype.name}{list(stored.shape)}, expected float32{[half]}"
+        what = f"{stored.dtype.name}{list(stored.shape)}"
+        raise JllamaError(f"{source} has {ROPE_FREQS} as {what}, expected float32{[half]}")
+    divisors = np.asarray(stored[0:half], np.float64)
+    # The first scaling that is both.
+    candidates = [scaling]
+    noted = {name.removeprefix(OURS): value for name, value in metadata.items() if name.startswith(OURS)}
+    with contextlib.suppress(UsageError):
+        if "factor" in noted:
+            candidates = [RopeScaling.from_fields({"type": "llama3"} | noted)]
+        else:
+            candidates.append(Llama3Scaling(shortest(float(divisors.max()))))
+    for candidate in candidates:
+        same_frequencies = np.allclose(
+            _frequencies(config, candidate) * divisors, _frequencies(config, scaling), rtol=_TOLERANCE, atol=0
         )
-    return np.asarray(stored[0:half], np.float64)
-
-
-_LLAMA3_NUMBERS = {"factor": float, "low_freq_factor": float, "high_freq_factor": float, "original_max_seq_len": int}
-"""What ``OURS`` holds of a ``llama3`` scaling."""
-
-
-def _llama3_scaling(
-    config: LlamaConfig, metadata: Mapping[str, Any], divisors: np.ndarray, source: Path
-) -> RopeScaling | None:
-    """The scaling that gives these divisors: as our own writer noted it, or solved for."""
-    noted = {name: metadata[OURS + name] for name in _LLAMA3_NUMBERS if OURS + name in metadata}
-    if noted:
-        if {name: type(value) for name, value in noted.items()} != _LLAMA3_NUMBERS:
-            raise JllamaError(f"{source} has keys {OURS}* that no llama3 scaling has: {noted}")
-        candidates = [Llama3Scaling(**noted)]
-    elif np.all(divisors == 1):
-        return None
-    else:
-        candidates = _solve_llama3(config, divisors)
-    for scaling in candidates:
-        if np.allclose(_llama3_divisors(config, scaling), divisors, rtol=_TOLERANCE, atol=0):
-            return scaling
+        factors = [each.attention_factor if each else 1.0 for each in (candidate, scaling)]
+        if same_frequencies and math.isclose(*factors, rel_tol=_TOLERANCE):
+            return candidate
     raise JllamaError(
-        f"{source} has frequency divisors in {ROPE_FREQS} that no llama3 scaling gives; jllama knows no other use of it"
+        f"{source} scales rotary frequencies, by {key}type {name!r} and the divisors in {ROPE_FREQS}, as no type of "
+        f"jllama's does (of divisors it knows Llama 3's): convert the model again, from another format"
     )
 
 
-def _llama3_divisors(config: LlamaConfig, scaling: RopeScaling) -> np.ndarray:
-    plain = np.array(inverse_frequencies(config.head_dim, config.rope_theta))
-    return plain / np.array(scaling.frequencies(config.head_dim, config.rope_theta, 0))
-
-
-def _solve_llama3(config: LlamaConfig, divisors: np.ndarray) -> list[Llama3Scaling]:
-    """Likely scalings, the likeliest first: Llama 3's own bounds, then ones from the blended frequencies.
-
-    ``1 / divisor = keep + (1 - keep) / factor``, and there ``keep = (turns - low) / (high - low)`` is linear in the
-    frequency. Its two coefficients leave ``low``, ``high`` and the original length free up to a common multiple: the
-    length must be whole, and ``low`` is 1 in every Llama.
-    """
-    factor = shortest(float(divisors.max()))
-    if not 1 < factor < math.inf or not np.all(divisors > 0):
-        return []
-    candidates = [Llama3Scaling(factor)]
-    keep = (1 / divisors - 1 / factor) / (1 - 1 / factor)
-    blended = (keep > _TOLERANCE) & (keep < 1 - _TOLERANCE)
-    if blended.sum() < 2:
-        return candidates
-    frequencies = np.array(inverse_frequencies(config.head_dim, config.rope_theta))
-    slope, intercept = np.polyfit(frequencies[blended], keep[blended], 1)
-    if not (slope > 0 > intercept):
-        return candidates
-    original = max(round(-2 * math.pi * slope / intercept), 1)
-    width = original / (2 * math.pi * slope)
-    low, high = float(-intercept * width), float((1 - intercept) * width)
-    return [
-        *candidates,
-        Llama3Scaling(factor, float(f"{low:.3g}"), float(f"{high:.3g}"), original),
-        Llama3Scaling(factor, low, high, original),
-    ]
+def _frequencies(config: LlamaConfig, scaling: RopeScaling | None) -> np.ndarray:
+    if scaling is None:
+        return np.array(inverse_frequencies(config.head_dim, config.rope_theta))
+    return np.array(scaling.frequencies(config.head_dim, config.rope_theta, config.max_seq_len))
 
 
 def _read_stop_ids(metadata: Mapping[str, Any], config: LlamaConfig, source: Path) -> tuple[int, ...]:
@@ -327,7 +284,8 @@ def write(
     config = checkpoint.config
     stored = tensor_specs(config)
     types = {tensor.key: _type_to_write(tensor, checkpoint.tensors[tensor.key], dtype) for tensor in stored}
-    metadata = _metadata_to_write(checkpoint) | _rope_scaling_to_write(config)
+    rope_keys, divisors = _rope_scaling_to_write(config)
+    metadata = _metadata_to_write(checkpoint) | rope_keys
     matrix_types = collections.Counter(types[tensor.key] for tensor in stored if tensor.parameter.is_matrix)
     metadata["general.file_type"] = int(_FILE_TYPES[matrix_types.most_common(1)[0][0]])
     to_write: list[TypedTensor] = []
@@ -335,9 +293,8 @@ def write(
         rows = interleaved(tensor, checkpoint.tensors[tensor.key], config.head_dim)
         row_multiple = config.head_dim if tensor.parameter.rotary else 1
         to_write.append((tensor.name("gguf"), rows, types[tensor.key], row_multiple))
-    if config.rope_scaling and config.rope_scaling.type == "llama3":
-        divisors = _llama3_divisors(config, config.rope_scaling).astype(np.float32)
-        to_write.append((ROPE_FREQS, divisors, GGMLQuantizationType.F32, 1))
+    if divisors is not None:
+        to_write.append((ROPE_FREQS, divisors.astype(np.float32), GGMLQuantizationType.F32, 1))
     write_gguf_file(target, metadata, to_write, on_progress)
 
 
@@ -392,25 +349,24 @@ def _stop_ids_to_write(checkpoint: Checkpoint, tokens: Sequence[str]) -> dict[st
     return found
 
 
-def _rope_scaling_to_write(config: LlamaConfig) -> dict[str, Any]:
+def _rope_scaling_to_write(config: LlamaConfig) -> tuple[dict[str, Any], np.ndarray | None]:
+    """The keys of a scaling, and what to divide frequencies by if llama.cpp has no keys for it."""
     scaling, key = config.rope_scaling, f"{ARCHITECTURE}.rope.scaling."
     if scaling is None:
-        return {}
-    if isinstance(scaling, Llama3Scaling):  # which GGUF says by ROPE_FREQS
-        return {OURS + name: kind(getattr(scaling, name)) for name, kind in _LLAMA3_NUMBERS.items()}
+        return {}, None
+    keys: dict[str, Any] = {OURS + name: value for name, value in dataclasses.asdict(scaling).items()}
+    if not scaling.gguf and not scaling.grows and scaling.attention_factor == 1:
+        return keys, _frequencies(config, None) / _frequencies(config, scaling)
     if not scaling.gguf:
         raise JllamaError(f"GGUF has no RoPE scaling of type {scaling.type}: convert to another format (hf, orbax)")
-    found = {key + theirs: getattr(scaling, ours) for ours, theirs in scaling.gguf.items()}
-    found |= {f"{key}type": scaling.type, f"{key}factor": float(scaling.factor)}
+    keys |= {key + theirs: getattr(scaling, ours) for ours, theirs in scaling.gguf.items()}
+    keys |= {f"{key}type": scaling.type, f"{key}factor": float(scaling.factor)}
     if isinstance(scaling, YarnScaling):
-        fast, slow = (found.pop(key + scaling.gguf[name]) for name in ("beta_fast", "beta_slow"))
-        if (fast, slow) != (YarnScaling.beta_fast, YarnScaling.beta_slow):
+        betas, usual = (f"{each.beta_fast:g} and {each.beta_slow:g}" for each in (scaling, YarnScaling))
+        if betas != usual:
             raise JllamaError(
-                f"llama.cpp takes yarn's beta_fast and beta_slow of a Llama to be {YarnScaling.beta_fast:g} and "
-                f"{YarnScaling.beta_slow:g}, and this model has {fast:g} and {slow:g}: "
-                f"convert to another format (hf, orbax)"
+                f"llama.cpp takes yarn's beta_fast and beta_slow to be {usual}, and this model has {betas}"
             )
         if scaling.attention_factor != scaling.usual_attention_factor:
-            found[f"{key}attn_factor"] = shortest(scaling.attention_factor / scaling.usual_attention_factor)
-            found[f"{OURS}attention_factor"] = float(scaling.attention_factor)
-    return found
+            keys[f"{key}attn_factor"] = shortest(scaling.attention_factor / scaling.usual_attention_factor)
+    return keys, None

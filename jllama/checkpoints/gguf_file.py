@@ -27,7 +27,7 @@ _ALIGNMENT = 32
 _MAX_DIMS = 4
 _MAX_ARRAY = 1 << 24
 OURS = "jllama.rope_scaling."
-"""Keys that only jllama writes and reads: numbers of the scaling that llama.cpp has folded into others."""
+"""Keys that only jllama writes and reads: the fields of the scaling, which llama.cpp has folded into other numbers."""
 
 PLAIN: dict[GGMLQuantizationType, np.dtype[Any]] = {
     GGMLQuantizationType.F32: np.dtype(np.float32),

@@ -130,41 +130,37 @@ def _one_rope(
     if not isinstance(parameters, dict):
         raise JllamaError(f"{source} has {spelling} {parameters!r}; it must be an object or null")
     parameters = {key: value for key, value in parameters.items() if value is not None}
-    outside = {key: fields[key] for key in _ROPE_COMMON if key in fields}
-    for key in outside.keys() & parameters.keys():
-        if outside[key] != parameters[key]:
-            raise JllamaError(f"{source} has {key} {outside[key]!r}, but {parameters[key]!r} in {spelling}: remove one")
-    parameters = outside | parameters
+    for key in [key for key in _ROPE_COMMON if key in fields]:
+        if key in parameters and parameters[key] != fields[key]:
+            raise JllamaError(f"{source} has {key} {fields[key]!r}, but {parameters[key]!r} in {spelling}: remove one")
+        parameters[key] = fields[key]
     rope_type = parameters.pop("rope_type", parameters.pop("type", "default"))
     if not isinstance(rope_type, str) or rope_type not in ("default", *ROPE_SCALINGS):
         types = ", ".join(["default", *ROPE_SCALINGS])
         raise JllamaError(f"{source} asks for RoPE of type {rope_type!r}; jllama has {types}")
-    if parameters.pop("partial_rotary_factor", 1) != 1:
-        raise JllamaError(f"{source} has a partial_rotary_factor other than 1; jllama's Llama turns whole heads")
     theta = positive_number(parameters, "rope_theta", source, 10_000.0)
     original = whole_number(parameters, "original_max_position_embeddings", source, max_seq_len)
-    parameters = {key: value for key, value in parameters.items() if key not in _ROPE_COMMON}
     kind = ROPE_SCALINGS.get(rope_type)
-    for key, values in (kind.huggingface_fixed if kind else {}).items():
-        if (value := parameters.pop(key, values[0])) not in values:
-            raise JllamaError(
-                f"{source} has {key} {json.dumps(value)[:80]} in {spelling}; jllama's {rope_type} has {values[0]}"
-            )
-    if missing := [key for key in (kind.huggingface_required if kind else ()) if key not in parameters]:
-        raise JllamaError(f"{source} has no {', '.join(missing)} in {spelling}, which RoPE of type {rope_type} needs")
-    fields_of_kind = {field.name for field in dataclasses.fields(kind) if field.init} if kind else set()
-    allowed = (fields_of_kind - {"original_max_seq_len"}).union(kind.huggingface_extra if kind else ())
-    if unknown := [key for key in parameters if key not in allowed]:
+    for key, values in ({"partial_rotary_factor": (1,)} | (kind.huggingface_fixed if kind else {})).items():
+        if parameters.pop(key, values[0]) not in values:
+            raise JllamaError(f"{source} has {key} in {spelling} other than {json.dumps(values[0])}, as jllama has it")
+    numbers: dict[str, Any] = {
+        key: positive_number(parameters, key, source) for key in parameters if key not in _ROPE_COMMON
+    }
+    names = {field.name for field in dataclasses.fields(kind) if field.init} if kind else set()
+    allowed = (names - {"original_max_seq_len"}).union(kind.huggingface_extra) if kind else names
+    if unknown := [key for key in numbers if key not in allowed]:
         raise JllamaError(f"{source} has {', '.join(unknown)} in {spelling}, which RoPE of type {rope_type} has not")
-    numbers: dict[str, Any] = {key: positive_number(parameters, key, source) for key in parameters}
     if kind is None:
         return theta, None
+    if missing := [key for key in kind.huggingface_required if key not in numbers]:
+        raise JllamaError(f"{source} has no {', '.join(missing)} in {spelling}, which RoPE of type {rope_type} needs")
     if kind.grows and original != max_seq_len:
         raise JllamaError(
             f"{source} has original_max_position_embeddings {original} and max_position_embeddings {max_seq_len}, but "
             f"transformers' {rope_type} RoPE knows the latter alone: remove the former, or give both the same value"
         )
-    if "original_max_seq_len" in fields_of_kind:
+    if "original_max_seq_len" in names:
         numbers["original_max_seq_len"] = original
     with fault_of(source):
         return theta, kind.from_huggingface(numbers)
