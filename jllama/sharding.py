@@ -44,10 +44,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     data = config.data or max(1, len(devices) // (config.fsdp * config.tensor))
     shape = (data, config.fsdp, config.tensor)
     if math.prod(shape) != len(devices):
-        raise UsageError(
-            f"the mesh data={data} x fsdp={config.fsdp} x tensor={config.tensor} needs {math.prod(shape)} devices, "
-            f"but there are {len(devices)}"
-        )
+        sizes = f"data={data} x fsdp={config.fsdp} x tensor={config.tensor}"
+        raise UsageError(f"the mesh {sizes} needs {math.prod(shape)} devices, but there are {len(devices)}")
     return jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
@@ -85,11 +83,9 @@ def state_sharding(mesh: Mesh | AbstractMesh, config: LlamaConfig, state: Any) -
 
     def sharding(key_path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         keys = [key.key for key in key_path if isinstance(key, jax.tree_util.DictKey)]
-        endings = ("/".join(keys[start:]) for start in range(len(keys)))
-        row = next((table[path] for path in endings if path in table), None)
-        if row is None or leaf.shape != shape_of(row, config):
-            return NamedSharding(mesh, PartitionSpec())
-        return parameter_sharding(mesh, row)
+        rows = (table.get("/".join(keys[start:])) for start in range(len(keys)))
+        same_shape = (row for row in rows if row and shape_of(row, config) == leaf.shape)
+        return next((parameter_sharding(mesh, row) for row in same_shape), NamedSharding(mesh, PartitionSpec()))
 
     return jax.tree_util.tree_map_with_path(sharding, state)
 
@@ -104,10 +100,9 @@ def idle_accelerator(root: Path = Path("/")) -> str | None:
     """What to do about a GPU or TPU of this machine that JAX, being installed for the CPU alone, leaves idle."""
     if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS"):
         return None
+    said = "this machine has {} but JAX sees none: pip install 'jllama[{}]', or say JAX_PLATFORMS=cpu"
     if (root / "proc/driver/nvidia").exists() or (root / "dev/nvidia0").exists():
-        kind, extra = "an NVIDIA GPU", "cuda"
-    elif list((root / "dev").glob("accel*")) or "TPU_WORKER_ID" in os.environ:
-        kind, extra = "a TPU", "tpu"
-    else:
-        return None
-    return f"this machine has {kind} but JAX sees none: pip install 'jllama[{extra}]', or say JAX_PLATFORMS=cpu"
+        return said.format("an NVIDIA GPU", "cuda")
+    if list((root / "dev").glob("accel*")) or "TPU_WORKER_ID" in os.environ:
+        return said.format("a TPU", "tpu")
+    return None
