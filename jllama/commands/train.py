@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import itertools
 import signal
 import sys
 from collections.abc import Sequence
@@ -37,27 +38,21 @@ def read_config(argv: Sequence[str], prog: str) -> TrainConfig:
     """
     scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     scan.add_argument("--resume", nargs="?")
-    given = scan.parse_known_args(list(argv))[0].resume
-    if given not in (None, "never", "auto") and (own := Path(given) / "config.yaml").is_file():
-        argv = ["--config", str(own), "--training.epochs", "0", "--run_dir", given, *argv]  # they are resolved to steps
-    if any(argument.partition("=")[0] == "--init_from" for argument in argv):
-        argv = [*_FINE_TUNING, *argv]
-    config = parse(TrainConfig, argv, prog, ("config",), _COMMON)
-    if config.init_from and argv[0] not in _FINE_TUNING:  # a file brought it
-        config = parse(TrainConfig, [*_FINE_TUNING, *argv], prog, ("config",))
-    if config.init_from:
-        flags = parse(TrainConfig, _flags(argv, ("--model", "--data.tokenizer")), prog)
-        data = dataclasses.replace(config.data, tokenizer=flags.data.tokenizer)
-        if not given and (config.model, config.data) != (flags.model, data):
-            print("model and data.tokenizer of the file are not used: init_from brings its own", file=sys.stderr)
-        config = dataclasses.replace(config, model=flags.model, data=data)
-    return config
-
-
-def _flags(argv: Sequence[str], names: tuple[str, ...]) -> list[str]:
-    """The flags that begin so, each with its value."""
-    found = []
-    for word, following in zip(argv, [*argv[1:], "--"], strict=True):
-        if word.startswith(names):
-            found += [word] if "=" in word or following.startswith("--") else [word, following]
-    return found
+    scan.add_argument("--init_from", nargs="?")
+    scanned = scan.parse_known_args(list(argv))[0]
+    if scanned.resume not in (None, "never", "auto") and (own := Path(scanned.resume) / "config.yaml").is_file():
+        argv = ["--config", str(own), "--training.epochs", "0", "--run_dir", scanned.resume, *argv]  # they are resolved
+    tuned = [*_FINE_TUNING, *argv]
+    config = parse(TrainConfig, tuned if scanned.init_from else argv, prog, ("config",), _COMMON)
+    if not config.init_from:
+        return config
+    config = parse(TrainConfig, tuned, prog, ("config",))  # a file may have brought it
+    words = []
+    for word, following in itertools.pairwise([*argv, "--"]):
+        if word.startswith(("--model", "--data.tokenizer")):
+            words += [word] if "=" in word or following.startswith("--") else [word, following]
+    flags = parse(TrainConfig, words, prog)
+    data = dataclasses.replace(config.data, tokenizer=flags.data.tokenizer)
+    if not scanned.resume and (config.model, config.data) != (flags.model, data):
+        print("model and data.tokenizer of the file are not used: init_from brings its own", file=sys.stderr)
+    return dataclasses.replace(config, model=flags.model, data=data)
