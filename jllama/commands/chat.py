@@ -72,7 +72,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     at_terminal = all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
     if at_terminal:
         say(f"loading {options.checkpoint} ...")
-    session = _begun(list(argv), options, at_terminal)
+    session = _begin(list(argv), options, at_terminal)
     if at_terminal:
         say("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends\n")
     mistakes = 0
@@ -82,10 +82,7 @@ def main(argv: Sequence[str], prog: str) -> int:
                 break
             before = session.conversation.messages
             try:
-                if line.startswith("/"):
-                    _obey(session, line)
-                else:
-                    _answer(session, line)
+                (_obey if line.startswith("/") else _answer)(session, line)
             except JllamaError as error:
                 session.conversation.messages = before
                 say(f"error: {error}", "red")
@@ -95,7 +92,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     return 1 if mistakes and not at_terminal else 0
 
 
-def _begun(argv: list[str], options: ChatOptions, at_terminal: bool) -> _Session:
+def _begin(argv: list[str], options: ChatOptions, at_terminal: bool) -> _Session:
     from jllama.conversation.conversation import TEMPLATES, chat_ids, chat_template
 
     model = options.load_model()
@@ -103,7 +100,7 @@ def _begun(argv: list[str], options: ChatOptions, at_terminal: bool) -> _Session
     session = _Session(argv, options, jllama.Conversation(model, template), at_terminal)
     options.say_loaded(model)
     if not options.template and not model.chat_template:
-        name = next(name for name, known in TEMPLATES.items() if known == template)
+        name = next(name for name, text in TEMPLATES.items() if text == template)
         missing = f"{options.checkpoint} has no chat template: it may not have been trained to chat"
         say(f"{missing}. Using {name}; sample lets it continue a text.")
     if options.load:
@@ -116,9 +113,9 @@ def _begun(argv: list[str], options: ChatOptions, at_terminal: bool) -> _Session
 
 def _answer(session: _Session, text: str) -> None:
     conversation, options = session.conversation, session.options
-    settings = {name: getattr(options, name) for name in _SAMPLING}
-    settings["seed"] = (options.seed + session.answers) % 2**32
-    pieces = conversation.answer(text, SamplingParams(**settings), options.max_new_tokens or None)
+    sampling = SamplingParams(**{name: getattr(options, name) for name in _SAMPLING})
+    sampling = dataclasses.replace(sampling, seed=(options.seed + session.answers) % 2**32)
+    pieces = conversation.answer(text, sampling, options.max_new_tokens or None)
     wrap = WordWrap(Console().width).push if session.at_terminal else lambda text, last=False: text
     status = Console(stderr=True).status("answering ..." if conversation.prefix.ids else "compiling ...")
     note, first_s, context = "(stopped)", 0.0, f"{conversation.model.config.max_seq_len:,} tokens"
@@ -142,10 +139,10 @@ def _answer(session: _Session, text: str) -> None:
             if session.at_terminal:
                 speed = end.value.new_tokens / (time.perf_counter() - first_s)
                 note += f"\n[{end.value.prompt_tokens + end.value.new_tokens:,} of {context}, {speed:,.0f} tokens/s]"
-        except KeyboardInterrupt:  # the second Ctrl-C: what was being computed is lost
-            pass
         except JllamaError as error:
             raise JllamaError(f"{error} (/reset begins a new conversation, /undo takes back a turn)") from error
+        except KeyboardInterrupt:  # the second Ctrl-C
+            pass
     print(wrap("", last=True), flush=True)
     session.answers += 1
     if note:

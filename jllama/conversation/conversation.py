@@ -22,114 +22,36 @@ ROLES = ("system", "user", "assistant")
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>")
 """Special tokens with which templates end an answer, whether the checkpoint lists them as stop ids or not."""
 
-_LLAMA_2 = """\
-{%- if messages[0].role == 'system' %}
-    {%- set system = '<<SYS>>\\n' + messages[0].content + '\\n<</SYS>>\\n\\n' %}
-    {%- set turns = messages[1:] %}
-{%- else %}
-    {%- set system, turns = '', messages %}
-{%- endif %}
-{%- for turn in turns %}
-    {%- if turn.role != ('assistant' if loop.index0 % 2 else 'user') %}
-        {{- raise_exception('user and assistant must take turns, the user first, after at most one system message') }}
-    {%- endif %}
-    {%- if turn.role == 'assistant' %}
-        {{- ' ' + turn.content.strip() + ' ' + eos_token }}
-    {%- else %}
-        {{- bos_token + '[INST] ' + ((system if loop.first else '') + turn.content).strip() + ' [/INST]' }}
-    {%- endif %}
-{%- endfor %}
-"""
-
-_LLAMA_3 = """\
-{{- bos_token }}
-{%- for message in messages %}
-    {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content.strip() + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""
-
-_CHATML = """\
-{%- if add_bos %}
-    {{- bos_token }}
-{%- endif %}
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
-
-TEMPLATES = {"llama2": _LLAMA_2, "llama3": _LLAMA_3, "chatml": _CHATML}
-"""For checkpoints that come without one: what Meta's reference code does for Llama 2 and Llama 3, and ChatML.
-
-(``add_bos``, whether a prompt begins with BOS, is set by ``chat_ids``, not by transformers.)
-"""
+TEMPLATES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.jinja"))}
+"""For checkpoints that come without one: what Meta's reference code does for Llama 2 and Llama 3, and ChatML."""
 
 
 def chat_template(model: LanguageModel, choice: str | None = None) -> str:
-    """The Jinja template to converse with.
+    """The Jinja template to converse with: ``choice`` (one of ``TEMPLATES``, or a file's path), or the model's own.
 
-    Args:
-        model: its own template comes first; without one, its tokenizer's special tokens decide between ``TEMPLATES``.
-        choice: overrides that: one of ``TEMPLATES``, or a file's path.
-
-    Raises:
-        JllamaError: there is no such file, or nothing says how this model converses.
+    Of a model without one, its tokenizer's special tokens decide between ``TEMPLATES``. Raises ``JllamaError`` if there
+    is no such file, or nothing says how this model converses.
     """
+    names = ", ".join(TEMPLATES)
     if choice is not None:
-        if choice in TEMPLATES:
-            return TEMPLATES[choice]
         try:
-            return Path(choice).read_text(encoding="utf-8")
+            return TEMPLATES.get(choice) or Path(choice).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             wrong = f"the template {choice!r} cannot be read ({reason})"
-            raise JllamaError(f"{wrong}: give a file or one of {', '.join(TEMPLATES)}") from error
+            raise JllamaError(f"{wrong}: give a file or one of {names}") from error
     if model.chat_template:
         return model.chat_template
     tokenizer = model.text_tokenizer
     if "<|start_header_id|>" in tokenizer.special_tokens:
-        return _LLAMA_3
+        return TEMPLATES["llama3"]
     if "<|im_start|>" in tokenizer.special_tokens:
-        return _CHATML
-    if isinstance(tokenizer, SentencePieceTokenizer) or (
-        isinstance(tokenizer, HuggingFaceTokenizer) and not tokenizer.is_byte_level
-    ):
-        return _LLAMA_2
-    raise JllamaError(
-        f"the checkpoint has no chat template and its tokenizer no special tokens of a known one: "
-        f"give a template, one of {', '.join(TEMPLATES)} or a file, if the model was trained to converse at all"
-    )
-
-
-def chat_ids(
-    model: LanguageModel,
-    messages: Sequence[Message],
-    template: str | None = None,
-    *,
-    add_generation_prompt: bool = True,
-) -> list[int]:
-    """The token ids of a conversation: those of transformers' ``apply_chat_template``.
-
-    Special tokens in the text that the template makes become their ids, also those that a message spells out; BOS is
-    there if the template puts it there.
-
-    Args:
-        model: gives the tokenizer, and the template if none is given.
-        messages: at least one.
-        template: Jinja; None is ``chat_template(model)``.
-        add_generation_prompt: end with what begins an answer.
-
-    Raises:
-        JllamaError: a message is not as ``Message`` says, the model has no tokenizer, or the template fails.
-    """
-    check_messages(messages)
-    text = chat_text(model, messages, template, add_generation_prompt=add_generation_prompt)
-    return model.text_tokenizer.encode_with_special_tokens(text)
+        return TEMPLATES["chatml"]
+    has_pieces = isinstance(tokenizer, HuggingFaceTokenizer) and not tokenizer.is_byte_level
+    if has_pieces or isinstance(tokenizer, SentencePieceTokenizer):
+        return TEMPLATES["llama2"]
+    wrong = "the checkpoint has no chat template and its tokenizer no special tokens of a known one"
+    raise JllamaError(f"{wrong}: give one of {names} or a file, if the model was trained to converse at all")
 
 
 def chat_text(
@@ -150,8 +72,29 @@ def chat_text(
         add_generation_prompt=add_generation_prompt,
         bos_token=texts[tokenizer.bos_id],
         eos_token=texts[tokenizer.eos_id],
-        add_bos=tokenizer.add_bos,
+        add_bos=tokenizer.add_bos,  # whether a prompt begins with BOS: ours, not transformers'
     )
+
+
+def chat_ids(
+    model: LanguageModel,
+    messages: Sequence[Message],
+    template: str | None = None,
+    *,
+    add_generation_prompt: bool = True,
+) -> list[int]:
+    """The token ids of a conversation: those of transformers' ``apply_chat_template``.
+
+    Special tokens in the text that the template makes become their ids, also those that a message spells out; BOS is
+    there if the template puts it there. No ``template`` is the model's own (``chat_template``);
+    ``add_generation_prompt`` ends with what begins an answer.
+
+    Raises:
+        JllamaError: a message is not as ``Message`` says, the model has no tokenizer, or the template fails.
+    """
+    check_messages(messages)
+    text = chat_text(model, messages, template, add_generation_prompt=add_generation_prompt)
+    return model.text_tokenizer.encode_with_special_tokens(text)
 
 
 def chat_stop_ids(model: LanguageModel) -> tuple[int, ...]:
@@ -180,19 +123,18 @@ def chat(
     Args:
         model: what ``jllama.load`` gives.
         messages: what was said; each has a ``role`` (``system``, ``user``, ``assistant``) and a ``content``, its text.
-        sampling: as ``max_new_tokens``, ``stop`` and ``fields`` those of ``generate``.
-        max_new_tokens: the most tokens of the answer.
+        sampling: how the answer's tokens are chosen.
+        max_new_tokens: the most of them.
         stop: a string that ends the answer, or several.
         template: Jinja; None is ``chat_template(model)``, the model's own where it has one.
-        **fields: ``temperature``, ``seed`` and the like.
+        **fields: fields of ``SamplingParams``: ``temperature``, ``seed`` and the like.
 
     Raises:
         JllamaError: a message is not as it should be, the conversation does not fit the context, the model has no
             tokenizer, or the template fails.
     """
-    ids, most = _answerable(model, messages, template, max_new_tokens)
-    stop_ids = chat_stop_ids(model)
-    return generate(model, ids, sampling, max_new_tokens=most, stop=stop, stop_ids=stop_ids, **fields)[0]
+    ids, ends = _answerable(model, messages, template, max_new_tokens)
+    return generate(model, ids, sampling, stop=stop, **ends, **fields)[0]
 
 
 @dataclasses.dataclass
@@ -204,18 +146,12 @@ class Conversation:
         conversation = jllama.Conversation(model)
         for piece in conversation.answer("What is a llama?", max_new_tokens=200, temperature=0.7):
             print(piece, end="", flush=True)
-
-    Args:
-        model: with a tokenizer.
-        template: Jinja; None is ``chat_template(model)``, the model's own where it has one.
-        messages: what has been said, as in ``chat``.
-        prefix: what has been computed.
     """
 
     model: LanguageModel
-    template: str | None = None
-    messages: list[Message] = dataclasses.field(default_factory=list)
-    prefix: PrefixCache = dataclasses.field(default_factory=PrefixCache)
+    template: str | None = None  # None is chat_template(model)
+    messages: list[Message] = dataclasses.field(default_factory=list)  # what has been said, as in ``chat``
+    prefix: PrefixCache = dataclasses.field(default_factory=PrefixCache)  # what has been computed
 
     def answer(
         self,
@@ -224,38 +160,28 @@ class Conversation:
         max_new_tokens: int | None = None,
         **fields: Unpack[SamplingFields],
     ) -> Generator[str, None, Completion]:
-        """Say ``text`` to the model and hear its answer, in pieces as they are made; both become messages.
+        """Say ``text`` to the model and hear its answer, in pieces as they come; both become messages.
 
         Where the generator is closed before its end, what was heard until then is the answer. It returns the
-        ``Completion``, whose reason is ``context`` if the answer filled the model's context. The other arguments are
-        those of ``chat``.
-
-        Raises:
-            JllamaError: the conversation does not fit the context, or the template fails; ``text`` is not said then.
+        ``Completion``, whose reason is ``context`` if the answer filled the model's context. Arguments and errors are
+        those of ``chat``; after an error, ``text`` has not been said.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        ids, most = _answerable(self.model, messages, self.template, max_new_tokens)
-        stop_ids = chat_stop_ids(self.model)
-        pieces = stream(self.model, ids, sampling, max_new_tokens=most, stop_ids=stop_ids, prefix=self.prefix, **fields)
-        heard, completion = "", None
-        while completion is None:
+        ids, ends = _answerable(self.model, messages, self.template, max_new_tokens)
+        pieces, heard = stream(self.model, ids, sampling, prefix=self.prefix, **ends, **fields), ""
+        while True:
             try:
                 piece = next(pieces)
             except StopIteration as end:
-                piece, completion = "", end.value
+                self.messages = [*messages, {"role": "assistant", "content": heard}]
+                return end.value
             heard += piece
             self.messages = [*messages, {"role": "assistant", "content": heard}]
-            if completion is None:
-                yield piece
-        return completion
+            yield piece
 
     def undo(self) -> str:
-        """Take back the last question and its answer; returns the question.
-
-        Raises:
-            UsageError: nothing was said.
-        """
-        questions = [place for place, message in enumerate(self.messages) if message["role"] == "user"]
+        """Take back the last question and its answer; returns the question (``UsageError`` if there is none)."""
+        questions = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
         if not questions:
             raise UsageError("nothing was said that could be taken back")
         question = self.messages[questions[-1]]["content"]
@@ -265,15 +191,14 @@ class Conversation:
 
 def _answerable(
     model: LanguageModel, messages: Sequence[Message], template: str | None, max_new_tokens: int | None
-) -> tuple[list[int], int | None]:
-    """The conversation's ids, and the limit of its answer; None where the context ends sooner."""
+) -> tuple[list[int], dict[str, Any]]:
+    """The conversation's ids, and what ends its answer: no number of tokens where the context ends sooner."""
     ids, context = chat_ids(model, messages, template), model.config.max_seq_len
     if len(ids) >= context:
-        raise JllamaError(
-            f"the conversation now has {len(ids)} tokens and the model's context is {context}: "
-            f"begin a new one, or say less"
-        )
-    return ids, None if max_new_tokens is not None and len(ids) + max_new_tokens > context else max_new_tokens
+        wrong = f"the conversation now has {len(ids)} tokens and the model's context is {context}"
+        raise JllamaError(f"{wrong}: begin a new one, or say less")
+    fits = max_new_tokens is None or len(ids) + max_new_tokens <= context
+    return ids, {"max_new_tokens": max_new_tokens if fits else None, "stop_ids": chat_stop_ids(model)}
 
 
 def check_messages(messages: Sequence[Any]) -> None:
@@ -284,8 +209,8 @@ def check_messages(messages: Sequence[Any]) -> None:
         if not isinstance(message, Mapping):
             raise UsageError(f"message {number} is of type {type(message).__name__}; it must have a role and a content")
         if set(message) != {"role", "content"}:
-            found = ", ".join(map(repr, message)) or "nothing"
-            raise UsageError(f"message {number} has {found}; it must have just 'role' and 'content'")
+            actual = ", ".join(map(repr, message)) or "nothing"
+            raise UsageError(f"message {number} has {actual}; it must have just 'role' and 'content'")
         if message["role"] not in ROLES:
             raise UsageError(f"message {number} has the role {message['role']!r}; it must be one of {', '.join(ROLES)}")
         if not isinstance(message["content"], str):

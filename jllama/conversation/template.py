@@ -1,8 +1,7 @@
 """Jinja chat templates, rendered as transformers renders them, in a process with limits.
 
 A template is a program that comes with a checkpoint, so it is not trusted. jinja2's sandbox keeps it from Python's
-internals; the time and the memory that it may take are limits of the process it runs in (``template_worker``), which
-hold whatever it does. The process is kept from one call to the next.
+internals; its time and memory are limits of the process it runs in (``template_worker``), which is kept between calls.
 """
 
 from __future__ import annotations
@@ -33,13 +32,11 @@ _workers: dict[int, subprocess.Popen[bytes]] = {}
 def render(template: str, **variables: Any) -> str:
     """The text that a template makes of ``variables``.
 
-    Raises:
-        UsageError: a variable is more than JSON can hold.
-        JllamaError: the template is not Jinja, refuses the variables (``raise_exception``), fails, reaches for what
-            the sandbox keeps from it, or goes beyond the limits above.
+    Raises ``UsageError`` for a variable that JSON cannot hold, and ``JllamaError`` where the template is not Jinja,
+    refuses (``raise_exception``), fails, reaches for what the sandbox keeps from it, or goes beyond the limits above.
     """
     try:
-        request = json.dumps({"template": template, "variables": variables, "seconds": SECONDS}).encode()
+        request = json.dumps([template, variables, SECONDS]).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"a chat template takes text, numbers, lists and objects, as JSON does: {error}") from error
     with _lock:
@@ -48,7 +45,7 @@ def render(template: str, **variables: Any) -> str:
         return reply["text"]
     said = f"refuses these messages: {reply['refused']}" if "refused" in reply else reply["error"]
     line = "".join(char if char.isprintable() else " " for char in said[:1000])  # the template may have written it
-    remedy = "" if "refused" in reply else "; give another with --template"
+    remedy = "" if "refused" in reply else "; give another template"
     raise JllamaError(f"the chat template {' '.join(line.split())[:280]}{remedy}")
 
 
@@ -58,13 +55,11 @@ def _ask(request: bytes) -> dict[str, str]:
     if worker is None or worker.poll() is not None:
         _stop()
         worker = _workers[os.getpid()] = _start()
-    assert worker.stdin is not None
-    assert worker.stdout is not None
-    clock = threading.Timer(CLOCK_SECONDS, worker.kill)
+    assert worker.stdin is not None and worker.stdout is not None  # noqa: PT018
+    clock, reply = threading.Timer(CLOCK_SECONDS, worker.kill), {}
     clock.start()
-    reply = {}
     try:
-        worker.stdin.write(request + b"\n")
+        worker.stdin.write(request)
         worker.stdin.flush()
         line = worker.stdout.readline(MAX_BYTES)
         if len(line) == MAX_BYTES:
@@ -84,17 +79,9 @@ def _start() -> subprocess.Popen[bytes]:
     """A worker that imports nothing but the standard library and jinja2: not what the user's folder or path holds."""
     specs = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
     folders = [str(Path(spec.origin).parents[1]) for spec in specs if spec is not None and spec.origin]
-    program = Path(__file__).with_name("template_worker.py")
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", str(program), str(MEMORY_BYTES), *folders],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in the terminal means the parent
-        )
-    except OSError as error:
-        raise JllamaError(f"the chat template cannot be run: {sys.executable} did not start ({error})") from error
+    program = [sys.executable, "-I", "-S", str(Path(__file__).with_name("template_worker.py")), str(MEMORY_BYTES)]
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL  # a session of its own, as Ctrl-C in the terminal means the parent
+    return subprocess.Popen([*program, *folders], stdin=pipe, stdout=pipe, stderr=null, start_new_session=True)
 
 
 @atexit.register

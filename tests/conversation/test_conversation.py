@@ -277,7 +277,9 @@ def test_templates_that_are_not_there(tmp_path):
     with pytest.raises(JllamaError, match=r"'nowhere.jinja' cannot be read \(No such file"):
         chat_template(model_with(LLAMA_2), "nowhere.jinja")
     (tmp_path / "latin.jinja").write_bytes(b"caf\xe9")
-    with pytest.raises(JllamaError, match=r"cannot be read \(it is not UTF-8 text\): give a file or one of llama2, "):
+    with pytest.raises(
+        JllamaError, match=r"cannot be read \(it is not UTF-8 text\): give a file or one of chatml, llama2"
+    ):
         chat_template(model_with(LLAMA_2), str(tmp_path / "latin.jinja"))
 
 

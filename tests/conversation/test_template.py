@@ -20,7 +20,7 @@ MESSAGES = [{"role": "user", "content": "hi there\n" * 99}]
 NESTED = "{% set ns = namespace(l=[1, 2]) %}{% for i in range(60) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}"
 DOUBLED = "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = STEP %}{% endfor %}"
 LOOPS = "{% for a in r %}{% for b in r %}{% for c in r %}"
-LIMIT = r"it takes too much time or memory \(over 0.1 s or 128 MiB\); perhaps it loops without end; give another w"
+LIMIT = r"it takes too much time or memory \(over 0.1 s or 128 MiB\); perhaps it loops without end; give another t"
 TEXT = "it makes a text of over 100,000 bytes"
 
 
@@ -89,10 +89,9 @@ def _a_new_worker():
         ("{{ [''] | map(attribute='__class__') | list }}", "it reaches for '__class__' of a str"),
         ("{{ '{0.__class__}'.format('') }}", "it reaches for '__class__' of a str"),
         ("{{ raise_exception.__globals__ }}", "it reaches for '__globals__' of a function"),
-        ("{{ dict.__class__ }}", "it reaches for '__class__' of a function"),
+        ("{{ dict.__class__ }}", "it reaches for '__class__' of a type"),
+        ("{{ dict.mro() }}", "it reaches for 'mro' of a type"),
         ("{{ messages.append(1) }}", "it reaches for 'append' of a list"),
-        ("{{ namespace(__html__=1) }}", "it sets '__html__' in a namespace"),
-        ("{% set ns = namespace() %}{% set ns.__html__ = 1 %}", "it sets '__html__' in a namespace"),
         # mistakes
         ("{% if %}", "is not Jinja: Expected an expression, got 'end of statement block' in line 1"),
         ("\n{{ 1 | nope }}", "is not Jinja: No filter named 'nope'. in line 2"),
