@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import jllama
 from jllama.commands.cli import parse
 from jllama.commands.model import ModelOptions, check_least
 from jllama.errors import JllamaError, UsageError
@@ -31,8 +30,8 @@ class EvalOptions(ModelOptions):
         data: the text: a UTF-8 file, or a .jsonl file, whose documents are scored each by itself.
         text_field: where the text is in each object of a .jsonl file.
         window: the most tokens that the model sees at once; 0 is its context, with --data at most 2048.
-        stride: how many new tokens each window scores, the rest being context; 0 is half a window.
-        max_tokens: score only so many tokens, the first ones; 0 is all.
+        stride: new tokens that each window scores, the remaining ones being context; 0 is half a window.
+        max_tokens: score only the first so many tokens; 0 is all.
         tasks: names of lm-eval's tasks, with a comma between several, in place of --data; needs its package.
         include_path: a folder with tasks of your own, as YAML files.
         num_fewshot: how many solved examples a task's question comes after; without it what the task says.
@@ -67,55 +66,33 @@ class EvalOptions(ModelOptions):
 
 
 def main(argv: Sequence[str], prog: str) -> int:
-    """Load a model, measure it, and print what was found."""
+    """Load a model, evaluate it, and print the results."""
     options = parse(EvalOptions, argv, prog, positional=("checkpoint",))
-    if options.tasks:
-        return _evaluate_tasks(options)
-    if not Path(options.data).is_file():
+    if options.data and not Path(options.data).is_file():
         raise JllamaError(f"there is no file at --data {options.data}: give a text file, or a .jsonl file")
-    return _evaluate_text(_load(options), options)
+    return _evaluate_tasks(options) if options.tasks else _evaluate_text(options)
 
 
-def _load(options: EvalOptions) -> jllama.LanguageModel:
-    model = options.load_model()
-    options.say_loaded(model)
-    return model
-
-
-def _evaluate_text(model: jllama.LanguageModel, options: EvalOptions) -> int:
+def _evaluate_text(options: EvalOptions) -> int:
     from jllama.data.corpus import read_corpus
-    from jllama.evaluation.scoring import check_windows, score_texts
+    from jllama.evaluation.scoring import score_texts
 
+    model, path = options.load_model(), Path(options.data)
+    options.say_loaded(model)
     window = options.window or min(model.config.max_seq_len, _WINDOW)
-    stride = options.stride or max(window // 2, 1)
-    check_windows(window, stride, options.batch_size, model.config.max_seq_len)
-    path = Path(options.data)
+    size = {"window": window, "stride": options.stride or max(window // 2, 1)}
     texts = (document.text for document in read_corpus({path.name: path}, options.text_field))
-    began_s = time.perf_counter()
+    limits = {"batch_size": options.batch_size, "max_tokens": options.max_tokens or None}
+    start_s = time.perf_counter()
     with progress("tokens scored") as move:
-        score = score_texts(
-            model,
-            texts,
-            window=window,
-            stride=stride,
-            batch_size=options.batch_size,
-            max_tokens=options.max_tokens or None,
-            on_progress=lambda done, total: move(completed=done, total=total),
-        )
-    found = {
-        "tokens": score.tokens,
-        "bytes": score.text_bytes,
-        "loss": score.loss,
-        "perplexity": score.perplexity,
-        "bits_per_byte": score.bits_per_byte,
-        "window": window,
-        "stride": stride,
-        "tokens_per_s": round(score.tokens / (time.perf_counter() - began_s), 1),
-    }
+        score = score_texts(model, texts, on_progress=lambda n, total: move(completed=n, total=total), **size, **limits)
+    tokens_per_s = round(score.tokens / (time.perf_counter() - start_s), 1)
+    results = {"tokens": score.tokens, "bytes": score.text_bytes, "loss": score.loss, "perplexity": score.perplexity}
+    results |= {"bits_per_byte": score.bits_per_byte, **size, "tokens_per_s": tokens_per_s}
     if options.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(results, indent=1))
     else:
-        for name, value in found.items():
+        for name, value in results.items():
             print(f"{name:14} {value:,.4f}" if isinstance(value, float) else f"{name:14} {value:,}")
     return 0
 
@@ -125,14 +102,10 @@ def _evaluate_tasks(options: EvalOptions) -> int:
 
     names = [name.strip() for name in options.tasks.split(",") if name.strip()]
     manager = harness.task_manager(names, options.include_path)  # before the model is loaded
-    found = harness.evaluate_tasks(
-        harness.JllamaLM(_load(options), options.batch_size, options.window or None),
-        names,
-        manager,
-        num_fewshot=options.num_fewshot,
-        limit=options.limit or None,
-        apply_chat_template=options.apply_chat_template,
-        log_samples=False,
-    )
-    print(json.dumps(found["results"], indent=1) if options.json else harness.table(found))
+    model = options.load_model()
+    options.say_loaded(model)
+    lm = harness.JllamaLM(model, options.batch_size, options.window or None)
+    arguments = {name: getattr(options, name) for name in ("num_fewshot", "apply_chat_template")}
+    results = harness.evaluate_tasks(lm, names, manager, limit=options.limit or None, log_samples=False, **arguments)
+    print(json.dumps(results["results"], indent=1) if options.json else harness.table(results))
     return 0
