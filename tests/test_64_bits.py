@@ -1,42 +1,35 @@
 """With JAX_ENABLE_X64 everything works, and 32-bit parameters stay so and give the same."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models import SMALL, decode_params, params, weights
 
 from jllama import oracle
-from jllama.config import LlamaConfig
-from jllama.decode_params import decode_layout
 from jllama.generation.decode import decode
 from jllama.generation.prefill import prefill
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.language_model import LanguageModel
 from jllama.model import KVCache, build_model, initial_params
 from jllama.rope_scaling import Llama3Scaling
-from jllama.verify.checks import random_params, relative_error
+from jllama.verify.checks import relative_error
 
-CONFIG = LlamaConfig(
-    vocab_size=31, num_layers=1, embed_dim=32, num_heads=2, num_kv_heads=1, mlp_dim=48, max_seq_len=128,
-    rope_scaling=Llama3Scaling(8.0, original_max_seq_len=32),
-)  # fmt: skip
+CONFIG = dataclasses.replace(SMALL, rope_scaling=Llama3Scaling(8.0, original_max_seq_len=32))
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 12))
-
-
-def params(dtype):
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), random_params(CONFIG, 0))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_forward_and_cache_equal_the_oracle(dtype):
-    expected = oracle.forward(random_params(CONFIG, 0), TOKENS, CONFIG)
+    expected = oracle.forward(weights(CONFIG), TOKENS, CONFIG)
     with jax.enable_x64(True):
-        weights = params(dtype)
-        logits = LanguageModel(CONFIG, weights)(TOKENS)
+        logits = LanguageModel(CONFIG, params(CONFIG, dtype))(TOKENS)
         assert logits.dtype == dtype
         assert relative_error(logits, expected) < (1e-5 if dtype == "float32" else 1e-6)  # RoPE's tables are float32
 
-        llama = build_model(CONFIG, decode_layout(weights, CONFIG))
+        llama = build_model(CONFIG, decode_params(CONFIG, dtype))
         cache, parts = KVCache.zeros(CONFIG, 2, 16, jnp.dtype(dtype)), []
         for first, counts in ((0, jnp.array([8, 8])), (8, jnp.array([4, 4], jnp.int32))):
             hidden, cache = llama.forward_with_cache(TOKENS[:, first : first + counts[0]], cache, counts)
@@ -56,8 +49,8 @@ def test_fresh_parameters_are_float32():
 def test_the_same_tokens_are_generated(draft_len, temperature):
     def generated(dtype):
         prompts = [Prompt(tuple(map(int, row)), SamplingParams(temperature=temperature)) for row in TOKENS]
-        weights = decode_layout(params(dtype), CONFIG)
-        return decode(weights, CONFIG, prefill(weights, CONFIG, prompts), draft_len=draft_len)[1][:, :16]
+        on_device = decode_params(CONFIG, dtype)
+        return decode(on_device, CONFIG, prefill(on_device, CONFIG, prompts), draft_len=draft_len)[1][:, :16]
 
     expected = generated("float32")
     with jax.enable_x64(True):

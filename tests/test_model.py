@@ -11,16 +11,20 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import decode_params as unstacked
+from models import forward
+from models import forward_with_cache as extend
+from models import params as weights
 
 import jllama.model
 from jllama import functional as F
 from jllama import oracle
 from jllama.config import LlamaConfig
-from jllama.decode_params import decode_layout
 from jllama.errors import UsageError
 from jllama.functional import half_split_from_interleaved
 from jllama.model import KVCache, abstract_params, as_token_ids, build_model, rope_frequencies
@@ -33,11 +37,7 @@ from jllama.verify.mutations import interleaved
 
 TOLERANCE = 1e-5
 VISIBLE = 100 * TOLERANCE
-LONG, SHORT = 512, 24
-
-BASE = LlamaConfig(
-    vocab_size=97, num_layers=2, embed_dim=128, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=160, max_seq_len=LONG
-)
+BASE, LONG, SHORT = models.LONG, models.LONG.max_seq_len, 24
 LLAMA_32 = dataclasses.replace(BASE, rope_theta=500_000.0, rope_scaling=Llama3Scaling(32.0))
 YARN = dataclasses.replace(BASE, rope_scaling=YarnScaling(16.0, original_max_seq_len=2048))
 DYNAMIC = dataclasses.replace(BASE, rope_scaling=DynamicScaling(4.0, original_max_seq_len=128))
@@ -63,20 +63,9 @@ seeds = st.integers(0, 2**32 - 1)
 tokens_of_rows = st.builds(lambda seed: np.random.default_rng(seed).integers(0, BASE.vocab_size, (3, SHORT)), seeds)
 
 
-PLAIN, JLLAMA = implementation_of(jllama.model), jllama_itself()
+PLAIN = implementation_of(jllama.model)
 forward_, extend_ = PLAIN.forward, PLAIN.extend
-forward, extend = JLLAMA.forward, JLLAMA.extend
-loss_and_gradients = equalities.loss_and_gradients(JLLAMA)
-
-
-@functools.cache
-def weights(config):
-    return jax.tree.map(jnp.asarray, random_params(config, 0))
-
-
-@functools.cache
-def unstacked(config):
-    return decode_layout(weights(config), config)
+loss_and_gradients = equalities.loss_and_gradients(jllama_itself())
 
 
 @functools.cache
@@ -163,7 +152,7 @@ def test_gradient_of_every_parameter_equals_differences_of_the_oracle():
 def test_bfloat16_weights_give_float32_logits_nearby():
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights(LLAMA_32))
     assert jax.eval_shape(functools.partial(forward, LLAMA_32), params, TOKENS).dtype == jnp.float32
-    error = equalities.bfloat16_error(equalities.Case(JLLAMA, LLAMA_32, weights(LLAMA_32), TOKENS), POSITIONS)
+    error = equalities.bfloat16_error(equalities.Case(jllama_itself(), LLAMA_32, weights(LLAMA_32), TOKENS), POSITIONS)
     assert 1e-4 < error < equalities.BFLOAT16_TOLERANCE
 
 

@@ -20,6 +20,7 @@ from helpers import assert_same_bits
 from helpers_meta import metas_folder, metas_matrices
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import FILE, params, weights
 
 import jllama
 from jllama import oracle
@@ -37,11 +38,7 @@ from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.tokenizers.convert import save_huggingface
 from jllama.verify.checks import random_params, relative_error
 
-CONFIG = LlamaConfig(
-    vocab_size=300, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, max_seq_len=64
-)
-PARAMS = random_params(CONFIG, 0)
-ON_DEVICE = jax.tree.map(jnp.asarray, PARAMS)
+CONFIG, PARAMS, ON_DEVICE = FILE, weights(FILE), params(FILE)
 TOKENIZER = train_sentencepiece(["the quick brown fox jumps over the lazy dog\n" * 9], 300)
 MODEL = LanguageModel(CONFIG, PARAMS, TOKENIZER)
 FORMATS = ["orbax", "hf", "gguf", "llama2c", "meta"]

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+from models import FILE, weights
 
 from jllama.checkpoints import registry
 from jllama.checkpoints.registry import convert, load, save
@@ -23,9 +24,7 @@ from jllama.rope_scaling import Llama3Scaling
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify.checks import random_params
 
-CONFIG = LlamaConfig(
-    vocab_size=300, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, max_seq_len=64
-)
+CONFIG = FILE
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +32,7 @@ def models(tmp_path_factory):
     """A small model in every format."""
     folder = tmp_path_factory.mktemp("models")
     tokenizer = train_sentencepiece(["the quick brown fox jumps over the lazy dog\n" * 9], 300)
-    model = LanguageModel(CONFIG, random_params(CONFIG, 0), tokenizer)
+    model = LanguageModel(CONFIG, weights(CONFIG), tokenizer)
     for to in ("orbax", "hf", "gguf", "llama2c", "meta"):
         save(model, folder / to, to)
     return folder

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import SMALL, decode_params, weights
 
 from jllama import oracle
 from jllama.config import LlamaConfig
@@ -26,12 +27,8 @@ from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import encode_prompt
 from jllama.verify.checks import random_params
 
-CONTEXT = 64
-CONFIG = LlamaConfig(
-    vocab_size=61, num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=32, mlp_dim=96, max_seq_len=CONTEXT
-)
-WEIGHTS = random_params(CONFIG, 0)
-PARAMS = decode_layout(jax.tree.map(jnp.asarray, WEIGHTS), CONFIG)
+CONFIG, WEIGHTS, PARAMS = SMALL, weights(SMALL), decode_params(SMALL)
+CONTEXT = CONFIG.max_seq_len
 ONE_LAYER = dataclasses.replace(CONFIG, num_layers=1)
 PARAMS_OF_ONE_LAYER = DecodeParams(PARAMS.weights | {"layers": {"0": PARAMS.weights["layers"]["0"]}})
 GREEDY = SamplingParams(temperature=0.0)

@@ -8,20 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from models import SMALL, weights
 
 from jllama import oracle
-from jllama.config import LlamaConfig
 from jllama.sharding import MeshConfig, make_mesh
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
 from jllama.training.optimizer import OPTIMIZERS
 from jllama.training.step import compile_training
-from jllama.verify.checks import random_params, relative_error
+from jllama.verify.checks import relative_error
 
-BOS = 1
-CONFIG = LlamaConfig(
-    vocab_size=61, num_layers=2, embed_dim=64, num_heads=2, num_kv_heads=1, head_dim=64, mlp_dim=96, max_seq_len=32
-)
-WEIGHTS = random_params(CONFIG, 0)
+BOS, CONFIG, WEIGHTS = 1, SMALL, weights(SMALL)
 MESH = make_mesh(MeshConfig(), jax.devices()[:1])
 QUICK = {"xla_backend_optimization_level": 0}  # half the time to compile; the arithmetic is the same
 

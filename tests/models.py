@@ -1,0 +1,43 @@
+"""Small models that many tests share, with weights under which mistakes show; made and compiled once a process."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jllama.config import LlamaConfig
+from jllama.decode_params import decode_layout
+from jllama.verify.checks import random_params
+from jllama.verify.implementation import jllama_itself
+
+SMALL = LlamaConfig(
+    vocab_size=61, num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=32, mlp_dim=96, max_seq_len=64
+)
+"""For what takes many steps: heads are as wide together as twice the embedding, and share keys and values."""
+LONG = LlamaConfig(
+    vocab_size=97, num_layers=2, embed_dim=128, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=160, max_seq_len=512
+)
+"""For what positions do: enough channels in a head, and enough positions, for a wrong angle to move the logits."""
+FILE = LlamaConfig(vocab_size=300, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, max_seq_len=64)
+"""For what is written and read: as many tokens as a small SentencePiece model has, and sizes that llama2.c can hold."""
+
+forward, forward_with_cache = jllama_itself().forward, jllama_itself().extend
+"""``forward(config, params, tokens, ...)`` and ``forward_with_cache(config, decode_params, tokens, cache, counts)``."""
+
+
+@functools.cache
+def weights(config):
+    """Float32 NumPy arrays in the training layout."""
+    return random_params(config, 0)
+
+
+@functools.cache
+def params(config, dtype="float32"):
+    """The same on the device, in any dtype."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), weights(config))
+
+
+@functools.cache
+def decode_params(config, dtype="float32", quantize=None):
+    """The same in the layout for decoding."""
+    return decode_layout(params(config, dtype), config, quantize)
