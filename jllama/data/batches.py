@@ -40,7 +40,7 @@ def training_batches(
             f"give more text, or lower batch_size or seq_len"
         )
     rows = batch_size // process_count
-    mine = slice(process_index * rows, (process_index + 1) * rows)
+    own_rows = slice(process_index * rows, (process_index + 1) * rows)
     windows, last = (len(tokens) - 1) // seq_len, len(tokens) - seq_len - 1
 
     @functools.lru_cache
@@ -50,7 +50,7 @@ def training_batches(
     def gather(index: int, chosen: np.ndarray) -> np.ndarray:
         epochs = (index * batch_size + np.arange(batch_size)) // windows
         starts = np.minimum(chosen * seq_len + [offset(epoch) for epoch in epochs.tolist()], last)
-        return tokens[starts[mine, None] + np.arange(seq_len + 1)].astype(np.int32)
+        return tokens[starts[own_rows, None] + np.arange(seq_len + 1)].astype(np.int32)
 
     # Without drop_remainder, the length of the endless dataset overflows at batch size 1 (grain 0.2.18).
     shuffled = grain.MapDataset.range(windows).seed(seed).shuffle().repeat(None).batch(batch_size, drop_remainder=True)

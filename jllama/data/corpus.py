@@ -37,7 +37,7 @@ BLOCK = 1 << 18  # characters
 LONGEST_BLOCK = 1 << 20  # characters, where there is no place to cut
 LONGEST_LINE = 1 << 28  # bytes of one line of JSON: it is in memory as a whole
 CUTS = (re.compile(r".*\S\n(?=\S)", re.DOTALL), re.compile(r".*[^\W\d_](?= [^\W\d_])", re.DOTALL))
-"""Where a block may end: behind a line, or else behind a word; before what is no white space, or one space."""
+"""Where a block may end: after a line that no white space follows, or else after a word that one space follows."""
 
 _KINDS = {
     b"\x1f\x8b": "gzip",
@@ -89,8 +89,8 @@ def corpus_files(path: str, cache_dir: Path) -> dict[str, Path]:
     elif root.is_dir():
         files = dict(_walk(root))
     else:
-        found = map(Path, glob.glob(str(root), recursive=True))
-        files = {file.as_posix(): file for file in found if file.is_file()}
+        matches = map(Path, glob.glob(str(root), recursive=True))
+        files = {file.as_posix(): file for file in matches if file.is_file()}
     if not files:
         raise JllamaError(
             f"data.path {path!r} has no files: give stdlib, tinyshakespeare, or an existing file, folder or glob"
@@ -179,17 +179,17 @@ def _decoded(file: io.BufferedIOBase, path: Path) -> Iterator[str]:
 
 def cut(parts: Iterable[str]) -> Iterator[str]:
     """The same text in blocks, see ``Document``."""
-    rest = ""
+    pending = ""
     for part in parts:
-        rest += part
-        if len(rest) >= BLOCK:
-            found = next(filter(None, (pattern.match(rest) for pattern in CUTS)), None)
-            end = found.end() if found else len(rest) if len(rest) >= LONGEST_BLOCK else 0
+        pending += part
+        if len(pending) >= BLOCK:
+            match = next(filter(None, (pattern.match(pending) for pattern in CUTS)), None)
+            end = match.end() if match else len(pending) if len(pending) >= LONGEST_BLOCK else 0
             if end:
-                yield rest[:end]
-                rest = rest[end:]
-    if rest:
-        yield rest
+                yield pending[:end]
+                pending = pending[end:]
+    if pending:
+        yield pending
 
 
 def _document(name: str, text: str) -> Iterator[Document]:
@@ -258,8 +258,8 @@ def _json_text(line: str, text_field: str, where: str) -> str:
             raise JllamaError(f"{where} is a JSON {type(value).__name__}: each line of a .jsonl file must be an object")
         text = value.get(text_field)
         if not isinstance(text, str):
-            found = type(text).__name__ if text_field in value else None
-            raise _no_text(where, found, text_field, list(value), sorted(value))
+            kind = type(text).__name__ if text_field in value else None
+            raise _no_text(where, kind, text_field, list(value), sorted(value))
         text.encode()
         return text
     except UnicodeEncodeError as error:

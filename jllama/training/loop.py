@@ -150,18 +150,18 @@ class _Run:
     def evaluate(self, state: TrainState, stop: Sequence[int]) -> Evaluation | None:
         """Evaluate on a part of the validation text, show and log it; None if that failed or a stop came in between."""
         self.show("evaluating")
-        step, options, found = int(state.step), self.config.training, None
+        step, options, result = int(state.step), self.config.training, None
         with self.warn_instead():
-            found = evaluate(self.training, self.data, state.params, options, options.eval_tokens, stop)
-        if found is not None:
-            if not math.isfinite(found.validation_loss):
+            result = evaluate(self.training, self.data, state.params, options, options.eval_tokens, stop)
+        if result is not None:
+            if not math.isfinite(result.validation_loss):
                 raise self.not_finite("validation loss", step)
-            self.write({"step": step, **dataclasses.asdict(found)})
+            self.write({"step": step, **dataclasses.asdict(result)})
             self.console.print(
-                f"step {step}: validation loss [bold]{found.validation_loss:.4f}[/bold], perplexity "
-                f"{found.perplexity:.2f}, {found.bits_per_byte:.3f} bits per byte"
+                f"step {step}: validation loss [bold]{result.validation_loss:.4f}[/bold], perplexity "
+                f"{result.perplexity:.2f}, {result.bits_per_byte:.3f} bits per byte"
             )
-        return found
+        return result
 
     def evaluate_best(self, state: TrainState, stop: Sequence[int]) -> Evaluation | None:
         """Evaluate the best checkpoint on all of the validation text, show and log it; None if a stop came first."""

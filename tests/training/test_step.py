@@ -193,3 +193,11 @@ def test_a_donated_state_is_used_up_without_a_warning(recwarn):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((before.params, before.opt_state)))
     assert int(after.step) == 1
     assert not [warning for warning in recwarn if "donated" in str(warning.message)]
+
+
+def test_a_profile_is_readable():
+    training = compiled()
+    state = jax.eval_shape(training.init, jax.random.key(0))
+    program = training.step.lower(state, WINDOWS).as_text(debug_info=True)
+    for scope in ("optimizer",):
+        assert f"{scope}/" in program
