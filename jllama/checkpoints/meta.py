@@ -176,45 +176,40 @@ def _config(
 def _rope_scaling(
     params: Mapping[str, Any], source: Path, rope_factor: float | None, config: LlamaConfig
 ) -> RopeScaling | None:
-    scaled = params.get("use_scaled_rope", False)
+    scaled, names = params.get("use_scaled_rope", False), Llama3Scaling.meta
     if type(scaled) is not bool:
         raise JllamaError(f"{source} has use_scaled_rope {scaled!r}; it must be true or false")
+    stated = [name for name in names.values() if name in params]
+    if stated and not scaled:
+        raise JllamaError(f"{source} has {', '.join(stated)} without use_scaled_rope: add it, or remove them")
+    if rope_factor is not None and (not scaled or names["factor"] in stated):
+        why = "says itself what it is" if scaled else "has no use_scaled_rope"
+        raise UsageError(f"rope_factor is {rope_factor}, but {source} {why}: leave it out")
     if not scaled:
-        if given := [key for key in Llama3Scaling.meta.values() if key in params]:
-            raise JllamaError(f"{source} has {', '.join(given)} without use_scaled_rope: add it, or remove them")
-        if rope_factor is not None:
-            raise UsageError(f"rope_factor is {rope_factor}, but {source} has no use_scaled_rope: leave it out")
         return None
-    if Llama3Scaling.meta["factor"] in params:
-        if rope_factor is not None:
-            raise UsageError(f"rope_factor is {rope_factor}, but {source} says itself what it is: leave it out")
-    elif rope_factor is None:
-        released = [
-            name
+    if rope_factor is None and names["factor"] not in stated:
+        factors = {
+            name: scaling.factor
             for name in presets_of_shape(config)
-            if PRESETS[name].rope_scaling and not differing(("vocab_size", "rope_theta"), config, PRESETS[name])
-        ]
-        factors = {scaling.factor for name in released if (scaling := PRESETS[name].rope_scaling)}
-        if len(factors) != 1:
+            if not differing(("vocab_size", "rope_theta"), config, PRESETS[name])
+            and (scaling := PRESETS[name].rope_scaling)
+        }
+        if len(set(factors.values())) != 1:
             raise JllamaError(
                 f"{source} has use_scaled_rope, but Meta's files do not say by which factor, and no released Llama is "
-                f"of this shape: give --rope_factor, 8 for Llama 3.1 and 3.3 or 32 for Llama 3.2"
+                f"of this shape: give rope_factor, 8 for Llama 3.1 and 3.3 or 32 for Llama 3.2"
             )
-        (rope_factor,) = factors
+        name, rope_factor = next(iter(factors.items()))
         print(
-            f"note: RoPE factor {rope_factor:g}, as the shape is that of {' and '.join(released)} and {source} does "
-            f"not say it; --rope_factor overrides",
-            file=sys.stderr,
+            f"note: RoPE factor {rope_factor:g} of {name}, whose shape this is; rope_factor overrides", file=sys.stderr
         )
     default = Llama3Scaling(1.0 if rope_factor is None else rope_factor)
-    numbers: dict[str, Any] = {
-        ours: (whole_number if ours == "original_max_seq_len" else positive_number)(
-            params, theirs, source, getattr(default, ours)
-        )
-        for ours, theirs in Llama3Scaling.meta.items()
-    }
     with fault_of(source):
-        return Llama3Scaling(**numbers)
+        original = whole_number(params, names["original_max_seq_len"], source, default.original_max_seq_len)
+        numbers: dict[str, Any] = {
+            ours: positive_number(params, names[ours], source, getattr(default, ours)) for ours in names
+        }
+        return Llama3Scaling(**numbers | {"original_max_seq_len": original})
 
 
 def _joined(

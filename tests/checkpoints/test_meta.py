@@ -358,17 +358,17 @@ def test_the_factor_of_a_released_shape_is_that_models(tmp_path, monkeypatch, ca
         (folder / "params.json").write_text(json.dumps(params))
         assert read(folder).config == PRESETS[name]
         said = capsys.readouterr().err
-        assert said.startswith(f"note: RoPE factor {factor:g}, as the shape is that of {name} and ")
+        assert said.startswith(f"note: RoPE factor {factor:g} of {name}, whose shape this is")
         assert said.count("\n") == 1
         assert read(folder, 9.0).config.rope_scaling == Llama3Scaling(9.0)
         assert capsys.readouterr().err == ""
     (folder / "params.json").write_text(json.dumps(params | {"rope_theta": 10_000}))
-    refused(folder, "no released Llama is of this shape: give --rope_factor")
+    refused(folder, "no released Llama is of this shape: give rope_factor")
 
 
 def test_scaled_rope_asks_for_its_factor(tmp_path):
     folder = metas_folder(tmp_path / "x", CONFIG, use_scaled_rope=True)
-    refused(folder, r"use_scaled_rope.*--rope_factor, 8 for Llama 3\.1 and 3\.3 or 32 for Llama 3\.2")
+    refused(folder, r"use_scaled_rope.* rope_factor, 8 for Llama 3\.1 and 3\.3 or 32 for Llama 3\.2")
     assert read(folder, 32.0).config.rope_scaling == Llama3Scaling(32.0)
     with pytest.raises(UsageError, match=r"factor is 0\.5"):
         read(folder, 0.5)
