@@ -19,28 +19,13 @@ from typing import Any, Literal
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGML_QUANT_VERSION, GGMLQuantizationType, LlamaFileType
 
-from jllama.checkpoints.gguf_file import (
-    MAGIC,
-    OURS,
-    PLAIN,
-    TypedTensor,
-    read_gguf_file,
-    shortest,
-    write_gguf_file,
-)
+from jllama.checkpoints.gguf_file import MAGIC, OURS, PLAIN, TypedTensor, read_gguf_file, shortest, write_gguf_file
 from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, half_split, interleaved, matched
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
 from jllama.files import fault_of
 from jllama.parameters import TensorSpec, parameter_table, tensor_specs
-from jllama.rope_scaling import (
-    ROPE_SCALINGS,
-    LinearScaling,
-    Llama3Scaling,
-    RopeScaling,
-    YarnScaling,
-    inverse_frequencies,
-)
+from jllama.rope_scaling import ROPE_SCALINGS, Llama3Scaling, RopeScaling, YarnScaling, inverse_frequencies
 from jllama.tokenizers.gguf import from_gguf, to_gguf
 
 ARCHITECTURE = "llama"
@@ -76,25 +61,19 @@ _FIELDS: dict[str, tuple[str, int | float | None]] = {
 
 _SAME_SIZE = ("attention.value_length", "rope.dimension_count")  # as head_dim, in jllama
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "expert_count": (0,),
-    "expert_used_count": (0,),
-    "attention.causal": (True,),
-    "attention.sliding_window": (0,),
-    "attention.scale": (0,),
-    "logit_scale": (0, 1),
-    "residual_scale": (0, 1),
-    "embedding_scale": (0, 1),
-    "use_parallel_residual": (False,),
-    "rope.scaling.alpha": (0,),
-    "rope.scaling.yarn_log_multiplier": (0,),
+    **dict.fromkeys(("expert_count", "expert_used_count", "attention.sliding_window", "attention.scale"), (0,)),
+    **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale"), (0, 1)),
+    **dict.fromkeys(("rope.scaling.alpha", "rope.scaling.yarn_log_multiplier"), (0,)),
     "rope.scaling.yarn_ext_factor": (-1, 1),
+    "attention.causal": (True,),
+    "use_parallel_residual": (False,),
     **dict.fromkeys(("vocab_size", "tensor_data_layout", "rope.scaling.finetuned"), ()),
 }
 """Keys of which only these values (of the last ones, any) describe a model that jllama has."""
 
 
 def recognizes(path: Path) -> bool:
-    """Whether this is a GGUF file, or a folder that holds exactly one."""
+    """Tell whether this is a GGUF file, or a folder that holds exactly one."""
     file = _only_file(path)
     if file is None or not file.is_file():
         return False
@@ -103,9 +82,7 @@ def recognizes(path: Path) -> bool:
 
 
 def _only_file(path: Path) -> Path | None:
-    if not path.is_dir():
-        return path
-    files = list(path.glob("*.gguf"))
+    files = list(path.glob("*.gguf")) if path.is_dir() else [path]
     return files[0] if len(files) == 1 else None
 
 
@@ -118,17 +95,15 @@ def read(path: Path) -> Checkpoint:
     file = _only_file(path)
     if file is None:
         raise JllamaError(f"{path} does not hold exactly one .gguf file: give the file itself")
-    metadata, found = read_gguf_file(file)
+    metadata, stored = read_gguf_file(file)
     if (parts := metadata.get("split.count", 1)) != 1:
         raise JllamaError(f"{file} is one of {parts} parts of a model: join them with llama-gguf-split --merge")
     if (architecture := metadata.get("general.architecture")) != ARCHITECTURE:
-        raise JllamaError(
-            f"{file} holds a model of architecture {reprlib.repr(architecture)}; jllama reads {ARCHITECTURE!r}"
-        )
+        raise JllamaError(f"{file} has architecture {reprlib.repr(architecture)}; jllama reads {ARCHITECTURE!r}")
     with fault_of(f"{file} does not describe a model that jllama has"):
-        config = _read_config(metadata, found, file)
-    tensors = _narrowed(matched(found, config, "gguf", file, ignored={ROPE_FREQS}))
-    tensors = {stored.key: half_split(stored, tensors[stored.key], config.head_dim) for stored in tensor_specs(config)}
+        config = _read_config(metadata, stored, file)
+    tensors = _narrowed(matched(stored, config, "gguf", file, ignored={ROPE_FREQS}))
+    tensors = {spec.key: half_split(spec, tensors[spec.key], config.head_dim) for spec in tensor_specs(config)}
     template = metadata.get(CHAT_TEMPLATE)
     if not isinstance(template, str | None):
         raise JllamaError(f"{file} has a {CHAT_TEMPLATE} that is no string")
@@ -181,10 +156,8 @@ def _read_config(metadata: Mapping[str, Any], tensors: Mapping[str, FileTensor],
     config = LlamaConfig(**values, vocab_size=tensors[embed].shape[0], tie_embeddings=lm_head not in tensors)
     for key in _SAME_SIZE:
         if (size := take(key, int, config.head_dim)) != config.head_dim:
-            raise JllamaError(
-                f"{source} has {prefix}{key} {size} but keys of {config.head_dim} channels; jllama has one size for "
-                f"queries, keys, values and rotary embedding"
-            )
+            heads = f"heads of {config.head_dim} channels, in jllama of one size"
+            raise JllamaError(f"{source} has {prefix}{key} {size} but {heads} for queries, keys, values and RoPE")
     scaling = _read_rope_scaling(take, config, metadata, tensors, source)
     for name, value in fields.items():
         if name not in _WITHOUT_EFFECT:
@@ -216,9 +189,8 @@ def _read_rope_scaling(
         ours: take(f"rope.scaling.{theirs}", type(defaults[ours]), defaults[ours]) or defaults[ours]
         for ours, theirs in {item for kind in kinds.values() for item in kind.gguf.items()}
     }
-    scaling = None if name == "none" else kinds[name](**{ours: values[ours] for ours in kinds[name].gguf})
-    if scaling == LinearScaling(1.0):
-        scaling = None
+    is_plain = name == "none" or (name == "linear" and values["factor"] == 1)
+    scaling = None if is_plain else kinds[name](**{ours: values[ours] for ours in kinds[name].gguf})
     usual = scaling.attention_factor if scaling else 1.0
     # The converter puts the whole factor here, llama.cpp does not look: only where both agree is the meaning clear.
     whole = take("rope.scaling.yarn_attn_factor", float, usual)
@@ -264,13 +236,12 @@ def _frequencies(config: LlamaConfig, scaling: RopeScaling | None) -> np.ndarray
 
 
 def _read_stop_ids(metadata: Mapping[str, Any], config: LlamaConfig, source: Path) -> tuple[int, ...]:
-    found = {key: metadata[key] for key in STOP_KEYS if metadata.get(key) is not None}
-    for key, token in found.items():
+    stops = {key: metadata[key] for key in STOP_KEYS if metadata.get(key) is not None}
+    for key, token in stops.items():
         if type(token) is not int or not 0 <= token < config.vocab_size:
-            raise JllamaError(
-                f"{source} has {key} {reprlib.repr(token)}; it must be a token id below {config.vocab_size}"
-            )
-    return tuple(dict.fromkeys(found.values()))
+            size = config.vocab_size
+            raise JllamaError(f"{source} has {key} {reprlib.repr(token)}; it must be a token id below {size}")
+    return tuple(dict.fromkeys(stops.values()))
 
 
 def write(
@@ -282,20 +253,17 @@ def write(
     float16, as llama.cpp's own converter has it.
     """
     config = checkpoint.config
-    stored = tensor_specs(config)
-    types = {tensor.key: _type_to_write(tensor, checkpoint.tensors[tensor.key], dtype) for tensor in stored}
     rope_keys, divisors = _rope_scaling_to_write(config)
     metadata = _metadata_to_write(checkpoint) | rope_keys
-    matrix_types = collections.Counter(types[tensor.key] for tensor in stored if tensor.parameter.is_matrix)
+    tensors: list[TypedTensor] = []
+    for spec in tensor_specs(config):
+        tensor = interleaved(spec, checkpoint.tensors[spec.key], config.head_dim)
+        tensors.append((spec.name("gguf"), tensor, _type_to_write(spec, tensor, dtype)))
+    matrix_types = collections.Counter(type_ for _, tensor, type_ in tensors if len(tensor.shape) > 1)
     metadata["general.file_type"] = int(_FILE_TYPES[matrix_types.most_common(1)[0][0]])
-    to_write: list[TypedTensor] = []
-    for tensor in stored:
-        rows = interleaved(tensor, checkpoint.tensors[tensor.key], config.head_dim)
-        row_multiple = config.head_dim if tensor.parameter.rotary else 1
-        to_write.append((tensor.name("gguf"), rows, types[tensor.key], row_multiple))
     if divisors is not None:
-        to_write.append((ROPE_FREQS, divisors.astype(np.float32), GGMLQuantizationType.F32, 1))
-    write_gguf_file(target, metadata, to_write, on_progress)
+        tensors.append((ROPE_FREQS, divisors.astype(np.float32), GGMLQuantizationType.F32))
+    write_gguf_file(target, metadata, tensors, on_progress)
 
 
 def _type_to_write(
@@ -308,9 +276,8 @@ def _type_to_write(
         dtype = np.dtype(tensor.dtype if dtype is None else dtype)
         type_ = _TYPES.get(dtype)
         if type_ is None:
-            raise JllamaError(
-                f"llama.cpp has no {dtype.name} for {spec.name('gguf')}: choose float32, float16, bfloat16 or q8_0"
-            )
+            name = spec.name("gguf")
+            raise JllamaError(f"llama.cpp has no {dtype.name} for {name}: choose float32, float16, bfloat16 or q8_0")
     return type_ if spec.parameter.is_matrix else GGMLQuantizationType.F32
 
 
@@ -332,21 +299,17 @@ def _metadata_to_write(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _stop_ids_to_write(checkpoint: Checkpoint, tokens: Sequence[str]) -> dict[str, Any]:
     """EOS is the tokenizer's; of the others, ``<|eom_id|>`` ends a message and any other one a turn."""
-    _, eot, eom = STOP_KEYS
     stops = list(dict.fromkeys(checkpoint.stop_ids))
     if checkpoint.tokenizer is not None:
         stops = [checkpoint.tokenizer.eos_id, *(token for token in stops if token != checkpoint.tokenizer.eos_id)]
     if len(stops) > len(STOP_KEYS):
-        raise JllamaError(
-            f"GGUF has places for {len(STOP_KEYS)} tokens that end an answer, and this model has {len(stops)} "
-            f"({', '.join(map(str, stops))}): leave some out"
-        )
-    found: dict[str, Any] = {}
+        names = ", ".join(map(str, stops))
+        raise JllamaError(f"GGUF has 3 keys for tokens that end an answer, and this model has {len(stops)}: {names}")
+    keys: dict[str, Any] = {}
     for token in stops:
-        is_eom = token < len(tokens) and tokens[token] == "<|eom_id|>"
-        free = [key for key in ((eom, eot) if found and is_eom else STOP_KEYS) if key not in found]
-        found[free[0]] = token
-    return found
+        is_eom = bool(keys) and token < len(tokens) and tokens[token] == "<|eom_id|>"
+        keys[next(key for key in (STOP_KEYS[::-1] if is_eom else STOP_KEYS) if key not in keys)] = token
+    return keys
 
 
 def _rope_scaling_to_write(config: LlamaConfig) -> tuple[dict[str, Any], np.ndarray | None]:
@@ -364,9 +327,7 @@ def _rope_scaling_to_write(config: LlamaConfig) -> tuple[dict[str, Any], np.ndar
     if isinstance(scaling, YarnScaling):
         betas, usual = (f"{each.beta_fast:g} and {each.beta_slow:g}" for each in (scaling, YarnScaling))
         if betas != usual:
-            raise JllamaError(
-                f"llama.cpp takes yarn's beta_fast and beta_slow to be {usual}, and this model has {betas}"
-            )
+            raise JllamaError(f"llama.cpp takes yarn's beta_fast and beta_slow to be {usual}, this model has {betas}")
         if scaling.attention_factor != scaling.usual_attention_factor:
             keys[f"{key}attn_factor"] = shortest(scaling.attention_factor / scaling.usual_attention_factor)
     return keys, None

@@ -215,8 +215,8 @@ def shortest(value: float) -> float:
         return float(str(np.float32(value)))
 
 
-TypedTensor = tuple[str, FileTensor, GGMLQuantizationType, int]
-"""A tensor to write: its name, itself, the type to store it as, and of how many rows a block must be a multiple."""
+TypedTensor = tuple[str, FileTensor, GGMLQuantizationType]
+"""A tensor to write: its name, itself, and the type to store it as."""
 
 
 def write_gguf_file(
@@ -230,15 +230,15 @@ def write_gguf_file(
     parts = [MAGIC, struct.pack("<IQQ", _VERSION, len(tensors), len(metadata))]
     parts += [_text(key) + _value(key, value) for key, value in metadata.items()]
     offset = 0
-    for name, tensor, type_, _ in tensors:
+    for name, tensor, type_ in tensors:
         dims = tensor.shape[::-1]
         parts += [_text(name), struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, type_, offset)]
         offset += _aligned(_num_bytes(tensor.shape, type_))
     header = b"".join(parts)
     with path.open("wb") as file:
         file.write(header + bytes(-len(header) % _ALIGNMENT))
-        for _, tensor, type_, row_multiple in tensors:
-            for block in blocks(tensor, PLAIN.get(type_, np.dtype(np.float32)), row_multiple):
+        for _, tensor, type_ in tensors:
+            for block in blocks(tensor, PLAIN.get(type_, np.dtype(np.float32))):
                 data = block if type_ in PLAIN else quantize(block, type_)
                 data.tofile(file)
                 on_progress(data.nbytes)

@@ -137,7 +137,7 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_
             if spec.path == "lm_head":
                 _write_tables(config, file)
             tensor = interleaved(spec, checkpoint.tensors[spec.key], config.head_dim)
-            for block in blocks(tensor, np.dtype("<f4"), config.head_dim if spec.parameter.rotary else 1):
+            for block in blocks(tensor, np.dtype("<f4")):
                 file.write(block.data)
                 on_progress(block.nbytes)
         if config.tie_embeddings:

@@ -96,7 +96,7 @@ class PermutedRows:
     def __init__(self, tensor: FileTensor, head_dim: int, to_half_split: bool) -> None:
         self.tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype
         self.head_dim, self.to_half_split = head_dim, to_half_split
-        self.rows_at_once = getattr(tensor, "rows_at_once", 1)
+        self.rows_at_once = math.lcm(head_dim, getattr(tensor, "rows_at_once", 1))
 
     def __getitem__(self, rows: slice, /) -> np.ndarray:
         """The rows asked for: whole heads are read, reordered and cut."""
@@ -118,13 +118,13 @@ def interleaved(stored: TensorSpec, tensor: FileTensor, head_dim: int) -> FileTe
     return PermutedRows(tensor, head_dim, to_half_split=False) if stored.parameter.rotary else tensor
 
 
-def blocks(tensor: FileTensor, dtype: np.dtype[Any] | type, row_multiple: int = 1) -> Iterator[np.ndarray]:
+def blocks(tensor: FileTensor, dtype: np.dtype[Any] | type) -> Iterator[np.ndarray]:
     """A tensor's rows from first to last, contiguous and in ``dtype``, in blocks of about ``BLOCK_BYTES``.
 
     Raises:
         JllamaError: a number is too large for the dtype (float16 ends at 65,504).
     """
-    step = row_multiple * max(1, _rows_at_once(tensor) // row_multiple)
+    step = _rows_at_once(tensor)
     for start in range(0, tensor.shape[0], step):
         yield np.ascontiguousarray(_cast(tensor[start : min(start + step, tensor.shape[0])], dtype))
 
@@ -334,8 +334,9 @@ def _read(
 
 
 def _rows_at_once(tensor: FileTensor) -> int:
-    """How many rows make about ``BLOCK_BYTES``; or are stored together."""
-    return max(getattr(tensor, "rows_at_once", 1), BLOCK_BYTES // (4 * math.prod(tensor.shape[1:])), 1)
+    """How many rows make about ``BLOCK_BYTES``: a multiple of those that are stored or permuted together."""
+    multiple = getattr(tensor, "rows_at_once", 1)
+    return multiple * max(1, BLOCK_BYTES // (4 * math.prod(tensor.shape[1:])) // multiple)
 
 
 def _copy(block: np.ndarray, out: np.ndarray) -> None:
