@@ -54,20 +54,19 @@ def main(argv: Sequence[str], prog: str) -> int:
     checked = VARIANTS["Llama 3.2 tied"]
     config = open_checkpoint(options.checkpoint).config if options.checkpoint else checked
     config = jllama.preset(options.preset) if options.preset else config
-    console, gib = Console(highlight=False), 2**30
+    console, folder = Console(highlight=False), tempfile.gettempdir()
     console.print(f"Python {platform.python_version()} on {platform.platform()}")
     console.print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES.split()))
     for device in jax.devices():
-        size = (device.platform != "cpu" and device_memory_bytes(device)) or 0
-        memory = f", {size / gib:.1f} GiB" if size else ""
+        memory = "" if device.platform == "cpu" else _gib(device_memory_bytes(device), ", {}")
         console.print(f"device {device.id}: {device.platform} {device.device_kind}{memory}")
-    free, size, folder = shutil.disk_usage(tempfile.gettempdir()).free, machine_memory_bytes(), tempfile.gettempdir()
-    memory = f"{size / gib:.1f} GiB of memory, " if size else ""
-    console.print(f"{memory}{free / gib:.1f} GiB free in {folder}, terminal: {console.is_terminal}")
+    memory = _gib(machine_memory_bytes(), "{} of memory, ") + _gib(shutil.disk_usage(folder).free, "{} free in ")
+    console.print(f"{memory}{folder}, terminal: {console.is_terminal}")
     console.print(f"cache: {cache_folder()}, which may be removed at any time")
     console.print(summary_table(config))
     takes = {"float32": 4, "bfloat16": 2, "int8": 1, "training (float32 and Adam)": 16}
-    print(", ".join(f"{what} {n * count_parameters(config) / gib:,.1f} GiB" for what, n in takes.items()), "at least")
+    count = count_parameters(config)
+    print(", ".join(_gib(size * count, f"{what} {{}}") for what, size in takes.items()), "at least")
     with jax.default_matmul_precision("highest"):
         error = model_error(jllama_itself(), checked, weights(checked), checked)
     print(f"a small Llama's logits against the float64 oracle: relative error {error:.1e}, tolerance {TOLERANCE:.0e}")
@@ -76,22 +75,22 @@ def main(argv: Sequence[str], prog: str) -> int:
     return 0
 
 
+def _gib(num_bytes: int | None, text: str) -> str:
+    return text.format(f"{num_bytes / 2**30:,.1f} GiB") if num_bytes else ""
+
+
 def summary_table(config: jllama.LlamaConfig) -> Table:
     """Every parameter with its axes, shape and count; the totals and the training cost of a token below."""
     from jllama.parameters import count_parameters, parameter_table, shape_of, training_flops_per_token
 
     count, flops = count_parameters(config), training_flops_per_token(config, config.max_seq_len)
-    footer = (
-        "total",
-        f"{flops:.3g} FLOPs per training token",
-        f"{4 * count / 2**20:,.1f} MiB in float32",
-        f"{count:,}",
-    )
     table = Table(
-        "parameter", "axes", Column("shape", justify="right"), Column("count", justify="right"), show_footer=True
+        Column("parameter", footer="total"),
+        Column("axes", footer=f"{flops:.3g} FLOPs per training token"),
+        Column("shape", justify="right", footer=f"{4 * count / 2**20:,.1f} MiB in float32"),
+        Column("count", justify="right", footer=f"{count:,}"),
+        show_footer=True,
     )
-    for column, text in zip(table.columns, footer, strict=True):
-        column.footer = text
     for path, row in parameter_table(config).items():
         shape = shape_of(row, config)
         table.add_row(path, " ".join(row.axes), " x ".join(map(str, shape)), f"{math.prod(shape):,}")

@@ -27,8 +27,8 @@ _WIDE = 140  # characters, where the output is no terminal
 class VerifyOptions:
     """Check that this machine computes every Llama as the oracle does, or check a checkpoint of your own.
 
-    Without a checkpoint: every variant through every file format against the float64 NumPy oracle, how far deliberate
-    mistakes would be seen, and ways of running a model that must agree. With one: that checkpoint, layer by layer.
+    Without one: every variant through every file format against the float64 NumPy oracle, how far deliberate mistakes
+    would be seen, and ways of running a model that must agree. With one: that checkpoint, layer by layer.
 
     Examples:
         --html report.html
@@ -65,8 +65,7 @@ def main(argv: Sequence[str], prog: str) -> int:
             raise UsageError(f"--{name} is about a checkpoint: give its path too")
     if options.html:
         check_writable(Path(options.html))  # before computing for a minute
-    width = None if sys.stdout.isatty() else _WIDE
-    file = io.StringIO() if options.json else sys.stdout
+    file, width = io.StringIO() if options.json else sys.stdout, None if sys.stdout.isatty() else _WIDE
     console = Console(file=file, width=width, highlight=False, markup=False, emoji=False, record=True)
     result, lines = (_verify_checkpoint if options.path else _verify_jllama)(options, console.width)
     for line in lines:
@@ -89,7 +88,7 @@ def _verify_checkpoint(options: VerifyOptions, width: int) -> tuple[dict[str, An
             text = Path(options.text).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise JllamaError(f"--text {options.text} is not UTF-8 text: {error}") from error
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True)
     with console.status("opening") as status:
         on_stage = status.update if console.is_terminal else functools.partial(print, file=sys.stderr, flush=True)
         given = {"rope_factor": options.rope_factor, "transformers": options.transformers}
