@@ -86,15 +86,13 @@ def _tensors(config: LlamaConfig, params: Params, file_format: int) -> Tensors:
     """Every tensor under its name in a format, matrices as ``[outputs, inputs]``; no head if it is tied."""
     heads = {} if file_format == _HUGGING_FACE else {"wq": config.num_heads, "wk": config.num_kv_heads}
     tensors = {}
-    for layer in range(config.num_layers):
-        for name, stacked in params["layers"].items():
-            array = stacked[layer]
+    for name, stacked in params["layers"].items():
+        for layer, array in enumerate(stacked):
             if array.ndim > 1:
                 inputs = config.num_heads * config.head_dim if name == "wo" else len(array)
                 array = array.reshape(inputs, -1).T
-            tensors[_NAMES[name][file_format].format(layer)] = (
-                interleave(array, heads[name]) if name in heads else array
-            )
+            array = interleave(array, heads[name]) if name in heads else array
+            tensors[_NAMES[name][file_format].format(layer)] = array
     ends = {"embed": params["embed"], "final_norm": params["final_norm"]}
     ends |= {} if config.tie_embeddings else {"lm_head": params["lm_head"].T}
     tensors |= {_NAMES[name][file_format]: array for name, array in ends.items()}
@@ -149,15 +147,13 @@ def meta_params(config: LlamaConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {"dim": config.embed_dim, "n_layers": config.num_layers, "n_heads": config.num_heads}
     fields |= {"vocab_size": config.vocab_size, "norm_eps": config.norm_eps}
     fields["multiple_of"] = config.mlp_dim  # to which any smaller width is rounded up
-    if width > config.mlp_dim:
-        fields["ffn_dim_multiplier"] = (config.mlp_dim + 0.5) / width
-    if config.num_kv_heads != config.num_heads:
-        fields["n_kv_heads"] = config.num_kv_heads
-    if config.rope_theta != 10_000:
-        fields["rope_theta"] = config.rope_theta
-    if config.rope_scaling:
-        fields["use_scaled_rope"] = True
-    return fields
+    optional = {
+        "ffn_dim_multiplier": (width > config.mlp_dim, (config.mlp_dim + 0.5) / width),
+        "n_kv_heads": (config.num_kv_heads != config.num_heads, config.num_kv_heads),
+        "rope_theta": (config.rope_theta != 10_000, config.rope_theta),
+        "use_scaled_rope": (config.rope_scaling is not None, True),
+    }
+    return fields | {name: value for name, (is_said, value) in optional.items() if is_said}
 
 
 def _write_meta(path: Path, config: LlamaConfig, params: Params, count: int) -> None:
@@ -212,14 +208,13 @@ def _write_hugging_face(path: Path, config: LlamaConfig, params: Params, version
     """A folder as transformers 4 has it, the weights in one file; or 5, in two."""
     scaling: Any = config.rope_scaling
     rope: dict[str, Any] = {"rope_type": scaling.type if scaling else "default"}
+    names = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow", "attention_factor")}
     if scaling:
         rope["factor"] = scaling.factor
-    if scaling and scaling.type in ("llama3", "yarn"):
-        rope["original_max_position_embeddings"] = scaling.original_max_seq_len
-    if scaling and scaling.type == "llama3":
-        rope |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-    if scaling and scaling.type == "yarn" and not _is_papers_yarn(scaling):
-        rope |= {name: getattr(scaling, name) for name in ("beta_fast", "beta_slow", "attention_factor")}
+        if scaling.type in names:
+            rope["original_max_position_embeddings"] = scaling.original_max_seq_len
+            named = () if _is_papers_yarn(scaling) else names[scaling.type]
+            rope |= {name: getattr(scaling, name) for name in named}
     fields = {name: getattr(config, field) for field, (name, _) in _FIELDS.items()}
     fields |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
     fields["tie_word_embeddings"] = config.tie_embeddings
