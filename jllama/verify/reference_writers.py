@@ -298,7 +298,12 @@ def _write_gguf(path: Path, config: LlamaConfig, params: Params) -> None:
 
 def _gguf_holds(config: LlamaConfig) -> bool:
     scaling: Any = config.rope_scaling
-    return scaling is None or scaling.type in ("linear", "llama3") or _is_papers_yarn(scaling)
+    return (
+        scaling is None
+        or scaling.type == "linear"
+        or scaling == Llama3Scaling(scaling.factor)  # of its divisors, readers find the factor
+        or _is_papers_yarn(scaling)
+    )
 
 
 def _write_llama2c(path: Path, config: LlamaConfig, params: Params) -> None:

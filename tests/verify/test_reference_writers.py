@@ -57,7 +57,7 @@ HELD = {
     "tied, no scaling": PLAIN,
     "head_dim": SCALED | {"gguf"},
     "llama3": PLAIN,
-    "llama3, other bounds": SCALED | {"gguf"},
+    "llama3, other bounds": SCALED,
     "linear": SCALED | {"gguf"},
     "dynamic": SCALED,
     "dynamic, two lengths": {"native"},
