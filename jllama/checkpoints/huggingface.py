@@ -49,10 +49,8 @@ _SIZES: dict[str, tuple[str, int | None]] = {
 }
 """The key and default of each size; None is worked out from the others."""
 
-_LLAMA = dict.fromkeys(
-    ("attention_bias", "mlp_bias", "use_sliding_window", "num_local_experts", "num_experts", "quantization_config"),
-    False,
-) | {"hidden_act": "silu"}
+_LLAMA = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
+_LLAMA |= dict.fromkeys(("num_local_experts", "num_experts", "quantization_config"), False)
 """Options that change the architecture, as a Llama has them."""
 
 _ROPE_COMMON = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
@@ -116,25 +114,22 @@ def _refuse_other_models(fields: Mapping[str, Any], source: Path) -> None:
 
 def _rope(fields: Mapping[str, Any], max_seq_len: int, source: Path) -> tuple[float, RopeScaling | None]:
     """Theta and scaling. A file may have both spellings, for readers old and new, if they say the same."""
-    spellings = [key for key in ("rope_scaling", "rope_parameters") if fields.get(key)]
-    readings = {key: _one_rope(fields, key, max_seq_len, source) for key in spellings or ["rope_scaling"]}
-    if len(set(readings.values())) > 1:
+    readings = []
+    for spelling in [key for key in ("rope_scaling", "rope_parameters") if fields.get(key)] or ["rope_scaling"]:
+        reading = fields.get(spelling) or {}
+        if not isinstance(reading, dict):
+            raise JllamaError(f"{source} has {spelling} {reading!r}; it must be an object or null")
+        reading = {key: value for key, value in reading.items() if value is not None}
+        for key in [key for key in _ROPE_COMMON if key in fields]:
+            if key in reading and reading[key] != fields[key]:
+                raise JllamaError(f"{source} has {key} {fields[key]!r}, but {reading[key]!r} in {spelling}: remove one")
+            reading[key] = fields[key]
+        old_name = reading.pop("type", "default")
+        readings.append({"rope_type": old_name} | reading)
+    parameters, *others = readings
+    if others and others[0] != parameters:
         raise JllamaError(f"{source} has rope_scaling and rope_parameters that differ: remove the wrong one")
-    return next(iter(readings.values()))
-
-
-def _one_rope(
-    fields: Mapping[str, Any], spelling: str, max_seq_len: int, source: Path
-) -> tuple[float, RopeScaling | None]:
-    parameters = fields.get(spelling) or {}
-    if not isinstance(parameters, dict):
-        raise JllamaError(f"{source} has {spelling} {parameters!r}; it must be an object or null")
-    parameters = {key: value for key, value in parameters.items() if value is not None}
-    for key in [key for key in _ROPE_COMMON if key in fields]:
-        if key in parameters and parameters[key] != fields[key]:
-            raise JllamaError(f"{source} has {key} {fields[key]!r}, but {parameters[key]!r} in {spelling}: remove one")
-        parameters[key] = fields[key]
-    rope_type = parameters.pop("rope_type", parameters.pop("type", "default"))
+    rope_type = parameters.pop("rope_type")
     if not isinstance(rope_type, str) or rope_type not in ("default", *ROPE_SCALINGS):
         types = ", ".join(["default", *ROPE_SCALINGS])
         raise JllamaError(f"{source} asks for RoPE of type {rope_type!r}; jllama has {types}")
@@ -143,22 +138,21 @@ def _one_rope(
     kind = ROPE_SCALINGS.get(rope_type)
     for key, values in ({"partial_rotary_factor": (1,)} | (kind.huggingface_fixed if kind else {})).items():
         if parameters.pop(key, values[0]) not in values:
-            raise JllamaError(f"{source} has {key} in {spelling} other than {json.dumps(values[0])}, as jllama has it")
-    numbers: dict[str, Any] = {
-        key: positive_number(parameters, key, source) for key in parameters if key not in _ROPE_COMMON
-    }
+            raise JllamaError(f"{source} has RoPE with {key} other than {json.dumps(values[0])}, as jllama has it")
+    keys = [key for key in parameters if key not in _ROPE_COMMON]
+    numbers: dict[str, Any] = {key: positive_number(parameters, key, source) for key in keys}
     names = {field.name for field in dataclasses.fields(kind) if field.init} if kind else set()
     allowed = (names - {"original_max_seq_len"}).union(kind.huggingface_extra) if kind else names
-    if unknown := [key for key in numbers if key not in allowed]:
-        raise JllamaError(f"{source} has {', '.join(unknown)} in {spelling}, which RoPE of type {rope_type} has not")
+    if unknown := [key for key in keys if key not in allowed]:
+        raise JllamaError(f"{source} has {', '.join(unknown)}, which RoPE of type {rope_type} has not")
     if kind is None:
         return theta, None
-    if missing := [key for key in kind.huggingface_required if key not in numbers]:
-        raise JllamaError(f"{source} has no {', '.join(missing)} in {spelling}, which RoPE of type {rope_type} needs")
+    if missing := [key for key in kind.huggingface_required if key not in keys]:
+        raise JllamaError(f"{source} has no {', '.join(missing)}, which RoPE of type {rope_type} needs")
     if kind.grows and original != max_seq_len:
+        lengths = f"original_max_position_embeddings {original} and max_position_embeddings {max_seq_len}"
         raise JllamaError(
-            f"{source} has original_max_position_embeddings {original} and max_position_embeddings {max_seq_len}, but "
-            f"transformers' {rope_type} RoPE knows the latter alone: remove the former, or give both the same value"
+            f"{source} has {lengths}, but transformers' {rope_type} RoPE has one length: remove the former"
         )
     if "original_max_seq_len" in names:
         numbers["original_max_seq_len"] = original
@@ -177,29 +171,25 @@ def config_to_huggingface(config: LlamaConfig, dtype: str) -> dict[str, Any]:
         JllamaError: transformers cannot hold it.
     """
     if config.embed_dim % config.num_heads:
-        raise JllamaError(
-            f"transformers loads no Llama whose embed_dim ({config.embed_dim}) is not a multiple of num_heads "
-            f"({config.num_heads}): save it in another format"
-        )
+        sizes = f"embed_dim ({config.embed_dim}) is not a multiple of num_heads ({config.num_heads})"
+        raise JllamaError(f"transformers loads no Llama whose {sizes}: save it in another format")
     scaling = config.rope_scaling
-    if scaling and scaling.grows and vars(scaling)["original_max_seq_len"] != config.max_seq_len:
-        raise JllamaError(
-            f"transformers' {scaling.type} RoPE has one length, so original_max_seq_len "
-            f"({vars(scaling)['original_max_seq_len']}) must be max_seq_len ({config.max_seq_len}): "
-            f"save it in another format"
-        )
-    rope = {"rope_type": scaling.type, **scaling.to_huggingface()} if scaling else {"rope_type": "default"}
-    if scaling and not scaling.grows and "original_max_seq_len" in vars(scaling):
-        rope["original_max_position_embeddings"] = vars(scaling)["original_max_seq_len"]
+    rope: dict[str, Any] = (
+        {"rope_type": scaling.type, **scaling.to_huggingface()} if scaling else {"rope_type": "default"}
+    )
+    length = getattr(scaling, "original_max_seq_len", None)
+    if scaling and length and not scaling.grows:
+        rope["original_max_position_embeddings"] = length
+    elif scaling and length != config.max_seq_len and scaling.grows:
+        lengths = f"original_max_seq_len ({length}) must be max_seq_len ({config.max_seq_len})"
+        raise JllamaError(f"in transformers' {scaling.type} RoPE {lengths}: save it in another format")
     theta = float(config.rope_theta)
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": config.vocab_size,
         **{theirs: getattr(config, ours) for ours, (theirs, _) in _SIZES.items()},
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
+        **{key: _LLAMA[key] for key in ("hidden_act", "attention_bias", "mlp_bias")},
         "rms_norm_eps": float(config.norm_eps),
         "rope_theta": theta,
         "rope_scaling": rope if scaling else None,
@@ -239,8 +229,7 @@ def read(path: Path) -> Checkpoint:
         raise JllamaError(f"{error}; a model without {head} needs tie_word_embeddings true in {CONFIG}") from error
     if repeated_head is not None and not same_bits(repeated_head, tensors["embed"]):
         raise JllamaError(
-            f"{path} has tie_word_embeddings true in {CONFIG}, but {head} differs from {embed}: "
-            f"set it to false if the model has a head of its own"
+            f"{path} has tie_word_embeddings true in {CONFIG}, but {head} differs from {embed}: set it to false"
         )
     tokenizer, template, stops = read_text_files(path)
     if template is None:

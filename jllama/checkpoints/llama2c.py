@@ -71,11 +71,8 @@ def _config(header: bytes, file: Path) -> LlamaConfig:
 
 
 def _file_bytes(config: LlamaConfig) -> int:
-    return _HEADER.size + 4 * (count_parameters(config) + _tables_size(config))
-
-
-def _tables_size(config: LlamaConfig) -> int:
-    return config.max_seq_len * config.head_dim  # half are cosines, half sines
+    tables_size = config.max_seq_len * config.head_dim  # half are cosines, half sines
+    return _HEADER.size + 4 * (count_parameters(config) + tables_size)
 
 
 def _in_order(config: LlamaConfig) -> list[TensorSpec]:
@@ -108,7 +105,7 @@ def read(path: Path) -> Checkpoint:
     tensors: dict[str, FileTensor] = {}
     start = 0
     for spec in _in_order(config):
-        start += _tables_size(config) if spec.path == "lm_head" else 0
+        start += config.max_seq_len * config.head_dim if spec.path == "lm_head" else 0  # the tables
         stop = start + math.prod(spec.shape)
         tensors[spec.key] = half_split(spec, numbers[start:stop].reshape(spec.shape), config.head_dim)
         start = stop
@@ -146,30 +143,22 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_
 
 def _problems(checkpoint: Checkpoint, dtype: np.dtype[Any] | None) -> list[str]:
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
-    problems = [
-        f"its {name} is {getattr(config, name)!r}, and run.c has {value!r} in its code"
+    width = config.embed_dim / config.num_heads
+    num_tokens = tokenizer.vocab_size if tokenizer else config.vocab_size
+    stops = ", ".join(str(token) for token in checkpoint.stop_ids if tokenizer is None or token != tokenizer.eos_id)
+    is_float64 = dtype is None and any(tensor.dtype.itemsize > 4 for tensor in checkpoint.tensors.values())
+    problems = {
+        f"its head_dim is {config.head_dim}, and run.c has embed_dim / num_heads, {width:g}": width != config.head_dim,
+        f"it is to be {dtype}, and the format has float32 alone": dtype not in (None, np.float32),
+        "it has float64 tensors (take dtype float32)": is_float64,
+        "it has a chat template": checkpoint.chat_template is not None,
+        f"tokens {stops} end its answers, and run.c knows EOS alone": stops,
+        f"its tokenizer has {num_tokens} tokens, and run.c reads {config.vocab_size}": num_tokens != config.vocab_size,
+    } | {
+        f"its {name} is {getattr(config, name)!r}, and run.c has {value!r}": getattr(config, name) != value
         for name, value in _FIXED.items()
-        if getattr(config, name) != value
-    ]
-    if config.num_heads * config.head_dim != config.embed_dim:
-        problems.append(
-            f"its head_dim is {config.head_dim}, and run.c has embed_dim / num_heads, "
-            f"which is {config.embed_dim / config.num_heads:g}"
-        )
-    if dtype is not None and dtype != np.float32:
-        problems.append(f"it is to be {dtype.name}, and the format has float32 alone")
-    if dtype is None and any(tensor.dtype.itemsize > 4 for tensor in checkpoint.tensors.values()):
-        problems.append("it has float64 tensors (take dtype float32)")
-    if checkpoint.chat_template is not None:
-        problems.append("it has a chat template")
-    if others := [token for token in checkpoint.stop_ids if tokenizer is None or token != tokenizer.eos_id]:
-        problems.append(f"tokens {', '.join(map(str, others))} end its answers, and run.c knows EOS alone")
-    if tokenizer is not None and tokenizer.vocab_size != config.vocab_size:
-        problems.append(
-            f"its tokenizer has {tokenizer.vocab_size} tokens, and run.c reads as many as the embedding has rows, "
-            f"{config.vocab_size}"
-        )
-    return problems
+    }
+    return [problem for problem, is_so in problems.items() if is_so]
 
 
 def _write_tables(config: LlamaConfig, file: BinaryIO) -> None:

@@ -38,7 +38,7 @@ _FIELDS = {
     *("norm_eps", "rope_theta", "use_scaled_rope", *Llama3Scaling.meta.values()),
     *("max_batch_size", "max_seq_len"),  # how much memory Meta's code takes for its cache: nothing of the model
 }
-_OFF = (None, False, -1, 0)
+_OFF = (False, -1, 0)
 """Values of a field by which a file asks for nothing."""
 
 _MLP_RULES: list[tuple[int, float | None]] = [
@@ -82,9 +82,14 @@ def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
         JllamaError: also if it asks for a RoPE factor, none is given, and no released Llama is of its shape.
         UsageError: ``rope_factor`` is given but not asked for.
     """
-    params = _params(path / PARAMS)
+    source = path / PARAMS
+    if not source.is_file():
+        raise JllamaError(f"{path} lacks {PARAMS}: copy it there, weights alone do not say what they are of")
+    params = {key: value for key, value in read_json_object(source).items() if value is not None}
+    if refused := [key for key, value in params.items() if key not in _FIELDS and value not in _OFF]:
+        raise JllamaError(f"{source} asks for what jllama's Llama does not have: {', '.join(refused)}")
     shards = _shards(path)
-    config = _config(params, path / PARAMS, shards, rope_factor)
+    config = _config(params, source, shards, rope_factor)
     specs = {spec.key: spec for spec in tensor_specs(config)}
     whole = _joined(path, specs.values(), shards)
     ignored = ["rope.freqs"]  # computed, not learned; in the files of Llama 1 and 2
@@ -102,16 +107,6 @@ def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
     if tokenizer is None and beside.exists():
         tokenizer = load_tokenizer(beside)
     return Checkpoint(config, tensors, tokenizer, template, stops)
-
-
-def _params(source: Path) -> dict[str, Any]:
-    """The fields of ``params.json`` that are not null."""
-    if not source.is_file():
-        raise JllamaError(f"{source.parent} lacks {PARAMS}: copy it there, weights alone do not say what they are of")
-    params = read_json_object(source)
-    if refused := [key for key, value in params.items() if key not in _FIELDS and value not in _OFF]:
-        raise JllamaError(f"{source} asks for what jllama's Llama does not have: {', '.join(refused)}")
-    return {key: value for key, value in params.items() if value is not None}
 
 
 def _shards(path: Path) -> dict[str, dict[str, np.ndarray]]:

@@ -201,7 +201,7 @@ def test_weights_are_mapped_not_read(tmp_path):
         ({"rope_theta": 500000.0}, {}, None, "its rope_theta is 500000.0, and run.c has 10000.0"),
         ({"norm_eps": 1e-6}, {}, None, "its norm_eps is 1e-06, and run.c has 1e-05"),
         ({"rope_scaling": LinearScaling(2.0)}, {}, None, "its rope_scaling is LinearScaling"),
-        ({"head_dim": 32}, {}, None, "its head_dim is 32, and run.c has embed_dim / num_heads, which is 64"),
+        ({"head_dim": 32}, {}, None, "its head_dim is 32, and run.c has embed_dim / num_heads, 64"),
         ({}, {}, np.dtype(jnp.bfloat16), "to be bfloat16, and the format has float32 alone"),
         ({}, {"chat_template": "{{ messages }}"}, None, "it has a chat template"),
         ({}, {"stop_ids": (3, 4)}, None, "tokens 3, 4 end its answers"),
@@ -319,6 +319,6 @@ def test_the_tokenizer_comes_back(tmp_path):
 
 def test_a_tokenizer_of_another_size_is_refused(tmp_path):
     """run.c reads as many tokens as the embedding has rows."""
-    with pytest.raises(JllamaError, match=r"its tokenizer has 259 tokens, .* the embedding has rows, 50"):
+    with pytest.raises(JllamaError, match=r"its tokenizer has 259 tokens, and run\.c reads 50"):
         written(tmp_path, CONFIG, tokenizer=BytesTokenizer(), stop_ids=(2,))
     assert not list(tmp_path.iterdir())
