@@ -20,8 +20,8 @@ from jllama.tokenizers.pieces import Pieces
 class Tokenizer(ABC):
     """Text to token ids and back. ``decode(encode(text)) == text`` for every text whose bytes the vocabulary has.
 
-    SmolLM2's lacks bytes of U+0004, U+0006, U+0013, U+0014, U+0016, U+001D and of the unassigned U+40000 to U+BFFFF,
-    and drops them. Llama's own have every byte.
+    Llama's own have every byte; SmolLM2's lacks those of six control characters and of U+40000 to U+BFFFF, and drops
+    them.
 
     >>> tokenizer = BytesTokenizer()
     >>> tokenizer.encode("Hi")

@@ -91,7 +91,12 @@ def to_gguf(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     scores = merges = unk_id = None
     json = None if isinstance(tokenizer, SentencePieceTokenizer) else as_huggingface(tokenizer)
     if json is not None and json.is_byte_level:
-        pre, prefix = _pre_of(json), False
+        pre, prefix, normalizer = pre_tokenizer_name(json.json), False, json.json["normalizer"]
+        if pre is None or normalizer is not None:
+            split = f"{json.json['pre_tokenizer']}, normalizer {normalizer}"
+            raise JllamaError(f"GGUF has no name for how this tokenizer splits text ({split})")
+        if json.json["model"]["ignore_merges"] != (expected := pre == WHOLE_WORDS_FIRST):
+            raise JllamaError(f"GGUF's {pre} tokenizer has ignore_merges {expected}, this one has not")
         merges = [" ".join(merge) for merge in json.merges]
         texts = [text or f"[PAD{id}]" for id, text in enumerate(json.texts)]
         types = [kind if text else TokenType.UNUSED for kind, text in zip(json.token_types(), json.texts, strict=True)]
@@ -114,15 +119,3 @@ def to_gguf(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
         "add_space_prefix": prefix,
     }
     return {_PREFIX + name: value for name, value in fields.items() if value is not None}
-
-
-def _pre_of(tokenizer: HuggingFaceTokenizer) -> str:
-    """GGUF's name of how a byte-level tokenizer splits text; JllamaError if it has none."""
-    content = tokenizer.json
-    pre, normalizer = pre_tokenizer_name(content), content["normalizer"]
-    if pre is None or normalizer is not None:
-        split = f"{content['pre_tokenizer']}, normalizer {normalizer}"
-        raise JllamaError(f"GGUF has no name for how this tokenizer splits text ({split})")
-    if content["model"]["ignore_merges"] != (expected := pre == WHOLE_WORDS_FIRST):
-        raise JllamaError(f"GGUF's {pre} tokenizer has ignore_merges {expected}, this one has not")
-    return pre

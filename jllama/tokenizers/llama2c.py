@@ -39,32 +39,31 @@ def load_llama2c_tokenizer(path: Path) -> SentencePieceTokenizer:
     if not _has_bytes(texts):
         raise JllamaError(f"{path} has {len(texts)} tokens, and 3 to 258 are not the 256 bytes: run.c needs them")
     texts[:3] = "<unk>", "<s>", "</s>"
-    types: list[int] = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL, *[TokenType.BYTE] * 256]
-    types += [TokenType.NORMAL] * (len(texts) - 259)
-    model = Pieces(
-        [text.replace(" ", SPACE) for text in texts], scores, types, 0, 1, 2, add_dummy_prefix=True
-    ).to_model()
+    texts = [text.replace(" ", SPACE) for text in texts]
+    model = Pieces(texts, scores, _types(len(texts)), 0, 1, 2, add_dummy_prefix=True).to_model()
     return SentencePieceTokenizer(model, str(path))
 
 
 def save_llama2c_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
     """Write llama2.c's ``tokenizer.bin``; a tokenizer that ``run.c`` would take for another raises JllamaError."""
     pieces = tokenizer.to_pieces()
-    needs = {
-        "begins every prompt with BOS": tokenizer.add_bos,
-        "needs unknown, BOS and EOS as tokens 0 to 2": (pieces.unk_id, pieces.bos_id, pieces.eos_id) == (0, 1, 2),
-        "needs the 256 bytes as tokens 3 to 258": _has_bytes(pieces.texts),
-        "puts a space before every text": pieces.add_dummy_prefix,
-        "has no other special tokens": set(pieces.types[259:]) <= {TokenType.NORMAL},
-    }
-    for need, is_met in needs.items():
-        if not is_met:
-            raise JllamaError(f"llama2.c's tokenizer.bin cannot hold this tokenizer: run.c {need}")
+    in_place = (pieces.unk_id, pieces.bos_id, pieces.eos_id) == (0, 1, 2) and _has_bytes(pieces.texts)
+    prefix = tokenizer.add_bos and pieces.add_dummy_prefix
+    if not (in_place and prefix and pieces.types == _types(len(pieces.texts))):
+        raise JllamaError(
+            "llama2.c's tokenizer.bin cannot hold this tokenizer: run.c begins every prompt with BOS, puts a space before"
+            " every text, and needs unknown, BOS and EOS, the 256 bytes, and no special tokens after them, in this order"
+        )
     texts = ["<unk>", "\n<s>\n", "\n</s>\n", *(text.replace(SPACE, " ") for text in pieces.texts[3:])]
     tokens = [text.encode() for text in texts]
     rows = [struct.pack("<fi", *row) for row in zip(pieces.scores, map(len, tokens), strict=True)]
     longest = struct.pack("<i", max(map(len, tokens)))
     path.write_bytes(longest + b"".join(head + token for head, token in zip(rows, tokens, strict=True)))
+
+
+def _types(count: int) -> list[int]:
+    start = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL, *[TokenType.BYTE] * 256]
+    return [*start, *[TokenType.NORMAL] * (count - len(start))]
 
 
 def _has_bytes(texts: list[str]) -> bool:

@@ -21,13 +21,8 @@ MAX_LINES = 400_000  # training samples this many lines at most: about 3 seconds
 MAX_CHARACTERS = 1 << 26  # and so many characters
 LINE = re.compile(r"[^\n]{1,1000}")  # the library drops what is longer than 4192 bytes
 
-_TRAINING_ERRORS = {
-    r"value <= (\d+)": "the text supports a vocabulary of {0} tokens, not {1}: lower vocab_size or give more text",
-    r"smaller than required_chars. \d+ vs (\d+)": "a vocabulary of {1} tokens is too small: this text needs at "
-    "least {0} for its characters and the 256 bytes, so raise vocab_size",
-    r"(.*)": "SentencePiece could not train on this text: {0}",
-}
-"""What the library says, and the sentence that it becomes."""
+_TOO_MANY = "the text supports a vocabulary of {} tokens, not {}: lower vocab_size or give more text"
+_TOO_FEW = "this text needs at least {} tokens for its characters and the 256 bytes, not {}: raise vocab_size"
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -52,9 +47,8 @@ class SentencePieceTokenizer(Tokenizer):
         except (RuntimeError, UnicodeDecodeError):
             loaded = False
         if not loaded:
-            raise JllamaError(
-                f"{source} is not a SentencePiece model, nor Llama 3's list of ranks: give a Llama's tokenizer.model"
-            )
+            said = f"{source} is not a SentencePiece model, nor Llama 3's list of ranks"
+            raise JllamaError(f"{said}: give a Llama's tokenizer.model")
         self.content = model
         self.vocab_size, self.bos_id, self.eos_id = library.vocab_size(), library.bos_id(), library.eos_id()
         if min(self.bos_id, self.eos_id) < 0:
@@ -130,8 +124,10 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> SentencePi
             **options,
         )
     except RuntimeError as error:
-        matches = ((re.search(pattern, str(error)), said) for pattern, said in _TRAINING_ERRORS.items())
-        raise JllamaError(next(said.format(match[1], vocab_size) for match, said in matches if match)) from None
+        for pattern, said in ((r"value <= (\d+)", _TOO_MANY), (r"required_chars. \d+ vs (\d+)", _TOO_FEW)):
+            if match := re.search(pattern, str(error)):
+                raise JllamaError(said.format(match[1], vocab_size)) from None
+        raise JllamaError(f"SentencePiece could not train on this text: {error}") from None
     return SentencePieceTokenizer(model.getvalue())
 
 

@@ -148,7 +148,7 @@ def test_models_that_cut_or_know_newlines_otherwise_still_come_back():
     ("documents", "vocab_size", "message"),
     [
         (["abc abd"], 4096, r"supports a vocabulary of \d+ tokens, not 4096: lower vocab_size or give more text"),
-        ([CORPUS[1]], 262, r"vocabulary of 262 tokens is too small: this text needs at least \d+"),
+        ([CORPUS[1]], 262, r"this text needs at least \d+ tokens for its characters and the 256 bytes, not 262: raise"),
         ([], 300, "there is no text to train a tokenizer on"),
         (["", "\n\n"], 300, "there is no text to train a tokenizer on"),
         (["a▅b"], 300, "SentencePiece could not train on this text"),
