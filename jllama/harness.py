@@ -73,31 +73,18 @@ class JllamaLM(TemplateLM):
             raise UsageError(f"batch_size is {batch_size!r}; it must be at least 1")
         self.batch_size = int(batch_size)
 
-    @property
-    def eot_token_id(self) -> int:
-        """The token that ends a text."""
-        return self._tokenizer.eos_id
-
-    @property
-    def prefix_token_id(self) -> int:
-        """The token before the first one of a text that has no context."""
-        return self._tokenizer.bos_id
-
-    @property
-    def tokenizer_name(self) -> str:
-        """What tells tokenizers apart in lm-eval's cache of requests."""
-        return self._tokenizer.fingerprint()
+    # What lm-eval asks for: the token that ends a text, the one before a text without context, a name for its cache.
+    eot_token_id = property(lambda self: self._tokenizer.eos_id)
+    prefix_token_id = property(lambda self: self._tokenizer.bos_id)
+    tokenizer_name = property(lambda self: self._tokenizer.fingerprint())
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
-        """The ids of a text, in which special tokens may be spelled out.
-
-        BOS is put in front if the tokenizer does so, unless ``add_special_tokens`` is false or the text begins with it,
-        as a rendered chat does.
+        """The ids of a text, in which special tokens may be spelled out; behind BOS if the tokenizer adds it, unless
+        ``add_special_tokens`` is false or the text begins with it, as a rendered chat does.
         """
-        tokenizer = self._tokenizer
-        ids = tokenizer.encode_with_special_tokens(string)
-        add_bos = tokenizer.add_bos and add_special_tokens is not False and ids[:1] != [tokenizer.bos_id]
-        return [tokenizer.bos_id, *ids] if add_bos else ids
+        ids, bos = self._tokenizer.encode_with_special_tokens(string), [self._tokenizer.bos_id]
+        adds_bos = self._tokenizer.add_bos and add_special_tokens is not False and ids[:1] != bos
+        return bos + ids if adds_bos else ids
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation; without a generation prompt its last message is left open, to be continued."""
@@ -120,10 +107,9 @@ class JllamaLM(TemplateLM):
         """Each continuation's ``log p`` after its context, cut on the left to what fits, and whether it is greedy."""
         for (_, text), _, continuation in requests:
             if len(continuation) > self.max_length:
-                said = f"the continuation {text[:20]!r}... has {len(continuation)} tokens and max_length is"
-                raise JllamaError(
-                    f"{said} {self.max_length}: leave the task out, or take a model with a longer context"
-                )
+                said = f"{len(continuation)} tokens and max_length is {self.max_length}"
+                advice = "leave the task out, or take a model with a longer context"
+                raise JllamaError(f"the continuation {text[:20]!r}... has {said}: {advice}")
         rows = [(context + continuation)[-self.max_length - 1 :] for _, context, continuation in requests]
         results = self._score(rows, [len(continuation) for _, _, continuation in requests])
         for (key, _, _), result in zip(requests, results, strict=True):
@@ -139,9 +125,8 @@ class JllamaLM(TemplateLM):
                 rows.append(ids[start:end])
                 counts.append(count)
                 owners.append(owner)
-        totals = [0.0] * len(requests)
-        for owner, (log_prob, _) in zip(owners, self._score(rows, counts), strict=True):
-            totals[owner] += log_prob
+        log_probs = [log_prob for log_prob, _ in self._score(rows, counts)]
+        totals = np.bincount(np.array(owners, int), log_probs, len(requests)).tolist()
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals

@@ -50,10 +50,9 @@ def save_llama2c_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
     in_place = (pieces.unk_id, pieces.bos_id, pieces.eos_id) == (0, 1, 2) and _has_bytes(pieces.texts)
     prefix = tokenizer.add_bos and pieces.add_dummy_prefix
     if not (in_place and prefix and pieces.types == _types(len(pieces.texts))):
-        raise JllamaError(
-            "llama2.c's tokenizer.bin cannot hold this tokenizer: run.c begins every prompt with BOS, puts a space before"
-            " every text, and needs unknown, BOS and EOS, the 256 bytes, and no special tokens after them, in this order"
-        )
+        needs = "unknown, BOS and EOS, then the 256 bytes, and no other special tokens"
+        said = f"run.c begins every prompt with BOS, puts a space before every text, and needs {needs}"
+        raise JllamaError(f"llama2.c's tokenizer.bin cannot hold this tokenizer: {said}")
     texts = ["<unk>", "\n<s>\n", "\n</s>\n", *(text.replace(SPACE, " ") for text in pieces.texts[3:])]
     tokens = [text.encode() for text in texts]
     rows = [struct.pack("<fi", *row) for row in zip(pieces.scores, map(len, tokens), strict=True)]
