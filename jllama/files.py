@@ -1,4 +1,4 @@
-"""Small files: reading those of other people's making, and replacing our own whole."""
+"""Files: reading small ones of other people's making, and writing our own whole or not at all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
         level = [content]
         for _ in range(_MAX_DEPTH):
-            level = [inner for outer in level for inner in _inside(outer)]
+            values = [each.values() if isinstance(each, dict) else each for each in level]
+            level = [inner for each in values if not isinstance(each, str | int | float | None) for inner in each]
         if level:
             raise ValueError(f"it is nested over {_MAX_DEPTH} deep")
     except OSError as error:
@@ -74,20 +75,6 @@ def refuse_special_files(*paths: Path) -> None:
             raise JllamaError(f"{path} is a pipe, a socket or a device: put a file there")
 
 
-def files_below(folder: Path) -> list[Path]:
-    """Every file in a folder and in the folders in it, as far as they do not vanish meanwhile."""
-    return [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
-
-
-def check_orbax_files(folder: Path) -> None:
-    """Raise ``JllamaError`` for what orbax would hang or crash on: special files, and JSON that is nested too deep."""
-    paths = files_below(folder)
-    refuse_special_files(*paths)
-    for path in paths:
-        if not path.suffix and path.parent.name != "d":  # the arrays are in folders of that name
-            read_json_object(path)
-
-
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file of a folder that is not yet in its place."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -126,10 +113,7 @@ def _beside(target: Path, what: str) -> Path:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def write_text_whole(path: Path, text: str) -> None:
@@ -152,7 +136,3 @@ def check_writable(path: Path) -> None:
 def cache_folder() -> Path:
     """Where downloads, tokens and compiled programs are kept: ``$JLLAMA_CACHE``, or ``~/.cache/jllama``."""
     return Path(os.environ.get("JLLAMA_CACHE") or "~/.cache/jllama").expanduser()
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

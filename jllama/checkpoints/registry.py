@@ -33,12 +33,18 @@ from jllama.decode_params import Quantization
 from jllama.errors import JllamaError, UsageError
 from jllama.files import cache_folder, put_back, refuse_special_files, written_whole
 from jllama.language_model import LanguageModel
+from jllama.parameters import count_parameters
 from jllama.progress import progress
 from jllama.tokenizers import Tokenizer, has_tokenizer
 
 Layout = Literal["decode", "training"]
 
-FLOATS: Mapping[str, float] = {"float32": 4, "bfloat16": 2, "float16": 2}
+FLOATS: dict[str, float] = {"float32": 4, "bfloat16": 2, "float16": 2}
+_OF_CHECKPOINTS = (  # names of files that a checkpoint of some format, or a run, has in its folder
+    r".*\.safetensors(\.index\.json)?|.*\.(gguf|bin|pth)|tokenizer.*\.(json|model)|(generation_)?config\.json|"
+    r"(special_tokens_map|added_tokens|vocab|params|jllama)\.json|merges\.txt|checklist\.chk|chat_template\.(jinja|json)|"
+    r"config\.yaml|checkpoints|(metrics|samples|config\.history)\.jsonl|report\.html|in_use|\.gitattributes"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +59,7 @@ class Format:
             file), in ``dtype`` or (None) every tensor in its own; ``on_progress`` is told of the bytes of weights.
             ``JllamaError`` before any weights are written if the format cannot hold the model.
         dtypes: what ``write`` takes, each with the bytes of a number.
-        options: the keyword arguments of ``load`` that ``read`` takes, too.
-        files: a pattern of the names in its folders: only those are ever overwritten.
+        option: the keyword argument of ``load`` that ``read`` takes, too, if any.
         is_file: it is written to a file, not into a folder.
         suffix: that of targets for which ``jllama convert`` needs not be told the format.
     """
@@ -63,9 +68,8 @@ class Format:
     recognizes: Callable[[Path], bool]
     read: Callable[..., Checkpoint]
     write: Callable[[Checkpoint, Path, Any, OnProgress], None]
-    dtypes: Mapping[str, float] = dataclasses.field(default_factory=lambda: FLOATS)
-    options: tuple[str, ...] = ()
-    files: str = ""
+    dtypes: Mapping[str, float] = dataclasses.field(default_factory=FLOATS.copy)
+    option: str | None = None
     is_file: bool = False
     suffix: str | None = None
 
@@ -74,61 +78,26 @@ class Format:
         return next(iter(self.dtypes)) if dtype is None and len(self.dtypes) == 1 else dtype
 
 
-_TOKENIZERS = r"tokenizer.*\.(json|model|bin)|chat_template\.(jinja|json)|generation_config\.json|\.gitattributes|"
-
 FORMATS: dict[str, Format] = {
     "gguf": Format(
-        "a GGUF file",
-        gguf.recognizes,
-        gguf.read,
-        gguf.write,
-        dtypes={**FLOATS, "q8_0": 34 / 32},  # blocks of 32, with a float16 scale
-        files=r".*\.gguf",
-        is_file=True,
-        suffix=".gguf",
+        "a GGUF file", gguf.recognizes, gguf.read, gguf.write, FLOATS | {"q8_0": 34 / 32}, is_file=True, suffix=".gguf"
     ),
     "meta": Format(
-        "a folder with params.json and consolidated.*.pth",
-        meta.recognizes,
-        meta.read,
-        meta.write,
-        options=("rope_factor",),
-        files=_TOKENIZERS + r".*\.pth|(params|jllama)\.json|checklist\.chk",
+        "a folder with params.json and consolidated.*.pth", meta.recognizes, meta.read, meta.write, option="rope_factor"
     ),
     "llama2c": Format(
-        "a llama2.c file",
-        llama2c.recognizes,
-        llama2c.read,
-        llama2c.write,
-        dtypes={"float32": 4},
-        files=r".*\.bin",
-        suffix=".bin",
+        "a llama2.c file", llama2c.recognizes, llama2c.read, llama2c.write, {"float32": 4}, suffix=".bin"
     ),
     "hf": Format(
-        "a folder with config.json and safetensors",
-        huggingface.recognizes,
-        huggingface.read,
-        huggingface.write,
-        files=_TOKENIZERS
-        + r".*\.safetensors(\.index\.json)?|config\.json|(special_tokens_map|added_tokens|vocab)\.json|merges\.txt",
+        "a folder with config.json and safetensors", huggingface.recognizes, huggingface.read, huggingface.write
     ),
-    "orbax": Format(
-        "a training run",
-        run.recognizes,
-        run.read,
-        run.write,
-        options=("step",),
-        files=_TOKENIZERS + r"config\.yaml|checkpoints|(metrics|samples|config\.history)\.jsonl|report\.html|in_use",
-    ),
+    "orbax": Format("a training run", run.recognizes, run.read, run.write, option="step"),
 }
 """The formats by name, in the order in which they are tried."""
 
 
 def _keep_compiled() -> None:
-    """Keep what is compiled in the cache folder, also what takes no time: most of a small model's start is that.
-
-    Where JAX was told of another folder (``JAX_COMPILATION_CACHE_DIR``), that one and its rules are taken.
-    """
+    """Keep compiled programs, also small ones: most of a model's start. JAX may be told of another folder and rules."""
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue] - made at run time
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -181,12 +150,10 @@ def load(
             params = load_params(checkpoint, dtype, mesh, on_progress)
         else:
             params = load_decode_params(checkpoint, dtype, mesh, on_progress, quantize)
-    tokenizer = checkpoint.tokenizer
+    config, tokenizer, template = checkpoint.config, checkpoint.tokenizer, checkpoint.chat_template
     stop_ids = checkpoint.stop_ids or ((tokenizer.eos_id,) if tokenizer else ())
     name = Path(path).name or source.resolve().name
-    return LanguageModel(
-        checkpoint.config, params, tokenizer, checkpoint.chat_template, stop_ids, checkpoint.step, name
-    )
+    return LanguageModel(config, params, tokenizer, template, stop_ids, checkpoint.step, name)
 
 
 def _float_dtype(dtype: Any) -> np.dtype[Any]:
@@ -214,12 +181,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def save(
-    model: LanguageModel,
-    path: str | Path,
-    format: str = "orbax",
-    dtype: str | None = None,
-    *,
-    overwrite: bool = False,
+    model: LanguageModel, path: str | Path, format: str = "orbax", dtype: str | None = None, *, overwrite: bool = False
 ) -> None:
     """Write a model in any format. It appears at ``path`` when it is whole, or not at all.
 
@@ -237,7 +199,7 @@ def save(
     check_names("format", format, dtype)
     tensors = TensorsOfParams(model.config, model.params)
     checkpoint = Checkpoint(model.config, tensors, model.tokenizer, model.chat_template, model.stop_ids)
-    _write(checkpoint, Path(path), format, dtype, overwrite, None)
+    _write(checkpoint, Path(path), format, dtype, overwrite)
 
 
 def convert(
@@ -251,12 +213,9 @@ def convert(
 ) -> Checkpoint:
     """Convert a checkpoint of any format to another, block by block: the model is never in memory whole.
 
-    (Writing jllama's own format does take the model's size in memory.) Arguments and errors are those of ``load`` and
-    ``save``; without ``dtype`` every tensor keeps its own. A target that holds the source, or lies in it and exists, is
-    refused.
-
-    Returns:
-        what was converted.
+    (Writing jllama's own format does take its size in memory.) Arguments and errors are those of ``load`` and ``save``;
+    without ``dtype`` every tensor keeps its own. A target that holds the source, or lies in it and exists, is refused.
+    Returns what was converted.
     """
     check_names("to", to, dtype)
     local = _local(source)
@@ -271,8 +230,8 @@ def open_checkpoint(path: str | Path, rope_factor: float | None = None, step: in
     format = FORMATS[_format_of(source)]
     options = {name: value for name, value in (("rope_factor", rope_factor), ("step", step)) if value is not None}
     for name in options:
-        if name not in format.options:
-            takers = " or ".join(each.description for each in FORMATS.values() if name in each.options)
+        if name != format.option:
+            takers = " or ".join(each.description for each in FORMATS.values() if name == each.option)
             raise UsageError(f"{name} is for {takers} alone, and {source} is {format.description}: leave it out")
     checkpoint = format.read(source, **options)
     tokenizer, rows = checkpoint.tokenizer, checkpoint.config.vocab_size
@@ -287,14 +246,11 @@ def open_checkpoint(path: str | Path, rope_factor: float | None = None, step: in
 def _local(path: str | Path) -> Path:
     """The path itself, or where the hub's copy of ``org/name`` lies."""
     source = Path(path)
-    if not source.exists():
-        is_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)) and not source.parent.exists()
-        if not is_id:
-            raise JllamaError(
-                f"there is no checkpoint at {path}: give a run's folder, such as runs/quickstart, or a model's"
-            )
+    if source.exists():
+        return source
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)) and not source.parent.exists():
         return huggingface.download(str(path))
-    return source
+    raise JllamaError(f"there is no checkpoint at {path}: give a run's folder, such as runs/quickstart, or a model's")
 
 
 def _recognized(source: Path) -> str | None:
@@ -338,22 +294,20 @@ def _write(
     _check_target(target, source, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     stored = format.stored_dtype(dtype)
-    numbers = size_bytes(checkpoint, np.uint8)
-    needed_bytes = int(numbers * format.dtypes[stored]) if stored else size_bytes(checkpoint, None)
+    needed_bytes = size_bytes(checkpoint, None)
+    if stored:
+        needed_bytes = int(format.dtypes[stored] * count_parameters(checkpoint.config))
     free_bytes = shutil.disk_usage(target.parent).free
     if needed_bytes > free_bytes:
         raise JllamaError(
             f"{target} needs {needed_bytes:,} bytes but {free_bytes:,} are free there: "
             f"make room, or choose another destination or a smaller dtype"
         )
-    numeric = jnp.dtype(dtype) if dtype in FLOATS else dtype
-    with (
-        written_whole(target) as partial,
-        progress(f"writing {target.name}", needed_bytes, of_bytes=True) as on_progress,
-    ):
+    bar = progress(f"writing {target.name}", needed_bytes, of_bytes=True)
+    with written_whole(target) as partial, bar as on_progress:
         if not format.is_file:
             partial.mkdir()
-        format.write(checkpoint, partial, numeric, on_progress)
+        format.write(checkpoint, partial, jnp.dtype(dtype) if dtype in FLOATS else dtype, on_progress)
 
 
 def _check_target(target: Path, source: Path | None, overwrite: bool) -> None:
@@ -370,8 +324,7 @@ def _check_target(target: Path, source: Path | None, overwrite: bool) -> None:
     if not overwrite:
         raise JllamaError(f"{target} exists: choose another destination, or set overwrite to replace it")
     held = sorted(entry.name for entry in target.iterdir()) if target.is_dir() else []
-    known = "|".join(format.files for format in FORMATS.values() if format.files)
-    others = [name for name in held if not re.fullmatch(rf"({known})|\.({known})\.partial", name)]
+    others = [name for name in held if not re.fullmatch(rf"({_OF_CHECKPOINTS})|\.({_OF_CHECKPOINTS})\.partial", name)]
     if others or (held and not _recognized(target)):
         raise JllamaError(
             f"{target} holds {', '.join((others or held)[:5])}, more or less than a checkpoint, and stays as it is: "

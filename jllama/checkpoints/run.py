@@ -49,7 +49,7 @@ def read_model_config(folder: Path) -> LlamaConfig:
         JllamaError: the configuration cannot be read.
     """
     try:
-        return LlamaConfig(**read_config(folder)["model"])
+        return LlamaConfig(**{**read_config(folder)["model"]})
     except (KeyError, TypeError, ValueError, UsageError) as error:  # also numbers too long to be printed
         raise _bad_config(folder, error) from error
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -23,7 +25,7 @@ from orbax.checkpoint import checkpoint_managers
 from jllama.checkpoints.tensors import FileTensor
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
-from jllama.files import check_orbax_files, files_below, refuse_special_files
+from jllama.files import read_json_object, refuse_special_files
 from jllama.model import abstract_params
 from jllama.parameters import Params, TensorSpec, as_matrix, parameter_table, tensor_specs
 
@@ -50,11 +52,10 @@ class RunCheckpoints:
         handlers: dict[str, Any] = {name: arrays(use_compression=False) for name in ("params", "state")}
         handlers["meta"] = ocp.JsonCheckpointHandler()
         latest = checkpoint_managers.LatestN(keep_last)
-        best = checkpoint_managers.BestN(
-            get_metric_fn=_validation_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False
-        )
+        loss = operator.itemgetter("validation_loss")
+        best = checkpoint_managers.BestN(get_metric_fn=loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
         options = ocp.CheckpointManagerOptions(
-            best_fn=_validation_loss,
+            best_fn=loss,
             best_mode="min",
             preservation_policy=checkpoint_managers.AnyPreservationPolicy([latest, best]),
             cleanup_tmp_directories=not read_only,
@@ -64,7 +65,7 @@ class RunCheckpoints:
             save_interval_steps=0 if read_only else 1,
         )
         with _reading(self.folder):
-            refuse_special_files(*files_below(self.folder))
+            refuse_special_files(*_files_below(self.folder))
             self._manager = ocp.CheckpointManager(self.folder, item_handlers=handlers, options=options)
 
     def steps(self) -> list[int]:
@@ -118,10 +119,8 @@ class RunCheckpoints:
         with _reading(self.folder / str(step)):
             self._check(step, "params", params)
             self._check(step, "state", state)
-            args = ocp.args.Composite(
-                params=_restore_args(params), state=_restore_args(state), meta=ocp.args.JsonRestore()
-            )
-            restored = self._manager.restore(step, args=args)
+            arrays = {"params": _restore_args(params), "state": _restore_args(state)}
+            restored = self._manager.restore(step, args=ocp.args.Composite(**arrays, meta=ocp.args.JsonRestore()))
         return restored["params"], restored["state"], restored["meta"]
 
     def tensors(self, step: int, config: LlamaConfig) -> dict[str, FileTensor]:
@@ -136,14 +135,16 @@ class RunCheckpoints:
             return {spec.key: _StoredTensor(spec, stores[spec.path], source) for spec in tensor_specs(config)}
 
     def _check(self, step: int, item: str, expected: Any, *, dtypes: bool = True) -> None:
-        check_orbax_files(self.folder / str(step))
-        found, wanted = (
-            _shapes(tree, dtypes=dtypes) for tree in (self._manager.item_metadata(step)[item].tree, expected)
-        )
+        """Refuse another model's arrays, and JSON, nested too deep, that orbax would crash on."""
+        for path in _files_below(self.folder / str(step)):
+            refuse_special_files(path)
+            if not path.suffix and path.parent.name != "d":  # the arrays are in folders of that name
+                read_json_object(path)
+        saved, ours = (_shapes(tree, dtypes) for tree in (self._manager.item_metadata(step)[item].tree, expected))
         differences = [
-            f"{path} is {found.get(path, 'absent')} in the checkpoint but {wanted.get(path, 'absent')} in this model"
-            for path in sorted(found.keys() | wanted.keys())
-            if found.get(path) != wanted.get(path)
+            f"{path} is {saved.get(path, 'absent')} in the checkpoint but {ours.get(path, 'absent')} in this model"
+            for path in sorted(saved.keys() | ours.keys())
+            if saved.get(path) != ours.get(path)
         ]
         if differences:
             raise JllamaError(f"the checkpoint {self.folder / str(step)} is of another model: {'; '.join(differences)}")
@@ -152,6 +153,11 @@ class RunCheckpoints:
         kept = self.steps()
         last = f"the last good checkpoint is step {kept[-1]}" if kept else "there is no earlier checkpoint"
         return JllamaError(f"could not save a checkpoint in {self.folder} ({_reason(error)}); {last}")
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Every file in a folder and in the folders in it, as far as they do not vanish meanwhile."""
+    return [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
 
 
 def _restore_args(shapes: Any) -> Any:
@@ -172,7 +178,7 @@ def _reading(source: Path) -> Iterator[None]:
 
 
 def _open_array(folder: Path, path: str) -> Any:
-    """An array of an item that orbax wrote: in tensorstore's zarr format, by its path with dots, in an OCDBT store."""
+    """An array that orbax wrote: in tensorstore's zarr format, by its path with dots, in an OCDBT store."""
     kvstore = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{path.replace('/', '.')}/"}
     return tensorstore.open({"driver": "zarr", "kvstore": kvstore}, read=True).result()
 
@@ -207,19 +213,10 @@ def _reason(error: Exception) -> str:
     return system[1] if system else reason
 
 
-def _validation_loss(metrics: dict[str, float]) -> float:
-    return metrics["validation_loss"]
-
-
-def _shapes(tree: Any, *, dtypes: bool = True) -> dict[str, str]:
+def _shapes(tree: Any, dtypes: bool) -> dict[str, str]:
     """``path -> dtype[shape]`` of every leaf, with tuples and named tuples told apart by position or name alone."""
-
-    def name(key: Any) -> str:
-        return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))))
-
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {
-        "/".join(map(name, path)): f"{leaf.dtype if dtypes else ''}{list(leaf.shape)}"
-        for path, leaf in leaves
+        jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype if dtypes else ''}{list(leaf.shape)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         if hasattr(leaf, "shape")
     }

@@ -11,13 +11,14 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jllama import functional as F
@@ -26,7 +27,6 @@ from jllama.decode_params import DecodeParams, Quantization
 from jllama.errors import JllamaError
 from jllama.functional.linear import int8_rows
 from jllama.parameters import (
-    Axis,
     NamedFormat,
     Parameter,
     Params,
@@ -44,7 +44,7 @@ _TILE = 256
 _THREADS = min(4, os.cpu_count() or 1)
 
 OnProgress = Callable[[int], None]
-"""Is told of each further so many bytes that are done."""
+"""Is called with the number of bytes that were read or written since the last call."""
 
 
 @runtime_checkable
@@ -61,7 +61,7 @@ class FileTensor(Protocol):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of what reading gives; float32 for what is stored quantised."""
+        """What reading gives; float32 for what is stored quantized."""
         ...
 
     def __getitem__(self, rows: slice, /) -> np.ndarray:
@@ -108,14 +108,14 @@ class PermutedRows:
         return heads.swapaxes(1, 2).reshape(-1, self.shape[1])[rows.start - first : rows.stop - first]
 
 
-def half_split(stored: TensorSpec, tensor: FileTensor, head_dim: int) -> FileTensor:
+def half_split(spec: TensorSpec, tensor: FileTensor, head_dim: int) -> FileTensor:
     """A tensor of a format with interleaved rotary pairs, as ``Checkpoint`` has it."""
-    return PermutedRows(tensor, head_dim, to_half_split=True) if stored.parameter.rotary else tensor
+    return PermutedRows(tensor, head_dim, to_half_split=True) if spec.parameter.rotary else tensor
 
 
-def interleaved(stored: TensorSpec, tensor: FileTensor, head_dim: int) -> FileTensor:
+def interleaved(spec: TensorSpec, tensor: FileTensor, head_dim: int) -> FileTensor:
     """A checkpoint's tensor as formats with interleaved rotary pairs have it."""
-    return PermutedRows(tensor, head_dim, to_half_split=False) if stored.parameter.rotary else tensor
+    return PermutedRows(tensor, head_dim, to_half_split=False) if spec.parameter.rotary else tensor
 
 
 def blocks(tensor: FileTensor, dtype: np.dtype[Any] | type) -> Iterator[np.ndarray]:
@@ -146,7 +146,7 @@ def same_bits(tensor: FileTensor, other: FileTensor) -> bool:
 
 
 def matched(
-    found: Mapping[str, FileTensor],
+    tensors: Mapping[str, FileTensor],
     config: LlamaConfig,
     file_format: NamedFormat,
     source: Path,
@@ -157,22 +157,22 @@ def matched(
     Raises:
         JllamaError: any is missing, is not one of this model's (nor ``ignored``), or has another shape: all are listed.
     """
-    if config.num_layers > len(found):
-        raise JllamaError(f"{source} says it has {config.num_layers} layers, but holds {len(found)} tensors in all")
-    expected = {stored.name(file_format): stored for stored in tensor_specs(config)}
+    if config.num_layers > len(tensors):
+        raise JllamaError(f"{source} says it has {config.num_layers} layers, but holds {len(tensors)} tensors in all")
+    expected = {spec.name(file_format): spec for spec in tensor_specs(config)}
     problems = []
-    if missing := [name for name in expected if name not in found]:
+    if missing := [name for name in expected if name not in tensors]:
         problems.append(f"missing: {', '.join(missing)}")
-    if extra := [name for name in found if name not in expected and name not in ignored]:
+    if extra := [name for name in tensors if name not in expected and name not in ignored]:
         problems.append(f"not of a Llama of this configuration: {', '.join(extra)}")
     problems += [
-        f"{name} has shape {list(found[name].shape)}, expected {list(stored.shape)}"
-        for name, stored in expected.items()
-        if name in found and tuple(found[name].shape) != stored.shape
+        f"{name} has shape {list(tensors[name].shape)}, expected {list(spec.shape)}"
+        for name, spec in expected.items()
+        if name in tensors and tuple(tensors[name].shape) != spec.shape
     ]
     if problems:
         raise JllamaError(f"{source} does not hold the model that its configuration describes: {'; '.join(problems)}")
-    return {stored.key: found[name] for name, stored in expected.items()}
+    return {spec.key: tensors[name] for name, spec in expected.items()}
 
 
 def size_bytes(checkpoint: Checkpoint, dtype: np.dtype[Any] | type | None) -> int:
@@ -202,22 +202,23 @@ def load_params(
     Raises:
         UsageError: an axis of a parameter does not divide over the mesh.
     """
-    config = checkpoint.config
-    if mesh is not None:
-        check_divides(mesh, config)
-    dtypes = _dtypes(checkpoint, dtype)
+    config, tensors = checkpoint.config, checkpoint.tensors
+    dtypes = _dtypes(checkpoint, dtype, mesh)
 
     def read(path: str, row: Parameter, index: Any) -> np.ndarray:
         """The part of a parameter at ``index``, from the tensors of its layers."""
-        bounds = dict(zip(row.axes, _slices(index, shape_of(row, config)), strict=True))
         sizes = dict(zip(row.axes, shape_of(row, config), strict=True))
-        part = [_flattened(group, bounds, sizes) for group in (row.outputs, row.inputs) if group]
-        out = aligned_empty(tuple(each.stop - each.start for each in bounds.values()), dtypes[path])
+        bounds = dict(zip(row.axes, _slices(index, shape_of(row, config)), strict=True))
+        part = []
+        for first, *others in filter(None, (row.outputs, row.inputs)):  # joined axes, of which the first alone is cut
+            inner = math.prod(sizes[axis] for axis in others)
+            part.append(slice(bounds[first].start * inner, bounds[first].stop * inner))
+        out = _aligned_empty(bounds.values(), dtypes[path])
         specs = [spec for spec in tensor_specs(config) if spec.path == path][bounds.get("layers", slice(None))]
-        shares = out if row.axes[0] == "layers" else [out]
+        layers = out if row.axes[0] == "layers" else [out]
         jobs = [
-            threads.submit(_read, checkpoint.tensors[spec.key], part, as_matrix(row, share), on_progress)
-            for spec, share in zip(specs, shares, strict=True)
+            threads.submit(_read, tensors[spec.key], part, as_matrix(row, layer), on_progress)
+            for spec, layer in zip(specs, layers, strict=True)
         ]
         for job in jobs:
             job.result()
@@ -229,7 +230,7 @@ def load_params(
             sharding = parameter_sharding(mesh, row) if mesh else SingleDeviceSharding(jax.devices()[0])
             part = functools.partial(read, path, row)
             arrays[path] = jax.make_array_from_callback(shape_of(row, config), sharding, part)
-    return _nested(arrays)
+    return unflatten_dict(arrays, sep="/")
 
 
 def load_decode_params(
@@ -245,10 +246,7 @@ def load_decode_params(
     ever in memory as floats. On a mesh, a matrix is split by the first axis of its outputs, and of its inputs.
     Arguments and errors are those of ``load_params``.
     """
-    config = checkpoint.config
-    if mesh is not None:
-        check_divides(mesh, config)
-    dtypes = _dtypes(checkpoint, dtype)
+    config, dtypes = checkpoint.config, _dtypes(checkpoint, dtype, mesh)
 
     def read(spec: TensorSpec) -> Any:
         row, own = spec.parameter, dtypes[spec.path]
@@ -258,8 +256,7 @@ def load_decode_params(
 
         def read_part(index: Any) -> np.ndarray:
             part = _slices(index, spec.shape)
-            shape = tuple(each.stop - each.start for each in part)
-            out = aligned_empty(shape, own if scale is None else np.dtype(np.int8))
+            out = _aligned_empty(part, own if scale is None else np.dtype(np.int8))
             _read(checkpoint.tensors[spec.key], part, out, on_progress, scale)
             return out
 
@@ -275,39 +272,23 @@ def load_decode_params(
     largest_first = sorted(tensor_specs(config), key=lambda spec: -math.prod(spec.shape))
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
         leaves = dict(zip([spec.key for spec in largest_first], threads.map(read, largest_first), strict=True))
-    return DecodeParams(_nested(leaves))
+    return DecodeParams(unflatten_dict(leaves, sep="/"))
 
 
-def _dtypes(checkpoint: Checkpoint, dtype: np.dtype[Any] | type | None) -> dict[str, np.dtype[Any]]:
-    """The dtype of each parameter: the given one, or what holds those of all its layers."""
-    found: dict[str, Any] = {}
+def _dtypes(checkpoint: Checkpoint, dtype: Any, mesh: Mesh | None) -> dict[str, np.dtype[Any]]:
+    """The dtype of each parameter: the given one, or what holds those of all its layers; the mesh is checked first."""
+    if mesh is not None:
+        check_divides(mesh, checkpoint.config)
+    dtypes: dict[str, Any] = {}
     for spec in tensor_specs(checkpoint.config):
         own = checkpoint.tensors[spec.key].dtype
-        found[spec.path] = dtype or jnp.promote_types(own, found.get(spec.path, own))
-    return {path: np.dtype(each) for path, each in found.items()}
-
-
-def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *parents, name = path.split("/")
-        functools.reduce(lambda node, parent: node.setdefault(parent, {}), parents, tree)[name] = leaf
-    return tree
-
-
-def _leaf(tree: Any, path: str) -> Any:
-    return functools.reduce(lambda node, name: node[name], path.split("/"), tree)
+        dtypes[spec.path] = np.dtype(dtype or jnp.promote_types(own, dtypes.get(spec.path, own)))
+    return dtypes
 
 
 def _slices(index: Any, shape: tuple[int, ...]) -> list[slice]:
     """Slices with both ends given, of an array's part."""
     return [slice(*each.indices(size)[:2]) for each, size in zip(index, shape, strict=True)]
-
-
-def _flattened(axes: tuple[Axis, ...], bounds: Mapping[Axis, slice], sizes: Mapping[Axis, int]) -> slice:
-    """Where a part lies along joined axes, of which only the first is ever cut."""
-    inner = math.prod(sizes[axis] for axis in axes[1:])
-    return slice(bounds[axes[0]].start * inner, bounds[axes[0]].stop * inner)
 
 
 def _read(
@@ -350,12 +331,12 @@ def _copy(block: np.ndarray, out: np.ndarray) -> None:
             out[tile] = block[tile]
 
 
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Uninitialised memory at a multiple of 64 bytes: JAX takes such an array on a CPU without copying it."""
-    size = math.prod(shape) * dtype.itemsize
-    memory = np.empty(size + 64, np.uint8)
+def _aligned_empty(part: Iterable[slice], dtype: np.dtype[Any]) -> np.ndarray:
+    """Uninitialized memory at a multiple of 64 bytes: JAX takes such an array on a CPU without copying it."""
+    shape = tuple(each.stop - each.start for each in part)
+    memory = np.empty(math.prod(shape) * dtype.itemsize + 64, np.uint8)
     start = -memory.ctypes.data % 64
-    return memory[start : start + size].view(dtype).reshape(shape)
+    return memory[start : start + memory.size - 64].view(dtype).reshape(shape)
 
 
 class TensorsOfParams(Mapping[str, FileTensor]):
@@ -370,14 +351,17 @@ class TensorsOfParams(Mapping[str, FileTensor]):
         if isinstance(params, DecodeParams) and params.quantized:
             raise JllamaError("the parameters are int8, which no format holds: load the model without quantize")
         self.params = params
+        self._leaves: dict[str, Any] = flatten_dict(
+            params.weights if isinstance(params, DecodeParams) else params, sep="/"
+        )
         self._specs = {spec.key: spec for spec in tensor_specs(config)}
 
     def __getitem__(self, key: str) -> FileTensor:
         spec = self._specs[key]
         if isinstance(self.params, DecodeParams):
-            leaf = _leaf(self.params.weights, spec.key)
+            leaf = self._leaves[key]
             return np.asarray(leaf.values if spec.parameter.inputs else leaf)
-        array = np.asarray(_leaf(self.params, spec.path))
+        array = np.asarray(self._leaves[spec.path])
         return as_matrix(spec.parameter, array[spec.layer] if spec.parameter.axes[0] == "layers" else array)
 
     def __iter__(self) -> Iterator[str]:
