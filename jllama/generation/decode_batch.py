@@ -67,10 +67,7 @@ def make_batch(prompts: Sequence[Prompt], cache: KVCache, config: LlamaConfig, v
 
 
 def _setting_arrays(prompts: Sequence[Prompt], vocab_size: int) -> dict[str, np.ndarray]:
-    """Each field of ``SamplingParams``, and of its subclasses among the rows, as an array.
-
-    A row whose class does not have a field gets its default. ``UsageError`` for a field that nothing applies.
-    """
+    """Each field of the rows' ``SamplingParams`` as an array, with its default where a row's class does not have it."""
     arrays: dict[str, np.ndarray] = {}
     for params in {type(prompt.sampling) for prompt in prompts}:
         for name, hint in typing.get_type_hints(params).items():
@@ -92,14 +89,12 @@ def _array(hint: Any, values: Sequence[Any], vocab_size: int) -> np.ndarray:
 
 
 def check_batch(config: LlamaConfig, rows: int, draft_len: int = 0) -> None:
-    """Raise ``UsageError`` for a batch that exceeds the memory, of the device or of the machine, or the context.
-
-    Counted is the least that its rows take: keys and values of a short text, 2 bytes a number, and for each token of
-    the vocabulary a bias, a count and, of each token fed, a float32 logit.
-    """
+    """Raise ``UsageError`` for a batch that exceeds the memory, of the device or of the machine, or the context."""
     if not 0 <= draft_len < config.max_seq_len:
         below = f"below the model's context, {config.max_seq_len}"
         raise UsageError(f"speculate is {draft_len}; it must be from 0 to {below}")
+    # The least that a row takes: a short text's keys and values in 2 bytes a number, and for each token of the
+    # vocabulary a bias, a count and, of each token fed, a float32 logit.
     cached = 4 * config.num_layers * config.num_kv_heads * config.head_dim * min(config.max_seq_len, 128)
     needed = rows * (cached + config.vocab_size * (8 + 4 * (draft_len + 1))) / 2**30
     have = (device_memory_bytes(jax.devices()[0]) or 0) / 2**30

@@ -32,14 +32,10 @@ class PrefixCache:
     """Keys and values kept from one call to the next, so that only what a longer prompt adds is computed.
 
     They are taken out while something is computed from them: what breaks off in the middle leaves none.
-
-    Args:
-        ids: the tokens that the cache holds.
-        cache: one row; None if there is nothing.
     """
 
-    ids: Sequence[int] = ()
-    cache: KVCache | None = None
+    ids: Sequence[int] = ()  # the tokens that the cache holds
+    cache: KVCache | None = None  # one row
 
     def take(self, ids: Sequence[int] = ()) -> tuple[KVCache | None, int]:
         """Take out the cache; also how many of ``ids`` it holds, from the first on. Without any, None."""

@@ -53,9 +53,8 @@ def draft_tokens(
 ) -> tuple[Int[Array, "batch {count}"], Bool[Array, "batch"]]:
     """The ``count`` tokens that followed the last time the text went as it goes now, and whether there was one.
 
-    The last three tokens of each row (else the last two) are looked up in what comes before them; the latest match of
-    the most tokens counts. Where its continuation reaches the end of the text it begins again, as in a text that
-    repeats itself. Only the first ``lengths`` tokens of a row, at least one, are looked at.
+    The last three of each row's first ``lengths`` tokens (else the last two) are looked up in what comes before them;
+    the latest match of the most tokens counts. A continuation that reaches the end of the text begins again.
     """
     batch, max_len = tokens.shape
     slots, rows = jnp.arange(max_len), jnp.arange(batch)[:, None]

@@ -83,19 +83,15 @@ class SamplingFields(TypedDict, total=False):
 class Prompt:
     """One text to generate.
 
-    Args:
-        content: text, which gets BOS in front where the tokenizer wants it; or token ids, taken as they are.
-        sampling: how tokens are chosen.
-        max_new_tokens: the most tokens to generate; None goes on to the end of the model's context.
-        stop: a string that ends the text, or several; they are not part of it.
-        stop_ids: tokens that end the text; None takes the model's own.
+    ``content`` is text, which gets BOS in front where the tokenizer wants it; or token ids, taken as they are. The
+    other fields are as in ``jllama.generate``.
     """
 
     content: str | Sequence[int]
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
-    max_new_tokens: int | None = None
-    stop: str | Sequence[str] = ()
-    stop_ids: Sequence[int] | None = None
+    max_new_tokens: int | None = None  # None goes on to the end of the model's context
+    stop: str | Sequence[str] = ()  # strings that end the text, and are not part of it
+    stop_ids: Sequence[int] | None = None  # tokens that end the text; None takes the model's own
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

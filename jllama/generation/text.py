@@ -22,8 +22,8 @@ from jllama.tokenizers import Tokenizer
 
 T = TypeVar("T")
 
-STEPS_SHOWN = 4
-"""Decoding steps between two pieces of a stream."""
+STEPS_SHOWN = 4  # decoding steps between two pieces of a stream
+_CONTEXT_TOKENS = 8  # decoded again before new ones
 
 
 class Completion(NamedTuple):
@@ -81,8 +81,7 @@ def generate(
             ``frequency_penalty``, ``logit_bias``, ``banned_ids``, ``seed`` (the same one gives the same text).
 
     Returns:
-        A ``Completion`` of each prompt, in order; of a single prompt a list of one. It has the new ``text`` and its
-        ``ids``, ``finish_reason``, ``log_probs``, ``prompt_tokens`` and ``new_tokens``.
+        A ``Completion`` of each prompt, in order: ``text``, ``ids``, ``finish_reason``, ``log_probs``, ``new_tokens``.
 
     Raises:
         UsageError: a prompt or a setting does not fit the model, or there is no such setting.
@@ -90,9 +89,8 @@ def generate(
     """
     each = _as_prompts(prompts, sampling, fields, max_new_tokens=max_new_tokens, stop=stop, stop_ids=stop_ids)
     encoded = [encode_prompt(model, prompt) for prompt in each]
-    completions: dict[int, Completion] = {}
-    for done in generate_batches(model, encoded, speculate=speculate, batch_size=batch_size):
-        completions |= done
+    batches = generate_batches(model, encoded, speculate=speculate, batch_size=batch_size)
+    completions = dict(pair for batch in batches for pair in batch.items())
     return [completions[index] for index in range(len(encoded))]
 
 
@@ -155,7 +153,7 @@ def warm_up(
     params, config, vocab_size = model.decode_params, model.config, model.text_tokenizer.vocab_size
     prompts = [encode_prompt(model, Prompt([0] * length, max_new_tokens=max_new_tokens)) for length in lengths]
     longest = max((prompt.limit(config.max_seq_len) for prompt in prompts), default=0)
-    ends = sorted({min(128 << doublings, longest) for doublings in range(longest.bit_length())})  # one for each cache
+    ends = sorted({min(128 << doubled, longest) for doubled in range(longest.bit_length())})  # one for each cache
     for size, end, prompt in itertools.product(batches, ends, prompts):
         row = dataclasses.replace(prompt, max_new_tokens=max(end - len(prompt.ids), 0))
         batch = prefill(params, config, [row] * size, vocab_size=vocab_size)
@@ -167,11 +165,7 @@ def warm_up(
 
 
 def encode_prompt(model: LanguageModel, prompt: Prompt) -> Prompt:
-    """The prompt as token ids, with the stop ids that it has: the one place where requests are checked.
-
-    Raises:
-        UsageError: it is no text or ids, does not fit the context with its new tokens, or names unknown ids.
-    """
+    """The prompt as token ids, with its stop ids: the one place where requests are checked (``UsageError``)."""
     content, tokenizer, context = prompt.content, model.text_tokenizer, model.config.max_seq_len
     try:
         ids = prompt_ids(tokenizer, content) if isinstance(content, str) else [operator.index(each) for each in content]
@@ -243,8 +237,7 @@ def generate_batch(
 ) -> Generator[tuple[int, str], None, list[Completion]]:
     """Generate from encoded prompts together: yields ``(row, piece of its text)``, and returns each row's completion.
 
-    ``steps`` is how many tokens there are, about, between two pieces of a row. The ``prefix`` of a single prompt is
-    used and kept up to date.
+    A piece comes every few ``steps``; the ``prefix`` of a single prompt is used and kept up to date.
     """
     params, config, tokenizer = model.decode_params, model.config, model.text_tokenizer
     check_batch(config, len(prompts), speculate)
@@ -279,58 +272,54 @@ class TextDecoder:
     decoded behind a few earlier ones, as the first token of a text may lose its space.
     """
 
-    _CONTEXT_TOKENS = 8
-
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
         self._tokenizer, self._prompt = tokenizer, prompt
-        self._ids = list(prompt.ids[-self._CONTEXT_TOKENS :])
+        self._ids = list(prompt.ids[-_CONTEXT_TOKENS:])
         self._num_decoded, self._num_shown = len(self._ids), 0
         self._tokens: list[tuple[int, float, int]] = []  # id, log-probability, and how long the text was then
-        self.text = ""
-        self.finish_reason = ""  # stop_id or stop_string, once it is either
+        self.text, self.finish_reason = "", ""  # the latter once it is stop_id or stop_string
 
     def push(self, token: int, log_prob: float = 0.0) -> str:
         """The text that is certain now and was not before."""
-        if token in (self._prompt.stop_ids or ()) and not self.finish_reason:
-            self.finish_reason = "stop_id"
+        if token in (self._prompt.stop_ids or ()):
+            self.finish_reason = self.finish_reason or "stop_id"
         if token < 0 or self.finish_reason:
             return ""
         self._ids.append(token)
-        new = self._undecoded()
-        if new and not new.endswith("\ufffd"):
-            self._add(new)
+        self._decode(is_last=False)
         self._tokens.append((token, log_prob, len(self.text)))
         beginnings = (n for stop in self._prompt.stop for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
         return self._show(0 if self.finish_reason else max(beginnings, default=0))
 
     def end(self) -> str:
         """What was held back, when there are no more tokens."""
-        if self.finish_reason != "stop_string":
-            self._add(self._undecoded())
+        self._decode(is_last=True)
         if self._tokens:
             self._tokens[-1] = (*self._tokens[-1][:2], len(self.text))
         return self._show(0)
 
-    def completion(self, drafted: int = 0, accepted: int = 0) -> Completion:
+    def completion(self, drafted: int, accepted: int) -> Completion:
         """All of it, at the end."""
-        kept, num_prompt = len(self._tokens), len(self._prompt.ids)
-        if self.finish_reason == "stop_string":
-            ends = [0, *(end for _, _, end in self._tokens)]
-            kept = next(count for count, end in enumerate(ends) if end >= len(self.text))
-        reason = self.finish_reason or ("context" if self._prompt.max_new_tokens is None else "length")
-        ids, log_probs = [id for id, *_ in self._tokens[:kept]], [log_prob for _, log_prob, _ in self._tokens[:kept]]
-        return Completion(self.text, ids, reason, log_probs, drafted, accepted, num_prompt)
+        kept, reason = self._tokens, self.finish_reason
+        if reason == "stop_string":  # a token counts if the text was shorter before it
+            kept = [
+                token
+                for token, before in zip(kept, [0, *(end for *_, end in kept)], strict=False)
+                if before < len(self.text)
+            ]
+        reason = reason or ("context" if self._prompt.max_new_tokens is None else "length")
+        ids, log_probs = [id for id, *_ in kept], [log_prob for _, log_prob, _ in kept]
+        return Completion(self.text, ids, reason, log_probs, drafted, accepted, len(self._prompt.ids))
 
-    def _undecoded(self) -> str:
-        start = max(self._num_decoded - self._CONTEXT_TOKENS, 0)
+    def _decode(self, *, is_last: bool) -> None:
+        """Add the text of new tokens, if it is certain; the text ends where a stop string begins."""
+        start = max(self._num_decoded - _CONTEXT_TOKENS, 0)
         before = self._tokenizer.decode(self._ids[start : self._num_decoded])
-        return self._tokenizer.decode(self._ids[start:])[len(before) :]
-
-    def _add(self, new: str) -> None:
-        """Add to the text, which ends where a stop string begins."""
-        self._num_decoded = len(self._ids)
+        new = self._tokenizer.decode(self._ids[start:])[len(before) :]
+        if self.finish_reason == "stop_string" or not new or (new.endswith("\ufffd") and not is_last):
+            return
         searched = max(len(self.text) - max(map(len, self._prompt.stop), default=0), 0)
-        self.text += new
+        self._num_decoded, self.text = len(self._ids), self.text + new
         found = [index for stop in self._prompt.stop if (index := self.text.find(stop, searched)) >= 0]
         if found:
             self.text, self.finish_reason = self.text[: min(found)], "stop_string"
