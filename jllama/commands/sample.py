@@ -99,21 +99,18 @@ def main(argv: Sequence[str], prog: str) -> int:
     from jllama.generation.text import STEPS, STEPS_SHOWN, encode_prompt, exhaust, generate_batch
 
     text = _read_stdin() if options.prompt == "-" else options.prompt
-    sampling = SamplingParams(
-        **{field.name: getattr(options, field.name) for field in dataclasses.fields(SamplingParams)}
-    )
+    settings = {field.name: getattr(options, field.name) for field in dataclasses.fields(SamplingParams)}
     if options.prompts_file and not Path(options.prompts_file).is_file():  # known before a large model is loaded
         raise JllamaError(f"there is no prompts_file at {options.prompts_file}: give a .jsonl file")
     model = options.load_model()
-    unencoded = jllama.Prompt(text, sampling, options.max_new_tokens or None, options.stop, options.stop_ids)
-    prompt = encode_prompt(model, unencoded)  # before anything is written
+    sampling, max_new_tokens = SamplingParams(**settings), options.max_new_tokens or None
+    prompt = encode_prompt(model, jllama.Prompt(text, sampling, max_new_tokens, options.stop, options.stop_ids))
     check_batch(model.config, options.batch_size if options.prompts_file else options.n, options.speculate)
     options.say_loaded(model)
     if options.prompts_file:
-        return _complete_file(model, unencoded, options)
+        return _complete_file(model, prompt, options)
     if options.compare:
-        _compare(model, text, prompt, options)
-        return 0
+        return _compare(model, text, prompt, options)
     echo = text if (not options.json if options.echo is None else options.echo) else ""
     streams = options.n == 1 and not options.json
     prompts = [with_seed(prompt, number) for number in range(options.n)]
@@ -126,9 +123,8 @@ def main(argv: Sequence[str], prog: str) -> int:
             line = {"prompt": text, "seed": each.sampling.seed} | _record(model, options, text, each, completion)
             print(json.dumps(line, ensure_ascii=False))
             continue
-        print(
-            "" if streams else f"--- text {number} of {options.n}, seed {each.sampling.seed}\n{echo}{completion.text}"
-        )
+        title = f"--- text {number} of {options.n}, seed {each.sampling.seed}\n"
+        print("" if streams else title + echo + completion.text)
         if options.logprobs:
             print(" log_prob      id  token")
             for token in _log_probs(model, each, completion, echo=bool(echo)):
@@ -196,7 +192,7 @@ def _complete_file(model: jllama.LanguageModel, default: jllama.Prompt, options:
     return 1 if problems else 0
 
 
-def _compare(model: jllama.LanguageModel, text: str, prompt: jllama.Prompt, options: SampleOptions) -> None:
+def _compare(model: jllama.LanguageModel, text: str, prompt: jllama.Prompt, options: SampleOptions) -> int:
     """All the settings as the rows of one batch, and of one table."""
     from jllama.generation.text import exhaust, generate_batch
 
@@ -209,3 +205,4 @@ def _compare(model: jllama.LanguageModel, text: str, prompt: jllama.Prompt, opti
     for name, completion in zip(COMPARED, completions, strict=True):
         table.add_row(name, Text(text, "bold") + Text(completion.text))
     Console().print(table)
+    return 0

@@ -7,6 +7,7 @@ cache length, a batch size, and how many tokens prompt lookup guesses.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,12 +65,7 @@ def with_room(batch: DecodeBatch, num_tokens: int, config: LlamaConfig) -> Decod
 
 @functools.partial(jax.jit, static_argnames=("config", "draft_len"), donate_argnames="batch")
 def _decode(
-    params: DecodeParams,
-    config: LlamaConfig,
-    batch: DecodeBatch,
-    running: Bool[Array | np.ndarray, "batch"],
-    steps: Int[Array | np.ndarray, ""],
-    draft_len: int,
+    params: DecodeParams, config: LlamaConfig, batch: DecodeBatch, running: Any, steps: Any, draft_len: int
 ) -> tuple[DecodeBatch, Int[Array, "batch new"], Float[Array, "batch new"]]:
     """The loop on the device; it ends early when every row has finished."""
     llama = build_model(config, params)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams
@@ -98,22 +98,18 @@ def _prompt_cache(
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
-def _prefill(
-    params: DecodeParams,
-    config: LlamaConfig,
-    cache: KVCache | None,
-    tokens: Int[Array | np.ndarray, "1 seq"],
-    count: Int[Array | np.ndarray, "1"],
-) -> KVCache:
+def _prefill(params: DecodeParams, config: LlamaConfig, cache: KVCache | None, tokens: Any, count: Any) -> KVCache:
     return build_model(config, params).forward_with_cache(jnp.asarray(tokens), cache, jnp.asarray(count))[1]
 
 
 @functools.partial(jax.jit, donate_argnames="batch")
-def _insert(batch: KVCache, row_cache: KVCache, row: Int[Array, ""] | int) -> KVCache:
+def _insert(batch: KVCache, row_cache: KVCache, row: Any) -> KVCache:
     """Copy a cache of one row into a batch whose rows have at least as much room."""
-    return jax.tree.map(
-        lambda into, values: jax.lax.dynamic_update_slice(into, values, (row, *[0] * (into.ndim - 1))), batch, row_cache
-    )
+
+    def copy(into: Array, values: Array) -> Array:
+        return jax.lax.dynamic_update_slice(into, values, (row, *[0] * (into.ndim - 1)))
+
+    return jax.tree.map(copy, batch, row_cache)
 
 
 @functools.partial(jax.jit, static_argnames="max_len")

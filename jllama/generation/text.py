@@ -294,8 +294,6 @@ class TextDecoder:
     def end(self) -> str:
         """What was held back, when there are no more tokens."""
         self._decode(is_last=True)
-        if self._tokens:
-            self._tokens[-1] = (*self._tokens[-1][:2], len(self.text))
         return self._show(0)
 
     def completion(self, drafted: int, accepted: int) -> Completion:
