@@ -52,8 +52,7 @@ class AttentionInputs(NamedTuple):
 
     cos: Float[Array, "#batch seq half"]
     sin: Float[Array, "#batch seq half"]
-    mask: Bool[Array, "#batch seq kv_seq"] | None
-    """None: nothing comes before the first token, and each sees those of the same call up to itself."""
+    mask: F.Mask
     positions: Int[Array, "#batch seq"]
 
 
@@ -77,28 +76,35 @@ class Layer(nnx.Module):
         self.w_down = _initial(table["layers/w_down"], config, rngs)
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], attend: AttentionInputs, cached: KeysValues | None = None
+        self,
+        x: Float[Array, "batch seq embed"],
+        attend: AttentionInputs,
+        cached: KeysValues | None = None,
+        implementation: str = "auto",
     ) -> tuple[Float[Array, "batch seq embed"], KeysValues]:
         """The block's output, and the keys and values attended to: the new ones written into ``cached``, if given."""
-        mixed, kept = self.attention(F.rms_norm(x, self.attn_norm[...], self.norm_eps), attend, cached)
-        x = x + mixed
-        normed = F.rms_norm(x, self.mlp_norm[...], self.norm_eps)
-        return x + F.swiglu(normed, self.w_gate[...], self.w_up[...], self.w_down[...]), kept
+        with jax.named_scope("attention"):
+            normed = F.rms_norm(x, self.attn_norm[...], self.norm_eps)
+            mixed, kept = self.attention(normed, attend, cached, implementation)
+            x = x + mixed
+        with jax.named_scope("feed_forward"):
+            normed = F.rms_norm(x, self.mlp_norm[...], self.norm_eps)
+            return x + F.swiglu(normed, self.w_gate[...], self.w_up[...], self.w_down[...]), kept
 
     def attention(
-        self, x: Float[Array, "batch seq embed"], attend: AttentionInputs, cached: KeysValues | None = None
+        self,
+        x: Float[Array, "batch seq embed"],
+        attend: AttentionInputs,
+        cached: KeysValues | None = None,
+        implementation: str = "auto",
     ) -> tuple[Float[Array, "batch seq embed"], KeysValues]:
         """Queries, keys and values of ``x``, mixed and projected back; and the keys and values attended to."""
-        query = F.apply_rope(_to_heads(x, self.wq[...]), attend.cos, attend.sin)
-        key = F.apply_rope(_to_heads(x, self.wk[...]), attend.cos, attend.sin)
-        value = _to_heads(x, self.wv[...])
+        query, key, value = (_to_heads(x, w[...]) for w in (self.wq, self.wk, self.wv))
+        query, key = (F.apply_rope(each, attend.cos, attend.sin) for each in (query, key))
         kept = key, value
         if cached is not None:
             kept = _write(cached[0], key, attend.positions), _write(cached[1], value, attend.positions)
-        if attend.mask is None:
-            mixed = F.causal_attention(query, *kept)
-        else:
-            mixed = F.grouped_query_attention(query, *kept, attend.mask)
+        mixed = F.attention(query, *kept, attend.mask, implementation)
         return _from_heads(mixed, self.wo[...]), kept
 
 
@@ -135,14 +141,17 @@ class Llama(nnx.Module):
         positions: Int[Array, "#batch seq"] | None = None,
         *,
         remat: bool = False,
+        attention: str = "auto",
     ) -> Float[Array, "batch seq embed"]:
         """The final normalised activations of whole sequences.
 
         Args:
             tokens: ids below ``vocab_size``.
             segments: numbers that tell packed documents apart; tokens attend only within their own. None: one each row.
-            positions: defaults to 0, 1, 2, ...; a query sees the keys at its own position and before.
+            positions: by which queries and keys are turned; defaults to 0, 1, 2, ...
             remat: keep only each layer's input for the backward pass; else products with weights are kept too.
+
+            attention: one of ``functional.ATTENTION``, or ``auto``, see ``functional.choose_attention``.
 
         Raises:
             UsageError: tokens are not ids of this model (``as_token_ids``), or more than ``max_seq_len`` without
@@ -154,15 +163,13 @@ class Llama(nnx.Module):
             if length > context and not (scaling and scaling.grows):
                 raise UsageError(f"tokens has {length} a row; the model's context is {context}: cut it into windows")
             positions = jnp.arange(length)[None]
-        mask = F.causal_mask(positions, positions)
-        if segments is not None:
-            mask = mask & F.segment_mask(segments, segments)
+        mask = F.Mask(query_segments=segments, key_segments=segments)
         attend, x = attention_inputs(self.config, positions, mask, tokens.shape[1]), self._embed(tokens)
         if isinstance(self.layers, Layer):
             graph, stacked = nnx.split(self.layers)
 
             def step(x: Array, weights: Any) -> tuple[Array, None]:
-                return nnx.merge(graph, weights)(x, attend)[0], None
+                return nnx.merge(graph, weights)(x, attend, implementation=attention)[0], None
 
             # What elementwise operations and attention make is cheaper to compute again than to stack for every layer:
             # keeping only the results of products with weights, a training step on CPU is 1.2 to 1.6 times faster.
@@ -170,11 +177,11 @@ class Llama(nnx.Module):
             x, _ = jax.lax.scan(jax.checkpoint(step, policy=keep, prevent_cse=False), x, stacked)
         else:
             for index in range(self.config.num_layers):
-                x, _ = self.layers[str(index)](x, attend)
+                x, _ = self.layers[str(index)](x, attend, implementation=attention)
         return F.rms_norm(x, self.final_norm[...], self.config.norm_eps)
 
     def forward_with_cache(
-        self, tokens: TokenIds, cache: KVCache | None, counts: Int[Array, "batch"]
+        self, tokens: TokenIds, cache: KVCache | None, counts: Int[Array, "batch"], attention: str = "auto"
     ) -> tuple[Float[Array, "batch seq embed"], KVCache]:
         """Continue each row of the cache by its first ``counts`` tokens: prefill, or one step of decoding.
 
@@ -188,13 +195,16 @@ class Llama(nnx.Module):
         counts = counts.astype(jnp.int32)
         lengths = jnp.zeros_like(counts) if cache is None else cache.lengths
         positions = lengths[:, None] + jnp.arange(tokens.shape[1])
-        mask = None if cache is None else F.cache_mask(positions, cache.keys[0].shape[2])
+        kv_seq = tokens.shape[1] if cache is None else cache.keys[0].shape[2]
+        if attention == "auto":
+            attention = F.choose_attention(jax.default_backend(), tokens.shape[1], kv_seq, backward=False)
+        mask = F.Mask(offset=None if cache is None else lengths)
         attend = attention_inputs(self.config, positions, mask)
         x = self._embed(tokens)
         updated: list[KeysValues] = []
         for index in range(self.config.num_layers):
             cached = None if cache is None else (cache.keys[index], cache.values[index])
-            x, kept = _run_layer(*nnx.split(self.layers[str(index)]), x, attend, cached)
+            x, kept = _run_layer(*nnx.split(self.layers[str(index)]), x, attend, cached, attention)
             updated.append(kept)
         keys, values = zip(*updated, strict=True)
         x = F.rms_norm(x, self.final_norm[...], self.config.norm_eps)
@@ -202,7 +212,8 @@ class Llama(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*lead embed"]) -> Float[Array, "*lead vocab"]:
         """Float32 scores of every token in the vocabulary: ``hidden @ head``."""
-        return F.project(hidden, self.head)
+        with jax.named_scope("head"):
+            return F.project(hidden, self.head)
 
     def loss(
         self,
@@ -212,13 +223,15 @@ class Llama(nnx.Module):
         z_loss: float = 0.0,
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Summed loss of the unmasked targets, and their number: ``functional.linear_cross_entropy``."""
-        return F.linear_cross_entropy(hidden, self.head, targets, mask, z_loss)
+        with jax.named_scope("head"):
+            return F.linear_cross_entropy(hidden, self.head, targets, mask, z_loss)
 
     def token_log_probs(
         self, hidden: Float[Array, "batch seq embed"], targets: Int[Array, "batch seq"]
     ) -> tuple[Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
         """``functional.token_log_probs``: each target's log-probability, and whether it is the likeliest token."""
-        return F.token_log_probs(hidden, self.head, targets)
+        with jax.named_scope("head"):
+            return F.token_log_probs(hidden, self.head, targets)
 
     @property
     def head(self) -> Any:
@@ -226,7 +239,8 @@ class Llama(nnx.Module):
         return self.embed[...].T if self.config.tie_embeddings else self.lm_head[...]
 
     def _embed(self, tokens: Array) -> Array:
-        return self.embed[...][tokens]
+        with jax.named_scope("embedding"):
+            return self.embed[...][tokens]
 
 
 def as_token_ids(tokens: Any, config: LlamaConfig) -> Integer[Array, "batch seq"]:
@@ -251,15 +265,20 @@ def as_token_ids(tokens: Any, config: LlamaConfig) -> Integer[Array, "batch seq"
     return jnp.asarray(tokens)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 5))
 def _run_layer(
-    graph: nnx.GraphDef[Layer], weights: Any, x: Array, attend: AttentionInputs, cached: KeysValues | None
+    graph: nnx.GraphDef[Layer],
+    weights: Any,
+    x: Array,
+    attend: AttentionInputs,
+    cached: KeysValues | None,
+    implementation: str,
 ) -> tuple[Array, KeysValues]:
     """One of many equal layers: under an outer ``jit`` they are traced once, not once each."""
-    return nnx.merge(graph, weights)(x, attend, cached)
+    return nnx.merge(graph, weights)(x, attend, cached, implementation)
 
 
-def attention_inputs(config: LlamaConfig, positions: Array, mask: Array | None, seq_len: int = 0) -> AttentionInputs:
+def attention_inputs(config: LlamaConfig, positions: Array, mask: F.Mask, seq_len: int = 0) -> AttentionInputs:
     """What every layer is told of the positions; ``seq_len`` as in ``rope_frequencies``."""
     cos, sin = F.rope_tables(positions, rope_frequencies(config, seq_len))
     if scaling := config.rope_scaling:

@@ -63,7 +63,7 @@ def torch_cross_entropy(logits, tokens, mask):
     [
         ("rms_norm", on_float32(F.rms_norm), FLOAT32),
         ("rope", jax_rope, FLOAT32),
-        ("attention", on_float32(F.causal_attention), FLOAT32),
+        ("attention", on_float32(F.attention), FLOAT32),
         ("swiglu", on_float32(F.swiglu), FLOAT32),
         ("cross_entropy", jax_cross_entropy, FLOAT32),
         ("rms_norm", torch_rms_norm, FLOAT32),

@@ -486,8 +486,8 @@ def float32_angles(positions, frequencies):
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def does_not_see_itself(query_positions, key_positions):
-    return F.causal_mask(query_positions - 1, key_positions)
+def does_not_see_itself(offset=None, **segments):
+    return F.Mask(jnp.full(1, -1) if offset is None else offset - 1, **segments)
 
 
 @functools.cache
@@ -502,7 +502,7 @@ def sharp():
     [
         ({"rope_tables": bfloat16_angles}, 0),
         ({"rope_tables": float32_angles}, 2),
-        ({"causal_mask": does_not_see_itself}, 0),
+        ({"Mask": does_not_see_itself}, 0),
     ],
     ids=["bfloat16 angles", "float32 angles", "does not see itself"],
 )

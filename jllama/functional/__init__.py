@@ -1,10 +1,11 @@
 """Pure functions on arrays, each with its formula and source; nothing here imports the rest of jllama."""
 
 # isort: off
-from jllama.functional.attention import cache_mask as cache_mask, causal_attention as causal_attention
-from jllama.functional.attention import causal_mask as causal_mask, grouped_query_attention as grouped_query_attention
-from jllama.functional.attention import masked_softmax as masked_softmax, padding_mask as padding_mask
-from jllama.functional.attention import segment_mask as segment_mask
+from jllama.functional.attention import ATTENTION as ATTENTION, Mask as Mask
+from jllama.functional.attention import AttentionImplementation as AttentionImplementation
+from jllama.functional.attention import attention as attention, choose_attention as choose_attention
+from jllama.functional.attention import grouped_query_attention as grouped_query_attention
+from jllama.functional.attention import masked_softmax as masked_softmax
 from jllama.functional.loss import cross_entropy as cross_entropy, linear_cross_entropy as linear_cross_entropy
 from jllama.functional.loss import token_log_probs as token_log_probs
 from jllama.functional.mlp import swiglu as swiglu
@@ -21,20 +22,3 @@ from jllama.functional.sampling import penalize_repetition as penalize_repetitio
 from jllama.functional.sampling import top_k_mask as top_k_mask, top_p_mask as top_p_mask
 from jllama.functional.sampling import truncated_logits as truncated_logits
 # isort: on
-
-_MEANT = {
-    "attention": "take grouped_query_attention or causal_attention",
-    "loss": "take cross_entropy",
-    "mlp": "take swiglu",
-    "norm": "take rms_norm",
-    "rope": "take apply_rope",
-    "sampling": "take sample",
-}
-
-for _module in _MEANT:  # can be imported all the same, and does not stand where a function is looked for
-    del globals()[_module]
-
-
-def __getattr__(name: str) -> object:
-    """Say which function is meant."""
-    raise AttributeError(f"there is no jllama.functional.{name}: {_MEANT.get(name, 'dir() lists what there is')}")

@@ -1,4 +1,8 @@
-"""Masks and attention. Masks are boolean, true where a query may look at a key; combine them with ``&``."""
+"""Attention: who sees whom, the formula, and the table of implementations."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -6,38 +10,43 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jllama.functional.shapes import checked
 
-_BLOCK = 128
+_BLOCK, _MAX_SPANS = 128, 8
+_SHORT = 1024
 
 
-@checked
-def causal_mask(
-    query_positions: Int[Array, "*batch seq"], key_positions: Int[Array, "*batch kv_seq"]
-) -> Bool[Array, "*batch seq kv_seq"]:
-    """A query sees the keys at its own position and before: ``key_position <= query_position``."""
-    return key_positions[..., None, :] <= query_positions[..., :, None]
+class Mask(NamedTuple):
+    """Which keys a query sees: those up to its own place in the row, of its own document, that are there.
 
+    Small arrays, until a kernel wants them dense. ``Mask()`` is causal attention of a sequence to itself.
 
-@checked
-def padding_mask(lengths: Int[Array, "batch"], kv_seq: int) -> Bool[Array, "batch 1 kv_seq"]:
-    """Only the first ``lengths[b]`` keys of row ``b`` are real."""
-    return (jnp.arange(kv_seq) < lengths[:, None])[:, None, :]
-
-
-@checked
-def segment_mask(
-    query_segments: Int[Array, "batch seq"], key_segments: Int[Array, "batch kv_seq"]
-) -> Bool[Array, "batch seq kv_seq"]:
-    """Tokens see only their own document, where several are packed in a row."""
-    return query_segments[:, :, None] == key_segments[:, None, :]
-
-
-@checked
-def cache_mask(query_positions: Int[Array, "batch seq"], kv_seq: int) -> Bool[Array, "batch seq kv_seq"]:
-    """A query sees the cache slots up to its own position, where slot ``i`` holds the key of position ``i``.
-
-    Slots past a row's position, unused or stale, are never seen.
+    Args:
+        offset: query ``i`` stands at the place of key ``offset + i``, as after ``offset`` tokens in a cache. None: 0.
+            With an offset of all keys a query sees them all.
+        query_segments, key_segments: numbers that tell packed documents apart, both or neither.
+        lengths: how many keys of a row are real. None: all.
     """
-    return causal_mask(query_positions, jnp.broadcast_to(jnp.arange(kv_seq), (query_positions.shape[0], kv_seq)))
+
+    offset: Int[Array, "#batch"] | None = None
+    query_segments: Int[Array, "batch seq"] | None = None
+    key_segments: Int[Array, "batch kv_seq"] | None = None
+    lengths: Int[Array, "#batch"] | None = None
+
+    def dense(self, seq: int, kv_seq: int, first: int | Int[Array, ""] = 0) -> Bool[Array, "#batch seq kv_seq"]:
+        """True where a query sees a key, for ``seq`` queries from ``first`` on and the first ``kv_seq`` keys.
+
+        >>> print(Mask().dense(2, 3).astype(int))
+        [[[1 0 0]
+          [1 1 0]]]
+        """
+        keys, queries = jnp.arange(kv_seq), first + jnp.arange(seq)
+        places = queries[None] if self.offset is None else self.offset[:, None] + queries
+        seen = keys <= places[..., None]
+        if self.query_segments is not None and self.key_segments is not None:
+            segments = jax.lax.dynamic_slice_in_dim(self.query_segments, first, seq, axis=1)
+            seen &= segments[:, :, None] == self.key_segments[:, None, :kv_seq]
+        if self.lengths is not None:
+            seen &= (keys < self.lengths[:, None])[:, None]
+        return seen
 
 
 @checked
@@ -86,21 +95,94 @@ def grouped_query_attention(
     return mixed.reshape(query.shape).astype(query.dtype)
 
 
+def _reference(query: Array, key: Array, value: Array, mask: Mask) -> Array:
+    return grouped_query_attention(query, key, value, mask.dense(query.shape[2], key.shape[2]))
+
+
+def _blocked(query: Array, key: Array, value: Array, mask: Mask) -> Array:
+    """Queries in blocks of at most 128, of which one's scores are there at once; the backward pass makes them again.
+
+    From the start of a row, each of up to eight spans of blocks takes no more keys than its last query sees: about half
+    of the products, for a long sequence.
+    """
+    (batch, heads, seq, head_dim), kv_seq = query.shape, key.shape[2]
+    num_blocks = -(-seq // _BLOCK)
+    size = -(-seq // num_blocks)
+    padding = num_blocks * size - seq
+    blocks = jnp.pad(query, ((0, 0), (0, 0), (0, padding), (0, 0))).reshape(batch, heads, num_blocks, size, head_dim)
+    blocks = jnp.moveaxis(blocks, 2, 0)
+    if mask.query_segments is not None:
+        mask = mask._replace(query_segments=jnp.pad(mask.query_segments, ((0, 0), (0, padding))))
+    span = num_blocks if mask.offset is not None else -(-num_blocks // _MAX_SPANS)
+    parts = []
+    for start in range(0, num_blocks, span):
+        end = min(start + span, num_blocks)
+        seen = min(end * size, kv_seq) if mask.offset is None else kv_seq
+        run = functools.partial(_one_block, key=key[:, :, :seen], value=value[:, :, :seen], mask=mask)
+        parts.append(jax.lax.map(jax.checkpoint(run), (size * jnp.arange(start, end), blocks[start:end])))
+    return jnp.moveaxis(jnp.concatenate(parts), 0, 2).reshape(batch, heads, -1, head_dim)[:, :, :seq]
+
+
+def _one_block(block: tuple[Array, Array], key: Array, value: Array, mask: Mask) -> Array:
+    first, query = block
+    return grouped_query_attention(query, key, value, mask.dense(query.shape[2], key.shape[2], first))
+
+
+def _xla(query: Array, key: Array, value: Array, mask: Mask) -> Array:
+    """``jax.nn``'s own; what it gives a query that sees no key is made zero."""
+    dense, heads_last = mask.dense(query.shape[2], key.shape[2]), (each.swapaxes(1, 2) for each in (query, key, value))
+    mixed = jax.nn.dot_product_attention(*heads_last, mask=dense[:, None], implementation="xla").swapaxes(1, 2)
+    return jnp.where(dense.any(axis=-1)[:, None, :, None], mixed, 0)
+
+
+class AttentionImplementation(NamedTuple):
+    """One way to compute ``attention``: the function, and what of some arguments it cannot serve."""
+
+    function: Callable[[Array, Array, Array, Mask], Array]
+    refuses: Callable[[Array, Array, Mask], str | None] = lambda query, key, mask: None
+
+
+ATTENTION = {
+    "reference": AttentionImplementation(_reference),
+    "blocked": AttentionImplementation(_blocked),
+    "xla": AttentionImplementation(_xla, lambda query, *_: "float64" if query.dtype == jnp.float64 else None),
+}
+"""The implementations of ``attention`` by name; one more is one more entry."""
+
+
+def choose_attention(platform: str, seq: int, kv_seq: int, *, backward: bool = True) -> str:
+    """The name of the implementation that ``auto`` stands for.
+
+    Platforms (``cpu``, ``gpu``, ``tpu``) are alike until one has a kernel of its own. Where there is a backward pass to
+    come, blocks cost their scores twice, and are taken for sequences over 1,024 tokens; else over 128.
+    """
+    return "blocked" if seq == kv_seq and seq > (_SHORT if backward else _BLOCK) else "reference"
+
+
 @checked
-def causal_attention(
+def attention(
     query: Float[Array, "batch heads seq head_dim"],
-    key: Float[Array, "batch kv_heads seq head_dim"],
-    value: Float[Array, "batch kv_heads seq head_dim"],
+    key: Float[Array, "batch kv_heads kv_seq head_dim"],
+    value: Float[Array, "batch kv_heads kv_seq head_dim"],
+    mask: Mask = Mask(),  # noqa: B008 - a value
+    implementation: str = "auto",
 ) -> Float[Array, "batch heads seq head_dim"]:
-    """``grouped_query_attention`` of a sequence to itself, each token to those up to its own place.
+    """``grouped_query_attention`` under a ``Mask``, by one of ``ATTENTION``, or by the one that ``auto`` chooses.
 
     With ``heads == kv_heads``, arrays of ``[batch, seq, heads, head_dim]`` can't be told from right ones by shape.
-    Queries are taken in blocks, each with no more keys than it sees: about half of the products, for a long sequence.
+
+    Raises:
+        ValueError: there is no such implementation, or it cannot serve these arguments; none stands in for it.
+
+    >>> x = jnp.ones((1, 2, 3, 8))
+    >>> print(attention(x, x, x).shape)
+    (1, 2, 3, 8)
     """
-    seq = query.shape[2]
-    parts = []
-    for first in range(0, seq, _BLOCK):
-        end = min(first + _BLOCK, seq)
-        mask = causal_mask(jnp.arange(first, end)[None], jnp.arange(end)[None])
-        parts.append(grouped_query_attention(query[:, :, first:end], key[:, :, :end], value[:, :, :end], mask))
-    return jnp.concatenate(parts, axis=2)
+    if implementation == "auto":
+        implementation = choose_attention(jax.default_backend(), query.shape[2], key.shape[2])
+    if implementation not in ATTENTION:
+        raise ValueError(f"there is no attention implementation {implementation!r}; there are {', '.join(ATTENTION)}")
+    function, refuses = ATTENTION[implementation]
+    if reason := refuses(query, key, mask):
+        raise ValueError(f"the attention implementation {implementation!r} cannot serve {reason}")
+    return function(query, key, value, mask)

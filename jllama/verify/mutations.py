@@ -101,10 +101,15 @@ def _post_norm() -> types.ModuleType:
     return model
 
 
-def _remainder_attention(query: Array, key: Array, value: Array, mask: Array) -> Array:
+def _remainder_attention(query: Array, key: Array, value: Array, mask: F.Mask, implementation: str) -> Array:
     """Query head ``n`` uses key-value head ``n % kv_heads``."""
     order = np.argsort(np.arange(query.shape[1]) % key.shape[1], kind="stable")
-    return F.grouped_query_attention(query[:, order], key, value, mask)[:, np.argsort(order)]
+    return F.attention(query[:, order], key, value, mask, implementation)[:, np.argsort(order)]
+
+
+def _mask_one_ahead(offset: Array | None = None, **segments: Any) -> F.Mask:
+    """The mask of queries that stand one further on."""
+    return F.Mask(jnp.ones(1, int) if offset is None else offset + 1, **segments)
 
 
 def _bfloat16_tables(positions: Array, frequencies: np.ndarray) -> tuple[Array, Array]:
@@ -155,14 +160,14 @@ MUTATIONS = [
     Mutation("post-norm", miscomputing(_post_norm())),
     Mutation(
         "heads n % kv",
-        miscomputing(model_with(grouped_query_attention=_remainder_attention)),
+        miscomputing(model_with(attention=_remainder_attention)),
         lambda config: 1 < config.num_kv_heads < config.num_heads,
     ),
     Mutation("q/k not permuted", _layers(lambda _, layers: {name: interleaved(layers[name]) for name in ("wq", "wk")})),
     Mutation("k permuted as q", _layers(_permuted_with_num_heads), _keys_divide_as_queries),
     Mutation("head untied", misreading(_untied), lambda config: config.tie_embeddings),
     Mutation("bfloat16 RoPE", miscomputing(model_with(rope_tables=_bfloat16_tables))),
-    Mutation("mask +1", miscomputing(model_with(causal_mask=lambda query, key: F.causal_mask(query + 1, key)))),
+    Mutation("mask +1", miscomputing(model_with(Mask=_mask_one_ahead))),
     Mutation("cache +1", _cache_one_on),
 ]
 

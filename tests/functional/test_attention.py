@@ -1,3 +1,6 @@
+import functools
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,12 +11,13 @@ from hypothesis import strategies as st
 
 from jllama import oracle
 from jllama.functional import (
-    cache_mask,
-    causal_mask,
+    ATTENTION,
+    AttentionImplementation,
+    Mask,
+    attention,
+    choose_attention,
     grouped_query_attention,
     masked_softmax,
-    padding_mask,
-    segment_mask,
 )
 from jllama.verify.checks import relative_error
 
@@ -48,35 +52,135 @@ def oracle_attention(q, k, v, mask):
 
 # Masks, against loops
 
-positions_of_rows = st.lists(st.lists(st.integers(0, 12), min_size=5, max_size=5), min_size=BATCH, max_size=BATCH)
+
+def draw_small_mask(seed, seq, kv_seq):
+    """Any mask: with or without an offset, documents and lengths; some queries see nothing."""
+    rng = np.random.default_rng(seed)
+    offset = rng.integers(-2, kv_seq + 1, BATCH) if rng.random() < 0.5 else None
+    segments = [rng.integers(0, 3, (BATCH, size)) for size in (seq, kv_seq)] if rng.random() < 0.5 else [None, None]
+    lengths = rng.integers(0, kv_seq + 1, BATCH) if rng.random() < 0.5 else None
+    return Mask(*(None if each is None else jnp.asarray(each, jnp.int32) for each in (offset, *segments, lengths)))
 
 
-def loop_mask(seq, kv_seq, sees):
+def loops(mask, seq, kv_seq):
+    def sees(b, t, s):
+        up_to = t + (0 if mask.offset is None else mask.offset[b])
+        same = mask.query_segments is None or mask.query_segments[b, t] == mask.key_segments[b, s]
+        return s <= up_to and same and (mask.lengths is None or s < mask.lengths[b])
+
+    mask = Mask(*(None if each is None else np.asarray(each) for each in mask))
     return np.array([[[sees(b, t, s) for s in range(kv_seq)] for t in range(seq)] for b in range(BATCH)])
 
 
-@given(queries=positions_of_rows, keys=positions_of_rows)
-def test_causal_mask(queries, keys):
-    expected = loop_mask(5, 5, lambda b, t, s: keys[b][s] <= queries[b][t])
-    np.testing.assert_array_equal(causal_mask(jnp.array(queries), jnp.array(keys)), expected)
-    np.testing.assert_array_equal(causal_mask(jnp.array(queries[0]), jnp.array(keys[0])), expected[0])
+@given(seed=seeds, seq=st.integers(1, 6), kv_seq=st.integers(1, 9), first=st.integers(0, 3))
+def test_a_mask_is_what_loops_say(seed, seq, kv_seq, first):
+    mask = draw_small_mask(seed, seq + first, kv_seq)
+    dense = np.broadcast_to(mask.dense(seq, kv_seq, first), (BATCH, seq, kv_seq))
+    np.testing.assert_array_equal(dense, loops(mask, seq + first, kv_seq)[:, first:])
 
 
-@given(lengths=st.lists(st.integers(0, 9), min_size=BATCH, max_size=BATCH))
-def test_padding_mask(lengths):
-    np.testing.assert_array_equal(padding_mask(jnp.array(lengths), 9), loop_mask(1, 9, lambda b, t, s: s < lengths[b]))
+# Implementations
 
 
-@given(queries=positions_of_rows, keys=positions_of_rows)
-def test_segment_mask(queries, keys):
-    expected = loop_mask(5, 5, lambda b, t, s: queries[b][t] == keys[b][s])
-    np.testing.assert_array_equal(segment_mask(jnp.array(queries), jnp.array(keys)), expected)
+@pytest.fixture(scope="module")
+def small_blocks():
+    """Blocks of four queries, for which eight tokens are a long sequence."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module("jllama.functional.attention"), "_BLOCK", 4)
+        yield
 
 
-@given(queries=positions_of_rows)
-def test_cache_mask(queries):
-    expected = loop_mask(5, 10, lambda b, t, s: s <= queries[b][t])
-    np.testing.assert_array_equal(cache_mask(jnp.array(queries), 10), expected)
+@functools.partial(jax.jit, static_argnums=4)
+def attended(query, key, value, mask, implementation):
+    return attention(query, key, value, mask, implementation)
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def attended_gradients(query, key, value, mask, implementation):
+    def objective(*arrays):
+        return jnp.sum(attention(*arrays, mask, implementation) ** 2)
+
+    return jax.grad(objective, argnums=(0, 1, 2))(query, key, value)
+
+
+@pytest.mark.parametrize("implementation", ATTENTION)
+@given(seed=seeds, shape=st.sampled_from([(4, 2, 9, 9, 16), (2, 2, 10, 6, 16), (3, 1, 1, 7, 16)]))
+def test_every_implementation_equals_the_oracle(small_blocks, implementation, seed, shape):
+    arrays, mask = draw(seed, shape), draw_small_mask(seed, shape[2], shape[3])
+    dense = loops(mask, shape[2], shape[3])
+    expected = oracle_attention(*arrays, dense)
+    assert relative_error(attended(*single(arrays), mask, implementation), expected) < 1e-5
+    gradients = attended_gradients(*single(arrays), mask, implementation)
+    for ours, theirs in zip(gradients, attention_gradients(*single(arrays), jnp.asarray(dense)), strict=True):
+        assert np.all(np.isfinite(ours))
+        assert relative_error(ours, theirs) < 1e-5
+    with jax.enable_x64(True):
+        if implementation == "xla":
+            with pytest.raises(ValueError, match="the attention implementation 'xla' cannot serve float64"):
+                attention(*map(jnp.asarray, arrays), mask, implementation)
+        else:
+            exact = attention(*map(jnp.asarray, arrays), mask, implementation)
+            assert relative_error(exact, expected) < 1e-12
+
+
+@pytest.mark.parametrize("implementation", ATTENTION)
+def test_every_implementation_in_bfloat16(small_blocks, implementation):
+    shape = (8, 2, 9, 9, 64)
+    arrays = [jnp.asarray(a, jnp.bfloat16) for a in draw(0, shape)]
+    actual = attended(*arrays, Mask(), implementation)
+    assert actual.dtype == jnp.bfloat16
+    exact = (np.asarray(a, np.float64) for a in arrays)
+    assert relative_error(actual, oracle_attention(*exact, loops(Mask(), 9, 9))) < 1e-2
+
+
+@pytest.mark.parametrize("implementation", ATTENTION)
+@given(seed=seeds, cut=st.integers(1, 8))
+def test_documents_packed_in_a_row_do_not_see_each_other(small_blocks, implementation, seed, cut):
+    shape = (4, 2, 9, 9, 16)
+    arrays, others = single(draw(seed, shape)), single(draw(seed + 1, shape))
+    segments = jnp.broadcast_to(jnp.arange(9) >= cut, (BATCH, 9)).astype(jnp.int32)
+    first = (segments == 0)[:, None, :, None]
+    mask = Mask(query_segments=segments, key_segments=segments)
+    before = attended(*arrays, mask, implementation)
+    changed = (jnp.where(first, other, array) for other, array in zip(others, arrays, strict=True))
+    after = attended(*changed, mask, implementation)
+    np.testing.assert_array_equal(after[:, :, cut:], before[:, :, cut:])
+
+
+def test_blocks_hold_no_more_than_a_block_of_scores():
+    shapes = [jax.ShapeDtypeStruct((1, 4, 2048, 16), jnp.float32)] * 3
+
+    def temporaries(implementation):
+        compiled = attended_gradients.lower(*shapes, Mask(), implementation).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    scores = 4 * 2048 * 2048 * 4
+    assert temporaries("reference") > 2 * scores
+    assert temporaries("blocked") < scores / 2
+
+
+def test_auto_goes_by_the_shapes_alone():
+    for platform in ("cpu", "gpu", "tpu"):
+        assert choose_attention(platform, 1, 4096) == "reference"
+        assert choose_attention(platform, 512, 4096, backward=False) == "reference"
+        assert choose_attention(platform, 512, 512) == "reference"
+        assert choose_attention(platform, 512, 512, backward=False) == "blocked"
+        assert choose_attention(platform, 8192, 8192) == "blocked"
+
+
+def test_what_cannot_be_served_is_an_error_that_names_the_implementation(monkeypatch):
+    arrays = single(draw(0, (2, 2, 3, 3, 8)))
+    with pytest.raises(ValueError, match="no attention implementation 'flash'; there are reference, blocked, xla"):
+        attention(*arrays, implementation="flash")
+    no_documents = AttentionImplementation(
+        ATTENTION["reference"].function,
+        lambda query, key, mask: "segments" if mask.query_segments is not None else None,
+    )
+    monkeypatch.setitem(ATTENTION, "flash", no_documents)
+    segments = jnp.zeros((BATCH, 3), jnp.int32)
+    assert attention(*arrays, implementation="flash").shape == (BATCH, 2, 3, 8)
+    with pytest.raises(ValueError, match="the attention implementation 'flash' cannot serve segments"):
+        attention(*arrays, Mask(None, segments, segments), "flash")
 
 
 # Softmax
@@ -161,7 +265,7 @@ def test_no_query_sees_later_tokens(seed, position):
     shape = (8, 2, 9, 9, 64)
     (q, k, v), other = single(draw(seed, shape)), single(draw(seed + 1, shape))
     later = (jnp.arange(9) > position)[:, None]
-    mask = causal_mask(jnp.arange(9), jnp.arange(9))[None]
+    mask = Mask().dense(9, 9)
     before = np.asarray(grouped_attention(q, k, v, mask))
     after = np.asarray(grouped_attention(q, jnp.where(later, other[1], k), jnp.where(later, other[2], v), mask))
     np.testing.assert_array_equal(before[:, :, : position + 1], after[:, :, : position + 1])

@@ -46,12 +46,3 @@ def test_wrong_shapes_and_types_are_caught_in_tests():
 def test_every_public_name_exists_and_is_documented():
     for name in (name for name in dir(functional) if callable(getattr(functional, name))):
         assert getattr(functional, name).__doc__
-
-
-def test_modules_do_not_stand_where_a_function_is_looked_for():
-    with pytest.raises(AttributeError, match="take grouped_query_attention or causal_attention"):
-        functional.attention  # noqa: B018
-    from jllama.functional import attention
-
-    assert attention.causal_mask is functional.causal_mask
-    assert not hasattr(functional, "rmsnorm")

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jllama import functional as F
 from jllama.decode_params import DecodeParams
 from jllama.errors import JllamaError
-from jllama.functional import cache_mask, causal_mask, cross_entropy, grouped_query_attention
+from jllama.functional import cross_entropy, grouped_query_attention
 from jllama.verify.checks import TOLERANCE, VISIBLE, random_params
 from jllama.verify.equalities import (
     BFLOAT16_TOLERANCE,
@@ -125,13 +126,17 @@ def with_mask(function, **wrong):
     return JLLAMA._replace(**{function: getattr(compiled(implementation_of(model_with(**wrong))), function)})
 
 
-def moved(mask, offset):
-    """The mask of queries that stand ``offset`` further on."""
-    return lambda positions, keys: mask(positions + offset, keys)
+def moved(by):
+    """The mask of queries that stand ``by`` further on."""
+    return lambda offset=None, **segments: F.Mask(jnp.full(1, by) if offset is None else offset + by, **segments)
 
 
-def and_the_last_slot(positions, size):
-    return cache_mask(positions, size).at[..., -1].set(True)
+def and_the_last_slot(offset=None, **segments):
+    class AndTheLastSlot(F.Mask):
+        def dense(self, seq, kv_seq, first=0):
+            return F.Mask.dense(self, seq, kv_seq, first).at[..., -1].set(True)
+
+    return AndTheLastSlot(offset, **segments)
 
 
 def wrapped(**wrong):
@@ -181,11 +186,11 @@ CACHED = {PREFILL, CHUNKS, RAGGED}
 LAYOUTS = [*CACHED, PADDING, PACKED]
 # What is wrong, which rows are looked at, and which of them fail.
 MISTAKES = {
-    "sees one ahead": (with_mask("forward", causal_mask=moved(causal_mask, 1)), LAYOUTS, {*CACHED, PACKED}),
-    "does not see itself": (with_mask("forward", causal_mask=moved(causal_mask, -1)), LAYOUTS, CACHED),
-    "cache: sees one ahead": (with_mask("extend", cache_mask=moved(cache_mask, 1)), LAYOUTS, {*CACHED, PADDING}),
-    "cache: does not see itself": (with_mask("extend", cache_mask=moved(cache_mask, -1)), LAYOUTS, CACHED),
-    "cache: sees an unused slot": (with_mask("extend", cache_mask=and_the_last_slot), LAYOUTS, {*CACHED, PADDING}),
+    "sees one ahead": (with_mask("forward", Mask=moved(1)), LAYOUTS, {*CACHED, PACKED}),
+    "does not see itself": (with_mask("forward", Mask=moved(-1)), LAYOUTS, CACHED),
+    "cache: sees one ahead": (with_mask("extend", Mask=moved(1)), LAYOUTS, {*CACHED, PADDING}),
+    "cache: does not see itself": (with_mask("extend", Mask=moved(-1)), LAYOUTS, CACHED),
+    "cache: sees an unused slot": (with_mask("extend", Mask=and_the_last_slot), LAYOUTS, {*CACHED, PADDING}),
     "cache: a slot too far": (wrapped(extend=a_slot_too_far), LAYOUTS, {*CACHED, PADDING}),
     "segments ignored": (wrapped(forward=no_segments), LAYOUTS, {PACKED}),
     "layers in reverse": (wrapped(forward=layers_in_reverse), [SCANNED, PACKED], {SCANNED}),
@@ -200,7 +205,8 @@ def test_a_mistake_is_seen_where_it_should_be(mistake):
     implementation, looked_at, expected = MISTAKES[mistake]
     rows = rows_of(implementation)
     ratios = {name: rows[name].error() / rows[name].tolerance for name in looked_at}
-    assert {name for name, ratio in ratios.items() if ratio > 30} == expected
+    seen = {name: 10 if name == BFLOAT16 else 30 for name in looked_at}  # that tolerance is a tenth of all it can be
+    assert {name for name, ratio in ratios.items() if ratio > seen[name]} == expected
     assert {name for name, ratio in ratios.items() if not ratio < 1} == expected
 
 
