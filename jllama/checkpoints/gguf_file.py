@@ -99,13 +99,11 @@ def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
     for name, (type_, shape, offset) in sorted(infos.items(), key=lambda item: item[1][2]):
         stop = first + offset + _num_bytes(shape, type_)
         if stop > size:
-            raise JllamaError(
-                f"{path} is truncated: the tensor {name} ends at byte {stop} but the file has {size} bytes"
-            )
+            raise JllamaError(f"{path} is truncated: the tensor {name} ends at byte {stop} of {size}: fetch it again")
         if offset != next_offset:
+            expected = f"expected {next_offset}, right after {previous}"
             raise JllamaError(
-                f"{path} has the tensor {name} at offset {offset}, expected {next_offset}, right after {previous}: one "
-                f"of them has a wrong type, size or offset: fetch it again"
+                f"{path} has the tensor {name} at offset {offset}, {expected}: one has a wrong type or size, fetch it again"
             )
         stored = data[first + offset : stop]
         if type_ in PLAIN and not (is_quantized and PLAIN[type_].itemsize == 2):

@@ -151,9 +151,7 @@ def _rope(fields: Mapping[str, Any], max_seq_len: int, source: Path) -> tuple[fl
         raise JllamaError(f"{source} has no {', '.join(missing)}, which RoPE of type {rope_type} needs")
     if kind.grows and original != max_seq_len:
         lengths = f"original_max_position_embeddings {original} and max_position_embeddings {max_seq_len}"
-        raise JllamaError(
-            f"{source} has {lengths}, but transformers' {rope_type} RoPE has one length: remove the former"
-        )
+        raise JllamaError(f"{source} has {lengths}, of which transformers' {rope_type} RoPE knows only the latter")
     if "original_max_seq_len" in names:
         numbers["original_max_seq_len"] = original
     with fault_of(source):
@@ -228,9 +226,7 @@ def read(path: Path) -> Checkpoint:
             raise
         raise JllamaError(f"{error}; a model without {head} needs tie_word_embeddings true in {CONFIG}") from error
     if repeated_head is not None and not same_bits(repeated_head, tensors["embed"]):
-        raise JllamaError(
-            f"{path} has tie_word_embeddings true in {CONFIG}, but {head} differs from {embed}: set it to false"
-        )
+        raise JllamaError(f"{path}: {head} differs from {embed}, so tie_word_embeddings must be false in {CONFIG}")
     tokenizer, template, stops = read_text_files(path)
     if template is None:
         template = _old_chat_template(path / TOKENIZER_CONFIG)
@@ -277,9 +273,9 @@ def _weights(path: Path) -> dict[str, np.ndarray]:
     index = path / INDEX
     if not index.is_file():
         others = [file.name for file in (*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin*"))]
+        names = ", ".join(sorted(others)) or "no safetensors at all"
         raise JllamaError(
-            f"{path} has neither {WEIGHTS} nor {INDEX}; it has {', '.join(sorted(others)) or 'no safetensors at all'}: "
-            f"jllama opens no pickle, so save the model as safetensors, with save_pretrained of transformers"
+            f"{path} has {names} instead of {WEIGHTS} or {INDEX}; jllama opens no pickle: save it as safetensors"
         )
     shard_of = read_json_object(index).get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of:

@@ -93,8 +93,7 @@ def read(path: Path) -> Checkpoint:
     if header.startswith(_LATER_VERSIONS):
         version = struct.unpack("<i", header[4:8])[0] if len(header) >= 8 else "unknown"
         raise JllamaError(
-            f"{file} is a llama2.c file of version {version}; only the original format (version 0) can be read: "
-            f"export it with --version 0"
+            f"{file} is a llama2.c file of version {version}; version 0 can be read: export with --version 0"
         )
     config = _config(header, file)
     size, expected = file.stat().st_size, _file_bytes(config)
@@ -122,10 +121,8 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_
     sizes = {name: getattr(config, name) for name in _SIZES}
     if not config.tie_embeddings:
         sizes["vocab_size"] *= -1
-    if problems := _problems(checkpoint, dtype):
-        raise JllamaError(
-            f"the llama2.c format cannot hold this model: {'; '.join(problems)}: convert to another format (hf, gguf)"
-        )
+    if problems := "; ".join(_problems(checkpoint, dtype)):
+        raise JllamaError(f"the llama2.c format cannot hold this model: {problems}: convert to another format")
     if checkpoint.tokenizer is not None:
         save_llama2c_tokenizer(checkpoint.tokenizer, target / TOKENIZER)
     with (target / MODEL).open("wb") as file:

@@ -148,9 +148,9 @@ def _config(
     embed_dim = config.embed_dim
     complete = embed_dim // rows if rows and columns == embed_dim and embed_dim % rows == 0 else count
     if complete != count:
+        expected = f"{_shard_name(0)} to {_shard_name(complete - 1)}"
         raise JllamaError(
-            f"{source.parent} has {count} of {complete} shards, expected {_shard_name(0)} to "
-            f"{_shard_name(complete - 1)}; or {PARAMS} is another model's"
+            f"{source.parent} has {count} of {complete} shards, expected {expected}; or {PARAMS} is another's"
         )
     rows, columns = shapes.get("embed", (0, 0))
     vocab_size = rows if columns * count == embed_dim else rows * count  # Llama 1 and 2 cut it along its width
@@ -190,10 +190,8 @@ def _rope_scaling(
             and (scaling := PRESETS[name].rope_scaling)
         }
         if len(set(factors.values())) != 1:
-            raise JllamaError(
-                f"{source} has use_scaled_rope, but Meta's files do not say by which factor, and no released Llama is "
-                f"of this shape: give rope_factor, 8 for Llama 3.1 and 3.3 or 32 for Llama 3.2"
-            )
+            why = "no factor for use_scaled_rope, and no released Llama is of this shape"
+            raise JllamaError(f"{source} has {why}: give rope_factor, 8 for Llama 3.1 and 3.3 or 32 for Llama 3.2")
         name, rope_factor = next(iter(factors.items()))
         print(
             f"note: RoPE factor {rope_factor:g} of {name}, whose shape this is; rope_factor overrides", file=sys.stderr
@@ -222,10 +220,8 @@ def _joined(
         for index, part in enumerate(parts):
             first = index // repeats * repeats
             if index != first and not same_bits(part, parts[first]):
-                raise JllamaError(
-                    f"{path} has another {name} in {names[index]} than in {names[first]}, which must repeat it: one is "
-                    f"damaged or another model's"
-                )
+                both = f"{names[index]} than in {names[first]}"
+                raise JllamaError(f"{path} has another {name} in {both}, which must repeat it: one is another model's")
         parts = parts[::repeats]
         whole[name] = ShardedTensor(parts, axis) if len(parts) > 1 else parts[0]
     return whole

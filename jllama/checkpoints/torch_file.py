@@ -31,10 +31,7 @@ from jllama.errors import JllamaError
 MAX_INDEX_BYTES = 4 << 20
 """Limit for ``data.pkl`` and the zip directory. A pickle takes about 200 bytes a tensor; Llama 3.1 405B has 1,138."""
 
-_ALIGNMENT = 64
 _LOCAL_HEADER_BYTES = 30  # of a zip entry, without its name
-_MAX_AXES = 8
-
 _STORAGES: dict[str, np.dtype[Any]] = {
     "torch.DoubleStorage": np.dtype(np.float64),
     "torch.FloatStorage": np.dtype(np.float32),
@@ -185,10 +182,8 @@ class _Unpickler(pickle._Unpickler):
         if name in _STORAGES or name in _CALLS:
             return _Global(name)
         if (name.startswith("torch.") and name.endswith("Storage")) or name == "torch._utils._rebuild_tensor_v3":
-            raise JllamaError(
-                f"holds tensors of {name}; jllama reads {', '.join(map(str, _STORAGES.values()))}: "
-                f"convert them with torch first"
-            )
+            dtypes = ", ".join(map(str, _STORAGES.values()))
+            raise JllamaError(f"holds tensors of {name}; jllama reads {dtypes}: convert them with torch first")
         raise JllamaError(f"asks to call {name[:200]!r}, which no tensors need: do not trust it; nothing was run")
 
     def persistent_load(self, pid: Any) -> _Storage:
@@ -206,14 +201,12 @@ class _Unpickler(pickle._Unpickler):
 def _view(numbers: np.ndarray, offset: int, shape: tuple[Any, ...], strides: tuple[Any, ...]) -> np.ndarray:
     """A tensor inside its storage; offset and strides are in numbers, not bytes."""
     counts = (offset, *shape, *strides)
-    if not (len(shape) == len(strides) <= _MAX_AXES and all(type(n) is int and n >= 0 for n in counts)):
+    if not (len(shape) == len(strides) <= 8 and all(type(n) is int and n >= 0 for n in counts)):
         raise ValueError("it describes a tensor by a shape and strides that are none")
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if 0 in shape or last >= numbers.size or math.prod(shape) > numbers.size:
-        raise JllamaError(
-            f"describes a tensor of shape {list(shape)} and strides {list(strides)} from number {offset} on, "
-            f"which is empty or does not lie inside its storage of {numbers.size} numbers"
-        )
+        what = f"a tensor of shape {list(shape)} and strides {list(strides)} from number {offset} on"
+        raise JllamaError(f"describes {what}, which is empty or not inside its storage of {numbers.size} numbers")
     # The stride of an axis of size 1 is never taken and may be any number.
     in_bytes = [stride * numbers.itemsize if size > 1 else 0 for size, stride in zip(shape, strides, strict=True)]
     return np.lib.stride_tricks.as_strided(numbers[offset:], shape, in_bytes)
@@ -235,7 +228,7 @@ def write_torch_file(
             # An extra field of the right length puts the numbers at a multiple of 64 bytes, as torch has them. Behind
             # it comes the 20-byte field of zip64, always: the sizes are known only when the header is written again.
             start = file.tell() + _LOCAL_HEADER_BYTES + len(info.filename) + 4 + 20
-            padding = -start % _ALIGNMENT
+            padding = -start % 64
             info.extra = struct.pack("<2sH", b"FB", padding) + bytes(padding)
             with archive.open(info, "w", force_zip64=True) as entry:
                 for block in blocks(tensor, dtype):
