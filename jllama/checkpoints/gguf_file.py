@@ -101,10 +101,8 @@ def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
         if stop > size:
             raise JllamaError(f"{path} is truncated: the tensor {name} ends at byte {stop} of {size}: fetch it again")
         if offset != next_offset:
-            expected = f"expected {next_offset}, right after {previous}"
-            raise JllamaError(
-                f"{path} has the tensor {name} at offset {offset}, {expected}: one has a wrong type or size, fetch it again"
-            )
+            where = f"at offset {offset}, expected {next_offset}, right after {previous}"
+            raise JllamaError(f"{path} has the tensor {name} {where}: one has a wrong type or size, fetch it again")
         stored = data[first + offset : stop]
         if type_ in PLAIN and not (is_quantized and PLAIN[type_].itemsize == 2):
             tensors[name] = stored.view(PLAIN[type_]).reshape(shape)
