@@ -218,6 +218,7 @@ def generate_batches(
     model: LanguageModel, prompts: Sequence[Prompt], *, speculate: int = 0, batch_size: int = 0
 ) -> Iterator[dict[int, Completion]]:
     """Generate from encoded prompts a batch at a time, the longest first: completions by the prompts' indices."""
+    model = model.for_decoding()  # once, if it is not in that layout
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index].ids))
     size = batch_size or max(len(prompts), 1)
     for first in range(0, len(order), size):
@@ -276,7 +277,7 @@ class TextDecoder:
         self._tokenizer, self._prompt = tokenizer, prompt
         self._ids = list(prompt.ids[-_CONTEXT_TOKENS:])
         self._num_decoded, self._num_shown = len(self._ids), 0
-        self._tokens: list[tuple[int, float, int]] = []  # id, log-probability, and how long the text was then
+        self._tokens: list[tuple[int, float, int]] = []  # id, log-probability, and the length of the text then
         self.text, self.finish_reason = "", ""  # the latter once it is stop_id or stop_string
 
     def push(self, token: int, log_prob: float = 0.0) -> str:
@@ -298,15 +299,13 @@ class TextDecoder:
 
     def completion(self, drafted: int, accepted: int) -> Completion:
         """All of it, at the end."""
-        kept, reason = self._tokens, self.finish_reason
+        num_kept, reason = len(self._tokens), self.finish_reason
         if reason == "stop_string":  # a token counts if the text was shorter before it
-            kept = [
-                token
-                for token, before in zip(kept, [0, *(end for *_, end in kept)], strict=False)
-                if before < len(self.text)
-            ]
+            lengths = [0, *(length for *_, length in self._tokens)][:num_kept]
+            num_kept = sum(length < len(self.text) for length in lengths)
         reason = reason or ("context" if self._prompt.max_new_tokens is None else "length")
-        ids, log_probs = [id for id, *_ in kept], [log_prob for _, log_prob, _ in kept]
+        kept = self._tokens[:num_kept]
+        ids, log_probs = [id for id, _, _ in kept], [log_prob for _, log_prob, _ in kept]
         return Completion(self.text, ids, reason, log_probs, drafted, accepted, len(self._prompt.ids))
 
     def _decode(self, *, is_last: bool) -> None:
