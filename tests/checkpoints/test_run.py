@@ -9,13 +9,16 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from helpers import assert_same_bits
 
+from jllama.checkpoints import run_checkpoints, tensors
 from jllama.checkpoints.run import read_model_config
 from jllama.checkpoints.run_checkpoints import RunCheckpoints
-from jllama.checkpoints.tensors import Checkpoint, load_params
+from jllama.checkpoints.tensors import Checkpoint, load_decode_params, load_params
 from jllama.config import LlamaConfig
+from jllama.decode_params import decode_layout
 from jllama.errors import JllamaError
 from jllama.training.optimizer import OptimizerConfig, make_optimizer
 from jllama.verify.checks import random_params
@@ -134,6 +137,21 @@ def test_every_difference_is_listed(finished):
 def test_parameters_come_in_the_dtype_asked_for(finished, dtype):
     saved = Checkpoint(CONFIG, RunCheckpoints(finished, read_only=True).tensors(20, CONFIG))
     assert_same_bits(load_params(saved, dtype), jax.tree.map(lambda leaf: leaf.astype(dtype), contents(20)[0]))
+
+
+@pytest.mark.parametrize("chunk_bytes", [16, 64, 200, 1 << 20])
+def test_arrays_in_many_chunks(tmp_path, monkeypatch, chunk_bytes):
+    """Whichever axes orbax cuts, either layout is read with the same bits, a few rows at a time."""
+    monkeypatch.setattr(run_checkpoints, "_CHUNKED", ocp.SaveArgs(chunk_byte_size=chunk_bytes))
+    monkeypatch.setattr(run_checkpoints, "_BY_LAYER", ocp.SaveArgs(chunk_byte_size=chunk_bytes, shard_axes=(0,)))
+    monkeypatch.setattr(tensors, "BLOCK_BYTES", 40)
+    checkpoints = RunCheckpoints(tmp_path)
+    save(checkpoints, 1)
+    checkpoints.wait()
+    params, saved = contents(1)[0], Checkpoint(CONFIG, checkpoints.tensors(1, CONFIG))
+    assert_same_bits(load_params(saved), params)
+    for quantize in (None, "int8"):
+        assert_same_bits(load_decode_params(saved, quantize=quantize), decode_layout(params, CONFIG, quantize))
 
 
 def test_a_difference_in_the_optimizer_is_listed(finished):

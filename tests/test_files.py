@@ -1,0 +1,77 @@
+"""Files and folders appear whole or not at all, and what stood there stays until then."""
+
+import pytest
+
+from jllama.errors import UsageError
+from jllama.files import check_writable, write_text_whole, written_whole
+
+
+def left(folder):
+    """Everything in a folder: the text of files, True for folders."""
+    return {path.name: path.is_dir() or path.read_text() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("old", [None, "old"])
+def test_a_file_takes_its_name_at_the_end(tmp_path, old, shared):
+    target = tmp_path / "target"
+    if old:
+        target.write_text(old)
+    with written_whole(target, shared=shared) as partial:
+        partial.write_text("new")
+        assert target.exists() == bool(old)
+    assert left(tmp_path) == {"target": "new"}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_after_an_error_all_is_as_before(tmp_path, shared):
+    (tmp_path / "target").write_text("old")
+    for is_folder in (False, True):
+        with pytest.raises(ZeroDivisionError), written_whole(tmp_path / "target", shared=shared) as partial:  # noqa: PT012
+            partial.mkdir() if is_folder else partial.write_text("new")
+            raise ZeroDivisionError
+        assert left(tmp_path) == {"target": "old"}
+
+
+def test_a_folder_replaces_a_folder_or_a_file_and_the_other_way_round(tmp_path):
+    target = tmp_path / "target"
+    for name in ("one", "two"):
+        with written_whole(target) as partial:
+            partial.mkdir()
+            (partial / name).touch()
+        assert [path.name for path in target.iterdir()] == [name]
+    write_text_whole(target, "new")
+    assert left(tmp_path) == {"target": "new"}
+    with written_whole(target) as partial:
+        partial.mkdir()
+    assert left(tmp_path) == {"target": True}
+
+
+def test_of_two_that_write_the_same_folder_the_first_stays(tmp_path):
+    target = tmp_path / "target"
+    with pytest.raises(OSError, match="not empty"), written_whole(target, shared=True) as slow:  # noqa: PT012
+        slow.mkdir()
+        with written_whole(target, shared=True) as quick:
+            assert quick != slow
+            quick.mkdir()
+            (quick / "whole").touch()
+    assert left(tmp_path) == {"target": True}
+    assert [path.name for path in target.iterdir()] == ["whole"]
+
+
+def test_what_a_killed_process_left_is_put_back_or_cleared(tmp_path):
+    (tmp_path / ".target.old").write_text("old")
+    (tmp_path / ".target.partial").mkdir()
+    with pytest.raises(ZeroDivisionError), written_whole(tmp_path / "target"):
+        raise ZeroDivisionError
+    assert left(tmp_path) == {"target": "old"}
+
+
+def test_writable_is_asked_without_writing(tmp_path):
+    (tmp_path / "file").write_text("old")
+    check_writable(tmp_path / "file")
+    check_writable(tmp_path / "new")
+    for path in (tmp_path, tmp_path / "missing" / "file"):
+        with pytest.raises(UsageError, match=r"cannot write .*; choose another place"):
+            check_writable(path)
+    assert left(tmp_path) == {"file": "old"}
