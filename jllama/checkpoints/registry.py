@@ -158,9 +158,9 @@ def load(
 
 def _float_dtype(dtype: Any) -> np.dtype[Any]:
     with contextlib.suppress(TypeError):  # no dtype at all
-        found = jnp.dtype(dtype)
-        if jnp.issubdtype(found, jnp.floating) and jax.dtypes.canonicalize_dtype(found) == found:
-            return found
+        numeric = jnp.dtype(dtype)
+        if jnp.issubdtype(numeric, jnp.floating) and jax.dtypes.canonicalize_dtype(numeric) == numeric:
+            return numeric
     raise UsageError(f"dtype is {dtype}; it must be float32, bfloat16, float16, or with JAX_ENABLE_X64=1 float64")
 
 
