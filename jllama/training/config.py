@@ -65,6 +65,8 @@ class LoopConfig:
         keep_last: checkpoints kept besides the best one.
         z_loss: weight of the squared log-normalizer in the loss.
         dtype: of activations and of weights in matrix products; ``auto`` is bfloat16 on GPU and TPU, float32 on CPU.
+        attention: how it is computed: ``reference``, ``blocked``, ``xla`` or another of ``functional.ATTENTION``, or
+            ``auto``, whose choice is said at the start.
         remat: recompute whole layers in the backward pass, to save memory.
         sample_prompt: what the text sampled at each evaluation begins with.
         sample_tokens: how many tokens to sample then; 0 for none.
@@ -82,6 +84,7 @@ class LoopConfig:
     keep_last: int = 1
     z_loss: float = 0.0
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    attention: str = "auto"
     remat: bool = False
     sample_prompt: str = ""
     sample_tokens: int = 128

@@ -36,7 +36,7 @@ from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation, check_memory, evaluate, summarize
 from jllama.training.optimizer import check_optimizer, learning_rate_at
 from jllama.training.report import sample_command, write_report
-from jllama.training.step import StepMetrics, Training, TrainState, compile_training
+from jllama.training.step import StepMetrics, Training, TrainState, attention_of, compile_training
 from jllama.training.stop import Stopped, stop_signals
 
 
@@ -254,6 +254,7 @@ def _open(config: TrainConfig) -> tuple[_Run, TrainState] | Evaluation:
     if config.resume not in ("never", "auto") and not (folder / CONFIG).is_file():
         raise UsageError(f"resume is {config.resume}, which is not a run's folder: give one, or never, or auto")
     check_optimizer(config.optimizer)
+    attention_of(config)  # an unknown one is said before the text is read
     existing = (folder / CHECKPOINTS).exists() and RunCheckpoints(folder / CHECKPOINTS, read_only=True).steps()
     if existing and config.resume == "never":
         go_on = run_folder.command("train", "--resume", folder)
@@ -295,7 +296,8 @@ def _open(config: TrainConfig) -> tuple[_Run, TrainState] | Evaluation:
         data.tokenizer.save(folder)
     console.print(
         f"[bold]{escape(str(folder))}[/bold]: {count_parameters(config.model):,} parameters on "
-        f"{describe_devices(mesh)}, {data.train_counts.tokens:,} training tokens, step {step:,} of {options.steps:,}"
+        f"{describe_devices(mesh)}, {attention_of(config)} attention, {data.train_counts.tokens:,} training tokens, "
+        f"step {step:,} of {options.steps:,}"
     )
     return run, state
 

@@ -10,6 +10,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from jllama.errors import unknown_name
+from jllama.functional import ATTENTION, choose_attention
 from jllama.model import build_model, initial_params
 from jllama.parameters import Params
 from jllama.sharding import BATCH, make_mesh, state_sharding
@@ -84,13 +86,14 @@ def compile_training(
         compiler_options: XLA's, for ``step`` and ``evaluate``.
 
     Raises:
-        UsageError: there is no such optimizer, or a size does not divide over the mesh.
+        UsageError: there is no such optimizer or attention, or a size does not divide over the mesh.
     """
     mesh = make_mesh(config.mesh) if mesh is None else mesh
     model, options, is_cpu = config.model, config.training, mesh.devices.flat[0].platform == "cpu"
     auto_dtype = "float32" if is_cpu else "bfloat16"
     dtype = jnp.dtype(auto_dtype if options.dtype == "auto" else options.dtype)
     optimizer = make_optimizer(config.optimizer, model, options.steps)
+    attention = attention_of(config)
 
     def init(key: Key[Array, ""], params: Params | None = None) -> TrainState:
         init_key, run_key = jax.random.split(key)
@@ -102,7 +105,7 @@ def compile_training(
         inputs, targets = windows[:, :-1], windows[:, 1:]
         segments = jnp.cumsum(inputs == bos_id, axis=1)
         llama = build_model(model, jax.tree.map(lambda leaf: leaf.astype(dtype), params))
-        hidden = llama.hidden(inputs, segments, remat=options.remat)
+        hidden = llama.hidden(inputs, segments, remat=options.remat, attention=attention)
         return llama.loss(hidden, targets, (targets != bos_id) & mask, z_loss)
 
     def evaluate(params: Params, windows: Int[Array, "batch window"], mask: Bool[Array, "batch seq"]) -> Any:
@@ -141,3 +144,18 @@ def compile_training(
         shardings,
         batch,
     )
+
+
+def attention_of(config: TrainConfig) -> str:
+    """The attention implementation that a configuration names, or that ``auto`` stands for here.
+
+    Raises:
+        UsageError: there is none of this name.
+    """
+    options, backend = config.training, jax.default_backend()
+    if options.attention == "auto":
+        seq_len = options.seq_len or config.model.max_seq_len
+        return choose_attention(backend, seq_len, seq_len)
+    if options.attention not in ATTENTION:
+        raise unknown_name("attention implementation", options.attention, ATTENTION)
+    return options.attention

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ import pytest
 from models import SMALL, weights
 
 from jllama import oracle
+from jllama.errors import UsageError
+from jllama.functional import ATTENTION
 from jllama.sharding import MeshConfig, make_mesh
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
 from jllama.training.optimizer import OPTIMIZERS
@@ -132,6 +135,14 @@ def test_remat_changes_nothing():
     assert_trees_close(gradients(remat=True)[0], gradients()[0], 1e-6)
 
 
+def test_every_attention_gives_the_same_gradients():
+    whole = gradients()[0]
+    for name in ATTENTION:
+        assert_trees_close(gradients(attention=name)[0], whole, 1e-5)
+    with pytest.raises(UsageError, match=r"^there is no attention implementation blockt; did you mean blocked\?$"):
+        compiled(attention="blockt")
+
+
 def test_z_loss_is_the_squared_log_normaliser():
     plain, metrics = gradients()
     with_z, metrics_z = gradients(z_loss=0.1)
@@ -199,5 +210,5 @@ def test_a_profile_is_readable():
     training = compiled()
     state = jax.eval_shape(training.init, jax.random.key(0))
     program = training.step.lower(state, WINDOWS).as_text(debug_info=True)
-    for scope in ("optimizer",):
-        assert f"{scope}/" in program
+    for scope in ("embedding", "attention", "feed_forward", "head", "optimizer"):
+        assert re.search(rf"[(/]{scope}[)/]", program)
