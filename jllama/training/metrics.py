@@ -46,24 +46,19 @@ class Evaluation:
 
 
 def evaluate(
-    training: Training,
-    data: Dataset,
-    params: Params,
-    options: LoopConfig,
-    max_tokens: int = 0,
-    stop: Sequence[int] = (),
+    training: Training, data: Dataset, params: Params, options: LoopConfig, tokens: int = 0, stop: Sequence[int] = ()
 ) -> Evaluation | None:
-    """The loss on ``max_tokens`` evenly spaced validation tokens, 0 for all; None as soon as ``stop`` is not empty."""
+    """The loss on ``tokens`` evenly spaced validation tokens, 0 for all; None as soon as ``stop`` is not empty."""
     sums, token_bytes = [], data.tokenizer.token_bytes()
-    size = {"batch_size": options.batch_size, "seq_len": options.seq_len, "max_tokens": max_tokens}
+    size = {"batch_size": options.batch_size, "seq_len": options.seq_len, "max_tokens": tokens}
     for windows, mask in validation_batches(data.validation, **size):
         if stop:
             return None
         batch = jax.device_put((windows, mask), training.batch_sharding)
-        nats, tokens = jax.device_get(training.evaluate(params, *batch))
-        sums.append((float(nats), int(tokens), int(token_bytes[windows[:, 1:][mask]].sum())))
-    nats, tokens, text_bytes = zip(*sums, strict=True)
-    score = TextScore(math.fsum(nats), sum(tokens), sum(text_bytes))
+        nats, count = jax.device_get(training.evaluate(params, *batch))
+        sums.append((float(nats), int(count), int(token_bytes[windows[:, 1:][mask]].sum())))
+    nats, counts, text_bytes = zip(*sums, strict=True)
+    score = TextScore(math.fsum(nats), sum(counts), sum(text_bytes))
     return Evaluation(score.loss, score.perplexity, score.bits_per_byte)
 
 
