@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import json
 import re
 import sys
@@ -18,7 +17,7 @@ import jllama
 from jllama.commands.cli import parse
 from jllama.commands.model import ModelOptions, check_least
 from jllama.commands.terminal import WordWrap, line_editing, lines, say, stoppable
-from jllama.errors import JllamaError, UsageError
+from jllama.errors import JllamaError, UsageError, unknown_name
 from jllama.files import read_json_object, write_text_whole
 from jllama.generation.sampling_params import SamplingParams
 
@@ -152,9 +151,8 @@ def _answer(session: _Session, text: str) -> None:
 def _obey(session: _Session, line: str) -> None:
     name, _, rest = line.partition(" ")
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, 1)
-        unknown = f"there is no command {name}{f' (did you mean {near[0]}?)' if near else ''}"
-        raise UsageError(f"{unknown}: /help lists them; put a space in front to say it to the model")
+        unknown = unknown_name("command", name, COMMANDS)
+        raise UsageError(f"{unknown} (/help explains them; put a space in front to say it to the model)")
     COMMANDS[name](session, rest.strip())
 
 
@@ -186,8 +184,7 @@ def _set(session: _Session, rest: str) -> None:
     """Change a setting: /set temperature 0.2. Without a name, show them all."""
     name, *value = re.split(r"[\s=]+", rest.removeprefix("--"), maxsplit=1)
     if name not in ["", *_SETTINGS]:
-        near = difflib.get_close_matches(name, _SETTINGS, 1)
-        raise UsageError(f"there is no setting {name}{f'; did you mean {near[0]}?' if near else ''}")
+        raise unknown_name("setting", name, _SETTINGS)
     if value:
         argv = [*session.argv, f"--{name}={value[0]}"]
         session.options = parse(ChatOptions, argv, "/set", ("checkpoint",))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import numbers
 import operator
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar, Unpack
 
 import numpy as np
 
-from jllama.errors import UsageError
+from jllama.errors import UsageError, unknown_name
 from jllama.generation.decode import STEPS, decode, with_room
 from jllama.generation.decode_batch import check_batch
 from jllama.generation.prefill import PrefixCache, prefill
@@ -202,10 +201,8 @@ def _as_prompts(prompts: Any, sampling: SamplingParams | None, fields: SamplingF
     """One prompt or a list of them as a list, where those that bring no settings of their own have these."""
     sampling = sampling or SamplingParams()
     names = [*(field.name for field in dataclasses.fields(sampling)), *ends]
-    for name in set(fields).difference(names):
-        near = difflib.get_close_matches(name, names, 1)
-        hint = f"; did you mean {near[0]}?" if near else f": the settings are {', '.join(names)}"
-        raise UsageError(f"there is no setting {name!r}{hint}")
+    if unknown := set(fields).difference(names):
+        raise unknown_name("setting", min(unknown), names)
     settings = Prompt("", dataclasses.replace(sampling, **fields), **ends)
     if isinstance(prompts, str | Prompt) or (len(prompts) and isinstance(prompts[0], numbers.Integral)):
         prompts = [prompts]

@@ -186,8 +186,8 @@ def test_help_and_commands_that_are_none(chat):
         assert f"\n{word}" in f"\n{err}"
     code, out, err = chat(["/rest now", "hi"], *SHORT)
     assert (code, out != "") == (1, True)
-    assert err.startswith("error: there is no command /rest (did you mean /reset?): /help lists them")
-    assert "error: there is no command /x: /help lists them" in chat(["/x"])[2]
+    assert err.startswith("error: there is no command /rest; did you mean /reset? (/help explains them")
+    assert "error: there is no command /x; there are /retry, /undo" in chat(["/x"])[2]
 
 
 def test_a_conversation_over_the_context(chat):

@@ -249,11 +249,11 @@ def test_settings_by_their_names():
     assert generate(MODEL, ids, changed, seed=2, max_new_tokens=NEW) == together
     assert "".join(stream(MODEL, ids, changed, seed=2, max_new_tokens=NEW)) == together[0].text
     assert (together[0].prompt_tokens, together[0].new_tokens) == (len(ids), NEW)
-    with pytest.raises(UsageError, match=r"^there is no setting 'temprature'; did you mean temperature\?$"):
+    with pytest.raises(UsageError, match=r"^there is no setting temprature; did you mean temperature\?$"):
         generate(MODEL, ids, temprature=1)
     with pytest.raises(UsageError, match="did you mean max_new_tokens"):
         next(stream(MODEL, ids, new_tokens=1))
-    with pytest.raises(UsageError, match=r"there is no setting 'x': the settings are temperature, .*, stop_ids$"):
+    with pytest.raises(UsageError, match=r"there is no setting x; there are temperature, .*, stop_ids$"):
         generate(MODEL, ids, x=1)
     with pytest.raises(UsageError, match="temperature is -1"):
         generate(MODEL, ids, temperature=-1)
