@@ -19,6 +19,7 @@ from jllama.evaluation.scoring import sliding_windows, token_log_probs
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import Completion, encode_prompt, generate_batches
 from jllama.language_model import LanguageModel
+from jllama.progress import progress
 
 try:
     from lm_eval.api.instance import Instance
@@ -27,7 +28,6 @@ try:
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
-    from tqdm import tqdm
 except ImportError as error:
     raise JllamaError(f"lm-eval's tasks need its package ({error}): pip install 'jllama[eval]'") from error
 
@@ -133,8 +133,9 @@ class JllamaLM(TemplateLM):
 
     def _score(self, rows: list[list[int]], counts: list[int]) -> list[tuple[float, bool]]:
         """The summed log-probability of the last tokens of each row, and whether all are the likeliest."""
-        with tqdm(total=sum(counts), desc="tokens scored", disable=None) as bar:
-            scores = token_log_probs(self.model, rows, counts, batch_size=self.batch_size, on_progress=bar.update)
+        with progress("tokens scored") as move:
+            options = {"on_progress": lambda done, total: move(completed=done, total=total)}
+            scores = token_log_probs(self.model, rows, counts, batch_size=self.batch_size, **options)
         return [(float(row.log_probs.sum(dtype=np.float64)), bool(row.is_likeliest.all())) for row in scores]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -145,12 +146,12 @@ class JllamaLM(TemplateLM):
         """
         texts = [""] * len(requests)
         prompts = [self._prompt(*cast(Any, request.args)) for request in requests]
-        with tqdm(total=len(requests), desc="texts generated", disable=None) as bar:
+        with progress("texts generated", len(requests)) as move:
             for batch in generate_batches(self.model, prompts, batch_size=self.batch_size):
                 for index, completion in batch.items():
                     texts[index] = self._text(completion)
                     self.cache_hook.add_partial("generate_until", requests[index].args, texts[index])
-                bar.update(len(batch))
+                move(len(batch))
         return texts
 
     def _prompt(self, context: str, arguments: dict[str, Any]) -> Prompt:

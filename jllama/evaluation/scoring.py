@@ -64,7 +64,7 @@ def token_log_probs(
     counts: Sequence[int] | None = None,
     *,
     batch_size: int = 8,
-    on_progress: Callable[[int], object] = lambda tokens: None,
+    on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> list[TokenScores]:
     """Score the last tokens of each row, given those before them.
 
@@ -77,7 +77,7 @@ def token_log_probs(
         rows: ids; a row's first has nothing before it and cannot be scored, so a text begins with BOS.
         counts: how many tokens to score at the end of each row; None is all but the first.
         batch_size: rows that go through the model at once.
-        on_progress: called with the number of tokens scored, after every batch.
+        on_progress: called with the tokens scored so far and in all, after every batch.
 
     Raises:
         UsageError: a row's inputs, all but its last token, are longer than the context; a count is not below the row's
@@ -96,6 +96,7 @@ def token_log_probs(
         bucket = min(max(power_of_two, _SHORTEST_BUCKET), model.config.max_seq_len)
         buckets.setdefault(bucket, []).append(index)
 
+    done = 0
     for bucket, indices in buckets.items():
         size = math.ceil(len(indices) / math.ceil(len(indices) / batch_size))  # even batches: one shape, little padding
         for start in range(0, len(indices), size):
@@ -107,7 +108,8 @@ def token_log_probs(
             for index, log_probs, is_likeliest in zip(batch, *results, strict=False):
                 scored = slice(len(arrays[index]) - 1 - counts[index], len(arrays[index]) - 1)
                 scores[index] = TokenScores(log_probs[scored], is_likeliest[scored])
-            on_progress(sum(counts[index] for index in batch))
+            done += sum(counts[index] for index in batch)
+            on_progress(done, sum(counts))
     return scores
 
 
@@ -157,14 +159,21 @@ def score_texts(
         stride: how many tokens each window but a text's first scores, at most ``window``.
         batch_size: windows that go through the model at once.
         max_tokens: score only so many tokens, the first ones; None is all.
-        on_progress: called with the tokens scored so far and in all.
+        on_progress: as for ``token_log_probs``.
 
     Raises:
         UsageError: ``window``, ``stride`` or ``batch_size`` is out of range.
         JllamaError: the model has no tokenizer, the texts have no tokens, or a log-probability is not finite.
     """
-    check_windows(window, stride, batch_size, model.config.max_seq_len)
-    tokenizer, rows, counts = model.text_tokenizer, [], []
+    tokenizer, context = model.text_tokenizer, model.config.max_seq_len
+    if not 1 <= window <= context:
+        raise UsageError(f"window is {window}; it must be between 1 and the model's context of {context}")
+    if not 1 <= stride <= window:
+        said = f"stride is {stride}; it must be between 1 and the window of {window}"
+        raise UsageError(f"{said}, or tokens would be left out")
+    if batch_size < 1:
+        raise UsageError(f"batch_size is {batch_size}; it must be at least 1")
+    rows, counts = [], []
     total, text_bytes, token_bytes = 0, 0, tokenizer.token_bytes()
     for text in texts:
         ids = np.array([tokenizer.bos_id, *tokenizer.encode(text)], np.int32)
@@ -178,30 +187,12 @@ def score_texts(
             break
     if not total:
         raise JllamaError("the texts have no tokens to score: give some that are not empty")
-    done = 0
-
-    def add(tokens: int) -> None:
-        nonlocal done
-        done += tokens
-        on_progress(done, total)
-
-    scores = token_log_probs(model, rows, counts, batch_size=batch_size, on_progress=add)
+    scores = token_log_probs(model, rows, counts, batch_size=batch_size, on_progress=on_progress)
     nats = -math.fsum(float(row.log_probs.sum(dtype=np.float64)) for row in scores)
     if not math.isfinite(nats):
         said = f"the loss is {nats}: the weights hold damaged numbers (jllama verify finds them)"
         raise JllamaError(f"{said}, or overflow their dtype")
     return TextScore(nats, total, text_bytes)
-
-
-def check_windows(window: int, stride: int, batch_size: int, max_seq_len: int) -> None:
-    """Raise ``UsageError`` unless windows fit the context, strides the windows, and there is a row in a batch."""
-    if not 1 <= window <= max_seq_len:
-        raise UsageError(f"window is {window}; it must be between 1 and the model's context of {max_seq_len}")
-    if not 1 <= stride <= window:
-        said = f"stride is {stride}; it must be between 1 and the window of {window}"
-        raise UsageError(f"{said}, or tokens would be left out")
-    if batch_size < 1:
-        raise UsageError(f"batch_size is {batch_size}; it must be at least 1")
 
 
 @functools.partial(jax.jit, static_argnames="config")

@@ -19,11 +19,7 @@ def as_huggingface(tokenizer: Tokenizer) -> HuggingFaceTokenizer:
 
 
 def save_huggingface(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json``; of a SentencePiece model also the model itself.
-
-    Raises:
-        JllamaError: a ``tokenizer.json`` cannot give this tokenizer's ids.
-    """
+    """Write ``tokenizer.json``, ``tokenizer_config.json`` and a SentencePiece model's own file; errors as above."""
     as_huggingface(tokenizer).save(folder)
     if isinstance(tokenizer, SentencePieceTokenizer):
         tokenizer.save(folder)
@@ -43,12 +39,9 @@ def save_meta(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def _llama3_ranks(tokenizer: HuggingFaceTokenizer) -> bytes | None:
-    """The tiktoken file of a ``tokenizer.json`` that is Llama 3's to the last merge; None for any other.
-
-    Of the special tokens those held in reserve may have any of the names that Meta gave them over time.
-    """
+    """The tiktoken file of a ``tokenizer.json`` that is Llama 3's to the last merge; None for any other."""
     texts, count = tokenizer.texts, tokenizer.vocab_size - len(SPECIAL_TOKENS)
-    reserved = "<|reserved_special_token_"
+    reserved = "<|reserved_special_token_"  # Meta has numbered these otherwise over time
     is_llama3 = (
         count >= 256
         and pre_tokenizer_name(tokenizer.json) == "llama-bpe"

@@ -23,7 +23,7 @@ _ModelProto: Any = sentencepiece_model_pb2.ModelProto  # pyright: ignore[reportA
 
 
 class TokenType(enum.IntEnum):
-    """Types of pieces, as the library and GGUF number them."""
+    """The type of a piece, as the library and GGUF number it."""
 
     NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
@@ -68,8 +68,7 @@ class Pieces(NamedTuple):
     def to_json(self) -> str:
         """The ``tokenizer.json`` that gives the ids that SentencePiece gives.
 
-        Only after a user-defined piece, which no Llama's own model has, does the json put a space that SentencePiece
-        does not; llama.cpp does as the json.
+        But after a user-defined piece, which no Llama's own model has, the json puts a space, as llama.cpp does.
         """
         added = added_tokens(self.texts, self.types)
         decoders = [

@@ -87,7 +87,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._processor.decode(ids.tolist())
 
     def to_pieces(self) -> Pieces:
-        """Its model as data; one that Llama's kind has not, say that normalizes text, raises JllamaError."""
+        """The model as data; one of another kind than Llama's, or that normalizes text, raises JllamaError."""
         return Pieces.from_model(self.content)
 
     def to_json(self) -> str:

@@ -1,5 +1,6 @@
 """Any text comes back, ids stand where Llama 2 has them, and bad files and texts are one clear sentence."""
 
+import doctest
 import hashlib
 import io
 import os
@@ -13,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jllama.errors import JllamaError
-from jllama.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
+from jllama.tokenizers import BytesTokenizer, Tokenizer, base, load_tokenizer, train_sentencepiece
 from jllama.tokenizers import sentencepiece as module
 
 CORPUS = [
@@ -221,6 +222,13 @@ def test_a_model_without_bos_is_refused():
     )  # fmt: skip
     with pytest.raises(JllamaError, match="mine has no BOS or no EOS"):
         module.SentencePieceTokenizer(model.getvalue(), "mine")
+
+
+@pytest.mark.parametrize("documented", [base, module])
+def test_the_examples_in_the_documentation(documented):
+    results = doctest.testmod(documented)
+    assert results.attempted
+    assert not results.failed
 
 
 def test_fingerprint_is_the_files_hash(tmp_path):
