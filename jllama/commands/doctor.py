@@ -39,7 +39,7 @@ class DoctorOptions:
 
 
 def main(argv: Sequence[str], prog: str) -> int:
-    """Print what was found; the exit code is 1 if the device computes wrongly."""
+    """Print versions, devices, sizes and the result of the self-check; the exit code is 1 if that fails."""
     options = parse(DoctorOptions, argv, prog, ("checkpoint",))
     import jax
 

@@ -1,1 +1,1 @@
-"""Proof that this code computes Llamas rightly, on this machine: checks as data, and how wrong each would notice."""
+"""Checks, as data, that this code computes Llamas correctly on this machine, and how large an error each would see."""

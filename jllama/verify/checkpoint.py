@@ -1,4 +1,4 @@
-"""A user's own checkpoint, in any format: its weights examined, its logits held against the float64 oracle."""
+"""A user's own checkpoint, in any format: its weights examined, its logits compared with the float64 oracle."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def verify_checkpoint(
     transformers: bool = False,
     on_stage: Callable[[str], None] = lambda _: None,
 ) -> CheckpointResult:
-    """Examine a checkpoint of any format, and hold jllama's computation of it against the float64 oracle.
+    """Examine a checkpoint of any format, and compare jllama's computation of it with the float64 oracle.
 
     Layers, logits, tokenizer and configuration are judged; perplexity is reported. Memory, besides the logits: one
     layer, at 12 bytes a parameter (a run's own checkpoint is loaded whole).

@@ -1,4 +1,4 @@
-"""The matrix: every variant through every file format, held against the float64 oracle."""
+"""The matrix: every variant through every file format, compared with the float64 oracle."""
 
 from __future__ import annotations
 

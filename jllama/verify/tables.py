@@ -1,4 +1,4 @@
-"""The results of checks, and what is known of a checkpoint, as tables and lines for a terminal and as JSON."""
+"""The results of checks, and of examining a checkpoint, as tables and lines for a terminal and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Llamas of the matrix: released ones made small, with every knob that can be got wrong left as it is."""
+"""The Llamas of the matrix: released ones made small, with every field that can go wrong left as it is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jllama.verify.checks import random_params
 
 SEQ = 512
 FAR = (9_000, 100_000)
-"""Positions past the context that RoPE was first made for, and far past it."""
+"""Positions past the original context of RoPE, and far past it."""
 
 
 def small(name: str, heads: int, kv_heads: int, **changed: object) -> LlamaConfig:
@@ -53,10 +53,10 @@ VARIANTS: dict[str, LlamaConfig] = {
 
 
 def tokens_and_positions(config: LlamaConfig) -> tuple[Int[np.ndarray, "rows seq"], Int[np.ndarray, "rows seq"]]:
-    """Rows of random tokens, and where they stand.
+    """Rows of random tokens, and their positions.
 
-    The first row is at 0 to 511. Of each other, half is at the start and half around a position of ``FAR`` that the
-    context reaches (or at the end of a shorter one), so that it sees its neighbours and, far back, the start.
+    The first row is at 0 to 511. Half of each other row is at the start and half around a position of ``FAR`` that the
+    context reaches (or at the end of a shorter one), so that its tokens see their neighbors and, far back, the start.
     """
     reached = [far for far in FAR if far + SEQ // 4 <= config.max_seq_len]
     if not reached and config.max_seq_len > SEQ:
@@ -82,6 +82,6 @@ def reference_logits(config: LlamaConfig) -> Float[np.ndarray, "rows seq vocab"]
 
 @functools.cache
 def reference_last_logits(config: LlamaConfig, num_tokens: int) -> Float[np.ndarray, "vocab"]:
-    """The oracle's logits after the first tokens of the first row: what decoding with a cache must come to."""
+    """The oracle's logits after the first tokens of the first row: what decoding with a cache must give."""
     tokens, _ = tokens_and_positions(config)
     return oracle.forward(weights(config), tokens[:1, :num_tokens], config)[0, -1]
