@@ -43,6 +43,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     options = parse(DoctorOptions, argv, prog, ("checkpoint",))
     import jax
 
+    from jllama import functional as F
     from jllama.checkpoints.registry import open_checkpoint
     from jllama.parameters import count_parameters
     from jllama.sharding import device_memory_bytes, machine_memory_bytes
@@ -63,6 +64,13 @@ def main(argv: Sequence[str], prog: str) -> int:
     memory = _gib(machine_memory_bytes(), "{} of memory, ") + _gib(shutil.disk_usage(folder).free, "{} free in ")
     console.print(f"{memory}{folder}, terminal: {console.is_terminal}")
     console.print(f"cache: {cache_folder()}, which may be removed at any time")
+    steps = {"training": (config.max_seq_len, True), "decoding": (1, False)}
+    chosen = {
+        step: F.choose_attention(jax.default_backend(), seq, config.max_seq_len, backward=backward)
+        for step, (seq, backward) in steps.items()
+    }
+    said = ", ".join(f"{step} by {name}" for step, name in chosen.items())
+    print(f"attention over {config.max_seq_len:,} tokens: {said}")
     console.print(summary_table(config))
     takes = {"float32": 4, "bfloat16": 2, "int8": 1, "training (float32 and Adam)": 16}
     count = count_parameters(config)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
+from jllama import functional as F
 from jllama import oracle
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams, decode_layout
 from jllama.errors import JllamaError
-from jllama.functional import grouped_query_attention
 from jllama.model import KVCache
 from jllama.parameters import Params
 from jllama.sharding import BATCH, MeshConfig, make_mesh, state_sharding
@@ -39,6 +39,9 @@ a row that two blocks make come to about 1e-2 of the largest logit. What a mista
 BFLOAT16_ATTENTION_TOLERANCE = 1e-2
 """The same of one attention whose inputs are rounded already: softmax's weights and the result are."""
 
+DTYPES = ((jnp.float32, "", TOLERANCE), (jnp.bfloat16, " in bfloat16", BFLOAT16_ATTENTION_TOLERANCE))
+"""The dtypes that attention is checked in, what they add to its name, and the largest error of right code."""
+
 SEQ = 24
 CONFIG = small("llama3.2-1b", 8, 2, vocab_size=96, embed_dim=128, mlp_dim=160, max_seq_len=512, tie_embeddings=False)
 """The model that the command runs, on ``SEQ`` rows of ``SEQ`` tokens."""
@@ -48,8 +51,8 @@ HEADS, HEAD_DIM = 8, 64
 KV_HEADS = (8, 2, 1)
 """Multi-head, grouped-query and multi-query attention."""
 
-Attention = Callable[[Array, Array, Array, Array], Array]
-"""``(query, key, value, mask) -> mixed``, shaped as in ``grouped_query_attention``."""
+Attention = Callable[[Array, Array, Array, F.Mask], Array]
+"""``(query, key, value, mask) -> mixed``, shaped as in ``functional.attention``."""
 Chunks = Iterable[tuple[int, Int[np.ndarray, "rows"] | int]]
 """The width of each chunk of tokens, and how many of them are fed to each row, if that many are left."""
 
@@ -62,10 +65,10 @@ class Case(NamedTuple):
     params: Params
     tokens: Int[np.ndarray, "rows seq"]
 
-    def forward(self, *where: Int[np.ndarray, "rows seq"] | None) -> Float[np.ndarray, "rows seq vocab"]:
-        """Logits of one pass in the decoding layout, which runs without a compiler too; ``where`` as in ``hidden``."""
+    def forward(self, *where: Int[np.ndarray, "_ seq"] | None, **options: Any) -> Float[np.ndarray, "rows seq vocab"]:
+        """Logits of one pass in the decoding layout, which runs without a compiler too; arguments as in ``hidden``."""
         arrays = (None if array is None else jnp.asarray(array) for array in (self.tokens, *where))
-        return np.asarray(self.implementation.forward(self.config, self.decode_params, *arrays))
+        return np.asarray(self.implementation.forward(self.config, self.decode_params, *arrays, **options))
 
     @property
     def decode_params(self) -> DecodeParams:
@@ -106,9 +109,15 @@ def equality_checks(implementation: Implementation) -> list[Check]:
             *(bfloat16_error, case, positions),
         ),
         *(
-            check(f"attention against the oracle, {name}", backend, tolerance, attention_error, attend, mask, dtype)
-            for name, mask in attention_masks().items()
-            for backend, (attend, dtype, tolerance) in attention_backends().items()
+            check("packed documents against reference attention", name, TOLERANCE, choice_error, case, segments, name)
+            for name in attentions()
+            if name != "reference"
+        ),
+        *(
+            check(f"attention against the oracle, {kind}", name + suffix, most, attention_error, attend, *masks, dtype)
+            for kind, masks in attention_masks().items()
+            for dtype, suffix, most in DTYPES
+            for name, attend in attentions(dtype).items()
         ),
         *(
             check(f"{sharded}, {what}", column, TOLERANCE, error, case, sizes)
@@ -195,6 +204,12 @@ def packed_error(case: Case, segments: Int[np.ndarray, "rows seq"]) -> float:
     return worst_error(actual, expected)
 
 
+def choice_error(case: Case, segments: Int[np.ndarray, "rows seq"], attention: str) -> float:
+    """Packed documents by an attention implementation, against the reference."""
+    actual, expected = (case.forward(segments, attention=name) for name in (attention, "reference"))
+    return worst_error(actual, expected)
+
+
 def layouts_error(case: Case) -> float:
     """The training layout, whose layers are scanned, against the decoding layout, whose layers are unrolled."""
     scanned = case.implementation.forward(case.config, jax.tree.map(jnp.asarray, case.params), jnp.asarray(case.tokens))
@@ -223,57 +238,51 @@ def remat_error(case: Case, part: Literal[0, 1]) -> float:
 # Attention
 
 
-@functools.cache
-def attention_backends() -> dict[str, tuple[Attention, jnp.dtype | type, float]]:
-    """The implementations that run here, each with the dtype it runs in and the largest error it may make.
-
-    They are jllama's own, and for comparison JAX's (cuDNN's on a GPU that has it).
-    """
-    backends = {
-        "jllama": (grouped_query_attention, jnp.float32, TOLERANCE),
-        "jllama in bfloat16": (grouped_query_attention, jnp.bfloat16, BFLOAT16_ATTENTION_TOLERANCE),
-        "jax.nn xla": (functools.partial(_jax_attention, "xla"), jnp.float32, TOLERANCE),
-    }
-    device = jax.devices()[0]
-    if device.device_kind.startswith("NVIDIA") and float(device.compute_capability) >= 8:  # Ampere, as cuDNN asks
-        cudnn = functools.partial(_jax_attention, "cudnn")
-        backends["jax.nn cudnn in bfloat16"] = (cudnn, jnp.bfloat16, BFLOAT16_ATTENTION_TOLERANCE)
-    return backends
+def attentions(dtype: jnp.dtype | type = jnp.float32) -> dict[str, Attention]:
+    """The registered implementations that serve a dtype on this device, with packed documents."""
+    query, key = jnp.zeros((2, HEADS, SEQ, HEAD_DIM), dtype), jnp.zeros((2, 2, SEQ, HEAD_DIM), dtype)
+    segments = jnp.zeros((2, SEQ), jnp.int32)
+    mask = F.Mask(query_segments=segments, key_segments=segments)
+    names = [name for name, each in F.ATTENTION.items() if not each.refuses(query, key, mask)]
+    return {name: functools.partial(F.attention, implementation=name) for name in names}
 
 
-def attention_masks(seq: int = 64) -> dict[str, Bool[np.ndarray, "rows seq seq"]]:
-    """Who sees whom in two rows, by the kind of mask; in the last, the queries of one row see nothing."""
+def attention_masks(seq: int = 160) -> dict[str, tuple[F.Mask, Bool[np.ndarray, "rows seq seq"]]]:
+    """Who sees whom in two rows, by the kind of mask, also densely; in the last, the queries of one row see nothing."""
     causal, rng = np.tri(seq, dtype=bool), np.random.default_rng(0)
-    segments, lengths = np.sort(rng.integers(0, 3, (2, seq))), np.array([seq // 3, 0])
+    segments, lengths, offset = np.sort(rng.integers(0, 3, (2, seq))), np.array([seq // 3, 0]), np.array([5, 70])
+    keys = np.arange(seq)
     return {
-        "causal": np.stack([causal] * 2),
-        "segments": causal & (segments[:, :, None] == segments[:, None, :]),
-        "ragged lengths": np.tile((np.arange(seq) < lengths[:, None])[:, None], (1, seq, 1)),
+        "causal": (F.Mask(), np.stack([causal] * 2)),
+        "packed documents": (
+            F.Mask(query_segments=jnp.asarray(segments), key_segments=jnp.asarray(segments)),
+            causal & (segments[:, :, None] == segments[:, None]),
+        ),
+        "after other tokens": (F.Mask(jnp.asarray(offset)), keys <= offset[:, None, None] + keys[:, None]),
+        "ragged lengths": (
+            F.Mask(jnp.array([seq]), lengths=jnp.asarray(lengths)),
+            np.tile((keys < lengths[:, None])[:, None], (1, seq, 1)),
+        ),
     }
 
 
 def attention_error(
-    attend: Attention, mask: Bool[np.ndarray, "rows seq kv_seq"], dtype: jnp.dtype | type = jnp.float32, seed: int = 0
+    attend: Attention,
+    mask: F.Mask,
+    dense: Bool[np.ndarray, "rows seq kv_seq"],
+    dtype: jnp.dtype | type = jnp.float32,
+    seed: int = 0,
 ) -> float:
     """Attention under a mask against the float64 oracle's on the same random inputs, for each of ``KV_HEADS``."""
-    rng, (rows, seq, kv_seq) = np.random.default_rng(seed), mask.shape
-    run, found, expected = jax.jit(attend), [], []
+    rng, (rows, seq, kv_seq) = np.random.default_rng(seed), dense.shape
+    run, actual, expected = jax.jit(attend), [], []
     for kv_heads in KV_HEADS:
         sizes = ((HEADS, seq), (kv_heads, kv_seq), (kv_heads, kv_seq))
         arrays = [jnp.asarray(rng.standard_normal((rows, *size, HEAD_DIM)), dtype) for size in sizes]
-        found += list(run(*arrays, jnp.asarray(mask)))
+        actual += list(run(*arrays, mask))
         exact = [np.asarray(array, np.float64) for array in arrays]
-        expected += [oracle.attention(*row) for row in zip(*exact, mask, strict=True)]
-    return worst_error(found, expected)
-
-
-def _jax_attention(
-    implementation: Literal["xla", "cudnn"], query: Array, key: Array, value: Array, mask: Array
-) -> Array:
-    """``jax.nn.dot_product_attention``, but zero where no key is seen; JAX means that to be undefined."""
-    swapped = (array.swapaxes(1, 2) for array in (query, key, value))
-    mixed = jax.nn.dot_product_attention(*swapped, mask=mask[:, None], implementation=implementation)
-    return jnp.where(mask.any(axis=-1)[:, None, :, None], mixed.swapaxes(1, 2), 0)
+        expected += [oracle.attention(*row) for row in zip(*exact, dense, strict=True)]
+    return worst_error(actual, expected)
 
 
 # Sharding

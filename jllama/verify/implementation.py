@@ -25,7 +25,7 @@ class Implementation(NamedTuple):
 
     Args:
         load: ``(path, rope_factor, layout) -> (config, params)``; ``rope_factor`` and ``layout`` as in ``jllama.load``.
-        forward: ``(config, params, tokens, segments=None, positions=None, ...) -> logits``, in either layout.
+        forward: ``(config, params, tokens, segments=None, positions=None, attention="auto")``, in either layout.
         extend: ``(config, decode params, tokens, cache, counts) -> (logits, cache)``.
         loss: ``(config, params, tokens, mask, remat=False) -> nats``: the mean loss of each token but the first, given
             those before it, where ``mask`` holds; zero if nowhere.
@@ -75,7 +75,8 @@ def model_with(**wrong: Any) -> types.ModuleType:
 
 def compiled(implementation: Implementation) -> Implementation:
     """The same implementation with ``forward`` and ``extend`` under ``jit``."""
-    forward, extend = (jax.jit(each, static_argnames="config") for each in implementation[1:3])
+    forward = jax.jit(implementation.forward, static_argnames=("config", "attention"))
+    extend = jax.jit(implementation.extend, static_argnames="config")
     return implementation._replace(forward=forward, extend=extend)
 
 

@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 from jllama import functional as F
 from jllama.decode_params import DecodeParams
 from jllama.errors import JllamaError
-from jllama.functional import cross_entropy, grouped_query_attention
+from jllama.functional import cross_entropy
 from jllama.verify.checks import TOLERANCE, VISIBLE, random_params
 from jllama.verify.equalities import (
     BFLOAT16_TOLERANCE,
     CONFIG,
+    DTYPES,
     SEQ,
     Case,
-    attention_backends,
     attention_error,
     attention_masks,
+    attentions,
     cache_error,
     equality_checks,
     packed_error,
@@ -105,11 +106,39 @@ def test_packed_documents_equal_each_alone(tokens, numbers):
 
 
 @settings(max_examples=5)
-@given(seed=seeds, density=st.sampled_from([0.0, 0.01, 0.5, 1.0]))
+@given(seed=seeds, density=st.sampled_from([0.0, 0.1, 0.5, 1.0]))
 def test_attention_equals_the_oracle_under_any_mask(seed, density):
-    mask = np.random.default_rng(seed).random((2, 64, 64)) < density
-    for attend, dtype, tolerance in attention_backends().values():
-        assert attention_error(attend, mask, dtype, seed) < tolerance
+    rng = np.random.default_rng(seed)
+    segments = np.sort(rng.random((2, 64)) < density).astype(np.int32)
+    offset, lengths = rng.integers(0, 64, (2, 2))
+    lengths[rng.random(2) > density] = 0
+    mask = F.Mask(*map(jnp.asarray, (offset, segments, segments, lengths)))
+    keys = np.arange(64)
+    dense = (keys <= offset[:, None, None] + keys[:, None]) & (keys < lengths[:, None])[:, None]
+    dense &= segments[:, :, None] == segments[:, None]
+    for dtype, _, tolerance in DTYPES:
+        for attend in attentions(dtype).values():
+            assert attention_error(attend, mask, dense, dtype, seed) < tolerance
+
+
+def test_a_registered_implementation_has_its_rows(monkeypatch):
+    def forgets_the_segments(query, key, value, mask):
+        return F.attention(query, key, value, mask._replace(query_segments=None), "reference")
+
+    monkeypatch.setitem(F.ATTENTION, "mine", F.ATTENTION["reference"]._replace(function=forgets_the_segments))
+    mine = {name: check for name, check in rows_of(JLLAMA).items() if name.endswith("/mine")}
+    wrong = {name for name, check in mine.items() if not check.error() < VISIBLE * check.tolerance}
+    assert len(mine) == 5
+    assert wrong == {
+        "packed documents against reference attention/mine",
+        "attention against the oracle, packed documents/mine",
+    }
+
+
+def test_an_implementation_that_refuses_this_device_has_no_row(monkeypatch):
+    refusing = F.ATTENTION["reference"]._replace(refuses=lambda query, key, mask: "it needs another device")
+    monkeypatch.setitem(F.ATTENTION, "elsewhere", refusing)
+    assert not [name for name in rows_of(JLLAMA) if "elsewhere" in name]
 
 
 def test_fewer_than_eight_devices_are_named():
@@ -212,35 +241,41 @@ def test_a_mistake_is_seen_where_it_should_be(mistake):
 
 def grouped_in_turn(query, key, value, mask):
     group = query.shape[1] // key.shape[1]
-    return grouped_query_attention(query, jnp.tile(key, (1, group, 1, 1)), jnp.tile(value, (1, group, 1, 1)), mask)
+    return F.attention(query, jnp.tile(key, (1, group, 1, 1)), jnp.tile(value, (1, group, 1, 1)), mask)
 
 
 def unscaled(query, key, value, mask):
-    return grouped_query_attention(query * query.shape[-1] ** 0.5, key, value, mask)
+    return F.attention(query * query.shape[-1] ** 0.5, key, value, mask)
 
 
-def mask_ignored(query, key, value, mask):
-    return grouped_query_attention(query, key, value, jnp.ones_like(mask))
+def with_dense(change):
+    """Attention under a mask that is changed."""
 
+    def attend(query, key, value, mask):
+        return F.grouped_query_attention(query, key, value, change(mask.dense(query.shape[2], key.shape[2])))
 
-def blind_queries_see_all(query, key, value, mask):
-    return grouped_query_attention(query, key, value, mask | ~mask.any(axis=-1, keepdims=True))
+    return attend
 
 
 def blind_queries_are_nan(query, key, value, mask):
-    return grouped_query_attention(query, key, value, mask) + jnp.where(mask.any(-1), 0, jnp.nan)[:, None, :, None]
+    blind = ~mask.dense(query.shape[2], key.shape[2]).any(-1)
+    return F.attention(query, key, value, mask) + jnp.where(blind, jnp.nan, 0)[:, None, :, None]
+
+
+MASKS = {"causal", "packed documents", "after other tokens", "ragged lengths"}
 
 
 @pytest.mark.parametrize(
     ("mistake", "masks"),
     [
-        (grouped_in_turn, {"causal", "segments", "ragged lengths"}),
-        (unscaled, {"causal", "segments", "ragged lengths"}),
-        (mask_ignored, {"causal", "segments", "ragged lengths"}),
-        (blind_queries_see_all, {"ragged lengths"}),
+        (grouped_in_turn, MASKS),
+        (unscaled, MASKS),
+        (with_dense(jnp.ones_like), MASKS),
+        (with_dense(lambda seen: seen | ~seen.any(axis=-1, keepdims=True)), {"ragged lengths"}),
         (blind_queries_are_nan, {"ragged lengths"}),
     ],
+    ids=["grouped in turn", "unscaled", "mask ignored", "blind queries see all", "blind queries are NaN"],
 )
 def test_wrong_attention_is_seen(mistake, masks):
-    errors = {name: attention_error(mistake, mask) for name, mask in attention_masks().items()}
-    assert {name for name, error in errors.items() if not error < VISIBLE * TOLERANCE} == masks
+    errors = {kind: attention_error(mistake, *arrays) for kind, arrays in attention_masks().items()}
+    assert {kind for kind, error in errors.items() if not error < VISIBLE * TOLERANCE} == masks
