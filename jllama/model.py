@@ -21,7 +21,7 @@ from jllama import functional as F
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams
 from jllama.errors import UsageError
-from jllama.parameters import Parameter, Params, initial_std, parameter_table, shape_of
+from jllama.parameters import Params, initial_std, parameter_table, shape_of
 from jllama.rope_scaling import inverse_frequencies
 
 TokenIds = Integer[Array | np.ndarray, "batch seq"] | Sequence[Sequence[int]]
@@ -62,18 +62,19 @@ KeysValues = tuple[Float[Array, "batch kv_heads kv_seq head_dim"], Float[Array, 
 class Layer(nnx.Module):
     """One transformer block: ``x += attention(norm(x))``, then ``x += swiglu(norm(x))``."""
 
+    attn_norm: nnx.Param[Array]
+    wq: nnx.Param[Array]
+    wk: nnx.Param[Array]
+    wv: nnx.Param[Array]
+    wo: nnx.Param[Array]
+    mlp_norm: nnx.Param[Array]
+    w_gate: nnx.Param[Array]
+    w_up: nnx.Param[Array]
+    w_down: nnx.Param[Array]
+
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
         self.norm_eps = config.norm_eps
-        table = parameter_table(config)
-        self.attn_norm = _initial(table["layers/attn_norm"], config, rngs)
-        self.wq = _initial(table["layers/wq"], config, rngs)
-        self.wk = _initial(table["layers/wk"], config, rngs)
-        self.wv = _initial(table["layers/wv"], config, rngs)
-        self.wo = _initial(table["layers/wo"], config, rngs)
-        self.mlp_norm = _initial(table["layers/mlp_norm"], config, rngs)
-        self.w_gate = _initial(table["layers/w_gate"], config, rngs)
-        self.w_up = _initial(table["layers/w_up"], config, rngs)
-        self.w_down = _initial(table["layers/w_down"], config, rngs)
+        _add_parameters(self, config, rngs, "layers/")
 
     def __call__(
         self,
@@ -99,13 +100,31 @@ class Layer(nnx.Module):
         implementation: str = "auto",
     ) -> tuple[Float[Array, "batch seq embed"], KeysValues]:
         """Queries, keys and values of ``x``, mixed and projected back; and the keys and values attended to."""
-        query, key, value = (_to_heads(x, w[...]) for w in (self.wq, self.wk, self.wv))
+        query, key, value = self.heads(x)
         query, key = (F.apply_rope(each, attend.cos, attend.sin) for each in (query, key))
         kept = key, value
         if cached is not None:
             kept = _write(cached[0], key, attend.positions), _write(cached[1], value, attend.positions)
         mixed = F.attention(query, *kept, attend.mask, implementation)
         return _from_heads(mixed, self.wo[...]), kept
+
+    def heads(
+        self, x: Float[Array, "batch seq embed"]
+    ) -> tuple[
+        Float[Array, "batch heads seq head_dim"],
+        Float[Array, "batch kv_heads seq head_dim"],
+        Float[Array, "batch kv_heads seq head_dim"],
+    ]:
+        """Queries, keys and values, before the rotary embedding."""
+        return _to_heads(x, self.wq[...]), _to_heads(x, self.wk[...]), _to_heads(x, self.wv[...])
+
+
+LAYER_CLASSES: dict[type[LlamaConfig], type[Layer]] = {LlamaConfig: Layer}
+"""The block of the models of a class of configurations, and of those derived from it that have none of their own."""
+
+
+def _layer_class(config: LlamaConfig) -> type[Layer]:
+    return next(LAYER_CLASSES[kind] for kind in type(config).__mro__ if kind in LAYER_CLASSES)
 
 
 class Llama(nnx.Module):
@@ -116,17 +135,17 @@ class Llama(nnx.Module):
     Source: Touvron et al. 2023 (arXiv:2302.13971), section 2.2.
     """
 
+    embed: nnx.Param[Array]
+    final_norm: nnx.Param[Array]
+    lm_head: nnx.Param[Array]  # unless tied
+
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
         if not config.vocab_size:
             raise UsageError("vocab_size is 0; give the number of the tokenizer's tokens")
         self.config = config
-        table = parameter_table(config)
-        self.embed = _initial(table["embed"], config, rngs)
-        self.final_norm = _initial(table["final_norm"], config, rngs)
-        if not config.tie_embeddings:
-            self.lm_head = _initial(table["lm_head"], config, rngs)
+        _add_parameters(self, config, rngs)
         keys = jax.random.split(rngs.params(), config.num_layers)
-        self.layers: Layer | nnx.Dict[Layer] = nnx.vmap(lambda key: Layer(config, nnx.Rngs(key)))(keys)
+        self.layers: Layer | nnx.Dict[Layer] = nnx.vmap(lambda key: _layer_class(config)(config, nnx.Rngs(key)))(keys)
 
     def __call__(
         self, tokens: TokenIds, segments: Int[Array, "batch seq"] | None = None
@@ -325,22 +344,27 @@ def abstract_params(config: LlamaConfig) -> Params:
 def _graph(config: LlamaConfig, *, unrolled: bool) -> nnx.GraphDef[Llama]:
     llama = nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0)))
     if unrolled:
-        layer = nnx.eval_shape(lambda: Layer(config, nnx.Rngs(0)))
+        layer = nnx.eval_shape(lambda: _layer_class(config)(config, nnx.Rngs(0)))
         llama.layers = nnx.Dict({str(i): nnx.clone(layer) for i in range(config.num_layers)})
     return nnx.graphdef(llama)
 
 
 @functools.cache
 def _layer_graph(config: LlamaConfig) -> nnx.GraphDef[Layer]:
-    return nnx.graphdef(nnx.eval_shape(lambda: Layer(config, nnx.Rngs(0))))
+    return nnx.graphdef(nnx.eval_shape(lambda: _layer_class(config)(config, nnx.Rngs(0))))
 
 
-def _initial(row: Parameter, config: LlamaConfig, rngs: nnx.Rngs) -> nnx.Param[Array]:
-    """One block's (or the whole model's) own share of a parameter: the ``layers`` axis is added by ``nnx.vmap``."""
-    shape = tuple(size for size, axis in zip(shape_of(row, config), row.axes, strict=True) if axis != "layers")
-    if not row.inputs:
-        return nnx.Param(jnp.ones(shape, jnp.float32))
-    return nnx.Param(initial_std(row, config) * jax.random.normal(rngs.params(), shape, jnp.float32))
+def _add_parameters(module: nnx.Module, config: LlamaConfig, rngs: nnx.Rngs, prefix: str = "") -> None:
+    """Give a module the table's rows of this prefix. The ``layers`` axis is added by ``nnx.vmap``."""
+    for path, row in parameter_table(config).items():
+        if path.startswith("layers/") != (prefix == "layers/"):
+            continue
+        shape = tuple(size for size, axis in zip(shape_of(row, config), row.axes, strict=True) if axis != "layers")
+        if row.init == "normal":
+            values = initial_std(row, config) * jax.random.normal(rngs.params(), shape, jnp.float32)
+        else:
+            values = jnp.full(shape, float(row.init == "ones"), jnp.float32)
+        setattr(module, path.removeprefix(prefix), nnx.Param(values))
 
 
 def _to_heads(

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from jllama.config import LlamaConfig
+from jllama.errors import UsageError
 
 Params = dict[str, Any]
 
@@ -39,30 +41,37 @@ class Parameter:
 
     Args:
         axes: the logical name of each axis; sizes come from the configuration.
-        inputs: the axes that a product with this matrix sums over; none for a norm's scale, which starts at one.
-        meta, huggingface, gguf: what ``name`` makes the tensor's name in files of that format of.
-        llama2c: its place in the order of a llama2.c file.
-        gain: initial values are normal with standard deviation ``gain / sqrt(product of the input sizes)``.
+        inputs: the axes that a product with this matrix sums over; none for a scale or a bias.
+        meta, huggingface, gguf: what ``name`` makes the tensor's name in files of that format of; empty if it has none.
+        llama2c: its index in the order of a llama2.c file; -1 if it has none.
+        role: a ``matrix`` takes part in products, is decayed and counted in FLOPs; a ``scale`` and a ``bias`` are not.
+        init: ``normal`` with standard deviation ``gain / sqrt(product of the input sizes)``, ``ones`` or ``zeros``.
         residual: the product is added to the residual stream, so ``gain`` is divided by ``sqrt(2 * num_layers)``:
             the sum of all the branches then starts with the variance of one (GPT-2, section 2.3).
         rotary: its ``head_dim`` axis is turned by rotary embedding: half-split here and in Hugging Face's files,
             in interleaved pairs in Meta's, GGUF's and llama2.c's.
+        when: whether a model of a configuration has it.
     """
 
     axes: tuple[Axis, ...]
-    inputs: tuple[Axis, ...]
-    meta: str
-    huggingface: str
-    gguf: str
-    llama2c: int
+    inputs: tuple[Axis, ...] = ()
+    meta: str = ""
+    huggingface: str = ""
+    gguf: str = ""
+    llama2c: int = -1
+    role: Literal["matrix", "scale", "bias"] = "matrix"
+    init: Literal["normal", "ones", "zeros"] = "normal"
     gain: float = 1.0
     residual: bool = False
     rotary: bool = False
+    when: Callable[[LlamaConfig], bool] = lambda config: True
 
     def name(self, file_format: NamedFormat, layer: int = 0) -> str:
         """The tensor's name in files of a format, such as ``blk.3.attn_q.weight``."""
+        if not (name := getattr(self, file_format)):
+            raise UsageError(f"the format {file_format} has no tensor for a {self.role} of [{', '.join(self.axes)}]")
         prefix = f"{_LAYERS[file_format]}.{layer}." if self.axes[0] == "layers" else ""
-        return f"{prefix}{getattr(self, file_format)}.weight"
+        return f"{prefix}{name}.{'bias' if self.role == 'bias' else 'weight'}"
 
     @property
     def outputs(self) -> tuple[Axis, ...]:
@@ -71,22 +80,26 @@ class Parameter:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it takes part in matrix products (and so is decayed), the ``layers`` axis aside."""
-        return len([axis for axis in self.axes if axis != "layers"]) > 1
+        """Whether it takes part in matrix products (and so is decayed)."""
+        return self.role == "matrix"
 
 
 _LAYERS: dict[NamedFormat, str] = {"meta": "layers", "huggingface": "model.layers", "gguf": "blk"}
 """What the names of layers' tensors begin with."""
 
 
-def _row(axes: str, inputs: str, meta: str, huggingface: str, gguf: str, llama2c: int, **rest: Any) -> Parameter:
-    return Parameter(tuple(axes.split()), tuple(inputs.split()), meta, huggingface, gguf, llama2c, **rest)
+def _row(axes: str, inputs: str, meta: str, huggingface: str, gguf: str, llama2c: int, **others: Any) -> Parameter:
+    return Parameter(tuple(axes.split()), tuple(inputs.split()), meta, huggingface, gguf, llama2c, **others)
 
 
-_TABLE = {
+def _norm(axes: str, meta: str, huggingface: str, gguf: str, llama2c: int) -> Parameter:
+    return _row(axes, "", meta, huggingface, gguf, llama2c, role="scale", init="ones")
+
+
+PARAMETERS = {
     # a row is read, not summed; the logits it gives when tied must start near zero (loss = ln vocab): hence the gain
     "embed": _row("vocab embed", "embed", "tok_embeddings", "model.embed_tokens", "token_embd", 0, gain=0.25),
-    "layers/attn_norm": _row("layers embed", "", "attention_norm", "input_layernorm", "attn_norm", 1),
+    "layers/attn_norm": _norm("layers embed", "attention_norm", "input_layernorm", "attn_norm", 1),
     "layers/wq": _row(
         "layers embed heads head_dim", "embed", "attention.wq", "self_attn.q_proj", "attn_q", 2, rotary=True
     ),
@@ -103,18 +116,28 @@ _TABLE = {
         5,
         residual=True,
     ),
-    "layers/mlp_norm": _row("layers embed", "", "ffn_norm", "post_attention_layernorm", "ffn_norm", 6),
+    "layers/mlp_norm": _norm("layers embed", "ffn_norm", "post_attention_layernorm", "ffn_norm", 6),
     "layers/w_gate": _row("layers embed mlp", "embed", "feed_forward.w1", "mlp.gate_proj", "ffn_gate", 7),
     "layers/w_up": _row("layers embed mlp", "embed", "feed_forward.w3", "mlp.up_proj", "ffn_up", 9),
     "layers/w_down": _row("layers mlp embed", "mlp", "feed_forward.w2", "mlp.down_proj", "ffn_down", 8, residual=True),
-    "final_norm": _row("embed", "", "norm", "model.norm", "output_norm", 10),
-    "lm_head": _row("embed vocab", "embed", "output", "lm_head", "output", 11, gain=0.25),
+    "final_norm": _norm("embed", "norm", "model.norm", "output_norm", 10),
+    "lm_head": _row(
+        "embed vocab",
+        "embed",
+        "output",
+        "lm_head",
+        "output",
+        11,
+        gain=0.25,
+        when=lambda config: not config.tie_embeddings,
+    ),
 }
+"""The table. A row that is added here is initialized, trained, sharded, saved and laid out as all others are."""
 
 
 def parameter_table(config: LlamaConfig) -> dict[str, Parameter]:
     """The rows that a model of this configuration has, by path; tied embeddings have no ``lm_head``."""
-    return {path: row for path, row in _TABLE.items() if not (config.tie_embeddings and path == "lm_head")}
+    return {path: row for path, row in PARAMETERS.items() if row.when(config)}
 
 
 def shape_of(parameter: Parameter, config: LlamaConfig) -> tuple[int, ...]:
@@ -162,9 +185,9 @@ def matrix_shape(parameter: Parameter, config: LlamaConfig) -> tuple[int, ...]:
 
 
 def as_matrix(parameter: Parameter, array: np.ndarray) -> np.ndarray:
-    """A view of one layer's share of a parameter (or of a part of it) as ``[outputs, inputs]``; a norm is unchanged."""
+    """A view of one layer's share of a parameter (or of a part of it) as ``[outputs, inputs]``; others are flat."""
     if not parameter.inputs:
-        return array
+        return array.reshape(-1)
     axes = [axis for axis in parameter.axes if axis != "layers"]
     inputs_first = axes[0] in parameter.inputs
     first = len(parameter.inputs if inputs_first else parameter.outputs)

@@ -16,7 +16,9 @@ from jllama import functional as F
 from jllama import oracle
 from jllama.checkpoints.tensors import Checkpoint, blocks
 from jllama.commands import cli
-from jllama.parameters import tensor_specs
+from jllama.model import LAYER_CLASSES, Layer
+from jllama.parameters import PARAMETERS, Parameter, tensor_specs
+from jllama.rope_scaling import ROPE_SCALINGS, inverse_frequencies
 from jllama.tokenizers import BytesTokenizer
 from jllama.verify.checks import random_params
 
@@ -138,3 +140,121 @@ def test_a_format(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert cli.run("convert", [str(tmp_path / "hf"), str(tmp_path / "d.npz"), "--dtype", "bfloat16"]) == 2
     assert "dtype is 'bfloat16'; with npz it must be one of float32, float16" in capsys.readouterr().err
+
+
+# A RoPE type, an implementation of attention, and rows of the table of parameters
+
+
+SMALL = jllama.LlamaConfig(
+    vocab_size=259, num_layers=2, embed_dim=64, num_heads=2, num_kv_heads=1, head_dim=32, mlp_dim=96, max_seq_len=64
+)
+
+
+def add_a_rope_type():
+    """NTK-aware scaling of any length by one factor: the last pair is slowed by it, the first one kept."""
+
+    @dataclasses.dataclass(frozen=True)
+    class NtkScaling(jllama.RopeScaling):
+        type = "ntk"
+
+        def frequencies(self, head_dim, theta, length):
+            return inverse_frequencies(head_dim, theta * self.factor ** (head_dim / (head_dim - 2)))
+
+    return NtkScaling
+
+
+def test_a_rope_type(tmp_path, monkeypatch):
+    """It is read from options, computed with, and kept by Hugging Face's files."""
+    monkeypatch.setitem(ROPE_SCALINGS, "ntk", None)
+    NtkScaling = add_a_rope_type()
+    scaling = {"type": "ntk", "factor": 4.0}
+    config = dataclasses.replace(SMALL, rope_scaling=scaling)
+    assert config.rope_scaling == NtkScaling(4.0)
+    params = jllama.initial_params(jax.random.key(0), config)
+    jllama.save(jllama.LanguageModel(config, params, BytesTokenizer()), tmp_path / "hf", "hf")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["rope_scaling"]["rope_type"] == "ntk"
+    model = jllama.load(tmp_path / "hf")
+    assert model.config.rope_scaling == NtkScaling(4.0)
+    turned = dataclasses.replace(config, rope_theta=config.rope_theta * 4 ** (32 / 30), rope_scaling=None)
+    tokens = np.arange(20)[None]
+    np.testing.assert_allclose(model(tokens), oracle.forward(params, tokens, turned), rtol=1e-4, atol=1e-4)
+
+
+def sliding_window(query, key, value, mask):
+    """Each token sees no further back than eight tokens."""
+    near = jnp.arange(query.shape[2])[:, None] - jnp.arange(key.shape[2]) < 8
+    return F.grouped_query_attention(query, key, value, mask.dense(query.shape[2], key.shape[2]) & near)
+
+
+def test_an_attention_implementation(monkeypatch):
+    """It is called by name in training and prefill; with a cache, which it does not know, it is an error."""
+
+    def refuses(query, key, mask):
+        return None if mask.offset is None else "a cache"
+
+    monkeypatch.setitem(F.ATTENTION, "window", F.AttentionImplementation(sliding_window, refuses))
+    params = jllama.initial_params(jax.random.key(0), SMALL)
+    tokens = jnp.arange(20)[None]
+
+    def hidden(params, attention, tokens):
+        return jllama.build_model(SMALL, params).hidden(tokens, attention=attention)
+
+    for length, equal in ((8, True), (20, False)):
+        window, full = (hidden(params, name, tokens[:, :length]) for name in ("window", "reference"))
+        assert np.allclose(window, full, atol=1e-5) == equal
+    assert np.isfinite(jax.grad(lambda params: hidden(params, "window", tokens).sum())(params)["embed"]).all()
+    decoding = jllama.build_model(SMALL, jllama.decode_layout(params, SMALL))
+    first, cache = decoding.forward_with_cache(tokens, None, jnp.array([20]), "window")
+    np.testing.assert_allclose(first, hidden(params, "window", tokens), atol=1e-4)
+    with pytest.raises(ValueError, match="the attention implementation 'window' cannot serve a cache"):
+        decoding.forward_with_cache(tokens[:, :1], cache, jnp.array([1]), "window")
+
+
+@dataclasses.dataclass(frozen=True)
+class QKNormConfig(jllama.LlamaConfig):
+    """A Llama whose queries and keys are normalized (as in Qwen 3)."""
+
+
+def add_qk_norm():
+    """A scale for each, and the block that uses them."""
+    for name in ("q_norm", "k_norm"):
+        PARAMETERS[f"layers/{name}"] = Parameter(
+            ("layers", "head_dim"),
+            huggingface=f"self_attn.{name}",
+            role="scale",
+            init="ones",
+            when=lambda config: isinstance(config, QKNormConfig),
+        )
+
+    class QKNormLayer(Layer):
+        def heads(self, x):
+            query, key, value = super().heads(x)
+            scales = self.q_norm[...], self.k_norm[...]
+            return *(F.rms_norm(h, s, self.norm_eps) for h, s in zip((query, key), scales, strict=True)), value
+
+    LAYER_CLASSES[QKNormConfig] = QKNormLayer
+
+
+def test_rows_of_parameters(monkeypatch):
+    """They are initialized, trained without decay, laid out for decoding and decoded with; other models have none."""
+    for name in ("layers/q_norm", "layers/k_norm"):
+        monkeypatch.setitem(PARAMETERS, name, None)
+    monkeypatch.setitem(LAYER_CLASSES, QKNormConfig, None)
+    add_qk_norm()
+    config = QKNormConfig(**vars(SMALL))
+    params = jllama.initial_params(jax.random.key(0), config)
+    assert params["layers"].keys() - jllama.initial_params(jax.random.key(0), SMALL)["layers"].keys() == {
+        "q_norm",
+        "k_norm",
+    }
+    loop = jllama.LoopConfig(batch_size=4, seq_len=16, steps=4)
+    training = jllama.compile_training(jllama.TrainConfig(config, training=loop), bos_id=257)
+    state = training.init(jax.random.key(0))
+    for _ in range(2):
+        state, _ = training.step(state, np.random.default_rng(0).integers(0, 256, (4, 17)))
+    assert not np.allclose(state.params["layers"]["q_norm"], 1.0, atol=1e-6)
+    model = jllama.LanguageModel(config, state.params, BytesTokenizer())
+    prompt = [257, 70, 80]
+    (written,) = jllama.generate(model.for_decoding(), prompt, max_new_tokens=3, temperature=0.0, stop_ids=())
+    logits = np.asarray(model([[*prompt, *written.ids]]))
+    assert written.ids == np.argmax(logits[0, 2:-1], axis=-1).tolist()
