@@ -64,13 +64,9 @@ def main(argv: Sequence[str], prog: str) -> int:
     memory = _gib(machine_memory_bytes(), "{} of memory, ") + _gib(shutil.disk_usage(folder).free, "{} free in ")
     console.print(f"{memory}{folder}, terminal: {console.is_terminal}")
     console.print(f"cache: {cache_folder()}, which may be removed at any time")
-    steps = {"training": (config.max_seq_len, True), "decoding": (1, False)}
-    chosen = {
-        step: F.choose_attention(jax.default_backend(), seq, config.max_seq_len, backward=backward)
-        for step, (seq, backward) in steps.items()
-    }
-    said = ", ".join(f"{step} by {name}" for step, name in chosen.items())
-    print(f"attention over {config.max_seq_len:,} tokens: {said}")
+    backend, length = jax.default_backend(), config.max_seq_len
+    train, decode = (F.choose_attention(backend, seq, length, backward=seq > 1) for seq in (length, 1))
+    print(f"attention over {length:,} tokens: training by {train}, decoding by {decode}")
     console.print(summary_table(config))
     takes = {"float32": 4, "bfloat16": 2, "int8": 1, "training (float32 and Adam)": 16}
     count = count_parameters(config)

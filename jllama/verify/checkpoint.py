@@ -44,14 +44,10 @@ class CheckpointResult:
     """What a checkpoint holds, and how far jllama's computation of it is from the oracle's. All of it is plain data.
 
     Args:
-        path: as given.
-        config: the architecture.
         preset: the released Llama of this shape, or empty.
-        findings: what is unusual, a sentence each.
-        problems: what is wrong, a sentence each.
+        findings, problems: what is unusual, and what is wrong, a sentence each.
         fingerprint: SHA-256 of every tensor's key, shape and float32 values, in the order of ``tensor_specs``: the
             same weights have the same one in every format.
-        num_parameters: the size of the model.
         num_tokens: the length of the text that was run.
         layer_errors: each layer's by itself, given the oracle's input, see ``update_error``.
         first_divergent_layer: the first, from 0, whose error is not below the tolerance.
@@ -59,8 +55,7 @@ class CheckpointResult:
         tolerance: for every error here.
         perplexity: the text's by the oracle's logits, for information; None if no token that stands for a byte of it
             is predicted. Likewise ``bits_per_byte``, and ``baseline_bits_per_byte`` by the text's byte frequencies.
-        transformers_error: of jllama's logits against those of transformers, if asked for.
-        transformers_oracle_error: of the oracle's against those of transformers.
+        transformers_error, transformers_oracle_error: of jllama's and the oracle's logits, against transformers'.
     """
 
     path: str

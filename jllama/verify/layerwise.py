@@ -27,14 +27,9 @@ _LISTED = 9  # tensors named in a sentence: those of a layer
 
 
 class LayerwiseRun(NamedTuple):
-    """The results of one pass over the weights.
+    """The oracle's logits, jllama's own, each layer's ``update_error``, and the SHA-256 of the weights.
 
-    Args:
-        logits: the oracle's.
-        own_logits: those of jllama's own float32 computation.
-        layer_errors: one for each layer, see ``update_error``.
-        fingerprint: SHA-256 of the weights.
-        damage: a sentence for what is not finite, and one for what is all zeros; both name the tensors.
+    ``damage`` is a sentence for what is not finite, and one for what is all zeros; both name the tensors.
     """
 
     logits: Float64[np.ndarray, "seq vocab"]

@@ -34,12 +34,9 @@ Plant = Callable[[Implementation], Implementation]
 
 
 class Mutation(NamedTuple):
-    """One deliberate mistake.
+    """One deliberate mistake, planted in an implementation; ``applies`` says whether it changes a model's logits.
 
-    Args:
-        name: what is wrong.
-        plant: the implementation with it; nothing compiled, so run it on small inputs.
-        applies: whether it changes anything for a configuration.
+    Nothing planted is compiled, so run it on small inputs.
     """
 
     name: str
