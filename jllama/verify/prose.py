@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 
 from jllama.tokenizers import Tokenizer
 
-PROSE = (
-    "Once there was an old woman who lived in a small house at the edge of the village, close to the trees. Every"
-    " morning she got up before the sun, lit the fire, and went out to feed her hens. One cold day in winter she "
-    "found that the door of the hen house was open, and that all the hens were gone. There was snow on the "
-    "ground, and in the snow she could see the marks of many little feet. She put on her coat and her boots, took"
-    " a stick in her hand, and followed the marks across the field, over the bridge, and up the hill. At the top "
-    "of the hill stood a boy with a basket of corn. The hens were all around him, eating as fast as they could. "
-    '"I am sorry," said the boy. "I was taking this corn to my father, but the basket has a hole in it. I did not'
-    ' know that they were behind me until I stopped to rest." The old woman looked at the boy, and at the hens, '
-    'and at the long yellow line of corn that went all the way down the hill. Then she began to laugh. "Come home'
-    ' with me," she said. "I will mend your basket, and you can help me to carry the hens. When we are done, '
-    'there will be hot soup for both of us, and some bread." So they went down together, and the boy never forgot'
-    " that day."
-)
+PROSE = " ".join(Path(__file__).with_name("prose.txt").read_text(encoding="utf-8").split())
 """In plain words, so that a model trained on nothing but children's stories, too, should find it easy."""
 
 HARD = "Füße, naïve — 北京で、안녕 мир 👩‍👩‍👧 x²\tdef f(x):\n    return  {x: [1,  23]}\r\n\n   <s> e\u0301 \u00a0 end  "
