@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jllama.checkpoints.safetensors_file import DTYPES, read_safetensors, write_safetensors
-from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, matched, same_bits
+from jllama.checkpoints.tensors import Checkpoint, NamedTensor, OnProgress, matched, same_bits
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.files import fault_of, positive_number, read_json_object, whole_number, write_json
@@ -310,13 +310,9 @@ def _old_chat_template(path: Path) -> str | None:
     return template
 
 
-_Named = tuple[str, FileTensor, np.dtype[Any]]
-"""A tensor to write, under its name and in its dtype."""
-
-
 def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_progress: OnProgress) -> None:
     """Write a folder that transformers loads as it is."""
-    tensors: list[_Named] = [
+    tensors: list[NamedTensor] = [
         (spec.name("huggingface"), tensor := checkpoint.tensors[spec.key], tensor.dtype if dtype is None else dtype)
         for spec in tensor_specs(checkpoint.config)
     ]
@@ -340,7 +336,7 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_
         # transformers 4.45, for one, and tools of its time know no chat_template.jinja.
         fields = read_json_object(target / TOKENIZER_CONFIG) | {"chat_template": template}
         write_json(target / TOKENIZER_CONFIG, fields)
-    shards: list[list[_Named]] = [[]]
+    shards: list[list[NamedTensor]] = [[]]
     for tensor in tensors:
         if shards[-1] and _bytes(*shards[-1], tensor) > MAX_SHARD_BYTES:
             shards.append([])
@@ -355,7 +351,7 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_
         write_safetensors(target / name, shard, on_progress)
 
 
-def _bytes(*tensors: _Named) -> int:
+def _bytes(*tensors: NamedTensor) -> int:
     return sum(math.prod(tensor.shape) * dtype.itemsize for _, tensor, dtype in tensors)
 
 

@@ -260,7 +260,7 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_
     if config.max_seq_len != _family_max_seq_len(config):
         write_json(target / OURS, {"max_seq_len": config.max_seq_len})
     write_chat_files(target, checkpoint.chat_template, checkpoint.stop_ids)
-    named: list[tuple[str, FileTensor, np.dtype[Any]]] = []
+    named = []
     for spec in tensor_specs(dataclasses.replace(config, tie_embeddings=False)):
         tensor = tensors["embed" if config.tie_embeddings and spec.key == "lm_head" else spec.key]
         named.append((spec.name("meta"), interleaved(spec, tensor, config.head_dim), dtype or tensor.dtype))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from jllama.checkpoints.tensors import FileTensor, OnProgress, blocks
+from jllama.checkpoints.tensors import NamedTensor, OnProgress, blocks
 from jllama.errors import JllamaError
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -58,9 +58,7 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
-def write_safetensors(
-    path: Path, tensors: Sequence[tuple[str, FileTensor, np.dtype[Any]]], on_progress: OnProgress
-) -> None:
+def write_safetensors(path: Path, tensors: Sequence[NamedTensor], on_progress: OnProgress) -> None:
     """Write tensors, each under its name and in its dtype (one of ``DTYPES``), a block of rows at a time.
 
     The wider dtypes come first, as the library has them, so that every tensor is aligned.

@@ -69,6 +69,10 @@ class FileTensor(Protocol):
         ...
 
 
+NamedTensor = tuple[str, FileTensor, np.dtype[Any]]
+"""A tensor to write, under its name and in its dtype."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """A model on disk (or about to be), in no format's terms.

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from jllama.checkpoints.tensors import FileTensor, OnProgress, blocks
+from jllama.checkpoints.tensors import NamedTensor, OnProgress, blocks
 from jllama.errors import JllamaError
 
 MAX_INDEX_BYTES = 4 << 20
@@ -212,9 +212,7 @@ def _view(numbers: np.ndarray, offset: int, shape: tuple[Any, ...], strides: tup
     return np.lib.stride_tricks.as_strided(numbers[offset:], shape, in_bytes)
 
 
-def write_torch_file(
-    path: Path, tensors: Sequence[tuple[str, FileTensor, np.dtype[Any]]], on_progress: OnProgress
-) -> None:
+def write_torch_file(path: Path, tensors: Sequence[NamedTensor], on_progress: OnProgress) -> None:
     """Write tensors, each under its name and in its dtype, a block of rows at a time, as ``torch.save`` would.
 
     ``torch.load`` reads the file with ``weights_only=True`` and with ``mmap=True``. The dtypes are float64, float32,
@@ -236,7 +234,7 @@ def write_torch_file(
                     on_progress(block.nbytes)
 
 
-def _pickled(tensors: Sequence[tuple[str, FileTensor, np.dtype[Any]]]) -> bytes:
+def _pickled(tensors: Sequence[NamedTensor]) -> bytes:
     """The pickle, of protocol 2, of an ordered dictionary of tensors, each with a storage of its own."""
     classes = {dtype: f"c{name.replace('.', chr(10))}\n".encode() for name, dtype in _STORAGES.items()}
     empty_dict = b"ccollections\nOrderedDict\n)R"
