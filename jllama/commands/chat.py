@@ -28,7 +28,7 @@ _COMMON = ("system", "load", "template", "max_new_tokens", "temperature", "top_p
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatOptions(SamplingParams, ModelOptions):
-    """Talk with a model in the terminal; where the input is no terminal, each of its lines is answered.
+    """Chat with a model in the terminal; where the input is no terminal, each of its lines is answered.
 
     Examples:
         model.gguf --system "Answer in one sentence."
@@ -39,7 +39,7 @@ class ChatOptions(SamplingParams, ModelOptions):
         load: a conversation to go on with, as /save writes it.
         template: llama2, llama3, chatml or a file with a Jinja chat template; empty takes the checkpoint's own.
         max_new_tokens: the most tokens of an answer; 0 sets no limit but the model's context.
-        seed: of the first answer, the next has one more: the same conversation goes the same way again.
+        seed: of the first answer; each later one has the next, so that the same conversation goes the same way again.
     """
 
     system: str = ""

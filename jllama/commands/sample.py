@@ -37,7 +37,7 @@ _COMMON = ("prompt", "prompts_file", "output", "n", "max_new_tokens", "stop", "t
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleOptions(SamplingParams, ModelOptions):
-    """Let a trained model continue a prompt, or a file of prompts; a text streams to stdout as it is made.
+    """Continue a prompt, or a file of prompts, with a trained model; the text streams to stdout as it comes.
 
     Examples:
         runs/quickstart --prompt "def "
@@ -48,17 +48,16 @@ class SampleOptions(SamplingParams, ModelOptions):
         prompt: the text to continue; empty lets the model begin, a dash reads it from stdin.
         prompts_file: a .jsonl file of objects with a "prompt", and with settings of their own if they like.
         output: the .jsonl file that the completions of prompts_file go to; an interrupted call goes on from there.
-        n: how many texts of each prompt; each has the next seed.
-        max_new_tokens: the most tokens to write; 0 fills what is left of the model's context.
+        n: samples per prompt; each has the next seed.
+        max_new_tokens: the most tokens to generate; 0 fills what is left of the model's context.
         stop: a string that ends the text, or a JSON list of them; it is not part of the text.
         stop_ids: a JSON list of token ids that end the text; without it the model's own.
-        speculate: guess so many tokens at each step from the text so far; the text is the same, and comes faster where
-            it repeats itself.
-        batch_size: how many texts of prompts_file to make at once.
+        speculate: tokens to guess at each step by prompt lookup; the text is the same, faster where it repeats itself.
+        batch_size: how many texts of prompts_file to generate at once.
         logprobs: show each token and its log-probability, too.
-        echo: begin the text with the prompt; without this option so in the terminal, and not in JSON.
-        json: print a JSON object for each text, in place of the text itself.
-        compare: write a table of seven settings (greedy, random, top-k 40 and top-p 0.9) instead.
+        echo: begin the text with the prompt; by default on in the terminal, off with --json.
+        json: print a JSON object for each text instead of the text itself.
+        compare: print a table of seven settings (greedy, random, top-k 40 and top-p 0.9) instead.
     """
 
     prompt: str = ""
@@ -92,7 +91,7 @@ class SampleOptions(SamplingParams, ModelOptions):
 
 
 def main(argv: Sequence[str], prog: str) -> int:
-    """Load a model and write."""
+    """Load a model and generate."""
     options = parse(SampleOptions, argv, prog, ("checkpoint",), _COMMON)
     from jllama.commands.prompts_file import with_seed
     from jllama.generation.decode_batch import check_batch
