@@ -320,7 +320,7 @@ def work(connection: Connection) -> None:
         path = connection.recv()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         try:
-            model = jllama.load(path)
+            model = jllama.load(path, layout="training")
             if model.tokenizer:
                 text = "The quick brown fox, 1 é\n\U0001f999" + "a" * 40 + "b"
                 model.tokenizer.decode(model.tokenizer.encode(text))
