@@ -58,6 +58,7 @@ def write_models(folder: Path) -> None:
     from jllama.checkpoints.registry import save
     from jllama.config import LlamaConfig
     from jllama.language_model import LanguageModel
+    from jllama.rope_scaling import Llama3Scaling
     from jllama.tokenizers import HuggingFaceTokenizer, train_sentencepiece
     from jllama.tokenizers.byte_level import BYTE_CHARS, byte_level_json, merges_of_ranks
     from jllama.verify.checks import random_params
