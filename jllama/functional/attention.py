@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jllama.functional.shapes import checked
@@ -58,7 +59,7 @@ def masked_softmax(
     In float32 (float64 for float64 scores) whatever the dtype of ``scores``. A row with no true entry gives zeros,
     with zero gradients.
     """
-    wide = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
+    wide = scores.astype(np.promote_types(scores.dtype, np.float32))
     wide = jnp.where(mask, wide, jnp.finfo(wide.dtype).min)
     return jnp.where(mask, jax.nn.softmax(wide, axis=-1), 0.0)
 
@@ -88,7 +89,7 @@ def grouped_query_attention(
             f"the second, in arrays of [batch, heads, seq, head_dim]"
         )
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, seq, head_dim)
-    accumulator = jnp.promote_types(query.dtype, jnp.float32)
+    accumulator = np.promote_types(query.dtype, np.float32)
     scores = jnp.einsum("bkgth,bksh->bkgts", grouped, key, preferred_element_type=accumulator)
     weights = masked_softmax(scores * head_dim**-0.5, mask[:, None, None])
     mixed = jnp.einsum("bkgts,bksh->bkgth", weights.astype(value.dtype), value, preferred_element_type=accumulator)

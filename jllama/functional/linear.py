@@ -74,12 +74,12 @@ class DecodeMatrix:
             return jax.lax.platform_dependent(x, self.values, cpu=cpu, default=plain)
         widened = functools.partial(_product, dtype=jnp.float32)
         product = jax.lax.platform_dependent(x, self.values, cpu=_split_product if few else widened, default=widened)
-        return (product * self.scale).astype(dtype)
+        return (product * self.scale.astype(product.dtype)).astype(dtype)
 
 
 def project(x: Float[Array, "*lead inputs"], matrix: Array | DecodeMatrix) -> Float[Array, "*lead outputs"]:
     """``x @ matrix``, summed and returned in float32 whatever the dtype of ``x`` (float64 for float64)."""
-    flat, wide = x.reshape(-1, x.shape[-1]), jnp.promote_types(x.dtype, jnp.float32)
+    flat, wide = x.reshape(-1, x.shape[-1]), np.promote_types(x.dtype, np.float32)
     if isinstance(matrix, DecodeMatrix):
         product = matrix.multiply(flat, wide)
     else:
@@ -109,7 +109,8 @@ def int8_rows(rows: Any, numpy: Any = jnp) -> tuple[Any, Any]:
     """
     scale = numpy.max(numpy.abs(rows.astype(numpy.float32)), axis=1) * np.float32(1 / _LARGEST)
     reciprocal = np.float32(1) / numpy.where(scale > 0, scale, np.float32(1))
-    return numpy.round(rows * reciprocal[:, None]).astype(numpy.int8), scale.astype(rows.dtype)
+    wide = rows.astype(np.promote_types(rows.dtype, np.float32))
+    return numpy.round(wide * reciprocal[:, None].astype(wide.dtype)).astype(numpy.int8), scale.astype(rows.dtype)
 
 
 def _outputs_first(matrix: Array, inputs: Sequence[int]) -> Array:

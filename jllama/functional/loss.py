@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jllama.functional.linear import DecodeMatrix, project
@@ -100,7 +101,7 @@ def _forward(z_loss: float, chunk_tokens: int, hidden: Array, head: Any, targets
 
 
 def _backward(z_loss: float, chunk_tokens: int, gradients: tuple[Array, Array], scale: Array) -> Any:
-    return *((gradient * scale).astype(gradient.dtype) for gradient in gradients), None, None
+    return *((gradient.astype(scale.dtype) * scale).astype(gradient.dtype) for gradient in gradients), None, None
 
 
 _total.defvjp(_forward, _backward)
@@ -122,7 +123,8 @@ def _total_and_gradients(
             return (total,)
         slope = jnp.exp(shifted - log_sum[:, None])
         slope *= (1 + 2 * z_loss * log_normalizer)[:, None] if z_loss else 1.0
-        slope = jnp.where(mask[:, None], slope - (jnp.arange(slope.shape[1]) == targets[:, None]), 0.0).astype(x.dtype)
+        is_target = jnp.arange(slope.shape[1]) == targets[:, None]
+        slope = jnp.where(mask[:, None], slope - is_target.astype(wide), 0.0).astype(x.dtype)
         d_x = jnp.einsum("tv,ev->te", slope, head, preferred_element_type=wide).astype(x.dtype)
         return (
             total,
@@ -187,4 +189,4 @@ def _at(shifted: Array, targets: Array) -> Array:
 
 
 def _wide(hidden: Array) -> Any:
-    return jnp.promote_types(hidden.dtype, jnp.float32)
+    return np.promote_types(hidden.dtype, np.float32)

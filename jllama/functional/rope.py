@@ -48,7 +48,7 @@ def apply_rope(
     ``(a, b) -> (a cos - b sin, a sin + b cos)``, in float32; the result has x's dtype. ``cos`` and ``sin`` come from
     ``rope_tables``. This is jllama's own layout.
     """
-    first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, jnp.float32)), 2, axis=-1)
+    first, second = jnp.split(x.astype(np.promote_types(x.dtype, np.float32)), 2, axis=-1)
     turned = _turn(first, second, cos, sin)
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
@@ -63,7 +63,7 @@ def apply_rope_interleaved(
 
     Equal to ``apply_rope`` after ``half_split_from_interleaved`` of the channels.
     """
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(np.promote_types(x.dtype, np.float32))
     turned = _turn(wide[..., 0::2], wide[..., 1::2], cos, sin)
     return jnp.stack(turned, axis=-1).reshape(x.shape).astype(x.dtype)
 

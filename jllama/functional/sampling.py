@@ -46,7 +46,7 @@ def penalize_presence(
 
     Source: OpenAI's API reference, ``presence_penalty``.
     """
-    return logits.astype(jnp.float32) - penalty[:, None] * (counts > 0)
+    return logits.astype(jnp.float32) - penalty[:, None] * (counts > 0).astype(penalty.dtype)
 
 
 def penalize_frequency(
@@ -56,7 +56,7 @@ def penalize_frequency(
 
     Source: OpenAI's API reference, ``frequency_penalty``.
     """
-    return logits.astype(jnp.float32) - penalty[:, None] * counts
+    return logits.astype(jnp.float32) - penalty[:, None] * counts.astype(penalty.dtype)
 
 
 def top_k_mask(logits: Float[Array, "batch vocab"], k: Int[Array, "batch"]) -> Bool[Array, "batch vocab"]:
@@ -179,7 +179,7 @@ def _likeliest(
 
         def break_ties() -> Array:
             rank = jnp.cumsum(equal, axis=-1) - 1
-            fits = weight(above)[:, None] + rank * weights < target[:, None]
+            fits = weight(above)[:, None] + rank.astype(weights.dtype) * weights < target[:, None]
             return above | (equal & ((rank == 0) | fits))
 
         ties = cuts & (jnp.sum(equal, axis=-1) > 1)

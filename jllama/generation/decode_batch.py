@@ -128,7 +128,7 @@ def append_token(
     ends = jnp.any(token[:, None] == batch.stop_ids, axis=1) | (lengths + 1 >= batch.limits)
     slot = jnp.where(takes, lengths, batch.tokens.shape[1])  # out of range, hence dropped, where a row takes none
     batch = batch._replace(
-        cache=batch.cache._replace(lengths=batch.cache.lengths + takes),
+        cache=batch.cache._replace(lengths=batch.cache.lengths + takes.astype(jnp.int32)),
         tokens=batch.tokens.at[rows, slot].set(token, mode="drop"),
         log_probs=batch.log_probs.at[rows, slot].set(log_prob, mode="drop"),
         counts=batch.counts.at[rows, token].add(takes.astype(jnp.int32)),

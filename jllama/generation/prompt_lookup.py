@@ -41,7 +41,7 @@ def _verified(llama: Llama, batch: DecodeBatch, drafts: Int[Array, "batch draft_
         batch, takes = carry
         batch, token = append_token(batch, logits[:, position], takes)
         right = takes & (guesses[:, position] == token)
-        return (batch._replace(accepted=batch.accepted + right), right & ~batch.finished), None
+        return (batch._replace(accepted=batch.accepted + right.astype(jnp.int32)), right & ~batch.finished), None
 
     batch = batch._replace(cache=cache, drafted=batch.drafted + drafted)
     (batch, _), _ = jax.lax.scan(take, (batch, ~batch.finished), jnp.arange(fed.shape[1]))
@@ -65,7 +65,7 @@ def draft_tokens(
         expected = tokens[rows, jnp.maximum(last - back, 0)]
         shifted = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, :max_len]
         matches = matches & (shifted == expected) & (slots >= back)
-        matched = matched + matches
+        matched = matched + matches.astype(jnp.int32)
     enough = matched >= _SHORTEST_MATCH
     best = jnp.argmax(jnp.where(enough, matched * max_len + slots, -1), axis=1)[:, None]
     period = jnp.maximum(last - best, 1)

@@ -1,0 +1,63 @@
+"""No dtype is promoted silently: model, loss and generation run with ``jax_numpy_dtype_promotion=strict``.
+
+Training's update does not: optax multiplies whole numbers by floats.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import SMALL, decode_params, params
+
+from jllama.evaluation.scoring import token_log_probs
+from jllama.generation.decode import decode
+from jllama.generation.prefill import prefill
+from jllama.generation.sampling_params import Prompt, SamplingParams
+from jllama.language_model import LanguageModel
+from jllama.model import KVCache, build_model
+
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, SMALL.vocab_size, (2, 8), np.int32))
+EVERYTHING = SamplingParams(
+    0.7, 5, 0.9, 0.05, repetition_penalty=1.2, presence_penalty=0.1, frequency_penalty=0.3, logit_bias={1: 2.0}, seed=3
+)
+
+
+@pytest.fixture(autouse=True)
+def strict():
+    with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_forward_pass_and_the_gradients_of_the_loss(dtype):
+    def loss(weights):
+        llama = build_model(SMALL, weights)
+        total, count = llama.loss(llama.hidden(TOKENS), TOKENS, TOKENS >= 0, 1e-4)
+        return total / count
+
+    gradients = jax.eval_shape(jax.grad(loss), params(SMALL, dtype))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(gradients)} == {dtype}
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_forward_pass_with_a_cache(dtype, quantize):
+    def forward(weights):
+        llama, cache = build_model(SMALL, weights), KVCache.zeros(SMALL, 2, 16, jnp.dtype(dtype))
+        hidden, cache = llama.forward_with_cache(TOKENS, cache, jnp.array([8, 8], jnp.int32))
+        return llama.logits(hidden), cache.keys[0]
+
+    logits, keys = jax.eval_shape(forward, decode_params(SMALL, dtype, quantize))
+    assert (logits.dtype, keys.dtype) == (jnp.float32, dtype)
+
+
+@pytest.mark.parametrize("draft_len", [0, 2])
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), EVERYTHING], ids=["greedy", "everything"])
+def test_generation(sampling, draft_len):
+    weights = decode_params(SMALL)
+    batch = prefill(weights, SMALL, [Prompt((1, 2, 3), sampling, 4)])
+    decode(weights, SMALL, batch, draft_len=draft_len)
+
+
+def test_scoring():
+    token_log_probs(LanguageModel(SMALL, params(SMALL)), [[1, 2, 3, 4]])
