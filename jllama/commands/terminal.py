@@ -105,10 +105,10 @@ def _typed(prompt: str) -> str:
 @contextlib.contextmanager
 def line_editing() -> Iterator[None]:
     """Editing keys, pastes and earlier lines at the prompt, where there is readline; what cannot be kept is not."""
+    path = cache_folder() / "chat_history"
     with contextlib.suppress(ImportError):
         import readline
 
-        path = cache_folder() / "chat_history"
         readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
         readline.set_history_length(HISTORY_LINES)
         with contextlib.suppress(OSError):
