@@ -42,9 +42,8 @@ class LanguageModel:
 
     def __repr__(self) -> str:
         """One line, without the weights."""
-        dtype = (
-            max(jax.tree.leaves(self.params), key=lambda leaf: leaf.size).dtype.name if self.params else "no weights"
-        )
+        leaves = jax.tree.leaves(self.params)
+        dtype = max(leaves, key=lambda leaf: leaf.size).dtype.name if leaves else "no weights"
         origin = f", from {self.source}" if self.source else ""
         return f"LanguageModel({summary(self.config, dtype, self.tokenizer)}{origin})"
 
@@ -67,8 +66,8 @@ class LanguageModel:
     def for_decoding(self, quantize: Quantization | None = None) -> LanguageModel:
         """The same model with its parameters in the layout for decoding (``decode_layout``), as int8 if asked."""
         if quantize not in (None, *get_args(Quantization)):
-            known = ", ".join(get_args(Quantization))
-            raise UsageError(f"quantize is {quantize!r}; it must be one of {known}, or None")
+            names = ", ".join(get_args(Quantization))
+            raise UsageError(f"quantize is {quantize!r}; it must be one of {names}, or None")
         if isinstance(self.params, DecodeParams):
             if quantize and not self.params.quantized:
                 raise UsageError("the parameters are in the layout for decoding: quantize when loading them")

@@ -108,14 +108,8 @@ class Layer(nnx.Module):
         mixed = F.attention(query, *kept, attend.mask, implementation)
         return _from_heads(mixed, self.wo[...]), kept
 
-    def heads(
-        self, x: Float[Array, "batch seq embed"]
-    ) -> tuple[
-        Float[Array, "batch heads seq head_dim"],
-        Float[Array, "batch kv_heads seq head_dim"],
-        Float[Array, "batch kv_heads seq head_dim"],
-    ]:
-        """Queries, keys and values, before the rotary embedding."""
+    def heads(self, x: Float[Array, "batch seq embed"]) -> tuple[Array, Array, Array]:
+        """Queries, keys and values, each ``[batch, heads or kv_heads, seq, head_dim]``, before the rotary embedding."""
         return _to_heads(x, self.wq[...]), _to_heads(x, self.wk[...]), _to_heads(x, self.wv[...])
 
 

@@ -88,48 +88,29 @@ _LAYERS: dict[NamedFormat, str] = {"meta": "layers", "huggingface": "model.layer
 """What the names of layers' tensors begin with."""
 
 
-def _row(axes: str, inputs: str, meta: str, huggingface: str, gguf: str, llama2c: int, **others: Any) -> Parameter:
-    return Parameter(tuple(axes.split()), tuple(inputs.split()), meta, huggingface, gguf, llama2c, **others)
-
-
-def _norm(axes: str, meta: str, huggingface: str, gguf: str, llama2c: int) -> Parameter:
-    return _row(axes, "", meta, huggingface, gguf, llama2c, role="scale", init="ones")
+def _row(axes: str, names: str, llama2c: int, **others: Any) -> Parameter:
+    """A matrix whose inputs are marked with a star, or without any a norm's scale."""
+    inputs = tuple(axis[1:] for axis in axes.split() if axis[0] == "*")
+    others = others if inputs else {"role": "scale", "init": "ones"}
+    meta, huggingface, gguf = names.split()
+    return Parameter(tuple(axes.replace("*", "").split()), inputs, meta, huggingface, gguf, llama2c, **others)
 
 
 PARAMETERS = {
     # a row is read, not summed; the logits it gives when tied must start near zero (loss = ln vocab): hence the gain
-    "embed": _row("vocab embed", "embed", "tok_embeddings", "model.embed_tokens", "token_embd", 0, gain=0.25),
-    "layers/attn_norm": _norm("layers embed", "attention_norm", "input_layernorm", "attn_norm", 1),
-    "layers/wq": _row(
-        "layers embed heads head_dim", "embed", "attention.wq", "self_attn.q_proj", "attn_q", 2, rotary=True
-    ),
-    "layers/wk": _row(
-        "layers embed kv_heads head_dim", "embed", "attention.wk", "self_attn.k_proj", "attn_k", 3, rotary=True
-    ),
-    "layers/wv": _row("layers embed kv_heads head_dim", "embed", "attention.wv", "self_attn.v_proj", "attn_v", 4),
-    "layers/wo": _row(
-        "layers heads head_dim embed",
-        "heads head_dim",
-        "attention.wo",
-        "self_attn.o_proj",
-        "attn_output",
-        5,
-        residual=True,
-    ),
-    "layers/mlp_norm": _norm("layers embed", "ffn_norm", "post_attention_layernorm", "ffn_norm", 6),
-    "layers/w_gate": _row("layers embed mlp", "embed", "feed_forward.w1", "mlp.gate_proj", "ffn_gate", 7),
-    "layers/w_up": _row("layers embed mlp", "embed", "feed_forward.w3", "mlp.up_proj", "ffn_up", 9),
-    "layers/w_down": _row("layers mlp embed", "mlp", "feed_forward.w2", "mlp.down_proj", "ffn_down", 8, residual=True),
-    "final_norm": _norm("embed", "norm", "model.norm", "output_norm", 10),
+    "embed": _row("vocab *embed", "tok_embeddings model.embed_tokens token_embd", 0, gain=0.25),
+    "layers/attn_norm": _row("layers embed", "attention_norm input_layernorm attn_norm", 1),
+    "layers/wq": _row("layers *embed heads head_dim", "attention.wq self_attn.q_proj attn_q", 2, rotary=True),
+    "layers/wk": _row("layers *embed kv_heads head_dim", "attention.wk self_attn.k_proj attn_k", 3, rotary=True),
+    "layers/wv": _row("layers *embed kv_heads head_dim", "attention.wv self_attn.v_proj attn_v", 4),
+    "layers/wo": _row("layers *heads *head_dim embed", "attention.wo self_attn.o_proj attn_output", 5, residual=True),
+    "layers/mlp_norm": _row("layers embed", "ffn_norm post_attention_layernorm ffn_norm", 6),
+    "layers/w_gate": _row("layers *embed mlp", "feed_forward.w1 mlp.gate_proj ffn_gate", 7),
+    "layers/w_up": _row("layers *embed mlp", "feed_forward.w3 mlp.up_proj ffn_up", 9),
+    "layers/w_down": _row("layers *mlp embed", "feed_forward.w2 mlp.down_proj ffn_down", 8, residual=True),
+    "final_norm": _row("embed", "norm model.norm output_norm", 10),
     "lm_head": _row(
-        "embed vocab",
-        "embed",
-        "output",
-        "lm_head",
-        "output",
-        11,
-        gain=0.25,
-        when=lambda config: not config.tie_embeddings,
+        "*embed vocab", "output lm_head output", 11, gain=0.25, when=lambda config: not config.tie_embeddings
     ),
 }
 """The table. A row that is added here is initialized, trained, sharded, saved and laid out as all others are."""

@@ -88,9 +88,9 @@ class RopeScaling:
             raise UsageError(f"rope_scaling.{missing[0]} is missing")
         given = {name: fields[name] for name in own if name in fields}
         for name, value in given.items():
-            if type(value) not in ((int,) if type(own[name]) is int else (int, float)):
-                kind_of_number = "whole number" if type(own[name]) is int else "number"
-                raise UsageError(f"rope_scaling.{name} is {reprlib.repr(value)}; it must be a {kind_of_number}")
+            if type(value) not in (int, float) or (type(value) is float and type(own[name]) is int):
+                number = "whole number" if type(own[name]) is int else "number"
+                raise UsageError(f"rope_scaling.{name} is {reprlib.repr(value)}; it must be a {number}")
         return kind(**given)
 
 
@@ -219,9 +219,8 @@ class YarnScaling(RopeScaling):
 
 
 def _check_order(scaling: RopeScaling, low: str, high: str) -> None:
-    smaller, larger = getattr(scaling, low), getattr(scaling, high)
-    if not 0 < smaller < larger:
-        first = low.partition("_")[0] if low.startswith("low") else "slow"
+    values = getattr(scaling, low), getattr(scaling, high)
+    if not 0 < values[0] < values[1]:
         raise UsageError(
-            f"rope_scaling has {low} {smaller} and {high} {larger}; they must be positive, the {first} one smaller"
+            f"rope_scaling has {low} {values[0]} and {high} {values[1]}; they must be positive, the first one smaller"
         )

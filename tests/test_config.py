@@ -148,11 +148,11 @@ def test_what_cannot_be_built_is_refused(settings, message):
             for type in ("dynamic", "llama3", "yarn")
         ],
         ({"type": "llama3", "factor": 8.0, "low_freq_factor": 4.0}, "low_freq_factor 4.0 and high_freq_factor 4.0"),
-        ({"type": "llama3", "factor": 8.0, "low_freq_factor": 0.0}, "they must be positive, the low one smaller$"),
-        ({"type": "llama3", "factor": 8.0, "high_freq_factor": 0.5}, "they must be positive, the low one smaller$"),
+        ({"type": "llama3", "factor": 8.0, "low_freq_factor": 0.0}, "they must be positive, the first one smaller$"),
+        ({"type": "llama3", "factor": 8.0, "high_freq_factor": 0.5}, "they must be positive, the first one smaller$"),
         ({"type": "yarn", "factor": 8.0, "beta_slow": 32.0}, "beta_slow 32.0 and beta_fast 32.0"),
-        ({"type": "yarn", "factor": 8.0, "beta_slow": 0.0}, "they must be positive, the slow one smaller$"),
-        ({"type": "yarn", "factor": 8.0, "beta_fast": float("nan")}, "they must be positive, the slow one smaller$"),
+        ({"type": "yarn", "factor": 8.0, "beta_slow": 0.0}, "they must be positive, the first one smaller$"),
+        ({"type": "yarn", "factor": 8.0, "beta_fast": float("nan")}, "they must be positive, the first one smaller$"),
         *[
             (
                 {"type": "yarn", "factor": 8.0, "attention_factor": value},
