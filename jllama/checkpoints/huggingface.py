@@ -274,9 +274,7 @@ def _weights(path: Path) -> dict[str, np.ndarray]:
     if not index.is_file():
         others = [file.name for file in (*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin*"))]
         names = ", ".join(sorted(others)) or "no safetensors at all"
-        raise JllamaError(
-            f"{path} has {names} instead of {WEIGHTS} or {INDEX}; jllama opens no pickle: save it as safetensors"
-        )
+        raise JllamaError(f"{path} has {names} instead of {WEIGHTS} or {INDEX}; no pickle is opened: save safetensors")
     shard_of = read_json_object(index).get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of:
         raise JllamaError(f"{index} has no weight_map, the object that says which file each tensor is in")

@@ -92,9 +92,7 @@ def read(path: Path) -> Checkpoint:
     header = _header(file)
     if header.startswith(_LATER_VERSIONS):
         version = struct.unpack("<i", header[4:8])[0] if len(header) >= 8 else "unknown"
-        raise JllamaError(
-            f"{file} is a llama2.c file of version {version}; version 0 can be read: export with --version 0"
-        )
+        raise JllamaError(f"{file} is a llama2.c file of version {version}: export it with --version 0 to read it")
     config = _config(header, file)
     size, expected = file.stat().st_size, _file_bytes(config)
     if expected != size:

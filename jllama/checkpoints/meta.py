@@ -91,13 +91,13 @@ def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
     shards = _shards(path)
     config = _config(params, source, shards, rope_factor)
     specs = {spec.key: spec for spec in tensor_specs(config)}
-    whole = _joined(path, specs.values(), shards)
+    joined = _joined(path, specs.values(), shards)
     ignored = ["rope.freqs"]  # computed, not learned; in the files of Llama 1 and 2
-    embed, head = (whole.get(specs[key].name("meta")) for key in ("embed", "lm_head"))
+    embed, head = (joined.get(specs[key].name("meta")) for key in ("embed", "lm_head"))
     if head is None or (embed is not None and same_bits(head, embed)):
         config = dataclasses.replace(config, tie_embeddings=True)
         ignored.append(specs["lm_head"].name("meta"))
-    tensors = matched(whole, config, "meta", path, ignored)
+    tensors = matched(joined, config, "meta", path, ignored)
     ours = path / OURS
     stated = whole_number(read_json_object(ours), "max_seq_len", ours) if ours.is_file() else 0
     config = dataclasses.replace(config, max_seq_len=stated or _family_max_seq_len(config))
@@ -149,9 +149,7 @@ def _config(
     complete = embed_dim // rows if rows and columns == embed_dim and embed_dim % rows == 0 else count
     if complete != count:
         expected = f"{_shard_name(0)} to {_shard_name(complete - 1)}"
-        raise JllamaError(
-            f"{source.parent} has {count} of {complete} shards, expected {expected}; or {PARAMS} is another's"
-        )
+        raise JllamaError(f"{source.parent} has {count} of {complete} shards, expected {expected}, or another {PARAMS}")
     rows, columns = shapes.get("embed", (0, 0))
     vocab_size = rows if columns * count == embed_dim else rows * count  # Llama 1 and 2 cut it along its width
     stated = 0 if params.get("vocab_size", -1) == -1 else whole_number(params, "vocab_size", source)
@@ -210,10 +208,10 @@ def _joined(
 ) -> dict[str, FileTensor]:
     """Join every tensor of the shards. Raises JllamaError if shards differ in what each must repeat."""
     names, files = list(shards), list(shards.values())
-    whole: dict[str, FileTensor] = dict(files[0])
+    joined: dict[str, FileTensor] = dict(files[0])
     for spec in specs:
         name = spec.name("meta")
-        if name not in whole or len(whole[name].shape) != len(spec.shape):
+        if name not in joined or len(joined[name].shape) != len(spec.shape):
             continue  # to be listed by the caller
         parts = [file[name] for file in files]
         axis, repeats = _layout(spec, parts[0].shape, len(parts))
@@ -223,8 +221,8 @@ def _joined(
                 both = f"{names[index]} than in {names[first]}"
                 raise JllamaError(f"{path} has another {name} in {both}, which must repeat it: one is another model's")
         parts = parts[::repeats]
-        whole[name] = ShardedTensor(parts, axis) if len(parts) > 1 else parts[0]
-    return whole
+        joined[name] = ShardedTensor(parts, axis) if len(parts) > 1 else parts[0]
+    return joined
 
 
 def _layout(spec: TensorSpec, shape: tuple[int, ...], count: int) -> tuple[int, int]:
