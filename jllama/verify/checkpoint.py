@@ -179,10 +179,7 @@ def verify_checkpoint(
 
 
 def config_findings(config: LlamaConfig) -> list[str]:
-    """A sentence for each field that is not as the nearest released Llama has it or, without one, is unusual.
-
-    None of them is a failure by itself.
-    """
+    """A sentence for each field that differs from the nearest released Llama or, without one, is unusual."""
     if name := nearest_preset(config):
         released = PRESETS[name]
         sentence = f"{{}} is {{}}; {name}, of the same shape, has {{}}"

@@ -80,8 +80,7 @@ def relative_error(actual: Any, expected: Any) -> float:
 
 def worst_error(actual: Any, expected: Any) -> float:
     """The largest ``relative_error`` of any row: the large values of one do not excuse another. NaN if any is."""
-    errors = [relative_error(one, other) for one, other in zip(actual, expected, strict=True)]
-    return float(np.max(errors))
+    return float(np.max([relative_error(one, other) for one, other in zip(actual, expected, strict=True)]))
 
 
 def random_params(config: LlamaConfig, seed: int, embed_std: float = 1.0, query_gain: float = 1.0) -> Params:

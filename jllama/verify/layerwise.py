@@ -134,7 +134,10 @@ def run_layerwise(
         "NaN or infinity stands in {}; all else here takes 0 for it: fetch or convert the files again": not_finite,
         "nothing but zeros stands in {}: fetch or convert the files again": reader.zeros,
     }
-    damage = [problem.format(_listed(keys)) for problem, keys in problems.items() if keys]
+    damage = []
+    for problem, keys in problems.items():
+        more = f" and {len(keys) - _LISTED} more" if len(keys) > _LISTED else ""
+        damage += [problem.format(", ".join(keys[:_LISTED]) + more)] if keys else []
     return LayerwiseRun(logits, own_logits, errors, reader.digest.hexdigest(), damage)
 
 
@@ -143,8 +146,3 @@ def _layer(weights: Params, x: Array, config: LlamaConfig) -> Array:
     positions = jnp.arange(x.shape[1])[None]
     attend = attention_inputs(config, positions, F.Mask(), x.shape[1])
     return build_layer(config, weights)(x, attend)[0]
-
-
-def _listed(keys: Sequence[str]) -> str:
-    more = f" and {len(keys) - _LISTED} more" if len(keys) > _LISTED else ""
-    return ", ".join(keys[:_LISTED]) + more

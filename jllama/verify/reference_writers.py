@@ -298,12 +298,9 @@ def _write_gguf(path: Path, config: LlamaConfig, params: Params) -> None:
 
 def _gguf_holds(config: LlamaConfig) -> bool:
     scaling: Any = config.rope_scaling
-    return (
-        scaling is None
-        or scaling.type == "linear"
-        or scaling == Llama3Scaling(scaling.factor)  # of its divisors, readers find the factor
-        or _is_papers_yarn(scaling)
-    )
+    if scaling is None or scaling.type == "linear":
+        return True
+    return scaling == Llama3Scaling(scaling.factor) or _is_papers_yarn(scaling)  # readers find the factor of divisors
 
 
 def _write_llama2c(path: Path, config: LlamaConfig, params: Params) -> None:

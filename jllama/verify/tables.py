@@ -35,7 +35,14 @@ def matrix(results: Sequence[Result], width: int, seconds: float) -> Iterator[Re
         tolerances = {result.check.tolerance for result in cells.values()}
         common = f"; tolerance {tolerances.pop():.0e}" if len(tolerances) == 1 else ""
         yield Text(f"\n{title}{common}", style="bold")
-        yield from _list(cells) if group == "equalities" else _grid(cells, width)
+        if group != "equalities":
+            yield from _grid(cells, width)
+            continue
+        table = Table("", "", Column("error", justify="right"), Column("tolerance", justify="right"))
+        table.box, table.pad_edge = None, False
+        for (row, column), result in cells.items():
+            table.add_row(row, column, _cell(result), f"{result.check.tolerance:.0e}")
+        yield table
     yield ""
     for result in results:
         if not result.passed:
@@ -45,18 +52,7 @@ def matrix(results: Sequence[Result], width: int, seconds: float) -> Iterator[Re
     yield Text(f"{_verdict(results)} ({seconds:.0f} s)", style="bold")
 
 
-Cells = dict[tuple[str, str], Result]
-
-
-def _list(cells: Cells) -> Iterator[Table]:
-    table = Table("", "", Column("error", justify="right"), Column("tolerance", justify="right"))
-    table.box, table.pad_edge = None, False
-    for (row, column), result in cells.items():
-        table.add_row(row, column, _cell(result), f"{result.check.tolerance:.0e}")
-    yield table
-
-
-def _grid(cells: Cells, width: int) -> Iterator[Table]:
+def _grid(cells: dict[tuple[str, str], Result], width: int) -> Iterator[Table]:
     """Rows and columns in the order of their first appearance, below each other where not all columns fit."""
     rows, columns = (list(dict.fromkeys(names[axis] for names in cells)) for axis in (0, 1))
     label = max(map(len, rows)) + 2

@@ -74,14 +74,7 @@ def weights(config: LlamaConfig) -> Params:
 
 
 @functools.cache
-def reference_logits(config: LlamaConfig) -> Float[np.ndarray, "rows seq vocab"]:
-    """The float64 oracle's logits for ``weights(config)`` at ``tokens_and_positions(config)``."""
+def reference_logits(config: LlamaConfig, rows: int | None = None, seq: int = SEQ) -> Float[np.ndarray, "_ _ vocab"]:
+    """The float64 oracle's logits for ``weights(config)`` at ``tokens_and_positions(config)``, or at a part of them."""
     tokens, positions = tokens_and_positions(config)
-    return oracle.forward(weights(config), tokens, config, positions)
-
-
-@functools.cache
-def reference_last_logits(config: LlamaConfig, num_tokens: int) -> Float[np.ndarray, "vocab"]:
-    """The oracle's logits after the first tokens of the first row: what decoding with a cache must give."""
-    tokens, _ = tokens_and_positions(config)
-    return oracle.forward(weights(config), tokens[:1, :num_tokens], config)[0, -1]
+    return oracle.forward(weights(config), tokens[:rows, :seq], config, positions[:rows, :seq])
