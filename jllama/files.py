@@ -6,13 +6,20 @@ import contextlib
 import errno
 import json
 import os
+import platform
 import shutil
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jllama.errors import JllamaError, UsageError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 _MAX_BYTES, _MAX_DEPTH = 100_000_000, 50
 
@@ -120,6 +127,52 @@ def write_text_whole(path: Path, text: str) -> None:
     """Write a text file, UTF-8, so that at any moment the old one or the new one is there."""
     with written_whole(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """A folder, created if need be, for this process alone, until it dies; one that stays empty goes again.
+
+    Systems without such locks let everybody in. Raises ``JllamaError`` that says which process has the folder.
+    """
+    is_new, path = not folder.exists(), folder / "in_use"
+    folder.mkdir(parents=True, exist_ok=True)
+    with path.open("a+") as file:
+        try:
+            if fcntl:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = os.fstat(file.fileno()).st_nlink > 0  # or its owner deleted it just now
+        except OSError as error:
+            is_ours = not isinstance(error, BlockingIOError)  # this file system has none
+        if not is_ours:
+            file.seek(0)
+            holder = file.read() or "another process"
+            raise JllamaError(f"{folder} is in use by {holder}: wait for it, or choose another folder")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what is not empty stays
+                if is_new:
+                    folder.rmdir()
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Add one JSON object to a ``.jsonl`` file."""
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def read_lines(path: Path, key: str = "step") -> list[dict[str, Any]]:
+    """The objects of a ``.jsonl`` file that have a key; a last line that a killed process left half is passed over."""
+    lines = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            lines.append(json.loads(line))
+    return [line for line in lines if key in line]
 
 
 def check_writable(path: Path) -> None:

@@ -12,8 +12,8 @@ import jllama
 
 PACKAGE = Path(jllama.__file__).parent
 FLOORS = [
-    {"errors", "functional", "progress", "typecheck"},
-    {"files", "rope_scaling"},
+    {"devices", "errors", "functional", "progress", "typecheck"},
+    {"files", "rope_scaling", "stop"},
     {"config"},
     {"presets", "parameters", "oracle", "tokenizers"},
     {"sharding", "decode_params", "data"},

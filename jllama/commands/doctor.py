@@ -45,8 +45,8 @@ def main(argv: Sequence[str], prog: str) -> int:
 
     from jllama import functional as F
     from jllama.checkpoints.registry import open_checkpoint
+    from jllama.devices import device_memory_bytes, machine_memory_bytes
     from jllama.parameters import count_parameters
-    from jllama.sharding import device_memory_bytes, machine_memory_bytes
     from jllama.verify.checks import TOLERANCE
     from jllama.verify.conformance import model_error
     from jllama.verify.implementation import jllama_itself

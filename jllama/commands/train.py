@@ -18,8 +18,8 @@ _FINE_TUNING = ["--training.batch_size=4", "--optimizer.learning_rate=2e-5"]
 def main(argv: Sequence[str], prog: str) -> int:
     """Train as the options say. A run that was stopped gives 130 (Ctrl-C) or 143 (SIGTERM), as shells have it."""
     config = read_config(argv, prog)
+    from jllama.stop import Stopped
     from jllama.training.loop import train  # not at the top: a mistake in the options should not wait for JAX
-    from jllama.training.stop import Stopped
 
     try:
         train(config)

@@ -13,10 +13,10 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jllama import functional as F
 from jllama.config import LlamaConfig
+from jllama.devices import device_memory_bytes
 from jllama.errors import UsageError
 from jllama.generation.sampling_params import Prompt
 from jllama.model import KVCache
-from jllama.sharding import device_memory_bytes
 
 _STOP_MULTIPLE = 8
 _BUILT_IN = {"temperature", "logit_bias", "banned_ids", "seed"}

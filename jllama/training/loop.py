@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from jllama import files
 from jllama.checkpoints.registry import open_checkpoint
 from jllama.checkpoints.run import CHECKPOINTS, CONFIG
 from jllama.checkpoints.run_checkpoints import RunCheckpoints
@@ -25,11 +26,13 @@ from jllama.config import LlamaConfig
 from jllama.data.batches import training_batches
 from jllama.data.config import DataConfig
 from jllama.data.tokens import Dataset, prepare_data
+from jllama.devices import describe_devices, idle_accelerator
 from jllama.errors import JllamaError, UsageError
 from jllama.generation.text import generate, prompt_ids
 from jllama.language_model import LanguageModel
 from jllama.parameters import count_parameters
-from jllama.sharding import describe_devices, idle_accelerator, make_mesh
+from jllama.sharding import make_mesh
+from jllama.stop import Stopped, stop_signals
 from jllama.tokenizers import has_tokenizer, load_tokenizer
 from jllama.training import run_folder
 from jllama.training.config import TrainConfig
@@ -37,7 +40,6 @@ from jllama.training.metrics import Evaluation, check_memory, evaluate, summariz
 from jllama.training.optimizer import check_optimizer, learning_rate_at
 from jllama.training.report import sample_command, write_report
 from jllama.training.step import StepMetrics, Training, TrainState, attention_of, compile_training
-from jllama.training.stop import Stopped, stop_signals
 
 
 def train(config: TrainConfig) -> Evaluation:
@@ -52,7 +54,7 @@ def train(config: TrainConfig) -> Evaluation:
             longer a number, or the run cannot go on with this configuration.
         UsageError: the configuration does not fit the corpus, the devices or itself.
     """
-    with run_folder.locked(Path(config.run_dir)):
+    with files.locked(Path(config.run_dir)):
         opened = _open(config)
         if isinstance(opened, Evaluation):  # there is nothing left to do
             return opened
@@ -63,7 +65,7 @@ def train(config: TrainConfig) -> Evaluation:
             return step % every == 0 or step == total_steps
 
         with stop_signals(lambda: f"finishing step {step + 1:,} and saving") as stop, run.progress:
-            evaluated = run_folder.read_lines(run.folder / run_folder.METRICS, "validation_loss")
+            evaluated = files.read_lines(run.folder / run_folder.METRICS, "validation_loss")
             if step and due(options.eval_every) and step not in [line["step"] for line in evaluated]:
                 # a stop came first
                 run.sample_and_report(state, run.evaluate(state, stop))
@@ -214,7 +216,7 @@ class _Run:
             model = LanguageModel(self.config.model, state.params, self.data.tokenizer)
             for completion in generate(model, [prompt][:count], sampling, max_new_tokens=count):
                 record = {"step": int(state.step), "prompt": prompt, "text": completion.text}
-                run_folder.append_line(self.folder / run_folder.SAMPLES, record)
+                files.append_line(self.folder / run_folder.SAMPLES, record)
                 self.console.print(f"[dim]{escape(prompt + completion.text)}[/dim]\n")
         with self.warn_instead():
             self.report(evaluation)
@@ -223,7 +225,7 @@ class _Run:
         write_report(self.config, self.data, describe_devices(self.training.mesh), evaluation, self.seconds())
 
     def write(self, record: dict[str, Any]) -> None:
-        run_folder.append_line(self.folder / run_folder.METRICS, record)
+        files.append_line(self.folder / run_folder.METRICS, record)
 
     @contextlib.contextmanager
     def warn_instead(self) -> Iterator[None]:
@@ -269,7 +271,7 @@ def _open(config: TrainConfig) -> tuple[_Run, TrainState] | Evaluation:
     if step:
         for change in run_folder.changes_on_resume(folder, config, step):
             console.print(change, style="yellow", markup=False)
-        final = run_folder.read_lines(folder / run_folder.METRICS, "final")
+        final = files.read_lines(folder / run_folder.METRICS, "final")
         if step >= options.steps and final:
             more = ("--training.steps", 2 * step, "--resume_with_changes", "true")
             go_on = f"To go on: {run_folder.command('train', '--resume', folder, *more)}"

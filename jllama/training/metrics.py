@@ -12,10 +12,10 @@ import numpy as np
 
 from jllama.data.batches import validation_batches
 from jllama.data.tokens import Dataset
+from jllama.devices import describe_devices, device_memory_bytes
 from jllama.errors import UsageError
 from jllama.evaluation.scoring import TextScore
 from jllama.parameters import Params, training_flops_per_token
-from jllama.sharding import describe_devices, device_memory_bytes
 from jllama.training.config import LoopConfig, TrainConfig
 from jllama.training.step import StepMetrics, Training
 

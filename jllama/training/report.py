@@ -15,11 +15,11 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from jllama.data.tokens import Dataset
-from jllama.files import write_text_whole
+from jllama.files import read_lines, write_text_whole
 from jllama.parameters import count_parameters
 from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation
-from jllama.training.run_folder import CONFIG, METRICS, REPORT, SAMPLES, command, read_lines
+from jllama.training.run_folder import CONFIG, METRICS, REPORT, SAMPLES, command
 
 _STYLE = """
 :root { color-scheme: light dark; }

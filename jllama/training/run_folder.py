@@ -5,30 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
-import platform
 import re
 import shlex
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import yaml
 
 from jllama.checkpoints.run import CONFIG, read_config
 from jllama.errors import JllamaError, UsageError
-from jllama.files import write_text_whole
+from jllama.files import append_line, read_lines, write_text_whole
 from jllama.training.config import OptimizerConfig, TrainConfig
 from jllama.training.optimizer import learning_rate_at
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
 METRICS, SAMPLES, REPORT, HISTORY = "metrics.jsonl", "samples.jsonl", "report.html", "config.history.jsonl"
-_LOCK = "in_use"
 
 # How an option may differ when a run goes on. The fingerprint that checkpoints hold speaks for the data.
 _IGNORED = r"run_dir|resume|resume_with_changes|training\.epochs"  # epochs are resolved to steps
@@ -40,43 +30,6 @@ _FREE = (  # what is seen, what is kept, where and how it is computed
     r"(mesh|sampling|data)\..*|training\.(accumulation|attention|remat|log_every|keep_last|save_every|eval_every"
     r"|eval_tokens|sample_prompt|sample_tokens)"
 )
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """The folder of a run, created if need be, for this process alone; one that stays empty goes again.
-
-    Raises:
-        JllamaError: another process has it; the message says which.
-    """
-    is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / _LOCK
-    with path.open("a+") as file:
-        if not _lock(file):
-            file.seek(0)
-            holder = file.read() or "another process"
-            raise JllamaError(f"{folder} is in use by {holder}: wait for it, or choose another run_dir")
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
-        file.flush()
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # what is not empty stays
-                if is_new:
-                    folder.rmdir()
-
-
-def _lock(file: TextIO) -> bool:
-    """Whether the file is ours until this process dies; it is, too, where the system has no such locks."""
-    try:
-        if fcntl:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return not isinstance(error, BlockingIOError)  # this file system has none
-    return os.fstat(file.fileno()).st_nlink > 0  # or its owner deleted it just now
 
 
 def command(name: str, *arguments: object) -> str:
@@ -103,21 +56,6 @@ def _as_written(config: TrainConfig) -> dict[str, Any]:
     """A configuration as ``config.yaml`` has it: enough to start the same run again."""
     plain = dataclasses.replace(config, resume="never", resume_with_changes=False)
     return yaml.safe_load(yaml.safe_dump(dataclasses.asdict(plain), sort_keys=False))
-
-
-def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Add one JSON object to a ``.jsonl`` file."""
-    with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
-
-
-def read_lines(path: Path, key: str = "step") -> list[dict[str, Any]]:
-    """The objects of a ``.jsonl`` file that have a key; a last line that a killed process left half is passed over."""
-    lines = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        with contextlib.suppress(json.JSONDecodeError):
-            lines.append(json.loads(line))
-    return [line for line in lines if key in line]
 
 
 def changes_on_resume(folder: Path, config: TrainConfig, step: int) -> list[str]:

@@ -19,21 +19,22 @@ import numpy as np
 import pytest
 import yaml
 
+from jllama import files
 from jllama.checkpoints.registry import load, save
 from jllama.commands import cli
 from jllama.commands.cli import parse
 from jllama.commands.train import read_config
 from jllama.config import LlamaConfig
 from jllama.errors import UsageError
+from jllama.files import locked
 from jllama.language_model import LanguageModel
 from jllama.model import abstract_params
 from jllama.tokenizers import BytesTokenizer
-from jllama.training import loop, run_folder
+from jllama.training import loop
 from jllama.training.config import LoopConfig, TrainConfig
 from jllama.training.loop import train
 from jllama.training.metrics import Evaluation
 from jllama.training.optimizer import learning_rate_at
-from jllama.training.run_folder import locked
 
 STEPS, EPOCH = 20, 6
 
@@ -139,14 +140,14 @@ def test_stopped_and_continued_is_the_same_to_the_last_bit(small_run, workshop, 
 
 def test_a_stop_between_two_checkpoints_is_saved(small_run, workshop, read_run, tmp_path, capsys, monkeypatch):
     """The signal comes while a step is being logged, after the loop has asked for one."""
-    run, append_line = tmp_path / "run", run_folder.append_line
+    run, append_line = tmp_path / "run", files.append_line
 
     def append_and_stop(path, record):
         append_line(path, record)
         if record["step"] == 3:
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(run_folder, "append_line", append_and_stop)
+    monkeypatch.setattr(files, "append_line", append_and_stop)
     settings = options(workshop, run, "--training.save_every", 2)
     before, interrupt = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     assert cli.run("train", settings) == 128 + signal.SIGTERM
@@ -336,12 +337,12 @@ def test_a_run_in_use_is_refused_with_who_has_it(workshop, copied, capsys, monke
         assert code == 1
         assert re.fullmatch(
             rf"error: {copied} is in use by process {os.getpid()} on \S+ since [\d-]+ [\d:]+: wait for it, "
-            rf"or choose another run_dir",
+            rf"or choose another folder",
             message,
         )
         assert everything(copied) == before
     assert not (copied / "in_use").exists()
-    monkeypatch.setattr(run_folder, "fcntl", None)  # Windows
+    monkeypatch.setattr(files, "fcntl", None)  # Windows
     with locked(copied), locked(copied):
         pass
     assert not (copied / "in_use").exists()

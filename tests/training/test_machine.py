@@ -8,7 +8,7 @@ import pytest
 from jllama.config import LlamaConfig
 from jllama.errors import UsageError
 from jllama.parameters import count_parameters
-from jllama.sharding import MeshConfig, describe_devices, idle_accelerator, make_mesh
+from jllama.sharding import MeshConfig, make_mesh
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
 from jllama.training.metrics import check_memory
 from jllama.training.step import compile_training
@@ -45,26 +45,3 @@ def test_the_least_that_a_run_takes():
 def test_what_no_machine_has(absurd):
     with pytest.raises(UsageError, match=r"[\d,]{4,}\.\d GiB"):
         check(dataclasses.replace(CONFIG, **absurd))
-
-
-def test_devices_in_words():
-    assert describe_devices(MESH) == "one CPU"
-
-
-@pytest.mark.parametrize(
-    ("path", "said"),
-    [
-        ("proc/driver/nvidia/version", "an NVIDIA GPU but JAX sees none: pip install 'jllama[cuda]'"),
-        ("dev/nvidia0", "an NVIDIA GPU but JAX sees none: pip install 'jllama[cuda]'"),
-        ("dev/accel0", "a TPU but JAX sees none: pip install 'jllama[tpu]'"),
-    ],
-)
-def test_an_accelerator_that_jax_does_not_see(tmp_path, monkeypatch, path, said):
-    monkeypatch.delenv("JAX_PLATFORMS")
-    monkeypatch.delenv("TPU_WORKER_ID", raising=False)
-    assert idle_accelerator(tmp_path) is None
-    (tmp_path / path).parent.mkdir(parents=True)
-    (tmp_path / path).touch()
-    assert said in idle_accelerator(tmp_path)
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # it is meant
-    assert idle_accelerator(tmp_path) is None

@@ -11,11 +11,11 @@ import time
 
 import pytest
 
-from jllama.training.stop import Stopped, stop_signals
+from jllama.stop import Stopped, stop_signals
 
 BUSY = """
 import sys, time
-from jllama.training.stop import stop_signals
+from jllama.stop import stop_signals
 with stop_signals(lambda: "finishing step 3 and saving") as stop:
     print("ready", flush=True)
     while not stop:
