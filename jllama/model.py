@@ -244,7 +244,8 @@ class Llama(nnx.Module):
     ) -> tuple[Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
         """``functional.token_log_probs``: each target's log-probability, and whether it is the likeliest token."""
         with jax.named_scope("head"):
-            return F.token_log_probs(hidden, self.head, targets)
+            chunk_tokens = min(2048, max(2**28 // (4 * self.config.vocab_size), 1))  # at most 256 MiB of float32 logits
+            return F.token_log_probs(hidden, self.head, targets, chunk_tokens)
 
     @property
     def head(self) -> Any:

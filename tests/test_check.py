@@ -124,7 +124,7 @@ def test_what_is_not_known_is_shown_where_it_is_worst():
     verdict = check.swiglu(lambda x, *_: np.where(np.arange(32) == 5, 7.0, x))
     assert not verdict
     assert not verdict.mistake
-    assert "It behaves like none of the 6 known mistakes; the largest difference is at [" in str(verdict)
+    assert "It behaves like none of the 10 known mistakes; the largest difference is at [" in str(verdict)
     assert ", 5]: 7 where " in str(verdict)
 
 

@@ -179,6 +179,9 @@ def attention(
     >>> print(attention(x, x, x).shape)
     (1, 2, 3, 8)
     """
+    if all(field is None for field in mask) and query.shape[2] > key.shape[2]:  # no sequence to itself
+        said = f"attention: query is {list(query.shape)} and key {list(key.shape)}, for [batch, heads, seq, head_dim]"
+        raise ValueError(f"{said}; it fits after swapaxes(1, 2), heads before seq")
     if implementation == "auto":
         implementation = choose_attention(jax.default_backend(), query.shape[2], key.shape[2])
     if implementation not in ATTENTION:

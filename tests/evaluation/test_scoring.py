@@ -1,7 +1,9 @@
 """Log-probabilities and sliding windows, against the float64 oracle."""
 
+import dataclasses
 import itertools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from jllama.errors import JllamaError, UsageError
 from jllama.evaluation import scoring
 from jllama.evaluation.scoring import score_texts, sliding_windows, token_log_probs
 from jllama.language_model import LanguageModel
+from jllama.model import initial_params
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify.checks import random_params
 
@@ -84,6 +87,16 @@ def test_rows_of_all_lengths_take_two_compilations():
         sizes.append(scoring._score._cache_size())
     assert sizes[1] <= sizes[0] + 2  # up to 32 tokens, and the context of 48; other tests may have run before
     assert sizes[1] == sizes[2] == sizes[3]
+
+
+def test_logits_of_a_large_vocabulary_take_256_mib_at_a_time():
+    config = dataclasses.replace(CONFIG, vocab_size=128_256, max_seq_len=2048)
+    params = jax.eval_shape(lambda: initial_params(jax.random.key(0), config))
+    tokens = jax.ShapeDtypeStruct((2, 2049), np.int32)
+    computation = jax.make_jaxpr(scoring._score, static_argnums=1)(params, config, tokens)
+    shapes = [[int(size) for size in shape.split(",")] for shape in re.findall(r"f32\[([\d,]+)\]", str(computation))]
+    most = max(math.prod(shape) for shape in shapes if shape[-1] == 128_256)
+    assert 2**26 < 4 * most <= 2**28
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ WRONG = {
         "it fits after swapaxes(1, 2), heads before seq",
     ),
     "seq before heads, causal": (
-        lambda: F.causal_attention(ones(1, 8, 4, 6), ones(1, 8, 2, 6), ones(1, 8, 2, 6)),
+        lambda: F.attention(ones(1, 8, 4, 6), ones(1, 8, 2, 6), ones(1, 8, 2, 6)),
         "it fits after swapaxes(1, 2), heads before seq",
     ),
     "seq before heads, rotated": (
@@ -56,15 +56,15 @@ WRONG = {
         "apply_rope: cos is float32[1, 8, 6] but float[batch or 1, seq, head_dim//2] is expected",
     ),
     "no batch": (
-        lambda: F.causal_attention(ones(4, 8, 6), ones(4, 8, 6), ones(4, 8, 6)),
+        lambda: F.attention(ones(4, 8, 6), ones(4, 8, 6), ones(4, 8, 6)),
         "query is float32[4, 8, 6] but float[batch, heads, seq, head_dim] is expected",
     ),
     "heads that don't divide": (
-        lambda: F.causal_attention(ones(1, 4, 8, 6), ones(1, 3, 8, 6), ones(1, 3, 8, 6)),
+        lambda: F.attention(ones(1, 4, 8, 6), ones(1, 3, 8, 6), ones(1, 3, 8, 6)),
         "query has 4 heads and key 3; the first must be a multiple of the second",
     ),
     "float positions": (
-        lambda: F.rope_tables(ones(2, 8), F.inverse_frequencies(8, 1e4)),
+        lambda: F.rope_tables(ones(2, 8), np.ones(4)),
         "rope_tables: positions is float32[2, 8] but integer[*lead] is expected",
     ),
     "float targets": (
