@@ -53,18 +53,15 @@ def decode_layout(params: Params, config: LlamaConfig, quantize: Quantization | 
 
     def laid_out(path: str, leaf: Array) -> Any:
         axes = [axis for axis in table[path].axes if axis != "layers"]
-        return _lay_out(leaf, tuple(axes.index(axis) for axis in table[path].inputs), quantize)
+        inputs = tuple(axes.index(axis) for axis in table[path].inputs)
+        return _decode_matrix(leaf, inputs, quantize) if inputs else leaf
 
-    others = {name: laid_out(name, leaf) for name, leaf in params.items() if name != "layers"}
-    layers = {
+    weights = {name: laid_out(name, leaf) for name, leaf in params.items() if name != "layers"}
+    weights["layers"] = {
         str(i): {name: laid_out(f"layers/{name}", stack[i]) for name, stack in params["layers"].items()}
         for i in range(config.num_layers)
     }
-    return DecodeParams(others | {"layers": layers})
+    return DecodeParams(weights)
 
 
-@functools.partial(jax.jit, static_argnames=("inputs", "quantize"))
-def _lay_out(leaf: Array, inputs: tuple[int, ...], quantize: Quantization | None) -> Any:
-    if not inputs:
-        return leaf
-    return F.quantize_int8(leaf, inputs) if quantize else F.pack(leaf, inputs)
+_decode_matrix = jax.jit(F.decode_matrix, static_argnums=(1, 2))

@@ -4,11 +4,10 @@ The module holds no state but its parameters. Compiled code takes ``params`` (a 
 ``jllama.parameters``) and puts the module together on its first line: ``llama = build_model(config, params)``.
 """
 
-from __future__ import annotations
-
+import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +19,13 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from jllama import functional as F
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams
-from jllama.errors import UsageError
+from jllama.errors import UsageError, unknown_name
 from jllama.parameters import Params, initial_std, parameter_table, shape_of
 from jllama.rope_scaling import inverse_frequencies
 
 TokenIds = Integer[Array | np.ndarray, "batch seq"] | Sequence[Sequence[int]]
+Stream = Float[Array, "batch seq embed"]
+KeysValues = tuple[Float[Array, "batch kv_heads kv_seq head_dim"], Float[Array, "batch kv_heads kv_seq head_dim"]]
 
 
 class KVCache(NamedTuple):
@@ -40,88 +41,96 @@ class KVCache(NamedTuple):
     lengths: Int[Array, "batch"]
 
     @classmethod
-    def zeros(cls, config: LlamaConfig, batch: int, max_len: int, dtype: jnp.dtype | type = jnp.float32) -> KVCache:
+    def zeros(cls, config: LlamaConfig, batch: int, max_len: int, dtype: jnp.dtype | type = jnp.float32) -> "KVCache":
         """An empty cache with room for ``max_len`` tokens in each of ``batch`` rows."""
         shape = (batch, config.num_kv_heads, max_len, config.head_dim)
         keys, values = (tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)) for _ in range(2))
         return cls(keys, values, jnp.zeros(batch, jnp.int32))
 
 
-class AttentionInputs(NamedTuple):
-    """What every layer needs to know of the positions: rotary tables, who sees whom, and where new keys go."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionInputs:
+    """What every layer needs to know: rotary tables, who sees whom, where new keys go, and which implementation."""
 
-    cos: Float[Array, "#batch seq half"]
-    sin: Float[Array, "#batch seq half"]
+    cos: Any  # Float[Array, "#batch seq half"]; JAX puts trees together from leaves that are no arrays, too
+    sin: Any  # Float[Array, "#batch seq half"]
     mask: F.Mask
-    positions: Int[Array, "#batch seq"]
+    positions: Any  # Int[Array, "#batch seq"]
+    implementation: str = dataclasses.field(metadata={"static": True})
 
 
-KeysValues = tuple[Float[Array, "batch kv_heads kv_seq head_dim"], Float[Array, "batch kv_heads kv_seq head_dim"]]
+class _Module(nnx.Module):
+    """A module with the parameters of the table's rows of a prefix; their ``layers`` axis is added by ``nnx.vmap``."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> nnx.Param[Array]: ...
+
+    def add_parameters(self, config: LlamaConfig, rngs: nnx.Rngs, prefix: str = "") -> None:
+        """Draw them as the table says."""
+        for path, row in parameter_table(config).items():
+            if path.startswith("layers/") != (prefix == "layers/"):
+                continue
+            shape = shape_of(row, config)[row.axes[0] == "layers" :]
+            if row.init == "normal":
+                values = initial_std(row, config) * jax.random.normal(rngs.params(), shape, jnp.float32)
+            else:
+                values = jnp.full(shape, float(row.init == "ones"), jnp.float32)
+            setattr(self, path.removeprefix(prefix), nnx.Param(values))
 
 
-class Layer(nnx.Module):
+class Layer(_Module):
     """One transformer block: ``x += attention(norm(x))``, then ``x += swiglu(norm(x))``."""
-
-    attn_norm: nnx.Param[Array]
-    wq: nnx.Param[Array]
-    wk: nnx.Param[Array]
-    wv: nnx.Param[Array]
-    wo: nnx.Param[Array]
-    mlp_norm: nnx.Param[Array]
-    w_gate: nnx.Param[Array]
-    w_up: nnx.Param[Array]
-    w_down: nnx.Param[Array]
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
         self.norm_eps = config.norm_eps
-        _add_parameters(self, config, rngs, "layers/")
+        self.add_parameters(config, rngs, "layers/")
 
     def __call__(
-        self,
-        x: Float[Array, "batch seq embed"],
-        attend: AttentionInputs,
-        cached: KeysValues | None = None,
-        implementation: str = "auto",
-    ) -> tuple[Float[Array, "batch seq embed"], KeysValues]:
+        self, x: Stream, attend: AttentionInputs, cached: KeysValues | None = None
+    ) -> tuple[Stream, KeysValues]:
         """The block's output, and the keys and values attended to: the new ones written into ``cached``, if given."""
         with jax.named_scope("attention"):
-            normed = F.rms_norm(x, self.attn_norm[...], self.norm_eps)
-            mixed, kept = self.attention(normed, attend, cached, implementation)
+            mixed, kept = self.attention(F.rms_norm(x, self.attn_norm[...], self.norm_eps), attend, cached)
             x = x + mixed
         with jax.named_scope("feed_forward"):
             normed = F.rms_norm(x, self.mlp_norm[...], self.norm_eps)
             return x + F.swiglu(normed, self.w_gate[...], self.w_up[...], self.w_down[...]), kept
 
     def attention(
-        self,
-        x: Float[Array, "batch seq embed"],
-        attend: AttentionInputs,
-        cached: KeysValues | None = None,
-        implementation: str = "auto",
-    ) -> tuple[Float[Array, "batch seq embed"], KeysValues]:
+        self, x: Stream, attend: AttentionInputs, cached: KeysValues | None = None
+    ) -> tuple[Stream, KeysValues]:
         """Queries, keys and values of ``x``, mixed and projected back; and the keys and values attended to."""
         query, key, value = self.heads(x)
         query, key = (F.apply_rope(each, attend.cos, attend.sin) for each in (query, key))
         kept = key, value
         if cached is not None:
             kept = _write(cached[0], key, attend.positions), _write(cached[1], value, attend.positions)
-        mixed = F.attention(query, *kept, attend.mask, implementation)
-        return _from_heads(mixed, self.wo[...]), kept
+        mixed = F.attention(query, *kept, attend.mask, attend.implementation).swapaxes(1, 2)
+        wo = self.wo[...]
+        return (mixed.reshape(x.shape[0] * x.shape[1], -1) @ wo.reshape(-1, wo.shape[-1])).reshape(x.shape), kept
 
-    def heads(self, x: Float[Array, "batch seq embed"]) -> tuple[Array, Array, Array]:
+    def heads(self, x: Stream) -> tuple[Array, Array, Array]:
         """Queries, keys and values, each ``[batch, heads or kv_heads, seq, head_dim]``, before the rotary embedding."""
-        return _to_heads(x, self.wq[...]), _to_heads(x, self.wk[...]), _to_heads(x, self.wv[...])
+        batch, seq, embed = x.shape
+
+        def to_heads(w: Any) -> Array:
+            return (x.reshape(-1, embed) @ w.reshape(embed, -1)).reshape(batch, seq, *w.shape[1:]).swapaxes(1, 2)
+
+        return to_heads(self.wq[...]), to_heads(self.wk[...]), to_heads(self.wv[...])
 
 
 LAYER_CLASSES: dict[type[LlamaConfig], type[Layer]] = {LlamaConfig: Layer}
 """The block of the models of a class of configurations, and of those derived from it that have none of their own."""
 
 
-def _layer_class(config: LlamaConfig) -> type[Layer]:
-    return next(LAYER_CLASSES[kind] for kind in type(config).__mro__ if kind in LAYER_CLASSES)
+def _layer(config: LlamaConfig, key: Array | int) -> Layer:
+    kind = next(LAYER_CLASSES[kind] for kind in type(config).__mro__ if kind in LAYER_CLASSES)
+    return kind(config, nnx.Rngs(key))
 
 
-class Llama(nnx.Module):
+class Llama(_Module):
     """A whole Llama. Its layers are stacked on a leading axis and scanned, or separate and unrolled.
 
     Scanning compiles in a time that does not grow with depth: for training. Unrolling spares each step the copy of a
@@ -129,17 +138,13 @@ class Llama(nnx.Module):
     Source: Touvron et al. 2023 (arXiv:2302.13971), section 2.2.
     """
 
-    embed: nnx.Param[Array]
-    final_norm: nnx.Param[Array]
-    lm_head: nnx.Param[Array]  # unless tied
-
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
         if not config.vocab_size:
             raise UsageError("vocab_size is 0; give the number of the tokenizer's tokens")
         self.config = config
-        _add_parameters(self, config, rngs)
+        self.add_parameters(config, rngs)
         keys = jax.random.split(rngs.params(), config.num_layers)
-        self.layers: Layer | nnx.Dict[Layer] = nnx.vmap(lambda key: _layer_class(config)(config, nnx.Rngs(key)))(keys)
+        self.layers: Layer | nnx.Dict[Layer] = nnx.vmap(functools.partial(_layer, config))(keys)
 
     def __call__(
         self, tokens: TokenIds, segments: Int[Array, "batch seq"] | None = None
@@ -155,20 +160,19 @@ class Llama(nnx.Module):
         *,
         remat: bool = False,
         attention: str = "auto",
-    ) -> Float[Array, "batch seq embed"]:
-        """The final normalised activations of whole sequences.
+    ) -> Stream:
+        """The final normalized activations of whole sequences.
 
         Args:
             tokens: ids below ``vocab_size``.
             segments: numbers that tell packed documents apart; tokens attend only within their own. None: one each row.
             positions: by which queries and keys are turned; defaults to 0, 1, 2, ...
             remat: keep only each layer's input for the backward pass; else products with weights are kept too.
-
             attention: one of ``functional.ATTENTION``, or ``auto``, see ``functional.choose_attention``.
 
         Raises:
             UsageError: tokens are not ids of this model (``as_token_ids``), or more than ``max_seq_len`` without
-                ``positions``, other than with ``dynamic`` scaling.
+                ``positions``, other than with ``dynamic`` scaling; or there is no such ``attention``.
         """
         tokens = as_token_ids(tokens, self.config)
         if positions is None:
@@ -177,12 +181,12 @@ class Llama(nnx.Module):
                 raise UsageError(f"tokens has {length} a row; the model's context is {context}: cut it into windows")
             positions = jnp.arange(length)[None]
         mask = F.Mask(query_segments=segments, key_segments=segments)
-        attend, x = attention_inputs(self.config, positions, mask, tokens.shape[1]), self._embed(tokens)
+        attend, x = attention_inputs(self.config, positions, mask, tokens.shape[1], attention), self._embed(tokens)
         if isinstance(self.layers, Layer):
             graph, stacked = nnx.split(self.layers)
 
             def step(x: Array, weights: Any) -> tuple[Array, None]:
-                return nnx.merge(graph, weights)(x, attend, implementation=attention)[0], None
+                return nnx.merge(graph, weights)(x, attend)[0], None
 
             # What elementwise operations and attention make is cheaper to compute again than to stack for every layer:
             # keeping only the results of products with weights, a training step on CPU is 1.2 to 1.6 times faster.
@@ -190,38 +194,35 @@ class Llama(nnx.Module):
             x, _ = jax.lax.scan(jax.checkpoint(step, policy=keep, prevent_cse=False), x, stacked)
         else:
             for index in range(self.config.num_layers):
-                x, _ = self.layers[str(index)](x, attend, implementation=attention)
+                x, _ = self.layers[str(index)](x, attend)
         return F.rms_norm(x, self.final_norm[...], self.config.norm_eps)
 
     def forward_with_cache(
         self, tokens: TokenIds, cache: KVCache | None, counts: Int[Array, "batch"], attention: str = "auto"
-    ) -> tuple[Float[Array, "batch seq embed"], KVCache]:
+    ) -> tuple[Stream, KVCache]:
         """Continue each row of the cache by its first ``counts`` tokens: prefill, or one step of decoding.
 
-        Tokens past a row's count are padding: their activations mean nothing and no real token ever sees them.
-        Slots past the end of the cache are not written; the caller checks that ``lengths + counts`` fit. With no cache,
-        the tokens begin a new one, as long as they are.
-        Needs unrolled layers (``DecodeParams``). Returns the final normalised activations and the longer cache.
+        Tokens past a row's count are padding: their activations mean nothing and no real token ever sees them. Slots
+        past the end of the cache are not written; the caller checks that ``lengths + counts`` fit. With no cache, the
+        tokens begin a new one, as long as they are. Needs unrolled layers (``DecodeParams``). Returns the final
+        normalized activations and the longer cache. Errors as in ``hidden``.
         """
         assert isinstance(self.layers, nnx.Dict), "decoding takes DecodeParams"
-        tokens = as_token_ids(tokens, self.config)
-        counts = counts.astype(jnp.int32)
+        tokens, counts = as_token_ids(tokens, self.config), counts.astype(jnp.int32)
         lengths = jnp.zeros_like(counts) if cache is None else cache.lengths
         positions = lengths[:, None] + jnp.arange(tokens.shape[1])
         kv_seq = tokens.shape[1] if cache is None else cache.keys[0].shape[2]
         if attention == "auto":
             attention = F.choose_attention(jax.default_backend(), tokens.shape[1], kv_seq, backward=False)
         mask = F.Mask(offset=None if cache is None else lengths)
-        attend = attention_inputs(self.config, positions, mask)
-        x = self._embed(tokens)
+        attend, x = attention_inputs(self.config, positions, mask, implementation=attention), self._embed(tokens)
         updated: list[KeysValues] = []
         for index in range(self.config.num_layers):
             cached = None if cache is None else (cache.keys[index], cache.values[index])
-            x, kept = _run_layer(*nnx.split(self.layers[str(index)]), x, attend, cached, attention)
+            x, kept = _run_layer(*nnx.split(self.layers[str(index)]), x, attend, cached)
             updated.append(kept)
         keys, values = zip(*updated, strict=True)
-        x = F.rms_norm(x, self.final_norm[...], self.config.norm_eps)
-        return x, KVCache(keys, values, lengths + counts)
+        return F.rms_norm(x, self.final_norm[...], self.config.norm_eps), KVCache(keys, values, lengths + counts)
 
     def logits(self, hidden: Float[Array, "*lead embed"]) -> Float[Array, "*lead vocab"]:
         """Float32 scores of every token in the vocabulary: ``hidden @ head``."""
@@ -229,18 +230,14 @@ class Llama(nnx.Module):
             return F.project(hidden, self.head)
 
     def loss(
-        self,
-        hidden: Float[Array, "batch seq embed"],
-        targets: Int[Array, "batch seq"],
-        mask: Bool[Array, "batch seq"],
-        z_loss: float = 0.0,
+        self, hidden: Stream, targets: Int[Array, "batch seq"], mask: Bool[Array, "batch seq"], z_loss: float = 0.0
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Summed loss of the unmasked targets, and their number: ``functional.linear_cross_entropy``."""
         with jax.named_scope("head"):
             return F.linear_cross_entropy(hidden, self.head, targets, mask, z_loss)
 
     def token_log_probs(
-        self, hidden: Float[Array, "batch seq embed"], targets: Int[Array, "batch seq"]
+        self, hidden: Stream, targets: Int[Array, "batch seq"]
     ) -> tuple[Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
         """``functional.token_log_probs``: each target's log-probability, and whether it is the likeliest token."""
         with jax.named_scope("head"):
@@ -279,25 +276,24 @@ def as_token_ids(tokens: Any, config: LlamaConfig) -> Integer[Array, "batch seq"
     return jnp.asarray(tokens)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5))
+@functools.partial(jax.jit, static_argnums=0)
 def _run_layer(
-    graph: nnx.GraphDef[Layer],
-    weights: Any,
-    x: Array,
-    attend: AttentionInputs,
-    cached: KeysValues | None,
-    implementation: str,
+    graph: nnx.GraphDef[Layer], weights: Any, x: Array, attend: AttentionInputs, cached: KeysValues | None
 ) -> tuple[Array, KeysValues]:
     """One of many equal layers: under an outer ``jit`` they are traced once, not once each."""
-    return nnx.merge(graph, weights)(x, attend, cached, implementation)
+    return nnx.merge(graph, weights)(x, attend, cached)
 
 
-def attention_inputs(config: LlamaConfig, positions: Array, mask: F.Mask, seq_len: int = 0) -> AttentionInputs:
+def attention_inputs(
+    config: LlamaConfig, positions: Array, mask: F.Mask, seq_len: int = 0, implementation: str = "auto"
+) -> AttentionInputs:
     """What every layer is told of the positions; ``seq_len`` as in ``rope_frequencies``."""
+    if implementation not in ("auto", *F.ATTENTION):
+        raise unknown_name("attention implementation", implementation, F.ATTENTION)
     cos, sin = F.rope_tables(positions, rope_frequencies(config, seq_len))
     if scaling := config.rope_scaling:
         cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
-    return AttentionInputs(cos, sin, mask, positions)
+    return AttentionInputs(cos, sin, mask, positions, implementation)
 
 
 def rope_frequencies(config: LlamaConfig, seq_len: int = 0) -> np.ndarray:
@@ -316,13 +312,13 @@ def rope_frequencies(config: LlamaConfig, seq_len: int = 0) -> np.ndarray:
 def build_model(config: LlamaConfig, params: Params | DecodeParams) -> Llama:
     """The module with these parameters in it, of either layout: the first line of a compiled function."""
     if isinstance(params, DecodeParams):
-        return nnx.merge(_graph(config, unrolled=True), params.weights)
-    return nnx.merge(_graph(config, unrolled=False), params)
+        return nnx.merge(_graph(config, "unrolled"), params.weights)
+    return nnx.merge(_graph(config, "stacked"), params)
 
 
 def build_layer(config: LlamaConfig, weights: Params) -> Layer:
     """One block by itself with these weights in it: a value of an unstacked ``params["layers"]``."""
-    return nnx.merge(_layer_graph(config), weights)
+    return nnx.merge(_graph(config, "layer"), weights)
 
 
 def initial_params(key: Array, config: LlamaConfig) -> Params:
@@ -336,46 +332,14 @@ def abstract_params(config: LlamaConfig) -> Params:
 
 
 @functools.cache
-def _graph(config: LlamaConfig, *, unrolled: bool) -> nnx.GraphDef[Llama]:
+def _graph(config: LlamaConfig, layout: Literal["stacked", "unrolled", "layer"]) -> nnx.GraphDef[Any]:
+    layer = nnx.eval_shape(lambda: _layer(config, 0))
+    if layout == "layer":
+        return nnx.graphdef(layer)
     llama = nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0)))
-    if unrolled:
-        layer = nnx.eval_shape(lambda: _layer_class(config)(config, nnx.Rngs(0)))
+    if layout == "unrolled":
         llama.layers = nnx.Dict({str(i): nnx.clone(layer) for i in range(config.num_layers)})
     return nnx.graphdef(llama)
-
-
-@functools.cache
-def _layer_graph(config: LlamaConfig) -> nnx.GraphDef[Layer]:
-    return nnx.graphdef(nnx.eval_shape(lambda: _layer_class(config)(config, nnx.Rngs(0))))
-
-
-def _add_parameters(module: nnx.Module, config: LlamaConfig, rngs: nnx.Rngs, prefix: str = "") -> None:
-    """Give a module the table's rows of this prefix. The ``layers`` axis is added by ``nnx.vmap``."""
-    for path, row in parameter_table(config).items():
-        if path.startswith("layers/") != (prefix == "layers/"):
-            continue
-        shape = tuple(size for size, axis in zip(shape_of(row, config), row.axes, strict=True) if axis != "layers")
-        if row.init == "normal":
-            values = initial_std(row, config) * jax.random.normal(rngs.params(), shape, jnp.float32)
-        else:
-            values = jnp.full(shape, float(row.init == "ones"), jnp.float32)
-        setattr(module, path.removeprefix(prefix), nnx.Param(values))
-
-
-def _to_heads(
-    x: Float[Array, "batch seq embed"], w: Float[Array | F.DecodeMatrix, "embed heads head_dim"]
-) -> Float[Array, "batch heads seq head_dim"]:
-    batch, seq, embed = x.shape
-    flat = x.reshape(-1, embed) @ w.reshape(embed, -1)
-    return flat.reshape(batch, seq, *w.shape[1:]).swapaxes(1, 2)
-
-
-def _from_heads(
-    x: Float[Array, "batch heads seq head_dim"], w: Float[Array | F.DecodeMatrix, "heads head_dim embed"]
-) -> Float[Array, "batch seq embed"]:
-    batch, heads, seq, head_dim = x.shape
-    flat = x.swapaxes(1, 2).reshape(-1, heads * head_dim) @ w.reshape(-1, w.shape[-1])
-    return flat.reshape(batch, seq, -1)
 
 
 def _write(

@@ -33,3 +33,8 @@ def assert_gradients_match(function: Callable[..., jax.Array], *arguments: np.nd
 
             differences = jax.vmap(at)(value + steps) - jax.vmap(at)(value - steps)
             assert relative_error(gradient, (differences / (2 * step)).reshape(value.shape)) < tolerance
+
+
+def half_split_from_interleaved(x: np.ndarray) -> np.ndarray:
+    """A head's channels, from interleaved pairs to half-split: all even ones, then all odd ones."""
+    return np.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)

@@ -1,20 +1,16 @@
 """Pure functions on arrays, each with its formula and source; nothing here imports the rest of jllama."""
 
 # isort: off
-from jllama.functional.attention import ATTENTION as ATTENTION, Mask as Mask
+from jllama.functional.attention import ATTENTION as ATTENTION, Mask as Mask, attention as attention
 from jllama.functional.attention import AttentionImplementation as AttentionImplementation
-from jllama.functional.attention import attention as attention, choose_attention as choose_attention
+from jllama.functional.attention import choose_attention as choose_attention, masked_softmax as masked_softmax
 from jllama.functional.attention import grouped_query_attention as grouped_query_attention
-from jllama.functional.attention import masked_softmax as masked_softmax
+from jllama.functional.linear import DecodeMatrix as DecodeMatrix, decode_matrix as decode_matrix, project as project
 from jllama.functional.loss import cross_entropy as cross_entropy, linear_cross_entropy as linear_cross_entropy
 from jllama.functional.loss import token_log_probs as token_log_probs
 from jllama.functional.mlp import swiglu as swiglu
-from jllama.functional.norm import layer_norm as layer_norm, rms_norm as rms_norm
-from jllama.functional.linear import DecodeMatrix as DecodeMatrix, pack as pack
-from jllama.functional.linear import project as project, quantize_int8 as quantize_int8
-from jllama.functional.rope import apply_rope as apply_rope, apply_rope_interleaved as apply_rope_interleaved
-from jllama.functional.rope import half_split_from_interleaved as half_split_from_interleaved
-from jllama.functional.rope import rope_tables as rope_tables
+from jllama.functional.norm import rms_norm as rms_norm
+from jllama.functional.rope import apply_rope as apply_rope, rope_tables as rope_tables
 from jllama.functional.sampling import PENALTIES as PENALTIES, TRUNCATIONS as TRUNCATIONS
 from jllama.functional.sampling import ban as ban, min_p_mask as min_p_mask, penalize_frequency as penalize_frequency
 from jllama.functional.sampling import penalize_presence as penalize_presence

@@ -12,7 +12,6 @@ from jaxtyping import Array, Bool, Float, Int
 from jllama.functional.shapes import checked
 
 _BLOCK, _MAX_SPANS = 128, 8
-_SHORT = 1024
 
 
 class Mask(NamedTuple):
@@ -21,8 +20,7 @@ class Mask(NamedTuple):
     Small arrays, until a kernel wants them dense. ``Mask()`` is causal attention of a sequence to itself.
 
     Args:
-        offset: query ``i`` stands at the place of key ``offset + i``, as after ``offset`` tokens in a cache. None: 0.
-            With an offset of all keys a query sees them all.
+        offset: query ``i`` stands at key ``offset + i``, as after ``offset`` tokens in a cache. None: 0.
         query_segments, key_segments: numbers that tell packed documents apart, both or neither.
         lengths: how many keys of a row are real. None: all.
     """
@@ -74,20 +72,14 @@ def grouped_query_attention(
     """``softmax(q k^T / sqrt(head_dim)) v`` where each key-value head serves ``heads / kv_heads`` neighboring queries.
 
     Heads come before the sequence, as in PyTorch; ``jax.nn`` and Flax have ``[batch, seq, heads, head_dim]``. The mask
-    is boolean, true where a query sees a key.
-
-    ``kv_heads == heads`` is multi-head attention, ``kv_heads == 1`` multi-query. Query head ``n`` uses key-value head
-    ``n // (heads / kv_heads)``. Scores and softmax are float32; the result has the dtype of ``query``. A query that
-    may see no key gives zeros. Sources: Vaswani et al. 2017, eq. 1 (arXiv:1706.03762); Shazeer 2019
-    (arXiv:1911.02150); Ainslie et al. 2023 (arXiv:2305.13245).
+    is boolean, true where a query sees a key; a query that sees none gives zeros. Query head ``n`` uses key-value head
+    ``n // (heads / kv_heads)``. Scores and softmax are float32; the result has the dtype of ``query``. Sources: Vaswani
+    et al. 2017, eq. 1 (arXiv:1706.03762); Shazeer 2019 (arXiv:1911.02150); Ainslie et al. 2023 (arXiv:2305.13245).
     """
-    batch, heads, seq, head_dim = query.shape
-    kv_heads = key.shape[1]
+    (batch, heads, seq, head_dim), kv_heads = query.shape, key.shape[1]
     if heads % kv_heads:
-        raise ValueError(
-            f"grouped_query_attention: query has {heads} heads and key {kv_heads}; the first must be a multiple of "
-            f"the second, in arrays of [batch, heads, seq, head_dim]"
-        )
+        counts = f"query has {heads} heads and key {kv_heads}; the first must be a multiple of the second"
+        raise ValueError(f"grouped_query_attention: {counts}, in arrays of [batch, heads, seq, head_dim]")
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, seq, head_dim)
     accumulator = np.promote_types(query.dtype, np.float32)
     scores = jnp.einsum("bkgth,bksh->bkgts", grouped, key, preferred_element_type=accumulator)
@@ -96,8 +88,8 @@ def grouped_query_attention(
     return mixed.reshape(query.shape).astype(query.dtype)
 
 
-def _reference(query: Array, key: Array, value: Array, mask: Mask) -> Array:
-    return grouped_query_attention(query, key, value, mask.dense(query.shape[2], key.shape[2]))
+def _reference(query: Array, key: Array, value: Array, mask: Mask, first: int | Array = 0) -> Array:
+    return grouped_query_attention(query, key, value, mask.dense(query.shape[2], key.shape[2], first))
 
 
 def _blocked(query: Array, key: Array, value: Array, mask: Mask) -> Array:
@@ -119,14 +111,10 @@ def _blocked(query: Array, key: Array, value: Array, mask: Mask) -> Array:
     for start in range(0, num_blocks, span):
         end = min(start + span, num_blocks)
         seen = min(end * size, kv_seq) if mask.offset is None else kv_seq
-        run = functools.partial(_one_block, key=key[:, :, :seen], value=value[:, :, :seen], mask=mask)
-        parts.append(jax.lax.map(jax.checkpoint(run), (size * jnp.arange(start, end), blocks[start:end])))
+        attend = functools.partial(_reference, key=key[:, :, :seen], value=value[:, :, :seen], mask=mask)
+        run = jax.checkpoint(lambda block, attend=attend: attend(block[1], first=block[0]))
+        parts.append(jax.lax.map(run, (size * jnp.arange(start, end), blocks[start:end])))
     return jnp.moveaxis(jnp.concatenate(parts), 0, 2).reshape(batch, heads, -1, head_dim)[:, :, :seq]
-
-
-def _one_block(block: tuple[Array, Array], key: Array, value: Array, mask: Mask) -> Array:
-    first, query = block
-    return grouped_query_attention(query, key, value, mask.dense(query.shape[2], key.shape[2], first))
 
 
 def _xla(query: Array, key: Array, value: Array, mask: Mask) -> Array:
@@ -154,10 +142,10 @@ ATTENTION = {
 def choose_attention(platform: str, seq: int, kv_seq: int, *, backward: bool = True) -> str:
     """The name of the implementation that ``auto`` stands for.
 
-    Platforms (``cpu``, ``gpu``, ``tpu``) are alike until one has a kernel of its own. Where there is a backward pass to
-    come, blocks cost their scores twice, and are taken for sequences over 1,024 tokens; else over 128.
+    Platforms (``cpu``, ``gpu``, ``tpu``) are alike until one has a kernel of its own. With a backward pass to come,
+    blocks cost their scores twice, and are taken for sequences over 1,024 tokens; else over 128.
     """
-    return "blocked" if seq == kv_seq and seq > (_SHORT if backward else _BLOCK) else "reference"
+    return "blocked" if seq == kv_seq and seq > (1024 if backward else _BLOCK) else "reference"
 
 
 @checked
@@ -171,9 +159,7 @@ def attention(
     """``grouped_query_attention`` under a ``Mask``, by one of ``ATTENTION``, or by the one that ``auto`` chooses.
 
     With ``heads == kv_heads``, arrays of ``[batch, seq, heads, head_dim]`` can't be told from right ones by shape.
-
-    Raises:
-        ValueError: there is no such implementation, or it cannot serve these arguments; none stands in for it.
+    ``ValueError`` if there is no such implementation, or it cannot serve these arguments: none stands in for it.
 
     >>> x = jnp.ones((1, 2, 3, 8))
     >>> print(attention(x, x, x).shape)

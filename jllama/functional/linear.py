@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int8
 
 _LARGEST = 127
-_FEW_TOKENS = 32
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["shape"])
@@ -44,17 +43,14 @@ class DecodeMatrix:
 
     def reshape(self, rows: int, columns: int) -> DecodeMatrix:
         """With its inputs joined to one axis, and its outputs; -1 as in NumPy."""
-        outputs, inputs = self.values.shape
-        assert rows in (inputs, -1)
-        assert columns in (outputs, -1)
-        return dataclasses.replace(self, shape=(inputs, outputs))
+        return dataclasses.replace(self, shape=self.values.shape[::-1])
 
     def __getitem__(self, rows: Any) -> Any:
         """Rows of a table of one row an output; all that is (``...``) is the matrix itself."""
         if rows is ...:
             return self
-        found = self.values[rows].astype(self.dtype)
-        return found if self.scale is None else found * self.scale[rows][..., None]
+        values = self.values[rows].astype(self.dtype)
+        return values if self.scale is None else values * self.scale[rows][..., None]
 
     def __rmatmul__(self, x: Float[Array, "tokens inputs"]) -> Float[Array, "tokens outputs"]:
         """``multiply`` in the dtype of ``x``."""
@@ -67,7 +63,7 @@ class DecodeMatrix:
         tokens each row of ``x`` becomes two of them, ``x = s * (high + low / 254)``, with an error of at most
         ``max(abs(x)) / 64516``; integer products are exact.
         """
-        few = x.shape[0] <= _FEW_TOKENS
+        few = len(x) <= 32
         if self.scale is None:
             plain = functools.partial(_product, dtype=dtype)
             cpu = functools.partial(_product_from_the_left, dtype=dtype) if few else plain
@@ -80,42 +76,29 @@ class DecodeMatrix:
 def project(x: Float[Array, "*lead inputs"], matrix: Array | DecodeMatrix) -> Float[Array, "*lead outputs"]:
     """``x @ matrix``, summed and returned in float32 whatever the dtype of ``x`` (float64 for float64)."""
     flat, wide = x.reshape(-1, x.shape[-1]), np.promote_types(x.dtype, np.float32)
-    if isinstance(matrix, DecodeMatrix):
-        product = matrix.multiply(flat, wide)
-    else:
-        product = jnp.matmul(flat, matrix, preferred_element_type=wide)
+    is_decode = isinstance(matrix, DecodeMatrix)
+    product = matrix.multiply(flat, wide) if is_decode else jnp.matmul(flat, matrix, preferred_element_type=wide)
     return product.reshape(*x.shape[:-1], matrix.shape[1])
 
 
-def pack(matrix: Float[Array, "*axes"], inputs: Sequence[int]) -> DecodeMatrix:
-    """Lay out a matrix outputs first; ``inputs`` are the axes that a product sums over."""
-    return DecodeMatrix(_outputs_first(matrix, inputs), None, matrix.shape)
-
-
-def quantize_int8(matrix: Float[Array, "*axes"], inputs: Sequence[int]) -> DecodeMatrix:
-    """Round a matrix to eight bits, an output channel at a time: ``scale = max(abs(channel)) / 127``.
-
-    ``inputs`` are the axes that a product sums over. The error of each number is at most half its channel's scale.
-    Source: Dettmers et al. 2022, section 2 (arXiv:2208.07339), vector-wise quantisation of the weights.
-    """
-    values, scale = int8_rows(_outputs_first(matrix, inputs))
-    return DecodeMatrix(values, scale, matrix.shape)
+def decode_matrix(
+    matrix: Float[Array, "*axes"], inputs: Sequence[int], quantize: Literal["int8"] | None = None
+) -> DecodeMatrix:
+    """Lay out a matrix outputs first, and round it if asked; ``inputs`` are the axes that a product sums over."""
+    outputs = [axis for axis in range(matrix.ndim) if axis not in inputs]
+    rows = matrix.transpose(*outputs, *inputs).reshape(math.prod(matrix.shape[axis] for axis in outputs), -1)
+    return DecodeMatrix(*(int8_rows(rows) if quantize else (rows, None)), matrix.shape)
 
 
 def int8_rows(rows: Any, numpy: Any = jnp) -> tuple[Any, Any]:
-    """``(values, scale)`` of each row, as ``quantize_int8`` rounds them; the same bits from either NumPy.
-
-    XLA multiplies by reciprocals where NumPy would divide, so they are written out.
+    """``(values, scale)``: each row rounded to eight bits, with ``scale = max(abs(row)) / 127``; errors are at most
+    half a scale. The same bits from either NumPy: XLA multiplies by reciprocals where NumPy would divide, so they are
+    written out. Source: Dettmers et al. 2022, section 2 (arXiv:2208.07339), vector-wise quantization of the weights.
     """
     scale = numpy.max(numpy.abs(rows.astype(numpy.float32)), axis=1) * np.float32(1 / _LARGEST)
     reciprocal = np.float32(1) / numpy.where(scale > 0, scale, np.float32(1))
     wide = rows.astype(np.promote_types(rows.dtype, np.float32))
     return numpy.round(wide * reciprocal[:, None].astype(wide.dtype)).astype(numpy.int8), scale.astype(rows.dtype)
-
-
-def _outputs_first(matrix: Array, inputs: Sequence[int]) -> Array:
-    outputs = [axis for axis in range(matrix.ndim) if axis not in inputs]
-    return matrix.transpose(*outputs, *inputs).reshape(math.prod(matrix.shape[axis] for axis in outputs), -1)
 
 
 def _product(x: Array, values: Array, dtype: Any) -> Array:

@@ -27,9 +27,9 @@ def linear_cross_entropy(
 
     With ``logits = hidden @ head``, in nats and float32:
     ``total = sum over unmasked of (logsumexp(logits) - logits[target] + z_loss * logsumexp(logits)**2)``.
-    It is a sum and not a mean so that parts of a batch (micro-batches, devices, windows of a text) add up exactly; the
-    mean is ``total / count``. Masked positions count for nothing, whatever they hold. Targets are the tokens *after*
-    the ones of ``hidden``: the caller shifts.
+    It is a sum so that parts of a batch (micro-batches, devices, windows of a text) add up exactly; the mean is
+    ``total / count``. Masked positions count for nothing, whatever they hold. Targets are the tokens *after* the ones
+    of ``hidden``: the caller shifts.
 
     Logits are made for ``chunk_tokens`` tokens at a time, and for no more chunks than the row with the most unmasked
     tokens fills. Differentiated, the gradients of ``hidden`` and ``head`` are computed from each chunk's logits while
@@ -46,14 +46,12 @@ def linear_cross_entropy(
 
 @checked
 def cross_entropy(
-    logits: Float[Array, "*lead vocab"],
-    targets: Int[Array, "*lead"],
-    mask: Bool[Array, "*lead"],
-    z_loss: float = 0.0,
+    logits: Float[Array, "*lead vocab"], targets: Int[Array, "*lead"], mask: Bool[Array, "*lead"], z_loss: float = 0.0
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """``linear_cross_entropy`` of logits that are there: the plain formula, to read and to compare with."""
     wide = jnp.where(mask[..., None], logits.astype(_wide(logits)), 0.0)
-    return _sum_of_losses(*_shifted(wide), targets, mask, z_loss), jnp.sum(mask, dtype=wide.dtype)
+    log_prob, _, _, log_normalizer = _log_probs(wide, targets)
+    return _summed(log_prob, log_normalizer, mask, z_loss), jnp.sum(mask, dtype=wide.dtype)
 
 
 @checked
@@ -70,21 +68,18 @@ def token_log_probs(
 
     def one_chunk(part: tuple[Array, Array]) -> tuple[Array, Array]:
         logits = project(part[0], head)
-        shifted, log_sum, _ = _shifted(logits)
-        return _at(shifted, part[1]) - log_sum, jnp.argmax(logits, axis=-1) == part[1]
+        return _log_probs(logits, part[1])[0], jnp.argmax(logits, axis=-1) == part[1]
 
     (batch, seq), length = targets.shape, _chunk_length(targets.shape, chunk_tokens)
     if length == seq:
         return one_chunk((hidden, targets))
-    padding = -seq % length
 
     def in_chunks(array: Array) -> Array:
-        padded = jnp.pad(array, ((0, 0), (0, padding)) + ((0, 0),) * (array.ndim - 2))
+        padded = jnp.pad(array, ((0, 0), (0, -seq % length)) + ((0, 0),) * (array.ndim - 2))
         return padded.reshape(batch, -1, length, *array.shape[2:]).swapaxes(0, 1)
 
     chunks = jax.lax.map(jax.checkpoint(one_chunk), (in_chunks(hidden), in_chunks(targets)))
-    log_probs, likeliest = (each.swapaxes(0, 1).reshape(batch, -1)[:, :seq] for each in chunks)
-    return log_probs, likeliest
+    return jax.tree.map(lambda parts: parts.swapaxes(0, 1).reshape(batch, -1)[:, :seq], chunks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -92,11 +87,10 @@ def _total(z_loss: float, chunk_tokens: int, hidden: Array, head: Any, targets: 
     return _total_and_gradients(z_loss, chunk_tokens, hidden, head, targets, mask, gradients=False)[0]
 
 
-def _forward(z_loss: float, chunk_tokens: int, hidden: Array, head: Any, targets: Array, mask: Array) -> Any:
+def _forward(z_loss: float, chunk_tokens: int, hidden: Array, head: Any, *others: Array) -> Any:
     if isinstance(head, DecodeMatrix):
         raise ValueError("linear_cross_entropy: head is laid out for decoding, which has no gradients; give an array")
-    results = _total_and_gradients(z_loss, chunk_tokens, hidden, head, targets, mask, gradients=True)
-    total, d_hidden, d_head = results
+    total, d_hidden, d_head = _total_and_gradients(z_loss, chunk_tokens, hidden, head, *others, gradients=True)
     return total, (d_hidden, d_head.astype(head.dtype))
 
 
@@ -111,14 +105,13 @@ def _total_and_gradients(
     z_loss: float, chunk_tokens: int, hidden: Array, head: Any, targets: Array, mask: Array, *, gradients: bool
 ) -> tuple[Array, ...]:
     """The total alone, or with the gradients of ``hidden`` and ``head``."""
-    (batch, seq), wide = targets.shape, _wide(hidden)
-    length = _chunk_length(targets.shape, chunk_tokens)
+    (batch, seq), wide, length = targets.shape, _wide(hidden), _chunk_length(targets.shape, chunk_tokens)
 
     def one_chunk(x: Array, targets: Array, mask: Array) -> tuple[Array, ...]:
         x, targets, mask = x.reshape(-1, x.shape[-1]), targets.reshape(-1), mask.reshape(-1)
         x = jnp.where(mask[:, None], x, 0)
-        shifted, log_sum, log_normalizer = _shifted(project(x, head))
-        total = _sum_of_losses(shifted, log_sum, log_normalizer, targets, mask, z_loss)
+        log_prob, shifted, log_sum, log_normalizer = _log_probs(project(x, head), targets)
+        total = _summed(log_prob, log_normalizer, mask, z_loss)
         if not gradients:
             return (total,)
         slope = jnp.exp(shifted - log_sum[:, None])
@@ -128,7 +121,7 @@ def _total_and_gradients(
         d_x = jnp.einsum("tv,ev->te", slope, head, preferred_element_type=wide).astype(x.dtype)
         return (
             total,
-            d_x.reshape(batch, -1, x.shape[-1]),
+            d_x.reshape(batch, -1, d_x.shape[1]),
             jnp.einsum("te,tv->ev", x, slope, preferred_element_type=wide),
         )
 
@@ -138,8 +131,7 @@ def _total_and_gradients(
     # Counted tokens go to the front of each row, in their order, so that the last chunks need not be looked at.
     order, counts = jnp.argsort(~mask, axis=1, stable=True), jnp.sum(mask, axis=1)
     padded = jnp.pad(order, ((0, 0), (0, -seq % length)))
-    x = jnp.take_along_axis(hidden, padded[..., None], axis=1)
-    y = jnp.take_along_axis(targets, padded, axis=1)
+    x, y = jnp.take_along_axis(hidden, padded[..., None], axis=1), jnp.take_along_axis(targets, padded, axis=1)
     counted = jnp.arange(padded.shape[1]) < counts[:, None]
 
     def add_chunk(index: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -150,13 +142,11 @@ def _total_and_gradients(
         d_x = jax.lax.dynamic_update_slice_in_dim(sums[1], slopes[0], index * length, axis=1)
         return sums[0] + total, d_x, sums[2] + slopes[1]
 
-    zeros = jnp.zeros((), wide), jnp.zeros_like(x), jnp.zeros(head.shape, wide)
-    num_chunks = -(-jnp.max(counts) // length)
-    total, *slopes = jax.lax.fori_loop(0, num_chunks, add_chunk, zeros if gradients else zeros[:1])
-    if not gradients:
-        return (total,)
-    d_hidden = jnp.take_along_axis(slopes[0], jnp.argsort(order, axis=1)[..., None], axis=1)
-    return total, d_hidden, slopes[1]
+    zeros = (jnp.zeros((), wide), jnp.zeros_like(x), jnp.zeros(head.shape, wide))[: 3 if gradients else 1]
+    total, *slopes = jax.lax.fori_loop(0, -(-jnp.max(counts) // length), add_chunk, zeros)
+    if gradients:
+        slopes[0] = jnp.take_along_axis(slopes[0], jnp.argsort(order, axis=1)[..., None], axis=1)
+    return total, *slopes
 
 
 def _chunk_length(shape: tuple[int, ...], chunk_tokens: int) -> int:
@@ -165,27 +155,21 @@ def _chunk_length(shape: tuple[int, ...], chunk_tokens: int) -> int:
     return -(-seq // -(-batch * seq // chunk_tokens)) if seq else 0
 
 
-def _shifted(logits: Array) -> tuple[Array, Array, Array]:
-    """Logits less their peak, the logarithm of the sum of their exponentials, and that of the logits themselves.
+def _log_probs(logits: Array, targets: Array) -> tuple[Array, Array, Array, Array]:
+    """The targets', logits less their peak, the logarithm of the sum of their exponentials, that of the logits' own.
 
     The peak is taken out first: large common offsets would eat digits.
     """
     peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
     shifted = logits - peak[..., None]
     log_sum = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
-    return shifted, log_sum, log_sum + peak
+    log_prob = jnp.take_along_axis(shifted, targets[..., None], axis=-1)[..., 0] - log_sum
+    return log_prob, shifted, log_sum, log_sum + peak
 
 
-def _sum_of_losses(
-    shifted: Array, log_sum: Array, log_normalizer: Array, targets: Array, mask: Array, z_loss: float
-) -> Array:
-    losses = log_sum - _at(shifted, targets)
-    losses += z_loss * jnp.square(log_normalizer) if z_loss else 0.0
+def _summed(log_prob: Array, log_normalizer: Array, mask: Array, z_loss: float) -> Array:
+    losses = z_loss * jnp.square(log_normalizer) - log_prob if z_loss else -log_prob
     return jnp.sum(jnp.where(mask, losses, 0.0))
-
-
-def _at(shifted: Array, targets: Array) -> Array:
-    return jnp.take_along_axis(shifted, targets[..., None], axis=-1)[..., 0]
 
 
 def _wide(hidden: Array) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import numpy as np
 from jaxtyping import Int, Integer, jaxtyped
 
 P = ParamSpec("P")
@@ -16,8 +17,8 @@ R = TypeVar("R")
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """``function`` raises ``ValueError`` for arrays whose shape or kind of number is not the annotated one.
 
-    The message says what was given and what is expected. Nothing but shapes and dtypes is read, so that under ``jit``
-    it happens once, while tracing. NumPy arrays are as good as those of JAX, and unsigned integers as signed ones.
+    The message says what was given and what is expected. Only shapes and dtypes are read, so under ``jit`` it happens
+    once, while tracing. NumPy arrays are as good as those of JAX, and unsigned integers as signed ones.
     """
     parameters, expected = inspect.signature(function).parameters, {}
     for name, parameter in parameters.items():
@@ -43,18 +44,14 @@ def _misfit(arrays: dict[str, Any], expected: dict[str, Any]) -> str | None:
 
 
 def _sentence(wrong: str, arrays: dict[str, Any], expected: dict[str, Any]) -> str:
-    given, shown, exchanged = {}, {}, dict(arrays)
+    given, shown = {}, {}
     for name, array in arrays.items():
-        shape = getattr(array, "shape", None)
-        given[name] = f"a {type(array).__name__}" if shape is None else f"{array.dtype}{list(shape)}"
-        axes = [
-            f"{axis[1:]} or 1" if axis[0] == "#" else axis.replace("#", "") for axis in expected[name].dim_str.split()
-        ]
+        given[name] = f"{array.dtype}{list(array.shape)}" if hasattr(array, "shape") else f"a {type(array).__name__}"
+        axes = (f"{axis.replace('#', '')}{' or 1' * (axis[0] == '#')}" for axis in expected[name].dim_str.split())
         shown[name] = f"{expected[name].dtype.__name__.lower()}[{', '.join(axes)}]"
-        if shape is not None and len(shape) == 4:
-            exchanged[name] = jax.ShapeDtypeStruct((shape[0], shape[2], shape[1], shape[3]), array.dtype)
     sentence = f"{wrong} is {given[wrong]} but {shown[wrong]} is expected"
-    if isinstance(arrays[wrong], expected[wrong].dtype[Any, "..."]):  # its kind is right
-        before = list(arrays)[: list(arrays).index(wrong)]
-        sentence += ", where" * bool(before) + " and".join(f" {name} {given[name]} is {shown[name]}" for name in before)
+    before = list(arrays)[: list(arrays).index(wrong)]
+    if before and isinstance(arrays[wrong], expected[wrong].dtype[Any, "..."]):  # its kind is right
+        sentence += ", where" + " and".join(f" {name} {given[name]} is {shown[name]}" for name in before)
+    exchanged = {k: jax.eval_shape(lambda x: x.swapaxes(1, 2), x) if np.ndim(x) == 4 else x for k, x in arrays.items()}
     return sentence + "; it fits after swapaxes(1, 2), heads before seq" * (not _misfit(exchanged, expected))

@@ -88,8 +88,8 @@ def _post_norm() -> types.ModuleType:
     """The Transformer of 2017: each branch's sum is normalized, not its input."""
     model = model_with()
 
-    def call(layer: Any, x: Array, attend: Any, cached: Any = None, implementation: str = "auto") -> tuple:
-        mixed, kept = layer.attention(x, attend, cached, implementation)
+    def call(layer: Any, x: Array, attend: Any, cached: Any = None) -> tuple:
+        mixed, kept = layer.attention(x, attend, cached)
         x = F.rms_norm(x + mixed, layer.attn_norm[...], layer.norm_eps)
         fed = F.swiglu(x, layer.w_gate[...], layer.w_up[...], layer.w_down[...])
         return F.rms_norm(x + fed, layer.mlp_norm[...], layer.norm_eps), kept

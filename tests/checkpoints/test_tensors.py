@@ -6,7 +6,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bits
+from helpers import assert_same_bits, half_split_from_interleaved
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +24,6 @@ from jllama.checkpoints.tensors import (
 )
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
-from jllama.functional import half_split_from_interleaved
 from jllama.parameters import count_parameters, tensor_specs
 from jllama.verify.checks import random_params
 
@@ -86,7 +85,7 @@ def test_reordering_is_the_rotary_permutation_of_each_head(heads, half, inputs, 
     rows = st.integers(0, heads * head_dim)
     start, stop = sorted((data.draw(rows), data.draw(rows)))
     by_head = np.moveaxis(matrix.reshape(heads, head_dim, inputs), 1, -1)
-    expected = np.moveaxis(np.asarray(half_split_from_interleaved(jnp.asarray(by_head))), -1, 1).reshape(matrix.shape)
+    expected = np.moveaxis(half_split_from_interleaved(by_head), -1, 1).reshape(matrix.shape)
     split = PermutedRows(matrix, head_dim, to_half_split=True)
     np.testing.assert_array_equal(split[start:stop], expected[start:stop])
     np.testing.assert_array_equal(PermutedRows(split, head_dim, to_half_split=False)[start:stop], matrix[start:stop])

@@ -1,4 +1,4 @@
-"""Packed matrices: what they stand for, and what products with them come to."""
+"""Matrices for decoding: what they stand for, and what products with them come to."""
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jllama.functional import DecodeMatrix, pack, quantize_int8
+from jllama.functional import DecodeMatrix, decode_matrix
 
 SHAPE = (48, 4, 16)  # like a projection to heads: 48 inputs, 64 outputs
 multiply = jax.jit(lambda x, matrix: x @ matrix)
+
+
+def int8(matrix, inputs):
+    return decode_matrix(matrix, inputs, "int8")
 
 
 def draw(seed, shape):
@@ -25,7 +29,7 @@ def stands_for(matrix):
 @given(seed=st.integers(0, 99), spread=st.sampled_from([1e-6, 1.0, 1e6]))
 def test_every_number_is_within_half_a_step_of_its_channel(seed, spread):
     weights = draw(seed, SHAPE) * spread * np.exp(draw(seed + 1, (1, 4, 16)))
-    matrix = quantize_int8(jnp.asarray(weights), (0,))
+    matrix = int8(jnp.asarray(weights), (0,))
     flat = weights.reshape(48, 64)
     np.testing.assert_allclose(matrix.scale, np.abs(flat).max(axis=0) / 127, rtol=1e-6)
     assert np.all(np.abs(stands_for(matrix) - flat) <= 0.5001 * np.asarray(matrix.scale))
@@ -38,7 +42,7 @@ def test_every_number_is_within_half_a_step_of_its_channel(seed, spread):
 @given(seed=st.integers(0, 99), outlier=st.sampled_from([1.0, 100.0]))
 def test_a_product_is_that_of_what_the_matrix_stands_for(tokens, seed, outlier):
     """On both sides of where a CPU changes its way; an activation's error is bounded by its row's largest."""
-    matrix = quantize_int8(jnp.asarray(draw(seed, SHAPE)), (0,)).reshape(48, -1)
+    matrix = int8(jnp.asarray(draw(seed, SHAPE)), (0,)).reshape(48, -1)
     x = draw(seed + 1, (tokens, 48))
     x[:, 5] *= outlier
     expected = x.astype(np.float64) @ stands_for(matrix)
@@ -50,7 +54,7 @@ def test_a_product_is_that_of_what_the_matrix_stands_for(tokens, seed, outlier):
 
 def test_several_input_axes():
     weights = draw(0, (4, 16, 48))  # heads and channels to the stream
-    matrix = quantize_int8(jnp.asarray(weights), (0, 1))
+    matrix = int8(jnp.asarray(weights), (0, 1))
     x = draw(1, (2, 64))
     found = multiply(jnp.asarray(x), matrix.reshape(-1, matrix.shape[-1]))
     np.testing.assert_allclose(found, x @ weights.reshape(64, 48), atol=0.3)
@@ -60,7 +64,7 @@ def test_several_input_axes():
 def test_floats_are_multiplied_as_they_are(shape, inputs):
     weights = draw(0, shape)
     rows = int(np.prod([shape[axis] for axis in inputs]))
-    matrix = pack(jnp.asarray(weights), inputs)
+    matrix = decode_matrix(jnp.asarray(weights), inputs)
     assert (matrix.shape, matrix.dtype, matrix.scale) == (shape, jnp.float32, None)
     x = draw(1, (3, rows))
     product = multiply(jnp.asarray(x), matrix.reshape(rows, -1))
@@ -71,12 +75,12 @@ def test_floats_are_multiplied_as_they_are(shape, inputs):
 
 def test_a_table_of_floats_is_looked_up():
     weights = draw(0, (50, 48))
-    np.testing.assert_array_equal(pack(jnp.asarray(weights), (1,))[jnp.array([3, 49])], weights[[3, 49]])
+    np.testing.assert_array_equal(decode_matrix(jnp.asarray(weights), (1,))[jnp.array([3, 49])], weights[[3, 49]])
 
 
 def test_a_table_is_looked_up_and_multiplied():
     weights = draw(0, (50, 48))
-    table = quantize_int8(jnp.asarray(weights), (1,))
+    table = int8(jnp.asarray(weights), (1,))
     rows = table[jnp.array([[3, 49], [0, 3]])]
     assert rows.shape == (2, 2, 48)
     np.testing.assert_allclose(rows, weights[[[3, 49], [0, 3]]], atol=0.02)
@@ -86,17 +90,17 @@ def test_a_table_is_looked_up_and_multiplied():
 
 
 def test_a_channel_of_zeros_and_a_row_of_zeros():
-    matrix = quantize_int8(jnp.zeros((4, 3)), (0,))
+    matrix = int8(jnp.zeros((4, 3)), (0,))
     assert np.all(np.asarray(matrix.scale) == 0)
     for tokens in (1, 40):
         assert np.all(np.asarray(multiply(jnp.ones((tokens, 4)), matrix)) == 0)
-    some = quantize_int8(jnp.ones((4, 3)), (0,))
+    some = int8(jnp.ones((4, 3)), (0,))
     assert np.all(np.asarray(multiply(jnp.zeros((1, 4)), some)) == 0)
 
 
 def test_bfloat16():
     weights = draw(0, (48, 64))
-    matrix = quantize_int8(jnp.asarray(weights, jnp.bfloat16), (0,))
+    matrix = int8(jnp.asarray(weights, jnp.bfloat16), (0,))
     assert isinstance(matrix, DecodeMatrix)
     x = jnp.asarray(draw(1, (2, 48)), jnp.bfloat16)
     product = multiply(x, matrix)

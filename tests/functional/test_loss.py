@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jllama import oracle
-from jllama.functional import DecodeMatrix, cross_entropy, linear_cross_entropy, pack, token_log_probs
+from jllama.functional import DecodeMatrix, cross_entropy, decode_matrix, linear_cross_entropy, token_log_probs
 from jllama.verify.checks import relative_error
 
 VOCAB = 50
@@ -267,7 +267,7 @@ def test_chunks_without_counted_tokens_are_not_computed():
 
 def test_the_decoding_layout_gives_the_same_and_has_no_gradients():
     hidden, head, targets, mask = (jnp.asarray(array) for array in draw_products(1, 8))
-    packed = pack(head, [0])
+    packed = decode_matrix(head, [0])
     assert isinstance(packed, DecodeMatrix)
     for chunk_tokens in (6, 100):
         expected = linear_cross_entropy(hidden, head, targets, mask, 0.0, chunk_tokens)

@@ -2,17 +2,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_gradients_match
+from helpers import assert_gradients_match, half_split_from_interleaved
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jllama import oracle, rope_scaling
-from jllama.functional import (
-    apply_rope,
-    apply_rope_interleaved,
-    half_split_from_interleaved,
-    rope_tables,
-)
+from jllama.functional import apply_rope, rope_tables
 from jllama.rope_scaling import Llama3Scaling
 from jllama.verify.checks import relative_error
 
@@ -115,50 +110,35 @@ def test_position_zero_is_the_identity():
 
 
 @given(seed=seeds, positions=positions_of_any_size)
-def test_layouts_are_equal_after_the_permutation_and_not_before(seed, positions):
-    x, tables = (
-        jnp.float32(draw(seed, 9))[None],
-        rope_tables(
-            jnp.asarray([[*positions[:-1], LAST_POSITION]], jnp.int32), inverse_frequencies(HEAD_DIM, 10_000.0)
-        ),
-    )
-    interleaved = apply_rope_interleaved(x, *tables)
-    np.testing.assert_array_equal(
-        apply_rope(half_split_from_interleaved(x), *tables), half_split_from_interleaved(interleaved)
-    )
-    assert relative_error(apply_rope(x, *tables), interleaved) > 100 * 1e-5
-
-
-@given(seed=seeds, positions=positions_of_any_size)
-def test_interleaved_equals_complex_numbers(seed, positions):
-    x, frequencies = draw(seed, len(positions)), inverse_frequencies(HEAD_DIM, 10_000.0)
+def test_half_split_heads_are_turned_as_interleaved_ones_are(seed, positions):
+    x, frequencies = draw(seed, 9), inverse_frequencies(HEAD_DIM, 10_000.0)
+    positions = [*positions[:-1], LAST_POSITION]
     turned = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * np.outer(positions, frequencies))
     expected = np.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)
     with jax.enable_x64(True):
-        actual = apply_rope_interleaved(jnp.asarray(x)[None], *exact_tables(positions, frequencies))[0]
-        assert relative_error(actual, expected) < 1e-12
+        tables = exact_tables(positions, frequencies)
+        actual = apply_rope(jnp.asarray(half_split_from_interleaved(x))[None], *tables)[0]
+        assert relative_error(actual, half_split_from_interleaved(expected)) < 1e-12
+        assert relative_error(apply_rope(jnp.asarray(x)[None], *tables)[0], expected) > 100 * 1e-5
 
 
-@pytest.mark.parametrize("rope", [apply_rope, apply_rope_interleaved])
-def test_each_row_has_its_own_positions(rope):
+def test_each_row_has_its_own_positions():
     x = jnp.float32(np.stack([draw(0, 5), draw(1, 5)]))
     cos, sin = rope_tables(jnp.array([[0, 1, 2, 3, 4], [9000, 9001, 9002, 0, 1]]), inverse_frequencies(HEAD_DIM, 1e4))
-    both = rope(x, cos, sin)
+    both = apply_rope(x, cos, sin)
     for row in (0, 1):
         one = slice(row, row + 1)
-        np.testing.assert_array_equal(both[one], rope(x[one], cos[one], sin[one]))
+        np.testing.assert_array_equal(both[one], apply_rope(x[one], cos[one], sin[one]))
 
 
-@pytest.mark.parametrize("rope", [apply_rope, apply_rope_interleaved])
-def test_bfloat16_input_is_turned_in_float32(rope):
+def test_bfloat16_input_is_turned_in_float32():
     x = jnp.asarray(draw(0, 5), jnp.bfloat16)[None]
     tables = rope_tables(jnp.arange(8190, 8195)[None], inverse_frequencies(HEAD_DIM, 10_000.0))
-    actual = rope(x, *tables)
+    actual = apply_rope(x, *tables)
     assert actual.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(actual, rope(x.astype(jnp.float32), *tables).astype(jnp.bfloat16))
+    np.testing.assert_array_equal(actual, apply_rope(x.astype(jnp.float32), *tables).astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("rope", [apply_rope, apply_rope_interleaved])
-def test_gradients(rope):
+def test_gradients():
     positions, frequencies = [0, 7, 9000], inverse_frequencies(8, 10_000.0)
-    assert_gradients_match(lambda x: rope(x, *exact_tables(positions, frequencies)), draw(0, 3, 2, 8)[None])
+    assert_gradients_match(lambda x: apply_rope(x, *exact_tables(positions, frequencies)), draw(0, 3, 2, 8)[None])

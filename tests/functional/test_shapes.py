@@ -30,7 +30,7 @@ WRONG = {
     "a number as scale": (lambda: F.rms_norm(ones(2, 128), 1.0, 1e-5), "scale is a float but float[embed] is"),
     "a list": (lambda: F.rms_norm([[1.0]], ones(1), 1e-5), "rms_norm: x is a list but float[*lead, embed] is expected"),
     "integers": (lambda: F.rms_norm(ones(2, 4, dtype=int), ones(4), 1e-5), "rms_norm: x is int32[2, 4] but float"),
-    "by name": (lambda: F.layer_norm(ones(2, 4), bias=ones(3), scale=ones(4), eps=1e-5), "bias is float32[3] but"),
+    "by name": (lambda: F.rms_norm(eps=1e-5, scale=ones(3), x=ones(2, 4)), "scale is float32[3] but"),
     "torch's layout of a matrix": (
         lambda: F.swiglu(ones(3, 64), ones(172, 64), ones(172, 64), ones(64, 172)),
         "swiglu: w_gate is float32[172, 64] but float[embed, mlp] is expected, where x float32[3, 64] is",
