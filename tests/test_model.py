@@ -228,6 +228,14 @@ def test_more_tokens_than_the_context_are_refused_also_while_tracing():
     assert logits.shape == (3, SHORT, BASE.vocab_size)
 
 
+def test_an_attention_implementation_that_is_not_there():
+    tokens, sentence = jnp.asarray(TOKENS[:, :SHORT]), "there is no attention implementation refrence; did you mean"
+    with pytest.raises(UsageError, match=sentence):
+        build_model(BASE, weights(BASE)).hidden(tokens, attention="refrence")
+    with pytest.raises(UsageError, match=sentence):
+        build_model(BASE, unstacked(BASE)).forward_with_cache(tokens, None, jnp.full(3, SHORT), "refrence")
+
+
 def test_a_model_needs_a_vocabulary():
     with pytest.raises(UsageError, match="vocab_size is 0; give the number of the tokenizer's tokens"):
         abstract_params(LlamaConfig())

@@ -68,7 +68,7 @@ def implementation_of(model: types.ModuleType) -> Implementation:
 def model_with(**wrong: Any) -> types.ModuleType:
     """A copy of ``jllama.model`` in which some pure functions (such as ``rope_tables``) are replaced."""
     copy = types.ModuleType("jllama.model_copy")
-    exec(compile(Path(jllama.model.__file__).read_text(), jllama.model.__file__, "exec"), vars(copy))
+    exec(compile(Path(jllama.model.__file__).read_text(), jllama.model.__file__, "exec", dont_inherit=True), vars(copy))
     vars(copy)["F"] = types.SimpleNamespace(**vars(jllama.model.F) | wrong)
     return copy
 
