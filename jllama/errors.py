@@ -24,7 +24,7 @@ def check_fields(config: Any, group: str, names: str, is_right: Callable[[Any], 
     """Raise ``UsageError`` for the first of a configuration's fields (``names``, with spaces) that is not right."""
     for name in names.split():
         if not is_right(value := getattr(config, name)):
-            raise UsageError(f"{group}{name} is {value}; it must be {expected}")
+            raise UsageError(f"{group}{name} is {'empty' if value == '' else value}; it must be {expected}")
 
 
 def unknown_name(kind: str, name: str, names: Iterable[str]) -> UsageError:

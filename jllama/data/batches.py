@@ -11,28 +11,21 @@ from jaxtyping import Bool, Int32, Integer
 
 from jllama.errors import JllamaError, UsageError
 
+_Tokens = Integer[np.ndarray, "tokens"]
+
 
 def training_batches(
-    tokens: Integer[np.ndarray, "tokens"],
-    *,
-    batch_size: int,
-    seq_len: int,
-    seed: int,
-    process_index: int = 0,
-    process_count: int = 1,
+    tokens: _Tokens, *, batch_size: int, seq_len: int, seed: int, process_index: int = 0, process_count: int = 1
 ) -> grain.DatasetIterator[Int32[np.ndarray, "rows window"]]:
     """Windows of ``seq_len + 1`` tokens (inputs, and the same shifted by one) forever, in int32.
 
     Every epoch lays strides of ``seq_len`` over the tokens, from another random offset so that the boundaries move, and
     shuffles them anew: no token is a target twice in an epoch, but for a few at the very end. Of each global batch,
-    process ``p`` of ``P`` gets rows ``[p * batch_size / P, (p + 1) * batch_size / P)``, so the global batch does not
-    depend on ``P``, and neither does the iterator's state (``get_state``, ``set_state``): it counts global batches.
-    Fewer tokens than one batch raise JllamaError.
+    process ``p`` of ``P`` gets rows ``[p * batch_size / P, (p + 1) * batch_size / P)``, so neither the batch nor the
+    iterator's state (``get_state``, ``set_state``) depends on ``P``. Fewer tokens than one batch raise JllamaError.
     """
     if batch_size % process_count:
-        raise UsageError(
-            f"batch_size {batch_size} is not divisible by the {process_count} processes: each takes the same rows"
-        )
+        raise UsageError(f"batch_size {batch_size} is not divisible by the {process_count} processes: each takes some")
     needed = batch_size * seq_len + 1
     if len(tokens) < needed:
         raise JllamaError(
@@ -58,29 +51,26 @@ def training_batches(
 
 
 def validation_batches(
-    tokens: Integer[np.ndarray, "tokens"], *, batch_size: int, seq_len: int, max_tokens: int = 0
+    tokens: _Tokens, *, batch_size: int, seq_len: int, max_tokens: int = 0
 ) -> Iterator[tuple[Int32[np.ndarray, "rows window"], Bool[np.ndarray, "rows seq"]]]:
     """Windows that predict every token but the first exactly once, with a mask over the ``seq_len`` targets.
 
-    Window ``w`` predicts tokens ``w * seq_len + 1`` to ``(w + 1) * seq_len``. The last window and the last batch are
-    filled up with zeros, which the mask leaves out. With ``max_tokens`` over 0, an evenly spaced subset of about that
-    many targets, at least one window. Fewer than two tokens raise JllamaError.
+    Window ``w`` predicts tokens ``w * seq_len + 1`` to ``(w + 1) * seq_len``; what is beyond the last token or window
+    is zeros, which the mask leaves out. With ``max_tokens`` over 0, an evenly spaced subset of about that many targets,
+    at least one window. Fewer than two tokens raise JllamaError.
     """
     if len(tokens) < 2:
-        raise JllamaError(
-            f"the validation split has {len(tokens)} tokens, and at least 2 are needed: "
-            f"give more text or raise data.validation_fraction"
-        )
+        advice = "at least 2 are needed: give more text or raise data.validation_fraction"
+        raise JllamaError(f"the validation split has {len(tokens)} tokens, and {advice}")
     windows = -(-(len(tokens) - 1) // seq_len)
     count = min(windows, max(1, max_tokens // seq_len)) if max_tokens else windows
-    chosen = np.arange(count) * windows // count
+    starts = np.full((-(-count // batch_size), batch_size), len(tokens))
+    starts.flat[:count] = np.arange(count) * windows // count * seq_len
 
     def batch(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         positions = starts[:, None] + np.arange(seq_len + 1)
-        inside = np.zeros((batch_size, seq_len + 1), bool)
-        inside[: len(starts)] = positions < len(tokens)
-        rows = np.zeros((batch_size, seq_len + 1), np.int32)
-        rows[inside] = tokens[positions[positions < len(tokens)]]
-        return rows, inside[:, 1:]
+        inside = positions < len(tokens)
+        rows = np.where(inside, tokens[np.minimum(positions, len(tokens) - 1)], 0)
+        return rows.astype(np.int32), inside[:, 1:]
 
-    return (batch(chosen[first : first + batch_size] * seq_len) for first in range(0, count, batch_size))
+    return map(batch, starts)

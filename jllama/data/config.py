@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
-from jllama.errors import UsageError, check_fields
+from jllama.errors import check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,16 +13,13 @@ class DataConfig:
     """The corpus, its tokenizer and its split.
 
     Args:
-        path: a text file, a ``.jsonl`` file, either of them packed (``.gz``, ``.zst``), a Parquet file, a folder or a
-            glob of them; or ``stdlib``, the source of Python's own standard library (12 MB, already on this machine),
-            or ``tinyshakespeare`` (1 MB, downloaded once).
+        path: a text or ``.jsonl`` file, packed (``.gz``, ``.zst``) or not, a Parquet file, a folder or a glob of them;
+            ``stdlib``, Python's own library (12 MB, on this machine), or ``tinyshakespeare`` (1 MB, downloaded once).
         text_field: the field of each ``.jsonl`` object, or the column of a Parquet file, that holds the text.
-        tokenizer: ``bpe`` trains one as Llama 2's on the training split, ``bytes`` needs no training, and anything
-            else is the path of one to load.
+        tokenizer: ``bpe`` trains one as Llama 2's on the training split, ``bytes`` needs no training; or a path.
         vocab_size: tokens of the ``bpe`` to train.
         validation_fraction: the part of the text that is held out.
-        cache_dir: where downloads, tokenizers and tokens are kept; empty means ``$JLLAMA_CACHE`` or
-            ``~/.cache/jllama``.
+        cache_dir: for downloads, tokenizers and tokens; empty means ``$JLLAMA_CACHE`` or ``~/.cache/jllama``.
     """
 
     path: str = "stdlib"
@@ -32,10 +30,7 @@ class DataConfig:
     cache_dir: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("path", "text_field", "tokenizer"):
-            if not getattr(self, name):
-                raise UsageError(f"data.{name} is empty: leave it out for its default, or give it a value")
-        least = "at least 260, for 3 control tokens, 256 bytes and something to learn"
-        check_fields(self, "data.", "vocab_size", lambda size: size >= 260, least)
-        between = "between 0 and 1, both excluded"
-        check_fields(self, "data.", "validation_fraction", lambda fraction: 0 < fraction < 1, between)
+        check = functools.partial(check_fields, self, "data.")
+        check("path text_field tokenizer", bool, "given, or left out for its default")
+        check("vocab_size", lambda size: size >= 260, "at least 260: 3 control tokens, 256 bytes, something to learn")
+        check("validation_fraction", lambda fraction: 0 < fraction < 1, "between 0 and 1, both excluded")

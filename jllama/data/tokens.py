@@ -20,9 +20,9 @@ import numpy as np
 from jaxtyping import Integer
 
 from jllama.data.config import DataConfig
-from jllama.data.corpus import Document, corpus_files, read_corpus
+from jllama.data.corpus import Document, cached, corpus_files, read_corpus
 from jllama.errors import JllamaError
-from jllama.files import cache_folder, written_whole
+from jllama.files import cache_folder
 from jllama.progress import progress
 from jllama.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
 
@@ -78,45 +78,53 @@ class Dataset:
 def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Dataset:
     """Tokenize a corpus, or find it done: the cache is keyed by the files' names, sizes and times, and the tokenizer.
 
-    Memory does not grow with the corpus: it is read and tokenized in blocks, on every core. A block ends where no
-    Llama's tokenizer has a token across (``corpus.CUTS``), so a document's ids are those of its whole text; only where
-    ``corpus.LONGEST_BLOCK`` characters have no such place, a token may be another there.
-    A ``tokenizer`` given here, a loaded model's, stands in for the configuration's.
-    Source text that cannot be read or is too short, and a cache folder that cannot be written, raise JllamaError.
+    It is read and tokenized in blocks, on every core, so memory does not grow with it. A block ends where no Llama's
+    tokenizer has a token across (``corpus.CUTS``), so a document's ids are those of its whole text; only where
+    ``corpus.LONGEST_BLOCK`` characters have no such place, a token may be another there. A ``tokenizer`` given here
+    stands in for the configuration's. What cannot be read, is too short or cannot be cached raises JllamaError.
     """
     cache = Path(config.cache_dir).expanduser() if config.cache_dir else cache_folder()
     files = corpus_files(config.path, cache)
-    stats = {name: path.stat() for name, path in files.items()}
-    listing = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
+    listing = [(name, (stat := path.stat()).st_size, stat.st_mtime_ns) for name, path in files.items()]
     corpus = _sha256(CACHE_VERSION, listing, config.text_field, config.validation_fraction)
     is_packed = any(name.endswith((".gz", ".zst", ".parquet")) for name in files)
-    size = None if is_packed else sum(stat.st_size for stat in stats.values())
+    size = None if is_packed else sum(size for _, size, _ in listing)
 
     def blocks(move: Callable[[int], None]) -> Iterator[Block]:
         for block in split_documents(read_corpus(files, config.text_field), config.validation_fraction):
             move(len(block.text.encode()))
             yield block
 
-    if tokenizer is None and config.tokenizer == "bpe":
-        folder = cache / f"bpe-{_sha256(_TRAINING, corpus, config.vocab_size)[:16]}"
-        if not folder.exists():
-            with _cached(folder) as partial, progress("reading for a vocabulary", size, of_bytes=True) as move:
-
-                def training() -> Iterator[str]:
-                    yield from (block.text for block in blocks(move) if block.split == "train")
-                    move(description="training the vocabulary")
-
-                train_sentencepiece(training(), config.vocab_size).save(partial)
-        tokenizer = load_tokenizer(folder)
+    if tokenizer is None and config.tokenizer == "bytes":
+        tokenizer = BytesTokenizer()
     elif tokenizer is None:
-        tokenizer = BytesTokenizer() if config.tokenizer == "bytes" else load_tokenizer(config.tokenizer)
+        folder = Path(config.tokenizer)
+        if config.tokenizer == "bpe":
+            folder = cache / f"bpe-{_sha256(_TRAINING, corpus, config.vocab_size)[:16]}"
+            if not folder.exists():
+                with cached(folder) as partial, progress("reading for a vocabulary", size, of_bytes=True) as move:
+                    texts = (block.text for block in blocks(move) if block.split == "train")
+                    partial.mkdir()
+                    train_sentencepiece(texts, config.vocab_size).save(partial)
+        tokenizer = load_tokenizer(folder)
 
     fingerprint = _sha256(corpus, tokenizer.fingerprint())
     folder = cache / f"tokens-{fingerprint[:16]}"
     if not folder.exists():
-        with _cached(folder) as partial, progress("tokenizing", size, of_bytes=True) as move:
+        with cached(folder) as partial, progress("tokenizing", size, of_bytes=True) as move:
+            partial.mkdir()
             _write_tokens(blocks(move), tokenizer, partial, fingerprint)
-    return _load_tokens(folder, tokenizer)
+    try:
+        report = json.loads((folder / "counts.json").read_text())
+        dtype = report.pop("dtype")
+        for split in SPLITS:
+            counts = SplitCounts(**report.pop(split))
+            tokens = np.memmap(folder / f"{split}.bin", dtype, mode="r", shape=(counts.tokens,))
+            report |= {split: tokens, f"{split}_counts": counts}
+        return Dataset(tokenizer, **report)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        said = f"{folder} does not hold what was written there ({error})"
+        raise JllamaError(f"{said}: delete it and start again") from None
 
 
 def split_documents(documents: Iterable[Document], validation_fraction: float) -> Iterator[Block]:
@@ -128,31 +136,27 @@ def split_documents(documents: Iterable[Document], validation_fraction: float) -
     """
     documents = iter(documents)
     first = list(itertools.islice(documents, FEW_DOCUMENTS + 1))
-    if len(first) > FEW_DOCUMENTS:
-        for document in itertools.chain(first, documents):
+    for document in itertools.chain(first, documents):
+        if len(first) <= FEW_DOCUMENTS:
+            end = round(sum(map(len, document.blocks())) * (1 - validation_fraction))
+            yield from _blocks("train", document.blocks(), end=end)
+            yield from _blocks("validation", document.blocks(), end)
+        else:
             digest = hashlib.sha256()
             for text in document.blocks():
                 digest.update(text.encode())
             fraction = int.from_bytes(digest.digest()[:8]) / 2**64
             yield from _blocks("validation" if fraction < validation_fraction else "train", document.blocks())
-    else:
-        for document in first:
-            held_out = round(sum(map(len, document.blocks())) * (1 - validation_fraction))
-            yield from _blocks("train", _between(document.blocks(), 0, held_out))
-            yield from _blocks("validation", _between(document.blocks(), held_out, sys.maxsize))
 
 
-def _between(texts: Iterable[str], start: int, end: int) -> Iterator[str]:
-    """The characters from ``start`` to ``end`` of a text that comes in parts; parts may be empty."""
-    for text in texts:
-        yield text[max(start, 0) : max(end, 0)]
-        start, end = start - len(text), end - len(text)
-
-
-def _blocks(split: str, texts: Iterable[str]) -> Iterator[Block]:
-    pairs = itertools.pairwise(itertools.chain(filter(None, texts), [""]))
+def _blocks(split: str, texts: Iterable[str], start: int = 0, end: int = sys.maxsize) -> Iterator[Block]:
+    """The characters from ``start`` to ``end`` of a document that comes in parts."""
+    texts, again = itertools.tee(texts)
+    offsets = itertools.accumulate(map(len, again), initial=0)
+    parts = (text[max(start - at, 0) : max(end - at, 0)] for text, at in zip(texts, offsets, strict=False))
+    pairs = itertools.pairwise(itertools.chain(filter(None, parts), [""]))
     for number, (text, following) in enumerate(pairs):
-        yield Block(split, text, starts=number == 0, ends=not following)
+        yield Block(split, text, number == 0, not following)
 
 
 def _encode_rest(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -162,13 +166,13 @@ def _encode_rest(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _write_tokens(blocks: Iterable[Block], tokenizer: Tokenizer, folder: Path, fingerprint: str) -> None:
-    """Write ``train.bin``, ``validation.bin`` and ``counts.json`` into ``folder``.
+    """Write ``train.bin``, ``validation.bin`` and ``counts.json`` into ``folder``, documents in their order.
 
-    Threads tokenize: the libraries release Python's lock. Results are written in the order of the documents.
+    Threads tokenize: the libraries release Python's lock.
     """
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     counts = {split: collections.Counter(tokens=0, documents=0, bytes=0) for split in SPLITS}
-    gzip, gzip_bytes, gzip_of_bytes = zlib.compressobj(9, wbits=31), 0, 0
+    gzip, gzipped = zlib.compressobj(9, wbits=31), collections.Counter(gzip_bytes=0, gzip_of_bytes=0)
 
     def tokenize(group: list[Block]) -> dict[str, np.ndarray]:
         ids = {split: [] for split in SPLITS}
@@ -177,29 +181,26 @@ def _write_tokens(blocks: Iterable[Block], tokenizer: Tokenizer, folder: Path, f
             ids[split] += [tokenizer.eos_id] * ends
         return {split: np.array(ids[split], dtype) for split in SPLITS}
 
-    with contextlib.ExitStack() as stack:
+    with ThreadPoolExecutor(os.cpu_count()) as pool, contextlib.ExitStack() as stack:
         outputs = {split: stack.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS}
-        pool = stack.enter_context(ThreadPoolExecutor(os.cpu_count()))
         waiting, most = collections.deque(), 2 * (os.cpu_count() or 1)  # so that the corpus is never all in memory
         for group in itertools.chain(_groups(blocks), itertools.repeat([], most)):  # empty ones push the last ones out
             for block in group:
                 data = block.text.encode()
                 counts[block.split].update(documents=int(block.starts), bytes=len(data))
                 if block.split == "validation":
-                    data = data[: GZIP_LIMIT - gzip_of_bytes]
-                    gzip_bytes += len(gzip.compress(data))
-                    gzip_of_bytes += len(data)
+                    data = data[: GZIP_LIMIT - gzipped["gzip_of_bytes"]]
+                    gzipped.update(gzip_bytes=len(gzip.compress(data)), gzip_of_bytes=len(data))
             waiting.append(pool.submit(tokenize, group))
             if len(waiting) > most:
                 for split, ids in waiting.popleft().result().items():
                     outputs[split].write(ids.data)
                     counts[split]["tokens"] += len(ids)
 
-    documents = sum(count["documents"] for count in counts.values())
+    gzipped["gzip_bytes"] += len(gzip.flush())
     if empty := [split for split in SPLITS if not counts[split]["tokens"]]:
-        said = f"the {empty[0]} split is empty: the corpus has {documents} documents"
+        said = f"the {empty[0]} split is empty: the corpus has {sum(c['documents'] for c in counts.values())} documents"
         raise JllamaError(f"{said}, so give more text or another data.validation_fraction")
-    gzipped = {"gzip_bytes": gzip_bytes + len(gzip.flush()), "gzip_of_bytes": gzip_of_bytes}
     report = {"fingerprint": fingerprint, "dtype": dtype.name, **counts, **gzipped}
     (folder / "counts.json").write_text(json.dumps(report, indent=2) + "\n")
 
@@ -216,33 +217,5 @@ def _groups(blocks: Iterable[Block]) -> Iterator[list[Block]]:
     yield group
 
 
-def _load_tokens(folder: Path, tokenizer: Tokenizer) -> Dataset:
-    try:
-        report = json.loads((folder / "counts.json").read_text())
-        for split in SPLITS:
-            counts = SplitCounts(**report.pop(split))
-            tokens = np.memmap(folder / f"{split}.bin", report["dtype"], mode="r", shape=(counts.tokens,))
-            report |= {split: tokens, f"{split}_counts": counts}
-        del report["dtype"]
-        return Dataset(tokenizer, **report)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        said = f"{folder} does not hold what was written there ({error})"
-        raise JllamaError(f"{said}: delete it and start again") from None
-
-
 def _sha256(*parts: object) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-@contextlib.contextmanager
-def _cached(folder: Path) -> Iterator[Path]:
-    """Inside, an empty folder that takes the place of ``folder`` at the end, unless another process was quicker."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(folder, shared=True) as partial:
-            partial.mkdir()
-            yield partial
-    except OSError as error:
-        if not folder.exists():
-            said = f"cannot write {folder}: {error.strerror}"
-            raise JllamaError(f"{said}; make room or give another data.cache_dir") from None

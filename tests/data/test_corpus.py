@@ -69,7 +69,7 @@ def test_jsonl(tmp_path):
         (b'["text"]', r"a.jsonl line 3 is a JSON list: each line"),
         (b'{"body": "x", "id": 3}', r"line 3 has no field 'text'.*set data.text_field to one of \['body', 'id'\]"),
         (b'{"text": 3}', "line 3 has a int in field 'text'"),
-        (b'{"text": "\\ud83d"}', r"line 3 has the lone surrogate \\ud83d"),
+        (b'{"text": "\\ud83d"}', r"line 3 is not JSON \(.*ud83d.*surrogates not allowed"),
         (b'{"a":' + b"[" * 99_999, r"a.jsonl line 3 is not JSON \("),
         (b'{"text": "\xff"}', "a.jsonl has byte 0xFF at offset 24"),
     ],
