@@ -162,10 +162,9 @@ def _decoded(file: Any, path: Path, offset: int = 0) -> Iterator[str]:
             if nul:
                 raise UnicodeDecodeError("utf-8", data, used, used + 1, "it is NUL")
         except UnicodeDecodeError as error:
-            said = (
-                f"{path} has byte 0x{data[error.start]:02X} at offset {offset + error.start}, which is not UTF-8 text"
-            )
-            raise JllamaError(f"{said}: convert the file, or leave it out of data.path") from None
+            byte = f"byte 0x{data[error.start]:02X} at offset {offset + error.start}"
+            advice = "convert the file, or leave it out of data.path"
+            raise JllamaError(f"{path} has {byte}, which is not UTF-8 text: {advice}") from None
         data, offset = data[used:], offset + used
         yield text
 

@@ -18,7 +18,7 @@ class OptimizerConfig:
     """An optimizer under a warm-up and a cosine.
 
     Args:
-        name: ``adamw`` (arXiv:1711.05101); ``lion`` (arXiv:2302.06675), with half its memory and about a fifth of its
+        name: ``adamw`` (arXiv:1711.05101); ``lion`` (arXiv:2302.06675), with half its memory and a fifth of its
             learning rate; or ``adafactor`` (arXiv:1804.04235), which keeps second moments as rows and columns alone.
         learning_rate: the peak, reached at the end of the warm-up.
         final_fraction: the learning rate ends at this share of the peak.
@@ -65,8 +65,7 @@ class LoopConfig:
         keep_last: checkpoints kept besides the best one.
         z_loss: weight of the squared log-normalizer in the loss.
         dtype: of activations and of weights in matrix products; ``auto`` is bfloat16 on GPU and TPU, float32 on CPU.
-        attention: how it is computed: ``reference``, ``blocked``, ``xla`` or another of ``functional.ATTENTION``, or
-            ``auto``, whose choice is said at the start.
+        attention: ``reference``, ``blocked``, ``xla`` or another of ``functional.ATTENTION``; ``auto`` says its choice.
         remat: recompute whole layers in the backward pass, to save memory.
         sample_prompt: what the text sampled at each evaluation begins with.
         sample_tokens: how many tokens to sample then; 0 for none.
@@ -113,15 +112,15 @@ class TrainConfig:
     Args:
         model: the architecture; with ``init_from`` the checkpoint's own is taken, and this one is not.
         init_from: begin from the weights of a checkpoint in any format (a folder, a file or a hub id), with its
-            architecture and tokenizer. Unless given, ``training.batch_size`` is 4 then and
-            ``optimizer.learning_rate`` 2e-5 (at the command line).
+            architecture and tokenizer; at the command line ``training.batch_size`` is 4 then and
+            ``optimizer.learning_rate`` 2e-5, unless given.
         rope_factor: with ``init_from``, the RoPE scaling factor that Meta's params.json leaves out.
         run_dir: the folder that will hold the run: configuration, tokenizer, metrics, checkpoints, samples, report.
         seed: of the initial weights, the order of the data and the samples.
         resume: ``auto`` continues the run in ``run_dir`` from its last checkpoint, if there is one; ``never`` refuses
             a folder that already holds checkpoints; a run's folder continues it (at the command line, as configured).
         resume_with_changes: go on although the learning rate, the number of steps or another option that changes the
-            outcome is not what it was; what changes no outcome needs no leave, and what cannot change gets none.
+            outcome is not what it was.
         data: the text.
         optimizer: how the weights move.
         training: how long, and on how much at a time.
@@ -143,8 +142,7 @@ class TrainConfig:
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
 
     def __post_init__(self) -> None:
-        if not self.run_dir:
-            raise UsageError("run_dir is empty: name the folder that will hold the run")
+        check_fields(self, "", "run_dir", bool, "the folder that will hold the run")
         if self.resume not in ("never", "auto"):
             if self.run_dir not in (self.resume, TrainConfig.run_dir):
                 raise UsageError(f"resume is {self.resume} but run_dir is {self.run_dir}: leave one of them out")

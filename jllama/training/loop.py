@@ -37,7 +37,7 @@ from jllama.tokenizers import has_tokenizer, load_tokenizer
 from jllama.training import run_folder
 from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation, check_memory, evaluate, summarize
-from jllama.training.optimizer import check_optimizer, learning_rate_at
+from jllama.training.optimizer import learning_rate_at, make_optimizer
 from jllama.training.report import sample_command, write_report
 from jllama.training.step import StepMetrics, Training, TrainState, attention_of, compile_training
 
@@ -255,8 +255,8 @@ def _open(config: TrainConfig) -> tuple[_Run, TrainState] | Evaluation:
     console.soft_wrap = not console.is_terminal  # a log keeps its lines whole
     if config.resume not in ("never", "auto") and not (folder / CONFIG).is_file():
         raise UsageError(f"resume is {config.resume}, which is not a run's folder: give one, or never, or auto")
-    check_optimizer(config.optimizer)
-    attention_of(config)  # an unknown one is said before the text is read
+    make_optimizer(config.optimizer, config.model, config.training.steps)
+    attention_of(config)  # unknown ones are said before the text is read
     existing = (folder / CHECKPOINTS).exists() and RunCheckpoints(folder / CHECKPOINTS, read_only=True).steps()
     if existing and config.resume == "never":
         go_on = run_folder.command("train", "--resume", folder)

@@ -19,21 +19,10 @@ from jllama.parameters import Params, training_flops_per_token
 from jllama.training.config import LoopConfig, TrainConfig
 from jllama.training.step import StepMetrics, Training
 
-PEAK_FLOPS = {
-    "NVIDIA A100": 312e12,
-    "NVIDIA GeForce RTX 4090": 165e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA L4": 121e12,
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-}
-"""Dense bfloat16 operations per second by the start of ``jax.Device.device_kind``, from the vendors' data sheets."""
+# Dense bfloat16 TFLOP/s by how ``jax.Device.device_kind`` begins, the longest first; from the vendors' data sheets
+_TPU = {"v4": 275, "v5 lite": 197, "v5": 459, "v6 lite": 918}
+_NVIDIA = {"A100": 312, "GeForce RTX 4090": 165, "H100 PCIe": 756, "H100": 989, "H200": 989, "B200": 2250}
+_NVIDIA |= {"L40S": 362, "L4": 121}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +55,9 @@ def summarize(steps: Sequence[StepMetrics], elapsed_s: float, config: TrainConfi
     """Means over some steps, and their speed. ``mfu`` is the share of the devices' peak, where that is known."""
     tokens_per_s = math.fsum(float(step.tokens) for step in steps) / elapsed_s
     flops_per_s = tokens_per_s * training_flops_per_token(config.model, config.training.seq_len)
-    kind = jax.devices()[0].device_kind
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if kind.startswith(name)), None)
+    vendor, _, kind = jax.devices()[0].device_kind.partition(" ")
+    peaks = {"NVIDIA": _NVIDIA, "TPU": _TPU}.get(vendor, {}).items()
+    peak = next((1e12 * teraflops for name, teraflops in peaks if kind.startswith(name)), None)
     return {
         "loss": float(np.mean([float(step.loss) for step in steps])),
         "grad_norm": float(np.mean([float(step.grad_norm) for step in steps])),
@@ -79,32 +69,27 @@ def summarize(steps: Sequence[StepMetrics], elapsed_s: float, config: TrainConfi
 
 
 def check_memory(config: TrainConfig, training: Training, available_bytes: int | None = None) -> None:
-    """Refuse what cannot fit: counted is the least that any program needs on a device.
+    """Raise ``UsageError`` for a batch that does not divide over the devices, and for what cannot fit on one.
 
-    That is its share of the training state and of the gradients, and, of one part of a batch, each layer's input, from
-    which the backward pass begins.
-
-    Raises:
-        UsageError: a device (or a machine whose CPUs share its memory) has less, or a batch does not divide over them.
+    Counted is the least that any program needs there: its share of the training state and of the gradients, and, of one
+    part of a batch, each layer's input, from which the backward pass begins. CPUs share the memory of the machine.
     """
     options, mesh = config.training, training.mesh
-    rows_ways = mesh.shape["data"] * mesh.shape["fsdp"]
-    if options.batch_size % (rows_ways * options.accumulation):
-        raise UsageError(
-            f"training.batch_size {options.batch_size} does not divide into {options.accumulation} part(s) over "
-            f"{rows_ways} device(s)"
-        )
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    if options.batch_size % (ways * options.accumulation):
+        parts = f"{options.accumulation} part(s) over {ways} device(s)"
+        raise UsageError(f"training.batch_size {options.batch_size} does not divide into {parts}")
     state = jax.eval_shape(training.init, jax.random.key(0))
     leaves = jax.tree.leaves((state, state.params))  # there is a gradient for each parameter
     state_bytes = sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
-    tokens = options.batch_size * options.seq_len / rows_ways / options.accumulation
+    tokens = options.batch_size * options.seq_len / ways / options.accumulation
     activation_bytes = 2 * tokens * config.model.embed_dim * config.model.num_layers
     device = mesh.devices.flat[0]
     sharing = len(mesh.local_devices) if device.platform == "cpu" else 1
     have = available_bytes or device_memory_bytes(device)
     if have and sharing * (state_bytes + activation_bytes) > have:
+        sizes = [f"{size / 2**30:,.1f} GiB" for size in (sharing * state_bytes, sharing * activation_bytes, have)]
         raise UsageError(
-            f"the model and its optimizer take {sharing * state_bytes / 2**30:,.1f} GiB and a batch "
-            f"{sharing * activation_bytes / 2**30:,.1f} GiB, which {describe_devices(mesh)} with {have / 2**30:,.1f} "
-            f"GiB cannot hold: take a smaller model, training.batch_size or training.seq_len, or more devices"
+            f"the model and its optimizer take {sizes[0]} and a batch {sizes[1]}, which {describe_devices(mesh)} with "
+            f"{sizes[2]} cannot hold: take a smaller model, training.batch_size or training.seq_len, or more devices"
         )

@@ -34,9 +34,8 @@ def learning_rate_at(step: ArrayLike, config: OptimizerConfig, total_steps: int)
     """The learning rate of a step, counted from 0: a linear warm-up, then half a cosine down to a floor.
 
     With ``w = ceil(warmup_fraction * total_steps)``, at most ``total_steps - 1``: ``peak * (step + 1) / w`` for
-    ``step < w``; the peak at ``w - 1``; then ``floor + (peak - floor) * (1 + cos(pi * t)) / 2`` with
-    ``t = (step + 1 - w) / (total_steps - w)``, so that the last step, ``total_steps - 1``, has the floor, and so has
-    any step after it.
+    ``step < w``, so the peak at ``w - 1``; then ``floor + (peak - floor) * (1 + cos(pi * t)) / 2`` with
+    ``t = (step + 1 - w) / (total_steps - w)``, so the floor at ``total_steps - 1``, and after it.
     """
     warmup = min(math.ceil(config.warmup_fraction * total_steps), total_steps - 1)
     done = jnp.asarray(step, jnp.float32) + 1
@@ -46,28 +45,23 @@ def learning_rate_at(step: ArrayLike, config: OptimizerConfig, total_steps: int)
     return config.learning_rate * jnp.where(done < warmup, rising, falling)
 
 
-def check_optimizer(config: OptimizerConfig) -> None:
-    """Raise ``UsageError`` unless ``OPTIMIZERS`` has the name and this optimizer the options given."""
+def make_optimizer(config: OptimizerConfig, model: LlamaConfig, total_steps: int) -> optax.GradientTransformation:
+    """Clip by the global norm, find the direction, decay the table's matrices, scale by ``-learning_rate_at``.
+
+    Raises:
+        UsageError: ``OPTIMIZERS`` has no such name, or this optimizer none of the options given.
+    """
     if config.name not in OPTIMIZERS:
         raise unknown_name("optimizer", config.name, OPTIMIZERS)
     for option in _UNUSED.get(config.name, ()):
         if getattr(config, option) != getattr(OptimizerConfig, option):
             raise UsageError(f"optimizer.{option} is given but {config.name} has none: leave it out")
-
-
-def make_optimizer(config: OptimizerConfig, model: LlamaConfig, total_steps: int) -> optax.GradientTransformation:
-    """Clip by the global norm, find the direction, decay the table's matrices, scale by ``-learning_rate_at``.
-
-    Raises:
-        UsageError: as ``check_optimizer``.
-    """
-    check_optimizer(config)
     table = parameter_table(model)
 
     def is_decayed(params: Any) -> Any:
         return map_by_path(lambda path, _: table[path].is_matrix, params)
 
-    direction = OPTIMIZERS[config.name](config)
-    decay = optax.add_decayed_weights(config.weight_decay, is_decayed)
     rate = optax.scale_by_learning_rate(lambda step: learning_rate_at(step, config, total_steps))
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), optax.chain(direction, decay, rate))
+    decay = optax.add_decayed_weights(config.weight_decay, is_decayed)
+    chain = optax.chain(OPTIMIZERS[config.name](config), decay, rate)
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), chain)

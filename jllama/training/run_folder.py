@@ -20,16 +20,11 @@ from jllama.training.optimizer import learning_rate_at
 
 METRICS, SAMPLES, REPORT, HISTORY = "metrics.jsonl", "samples.jsonl", "report.html", "config.history.jsonl"
 
-# How an option may differ when a run goes on. The fingerprint that checkpoints hold speaks for the data.
-_IGNORED = r"run_dir|resume|resume_with_changes|training\.epochs"  # epochs are resolved to steps
-_FIXED = (
-    r"(model|init_from|rope_factor|seed)(\..*)?|training\.(batch_size|seq_len)|data\.(tokenizer|vocab_size)"
-    r"|optimizer\.name"
-)
-_FREE = (  # what is seen, what is kept, where and how it is computed
-    r"(mesh|sampling|data)\..*|training\.(accumulation|attention|remat|log_every|keep_last|save_every|eval_every"
-    r"|eval_tokens|sample_prompt|sample_tokens)"
-)
+# How the names of options begin that may, or must not, differ when a run goes on; all others do when that is asked for.
+# The fingerprint that checkpoints hold speaks for the data, epochs are resolved to steps.
+_IGNORED = r"run_dir|resume|training\.epochs"
+_FIXED = r"model|init_from|rope_factor|seed|optimizer\.name|training\.(batch_size|seq_len)|data\.(tokenizer|vocab_size)"
+_FREE = r"mesh|sampling|data|training\.(accumulation|attention|remat|log_every|keep_last|save_every|eval_|sample_)"
 
 
 def command(name: str, *arguments: object) -> str:
@@ -43,8 +38,7 @@ def write_config(folder: Path, config: TrainConfig, step: int) -> None:
     A configuration that it replaces after a first checkpoint goes to the history.
     """
     fields = _as_written(config)
-    before = read_config(folder) if step else fields
-    if before != fields:
+    if step and (before := read_config(folder)) != fields:
         append_line(folder / HISTORY, {"until_step": step, "config": before})
     write_text_whole(folder / CONFIG, yaml.safe_dump(fields, sort_keys=False))
     for name in (METRICS, SAMPLES):
@@ -64,33 +58,25 @@ def changes_on_resume(folder: Path, config: TrainConfig, step: int) -> list[str]
     Raises:
         JllamaError: a run at ``step`` cannot go on with such a change, or not without ``resume_with_changes``.
     """
-    now = _flat(_as_written(config))
-    was = now | _flat(read_config(folder))
-    changed = [name for name in now if was[name] != now[name] and not re.fullmatch(_IGNORED, name)]
+    now, before = _flat(_as_written(config)), read_config(folder)
+    was = now | _flat(before)
+    changed = [name for name in now if was[name] != now[name] and not re.match(_IGNORED, name)]
     told = {name: f"{name} was {was[name]} and is {now[name]}" for name in changed}
-    if fixed := [text for name, text in told.items() if re.fullmatch(_FIXED, name)]:
-        raise JllamaError(
-            f"{', '.join(fixed)}: {folder} cannot go on so; leave out what has changed, or start a new run with "
-            f"another run_dir"
-        )
-    free = [text for name, text in told.items() if re.fullmatch(_FREE, name)]
+    fixed = [told[name] for name in changed if re.match(_FIXED, name)]
+    free = [told[name] for name in changed if re.match(_FREE, name)]
     asked = [text for text in told.values() if text not in free]
-    if any(re.match(r"training\.steps|optimizer\.", name) for name in changed):
-        with contextlib.suppress(TypeError, UsageError):  # of a config.yaml edited by hand
-            fields = {name.removeprefix("optimizer."): was[name] for name in was if name.startswith("optimizer.")}
-            old = learning_rate_at(step - 1, OptimizerConfig(**fields), was["training.steps"])
+    if any(re.match(r"training\.steps|optimizer", name) for name in changed):
+        with contextlib.suppress(KeyError, TypeError, UsageError):  # of a config.yaml edited by hand
+            old = learning_rate_at(step - 1, OptimizerConfig(**before["optimizer"]), before["training"]["steps"])
             new = learning_rate_at(step, config.optimizer, config.training.steps)
             asked.append(f"the learning rate was {old:.2e} at step {step:,} and is {new:.2e} at step {step + 1:,}")
-    if asked and not config.resume_with_changes:
-        raise JllamaError(
-            f"{', '.join(asked)}: leave out what has changed, or go on so with resume_with_changes, or start a new "
-            f"run with another run_dir"
-        )
+    if refused := fixed or ([] if config.resume_with_changes else asked):
+        leave = "leave out what has changed," + (" or go on so with resume_with_changes," if not fixed else "")
+        raise JllamaError(f"{', '.join(refused)}: {leave} or start a new run with another run_dir")
     return free + asked
 
 
 def _flat(fields: dict[str, Any]) -> dict[str, Any]:
     """The options of a configuration by their full names."""
-    groups = {name: group for name, group in fields.items() if isinstance(group, dict)}
-    options = {f"{name}.{option}": value for name, group in groups.items() for option, value in group.items()}
-    return {name: value for name, value in fields.items() if name not in groups} | options
+    groups = {name: group if isinstance(group, dict) else {"": group} for name, group in fields.items()}
+    return {f"{name}.{key}".rstrip("."): value for name, group in groups.items() for key, value in group.items()}

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from jllama.errors import unknown_name
 from jllama.functional import ATTENTION, choose_attention
@@ -22,11 +22,8 @@ from jllama.training.optimizer import make_optimizer
 class TrainState(NamedTuple):
     """All that training changes: saved together, donated to each step and returned anew.
 
-    Args:
-        step: updates done so far.
-        params: float32 master weights.
-        opt_state: the optimizer's moments, float32.
-        key: the run's random key; what needs randomness folds ``step`` into it.
+    ``step`` counts the updates done; ``params`` are the master weights and ``opt_state`` the optimizer's moments, all
+    float32; what needs randomness folds ``step`` into ``key``.
     """
 
     step: Int[Array, ""]
@@ -78,11 +75,9 @@ def compile_training(
             state, metrics = training.step(state, windows)
 
     Args:
-        config: of which ``model`` (with its ``vocab_size``), ``optimizer``, ``mesh`` and ``training`` count. The
-            learning rate is scheduled over ``training.steps``.
+        config: of which ``model`` (with its ``vocab_size``), ``optimizer``, ``mesh`` and ``training`` count.
         mesh: the devices; None makes one as ``config.mesh`` says.
-        bos_id: the token that starts a document: attention stays within documents, and it is never a target itself,
-            since nothing before it belongs to its text.
+        bos_id: the token that starts a document: attention stays within documents, and it is never a target.
         compiler_options: XLA's, for ``step`` and ``evaluate``.
 
     Raises:
@@ -92,8 +87,7 @@ def compile_training(
     model, options, is_cpu = config.model, config.training, mesh.devices.flat[0].platform == "cpu"
     auto_dtype = "float32" if is_cpu else "bfloat16"
     dtype = jnp.dtype(auto_dtype if options.dtype == "auto" else options.dtype)
-    optimizer = make_optimizer(config.optimizer, model, options.steps)
-    attention = attention_of(config)
+    optimizer, attention = make_optimizer(config.optimizer, model, options.steps), attention_of(config)
 
     def init(key: Key[Array, ""], params: Params | None = None) -> TrainState:
         init_key, run_key = jax.random.split(key)
@@ -108,9 +102,6 @@ def compile_training(
         hidden = llama.hidden(inputs, segments, remat=options.remat, attention=attention)
         return llama.loss(hidden, targets, (targets != bos_id) & mask, z_loss)
 
-    def evaluate(params: Params, windows: Int[Array, "batch window"], mask: Bool[Array, "batch seq"]) -> Any:
-        return loss(params, windows, mask)
-
     def step(state: TrainState, windows: Int[Array, "batch window"]) -> tuple[TrainState, StepMetrics]:
         # A batch is taken in parts, whose sums are added in float32 and divided once by the number of targets, so that
         # parts with different numbers of them weigh as they should.
@@ -119,8 +110,7 @@ def compile_training(
             (total, count), gradients = gradient(state.params, windows)
         else:
             parts = windows.reshape(options.accumulation, -1, windows.shape[1])
-            zero = jnp.zeros((), jnp.float32)
-            zeros = ((zero, zero), jax.tree.map(jnp.zeros_like, state.params))
+            zeros = jax.tree.map(jnp.zeros_like, ((jnp.float32(0), jnp.float32(0)), state.params))
             (total, count), gradients = jax.lax.scan(
                 lambda sums, part: (jax.tree.map(jnp.add, sums, gradient(state.params, part)), None), zeros, parts
             )[0]
@@ -139,10 +129,8 @@ def compile_training(
     return Training(
         jax.jit(init, out_shardings=shardings, donate_argnums=1, compiler_options=quick),
         jax.jit(step, **where, donate_argnums=0, compiler_options=compiler_options),
-        jax.jit(evaluate, in_shardings=(shardings.params, batch, batch), compiler_options=compiler_options),
-        mesh,
-        shardings,
-        batch,
+        jax.jit(loss, in_shardings=(shardings.params, batch, batch), compiler_options=compiler_options),
+        *(mesh, shardings, batch),
     )
 
 
@@ -152,10 +140,7 @@ def attention_of(config: TrainConfig) -> str:
     Raises:
         UsageError: there is none of this name.
     """
-    options, backend = config.training, jax.default_backend()
-    if options.attention == "auto":
-        seq_len = options.seq_len or config.model.max_seq_len
-        return choose_attention(backend, seq_len, seq_len)
-    if options.attention not in ATTENTION:
-        raise unknown_name("attention implementation", options.attention, ATTENTION)
-    return options.attention
+    name, seq_len = config.training.attention, config.training.seq_len or config.model.max_seq_len
+    if name != "auto" and name not in ATTENTION:
+        raise unknown_name("attention implementation", name, ATTENTION)
+    return choose_attention(jax.default_backend(), seq_len, seq_len) if name == "auto" else name
