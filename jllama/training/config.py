@@ -18,8 +18,8 @@ class OptimizerConfig:
     """An optimizer under a warm-up and a cosine.
 
     Args:
-        name: ``adamw`` (arXiv:1711.05101); ``lion`` (arXiv:2302.06675), with half its memory and a fifth of its
-            learning rate; or ``adafactor`` (arXiv:1804.04235), which keeps second moments as rows and columns alone.
+        name: ``adamw`` (arXiv:1711.05101); ``lion`` (arXiv:2302.06675), with half its memory and about a fifth of
+            its learning rate; or ``adafactor`` (arXiv:1804.04235), whose second moments are rows and columns alone.
         learning_rate: the peak, reached at the end of the warm-up.
         final_fraction: the learning rate ends at this share of the peak.
         warmup_fraction: the share of all steps over which the learning rate rises linearly.
@@ -121,11 +121,7 @@ class TrainConfig:
             a folder that already holds checkpoints; a run's folder continues it (at the command line, as configured).
         resume_with_changes: go on although the learning rate, the number of steps or another option that changes the
             outcome is not what it was.
-        data: the text.
-        optimizer: how the weights move.
-        training: how long, and on how much at a time.
         sampling: how the text sampled at each evaluation is drawn.
-        mesh: how the work is split over devices.
     """
 
     model: LlamaConfig

@@ -19,7 +19,7 @@ from jllama.files import read_lines, write_text_whole
 from jllama.parameters import count_parameters
 from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation
-from jllama.training.run_folder import CONFIG, METRICS, REPORT, SAMPLES, command
+from jllama.training.run_folder import CONFIG, METRICS, REPORT, SAMPLES, resume_command, sample_command
 
 _HEAD = """<!doctype html><html lang=en><meta charset=utf-8>
 <meta name=viewport content='width=device-width, initial-scale=1'><style>
@@ -60,7 +60,7 @@ def write_report(
         facts |= {"share of the devices' peak (MFU)": f"{last['mfu']:.1%}"} if last["mfu"] else {}
     rows = [f"<tr><td>{text(name)}</td><td>{text(fact)}</td></tr>" for name, fact in facts.items()]
     texts = [(f"step {each['step']}", text(each["prompt"] + each["text"])) for each in reversed(samples)]
-    following = [("sample", sample_command(config)), ("go on", command("train", "--resume", folder))]
+    following = [("sample", sample_command(config)), ("go on", resume_command(folder))]
     parts = {
         text(folder.name): f"<table>{''.join(rows)}</table>",
         "Curves": f"<div class=charts>{''.join(_chart(metrics, key) for key in _CHARTS)}</div>",
@@ -70,11 +70,6 @@ def write_report(
     }
     page = "".join(f"<h2>{title}</h2>{part}" for title, part in parts.items())
     write_text_whole(folder / REPORT, f"{_HEAD}<title>{text(folder.name)}</title>{page}</html>")
-
-
-def sample_command(config: TrainConfig) -> str:
-    """The command line that samples from a run."""
-    return command("sample", "--checkpoint", config.run_dir, "--prompt", config.training.sample_prompt)
 
 
 def _chart(metrics: list[dict[str, Any]], key: str) -> str:

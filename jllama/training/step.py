@@ -41,17 +41,12 @@ class StepMetrics(NamedTuple):
 
 
 class Training(NamedTuple):
-    """What ``compile_training`` gives.
+    """What ``compile_training`` gives: three programs, and how the state and the rows of batches are split over a mesh.
 
-    Args:
-        init: ``(key, params=None) -> TrainState``: the state before the first step, from fresh or given parameters.
-        step: ``(state, windows) -> (state, StepMetrics)``: one update from int32 windows ``[batch, seq + 1]``, each
-            token predicting the next. The state given is donated: use the one returned.
-        evaluate: ``(params, windows, mask) -> (nats, tokens)``: the summed loss of the targets in ``mask``
-            ``[batch, seq]``, without z-loss, and their number.
-        mesh: the devices.
-        shardings: how the leaves of the state are split over them.
-        batch_sharding: how the rows of windows and masks are; NumPy arrays are put there.
+    ``init(key, params=None)`` gives the ``TrainState`` before the first step, from fresh or given parameters;
+    ``step(state, windows)`` one update, ``(state, StepMetrics)``, from int32 windows ``[batch, seq + 1]``, each token
+    predicting the next, where the state given is donated: use the one returned; ``evaluate(params, windows, mask)``
+    ``(nats, tokens)``, the summed loss of the targets in ``mask`` ``[batch, seq]``, without z-loss, and their number.
     """
 
     init: Any
@@ -65,7 +60,7 @@ class Training(NamedTuple):
 def compile_training(
     config: TrainConfig, mesh: Mesh | None = None, *, bos_id: int, compiler_options: dict[str, Any] | None = None
 ) -> Training:
-    """The programs of a training run, each compiled when it is first called.
+    """The programs of a training run, each compiled when it is first called; UsageError if it cannot be.
 
     Example::
 
@@ -80,8 +75,6 @@ def compile_training(
         bos_id: the token that starts a document: attention stays within documents, and it is never a target.
         compiler_options: XLA's, for ``step`` and ``evaluate``.
 
-    Raises:
-        UsageError: there is no such optimizer or attention, or a size does not divide over the mesh.
     """
     mesh = make_mesh(config.mesh) if mesh is None else mesh
     model, options, is_cpu = config.model, config.training, mesh.devices.flat[0].platform == "cpu"
