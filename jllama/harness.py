@@ -10,14 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-
 from jllama.checkpoints.registry import load
 from jllama.conversation import conversation as chats
 from jllama.errors import JllamaError, UsageError
 from jllama.evaluation.scoring import sliding_windows, token_log_probs
 from jllama.generation.sampling_params import Prompt, SamplingParams
-from jllama.generation.text import Completion, encode_prompt, generate_batches
+from jllama.generation.text import encode_prompt, generate_batches
 from jllama.language_model import LanguageModel
 from jllama.progress import progress
 
@@ -33,7 +31,6 @@ except ImportError as error:
 
 _NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one given counts
 _SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
-_DEFAULT_NEW_TOKENS = 256  # of lm-eval's own models
 
 
 class JllamaLM(TemplateLM):
@@ -42,26 +39,17 @@ class JllamaLM(TemplateLM):
     Importing this module registers it as ``jllama``: ``simple_evaluate("jllama", model_args={"pretrained": path})``.
     BOS stands where lm-eval's Hugging Face model puts it, so that results compare: in front of every text if the
     tokenizer adds it, and alone before a continuation without context. ``loglikelihood_rolling`` puts a prefix token
-    in front of what the tokenizer gives, as there: a tokenizer that adds BOS thus gives two, and the second is scored
-    (``jllama.evaluation.scoring.score_texts`` has one).
+    in front of what the tokenizer gives, as there: a tokenizer that adds BOS thus gives two, and the second is scored.
 
     Args:
-        pretrained: a checkpoint in any format, or a loaded model.
+        pretrained: a checkpoint in any format, or a loaded model, which must have a tokenizer.
         batch_size: how many rows go through the model at once.
         max_length: the most tokens that the model sees at once; None is its context.
         dtype: of the parameters, as for ``load``.
-
-    Raises:
-        JllamaError: the checkpoint cannot be loaded, or has no tokenizer.
-        UsageError: ``batch_size`` or ``max_length`` is out of range.
     """
 
     def __init__(
-        self,
-        pretrained: str | Path | LanguageModel,
-        batch_size: int | str = 8,
-        max_length: int | None = None,
-        dtype: str | None = None,
+        self, pretrained: str | Path | LanguageModel, batch_size: Any = 8, max_length: Any = None, dtype: Any = None
     ) -> None:
         super().__init__()
         self.model = pretrained if isinstance(pretrained, LanguageModel) else load(pretrained, dtype)
@@ -79,12 +67,11 @@ class JllamaLM(TemplateLM):
     tokenizer_name = property(lambda self: self._tokenizer.fingerprint())
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
-        """The ids of a text, in which special tokens may be spelled out; behind BOS if the tokenizer adds it, unless
-        ``add_special_tokens`` is false or the text begins with it, as a rendered chat does.
+        """The ids of a text, in which special tokens may be spelled out; behind BOS if the tokenizer adds it and the
+        text, as a rendered chat does, has none; never if ``add_special_tokens`` is false.
         """
         ids, bos = self._tokenizer.encode_with_special_tokens(string), [self._tokenizer.bos_id]
-        adds_bos = self._tokenizer.add_bos and add_special_tokens is not False and ids[:1] != bos
-        return bos + ids if adds_bos else ids
+        return bos + ids if self._tokenizer.add_bos and add_special_tokens is not False and ids[:1] != bos else ids
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation; without a generation prompt its last message is left open, to be continued."""
@@ -101,9 +88,7 @@ class JllamaLM(TemplateLM):
             raise UsageError(f"apply_chat_template is {chat_template!r}; a jllama model has one template: give True")
         return chats.chat_template(self.model) if chat_template else ""
 
-    def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **ignored: Any
-    ) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests: list[Any], **ignored: Any) -> list[tuple[float, bool]]:
         """Each continuation's ``log p`` after its context, cut on the left to what fits, and whether it is greedy."""
         for (_, text), _, continuation in requests:
             if len(continuation) > self.max_length:
@@ -118,15 +103,13 @@ class JllamaLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Each whole text's ``log p``, in windows that overlap only in context."""
-        rows, counts, owners = [], [], []
-        for owner, request in enumerate(requests):
-            ids = [self.prefix_token_id, *self.tok_encode(*request.args)]
-            for start, end, count in sliding_windows(len(ids), self.max_length, self.max_length):
-                rows.append(ids[start:end])
-                counts.append(count)
-                owners.append(owner)
-        log_probs = [log_prob for log_prob, _ in self._score(rows, counts)]
-        totals = np.bincount(np.array(owners, int), log_probs, len(requests)).tolist()
+        texts = [[self.prefix_token_id, *self.tok_encode(*request.args)] for request in requests]
+        size = self.max_length
+        windows = [(owner, *cut) for owner, ids in enumerate(texts) for cut in sliding_windows(len(ids), size, size)]
+        scores = self._score([texts[i][start:end] for i, start, end, _ in windows], [count for *_, count in windows])
+        totals = [0.0] * len(requests)
+        for (owner, *_), (log_prob, _) in zip(windows, scores, strict=True):
+            totals[owner] += log_prob
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
@@ -136,20 +119,20 @@ class JllamaLM(TemplateLM):
         with progress("tokens scored") as move:
             options = {"on_progress": lambda done, total: move(completed=done, total=total)}
             scores = token_log_probs(self.model, rows, counts, batch_size=self.batch_size, **options)
-        return [(float(row.log_probs.sum(dtype=np.float64)), bool(row.is_likeliest.all())) for row in scores]
+        return [(float(row.log_probs.sum(dtype=float)), bool(row.is_likeliest.all())) for row in scores]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The continuation of each context, without the stop string that ended it; greedy unless the task samples.
 
-        A context is cut on the left to leave room for the new tokens. An argument that jllama does not have is
-        refused (JllamaError).
+        A context is cut on the left to leave room for the new tokens.
         """
-        texts = [""] * len(requests)
-        prompts = [self._prompt(*cast(Any, request.args)) for request in requests]
+        texts, prompts = [""] * len(requests), [self._prompt(*cast(Any, request.args)) for request in requests]
         with progress("texts generated", len(requests)) as move:
             for batch in generate_batches(self.model, prompts, batch_size=self.batch_size):
                 for index, completion in batch.items():
-                    texts[index] = self._text(completion)
+                    # As lm-eval's models decode: by itself, so that SentencePiece leaves out a leading space.
+                    loses_space = not self._tokenizer.decode(completion.ids).startswith(" ")
+                    texts[index] = completion.text.removeprefix(" " * loses_space)
                     self.cache_hook.add_partial("generate_until", requests[index].args, texts[index])
                 move(len(batch))
         return texts
@@ -166,11 +149,6 @@ class JllamaLM(TemplateLM):
         stop_ids = {*self.model.stop_ids, self.eot_token_id, *(special[text] for text in stop if text in special)}
         return encode_prompt(self.model, Prompt(ids, sampling, max_new_tokens, stop, sorted(stop_ids)))
 
-    def _text(self, completion: Completion) -> str:
-        """A text as lm-eval's models give it: decoded by itself, so that SentencePiece leaves out a leading space."""
-        loses_space = not self._tokenizer.decode(completion.ids).startswith(" ")
-        return completion.text.removeprefix(" ") if loses_space else completion.text
-
 
 register_model("jllama")(JllamaLM)
 
@@ -178,21 +156,18 @@ register_model("jllama")(JllamaLM)
 def generation_arguments(arguments: dict[str, Any]) -> tuple[list[str], int, SamplingParams]:
     """Turn a task's ``generation_kwargs`` into stop strings, the most new tokens, and how they are sampled.
 
-    Greedy unless ``do_sample`` is true or, where that is not said, ``temperature`` is positive.
-
-    Raises:
-        JllamaError: an argument is unknown, or has a value that jllama does not honor.
+    Greedy unless ``do_sample`` is true or, where that is not said, ``temperature`` is positive. ``JllamaError`` if an
+    argument is unknown, or has a value that jllama does not honor.
     """
     remaining = {name: value for name, value in arguments.items() if value is not None}
     until, do_sample = remaining.pop("until", []), remaining.pop("do_sample", None)
     stop = [string for string in ([until] if isinstance(until, str) else until) if string]
-    new_tokens = [remaining.pop(name) for name in _NEW_TOKENS if name in remaining] or [_DEFAULT_NEW_TOKENS]
+    new_tokens = [remaining.pop(name) for name in _NEW_TOKENS if name in remaining] or [256]  # lm-eval's own default
     sampling = {name: remaining.pop(name) for name in _SAMPLING if name in remaining}
-    if remaining.get("num_beams") == 1:
-        del remaining["num_beams"]
     for name, value in remaining.items():
-        known = ", ".join(("until", "do_sample", *_NEW_TOKENS, *_SAMPLING))
-        raise JllamaError(f"generation_kwargs has {name}: {value!r}, which jllama does not honor; it knows {known}")
+        if (name, value) != ("num_beams", 1):
+            known = ", ".join(("until", "do_sample", *_NEW_TOKENS, *_SAMPLING))
+            raise JllamaError(f"generation_kwargs has {name}: {value!r}, which jllama does not honor; it knows {known}")
     draws = sampling.get("temperature") if do_sample is None else do_sample
     sampling["temperature"] = float(sampling.get("temperature", 1)) if draws else 0.0
     return stop, int(new_tokens[0]), SamplingParams(**sampling)
@@ -201,14 +176,8 @@ def generation_arguments(arguments: dict[str, Any]) -> tuple[list[str], int, Sam
 def task_manager(names: Sequence[str], include_path: str = "") -> TaskManager:
     """The index of lm-eval's tasks and those in a folder of one's own, which come first.
 
-    lm-eval's own are over ten thousand files, read only if a name is not among those of the folder.
-
-    Args:
-        names: of tasks or groups, or paths of YAML files.
-        include_path: the folder; empty for none.
-
-    Raises:
-        UsageError: there is no such folder, or a name is unknown.
+    ``names`` are of tasks or groups, or paths of YAML files. lm-eval's own are over ten thousand files, read only if a
+    name is not among those of the folder. ``UsageError`` if there is no such folder, or a name is unknown.
     """
     if include_path:
         if not Path(include_path).is_dir():
@@ -228,8 +197,7 @@ def task_manager(names: Sequence[str], include_path: str = "") -> TaskManager:
 def evaluate_tasks(lm: JllamaLM, tasks: Sequence[str], manager: TaskManager, **arguments: Any) -> dict[str, Any]:
     """The results of ``lm_eval.simple_evaluate``; ``arguments`` are others of its own. Its prints go to stderr.
 
-    Raises:
-        JllamaError: lm-eval fails, for example because it cannot download a task's data; the message is its own.
+    ``JllamaError`` with lm-eval's own message if it fails, for example because it cannot download a task's data.
     """
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -237,8 +205,7 @@ def evaluate_tasks(lm: JllamaLM, tasks: Sequence[str], manager: TaskManager, **a
     except JllamaError:
         raise
     except Exception as error:  # of lm-eval, or of what it reads data and computes metrics with
-        said = " ".join(str(error).split())
-        raise JllamaError(f"lm-eval stopped with {type(error).__name__}: {said}") from error
+        raise JllamaError(f"lm-eval stopped with {type(error).__name__}: {' '.join(str(error).split())}") from error
     return dict(results or {})  # only processes other than the first get nothing
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import statistics
 import sys
 import time
+import timeit
 from collections.abc import Sequence
 from subprocess import PIPE, Popen
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -19,10 +21,8 @@ from jllama.commands.cli import parse
 from jllama.commands.model import ModelOptions, check_least
 from jllama.errors import JllamaError, UsageError
 
-RAGGED_TOKENS = (10, 20, 37, 50, 64, 70, 100, 120)
-"""Lengths of the eight prompts that are continued together."""
-CONTEXT_TOKENS = 32
-"""Length of the prompts whose prefill is left out."""
+RAGGED_TOKENS = (10, 20, 37, 50, 64, 70, 100, 120)  # lengths of the eight prompts that are continued together
+CONTEXT_TOKENS = 32  # length of the prompts whose prefill is left out
 _BANDWIDTH_SHAPE = (1 << 15, 1 << 12)
 
 
@@ -35,8 +35,7 @@ class BenchOptions(ModelOptions):
         decode --preset llama3.2-1b
 
     Args:
-        what: what to measure; there is ``decode``: prefill, decoding one text, decoding a batch, and eight prompts of
-            different lengths.
+        what: decode, for prefill, decoding one text, decoding a batch, and eight prompts of different lengths.
         checkpoint: a model in any format; without it random weights of a preset.
         preset: a released Llama's name, as in jllama.PRESETS, whose shapes to take with random weights.
         prompt_tokens: how long the prompt is that prefill reads.
@@ -76,42 +75,36 @@ def main(argv: Sequence[str], prog: str) -> int:
     import jax  # not at the top: a mistake in the command line need not wait for it
 
     model = options.load_model(needs_tokenizer=False) if options.checkpoint else random_model(options)
-    prompt, new, context = options.prompt_tokens, options.new_tokens, model.config.max_seq_len
+    prompt, new, rows, context = options.prompt_tokens, options.new_tokens, options.batch_size, model.config.max_seq_len
     if (longest := max(prompt + 1, max(RAGGED_TOKENS) + new)) > context:
         raise UsageError(f"the benchmark needs {longest} tokens of context, and the model has {context}")
-    bandwidth, speeds = memory_bandwidth(model.decode_params.dtype), {}
+    bandwidth, device, speeds = memory_bandwidth(model.decode_params.dtype), jax.devices()[0].device_kind, {}
+    table = Table(
+        title=f"{options.checkpoint or options.preset} on {device}, {bandwidth / 1e9:.1f} GB/s of memory bandwidth"
+    )
+    for column in ("", "tokens/s", "ms a step", "memory's limit", "share of it"):
+        table.add_column(column, justify="right" if column else "left")
     for title, lengths, new_tokens, prefill in (
         (f"prefill, {prompt} tokens", [prompt], 1, True),
         ("decode, 1 text", [CONTEXT_TOKENS], new, False),
-        (f"decode, {options.batch_size} texts", [CONTEXT_TOKENS] * options.batch_size, new, False),
+        (f"decode, {rows} texts", [CONTEXT_TOKENS] * rows, new, False),
         (f"8 ragged prompts, {new} tokens each", RAGGED_TOKENS, new, True),
     ):
         print(f"measuring {title}", file=sys.stderr)
         batch, seconds = len(lengths), step_s(model, lengths, new_tokens, options.repeats, prefill=prefill)
-        limit_s = bytes_per_step(model, batch, sum(lengths) // batch + new_tokens // 2) / bandwidth
-        speeds[title] = {
-            "tokens_per_s": (sum(lengths) if new_tokens == 1 else batch) / seconds,
-            "ms_per_step": 1e3 * seconds,
-            "limit_tokens_per_s": None if new_tokens == 1 else batch / limit_s,  # prefill is limited by arithmetic
-        }
-    figures = {
-        "model": options.checkpoint or options.preset,
-        "device": jax.devices()[0].device_kind,
-        "bandwidth_bytes_per_s": bandwidth,
-        "speeds": speeds,
-        "first_token_s": [first_token_s(options) for _ in range(2 * options.first_token)],
-    }
+        speed = (sum(lengths) if new_tokens == 1 else batch) / seconds
+        limit = batch * bandwidth / bytes_per_step(model, batch, sum(lengths) // batch + new_tokens // 2)
+        limit = None if new_tokens == 1 else limit  # prefill is limited by arithmetic
+        speeds[title] = {"tokens_per_s": speed, "ms_per_step": 1e3 * seconds, "limit_tokens_per_s": limit}
+        shares = (f"{limit:,.1f}", f"{speed / limit:.0%}") if limit else ("-", "-")
+        table.add_row(title, f"{speed:,.1f}", f"{1e3 * seconds:,.1f}", *shares)
+    figures = {"model": options.checkpoint or options.preset, "device": device, "bandwidth_bytes_per_s": bandwidth}
+    firsts = [first_token_s(options) for _ in range(2 * options.first_token)]
     if options.json:
-        print(json.dumps(figures))
+        print(json.dumps({**figures, "speeds": speeds, "first_token_s": firsts}))
         return 0
-    table = Table(title="{model} on {device}".format(**figures) + f", {bandwidth / 1e9:.1f} GB/s of memory bandwidth")
-    for column in ("", "tokens/s", "ms a step", "memory's limit", "share of it"):
-        table.add_column(column, justify="left" if not column else "right")
-    for title, (tokens_per_s, ms, limit) in ((title, each.values()) for title, each in speeds.items()):
-        shares = (f"{limit:,.1f}", f"{tokens_per_s / limit:.0%}") if limit else ("-", "-")
-        table.add_row(title, f"{tokens_per_s:,.1f}", f"{ms:,.1f}", *shares)
     Console().print(table)
-    for process, seconds in zip(("first", "second"), figures["first_token_s"], strict=False):
+    for process, seconds in zip(("first", "second"), firsts, strict=False):
         print(f"first token, {process} process: {seconds:.1f} s")
     return 0
 
@@ -128,10 +121,8 @@ def random_model(options: BenchOptions) -> jllama.LanguageModel:
 
 def random_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
     """Prompts of random tokens, the same each time."""
-    import numpy as np
-
-    draws = np.random.default_rng(0)
-    return [draws.integers(0, vocab_size, length).tolist() for length in lengths]
+    draws = random.Random(0)
+    return [draws.choices(range(vocab_size), k=length) for length in lengths]
 
 
 def generate_s(model: jllama.LanguageModel, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
@@ -153,20 +144,16 @@ def step_s(
 
     With ``prefill`` false, which takes at least two new tokens, its time is left out.
     """
-    prompts = random_prompts(lengths, model.config.vocab_size)
-
-    def measure() -> float:
-        seconds = generate_s(model, prompts, new_tokens)
-        return seconds if prefill else seconds - generate_s(model, prompts, 1)
-
-    measure()
-    return statistics.median(measure() for _ in range(repeats)) / (new_tokens if prefill else new_tokens - 1)
+    prompts, seconds = random_prompts(lengths, model.config.vocab_size), []
+    for _ in range(1 + repeats):
+        left_out_s = 0.0 if prefill else generate_s(model, prompts, 1)
+        seconds.append(generate_s(model, prompts, new_tokens) - left_out_s)
+    return statistics.median(seconds[1:]) / (new_tokens if prefill else new_tokens - 1)
 
 
 def bytes_per_step(model: jllama.LanguageModel, batch: int, context: int) -> int:
-    """Bytes that a decoding step must read: every weight once, and the keys and values of ``context`` tokens a row.
-
-    Only ``batch`` rows are read of an embedding that is not also the head.
+    """Bytes that a decoding step must read: every weight once, and the keys and values of ``context`` tokens a row; of
+    an embedding that is not also the head only ``batch`` rows, which count for nothing.
     """
     import jax
 
@@ -180,16 +167,12 @@ def bytes_per_step(model: jllama.LanguageModel, batch: int, context: int) -> int
 
 def memory_bandwidth(dtype: Any = "float32", repeats: int = 7) -> float:
     """Bytes a second at which this device reads a matrix to multiply it with a vector: the best of some repeats."""
-    import jax
     import jax.numpy as jnp
 
     matrix, vector = jnp.ones(_BANDWIDTH_SHAPE, dtype), jnp.ones(_BANDWIDTH_SHAPE[1], dtype)
-    product, times = jax.jit(jnp.matmul), []
-    for _ in range(repeats + 1):
-        start_s = time.perf_counter()
-        product(matrix, vector).block_until_ready()
-        times.append(time.perf_counter() - start_s)
-    return matrix.nbytes / min(times)
+    return matrix.nbytes / min(
+        timeit.repeat(lambda: (matrix @ vector).block_until_ready(), number=1, repeat=repeats + 1)
+    )
 
 
 def first_token_s(options: ModelOptions) -> float:
@@ -199,8 +182,7 @@ def first_token_s(options: ModelOptions) -> float:
     flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
     start_s = time.perf_counter()
     with Popen([sys.executable, "-m", "jllama", "sample", *flags], stdout=PIPE, stderr=PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.read(1)
+        cast(IO[bytes], process.stdout).read(1)
         seconds = time.perf_counter() - start_s
         problem = process.communicate()[1].decode().strip()
     if process.returncode:

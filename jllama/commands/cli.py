@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib
 import importlib.metadata
 import io
@@ -45,37 +46,20 @@ COMMANDS = {
 
 _EXAMPLES = ("train quickstart", 'sample runs/quickstart --prompt "def "', "chat model.gguf")
 _COMPLETION = "tab completion: pip install 'jllama[completion]'; eval \"$(register-python-argcomplete jllama)\""
-_ALIASES = {
-    "accumulation": "grad_accum gradient_accumulation gradient_accumulation_steps",
-    "batch_size": "bs bsz batch micro_batch_size per_device_train_batch_size",
-    "checkpoint": "model model_path ckpt input path",
-    "clip_norm": "clip grad_clip max_grad_norm",
-    "embed_dim": "d_model dim n_embd n_embed hidden_size hidden_dim",
-    "eval_every": "eval_interval eval_steps",
-    "learning_rate": "lr max_lr",
-    "max_new_tokens": "max_tokens max_length n_predict num_tokens",
-    "max_seq_len": "block_size context context_length ctx ctx_size n_ctx",
-    "mlp_dim": "d_ff ffn_dim intermediate_size",
-    "num_heads": "heads n_head n_heads num_attention_heads",
-    "num_layers": "depth layers n_layer n_layers num_hidden_layers",
-    "path": "corpus dataset input train_data",
-    "run_dir": "out out_dir output output_dir",
-    "source": "input model",
-    "steps": "iters max_iters max_steps num_steps",
-    "target": "output out outfile",
-    "temperature": "t temp",
-    "to": "format outtype",
-    "warmup_fraction": "warmup warmup_ratio warmup_steps",
-    "weight_decay": "wd",
-}
-"""What other tools call an option: never accepted, always answered with the name here."""
+_ALIASES = """
+accumulation=grad_accum,gradient_accumulation,gradient_accumulation_steps
+batch_size=bs,bsz,batch,micro_batch_size,per_device_train_batch_size checkpoint=model,model_path,ckpt,input,path
+clip_norm=clip,grad_clip,max_grad_norm embed_dim=d_model,dim,n_embd,n_embed,hidden_size,hidden_dim
+eval_every=eval_interval,eval_steps learning_rate=lr,max_lr max_new_tokens=max_tokens,max_length,n_predict,num_tokens
+max_seq_len=block_size,context,context_length,ctx,ctx_size,n_ctx mlp_dim=d_ff,ffn_dim,intermediate_size
+num_heads=heads,n_head,n_heads,num_attention_heads num_layers=depth,layers,n_layer,n_layers,num_hidden_layers
+path=corpus,dataset,input,train_data run_dir=out,out_dir,output,output_dir source=input,model
+steps=iters,max_iters,max_steps,num_steps target=output,out,outfile temperature=t,temp to=format,outtype
+warmup_fraction=warmup,warmup_ratio,warmup_steps weight_decay=wd
+"""
+# What other tools call an option: never accepted, always answered with the name here.
 
-_KINDS = {
-    bool: ("", "true or false"),
-    int: ("N", "a whole number"),
-    float: ("X", "a finite number"),
-    str: ("TEXT", "text"),
-}
+_SCALARS = {int: ("N", "a whole number"), float: ("X", "a finite number"), str: ("TEXT", "text")}
 _HELP = {
     "config": "a YAML file with any of these options",
     "help": "show the usual options, or with --help all every one, and exit",
@@ -91,19 +75,17 @@ class _Parser(jsonargparse.ArgumentParser):
 
     def sentence(self, message: str) -> str:
         """The parser's complaint in our words."""
-        if unknown := re.search(
-            r"unrecognized arguments: -+([\w.-]+)|(?:Group '([\w.]+)' does not accept o|O)ption '([\w.-]+)'", message
-        ):
-            name = ".".join(filter(None, unknown.groups()))
+        unknown = r"unrecognized arguments: -+([\w.-]+)|(?:Group '([\w.]+)' does not accept o|O)ption '([\w.-]+)'"
+        if found := re.search(unknown, message):
+            name = ".".join(filter(None, found.groups()))
             return f"there is no option {name}{_nearest(name, self._option_string_actions)}"
         if missing := re.search(r"the following arguments are required: (.*)", message):
             names = missing[1].replace(", ", " and ")
             return f"{names} {'are' if ' ' in names else 'is'} missing; usage: {self.usage}"
         if message.endswith(": expected one argument"):
             return f"{message} (one that begins with a dash is written --option=-value)"
-        key = re.match(r'(?:Parser key )?"([\w.]+)": ', message)
         inner = re.search(r"Errors: - (.*?) - Expected an? <class 'NoneType'>", message)  # of a dataclass or null
-        if key is None:
+        if not (key := re.match(r'(?:Parser key )?"([\w.]+)": ', message)):
             return inner[1] if inner else message
         if inner and re.match(r"\w+ is ", inner[1]):
             return f"{key[1]}.{inner[1]}"
@@ -112,16 +94,9 @@ class _Parser(jsonargparse.ArgumentParser):
         value = re.search(r".*(?:value:|load config) (.*)", message)
         subject = f"{key[1]} is {value[1].strip(chr(34))!r}; it" if value else key[1]
         hints = {action.dest: getattr(action, "_typehint", None) for action in self._actions}
-        if hints.get(key[1]) is None:
-            return f"{subject} must hold options, such as {next(n for n in hints if n.startswith(f'{key[1]}.'))}"
-        return f"{subject} must be {_kind(hints[key[1]])[1]}"
-
-
-class _Formatter(jsonargparse.DefaultHelpFormatter):
-    def _get_help_string(self, action: argparse.Action) -> str:
-        hidden = (None, False, "", [], {}, (), argparse.SUPPRESS)
-        shown = type(action.default) is int or action.default not in hidden
-        return (action.help or "").replace("``", "") + (" (default: %(default)s)" if shown else "")
+        if hint := hints.get(key[1]):
+            return f"{subject} must be {_kind(hint)[1]}"
+        return f"{subject} must hold options, such as {next(n for n in hints if n.startswith(f'{key[1]}.'))}"
 
 
 def parse(
@@ -160,26 +135,21 @@ def _parser(options: type, prog: str, positional: Sequence[str]) -> _Parser:
     hints, doc = typing.get_type_hints(options), options.__doc__ or ""
     needed = [field.name for field in dataclasses.fields(options) if field.default is dataclasses.MISSING]
     words = [name.upper() if name in needed else f"[{name.upper()}]" for name in positional]
-    parser = _Parser(
-        prog=prog,
-        usage=" ".join([prog, *words, "[options]"]),
-        description=doc.partition("\n\n")[0],
-        formatter_class=_Formatter,
-        default_env=False,
-        allow_abbrev=False,
-    )
+    parser = _Parser(prog=prog, formatter_class=argparse.HelpFormatter, default_env=False, allow_abbrev=False)
+    parser.usage, parser.description = " ".join([prog, *words, "[options]"]), doc.partition("\n\n")[0]
     parser.add_argument("--config", action="config")
     parser.add_class_arguments(options)
     for group in parser._action_groups:
         if doc.startswith(group.title or ":"):
             group.title = None  # the page begins with it
     for action in parser._actions:
-        hint = getattr(action, "_typehint", None)
-        if hint in (bool, bool | None):  # --compare alone means --compare true
+        if (hint := getattr(action, "_typehint", None)) in (bool, bool | None):  # --compare alone: --compare true
             action.nargs, action.const = "?", True
         elif hint is not None:
             action.metavar = _kind(hint)[0]
-        action.help = _HELP.get(action.dest, action.help)
+        shown = type(action.default) is int or (action.default and action.default != argparse.SUPPRESS)
+        default = " (default: %(default)s)" if shown else ""
+        action.help = _HELP.get(action.dest, (action.help or "").replace("``", "") + default)
         if dataclasses.is_dataclass(hints.get(action.dest)):
             action.help = argparse.SUPPRESS  # --model FILE, which --config does better
         if len(action.dest) == 1:  # -n as well as --n
@@ -211,11 +181,10 @@ def _named(parser: _Parser, argv: Sequence[str], positional: Sequence[str]) -> l
 def _page(parser: _Parser, options: type, positional: Sequence[str], common: Sequence[str]) -> str:
     """The short help: usage, examples, the configurations where a command takes one, the options in ``common``."""
     parts = [f"usage: {parser.usage}", textwrap.fill(parser.description or "", 79)]
-    for example in docstring_parser.parse(options.__doc__ or "").examples:
-        lines = (example.description or "").splitlines()
-        parts.append("\n".join(["examples:", *(f"  {parser.prog} {line}" for line in lines)]))
+    examples = [example.description or "" for example in docstring_parser.parse(options.__doc__ or "").examples]
+    parts += ["examples:\n" + textwrap.indent(lines, f"  {parser.prog} ") for lines in examples]
     if "config" in positional:
-        titles = {name: path.read_text().partition("\n")[0] for name, path in shipped_configs().items()}
+        titles = {name: path.read_text().splitlines()[0] for name, path in shipped_configs().items()}
         parts.append("\n".join(["configurations:", *(f"  {name:22} {titles[name][2:]}" for name in titles)]))
     for action in parser._actions:
         if common and action.dest not in (*positional, *common, "help"):
@@ -229,8 +198,8 @@ def _page(parser: _Parser, options: type, positional: Sequence[str], common: Seq
 def shipped_configs() -> dict[str, Path]:
     """The configurations that jllama brings, by name: from the wheel, or from the repository."""
     package = Path(__file__).parents[1]
-    folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    paths = [*package.glob("configs/*.yaml")] or package.parent.glob("configs/*.yaml")
+    return {path.stem: path for path in sorted(paths)}
 
 
 def _config_text(name: str) -> str:
@@ -239,8 +208,12 @@ def _config_text(name: str) -> str:
     try:
         if not path.exists() and str(path.parent) in (".", "configs"):
             path = shipped.get(path.name.removesuffix(".yaml"), path)
-        text = path.read_text(encoding="utf-8")
-        root = yaml.compose(text)
+        with path.open(encoding="utf-8") as file:
+            text = file.read(1_000_001)
+        if len(text) > 1_000_000 or _count_values(root := yaml.compose(text)) > 100_000:
+            raise RecursionError
+    except RecursionError as error:
+        raise UsageError(f"{name} is too large or nested too deep: it must hold options, such as 'seed: 1'") from error
     except OSError as error:
         shown, expected = " ".join(name.split())[:200], f"a file, or by its name one of {', '.join(shipped)}"
         raise UsageError(f"the configuration {shown} cannot be read: {error.strerror}; give {expected}") from error
@@ -252,16 +225,22 @@ def _config_text(name: str) -> str:
     return text
 
 
+@functools.cache
+def _count_values(node: Any) -> int:
+    """The number of values once aliases are resolved: ten of ten of ten ... is a file of a few lines."""
+    nested = node.value if isinstance(node, yaml.CollectionNode) else ()  # nodes, or in a mapping pairs of them
+    return 1 + sum(_count_values(child) for item in nested for child in (item if isinstance(item, tuple) else [item]))
+
+
 def _kind(hint: Any) -> tuple[str, str]:
     """How an option's value looks in the help, and what is said where it is wrong."""
-    kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
-    if typing.get_origin(hint) is Literal:
+    kinds, origin = [kind for kind in typing.get_args(hint) if kind is not types.NoneType], typing.get_origin(hint)
+    if origin is Literal:
         return "{" + ",".join(map(str, kinds)) + "}", f"one of {', '.join(map(str, kinds))}"
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+    if origin in (types.UnionType, typing.Union):
         return _kind(kinds[-1])
-    if typing.get_origin(hint) in (dict, Mapping):
-        return "JSON", 'a JSON object, such as {"5": 1.5}'
-    return _KINDS.get(hint, ("JSON", "JSON, such as [1, 2]"))
+    json = 'a JSON object, such as {"5": 1.5}' if origin in (dict, Mapping) else "JSON, such as [1, 2]"
+    return ("", "true or false") if hint is bool else _SCALARS.get(hint, ("JSON", json))
 
 
 def run(command: str, argv: Sequence[str] | None = None, prog: str | None = None) -> int:
@@ -279,10 +258,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str]) -> int:
     if "_ARGCOMPLETE" in os.environ:
         _complete()
+    program = _program()
     if not argv or argv[0] in ("-h", "--help"):
         listing = "\n".join(f"  {name:8} {purpose}" for name, purpose in COMMANDS.items())
-        examples = "\n".join(f"  {_program()} {words}" for words in _EXAMPLES)
-        page = f"usage: {_program()} COMMAND [--help] ...\n\n{listing}\n\nexamples:\n{examples}\n\n{_COMPLETION}"
+        examples = "\n".join(f"  {program} {words}" for words in _EXAMPLES)
+        page = f"usage: {program} COMMAND [--help] ...\n\n{listing}\n\nexamples:\n{examples}\n\n{_COMPLETION}"
         print(page, file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     if argv[0] == "--version":
@@ -370,7 +350,8 @@ def _nearest(name: str, options: Iterable[str]) -> str:
     by_last = {option.rpartition(".")[2]: option for option in names}
     name = name.replace("-", "_")
     last = name.rpartition(".")[2]  # the group may be missing or wrong: --learning_rate for --optimizer.learning_rate
-    close = [by_last[option] for option, aliases in _ALIASES.items() if last in aliases.split() and option in by_last]
+    aliases = (entry.partition("=") for entry in _ALIASES.split())
+    close = [by_last[option] for option, _, others in aliases if last in others.split(",") and option in by_last]
     close = close or [option for option in names if option.startswith(name)]
     close = close or difflib.get_close_matches(name, names, 1, 0.5)
     close = close or [by_last[match] for match in difflib.get_close_matches(last, by_last, 1, 0.6)]

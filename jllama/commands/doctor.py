@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 import jllama
 from jllama.commands.cli import parse
@@ -52,6 +52,9 @@ def main(argv: Sequence[str], prog: str) -> int:
     from jllama.verify.implementation import jllama_itself
     from jllama.verify.variants import VARIANTS, weights
 
+    def gib(num_bytes: int | None, text: str) -> str:
+        return text.format(f"{num_bytes / 2**30:,.1f} GiB") if num_bytes else ""
+
     checked = VARIANTS["Llama 3.2 tied"]
     config = open_checkpoint(options.checkpoint).config if options.checkpoint else checked
     config = jllama.preset(options.preset) if options.preset else config
@@ -59,9 +62,9 @@ def main(argv: Sequence[str], prog: str) -> int:
     console.print(f"Python {platform.python_version()} on {platform.platform()}")
     console.print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES.split()))
     for device in jax.devices():
-        memory = "" if device.platform == "cpu" else _gib(device_memory_bytes(device), ", {}")
+        memory = "" if device.platform == "cpu" else gib(device_memory_bytes(device), ", {}")
         console.print(f"device {device.id}: {device.platform} {device.device_kind}{memory}")
-    memory = _gib(machine_memory_bytes(), "{} of memory, ") + _gib(shutil.disk_usage(folder).free, "{} free in ")
+    memory = gib(machine_memory_bytes(), "{} of memory, ") + gib(shutil.disk_usage(folder).free, "{} free in ")
     console.print(f"{memory}{folder}, terminal: {console.is_terminal}")
     console.print(f"cache: {cache_folder()}, which may be removed at any time")
     backend, length = jax.default_backend(), config.max_seq_len
@@ -70,7 +73,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     console.print(summary_table(config))
     takes = {"float32": 4, "bfloat16": 2, "int8": 1, "training (float32 and Adam)": 16}
     count = count_parameters(config)
-    print(", ".join(_gib(size * count, f"{what} {{}}") for what, size in takes.items()), "at least")
+    print(", ".join(gib(size * count, f"{what} {{}}") for what, size in takes.items()), "at least")
     with jax.default_matmul_precision("highest"):
         error = model_error(jllama_itself(), checked, weights(checked), checked)
     print(f"a small Llama's logits against the float64 oracle: relative error {error:.1e}, tolerance {TOLERANCE:.0e}")
@@ -79,22 +82,16 @@ def main(argv: Sequence[str], prog: str) -> int:
     return 0
 
 
-def _gib(num_bytes: int | None, text: str) -> str:
-    return text.format(f"{num_bytes / 2**30:,.1f} GiB") if num_bytes else ""
-
-
 def summary_table(config: jllama.LlamaConfig) -> Table:
     """Every parameter with its axes, shape and count; the totals and the training cost of a token below."""
     from jllama.parameters import count_parameters, parameter_table, shape_of, training_flops_per_token
 
     count, flops = count_parameters(config), training_flops_per_token(config, config.max_seq_len)
-    table = Table(
-        Column("parameter", footer="total"),
-        Column("axes", footer=f"{flops:.3g} FLOPs per training token"),
-        Column("shape", justify="right", footer=f"{4 * count / 2**20:,.1f} MiB in float32"),
-        Column("count", justify="right", footer=f"{count:,}"),
-        show_footer=True,
-    )
+    table = Table(show_footer=True)
+    table.add_column("parameter", "total")
+    table.add_column("axes", f"{flops:.3g} FLOPs per training token")
+    table.add_column("shape", f"{4 * count / 2**20:,.1f} MiB in float32", justify="right")
+    table.add_column("count", f"{count:,}", justify="right")
     for path, row in parameter_table(config).items():
         shape = shape_of(row, config)
         table.add_row(path, " ".join(row.axes), " x ".join(map(str, shape)), f"{math.prod(shape):,}")

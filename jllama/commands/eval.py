@@ -13,9 +13,7 @@ from jllama.commands.model import ModelOptions, check_least
 from jllama.errors import JllamaError, UsageError
 from jllama.progress import progress
 
-_WINDOW = 2048
-_FOR_DATA = ("text_field", "stride", "max_tokens")
-_FOR_TASKS = ("include_path", "num_fewshot", "limit", "apply_chat_template")
+_ONLY = {"data": "text_field stride max_tokens", "tasks": "include_path num_fewshot limit apply_chat_template"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,9 +56,10 @@ class EvalOptions(ModelOptions):
         super().__post_init__()
         if bool(self.data) == bool(self.tasks):
             raise UsageError("give --data FILE, to measure how well a text is predicted, or --tasks of lm-eval's")
-        for name in _FOR_TASKS if self.data else _FOR_DATA:
+        other = "tasks" if self.data else "data"
+        for name in _ONLY[other].split():
             if getattr(self, name) != getattr(EvalOptions, name):  # its default
-                raise UsageError(f"--{name} is for {'--tasks' if self.data else '--data'} alone: leave it out")
+                raise UsageError(f"--{name} is for --{other} alone: leave it out")
         check_least(self, 0, "window", "stride", "max_tokens", "limit", "num_fewshot")
         check_least(self, 1, "batch_size")
 
@@ -79,21 +78,17 @@ def _evaluate_text(options: EvalOptions) -> int:
 
     model, path = options.load_model(), Path(options.data)
     options.say_loaded(model)
-    window = options.window or min(model.config.max_seq_len, _WINDOW)
+    window = options.window or min(model.config.max_seq_len, 2048)
     size = {"window": window, "stride": options.stride or max(window // 2, 1)}
     texts = (document.text for document in read_corpus({path.name: path}, options.text_field))
-    limits = {"batch_size": options.batch_size, "max_tokens": options.max_tokens or None}
-    start_s = time.perf_counter()
+    limits, start_s = {"batch_size": options.batch_size, "max_tokens": options.max_tokens or None}, time.perf_counter()
     with progress("tokens scored") as move:
         score = score_texts(model, texts, on_progress=lambda n, total: move(completed=n, total=total), **size, **limits)
     tokens_per_s = round(score.tokens / (time.perf_counter() - start_s), 1)
     results = {"tokens": score.tokens, "bytes": score.text_bytes, "loss": score.loss, "perplexity": score.perplexity}
     results |= {"bits_per_byte": score.bits_per_byte, **size, "tokens_per_s": tokens_per_s}
-    if options.json:
-        print(json.dumps(results, indent=1))
-    else:
-        for name, value in results.items():
-            print(f"{name:14} {value:,.4f}" if isinstance(value, float) else f"{name:14} {value:,}")
+    lines = (f"{name:14} {each:,{'.4f' if isinstance(each, float) else ''}}" for name, each in results.items())
+    print(json.dumps(results, indent=1) if options.json else "\n".join(lines))
     return 0
 
 

@@ -32,10 +32,7 @@ class TokenScores(NamedTuple):
 class TextScore(NamedTuple):
     """How well a model predicts a text, as sums that add up over texts.
 
-    Args:
-        nats: the summed negative log-likelihood.
-        tokens: how many were predicted.
-        text_bytes: how many bytes of UTF-8 they stand for.
+    ``nats`` is the summed negative log-likelihood of ``tokens`` tokens, which stand for ``text_bytes`` bytes of UTF-8.
     """
 
     nats: float
@@ -85,16 +82,22 @@ def token_log_probs(
     """
     arrays = [np.asarray(row, np.int32) for row in rows]
     counts = [max(len(row) - 1, 0) for row in arrays] if counts is None else counts
+    config, context = model.config, model.config.max_seq_len
     for row, count in zip(arrays, counts, strict=True):
-        _check_row(row, count, model.config)
+        if (inputs := max(len(row) - 1, 0)) > context:
+            said = f"a row has {len(row)} tokens to be predicted from {inputs}"
+            raise UsageError(f"{said}, over the model's context of {context}: cut it into windows")
+        if not 0 <= count <= inputs:
+            raise UsageError(f"{count} tokens of a row of {len(row)} are to be scored; there are {inputs}")
+        if outside := row[(row < 0) | (row >= config.vocab_size)].tolist():
+            raise UsageError(f"token {outside[0]} is outside the model's vocabulary of {config.vocab_size}")
 
     # Group rows by the power of two that they are padded to: one compilation each.
     scores = [TokenScores(np.zeros(0, np.float32), np.zeros(0, bool))] * len(arrays)
     buckets: dict[int, list[int]] = {}
     for index in sorted((i for i, count in enumerate(counts) if count), key=lambda i: -len(arrays[i])):
         power_of_two = 1 << (len(arrays[index]) - 2).bit_length()
-        bucket = min(max(power_of_two, _SHORTEST_BUCKET), model.config.max_seq_len)
-        buckets.setdefault(bucket, []).append(index)
+        buckets.setdefault(min(max(power_of_two, _SHORTEST_BUCKET), context), []).append(index)
 
     done = 0
     for bucket, indices in buckets.items():
@@ -104,7 +107,7 @@ def token_log_probs(
             tokens = np.zeros((size, bucket + 1), np.int32)
             for row, index in zip(tokens, batch, strict=False):
                 row[: len(arrays[index])] = arrays[index]
-            results = map(np.asarray, _score(model.params, model.config, jnp.asarray(tokens)))
+            results = map(np.asarray, _score(model.params, config, jnp.asarray(tokens)))
             for index, log_probs, is_likeliest in zip(batch, *results, strict=False):
                 scored = slice(len(arrays[index]) - 1 - counts[index], len(arrays[index]) - 1)
                 scores[index] = TokenScores(log_probs[scored], is_likeliest[scored])
@@ -118,11 +121,8 @@ def sliding_windows(length: int, window: int, stride: int) -> Iterator[tuple[int
 
     A window is the row ``sequence[start:end]``, of which the last ``count`` tokens are scored. The first scores as many
     as it holds; each later one the next ``stride`` tokens, or what is left, with as much before them as fits.
-
-    Args:
-        length: of the sequence, BOS included.
-        window: the most tokens that the model sees at once; a row has one more, which is only predicted.
-        stride: from 1 (each token sees a whole window) to ``window`` (nothing is computed twice).
+    ``length`` includes BOS; a row has one token more than ``window``, which is only predicted; ``stride`` is from 1
+    (each token sees a whole window) to ``window`` (nothing is computed twice).
     """
     end = min(window + 1, length)
     if end > 1:
@@ -166,11 +166,12 @@ def score_texts(
         JllamaError: the model has no tokenizer, the texts have no tokens, or a log-probability is not finite.
     """
     tokenizer, context = model.text_tokenizer, model.config.max_seq_len
-    if not 1 <= window <= context:
-        raise UsageError(f"window is {window}; it must be between 1 and the model's context of {context}")
-    if not 1 <= stride <= window:
-        said = f"stride is {stride}; it must be between 1 and the window of {window}"
-        raise UsageError(f"{said}, or tokens would be left out")
+    for name, value, most, limit in (
+        ("window", window, context, f"the model's context of {context}"),
+        ("stride", stride, window, f"the window of {window}, or tokens would be left out"),
+    ):
+        if not 1 <= value <= most:
+            raise UsageError(f"{name} is {value}; it must be between 1 and {limit}")
     if batch_size < 1:
         raise UsageError(f"batch_size is {batch_size}; it must be at least 1")
     rows, counts = [], []
@@ -190,8 +191,8 @@ def score_texts(
     scores = token_log_probs(model, rows, counts, batch_size=batch_size, on_progress=on_progress)
     nats = -math.fsum(float(row.log_probs.sum(dtype=np.float64)) for row in scores)
     if not math.isfinite(nats):
-        said = f"the loss is {nats}: the weights hold damaged numbers (jllama verify finds them)"
-        raise JllamaError(f"{said}, or overflow their dtype")
+        advice = "the weights hold damaged numbers (jllama verify finds them), or overflow their dtype"
+        raise JllamaError(f"the loss is {nats}: {advice}")
     return TextScore(nats, total, text_bytes)
 
 
@@ -201,14 +202,3 @@ def _score(
 ) -> tuple[Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
     llama = build_model(config, params)
     return llama.token_log_probs(llama.hidden(tokens[:, :-1]), tokens[:, 1:])
-
-
-def _check_row(row: np.ndarray, count: int, config: LlamaConfig) -> None:
-    inputs = max(len(row) - 1, 0)
-    if inputs > config.max_seq_len:
-        said = f"a row has {len(row)} tokens to be predicted from {inputs}"
-        raise UsageError(f"{said}, over the model's context of {config.max_seq_len}: cut it into windows")
-    if not 0 <= count <= inputs:
-        raise UsageError(f"{count} tokens of a row of {len(row)} are to be scored; there are {inputs}")
-    if outside := row[(row < 0) | (row >= config.vocab_size)].tolist():
-        raise UsageError(f"token {outside[0]} is outside the model's vocabulary of {config.vocab_size}")

@@ -8,6 +8,8 @@ import yaml
 
 from jllama.commands import cli
 
+BOMB = b"".join([b"a0: &a0 [1]\n", *(b"a%d: &a%d [%s]\n" % (n, n, b"*a%d, " % (n - 1) * 10) for n in range(1, 9))])
+"""Lists of ten of ten of ten ...: a hundred million values once its aliases are resolved."""
 TINY = {
     "model": {"num_layers": 2, "embed_dim": 32, "num_heads": 4, "mlp_dim": 64, "max_seq_len": 32},
     "training": {"batch_size": 8, "steps": 2, "sample_tokens": 0},
@@ -173,8 +175,10 @@ def test_the_command_line(place, fails, monkeypatch, arguments, said):
         (b"seed: 0001-99-99\n", "seed is '0001-99-99'; it must be a whole number"),
         (b"seed: " + b"9" * 6000, "the configuration cannot be used: "),
         (b"seed: !!python/object/apply:os.getpid []\n", "the configuration cannot be used: "),
-        (b"a: " + b"[" * 10_000, "an option's value cannot be understood: give a plain one"),
-        (b"a: &a [*a]\n", "an option's value cannot be understood: give a plain one"),
+        (b"a: " + b"[" * 100_000, "bad.yaml is too large or nested too deep"),
+        (b"a: &a [*a]\n", "bad.yaml is too large or nested too deep"),
+        (BOMB, "bad.yaml is too large or nested too deep"),
+        (b"#" * 1_000_001, "bad.yaml is too large or nested too deep"),
         (b"\xff\xfe\x00", "bad.yaml is not YAML: 'utf-8' codec can't decode byte 0xff"),
     ],
 )
