@@ -356,3 +356,8 @@ def _write(
     slots = jnp.repeat(positions, kv_heads, axis=0)
     joined = new.reshape(batch * kv_heads, -1, head_dim).astype(cached.dtype)
     return cached.reshape(-1, max_len, head_dim).at[rows, slots].set(joined, mode="drop").reshape(cached.shape)
+
+
+def power_of_two_at_least(number: int, least: int) -> int:
+    """The length that an array is padded to: one of a few, so that few programs are compiled."""
+    return max(least, 1 << (number - 1).bit_length())

@@ -16,7 +16,7 @@ from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams
 from jllama.errors import JllamaError, UsageError
 from jllama.language_model import LanguageModel
-from jllama.model import build_model
+from jllama.model import build_model, power_of_two_at_least
 from jllama.parameters import Params
 
 _SHORTEST_BUCKET = 32
@@ -96,8 +96,8 @@ def token_log_probs(
     scores = [TokenScores(np.zeros(0, np.float32), np.zeros(0, bool))] * len(arrays)
     buckets: dict[int, list[int]] = {}
     for index in sorted((i for i, count in enumerate(counts) if count), key=lambda i: -len(arrays[i])):
-        power_of_two = 1 << (len(arrays[index]) - 2).bit_length()
-        buckets.setdefault(min(max(power_of_two, _SHORTEST_BUCKET), context), []).append(index)
+        bucket = min(power_of_two_at_least(len(arrays[index]) - 1, _SHORTEST_BUCKET), context)
+        buckets.setdefault(bucket, []).append(index)
 
     done = 0
     for bucket, indices in buckets.items():

@@ -6,78 +6,64 @@ The steps, in the field's order (that of transformers' ``generate``: processors 
     temperature -> TRUNCATIONS: top_k -> top_p -> min_p -> draw                all inside ``sample``
 
 A sampler of your own is a function in one of the two tables, under the name of its setting. Each truncation
-renormalizes what it keeps, so ``top_p`` is a share of the top-k mass. A bias is plain addition. All is float32. Logits
-of minus infinity (banned tokens) stay so through every step; where all are, the draw is token 0.
-
-Nothing is sorted: on a CPU, sorting a large vocabulary takes about as long as a small model's step. A cut keeps the
-likeliest tokens by a threshold, found by bisection, and noise belongs to token ids, not to ranks.
+renormalizes what it keeps, so ``top_p`` is a share of the top-k mass. All is float32. Logits of minus infinity (banned
+tokens) stay so; where all are, the draw is token 0. Nothing is sorted, which on a CPU would take as long as a small
+model's step: a cut keeps the likeliest tokens by a threshold, found by bisection, and noise belongs to token ids.
 """
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key, Num, UInt32
+from jaxtyping import Array, Bool, Float, Int, Key, Num
+
+Logits = Float[Array, "batch vocab"]
+Chosen = Bool[Array, "batch vocab"]
+Counts = Int[Array, "batch vocab"]
+Values = Float[Array, "batch"]
 
 _FLOAT32 = jnp.finfo(jnp.float32)
 
 
-def ban(logits: Float[Array, "batch vocab"], banned: Bool[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
+def ban(logits: Logits, banned: Chosen) -> Logits:
     """Minus infinity where ``banned``."""
     return jnp.where(banned, -jnp.inf, logits.astype(jnp.float32))
 
 
-def penalize_repetition(
-    logits: Float[Array, "batch vocab"], seen: Bool[Array, "batch vocab"], penalty: Float[Array, "batch"]
-) -> Float[Array, "batch vocab"]:
-    """Divide positive logits by ``penalty`` and multiply the others by it, where ``seen``; 1 changes nothing.
+def penalize_repetition(logits: Logits, seen: Chosen, penalty: Values) -> Logits:
+    """Where ``seen`` (in the prompt or generated), divide positive logits by ``penalty``, multiply the others by it.
 
-    ``seen`` marks the tokens of the prompt and of what was generated; ``penalty`` is positive, and over 1 it makes them
-    less likely. Source: Keskar et al. 2019, section 4.1 (arXiv:1909.05858), with the usual care for negative logits.
+    Source: Keskar et al. 2019, section 4.1 (arXiv:1909.05858), with the usual care for negative logits.
     """
     logits, penalty = logits.astype(jnp.float32), penalty[:, None]
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def penalize_presence(
-    logits: Float[Array, "batch vocab"], counts: Int[Array, "batch vocab"], penalty: Float[Array, "batch"]
-) -> Float[Array, "batch vocab"]:
-    """``logits - penalty * (counts > 0)``, ``counts`` being how often each token was generated (not in the prompt).
-
-    Source: OpenAI's API reference, ``presence_penalty``.
-    """
+def penalize_presence(logits: Logits, counts: Counts, penalty: Values) -> Logits:
+    """``logits - penalty * (counts > 0)``, of how often each token was generated. Source: OpenAI's API reference."""
     return logits.astype(jnp.float32) - penalty[:, None] * (counts > 0).astype(penalty.dtype)
 
 
-def penalize_frequency(
-    logits: Float[Array, "batch vocab"], counts: Int[Array, "batch vocab"], penalty: Float[Array, "batch"]
-) -> Float[Array, "batch vocab"]:
-    """``logits - penalty * counts``, ``counts`` being how often each token was generated (not in the prompt).
-
-    Source: OpenAI's API reference, ``frequency_penalty``.
-    """
+def penalize_frequency(logits: Logits, counts: Counts, penalty: Values) -> Logits:
+    """``logits - penalty * counts``, of how often each token was generated. Source: OpenAI's API reference."""
     return logits.astype(jnp.float32) - penalty[:, None] * counts.astype(penalty.dtype)
 
 
-def top_k_mask(logits: Float[Array, "batch vocab"], k: Int[Array, "batch"]) -> Bool[Array, "batch vocab"]:
-    """Keep the ``k`` largest logits (among equals, the first); ``k <= 0`` or ``k >= vocab`` keeps all.
-
-    Source: Fan et al. 2018, section 5.4 (arXiv:1805.04833).
-    """
-    cuts = (k > 0) & (k < logits.shape[-1])
-    return _likeliest(logits.astype(jnp.float32), jnp.ones_like, k.astype(jnp.float32), cuts)
+def top_k_mask(logits: Logits, k: Int[Array, "batch"]) -> Chosen:
+    """Keep the ``k`` largest logits (of equals the first), all if ``k <= 0``. Source: Fan et al. 2018, section 5.4."""
+    return _likeliest(logits, jnp.ones_like, k.astype(jnp.float32), (k > 0) & (k < logits.shape[-1]))
 
 
-def top_p_mask(logits: Float[Array, "batch vocab"], p: Float[Array, "batch"]) -> Bool[Array, "batch vocab"]:
+def top_p_mask(logits: Logits, p: Values) -> Chosen:
     """Keep the fewest likeliest tokens whose probability reaches ``p``: the nucleus.
 
     A token stays if those before it (larger logits and, among equals, lower ids) sum to less than ``p``; the likeliest
     always stays, and ``p >= 1`` keeps all. Source: Holtzman et al. 2020, section 3.1 (arXiv:1904.09751).
     """
-    return _likeliest(logits.astype(jnp.float32), jax.nn.softmax, jnp.maximum(p, _FLOAT32.tiny), p < 1)
+    return _likeliest(logits, jax.nn.softmax, jnp.maximum(p, _FLOAT32.tiny), p < 1)
 
 
-def min_p_mask(logits: Float[Array, "batch vocab"], p: Float[Array, "batch"]) -> Bool[Array, "batch vocab"]:
+def min_p_mask(logits: Logits, p: Values) -> Chosen:
     """Keep the tokens with at least ``p`` times the likeliest one's probability: ``logit >= max(logits) + log(p)``.
 
     The likeliest always stays, and ``p <= 0`` keeps all. Source: Nguyen et al. 2024, section 3 (arXiv:2407.01082).
@@ -91,25 +77,19 @@ PENALTIES: dict[str, Callable[[Array, Array, Array, Array], Array]] = {
     "presence_penalty": lambda logits, penalty, seen, counts: penalize_presence(logits, counts, penalty),
     "frequency_penalty": lambda logits, penalty, seen, counts: penalize_frequency(logits, counts, penalty),
 }
-"""Setting -> ``(logits, value, seen, counts) -> logits``, applied in this order: ``logits`` and ``counts`` (how often
-each token was generated) are ``[batch, vocab]``, as is ``seen`` (also in the prompt); ``value`` is ``[batch]``."""
+"""Setting -> ``(logits, value [batch], seen, counts) -> logits``, applied in this order. ``seen`` (in the prompt or
+generated) and ``counts`` (how often generated) are ``[batch, vocab]`` as the logits are."""
 
-TRUNCATIONS: dict[str, Callable[[Array, Array], Array]] = {
-    "top_k": top_k_mask,
-    "top_p": top_p_mask,
-    "min_p": min_p_mask,
-}
-"""Setting -> ``(logits, value) -> kept``, applied in this order to logits over the temperature, each to what those
-before it left: ``logits`` and ``kept`` (booleans) are ``[batch, vocab]``, ``value`` is ``[batch]``."""
+Truncation = Callable[[Array, Array], Array]
+TRUNCATIONS: dict[str, Truncation] = {"top_k": top_k_mask, "top_p": top_p_mask, "min_p": min_p_mask}
+"""Setting -> ``(logits [batch, vocab], value [batch]) -> kept [batch, vocab]``, applied in this order, over the
+temperature, each to what those before it left."""
 
 
-def truncated_logits(
-    logits: Float[Array, "batch vocab"], temperature: Float[Array, "batch"], **settings: Num[Array, "batch"]
-) -> Float[Array, "batch vocab"]:
+def truncated_logits(logits: Logits, temperature: Values, **settings: Num[Array, "batch"]) -> Logits:
     """Logits whose softmax is what ``sample`` draws from: over the temperature, minus infinity where not kept.
 
-    ``settings`` are values of ``TRUNCATIONS``. The logits are shifted so that the largest is 0, which changes no
-    probability and lets no temperature overflow.
+    ``settings`` are values of ``TRUNCATIONS``. The largest logit is shifted to 0, so that no temperature overflows.
     """
     if unknown := settings.keys() - TRUNCATIONS:
         raise TypeError(f"there is no truncation {min(unknown)}; jllama.functional.TRUNCATIONS has the others")
@@ -124,40 +104,26 @@ def truncated_logits(
 
 
 def sample(
-    logits: Float[Array, "batch vocab"],
-    keys: Key[Array, "batch"],
-    temperature: Float[Array, "batch"],
-    **settings: Num[Array, "batch"],
+    logits: Logits, keys: Key[Array, "batch"], temperature: Values, **settings: Num[Array, "batch"]
 ) -> Int[Array, "batch"]:
-    """Draw one token a row from the softmax of ``truncated_logits``; temperature 0 takes the largest logit.
+    """Draw one token a row from the softmax of ``truncated_logits``; temperature 0 takes the first of the largest.
 
-    The draw is the largest of logits plus Gumbel noise, one number a token id. Among equal logits, temperature 0 takes
-    the first. A row's draw depends on its own logits, key and settings alone.
+    The draw is the largest of logits plus Gumbel noise; it depends on the row's own logits, key and settings alone.
     """
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
-    def draw(logits: Array) -> Array:
+    def draw() -> Array:
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
         noisy = truncated_logits(logits, temperature, **settings) + noise
-        # argmax, but XLA would fuse argmax with the noise into one scalar loop, three times slower on a CPU
-        drawn = jax.lax.top_k(noisy, 1)[1][:, 0]
-        return jnp.where(temperature > 0, drawn, greedy(logits))
+        # XLA would fuse argmax with the noise into one scalar loop, three times slower on a CPU than top_k.
+        return jnp.where(temperature > 0, jax.lax.top_k(noisy, 1)[1][:, 0], greedy)
 
-    def greedy(logits: Array) -> Array:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-    return jax.lax.cond(jnp.any(temperature > 0), draw, greedy, logits)
+    return jax.lax.cond(jnp.any(temperature > 0), draw, lambda: greedy)
 
 
-def _likeliest(
-    logits: Float[Array, "batch vocab"],
-    weigh: Callable[[Array], Array],
-    target: Float[Array, "batch"],
-    cuts: Bool[Array, "batch"],
-) -> Bool[Array, "batch vocab"]:
-    """Keep a token if the weights of those before it sum to less than ``target``; all of them where not ``cuts``.
-
-    Before it are larger logits and, among equals, lower ids. Equal logits have equal weights, and targets are positive.
-    """
+def _likeliest(logits: Logits, weigh: Callable[[Array], Array], target: Array, cuts: Bool[Array, "batch"]) -> Chosen:
+    """Keep a token if the weights of those before it sum to less than ``target`` (positive); all where not ``cuts``."""
+    logits = logits.astype(jnp.float32)
 
     def cut() -> Array:
         weights = weigh(logits)
@@ -168,16 +134,16 @@ def _likeliest(
         def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
             low, high = bounds
             middle = low + (high - low + 1) // 2
-            reached = weight(logits >= _ordered_float(middle)) >= target
+            reached = weight(logits >= ordered_float(middle)) >= target
             return jnp.where(reached, middle, low), jnp.where(reached, high, middle - 1)
 
         # The largest threshold at which the weights reach the target: 32 halvings single out one float32. XLA adds in a
         # fixed order, so the rounded sums never fall as the threshold does, and bisection is exact.
-        low, high = (jnp.full(target.shape, bound, jnp.uint32) for bound in (_MINUS_INFINITY, _INFINITY))
-        threshold = _ordered_float(jax.lax.fori_loop(0, 32, halve, (low, high))[0])
+        minus_infinity, infinity = (jnp.full(target.shape, bits, jnp.uint32) for bits in (0x007FFFFF, 0xFF800000))
+        threshold = ordered_float(jax.lax.fori_loop(0, 32, halve, (minus_infinity, infinity))[0])
         above, equal = logits > threshold, logits == threshold
 
-        def break_ties() -> Array:
+        def break_ties() -> Array:  # lower ids come first; equal logits have equal weights
             rank = jnp.cumsum(equal, axis=-1) - 1
             fits = weight(above)[:, None] + rank.astype(weights.dtype) * weights < target[:, None]
             return above | (equal & ((rank == 0) | fits))
@@ -185,13 +151,9 @@ def _likeliest(
         ties = cuts & (jnp.sum(equal, axis=-1) > 1)
         return jax.lax.cond(jnp.any(ties), break_ties, lambda: above | equal)
 
+    def ordered_float(bits: Array) -> Array:
+        """A float of its bits as integers in the floats' order: positive with the sign bit set, negative inverted."""
+        sign = jnp.uint32(1 << 31)
+        return jax.lax.bitcast_convert_type(jnp.where(bits >= sign, bits ^ sign, ~bits), jnp.float32)[:, None]
+
     return jax.lax.cond(jnp.any(cuts), cut, lambda: jnp.full(logits.shape, True)) | ~cuts[:, None]
-
-
-# The bits of floats as integers in the floats' order: positive ones with the sign bit set, negative ones inverted.
-_MINUS_INFINITY, _INFINITY = 0x007FFFFF, 0xFF800000
-
-
-def _ordered_float(order: UInt32[Array, "batch"]) -> Float[Array, "batch 1"]:
-    sign = jnp.uint32(1 << 31)
-    return jax.lax.bitcast_convert_type(jnp.where(order >= sign, order ^ sign, ~order), jnp.float32)[:, None]

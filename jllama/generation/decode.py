@@ -1,7 +1,6 @@
-"""Decode: a loop on the device that gives each row of a batch token after token.
+"""Decode: a loop on the device that gives each row of a batch token after token, many between two stops at the host.
 
-Many steps run between two synchronizations with the host. Every setting is data, one value a row: what compiles is a
-cache length, a batch size, and how many tokens prompt lookup guesses.
+Every setting is data, one value a row: what compiles is a cache length, a batch size, and the length of drafts.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ def decode(
     config: LlamaConfig,
     batch: DecodeBatch,
     steps: int = STEPS,
-    *,
     stopped: Bool[np.ndarray, "batch"] | None = None,
     draft_len: int = 0,
 ) -> tuple[DecodeBatch, Int[np.ndarray, "batch new"], Float[np.ndarray, "batch new"]]:
@@ -38,14 +36,11 @@ def decode(
 
     The batch, of ``prefill`` or of the last call, is consumed. Rows that are ``stopped`` are finished from here on.
     With a ``draft_len`` each step guesses so many tokens (prompt lookup); the tokens are the same with any number.
-
-    Returns:
-        The batch, the new tokens of each row, -1 behind them (a stop id is a row's last), and their log-probabilities
-        by the raw logits, in nats.
+    Returns the batch, the new tokens of each row, -1 behind them (a stop id is a row's last), and their
+    log-probabilities by the raw logits, in nats.
     """
     finished, lengths, limits = jax.device_get((batch.finished, batch.cache.lengths, batch.limits))
-    running = ~finished if stopped is None else ~(finished | stopped)
-    steps = min(steps, STEPS)
+    running, steps = ~finished if stopped is None else ~(finished | stopped), min(steps, STEPS)
     longest = int(np.minimum(lengths + 1 + steps * (draft_len + 1), limits).max(where=running, initial=0))
     if longest > batch.tokens.shape[1]:
         batch = with_room(batch, longest, config)
@@ -58,8 +53,9 @@ def decode(
 def with_room(batch: DecodeBatch, num_tokens: int, config: LlamaConfig) -> DecodeBatch:
     """The batch with room for at least so many tokens a row."""
     max_len = cache_len(num_tokens, config)
-    more = ((0, 0), (0, max_len - batch.tokens.shape[1]))
-    tokens, log_probs = jnp.pad(batch.tokens, more), jnp.pad(batch.log_probs, more)
+    tokens, log_probs = (
+        jnp.pad(each, ((0, 0), (0, max_len - each.shape[1]))) for each in (batch.tokens, batch.log_probs)
+    )
     return batch._replace(cache=resized(batch.cache, max_len), tokens=tokens, log_probs=log_probs)
 
 

@@ -15,7 +15,7 @@ from jllama import functional as F
 from jllama.config import LlamaConfig
 from jllama.devices import device_memory_bytes
 from jllama.errors import UsageError
-from jllama.generation.sampling_params import Prompt
+from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.model import KVCache
 
 _STOP_MULTIPLE = 8
@@ -40,59 +40,51 @@ class DecodeBatch(NamedTuple):
 
 def make_batch(prompts: Sequence[Prompt], cache: KVCache, config: LlamaConfig, vocab_size: int) -> DecodeBatch:
     """The rows of these prompts, whose tokens but the last are in the cache; ids from ``vocab_size`` on are banned."""
-    num_rows, max_len = len(prompts), cache.keys[0].shape[2]
-    tokens, seen = np.zeros((num_rows, max_len), np.int32), np.zeros((num_rows, config.vocab_size), bool)
-    most_stops = max(len(prompt.stop_ids or ()) for prompt in prompts)
-    stop_ids = np.full((num_rows, max(-(-most_stops // _STOP_MULTIPLE), 1) * _STOP_MULTIPLE), -1, np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt.ids)] = prompt.ids
-        seen[row, list(prompt.ids)] = True
-        stop_ids[row, : len(prompt.stop_ids or ())] = prompt.stop_ids or ()
+    rows, max_len, stops = len(prompts), cache.keys[0].shape[2], [prompt.stop_ids or () for prompt in prompts]
     limits = np.array([prompt.limit(config.max_seq_len) for prompt in prompts], np.int32)
-    settings = _setting_arrays(prompts, config.vocab_size)
-    settings["banned_ids"][:, vocab_size:] = True
-    return DecodeBatch(
-        cache,
-        jnp.asarray(tokens),
-        jnp.zeros(tokens.shape, jnp.float32),
-        counts=jnp.zeros(seen.shape, jnp.int32),
-        finished=jnp.asarray(np.array([len(prompt.ids) for prompt in prompts]) >= limits),
-        drafted=jnp.zeros(num_rows, jnp.int32),
-        accepted=jnp.zeros(num_rows, jnp.int32),
-        seen=jnp.asarray(seen),
-        settings={name: jnp.asarray(values) for name, values in settings.items()},
-        stop_ids=jnp.asarray(stop_ids),
-        limits=jnp.asarray(limits),
-    )
+    arrays: dict[str, Any] = {
+        "tokens": np.zeros((rows, max_len), np.int32),
+        "log_probs": np.zeros((rows, max_len), np.float32),
+        "counts": np.zeros((rows, config.vocab_size), np.int32),
+        "finished": np.array([len(prompt.ids) for prompt in prompts]) >= limits,
+        "drafted": np.zeros(rows, np.int32),
+        "accepted": np.zeros(rows, np.int32),
+        "seen": np.zeros((rows, config.vocab_size), bool),
+        "settings": _setting_arrays([prompt.sampling for prompt in prompts], config.vocab_size),
+        "stop_ids": np.full((rows, -(-max(1, *map(len, stops)) // _STOP_MULTIPLE) * _STOP_MULTIPLE), -1, np.int32),
+        "limits": limits,
+    }
+    for row, prompt in enumerate(prompts):
+        arrays["tokens"][row, : len(prompt.ids)] = prompt.ids
+        arrays["seen"][row, list(prompt.ids)] = True
+        arrays["stop_ids"][row, : len(stops[row])] = stops[row]
+    arrays["settings"]["banned_ids"][:, vocab_size:] = True
+    return DecodeBatch(cache, **arrays)
 
 
-def _setting_arrays(prompts: Sequence[Prompt], vocab_size: int) -> dict[str, np.ndarray]:
-    """Each field of the rows' ``SamplingParams`` as an array, with its default where a row's class does not have it."""
+def _setting_arrays(rows: Sequence[SamplingParams], vocab_size: int) -> dict[str, np.ndarray]:
+    """Each field as an array, with its default where a row's class does not have it; token ids over the vocabulary."""
     arrays: dict[str, np.ndarray] = {}
-    for params in {type(prompt.sampling) for prompt in prompts}:
+    for params in set(map(type, rows)):
         for name, hint in typing.get_type_hints(params).items():
             if name not in {*_BUILT_IN, *F.TRUNCATIONS, *F.PENALTIES}:
                 raise UsageError(f"nothing applies {name} of {params.__name__}: register a function under its name")
-            values = [getattr(prompt.sampling, name, getattr(params(), name)) for prompt in prompts]
-            arrays[name] = _array(hint, values, vocab_size)
+            values = [getattr(row, name, getattr(params(), name)) for row in rows]
+            if hint in (int, float):
+                arrays[name] = np.array(values, np.float32 if hint is float else np.int64)
+                continue
+            arrays[name] = np.zeros((len(rows), vocab_size), np.float32 if name == "logit_bias" else bool)
+            for array, value in zip(arrays[name], values, strict=True):
+                array[list(value)] = list(value.values()) if isinstance(value, Mapping) else True
     return arrays | {"seed": arrays["seed"].astype(np.uint32)}
-
-
-def _array(hint: Any, values: Sequence[Any], vocab_size: int) -> np.ndarray:
-    """A field of all rows: a number each, or of token ids one for each id of the vocabulary (true, of mere ids)."""
-    if hint in (int, float):
-        return np.array(values, np.float32 if hint is float else np.int64)
-    array = np.zeros((len(values), vocab_size), np.float32 if typing.get_origin(hint) is Mapping else bool)
-    for row, value in enumerate(values):
-        array[row, list(value)] = list(value.values()) if isinstance(value, Mapping) else True
-    return array
 
 
 def check_batch(config: LlamaConfig, rows: int, draft_len: int = 0) -> None:
     """Raise ``UsageError`` for a batch that exceeds the memory, of the device or of the machine, or the context."""
     if not 0 <= draft_len < config.max_seq_len:
-        below = f"below the model's context, {config.max_seq_len}"
-        raise UsageError(f"speculate is {draft_len}; it must be from 0 to {below}")
+        raise UsageError(
+            f"speculate is {draft_len}; it must be from 0 to below the model's context, {config.max_seq_len}"
+        )
     # The least that a row takes: a short text's keys and values in 2 bytes a number, and for each token of the
     # vocabulary a bias, a count and, of each token fed, a float32 logit.
     cached = 4 * config.num_layers * config.num_kv_heads * config.head_dim * min(config.max_seq_len, 128)
@@ -108,13 +100,21 @@ def sample_tokens(logits: Float[Array, "batch vocab"], batch: DecodeBatch) -> In
 
     A row's seed and length decide its draw, and nothing else of the batch does.
     """
-    settings, seen = batch.settings, batch.seen | (batch.counts > 0)
+    settings, neutral = batch.settings, vars(SamplingParams())
     logits = F.ban(logits + settings["logit_bias"], settings["banned_ids"])
-    for name, penalty in F.PENALTIES.items():
-        if name in settings:
-            logits = penalty(logits, settings[name], seen, batch.counts)
-    keys = jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(settings["seed"]), batch.cache.lengths + 1)
+    penalties = {name: settings[name] for name in F.PENALTIES if name in settings}
     truncations = {name: settings[name] for name in F.TRUNCATIONS if name in settings}
+
+    def penalized(logits: Array) -> Array:
+        seen = batch.seen | (batch.counts > 0)
+        for name, value in penalties.items():
+            logits = F.PENALTIES[name](logits, value, seen, batch.counts)
+        return logits
+
+    # On a CPU a pass over [batch, vocab] takes time: none where every penalty is neutral.
+    is_penalized = [name not in neutral or jnp.any(value != neutral[name]) for name, value in penalties.items()]
+    logits = jax.lax.cond(jnp.any(jnp.array(is_penalized)), penalized, lambda logits: logits, logits)
+    keys = jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(settings["seed"]), batch.cache.lengths + 1)
     return F.sample(logits, keys, settings["temperature"], **truncations)
 
 

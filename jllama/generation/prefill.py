@@ -4,80 +4,64 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array
 
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams
 from jllama.generation.decode_batch import DecodeBatch, make_batch
 from jllama.generation.sampling_params import Prompt
-from jllama.model import KVCache, build_model
+from jllama.model import KVCache, build_model, power_of_two_at_least
 
-T = TypeVar("T")
-
-_PREFILL_TOKENS = 512
-_SHORTEST_PREFILL = 16
-_SHORTEST_CACHE = 128
-_ROOM_TOKENS = 512
+_PREFILL_TOKENS, _SHORTEST_PREFILL = 512, 16
+_ROOM_TOKENS, _SHORTEST_CACHE = 512, 128
 
 
 @dataclasses.dataclass
 class PrefixCache:
-    """Keys and values kept from one call to the next, so that only what a longer prompt adds is computed.
-
-    They are taken out while something is computed from them: what breaks off in the middle leaves none.
-    """
+    """Keys and values kept from one call to the next, and taken out meanwhile: what breaks off in it leaves none."""
 
     ids: Sequence[int] = ()  # the tokens that the cache holds
     cache: KVCache | None = None  # one row
 
     def take(self, ids: Sequence[int] = ()) -> tuple[KVCache | None, int]:
         """Take out the cache; also how many of ``ids`` it holds, from the first on. Without any, None."""
-        pairs = list(zip(self.ids, ids, strict=False))
-        shared = next((index for index, (kept, new) in enumerate(pairs) if kept != new), len(pairs))
+        shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self.ids, ids, strict=False))))
         cache = self.cache if shared else None
         self.ids, self.cache = (), None
         return cache, shared
-
-    def keep(self, ids: Sequence[int], cache: KVCache) -> None:
-        """Put in a cache that holds ``ids``."""
-        self.ids, self.cache = ids, cache
 
 
 def prefill(
     params: DecodeParams,
     config: LlamaConfig,
     prompts: Sequence[Prompt],
-    *,
     vocab_size: int | None = None,
     prefix: PrefixCache | None = None,
 ) -> DecodeBatch:
     """Compute the keys and values of encoded prompts; of equal ones once, of a single one what ``prefix`` has not.
 
-    Each row comes out as it would alone (in 16-bit floats near ties may fall otherwise). Where the tokenizer has fewer
-    ids than the model, ``vocab_size`` is how many: higher ones are never drawn.
+    Each row comes out as it would alone (in 16-bit floats near ties may fall otherwise). ``vocab_size`` is the
+    tokenizer's, where it has fewer ids than the model: higher ones are never drawn.
     """
     room = max(min(prompt.limit(config.max_seq_len), len(prompt.ids) + _ROOM_TOKENS) for prompt in prompts)
     max_len = cache_len(room, config)
     if len(prompts) == 1:
         cache = _prompt_cache(params, config, prompts[0].ids[:-1], max_len, prefix)
     else:
-        rows_of: dict[tuple[int, ...], list[int]] = {}
-        for row, prompt in enumerate(prompts):
-            if len(prompt.ids) > 1:
-                rows_of.setdefault(tuple(prompt.ids[:-1]), []).append(row)
-        cache = _beside(params, _zeros(config, len(prompts), max_len, params.dtype))
-        for ids, rows in rows_of.items():
+        cache = _empty(params, config, len(prompts), max_len)
+        each = [tuple(prompt.ids[:-1]) for prompt in prompts]
+        for ids in dict.fromkeys(filter(None, each)):
             row_cache = _prompt_cache(params, config, ids, cache_len(len(ids), config))
-            for row in rows:
+            for row in (row for row, others in enumerate(each) if others == ids):
                 cache = _insert(cache, row_cache, row)
-    return _beside(params, make_batch(prompts, cache, config, config.vocab_size if vocab_size is None else vocab_size))
+    return _beside(params, make_batch(prompts, cache, config, vocab_size or config.vocab_size))
 
 
 def _prompt_cache(
@@ -94,7 +78,7 @@ def _prompt_cache(
         padded[0, : len(chunk)] = chunk
         longer = _prefill(params, config, cache, padded, np.array([len(chunk)], np.int32))
         cache = resized(longer, max_len) if cache is None else longer
-    return _beside(params, _zeros(config, 1, max_len, params.dtype)) if cache is None else cache
+    return _empty(params, config, 1, max_len) if cache is None else cache
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
@@ -105,11 +89,8 @@ def _prefill(params: DecodeParams, config: LlamaConfig, cache: KVCache | None, t
 @functools.partial(jax.jit, donate_argnames="batch")
 def _insert(batch: KVCache, row_cache: KVCache, row: Any) -> KVCache:
     """Copy a cache of one row into a batch whose rows have at least as much room."""
-
-    def copy(into: Array, values: Array) -> Array:
-        return jax.lax.dynamic_update_slice(into, values, (row, *[0] * (into.ndim - 1)))
-
-    return jax.tree.map(copy, batch, row_cache)
+    copy = jax.lax.dynamic_update_slice
+    return jax.tree.map(lambda into, values: copy(into, values, (row, *[0] * (into.ndim - 1))), batch, row_cache)
 
 
 @functools.partial(jax.jit, static_argnames="max_len")
@@ -120,22 +101,21 @@ def resized(cache: KVCache, max_len: int) -> KVCache:
     return KVCache(pad(cache.keys), pad(cache.values), cache.lengths)
 
 
+def _empty(params: DecodeParams, config: LlamaConfig, rows: int, max_len: int) -> KVCache:
+    return _beside(params, _zeros(config, rows, max_len, params.dtype))
+
+
 _zeros = jax.jit(KVCache.zeros, static_argnums=(0, 1, 2, 3))  # one program, not one for each layer's arrays
 
 
-def _beside(params: DecodeParams, tree: T) -> T:
+def _beside(params: DecodeParams, tree: Any) -> Any:
     """Arrays on the devices of the parameters, whole on each: where they are is part of what is compiled."""
-    sharding = params.sharding
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, PartitionSpec())
-    return jax.device_put(tree, sharding)
+    where = params.sharding
+    return jax.device_put(
+        tree, NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else where
+    )
 
 
 def cache_len(tokens: int, config: LlamaConfig) -> int:
     """The cache length for so many tokens: one of a few, so that few programs are compiled."""
     return min(power_of_two_at_least(tokens, _SHORTEST_CACHE), config.max_seq_len)
-
-
-def power_of_two_at_least(number: int, least: int) -> int:
-    """The length that an array is padded to: one of a few, so that few programs are compiled."""
-    return max(least, 1 << (number - 1).bit_length())

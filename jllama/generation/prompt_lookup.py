@@ -1,7 +1,6 @@
 """Prompt lookup: guess the next tokens from the text so far, verify the guesses in one pass, keep the right ones.
 
-Source: Saxena 2023, prompt lookup decoding; Leviathan et al. 2023 (arXiv:2211.17192) for why verified guesses change
-nothing.
+Source: Saxena 2023, prompt lookup decoding; Leviathan et al. 2023 (arXiv:2211.17192) for why this changes nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from jaxtyping import Array, Bool, Int
 from jllama.generation.decode_batch import DecodeBatch, append_token
 from jllama.model import Llama
 
-_LONGEST_MATCH = 3
-_SHORTEST_MATCH = 2
+_SHORTEST_MATCH, _LONGEST_MATCH = 2, 3
 
 
 def lookup_step(llama: Llama, batch: DecodeBatch, draft_len: int) -> DecodeBatch:

@@ -19,7 +19,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "presence_penalty": (lambda value: abs(value) <= _LARGEST, "a finite number (0 is off), at most 1e+30"),
     "frequency_penalty": (lambda value: abs(value) <= _LARGEST, "a finite number (0 is off), at most 1e+30"),
     "logit_bias": (
-        lambda biases: all(abs(bias) <= _LARGEST for bias in biases.values()),
+        lambda value: all(abs(bias) <= _LARGEST for bias in value.values()),
         "of finite numbers, at most 1e+30: ban with banned_ids",
     ),
     "seed": (lambda value: 0 <= value < 2**32, "between 0 and 2**32 - 1"),
@@ -81,11 +81,7 @@ class SamplingFields(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One text to generate.
-
-    ``content`` is text, which gets BOS in front where the tokenizer wants it; or token ids, taken as they are. The
-    other fields are as in ``jllama.generate``.
-    """
+    """What to continue: text, which gets BOS where the tokenizer wants it, or ids; and how, as in ``generate``."""
 
     content: str | Sequence[int]
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
@@ -99,8 +95,8 @@ class Prompt:
 
     @property
     def ids(self) -> Sequence[int]:
-        """``content`` where it is token ids, as ``jllama.generation.text.encode_prompt`` makes it."""
-        assert not isinstance(self.content, str), "encode_prompt turns text into ids"
+        """``content`` where it is token ids, as ``encode_prompt`` makes it."""
+        assert not isinstance(self.content, str)
         return self.content
 
     def limit(self, max_seq_len: int) -> int:

@@ -20,7 +20,6 @@ from jllama.language_model import LanguageModel
 from jllama.tokenizers import Tokenizer
 
 T = TypeVar("T")
-
 STEPS_SHOWN = 4  # decoding steps between two pieces of a stream
 _CONTEXT_TOKENS = 8  # decoded again before new ones
 
@@ -54,7 +53,7 @@ def generate(
     batch_size: int = 0,
     **fields: Unpack[SamplingFields],
 ) -> list[Completion]:
-    """Continue one prompt or several.
+    """Continue one prompt or several; returns a ``Completion`` of each, in order.
 
     In float32 and int8 each comes out as it would alone, and with any ``speculate``: the same tokens. In bfloat16 and
     float16, which round otherwise in another batch size, a near tie may fall otherwise.
@@ -79,18 +78,13 @@ def generate(
             token), ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``, ``presence_penalty``,
             ``frequency_penalty``, ``logit_bias``, ``banned_ids``, ``seed`` (the same one gives the same text).
 
-    Returns:
-        A ``Completion`` of each prompt, in order: ``text``, ``ids``, ``finish_reason``, ``log_probs``, ``new_tokens``.
-
     Raises:
-        UsageError: a prompt or a setting does not fit the model, or there is no such setting.
-        JllamaError: the model has no tokenizer.
+        JllamaError: the model has no tokenizer, a prompt or a setting does not fit it, or there is no such setting.
     """
     each = _as_prompts(prompts, sampling, fields, max_new_tokens=max_new_tokens, stop=stop, stop_ids=stop_ids)
     encoded = [encode_prompt(model, prompt) for prompt in each]
     batches = generate_batches(model, encoded, speculate=speculate, batch_size=batch_size)
-    completions = dict(pair for batch in batches for pair in batch.items())
-    return [completions[index] for index in range(len(encoded))]
+    return [completion for _, completion in sorted(pair for batch in batches for pair in batch.items())]
 
 
 def stream(
@@ -107,10 +101,10 @@ def stream(
 ) -> Generator[str, None, Completion]:
     """The continuation of one prompt in pieces as they come: together what ``generate`` gives.
 
-    A piece is never half a character, and never the beginning of a stop string. The generator returns the whole
-    ``Completion``; its ``close()`` ends it early, and nothing more is computed. Each thread may have streams of its
-    own. Arguments and errors as those of ``generate``, these when the first piece is asked for; ``prefix`` is kept up
-    to date, so that the next call computes only what is new in its prompt.
+    A piece is never half a character, nor the beginning of a stop string. The generator returns the ``Completion``; its
+    ``close()`` ends it early, and nothing more is computed. Each thread may have streams of its own. Arguments and
+    errors (when the first piece is asked for) are those of ``generate``; ``prefix`` is kept up to date, so that the
+    next call computes only what is new in its prompt.
 
     Example::
 
@@ -118,8 +112,7 @@ def stream(
             print(piece, end="", flush=True)
     """
     (one,) = _as_prompts([prompt], sampling, fields, max_new_tokens=max_new_tokens, stop=stop, stop_ids=stop_ids)
-    encoded = [encode_prompt(model, one)]
-    pieces = generate_batch(model, encoded, speculate=speculate, prefix=prefix, steps=STEPS_SHOWN)
+    pieces = generate_batch(model, [encode_prompt(model, one)], speculate, STEPS_SHOWN, prefix)
     while True:
         try:
             yield next(pieces)[1]
@@ -135,19 +128,15 @@ def warm_up(
     max_new_tokens: int | None = None,
     speculate: int = 0,
 ) -> None:
-    """Compile ahead what ``generate`` and ``stream`` will need, so that nothing compiles while people wait.
+    """Compile ahead what ``generate`` and ``stream`` will need (not the later turns of a ``Conversation``).
 
     Prompts are padded to powers of two (at least 16 tokens; beyond 512, in chunks of 512), so each of the ``lengths``,
     in tokens, stands for those that are padded alike; ``batches`` are how many prompts at once, ``max_new_tokens`` the
-    most that a call will ask for (None is up to the end of the context, and takes longest). Settings are data: changing
-    one compiles nothing. (The later turns of a ``Conversation`` are computed by programs of their own.)
+    most that a call will ask for (None is up to the end of the context, and takes longest). Settings compile nothing.
 
     Example::
 
         jllama.warm_up(model, lengths=[16, 64, 512], batches=[1, 4], max_new_tokens=256)
-
-    Raises:
-        UsageError: a length does not fit the model's context.
     """
     params, config, vocab_size = model.decode_params, model.config, model.text_tokenizer.vocab_size
     prompts = [encode_prompt(model, Prompt([0] * length, max_new_tokens=max_new_tokens)) for length in lengths]
@@ -155,7 +144,7 @@ def warm_up(
     ends = sorted({min(128 << doubled, longest) for doubled in range(longest.bit_length())})  # one for each cache
     for size, end, prompt in itertools.product(batches, ends, prompts):
         row = dataclasses.replace(prompt, max_new_tokens=max(end - len(prompt.ids), 0))
-        batch = prefill(params, config, [row] * size, vocab_size=vocab_size)
+        batch = prefill(params, config, [row] * size, vocab_size)
         while not np.asarray(batch.finished).all():
             batch, *_ = decode(params, config, batch, 1, draft_len=speculate)
             if batch.tokens.shape[1] >= end:
@@ -171,7 +160,7 @@ def encode_prompt(model: LanguageModel, prompt: Prompt) -> Prompt:
     except TypeError as error:
         raise UsageError(f"a prompt is {str(content)[:50]!r}; it must be text, token ids or a Prompt") from error
     stop_ids = (model.stop_ids or (tokenizer.eos_id,)) if prompt.stop_ids is None else prompt.stop_ids
-    new = 1 if prompt.max_new_tokens is None else prompt.max_new_tokens
+    new, sampling = 1 if prompt.max_new_tokens is None else prompt.max_new_tokens, prompt.sampling
     if "" in prompt.stop:
         raise UsageError("a stop string is empty: it would end every text at once")
     if new < 0:
@@ -182,11 +171,11 @@ def encode_prompt(model: LanguageModel, prompt: Prompt) -> Prompt:
         less = f" or lower max_new_tokens to at most {context - len(ids)}" if context > len(ids) else ""
         wrong = f"the prompt's {len(ids)} tokens and {new} new ones exceed the model's context of {context}"
         raise UsageError(f"{wrong}: shorten the prompt{less}")
-    of_ids = {name: value for name, value in vars(prompt.sampling).items() if not isinstance(value, int | float)}
+    of_ids = {"logit_bias": sampling.logit_bias, "banned_ids": sampling.banned_ids}
     for name, listed in {"prompt": ids, "stop_ids": stop_ids, **of_ids}.items():
         if unknown := [id for id in listed if not 0 <= id < tokenizer.vocab_size]:
             raise UsageError(f"the {name} has token {unknown[0]}; the ids run from 0 to {tokenizer.vocab_size - 1}")
-    if len(set(prompt.sampling.banned_ids)) == tokenizer.vocab_size:
+    if len(set(sampling.banned_ids)) == tokenizer.vocab_size:
         raise UsageError("banned_ids bans every token: leave at least one")
     return dataclasses.replace(prompt, content=ids, stop_ids=tuple(stop_ids))
 
@@ -200,8 +189,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
 def _as_prompts(prompts: Any, sampling: SamplingParams | None, fields: SamplingFields, **ends: Any) -> list[Prompt]:
     """One prompt or a list of them as a list, where those that bring no settings of their own have these."""
     sampling = sampling or SamplingParams()
-    names = [*(field.name for field in dataclasses.fields(sampling)), *ends]
-    if unknown := set(fields).difference(names):
+    if unknown := fields.keys() - (names := [*vars(sampling), *ends]):
         raise unknown_name("setting", min(unknown), names)
     settings = Prompt("", dataclasses.replace(sampling, **fields), **ends)
     if isinstance(prompts, str | Prompt) or (len(prompts) and isinstance(prompts[0], numbers.Integral)):
@@ -212,7 +200,7 @@ def _as_prompts(prompts: Any, sampling: SamplingParams | None, fields: SamplingF
 
 
 def generate_batches(
-    model: LanguageModel, prompts: Sequence[Prompt], *, speculate: int = 0, batch_size: int = 0
+    model: LanguageModel, prompts: Sequence[Prompt], speculate: int = 0, batch_size: int = 0
 ) -> Iterator[dict[int, Completion]]:
     """Generate from encoded prompts a batch at a time, the longest first: completions by the prompts' indices."""
     model = model.for_decoding()  # once, if it is not in that layout
@@ -222,16 +210,15 @@ def generate_batches(
         indices = order[first : first + size]
         rows = [prompts[index] for index in indices]
         rows += [Prompt(rows[0].ids[:1], max_new_tokens=0)] * (size - len(rows))  # so that nothing new compiles
-        yield dict(zip(indices, exhaust(generate_batch(model, rows, speculate=speculate)), strict=False))
+        yield dict(zip(indices, exhaust(generate_batch(model, rows, speculate)), strict=False))
 
 
 def generate_batch(
     model: LanguageModel,
     prompts: Sequence[Prompt],
-    *,
     speculate: int = 0,
-    prefix: PrefixCache | None = None,
     steps: int = STEPS,
+    prefix: PrefixCache | None = None,
 ) -> Generator[tuple[int, str], None, list[Completion]]:
     """Generate from encoded prompts together: yields ``(row, piece of its text)``, and returns each row's completion.
 
@@ -240,26 +227,24 @@ def generate_batch(
     params, config, tokenizer = model.decode_params, model.config, model.text_tokenizer
     check_batch(config, len(prompts), speculate)
     rows = [TextDecoder(tokenizer, prompt) for prompt in prompts]
-    batch = prefill(params, config, prompts, vocab_size=tokenizer.vocab_size, prefix=prefix)
+    batch = prefill(params, config, prompts, tokenizer.vocab_size, prefix)
     cached_ids, next_steps = list(prompts[0].ids), 1  # the first token is shown as soon as it is there
     while not np.asarray(batch.finished).all():
         stopped = np.array([row.finish_reason != "" for row in rows])
         if prefix is not None:
             prefix.take()
-        batch, tokens, log_probs = decode(params, config, batch, next_steps, stopped=stopped, draft_len=speculate)
+        batch, tokens, log_probs = decode(params, config, batch, next_steps, stopped, speculate)
         next_steps = steps
         if prefix is not None:  # all but the last token, which has not been through the model yet
-            cached_ids += [token for token in tokens[0].tolist() if token >= 0]
-            prefix.keep(cached_ids[:-1], batch.cache)
+            cached_ids += tokens[0, tokens[0] >= 0].tolist()
+            prefix.ids, prefix.cache = cached_ids[:-1], batch.cache
         for index, row in enumerate(rows):
             for token, log_prob in zip(tokens[index].tolist(), log_probs[index].tolist(), strict=True):
                 if piece := row.push(token, log_prob):
                     yield index, piece
-    for index, row in enumerate(rows):
-        if piece := row.end():
-            yield index, piece
-    drafted, accepted = (np.asarray(counts).tolist() for counts in (batch.drafted, batch.accepted))
-    return [row.completion(*counts) for row, *counts in zip(rows, drafted, accepted, strict=True)]
+    yield from ((index, piece) for index, row in enumerate(rows) if (piece := row.end()))
+    counts = zip(np.asarray(batch.drafted).tolist(), np.asarray(batch.accepted).tolist(), strict=True)
+    return [row.completion(*its_counts) for row, its_counts in zip(rows, counts, strict=True)]
 
 
 class TextDecoder:
@@ -274,7 +259,7 @@ class TextDecoder:
         self._tokenizer, self._prompt = tokenizer, prompt
         self._ids = list(prompt.ids[-_CONTEXT_TOKENS:])
         self._num_decoded, self._num_shown = len(self._ids), 0
-        self._tokens: list[tuple[int, float, int]] = []  # id, log-probability, and the length of the text then
+        self._tokens: list[tuple[int, float, int]] = []  # id, log-probability, and the length of the text before it
         self.text, self.finish_reason = "", ""  # the latter once it is stop_id or stop_string
 
     def push(self, token: int, log_prob: float = 0.0) -> str:
@@ -284,8 +269,8 @@ class TextDecoder:
         if token < 0 or self.finish_reason:
             return ""
         self._ids.append(token)
-        self._decode(is_last=False)
         self._tokens.append((token, log_prob, len(self.text)))
+        self._decode(is_last=False)
         beginnings = (n for stop in self._prompt.stop for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
         return self._show(0 if self.finish_reason else max(beginnings, default=0))
 
@@ -296,13 +281,10 @@ class TextDecoder:
 
     def completion(self, drafted: int, accepted: int) -> Completion:
         """All of it, at the end."""
-        num_kept, reason = len(self._tokens), self.finish_reason
-        if reason == "stop_string":  # a token counts if the text was shorter before it
-            lengths = [0, *(length for *_, length in self._tokens)][:num_kept]
-            num_kept = sum(length < len(self.text) for length in lengths)
-        reason = reason or ("context" if self._prompt.max_new_tokens is None else "length")
-        kept = self._tokens[:num_kept]
-        ids, log_probs = [id for id, _, _ in kept], [log_prob for _, log_prob, _ in kept]
+        reason = self.finish_reason or ("context" if self._prompt.max_new_tokens is None else "length")
+        is_cut = reason == "stop_string"
+        kept = [token for token in self._tokens if not is_cut or token[2] < len(self.text)]
+        ids, log_probs = [id for id, *_ in kept], [log_prob for _, log_prob, _ in kept]
         return Completion(self.text, ids, reason, log_probs, drafted, accepted, len(self._prompt.ids))
 
     def _decode(self, *, is_last: bool) -> None:
@@ -314,9 +296,9 @@ class TextDecoder:
             return
         searched = max(len(self.text) - max(map(len, self._prompt.stop), default=0), 0)
         self._num_decoded, self.text = len(self._ids), self.text + new
-        found = [index for stop in self._prompt.stop if (index := self.text.find(stop, searched)) >= 0]
-        if found:
-            self.text, self.finish_reason = self.text[: min(found)], "stop_string"
+        ends = [index for stop in self._prompt.stop if (index := self.text.find(stop, searched)) >= 0]
+        if ends:
+            self.text, self.finish_reason = self.text[: min(ends)], "stop_string"
 
     def _show(self, num_held: int) -> str:
         piece = self.text[self._num_shown : len(self.text) - num_held]

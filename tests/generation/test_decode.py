@@ -425,7 +425,7 @@ def test_a_prefix_cache_computes_only_what_is_new(prefilled):
         while not all_finished(batch):
             batch, tokens, _ = decode(PARAMS, CONFIG, batch)
             generated += tokens[0].tolist()
-        prefix.keep([*ids, *generated[:-1]], batch.cache)
+        prefix.ids, prefix.cache = [*ids, *generated[:-1]], batch.cache
         return generated
 
     assert run(PROMPTS[1], 5) == first
