@@ -23,8 +23,7 @@ BATCH = PartitionSpec(("data", "fsdp"))
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh over all devices (of every process) or those given, with axes ``data``, ``fsdp`` and ``tensor``.
 
-    Raises:
-        UsageError: the sizes do not multiply to the number of devices.
+    Sizes that do not multiply to the number of devices raise ``UsageError``.
     """
     devices = jax.devices() if devices is None else devices
     data = config.data or max(1, len(devices) // (config.fsdp * config.tensor))
@@ -42,7 +41,7 @@ def parameter_sharding(mesh: Mesh | AbstractMesh, parameter: Parameter) -> Named
 
 def matrix_sharding(mesh: Mesh, parameter: Parameter) -> NamedSharding:
     """The split of one layer's share as ``[outputs, inputs]`` (a norm's: ``[embed]``), by the first axis of each."""
-    groups = [axes for axes in (parameter.outputs, parameter.inputs) if axes]
+    groups = filter(None, (parameter.outputs, parameter.inputs))
     return NamedSharding(mesh, PartitionSpec(*(RULES.get(axes[0]) for axes in groups)))
 
 
@@ -59,18 +58,15 @@ def state_sharding(mesh: Mesh | AbstractMesh, config: LlamaConfig, state: Any) -
     """The sharding of every leaf of a training state (arrays or their shapes).
 
     A leaf whose path ends in a parameter's path and that has its shape (the parameter itself, its moments in an
-    optimizer) is split like that parameter; everything else is whole on every device.
-
-    Raises:
-        UsageError: an axis does not divide over its mesh axis.
+    optimizer) is split like that parameter; everything else is whole on every device. An axis that does not divide over
+    its mesh axis raises ``UsageError``.
     """
     check_divides(mesh, config)
     table = parameter_table(config)
 
     def sharding(key_path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        keys = [key.key for key in key_path if isinstance(key, jax.tree_util.DictKey)]
-        rows = (table.get("/".join(keys[start:])) for start in range(len(keys)))
-        same_shape = (row for row in rows if row and shape_of(row, config) == leaf.shape)
-        return next((parameter_sharding(mesh, row) for row in same_shape), NamedSharding(mesh, PartitionSpec()))
+        path = "/" + jax.tree_util.keystr(key_path, simple=True, separator="/")
+        rows = (row for name, row in table.items() if path.endswith(f"/{name}") and shape_of(row, config) == leaf.shape)
+        return next((parameter_sharding(mesh, row) for row in rows), NamedSharding(mesh, PartitionSpec()))
 
     return jax.tree_util.tree_map_with_path(sharding, state)

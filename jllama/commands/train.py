@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jllama.commands.cli import parse
+from jllama.stop import Stopped
 from jllama.training.config import TrainConfig
 
 _COMMON = ("run_dir", "resume", "init_from", "data.path", "training.steps", "optimizer.learning_rate", "seed")
@@ -18,7 +19,6 @@ _FINE_TUNING = ["--training.batch_size=4", "--optimizer.learning_rate=2e-5"]
 def main(argv: Sequence[str], prog: str) -> int:
     """Train as the options say. A run that was stopped gives 130 (Ctrl-C) or 143 (SIGTERM), as shells have it."""
     config = read_config(argv, prog)
-    from jllama.stop import Stopped
     from jllama.training.loop import train  # not at the top: a mistake in the options should not wait for JAX
 
     try:
@@ -42,17 +42,16 @@ def read_config(argv: Sequence[str], prog: str) -> TrainConfig:
     scanned = scan.parse_known_args(list(argv))[0]
     if scanned.resume not in (None, "never", "auto") and (own := Path(scanned.resume) / "config.yaml").is_file():
         argv = ["--config", str(own), "--training.epochs", "0", "--run_dir", scanned.resume, *argv]  # they are resolved
-    tuned = [*_FINE_TUNING, *argv]
-    config = parse(TrainConfig, tuned if scanned.init_from else argv, prog, ("config",), _COMMON)
+    config = parse(TrainConfig, [*_FINE_TUNING, *argv] if scanned.init_from else argv, prog, ("config",), _COMMON)
     if not config.init_from:
         return config
-    config = parse(TrainConfig, tuned, prog, ("config",))  # a file may have brought it
-    words = []
+    config, words = parse(TrainConfig, [*_FINE_TUNING, *argv], prog, ("config",)), []  # a file may have brought it
     for word, following in itertools.pairwise([*argv, "--"]):
         if word.startswith(("--model", "--data.tokenizer")):
             words += [word] if "=" in word or following.startswith("--") else [word, following]
     flags = parse(TrainConfig, words, prog)
-    data = dataclasses.replace(config.data, tokenizer=flags.data.tokenizer)
-    if not scanned.resume and (config.model, config.data) != (flags.model, data):
+    own = dataclasses.replace(config, model=flags.model)
+    own = dataclasses.replace(own, data=dataclasses.replace(own.data, tokenizer=flags.data.tokenizer))
+    if not scanned.resume and config != own:
         print("model and data.tokenizer of the file are not used: init_from brings its own", file=sys.stderr)
-    return dataclasses.replace(config, model=flags.model, data=data)
+    return own

@@ -105,6 +105,7 @@ class _Run:
     """An opened run, and what is done in it now and then."""
 
     config: TrainConfig
+    folder: Path
     console: Console
     data: Dataset
     training: Training
@@ -116,10 +117,6 @@ class _Run:
     stop: Sequence[int] = ()
     move: Callable[..., None] = lambda **_: None
     note: str = ""
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.config.run_dir)
 
     def seconds(self) -> float:
         return time.perf_counter() - self.start_s
@@ -205,8 +202,9 @@ class _Run:
             sampling = dataclasses.replace(self.config.sampling, seed=int(jax.random.bits(key)))
             model = LanguageModel(self.config.model, self.state.params, self.data.tokenizer)
             for completion in generate(model, [prompt][:count], sampling, max_new_tokens=count):
-                record = {"step": self.step, "prompt": prompt, "text": completion.text}
-                files.append_line(self.folder / run_folder.SAMPLES, record)
+                files.append_line(
+                    self.folder / run_folder.SAMPLES, {"step": self.step, "prompt": prompt, "text": completion.text}
+                )
                 self.console.print(f"{prompt}{completion.text}\n", style="dim")
         with self.warn_instead():
             self.report(evaluation)
@@ -265,9 +263,9 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
     training = compile_training(config, mesh, bos_id=data.tokenizer.bos_id)
     check_memory(config, training)
     size = {"batch_size": options.batch_size, "seq_len": options.seq_len, "seed": config.seed}
-    process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-    batches = training_batches(data.train, **size, **process)
-    run = _Run(config, console, data, training, RunCheckpoints(folder / CHECKPOINTS, options.keep_last), batches)
+    batches = training_batches(data.train, **size, process_index=jax.process_index(), process_count=jax.process_count())
+    checkpoints = RunCheckpoints(folder / CHECKPOINTS, options.keep_last)
+    run = _Run(config, folder, console, data, training, checkpoints, batches)
     if existing:
         run.restore(step)
     else:
@@ -276,11 +274,9 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
     run_folder.write_config(folder, config, step)
     if not (existing and has_tokenizer(folder)):
         data.tokenizer.save(folder)
-    console.print(
-        f"{folder}: {count_parameters(config.model):,} parameters on {describe_devices(mesh)}, {attention_of(config)} "
-        f"attention, {data.train_counts.tokens:,} training tokens, step {step:,} of {options.steps:,}",
-        style="bold",
-    )
+    parameters = f"{count_parameters(config.model):,} parameters on {describe_devices(mesh)}"
+    tokens = f"{attention_of(config)} attention, {data.train_counts.tokens:,} training tokens"
+    console.print(f"{folder}: {parameters}, {tokens}, step {step:,} of {options.steps:,}", style="bold")
     return run
 
 
