@@ -36,20 +36,16 @@ BFLOAT16_TOLERANCE = 3e-2
 """Relative error of logits from bfloat16 weights: a rounding is off by up to 2**-9 = 2e-3 of a value, and the dozen in
 a row that two blocks make come to about 1e-2 of the largest logit. What a mistake does is far more.
 """
-BFLOAT16_ATTENTION_TOLERANCE = 1e-2
-"""The same of one attention whose inputs are rounded already: softmax's weights and the result are."""
-
-DTYPES = ((jnp.float32, "", TOLERANCE), (jnp.bfloat16, " in bfloat16", BFLOAT16_ATTENTION_TOLERANCE))
-"""The dtypes that attention is checked in, what they add to its name, and the largest error of right code."""
-
-SEQ = 24
+DTYPES = ((jnp.float32, "", TOLERANCE), (jnp.bfloat16, " in bfloat16", 1e-2))
+"""The dtypes that attention is checked in, what they add to its name, and the largest error of right code: bfloat16
+inputs are the oracle's too, so only softmax's weights and the result are rounded.
+"""
+SEQ, LONG, FAR = 24, 300, 100_000
 CONFIG = small("llama3.2-1b", 8, 2, vocab_size=96, embed_dim=128, mlp_dim=160, max_seq_len=512, tie_embeddings=False)
-"""The model that the command runs, on ``SEQ`` rows of ``SEQ`` tokens."""
+"""The model that the command runs, on ``SEQ`` rows of ``SEQ`` tokens or two of ``LONG``, three blocks of attention."""
 MESHES = {"data=8": MeshConfig(), "fsdp=8": MeshConfig(1, 8, 1), "data=2 fsdp=2 tensor=2": MeshConfig(2, 2, 2)}
 """How eight devices share the work."""
-HEADS, HEAD_DIM = 8, 64
-KV_HEADS = (8, 2, 1)
-"""Multi-head, grouped-query and multi-query attention."""
+HEADS, HEAD_DIM, KV_HEADS = 8, 64, (8, 2, 1)  # multi-head, grouped-query and multi-query attention
 
 Attention = Callable[[Array, Array, Array, F.Mask], Array]
 """``(query, key, value, mask) -> mixed``, shaped as in ``functional.attention``."""
@@ -79,51 +75,50 @@ class Case(NamedTuple):
 def equality_checks(implementation: Implementation) -> list[Check]:
     """The whole group, on one small model with Llama 3.2's RoPE."""
     rng = np.random.default_rng(0)
-    case = Case(implementation, CONFIG, random_params(CONFIG, 0), rng.integers(0, CONFIG.vocab_size, (SEQ, SEQ)))
-    lengths, segments = rng.permutation(SEQ), np.sort(rng.integers(0, 4, case.tokens.shape))
-    positions = np.linspace(0, 100_000, SEQ).astype(int)[:, None] + np.arange(SEQ)
+    params = random_params(CONFIG, 0, embed_std=0.1)  # small, so that what attention adds counts in the logits
+    case, long = (
+        Case(implementation, CONFIG, params, rng.integers(0, CONFIG.vocab_size, shape))
+        for shape in ((SEQ, SEQ), (2, LONG))
+    )
+    lengths, positions = rng.permutation(SEQ), np.sort(rng.integers(0, FAR, (SEQ, SEQ)))
+    segments, long_segments = (np.sort(rng.integers(0, 4, one.tokens.shape)) for one in (case, long))
     splits = [(SEQ, np.arange(1, SEQ + 1)), *[(1, 1)] * SEQ]
-    chunked = {
-        width: [*((width, counts) for counts in rng.integers(0, width + 1, (8, SEQ))), *[(width, width)] * SEQ]
-        for width in (1, 5, 16)
-    }
-
-    def check(row: str, column: str, tolerance: float, error: Callable[..., float], *arguments: object) -> Check:
-        return Check("equalities", row, column, functools.partial(error, *arguments), tolerance)
-
-    ragged, sharded = "ragged batch against single rows", "sharded against one device"
-    return [
-        check("prefill and decode against one forward", f"every split of {SEQ}", TOLERANCE, cache_error, case, splits),
+    chunks = {n: [*((n, most) for most in rng.integers(0, n + 1, (8, SEQ))), *[(n, n)] * SEQ] for n in (1, 5, 16)}
+    ragged, packed, remat = "ragged batch against single rows", "packed documents against ", "remat on against off"
+    bfloat16 = "bfloat16 against float32 weights"
+    rows: list[tuple] = [
+        ("prefill and decode against one forward", f"every split of {SEQ}", TOLERANCE, cache_error, case, splits),
         *(
-            check("chunked prefill against one forward", f"chunks of up to {n}", TOLERANCE, cache_error, case, chunks)
-            for n, chunks in chunked.items()
+            ("chunked prefill against one forward", f"chunks of up to {n}", TOLERANCE, cache_error, case, fed)
+            for n, fed in chunks.items()
         ),
-        check(ragged, f"{SEQ} lengths", TOLERANCE, ragged_error, case, lengths),
-        check(ragged, "other padding and mates", TOLERANCE, padding_error, case, lengths),
-        check("packed documents against each alone", "up to 4 in a row", TOLERANCE, packed_error, case, segments),
-        check("scanned against unrolled layers", "logits", CLOSE, layouts_error, case),
-        check("remat on against off", "loss", CLOSE, remat_error, case, 0),
-        check("remat on against off", "gradients", TOLERANCE, remat_error, case, 1),
-        check(
-            *("bfloat16 against float32 weights", "up to position 100,000", BFLOAT16_TOLERANCE),
-            *(bfloat16_error, case, positions),
-        ),
+        (ragged, f"{SEQ} lengths", TOLERANCE, ragged_error, case, lengths),
+        (ragged, "other padding and mates", TOLERANCE, padding_error, case, lengths),
+        (packed + "each alone", "up to 4 in a row", TOLERANCE, packed_error, case, segments),
+        ("scanned against unrolled layers", "logits", CLOSE, layouts_error, case),
+        (remat, "loss", CLOSE, remat_error, case, 0),
+        (remat, "gradients", TOLERANCE, remat_error, case, 1),
+        (bfloat16, f"up to position {FAR:,}", BFLOAT16_TOLERANCE, bfloat16_error, case, positions),
         *(
-            check("packed documents against reference attention", name, TOLERANCE, choice_error, case, segments, name)
+            (packed + "reference attention", name, TOLERANCE, choice_error, long, long_segments, name)
             for name in attentions()
             if name != "reference"
         ),
         *(
-            check(f"attention against the oracle, {kind}", name + suffix, most, attention_error, attend, *masks, dtype)
+            (f"attention against the oracle, {kind}", name + suffix, most, attention_error, attend, *masks, dtype)
             for kind, masks in attention_masks().items()
             for dtype, suffix, most in DTYPES
             for name, attend in attentions(dtype).items()
         ),
         *(
-            check(f"{sharded}, {what}", column, TOLERANCE, error, case, sizes)
+            (f"sharded against one device, {what}", column, TOLERANCE, error, case, sizes)
             for column, sizes in MESHES.items()
             for what, error in {"logits": sharded_error, "training": sharded_training_error}.items()
         ),
+    ]
+    return [
+        Check("equalities", row, column, functools.partial(error, *arguments), tolerance)
+        for row, column, tolerance, error, *arguments in rows
     ]
 
 
@@ -138,7 +133,7 @@ def cache_error(case: Case, chunks: Chunks) -> float:
 def ragged_error(case: Case, lengths: Int[np.ndarray, "rows"]) -> float:
     """Rows of several lengths prefilled together and continued by a token each, against one forward of each alone."""
     together = _prompted(case, lengths)
-    alone = [case._replace(tokens=row[None]).forward()[0] for row in case.tokens]
+    alone = (case._replace(tokens=row[None]).forward()[0] for row in case.tokens)
     return worst_error(together, [logits[: len(row)] for logits, row in zip(alone, together, strict=True)])
 
 
@@ -148,10 +143,9 @@ def padding_error(case: Case, lengths: Int[np.ndarray, "rows"]) -> float:
     The same program runs on the same shapes, so that right code gives exactly zero.
     """
     plain, padded = _prompted(case, lengths), _prompted(case, lengths, seed=1)
-    mates = np.concatenate([case.tokens[:1], (case.tokens[1:] + 1) % case.config.vocab_size])
-    full = np.concatenate([lengths[:1], np.full(len(mates) - 1, mates.shape[1])])
-    first = _prompted(case._replace(tokens=mates), full)[0]
-    return worst_error([*padded, first], [*plain, plain[0]])
+    mates, full = (case.tokens + 1) % case.config.vocab_size, np.full_like(lengths, case.tokens.shape[1])
+    mates[0], full[0] = case.tokens[0], lengths[0]
+    return worst_error([*padded, _prompted(case._replace(tokens=mates), full)[0]], [*plain, plain[0]])
 
 
 def _prompted(case: Case, lengths: Int[np.ndarray, "rows"], seed: int = 0) -> list[Float[np.ndarray, "_ vocab"]]:
@@ -163,11 +157,10 @@ def _prompted(case: Case, lengths: Int[np.ndarray, "rows"], seed: int = 0) -> li
 def _fed(case: Case, chunks: Chunks, seed: int = 0) -> Float[np.ndarray, "rows seq vocab"]:
     """Logits of tokens fed to a cache in chunks; NaN for those that are never fed.
 
-    The rest of a chunk is padded with random tokens, and unused slots of the cache hold large values: both drawn by
-    ``seed``, neither to be seen.
+    Chunks are padded with random tokens, and unused slots of the cache hold large values: both by ``seed``, to be
+    seen by nothing.
     """
-    implementation, config, _, tokens = case
-    rng, (rows, seq) = np.random.default_rng(seed), tokens.shape
+    rng, (rows, seq), config = np.random.default_rng(seed), case.tokens.shape, case.config
     cache = jax.tree.map(
         lambda leaf: jnp.asarray(1e4 * rng.standard_normal(leaf.shape), leaf.dtype) if leaf.ndim == 4 else leaf,
         KVCache.zeros(config, rows, seq + 8),
@@ -175,13 +168,12 @@ def _fed(case: Case, chunks: Chunks, seed: int = 0) -> Float[np.ndarray, "rows s
     params, done = case.decode_params, np.zeros(rows, int)
     logits = np.full((rows, seq, config.vocab_size), np.nan)
     for width, most in chunks:
-        counts = np.minimum(most, seq - done)
-        if not counts.any():
+        if not (counts := np.minimum(most, seq - done)).any():
             continue
         chunk = rng.integers(0, config.vocab_size, (rows, width))
         row, column = np.nonzero(np.arange(width) < counts[:, None])
-        chunk[row, column] = tokens[row, done[row] + column]
-        new, cache = implementation.extend(config, params, jnp.asarray(chunk), cache, jnp.asarray(counts))
+        chunk[row, column] = case.tokens[row, done[row] + column]
+        new, cache = case.implementation.extend(config, params, jnp.asarray(chunk), cache, jnp.asarray(counts))
         logits[row, done[row] + column] = np.asarray(new)[row, column]
         done += counts
     return logits
@@ -195,19 +187,20 @@ def packed_error(case: Case, segments: Int[np.ndarray, "rows seq"]) -> float:
     packed, actual, expected = case.forward(segments), [], []
     for number in np.unique(segments):
         inside = segments == number
+        at_start = np.arange(inside.shape[1]) < inside.sum(axis=1, keepdims=True)
         alone = np.zeros_like(case.tokens)  # the tokens after it are not seen
-        at_start = np.arange(alone.shape[1]) < inside.sum(axis=1, keepdims=True)
         alone[at_start] = case.tokens[inside]
-        logits = case._replace(tokens=alone).forward()
-        actual += [row[chosen] for row, chosen in zip(packed, inside, strict=True)]
-        expected += [row[chosen] for row, chosen in zip(logits, at_start, strict=True)]
+        for rows, logits, chosen in (
+            (actual, packed, inside),
+            (expected, case._replace(tokens=alone).forward(), at_start),
+        ):
+            rows += [row[some] for row, some in zip(logits, chosen, strict=True)]
     return worst_error(actual, expected)
 
 
 def choice_error(case: Case, segments: Int[np.ndarray, "rows seq"], attention: str) -> float:
     """Packed documents by an attention implementation, against the reference."""
-    actual, expected = (case.forward(segments, attention=name) for name in (attention, "reference"))
-    return worst_error(actual, expected)
+    return worst_error(*(case.forward(segments, attention=name) for name in (attention, "reference")))
 
 
 def layouts_error(case: Case) -> float:
@@ -219,7 +212,7 @@ def layouts_error(case: Case) -> float:
 def bfloat16_error(case: Case, positions: Int[np.ndarray, "rows seq"]) -> float:
     """Logits from weights rounded to bfloat16, and so activations in bfloat16, against those from the weights."""
     rounded = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), case.params)
-    return worst_error(case._replace(params=rounded).forward(None, positions), case.forward(None, positions))
+    return worst_error(*(each.forward(None, positions) for each in (case._replace(params=rounded), case)))
 
 
 @functools.cache
@@ -231,8 +224,7 @@ def loss_and_gradients(implementation: Implementation) -> Callable[..., tuple[Ar
 def remat_error(case: Case, part: Literal[0, 1]) -> float:
     """The loss (0) or the gradients (1) with activations computed again in the backward pass, against those kept."""
     compute, arguments = loss_and_gradients(case.implementation), (*case[1:], np.ones_like(case.tokens[:, 1:], bool))
-    again, kept = (jax.tree.leaves(compute(*arguments, remat=remat)[part]) for remat in (True, False))
-    return worst_error(again, kept)
+    return worst_error(*(jax.tree.leaves(compute(*arguments, remat=remat)[part]) for remat in (True, False)))
 
 
 # Attention
@@ -240,29 +232,25 @@ def remat_error(case: Case, part: Literal[0, 1]) -> float:
 
 def attentions(dtype: jnp.dtype | type = jnp.float32) -> dict[str, Attention]:
     """The registered implementations that serve a dtype on this device, with packed documents."""
-    query, key = jnp.zeros((2, HEADS, SEQ, HEAD_DIM), dtype), jnp.zeros((2, 2, SEQ, HEAD_DIM), dtype)
-    segments = jnp.zeros((2, SEQ), jnp.int32)
-    mask = F.Mask(query_segments=segments, key_segments=segments)
+    query, key = (jnp.zeros((2, heads, SEQ, HEAD_DIM), dtype) for heads in (HEADS, 2))
+    mask = F.Mask(None, *[jnp.zeros((2, SEQ), jnp.int32)] * 2)
     names = [name for name, each in F.ATTENTION.items() if not each.refuses(query, key, mask)]
     return {name: functools.partial(F.attention, implementation=name) for name in names}
 
 
 def attention_masks(seq: int = 160) -> dict[str, tuple[F.Mask, Bool[np.ndarray, "rows seq seq"]]]:
     """Who sees whom in two rows, by the kind of mask, also densely; in the last, the queries of one row see nothing."""
-    causal, rng = np.tri(seq, dtype=bool), np.random.default_rng(0)
-    segments, lengths, offset = np.sort(rng.integers(0, 3, (2, seq))), np.array([seq // 3, 0]), np.array([5, 70])
-    keys = np.arange(seq)
+    segments, keys = np.sort(np.random.default_rng(0).integers(0, 3, (2, seq))), np.arange(seq)
+    lengths, offset, causal = np.array([seq // 3, 0]), np.array([5, 70]), np.tri(seq, dtype=bool)
+    masks = {
+        "causal": (F.Mask(), causal),
+        "packed documents": (F.Mask(None, segments, segments), causal & (segments[:, :, None] == segments[:, None])),
+        "after other tokens": (F.Mask(offset), keys <= offset[:, None, None] + keys[:, None]),
+        "ragged lengths": (F.Mask(np.array([seq]), lengths=lengths), (keys < lengths[:, None])[:, None]),
+    }
     return {
-        "causal": (F.Mask(), np.stack([causal] * 2)),
-        "packed documents": (
-            F.Mask(query_segments=jnp.asarray(segments), key_segments=jnp.asarray(segments)),
-            causal & (segments[:, :, None] == segments[:, None]),
-        ),
-        "after other tokens": (F.Mask(jnp.asarray(offset)), keys <= offset[:, None, None] + keys[:, None]),
-        "ragged lengths": (
-            F.Mask(jnp.array([seq]), lengths=jnp.asarray(lengths)),
-            np.tile((keys < lengths[:, None])[:, None], (1, seq, 1)),
-        ),
+        kind: (jax.tree.map(jnp.asarray, mask), np.broadcast_to(dense, (2, seq, seq)))
+        for kind, (mask, dense) in masks.items()
     }
 
 
@@ -274,13 +262,13 @@ def attention_error(
     seed: int = 0,
 ) -> float:
     """Attention under a mask against the float64 oracle's on the same random inputs, for each of ``KV_HEADS``."""
-    rng, (rows, seq, kv_seq) = np.random.default_rng(seed), dense.shape
-    run, actual, expected = jax.jit(attend), [], []
+    rng, (rows, seq, kv_seq), run = np.random.default_rng(seed), dense.shape, jax.jit(attend)
+    actual, expected = [], []
     for kv_heads in KV_HEADS:
         sizes = ((HEADS, seq), (kv_heads, kv_seq), (kv_heads, kv_seq))
         arrays = [jnp.asarray(rng.standard_normal((rows, *size, HEAD_DIM)), dtype) for size in sizes]
         actual += list(run(*arrays, mask))
-        exact = [np.asarray(array, np.float64) for array in arrays]
+        exact = (np.asarray(array, np.float64) for array in arrays)
         expected += [oracle.attention(*row) for row in zip(*exact, dense, strict=True)]
     return worst_error(actual, expected)
 
@@ -290,8 +278,7 @@ def attention_error(
 
 def one_device_and(sizes: MeshConfig) -> tuple[Mesh, Mesh]:
     """The mesh of one simulated CPU device, and one of eight; ``JllamaError`` if JAX was not told to make as many."""
-    devices = jax.devices("cpu")
-    if len(devices) < 8:
+    if len(devices := jax.devices("cpu")) < 8:
         raise JllamaError(f"JAX has {len(devices)} CPU devices; sharding needs 8: set JAX_NUM_CPU_DEVICES=8")
     return make_mesh(MeshConfig(1, 1, 1), devices[:1]), make_mesh(sizes, devices[:8])
 
@@ -320,11 +307,8 @@ def short_training(config: LlamaConfig, mesh: Mesh) -> Training:
     Gradients on several devices differ by 1e-7 (2e-6 of the largest) from those on one: the order of the sums. Where
     one is as small as epsilon, AdamW turns that into ``learning_rate * 1e-7 / epsilon``, so epsilon is large here.
     """
-    run = TrainConfig(
-        config,
-        optimizer=OptimizerConfig(learning_rate=3e-2, epsilon=1e-2),
-        training=LoopConfig(steps=3, dtype="float32"),
-    )
+    optimizer, loop = OptimizerConfig(learning_rate=3e-2, epsilon=1e-2), LoopConfig(steps=3, dtype="float32")
+    run = TrainConfig(config, optimizer=optimizer, training=loop)
     return compile_training(run, mesh, bos_id=1, compiler_options={"xla_backend_optimization_level": 0})
 
 
