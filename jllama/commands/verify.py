@@ -5,6 +5,7 @@ import dataclasses
 import fnmatch
 import functools
 import io
+import itertools
 import json
 import sys
 import time
@@ -91,33 +92,29 @@ def _verify_checkpoint(options: VerifyOptions, width: int) -> tuple[dict[str, An
     console = Console(stderr=True)
     with console.status("opening") as status:
         on_stage = status.update if console.is_terminal else functools.partial(print, file=sys.stderr, flush=True)
-        given = {"rope_factor": options.rope_factor, "transformers": options.transformers}
-        result = verify_checkpoint(options.path, text, **given, on_stage=on_stage)
+        given = {"rope_factor": options.rope_factor, "transformers": options.transformers, "on_stage": on_stage}
+        result = verify_checkpoint(options.path, text, **given)
     return tables.checkpoint_json(result), tables.checkpoint_lines(result, time.perf_counter() - start_s)
 
 
 def _verify_jllama(options: VerifyOptions, width: int) -> tuple[dict[str, Any], Iterable[Any]]:
     import jax
 
-    from jllama.verify import tables
-    from jllama.verify.checks import run_checks
-    from jllama.verify.conformance import conformance_checks
-    from jllama.verify.equalities import equality_checks
-    from jllama.verify.implementation import jllama_itself
-    from jllama.verify.mutations import mutation_checks
+    from jllama.verify import checks, conformance, equalities, implementation, mutations, tables
 
     with contextlib.suppress(RuntimeError):  # JAX is in use already: the check of sharding then fails
         jax.config.update("jax_num_cpu_devices", 8)  # to simulate a mesh; everything else runs on the first device
-    start_s, implementation, results = time.perf_counter(), jllama_itself(), []
-    checks = [*conformance_checks(implementation), *mutation_checks(), *equality_checks(implementation)]
+    start_s, right, results = time.perf_counter(), implementation.jllama_itself(), []
+    groups = [conformance.conformance_checks(right), mutations.mutation_checks(), equalities.equality_checks(right)]
+    every = list(itertools.chain(*groups))
     patterns = [f"*{part.strip().lower()}*" for part in options.only.split(",") if part.strip()] or ["*"]
-    selected = [check for check in checks if any(fnmatch.fnmatch(check.name.lower(), p) for p in patterns)]
+    selected = [check for check in every if any(fnmatch.fnmatch(check.name.lower(), p) for p in patterns)]
     if not selected:
-        names = sorted({name for check in checks for name in (check.group, check.row, check.column)})
+        names = sorted({name for check in every for name in (check.group, check.row, check.column)})
         raise UsageError(f"no check's name contains {options.only!r}; names are made of {', '.join(names)}")
     total = len(selected)
     with progress(selected[0].name) as move:
-        for done, result in enumerate(run_checks(selected), 1):
+        for done, result in enumerate(checks.run_checks(selected), 1):
             results.append(result)
             move(completed=done, total=total, description=selected[min(done, total - 1)].name)
             if not sys.stderr.isatty() and done * 10 // total > (done - 1) * 10 // total:  # a line for every tenth

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float32
 
 from jllama import oracle
 from jllama.checkpoints.registry import convert, open_checkpoint
@@ -46,15 +45,14 @@ class CheckpointResult:
     Args:
         preset: the released Llama of this shape, or empty.
         findings, problems: what is unusual, and what is wrong, a sentence each.
-        fingerprint: SHA-256 of every tensor's key, shape and float32 values, in the order of ``tensor_specs``: the
-            same weights have the same one in every format.
+        fingerprint: SHA-256 of every tensor's key, shape and float32 values in the order of ``tensor_specs``: the same
+            in every format.
         num_tokens: the length of the text that was run.
         layer_errors: each layer's by itself, given the oracle's input, see ``update_error``.
         first_divergent_layer: the first, from 0, whose error is not below the tolerance.
         logits_error: the largest error of the whole model's logits at any position (``worst_error``).
-        tolerance: for every error here.
-        perplexity: the text's by the oracle's logits, for information; None if no token that stands for a byte of it
-            is predicted. Likewise ``bits_per_byte``, and ``baseline_bits_per_byte`` by the text's byte frequencies.
+        perplexity, bits_per_byte: the text's by the oracle's logits, for information; None if no token that stands for
+            a byte of it is predicted. ``baseline_bits_per_byte`` is that of its byte frequencies.
         transformers_error, transformers_oracle_error: of jllama's and the oracle's logits, against transformers'.
     """
 
@@ -161,37 +159,23 @@ def verify_checkpoint(
                 )
         except JllamaError as error:
             problems.append(str(error))
-    return CheckpointResult(
-        path=str(path),
-        config=config,
-        preset=nearest_preset(config),
-        findings=findings,
-        problems=problems,
-        fingerprint=run.fingerprint,
-        num_parameters=count_parameters(config),
-        num_tokens=len(tokens),
-        layer_errors=run.layer_errors,
-        first_divergent_layer=divergent[0] if divergent else None,
-        logits_error=logits_error,
-        tolerance=TOLERANCE,
-        **figures,
-    )
+    sizes = {"num_parameters": count_parameters(config), "num_tokens": len(tokens), "tolerance": TOLERANCE}
+    errors = {"layer_errors": run.layer_errors, "first_divergent_layer": next(iter(divergent), None)}
+    facts: dict[str, Any] = sizes | errors | {"logits_error": logits_error, "fingerprint": run.fingerprint} | figures
+    return CheckpointResult(str(path), config, nearest_preset(config), findings, problems, **facts)
 
 
 def config_findings(config: LlamaConfig) -> list[str]:
     """A sentence for each field that differs from the nearest released Llama or, without one, is unusual."""
     if name := nearest_preset(config):
-        released = PRESETS[name]
-        sentence = f"{{}} is {{}}; {name}, of the same shape, has {{}}"
-        pairs = {
-            field: (getattr(config, field), getattr(released, field)) for field in differing(OTHERS, config, released)
-        }
-        return [sentence.format(field, *map(shown, values)) for field, values in pairs.items()]
-    thetas = sorted({released.rope_theta for released in PRESETS.values()})
-    ordinary = {"norm_eps": (1e-5, 1e-6), "rope_theta": thetas, "head_dim": (config.embed_dim / config.num_heads,)}
+        said, released = f"{name}, of the same shape, has", PRESETS[name]
+        usual = {field: (getattr(released, field),) for field in differing(OTHERS, config, released)}
+    else:
+        said, thetas = "released Llamas have", sorted({released.rope_theta for released in PRESETS.values()})
+        usual = {"norm_eps": (1e-5, 1e-6), "rope_theta": thetas, "head_dim": (config.embed_dim / config.num_heads,)}
     return [
-        f"{field} is {shown(getattr(config, field))}; released Llamas have {', '.join(map(shown, values))}"
-        for field, values in ordinary.items()
+        f"{field} is {shown(getattr(config, field))}; {said} {', '.join(map(shown, values))}"
+        for field, values in usual.items()
         if getattr(config, field) not in values
     ]
 
@@ -220,9 +204,7 @@ def _text_figures(logits: np.ndarray, tokens: Sequence[int], tokenizer: Tokenize
     }
 
 
-def _transformers_logits(
-    path: str | Path, tokens: Sequence[int], rope_factor: float | None
-) -> Float32[np.ndarray, "seq vocab"]:
+def _transformers_logits(path: str | Path, tokens: Sequence[int], rope_factor: float | None) -> np.ndarray:
     """Logits of Hugging Face's Llama, in float32 with plain attention; from its own format, or converted to that."""
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     with tempfile.TemporaryDirectory() as folder:
@@ -231,9 +213,8 @@ def _transformers_logits(
             source = Path(folder) / "hf"
             convert(path, source, "hf", rope_factor=rope_factor)
         try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                str(source), dtype=torch.float32, attn_implementation="eager"
-            )
+            options = {"dtype": torch.float32, "attn_implementation": "eager"}
+            model = transformers.AutoModelForCausalLM.from_pretrained(str(source), **options)
             with torch.no_grad():
                 return model(torch.tensor([tokens])).logits[0].numpy()
         except Exception as error:  # anything may come out of another library

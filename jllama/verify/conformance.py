@@ -30,8 +30,8 @@ def model_error(
 ) -> float:
     """How far the implementation's logits for these parameters are from the oracle's for the variant.
 
-    Compared are a forward pass over each row of positions in the layout given, and a few tokens through the cache: some
-    at once, then one more. The worst counts.
+    The worst of a forward pass over each row of positions, in the layout given, and of a few tokens through the cache:
+    some at once, then one more.
     """
     tokens, positions = (jnp.asarray(rows) for rows in tokens_and_positions(variant))
     params = jax.tree.map(jnp.asarray, params)

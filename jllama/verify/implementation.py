@@ -24,11 +24,11 @@ class Implementation(NamedTuple):
     """What the checks call.
 
     Args:
-        load: ``(path, rope_factor, layout) -> (config, params)``; ``rope_factor`` and ``layout`` as in ``jllama.load``.
+        load: ``(path, rope_factor, layout) -> (config, params)``, as ``jllama.load``.
         forward: ``(config, params, tokens, segments=None, positions=None, attention="auto")``, in either layout.
         extend: ``(config, decode params, tokens, cache, counts) -> (logits, cache)``.
-        loss: ``(config, params, tokens, mask, remat=False) -> nats``: the mean loss of each token but the first, given
-            those before it, where ``mask`` holds; zero if nowhere.
+        loss: ``(config, params, tokens, mask, remat=False)``: the mean over all tokens but the first where ``mask``
+            holds, in nats; zero if nowhere.
     """
 
     load: Callable[[Path, float | None, Layout], tuple[LlamaConfig, Params | DecodeParams]]
@@ -44,15 +44,11 @@ def implementation_of(model: types.ModuleType) -> Implementation:
         loaded = load(path, layout=layout, rope_factor=rope_factor)
         return loaded.config, loaded.params
 
-    def forward(
-        config: LlamaConfig, params: Params | DecodeParams, tokens: Array, *where: Any, **options: Any
-    ) -> Array:
+    def forward(config: LlamaConfig, params: Params | DecodeParams, *inputs: Any, **options: Any) -> Array:
         llama = model.build_model(config, params)
-        return llama.logits(llama.hidden(tokens, *where, **options))
+        return llama.logits(llama.hidden(*inputs, **options))
 
-    def extend(
-        config: LlamaConfig, params: DecodeParams, tokens: Array, cache: KVCache, counts: Array
-    ) -> tuple[Array, KVCache]:
+    def extend(config: LlamaConfig, params: DecodeParams, tokens: Array, cache: KVCache, counts: Array) -> tuple:
         llama = model.build_model(config, params)
         hidden, longer = llama.forward_with_cache(tokens, model.KVCache(*cache), counts)
         return llama.logits(hidden), KVCache(*longer)
@@ -76,8 +72,7 @@ def model_with(**wrong: Any) -> types.ModuleType:
 def compiled(implementation: Implementation) -> Implementation:
     """The same implementation with ``forward`` and ``extend`` under ``jit``."""
     forward = jax.jit(implementation.forward, static_argnames=("config", "attention"))
-    extend = jax.jit(implementation.extend, static_argnames="config")
-    return implementation._replace(forward=forward, extend=extend)
+    return implementation._replace(forward=forward, extend=jax.jit(implementation.extend, static_argnames="config"))
 
 
 @functools.cache

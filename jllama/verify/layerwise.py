@@ -23,13 +23,13 @@ from jllama.config import LlamaConfig
 from jllama.model import attention_inputs, build_layer
 from jllama.parameters import Params, TensorSpec, as_matrix, shape_of, tensor_specs
 
+Stream = Float[np.ndarray, "seq embed"]
 _LISTED = 9  # tensors named in a sentence: those of a layer
 
 
 class LayerwiseRun(NamedTuple):
-    """The oracle's logits, jllama's own, each layer's ``update_error``, and the SHA-256 of the weights.
-
-    ``damage`` is a sentence for what is not finite, and one for what is all zeros; both name the tensors.
+    """The oracle's logits, jllama's own, each layer's ``update_error``, the SHA-256 of the weights, and a sentence for
+    the tensors that are not finite and one for those that are all zeros.
     """
 
     logits: Float64[np.ndarray, "seq vocab"]
@@ -39,11 +39,7 @@ class LayerwiseRun(NamedTuple):
     damage: list[str]
 
 
-def update_error(
-    actual: Float[np.ndarray, "seq embed"],
-    expected: Float[np.ndarray, "seq embed"],
-    residual: Float[np.ndarray, "seq embed"],
-) -> float:
+def update_error(actual: Stream, expected: Stream, residual: Stream) -> float:
     """The relative error of what a layer adds to the residual stream, in the worst channel.
 
     That is ``rms(actual - expected) / (rms(expected) + rms(residual) / 100)``, over positions. A trained Llama's stream
@@ -60,8 +56,7 @@ class _Reader:
     """Reads tensors in float32, in order: hashes them as stored, and replaces what is not finite by 0."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self.digest = hashlib.sha256()
+        self._checkpoint, self.digest = checkpoint, hashlib.sha256()
         self.not_finite: dict[str, int] = {}
         self.zeros: list[str] = []
 
@@ -72,11 +67,9 @@ class _Reader:
         digest.update(f"{spec.key} {list(spec.shape)}\n".encode())
         for block in blocks(self._checkpoint.tensors[spec.key], np.float32):
             digest.update(block.data)
-            finite = np.isfinite(block)
-            not_finite += int(np.count_nonzero(~finite))
-            any_set = any_set or bool(block.any())
-            yield slice(start, start + len(block)), block if finite.all() else np.where(finite, block, np.float32(0))
-            start += len(block)
+            not_finite += int(np.count_nonzero(~np.isfinite(block)))
+            any_set |= bool(block.any())
+            yield slice(start, start := start + len(block)), np.where(np.isfinite(block), block, np.float32(0))
         if not_finite:
             self.not_finite[spec.key] = not_finite
         if not any_set and not again:
@@ -84,8 +77,8 @@ class _Reader:
 
     def whole(self, spec: TensorSpec) -> Float32[np.ndarray, "..."]:
         """A tensor in the parameter's own axes, without that of the layers."""
-        axes = dict(zip(spec.parameter.axes, shape_of(spec.parameter, self._checkpoint.config), strict=True))
-        array = np.empty([size for axis, size in axes.items() if axis != "layers"], np.float32)
+        sizes = zip(spec.parameter.axes, shape_of(spec.parameter, self._checkpoint.config), strict=True)
+        array = np.empty([size for axis, size in sizes if axis != "layers"], np.float32)
         matrix = as_matrix(spec.parameter, array)
         for rows, block in self.blocks(spec):
             matrix[rows] = block
@@ -134,10 +127,11 @@ def run_layerwise(
         "NaN or infinity stands in {}; all else here takes 0 for it: fetch or convert the files again": not_finite,
         "nothing but zeros stands in {}: fetch or convert the files again": reader.zeros,
     }
-    damage = []
-    for problem, keys in problems.items():
-        more = f" and {len(keys) - _LISTED} more" if len(keys) > _LISTED else ""
-        damage += [problem.format(", ".join(keys[:_LISTED]) + more)] if keys else []
+    damage = [
+        problem.format(", ".join(keys[:_LISTED]) + f" and {len(keys) - _LISTED} more" * (len(keys) > _LISTED))
+        for problem, keys in problems.items()
+        if keys
+    ]
     return LayerwiseRun(logits, own_logits, errors, reader.digest.hexdigest(), damage)
 
 

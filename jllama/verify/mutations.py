@@ -25,6 +25,7 @@ from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams, decode_layout
 from jllama.model import KVCache
 from jllama.parameters import Params
+from jllama.rope_scaling import RopeScaling
 from jllama.verify.checks import Check, random_params
 from jllama.verify.conformance import model_error
 from jllama.verify.implementation import Implementation, implementation_of, model_with
@@ -63,16 +64,24 @@ def miscomputing(model: types.ModuleType) -> Plant:
     return lambda implementation: implementation_of(model)._replace(load=implementation.load)
 
 
+def _field(name: str, change: Callable[[Any], Any]) -> Plant:
+    """Plant a reader that gets a field of the configuration wrong."""
+    return misreading(lambda config, p: (dataclasses.replace(config, **{name: change(getattr(config, name))}), p))
+
+
 def _layers(change: Callable[[LlamaConfig, Params], Params]) -> Plant:
     """Plant a reader that gets some matrices of the layers wrong; ``change`` gives the wrong ones."""
-    return misreading(
-        lambda config, params: (config, params | {"layers": params["layers"] | change(config, params["layers"])})
-    )
+    return misreading(lambda config, p: (config, p | {"layers": p["layers"] | change(config, p["layers"])}))
 
 
 def interleaved(matrix: Any) -> Array:
     """Put the channels of a half-split matrix in the order of Meta's files: ``i`` and ``i + head_dim / 2`` in pairs."""
     return jnp.stack(jnp.split(jnp.asarray(matrix), 2, axis=-1), axis=-1).reshape(matrix.shape)
+
+
+def _keys_divide_as_queries(config: LlamaConfig) -> bool:
+    rows = config.num_kv_heads * config.head_dim
+    return config.num_kv_heads < config.num_heads and rows % (2 * config.num_heads) == 0
 
 
 def _permuted_with_num_heads(config: LlamaConfig, layers: Params) -> Params:
@@ -127,33 +136,24 @@ def _cache_one_on(implementation: Implementation) -> Implementation:
 
 def _untied(config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Params]:
     """Take a tied head for a separate one, which the file does not have."""
-    if not config.tie_embeddings:
-        return config, params
-    config = dataclasses.replace(config, tie_embeddings=False)
-    return config, params | {"lm_head": random_params(config, 1)["lm_head"]}
+    separate = dataclasses.replace(config, tie_embeddings=False)
+    return separate, {"lm_head": random_params(separate, 1)["lm_head"]} | params
 
 
-def _keys_divide_as_queries(config: LlamaConfig) -> bool:
-    rows = config.num_kv_heads * config.head_dim
-    return config.num_kv_heads < config.num_heads and rows % (2 * config.num_heads) == 0
-
-
-def _eight_for_32(config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Params]:
+def _eight_for_32(scaling: RopeScaling | None) -> RopeScaling | None:
     """Fix the scaling factor at Llama 3.1's."""
-    scaling = config.rope_scaling
-    fixed = dataclasses.replace(scaling, factor=8.0) if scaling and scaling.factor == 32 else scaling
-    return dataclasses.replace(config, rope_scaling=fixed), params
+    return dataclasses.replace(scaling, factor=8.0) if scaling and scaling.factor == 32 else scaling
 
 
 MUTATIONS = [
-    Mutation("theta x2", misreading(lambda c, params: (dataclasses.replace(c, rope_theta=2 * c.rope_theta), params))),
+    Mutation("theta x2", _field("rope_theta", lambda theta: 2 * theta)),
+    Mutation("no scaling", _field("rope_scaling", lambda _: None), lambda config: config.rope_scaling is not None),
     Mutation(
-        "no scaling",
-        misreading(lambda config, params: (dataclasses.replace(config, rope_scaling=None), params)),
-        lambda config: config.rope_scaling is not None,
+        "factor 8 for 32",
+        _field("rope_scaling", _eight_for_32),
+        lambda config: _eight_for_32(config.rope_scaling) != config.rope_scaling,
     ),
-    Mutation("factor 8 for 32", misreading(_eight_for_32), lambda config: _eight_for_32(config, {})[0] != config),
-    Mutation("eps x10", misreading(lambda c, params: (dataclasses.replace(c, norm_eps=10 * c.norm_eps), params))),
+    Mutation("eps x10", _field("norm_eps", lambda eps: 10 * eps)),
     Mutation("post-norm", miscomputing(_post_norm())),
     Mutation(
         "heads n % kv",
@@ -176,9 +176,7 @@ def mutation_checks() -> list[Check]:
     """
 
     def error(mutation: Mutation, config: LlamaConfig) -> float:
-        right = implementation_of(jllama.model)._replace(
-            load=lambda path, rope_factor, layout: (config, weights(config))
-        )
+        right = implementation_of(jllama.model)._replace(load=lambda *_: (config, weights(config)))
         wrong = mutation.plant(right)
         return model_error(wrong, *wrong.load(Path(), None, "decode"), config)
 

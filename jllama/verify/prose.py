@@ -21,18 +21,17 @@ def tokenizer_findings(tokenizer: Tokenizer) -> tuple[list[str], list[str]]:
 
     A tokenizer that cannot give back plain English is broken; one that normalizes hard text may be meant to.
     """
-    plain, hard = (_round_trip_difference(tokenizer, text) for text in (PROSE, HARD))
-    problems = [f"the tokenizer does not give back plain English: {plain}"] if plain else []
-    return [f"the tokenizer changes some text: {hard}"] if hard else [], problems
+    problem, finding = "the tokenizer does not give back plain English: ", "the tokenizer changes some text: "
+    problems, findings = (_differences(tokenizer, *pair) for pair in ((PROSE, problem), (HARD, finding)))
+    return findings, problems
 
 
-def _round_trip_difference(tokenizer: Tokenizer, text: str) -> str:
-    """Where ``decode(encode(text))`` first differs from ``text``, in words; empty if it does not."""
-    decoded = tokenizer.decode(tokenizer.encode(text))
-    if decoded == text:
-        return ""
+def _differences(tokenizer: Tokenizer, text: str, said: str) -> list[str]:
+    """A sentence for where ``decode(encode(text))`` first differs from ``text``, if it does."""
+    if (decoded := tokenizer.decode(tokenizer.encode(text))) == text:
+        return []
     start = next((i for i, (one, two) in enumerate(zip(decoded, text, strict=False)) if one != two), len(decoded))
-    return f"{text[start : start + 12]!r} came back as {decoded[start : start + 12]!r}"
+    return [f"{said}{text[start : start + 12]!r} came back as {decoded[start : start + 12]!r}"]
 
 
 def byte_entropy(text: str) -> float:

@@ -16,10 +16,11 @@ import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orbax.checkpoint as ocp
+import safetensors.numpy as safetensors
 import yaml
 from gguf import GGUFWriter
 
@@ -59,8 +60,7 @@ _FIELDS = {
 """What Hugging Face and GGUF call the fields that both have."""
 
 
-@dataclasses.dataclass(frozen=True)
-class FormatWriter:
+class FormatWriter(NamedTuple):
     """A format, or a variant of one, that ``jllama.load`` reads.
 
     Args:
@@ -85,18 +85,21 @@ def interleave(matrix: np.ndarray, heads: int) -> np.ndarray:
 def _tensors(config: LlamaConfig, params: Params, file_format: int) -> Tensors:
     """Every tensor under its name in a format, matrices as ``[outputs, inputs]``; no head if it is tied."""
     heads = {} if file_format == _HUGGING_FACE else {"wq": config.num_heads, "wk": config.num_kv_heads}
-    tensors = {}
-    for name, stacked in params["layers"].items():
-        for layer, array in enumerate(stacked):
-            if array.ndim > 1:
-                inputs = config.num_heads * config.head_dim if name == "wo" else len(array)
-                array = array.reshape(inputs, -1).T
-            array = interleave(array, heads[name]) if name in heads else array
-            tensors[_NAMES[name][file_format].format(layer)] = array
-    ends = {"embed": params["embed"], "final_norm": params["final_norm"]}
-    ends |= {} if config.tie_embeddings else {"lm_head": params["lm_head"].T}
-    tensors |= {_NAMES[name][file_format]: array for name, array in ends.items()}
+    stacked = [(name, layer, array) for name, arrays in params["layers"].items() for layer, array in enumerate(arrays)]
+    stacked += [(name, 0, array) for name, array in params.items() if name not in ("layers", "embed")]
+    tensors = {_NAMES["embed"][file_format]: params["embed"]}
+    for name, layer, array in stacked:
+        if array.ndim > 1:
+            inputs_and_outputs = (-1, config.embed_dim) if name in ("wo", "w_down") else (config.embed_dim, -1)
+            array = array.reshape(inputs_and_outputs).T
+        array = interleave(array, heads[name]) if name in heads else array
+        tensors[_NAMES[name][file_format].format(layer)] = array
     return {f"{name}.weight": np.ascontiguousarray(array, "<f4") for name, array in tensors.items()}
+
+
+def _frequencies(config: LlamaConfig) -> np.ndarray:
+    """Of rotary pairs, in radians a token: ``[head_dim / 2]``."""
+    return config.rope_theta ** -np.linspace(0, 1, config.head_dim // 2, endpoint=False)
 
 
 def _is_papers_yarn(scaling: Any) -> bool:
@@ -141,26 +144,23 @@ def meta_shards(tensors: Tensors, count: int, num_kv_heads: int, embed_axis: int
 def meta_params(config: LlamaConfig) -> dict[str, Any]:
     """The fields of ``params.json``, which leaves out the RoPE scaling factor.
 
-    The MLP's width is ``int(2 * 4 * dim / 3)``, times ``ffn_dim_multiplier``, up to a multiple of ``multiple_of``.
+    The MLP's width is ``int(2 * 4 * dim / 3)``, times ``ffn_dim_multiplier``, up to a multiple of ``multiple_of``: the
+    width itself, to which any smaller one is rounded up.
     """
     width = int(2 * 4 * config.embed_dim / 3)
-    fields: dict[str, Any] = {"dim": config.embed_dim, "n_layers": config.num_layers, "n_heads": config.num_heads}
-    fields |= {"vocab_size": config.vocab_size, "norm_eps": config.norm_eps}
-    fields["multiple_of"] = config.mlp_dim  # to which any smaller width is rounded up
-    optional = {
-        "ffn_dim_multiplier": (width > config.mlp_dim, (config.mlp_dim + 0.5) / width),
-        "n_kv_heads": (config.num_kv_heads != config.num_heads, config.num_kv_heads),
-        "rope_theta": (config.rope_theta != 10_000, config.rope_theta),
-        "use_scaled_rope": (config.rope_scaling is not None, True),
-    }
-    return fields | {name: value for name, (is_said, value) in optional.items() if is_said}
+    fields = {"dim": config.embed_dim, "n_layers": config.num_layers, "n_heads": config.num_heads}
+    fields |= {"vocab_size": config.vocab_size, "norm_eps": config.norm_eps, "multiple_of": config.mlp_dim}
+    fields |= {"ffn_dim_multiplier": (config.mlp_dim + 0.5) / width} if width > config.mlp_dim else {}
+    fields |= {"n_kv_heads": config.num_kv_heads} if config.num_kv_heads != config.num_heads else {}
+    fields |= {"rope_theta": config.rope_theta} if config.rope_theta != 10_000 else {}
+    return fields | ({"use_scaled_rope": True} if config.rope_scaling else {})
 
 
 def _write_meta(path: Path, config: LlamaConfig, params: Params, count: int) -> None:
     tensors = meta_tensors(config, params)
     is_llama_3 = config.rope_theta != 10_000
     if not is_llama_3:  # a table that is computed, not learned
-        tensors["rope.freqs"] = (10_000 ** -np.linspace(0, 1, config.head_dim // 2, endpoint=False)).astype("<f4")
+        tensors["rope.freqs"] = _frequencies(config).astype("<f4")
     path.mkdir()
     (path / "params.json").write_text(json.dumps(meta_params(config)))
     for rank, shard in enumerate(meta_shards(tensors, count, config.num_kv_heads, 0 if is_llama_3 else 1)):
@@ -207,14 +207,13 @@ def _write_torch(path: Path, tensors: Tensors) -> None:
 def _write_hugging_face(path: Path, config: LlamaConfig, params: Params, version: int) -> None:
     """A folder as transformers 4 has it, the weights in one file; or 5, in two."""
     scaling: Any = config.rope_scaling
-    rope: dict[str, Any] = {"rope_type": scaling.type if scaling else "default"}
+    rope: dict[str, Any] = (
+        {"rope_type": scaling.type, "factor": scaling.factor} if scaling else {"rope_type": "default"}
+    )
     names = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow", "attention_factor")}
-    if scaling:
-        rope["factor"] = scaling.factor
-        if scaling.type in names:
-            rope["original_max_position_embeddings"] = scaling.original_max_seq_len
-            named = () if _is_papers_yarn(scaling) else names[scaling.type]
-            rope |= {name: getattr(scaling, name) for name in named}
+    if scaling and scaling.type in names:
+        rope["original_max_position_embeddings"] = scaling.original_max_seq_len
+        rope |= {} if _is_papers_yarn(scaling) else {name: getattr(scaling, name) for name in names[scaling.type]}
     fields = {name: getattr(config, field) for field, (name, _) in _FIELDS.items()}
     fields |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
     fields["tie_word_embeddings"] = config.tie_embeddings
@@ -229,22 +228,11 @@ def _write_hugging_face(path: Path, config: LlamaConfig, params: Params, version
     path.mkdir()
     (path / "config.json").write_text(json.dumps(fields))
     for file in files:
-        _write_safetensors(path / file, {name: tensor for name, tensor in tensors.items() if file_of[name] == file})
-    if len(files) > 1:
+        shard = {name: tensor for name, tensor in tensors.items() if file_of[name] == file}
+        safetensors.save_file(shard, path / file, {"format": "pt"})
+    if version == 5:
         index = {"metadata": {"total_size": sum(map(np.size, tensors.values())) * 4}, "weight_map": file_of}
         (path / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def _write_safetensors(path: Path, tensors: Tensors) -> None:
-    """Write the length of the header; the header, in JSON, padded to eight bytes; the numbers."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for name, tensor in tensors.items():
-        header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": [start, start + tensor.nbytes]}
-        start += tensor.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(tensor.tobytes() for tensor in tensors.values()))
 
 
 def _hugging_face_holds(config: LlamaConfig) -> bool:
@@ -254,30 +242,27 @@ def _hugging_face_holds(config: LlamaConfig) -> bool:
 
 def gguf_metadata(config: LlamaConfig) -> dict[str, int | float | str]:
     """The keys of a Llama as llama.cpp's converter writes them: integers as uint32, numbers as float32."""
-    metadata: dict[str, int | float | str] = {
-        f"llama.{key}": getattr(config, name) for name, (_, key) in _FIELDS.items()
-    }
-    metadata |= {f"llama.{key}": config.head_dim for key in ("attention.value_length", "rope.dimension_count")}
-    metadata["llama.rope.freq_base"] = config.rope_theta
     scaling: Any = config.rope_scaling
+    metadata = {key: getattr(config, name) for name, (_, key) in _FIELDS.items()}
+    metadata |= dict.fromkeys(("attention.value_length", "rope.dimension_count"), config.head_dim)
+    metadata["rope.freq_base"] = config.rope_theta
     if scaling and scaling.type in ("linear", "yarn"):
-        metadata |= {"llama.rope.scaling.type": scaling.type, "llama.rope.scaling.factor": scaling.factor}
-        if scaling.type == "yarn":
-            metadata["llama.rope.scaling.original_context_length"] = scaling.original_max_seq_len
-    return metadata
+        metadata |= {"rope.scaling.type": scaling.type, "rope.scaling.factor": scaling.factor}
+    if scaling and scaling.type == "yarn":
+        metadata["rope.scaling.original_context_length"] = scaling.original_max_seq_len
+    return {f"llama.{key}": value for key, value in metadata.items()}
 
 
 def gguf_tensors(config: LlamaConfig, params: Params) -> Tensors:
     """The tensors as llama.cpp's converter writes them, with ``rope_freqs.weight`` for ``llama3`` scaling."""
-    tensors = _tensors(config, params, _GGUF)
-    if isinstance(config.rope_scaling, Llama3Scaling):
-        tensors["rope_freqs.weight"] = gguf_divisors(config, config.rope_scaling)
-    return tensors
+    scaling = config.rope_scaling
+    divisors = {"rope_freqs.weight": gguf_divisors(config, scaling)} if isinstance(scaling, Llama3Scaling) else {}
+    return _tensors(config, params, _GGUF) | divisors
 
 
 def gguf_divisors(config: LlamaConfig, scaling: Llama3Scaling) -> np.ndarray:
     """llama.cpp's divisors of rotary frequencies for ``llama3`` scaling: ``[head_dim / 2]``."""
-    wavelengths = 2 * math.pi * config.rope_theta ** (np.arange(0, config.head_dim, 2) / config.head_dim)
+    wavelengths = 2 * math.pi / _frequencies(config)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     smooth = np.clip((scaling.original_max_seq_len / wavelengths - low) / (high - low), 0, 1)
     return (1 / ((1 - smooth) / scaling.factor + smooth)).astype("<f4")
@@ -305,18 +290,17 @@ def _gguf_holds(config: LlamaConfig) -> bool:
 
 def _write_llama2c(path: Path, config: LlamaConfig, params: Params) -> None:
     """Write seven integers, then Meta's tensors, each kind for all layers, with cosines and sines before the head."""
-    kinds = ["attention_norm", *(f"attention.{name}" for name in ("wq", "wk", "wv", "wo"))]
-    kinds += ["ffn_norm", *(f"feed_forward.{name}" for name in ("w1", "w2", "w3"))]
+    kinds = ["attention_norm", "attention.wq", "attention.wk", "attention.wv", "attention.wo", "ffn_norm"]
+    kinds += ["feed_forward.w1", "feed_forward.w2", "feed_forward.w3"]
     names = [f"layers.{layer}.{kind}" for kind in kinds for layer in range(config.num_layers)]
     tensors = meta_tensors(config, params)
-    frequencies = 10_000 ** -np.linspace(0, 1, config.head_dim // 2, endpoint=False)
-    angles = np.outer(np.arange(config.max_seq_len), frequencies)
+    angles = np.outer(np.arange(config.max_seq_len), _frequencies(config))
     arrays = [tensors[f"{name}.weight"] for name in ("tok_embeddings", *names, "norm")]
     arrays += [np.cos(angles), np.sin(angles), *([] if config.tie_embeddings else [tensors["output.weight"]])]
+    sizes = (config.embed_dim, config.mlp_dim, config.num_layers, config.num_heads, config.num_kv_heads)
     vocab_size = config.vocab_size if config.tie_embeddings else -config.vocab_size
-    sizes = (config.embed_dim, config.mlp_dim, config.num_layers, config.num_heads, config.num_kv_heads, vocab_size)
     path.mkdir()
-    header = struct.pack("<7i", *sizes, config.max_seq_len)
+    header = struct.pack("<7i", *sizes, vocab_size, config.max_seq_len)
     (path / "model.bin").write_bytes(header + b"".join(array.astype("<f4").tobytes() for array in arrays))
 
 
@@ -325,16 +309,12 @@ def _llama2c_holds(config: LlamaConfig) -> bool:
     return fixed and config.num_heads * config.head_dim == config.embed_dim
 
 
-FORMAT_WRITERS: dict[str, FormatWriter] = {
-    writer.name: writer
-    for writer in (
-        FormatWriter("native", lambda _: True, _write_native),
-        FormatWriter("meta x1", partial(_meta_holds, count=1), partial(_write_meta, count=1), rope_factor=True),
-        FormatWriter("meta x4", partial(_meta_holds, count=4), partial(_write_meta, count=4), rope_factor=True),
-        FormatWriter("hf v4", _hugging_face_holds, partial(_write_hugging_face, version=4)),
-        FormatWriter("hf v5", _hugging_face_holds, partial(_write_hugging_face, version=5)),
-        FormatWriter("gguf", _gguf_holds, _write_gguf),
-        FormatWriter("llama2c", _llama2c_holds, _write_llama2c),
-    )
-}
-"""By name."""
+_WRITERS = [
+    FormatWriter("native", lambda _: True, _write_native),
+    *(FormatWriter(f"meta x{n}", partial(_meta_holds, count=n), partial(_write_meta, count=n), True) for n in (1, 4)),
+    *(FormatWriter(f"hf v{n}", _hugging_face_holds, partial(_write_hugging_face, version=n)) for n in (4, 5)),
+    FormatWriter("gguf", _gguf_holds, _write_gguf),
+    FormatWriter("llama2c", _llama2c_holds, _write_llama2c),
+]
+FORMAT_WRITERS = {writer.name: writer for writer in _WRITERS}
+"""The formats by name."""

@@ -38,8 +38,8 @@ def matrix(results: Sequence[Result], width: int, seconds: float) -> Iterator[Re
         if group != "equalities":
             yield from _grid(cells, width)
             continue
-        table = Table("", "", Column("error", justify="right"), Column("tolerance", justify="right"))
-        table.box, table.pad_edge = None, False
+        numbers = (Column(name, justify="right") for name in ("error", "tolerance"))
+        table = Table("", "", *numbers, box=None, pad_edge=False)
         for (row, column), result in cells.items():
             table.add_row(row, column, _cell(result), f"{result.check.tolerance:.0e}")
         yield table
@@ -49,7 +49,13 @@ def matrix(results: Sequence[Result], width: int, seconds: float) -> Iterator[Re
             too_far = f"relative error {result.error:.1e}, tolerance {result.check.tolerance:.0e}"
             least = f"; a mistake must move the logits by {VISIBLE} tolerances" * (result.check.group == "mutations")
             yield Text(f"{result.check.name}: {result.problem or too_far + least}", style="red")
-    yield Text(f"{_verdict(results)} ({seconds:.0f} s)", style="bold")
+    passed = sum(result.passed for result in results)
+    parts = [f"{'PASS' if passed == len(results) else 'FAIL'}: {passed} of {len(results)} checks passed"]
+    if errors := [r.error for r in results if r.check.group == "conformance" and not math.isnan(r.error)]:
+        parts.append(f"the largest error of a cell is {max(errors):.1e}")
+    if seen := [result.ratio for result in results if result.check.group == "mutations" and result.passed]:
+        parts.append(f"the least visible mistake is {min(seen):,.0f} tolerances away")
+    yield Text(f"{', '.join(parts)} ({seconds:.0f} s)", style="bold")
 
 
 def _grid(cells: dict[tuple[str, str], Result], width: int) -> Iterator[Table]:
@@ -75,30 +81,19 @@ def _cell(result: Result | None) -> Text:
     return Text(error + ratio, style="green" if result.passed else "bold red")
 
 
-def _verdict(results: Sequence[Result]) -> str:
-    """PASS or FAIL, and how many of what."""
-    passed = sum(result.passed for result in results)
-    parts = [f"{passed} of {len(results)} checks passed"]
-    if errors := [r.error for r in results if r.check.group == "conformance" and not math.isnan(r.error)]:
-        parts.append(f"the largest error of a cell is {max(errors):.1e}")
-    if seen := [result.ratio for result in results if result.check.group == "mutations" and result.passed]:
-        parts.append(f"the least visible mistake is {min(seen):,.0f} tolerances away")
-    return f"{'PASS' if passed == len(results) else 'FAIL'}: {', '.join(parts)}"
-
-
 def matrix_json(results: Sequence[Result]) -> dict[str, Any]:
     """Everything, for a program; an error that could not be computed is null."""
     rows = [
-        {name: getattr(result.check, name) for name in ("group", "row", "column", "tolerance")}
-        | {name: getattr(result, name) for name in ("error", "passed", "problem")}
-        for result in results
+        {name: getattr(one.check, name) for name in ("group", "row", "column", "tolerance")}
+        | {name: getattr(one, name) for name in ("error", "passed", "problem")}
+        for one in results
     ]
-    return _finite({"passed": all(result.passed for result in results), "machine": _machine(), "results": rows})
+    return _json(all(one.passed for one in results), results=rows)
 
 
 def checkpoint_lines(result: CheckpointResult, seconds: float) -> Iterator[str]:
     """The facts, notes on what is unusual, what is wrong, and PASS or FAIL."""
-    largest = max(result.layer_errors)
+    errors = result.layer_errors
     facts = {
         "checkpoint": result.path,
         "nearest release": result.preset or "none of this shape",
@@ -106,17 +101,15 @@ def checkpoint_lines(result: CheckpointResult, seconds: float) -> Iterator[str]:
         **{field.name: shown(getattr(result.config, field.name)) for field in dataclasses.fields(result.config)},
         "fingerprint": result.fingerprint,
         "text": f"{result.num_tokens} tokens",
-        "layers": f"largest relative error {largest:.1e} (layer {result.layer_errors.index(largest)})",
+        "layers": f"largest relative error {max(errors):.1e} (layer {errors.index(max(errors))})",
         "logits": f"relative error {result.logits_error:.1e}; tolerance {result.tolerance:.0e}",
     }
-    if result.transformers_error is not None:
-        errors = f"{result.transformers_error:.1e} from jllama, {result.transformers_oracle_error:.1e} from the oracle"
-        facts["transformers"] = errors
+    if (own := result.transformers_error) is not None:
+        facts["transformers"] = f"{own:.1e} from jllama, {result.transformers_oracle_error:.1e} from the oracle"
     if result.perplexity is not None:
+        bits, baseline = result.bits_per_byte, result.baseline_bits_per_byte
         facts["perplexity"] = f"{result.perplexity:,.2f}"
-        facts["bits per byte"] = (
-            f"{result.bits_per_byte:.2f}; {result.baseline_bits_per_byte:.2f} by byte frequencies alone"
-        )
+        facts["bits per byte"] = f"{bits:.2f}; {baseline:.2f} by byte frequencies alone"
     yield from (f"{name:17}{fact}" for name, fact in facts.items())
     yield from (f"note: {finding}" for finding in result.findings)
     yield from (f"problem: {problem}" for problem in result.problems)
@@ -128,17 +121,13 @@ def checkpoint_lines(result: CheckpointResult, seconds: float) -> Iterator[str]:
 
 def checkpoint_json(result: CheckpointResult) -> dict[str, Any]:
     """Everything, for a program; a number that is not finite is null."""
-    return _finite({"passed": result.passed, "machine": _machine(), **dataclasses.asdict(result)})
+    return _json(result.passed, **dataclasses.asdict(result))
 
 
-def _machine() -> dict[str, str]:
-    """The device, Python and packages that the checks ran on."""
+def _json(passed: bool, **results: Any) -> dict[str, Any]:
+    """Results, and the device, Python and packages that the checks ran on; null for numbers that JSON cannot hold."""
     device = jax.devices()[0]
     packages = ("jllama", "jax", "jaxlib", "flax", "numpy", "gguf", "orbax-checkpoint")
-    versions = {name: importlib.metadata.version(name) for name in packages}
-    return {"device": f"{device.platform} {device.device_kind}", "python": platform.python_version()} | versions
-
-
-def _finite(value: Any) -> Any:
-    """The same data with null for numbers that are not finite: JSON has none."""
-    return json.loads(json.dumps(value), parse_constant=lambda _: None)
+    machine = {"device": f"{device.platform} {device.device_kind}", "python": platform.python_version()}
+    machine |= {name: importlib.metadata.version(name) for name in packages}
+    return json.loads(json.dumps({"passed": passed, "machine": machine} | results), parse_constant=lambda _: None)
