@@ -5,7 +5,6 @@ import dataclasses
 import fnmatch
 import functools
 import io
-import itertools
 import json
 import sys
 import time
@@ -20,8 +19,6 @@ from jllama.commands.cli import parse
 from jllama.errors import JllamaError, UsageError
 from jllama.files import check_writable, write_text_whole
 from jllama.progress import progress
-
-_WIDE = 140  # characters, where the output is no terminal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +63,7 @@ def main(argv: Sequence[str], prog: str) -> int:
             raise UsageError(f"--{name} is about a checkpoint: give its path too")
     if options.html:
         check_writable(Path(options.html))  # before computing for a minute
-    file, width = io.StringIO() if options.json else sys.stdout, None if sys.stdout.isatty() else _WIDE
+    file, width = io.StringIO() if options.json else sys.stdout, None if sys.stdout.isatty() else 140
     console = Console(file=file, width=width, highlight=False, markup=False, emoji=False, record=True)
     result, lines = (_verify_checkpoint if options.path else _verify_jllama)(options, console.width)
     for line in lines:
@@ -83,13 +80,11 @@ def _verify_checkpoint(options: VerifyOptions, width: int) -> tuple[dict[str, An
     from jllama.verify import tables
     from jllama.verify.checkpoint import verify_checkpoint
 
-    start_s, text = time.perf_counter(), None
-    if options.text:
-        try:
-            text = Path(options.text).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise JllamaError(f"--text {options.text} is not UTF-8 text: {error}") from error
-    console = Console(stderr=True)
+    start_s, console = time.perf_counter(), Console(stderr=True)
+    try:
+        text = Path(options.text).read_text(encoding="utf-8") if options.text else None
+    except UnicodeDecodeError as error:
+        raise JllamaError(f"--text {options.text} is not UTF-8 text: {error}") from error
     with console.status("opening") as status:
         on_stage = status.update if console.is_terminal else functools.partial(print, file=sys.stderr, flush=True)
         given = {"rope_factor": options.rope_factor, "transformers": options.transformers, "on_stage": on_stage}
@@ -105,8 +100,7 @@ def _verify_jllama(options: VerifyOptions, width: int) -> tuple[dict[str, Any], 
     with contextlib.suppress(RuntimeError):  # JAX is in use already: the check of sharding then fails
         jax.config.update("jax_num_cpu_devices", 8)  # to simulate a mesh; everything else runs on the first device
     start_s, right, results = time.perf_counter(), implementation.jllama_itself(), []
-    groups = [conformance.conformance_checks(right), mutations.mutation_checks(), equalities.equality_checks(right)]
-    every = list(itertools.chain(*groups))
+    every = conformance.conformance_checks(right) + mutations.mutation_checks() + equalities.equality_checks(right)
     patterns = [f"*{part.strip().lower()}*" for part in options.only.split(",") if part.strip()] or ["*"]
     selected = [check for check in every if any(fnmatch.fnmatch(check.name.lower(), p) for p in patterns)]
     if not selected:

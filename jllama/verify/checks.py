@@ -31,11 +31,7 @@ class Check:
     column: str
     error: Callable[[], float]
     tolerance: float = TOLERANCE
-
-    @property
-    def name(self) -> str:
-        """What ``--only`` selects by."""
-        return f"{self.group}/{self.row}/{self.column}"
+    name = property(lambda self: f"{self.group}/{self.row}/{self.column}", doc="What ``--only`` selects by.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +42,7 @@ class Result:
     error: float
     problem: str = ""
 
-    @property
-    def ratio(self) -> float:
-        """The error over the tolerance."""
-        return self.error / self.check.tolerance
+    ratio = property(lambda self: self.error / self.check.tolerance, doc="The error over the tolerance.")
 
     @property
     def passed(self) -> bool:

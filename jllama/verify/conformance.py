@@ -61,18 +61,17 @@ def conformance_checks(
     """
 
     def error(name: str, writer: FormatWriter) -> float:
+        variant = variants[name]
         with tempfile.TemporaryDirectory() as scratch:
-            path, variant = (folder or Path(scratch)) / f"{name} {writer.name}", variants[name]
-            if not path.exists():
+            if not (path := (folder or Path(scratch)) / f"{name} {writer.name}").exists():
                 writer.write(path, variant, weights(variant))
-            scaling, errors = variant.rope_scaling, []
+            rope_factor, errors = variant.rope_scaling and variant.rope_scaling.factor, []
             for layout in layouts:
-                rope_factor = scaling.factor if scaling and writer.rope_factor else None
-                config, params = implementation.load(path, rope_factor, layout)
+                config, params = implementation.load(path, rope_factor if writer.rope_factor else None, layout)
                 if writer.name.startswith("meta"):  # does not say it, and no logit of what it can hold depends on it
                     config = dataclasses.replace(config, max_seq_len=variant.max_seq_len)
                 errors.append(model_error(implementation, config, params, variant))
-            return float(np.max(errors))
+        return float(np.max(errors))
 
     return [
         Check("conformance", name, writer.name, functools.partial(error, name, writer))

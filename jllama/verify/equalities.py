@@ -49,6 +49,7 @@ HEADS, HEAD_DIM, KV_HEADS = 8, 64, (8, 2, 1)  # multi-head, grouped-query and mu
 
 Attention = Callable[[Array, Array, Array, F.Mask], Array]
 """``(query, key, value, mask) -> mixed``, shaped as in ``functional.attention``."""
+Dense = Bool[np.ndarray, "rows seq kv_seq"]
 Chunks = Iterable[tuple[int, Int[np.ndarray, "rows"] | int]]
 """The width of each chunk of tokens, and how many of them are fed to each row, if that many are left."""
 
@@ -85,13 +86,10 @@ def equality_checks(implementation: Implementation) -> list[Check]:
     splits = [(SEQ, np.arange(1, SEQ + 1)), *[(1, 1)] * SEQ]
     chunks = {n: [*((n, most) for most in rng.integers(0, n + 1, (8, SEQ))), *[(n, n)] * SEQ] for n in (1, 5, 16)}
     ragged, packed, remat = "ragged batch against single rows", "packed documents against ", "remat on against off"
-    bfloat16 = "bfloat16 against float32 weights"
+    chunked, bfloat16 = "chunked prefill against one forward", "bfloat16 against float32 weights"
     rows: list[tuple] = [
         ("prefill and decode against one forward", f"every split of {SEQ}", TOLERANCE, cache_error, case, splits),
-        *(
-            ("chunked prefill against one forward", f"chunks of up to {n}", TOLERANCE, cache_error, case, fed)
-            for n, fed in chunks.items()
-        ),
+        *((chunked, f"chunks of up to {n}", TOLERANCE, cache_error, case, fed) for n, fed in chunks.items()),
         (ragged, f"{SEQ} lengths", TOLERANCE, ragged_error, case, lengths),
         (ragged, "other padding and mates", TOLERANCE, padding_error, case, lengths),
         (packed + "each alone", "up to 4 in a row", TOLERANCE, packed_error, case, segments),
@@ -120,9 +118,6 @@ def equality_checks(implementation: Implementation) -> list[Check]:
         Check("equalities", row, column, functools.partial(error, *arguments), tolerance)
         for row, column, tolerance, error, *arguments in rows
     ]
-
-
-# The cache
 
 
 def cache_error(case: Case, chunks: Chunks) -> float:
@@ -179,17 +174,14 @@ def _fed(case: Case, chunks: Chunks, seed: int = 0) -> Float[np.ndarray, "rows s
     return logits
 
 
-# Whole sequences
-
-
 def packed_error(case: Case, segments: Int[np.ndarray, "rows seq"]) -> float:
     """Documents packed in rows, each a run of one number in ``segments``, against each at the start of a row."""
     packed, actual, expected = case.forward(segments), [], []
     for number in np.unique(segments):
         inside = segments == number
         at_start = np.arange(inside.shape[1]) < inside.sum(axis=1, keepdims=True)
-        alone = np.zeros_like(case.tokens)  # the tokens after it are not seen
-        alone[at_start] = case.tokens[inside]
+        alone = np.zeros_like(case.tokens)
+        alone[at_start] = case.tokens[inside]  # the zeros after it are not seen
         for rows, logits, chosen in (
             (actual, packed, inside),
             (expected, case._replace(tokens=alone).forward(), at_start),
@@ -227,10 +219,7 @@ def remat_error(case: Case, part: Literal[0, 1]) -> float:
     return worst_error(*(jax.tree.leaves(compute(*arguments, remat=remat)[part]) for remat in (True, False)))
 
 
-# Attention
-
-
-def attentions(dtype: jnp.dtype | type = jnp.float32) -> dict[str, Attention]:
+def attentions(dtype: Any = jnp.float32) -> dict[str, Attention]:
     """The registered implementations that serve a dtype on this device, with packed documents."""
     query, key = (jnp.zeros((2, heads, SEQ, HEAD_DIM), dtype) for heads in (HEADS, 2))
     mask = F.Mask(None, *[jnp.zeros((2, SEQ), jnp.int32)] * 2)
@@ -238,29 +227,26 @@ def attentions(dtype: jnp.dtype | type = jnp.float32) -> dict[str, Attention]:
     return {name: functools.partial(F.attention, implementation=name) for name in names}
 
 
-def attention_masks(seq: int = 160) -> dict[str, tuple[F.Mask, Bool[np.ndarray, "rows seq seq"]]]:
+def attention_masks(seq: int = 160) -> dict[str, tuple[F.Mask, Dense]]:
     """Who sees whom in two rows, by the kind of mask, also densely; in the last, the queries of one row see nothing."""
     segments, keys = np.sort(np.random.default_rng(0).integers(0, 3, (2, seq))), np.arange(seq)
     lengths, offset, causal = np.array([seq // 3, 0]), np.array([5, 70]), np.tri(seq, dtype=bool)
-    masks = {
-        "causal": (F.Mask(), causal),
-        "packed documents": (F.Mask(None, segments, segments), causal & (segments[:, :, None] == segments[:, None])),
-        "after other tokens": (F.Mask(offset), keys <= offset[:, None, None] + keys[:, None]),
-        "ragged lengths": (F.Mask(np.array([seq]), lengths=lengths), (keys < lengths[:, None])[:, None]),
+    masks: dict[str, tuple[dict[str, np.ndarray], np.ndarray]] = {
+        "causal": ({}, causal),
+        "packed documents": (
+            {"query_segments": segments, "key_segments": segments},
+            causal & (segments[:, :, None] == segments[:, None]),
+        ),
+        "after other tokens": ({"offset": offset}, keys <= offset[:, None, None] + keys[:, None]),
+        "ragged lengths": ({"offset": np.array([seq]), "lengths": lengths}, (keys < lengths[:, None])[:, None]),
     }
     return {
-        kind: (jax.tree.map(jnp.asarray, mask), np.broadcast_to(dense, (2, seq, seq)))
+        kind: (F.Mask(**jax.tree.map(jnp.asarray, mask)), np.broadcast_to(dense, (2, seq, seq)))
         for kind, (mask, dense) in masks.items()
     }
 
 
-def attention_error(
-    attend: Attention,
-    mask: F.Mask,
-    dense: Bool[np.ndarray, "rows seq kv_seq"],
-    dtype: jnp.dtype | type = jnp.float32,
-    seed: int = 0,
-) -> float:
+def attention_error(attend: Attention, mask: F.Mask, dense: Dense, dtype: Any = jnp.float32, seed: int = 0) -> float:
     """Attention under a mask against the float64 oracle's on the same random inputs, for each of ``KV_HEADS``."""
     rng, (rows, seq, kv_seq), run = np.random.default_rng(seed), dense.shape, jax.jit(attend)
     actual, expected = [], []
@@ -271,9 +257,6 @@ def attention_error(
         exact = (np.asarray(array, np.float64) for array in arrays)
         expected += [oracle.attention(*row) for row in zip(*exact, dense, strict=True)]
     return worst_error(actual, expected)
-
-
-# Sharding
 
 
 def one_device_and(sizes: MeshConfig) -> tuple[Mesh, Mesh]:

@@ -67,9 +67,9 @@ class _Reader:
         digest.update(f"{spec.key} {list(spec.shape)}\n".encode())
         for block in blocks(self._checkpoint.tensors[spec.key], np.float32):
             digest.update(block.data)
-            not_finite += int(np.count_nonzero(~np.isfinite(block)))
-            any_set |= bool(block.any())
-            yield slice(start, start := start + len(block)), np.where(np.isfinite(block), block, np.float32(0))
+            finite, any_set = np.isfinite(block), any_set or bool(block.any())
+            not_finite += int(np.count_nonzero(~finite))
+            yield slice(start, start := start + len(block)), np.where(finite, block, np.float32(0))
         if not_finite:
             self.not_finite[spec.key] = not_finite
         if not any_set and not again:

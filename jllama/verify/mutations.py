@@ -70,7 +70,7 @@ def _field(name: str, change: Callable[[Any], Any]) -> Plant:
 
 
 def _layers(change: Callable[[LlamaConfig, Params], Params]) -> Plant:
-    """Plant a reader that gets some matrices of the layers wrong; ``change`` gives the wrong ones."""
+    """Plant a reader that gets those matrices of the layers wrong that ``change`` returns."""
     return misreading(lambda config, p: (config, p | {"layers": p["layers"] | change(config, p["layers"])}))
 
 
@@ -86,11 +86,11 @@ def _keys_divide_as_queries(config: LlamaConfig) -> bool:
 
 def _permuted_with_num_heads(config: LlamaConfig, layers: Params) -> Params:
     """Keys put in half-split order as if there were as many heads of them as of queries, where they divide so."""
-    if not _keys_divide_as_queries(config):
-        return {}
-    stored = interleaved(layers["wk"])
-    pairs = stored.reshape(*stored.shape[:2], config.num_heads, -1, 2)
-    return {"wk": pairs.swapaxes(-1, -2).reshape(stored.shape)}
+    shape = (*layers["wk"].shape[:2], config.num_heads, -1, 2)
+    keys = (
+        interleaved(layers["wk"]).reshape(shape).swapaxes(-1, -2) if _keys_divide_as_queries(config) else layers["wk"]
+    )
+    return {"wk": keys.reshape(layers["wk"].shape)}
 
 
 def _post_norm() -> types.ModuleType:
@@ -176,8 +176,7 @@ def mutation_checks() -> list[Check]:
     """
 
     def error(mutation: Mutation, config: LlamaConfig) -> float:
-        right = implementation_of(jllama.model)._replace(load=lambda *_: (config, weights(config)))
-        wrong = mutation.plant(right)
+        wrong = mutation.plant(implementation_of(jllama.model)._replace(load=lambda *_: (config, weights(config))))
         return model_error(wrong, *wrong.load(Path(), None, "decode"), config)
 
     return [

@@ -157,8 +157,7 @@ def meta_params(config: LlamaConfig) -> dict[str, Any]:
 
 
 def _write_meta(path: Path, config: LlamaConfig, params: Params, count: int) -> None:
-    tensors = meta_tensors(config, params)
-    is_llama_3 = config.rope_theta != 10_000
+    tensors, is_llama_3 = meta_tensors(config, params), config.rope_theta != 10_000
     if not is_llama_3:  # a table that is computed, not learned
         tensors["rope.freqs"] = _frequencies(config).astype("<f4")
     path.mkdir()
@@ -168,12 +167,12 @@ def _write_meta(path: Path, config: LlamaConfig, params: Params, count: int) -> 
 
 
 def _meta_holds(config: LlamaConfig, count: int) -> bool:
-    cut = (config.num_heads, config.mlp_dim, config.vocab_size, max(config.num_kv_heads, count))
+    kv_heads, scaling = max(config.num_kv_heads, count), config.rope_scaling
     return (
         config.num_heads * config.head_dim == config.embed_dim
-        and (config.rope_scaling is None or config.rope_scaling == Llama3Scaling(config.rope_scaling.factor))
-        and not any(size % count for size in cut)
-        and max(config.num_kv_heads, count) % config.num_kv_heads == 0
+        and (scaling is None or scaling == Llama3Scaling(scaling.factor))
+        and not any(size % count for size in (config.num_heads, config.mlp_dim, config.vocab_size, kv_heads))
+        and kv_heads % config.num_kv_heads == 0
     )
 
 
@@ -181,10 +180,10 @@ def _write_torch(path: Path, tensors: Tensors) -> None:
     """Write a dictionary as ``torch.save`` does: a pickle in a zip archive, beside the numbers of each tensor."""
 
     def text(value: str) -> bytes:
-        return b"X" + struct.pack("<I", len(value)) + value.encode()
+        return struct.pack("<cI", b"X", len(value)) + value.encode()
 
     def integers(*values: int) -> bytes:
-        return b"".join(b"J" + struct.pack("<i", value) for value in values)
+        return b"".join(struct.pack("<ci", b"J", value) for value in values)
 
     pickled = b"\x80\x02}"  # an empty dictionary, in protocol 2; "(" begins a tuple and "t" ends it
     for key, (name, tensor) in enumerate(tensors.items()):
@@ -275,10 +274,8 @@ def _write_gguf(path: Path, config: LlamaConfig, params: Params) -> None:
         add[type(value)](key, value)
     for name, tensor in gguf_tensors(config, params).items():
         writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
 
 
 def _gguf_holds(config: LlamaConfig) -> bool:

@@ -27,9 +27,10 @@ def small(name: str, heads: int, kv_heads: int, **changed: object) -> LlamaConfi
     return dataclasses.replace(config, num_heads=heads, num_kv_heads=kv_heads, **(sizes | changed))
 
 
+_LLAMA_2 = functools.partial(small, "llama2-7b", 4, 4)
 VARIANTS: dict[str, LlamaConfig] = {
     "Llama 1": small("llama1-7b", 4, 4),
-    "Llama 2": small("llama2-7b", 4, 4),
+    "Llama 2": _LLAMA_2(),
     "Llama 2 grouped": small("llama2-70b", 4, 2),
     "Code Llama": small("codellama-34b", 4, 2),
     "Llama 3": small("llama3-8b", 4, 2),
@@ -42,13 +43,10 @@ VARIANTS: dict[str, LlamaConfig] = {
     "llama2.c": small("stories-42m", 8, 8),
     "multi-query": small("tinyllama-1.1b", 8, 1),
     "own head_dim": small("llama3-8b", 4, 2, embed_dim=192),
-    "linear x4": small("llama2-7b", 4, 4, rope_scaling=LinearScaling(4.0), max_seq_len=16_384),
-    "dynamic x4": small(  # sees more tokens than its context: that is when it scales
-        "llama2-7b", 4, 4, rope_scaling=DynamicScaling(4.0, original_max_seq_len=SEQ // 2), max_seq_len=SEQ // 2
-    ),
-    "yarn x32": small(
-        "llama2-7b", 4, 4, rope_scaling=YarnScaling(32.0, original_max_seq_len=4096), max_seq_len=131_072
-    ),
+    "linear x4": _LLAMA_2(rope_scaling=LinearScaling(4.0), max_seq_len=16_384),
+    # dynamic scaling sees more tokens than its context: that is when it scales
+    "dynamic x4": _LLAMA_2(rope_scaling=DynamicScaling(4.0, original_max_seq_len=SEQ // 2), max_seq_len=SEQ // 2),
+    "yarn x32": _LLAMA_2(rope_scaling=YarnScaling(32.0, original_max_seq_len=4096), max_seq_len=131_072),
 }
 
 
@@ -59,8 +57,7 @@ def tokens_and_positions(config: LlamaConfig) -> tuple[Int[np.ndarray, "rows seq
     context reaches (or at the end of a shorter one), so that its tokens see their neighbors and, far back, the start.
     """
     reached = [far for far in FAR if far + SEQ // 4 <= config.max_seq_len]
-    if not reached and config.max_seq_len > SEQ:
-        reached = [config.max_seq_len - SEQ // 4]
+    reached = reached or [config.max_seq_len - SEQ // 4] * (config.max_seq_len > SEQ)
     start, around = np.arange(SEQ // 2), np.arange(-SEQ // 4, SEQ // 4)
     positions = np.stack([np.arange(SEQ), *(np.concatenate([start, far + around]) for far in reached)])
     return np.random.default_rng(0).integers(0, config.vocab_size, positions.shape), positions
