@@ -60,14 +60,14 @@ def matrix(results: Sequence[Result], width: int, seconds: float) -> Iterator[Re
 
 def _grid(cells: dict[tuple[str, str], Result], width: int) -> Iterator[Table]:
     """Rows and columns in the order of their first appearance, below each other where not all columns fit."""
-    rows, columns = (list(dict.fromkeys(names[axis] for names in cells)) for axis in (0, 1))
+    rows, columns = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
     label = max(map(len, rows)) + 2
     fitting = max((width - label) // _CELL_WIDTH, 1)
-    for part in (columns[first : first + fitting] for first in range(0, len(columns), fitting)):
-        table = Table(box=None, padding=(0, 0, 0, 1), pad_edge=False)
-        table.add_column("", width=label - 1, no_wrap=True)
-        for column in part:
-            table.add_column(column, justify="right", width=_CELL_WIDTH - 1, vertical="bottom")
+    for first in range(0, len(columns), fitting):
+        part = columns[first : first + fitting]
+        options = {"justify": "right", "width": _CELL_WIDTH - 1, "vertical": "bottom"}
+        headers = (Column(column, **options) for column in part)
+        table = Table(Column(width=label - 1, no_wrap=True), *headers, box=None, padding=(0, 0, 0, 1), pad_edge=False)
         for row in rows:
             table.add_row(row, *(_cell(cells.get((row, column))) for column in part))
         yield table
