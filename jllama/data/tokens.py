@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -87,8 +86,8 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
     files = corpus_files(config.path, cache)
     listing = [(name, (stat := path.stat()).st_size, stat.st_mtime_ns) for name, path in files.items()]
     corpus = _sha256(CACHE_VERSION, listing, config.text_field, config.validation_fraction)
-    is_packed = any(name.endswith((".gz", ".zst", ".parquet")) for name in files)
-    size = None if is_packed else sum(size for _, size, _ in listing)
+    packed = [name for name in files if name.endswith((".gz", ".zst", ".parquet"))]
+    size = None if packed else sum(size for _, size, _ in listing)
 
     def blocks(move: Callable[[int], None]) -> Iterator[Block]:
         for block in split_documents(read_corpus(files, config.text_field), config.validation_fraction):
@@ -102,7 +101,7 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
         if config.tokenizer == "bpe":
             folder = cache / f"bpe-{_sha256(_TRAINING, corpus, config.vocab_size)[:16]}"
             if not folder.exists():
-                with cached(folder) as partial, progress("reading for a vocabulary", size, of_bytes=True) as move:
+                with cached(folder) as partial, progress("learning a vocabulary", size, of_bytes=True) as move:
                     texts = (block.text for block in blocks(move) if block.split == "train")
                     partial.mkdir()
                     train_sentencepiece(texts, config.vocab_size).save(partial)
@@ -181,8 +180,7 @@ def _write_tokens(blocks: Iterable[Block], tokenizer: Tokenizer, folder: Path, f
             ids[split] += [tokenizer.eos_id] * ends
         return {split: np.array(ids[split], dtype) for split in SPLITS}
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool, contextlib.ExitStack() as stack:
-        outputs = {split: stack.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         waiting, most = collections.deque(), 2 * (os.cpu_count() or 1)  # so that the corpus is never all in memory
         for group in itertools.chain(_groups(blocks), itertools.repeat([], most)):  # empty ones push the last ones out
             for block in group:
@@ -194,7 +192,8 @@ def _write_tokens(blocks: Iterable[Block], tokenizer: Tokenizer, folder: Path, f
             waiting.append(pool.submit(tokenize, group))
             if len(waiting) > most:
                 for split, ids in waiting.popleft().result().items():
-                    outputs[split].write(ids.data)
+                    with (folder / f"{split}.bin").open("ab") as file:
+                        file.write(ids.data)
                     counts[split]["tokens"] += len(ids)
 
     gzipped["gzip_bytes"] += len(gzip.flush())
