@@ -91,10 +91,9 @@ class JllamaLM(TemplateLM):
     def _loglikelihood_tokens(self, requests: list[Any], **ignored: Any) -> list[tuple[float, bool]]:
         """Each continuation's ``log p`` after its context, cut on the left to what fits, and whether it is greedy."""
         for (_, text), _, continuation in requests:
-            if len(continuation) > self.max_length:
-                said = f"{len(continuation)} tokens and max_length is {self.max_length}"
-                advice = "leave the task out, or take a model with a longer context"
-                raise JllamaError(f"the continuation {text[:20]!r}... has {said}: {advice}")
+            if (tokens := len(continuation)) > self.max_length:
+                said = f"the continuation {text[:20]!r}... has {tokens} tokens and max_length is {self.max_length}"
+                raise JllamaError(f"{said}: leave the task out, or take a model with a longer context")
         rows = [(context + continuation)[-self.max_length - 1 :] for _, context, continuation in requests]
         results = self._score(rows, [len(continuation) for _, _, continuation in requests])
         for (key, _, _), result in zip(requests, results, strict=True):

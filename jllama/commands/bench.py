@@ -14,7 +14,7 @@ from subprocess import PIPE, Popen
 from typing import IO, Any, cast
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 import jllama
 from jllama.commands.cli import parse
@@ -79,11 +79,9 @@ def main(argv: Sequence[str], prog: str) -> int:
     if (longest := max(prompt + 1, max(RAGGED_TOKENS) + new)) > context:
         raise UsageError(f"the benchmark needs {longest} tokens of context, and the model has {context}")
     bandwidth, device, speeds = memory_bandwidth(model.decode_params.dtype), jax.devices()[0].device_kind, {}
-    table = Table(
-        title=f"{options.checkpoint or options.preset} on {device}, {bandwidth / 1e9:.1f} GB/s of memory bandwidth"
-    )
-    for column in ("", "tokens/s", "ms a step", "memory's limit", "share of it"):
-        table.add_column(column, justify="right" if column else "left")
+    figures = {"model": options.checkpoint or options.preset, "device": device, "bandwidth_bytes_per_s": bandwidth}
+    columns = (Column(name, justify="right") for name in ("tokens/s", "ms a step", "memory's limit", "share of it"))
+    table = Table("", *columns, title=f"{figures['model']} on {device}, {bandwidth / 1e9:.1f} GB/s of memory bandwidth")
     for title, lengths, new_tokens, prefill in (
         (f"prefill, {prompt} tokens", [prompt], 1, True),
         ("decode, 1 text", [CONTEXT_TOKENS], new, False),
@@ -98,7 +96,6 @@ def main(argv: Sequence[str], prog: str) -> int:
         speeds[title] = {"tokens_per_s": speed, "ms_per_step": 1e3 * seconds, "limit_tokens_per_s": limit}
         shares = (f"{limit:,.1f}", f"{speed / limit:.0%}") if limit else ("-", "-")
         table.add_row(title, f"{speed:,.1f}", f"{1e3 * seconds:,.1f}", *shares)
-    figures = {"model": options.checkpoint or options.preset, "device": device, "bandwidth_bytes_per_s": bandwidth}
     firsts = [first_token_s(options) for _ in range(2 * options.first_token)]
     if options.json:
         print(json.dumps({**figures, "speeds": speeds, "first_token_s": firsts}))

@@ -44,6 +44,7 @@ COMMANDS = {
 }
 """Each is a module of ``jllama.commands`` with a function ``main(argv, prog) -> exit code``."""
 
+_PROGRAM = "jllama" if Path(sys.argv[0]).stem == "jllama" else "python -m jllama"
 _EXAMPLES = ("train quickstart", 'sample runs/quickstart --prompt "def "', "chat model.gguf")
 _COMPLETION = "tab completion: pip install 'jllama[completion]'; eval \"$(register-python-argcomplete jllama)\""
 _ALIASES = """
@@ -56,9 +57,7 @@ num_heads=heads,n_head,n_heads,num_attention_heads num_layers=depth,layers,n_lay
 path=corpus,dataset,input,train_data run_dir=out,out_dir,output,output_dir source=input,model
 steps=iters,max_iters,max_steps,num_steps target=output,out,outfile temperature=t,temp to=format,outtype
 warmup_fraction=warmup,warmup_ratio,warmup_steps weight_decay=wd
-"""
-# What other tools call an option: never accepted, always answered with the name here.
-
+"""  # What other tools call an option: never accepted, always answered with the name here.
 _SCALARS = {int: ("N", "a whole number"), float: ("X", "a finite number"), str: ("TEXT", "text")}
 _HELP = {
     "config": "a YAML file with any of these options",
@@ -107,10 +106,7 @@ def parse(
     Fields named in ``positional`` may be given in this order without their names; so may ``config``. ``--help`` prints
     a page with the ``Examples`` of the dataclass and the options in ``common`` (all, if it names none), ``--help all``
     every option, ``--print_config`` the configuration; they exit. So does an empty ``argv``, with code 2, if the first
-    positional argument is needed.
-
-    Raises:
-        UsageError: an option is unknown or has a value of the wrong type or out of range.
+    positional argument is needed. ``UsageError`` for an unknown option, or a value of the wrong type or out of range.
     """
     parser, first = _parser(options, prog, positional), "".join(positional[:1])
     bare = not argv and (first == "config" or f" {first.upper()} " in (parser.usage or ""))
@@ -245,9 +241,8 @@ def _kind(hint: Any) -> tuple[str, str]:
 
 def run(command: str, argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run a command. Returns its exit code: 0 done, 1 failed, 2 bad usage; a mistake of the user's is one sentence."""
-    argv = sys.argv[1:] if argv is None else argv
-    module = f"jllama.commands.{command}"
-    return _guarded(lambda: importlib.import_module(module).main(argv, prog or f"{_program()} {command}"))
+    argv, module = sys.argv[1:] if argv is None else argv, f"jllama.commands.{command}"
+    return _guarded(lambda: importlib.import_module(module).main(argv, prog or f"{_PROGRAM} {command}"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -258,21 +253,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str]) -> int:
     if "_ARGCOMPLETE" in os.environ:
         _complete()
-    program = _program()
-    if not argv or argv[0] in ("-h", "--help"):
-        listing = "\n".join(f"  {name:8} {purpose}" for name, purpose in COMMANDS.items())
-        examples = "\n".join(f"  {program} {words}" for words in _EXAMPLES)
-        page = f"usage: {program} COMMAND [--help] ...\n\n{listing}\n\nexamples:\n{examples}\n\n{_COMPLETION}"
+    name = argv[0] if argv else ""
+    if not argv or name in ("-h", "--help"):
+        listing = "\n".join(f"  {command:8} {purpose}" for command, purpose in COMMANDS.items())
+        examples = "\n".join(f"  {_PROGRAM} {words}" for words in _EXAMPLES)
+        page = f"usage: {_PROGRAM} COMMAND [--help] ...\n\n{listing}\n\nexamples:\n{examples}\n\n{_COMPLETION}"
         print(page, file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
-    if argv[0] == "--version":
-        jax = importlib.metadata.version("jax")
-        print(f"jllama {jllama.__version__} (jax {jax}, Python {platform.python_version()})")
+    if name == "--version":
+        versions = f"jax {importlib.metadata.version('jax')}, Python {platform.python_version()}"
+        print(f"jllama {jllama.__version__} ({versions})")
         return 0
-    if argv[0] not in COMMANDS:
-        nearest = _nearest(argv[0], COMMANDS)
-        raise UsageError(f"there is no command {argv[0]!r}{nearest}; the commands are {', '.join(COMMANDS)}")
-    return run(argv[0], argv[1:])
+    if name in COMMANDS:
+        return run(name, argv[1:])
+    nearest = _nearest(name, COMMANDS)
+    raise UsageError(f"there is no command {name!r}{nearest}; the commands are {', '.join(COMMANDS)}")
 
 
 def _complete() -> None:
@@ -286,10 +281,6 @@ def _complete() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("command", choices=COMMANDS)
     argcomplete.autocomplete(parser)
-
-
-def _program() -> str:
-    return "jllama" if Path(sys.argv[0]).stem == "jllama" else "python -m jllama"
 
 
 def _guarded(work: Callable[[], int]) -> int:
@@ -308,11 +299,11 @@ def _guarded(work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         problem = "stopped"
     except MemoryError as error:
-        problem = f"error: there is not enough memory{f': {error}' if str(error) else ''}"
+        problem = ": ".join(filter(None, ("error: there is not enough memory", str(error))))
     except BrokenPipeError:  # the reader of our output has gone
         pass
     except OSError as error:  # a full disk, a file where a folder should be
-        problem = f"error: {error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+        problem = ": ".join(filter(None, ("error", error.strerror or str(error), str(error.filename or ""))))
     except RuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -346,9 +337,8 @@ def _prepare_process() -> None:
 
 def _nearest(name: str, options: Iterable[str]) -> str:
     """The words that suggest an option, by what other tools call it, by how it begins, or by its letters."""
-    names = [option.removeprefix("--") for option in options]
+    names, name = [option.removeprefix("--") for option in options], name.replace("-", "_")
     by_last = {option.rpartition(".")[2]: option for option in names}
-    name = name.replace("-", "_")
     last = name.rpartition(".")[2]  # the group may be missing or wrong: --learning_rate for --optimizer.learning_rate
     aliases = (entry.partition("=") for entry in _ALIASES.split())
     close = [by_last[option] for option, _, others in aliases if last in others.split(",") and option in by_last]

@@ -49,12 +49,11 @@ def main(argv: Sequence[str], prog: str) -> int:
     from jllama.language_model import summary
 
     jax.config.update("jax_platforms", "cpu")
-    target = Path(options.target)
+    target, dtype = Path(options.target), options.dtype or None
     by_suffix = {format.suffix: name for name, format in FORMATS.items() if format.suffix}
-    to, dtype = options.to or by_suffix.get(target.suffix, ""), options.dtype or None
+    to = options.to or by_suffix.get(target.suffix, "")
     check_names("to", to, dtype)
-    start_s = time.perf_counter()
-    replace, factor = options.overwrite, options.rope_factor
+    start_s, replace, factor = time.perf_counter(), options.overwrite, options.rope_factor
     checkpoint = convert(options.source, target, to, dtype, overwrite=replace, rope_factor=factor)
     seconds = time.perf_counter() - start_s
     size_bytes = sum(file.stat().st_size for file in ([target] if target.is_file() else target.rglob("*")))

@@ -28,8 +28,7 @@ class ModelOptions:
     rope_factor: float | None = None
 
     def __post_init__(self) -> None:
-        if self.step < 0:
-            raise UsageError(f"step is {self.step}; it must be a saved step, or 0 for the best")
+        check_least(self, 0, "step")
 
     def load_model(self, needs_tokenizer: bool = True) -> "jllama.LanguageModel":
         """The model, in the layout for decoding."""

@@ -16,11 +16,8 @@ from rich.console import Console
 from jllama.errors import JllamaError
 from jllama.files import cache_folder
 
-HISTORY_LINES = 1000
-_TYPED, _PLAIN = "\033[1;36m", "\033[0m"
 _WIDE = "\u2e80"  # from here on Chinese, Japanese, Korean, emoji: a line may end after any of them
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # would move the cursor, or worse
-_PASTE_S = 0.05
 
 
 class WordWrap:
@@ -58,10 +55,8 @@ def say(text: str, style: str = "dim") -> None:
 def lines(at_terminal: bool) -> Iterator[str]:
     """What is said, turn by turn, until the input ends; blank lines are left out.
 
-    A turn is a line, a paste at a terminal, or lines of which all but the last end in a backslash.
-
-    Raises:
-        JllamaError: the input is not UTF-8 text.
+    A turn is a line, a paste at a terminal, or lines of which all but the last end in a backslash. ``JllamaError`` if
+    the input is not UTF-8 text.
     """
     number, line, more = 0, "", sys.stdin is not None  # it is None where it was closed
     while more:
@@ -79,10 +74,10 @@ def lines(at_terminal: bool) -> Iterator[str]:
             line, more = "", False
         if more and line.endswith("\\"):
             line = line[:-1] + "\n"
-        else:
-            if line.strip():
-                yield line
-            line = ""
+            continue
+        if line.strip():
+            yield line
+        line = ""
     if at_terminal:
         print()
 
@@ -91,34 +86,34 @@ def _typed(prompt: str) -> str:
     """A line or a paste, in a color of its own."""
     color = Console().color_system is not None
     marks_paste = "GNU" in (getattr(sys.modules.get("readline"), "__doc__", None) or "")
-    start = f"\001{_TYPED}\002" if marks_paste else _TYPED  # marked as taking no room
+    start = "\001\033[1;36m\002" if marks_paste else "\033[1;36m"  # marked as taking no room
     try:
         line = input(start * color + prompt)
         with contextlib.suppress(OSError, EOFError):  # Windows cannot wait so
-            while not marks_paste and select.select([sys.stdin], [], [], _PASTE_S)[0]:  # faster than anybody types
+            while not marks_paste and select.select([sys.stdin], [], [], 0.05)[0]:  # faster than anybody types
                 line += "\n" + input()
         return line
     finally:
-        print(_PLAIN * color, end="", flush=True)
+        print("\033[0m" * color, end="", flush=True)
 
 
 @contextlib.contextmanager
 def line_editing() -> Iterator[None]:
     """Editing keys, pastes and earlier lines at the prompt, where there is readline; what cannot be kept is not."""
     path = cache_folder() / "chat_history"
-    with contextlib.suppress(ImportError):
+    try:
         import readline
-
-        readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
-        readline.set_history_length(HISTORY_LINES)
-        with contextlib.suppress(OSError):
-            readline.read_history_file(path)
+    except ImportError:
+        yield
+        return
+    readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
+    readline.set_history_length(1000)
+    with contextlib.suppress(OSError):
+        readline.read_history_file(path)
     try:
         yield
     finally:
-        with contextlib.suppress(ImportError, OSError):
-            import readline
-
+        with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             readline.write_history_file(path)
 

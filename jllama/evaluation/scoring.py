@@ -19,8 +19,6 @@ from jllama.language_model import LanguageModel
 from jllama.model import build_model, power_of_two_at_least
 from jllama.parameters import Params
 
-_SHORTEST_BUCKET = 32
-
 
 class TokenScores(NamedTuple):
     """Some tokens of one row: ``log p(token | those before it)`` in nats, and whether it was the likeliest one."""
@@ -77,8 +75,8 @@ def token_log_probs(
         on_progress: called with the tokens scored so far and in all, after every batch.
 
     Raises:
-        UsageError: a row's inputs, all but its last token, are longer than the context; a count is not below the row's
-            length; an id is outside the vocabulary.
+        UsageError: a row but for its last token is longer than the context; there are fewer tokens than to be scored;
+            an id is outside the vocabulary.
     """
     arrays = [np.asarray(row, np.int32) for row in rows]
     counts = [max(len(row) - 1, 0) for row in arrays] if counts is None else counts
@@ -96,8 +94,7 @@ def token_log_probs(
     scores = [TokenScores(np.zeros(0, np.float32), np.zeros(0, bool))] * len(arrays)
     buckets: dict[int, list[int]] = {}
     for index in sorted((i for i, count in enumerate(counts) if count), key=lambda i: -len(arrays[i])):
-        bucket = min(power_of_two_at_least(len(arrays[index]) - 1, _SHORTEST_BUCKET), context)
-        buckets.setdefault(bucket, []).append(index)
+        buckets.setdefault(min(power_of_two_at_least(len(arrays[index]) - 1, 32), context), []).append(index)
 
     done = 0
     for bucket, indices in buckets.items():
