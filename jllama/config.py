@@ -9,19 +9,13 @@ from typing import TYPE_CHECKING, Any
 from jllama.errors import MAX_SEQ_LEN, UsageError, check_fields, check_size
 from jllama.rope_scaling import RopeScaling
 
-if not TYPE_CHECKING:  # noqa: SIM108 - as a configuration gives it, by its options
-    Scaling = dict[str, Any] | RopeScaling | None
-else:
-    Scaling = RopeScaling | None
+Scaling = RopeScaling | None
+if not TYPE_CHECKING:
+    Scaling = dict[str, Any] | Scaling  # as a configuration gives it, by its options
 
 MAX_SIZES = {
-    "vocab_size": 1 << 24,
-    "num_layers": 10_000,
-    "embed_dim": 1 << 20,
-    "num_heads": 1 << 14,
-    "num_kv_heads": 1 << 14,
-    "head_dim": 1 << 14,
-    "mlp_dim": 1 << 22,
+    **{"vocab_size": 1 << 24, "num_layers": 10_000, "embed_dim": 1 << 20, "mlp_dim": 1 << 22},
+    **dict.fromkeys(("num_heads", "num_kv_heads", "head_dim"), 1 << 14),
     "max_seq_len": MAX_SEQ_LEN,
 }
 """Of a ``LlamaConfig``: at least 25 times any released Llama's, so what is larger is a slip or a damaged file."""
@@ -43,21 +37,17 @@ class MeshConfig:
 
     def __post_init__(self) -> None:
         if self.data < 0 or self.fsdp < 1 or self.tensor < 1:
-            raise UsageError(
-                f"the mesh {dataclasses.asdict(self)} needs positive sizes (data may be 0: all that is left)"
-            )
+            raise UsageError(f"the mesh {vars(self)} needs positive sizes (data may be 0: all that is left)")
 
 
 def llama_mlp_dim(embed_dim: int, *, multiple_of: int = 256, multiplier: float | None = None) -> int:
-    """Llama's rule for the width of the feed-forward block.
+    """Llama's rule for the width of the feed-forward block: two thirds of ``4 * embed_dim`` (SwiGLU has three matrices
+    for a plain block's two), times ``multiplier`` if given, rounded up to a multiple of ``multiple_of``.
 
-    Two thirds of ``4 * embed_dim`` (SwiGLU has three matrices where a plain block has two), times ``multiplier`` if
-    given, rounded up to a multiple of ``multiple_of``. Source: Meta's reference ``FeedForward`` for Llama 1 to 3.
+    Source: Meta's reference ``FeedForward`` for Llama 1 to 3.
     """
     width = int(2 * (4 * embed_dim) / 3)
-    if multiplier is not None:
-        width = int(multiplier * width)
-    return multiple_of * -(-width // multiple_of)
+    return multiple_of * -(-(width if multiplier is None else int(multiplier * width)) // multiple_of)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,21 +91,19 @@ class LlamaConfig:
         if type(self.tie_embeddings) is not bool:
             raise UsageError(f"tie_embeddings is {reprlib.repr(self.tie_embeddings)}; it must be true or false")
         if not self.head_dim and self.embed_dim % self.num_heads:
-            raise UsageError(
-                f"embed_dim {self.embed_dim} is not divisible by num_heads {self.num_heads}: "
-                f"change one of them or give head_dim"
-            )
+            given = f"embed_dim {self.embed_dim} is not divisible by num_heads {self.num_heads}"
+            raise UsageError(f"{given}: change one of them or give head_dim")
         object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
         object.__setattr__(self, "head_dim", self.head_dim or self.embed_dim // self.num_heads)
         object.__setattr__(self, "mlp_dim", self.mlp_dim or llama_mlp_dim(self.embed_dim))
         if self.num_heads % self.num_kv_heads:
-            raise UsageError(
-                f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}: "
-                f"every key-value head serves the same number of query heads"
-            )
+            given = f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}"
+            raise UsageError(f"{given}: every key-value head serves the same number of query heads")
         if self.head_dim % 2:
             raise UsageError(f"head_dim {self.head_dim} is odd: rotary embedding turns pairs, so it must be even")
         if isinstance(self.rope_scaling, dict):
             object.__setattr__(self, "rope_scaling", RopeScaling.from_fields(self.rope_scaling))
-        if self.rope_scaling:
-            self.rope_scaling.check(self.head_dim, self.rope_theta)
+        if scaling := self.rope_scaling:
+            for name, least in scaling.least.items():
+                said = f"over {least} with rope_scaling of type {scaling.type}"
+                check_fields(self, "", name, lambda value, least=least: value > least, said)

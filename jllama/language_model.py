@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import get_args
 
 import jax
@@ -42,14 +41,13 @@ class LanguageModel:
 
     def __repr__(self) -> str:
         """One line, without the weights."""
-        leaves = jax.tree.leaves(self.params)
-        dtype = max(leaves, key=lambda leaf: leaf.size).dtype.name if leaves else "no weights"
-        origin = f", from {self.source}" if self.source else ""
-        return f"LanguageModel({summary(self.config, dtype, self.tokenizer)}{origin})"
+        largest = max(jax.tree.leaves(self.params), key=lambda leaf: leaf.size, default=None)
+        shown = summary(self.config, "no weights" if largest is None else largest.dtype.name, self.tokenizer)
+        return f"LanguageModel({shown}{f', from {self.source}' if self.source else ''})"
 
     def __call__(self, tokens: TokenIds) -> Float[Array, "batch seq vocab"]:
         """Float32 logits of the token that follows each one; ``UsageError`` if they are not ids of this model."""
-        return _logits(self.params, self.config, as_token_ids(tokens, self.config))
+        return _logits(self.config, self.params, as_token_ids(tokens, self.config))
 
     @property
     def text_tokenizer(self) -> Tokenizer:
@@ -65,14 +63,14 @@ class LanguageModel:
 
     def for_decoding(self, quantize: Quantization | None = None) -> LanguageModel:
         """The same model with its parameters in the layout for decoding (``decode_layout``), as int8 if asked."""
+        names = ", ".join(get_args(Quantization))
         if quantize not in (None, *get_args(Quantization)):
-            names = ", ".join(get_args(Quantization))
             raise UsageError(f"quantize is {quantize!r}; it must be one of {names}, or None")
-        if isinstance(self.params, DecodeParams):
-            if quantize and not self.params.quantized:
-                raise UsageError("the parameters are in the layout for decoding: quantize when loading them")
-            return self
-        return dataclasses.replace(self, params=decode_layout(self.params, self.config, quantize))
+        if not isinstance(self.params, DecodeParams):
+            return dataclasses.replace(self, params=decode_layout(self.params, self.config, quantize))
+        if quantize and not self.params.quantized:
+            raise UsageError("the parameters are in the layout for decoding: quantize when loading them")
+        return self
 
 
 def summary(config: LlamaConfig, dtype: str, tokenizer: Tokenizer | None) -> str:
@@ -82,6 +80,4 @@ def summary(config: LlamaConfig, dtype: str, tokenizer: Tokenizer | None) -> str
     return f"{nearest_preset(config) or 'llama'}, {sizes}, {dtype}, {tokens}"
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _logits(params: Params | DecodeParams, config: LlamaConfig, tokens: Array) -> Array:
-    return build_model(config, params)(tokens)
+_logits = jax.jit(lambda config, params, tokens: build_model(config, params)(tokens), static_argnums=0)

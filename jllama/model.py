@@ -23,9 +23,11 @@ from jllama.errors import UsageError, unknown_name
 from jllama.parameters import Params, initial_std, parameter_table, shape_of
 from jllama.rope_scaling import inverse_frequencies
 
+Segments = Int[Array, "batch seq"] | None
 TokenIds = Integer[Array | np.ndarray, "batch seq"] | Sequence[Sequence[int]]
 Stream = Float[Array, "batch seq embed"]
 KeysValues = tuple[Float[Array, "batch kv_heads kv_seq head_dim"], Float[Array, "batch kv_heads kv_seq head_dim"]]
+Attended = tuple[Stream, KeysValues]
 
 
 class KVCache(NamedTuple):
@@ -72,11 +74,9 @@ class _Module(nnx.Module):
         for path, row in parameter_table(config).items():
             if path.startswith("layers/") != (prefix == "layers/"):
                 continue
-            shape = shape_of(row, config)[row.axes[0] == "layers" :]
+            values = jnp.full(shape_of(row, config)[bool(prefix) :], float(row.init == "ones"), jnp.float32)
             if row.init == "normal":
-                values = initial_std(row, config) * jax.random.normal(rngs.params(), shape, jnp.float32)
-            else:
-                values = jnp.full(shape, float(row.init == "ones"), jnp.float32)
+                values = initial_std(row, config) * jax.random.normal(rngs.params(), values.shape, jnp.float32)
             setattr(self, path.removeprefix(prefix), nnx.Param(values))
 
 
@@ -87,9 +87,7 @@ class Layer(_Module):
         self.norm_eps = config.norm_eps
         self.add_parameters(config, rngs, "layers/")
 
-    def __call__(
-        self, x: Stream, attend: AttentionInputs, cached: KeysValues | None = None
-    ) -> tuple[Stream, KeysValues]:
+    def __call__(self, x: Stream, attend: AttentionInputs, cached: KeysValues | None = None) -> Attended:
         """The block's output, and the keys and values attended to: the new ones written into ``cached``, if given."""
         with jax.named_scope("attention"):
             mixed, kept = self.attention(F.rms_norm(x, self.attn_norm[...], self.norm_eps), attend, cached)
@@ -98,9 +96,7 @@ class Layer(_Module):
             normed = F.rms_norm(x, self.mlp_norm[...], self.norm_eps)
             return x + F.swiglu(normed, self.w_gate[...], self.w_up[...], self.w_down[...]), kept
 
-    def attention(
-        self, x: Stream, attend: AttentionInputs, cached: KeysValues | None = None
-    ) -> tuple[Stream, KeysValues]:
+    def attention(self, x: Stream, attend: AttentionInputs, cached: KeysValues | None = None) -> Attended:
         """Queries, keys and values of ``x``, mixed and projected back; and the keys and values attended to."""
         query, key, value = self.heads(x)
         query, key = (F.apply_rope(each, attend.cos, attend.sin) for each in (query, key))
@@ -146,16 +142,14 @@ class Llama(_Module):
         keys = jax.random.split(rngs.params(), config.num_layers)
         self.layers: Layer | nnx.Dict[Layer] = nnx.vmap(functools.partial(_layer, config))(keys)
 
-    def __call__(
-        self, tokens: TokenIds, segments: Int[Array, "batch seq"] | None = None
-    ) -> Float[Array, "batch seq vocab"]:
+    def __call__(self, tokens: TokenIds, segments: Segments = None) -> Float[Array, "batch seq vocab"]:
         """Float32 logits of the token that follows each one; ``segments`` and errors as in ``hidden``."""
         return self.logits(self.hidden(tokens, segments))
 
     def hidden(
         self,
         tokens: TokenIds,
-        segments: Int[Array, "batch seq"] | None = None,
+        segments: Segments = None,
         positions: Int[Array, "#batch seq"] | None = None,
         *,
         remat: bool = False,
@@ -164,24 +158,20 @@ class Llama(_Module):
         """The final normalized activations of whole sequences.
 
         Args:
-            tokens: ids below ``vocab_size``.
+            tokens: ids below ``vocab_size``, at most ``max_seq_len`` a row without ``positions`` (``dynamic`` scaling
+                takes more); else ``UsageError``.
             segments: numbers that tell packed documents apart; tokens attend only within their own. None: one each row.
             positions: by which queries and keys are turned; defaults to 0, 1, 2, ...
             remat: keep only each layer's input for the backward pass; else products with weights are kept too.
             attention: one of ``functional.ATTENTION``, or ``auto``, see ``functional.choose_attention``.
-
-        Raises:
-            UsageError: tokens are not ids of this model (``as_token_ids``), or more than ``max_seq_len`` without
-                ``positions``, other than with ``dynamic`` scaling; or there is no such ``attention``.
         """
         tokens = as_token_ids(tokens, self.config)
-        if positions is None:
-            length, context, scaling = tokens.shape[1], self.config.max_seq_len, self.config.rope_scaling
-            if length > context and not (scaling and scaling.grows):
-                raise UsageError(f"tokens has {length} a row; the model's context is {context}: cut it into windows")
-            positions = jnp.arange(length)[None]
+        length, context, scaling = tokens.shape[1], self.config.max_seq_len, self.config.rope_scaling
+        if positions is None and length > context and not (scaling and scaling.grows):
+            raise UsageError(f"tokens has {length} a row; the model's context is {context}: cut it into windows")
+        positions = jnp.arange(length)[None] if positions is None else positions
         mask = F.Mask(query_segments=segments, key_segments=segments)
-        attend, x = attention_inputs(self.config, positions, mask, tokens.shape[1], attention), self._embed(tokens)
+        attend, x = attention_inputs(self.config, positions, mask, length, attention), self._embed(tokens)
         if isinstance(self.layers, Layer):
             graph, stacked = nnx.split(self.layers)
 
@@ -216,7 +206,7 @@ class Llama(_Module):
             attention = F.choose_attention(jax.default_backend(), tokens.shape[1], kv_seq, backward=False)
         mask = F.Mask(offset=None if cache is None else lengths)
         attend, x = attention_inputs(self.config, positions, mask, implementation=attention), self._embed(tokens)
-        updated: list[KeysValues] = []
+        updated = []
         for index in range(self.config.num_layers):
             cached = None if cache is None else (cache.keys[index], cache.values[index])
             x, kept = _run_layer(*nnx.split(self.layers[str(index)]), x, attend, cached)
@@ -255,8 +245,9 @@ class Llama(_Module):
 
 
 def as_token_ids(tokens: Any, config: LlamaConfig) -> Integer[Array, "batch seq"]:
-    """``tokens``, a nested list or an array, as an array; ``UsageError`` if they are not ``[batch, seq]`` ids below
-    ``vocab_size``. Under ``jit`` their values can't be read and are not checked.
+    """A nested list or an array as an array; ``UsageError`` if it is not ``[batch, seq]`` ids below ``vocab_size``.
+
+    Under ``jit`` their values can't be read and are not checked.
     """
     try:
         tokens = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)
@@ -270,18 +261,15 @@ def as_token_ids(tokens: Any, config: LlamaConfig) -> Integer[Array, "batch seq"
     if tokens.size and not isinstance(tokens, Tracer) and getattr(tokens, "is_fully_addressable", True):
         low, high = np.min(np.asarray(tokens)), np.max(np.asarray(tokens))
         if low < 0 or high >= config.vocab_size:
-            raise UsageError(
-                f"tokens holds the id {low if low < 0 else high}; this model's are 0 to {config.vocab_size - 1}"
-            )
+            wrong = low if low < 0 else high
+            raise UsageError(f"tokens holds the id {wrong}; this model's are 0 to {config.vocab_size - 1}")
     return jnp.asarray(tokens)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run_layer(
-    graph: nnx.GraphDef[Layer], weights: Any, x: Array, attend: AttentionInputs, cached: KeysValues | None
-) -> tuple[Array, KeysValues]:
+def _run_layer(graph: nnx.GraphDef[Layer], weights: Any, *where: Any) -> Attended:
     """One of many equal layers: under an outer ``jit`` they are traced once, not once each."""
-    return nnx.merge(graph, weights)(x, attend, cached)
+    return nnx.merge(graph, weights)(*where)
 
 
 def attention_inputs(
@@ -299,9 +287,9 @@ def attention_inputs(
 def rope_frequencies(config: LlamaConfig, seq_len: int = 0) -> np.ndarray:
     """The rotary frequencies of a configuration, scaled as it asks, in radians per token (float64).
 
-    Only ``dynamic`` scaling depends on a length: ``max(seq_len, config.max_seq_len)``. ``seq_len`` is the length of the
-    arrays in a forward pass over whole sequences, a static shape. It is left at 0 with a KV cache, whose keys are kept
-    rotated, so that the base cannot move under them: decoding equals the full forward up to ``max_seq_len`` tokens.
+    Only ``dynamic`` scaling depends on a length: ``max(seq_len, config.max_seq_len)``. ``seq_len`` is the arrays' in a
+    forward pass over whole sequences. With a KV cache, whose keys are kept rotated, it is 0, so that the base cannot
+    move under them: decoding equals the full forward up to ``max_seq_len`` tokens.
     """
     if config.rope_scaling is None:
         return np.array(inverse_frequencies(config.head_dim, config.rope_theta))
@@ -311,9 +299,8 @@ def rope_frequencies(config: LlamaConfig, seq_len: int = 0) -> np.ndarray:
 
 def build_model(config: LlamaConfig, params: Params | DecodeParams) -> Llama:
     """The module with these parameters in it, of either layout: the first line of a compiled function."""
-    if isinstance(params, DecodeParams):
-        return nnx.merge(_graph(config, "unrolled"), params.weights)
-    return nnx.merge(_graph(config, "stacked"), params)
+    unrolled = isinstance(params, DecodeParams)
+    return nnx.merge(_graph(config, "unrolled" if unrolled else "stacked"), params.weights if unrolled else params)
 
 
 def build_layer(config: LlamaConfig, weights: Params) -> Layer:
@@ -342,18 +329,11 @@ def _graph(config: LlamaConfig, layout: Literal["stacked", "unrolled", "layer"])
     return nnx.graphdef(llama)
 
 
-def _write(
-    cached: Float[Array, "batch kv_heads max_len head_dim"],
-    new: Float[Array, "batch kv_heads seq head_dim"],
-    positions: Int[Array, "batch seq"],
-) -> Float[Array, "batch kv_heads max_len head_dim"]:
-    """Put ``new`` into each row's own slots. Unlike a dynamic slice, which would shift, it drops what does not fit.
-
-    Rows and heads are joined to one axis: where one of them is of size one, XLA would copy the whole cache on a CPU.
-    """
+def _write(cached: Array, new: Array, positions: Array) -> Array:
+    """Put ``new`` into each row's own slots. Unlike a dynamic slice, which would shift, it drops what does not fit."""
     batch, kv_heads, max_len, head_dim = cached.shape
-    rows = jnp.arange(batch * kv_heads)[:, None]
-    slots = jnp.repeat(positions, kv_heads, axis=0)
+    # Rows and heads are joined to one axis: where one of them is of size one, XLA would copy the whole cache on a CPU.
+    rows, slots = jnp.arange(batch * kv_heads)[:, None], jnp.repeat(positions, kv_heads, axis=0)
     joined = new.reshape(batch * kv_heads, -1, head_dim).astype(cached.dtype)
     return cached.reshape(-1, max_len, head_dim).at[rows, slots].set(joined, mode="drop").reshape(cached.shape)
 

@@ -18,8 +18,8 @@ Heads = Float[Array, "*heads seq head_dim"]
 Keys = Float[Array, "kv_heads kv_seq head_dim"]
 Mask = Bool[Array, "seq kv_seq"]
 Positions = Int[Array, "seq"]
-Frequencies = Float[Array, "half"]
 Tokens = Int[Array, "batch seq"]
+Frequencies = Float[Array, "half"]
 
 
 def rms_norm(x: Rows, scale: Float[Array, "embed"], eps: float) -> Rows:
@@ -49,17 +49,11 @@ def rope_frequencies(config: "LlamaConfig", seq: int = 0) -> Frequencies:
         last = min((turns > scaling.beta_slow).sum(), config.head_dim - 1)
         divided = np.interp(pairs[:half], [first, max(last, first + 1e-3)], [0, 1])
         return plain * (1 - divided) + plain / scaling.factor * divided
-    scaled, low, high = [], scaling.low_freq_factor, scaling.high_freq_factor
-    for frequency in plain:
-        wavelength = 2 * np.pi / frequency
-        if wavelength < scaling.original_max_seq_len / high:
-            scaled.append(frequency)
-        elif wavelength > scaling.original_max_seq_len / low:
-            scaled.append(frequency / scaling.factor)
-        else:
-            smooth = (scaling.original_max_seq_len / wavelength - low) / (high - low)
-            scaled.append((1 - smooth) * frequency / scaling.factor + smooth * frequency)
-    return np.array(scaled)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = scaling.original_max_seq_len / (2 * np.pi / plain)
+    smooth = (turns - low) / (high - low)
+    between = (1 - smooth) * plain / scaling.factor + smooth * plain
+    return np.where(turns > high, plain, np.where(turns < low, plain / scaling.factor, between))
 
 
 def rotate(x: Heads, positions: Positions, frequencies: Frequencies) -> Heads:
@@ -78,10 +72,9 @@ def softmax(x: Rows) -> Rows:
 def attention(q: Heads, k: Keys, v: Keys, mask: Mask) -> Heads:
     """``softmax(q k^T / sqrt(head_dim)) v``; zeros where no key is seen. Vaswani 2017, eq. 1; Ainslie 2023."""
     if q.ndim != 3 or mask.shape != (q.shape[1], k.shape[1]) or len(q) % len(k):
-        raise ValueError(
-            f"q {list(q.shape)}, k {list(k.shape)}, mask {list(mask.shape)}: they must be [heads, seq, head_dim], "
-            f"[kv_heads, kv_seq, head_dim], [seq, kv_seq], one sequence at a time, heads a multiple of kv_heads"
-        )
+        given = f"q {list(q.shape)}, k {list(k.shape)}, mask {list(mask.shape)}: they must be [heads, seq, head_dim]"
+        others = "[kv_heads, kv_seq, head_dim], [seq, kv_seq], one sequence at a time, heads a multiple of kv_heads"
+        raise ValueError(f"{given}, {others}")
     if mask.dtype != bool:
         raise ValueError(f"mask is {mask.dtype}; it must be boolean, true where a query sees a key")
     out, group, sees = np.zeros(q.shape), len(q) // len(k), mask.any(axis=-1)

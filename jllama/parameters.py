@@ -1,8 +1,7 @@
 """The one table of parameters: each one's path, axes, initial values, and its name and layout in every file format.
 
-Shapes, shardings, initialisation, weight decay, parameter and FLOP counts, checkpoints, converters and the printed
-summary are all derived from it. A path is the parameter's place in the nested dictionary that every function here calls
-``params``.
+Shapes, shardings, initialization, weight decay, counts, checkpoints, converters and the printed summary are all derived
+from it. A path is the parameter's place in the nested dictionary that every function here calls ``params``.
 """
 
 from __future__ import annotations
@@ -19,15 +18,10 @@ from jllama.errors import UsageError
 
 Params = dict[str, Any]
 
-Axis = str  # a key of:
+Axis = str  # a key of
 _SIZES: dict[Axis, str] = {
-    "layers": "num_layers",
-    "vocab": "vocab_size",
-    "embed": "embed_dim",
-    "heads": "num_heads",
-    "kv_heads": "num_kv_heads",
-    "head_dim": "head_dim",
-    "mlp": "mlp_dim",
+    **{"layers": "num_layers", "vocab": "vocab_size", "embed": "embed_dim", "mlp": "mlp_dim"},
+    **{"heads": "num_heads", "kv_heads": "num_kv_heads", "head_dim": "head_dim"},
 }
 """The field of ``LlamaConfig`` that an axis takes its size from."""
 
@@ -70,22 +64,19 @@ class Parameter:
         """The tensor's name in files of a format, such as ``blk.3.attn_q.weight``."""
         if not (name := getattr(self, file_format)):
             raise UsageError(f"the format {file_format} has no tensor for a {self.role} of [{', '.join(self.axes)}]")
-        prefix = f"{_LAYERS[file_format]}.{layer}." if self.axes[0] == "layers" else ""
-        return f"{prefix}{name}.{'bias' if self.role == 'bias' else 'weight'}"
+        prefix = {"meta": "layers", "huggingface": "model.layers", "gguf": "blk"}[file_format]
+        suffix = "bias" if self.role == "bias" else "weight"
+        return f"{prefix}.{layer}.{name}.{suffix}" if self.axes[0] == "layers" else f"{name}.{suffix}"
 
     @property
     def outputs(self) -> tuple[Axis, ...]:
         """The axes that are neither ``layers`` nor inputs."""
-        return tuple(axis for axis in self.axes if axis != "layers" and axis not in self.inputs)
+        return tuple(axis for axis in self.axes if axis not in ("layers", *self.inputs))
 
     @property
     def is_matrix(self) -> bool:
         """Whether it takes part in matrix products (and so is decayed)."""
         return self.role == "matrix"
-
-
-_LAYERS: dict[NamedFormat, str] = {"meta": "layers", "huggingface": "model.layers", "gguf": "blk"}
-"""What the names of layers' tensors begin with."""
 
 
 def _row(axes: str, names: str, llama2c: int, **others: Any) -> Parameter:
@@ -109,9 +100,7 @@ PARAMETERS = {
     "layers/w_up": _row("layers *embed mlp", "feed_forward.w3 mlp.up_proj ffn_up", 9),
     "layers/w_down": _row("layers *mlp embed", "feed_forward.w2 mlp.down_proj ffn_down", 8, residual=True),
     "final_norm": _row("embed", "norm model.norm output_norm", 10),
-    "lm_head": _row(
-        "*embed vocab", "output lm_head output", 11, gain=0.25, when=lambda config: not config.tie_embeddings
-    ),
+    "lm_head": _row("*embed vocab", "output lm_head output", 11, gain=0.25, when=lambda it: not it.tie_embeddings),
 }
 """The table. A row that is added here is initialized, trained, sharded, saved and laid out as all others are."""
 
@@ -131,8 +120,7 @@ class TensorSpec(NamedTuple):
 
     Args:
         key: its path among unstacked parameters, such as ``embed`` or ``layers/3/wq``.
-        path: the parameter's path in the table.
-        parameter: the parameter's row.
+        path, parameter: the parameter's row in the table.
         layer: the layer's number; 0 outside the layers.
         shape: as every file format has it: ``[outputs, inputs]``, each with its axes flattened; ``[embed]`` for a norm.
     """
@@ -169,18 +157,16 @@ def as_matrix(parameter: Parameter, array: np.ndarray) -> np.ndarray:
     """A view of one layer's share of a parameter (or of a part of it) as ``[outputs, inputs]``; others are flat."""
     if not parameter.inputs:
         return array.reshape(-1)
-    axes = [axis for axis in parameter.axes if axis != "layers"]
-    inputs_first = axes[0] in parameter.inputs
-    first = len(parameter.inputs if inputs_first else parameter.outputs)
+    outputs_first = parameter.outputs[0] == parameter.axes[parameter.axes[0] == "layers"]
+    first = len(parameter.outputs if outputs_first else parameter.inputs)
     matrix = array.reshape(math.prod(array.shape[:first]), -1)
-    return matrix.T if inputs_first else matrix
+    return matrix if outputs_first else matrix.T
 
 
 def initial_std(parameter: Parameter, config: LlamaConfig) -> float:
     """The standard deviation of a matrix's initial values."""
-    fan_in = matrix_shape(parameter, config)[-1]
     depth = 2 * config.num_layers if parameter.residual else 1
-    return parameter.gain / math.sqrt(fan_in * depth)
+    return parameter.gain / math.sqrt(matrix_shape(parameter, config)[-1] * depth)
 
 
 def count_parameters(config: LlamaConfig) -> int:
@@ -195,17 +181,13 @@ def training_flops_per_token(config: LlamaConfig, seq_len: int) -> float:
     passes, and the attention products over ``seq_len`` keys. The embedding counts where it is used as the head.
     Source: Chowdhery et al. 2022, appendix B (arXiv:2204.02311).
     """
-    table = parameter_table(config)
-    used = [row for path, row in table.items() if row.is_matrix and (config.tie_embeddings or path != "embed")]
-    matrices = sum(math.prod(shape_of(row, config)) for row in used)
+    used = {path: row for path, row in parameter_table(config).items() if config.tie_embeddings or path != "embed"}
+    matrices = sum(math.prod(shape_of(row, config)) for row in used.values() if row.is_matrix)
     return 6.0 * matrices + 12.0 * config.num_layers * config.num_heads * config.head_dim * seq_len
 
 
-def map_by_path(function: Any, params: Params, prefix: str = "") -> Params:
+def map_by_path(function: Any, params: Any, prefix: str = "") -> Any:
     """``function(path, leaf)`` for every leaf of a nested dictionary, in the same shape."""
-    return {
-        name: map_by_path(function, value, f"{prefix}{name}/")
-        if isinstance(value, dict)
-        else function(prefix + name, value)
-        for name, value in params.items()
-    }
+    if not isinstance(params, dict):
+        return function(prefix[:-1], params)
+    return {name: map_by_path(function, value, f"{prefix}{name}/") for name, value in params.items()}

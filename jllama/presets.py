@@ -52,14 +52,10 @@ PRESETS: dict[str, LlamaConfig] = {
 
 
 def preset(name: str) -> LlamaConfig:
-    """The configuration of a released Llama, such as ``llama3.2-1b``.
-
-    Raises:
-        UsageError: no preset has this name; the message gives the nearest one, or all of them.
-    """
-    if name in PRESETS:
-        return PRESETS[name]
-    raise unknown_name("preset", name, PRESETS)
+    """The configuration of a released Llama, such as ``llama3.2-1b``; ``UsageError`` if no preset has this name."""
+    if name not in PRESETS:
+        raise unknown_name("preset", name, PRESETS)
+    return PRESETS[name]
 
 
 SHAPE = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
@@ -73,15 +69,10 @@ def presets_of_shape(config: LlamaConfig) -> list[str]:
 
 
 def nearest_preset(config: LlamaConfig) -> str:
-    """The name of the released Llama of this shape that has the most other fields in common; empty if none has it.
-
-    Of two as near, it is the one with the same context length: that is the less likely to have been changed.
-    """
-
-    def distance(name: str) -> tuple[int, bool]:
-        return len(differing(OTHERS, config, PRESETS[name])), PRESETS[name].max_seq_len != config.max_seq_len
-
-    return min(presets_of_shape(config), key=distance, default="")
+    """The name of the released Llama of this shape that has the most other fields in common; empty if none has it."""
+    # Of two as near, the one with the same context length: that is the less likely to have been changed.
+    fields = (*OTHERS, *OTHERS, "max_seq_len")
+    return min(presets_of_shape(config), key=lambda name: len(differing(fields, config, PRESETS[name])), default="")
 
 
 def differing(fields: tuple[str, ...], config: LlamaConfig, released: LlamaConfig) -> list[str]:

@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from jllama.errors import MAX_SEQ_LEN, UsageError, check_size
+from jllama.errors import MAX_SEQ_LEN, UsageError, check_fields, check_size
 
 ROPE_SCALINGS: dict[str, type[RopeScaling]] = {}
 """The classes by the name of their type."""
@@ -32,23 +32,22 @@ class RopeScaling:
 
     attention_factor = 1.0  # multiplies cosines and sines
     grows = False  # whether frequencies depend on the length of a sequence, which may then be over the context
+    ordered: ClassVar[tuple[str, ...]] = ()  # two fields, both positive, the first one smaller
+    least: ClassVar[dict[str, int]] = {}  # what fields of the configuration must be over
     huggingface_required: ClassVar[tuple[str, ...]] = ("factor",)
-    huggingface_extra: ClassVar[tuple[str, ...]] = ()  # numbers that are no fields, for ``from_huggingface``
     huggingface_fixed: ClassVar[dict[str, tuple[Any, ...]]] = {}  # keys whose values may only be these
     gguf: ClassVar[dict[str, str]] = {}  # after "rope.scaling."; empty if GGUF has no such keys
-    meta: ClassVar[dict[str, str]] = {}
 
     def __init_subclass__(cls) -> None:
         ROPE_SCALINGS[cls.type] = cls
 
     def __post_init__(self) -> None:
-        if not 1 <= self.factor < 1e300:
-            raise UsageError(f"rope_scaling.factor is {self.factor}; it must be at least 1, and finite")
-        if "original_max_seq_len" in vars(self):
-            check_size("rope_scaling.original_max_seq_len", vars(self)["original_max_seq_len"], MAX_SEQ_LEN)
-
-    def check(self, head_dim: int, theta: float) -> None:
-        """Raise ``UsageError`` if heads of this size cannot be scaled so."""
+        check_fields(self, "rope_scaling.", "factor", lambda factor: 1 <= factor < 1e300, "at least 1, and finite")
+        check_size("rope_scaling.original_max_seq_len", vars(self).get("original_max_seq_len", 1), MAX_SEQ_LEN)
+        low, high = (getattr(self, name) for name in self.ordered) if self.ordered else (1, 2)
+        if not 0 < low < high:
+            both = " and ".join(f"{name} {getattr(self, name)}" for name in self.ordered)
+            raise UsageError(f"rope_scaling has {both}; they must be positive, the first one smaller")
 
     def keep(self, i: int, frequency: float, head_dim: int, theta: float) -> float:
         """How much of pair ``i``'s frequency is kept."""
@@ -60,13 +59,8 @@ class RopeScaling:
         kept = [min(max(self.keep(i, frequency, head_dim, theta), 0.0), 1.0) for i, frequency in enumerate(plain)]
         return [keep * each + (1 - keep) * each / self.factor for keep, each in zip(kept, plain, strict=True)]
 
-    @classmethod
-    def from_huggingface(cls, numbers: dict[str, Any]) -> RopeScaling:
-        """The scaling of the numbers in a ``config.json``, which names them as our fields."""
-        return cls(**numbers)
-
     def to_huggingface(self) -> dict[str, Any]:
-        """What ``config.json`` says of it, besides the lengths."""
+        """What ``config.json`` says of it, besides the lengths; it names the arguments of a class as we do."""
         return {name: float(value) for name, value in vars(self).items() if name != "original_max_seq_len"}
 
     @staticmethod
@@ -81,17 +75,17 @@ class RopeScaling:
             raise UsageError(f"rope_scaling.type is {reprlib.repr(name)}; it must be one of {', '.join(ROPE_SCALINGS)}")
         own = {field.name: field.default for field in dataclasses.fields(kind) if field.init}
         defaults = {field.name: field.default for each in ROPE_SCALINGS.values() for field in dataclasses.fields(each)}
-        for name in fields.keys() - own.keys() - {"type"}:
-            if name not in defaults or fields[name] != defaults[name]:
-                raise UsageError(f"rope_scaling.{name} is {reprlib.repr(fields[name])}; {kind.type} has no such field")
         if missing := [name for name in own if name not in fields and own[name] is dataclasses.MISSING]:
             raise UsageError(f"rope_scaling.{missing[0]} is missing")
-        given = {name: fields[name] for name in own if name in fields}
+        given = {name: value for name, value in fields.items() if name != "type"}
         for name, value in given.items():
-            if type(value) not in (int, float) or (type(value) is float and type(own[name]) is int):
-                number = "whole number" if type(own[name]) is int else "number"
-                raise UsageError(f"rope_scaling.{name} is {reprlib.repr(value)}; it must be a {number}")
-        return kind(**given)
+            said = f"rope_scaling.{name} is {reprlib.repr(value)}"
+            if name not in own and (name not in defaults or value != defaults[name]):
+                raise UsageError(f"{said}; {kind.type} has no such field")
+            whole = type(own.get(name)) is int
+            if name in own and type(value) not in ([int] if whole else [int, float]):
+                raise UsageError(f"{said}; it must be a {'whole ' * whole}number")
+        return kind(**{name: value for name, value in given.items() if name in own})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,11 +107,7 @@ class DynamicScaling(RopeScaling):
 
     original_max_seq_len: int = 8192
     type, grows = "dynamic", True
-
-    def check(self, head_dim: int, theta: float) -> None:
-        """The first pair keeps its frequency, so there must be another."""
-        if head_dim == 2:
-            raise UsageError("head_dim is 2; dynamic rope_scaling slows every pair but the first, so it must be over 2")
+    least: ClassVar[dict[str, int]] = {"head_dim": 2}  # the first pair keeps its frequency, so there must be another
 
     def frequencies(self, head_dim: int, theta: float, length: int) -> list[float]:
         """Those of the stretched base."""
@@ -136,18 +126,14 @@ class Llama3Scaling(RopeScaling):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_seq_len: int = 8192
-    type = "llama3"
-    huggingface_required: ClassVar[tuple[str, ...]] = ("factor", "low_freq_factor", "high_freq_factor")
+    type, ordered = "llama3", ("low_freq_factor", "high_freq_factor")
+    huggingface_required: ClassVar[tuple[str, ...]] = ("factor", *ordered)
     meta: ClassVar[dict[str, str]] = {"factor": "rope_scaling_factor"} | {
         name: f"rope_{name}" for name in ("low_freq_factor", "high_freq_factor", "original_max_seq_len")
     }
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_order(self, "low_freq_factor", "high_freq_factor")
-
     def keep(self, i: int, frequency: float, head_dim: int, theta: float) -> float:
-        """By its turns in the original context."""
+        """Those that turn often in the original context."""
         turns = self.original_max_seq_len * frequency / (2 * math.pi)
         return (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
 
@@ -158,41 +144,38 @@ class YarnScaling(RopeScaling):
 
     Pair ``index(beta) = head_dim ln(original_max_seq_len / (2 pi beta)) / (2 ln theta)`` makes ``beta`` full turns in
     the original context; ``low = max(floor(index(beta_fast)), 0)``, ``high = min(ceil(index(beta_slow)), head_dim -
-    1)``. ``attention_factor`` 0 means the paper's. Source: Peng et al. 2023, section 3.2 (arXiv:2309.00071), with the
-    ramp over ``i`` of the authors' code, which transformers and llama.cpp follow (the paper's is over turns).
+    1)``. ``attention_factor`` 0 is the paper's, or that of DeepSeek's ``mscale`` over ``mscale_all_dim`` if both are
+    given. Source: Peng et al. 2023, section 3.2 (arXiv:2309.00071), with the ramp over ``i`` of the authors' code,
+    which transformers and llama.cpp follow (the paper's is over turns).
     """
 
     original_max_seq_len: int = 8192
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 0.0
-    type = "yarn"
-    huggingface_extra: ClassVar[tuple[str, ...]] = ("mscale", "mscale_all_dim")
+    mscale: dataclasses.InitVar[float] = 0.0
+    mscale_all_dim: dataclasses.InitVar[float] = 0.0
+    type, ordered = "yarn", ("beta_slow", "beta_fast")
+    least: ClassVar[dict[str, int]] = {"rope_theta": 1}  # later pairs must turn slower
     huggingface_fixed: ClassVar[dict[str, tuple[Any, ...]]] = {"truncate": (True,), "finetuned": (True, False)}
     gguf: ClassVar[dict[str, str]] = {"factor": "factor", "original_max_seq_len": "original_context_length"} | {
         name: f"yarn_{name}" for name in ("beta_fast", "beta_slow")
     }
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, mscale: float, mscale_all_dim: float) -> None:
         super().__post_init__()
-        _check_order(self, "beta_slow", "beta_fast")
-        factor = self.attention_factor
-        if not factor >= 0:
-            raise UsageError(f"rope_scaling.attention_factor is {factor}; it must be positive, or 0 to work it out")
-        object.__setattr__(self, "attention_factor", factor or self.usual_attention_factor)
+        check_fields(self, "rope_scaling.", "attention_factor", lambda x: x >= 0, "positive, or 0 to work it out")
+        up, down = (0.1 * scale * math.log(self.factor) + 1 for scale in (mscale, mscale_all_dim))
+        derived = up / down if mscale and mscale_all_dim else self.usual_attention_factor
+        object.__setattr__(self, "attention_factor", self.attention_factor or derived)
 
     @property
     def usual_attention_factor(self) -> float:
         """The paper's, section 3.4."""
         return 0.1 * math.log(self.factor) + 1
 
-    def check(self, head_dim: int, theta: float) -> None:
-        """``index`` divides by ``ln theta``."""
-        if not theta > 1:
-            raise UsageError(f"rope_theta is {theta}; for yarn it must be over 1: later pairs turn slower")
-
     def keep(self, i: int, frequency: float, head_dim: int, theta: float) -> float:
-        """By its number."""
+        """The first pairs, less and less."""
 
         def index(beta: float) -> float:
             return head_dim * math.log(self.original_max_seq_len / (2 * math.pi * beta)) / (2 * math.log(theta))
@@ -201,26 +184,7 @@ class YarnScaling(RopeScaling):
         high = max(min(math.ceil(index(self.beta_slow)), head_dim - 1), low + 1e-3)
         return 1 - (i - low) / (high - low)
 
-    @classmethod
-    def from_huggingface(cls, numbers: dict[str, Any]) -> RopeScaling:
-        """``mscale`` over ``mscale_all_dim``, DeepSeek's, stands for an attention factor that is not given."""
-        scales = [numbers.pop(name, 0.0) for name in ("mscale", "mscale_all_dim")]
-        if all(scales):
-            up, down = (0.1 * scale * math.log(numbers["factor"]) + 1 for scale in scales)
-            numbers.setdefault("attention_factor", up / down)
-        return cls(**numbers)
-
     def to_huggingface(self) -> dict[str, Any]:
         """An attention factor of the paper's need not be said."""
-        numbers = super().to_huggingface()
-        if self.attention_factor == self.usual_attention_factor:
-            del numbers["attention_factor"]
-        return numbers
-
-
-def _check_order(scaling: RopeScaling, low: str, high: str) -> None:
-    values = getattr(scaling, low), getattr(scaling, high)
-    if not 0 < values[0] < values[1]:
-        raise UsageError(
-            f"rope_scaling has {low} {values[0]} and {high} {values[1]}; they must be positive, the first one smaller"
-        )
+        unsaid = "attention_factor" if self.attention_factor == self.usual_attention_factor else ""
+        return {name: value for name, value in super().to_huggingface().items() if name != unsaid}

@@ -114,8 +114,8 @@ def test_a_config_is_frozen():
         ({"num_heads": 4, "num_kv_heads": 8}, "^num_heads 4 is not divisible by num_kv_heads 8: "),
         ({"head_dim": 65}, "^head_dim 65 is odd: "),
         ({"embed_dim": 12, "num_heads": 4}, "^head_dim 3 is odd: "),
-        ({"head_dim": 2, "rope_scaling": DynamicScaling(2.0)}, "^head_dim is 2; .* it must be over 2$"),
-        ({"rope_theta": 1.0, "rope_scaling": YarnScaling(2.0)}, r"^rope_theta is 1.0; .* it must be over 1"),
+        ({"head_dim": 2, "rope_scaling": DynamicScaling(2.0)}, "^head_dim is 2; it must be over 2 with .* dynamic$"),
+        ({"rope_theta": 1.0, "rope_scaling": YarnScaling(2.0)}, "^rope_theta is 1.0; it must be over 1 with .* yarn$"),
     ],
 )
 def test_what_cannot_be_built_is_refused(settings, message):

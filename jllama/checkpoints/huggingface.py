@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import json
 import math
 import re
@@ -141,9 +142,8 @@ def _rope(fields: Mapping[str, Any], max_seq_len: int, source: Path) -> tuple[fl
             raise JllamaError(f"{source} has RoPE with {key} other than {json.dumps(values[0])}, as jllama has it")
     keys = [key for key in parameters if key not in _ROPE_COMMON]
     numbers: dict[str, Any] = {key: positive_number(parameters, key, source) for key in keys}
-    names = {field.name for field in dataclasses.fields(kind) if field.init} if kind else set()
-    allowed = (names - {"original_max_seq_len"}).union(kind.huggingface_extra) if kind else names
-    if unknown := [key for key in keys if key not in allowed]:
+    names = set(inspect.signature(kind).parameters) if kind else set()
+    if unknown := [key for key in keys if key not in names - {"original_max_seq_len"}]:
         raise JllamaError(f"{source} has {', '.join(unknown)}, which RoPE of type {rope_type} has not")
     if kind is None:
         return theta, None
@@ -155,7 +155,7 @@ def _rope(fields: Mapping[str, Any], max_seq_len: int, source: Path) -> tuple[fl
     if "original_max_seq_len" in names:
         numbers["original_max_seq_len"] = original
     with fault_of(source):
-        return theta, kind.from_huggingface(numbers)
+        return theta, kind(**numbers)
 
 
 def config_to_huggingface(config: LlamaConfig, dtype: str) -> dict[str, Any]:

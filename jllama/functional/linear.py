@@ -63,14 +63,10 @@ class DecodeMatrix:
         tokens each row of ``x`` becomes two of them, ``x = s * (high + low / 254)``, with an error of at most
         ``max(abs(x)) / 64516``; integer products are exact.
         """
-        few = len(x) <= 32
-        if self.scale is None:
-            plain = functools.partial(_product, dtype=dtype)
-            cpu = functools.partial(_product_from_the_left, dtype=dtype) if few else plain
-            return jax.lax.platform_dependent(x, self.values, cpu=cpu, default=plain)
-        widened = functools.partial(_product, dtype=jnp.float32)
-        product = jax.lax.platform_dependent(x, self.values, cpu=_split_product if few else widened, default=widened)
-        return (product * self.scale.astype(product.dtype)).astype(dtype)
+        plain = functools.partial(_product, dtype=dtype if self.scale is None else jnp.float32)
+        quick = functools.partial(_product_from_the_left, dtype=dtype) if self.scale is None else _split_product
+        product = jax.lax.platform_dependent(x, self.values, cpu=quick if len(x) <= 32 else plain, default=plain)
+        return product if self.scale is None else (product * self.scale.astype(product.dtype)).astype(dtype)
 
 
 def project(x: Float[Array, "*lead inputs"], matrix: Array | DecodeMatrix) -> Float[Array, "*lead outputs"]:
