@@ -11,6 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jllama.functional.shapes import checked
 
+Queries = Float[Array, "batch heads seq head_dim"]
+Keys = Float[Array, "batch kv_heads kv_seq head_dim"]
+
 _BLOCK, _MAX_SPANS = 128, 8
 
 
@@ -48,6 +51,9 @@ class Mask(NamedTuple):
         return seen
 
 
+_CAUSAL = Mask()
+
+
 @checked
 def masked_softmax(
     scores: Float[Array, "*lead kv_seq"], mask: Bool[Array, "*#lead kv_seq"]
@@ -63,12 +69,7 @@ def masked_softmax(
 
 
 @checked
-def grouped_query_attention(
-    query: Float[Array, "batch heads seq head_dim"],
-    key: Float[Array, "batch kv_heads kv_seq head_dim"],
-    value: Float[Array, "batch kv_heads kv_seq head_dim"],
-    mask: Bool[Array, "#batch #seq kv_seq"],
-) -> Float[Array, "batch heads seq head_dim"]:
+def grouped_query_attention(query: Queries, key: Keys, value: Keys, mask: Bool[Array, "#batch #seq kv_seq"]) -> Queries:
     """``softmax(q k^T / sqrt(head_dim)) v`` where each key-value head serves ``heads / kv_heads`` neighboring queries.
 
     Heads come before the sequence, as in PyTorch; ``jax.nn`` and Flax have ``[batch, seq, heads, head_dim]``. The mask
@@ -149,13 +150,7 @@ def choose_attention(platform: str, seq: int, kv_seq: int, *, backward: bool = T
 
 
 @checked
-def attention(
-    query: Float[Array, "batch heads seq head_dim"],
-    key: Float[Array, "batch kv_heads kv_seq head_dim"],
-    value: Float[Array, "batch kv_heads kv_seq head_dim"],
-    mask: Mask = Mask(),  # noqa: B008 - a value
-    implementation: str = "auto",
-) -> Float[Array, "batch heads seq head_dim"]:
+def attention(query: Queries, key: Keys, value: Keys, mask: Mask = _CAUSAL, implementation: str = "auto") -> Queries:
     """``grouped_query_attention`` under a ``Mask``, by one of ``ATTENTION``, or by the one that ``auto`` chooses.
 
     With ``heads == kv_heads``, arrays of ``[batch, seq, heads, head_dim]`` can't be told from right ones by shape.

@@ -13,15 +13,15 @@ from jllama.functional.shapes import checked
 
 CHUNK_TOKENS = 2048
 
+Hidden = Float[Array, "batch seq embed"]
+Head = Float[Array | DecodeMatrix, "embed vocab"]
+Ids = Int[Array, "batch seq"]
+Flags = Bool[Array, "batch seq"]
+
 
 @checked
 def linear_cross_entropy(
-    hidden: Float[Array, "batch seq embed"],
-    head: Float[Array | DecodeMatrix, "embed vocab"],
-    targets: Int[Array, "batch seq"],
-    mask: Bool[Array, "batch seq"],
-    z_loss: float = 0.0,
-    chunk_tokens: int = CHUNK_TOKENS,
+    hidden: Hidden, head: Head, targets: Ids, mask: Flags, z_loss: float = 0.0, chunk_tokens: int = CHUNK_TOKENS
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The summed negative log-likelihood of the unmasked targets, and how many there are: ``(total, count)``.
 
@@ -56,11 +56,8 @@ def cross_entropy(
 
 @checked
 def token_log_probs(
-    hidden: Float[Array, "batch seq embed"],
-    head: Float[Array | DecodeMatrix, "embed vocab"],
-    targets: Int[Array, "batch seq"],
-    chunk_tokens: int = CHUNK_TOKENS,
-) -> tuple[Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
+    hidden: Hidden, head: Head, targets: Ids, chunk_tokens: int = CHUNK_TOKENS
+) -> tuple[Float[Array, "batch seq"], Flags]:
     """Each target's ``log softmax(hidden @ head)[target]``, in float32, and whether it is the likeliest token.
 
     In chunks as in ``linear_cross_entropy``; the backward pass makes each chunk's logits again.
