@@ -21,7 +21,7 @@ from jllama.errors import JllamaError, UsageError, unknown_name
 from jllama.files import read_json_object, write_text_whole
 from jllama.generation.sampling_params import SamplingParams
 
-_SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]
+_SAMPLING = list(vars(SamplingParams()))
 _SETTINGS = ["max_new_tokens", *_SAMPLING]
 _COMMON = ("system", "load", "template", "max_new_tokens", "temperature", "top_p", "seed", "quantize")
 
@@ -149,11 +149,11 @@ def _answer(session: _Session, text: str) -> None:
 
 
 def _obey(session: _Session, line: str) -> None:
-    name, _, rest = line.partition(" ")
+    name, _, text = line.partition(" ")
     if name not in COMMANDS:
         unknown = unknown_name("command", name, COMMANDS)
         raise UsageError(f"{unknown} (/help explains them; put a space in front to say it to the model)")
-    COMMANDS[name](session, rest.strip())
+    COMMANDS[name](session, text.strip())
 
 
 def _retry(session: _Session, _: str) -> None:

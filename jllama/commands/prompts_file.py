@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import re
-import types
 import typing
 import zlib
 from collections.abc import Callable, Mapping
@@ -23,11 +22,22 @@ from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import Completion, encode_prompt, generate_batches
 from jllama.language_model import LanguageModel
 
-_SAMPLING = typing.get_type_hints(SamplingParams)
-OWN_SETTINGS = _SAMPLING | {
-    name: typing.get_type_hints(Prompt)[name] for name in ("max_new_tokens", "stop", "stop_ids")
-}
-"""What a line may set for itself, and of which type."""
+_Kind = tuple[str, Callable[[Any], bool]]
+_WHOLE: _Kind = "a whole number", lambda value: type(value) is int  # true is none
+_NUMBER: _Kind = "a number", lambda value: type(value) in (int, float)
+_IDS: _Kind = "a list of whole numbers", lambda value: isinstance(value, list) and all(map(_WHOLE[1], value))
+_TEXTS: _Kind = (
+    "a string or a list of strings",
+    lambda value: all(isinstance(text, str) for text in (value if isinstance(value, list) else [value])),
+)
+_BIASES: _Kind = (
+    "an object of numbers by token id",
+    lambda value: isinstance(value, dict) and all(id.isdecimal() and _NUMBER[1](bias) for id, bias in value.items()),
+)
+_JSON_TYPES = {int: _WHOLE, float: _NUMBER, Mapping[int, float]: _BIASES, tuple[int, ...]: _IDS}
+_SAMPLING = {name: _JSON_TYPES[hint] for name, hint in typing.get_type_hints(SamplingParams).items()}
+OWN_SETTINGS = _SAMPLING | {"max_new_tokens": _WHOLE, "stop": _TEXTS, "stop_ids": _IDS}
+"""What a line may set for itself: what JSON must hold, in words and as a test."""
 _NOT_OF_RESULTS = ("checkpoint", "prompts_file", "output", "batch_size")  # options that no result depends on
 
 
@@ -42,11 +52,8 @@ def complete_file(
 
     Each line is an object with a ``prompt``; it may set what ``OWN_SETTINGS`` lists, and whatever else it holds is
     copied to its results, beside what ``record`` makes of the text, its encoded prompt and the completion. They are
-    gathered in ``<output>.unfinished``, which a second call goes on from, and appear at ``output``, in the order of the
-    lines, when all are done. Returns what is wrong with lines that cannot be completed, whose results say so, too.
-
-    Raises:
-        JllamaError: a file cannot be used, or ``<output>.unfinished`` is of other prompts, weights or options.
+    gathered in ``<output>.unfinished``, which a second call goes on from if the prompts, weights and options are the
+    same, and appear at ``output``, in the order of the lines, when all are done. Returns what is wrong with lines.
     """
     path, output = Path(options.prompts_file), Path(options.output)
     if output.exists():
@@ -103,9 +110,7 @@ def with_seed(prompt: Prompt, offset: int) -> Prompt:
 
 def weights_fingerprint(model: LanguageModel) -> str:
     """SHA-256, in hexadecimal, of the names, types, shapes and CRC-32 of the parameters as they are loaded."""
-    leaves = [
-        (jax.tree_util.keystr(at), np.asarray(leaf)) for at, leaf in jax.tree_util.tree_leaves_with_path(model.params)
-    ]
+    leaves = [(jax.tree_util.keystr(at), np.asarray(leaf)) for at, leaf in jax.tree.leaves_with_path(model.params)]
     parts = [(name, leaf.dtype.name, leaf.shape, zlib.crc32(leaf.ravel().view(np.uint8).data)) for name, leaf in leaves]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -152,29 +157,10 @@ def _prompt(fields: dict[str, Any], default: Prompt) -> Prompt:
         raise UsageError('it must be an object with a "prompt", such as {"prompt": "Once"}')
     own: dict[str, Any] = {name: fields[name] for name in OWN_SETTINGS if name in fields}
     for name, value in own.items():
-        in_words, fits = _json_type(OWN_SETTINGS[name])
+        in_words, fits = OWN_SETTINGS[name]
         if not fits(value):
             raise UsageError(f"{name} is {json.dumps(value)}; it must be {in_words}")
         if isinstance(value, list | dict):
             own[name] = tuple(value) if isinstance(value, list) else {int(id): value[id] for id in value}
     sampling = dataclasses.replace(default.sampling, **{name: own.pop(name) for name in _SAMPLING if name in own})
     return dataclasses.replace(default, content=fields["prompt"], sampling=sampling, **own)
-
-
-def _json_type(hint: Any) -> tuple[str, Callable[[Any], bool]]:
-    """What JSON must hold for a field of this type, in words and as a test."""
-    origin, kinds = typing.get_origin(hint), typing.get_args(hint)
-    inner = [_json_type(kind) for kind in kinds if kind not in (types.NoneType, ...)]
-    if origin in (types.UnionType, typing.Union):
-        return " or ".join(words for words, _ in inner), lambda value: any(fits(value) for _, fits in inner)
-    if origin is Mapping:
-        fits = inner[1][1]
-        return (
-            "an object of numbers by token id",
-            lambda value: isinstance(value, dict) and all(id.isdecimal() and fits(each) for id, each in value.items()),
-        )
-    if origin is not None:
-        name, fits = inner[0]
-        return f"a list of {name.removeprefix('a ')}s", lambda value: isinstance(value, list) and all(map(fits, value))
-    name = {int: "a whole number", float: "a number", str: "a string"}[hint]
-    return name, lambda value: type(value) is hint or (hint is float and type(value) is int)  # where true is no number

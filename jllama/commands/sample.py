@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 import jllama
@@ -21,14 +21,11 @@ from jllama.errors import JllamaError, UsageError, check_fields
 from jllama.generation.sampling_params import SamplingParams
 from jllama.progress import progress
 
-COMPARED = {
-    "greedy": SamplingParams(temperature=0.0),
-    "random, T=1": SamplingParams(),
-    "random, T=0.7": SamplingParams(temperature=0.7),
-    "top-k 40, T=1": SamplingParams(top_k=40),
-    "top-k 40, T=0.7": SamplingParams(temperature=0.7, top_k=40),
-    "top-p 0.9, T=1": SamplingParams(top_p=0.9),
-    "top-p 0.9, T=0.7": SamplingParams(temperature=0.7, top_p=0.9),
+_CUTS = {"random": (0, 1.0), "top-k 40": (40, 1.0), "top-p 0.9": (0, 0.9)}
+COMPARED = {"greedy": SamplingParams(temperature=0.0)} | {
+    f"{name}, T={temperature:g}": SamplingParams(temperature, *cuts)
+    for name, cuts in _CUTS.items()
+    for temperature in (1.0, 0.7)
 }
 """The settings that ``--compare`` sets side by side."""
 _MOST = 100_000
@@ -97,12 +94,15 @@ def main(argv: Sequence[str], prog: str) -> int:
     from jllama.generation.decode_batch import check_batch
     from jllama.generation.text import STEPS, STEPS_SHOWN, encode_prompt, exhaust, generate_batch
 
-    text = _read_stdin() if options.prompt == "-" else options.prompt
-    settings = {field.name: getattr(options, field.name) for field in dataclasses.fields(SamplingParams)}
+    try:
+        text = sys.stdin.buffer.read().decode() if options.prompt == "-" else options.prompt
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the prompt on stdin is not UTF-8 text: {error}") from error
     if options.prompts_file and not Path(options.prompts_file).is_file():  # known before a large model is loaded
         raise JllamaError(f"there is no prompts_file at {options.prompts_file}: give a .jsonl file")
     model = options.load_model()
-    sampling, max_new_tokens = SamplingParams(**settings), options.max_new_tokens or None
+    sampling = SamplingParams(**{name: getattr(options, name) for name in vars(SamplingParams())})
+    max_new_tokens = options.max_new_tokens or None
     prompt = encode_prompt(model, jllama.Prompt(text, sampling, max_new_tokens, options.stop, options.stop_ids))
     check_batch(model.config, options.batch_size if options.prompts_file else options.n, options.speculate)
     options.say_loaded(model)
@@ -134,13 +134,6 @@ def main(argv: Sequence[str], prog: str) -> int:
     return 0
 
 
-def _read_stdin() -> str:
-    try:
-        return sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"the prompt on stdin is not UTF-8 text: {error}") from error
-
-
 def _record(
     model: jllama.LanguageModel, options: SampleOptions, text: str, prompt: jllama.Prompt, completion: jllama.Completion
 ) -> dict[str, Any]:
@@ -166,7 +159,7 @@ def _log_probs(
 
 
 def _report_speculation(completions: Sequence[jllama.Completion]) -> None:
-    drafted, accepted = (sum(getattr(each, name) for each in completions) for name in ("drafted", "accepted"))
+    drafted, accepted = sum(each.drafted for each in completions), sum(each.accepted for each in completions)
     share = f", {accepted / drafted:.0%}" if drafted else ""
     print(f"speculation: {accepted} of {drafted} guessed tokens were right{share}", file=sys.stderr)
 
@@ -195,11 +188,9 @@ def _compare(model: jllama.LanguageModel, text: str, prompt: jllama.Prompt, opti
     """All the settings as the rows of one batch, and of one table."""
     from jllama.generation.text import exhaust, generate_batch
 
-    settings = [dataclasses.replace(sampling, seed=options.seed) for sampling in COMPARED.values()]
-    rows = [dataclasses.replace(prompt, sampling=sampling) for sampling in settings]
-    table = Table(show_lines=True)
-    table.add_column("setting")
-    table.add_column("text", overflow="fold", min_width=6)  # the one that must not vanish where it is narrow
+    replace = dataclasses.replace
+    rows = [replace(prompt, sampling=replace(sampling, seed=options.seed)) for sampling in COMPARED.values()]
+    table = Table("setting", Column("text", overflow="fold", min_width=6), show_lines=True)  # which must not vanish
     completions = exhaust(generate_batch(model, rows, speculate=options.speculate))
     for name, completion in zip(COMPARED, completions, strict=True):
         table.add_row(name, Text(text, "bold") + Text(completion.text))

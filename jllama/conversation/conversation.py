@@ -29,8 +29,7 @@ TEMPLATES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(Path
 def chat_template(model: LanguageModel, choice: str | None = None) -> str:
     """The Jinja template to converse with: ``choice`` (one of ``TEMPLATES``, or a file's path), or the model's own.
 
-    Of a model without one, its tokenizer's special tokens decide between ``TEMPLATES``. Raises ``JllamaError`` if there
-    is no such file, or nothing says how this model converses.
+    Of a model without one, its tokenizer decides between ``TEMPLATES``. Raises ``JllamaError`` if nothing does.
     """
     names = ", ".join(TEMPLATES)
     if choice is not None:
@@ -43,10 +42,9 @@ def chat_template(model: LanguageModel, choice: str | None = None) -> str:
     if model.chat_template:
         return model.chat_template
     tokenizer = model.text_tokenizer
-    if "<|start_header_id|>" in tokenizer.special_tokens:
-        return TEMPLATES["llama3"]
-    if "<|im_start|>" in tokenizer.special_tokens:
-        return TEMPLATES["chatml"]
+    for token, name in {"<|start_header_id|>": "llama3", "<|im_start|>": "chatml"}.items():
+        if token in tokenizer.special_tokens:
+            return TEMPLATES[name]
     has_pieces = isinstance(tokenizer, HuggingFaceTokenizer) and not tokenizer.is_byte_level
     if has_pieces or isinstance(tokenizer, SentencePieceTokenizer):
         return TEMPLATES["llama2"]
@@ -55,11 +53,7 @@ def chat_template(model: LanguageModel, choice: str | None = None) -> str:
 
 
 def chat_text(
-    model: LanguageModel,
-    messages: Sequence[Message],
-    template: str | None = None,
-    *,
-    add_generation_prompt: bool = True,
+    model: LanguageModel, messages: Sequence[Message], template: str | None = None, add_generation_prompt: bool = True
 ) -> str:
     """What the template makes of messages, whatever they hold; arguments as for ``chat_ids``."""
     tokenizer = model.text_tokenizer
@@ -77,23 +71,16 @@ def chat_text(
 
 
 def chat_ids(
-    model: LanguageModel,
-    messages: Sequence[Message],
-    template: str | None = None,
-    *,
-    add_generation_prompt: bool = True,
+    model: LanguageModel, messages: Sequence[Message], template: str | None = None, add_generation_prompt: bool = True
 ) -> list[int]:
     """The token ids of a conversation: those of transformers' ``apply_chat_template``.
 
     Special tokens in the text that the template makes become their ids, also those that a message spells out; BOS is
-    there if the template puts it there. No ``template`` is the model's own (``chat_template``);
-    ``add_generation_prompt`` ends with what begins an answer.
-
-    Raises:
-        JllamaError: a message is not as ``Message`` says, the model has no tokenizer, or the template fails.
+    there if the template puts it there. ``add_generation_prompt`` ends with what begins an answer. Raises
+    ``JllamaError``: a message is not as ``Message`` says, the model has no tokenizer, or the template fails.
     """
     check_messages(messages)
-    text = chat_text(model, messages, template, add_generation_prompt=add_generation_prompt)
+    text = chat_text(model, messages, template, add_generation_prompt)
     return model.text_tokenizer.encode_with_special_tokens(text)
 
 
@@ -120,18 +107,9 @@ def chat(
         messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a llama?"}]
         print(jllama.chat(model, messages, max_new_tokens=200, temperature=0.7).text)
 
-    Args:
-        model: what ``jllama.load`` gives.
-        messages: what was said; each has a ``role`` (``system``, ``user``, ``assistant``) and a ``content``, its text.
-        sampling: how the answer's tokens are chosen.
-        max_new_tokens: the most of them.
-        stop: a string that ends the answer, or several.
-        template: Jinja; None is ``chat_template(model)``, the model's own where it has one.
-        **fields: fields of ``SamplingParams``: ``temperature``, ``seed`` and the like.
-
-    Raises:
-        JllamaError: a message is not as it should be, the conversation does not fit the context, the model has no
-            tokenizer, or the template fails.
+    Each message has a ``role`` (``system``, ``user``, ``assistant``) and a ``content``, its text. ``template`` is
+    Jinja, None is ``chat_template(model)``; the other arguments are those of ``generate``. Raises ``JllamaError``: a
+    message is not as it should be, the conversation exceeds the context, there is no tokenizer, or the template fails.
     """
     ids, ends = _answerable(model, messages, template, max_new_tokens)
     return generate(model, ids, sampling, stop=stop, **ends, **fields)[0]
@@ -162,9 +140,8 @@ class Conversation:
     ) -> Generator[str, None, Completion]:
         """Say ``text`` to the model and hear its answer, in pieces as they come; both become messages.
 
-        Where the generator is closed before its end, what was heard until then is the answer. It returns the
-        ``Completion``, whose reason is ``context`` if the answer filled the model's context. Arguments and errors are
-        those of ``chat``; after an error, ``text`` has not been said.
+        Where the generator, which returns the ``Completion``, is closed before its end, what was heard until then is
+        the answer. Arguments and errors are those of ``chat``; after an error, ``text`` has not been said.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         ids, ends = _answerable(self.model, messages, self.template, max_new_tokens)
@@ -209,8 +186,8 @@ def check_messages(messages: Sequence[Any]) -> None:
         if not isinstance(message, Mapping):
             raise UsageError(f"message {number} is of type {type(message).__name__}; it must have a role and a content")
         if set(message) != {"role", "content"}:
-            actual = ", ".join(map(repr, message)) or "nothing"
-            raise UsageError(f"message {number} has {actual}; it must have just 'role' and 'content'")
+            names = ", ".join(map(repr, message)) or "nothing"
+            raise UsageError(f"message {number} has {names}; it must have just 'role' and 'content'")
         if message["role"] not in ROLES:
             raise UsageError(f"message {number} has the role {message['role']!r}; it must be one of {', '.join(ROLES)}")
         if not isinstance(message["content"], str):

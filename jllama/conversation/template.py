@@ -33,7 +33,7 @@ def render(template: str, **variables: Any) -> str:
     """The text that a template makes of ``variables``.
 
     Raises ``UsageError`` for a variable that JSON cannot hold, and ``JllamaError`` where the template is not Jinja,
-    refuses (``raise_exception``), fails, reaches for what the sandbox keeps from it, or goes beyond the limits above.
+    refuses (``raise_exception``), fails, reaches for what it must not, or goes beyond the limits above.
     """
     try:
         request = json.dumps([template, variables, SECONDS]).encode() + b"\n"
