@@ -1,7 +1,5 @@
 """The layout of parameters for decoding: a layer each, matrices outputs first."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Files: reading small ones of other people's making, and writing our own whole or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """A loaded model: architecture, parameters, tokenizer, chat template; what formats and generation share."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import get_args
 
@@ -61,7 +59,7 @@ class LanguageModel:
         """``params`` in the layout for decoding; if they are in the training layout, converted at each call."""
         return self.params if isinstance(self.params, DecodeParams) else decode_layout(self.params, self.config)
 
-    def for_decoding(self, quantize: Quantization | None = None) -> LanguageModel:
+    def for_decoding(self, quantize: Quantization | None = None) -> "LanguageModel":
         """The same model with its parameters in the layout for decoding (``decode_layout``), as int8 if asked."""
         names = ", ".join(get_args(Quantization))
         if quantize not in (None, *get_args(Quantization)):

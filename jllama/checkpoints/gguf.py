@@ -4,8 +4,6 @@
 llama.cpp's ``llama-model.cpp`` and ``convert_hf_to_gguf.py``.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses
@@ -38,6 +36,7 @@ TOKENIZER = "tokenizer.ggml.model"
 NO_TOKENIZER = "no_vocab"
 _TOLERANCE = 1e-5  # of float32 divisors that were worked out in float32
 _TYPICAL = LlamaConfig()
+Dtype = np.dtype[Any] | Literal["q8_0"] | None
 
 _FILE_TYPES = {
     GGMLQuantizationType.F32: LlamaFileType.ALL_F32,
@@ -46,18 +45,14 @@ _FILE_TYPES = {
     GGMLQuantizationType.Q8_0: LlamaFileType.MOSTLY_Q8_0,
 }
 _TYPES = {PLAIN[type_]: type_ for type_ in _FILE_TYPES if type_ in PLAIN}
-_FIELDS: dict[str, tuple[str, int | float | None]] = {
-    "num_layers": ("block_count", None),
-    "embed_dim": ("embedding_length", None),
-    "num_heads": ("attention.head_count", None),
-    "num_kv_heads": ("attention.head_count_kv", 0),
-    "head_dim": ("attention.key_length", 0),
-    "mlp_dim": ("feed_forward_length", None),
-    "max_seq_len": ("context_length", None),
-    "norm_eps": ("attention.layer_norm_rms_epsilon", None),
-    "rope_theta": ("rope.freq_base", 10_000.0),
+_FIELDS = {
+    **{"num_layers": "block_count", "embed_dim": "embedding_length", "num_heads": "attention.head_count"},
+    **{"num_kv_heads": "attention.head_count_kv", "head_dim": "attention.key_length", "mlp_dim": "feed_forward_length"},
+    **{"max_seq_len": "context_length", "norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base"},
 }
-"""For each field of ``LlamaConfig``, its key and default; None is required."""
+"""The key of each field of ``LlamaConfig``."""
+
+_DEFAULTS = {"num_kv_heads": 0, "head_dim": 0, "rope_theta": 10_000.0}
 
 _SAME_SIZE = ("attention.value_length", "rope.dimension_count")  # as head_dim, in jllama
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
@@ -67,9 +62,10 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_ext_factor": (-1, 1),
     "attention.causal": (True,),
     "use_parallel_residual": (False,),
-    **dict.fromkeys(("vocab_size", "tensor_data_layout", "rope.scaling.finetuned"), ()),
 }
-"""Keys of which only these values (of the last ones, any) describe a model that jllama has."""
+"""Keys of which only these values describe a model that jllama has."""
+
+_UNUSED = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
 
 
 def recognizes(path: Path) -> bool:
@@ -92,8 +88,7 @@ def read(path: Path) -> Checkpoint:
     With any quantized matrix, everything is float32. Otherwise a tensor has its own dtype; a norm, which every GGUF
     file stores as float32, has the one 16-bit dtype of all the matrices if that holds its values exactly.
     """
-    file = _only_file(path)
-    if file is None:
+    if (file := _only_file(path)) is None:
         raise JllamaError(f"{path} does not hold exactly one .gguf file: give the file itself")
     metadata, stored = read_gguf_file(file)
     if (parts := metadata.get("split.count", 1)) != 1:
@@ -116,10 +111,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def _narrowed(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
-    """Give norms, which GGUF stores as float32, the one 16-bit dtype of the matrices where that changes no value.
-
-    Without this, a 16-bit model would not come back from GGUF with the same bytes.
-    """
+    """Give norms the one 16-bit dtype of the matrices where that changes no value: a 16-bit model comes back as is."""
     dtypes = {tensor.dtype for tensor in tensors.values() if len(tensor.shape) > 1}
     if len(dtypes) > 1 or (dtype := dtypes.pop()).itemsize != 2:
         return dict(tensors)
@@ -150,29 +142,22 @@ def _read_config(metadata: Mapping[str, Any], tensors: Mapping[str, FileTensor],
     embed, lm_head = table["embed"].name("gguf"), table["lm_head"].name("gguf")
     if embed not in tensors:
         raise JllamaError(f"{source} lacks the tensor {embed}")
-    values: dict[str, Any] = {
-        name: take(key, type(getattr(_TYPICAL, name)), default) for name, (key, default) in _FIELDS.items()
-    }
+    kinds = {name: type(getattr(_TYPICAL, name)) for name in _FIELDS}
+    values: dict[str, Any] = {name: take(key, kinds[name], _DEFAULTS.get(name)) for name, key in _FIELDS.items()}
     config = LlamaConfig(**values, vocab_size=tensors[embed].shape[0], tie_embeddings=lm_head not in tensors)
     for key in _SAME_SIZE:
         if (size := take(key, int, config.head_dim)) != config.head_dim:
-            heads = f"heads of {config.head_dim} channels, in jllama of one size"
+            heads = f"heads of {config.head_dim} channels, the one size that jllama has"
             raise JllamaError(f"{source} has {prefix}{key} {size} but {heads} for queries, keys, values and RoPE")
     scaling = _read_rope_scaling(take, config, metadata, tensors, source)
     for name, value in fields.items():
-        if name not in _WITHOUT_EFFECT:
-            raise JllamaError(f"{source} has {prefix}{name} {reprlib.repr(value)}, which jllama does not know")
-        if _WITHOUT_EFFECT[name] and value not in _WITHOUT_EFFECT[name]:
+        if name not in _UNUSED and value not in _WITHOUT_EFFECT.get(name, ()):
             raise JllamaError(f"{source} has {prefix}{name} {reprlib.repr(value)}, which jllama does not support")
     return dataclasses.replace(config, rope_scaling=scaling)
 
 
 def _read_rope_scaling(
-    take: Callable[..., Any],
-    config: LlamaConfig,
-    metadata: Mapping[str, Any],
-    tensors: Mapping[str, FileTensor],
-    source: Path,
+    take: Callable[..., Any], config: LlamaConfig, metadata: Mapping[str, Any], tensors: Any, source: Path
 ) -> RopeScaling | None:
     """The scaling of the file's keys and of ``ROPE_FREQS``, or as our own writer noted it, where that agrees."""
     # What llama.cpp makes of its keys.
@@ -181,10 +166,11 @@ def _read_rope_scaling(
     name = take("rope.scaling.type", str, "linear")
     if name not in ("none", *kinds):
         raise JllamaError(f"{source} has {key}type {reprlib.repr(name)}; jllama knows none, {' and '.join(kinds)}")
-    defaults: dict[str, Any] = {
-        field.name: field.default for kind in kinds.values() for field in dataclasses.fields(kind)
+    fields = [field for kind in kinds.values() for field in dataclasses.fields(kind)]
+    defaults: dict[str, Any] = {field.name: field.default for field in fields} | {
+        "factor": take("rope.scale_linear", float, 1.0),
+        "original_max_seq_len": config.max_seq_len,
     }
-    defaults |= {"factor": take("rope.scale_linear", float, 1.0), "original_max_seq_len": config.max_seq_len}
     values = {
         ours: take(f"rope.scaling.{theirs}", type(defaults[ours]), defaults[ours]) or defaults[ours]
         for ours, theirs in {item for kind in kinds.values() for item in kind.gguf.items()}
@@ -216,17 +202,13 @@ def _read_rope_scaling(
             candidates = [RopeScaling.from_fields({"type": "llama3"} | noted)]
         else:
             candidates.append(Llama3Scaling(shortest(float(divisors.max()))))
+    expected = [*_frequencies(config, scaling), scaling.attention_factor if scaling else 1.0]
     for candidate in candidates:
-        same_frequencies = np.allclose(
-            _frequencies(config, candidate) * divisors, _frequencies(config, scaling), rtol=_TOLERANCE, atol=0
-        )
-        factors = [each.attention_factor if each else 1.0 for each in (candidate, scaling)]
-        if same_frequencies and math.isclose(*factors, rel_tol=_TOLERANCE):
+        actual = [*_frequencies(config, candidate) * divisors, candidate.attention_factor if candidate else 1.0]
+        if np.allclose(actual, expected, rtol=_TOLERANCE, atol=0):
             return candidate
-    raise JllamaError(
-        f"{source} scales rotary frequencies, by {key}type {name!r} and the divisors in {ROPE_FREQS}, as no type of "
-        f"jllama's does (of divisors it knows Llama 3's): convert the model again, from another format"
-    )
+    how = f"by {key}type {name!r} and the divisors in {ROPE_FREQS}, as no type of jllama's does"
+    raise JllamaError(f"{source} scales rotary frequencies, {how}: convert the model again, from another format")
 
 
 def _frequencies(config: LlamaConfig, scaling: RopeScaling | None) -> np.ndarray:
@@ -238,15 +220,12 @@ def _frequencies(config: LlamaConfig, scaling: RopeScaling | None) -> np.ndarray
 def _read_stop_ids(metadata: Mapping[str, Any], config: LlamaConfig, source: Path) -> tuple[int, ...]:
     stops = {key: metadata[key] for key in STOP_KEYS if metadata.get(key) is not None}
     for key, token in stops.items():
-        if type(token) is not int or not 0 <= token < config.vocab_size:
-            size = config.vocab_size
+        if type(token) is not int or not 0 <= token < (size := config.vocab_size):
             raise JllamaError(f"{source} has {key} {reprlib.repr(token)}; it must be a token id below {size}")
     return tuple(dict.fromkeys(stops.values()))
 
 
-def write(
-    checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | Literal["q8_0"] | None, on_progress: OnProgress
-) -> None:
+def write(checkpoint: Checkpoint, target: Path, dtype: Dtype, on_progress: OnProgress) -> None:
     """Write a GGUF file (version 3) that llama.cpp runs, tokenizer and chat template included.
 
     Norms are always float32, as llama.cpp demands. With ``q8_0``, a matrix whose rows are no multiple of 32 long is
@@ -266,30 +245,22 @@ def write(
     write_gguf_file(target, metadata, tensors, on_progress)
 
 
-def _type_to_write(
-    spec: TensorSpec, tensor: FileTensor, dtype: np.dtype[Any] | Literal["q8_0"] | None
-) -> GGMLQuantizationType:
+def _type_to_write(spec: TensorSpec, tensor: FileTensor, dtype: Dtype) -> GGMLQuantizationType:
     if dtype == "q8_0":
         block, _ = GGML_QUANT_SIZES[GGMLQuantizationType.Q8_0]
         type_ = GGMLQuantizationType.F16 if spec.shape[-1] % block else GGMLQuantizationType.Q8_0
-    else:
-        dtype = np.dtype(tensor.dtype if dtype is None else dtype)
-        type_ = _TYPES.get(dtype)
-        if type_ is None:
-            name = spec.name("gguf")
-            raise JllamaError(f"llama.cpp has no {dtype.name} for {name}: choose float32, float16, bfloat16 or q8_0")
+    elif (type_ := _TYPES.get(np.dtype(dtype or tensor.dtype))) is None:
+        what = f"{np.dtype(dtype or tensor.dtype).name} for {spec.name('gguf')}"
+        raise JllamaError(f"llama.cpp has no {what}: choose float32, float16, bfloat16 or q8_0")
     return type_ if spec.parameter.is_matrix else GGMLQuantizationType.F32
 
 
 def _metadata_to_write(checkpoint: Checkpoint) -> dict[str, Any]:
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
-    fields = {key: type(getattr(_TYPICAL, name))(getattr(config, name)) for name, (key, _) in _FIELDS.items()}
+    fields = {key: type(getattr(_TYPICAL, name))(getattr(config, name)) for name, key in _FIELDS.items()}
     fields |= {"vocab_size": config.vocab_size} | dict.fromkeys(_SAME_SIZE, config.head_dim)
-    metadata: dict[str, Any] = {
-        "general.architecture": ARCHITECTURE,
-        "general.name": "Llama",
-        "general.quantization_version": GGML_QUANT_VERSION,
-    }
+    metadata: dict[str, Any] = {"general.architecture": ARCHITECTURE, "general.name": "Llama"}
+    metadata["general.quantization_version"] = GGML_QUANT_VERSION
     metadata |= {f"{ARCHITECTURE}.{key}": value for key, value in fields.items()}
     metadata |= to_gguf(tokenizer, config.vocab_size) if tokenizer else {TOKENIZER: NO_TOKENIZER}
     if checkpoint.chat_template is not None:
@@ -303,8 +274,7 @@ def _stop_ids_to_write(checkpoint: Checkpoint, tokens: Sequence[str]) -> dict[st
     if checkpoint.tokenizer is not None:
         stops = [checkpoint.tokenizer.eos_id, *(token for token in stops if token != checkpoint.tokenizer.eos_id)]
     if len(stops) > len(STOP_KEYS):
-        names = ", ".join(map(str, stops))
-        raise JllamaError(f"GGUF has 3 keys for tokens that end an answer, and this model has {len(stops)}: {names}")
+        raise JllamaError(f"GGUF has 3 keys for tokens that end an answer, and this model has {len(stops)}: {stops}")
     keys: dict[str, Any] = {}
     for token in stops:
         is_eom = bool(keys) and token < len(tokens) and tokens[token] == "<|eom_id|>"

@@ -4,8 +4,6 @@ The header is parsed and written here, every number checked against the file's s
 package knows the quantized types. Source: ggml's ``docs/gguf.md``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import struct
@@ -21,11 +19,8 @@ from gguf.quants import dequantize, quantize
 from jllama.checkpoints.tensors import FileTensor, OnProgress, blocks
 from jllama.errors import JllamaError
 
-MAGIC = b"GGUF"
-_VERSION = 3
-_ALIGNMENT = 32
-_MAX_DIMS = 4
-_MAX_ARRAY = 1 << 24
+MAGIC, _VERSION, _ALIGNMENT = b"GGUF", 3, 32
+_MAX_DIMS, _MAX_ARRAY = 4, 1 << 24
 OURS = "jllama.rope_scaling."
 """Keys that only jllama writes and reads: the fields of the scaling, which llama.cpp has folded into other numbers."""
 
@@ -44,13 +39,7 @@ _TensorInfo = tuple[GGMLQuantizationType, tuple[int, ...], int]
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
-    """A tensor whose rows are stored as blocks of a GGML type. Only the requested rows are read, as float32.
-
-    Args:
-        rows: the stored bytes of each row: blocks never cross rows.
-        type: what the bytes are.
-        shape: ``[outputs, inputs]``, or ``[embed]`` of a norm.
-    """
+    """A tensor whose rows are stored as blocks of a GGML type, none across two. Reading gives float32."""
 
     rows: np.ndarray
     type: GGMLQuantizationType
@@ -65,25 +54,20 @@ class QuantizedTensor:
 def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
     """Read the metadata and map the tensors of a GGUF file, versions 2 and 3, little-endian.
 
-    Metadata are Python values, lists for arrays. A float32 is the shortest decimal that rounds to it: 1e-05, not
-    9.999999747378752e-06. In arrays of strings, bytes that are not UTF-8 become lone surrogates (``surrogateescape``).
-    Tensors have the axes that NumPy would give them: outputs before inputs. Beside quantized ones, 16-bit ones too are
-    read as float32.
-
-    Raises:
-        JllamaError: the file is truncated or makes no sense, or a tensor has a type that cannot be dequantized.
+    A float32 of the metadata is the shortest decimal that rounds to it: 1e-05, not 9.999999747378752e-06. In arrays of
+    strings, bytes that are not UTF-8 become lone surrogates (``surrogateescape``). Tensors are ``[outputs, inputs]``;
+    beside quantized ones, 16-bit ones too are read as float32. A file that is truncated or makes no sense, or a tensor
+    that cannot be dequantized, raises JllamaError.
     """
     if not path.is_file():
         raise JllamaError(f"there is no GGUF file at {path}")
-    size = path.stat().st_size
-    if size < 24:
+    if (size := path.stat().st_size) < 24:
         raise JllamaError(f"{path} is truncated: it has {size} bytes, less than a GGUF header")
     data = np.memmap(path, np.uint8, "r")
     header = _Header(path, data.data)
     if header.take(4) != MAGIC:
         raise JllamaError(f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()}")
-    version = header.number("I")
-    if version not in (2, 3):
+    if (version := header.number("I")) not in (2, 3):
         what = "a big-endian GGUF file" if not version & 0xFFFF else f"GGUF version {version}"
         raise JllamaError(f"{path} is {what}; versions 2 and 3, little-endian, can be read: convert it again")
     num_tensors, num_keys = header.number("Q"), header.number("Q")
@@ -134,8 +118,7 @@ class _Header:
         return self.data[start : self.offset]
 
     def _checked(self, end: int) -> int:
-        if end > len(self.data):
-            size = len(self.data)
+        if end > (size := len(self.data)):
             raise JllamaError(f"{self.path} is truncated: it has {size} bytes but its header goes on to byte {end}")
         return end
 
@@ -220,8 +203,8 @@ def write_gguf_file(
 ) -> None:
     """Write a GGUF file of version 3, a block of rows at a time.
 
-    Whole numbers are written in 32 bits and other numbers as float32, but float64 under keys of ``OURS``. One that
-    these cannot hold raises JllamaError before anything is written.
+    Whole numbers take 32 bits, others are float32, or float64 under keys of ``OURS``; one that these cannot hold
+    raises JllamaError before anything is written.
     """
     parts = [MAGIC, struct.pack("<IQQ", _VERSION, len(tensors), len(metadata))]
     parts += [_text(key) + _value(key, value) for key, value in metadata.items()]

@@ -4,8 +4,6 @@ Source: transformers 5.23, ``LlamaConfig`` and ``modeling_rope_utils``, whose re
 and 4, which spells RoPE ``rope_theta`` and ``rope_scaling`` where 5 has ``rope_parameters``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

@@ -1,22 +1,20 @@
 """The ``.bin`` format of karpathy's llama2.c: seven integers and then float32 numbers, with no names and no metadata.
 
-The header is ``dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, max_seq_len`` as little-endian int32, the
-vocabulary's size negated if the output head is not tied to the embedding. The tensors follow in the order of
-``Parameter.llama2c``, each one for all layers, ``[outputs, inputs]``, rotary channels in interleaved pairs; before the
-output head come the cosines and sines ``[max_seq_len, head_dim / 2]`` of an earlier ``run.c``. Source: llama2.c's
-``export.py`` (``legacy_export``) and ``run.c``.
+The header is ``_SIZES`` as little-endian int32, the vocabulary's size negated if the output head is not tied. The
+tensors follow in the order of ``Parameter.llama2c``, each for all layers, ``[outputs, inputs]``, rotary channels in
+interleaved pairs; before the output head come cosines and sines ``[max_seq_len, head_dim / 2]``, for an earlier
+``run.c``. Source: llama2.c's ``export.py`` (``legacy_export``) and ``run.c``.
 """
 
-from __future__ import annotations
-
+import contextlib
 import math
 import struct
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
-from jllama.checkpoints.tensors import BLOCK_BYTES, Checkpoint, FileTensor, OnProgress, blocks, half_split, interleaved
+from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, blocks, half_split, interleaved
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.files import fault_of
@@ -24,9 +22,7 @@ from jllama.parameters import TensorSpec, count_parameters, tensor_specs
 from jllama.rope_scaling import inverse_frequencies
 from jllama.tokenizers.llama2c import load_llama2c_tokenizer, save_llama2c_tokenizer
 
-MODEL = "model.bin"
-TOKENIZER = "tokenizer.bin"
-
+MODEL, TOKENIZER = "model.bin", "tokenizer.bin"
 _SIZES = ("embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "vocab_size", "max_seq_len")
 _HEADER = struct.Struct("<7i")
 _LATER_VERSIONS = b"24ka"  # what versions 1 and 2 begin with
@@ -44,13 +40,11 @@ def _model_file(path: Path) -> Path | None:
 
 
 def _is_model(file: Path) -> bool:
-    header = _header(file)
-    try:
-        return header.startswith(_LATER_VERSIONS) or (
-            _file_bytes(_config(header, file)) == file.stat().st_size or file.suffix == ".bin"
-        )
-    except JllamaError:
-        return False
+    with contextlib.suppress(JllamaError):
+        if (header := _header(file)).startswith(_LATER_VERSIONS):
+            return True
+        return _file_bytes(_config(header, file)) == file.stat().st_size or file.suffix == ".bin"
+    return False
 
 
 def _header(file: Path) -> bytes:
@@ -64,15 +58,13 @@ def _config(header: bytes, file: Path) -> LlamaConfig:
     sizes = dict(zip(_SIZES, _HEADER.unpack(header), strict=True))
     if 0 in sizes.values():  # LlamaConfig would work some of them out
         raise JllamaError(f"{file} is no llama2.c file: its sizes are {tuple(sizes.values())}; none may be 0")
-    tied = sizes["vocab_size"] > 0
-    sizes["vocab_size"] = abs(sizes["vocab_size"])
+    vocab_size = sizes.pop("vocab_size")
     with fault_of(f"{file} is no llama2.c file"):
-        return LlamaConfig(**sizes, **_FIXED, tie_embeddings=tied)
+        return LlamaConfig(**sizes, **_FIXED, vocab_size=abs(vocab_size), tie_embeddings=vocab_size > 0)
 
 
 def _file_bytes(config: LlamaConfig) -> int:
-    tables_size = config.max_seq_len * config.head_dim  # half are cosines, half sines
-    return _HEADER.size + 4 * (count_parameters(config) + tables_size)
+    return _HEADER.size + 4 * (count_parameters(config) + config.max_seq_len * config.head_dim)
 
 
 def _in_order(config: LlamaConfig) -> list[TensorSpec]:
@@ -80,10 +72,7 @@ def _in_order(config: LlamaConfig) -> list[TensorSpec]:
 
 
 def read(path: Path) -> Checkpoint:
-    """Open a llama2.c file, or the folder that holds it, with the ``tokenizer.bin`` beside it if there is one.
-
-    The epsilon is 1e-5 and RoPE's base 10,000, as they stand in ``run.c``. All is float32.
-    """
+    """Open a llama2.c file, or the folder that holds it, with the ``tokenizer.bin`` beside it if there is one."""
     file = _model_file(path) if path.is_dir() else path
     if file is None:
         raise JllamaError(f"{path} does not hold exactly one llama2.c .bin file: give the file itself")
@@ -100,12 +89,11 @@ def read(path: Path) -> Checkpoint:
         raise JllamaError(f"{file} {what}: it has {size} bytes but its header describes {expected}: fetch it again")
     numbers = np.memmap(file, "<f4", "r", offset=_HEADER.size)
     tensors: dict[str, FileTensor] = {}
-    start = 0
     for spec in _in_order(config):
-        start += config.max_seq_len * config.head_dim if spec.path == "lm_head" else 0  # the tables
-        stop = start + math.prod(spec.shape)
-        tensors[spec.key] = half_split(spec, numbers[start:stop].reshape(spec.shape), config.head_dim)
-        start = stop
+        if spec.path == "lm_head":
+            numbers = numbers[config.max_seq_len * config.head_dim :]  # the cosines and sines
+        tensor, numbers = np.split(numbers, [math.prod(spec.shape)])
+        tensors[spec.key] = half_split(spec, tensor.reshape(spec.shape), config.head_dim)
     tokenizer = file.parent / TOKENIZER
     return Checkpoint(config, tensors, load_llama2c_tokenizer(tokenizer) if tokenizer.is_file() else None)
 
@@ -116,24 +104,21 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_
     bfloat16 and float16 are widened to float32, which loses nothing; ``dtype`` can be no other.
     """
     config = checkpoint.config
-    sizes = {name: getattr(config, name) for name in _SIZES}
-    if not config.tie_embeddings:
-        sizes["vocab_size"] *= -1
     if problems := "; ".join(_problems(checkpoint, dtype)):
         raise JllamaError(f"the llama2.c format cannot hold this model: {problems}: convert to another format")
     if checkpoint.tokenizer is not None:
         save_llama2c_tokenizer(checkpoint.tokenizer, target / TOKENIZER)
+    tensors = [interleaved(spec, checkpoint.tensors[spec.key], config.head_dim) for spec in _in_order(config)]
+    angles = np.outer(np.arange(config.max_seq_len), inverse_frequencies(config.head_dim, config.rope_theta))
+    tables = np.concatenate([np.cos(angles), np.sin(angles)])
+    head = [] if config.tie_embeddings else [tensors.pop()]
+    sizes = vars(config) | {"vocab_size": config.vocab_size * (1 if config.tie_embeddings else -1)}
     with (target / MODEL).open("wb") as file:
-        file.write(_HEADER.pack(*sizes.values()))
-        for spec in _in_order(config):
-            if spec.path == "lm_head":
-                _write_tables(config, file)
-            tensor = interleaved(spec, checkpoint.tensors[spec.key], config.head_dim)
+        file.write(_HEADER.pack(*map(sizes.__getitem__, _SIZES)))
+        for tensor in (*tensors, tables, *head):
             for block in blocks(tensor, np.dtype("<f4")):
                 file.write(block.data)
-                on_progress(block.nbytes)
-        if config.tie_embeddings:
-            _write_tables(config, file)
+                on_progress(0 if tensor is tables else block.nbytes)
 
 
 def _problems(checkpoint: Checkpoint, dtype: np.dtype[Any] | None) -> list[str]:
@@ -142,6 +127,7 @@ def _problems(checkpoint: Checkpoint, dtype: np.dtype[Any] | None) -> list[str]:
     num_tokens = tokenizer.vocab_size if tokenizer else config.vocab_size
     stops = ", ".join(str(token) for token in checkpoint.stop_ids if tokenizer is None or token != tokenizer.eos_id)
     is_float64 = dtype is None and any(tensor.dtype.itemsize > 4 for tensor in checkpoint.tensors.values())
+    fixed = {f"its {name} is {vars(config)[name]!r}, and run.c has {_FIXED[name]!r}": name for name in _FIXED}
     problems = {
         f"its head_dim is {config.head_dim}, and run.c has embed_dim / num_heads, {width:g}": width != config.head_dim,
         f"it is to be {dtype}, and the format has float32 alone": dtype not in (None, np.float32),
@@ -149,18 +135,6 @@ def _problems(checkpoint: Checkpoint, dtype: np.dtype[Any] | None) -> list[str]:
         "it has a chat template": checkpoint.chat_template is not None,
         f"tokens {stops} end its answers, and run.c knows EOS alone": stops,
         f"its tokenizer has {num_tokens} tokens, and run.c reads {config.vocab_size}": num_tokens != config.vocab_size,
-    } | {
-        f"its {name} is {getattr(config, name)!r}, and run.c has {value!r}": getattr(config, name) != value
-        for name, value in _FIXED.items()
+        **{problem: vars(config)[name] != _FIXED[name] for problem, name in fixed.items()},
     }
     return [problem for problem, is_so in problems.items() if is_so]
-
-
-def _write_tables(config: LlamaConfig, file: BinaryIO) -> None:
-    """Write the cosines of all positions, then the sines, which an earlier ``run.c`` reads."""
-    frequencies = np.array(inverse_frequencies(config.head_dim, config.rope_theta))
-    step = max(1, BLOCK_BYTES // (8 * len(frequencies)))
-    for function in (np.cos, np.sin):
-        for start in range(0, config.max_seq_len, step):
-            positions = np.arange(start, min(start + step, config.max_seq_len))
-            file.write(function(np.outer(positions, frequencies)).astype("<f4").data)

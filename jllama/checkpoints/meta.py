@@ -5,8 +5,6 @@ MLP's width and of the vocabulary; norms are repeated in each. Llama 1 and 2 cut
 Source: ``ModelArgs`` and ``Transformer`` of Meta's llama (Llama 1 and 2) and llama-models (Llama 3) repositories.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import sys

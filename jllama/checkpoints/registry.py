@@ -3,8 +3,6 @@
 What passes between formats is a ``Checkpoint``. A further format is an entry of ``FORMATS``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import re
@@ -20,15 +18,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from jllama import tokenizers
-from jllama.checkpoints import gguf, huggingface, llama2c, meta, run
-from jllama.checkpoints.tensors import (
-    Checkpoint,
-    OnProgress,
-    TensorsOfParams,
-    load_decode_params,
-    load_params,
-    size_bytes,
-)
+from jllama.checkpoints import gguf, huggingface, llama2c, meta, run, tensors
+from jllama.checkpoints.tensors import Checkpoint, OnProgress, size_bytes
 from jllama.decode_params import Quantization
 from jllama.errors import JllamaError, UsageError
 from jllama.files import cache_folder, put_back, refuse_special_files, written_whole
@@ -55,9 +46,8 @@ class Format:
         description: what a user has who has one, such as "a GGUF file".
         recognizes: whether a path is in this format, going by its files.
         read: opens it, weights unread. ``JllamaError`` for what is damaged, missing, or not a Llama that jllama has.
-        write: ``(checkpoint, target, dtype, on_progress)``: writes into the empty folder ``target`` (``is_file``: that
-            file), in ``dtype`` or (None) every tensor in its own; ``on_progress`` is told of the bytes of weights.
-            ``JllamaError`` before any weights are written if the format cannot hold the model.
+        write: into the empty folder ``target`` (``is_file``: that file), in ``dtype`` or (None) every tensor in its
+            own; tells ``on_progress`` of the bytes of weights. ``JllamaError`` first if it cannot hold the model.
         dtypes: what ``write`` takes, each with the bytes of a number.
         option: the keyword argument of ``load`` that ``read`` takes, too, if any.
         is_file: it is written to a file, not into a folder.
@@ -78,20 +68,16 @@ class Format:
         return next(iter(self.dtypes)) if dtype is None and len(self.dtypes) == 1 else dtype
 
 
+def _format(description: str, room: Any, dtypes: Mapping[str, float] = FLOATS, **others: Any) -> Format:
+    return Format(description, room.recognizes, room.read, room.write, dtypes, **others)
+
+
 FORMATS: dict[str, Format] = {
-    "gguf": Format(
-        "a GGUF file", gguf.recognizes, gguf.read, gguf.write, FLOATS | {"q8_0": 34 / 32}, is_file=True, suffix=".gguf"
-    ),
-    "meta": Format(
-        "a folder with params.json and consolidated.*.pth", meta.recognizes, meta.read, meta.write, option="rope_factor"
-    ),
-    "llama2c": Format(
-        "a llama2.c file", llama2c.recognizes, llama2c.read, llama2c.write, {"float32": 4}, suffix=".bin"
-    ),
-    "hf": Format(
-        "a folder with config.json and safetensors", huggingface.recognizes, huggingface.read, huggingface.write
-    ),
-    "orbax": Format("a training run", run.recognizes, run.read, run.write, option="step"),
+    "gguf": _format("a GGUF file", gguf, FLOATS | {"q8_0": 34 / 32}, is_file=True, suffix=".gguf"),
+    "meta": _format("a folder with params.json and consolidated.*.pth", meta, option="rope_factor"),
+    "llama2c": _format("a llama2.c file", llama2c, {"float32": 4}, suffix=".bin"),
+    "hf": _format("a folder with config.json and safetensors", huggingface),
+    "orbax": _format("a training run", run, option="step"),
 }
 """The formats by name, in the order in which they are tried."""
 
@@ -116,8 +102,8 @@ def load(
 ) -> LanguageModel:
     """Load a checkpoint of any format, or a Hugging Face hub id, straight onto the devices.
 
-    From here on JAX keeps what it compiles in ``$JLLAMA_CACHE/compiled``, so that the next process need not compile
-    it again (``JAX_COMPILATION_CACHE_DIR`` chooses another folder, ``JAX_ENABLE_COMPILATION_CACHE=0`` none).
+    From here on JAX keeps compiled programs in ``$JLLAMA_CACHE/compiled`` for the next process
+    (``JAX_COMPILATION_CACHE_DIR`` chooses another folder, ``JAX_ENABLE_COMPILATION_CACHE=0`` none).
 
     Args:
         path: a run's folder, a Hugging Face or Meta folder, a GGUF file, a llama2.c file, or ``org/name``.
@@ -125,8 +111,7 @@ def load(
         mesh: splits the parameters over devices, as in training; None puts them on the first device.
         layout: ``decode``, a layer each and outputs first, for everything but training (``DecodeParams``); or
             ``training``, layers stacked and inputs first (``jllama.parameters``).
-        rope_factor: the RoPE scaling factor that Meta's files leave out; None is that of the released Llama of the same
-            shape.
+        rope_factor: the RoPE scaling factor that Meta's files leave out; None: that of the released Llama of its shape.
         step: of a training run, the checkpoint to take; None is the one with the lowest validation loss.
         quantize: ``int8`` rounds the matrices to eight bits as they are read.
 
@@ -147,9 +132,9 @@ def load(
     checkpoint = open_checkpoint(source, rope_factor, step)
     with progress(f"reading {source.name}", size_bytes(checkpoint, dtype), of_bytes=True) as on_progress:
         if layout == "training":
-            params = load_params(checkpoint, dtype, mesh, on_progress)
+            params = tensors.load_params(checkpoint, dtype, mesh, on_progress)
         else:
-            params = load_decode_params(checkpoint, dtype, mesh, on_progress, quantize)
+            params = tensors.load_decode_params(checkpoint, dtype, mesh, on_progress, quantize)
     config, tokenizer, template = checkpoint.config, checkpoint.tokenizer, checkpoint.chat_template
     stop_ids = checkpoint.stop_ids or ((tokenizer.eos_id,) if tokenizer else ())
     name = Path(path).name or source.resolve().name
@@ -167,8 +152,7 @@ def _float_dtype(dtype: Any) -> np.dtype[Any]:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a checkpoint of any format or of a hub id; or of a file or folder of a tokenizer's own.
 
-    Raises:
-        JllamaError: there is none, or it cannot be used; the message says why.
+    If there is none, or it cannot be used, a JllamaError says why.
     """
     source = _local(path)
     refuse_special_files(source, *source.glob("*"))
@@ -197,8 +181,8 @@ def save(
         UsageError: there is no such format or dtype.
     """
     check_names("format", format, dtype)
-    tensors = TensorsOfParams(model.config, model.params)
-    checkpoint = Checkpoint(model.config, tensors, model.tokenizer, model.chat_template, model.stop_ids)
+    saved = tensors.TensorsOfParams(model.config, model.params)
+    checkpoint = Checkpoint(model.config, saved, model.tokenizer, model.chat_template, model.stop_ids)
     _write(checkpoint, Path(path), format, dtype, overwrite)
 
 
@@ -229,17 +213,15 @@ def open_checkpoint(path: str | Path, rope_factor: float | None = None, step: in
     source = _local(path)
     format = FORMATS[_format_of(source)]
     options = {name: value for name, value in (("rope_factor", rope_factor), ("step", step)) if value is not None}
-    for name in options:
+    for name, value in options.items():
         if name != format.option:
             takers = " or ".join(each.description for each in FORMATS.values() if name == each.option)
-            raise UsageError(f"{name} is for {takers} alone, and {source} is {format.description}: leave it out")
+            raise UsageError(f"{source} is not {takers}, so it has no {name} {value}: leave out the {name}")
     checkpoint = format.read(source, **options)
     tokenizer, rows = checkpoint.tokenizer, checkpoint.config.vocab_size
     if tokenizer is not None and tokenizer.vocab_size > rows:
-        raise JllamaError(
-            f"the tokenizer of {source} has {tokenizer.vocab_size} tokens but the embedding has {rows} rows: "
-            f"put the tokenizer there that the model was trained with"
-        )
+        sizes = f"{tokenizer.vocab_size} tokens but the embedding has {rows} rows"
+        raise JllamaError(f"the tokenizer of {source} has {sizes}: put the one there that the model was trained with")
     return checkpoint
 
 
@@ -270,10 +252,8 @@ def _format_of(source: Path) -> str:
     if source.is_file() and _recognized(source.parent):
         raise JllamaError(f"{source} is no checkpoint by itself: give its folder, {source.parent}")
     held = ", ".join(sorted(entry.name for entry in source.iterdir())[:8]) if source.is_dir() else "no known header"
-    raise JllamaError(
-        f"{source} is no checkpoint that jllama knows (it holds {held or 'nothing'}): give "
-        f"{', or '.join(format.description for format in FORMATS.values())}"
-    )
+    formats = ", or ".join(format.description for format in FORMATS.values())
+    raise JllamaError(f"{source} is no checkpoint that jllama knows (it holds {held or 'nothing'}): give {formats}")
 
 
 def check_names(name: str, format: str, dtype: str | None) -> None:
@@ -281,10 +261,9 @@ def check_names(name: str, format: str, dtype: str | None) -> None:
     if format not in FORMATS:
         raise UsageError(f"{name} is {format!r}; it must be one of {', '.join(FORMATS)}")
     if dtype is not None and dtype not in FORMATS[format].dtypes:
-        raise UsageError(
-            f"dtype is {dtype!r}; with {format} it must be one of {', '.join(FORMATS[format].dtypes)}; for others, "
-            f"such as Q4_K_M, run llama.cpp's llama-quantize on a GGUF file"
-        )
+        names = ", ".join(FORMATS[format].dtypes)
+        others = "for others, such as Q4_K_M, run llama.cpp's llama-quantize on a GGUF file"
+        raise UsageError(f"dtype is {dtype!r}; with {format} it must be one of {names}; {others}")
 
 
 def _write(
@@ -293,16 +272,12 @@ def _write(
     format, target = FORMATS[to], target.resolve()  # of a link, what it leads to is replaced
     _check_target(target, source, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
-    stored = format.stored_dtype(dtype)
     needed_bytes = size_bytes(checkpoint, None)
-    if stored:
+    if stored := format.stored_dtype(dtype):
         needed_bytes = int(format.dtypes[stored] * count_parameters(checkpoint.config))
-    free_bytes = shutil.disk_usage(target.parent).free
-    if needed_bytes > free_bytes:
-        raise JllamaError(
-            f"{target} needs {needed_bytes:,} bytes but {free_bytes:,} are free there: "
-            f"make room, or choose another destination or a smaller dtype"
-        )
+    if needed_bytes > (free_bytes := shutil.disk_usage(target.parent).free):
+        space = f"{needed_bytes:,} bytes but {free_bytes:,} are free there"
+        raise JllamaError(f"{target} needs {space}: make room, or choose another destination or a smaller dtype")
     bar = progress(f"writing {target.name}", needed_bytes, of_bytes=True)
     with written_whole(target) as partial, bar as on_progress:
         if not format.is_file:
@@ -326,7 +301,5 @@ def _check_target(target: Path, source: Path | None, overwrite: bool) -> None:
     held = sorted(entry.name for entry in target.iterdir()) if target.is_dir() else []
     others = [name for name in held if not re.fullmatch(rf"({_OF_CHECKPOINTS})|\.({_OF_CHECKPOINTS})\.partial", name)]
     if others or (held and not _recognized(target)):
-        raise JllamaError(
-            f"{target} holds {', '.join((others or held)[:5])}, more or less than a checkpoint, and stays as it is: "
-            f"choose another destination"
-        )
+        what = f"{', '.join((others or held)[:5])}, more or less than a checkpoint"
+        raise JllamaError(f"{target} holds {what}, and stays as it is: choose another destination")

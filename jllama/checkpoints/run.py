@@ -4,8 +4,6 @@
 ``tokenizer.*`` stands beside them. A converted model is a run of step 0.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Each folder is whole or absent: orbax writes it beside and renames it at the end
 renamed before it is deleted, so a process may be killed at any moment.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import operator

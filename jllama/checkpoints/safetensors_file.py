@@ -4,8 +4,6 @@ Source: https://github.com/huggingface/safetensors, "Format". The library checks
 because the library has no bfloat16 for NumPy and writes only from memory.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
@@ -19,21 +17,15 @@ import safetensors
 from jllama.checkpoints.tensors import NamedTensor, OnProgress, blocks
 from jllama.errors import JllamaError
 
-DTYPES: dict[str, np.dtype[Any]] = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(jnp.bfloat16),
-}
+_TYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
+DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(type_) for name, type_ in _TYPES.items()}
 """By the format's names for them; its other dtypes hold no weights of a Llama as they are."""
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     """Read the tensors of a file by name, each a read-only view of the mapped file.
 
-    Raises:
-        JllamaError: the file is cut short or too long, its header is not one, or a tensor has another dtype than
-            ``DTYPES``.
+    One that is cut short or too long, or has a tensor of another dtype than ``DTYPES``, raises JllamaError.
     """
     try:
         mapped = np.memmap(path, np.uint8, "r").view(np.ndarray)

@@ -1,10 +1,7 @@
 """What every file format shares: tensors that are read a block of rows at a time, and a checkpoint made of them.
 
-A tensor is a matrix ``[outputs, inputs]`` or a vector, on disk. Reading maps the file into memory, so a checkpoint is
-opened at once whatever its size, and only what is asked for is ever read.
+Files are mapped into memory: a checkpoint is opened at once, whatever its size, and only what is asked for is read.
 """
-
-from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
@@ -26,16 +23,7 @@ from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams, Quantization
 from jllama.errors import JllamaError
 from jllama.functional.linear import int8_rows
-from jllama.parameters import (
-    NamedFormat,
-    Parameter,
-    Params,
-    TensorSpec,
-    as_matrix,
-    parameter_table,
-    shape_of,
-    tensor_specs,
-)
+from jllama.parameters import NamedFormat, Params, TensorSpec, as_matrix, parameter_table, shape_of, tensor_specs
 from jllama.sharding import check_divides, matrix_sharding, parameter_sharding
 from jllama.tokenizers import Tokenizer
 
@@ -55,18 +43,12 @@ class FileTensor(Protocol):
     """
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """``[outputs, inputs]``, or ``[embed]`` of a norm."""
-        ...
+    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        """What reading gives; float32 for what is stored quantized."""
-        ...
+    def dtype(self) -> np.dtype[Any]: ...  # noqa: D102
 
-    def __getitem__(self, rows: slice, /) -> np.ndarray:
-        """Rows ``start`` to ``stop``, both given, step 1."""
-        ...
+    def __getitem__(self, rows: slice, /) -> np.ndarray: ...  # start and stop are given, and the step is 1
 
 
 NamedTensor = tuple[str, FileTensor, np.dtype[Any]]
@@ -83,7 +65,7 @@ class Checkpoint:
         tokenizer: None if the files have none.
         chat_template: the Jinja template that turns messages into a prompt, if the files have one.
         stop_ids: tokens that end an answer; empty if the files do not say.
-        step: of a training run, the step that the parameters are from.
+        step: that of a training run which the parameters are from.
     """
 
     config: LlamaConfig
@@ -104,10 +86,8 @@ class PermutedRows:
 
     def __getitem__(self, rows: slice, /) -> np.ndarray:
         """The rows asked for: whole heads are read, reordered and cut."""
-        first = rows.start // self.head_dim * self.head_dim
-        last = -(-rows.stop // self.head_dim) * self.head_dim
-        half = self.head_dim // 2
-        pairs = (half, 2) if self.to_half_split else (2, half)
+        first, last = rows.start // self.head_dim * self.head_dim, -(-rows.stop // self.head_dim) * self.head_dim
+        pairs = (self.head_dim // 2, 2) if self.to_half_split else (2, self.head_dim // 2)
         heads = self.tensor[first:last].reshape(-1, *pairs, self.shape[1])
         return heads.swapaxes(1, 2).reshape(-1, self.shape[1])[rows.start - first : rows.stop - first]
 
@@ -125,8 +105,7 @@ def interleaved(spec: TensorSpec, tensor: FileTensor, head_dim: int) -> FileTens
 def blocks(tensor: FileTensor, dtype: np.dtype[Any] | type) -> Iterator[np.ndarray]:
     """A tensor's rows from first to last, contiguous and in ``dtype``, in blocks of about ``BLOCK_BYTES``.
 
-    Raises:
-        JllamaError: a number is too large for the dtype (float16 ends at 65,504).
+    A number too large for the dtype (float16 ends at 65,504) raises JllamaError.
     """
     step = _rows_at_once(tensor)
     for start in range(0, tensor.shape[0], step):
@@ -158,8 +137,7 @@ def matched(
 ) -> dict[str, FileTensor]:
     """The tensors of a file by ``TensorSpec.key``, still in the file's own order of rotary channels.
 
-    Raises:
-        JllamaError: any is missing, is not one of this model's (nor ``ignored``), or has another shape: all are listed.
+    All that are missing, not of this model (nor ``ignored``), or of another shape are listed in a JllamaError.
     """
     if config.num_layers > len(tensors):
         raise JllamaError(f"{source} says it has {config.num_layers} layers, but holds {len(tensors)} tensors in all")
@@ -195,45 +173,38 @@ def load_params(
 ) -> Params:
     """Read a checkpoint's parameters into the training layout, layers stacked, straight onto their devices.
 
-    Each device gets its slice, and a process reads no more than the slices of its own devices.
+    Each device gets its slice, and a process reads no more than the slices of its own devices. An axis that does not
+    divide over the mesh raises UsageError.
 
     Args:
         checkpoint: open files.
         dtype: of the parameters; None keeps each one's own.
         mesh: splits the parameters over devices, as training does; None puts them on the first device.
         on_progress: told of the bytes read, counted in ``dtype``.
-
-    Raises:
-        UsageError: an axis of a parameter does not divide over the mesh.
     """
-    config, tensors = checkpoint.config, checkpoint.tensors
-    dtypes = _dtypes(checkpoint, dtype, mesh)
+    config, tensors, dtypes = checkpoint.config, checkpoint.tensors, _dtypes(checkpoint, dtype, mesh)
+    table = parameter_table(config)
 
-    def read(path: str, row: Parameter, index: Any) -> np.ndarray:
+    def read(path: str, index: Any) -> np.ndarray:
         """The part of a parameter at ``index``, from the tensors of its layers."""
-        sizes = dict(zip(row.axes, shape_of(row, config), strict=True))
-        bounds = dict(zip(row.axes, _slices(index, shape_of(row, config)), strict=True))
+        shape = shape_of(row := table[path], config)
+        sizes, bounds = (dict(zip(row.axes, each, strict=True)) for each in (shape, _slices(index, shape)))
         part = []
         for first, *others in filter(None, (row.outputs, row.inputs)):  # joined axes, of which the first alone is cut
             inner = math.prod(sizes[axis] for axis in others)
             part.append(slice(bounds[first].start * inner, bounds[first].stop * inner))
         out = _aligned_empty(bounds.values(), dtypes[path])
         specs = [spec for spec in tensor_specs(config) if spec.path == path][bounds.get("layers", slice(None))]
-        layers = out if row.axes[0] == "layers" else [out]
-        jobs = [
-            threads.submit(_read, tensors[spec.key], part, as_matrix(row, layer), on_progress)
-            for spec, layer in zip(specs, layers, strict=True)
-        ]
-        for job in jobs:
-            job.result()
+        matrices = [as_matrix(row, layer) for layer in (out if row.axes[0] == "layers" else [out])]
+        list(threads.map(lambda spec, matrix: _read(tensors[spec.key], part, matrix, on_progress), specs, matrices))
         return out
 
     arrays = {}
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
-        for path, row in parameter_table(config).items():
+        for path, row in table.items():
             sharding = parameter_sharding(mesh, row) if mesh else SingleDeviceSharding(jax.devices()[0])
-            part = functools.partial(read, path, row)
-            arrays[path] = jax.make_array_from_callback(shape_of(row, config), sharding, part)
+            read_part = functools.partial(read, path)
+            arrays[path] = jax.make_array_from_callback(shape_of(row, config), sharding, read_part)
     return unflatten_dict(arrays, sep="/")
 
 
@@ -296,11 +267,7 @@ def _slices(index: Any, shape: tuple[int, ...]) -> list[slice]:
 
 
 def _read(
-    tensor: FileTensor,
-    part: Sequence[slice],
-    out: np.ndarray,
-    on_progress: OnProgress,
-    scale: np.ndarray | None = None,
+    tensor: FileTensor, part: Sequence[slice], out: np.ndarray, on_progress: OnProgress, scale: np.ndarray | None = None
 ) -> None:
     """Copy a part (rows, and columns of a matrix) into ``out``; with ``scale``, as int8 with the scale of each row.
 
@@ -344,20 +311,13 @@ def _aligned_empty(part: Iterable[slice], dtype: np.dtype[Any]) -> np.ndarray:
 
 
 class TensorsOfParams(Mapping[str, FileTensor]):
-    """The tensors of parameters in memory, of either layout, each (on a CPU) a view.
-
-    Args:
-        config: the architecture.
-        params: the parameters; int8 is a ``JllamaError``, as no format holds it.
-    """
+    """The tensors of parameters in memory, of either layout, each (on a CPU) a view. int8 raises ``JllamaError``."""
 
     def __init__(self, config: LlamaConfig, params: Params | DecodeParams) -> None:
         if isinstance(params, DecodeParams) and params.quantized:
             raise JllamaError("the parameters are int8, which no format holds: load the model without quantize")
-        self.params = params
-        self._leaves: dict[str, Any] = flatten_dict(
-            params.weights if isinstance(params, DecodeParams) else params, sep="/"
-        )
+        self.params, weights = params, params.weights if isinstance(params, DecodeParams) else params
+        self._leaves: dict[str, Any] = flatten_dict(weights, sep="/")
         self._specs = {spec.key: spec for spec in tensor_specs(config)}
 
     def __getitem__(self, key: str) -> FileTensor:

@@ -1,15 +1,12 @@
 """Files of ``torch.save``, read and written without torch.
 
-Such a file is a zip archive of uncompressed entries in one folder: ``data.pkl``, a pickle of the dictionary, in which
-each tensor names the entry ``data/KEY`` that holds its numbers; ``byteorder`` and ``version``.
-Source: torch/serialization.py, and Python's pickletools for the operations of a pickle.
+It is a zip archive of uncompressed entries in one folder: ``data.pkl``, a pickle of the dictionary, in which each
+tensor names the entry ``data/KEY`` of its numbers; ``byteorder``, ``version``. Source: torch/serialization.py.
 
-A pickle is a program. Python's unpickler runs it here with nothing but the operations that a dictionary of tensors
-needs; the names in it are never looked up, so a file can call nothing. (It is the one written in Python: before the
-one in C looks up any name, a few bytes can make it allocate gigabytes or hash nested tuples forever.)
+A pickle is a program. Python's unpickler runs it here with the operations that a dictionary of tensors needs alone, and
+looks up no name, so a file can call nothing. (It is the one written in Python: that in C can be made to allocate
+gigabytes or hash nested tuples forever by a few bytes, before it looks up any name.)
 """
-
-from __future__ import annotations
 
 import dataclasses
 import io
@@ -45,14 +42,14 @@ _OPERATIONS = (
     "REDUCE STOP"
 )
 _OPERATION_NAMES = {ord(operation.code): operation.name for operation in pickletools.opcodes}
+_DISPATCH = pickle._Unpickler.dispatch
 
 
 def read_torch_file(path: Path) -> dict[str, np.ndarray]:
     """Read the tensors of a file by name, each a read-only view of the mapped file. Nothing in the file is ever run.
 
-    Raises:
-        JllamaError: the file is cut short or damaged, is of torch before 1.6, calls anything but what tensors need, or
-            is something else than a dictionary of floating-point tensors, each lying inside its own storage.
+    What is cut short or damaged, of torch before 1.6, calls anything but what tensors need, or is no dictionary of
+    floating-point tensors, each inside its own storage, raises JllamaError.
     """
     try:
         with _Directory(path) as file:
@@ -91,10 +88,8 @@ def _entries(path: Path, archive: zipfile.ZipFile, file: io.FileIO) -> tuple[byt
     """The pickle, and the bytes of each entry of the archive as views of the mapped file, by name in its folder."""
     infos = {info.orig_filename: info for info in archive.infolist()}
     pickles = [name for name in infos if name.endswith("/data.pkl")]
-    if len(pickles) != 1:
-        raise ValueError(f"it has {len(pickles)} entries named data.pkl")
-    if len(infos) != len(archive.infolist()):
-        raise ValueError("it has two entries of one name")
+    if len(pickles) != 1 or len(infos) != len(archive.infolist()):
+        raise ValueError(f"it has {len(pickles)} entries named data.pkl, or two entries of one name")
     folder = pickles[0].removesuffix("data.pkl")
     mapped = np.memmap(path, np.uint8, "r").view(np.ndarray)
     entries: dict[str, np.ndarray] = {}
@@ -119,8 +114,6 @@ def _entries(path: Path, archive: zipfile.ZipFile, file: io.FileIO) -> tuple[byt
 class _Dict(dict[str, Any]):
     """A dictionary of the pickle; a key that is not text is not even hashed."""
 
-    __slots__ = ()
-
     def __setitem__(self, key: Any, value: Any) -> None:
         if not isinstance(key, str):
             raise ValueError("it has a key that is not text")
@@ -129,8 +122,6 @@ class _Dict(dict[str, Any]):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Storage:
-    """The numbers of an entry, flat."""
-
     numbers: np.ndarray
 
 
@@ -146,11 +137,8 @@ class _Global:
                 return _Dict()
             case "torch._utils._rebuild_parameter", (np.ndarray() as tensor, *_):
                 return tensor
-            case (
-                "torch._utils._rebuild_tensor_v2",
-                (_Storage(numbers), int(offset), tuple(shape), tuple(strides), *_),
-            ):
-                return _view(numbers, offset, shape, strides)
+            case "torch._utils._rebuild_tensor_v2", (_Storage(data), int(start), tuple(shape), tuple(strides), *_):
+                return _view(data, start, shape, strides)
         raise ValueError("it builds a tensor in a way that torch does not")
 
 
@@ -164,11 +152,7 @@ class _Unpickler(pickle._Unpickler):
     """Python's unpickler without the operations that call, import or allocate more than the file has bytes."""
 
     dispatch: ClassVar[Any] = _Dispatch(
-        {
-            code: pickle._Unpickler.dispatch[code]
-            for code, name in _OPERATION_NAMES.items()
-            if name in _OPERATIONS.split()
-        }
+        {code: _DISPATCH[code] for code, name in _OPERATION_NAMES.items() if name in _OPERATIONS.split()}
     )
     dispatch[pickle.EMPTY_DICT[0]] = lambda self: self.append(_Dict())
     dispatch[pickle.BUILD[0]] = lambda self: self.stack.pop()  # attributes: torch sets a state_dict's _metadata
@@ -200,8 +184,11 @@ class _Unpickler(pickle._Unpickler):
 
 def _view(numbers: np.ndarray, offset: int, shape: tuple[Any, ...], strides: tuple[Any, ...]) -> np.ndarray:
     """A tensor inside its storage; offset and strides are in numbers, not bytes."""
-    counts = (offset, *shape, *strides)
-    if not (len(shape) == len(strides) <= 8 and all(type(n) is int and n >= 0 for n in counts)):
+    if (
+        len(shape) != len(strides)
+        or len(shape) > 8
+        or any(type(n) is not int or n < 0 for n in (offset, *shape, *strides))
+    ):
         raise ValueError("it describes a tensor by a shape and strides that are none")
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if 0 in shape or last >= numbers.size or math.prod(shape) > numbers.size:
@@ -213,10 +200,9 @@ def _view(numbers: np.ndarray, offset: int, shape: tuple[Any, ...], strides: tup
 
 
 def write_torch_file(path: Path, tensors: Sequence[NamedTensor], on_progress: OnProgress) -> None:
-    """Write tensors, each under its name and in its dtype, a block of rows at a time, as ``torch.save`` would.
+    """Write tensors, each in one of the dtypes that are read, a block of rows at a time, as ``torch.save`` would.
 
-    ``torch.load`` reads the file with ``weights_only=True`` and with ``mmap=True``. The dtypes are float64, float32,
-    float16 and bfloat16.
+    ``torch.load`` reads the file with ``weights_only=True`` and with ``mmap=True``.
     """
     with path.open("wb") as file, zipfile.ZipFile(file, "w") as archive:
         for name, content in (("data.pkl", _pickled(tensors)), ("byteorder", b"little"), ("version", b"3\n")):

@@ -1,7 +1,5 @@
 """Text to token ids and back: one base class, and the tokenizers of it."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What every tokenizer can do, and the simplest one: a token for each UTF-8 byte."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import re

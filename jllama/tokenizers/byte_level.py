@@ -4,8 +4,6 @@ Text is split by a regular expression, and the UTF-8 bytes of each part are merg
 written as one printable character (``BYTE_CHARS``). Source: Radford et al. 2019 (GPT-2), section 2.2.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

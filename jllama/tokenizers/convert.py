@@ -1,7 +1,5 @@
 """A tokenizer as Hugging Face's and Meta's formats hold it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from jllama.tokenizers.base import Tokenizer

@@ -4,8 +4,6 @@ Model ``llama`` is SentencePiece, ``gpt2`` is byte-level BPE with a named way to
 specification (ggml, ``docs/gguf.md``) and llama.cpp's ``convert_hf_to_gguf.py``.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any

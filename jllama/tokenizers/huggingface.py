@@ -1,7 +1,5 @@
 """Hugging Face's ``tokenizer.json``, through the ``tokenizers`` library."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

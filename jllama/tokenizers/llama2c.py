@@ -4,8 +4,6 @@ After an int32 (bytes of the longest token) each token is a float32 score, an in
 written as one, and ``<s>`` and ``</s>`` stand between newlines. Source: llama2.c, ``tokenizer.py``.
 """
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

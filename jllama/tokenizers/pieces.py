@@ -3,8 +3,6 @@
 Source: Kudo and Richardson 2018 (arXiv:1808.06226), and the library's ``sentencepiece_model.proto``.
 """
 
-from __future__ import annotations
-
 import enum
 import re
 from typing import Any, NamedTuple
@@ -40,7 +38,7 @@ class Pieces(NamedTuple):
     add_dummy_prefix: bool
 
     @classmethod
-    def from_model(cls, model: bytes) -> Pieces:
+    def from_model(cls, model: bytes) -> "Pieces":
         """Read a serialized model. One whose normalizer changes text raises JllamaError."""
         proto = _ModelProto.FromString(model)
         spec, trainer = proto.normalizer_spec, proto.trainer_spec

@@ -1,7 +1,5 @@
 """SentencePiece, the tokenizer of Llama 1 and 2: reading a model, and training one."""
 
-from __future__ import annotations
-
 import io
 import random
 import re

@@ -1,7 +1,5 @@
 """tiktoken's ranks, the ``tokenizer.model`` of Llama 3: lines of a token in base64 and its rank."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import contextlib

@@ -304,7 +304,7 @@ def test_bad_lines_are_reported_and_the_rest_goes_on(complete_file, tmp_path):
         (b'{"prompt": "a", "top_p": "x"}', 'top_p is "x"; it must be a number'),
         (b'{"prompt": "a", "seed": 1.5}', "seed is 1.5; it must be a whole number"),
         (b'{"prompt": "a", "stop": 3}', "stop is 3; it must be a string or a list of strings"),
-        (b'{"prompt": "a", "stop_ids": [999]}', "the stop_ids has token 999; the ids run from 0 to 258"),
+        (b'{"prompt": "a", "stop_ids": [999]}', "the stop_ids have token 999; the ids run from 0 to 258"),
         (b'{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias is "),
         (b'{"prompt": "' + b"x" * 40 + b'"}', "exceed the model's context of 32"),
         (b'{"prompt": "\xff"}', "it is not JSON"),

@@ -305,9 +305,9 @@ def request(**changed):
         (request(max_new_tokens=-1), "max_new_tokens is -1; it must not be negative"),
         (request(content=[1, 61]), "^the prompt has token 61; the ids run from 0 to 60$"),
         (request(content=[-1]), "^the prompt has token -1; the ids run from 0 to 60$"),
-        (request(stop_ids=[99]), "^the stop_ids has token 99; the ids run from 0 to 60$"),
+        (request(stop_ids=[99]), "^the stop_ids have token 99; the ids run from 0 to 60$"),
         (request(sampling=SamplingParams(logit_bias={61: 1.0})), "^the logit_bias has token 61; the ids"),
-        (request(sampling=SamplingParams(banned_ids=(70,))), "^the banned_ids has token 70; the ids"),
+        (request(sampling=SamplingParams(banned_ids=(70,))), "^the banned_ids have token 70; the ids"),
         (request(sampling=SamplingParams(banned_ids=tuple(range(61)))), "^banned_ids bans every token"),
     ],
 )
