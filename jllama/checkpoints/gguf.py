@@ -219,8 +219,9 @@ def _frequencies(config: LlamaConfig, scaling: RopeScaling | None) -> np.ndarray
 
 def _read_stop_ids(metadata: Mapping[str, Any], config: LlamaConfig, source: Path) -> tuple[int, ...]:
     stops = {key: metadata[key] for key in STOP_KEYS if metadata.get(key) is not None}
+    size = config.vocab_size
     for key, token in stops.items():
-        if type(token) is not int or not 0 <= token < (size := config.vocab_size):
+        if type(token) is not int or not 0 <= token < size:
             raise JllamaError(f"{source} has {key} {reprlib.repr(token)}; it must be a token id below {size}")
     return tuple(dict.fromkeys(stops.values()))
 

@@ -27,12 +27,8 @@ from jllama.rope_scaling import ROPE_SCALINGS, RopeScaling
 from jllama.tokenizers import Tokenizer, has_tokenizer, load_tokenizer
 from jllama.tokenizers.convert import save_huggingface
 
-CONFIG = "config.json"
-GENERATION_CONFIG = "generation_config.json"
-CHAT_TEMPLATE = "chat_template.jinja"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
+CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG = "config.json", "generation_config.json", "tokenizer_config.json"
+WEIGHTS, INDEX, CHAT_TEMPLATE = "model.safetensors", "model.safetensors.index.json", "chat_template.jinja"
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Limit for the tensors of a shard; a larger tensor has a shard of its own."""
@@ -69,10 +65,8 @@ def recognizes(path: Path) -> bool:
 def config_from_huggingface(fields: Mapping[str, Any], source: Path) -> LlamaConfig:
     """Read the architecture in a ``config.json``, in transformers 4's spelling or 5's; missing fields have defaults.
 
-    ``vocab_size`` is 0 if the file leaves it to the weights: absent, null or -1.
-
-    Raises:
-        JllamaError: the file asks for something that a Llama of jllama's does not have, or a field is wrong.
+    ``vocab_size`` is 0 if the file leaves it to the weights: absent, null or -1. A wrong field, or one that asks for
+    something that a Llama of jllama's does not have, raises JllamaError.
     """
     fields = {key: value for key, value in fields.items() if value is not None}
     _refuse_other_models(fields, source)
@@ -157,22 +151,16 @@ def _rope(fields: Mapping[str, Any], max_seq_len: int, source: Path) -> tuple[fl
 
 
 def config_to_huggingface(config: LlamaConfig, dtype: str) -> dict[str, Any]:
-    """The fields of a ``config.json`` that transformers 4 and 5 both read as this architecture.
+    """The fields of a ``config.json`` that transformers 4 and 5 both read as this architecture, or a JllamaError.
 
-    Args:
-        config: the architecture.
-        dtype: what transformers is to load the weights as, such as ``bfloat16``.
-
-    Raises:
-        JllamaError: transformers cannot hold it.
+    ``dtype``, such as ``bfloat16``, is what transformers is to load the weights as.
     """
     if config.embed_dim % config.num_heads:
         sizes = f"embed_dim ({config.embed_dim}) is not a multiple of num_heads ({config.num_heads})"
         raise JllamaError(f"transformers loads no Llama whose {sizes}: save it in another format")
     scaling = config.rope_scaling
-    rope: dict[str, Any] = (
-        {"rope_type": scaling.type, **scaling.to_huggingface()} if scaling else {"rope_type": "default"}
-    )
+    rope: dict[str, Any] = {"rope_type": scaling.type if scaling else "default"}
+    rope |= scaling.to_huggingface() if scaling else {}
     length = getattr(scaling, "original_max_seq_len", None)
     if scaling and length and not scaling.grows:
         rope["original_max_position_embeddings"] = length
@@ -181,18 +169,12 @@ def config_to_huggingface(config: LlamaConfig, dtype: str) -> dict[str, Any]:
         raise JllamaError(f"in transformers' {scaling.type} RoPE {lengths}: save it in another format")
     theta = float(config.rope_theta)
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
+        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": config.vocab_size},
         **{theirs: getattr(config, ours) for ours, (theirs, _) in _SIZES.items()},
         **{key: _LLAMA[key] for key in ("hidden_act", "attention_bias", "mlp_bias")},
-        "rms_norm_eps": float(config.norm_eps),
-        "rope_theta": theta,
-        "rope_scaling": rope if scaling else None,
-        "rope_parameters": rope | {"rope_theta": theta},
-        "tie_word_embeddings": config.tie_embeddings,
-        "dtype": dtype,
-        "torch_dtype": dtype,
+        **{"rms_norm_eps": float(config.norm_eps), "rope_theta": theta, "rope_scaling": rope if scaling else None},
+        **{"rope_parameters": rope | {"rope_theta": theta}, "tie_word_embeddings": config.tie_embeddings},
+        **{"dtype": dtype, "torch_dtype": dtype},
     }
 
 
@@ -206,11 +188,8 @@ def read(path: Path) -> Checkpoint:
         raise JllamaError(f"{path} has no {CONFIG}: copy it there, the weights alone do not say what model they are")
     fields = read_json_object(source)
     config = config_from_huggingface(fields, source)
-    weights = {
-        name: tensor
-        for name, tensor in _weights(path).items()
-        if not re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name)  # computed, not learned
-    }
+    computed = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # not learned
+    weights = {name: tensor for name, tensor in _weights(path).items() if not computed.fullmatch(name)}
     table = parameter_table(dataclasses.replace(config, tie_embeddings=False))
     embed, head = table["embed"].name("huggingface"), table["lm_head"].name("huggingface")
     if not config.vocab_size and embed in weights:
@@ -232,11 +211,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def read_text_files(folder: Path) -> tuple[Tokenizer | None, str | None, tuple[int, ...]]:
-    """Read the tokenizer, chat template and stop ids in a folder of any format; None and no ids for absent files.
-
-    Raises:
-        JllamaError: a file is there but is not what its name says.
-    """
+    """Read the tokenizer, chat template and stop ids in a folder of any format; None and no ids for absent files."""
     tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
     template, generation = folder / CHAT_TEMPLATE, folder / GENERATION_CONFIG
     try:
@@ -283,16 +258,13 @@ def _weights(path: Path) -> dict[str, np.ndarray]:
     shards = sorted(set(shard_of.values()))
     if missing := [shard for shard in shards if not (path / shard).is_file()]:
         raise JllamaError(f"{path} lacks {', '.join(missing)}, which {INDEX} names: copy what is missing there")
-    weights: dict[str, np.ndarray] = {}
-    problems = []
-    for shard in shards:
-        tensors = read_safetensors(path / shard)
-        problems += [f"{shard} lacks {name}" for name in shard_of if shard_of[name] == shard and name not in tensors]
-        problems += [f"{shard} has {name} against the index" for name in tensors if shard_of.get(name) != shard]
-        weights |= tensors
+    tensors = {shard: read_safetensors(path / shard) for shard in shards}
+    problems = [f"{shard} lacks {name}" for name, shard in shard_of.items() if name not in tensors[shard]]
+    held = [(shard, name) for shard in shards for name in tensors[shard]]
+    problems += [f"{shard} has {name} against the index" for shard, name in held if shard_of.get(name) != shard]
     if problems:
         raise JllamaError(f"{path} has shards that differ from {INDEX}: {'; '.join(problems)}")
-    return weights
+    return {name: tensors[shard][name] for shard, name in held}
 
 
 def _old_chat_template(path: Path) -> str | None:
@@ -320,10 +292,8 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_
     tokenizer, template = checkpoint.tokenizer, checkpoint.chat_template
     stops = checkpoint.stop_ids or ((tokenizer.eos_id,) if tokenizer else ())
     # Not null but absent, they would be 1 and 2.
-    config |= {
-        "bos_token_id": tokenizer.bos_id if tokenizer else None,
-        "eos_token_id": list(stops) if len(stops) > 1 else stops[0] if stops else None,
-    }
+    config["bos_token_id"] = tokenizer.bos_id if tokenizer else None
+    config["eos_token_id"] = list(stops) if len(stops) > 1 else stops[0] if stops else None
     if tokenizer:
         save_huggingface(tokenizer, target)
     write_json(target / CONFIG, config)
@@ -337,10 +307,9 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_
         if shards[-1] and _bytes(*shards[-1], tensor) > MAX_SHARD_BYTES:
             shards.append([])
         shards[-1].append(tensor)
-    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        names = [WEIGHTS]
-    else:
+    names = [WEIGHTS]
+    if len(shards) > 1:
+        names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
         shard_of = {tensor[0]: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         write_json(target / INDEX, {"metadata": {"total_size": _bytes(*tensors)}, "weight_map": shard_of})
     for name, shard in zip(names, shards, strict=True):
@@ -352,11 +321,7 @@ def _bytes(*tensors: NamedTensor) -> int:
 
 
 def download(repository: str) -> Path:
-    """Fetch ``org/name`` from the Hugging Face hub, or find it in the hub's cache; returns the folder it is in.
-
-    Raises:
-        JllamaError: the hub extra is not installed, or the repository cannot be had.
-    """
+    """Fetch ``org/name`` from the Hugging Face hub, or find it in the hub's cache; returns the folder it is in."""
     try:
         from huggingface_hub import errors, snapshot_download
     except ImportError as error:

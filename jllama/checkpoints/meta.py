@@ -71,14 +71,8 @@ def recognizes(path: Path) -> bool:
 def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
     """Open a folder of Meta's. Only what shards repeat is read, and a tied head as far as it equals the embedding.
 
-    Args:
-        path: the folder.
-        rope_factor: the RoPE scaling factor, where ``params.json`` has ``use_scaled_rope`` and no factor; None is that
-            of the released Llamas of the same shape, vocabulary and theta, which is said on stderr.
-
-    Raises:
-        JllamaError: also if it asks for a RoPE factor, none is given, and no released Llama is of its shape.
-        UsageError: ``rope_factor`` is given but not asked for.
+    ``rope_factor`` is the RoPE scaling factor, where ``params.json`` has ``use_scaled_rope`` and no factor; None is
+    that of the released Llamas of the same shape, vocabulary and theta, which is said on stderr, or a JllamaError.
     """
     source = path / PARAMS
     if not source.is_file():
@@ -118,8 +112,8 @@ def _shards(path: Path) -> dict[str, dict[str, np.ndarray]]:
     first = kinds[names[0]]
     for name, kind in kinds.items():
         keys = [key for key in first | kind if first.get(key) != kind.get(key)]
-        if differing := [f"{key} is {kind.get(key, 'absent')} against {first.get(key, 'absent')}" for key in keys]:
-            raise JllamaError(f"{path} has shards of different models, {name} and {names[0]}: {'; '.join(differing)}")
+        if problems := [f"{key} is {kind.get(key, 'absent')} against {first.get(key, 'absent')}" for key in keys]:
+            raise JllamaError(f"{path} has shards of different models, {name} and {names[0]}: {'; '.join(problems)}")
     return shards
 
 
@@ -134,11 +128,10 @@ def _config(
     count, tensors = len(shards), next(iter(shards.values()))
     defaults = {"n_kv_heads": params.get("n_heads")}
     sizes: dict[str, Any] = {ours: whole_number(params, key, source, defaults.get(key)) for ours, key in _NAMES.items()}
-    norm_eps, rope_theta = (
-        positive_number(params, key, source, default) for key, default in (("norm_eps", 1e-5), ("rope_theta", 10_000.0))
-    )
+    defaults = {"norm_eps": 1e-5, "rope_theta": 10_000.0}
+    sizes |= {key: positive_number(params, key, source, default) for key, default in defaults.items()}
     with fault_of(source):
-        config = LlamaConfig(**sizes, norm_eps=norm_eps, rope_theta=rope_theta)
+        config = LlamaConfig(**sizes)
     names = {spec.key: spec.name("meta") for spec in tensor_specs(config)}
     shapes = {key: tensors[name].shape for key, name in names.items() if name in tensors and tensors[name].ndim == 2}
 
@@ -179,26 +172,19 @@ def _rope_scaling(
     if not scaled:
         return None
     if rope_factor is None and names["factor"] not in stated:
-        factors = {
-            name: scaling.factor
-            for name in presets_of_shape(config)
-            if not differing(("vocab_size", "rope_theta"), config, PRESETS[name])
-            and (scaling := PRESETS[name].rope_scaling)
-        }
+        alike = [n for n in presets_of_shape(config) if not differing(("vocab_size", "rope_theta"), config, PRESETS[n])]
+        factors = {name: scaling.factor for name in alike if (scaling := PRESETS[name].rope_scaling)}
         if len(set(factors.values())) != 1:
             why = "no factor for use_scaled_rope, and no released Llama is of this shape"
             raise JllamaError(f"{source} has {why}: give rope_factor, 8 for Llama 3.1 and 3.3 or 32 for Llama 3.2")
         name, rope_factor = next(iter(factors.items()))
-        print(
-            f"note: RoPE factor {rope_factor:g} of {name}, whose shape this is; rope_factor overrides", file=sys.stderr
-        )
+        note = f"RoPE factor {rope_factor:g} of {name}, whose shape this is; rope_factor overrides"
+        print(f"note: {note}", file=sys.stderr)
     default = Llama3Scaling(1.0 if rope_factor is None else rope_factor)
     with fault_of(source):
         original = whole_number(params, names["original_max_seq_len"], source, default.original_max_seq_len)
-        numbers: dict[str, Any] = {
-            ours: positive_number(params, names[ours], source, getattr(default, ours)) for ours in names
-        }
-        return Llama3Scaling(**numbers | {"original_max_seq_len": original})
+        numbers = [(ours, positive_number(params, names[ours], source, getattr(default, ours))) for ours in names]
+        return Llama3Scaling(**dict[str, Any](numbers) | {"original_max_seq_len": original})
 
 
 def _joined(
@@ -277,22 +263,14 @@ def _params_of(config: LlamaConfig) -> dict[str, Any]:
         for multiple_of, multiplier in (*_MLP_RULES, (1, exact))
         if llama_mlp_dim(config.embed_dim, multiple_of=multiple_of, multiplier=multiplier) == config.mlp_dim
     )
-    params: dict[str, Any] = {theirs: getattr(config, ours) for ours, theirs in _NAMES.items()} | {
-        "vocab_size": config.vocab_size,
-        "multiple_of": multiple_of,
-        "ffn_dim_multiplier": multiplier,
-        "norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-    }
+    params: dict[str, Any] = {theirs: getattr(config, ours) for ours, theirs in _NAMES.items()}
+    params |= {"vocab_size": config.vocab_size, "multiple_of": multiple_of, "ffn_dim_multiplier": multiplier}
+    params |= {"norm_eps": config.norm_eps, "rope_theta": config.rope_theta}
     if config.num_kv_heads == config.num_heads:
         del params["n_kv_heads"]
     if scaling:
-        default = Llama3Scaling(1)
-        params |= {"use_scaled_rope": True, Llama3Scaling.meta["factor"]: scaling.factor}
-        params |= {
-            theirs: getattr(scaling, ours)
-            for ours, theirs in Llama3Scaling.meta.items()
-            if getattr(scaling, ours) != getattr(default, ours)
-        }
+        values = {ours: getattr(scaling, ours) for ours in Llama3Scaling.meta}
+        stated = [ours for ours in values if ours == "factor" or values[ours] != getattr(Llama3Scaling, ours)]
+        params |= {"use_scaled_rope": True} | {Llama3Scaling.meta[ours]: values[ours] for ours in stated}
     # The code of Llama 1 knows neither n_kv_heads nor ffn_dim_multiplier, and fails at a field that it does not know.
     return {key: value for key, value in params.items() if value is not None}

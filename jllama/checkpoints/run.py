@@ -27,25 +27,16 @@ def recognizes(path: Path) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """What a run's ``config.yaml`` holds.
-
-    Raises:
-        JllamaError: it cannot be read, or is no mapping.
-    """
+    """What a run's ``config.yaml`` holds. If it cannot be read, or is no mapping, that is a JllamaError."""
     try:
         refuse_special_files(folder / CONFIG)
-        fields = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-        return {**fields}
+        return {**yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))}
     except (OSError, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise _bad_config(folder, error) from error
 
 
 def read_model_config(folder: Path) -> LlamaConfig:
-    """The architecture that a run was trained with.
-
-    Raises:
-        JllamaError: the configuration cannot be read.
-    """
+    """The architecture that a run was trained with. If it cannot be read, that is a JllamaError."""
     try:
         return LlamaConfig(**{**read_config(folder)["model"]})
     except (KeyError, TypeError, ValueError, UsageError) as error:  # also numbers too long to be printed
@@ -57,19 +48,14 @@ def _bad_config(folder: Path, error: Exception) -> JllamaError:
 
 
 def read(path: Path, step: int | None = None) -> Checkpoint:
-    """Open a checkpoint of a run: of the given step, or that of the lowest validation loss.
-
-    Raises:
-        JllamaError: there is no such checkpoint in it, or its configuration cannot be read.
-    """
+    """Open a checkpoint of a run: of the given step, or that of the lowest validation loss."""
     from jllama.checkpoints.run_checkpoints import RunCheckpoints  # not at the top: orbax takes half a second
 
     if not (path / CHECKPOINTS).is_dir():
         raise JllamaError(f"{path} holds no checkpoint yet: it has no {CHECKPOINTS} folder")
     config = read_model_config(path)
     checkpoints = RunCheckpoints(path / CHECKPOINTS, read_only=True)
-    steps = checkpoints.steps()
-    if not steps:
+    if not (steps := checkpoints.steps()):
         raise JllamaError(f"{path / CHECKPOINTS} holds no finished checkpoint")
     chosen = checkpoints.best_step() if step is None else step
     if chosen not in steps:

@@ -79,10 +79,8 @@ class RunCheckpoints:
     def save(self, step: int, params: Params, state: Any, meta: dict[str, Any], validation_loss: float | None) -> None:
         """Begin to save; the arrays are copied first, so they may be donated as soon as this returns.
 
-        ``state`` is the rest of what training needs; None for a model that is not being trained.
-
-        Raises:
-            JllamaError: this or the save before failed, a full disk for instance; earlier checkpoints stay.
+        ``state`` is the rest of what training needs; None for a model that is not being trained. If this or the save
+        before failed, for a full disk say, that is a JllamaError, and earlier checkpoints stay.
         """
         self.wait()
         chunks = jax.tree.map(lambda _: _CHUNKED, params)
@@ -111,8 +109,7 @@ class RunCheckpoints:
     def restore(self, step: int, params: Params, state: Any) -> tuple[Params, Any, dict[str, Any]]:
         """The saved parameters, training state and metadata of a step, placed as the given shapes say.
 
-        Raises:
-            JllamaError: the files are damaged, or the arrays are not the ones expected; the message lists what differs.
+        If the files are damaged, or the arrays are not the ones expected, a JllamaError lists what differs.
         """
         with _reading(self.folder / str(step)):
             self._check(step, "params", params)
@@ -169,10 +166,8 @@ def _reading(source: Path) -> Iterator[None]:
     except JllamaError:
         raise
     except Exception as error:
-        raise JllamaError(
-            f"the checkpoint {source} cannot be read ({_reason(error)}): "
-            f"put it back from a copy, or delete it to go on from an earlier one"
-        ) from error
+        advice = "put it back from a copy, or delete it to go on from an earlier one"
+        raise JllamaError(f"the checkpoint {source} cannot be read ({_reason(error)}): {advice}") from error
 
 
 def _open_array(folder: Path, path: str) -> Any:

@@ -188,7 +188,8 @@ def load_params(
     def read(path: str, index: Any) -> np.ndarray:
         """The part of a parameter at ``index``, from the tensors of its layers."""
         shape = shape_of(row := table[path], config)
-        sizes, bounds = (dict(zip(row.axes, each, strict=True)) for each in (shape, _slices(index, shape)))
+        sizes = dict(zip(row.axes, shape, strict=True))
+        bounds = dict(zip(row.axes, _slices(index, shape), strict=True))
         part = []
         for first, *others in filter(None, (row.outputs, row.inputs)):  # joined axes, of which the first alone is cut
             inner = math.prod(sizes[axis] for axis in others)

@@ -23,16 +23,11 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read a tokenizer of any kind.
+    """Read a tokenizer of any kind; if there is none, or it cannot be used, a JllamaError says why.
 
-    Args:
-        path: a ``tokenizer.json`` (Hugging Face), a ``.model`` (SentencePiece or Llama 3's tiktoken), a
-            ``tokenizer.bytes.json`` or a llama2.c ``tokenizer.bin``; or a folder that holds one. Of a
-            ``tokenizer.json`` and a SentencePiece model with just the same tokens, BOS and EOS the model is read: the
-            json was made from it.
-
-    Raises:
-        JllamaError: there is none, or it cannot be used; the message says why.
+    ``path`` is a ``tokenizer.json`` (Hugging Face), a ``.model`` (SentencePiece or Llama 3's tiktoken), a
+    ``tokenizer.bytes.json`` or a llama2.c ``tokenizer.bin``; or a folder that holds one. Of a ``tokenizer.json`` and a
+    SentencePiece model with just the same tokens, BOS and EOS the model is read: the json was made from it.
     """
     path = Path(path)
     paths = [path / name for name in FILE_NAMES] if path.is_dir() else [path]

@@ -22,11 +22,7 @@ _PRE |= {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "default": "gpt-2"}
 
 
 def from_gguf(metadata: Mapping[str, Any], source: str) -> SentencePieceTokenizer | HuggingFaceTokenizer:
-    """The tokenizer that a GGUF file's metadata describes.
-
-    Raises:
-        JllamaError: something is missing or does not fit together, or it is of a kind that no Llama has.
-    """
+    """The tokenizer that a GGUF file's metadata describes; JllamaError if that is not one of a Llama."""
 
     def check(ok: bool, said: str) -> None:
         if not ok:
@@ -46,9 +42,7 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> SentencePieceTokenize
         "".join(tokens).encode()
     except (TypeError, UnicodeEncodeError):
         raise JllamaError(f"{source} has tokens that are not text in UTF-8") from None
-    count = len(tokens)
-    while count and types[count - 1] == TokenType.UNUSED:  # padding up to the embedding's rows
-        count -= 1
+    count = max((id + 1 for id, kind in enumerate(types) if kind != TokenType.UNUSED), default=0)  # without padding
     ids_are_right = min(bos_id, eos_id) >= 0 and max(bos_id, eos_id) < count
     check(ids_are_right, f"{count} tokens, but BOS and EOS are {bos_id} and {eos_id}")
     tokens, types = tokens[:count], types[:count]
@@ -81,11 +75,7 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> SentencePieceTokenize
 
 
 def to_gguf(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
-    """The metadata that holds a tokenizer in a GGUF file, padded with unused tokens to ``vocab_size``.
-
-    Raises:
-        JllamaError: GGUF cannot hold this tokenizer; the message says what of it.
-    """
+    """The metadata of a tokenizer in a GGUF file, padded with unused tokens to ``vocab_size``, or a JllamaError."""
     scores = merges = unk_id = None
     json = None if isinstance(tokenizer, SentencePieceTokenizer) else as_huggingface(tokenizer)
     if json is not None and json.is_byte_level:
@@ -102,18 +92,10 @@ def to_gguf(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
         pre = "default"
         texts, scores, types, unk_id, _, _, prefix = (json or tokenizer).to_pieces()
     padding = range(len(texts), vocab_size)
-    fields = {
-        "model": "gpt2" if scores is None else "llama",
-        "pre": pre,
-        "tokens": texts + [f"[PAD{id}]" for id in padding],
-        "scores": scores and scores + [-1e4] * len(padding),
-        "token_type": types + [TokenType.UNUSED] * len(padding),
-        "merges": merges,
-        "bos_token_id": tokenizer.bos_id,
-        "eos_token_id": tokenizer.eos_id,
-        "unknown_token_id": unk_id,
-        "add_bos_token": tokenizer.add_bos,
-        "add_eos_token": None if scores is None else False,
-        "add_space_prefix": prefix,
-    }
+    fields = {"model": "gpt2" if scores is None else "llama", "pre": pre}
+    fields |= {"tokens": texts + [f"[PAD{id}]" for id in padding], "scores": scores and scores + [-1e4] * len(padding)}
+    fields |= {"token_type": types + [TokenType.UNUSED] * len(padding), "merges": merges}
+    fields |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "unknown_token_id": unk_id}
+    fields |= {"add_bos_token": tokenizer.add_bos, "add_eos_token": None if scores is None else False}
+    fields |= {"add_space_prefix": prefix}
     return {_PREFIX + name: value for name, value in fields.items() if value is not None}

@@ -52,9 +52,8 @@ class HuggingFaceTokenizer(Tokenizer):
         if self.vocab_size > MAX_SIZES["vocab_size"]:
             raise JllamaError(f"{source} has the token id {self.vocab_size - 1}, which no Llama has: it is damaged")
         if not 0 <= min(bos_id, eos_id) <= max(bos_id, eos_id) < self.vocab_size:
-            raise JllamaError(
-                f"{source} has {self.vocab_size} tokens, but BOS and EOS are said to be {bos_id}, {eos_id}"
-            )
+            said = f"{self.vocab_size} tokens, but BOS and EOS are said to be {bos_id}, {eos_id}"
+            raise JllamaError(f"{source} has {said}")
         self.bos_id, self.eos_id = bos_id, eos_id
         self.texts = [self._library.id_to_token(id) or "" for id in range(self.vocab_size)]
         begins_with_bos = self._library.encode("").ids[:1] == [bos_id]
@@ -100,13 +99,10 @@ class HuggingFaceTokenizer(Tokenizer):
         return self.content.decode()
 
     def to_pieces(self) -> Pieces:
-        """A file of Llama 2's kind as SentencePiece has it: scores from the order of the merges.
+        """A file of Llama 2's kind as SentencePiece has it: scores from the order of the merges. Others: JllamaError.
 
         A json with Metaspace (transformers 5 writes it) drops the space before a text that begins with one;
         SentencePiece, which such a model was trained with, does not.
-
-        Raises:
-            JllamaError: it is of another kind, and SentencePiece has no such thing; the message says what.
         """
         model = self.json["model"]
         if self.is_byte_level or not model["byte_fallback"]:
@@ -118,9 +114,7 @@ class HuggingFaceTokenizer(Tokenizer):
         types = self.token_types()
         types[unk_id], types[self.bos_id], types[self.eos_id] = TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL
         if missing := 256 - types.count(TokenType.BYTE):
-            raise JllamaError(
-                f"the tokenizer lacks {missing} of the 256 byte tokens that a SentencePiece file must have"
-            )
+            raise JllamaError(f"the tokenizer lacks {missing} of the 256 byte tokens of every SentencePiece file")
         scores = [-1e9 if kind == TokenType.NORMAL else 0.0 for kind in types]
         for rank, (left, right) in enumerate(self.merges):
             scores[ids[left + right]] = -float(rank)

@@ -53,9 +53,8 @@ def save_llama2c_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
         raise JllamaError(f"llama2.c's tokenizer.bin cannot hold this tokenizer: {said}")
     texts = ["<unk>", "\n<s>\n", "\n</s>\n", *(text.replace(SPACE, " ") for text in pieces.texts[3:])]
     tokens = [text.encode() for text in texts]
-    rows = [struct.pack("<fi", *row) for row in zip(pieces.scores, map(len, tokens), strict=True)]
-    longest = struct.pack("<i", max(map(len, tokens)))
-    path.write_bytes(longest + b"".join(head + token for head, token in zip(rows, tokens, strict=True)))
+    rows = [struct.pack("<fi", score, len(token)) + token for score, token in zip(pieces.scores, tokens, strict=True)]
+    path.write_bytes(struct.pack("<i", max(map(len, tokens))) + b"".join(rows))
 
 
 def _types(count: int) -> list[int]:

@@ -69,11 +69,8 @@ class Pieces(NamedTuple):
         But after a user-defined piece, which no Llama's own model has, the json puts a space, as llama.cpp does.
         """
         added = added_tokens(self.texts, self.types)
-        decoders = [
-            REPLACE | {"pattern": {"String": SPACE}, "content": " "},
-            {"type": "ByteFallback"},
-            {"type": "Fuse"},
-        ]
+        spaces = REPLACE | {"pattern": {"String": SPACE}, "content": " "}
+        decoders = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]
         strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
         prefix = int(self.add_dummy_prefix)
         parts = {

@@ -110,17 +110,11 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> SentencePi
     options: dict[str, Any] = {"unk_id": 0, "bos_id": 1, "eos_id": 2, "pad_id": -1}
     options |= {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": True}
     options |= {"byte_fallback": True, "split_digits": True, "allow_whitespace_only_pieces": True}
+    options |= {"model_type": "bpe", "character_coverage": 0.99995, "minloglevel": 2}
+    options["num_threads"] = 2  # stands in the model file, so it is a constant
     try:
-        sentencepiece.SentencePieceTrainer.train(  # pyright: ignore[reportAttributeAccessIssue]
-            sentence_iterator=iter(lines),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            character_coverage=0.99995,
-            num_threads=2,  # stands in the model file, so it is a constant
-            minloglevel=2,
-            **options,
-        )
+        train = sentencepiece.SentencePieceTrainer.train  # pyright: ignore[reportAttributeAccessIssue]
+        train(sentence_iterator=iter(lines), model_writer=model, vocab_size=vocab_size, **options)
     except RuntimeError as error:
         for pattern, said in ((r"value <= (\d+)", _TOO_MANY), (r"required_chars. \d+ vs (\d+)", _TOO_FEW)):
             if match := re.search(pattern, str(error)):

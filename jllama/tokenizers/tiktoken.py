@@ -14,18 +14,9 @@ from jllama.errors import JllamaError
 from jllama.tokenizers.base import Tokenizer
 from jllama.tokenizers.byte_level import BYTE_CHARS, LLAMA3_PATTERN, byte_level_json, merges_of_ranks
 
-_NAMED = (
-    "finetune_right_pad_id",
-    "step_id",
-    "start_header_id",
-    "end_header_id",
-    "eom_id",
-    "eot_id",
-    "python_tag",
-    "image",
-)
+_NAMED = "finetune_right_pad_id step_id start_header_id end_header_id eom_id eot_id python_tag image"
 _RESERVED = [f"reserved_special_token_{number}" for number in range(246)]
-_NAMES = ("begin_of_text", "end_of_text", *_RESERVED[:2], *_NAMED, *_RESERVED[2:])
+_NAMES = ("begin_of_text", "end_of_text", *_RESERVED[:2], *_NAMED.split(), *_RESERVED[2:])
 SPECIAL_TOKENS = tuple(f"<|{name}|>" for name in _NAMES)
 """Llama 3's 256 special tokens, which follow the ranks, BOS and EOS first; from Meta's reference tokenizer."""
 

@@ -513,7 +513,7 @@ def test_llama3_scaling_is_recovered_from_its_divisors(tmp_path, llama_file, fac
         if known:
             assert gguf.read(path).config.rope_scaling == scaling
         else:
-            with pytest.raises(JllamaError, match=r"as no type of jllama's does .*: convert the model again"):
+            with pytest.raises(JllamaError, match=r"as no type of jllama's does: convert the model again"):
                 gguf.read(path)
 
 

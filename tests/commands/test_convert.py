@@ -122,7 +122,11 @@ def test_training_begins_from_the_very_weights(workshop, models, tmp_path):
         (["--data.tokenizer", "bytes"], 2, "data.tokenizer cannot be given with init_from"),
         (["--training.seq_len", "65"], 2, "training.seq_len is 65 but model.max_seq_len is 64"),
         (["--init_from", "nowhere"], 1, "there is no checkpoint at nowhere"),
-        (["--rope_factor", "8"], 2, "is not a folder with params.json and consolidated.*.pth, so it has no rope_factor 8"),
+        (
+            ["--rope_factor", "8"],
+            2,
+            "is not a folder with params.json and consolidated.*.pth, so it has no rope_factor 8",
+        ),
         (["--rope_factor", "8", "--init_from", ""], 2, "rope_factor is for init_from"),
     ],
 )
@@ -284,7 +288,9 @@ def test_usage(place, refused, capsys):
     shard = place / "in" / "meta" / "consolidated.00.pth"
     assert f"{shard} is no checkpoint by itself: give its folder, {place / 'in' / 'meta'}" in refused(shard)
     assert "with hf it must be one of float32, bfloat16, float16" in refused(hf, "--dtype", "q8_0", code=2)
-    assert "so it has no rope_factor 8.0: leave out the rope_factor" in refused(place / "in" / "hf", "--rope_factor", "8", code=2)
+    assert "so it has no rope_factor 8.0: leave out the rope_factor" in refused(
+        place / "in" / "hf", "--rope_factor", "8", code=2
+    )
     assert "there is no checkpoint at" in refused(place / "in" / "missing")
     for argv in ([], ["somewhere"], ["somewhere", "elsewhere"]):
         assert cli.run("convert", argv) == 2
