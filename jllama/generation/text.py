@@ -174,8 +174,8 @@ def encode_prompt(model: LanguageModel, prompt: Prompt) -> Prompt:
     of_ids = {"logit_bias": sampling.logit_bias, "banned_ids": sampling.banned_ids}
     for name, listed in {"prompt": ids, "stop_ids": stop_ids, **of_ids}.items():
         if unknown := [id for id in listed if not 0 <= id < tokenizer.vocab_size]:
-            has = f"{name} have" if name.endswith("s") else f"{name} has"
-            raise UsageError(f"the {has} token {unknown[0]}; the ids run from 0 to {tokenizer.vocab_size - 1}")
+            has = "have" if name.endswith("ids") else "has"
+            raise UsageError(f"the {name} {has} token {unknown[0]}; the ids run from 0 to {tokenizer.vocab_size - 1}")
     if len(set(sampling.banned_ids)) == tokenizer.vocab_size:
         raise UsageError("banned_ids bans every token: leave at least one")
     return dataclasses.replace(prompt, content=ids, stop_ids=tuple(stop_ids))
