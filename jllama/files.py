@@ -23,11 +23,7 @@ _MAX_BYTES, _MAX_DEPTH = 100_000_000, 50
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds.
-
-    Raises:
-        JllamaError: the file cannot be read, is absurdly large or deeply nested, or holds no JSON object.
-    """
+    """The object that a JSON file holds. One that cannot be read, or is absurdly large or nested, is a JllamaError."""
     refuse_special_files(path)
     try:
         if path.stat().st_size > _MAX_BYTES:

@@ -31,9 +31,7 @@ ROPE_FREQS = "rope_freqs.weight"
 """Not a parameter: what each rotary frequency is divided by. It is how llama.cpp stores ``llama3`` scaling."""
 
 STOP_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-CHAT_TEMPLATE = "tokenizer.chat_template"
-TOKENIZER = "tokenizer.ggml.model"
-NO_TOKENIZER = "no_vocab"
+CHAT_TEMPLATE, TOKENIZER, NO_TOKENIZER = "tokenizer.chat_template", "tokenizer.ggml.model", "no_vocab"
 _TOLERANCE = 1e-5  # of float32 divisors that were worked out in float32
 _TYPICAL = LlamaConfig()
 Dtype = np.dtype[Any] | Literal["q8_0"] | None

@@ -150,10 +150,7 @@ def _float_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a checkpoint of any format or of a hub id; or of a file or folder of a tokenizer's own.
-
-    If there is none, or it cannot be used, a JllamaError says why.
-    """
+    """The tokenizer of a checkpoint of any format or of a hub id; or of a file or folder of a tokenizer's own."""
     source = _local(path)
     refuse_special_files(source, *source.glob("*"))
     if has_tokenizer(source) or not _recognized(source):

@@ -159,10 +159,8 @@ def matched(
 
 def size_bytes(checkpoint: Checkpoint, dtype: np.dtype[Any] | type | None) -> int:
     """The bytes of all tensors, in ``dtype`` or (None) each in its own."""
-    return sum(
-        math.prod(tensor.shape) * (tensor.dtype if dtype is None else np.dtype(dtype)).itemsize
-        for tensor in checkpoint.tensors.values()
-    )
+    tensors = checkpoint.tensors.values()
+    return sum(math.prod(tensor.shape) * np.dtype(dtype or tensor.dtype).itemsize for tensor in tensors)
 
 
 def load_params(
