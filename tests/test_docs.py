@@ -1,4 +1,4 @@
-"""What the README and the configs say must hold: its code runs, its commands parse, its links lead somewhere."""
+"""What the documentation says must hold: its code runs, its commands parse, its links lead somewhere."""
 
 import re
 import shlex
@@ -48,29 +48,46 @@ POSITIONAL = {
     "eval": ("checkpoint",),
     "bench": ("what", "checkpoint"),
 }
-README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
+ALL = "\n".join(TEXTS.values())
 COMMANDS = [
     part.partition("#")[0].strip()
-    for block in re.findall(r"```bash\n(.*?)```", README, re.S)
+    for block in re.findall(r"```bash\n(.*?)```", ALL, re.S)
     for line in block.splitlines()
     for part in line.split("&&")
     if re.match(r"\s*python (train\.py|sample\.py|-m jllama)", part)
 ]
 
 
-def test_python_code_runs(tmp_path, monkeypatch):
-    """Each block by itself, in a folder that holds a small model where they expect one."""
+@pytest.fixture
+def folder_with_a_model(tmp_path, monkeypatch):
     small = LlamaConfig(vocab_size=300, num_layers=1, embed_dim=32)
     save(LanguageModel(small, initial_params(jax.random.key(0), small), BytesTokenizer()), tmp_path / "smollm2", "hf")
     monkeypatch.chdir(tmp_path)
-    shapes = []
-    for code in re.findall(r"```python\n(.*?)```", README, re.S):
+    return small
+
+
+@pytest.mark.parametrize("page", [page for page in TEXTS if page not in ("docs/extend.md", "docs/decisions.md")])
+def test_python_code_runs(page, folder_with_a_model):
+    """Each block by itself, in a folder that holds a small model where they expect one."""
+    for code in re.findall(r"```python\n(.*?)```", TEXTS[page], re.S):
         names = {}
         exec(code, names)
         if "logits" in names:
-            shapes.append(names["logits"].shape)
-    assert shapes == [(1, 3, 300), (1, 16, 1000)]
-    assert load(tmp_path / "smollm2.gguf").config == small
+            assert names["logits"].shape in [(1, 3, 300), (1, 16, 1000)]
+        if "smollm2.gguf" in code:
+            assert load("smollm2.gguf").config == folder_with_a_model
+
+
+def test_what_extends_jllama_is_what_the_tests_use():
+    """``docs/extend.md`` shows code of ``tests/test_extending.py``, each block as it stands there."""
+    tested = (ROOT / "tests/test_extending.py").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", TEXTS["docs/extend.md"], re.S)
+    assert len(blocks) >= 6
+    for block in blocks:
+        assert block.strip() in tested
+        assert len(block.strip().splitlines()) <= 30
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -90,9 +107,11 @@ def test_commands_parse(command, monkeypatch, capsys):
 
 
 def test_the_matrix_is_the_one_that_verify_prints():
-    tables = re.findall(r"^(Conformance|Mutations): .*?^```$", README, re.S | re.M)
+    tables = re.findall(r"^(Conformance|Mutations): .*?^```$", TEXTS["docs/verify.md"], re.S | re.M)
     assert tables == ["Conformance", "Mutations"]
-    conformance, mutations = (README.partition(f"\n{name}: ")[2].partition("```")[0] for name in tables)
+    conformance, mutations = (
+        TEXTS["docs/verify.md"].partition(f"\n{name}: ")[2].partition("```")[0] for name in tables
+    )
     assert re.findall(r"^(\w[\w. -]*?)  +\d", conformance, re.M) == list(VARIANTS)
     assert re.findall(r"^(\w[\w. -]*?)  +\d", mutations, re.M) == list(VARIANTS)
     assert [name in conformance.splitlines()[1] for name in FORMAT_WRITERS] == [True] * len(FORMAT_WRITERS)
@@ -105,16 +124,17 @@ def test_there_are_commands():
     assert len(COMMANDS) >= 6
 
 
-@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!http)([^)#]+)\)", README))))
-def test_links_lead_somewhere(link):
-    assert (ROOT / link).exists()
+@pytest.mark.parametrize("page", TEXTS)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", TEXTS[page]):
+        assert (ROOT / page).parent.joinpath(link).exists(), link
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_configs_parse_and_are_listed(path):
     config = parse(TrainConfig, ["--config", str(path)], "train.py")
     assert config.run_dir == f"runs/{path.stem}"
-    assert f"`{path.name}`" in README
+    assert f"`{path.name}`" in TEXTS["docs/train.md"]
 
 
 def test_babyllama_is_as_published():
