@@ -64,7 +64,11 @@ COMMANDS = [
 def folder_with_a_model(tmp_path, monkeypatch):
     small = LlamaConfig(vocab_size=300, num_layers=1, embed_dim=32)
     save(LanguageModel(small, initial_params(jax.random.key(0), small), BytesTokenizer()), tmp_path / "smollm2", "hf")
+    (tmp_path / "my_texts").mkdir()
+    for number in range(40):
+        (tmp_path / "my_texts" / f"{number}.txt").write_text(f"The {number}th fox jumps over the lazy dog. " * 5)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JLLAMA_CACHE", str(tmp_path / "cache"))
     return small
 
 
