@@ -55,7 +55,7 @@ CONFIGS = {  # that jllama.verify.variants does not have
 
 rng = np.random.default_rng(0)
 TOKENS = rng.integers(0, BASE.vocab_size, (3, LONG))
-# From zero; all of them spread up to 100,667, so that distances pass 8,192; and neighbours near 100,000.
+# From zero; all of them spread up to 100,667, so that distances pass 8,192; and neighbors near 100,000.
 POSITIONS = np.stack([np.arange(LONG), 197 * np.arange(LONG), 99_700 + np.arange(LONG)])
 FAR = slice(1, 2)
 

@@ -53,7 +53,7 @@ compiled = jax.jit(initial_params, static_argnums=1)
 
 
 @functools.cache
-def initialise(config):
+def initialize(config):
     """Drawn by JAX's default generator once; for the rest, by the one that compiles in a third of the time."""
     return compiled(jax.random.key(0, impl="threefry2x32" if config == SMALL else "rbg"), config)
 
@@ -116,7 +116,7 @@ def test_only_norm_scales_are_no_matrices():
 @both
 def test_initial_values_of_every_leaf(tie_embeddings):
     config = dataclasses.replace(SMALL, tie_embeddings=tie_embeddings)
-    leaves = by_path(initialise(config))
+    leaves = by_path(initialize(config))
     embed = 1 / math.sqrt(256)
     residual = 1 / math.sqrt(2 * 3)
     expected = {
@@ -146,7 +146,7 @@ def test_initial_values_of_every_leaf(tie_embeddings):
 
 def test_no_two_matrices_and_no_two_layers_share_their_draws():
     draws = []
-    for path, leaf in by_path(initialise(SMALL)).items():
+    for path, leaf in by_path(initialize(SMALL)).items():
         if parameter_table(SMALL)[path].is_matrix:
             standard = np.asarray(leaf).reshape(SMALL.num_layers if path.startswith("layers/") else 1, -1)[:, :2000]
             draws += list(standard / standard.std())
@@ -176,7 +176,7 @@ def test_first_loss_is_ln_v(config, tie_embeddings):
         total, count = cross_entropy(logits, jnp.asarray(tokens[:, 1:]), jnp.ones((4, 128), bool))
         return total / count
 
-    assert float(mean_loss(initialise(config))) == pytest.approx(math.log(config.vocab_size), abs=0.1)
+    assert float(mean_loss(initialize(config))) == pytest.approx(math.log(config.vocab_size), abs=0.1)
 
 
 def test_flops_of_a_hand_computed_example():

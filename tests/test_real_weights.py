@@ -193,8 +193,8 @@ def test_quantised_to_q8_0_it_still_answers(gguf, tmp_path, prompts):
     convert(gguf, tmp_path / "q8.gguf", "gguf", "q8_0")
     checkpoint = open_checkpoint(tmp_path / "q8.gguf")
     assert checkpoint.tokenizer.encode("a b") == open_checkpoint(gguf).tokenizer.encode("a b")
-    quantised = jllama.load(tmp_path / "q8.gguf")
-    assert "Paris" in quantised.tokenizer.decode(greedy(quantised, prompts["chat"]))
+    quantized = jllama.load(tmp_path / "q8.gguf")
+    assert "Paris" in quantized.tokenizer.decode(greedy(quantized, prompts["chat"]))
 
 
 def test_sampling_from_the_file_itself(gguf):

@@ -29,10 +29,9 @@ def count_lines(*rooms: str) -> int:
     return sum(path.read_text().count("\n") for path in paths if path.exists())
 
 
-@pytest.mark.xfail(strict=False)
 @pytest.mark.parametrize(
     ("rooms", "most"),
-    [(CORE, 4_300), (["checkpoints"], 2_900), (["tokenizers"], 1_200), (["verify"], 1_800), ([""], 12_000)],
+    [(CORE, 4_300), (["checkpoints"], 2_900), (["tokenizers"], 1_200), (["verify"], 1_800), ([""], 13_000)],
     ids=["core", "checkpoints", "tokenizers", "verify", "everything"],
 )
 def test_the_code_stays_short(rooms, most):
@@ -40,4 +39,4 @@ def test_the_code_stays_short(rooms, most):
 
 
 def test_every_room_of_the_core_is_counted():
-    assert [room for room in CORE if room != "rope_scaling" and not count_lines(room)] == []
+    assert [room for room in CORE if not count_lines(room)] == []

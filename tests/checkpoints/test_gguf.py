@@ -93,7 +93,7 @@ def converted(params, dtype):
 
 
 def write_with_package(path, metadata, tensors, architecture="llama", types=None):
-    """A file made by the gguf package. ``types``: the tensors to quantise first, and how."""
+    """A file made by the gguf package. ``types``: the tensors to quantize first, and how."""
     writer = GGUFWriter(path, architecture)
     kinds = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}
     for key, value in metadata.items():
@@ -231,17 +231,17 @@ def can_dequantise(type_):
     return True
 
 
-QUANTISED = [type_ for type_ in GGMLQuantizationType if GGML_QUANT_SIZES[type_][0] > 1 and can_dequantise(type_)]
+QUANTIZED = [type_ for type_ in GGMLQuantizationType if GGML_QUANT_SIZES[type_][0] > 1 and can_dequantise(type_)]
 
 
 def test_the_types_are_the_ones_we_think():
     """What follows would be empty if nothing could be dequantised."""
     assert {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "TQ2_0"} <= {
-        type_.name for type_ in QUANTISED
+        type_.name for type_ in QUANTIZED
     }
 
 
-@pytest.mark.parametrize("type_", QUANTISED, ids=lambda type_: type_.name)
+@pytest.mark.parametrize("type_", QUANTIZED, ids=lambda type_: type_.name)
 def test_rows_of_every_quantised_type_are_the_packages_bit_for_bit(tmp_path, type_):
     rows = valid_blocks(type_, (37, 512), 0)
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
@@ -286,7 +286,7 @@ def test_a_type_that_cannot_be_dequantised_is_refused_by_name(tmp_path, type_):
 
 
 def test_with_one_quantised_matrix_everything_is_float32(tmp_path, params):
-    """As llama.cpp's mixed files are: some matrices quantised, some float16 or bfloat16, norms float32."""
+    """As llama.cpp's mixed files are: some matrices quantized, some float16 or bfloat16, norms float32."""
     tensors = gguf_tensors(CONFIG, params)
     for name, tensor in tensors.items():
         if tensor.ndim == 2:

@@ -156,7 +156,7 @@ def test_logits_are_the_oracles_and_the_order_of_channels_matters(tmp_path, monk
 
 
 def test_a_written_model_is_read_by_metas_rotation(tmp_path):
-    """Meta's own rotary product, complex numbers over neighbouring channels, on the matrices that are written."""
+    """Meta's own rotary product, complex numbers over neighboring channels, on the matrices that are written."""
     config = LlamaConfig(vocab_size=8, num_layers=1, embed_dim=512, num_heads=8, num_kv_heads=2, mlp_dim=8)
     params = random_params(config, 1)
     write(Checkpoint(config, TensorsOfParams(config, params)), tmp_path, None, lambda _: None)

@@ -239,7 +239,7 @@ def test_equals_the_oracle_over_512_causal_positions():
 
 
 @given(seed=seeds, shape=st.sampled_from(SHAPES))
-def test_grouped_equals_multi_head_with_neighbours_sharing(seed, shape):
+def test_grouped_equals_multi_head_with_neighbors_sharing(seed, shape):
     (q, k, v), mask = single(draw(seed, shape)), jnp.asarray(draw_mask(seed, shape, 0.7))
     group = shape[0] // shape[1]
     repeated = (jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1))

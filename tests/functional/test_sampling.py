@@ -42,7 +42,7 @@ logit_rows = st.tuples(
     finite, st.lists(st.one_of(finite, st.just(-np.inf)), min_size=VOCAB - 1, max_size=VOCAB - 1)
 ).map(lambda parts: [parts[0], *parts[1]])
 share = st.floats(0, 1, width=32, allow_subnormal=False)
-# Most of these tests' time is XLA's: less of it without LLVM's optimisations. The large vocabulary is tested with them.
+# Most of these tests' time is XLA's: less of it without LLVM's optimizations. The large vocabulary is tested with them.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 compiled = quick_jit(lambda rows, keys, t, k, p, m: sample(rows, keys, t, top_k=k, top_p=p, min_p=m))
 compiled_truncated_logits = quick_jit(lambda rows, t, k, p, m: truncated_logits(rows, t, top_k=k, top_p=p, min_p=m))
@@ -391,9 +391,9 @@ def test_one_possible_token_is_drawn_and_where_there_is_none_still_a_token(top_k
 @pytest.mark.parametrize("bias", [1e3, 1e30, 3e38, np.inf])
 def test_large_biases_decide(bias):
     keys = jax.random.split(jax.random.key(0), 4)
-    favoured, avoided = (jnp.float32([[*TIES[:1], TIES[1] + change, *TIES[2:]]] * 4) for change in (bias, -bias))
+    favored, avoided = (jnp.float32([[*TIES[:1], TIES[1] + change, *TIES[2:]]] * 4) for change in (bias, -bias))
     for settings in ({}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"temperature": 0.0}, {"temperature": 1e-30}):
-        assert compiled(favoured, keys, *row_arrays(4, **settings)).tolist() == [1] * 4
+        assert compiled(favored, keys, *row_arrays(4, **settings)).tolist() == [1] * 4
         assert 1 not in compiled(avoided, keys, *row_arrays(4, **settings))
 
 

@@ -143,13 +143,13 @@ def test_every_attention_gives_the_same_gradients():
         compiled(attention="blockt")
 
 
-def test_z_loss_is_the_squared_log_normaliser():
+def test_z_loss_is_the_squared_log_normalizer():
     plain, metrics = gradients()
     with_z, metrics_z = gradients(z_loss=0.1)
     segments = np.cumsum(WINDOWS[:, :-1] == BOS, axis=1)
     logits = oracle.forward(WEIGHTS, WINDOWS[:, :-1], CONFIG, segments=segments)
-    normaliser = np.log(np.exp(logits).sum(-1))[WINDOWS[:, 1:] != BOS]
-    assert relative_error(metrics_z.loss - metrics.loss, 0.1 * np.mean(normaliser**2)) < 1e-4
+    normalizer = np.log(np.exp(logits).sum(-1))[WINDOWS[:, 1:] != BOS]
+    assert relative_error(metrics_z.loss - metrics.loss, 0.1 * np.mean(normalizer**2)) < 1e-4
     assert relative_error(with_z["lm_head"], plain["lm_head"]) > 1e-2
 
 

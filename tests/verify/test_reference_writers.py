@@ -160,7 +160,7 @@ def metas_logits(folder, tokens, frequencies):
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + fields["norm_eps"]) * ranks[0][f"{name}.weight"]
 
     def rotated(x):
-        turned = np.ascontiguousarray(x).view(np.complex128) * turns  # neighbouring channels are one number
+        turned = np.ascontiguousarray(x).view(np.complex128) * turns  # neighboring channels are one number
         return turned.view(np.float64)
 
     def attention(rank, x, layer):
