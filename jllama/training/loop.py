@@ -79,7 +79,7 @@ def train(config: TrainConfig) -> Evaluation:
                 evaluating = due(options.eval_every) and not stopping
                 saving = due(options.save_every or options.eval_every) or stopping
                 if evaluating or saving or run.step % options.log_every == 0:
-                    run.log(recent, time.perf_counter() - start_s)
+                    run.log(recent, start_s)
                     recent, start_s = [], time.perf_counter()
                 if evaluating or saving:
                     evaluation = run.evaluate() if evaluating else None
@@ -128,11 +128,11 @@ class _Run:
     def write(self, **record: Any) -> None:
         files.append_line(self.folder / run_folder.METRICS, {"step": self.step, **record})
 
-    def log(self, recent: list[StepMetrics], elapsed_s: float) -> None:
+    def log(self, recent: list[StepMetrics], start_s: float) -> None:
         """Wait for the recent steps, log and show their means; what is no number ends the run before it is saved."""
         for step, metrics in enumerate(recent, self.step - len(recent) + 1):
             self.check_finite("loss or its gradient", step, float(metrics.loss) + float(metrics.grad_norm))
-        record = summarize(recent, elapsed_s, self.config)
+        record = summarize(recent, time.perf_counter() - start_s, self.config)  # timed when they are done
         rate = float(learning_rate_at(self.step - 1, self.config.optimizer, self.config.training.steps))
         self.write(**record, learning_rate=rate)
         self.note = f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s"
