@@ -1,7 +1,5 @@
 """Batches of windows over a flat array of tokens: endless and shuffled for training, exhaustive for validation."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 
@@ -19,26 +17,20 @@ def training_batches(
 ) -> grain.DatasetIterator[Int32[np.ndarray, "rows window"]]:
     """Windows of ``seq_len + 1`` tokens (inputs, and the same shifted by one) forever, in int32.
 
-    Every epoch lays strides of ``seq_len`` over the tokens, from another random offset so that the boundaries move, and
-    shuffles them anew: no token is a target twice in an epoch, but for a few at the very end. Of each global batch,
-    process ``p`` of ``P`` gets rows ``[p * batch_size / P, (p + 1) * batch_size / P)``, so neither the batch nor the
-    iterator's state (``get_state``, ``set_state``) depends on ``P``. Fewer tokens than one batch raise JllamaError.
+    Every epoch shuffles strides of ``seq_len`` anew, from another random offset: no token is a target twice in one, but
+    for a few at the very end. Of each global batch, process ``p`` of ``P`` gets its ``p``-th ``batch_size / P`` rows, so
+    the iterator's state (``get_state``, ``set_state``) does not depend on ``P``. Too few tokens raise JllamaError.
     """
     if batch_size % process_count:
         raise UsageError(f"batch_size {batch_size} is not divisible by the {process_count} processes: each takes some")
     needed = batch_size * seq_len + 1
     if len(tokens) < needed:
-        raise JllamaError(
-            f"the training split has {len(tokens)} tokens, and one batch of {batch_size} x {seq_len} needs {needed}: "
-            f"give more text, or lower batch_size or seq_len"
-        )
+        said = f"the training split has {len(tokens)} tokens, and one batch of {batch_size} x {seq_len} needs {needed}"
+        raise JllamaError(f"{said}: give more text, or lower batch_size or seq_len")
     rows = batch_size // process_count
     own_rows = slice(process_index * rows, (process_index + 1) * rows)
     windows, last = (len(tokens) - 1) // seq_len, len(tokens) - seq_len - 1
-
-    @functools.lru_cache
-    def offset(epoch: int) -> int:
-        return int(np.random.default_rng((seed, epoch)).integers(seq_len))
+    offset = functools.lru_cache(lambda epoch: int(np.random.default_rng((seed, epoch)).integers(seq_len)))
 
     def gather(index: int, chosen: np.ndarray) -> np.ndarray:
         epochs = (index * batch_size + np.arange(batch_size)) // windows

@@ -1,7 +1,5 @@
 """What to train on, as data."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -3,8 +3,6 @@
 None is ever whole in memory: a document is read in blocks, as often as its blocks are asked for.
 """
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import functools

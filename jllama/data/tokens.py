@@ -1,7 +1,5 @@
 """From a corpus to tokens on disk, once: documents, their split, their tokenizer, and flat files of ids."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import hashlib
@@ -42,8 +40,7 @@ class Block(NamedTuple):
     ends: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class SplitCounts:
+class SplitCounts(NamedTuple):
     """What one split holds: ``tokens`` with BOS and EOS, ``documents``, and ``bytes`` of UTF-8 text."""
 
     tokens: int
@@ -77,10 +74,9 @@ class Dataset:
 def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Dataset:
     """Tokenize a corpus, or find it done: the cache is keyed by the files' names, sizes and times, and the tokenizer.
 
-    It is read and tokenized in blocks, on every core, so memory does not grow with it. A block ends where no Llama's
-    tokenizer has a token across (``corpus.CUTS``), so a document's ids are those of its whole text; only where
-    ``corpus.LONGEST_BLOCK`` characters have no such place, a token may be another there. A ``tokenizer`` given here
-    stands in for the configuration's. What cannot be read, is too short or cannot be cached raises JllamaError.
+    It goes in blocks, on every core, so memory does not grow with it. A block ends where no Llama's tokenizer has a
+    token across (``corpus.CUTS``), or after ``corpus.LONGEST_BLOCK`` characters without such a place, where a token may
+    be another. What cannot be read, is too short or cannot be cached raises JllamaError.
     """
     cache = Path(config.cache_dir).expanduser() if config.cache_dir else cache_folder()
     files = corpus_files(config.path, cache)
@@ -129,9 +125,8 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
 def split_documents(documents: Iterable[Document], validation_fraction: float) -> Iterator[Block]:
     """Give each document to ``train`` or ``validation``, by nothing but its text, so the order has no say.
 
-    A text is held out if its SHA-256, read as a number in [0, 1), is under ``validation_fraction``. Of a corpus with
-    ``FEW_DOCUMENTS`` or fewer, where that would be a gamble, each document's end is held out instead. What is not in
-    memory is read twice: once for its hash or its length.
+    A text is held out if its SHA-256, as a number in [0, 1), is under ``validation_fraction``; of ``FEW_DOCUMENTS`` or
+    fewer, each document's end is. What is not in memory is read twice, the first time for its hash or its length.
     """
     documents = iter(documents)
     first = list(itertools.islice(documents, FEW_DOCUMENTS + 1))
@@ -165,12 +160,12 @@ def _encode_rest(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _write_tokens(blocks: Iterable[Block], tokenizer: Tokenizer, folder: Path, fingerprint: str) -> None:
-    """Write ``train.bin``, ``validation.bin`` and ``counts.json`` into ``folder``, documents in their order.
-
-    Threads tokenize: the libraries release Python's lock.
-    """
+    """Write the documents in their order, and their counts. Threads tokenize: the libraries release Python's lock."""
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     counts = {split: collections.Counter(tokens=0, documents=0, bytes=0) for split in SPLITS}
+    sized = ((len(block.text), block) for block in blocks)  # no tee: it would hold 57 blocks
+    ends = itertools.accumulate(sized, lambda before, pair: (before[0] + pair[0], pair[1]))
+    groups = ([pair[1] for pair in each] for _, each in itertools.groupby(ends, lambda pair: pair[0] // CHUNK_CHARS))
     gzip, gzipped = zlib.compressobj(9, wbits=31), collections.Counter(gzip_bytes=0, gzip_of_bytes=0)
 
     def tokenize(group: list[Block]) -> dict[str, np.ndarray]:
@@ -182,7 +177,7 @@ def _write_tokens(blocks: Iterable[Block], tokenizer: Tokenizer, folder: Path, f
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         waiting, most = collections.deque(), 2 * (os.cpu_count() or 1)  # so that the corpus is never all in memory
-        for group in itertools.chain(_groups(blocks), itertools.repeat([], most)):  # empty ones push the last ones out
+        for group in itertools.chain(groups, itertools.repeat([], most)):  # empty ones push the last ones out
             for block in group:
                 data = block.text.encode()
                 counts[block.split].update(documents=int(block.starts), bytes=len(data))
@@ -202,18 +197,6 @@ def _write_tokens(blocks: Iterable[Block], tokenizer: Tokenizer, folder: Path, f
         raise JllamaError(f"{said}, so give more text or another data.validation_fraction")
     report = {"fingerprint": fingerprint, "dtype": dtype.name, **counts, **gzipped}
     (folder / "counts.json").write_text(json.dumps(report, indent=2) + "\n")
-
-
-def _groups(blocks: Iterable[Block]) -> Iterator[list[Block]]:
-    """Consecutive blocks, until together they reach CHUNK_CHARS characters."""
-    group, size = [], 0
-    for block in blocks:
-        group.append(block)
-        size += len(block.text)
-        if size >= CHUNK_CHARS:
-            yield group
-            group, size = [], 0
-    yield group
 
 
 def _sha256(*parts: object) -> str:

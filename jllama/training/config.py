@@ -1,7 +1,5 @@
 """Everything that decides a training run, as data: what the YAML files and the command line fill in."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -119,8 +117,7 @@ class TrainConfig:
         seed: of the initial weights, the order of the data and the samples.
         resume: ``auto`` continues the run in ``run_dir`` from its last checkpoint, if there is one; ``never`` refuses
             a folder that already holds checkpoints; a run's folder continues it (at the command line, as configured).
-        resume_with_changes: go on although the learning rate, the number of steps or another option that changes the
-            outcome is not what it was.
+        resume_with_changes: go on although the learning rate, the steps or another option of the outcome has changed.
         sampling: how the text sampled at each evaluation is drawn.
     """
 

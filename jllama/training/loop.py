@@ -1,14 +1,11 @@
 """The training loop: read a batch, take a step; now and then evaluate, save and sample."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import grain
 import jax
@@ -22,7 +19,6 @@ from jllama.checkpoints.run_checkpoints import RunCheckpoints
 from jllama.checkpoints.tensors import Checkpoint, load_params
 from jllama.config import LlamaConfig
 from jllama.data.batches import training_batches
-from jllama.data.config import DataConfig
 from jllama.data.tokens import Dataset, prepare_data
 from jllama.devices import describe_devices, idle_accelerator
 from jllama.errors import JllamaError, UsageError
@@ -44,13 +40,9 @@ from jllama.training.step import StepMetrics, Training, TrainState, attention_of
 def train(config: TrainConfig) -> Evaluation:
     """Train as configured; everything is left in ``config.run_dir``. Returns the best checkpoint's final evaluation.
 
-    Nothing is left there before the corpus, the configuration and an earlier checkpoint have been found in order. A run
-    that is finished is left as it is.
-
-    Raises:
-        Stopped: by Ctrl-C or SIGTERM, after saving a checkpoint; a ``JllamaError``, too.
-        JllamaError: the corpus, the folder or the disk is not in order, or the loss is no longer a number.
-        UsageError: the configuration does not fit the corpus, the devices or itself.
+    Nothing is left there before the corpus, the configuration and an earlier checkpoint have been found in order, and a
+    finished run is left as it is. ``Stopped`` (by Ctrl-C or SIGTERM) is raised after saving a checkpoint; JllamaError
+    for a corpus, folder, disk or loss that is not in order; UsageError for a configuration that does not fit them.
     """
     with files.locked(Path(config.run_dir)):
         run = _open(config)
@@ -125,7 +117,7 @@ class _Run:
         """What is being done, or else how the last steps went, in the progress bar."""
         self.move(description=doing or self.note, completed=self.step)
 
-    def write(self, **record: Any) -> None:
+    def write(self, **record: object) -> None:
         files.append_line(self.folder / run_folder.METRICS, {"step": self.step, **record})
 
     def log(self, recent: list[StepMetrics], start_s: float) -> None:
@@ -202,9 +194,8 @@ class _Run:
             sampling = dataclasses.replace(self.config.sampling, seed=int(jax.random.bits(key)))
             model = LanguageModel(self.config.model, self.state.params, self.data.tokenizer)
             for completion in generate(model, [prompt][:count], sampling, max_new_tokens=count):
-                files.append_line(
-                    self.folder / run_folder.SAMPLES, {"step": self.step, "prompt": prompt, "text": completion.text}
-                )
+                record = {"step": self.step, "prompt": prompt, "text": completion.text}
+                files.append_line(self.folder / run_folder.SAMPLES, record)
                 self.console.print(f"{prompt}{completion.text}\n", style="dim")
         with self.warn_instead():
             self.report(evaluation)
@@ -219,7 +210,7 @@ class _Run:
         except Exception as error:
             self.console.print(f"warning: {type(error).__name__}: {error}; training goes on", style="yellow")
 
-    def check_finite(self, what: str, step: int, value: Any) -> None:
+    def check_finite(self, what: str, step: int, value: float) -> None:
         if not math.isfinite(value):
             self.checkpoints.wait()
             kept = self.checkpoints.steps()
@@ -288,7 +279,7 @@ def _origin(config: TrainConfig, existing: Path | None) -> Checkpoint:
         if (given := getattr(config.model, name)) not in (value, getattr(LlamaConfig(), name)):
             leave = "leave model out, since init_from brings the architecture"
             raise UsageError(f"model.{name} is {given} but it is {value} in {path}: {leave}")
-    if config.data.tokenizer != DataConfig.tokenizer:
+    if config.data.tokenizer != "bpe":
         raise UsageError("data.tokenizer cannot be given with init_from, which brings its own tokenizer: leave it out")
     if origin.tokenizer is None:
         raise JllamaError(f"{path} has no tokenizer: put the one it was trained with beside its weights")

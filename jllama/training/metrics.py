@@ -1,7 +1,5 @@
 """What a run takes and what is measured of it: memory, speed, and the evaluation."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -20,9 +18,9 @@ from jllama.training.config import LoopConfig, TrainConfig
 from jllama.training.step import StepMetrics, Training
 
 # Dense bfloat16 TFLOP/s by how ``jax.Device.device_kind`` begins, the longest first; from the vendors' data sheets
-_TPU = {"v4": 275, "v5 lite": 197, "v5": 459, "v6 lite": 918}
-_NVIDIA = {"A100": 312, "GeForce RTX 4090": 165, "H100 PCIe": 756, "H100": 989, "H200": 989, "B200": 2250}
-_NVIDIA |= {"L40S": 362, "L4": 121}
+_TERAFLOPS = {"TPU v4": 275, "TPU v5 lite": 197, "TPU v5": 459, "TPU v6 lite": 918, "NVIDIA A100": 312}
+_TERAFLOPS |= {"NVIDIA H100 PCIe": 756, "NVIDIA H100": 989, "NVIDIA H200": 989, "NVIDIA B200": 2250}
+_TERAFLOPS |= {"NVIDIA GeForce RTX 4090": 165, "NVIDIA L40S": 362, "NVIDIA L4": 121}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +53,8 @@ def summarize(steps: Sequence[StepMetrics], elapsed_s: float, config: TrainConfi
     """Means over some steps, and their speed. ``mfu`` is the share of the devices' peak, where that is known."""
     tokens_per_s = math.fsum(float(step.tokens) for step in steps) / elapsed_s
     flops_per_s = tokens_per_s * training_flops_per_token(config.model, config.training.seq_len)
-    vendor, _, kind = jax.devices()[0].device_kind.partition(" ")
-    peaks = {"NVIDIA": _NVIDIA, "TPU": _TPU}.get(vendor, {}).items()
-    peak = next((1e12 * teraflops for name, teraflops in peaks if kind.startswith(name)), None)
+    kind = jax.devices()[0].device_kind
+    peak = next((1e12 * teraflops for name, teraflops in _TERAFLOPS.items() if kind.startswith(name)), None)
     return {
         "loss": float(np.mean([float(step.loss) for step in steps])),
         "grad_norm": float(np.mean([float(step.grad_norm) for step in steps])),
@@ -71,8 +68,8 @@ def summarize(steps: Sequence[StepMetrics], elapsed_s: float, config: TrainConfi
 def check_memory(config: TrainConfig, training: Training, available_bytes: int | None = None) -> None:
     """Raise ``UsageError`` for a batch that does not divide over the devices, and for what cannot fit on one.
 
-    Counted is the least that any program needs there: its share of the training state and of the gradients, and, of one
-    part of a batch, each layer's input, from which the backward pass begins. CPUs share the memory of the machine.
+    Counted is the least that any program needs: its share of the state and the gradients, and each layer's input for
+    one part of a batch. CPUs share the memory of the machine.
     """
     options, mesh = config.training, training.mesh
     ways = mesh.shape["data"] * mesh.shape["fsdp"]

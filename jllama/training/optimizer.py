@@ -1,10 +1,8 @@
 """Optimizers by name, all under the same clip, weight decay and schedule of the learning rate."""
 
-from __future__ import annotations
-
+import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 import optax
@@ -48,8 +46,7 @@ def learning_rate_at(step: ArrayLike, config: OptimizerConfig, total_steps: int)
 def make_optimizer(config: OptimizerConfig, model: LlamaConfig, total_steps: int) -> optax.GradientTransformation:
     """Clip by the global norm, find the direction, decay the table's matrices, scale by ``-learning_rate_at``.
 
-    Raises:
-        UsageError: ``OPTIMIZERS`` has no such name, or this optimizer none of the options given.
+    UsageError if ``OPTIMIZERS`` has no such name, or this optimizer none of the options given.
     """
     if config.name not in OPTIMIZERS:
         raise unknown_name("optimizer", config.name, OPTIMIZERS)
@@ -57,10 +54,7 @@ def make_optimizer(config: OptimizerConfig, model: LlamaConfig, total_steps: int
         if getattr(config, option) != getattr(OptimizerConfig, option):
             raise UsageError(f"optimizer.{option} is given but {config.name} has none: leave it out")
     table = parameter_table(model)
-
-    def is_decayed(params: Any) -> Any:
-        return map_by_path(lambda path, _: table[path].is_matrix, params)
-
+    is_decayed = functools.partial(map_by_path, lambda path, _: table[path].is_matrix)
     rate = optax.scale_by_learning_rate(lambda step: learning_rate_at(step, config, total_steps))
     decay = optax.add_decayed_weights(config.weight_decay, is_decayed)
     chain = optax.chain(OPTIMIZERS[config.name](config), decay, rate)

@@ -1,7 +1,5 @@
 """The report of a run: one HTML file with curves, samples, the configuration and the receipt."""
 
-from __future__ import annotations
-
 import dataclasses
 import html
 import importlib.metadata
@@ -34,9 +32,7 @@ _CHARTS = {"loss": "loss (nats per token)", "learning_rate": "learning rate"}
 _CHARTS |= {"grad_norm": "gradient norm", "tokens_per_s": "tokens per second"}
 
 
-def write_report(
-    config: TrainConfig, data: Dataset, devices: str, evaluation: Evaluation | None, elapsed_s: float
-) -> None:
+def write_report(config: TrainConfig, data: Dataset, devices: str, result: Evaluation | None, elapsed_s: float) -> None:
     """Write a run's ``report.html``: all it has logged so far, on any screen, light or dark, and what to do next."""
     folder, text = Path(config.run_dir), html.escape
     metrics, samples = read_lines(folder / METRICS), read_lines(folder / SAMPLES)
@@ -50,7 +46,7 @@ def write_report(
         "validation text": f"{data.validation_counts.bytes:,} bytes, {data.validation_counts.tokens:,} tokens",
         "devices": devices,
         "time": f"{elapsed_s:.0f} s",
-        **{name.replace("_", " "): f"{value:.4f}" for name, value in (vars(evaluation) if evaluation else {}).items()},
+        **{name.replace("_", " "): f"{value:.4f}" for name, value in (vars(result) if result else {}).items()},
         "bits per byte of gzip -9": f"{data.gzip_bits_per_byte:.4f} (a model that beats gzip has learned something)",
         "loss of a blind guess": f"{math.log(vocab_size):.4f} (ln {vocab_size:,})",
         "versions": ", ".join([f"Python {platform.python_version()}", *versions]),

@@ -1,7 +1,5 @@
 """What training writes into the folder of a run, besides the checkpoints, and with what changes a run may go on."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -39,10 +37,7 @@ def sample_command(config: TrainConfig) -> str:
 
 
 def write_config(folder: Path, config: TrainConfig, step: int) -> None:
-    """Write the resolved configuration of a run that begins at a step, and drop what was logged after that step.
-
-    A configuration that it replaces after a first checkpoint goes to the history.
-    """
+    """Write a run's resolved configuration, what it replaces to the history; drop what was logged after ``step``."""
     fields = _as_written(config)
     if step and (before := read_config(folder)) != fields:
         append_line(folder / HISTORY, {"until_step": step, "config": before})
@@ -59,10 +54,9 @@ def _as_written(config: TrainConfig) -> dict[str, Any]:
 
 
 def changes_on_resume(folder: Path, config: TrainConfig, step: int) -> list[str]:
-    """How a resolved configuration differs from that of the run that it goes on with, in words.
+    """How a resolved configuration differs from that of the run that it goes on with at ``step``, in words.
 
-    Raises:
-        JllamaError: a run at ``step`` cannot go on with such a change, or not without ``resume_with_changes``.
+    JllamaError for a change with which it cannot go on, or not without ``resume_with_changes``.
     """
     now, before = _flat(_as_written(config)), read_config(folder)
     was = now | _flat(before)

@@ -1,7 +1,5 @@
 """One step of training, and ``compile_training``: what a training loop needs, compiled."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax
@@ -20,10 +18,9 @@ from jllama.training.optimizer import make_optimizer
 
 
 class TrainState(NamedTuple):
-    """All that training changes: saved together, donated to each step and returned anew.
+    """All that training changes: donated to each step and returned anew; what needs randomness folds step into key.
 
-    ``step`` counts the updates done; ``params`` are the master weights and ``opt_state`` the optimizer's moments, all
-    float32; what needs randomness folds ``step`` into ``key``.
+    ``step`` counts the updates; ``params``, the master weights, and ``opt_state``, the moments, are float32.
     """
 
     step: Int[Array, ""]
@@ -74,12 +71,10 @@ def compile_training(
         mesh: the devices; None makes one as ``config.mesh`` says.
         bos_id: the token that starts a document: attention stays within documents, and it is never a target.
         compiler_options: XLA's, for ``step`` and ``evaluate``.
-
     """
     mesh = make_mesh(config.mesh) if mesh is None else mesh
     model, options, is_cpu = config.model, config.training, mesh.devices.flat[0].platform == "cpu"
-    auto_dtype = "float32" if is_cpu else "bfloat16"
-    dtype = jnp.dtype(auto_dtype if options.dtype == "auto" else options.dtype)
+    dtype = jnp.dtype(options.dtype if options.dtype != "auto" else "float32" if is_cpu else "bfloat16")
     optimizer, attention = make_optimizer(config.optimizer, model, options.steps), attention_of(config)
 
     def init(key: Key[Array, ""], params: Params | None = None) -> TrainState:
@@ -128,11 +123,7 @@ def compile_training(
 
 
 def attention_of(config: TrainConfig) -> str:
-    """The attention implementation that a configuration names, or that ``auto`` stands for here.
-
-    Raises:
-        UsageError: there is none of this name.
-    """
+    """The attention implementation of a configuration, ``auto`` resolved for here; UsageError if it is unknown."""
     name, seq_len = config.training.attention, config.training.seq_len or config.model.max_seq_len
     if name != "auto" and name not in ATTENTION:
         raise unknown_name("attention implementation", name, ATTENTION)
