@@ -18,8 +18,8 @@ def training_batches(
     """Windows of ``seq_len + 1`` tokens (inputs, and the same shifted by one) forever, in int32.
 
     Every epoch shuffles strides of ``seq_len`` anew, from another random offset: no token is a target twice in one, but
-    for a few at the very end. Of each global batch, process ``p`` of ``P`` gets its ``p``-th ``batch_size / P`` rows, so
-    the iterator's state (``get_state``, ``set_state``) does not depend on ``P``. Too few tokens raise JllamaError.
+    for a few at the very end. Of each global batch, process ``p`` of ``P`` gets its ``p``-th ``batch_size / P`` rows:
+    its state (``get_state``, ``set_state``) does not depend on ``P``. Too few tokens raise JllamaError.
     """
     if batch_size % process_count:
         raise UsageError(f"batch_size {batch_size} is not divisible by the {process_count} processes: each takes some")

@@ -76,7 +76,7 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
 
     It goes in blocks, on every core, so memory does not grow with it. A block ends where no Llama's tokenizer has a
     token across (``corpus.CUTS``), or after ``corpus.LONGEST_BLOCK`` characters without such a place, where a token may
-    be another. What cannot be read, is too short or cannot be cached raises JllamaError.
+    be another. What cannot be read or cached, or is too short, raises JllamaError; ``tokenizer`` replaces ``config``'s.
     """
     cache = Path(config.cache_dir).expanduser() if config.cache_dir else cache_folder()
     files = corpus_files(config.path, cache)

@@ -54,10 +54,7 @@ def _as_written(config: TrainConfig) -> dict[str, Any]:
 
 
 def changes_on_resume(folder: Path, config: TrainConfig, step: int) -> list[str]:
-    """How a resolved configuration differs from that of the run that it goes on with at ``step``, in words.
-
-    JllamaError for a change with which it cannot go on, or not without ``resume_with_changes``.
-    """
+    """How a configuration differs from that of the run it goes on with, in words; JllamaError if it may not so."""
     now, before = _flat(_as_written(config)), read_config(folder)
     was = now | _flat(before)
     changed = [name for name in now if was[name] != now[name] and not re.match(_IGNORED, name)]
