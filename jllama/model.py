@@ -1,7 +1,6 @@
-"""The Flax module: the pure functions of ``jllama.functional`` composed into a Llama.
+"""The Flax module: the pure functions of ``jllama.functional`` composed into a Llama, with no state but parameters.
 
-The module holds no state but its parameters. Compiled code takes ``params`` (a nested dictionary of arrays, see
-``jllama.parameters``) and puts the module together on its first line: ``llama = build_model(config, params)``.
+Compiled code takes ``params`` (see ``jllama.parameters``) and begins with ``llama = build_model(config, params)``.
 """
 
 import dataclasses
@@ -31,16 +30,11 @@ Attended = tuple[Stream, KeysValues]
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the tokens seen so far. Slot ``i`` of a row belongs to position ``i``.
+    """Keys and values of the tokens seen so far. Slot ``i`` of a row belongs to position ``i``."""
 
-    Args:
-        keys, values: one array a layer, so that each is updated in place.
-        lengths: how many tokens each row holds; later slots are unused and never read.
-    """
-
-    keys: tuple[Float[Array, "batch kv_heads max_len head_dim"], ...]
+    keys: tuple[Float[Array, "batch kv_heads max_len head_dim"], ...]  # one array a layer, each updated in place
     values: tuple[Float[Array, "batch kv_heads max_len head_dim"], ...]
-    lengths: Int[Array, "batch"]
+    lengths: Int[Array, "batch"]  # how many tokens each row holds; later slots are never read
 
     @classmethod
     def zeros(cls, config: LlamaConfig, batch: int, max_len: int, dtype: jnp.dtype | type = jnp.float32) -> "KVCache":
@@ -127,10 +121,9 @@ def _layer(config: LlamaConfig, key: Array | int) -> Layer:
 
 
 class Llama(_Module):
-    """A whole Llama. Its layers are stacked on a leading axis and scanned, or separate and unrolled.
+    """A whole Llama. Its layers are stacked and scanned, or separate and unrolled, as the parameters are laid out.
 
-    Scanning compiles in a time that does not grow with depth: for training. Unrolling spares each step the copy of a
-    layer's weights out of the stack: for decoding. Which one is a matter of how the parameters are laid out.
+    Scanning, to train, compiles in a time that does not grow with depth; unrolling, to decode, spares copying weights.
     Source: Touvron et al. 2023 (arXiv:2302.13971), section 2.2.
     """
 
@@ -158,8 +151,7 @@ class Llama(_Module):
         """The final normalized activations of whole sequences.
 
         Args:
-            tokens: ids below ``vocab_size``, at most ``max_seq_len`` a row without ``positions`` (``dynamic`` scaling
-                takes more); else ``UsageError``.
+            tokens: ids, at most ``max_seq_len`` a row without ``positions`` or ``dynamic`` scaling (``UsageError``).
             segments: numbers that tell packed documents apart; tokens attend only within their own. None: one each row.
             positions: by which queries and keys are turned; defaults to 0, 1, 2, ...
             remat: keep only each layer's input for the backward pass; else products with weights are kept too.
@@ -192,10 +184,9 @@ class Llama(_Module):
     ) -> tuple[Stream, KVCache]:
         """Continue each row of the cache by its first ``counts`` tokens: prefill, or one step of decoding.
 
-        Tokens past a row's count are padding: their activations mean nothing and no real token ever sees them. Slots
-        past the end of the cache are not written; the caller checks that ``lengths + counts`` fit. With no cache, the
-        tokens begin a new one, as long as they are. Needs unrolled layers (``DecodeParams``). Returns the final
-        normalized activations and the longer cache. Errors as in ``hidden``.
+        Tokens past a row's count are padding, which no real token ever sees. Slots past the end of the cache are not
+        written; the caller checks that ``lengths + counts`` fit. With no cache, the tokens begin a new one, as long as
+        they are. Needs ``DecodeParams``. Returns what ``hidden`` does, with its errors, and the longer cache.
         """
         assert isinstance(self.layers, nnx.Dict), "decoding takes DecodeParams"
         tokens, counts = as_token_ids(tokens, self.config), counts.astype(jnp.int32)
@@ -245,10 +236,7 @@ class Llama(_Module):
 
 
 def as_token_ids(tokens: Any, config: LlamaConfig) -> Integer[Array, "batch seq"]:
-    """A nested list or an array as an array; ``UsageError`` if it is not ``[batch, seq]`` ids below ``vocab_size``.
-
-    Under ``jit`` their values can't be read and are not checked.
-    """
+    """A nested list or an array as one; ``UsageError`` unless ``[batch, seq]`` ids, below ``vocab_size`` where seen."""
     try:
         tokens = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)
     except ValueError:
@@ -259,10 +247,9 @@ def as_token_ids(tokens: Any, config: LlamaConfig) -> Integer[Array, "batch seq"
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise UsageError(f"{given}; token ids are integers")
     if tokens.size and not isinstance(tokens, Tracer) and getattr(tokens, "is_fully_addressable", True):
-        low, high = np.min(np.asarray(tokens)), np.max(np.asarray(tokens))
-        if low < 0 or high >= config.vocab_size:
-            wrong = low if low < 0 else high
-            raise UsageError(f"tokens holds the id {wrong}; this model's are 0 to {config.vocab_size - 1}")
+        ends = np.min(np.asarray(tokens)), np.max(np.asarray(tokens))
+        if wrong := [id for id in ends if not 0 <= id < config.vocab_size]:
+            raise UsageError(f"tokens holds the id {wrong[0]}; this model's are 0 to {config.vocab_size - 1}")
     return jnp.asarray(tokens)
 
 
@@ -287,9 +274,8 @@ def attention_inputs(
 def rope_frequencies(config: LlamaConfig, seq_len: int = 0) -> np.ndarray:
     """The rotary frequencies of a configuration, scaled as it asks, in radians per token (float64).
 
-    Only ``dynamic`` scaling depends on a length: ``max(seq_len, config.max_seq_len)``. ``seq_len`` is the arrays' in a
-    forward pass over whole sequences. With a KV cache, whose keys are kept rotated, it is 0, so that the base cannot
-    move under them: decoding equals the full forward up to ``max_seq_len`` tokens.
+    Only ``dynamic`` scaling depends on a length: ``max(seq_len, config.max_seq_len)``. ``seq_len`` is that of whole
+    sequences, and 0 with a KV cache, whose keys are kept rotated: the base cannot move under them.
     """
     if config.rope_scaling is None:
         return np.array(inverse_frequencies(config.head_dim, config.rope_theta))

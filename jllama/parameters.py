@@ -1,7 +1,5 @@
-"""The one table of parameters: each one's path, axes, initial values, and its name and layout in every file format.
-
-Shapes, shardings, initialization, weight decay, counts, checkpoints, converters and the printed summary are all derived
-from it. A path is the parameter's place in the nested dictionary that every function here calls ``params``.
+"""The one table of parameters: each one's path in ``params``, a nested dictionary, its axes, initial values, and name
+and layout in every file format. Shapes, shardings, weight decay, counts and checkpoints are all derived from it.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ _SIZES: dict[Axis, str] = {
 }
 """The field of ``LlamaConfig`` that an axis takes its size from."""
 
-NamedFormat = Literal["meta", "huggingface", "gguf"]
-"""The file formats in which tensors have names; llama2.c's have an order instead."""
+NamedFormat = Literal["meta", "huggingface", "gguf"]  # in which tensors have names; llama2.c's have an order instead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +37,8 @@ class Parameter:
         llama2c: its index in the order of a llama2.c file; -1 if it has none.
         role: a ``matrix`` takes part in products, is decayed and counted in FLOPs; a ``scale`` and a ``bias`` are not.
         init: ``normal`` with standard deviation ``gain / sqrt(product of the input sizes)``, ``ones`` or ``zeros``.
-        residual: the product is added to the residual stream, so ``gain`` is divided by ``sqrt(2 * num_layers)``:
-            the sum of all the branches then starts with the variance of one (GPT-2, section 2.3).
-        rotary: its ``head_dim`` axis is turned by rotary embedding: half-split here and in Hugging Face's files,
-            in interleaved pairs in Meta's, GGUF's and llama2.c's.
+        residual: the product is added to the residual stream: ``gain / sqrt(2 * num_layers)`` (GPT-2, section 2.3).
+        rotary: its ``head_dim`` axis is turned: half-split here and in Hugging Face's files, else interleaved.
         when: whether a model of a configuration has it.
     """
 
@@ -116,20 +111,13 @@ def shape_of(parameter: Parameter, config: LlamaConfig) -> tuple[int, ...]:
 
 
 class TensorSpec(NamedTuple):
-    """One tensor of a file: a parameter of the whole model, or one layer's share of a parameter.
+    """One tensor of a file: a parameter of the whole model, or one layer's share of a parameter."""
 
-    Args:
-        key: its path among unstacked parameters, such as ``embed`` or ``layers/3/wq``.
-        path, parameter: the parameter's row in the table.
-        layer: the layer's number; 0 outside the layers.
-        shape: as every file format has it: ``[outputs, inputs]``, each with its axes flattened; ``[embed]`` for a norm.
-    """
-
-    key: str
-    path: str
+    key: str  # its path among unstacked parameters, such as embed or layers/3/wq
+    path: str  # that in the table, whose row is the parameter
     parameter: Parameter
-    layer: int
-    shape: tuple[int, ...]
+    layer: int  # 0 outside the layers
+    shape: tuple[int, ...]  # as every file format has it: [outputs, inputs], axes flattened, or [embed] for a norm
 
     def name(self, file_format: NamedFormat) -> str:
         """What files of a format call it."""

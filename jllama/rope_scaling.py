@@ -1,7 +1,6 @@
 """How rotary frequencies are stretched for contexts longer than the pre-training one: a class for each type.
 
-A class holds all that there is to its type: fields, formula, and names in each file format. A subclass with a ``type``
-of its own is one more that configurations and Hugging Face's files can ask for.
+It holds fields, formula, and names in each file format; a subclass with a ``type`` of its own can be asked for.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from typing import Any, ClassVar
 
 from jllama.errors import MAX_SEQ_LEN, UsageError, check_fields, check_size
 
-ROPE_SCALINGS: dict[str, type[RopeScaling]] = {}
-"""The classes by the name of their type."""
+ROPE_SCALINGS: dict[str, type[RopeScaling]] = {}  # by the name of their type
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> list[float]:
@@ -65,11 +63,7 @@ class RopeScaling:
 
     @staticmethod
     def from_fields(fields: Mapping[str, Any]) -> RopeScaling:
-        """The scaling of a configuration: ``type`` and its fields; those of other types may have their defaults.
-
-        Raises:
-            UsageError: there is no such type or field, or a number is missing or wrong.
-        """
+        """The scaling of these fields (other types' at defaults), or ``UsageError`` if one is wrong or missing."""
         kind = ROPE_SCALINGS.get(str(name := fields.get("type")))
         if kind is None:
             raise UsageError(f"rope_scaling.type is {reprlib.repr(name)}; it must be one of {', '.join(ROPE_SCALINGS)}")
@@ -100,9 +94,8 @@ class LinearScaling(RopeScaling):
 class DynamicScaling(RopeScaling):
     """NTK-aware scaling by length: the first pair keeps its frequency, the last one's is divided by ``stretch``.
 
-    The base becomes ``theta * stretch ** (head_dim / (head_dim - 2))`` with ``stretch = 1 + factor * (length /
-    original_max_seq_len - 1)``, or 1 up to the original length. Source: Peng et al. 2023, sections 3.1 and 3.3
-    (arXiv:2309.00071); ``stretch`` is that of transformers, ``_compute_dynamic_ntk_parameters``.
+    Base ``theta * stretch ** (head_dim / (head_dim - 2))``, ``stretch = 1 + factor * max(length / original_max_seq_len
+    - 1, 0)`` (as transformers). Source: Peng et al. 2023, sections 3.1 and 3.3 (arXiv:2309.00071).
     """
 
     original_max_seq_len: int = 8192
@@ -144,9 +137,8 @@ class YarnScaling(RopeScaling):
 
     Pair ``index(beta) = head_dim ln(original_max_seq_len / (2 pi beta)) / (2 ln theta)`` makes ``beta`` full turns in
     the original context; ``low = max(floor(index(beta_fast)), 0)``, ``high = min(ceil(index(beta_slow)), head_dim -
-    1)``. ``attention_factor`` 0 is the paper's, or that of DeepSeek's ``mscale`` over ``mscale_all_dim`` if both are
-    given. Source: Peng et al. 2023, section 3.2 (arXiv:2309.00071), with the ramp over ``i`` of the authors' code,
-    which transformers and llama.cpp follow (the paper's is over turns).
+    1)``. ``attention_factor`` 0 is the paper's, or DeepSeek's ``mscale`` over ``mscale_all_dim`` if both are given.
+    Source: Peng et al. 2023, section 3.2 (arXiv:2309.00071), with the authors' code's ramp over ``i``, not turns.
     """
 
     original_max_seq_len: int = 8192

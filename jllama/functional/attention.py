@@ -13,6 +13,7 @@ from jllama.functional.shapes import checked
 
 Queries = Float[Array, "batch heads seq head_dim"]
 Keys = Float[Array, "batch kv_heads kv_seq head_dim"]
+Scores = Float[Array, "*lead kv_seq"]
 
 _BLOCK, _MAX_SPANS = 128, 8
 
@@ -20,18 +21,13 @@ _BLOCK, _MAX_SPANS = 128, 8
 class Mask(NamedTuple):
     """Which keys a query sees: those up to its own place in the row, of its own document, that are there.
 
-    Small arrays, until a kernel wants them dense. ``Mask()`` is causal attention of a sequence to itself.
-
-    Args:
-        offset: query ``i`` stands at key ``offset + i``, as after ``offset`` tokens in a cache. None: 0.
-        query_segments, key_segments: numbers that tell packed documents apart, both or neither.
-        lengths: how many keys of a row are real. None: all.
+    ``Mask()`` is causal attention of a sequence to itself.
     """
 
-    offset: Int[Array, "#batch"] | None = None
-    query_segments: Int[Array, "batch seq"] | None = None
+    offset: Int[Array, "#batch"] | None = None  # query i stands at key offset + i, as behind so many tokens in a cache
+    query_segments: Int[Array, "batch seq"] | None = None  # numbers that tell packed documents apart: both or neither
     key_segments: Int[Array, "batch kv_seq"] | None = None
-    lengths: Int[Array, "#batch"] | None = None
+    lengths: Int[Array, "#batch"] | None = None  # how many keys of a row are real; None: all
 
     def dense(self, seq: int, kv_seq: int, first: int | Int[Array, ""] = 0) -> Bool[Array, "#batch seq kv_seq"]:
         """True where a query sees a key, for ``seq`` queries from ``first`` on and the first ``kv_seq`` keys.
@@ -55,13 +51,10 @@ _CAUSAL = Mask()
 
 
 @checked
-def masked_softmax(
-    scores: Float[Array, "*lead kv_seq"], mask: Bool[Array, "*#lead kv_seq"]
-) -> Float[Array, "*lead kv_seq"]:
-    """``exp(s_i) / sum_j exp(s_j)`` over the entries where ``mask`` is true, zero elsewhere.
+def masked_softmax(scores: Scores, mask: Bool[Array, "*#lead kv_seq"]) -> Scores:
+    """``exp(s_i) / sum_j exp(s_j)`` where ``mask`` is true, zero elsewhere, in float32 (float64 for float64 scores).
 
-    In float32 (float64 for float64 scores) whatever the dtype of ``scores``. A row with no true entry gives zeros,
-    with zero gradients.
+    A row with no true entry gives zeros, with zero gradients.
     """
     wide = scores.astype(np.promote_types(scores.dtype, np.float32))
     wide = jnp.where(mask, wide, jnp.finfo(wide.dtype).min)
@@ -94,11 +87,7 @@ def _reference(query: Array, key: Array, value: Array, mask: Mask, first: int | 
 
 
 def _blocked(query: Array, key: Array, value: Array, mask: Mask) -> Array:
-    """Queries in blocks of at most 128, of which one's scores are there at once; the backward pass makes them again.
-
-    From the start of a row, each of up to eight spans of blocks takes no more keys than its last query sees: about half
-    of the products, for a long sequence.
-    """
+    """Queries in blocks of at most 128, of which one's scores are there at once; the backward pass makes them again."""
     (batch, heads, seq, head_dim), kv_seq = query.shape, key.shape[2]
     num_blocks = -(-seq // _BLOCK)
     size = -(-seq // num_blocks)
@@ -107,6 +96,7 @@ def _blocked(query: Array, key: Array, value: Array, mask: Mask) -> Array:
     blocks = jnp.moveaxis(blocks, 2, 0)
     if mask.query_segments is not None:
         mask = mask._replace(query_segments=jnp.pad(mask.query_segments, ((0, 0), (0, padding))))
+    # From the start of a row, a span takes no more keys than its last query sees: in all about half of the products.
     span = num_blocks if mask.offset is not None else -(-num_blocks // _MAX_SPANS)
     parts = []
     for start in range(0, num_blocks, span):
@@ -141,10 +131,9 @@ ATTENTION = {
 
 
 def choose_attention(platform: str, seq: int, kv_seq: int, *, backward: bool = True) -> str:
-    """The name of the implementation that ``auto`` stands for.
+    """The name of the implementation that ``auto`` stands for; all platforms are alike until one differs.
 
-    Platforms (``cpu``, ``gpu``, ``tpu``) are alike until one has a kernel of its own. With a backward pass to come,
-    blocks cost their scores twice, and are taken for sequences over 1,024 tokens; else over 128.
+    Blocks cost their scores twice in a backward pass: they are taken over 1,024 tokens, or without one over 128.
     """
     return "blocked" if seq == kv_seq and seq > (1024 if backward else _BLOCK) else "reference"
 

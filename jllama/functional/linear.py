@@ -57,10 +57,8 @@ class DecodeMatrix:
         return self.multiply(x, x.dtype)
 
     def multiply(self, x: Float[Array, "tokens inputs"], dtype: Any) -> Float[Array, "tokens outputs"]:
-        """``x @ matrix``, a result in ``dtype``.
-
-        A CPU multiplies integers by integers several times faster than by floats that it has to widen first. So for few
-        tokens each row of ``x`` becomes two of them, ``x = s * (high + low / 254)``, with an error of at most
+        """``x @ matrix``, a result in ``dtype``. By integers, which a CPU multiplies several times faster with integers
+        than with floats, few tokens become two rows each, ``x = s * (high + low / 254)``: an error of at most
         ``max(abs(x)) / 64516``; integer products are exact.
         """
         plain = functools.partial(_product, dtype=dtype if self.scale is None else jnp.float32)

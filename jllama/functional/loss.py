@@ -1,6 +1,7 @@
 """The training objective, straight from the last activations and the head: never with all logits at once."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -27,14 +28,11 @@ def linear_cross_entropy(
 
     With ``logits = hidden @ head``, in nats and float32:
     ``total = sum over unmasked of (logsumexp(logits) - logits[target] + z_loss * logsumexp(logits)**2)``.
-    It is a sum so that parts of a batch (micro-batches, devices, windows of a text) add up exactly; the mean is
-    ``total / count``. Masked positions count for nothing, whatever they hold. Targets are the tokens *after* the ones
-    of ``hidden``: the caller shifts.
-
-    Logits are made for ``chunk_tokens`` tokens at a time, and for no more chunks than the row with the most unmasked
-    tokens fills. Differentiated, the gradients of ``hidden`` and ``head`` are computed from each chunk's logits while
-    they are there: matrix products in the dtype of ``hidden``, sums in float32. Reverse mode only, and once.
-    Source of the z-loss: Chowdhery et al. 2022, section 5 (arXiv:2204.02311).
+    Sums of parts of a batch add up exactly; the mean is ``total / count``. Masked positions count for nothing, whatever
+    they hold. Targets are the tokens *after* the ones of ``hidden``: the caller shifts. Logits are made for
+    ``chunk_tokens`` tokens at a time, up to the row with the most unmasked ones, and gradients while they are there:
+    products in the dtype of ``hidden``, sums in float32. Reverse mode only, and once. Source of the z-loss: Chowdhery
+    et al. 2022, section 5 (arXiv:2204.02311).
 
     >>> hidden, head = jnp.ones((1, 3, 8)), jnp.zeros((8, 50))
     >>> total, count = linear_cross_entropy(hidden, head, jnp.array([[4, 7, 0]]), jnp.array([[True, True, False]]))
@@ -116,11 +114,8 @@ def _total_and_gradients(
         is_target = jnp.arange(slope.shape[1]) == targets[:, None]
         slope = jnp.where(mask[:, None], slope - is_target.astype(wide), 0.0).astype(x.dtype)
         d_x = jnp.einsum("tv,ev->te", slope, head, preferred_element_type=wide).astype(x.dtype)
-        return (
-            total,
-            d_x.reshape(batch, -1, d_x.shape[1]),
-            jnp.einsum("te,tv->ev", x, slope, preferred_element_type=wide),
-        )
+        d_x = d_x.reshape(batch, -1, d_x.shape[1])
+        return total, d_x, jnp.einsum("te,tv->ev", x, slope, preferred_element_type=wide)
 
     if length == seq:
         return one_chunk(hidden, targets, mask)
@@ -148,16 +143,12 @@ def _total_and_gradients(
 
 def _chunk_length(shape: tuple[int, ...], chunk_tokens: int) -> int:
     """Tokens of each row in a chunk: rows are cut and not put together, so that devices keep their own."""
-    batch, seq = shape
-    return -(-seq // -(-batch * seq // chunk_tokens)) if seq else 0
+    return -(-shape[1] // -(-math.prod(shape) // chunk_tokens)) if shape[1] else 0
 
 
 def _log_probs(logits: Array, targets: Array) -> tuple[Array, Array, Array, Array]:
-    """The targets', logits less their peak, the logarithm of the sum of their exponentials, that of the logits' own.
-
-    The peak is taken out first: large common offsets would eat digits.
-    """
-    peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
+    """The targets', logits less their peak, the logarithm of the sum of their exponentials, that of the logits' own."""
+    peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1))  # large common offsets would eat digits
     shifted = logits - peak[..., None]
     log_sum = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
     log_prob = jnp.take_along_axis(shifted, targets[..., None], axis=-1)[..., 0] - log_sum

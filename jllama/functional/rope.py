@@ -1,8 +1,6 @@
-"""Rotary position embedding.
+"""Rotary position embedding: channel pair ``i``, as a complex number, is turned by ``position * frequency[i]``.
 
-Pair ``i`` of a head's channels, read as the complex number ``a + jb``, is turned by the angle
-``position * frequency[i]``. Dot products of queries and keys then depend on positions only through their difference.
-Source: Su et al. 2021, section 3.2 (arXiv:2104.09864).
+Products of queries and keys then depend on differences of positions. Su et al. 2021, section 3.2 (arXiv:2104.09864).
 """
 
 import jax.numpy as jnp
@@ -12,32 +10,28 @@ from jaxtyping import Array, Float, Float64, Int
 from jllama.functional.shapes import checked
 
 Table = Float[Array, "*lead half"]
+Heads = Float[Array, "batch heads seq head_dim"]
+Turn = Float[Array, "#batch seq head_dim//2"]
 
 
 @checked
 def rope_tables(positions: Int[Array, "*lead"], frequencies: Float64[np.ndarray, "half"]) -> tuple[Table, Table]:
     """``cos`` and ``sin`` of ``position * frequency`` for any positions below 2**24, in float32.
 
-    A float32 product would be off by 4e-3 radians at position 100,000. So a position is read as three base-256 digits:
-    each one's angle is looked up in a small table made in float64, and the three turns are multiplied as complex
-    numbers. The error stays below 1e-6 at every position.
+    A float32 product would be off by 4e-3 radians at position 100,000. So each of a position's three base-256 digits is
+    looked up in a table made in float64, and the turns are multiplied as complex numbers: the error is below 1e-6.
     """
     cos, sin = jnp.float32(1.0), jnp.float32(0.0)
     for shift in (0, 8, 16):
         angles = np.outer(np.arange(256) * float(1 << shift), frequencies)
         digit = (positions >> shift) & 255
-        digit_cos = jnp.asarray(np.cos(angles), jnp.float32)[digit]
-        digit_sin = jnp.asarray(np.sin(angles), jnp.float32)[digit]
+        digit_cos, digit_sin = (jnp.asarray(wave, jnp.float32)[digit] for wave in (np.cos(angles), np.sin(angles)))
         cos, sin = cos * digit_cos - sin * digit_sin, sin * digit_cos + cos * digit_sin
     return cos, sin
 
 
 @checked
-def apply_rope(
-    x: Float[Array, "batch heads seq head_dim"],
-    cos: Float[Array, "#batch seq head_dim//2"],
-    sin: Float[Array, "#batch seq head_dim//2"],
-) -> Float[Array, "batch heads seq head_dim"]:
+def apply_rope(x: Heads, cos: Turn, sin: Turn) -> Heads:
     """Turn every pair of channels; pair ``i`` is channels ``i`` and ``i + head_dim/2`` (half-split, as Hugging Face).
 
     ``(a, b) -> (a cos - b sin, a sin + b cos)``, in float32; the result has x's dtype. ``cos`` and ``sin`` come from

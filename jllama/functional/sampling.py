@@ -6,9 +6,8 @@ The steps, in the field's order (that of transformers' ``generate``: processors 
     temperature -> TRUNCATIONS: top_k -> top_p -> min_p -> draw                all inside ``sample``
 
 A sampler of your own is a function in one of the two tables, under the name of its setting. Each truncation
-renormalizes what it keeps, so ``top_p`` is a share of the top-k mass. All is float32. Logits of minus infinity (banned
-tokens) stay so; where all are, the draw is token 0. Nothing is sorted, which on a CPU would take as long as a small
-model's step: a cut keeps the likeliest tokens by a threshold, found by bisection, and noise belongs to token ids.
+renormalizes what it keeps, so ``top_p`` is a share of the top-k mass. All is float32. Banned tokens' minus infinity
+stays; where all are banned, the draw is token 0. Nothing is sorted, which is slow on a CPU: cuts bisect a threshold.
 """
 
 from collections.abc import Callable
@@ -82,8 +81,7 @@ generated) and ``counts`` (how often generated) are ``[batch, vocab]`` as the lo
 
 Truncation = Callable[[Array, Array], Array]
 TRUNCATIONS: dict[str, Truncation] = {"top_k": top_k_mask, "top_p": top_p_mask, "min_p": min_p_mask}
-"""Setting -> ``(logits [batch, vocab], value [batch]) -> kept [batch, vocab]``, applied in this order, over the
-temperature, each to what those before it left."""
+"""Setting -> ``(logits [batch, vocab], value [batch]) -> kept [batch, vocab]``, each of what those before it left."""
 
 
 def truncated_logits(logits: Logits, temperature: Values, **settings: Num[Array, "batch"]) -> Logits:
@@ -137,8 +135,8 @@ def _likeliest(logits: Logits, weigh: Callable[[Array], Array], target: Array, c
             reached = weight(logits >= ordered_float(middle)) >= target
             return jnp.where(reached, middle, low), jnp.where(reached, high, middle - 1)
 
-        # The largest threshold at which the weights reach the target: 32 halvings single out one float32. XLA adds in a
-        # fixed order, so the rounded sums never fall as the threshold does, and bisection is exact.
+        # The largest threshold at which the weights reach the target: 32 halvings single out one float32, exactly, as
+        # XLA adds in a fixed order, so that the rounded sums never fall as the threshold does.
         minus_infinity, infinity = (jnp.full(target.shape, bits, jnp.uint32) for bits in (0x007FFFFF, 0xFF800000))
         threshold = ordered_float(jax.lax.fori_loop(0, 32, halve, (minus_infinity, infinity))[0])
         above, equal = logits > threshold, logits == threshold

@@ -20,8 +20,7 @@ from jllama.generation.prefill import cache_len, resized
 from jllama.generation.prompt_lookup import lookup_step
 from jllama.model import Llama, build_model
 
-STEPS = 16
-"""The most decoding steps between two synchronizations with the host."""
+STEPS = 16  # at most, between two synchronizations with the host
 
 
 def decode(
@@ -34,10 +33,9 @@ def decode(
 ) -> tuple[DecodeBatch, Int[np.ndarray, "batch new"], Float[np.ndarray, "batch new"]]:
     """Take up to ``steps`` decoding steps (at most ``STEPS``); each gives every unfinished row a token or more.
 
-    The batch, of ``prefill`` or of the last call, is consumed. Rows that are ``stopped`` are finished from here on.
-    With a ``draft_len`` each step guesses so many tokens (prompt lookup); the tokens are the same with any number.
-    Returns the batch, the new tokens of each row, -1 behind them (a stop id is a row's last), and their
-    log-probabilities by the raw logits, in nats.
+    The batch, of ``prefill`` or the last call, is consumed; rows that are ``stopped`` are finished from here on. With a
+    ``draft_len`` each step guesses so many tokens (prompt lookup), which changes none. Returns the batch, each row's
+    new tokens, -1 behind them (a stop id is a row's last), and their log-probabilities by the raw logits, in nats.
     """
     finished, lengths, limits = jax.device_get((batch.finished, batch.cache.lengths, batch.limits))
     running, steps = ~finished if stopped is None else ~(finished | stopped), min(steps, STEPS)
@@ -53,9 +51,8 @@ def decode(
 def with_room(batch: DecodeBatch, num_tokens: int, config: LlamaConfig) -> DecodeBatch:
     """The batch with room for at least so many tokens a row."""
     max_len = cache_len(num_tokens, config)
-    tokens, log_probs = (
-        jnp.pad(each, ((0, 0), (0, max_len - each.shape[1]))) for each in (batch.tokens, batch.log_probs)
-    )
+    more = ((0, 0), (0, max_len - batch.tokens.shape[1]))
+    tokens, log_probs = jnp.pad(batch.tokens, more), jnp.pad(batch.log_probs, more)
     return batch._replace(cache=resized(batch.cache, max_len), tokens=tokens, log_probs=log_probs)
 
 
@@ -72,8 +69,7 @@ def _decode(
         return done + 1, lookup_step(llama, batch, draft_len) if draft_len else decode_step(llama, batch)
 
     def unfinished(carry: tuple[Array, DecodeBatch]) -> Array:
-        done, batch = carry
-        return (done < steps) & ~jnp.all(batch.finished)
+        return (carry[0] < steps) & ~jnp.all(carry[1].finished)
 
     _, batch = jax.lax.while_loop(unfinished, step, (jnp.int32(0), batch))
     slots = first + jnp.arange(STEPS * (draft_len + 1), dtype=jnp.int32)  # where the new tokens may be
@@ -83,11 +79,7 @@ def _decode(
 
 
 def decode_step(llama: Llama, batch: DecodeBatch) -> DecodeBatch:
-    """One token more for every unfinished row."""
-    cache = batch.cache
-    # Each row's last token goes through the model, which writes its keys and values into the next slot of the cache.
-    last = jnp.take_along_axis(batch.tokens, cache.lengths[:, None], axis=1)
-    hidden, cache = llama.forward_with_cache(last, cache, jnp.zeros_like(cache.lengths))
-    # The next token is drawn from its logits. The rows that take it count the slot; the others will write it again.
-    batch, _ = append_token(batch._replace(cache=cache), llama.logits(hidden)[:, 0], ~batch.finished)
-    return batch
+    """One token more for every unfinished row, whose new slot is then counted; the others will write theirs again."""
+    last = jnp.take_along_axis(batch.tokens, batch.cache.lengths[:, None], axis=1)
+    hidden, cache = llama.forward_with_cache(last, batch.cache, jnp.zeros_like(batch.cache.lengths))
+    return append_token(batch._replace(cache=cache), llama.logits(hidden)[:, 0], ~batch.finished)[0]

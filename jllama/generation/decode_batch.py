@@ -41,28 +41,22 @@ class DecodeBatch(NamedTuple):
 def make_batch(prompts: Sequence[Prompt], cache: KVCache, config: LlamaConfig, vocab_size: int) -> DecodeBatch:
     """The rows of these prompts, whose tokens but the last are in the cache; ids from ``vocab_size`` on are banned."""
     rows, max_len, stops = len(prompts), cache.keys[0].shape[2], [prompt.stop_ids or () for prompt in prompts]
-    limits = np.array([prompt.limit(config.max_seq_len) for prompt in prompts], np.int32)
-    arrays: dict[str, Any] = {
-        "tokens": np.zeros((rows, max_len), np.int32),
-        "log_probs": np.zeros((rows, max_len), np.float32),
-        "counts": np.zeros((rows, config.vocab_size), np.int32),
-        "finished": np.array([len(prompt.ids) for prompt in prompts]) >= limits,
-        "drafted": np.zeros(rows, np.int32),
-        "accepted": np.zeros(rows, np.int32),
-        "seen": np.zeros((rows, config.vocab_size), bool),
-        "settings": _setting_arrays([prompt.sampling for prompt in prompts], config.vocab_size),
-        "stop_ids": np.full((rows, -(-max(1, *map(len, stops)) // _STOP_MULTIPLE) * _STOP_MULTIPLE), -1, np.int32),
-        "limits": limits,
-    }
+    limits: Any = np.array([prompt.limit(config.max_seq_len) for prompt in prompts], np.int32)
+    zeros: Any = np.zeros  # as good as those of JAX, which types do not say
+    tokens, log_probs = zeros((rows, max_len), np.int32), zeros((rows, max_len), np.float32)
+    counts, seen = zeros((rows, config.vocab_size), np.int32), zeros((rows, config.vocab_size), bool)
+    stop_ids = zeros((rows, -(-max(1, *map(len, stops)) // _STOP_MULTIPLE) * _STOP_MULTIPLE), np.int32) - 1
     for row, prompt in enumerate(prompts):
-        arrays["tokens"][row, : len(prompt.ids)] = prompt.ids
-        arrays["seen"][row, list(prompt.ids)] = True
-        arrays["stop_ids"][row, : len(stops[row])] = stops[row]
-    arrays["settings"]["banned_ids"][:, vocab_size:] = True
-    return DecodeBatch(cache, **arrays)
+        tokens[row, : len(prompt.ids)], seen[row, list(prompt.ids)] = prompt.ids, True
+        stop_ids[row, : len(stops[row])] = stops[row]
+    settings = _setting_arrays([prompt.sampling for prompt in prompts], config.vocab_size)
+    settings["banned_ids"][:, vocab_size:] = True
+    finished = [len(prompt.ids) for prompt in prompts] >= limits
+    guessed = zeros(rows, np.int32), zeros(rows, np.int32)
+    return DecodeBatch(cache, tokens, log_probs, counts, finished, *guessed, seen, settings, stop_ids, limits)
 
 
-def _setting_arrays(rows: Sequence[SamplingParams], vocab_size: int) -> dict[str, np.ndarray]:
+def _setting_arrays(rows: Sequence[SamplingParams], vocab_size: int) -> dict[str, Any]:
     """Each field as an array, with its default where a row's class does not have it; token ids over the vocabulary."""
     arrays: dict[str, np.ndarray] = {}
     for params in set(map(type, rows)):
@@ -82,9 +76,8 @@ def _setting_arrays(rows: Sequence[SamplingParams], vocab_size: int) -> dict[str
 def check_batch(config: LlamaConfig, rows: int, draft_len: int = 0) -> None:
     """Raise ``UsageError`` for a batch that exceeds the memory, of the device or of the machine, or the context."""
     if not 0 <= draft_len < config.max_seq_len:
-        raise UsageError(
-            f"speculate is {draft_len}; it must be from 0 to below the model's context, {config.max_seq_len}"
-        )
+        context = f"the model's context, {config.max_seq_len}"
+        raise UsageError(f"speculate is {draft_len}; it must be from 0 to below {context}")
     # The least that a row takes: a short text's keys and values in 2 bytes a number, and for each token of the
     # vocabulary a bias, a count and, of each token fed, a float32 logit.
     cached = 4 * config.num_layers * config.num_kv_heads * config.head_dim * min(config.max_seq_len, 128)
@@ -96,10 +89,7 @@ def check_batch(config: LlamaConfig, rows: int, draft_len: int = 0) -> None:
 
 
 def sample_tokens(logits: Float[Array, "batch vocab"], batch: DecodeBatch) -> Int[Array, "batch"]:
-    """The next token of each row, from its last token's logits, as its settings say.
-
-    A row's seed and length decide its draw, and nothing else of the batch does.
-    """
+    """The next token of each row by its settings; its own logits, seed and length decide, and no other row does."""
     settings, neutral = batch.settings, vars(SamplingParams())
     logits = F.ban(logits + settings["logit_bias"], settings["banned_ids"])
     penalties = {name: settings[name] for name in F.PENALTIES if name in settings}

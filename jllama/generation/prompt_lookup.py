@@ -54,9 +54,8 @@ def draft_tokens(
     The last three of each row's first ``lengths`` tokens (else the last two) are looked up in what comes before them;
     the latest match of the most tokens counts. A continuation that reaches the end of the text begins again.
     """
-    batch, max_len = tokens.shape
+    (batch, max_len), last = tokens.shape, lengths[:, None] - 1
     slots, rows = jnp.arange(max_len), jnp.arange(batch)[:, None]
-    last = lengths[:, None] - 1
     matched = jnp.zeros((batch, max_len), jnp.int32)  # how many tokens up to each slot equal the last ones
     matches = slots < last
     for back in range(_LONGEST_MATCH):

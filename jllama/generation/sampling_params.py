@@ -29,10 +29,10 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How one row's tokens are chosen: the only list of settings, from which arrays, options and checks are made.
+    """How one row's tokens are chosen, in the order of ``jllama.functional.sampling``: the only list of settings.
 
-    Applied in the order of ``jllama.functional.sampling``. A subclass may add a field, whose default changes nothing,
-    and a function under its name in ``jllama.functional.TRUNCATIONS`` or ``PENALTIES``; its range goes into ``RANGES``.
+    A subclass may add a field, whose default changes nothing, with a function under its name in
+    ``jllama.functional.TRUNCATIONS`` or ``PENALTIES``; its range goes into ``RANGES``.
 
     Args:
         temperature: divide the logits by this; 0 always takes the likeliest token, 1 draws from the model as it is.

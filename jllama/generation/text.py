@@ -53,10 +53,9 @@ def generate(
     batch_size: int = 0,
     **fields: Unpack[SamplingFields],
 ) -> list[Completion]:
-    """Continue one prompt or several; returns a ``Completion`` of each, in order.
+    """Continue one prompt or several, each as it would come out alone and with any ``speculate``.
 
-    In float32 and int8 each comes out as it would alone, and with any ``speculate``: the same tokens. In bfloat16 and
-    float16, which round otherwise in another batch size, a near tie may fall otherwise.
+    In bfloat16 and float16, which round otherwise in another batch size, a near tie may fall otherwise.
 
     Example::
 
@@ -77,6 +76,9 @@ def generate(
         **fields: fields of ``SamplingParams``, which change ``sampling``: ``temperature`` (0 takes the likeliest
             token), ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``, ``presence_penalty``,
             ``frequency_penalty``, ``logit_bias``, ``banned_ids``, ``seed`` (the same one gives the same text).
+
+    Returns:
+        A ``Completion`` of each prompt, in order.
 
     Raises:
         JllamaError: the model has no tokenizer, a prompt or a setting does not fit it, or there is no such setting.
@@ -101,10 +103,9 @@ def stream(
 ) -> Generator[str, None, Completion]:
     """The continuation of one prompt in pieces as they come: together what ``generate`` gives.
 
-    A piece is never half a character, nor the beginning of a stop string. The generator returns the ``Completion``; its
-    ``close()`` ends it early, and nothing more is computed. Each thread may have streams of its own. Arguments and
-    errors (when the first piece is asked for) are those of ``generate``; ``prefix`` is kept up to date, so that the
-    next call computes only what is new in its prompt.
+    A piece is never half a character, nor the beginning of a stop string. The generator returns the ``Completion``;
+    ``close()`` ends it early. Each thread may have its own. Arguments and errors (at the first piece) are those of
+    ``generate``; with a ``prefix``, kept up to date, the next call computes only what is new in its prompt.
 
     Example::
 
@@ -130,9 +131,8 @@ def warm_up(
 ) -> None:
     """Compile ahead what ``generate`` and ``stream`` will need (not the later turns of a ``Conversation``).
 
-    Prompts are padded to powers of two (at least 16 tokens; beyond 512, in chunks of 512), so each of the ``lengths``,
-    in tokens, stands for those that are padded alike; ``batches`` are how many prompts at once, ``max_new_tokens`` the
-    most that a call will ask for (None is up to the end of the context, and takes longest). Settings compile nothing.
+    Each of the ``lengths``, in tokens, stands for those padded to the same power of two (from 16; chunks of 512);
+    ``batches`` are how many prompts at once, ``max_new_tokens`` the most asked for (None: to the end of the context).
 
     Example::
 
@@ -221,10 +221,7 @@ def generate_batch(
     steps: int = STEPS,
     prefix: PrefixCache | None = None,
 ) -> Generator[tuple[int, str], None, list[Completion]]:
-    """Generate from encoded prompts together: yields ``(row, piece of its text)``, and returns each row's completion.
-
-    A piece comes every few ``steps``; the ``prefix`` of a single prompt is used and kept up to date.
-    """
+    """Generate from encoded prompts together: ``(row, piece of its text)`` every few ``steps``, and the completions."""
     params, config, tokenizer = model.decode_params, model.config, model.text_tokenizer
     check_batch(config, len(prompts), speculate)
     rows = [TextDecoder(tokenizer, prompt) for prompt in prompts]
@@ -251,9 +248,8 @@ def generate_batch(
 class TextDecoder:
     """Turns the tokens of one row into text as they come.
 
-    A character's bytes may be spread over tokens, so text that ends in U+FFFD (what an unfinished character decodes
-    to) is held back until it is whole or the tokens end; so is what may be the beginning of a stop string. Tokens are
-    decoded behind a few earlier ones, as the first token of a text may lose its space.
+    Held back are an unfinished character, which decodes to U+FFFD, and what may be the beginning of a stop string.
+    Tokens are decoded behind a few earlier ones, as the first token of a text may lose its space.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
@@ -283,8 +279,7 @@ class TextDecoder:
     def completion(self, drafted: int, accepted: int) -> Completion:
         """All of it, at the end."""
         reason = self.finish_reason or ("context" if self._prompt.max_new_tokens is None else "length")
-        is_cut = reason == "stop_string"
-        kept = [token for token in self._tokens if not is_cut or token[2] < len(self.text)]
+        kept = [token for token in self._tokens if reason != "stop_string" or token[2] < len(self.text)]
         ids, log_probs = [id for id, *_ in kept], [log_prob for _, log_prob, _ in kept]
         return Completion(self.text, ids, reason, log_probs, drafted, accepted, len(self._prompt.ids))
 
