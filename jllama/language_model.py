@@ -61,10 +61,8 @@ class LanguageModel:
 
     def for_decoding(self, quantize: Quantization | None = None) -> "LanguageModel":
         """The same model with its parameters in the layout for decoding (``decode_layout``), as int8 if asked."""
-        if quantize not in (None, *get_args(Quantization)):
-            raise UsageError(
-                f"quantize is {quantize!r}; it must be one of {', '.join(get_args(Quantization))}, or None"
-            )
+        if quantize not in (None, *(kinds := get_args(Quantization))):
+            raise UsageError(f"quantize is {quantize!r}; it must be one of {', '.join(kinds)}, or None")
         if not isinstance(self.params, DecodeParams):
             return dataclasses.replace(self, params=decode_layout(self.params, self.config, quantize))
         if quantize and not self.params.quantized:
