@@ -186,13 +186,19 @@ def sliding_window(query, key, value, mask):
     return F.grouped_query_attention(query, key, value, mask.dense(query.shape[2], key.shape[2]) & near)
 
 
+def not_with_a_cache(query, key, mask):
+    return None if mask.offset is None else "a cache"
+
+
+def add_a_sliding_window():
+    F.ATTENTION["window"] = F.AttentionImplementation(sliding_window, not_with_a_cache)
+
+
 def test_an_attention_implementation(monkeypatch):
     """It is called by name in training and prefill; with a cache, which it does not know, it is an error."""
 
-    def refuses(query, key, mask):
-        return None if mask.offset is None else "a cache"
-
-    monkeypatch.setitem(F.ATTENTION, "window", F.AttentionImplementation(sliding_window, refuses))
+    monkeypatch.setitem(F.ATTENTION, "window", None)
+    add_a_sliding_window()
     params = jllama.initial_params(jax.random.key(0), SMALL)
     tokens = jnp.arange(20)[None]
 
