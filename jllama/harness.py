@@ -62,9 +62,17 @@ class JllamaLM(TemplateLM):
         self.batch_size = int(batch_size)
 
     # What lm-eval asks for: the token that ends a text, the one before a text without context, a name for its cache.
-    eot_token_id = property(lambda self: self._tokenizer.eos_id)
-    prefix_token_id = property(lambda self: self._tokenizer.bos_id)
-    tokenizer_name = property(lambda self: self._tokenizer.fingerprint())
+    @property
+    def eot_token_id(self) -> int:  # noqa: D102
+        return self._tokenizer.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:  # noqa: D102
+        return self._tokenizer.bos_id
+
+    @property
+    def tokenizer_name(self) -> str:  # noqa: D102
+        return self._tokenizer.fingerprint()
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
         """The ids of a text, in which special tokens may be spelled out; behind BOS if the tokenizer adds it and the

@@ -169,6 +169,12 @@ MUTATIONS = [
 ]
 
 
+def _unrolled(params: Params, config: LlamaConfig) -> DecodeParams:
+    """A layer each, of plain arrays: a scan, or a choice of ways to multiply, would be compiled for each mistake."""
+    layers = {str(i): {name: stack[i] for name, stack in params["layers"].items()} for i in range(config.num_layers)}
+    return DecodeParams(jax.tree.map(jnp.asarray, params | {"layers": layers}))
+
+
 def mutation_checks() -> list[Check]:
     """For every variant and mutation that concerns it: how far the mistake moves the logits from the oracle's.
 
@@ -176,8 +182,10 @@ def mutation_checks() -> list[Check]:
     """
 
     def error(mutation: Mutation, config: LlamaConfig) -> float:
-        wrong = mutation.plant(implementation_of(jllama.model)._replace(load=lambda *_: (config, weights(config))))
-        return model_error(wrong, *wrong.load(Path(), None, "decode"), config)
+        right = implementation_of(jllama.model)._replace(load=lambda *_: (config, weights(config)))
+        wrong = mutation.plant(right)
+        read_config, params = wrong.load(Path(), None, "training")
+        return model_error(wrong, read_config, _unrolled(params, read_config), config)
 
     return [
         Check("mutations", name, mutation.name, functools.partial(error, mutation, config))
