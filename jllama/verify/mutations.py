@@ -169,7 +169,7 @@ MUTATIONS = [
 ]
 
 
-def _unrolled(params: Params, config: LlamaConfig) -> DecodeParams:
+def _unrolled(params: Any, config: LlamaConfig) -> DecodeParams:
     """A layer each, of plain arrays: a scan, or a choice of ways to multiply, would be compiled for each mistake."""
     layers = {str(i): {name: stack[i] for name, stack in params["layers"].items()} for i in range(config.num_layers)}
     return DecodeParams(jax.tree.map(jnp.asarray, params | {"layers": layers}))
