@@ -34,6 +34,11 @@ def unknown_name(kind: str, name: str, names: Iterable[str]) -> UsageError:
     return UsageError(f"there is no {kind} {name}; {advice}")
 
 
+def no_tokenizer(source: object) -> JllamaError:
+    """The error for a model, by its path or name, that has no tokenizer where one is needed."""
+    return JllamaError(f"{source} has no tokenizer: put the one it was trained with beside its weights")
+
+
 def check_size(name: str, value: int, most: int, *, least: int = 1) -> None:
     """Raise ``UsageError`` unless a size is a whole number from ``least`` to ``most``."""
     if type(value) is not int:

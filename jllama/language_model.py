@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams, Quantization, decode_layout
-from jllama.errors import JllamaError, UsageError
+from jllama.errors import UsageError, no_tokenizer
 from jllama.model import TokenIds, as_token_ids, build_model
 from jllama.parameters import Params, count_parameters
 from jllama.presets import nearest_preset
@@ -51,7 +51,7 @@ class LanguageModel:
     def text_tokenizer(self) -> Tokenizer:
         """``tokenizer``; what works on text cannot do without, and raises ``JllamaError`` here if there is none."""
         if self.tokenizer is None:
-            raise JllamaError("the model has no tokenizer: put the one it was trained with beside its weights")
+            raise no_tokenizer("the model")
         return self.tokenizer
 
     @property

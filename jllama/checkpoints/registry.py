@@ -21,7 +21,7 @@ from jllama import tokenizers
 from jllama.checkpoints import gguf, huggingface, llama2c, meta, run, tensors
 from jllama.checkpoints.tensors import Checkpoint, OnProgress, size_bytes
 from jllama.decode_params import Quantization
-from jllama.errors import JllamaError, UsageError
+from jllama.errors import JllamaError, UsageError, no_tokenizer
 from jllama.files import cache_folder, put_back, refuse_special_files, written_whole
 from jllama.language_model import LanguageModel
 from jllama.parameters import count_parameters
@@ -157,7 +157,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return tokenizers.load_tokenizer(source)
     tokenizer = open_checkpoint(source).tokenizer
     if tokenizer is None:
-        raise JllamaError(f"{path} has no tokenizer: put the one it was trained with beside its weights")
+        raise no_tokenizer(path)
     return tokenizer
 
 

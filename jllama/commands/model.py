@@ -5,7 +5,7 @@ from typing import Literal
 
 import jllama
 from jllama.commands.terminal import say
-from jllama.errors import JllamaError, UsageError
+from jllama.errors import UsageError, no_tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class ModelOptions:
         options = {"rope_factor": self.rope_factor, "step": self.step or None, "quantize": self.quantize}
         model = jllama.load(self.checkpoint, self.dtype, **options)
         if needs_tokenizer and model.tokenizer is None:
-            raise JllamaError(f"{self.checkpoint} has no tokenizer: put the one it was trained with beside its weights")
+            raise no_tokenizer(self.checkpoint)
         return model
 
     def say_loaded(self, model: "jllama.LanguageModel") -> None:

@@ -21,7 +21,7 @@ from jllama.config import LlamaConfig
 from jllama.data.batches import training_batches
 from jllama.data.tokens import Dataset, prepare_data
 from jllama.devices import describe_devices, idle_accelerator
-from jllama.errors import JllamaError, UsageError
+from jllama.errors import JllamaError, UsageError, no_tokenizer
 from jllama.generation.text import generate, prompt_ids
 from jllama.language_model import LanguageModel
 from jllama.parameters import count_parameters
@@ -282,7 +282,7 @@ def _origin(config: TrainConfig, existing: Path | None) -> Checkpoint:
     if config.data.tokenizer != "bpe":
         raise UsageError("data.tokenizer cannot be given with init_from, which brings its own tokenizer: leave it out")
     if origin.tokenizer is None:
-        raise JllamaError(f"{path} has no tokenizer: put the one it was trained with beside its weights")
+        raise no_tokenizer(path)
     return origin
 
 
