@@ -15,14 +15,13 @@ from rich.console import Console
 
 import jllama
 from jllama.commands.cli import parse
-from jllama.commands.model import ModelOptions, check_least
+from jllama.commands.model import ModelOptions, check_least, sampling_params
 from jllama.commands.terminal import WordWrap, line_editing, lines, say, stoppable
 from jllama.errors import JllamaError, UsageError, unknown_name
 from jllama.files import read_json_object, write_text_whole
 from jllama.generation.sampling_params import SamplingParams
 
-_SAMPLING = list(vars(SamplingParams()))
-_SETTINGS = ["max_new_tokens", *_SAMPLING]
+_SETTINGS = ["max_new_tokens", *vars(SamplingParams())]
 _COMMON = ("system", "load", "template", "max_new_tokens", "temperature", "top_p", "seed", "quantize")
 
 
@@ -112,8 +111,7 @@ def _begin(argv: list[str], options: ChatOptions, at_terminal: bool) -> _Session
 
 def _answer(session: _Session, text: str) -> None:
     conversation, options = session.conversation, session.options
-    sampling = SamplingParams(**{name: getattr(options, name) for name in _SAMPLING})
-    sampling = dataclasses.replace(sampling, seed=(options.seed + session.answers) % 2**32)
+    sampling = dataclasses.replace(sampling_params(options), seed=(options.seed + session.answers) % 2**32)
     pieces = conversation.answer(text, sampling, options.max_new_tokens or None)
     wrap = WordWrap(Console().width).push if session.at_terminal else lambda text, last=False: text
     status = Console(stderr=True).status("answering ..." if conversation.prefix.ids else "compiling ...")

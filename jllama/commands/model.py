@@ -6,6 +6,7 @@ from typing import Literal
 import jllama
 from jllama.commands.terminal import say
 from jllama.errors import UsageError, no_tokenizer
+from jllama.generation.sampling_params import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,11 @@ class ModelOptions:
     def say_loaded(self, model: "jllama.LanguageModel") -> None:
         """Which model it is, to stderr."""
         say(self.checkpoint if model.step is None else f"{self.checkpoint}, step {model.step}")
+
+
+def sampling_params(options: SamplingParams) -> SamplingParams:
+    """Those of a command's options that are fields of ``SamplingParams``."""
+    return SamplingParams(**{name: getattr(options, name) for name in vars(SamplingParams())})
 
 
 def check_least(options: object, least: int, *names: str) -> None:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 import jllama
 from jllama.commands.cli import parse
-from jllama.commands.model import ModelOptions, check_least
+from jllama.commands.model import ModelOptions, check_least, sampling_params
 from jllama.errors import JllamaError, UsageError, check_fields
 from jllama.generation.sampling_params import SamplingParams
 from jllama.progress import progress
@@ -101,9 +101,8 @@ def main(argv: Sequence[str], prog: str) -> int:
     if options.prompts_file and not Path(options.prompts_file).is_file():  # known before a large model is loaded
         raise JllamaError(f"there is no prompts_file at {options.prompts_file}: give a .jsonl file")
     model = options.load_model()
-    sampling = SamplingParams(**{name: getattr(options, name) for name in vars(SamplingParams())})
-    max_new_tokens = options.max_new_tokens or None
-    prompt = encode_prompt(model, jllama.Prompt(text, sampling, max_new_tokens, options.stop, options.stop_ids))
+    ends = options.max_new_tokens or None, options.stop, options.stop_ids
+    prompt = encode_prompt(model, jllama.Prompt(text, sampling_params(options), *ends))
     check_batch(model.config, options.batch_size if options.prompts_file else options.n, options.speculate)
     options.say_loaded(model)
     if options.prompts_file:

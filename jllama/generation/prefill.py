@@ -56,10 +56,12 @@ def prefill(
         cache = _prompt_cache(params, config, prompts[0].ids[:-1], max_len, prefix)
     else:
         cache = _empty(params, config, len(prompts), max_len)
-        each = [tuple(prompt.ids[:-1]) for prompt in prompts]
-        for ids in dict.fromkeys(filter(None, each)):
+        rows: dict[tuple[int, ...], list[int]] = {}
+        for row, prompt in enumerate(prompts):
+            rows.setdefault(tuple(prompt.ids[:-1]), []).append(row)
+        for ids in filter(None, rows):
             row_cache = _prompt_cache(params, config, ids, cache_len(len(ids), config))
-            for row in (row for row, others in enumerate(each) if others == ids):
+            for row in rows[ids]:
                 cache = _insert(cache, row_cache, row)
     return _beside(params, make_batch(prompts, cache, config, vocab_size or config.vocab_size))
 
