@@ -10,13 +10,13 @@ import os
 import jax
 import jax.numpy as jnp
 import pytest
-import tokenizers
 import yaml
 
 os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"  # read when lm-eval is imported
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[eval]' accelerate")
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
 
+from helpers import trained_smollm
 from lm_eval.api.instance import Instance
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
@@ -30,8 +30,7 @@ from jllama.errors import JllamaError, UsageError
 from jllama.generation.sampling_params import SamplingParams
 from jllama.harness import JllamaLM, evaluate_tasks, generation_arguments, task_manager
 from jllama.language_model import LanguageModel
-from jllama.tokenizers import HuggingFaceTokenizer, train_sentencepiece
-from jllama.tokenizers.byte_level import BYTE_CHARS, PRE_TOKENIZERS, byte_level_json
+from jllama.tokenizers import train_sentencepiece
 from jllama.verify.checks import random_params
 
 pytestmark = pytest.mark.lm_eval
@@ -78,24 +77,10 @@ CHAT = (
 )
 
 
-def byte_level():
-    """Without BOS, as SmolLM2's."""
-    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
-    empty = {"type": "BPE", "vocab": {}, "merges": []}
-    whole = {"version": "1.0", "added_tokens": [], "pre_tokenizer": PRE_TOKENIZERS["smollm"], "model": empty}
-    trained.pre_tokenizer = tokenizers.Tokenizer.from_str(json.dumps(whole)).pre_tokenizer
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=BYTE_CHARS, show_progress=False)
-    trained.train_from_iterator(SENTENCES, trainer)
-    model = json.loads(trained.to_str())["model"]
-    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    vocab = {name: id for id, name in enumerate(names)} | {token: id + 3 for token, id in model["vocab"].items()}
-    added = [(id, name, True) for id, name in enumerate(names)]
-    return HuggingFaceTokenizer(
-        byte_level_json(vocab, [tuple(m) for m in model["merges"]], added, "smollm", None), 1, 2
-    )
-
-
-TOKENIZERS = {"without BOS": byte_level(), "with BOS": train_sentencepiece([f"{s}\n" for s in SENTENCES], 310)}
+TOKENIZERS = {
+    "without BOS": trained_smollm(SENTENCES, 300),
+    "with BOS": train_sentencepiece([f"{s}\n" for s in SENTENCES], 310),
+}
 
 
 @pytest.fixture(scope="module", params=TOKENIZERS)

@@ -1,11 +1,9 @@
 """Conversations as token ids: what transformers gives, what Meta's reference code gives."""
 
-import json
-
 import pytest
 import sentencepiece
-import tokenizers
 import transformers
+from helpers import trained_llama3, trained_smollm
 from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -15,10 +13,8 @@ from jllama.conversation.conversation import TEMPLATES, chat_ids, chat_stop_ids,
 from jllama.conversation.template import render
 from jllama.errors import JllamaError, UsageError
 from jllama.language_model import LanguageModel
-from jllama.tokenizers import BytesTokenizer, HuggingFaceTokenizer, TiktokenTokenizer, train_sentencepiece
-from jllama.tokenizers.byte_level import BYTE_CHARS, CHAR_BYTES, byte_level_json
+from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.tokenizers.convert import as_huggingface, save_huggingface
-from jllama.tokenizers.tiktoken import write_ranks
 
 CORPUS = [
     "the system says hello to the user and the assistant, don't they? 12 345\n\n  user\n héllo 世界 [INST] <<SYS>>\n"
@@ -27,32 +23,8 @@ CORPUS = [
 CONFIG = LlamaConfig(vocab_size=300, num_layers=1, embed_dim=32)
 
 
-def trained_byte_level():
-    """Vocabulary and merges of a small byte-level BPE."""
-    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
-    trained.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=350, initial_alphabet=BYTE_CHARS, show_progress=False)
-    trained.train_from_iterator(CORPUS, trainer)
-    model = json.loads(trained.to_str())["model"]
-    return model["vocab"], [tuple(merge) for merge in model["merges"]]
-
-
-def chatml_tokenizer():
-    vocab, merges = trained_byte_level()
-    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    whole = {token: id for id, token in enumerate(specials)} | {token: id + 3 for token, id in vocab.items()}
-    added = [(id, token, True) for id, token in enumerate(specials)]
-    return HuggingFaceTokenizer(byte_level_json(whole, merges, added, "smollm", None), 1, 2)
-
-
-def llama3_tokenizer():
-    _, merges = trained_byte_level()
-    tokens = [bytes([byte]) for byte in range(256)]
-    tokens += [bytes(CHAR_BYTES[char] for char in "".join(merge)) for merge in merges]
-    return TiktokenTokenizer(write_ranks(tokens))
-
-
-LLAMA_2, LLAMA_3, CHATML = train_sentencepiece(CORPUS, 340), llama3_tokenizer(), chatml_tokenizer()
+LLAMA_2, LLAMA_3 = train_sentencepiece(CORPUS, 340), trained_llama3(CORPUS, 350)
+CHATML = trained_smollm(CORPUS, 350)
 TOKENIZERS = {"llama2": LLAMA_2, "llama3": LLAMA_3, "chatml": CHATML}
 
 

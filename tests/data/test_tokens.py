@@ -10,7 +10,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-import tokenizers
+from helpers import trained_llama3, trained_smollm
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,10 +20,8 @@ from jllama.data.config import DataConfig
 from jllama.data.corpus import Document, cut
 from jllama.data.tokens import SPLITS, prepare_data
 from jllama.errors import JllamaError, UsageError
-from jllama.tokenizers import BytesTokenizer, HuggingFaceTokenizer, TiktokenTokenizer, train_sentencepiece
-from jllama.tokenizers.byte_level import BYTE_CHARS, CHAR_BYTES, byte_level_json
+from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.tokenizers.convert import as_huggingface
-from jllama.tokenizers.tiktoken import write_ranks
 
 TEXTS = [f"Document {number} says: {'ho ' * (number % 7)}é世\n" for number in range(100)]
 
@@ -131,28 +129,16 @@ PIECES = [
 TRAINING = ["the user the  user's 12 345 é 世界!\n\n\tthe user\r\n   don't?\n the!\n" * 30]
 
 
-def byte_level():
-    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
-    trained.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=330, initial_alphabet=BYTE_CHARS, show_progress=False)
-    trained.train_from_iterator(TRAINING, trainer)
-    model = json.loads(trained.to_str())["model"]
-    return model["vocab"], [tuple(merge) for merge in model["merges"]]
-
-
-VOCAB, MERGES = byte_level()
-END = (len(VOCAB), "<end>", True)
-BYTES = [bytes([byte]) for byte in range(256)]
 SENTENCEPIECE = train_sentencepiece(TRAINING, 300)
-LLAMA_3 = TiktokenTokenizer(write_ranks(BYTES + [bytes(CHAR_BYTES[char] for char in a + b) for a, b in MERGES]))
+LLAMA_3 = trained_llama3(TRAINING, 330)
 TOKENIZERS = {
     "bytes": BytesTokenizer(),
     "sentencepiece": SENTENCEPIECE,
     "sentencepiece as json": as_huggingface(SENTENCEPIECE),
     "llama 3": LLAMA_3,
     "llama 3 as json": as_huggingface(LLAMA_3),
-    "smollm": HuggingFaceTokenizer(byte_level_json(VOCAB, MERGES, [END], "smollm", None), END[0], END[0]),
-    "gpt-2": HuggingFaceTokenizer(byte_level_json(VOCAB, MERGES, [END], "gpt-2", None), END[0], END[0]),
+    "smollm": trained_smollm(TRAINING, 330),
+    "gpt-2": trained_smollm(TRAINING, 330, "gpt-2"),
 }
 
 

@@ -13,6 +13,7 @@ import tokenizers
 import transformers
 import transformers.convert_slow_tokenizer
 from hard_text import HARD
+from helpers import byte_level_bpe, trained_llama3, trained_smollm
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,49 +41,11 @@ CORPUS = [
 TEXTS = [text for text in HARD if "\u2581" not in text]
 
 
-def trained_byte_level(pre):
-    """A small byte-level BPE, trained by the ``tokenizers`` library with one of the known ways to split text."""
-    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
-    known = PRE_TOKENIZERS[pre]
-    trained.pre_tokenizer = tokenizers.Tokenizer.from_str(
-        json.dumps(
-            {
-                "version": "1.0",
-                "added_tokens": [],
-                "pre_tokenizer": known,
-                "model": {"type": "BPE", "vocab": {}, "merges": []},
-            }
-        )
-    ).pre_tokenizer
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, initial_alphabet=BYTE_CHARS, show_progress=False)
-    trained.train_from_iterator(CORPUS, trainer)
-    return json.loads(trained.to_str())["model"]
-
-
-def byte_level(pre):
-    model = trained_byte_level(pre)
-    vocab = {token: id + 3 for token, id in model["vocab"].items()}  # special tokens first, as SmolLM2 has them
-    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    merges = [tuple(merge) for merge in model["merges"]]
-    added = [(id, token, True) for id, token in enumerate(specials)]
-    whole = {token: id for id, token in enumerate(specials)} | vocab
-    return HuggingFaceTokenizer(byte_level_json(whole, merges, added, pre, None), 1, 2)
-
-
-def tiktoken_file():
-    """Ranks by the trainer's order: the 256 bytes, then what each merge makes."""
-    model = trained_byte_level("llama-bpe")
-    back = {char: byte for byte, char in enumerate(BYTE_CHARS)}
-    tokens = [bytes([byte]) for byte in range(256)]
-    tokens += [bytes(back[char] for char in "".join(merge)) for merge in model["merges"]]
-    return b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
-
-
 MADE = {
     "sentencepiece": train_sentencepiece(CORPUS, 400),
-    "tiktoken": TiktokenTokenizer(tiktoken_file()),
-    "smollm": byte_level("smollm"),
-    "gpt-2": byte_level("gpt-2"),
+    "tiktoken": trained_llama3(CORPUS, 400),
+    "smollm": trained_smollm(CORPUS, 400),
+    "gpt-2": trained_smollm(CORPUS, 400, "gpt-2"),
     "bytes": BytesTokenizer(),
 }
 METAS_PATTERN = (
@@ -196,7 +159,7 @@ def test_through_metas_format(tokenizer, tmp_path):
     save_meta(as_huggingface(tokenizer), again)
     assert_same_ids(load_tokenizer(again), tokenizer)
     if isinstance(tokenizer, TiktokenTokenizer):
-        assert (again / "tokenizer.model").read_bytes() == tiktoken_file()
+        assert (again / "tokenizer.model").read_bytes() == MADE["tiktoken"].content
     if isinstance(tokenizer, SentencePieceTokenizer):
         assert (tmp_path / "tokenizer.model").read_bytes() == tokenizer.content
 
@@ -248,8 +211,7 @@ def test_the_way_to_split_text_matters():
     text = "it's 12345 and 3.14\n\n  x"
     found = set()
     for pre in PRE_TOKENIZERS:
-        model = trained_byte_level("gpt-2")
-        whole = byte_level_json(model["vocab"], [tuple(merge) for merge in model["merges"]], [], pre, None)
+        whole = byte_level_json(*byte_level_bpe(CORPUS, 400, "gpt-2"), [], pre, None)
         found.add(tuple(tokenizers.Tokenizer.from_str(whole).encode(text).tokens))
         assert to_gguf(HuggingFaceTokenizer(whole, 0, 0), 400)["tokenizer.ggml.pre"] == pre
     assert len(found) == len(PRE_TOKENIZERS)
@@ -328,7 +290,7 @@ def test_tiktoken_and_very_long_runs(run):
 )
 def test_ranks_that_are_none(tmp_path, change, said):
     with pytest.raises(JllamaError, match=said):
-        TiktokenTokenizer(change(tiktoken_file()), "it")
+        TiktokenTokenizer(change(MADE["tiktoken"].content), "it")
 
 
 @pytest.mark.parametrize(
@@ -680,7 +642,7 @@ def test_a_llama3_json_with_other_reserved_tokens_becomes_metas_file(tmp_path):
     rename |= {f"<|reserved_special_token_{n}|>": f"<|reserved_special_token_{n + 2}|>" for n in range(2, 246)}
     model = json.loads(MADE["tiktoken"].to_json())["model"]
     save_meta(llama3_json(rename), tmp_path)
-    assert (tmp_path / "tokenizer.model").read_bytes() == tiktoken_file()
+    assert (tmp_path / "tokenizer.model").read_bytes() == MADE["tiktoken"].content
     for number, tokenizer in enumerate(
         (
             llama3_json({"<|eom_id|>": "<|im_start|>"}),
