@@ -259,12 +259,17 @@ def _run_layer(graph: nnx.GraphDef[Layer], weights: Any, *where: Any) -> Attende
     return nnx.merge(graph, weights)(*where)
 
 
+def check_attention(name: str) -> None:
+    """Raise ``UsageError`` unless this is ``auto`` or one of ``functional.ATTENTION``."""
+    if name not in ("auto", *F.ATTENTION):
+        raise unknown_name("attention implementation", name, F.ATTENTION)
+
+
 def attention_inputs(
     config: LlamaConfig, positions: Array, mask: F.Mask, seq_len: int = 0, implementation: str = "auto"
 ) -> AttentionInputs:
     """What every layer is told of the positions; ``seq_len`` as in ``rope_frequencies``."""
-    if implementation not in ("auto", *F.ATTENTION):
-        raise unknown_name("attention implementation", implementation, F.ATTENTION)
+    check_attention(implementation)
     cos, sin = F.rope_tables(positions, rope_frequencies(config, seq_len))
     if scaling := config.rope_scaling:
         cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor

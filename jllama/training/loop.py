@@ -22,8 +22,10 @@ from jllama.data.batches import training_batches
 from jllama.data.tokens import Dataset, prepare_data
 from jllama.devices import describe_devices, idle_accelerator
 from jllama.errors import JllamaError, UsageError, no_tokenizer
+from jllama.functional import choose_attention
 from jllama.generation.text import generate, prompt_ids
 from jllama.language_model import LanguageModel
+from jllama.model import check_attention
 from jllama.parameters import count_parameters
 from jllama.progress import progress
 from jllama.sharding import make_mesh
@@ -34,7 +36,7 @@ from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation, check_memory, evaluate, summarize
 from jllama.training.optimizer import learning_rate_at, make_optimizer
 from jllama.training.report import write_report
-from jllama.training.step import StepMetrics, Training, TrainState, attention_of, compile_training
+from jllama.training.step import StepMetrics, Training, TrainState, compile_training
 
 
 def train(config: TrainConfig) -> Evaluation:
@@ -161,8 +163,8 @@ class _Run:
             self.report(final)
             losses = f"loss {final.validation_loss:.4f}, {final.bits_per_byte:.3f} bits per byte"
             gzip = f"gzip -9 needs {self.data.gzip_bits_per_byte:.3f} (a model that beats gzip has learned something)"
-            best = f"Best checkpoint (step {best}) on the whole validation text"
-            self.console.print(f"{best}: {losses}; {gzip}.", style="bold")
+            text = f"Best checkpoint (step {best}) on the whole validation text"
+            self.console.print(f"{text}: {losses}; {gzip}.", style="bold")
         return final
 
     def save(self, evaluation: Evaluation | None) -> None:
@@ -187,18 +189,20 @@ class _Run:
 
     def sample_and_report(self, evaluation: Evaluation | None) -> None:
         """Let the model write, show and log it, and write the report so far: training can go on without either."""
-        self.show("sampling")
-        prompt, count = self.config.training.sample_prompt, self.config.training.sample_tokens
         with self.warn_instead():
-            key = jax.random.fold_in(jax.random.fold_in(self.state.key, self.state.step), self.config.sampling.seed)
-            sampling = dataclasses.replace(self.config.sampling, seed=int(jax.random.bits(key)))
-            model = LanguageModel(self.config.model, self.state.params, self.data.tokenizer)
-            for completion in generate(model, [prompt][:count], sampling, max_new_tokens=count):
-                record = {"step": self.step, "prompt": prompt, "text": completion.text}
-                files.append_line(self.folder / run_folder.SAMPLES, record)
-                self.console.print(f"{prompt}{completion.text}\n", style="dim")
+            if self.config.training.sample_tokens:
+                self.sample(self.config.training.sample_prompt)
         with self.warn_instead():
             self.report(evaluation)
+
+    def sample(self, prompt: str) -> None:
+        self.show("sampling")
+        key = jax.random.fold_in(jax.random.fold_in(self.state.key, self.state.step), self.config.sampling.seed)
+        model = LanguageModel(self.config.model, self.state.params, self.data.tokenizer)
+        count, seed = self.config.training.sample_tokens, int(jax.random.bits(key))
+        text = generate(model, prompt, self.config.sampling, max_new_tokens=count, seed=seed)[0].text
+        files.append_line(self.folder / run_folder.SAMPLES, {"step": self.step, "prompt": prompt, "text": text})
+        self.console.print(f"{prompt}{text}\n", style="dim")
 
     def report(self, evaluation: Evaluation | None) -> None:
         write_report(self.config, self.data, describe_devices(self.training.mesh), evaluation, self.seconds())
@@ -226,7 +230,7 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
     if config.resume not in ("never", "auto") and not (folder / CONFIG).is_file():
         raise UsageError(f"resume is {config.resume}, which is not a run's folder: give one, or never, or auto")
     make_optimizer(config.optimizer, config.model, config.training.steps)
-    attention_of(config)  # unknown ones are said before the text is read
+    check_attention(config.training.attention)  # also before the text is read
     existing = (folder / CHECKPOINTS).exists() and RunCheckpoints(folder / CHECKPOINTS, read_only=True).steps()
     if existing and config.resume == "never":
         go_on = f"continue it with {run_folder.resume_command(folder)}, or choose another run_dir"
@@ -266,7 +270,9 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
     if not (existing and has_tokenizer(folder)):
         data.tokenizer.save(folder)
     parameters = f"{count_parameters(config.model):,} parameters on {describe_devices(mesh)}"
-    tokens = f"{attention_of(config)} attention, {data.train_counts.tokens:,} training tokens"
+    attention = choose_attention(jax.default_backend(), options.seq_len, options.seq_len)
+    attention = attention if options.attention == "auto" else options.attention
+    tokens = f"{attention} attention, {data.train_counts.tokens:,} training tokens"
     console.print(f"{folder}: {parameters}, {tokens}, step {step:,} of {options.steps:,}", style="bold")
     return run
 

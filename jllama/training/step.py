@@ -8,9 +8,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, Key
 
-from jllama.errors import unknown_name
-from jllama.functional import ATTENTION, choose_attention
-from jllama.model import build_model, initial_params
+from jllama.model import build_model, check_attention, initial_params
 from jllama.parameters import Params
 from jllama.sharding import BATCH, make_mesh, state_sharding
 from jllama.training.config import TrainConfig
@@ -75,7 +73,8 @@ def compile_training(
     mesh = make_mesh(config.mesh) if mesh is None else mesh
     model, options, is_cpu = config.model, config.training, mesh.devices.flat[0].platform == "cpu"
     dtype = jnp.dtype(options.dtype if options.dtype != "auto" else "float32" if is_cpu else "bfloat16")
-    optimizer, attention = make_optimizer(config.optimizer, model, options.steps), attention_of(config)
+    optimizer = make_optimizer(config.optimizer, model, options.steps)
+    check_attention(options.attention)
 
     def init(key: Key[Array, ""], params: Params | None = None) -> TrainState:
         init_key, run_key = jax.random.split(key)
@@ -87,7 +86,7 @@ def compile_training(
         inputs, targets = windows[:, :-1], windows[:, 1:]
         segments = jnp.cumsum(inputs == bos_id, axis=1)
         llama = build_model(model, jax.tree.map(lambda leaf: leaf.astype(dtype), params))
-        hidden = llama.hidden(inputs, segments, remat=options.remat, attention=attention)
+        hidden = llama.hidden(inputs, segments, remat=options.remat, attention=options.attention)
         return llama.loss(hidden, targets, (targets != bos_id) & mask, z_loss)
 
     def step(state: TrainState, windows: Int[Array, "batch window"]) -> tuple[TrainState, StepMetrics]:
@@ -120,11 +119,3 @@ def compile_training(
         jax.jit(loss, in_shardings=(shardings.params, batch, batch), compiler_options=compiler_options),
         *(mesh, shardings, batch),
     )
-
-
-def attention_of(config: TrainConfig) -> str:
-    """The attention implementation of a configuration, ``auto`` resolved for here; UsageError if it is unknown."""
-    name, seq_len = config.training.attention, config.training.seq_len or config.model.max_seq_len
-    if name != "auto" and name not in ATTENTION:
-        raise unknown_name("attention implementation", name, ATTENTION)
-    return choose_attention(jax.default_backend(), seq_len, seq_len) if name == "auto" else name
