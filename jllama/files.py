@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -61,12 +62,12 @@ def positive_number(fields: Mapping[str, Any], key: str, source: Path, default: 
 
 
 @contextlib.contextmanager
-def fault_of(source: Path | str) -> Iterator[None]:
-    """Inside, a ``UsageError``, say of a ``LlamaConfig``, is the fault of a file: a ``JllamaError`` that names it."""
+def fault_of(source: Path | str, *errors: type[Exception]) -> Iterator[None]:
+    """Inside, these errors and a ``UsageError`` (of a ``LlamaConfig``, say) become a ``JllamaError`` that names it."""
     try:
         yield
-    except UsageError as error:
-        raise JllamaError(f"{source}: {error}") from error
+    except (UsageError, *errors) as error:
+        raise JllamaError(f"{source}: {' '.join(str(error).split())}") from error
 
 
 def refuse_special_files(*paths: Path) -> None:
@@ -174,8 +175,7 @@ def check_writable(path: Path) -> None:
     try:
         if path.exists() and not path.is_file():
             raise OSError(errno.EEXIST, "there is something that is no ordinary file")
-        _beside(path, "partial").touch()
-        _remove(_beside(path, "partial"))
+        tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}; choose another place") from error
 

@@ -15,8 +15,8 @@ import yaml
 from jllama.checkpoints.huggingface import read_text_files, write_chat_files
 from jllama.checkpoints.tensors import Checkpoint, OnProgress, TensorsOfParams, load_params
 from jllama.config import LlamaConfig
-from jllama.errors import JllamaError, UsageError
-from jllama.files import refuse_special_files, write_text_whole
+from jllama.errors import JllamaError
+from jllama.files import fault_of, refuse_special_files, write_text_whole
 
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
 
@@ -28,23 +28,19 @@ def recognizes(path: Path) -> bool:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """What a run's ``config.yaml`` holds. If it cannot be read, or is no mapping, that is a JllamaError."""
-    try:
-        refuse_special_files(folder / CONFIG)
+    refuse_special_files(folder / CONFIG)
+    with fault_of(_said(folder), OSError, yaml.YAMLError, ValueError, TypeError, RecursionError):
         return {**yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))}
-    except (OSError, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise _bad_config(folder, error) from error
 
 
 def read_model_config(folder: Path) -> LlamaConfig:
     """The architecture that a run was trained with. If it cannot be read, that is a JllamaError."""
-    try:
+    with fault_of(_said(folder), KeyError, TypeError, ValueError):  # also numbers too long to be printed
         return LlamaConfig(**{**read_config(folder)["model"]})
-    except (KeyError, TypeError, ValueError, UsageError) as error:  # also numbers too long to be printed
-        raise _bad_config(folder, error) from error
 
 
-def _bad_config(folder: Path, error: Exception) -> JllamaError:
-    return JllamaError(f"{folder / CONFIG} does not describe a model: {' '.join(str(error).split())}")
+def _said(folder: Path) -> str:
+    return f"{folder / CONFIG} does not describe a model"
 
 
 def read(path: Path, step: int | None = None) -> Checkpoint:

@@ -112,9 +112,12 @@ class RunCheckpoints:
         If the files are damaged, or the arrays are not the ones expected, a JllamaError lists what differs.
         """
         with _reading(self.folder / str(step)):
-            self._check(step, "params", params)
-            self._check(step, "state", state)
-            arrays = {"params": _restore_args(params), "state": _restore_args(state)}
+            expected = {"params": params, "state": state}
+            self._check(step, expected)
+            arrays = {
+                name: ocp.args.PyTreeRestore(shapes, ocp.checkpoint_utils.construct_restore_args(shapes))
+                for name, shapes in expected.items()
+            }
             restored = self._manager.restore(step, args=ocp.args.Composite(**arrays, meta=ocp.args.JsonRestore()))
         return restored["params"], restored["state"], restored["meta"]
 
@@ -125,17 +128,23 @@ class RunCheckpoints:
         """
         source = self.folder / str(step)
         with _reading(source):
-            self._check(step, "params", abstract_params(config), dtypes=False)
-            stores = {path: _open_array(source / "params", path) for path in parameter_table(config)}
-            return {spec.key: _StoredTensor(spec, stores[spec.path], source) for spec in tensor_specs(config)}
+            self._check(step, {"params": abstract_params(config)}, dtypes=False)
+            stores = {}
+            for path in parameter_table(config):  # in tensorstore's zarr format, by the path with dots
+                array = f"{path.replace('/', '.')}/"
+                store = {"driver": "ocdbt", "base": f"file://{source}/params/", "path": array}
+                stores[path] = tensorstore.open({"driver": "zarr", "kvstore": store}, read=True).result()
+        return {spec.key: _StoredTensor(spec, stores[spec.path], source) for spec in tensor_specs(config)}
 
-    def _check(self, step: int, item: str, expected: Any, *, dtypes: bool = True) -> None:
-        """Refuse another model's arrays, and JSON, nested too deep, that orbax would crash on."""
+    def _check(self, step: int, expected: dict[str, Any], *, dtypes: bool = True) -> None:
+        """Refuse another model's arrays (by item), and JSON, nested too deep, that orbax would crash on."""
         for path in _files_below(self.folder / str(step)):
             refuse_special_files(path)
             if not path.suffix and path.parent.name != "d":  # the arrays are in folders of that name
                 read_json_object(path)
-        saved, ours = (_shapes(tree, dtypes) for tree in (self._manager.item_metadata(step)[item].tree, expected))
+        metadata = self._manager.item_metadata(step)
+        saved = _shapes({item: metadata[item].tree for item in expected}, dtypes)
+        ours = _shapes(expected, dtypes)
         differences = [
             f"{path} is {saved.get(path, 'absent')} in the checkpoint but {ours.get(path, 'absent')} in this model"
             for path in sorted(saved.keys() | ours.keys())
@@ -155,10 +164,6 @@ def _files_below(folder: Path) -> list[Path]:
     return [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
 
 
-def _restore_args(shapes: Any) -> Any:
-    return ocp.args.PyTreeRestore(shapes, restore_args=ocp.checkpoint_utils.construct_restore_args(shapes))
-
-
 @contextlib.contextmanager
 def _reading(source: Path) -> Iterator[None]:
     try:
@@ -168,12 +173,6 @@ def _reading(source: Path) -> Iterator[None]:
     except Exception as error:
         advice = "put it back from a copy, or delete it to go on from an earlier one"
         raise JllamaError(f"the checkpoint {source} cannot be read ({_reason(error)}): {advice}") from error
-
-
-def _open_array(folder: Path, path: str) -> Any:
-    """An array that orbax wrote: in tensorstore's zarr format, by its path with dots, in an OCDBT store."""
-    kvstore = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{path.replace('/', '.')}/"}
-    return tensorstore.open({"driver": "zarr", "kvstore": kvstore}, read=True).result()
 
 
 class _StoredTensor:

@@ -13,6 +13,7 @@ import io
 import math
 import pickle
 import pickletools
+import reprlib
 import struct
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,6 @@ from jllama.errors import JllamaError
 MAX_INDEX_BYTES = 4 << 20
 """Limit for ``data.pkl`` and the zip directory. A pickle takes about 200 bytes a tensor; Llama 3.1 405B has 1,138."""
 
-_LOCAL_HEADER_BYTES = 30  # of a zip entry, without its name
 _STORAGES: dict[str, np.dtype[Any]] = {
     "torch.DoubleStorage": np.dtype(np.float64),
     "torch.FloatStorage": np.dtype(np.float32),
@@ -54,25 +54,21 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
     try:
         with _Directory(path) as file:
             if file.read(2) == b"\x80\x02":  # a bare pickle
-                raise JllamaError(f"{path} was saved by torch before 1.6: torch.load it and torch.save it again")
+                raise JllamaError("was saved by torch before 1.6: torch.load it and torch.save it again")
             with zipfile.ZipFile(file) as archive:
-                data, entries = _entries(path, archive, file)
-    except OSError as error:
-        raise JllamaError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (zipfile.BadZipFile, RuntimeError, ValueError, OverflowError, EOFError, struct.error) as error:
-        raise JllamaError(f"{path} is cut short, damaged or not a file of torch.save: {error}") from error
-    try:
-        content = _Unpickler(data, entries).load()
+                content = _Unpickler(*_entries(archive, file)).load()
+        if not isinstance(content, dict):
+            raise JllamaError("holds no dictionary of tensors: save a state_dict")
+        for name, value in content.items():
+            if not isinstance(value, np.ndarray):
+                raise JllamaError(f"holds no tensor under {name[:200]!r}: save a plain state_dict")
+        return content
     except JllamaError as error:
         raise JllamaError(f"{path} {error}") from error
-    except Exception as error:  # Python documents no limit to what unpickling a damaged pickle raises
-        raise JllamaError(f"{path} has a damaged data.pkl ({error}): copy the file again") from error
-    if not isinstance(content, dict):
-        raise JllamaError(f"{path} holds no dictionary of tensors: save a state_dict")
-    for name, value in content.items():
-        if not isinstance(value, np.ndarray):
-            raise JllamaError(f"{path} holds no tensor under {name[:200]!r}: save a plain state_dict")
-    return content
+    except OSError as error:
+        raise JllamaError(f"{path} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # Python documents no limit to what a damaged archive or pickle raises
+        raise JllamaError(f"{path} is cut short, damaged or not a file of torch.save: {error}") from error
 
 
 class _Directory(io.FileIO):
@@ -84,30 +80,29 @@ class _Directory(io.FileIO):
         return super().read(size)
 
 
-def _entries(path: Path, archive: zipfile.ZipFile, file: io.FileIO) -> tuple[bytes, dict[str, np.ndarray]]:
+def _entries(archive: zipfile.ZipFile, file: io.FileIO) -> tuple[bytes, dict[str, np.ndarray]]:
     """The pickle, and the bytes of each entry of the archive as views of the mapped file, by name in its folder."""
     infos = {info.orig_filename: info for info in archive.infolist()}
     pickles = [name for name in infos if name.endswith("/data.pkl")]
     if len(pickles) != 1 or len(infos) != len(archive.infolist()):
         raise ValueError(f"it has {len(pickles)} entries named data.pkl, or two entries of one name")
     folder = pickles[0].removesuffix("data.pkl")
-    mapped = np.memmap(path, np.uint8, "r").view(np.ndarray)
+    mapped = np.memmap(file, np.uint8, "r").view(np.ndarray)
     entries: dict[str, np.ndarray] = {}
     for name, info in infos.items():
         if not name.startswith(folder) or name.startswith("/") or ".." in name.split("/"):
-            raise JllamaError(f"{path} has an entry named {name!r}, outside its own folder {folder!r}: do not trust it")
+            raise JllamaError(f"has an entry named {name!r}, outside its own folder {folder!r}: do not trust it")
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-            raise JllamaError(f"{path} has {name!r} compressed, as torch never does: torch.save it again")
+            raise JllamaError(f"has {name!r} compressed, as torch never does: torch.save it again")
         with archive.open(info):  # reads and checks the header before the bytes
             start = file.tell()
         if start + info.file_size > mapped.size:
             raise ValueError(f"{name!r} goes on past its end")
         entries[name.removeprefix(folder)] = mapped[start : start + info.file_size]
-    byteorder = entries.get("byteorder")
-    if byteorder is not None and byteorder.tobytes() != b"little":
-        raise JllamaError(f"{path} is of a big-endian machine: torch.load it on a little-endian one and torch.save it")
+    if "byteorder" in entries and entries["byteorder"].tobytes() != b"little":
+        raise JllamaError("is of a big-endian machine: torch.load it on a little-endian one and torch.save it")
     if (size := infos[pickles[0]].file_size) > MAX_INDEX_BYTES:
-        raise JllamaError(f"{path} has a data.pkl of {size} bytes; jllama reads at most {MAX_INDEX_BYTES}")
+        raise JllamaError(f"has a data.pkl of {size} bytes; jllama reads at most {MAX_INDEX_BYTES}")
     return archive.read(pickles[0]), entries  # with its checksum
 
 
@@ -122,7 +117,8 @@ class _Dict(dict[str, Any]):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Storage:
-    numbers: np.ndarray
+    data: np.ndarray
+    dtype: np.dtype[Any]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -137,8 +133,8 @@ class _Global:
                 return _Dict()
             case "torch._utils._rebuild_parameter", (np.ndarray() as tensor, *_):
                 return tensor
-            case "torch._utils._rebuild_tensor_v2", (_Storage(data), int(start), tuple(shape), tuple(strides), *_):
-                return _view(data, start, shape, strides)
+            case "torch._utils._rebuild_tensor_v2", (_Storage() as storage, offset, tuple(shape), tuple(strides), *_):
+                return _view(storage, offset, shape, strides)
         raise ValueError("it builds a tensor in a way that torch does not")
 
 
@@ -179,24 +175,23 @@ class _Unpickler(pickle._Unpickler):
         if data is None or data.size != count * dtype.itemsize:
             actual = "no such entry" if data is None else f"{data.size} bytes"
             raise JllamaError(f"holds {actual} where data/{key[:200]} must have {count} numbers in {dtype}")
-        return _Storage(data.view(dtype))
+        return _Storage(data, dtype)
 
 
-def _view(numbers: np.ndarray, offset: int, shape: tuple[Any, ...], strides: tuple[Any, ...]) -> np.ndarray:
-    """A tensor inside its storage; offset and strides are in numbers, not bytes."""
-    if (
-        len(shape) != len(strides)
-        or len(shape) > 8
-        or any(type(n) is not int or n < 0 for n in (offset, *shape, *strides))
-    ):
-        raise ValueError("it describes a tensor by a shape and strides that are none")
-    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    if 0 in shape or last >= numbers.size or math.prod(shape) > numbers.size:
-        what = f"a tensor of shape {list(shape)} and strides {list(strides)} from number {offset} on"
-        raise JllamaError(f"describes {what}, which is empty or not inside its storage of {numbers.size} numbers")
-    # The stride of an axis of size 1 is never taken and may be any number.
-    in_bytes = [stride * numbers.itemsize if size > 1 else 0 for size, stride in zip(shape, strides, strict=True)]
-    return np.lib.stride_tricks.as_strided(numbers[offset:], shape, in_bytes)
+def _view(storage: _Storage, offset: Any, shape: tuple[Any, ...], strides: tuple[Any, ...]) -> np.ndarray:
+    """A tensor inside its storage, as NumPy checks; offset and strides are in numbers, not bytes."""
+    width, count = storage.dtype.itemsize, storage.data.size // storage.dtype.itemsize
+    try:
+        numbers = (offset, *shape, *strides)
+        if len(shape) > 8 or any(type(n) is not int or n < 0 for n in numbers) or not 0 < math.prod(shape) <= count:
+            raise ValueError
+        # The stride of an axis of size 1 is never taken and may be any number.
+        in_bytes = [stride * width if size > 1 else 0 for size, stride in zip(shape, strides, strict=True)]
+        return np.ndarray(shape, storage.dtype, storage.data, offset * width, in_bytes)
+    except (ValueError, OverflowError) as error:
+        start, size, step = map(reprlib.repr, (offset, shape, strides))
+        what = f"a tensor of shape {size} and strides {step} from number {start} on"
+        raise JllamaError(f"describes {what}, which is empty or not inside its storage of {count} numbers") from error
 
 
 def write_torch_file(path: Path, tensors: Sequence[NamedTensor], on_progress: OnProgress) -> None:
@@ -209,10 +204,9 @@ def write_torch_file(path: Path, tensors: Sequence[NamedTensor], on_progress: On
             archive.writestr(zipfile.ZipInfo(f"archive/{name}"), content)
         for number, (_, tensor, dtype) in enumerate(tensors):
             info = zipfile.ZipInfo(f"archive/data/{number}")
-            # An extra field of the right length puts the numbers at a multiple of 64 bytes, as torch has them. Behind
-            # it comes the 20-byte field of zip64, always: the sizes are known only when the header is written again.
-            start = file.tell() + _LOCAL_HEADER_BYTES + len(info.filename) + 4 + 20
-            padding = -start % 64
+            # An extra field of the right length puts the numbers at a multiple of 64 bytes, as torch has them. What is
+            # before the name takes 30 bytes, and zip64's field always 20: the sizes are known only afterwards.
+            padding = -(file.tell() + 30 + len(info.filename) + 4 + 20) % 64
             info.extra = struct.pack("<2sH", b"FB", padding) + bytes(padding)
             with archive.open(info, "w", force_zip64=True) as entry:
                 for block in blocks(tensor, dtype):
