@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import operator
 import os
 import re
+import sys
+import time
 import typing
 import zlib
 from collections.abc import Callable, Mapping
@@ -17,45 +20,39 @@ import jax
 import numpy as np
 
 from jllama.errors import JllamaError, UsageError
+from jllama.evaluation.scoring import token_log_probs
 from jllama.files import write_text_whole
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import Completion, encode_prompt, generate_batches
 from jllama.language_model import LanguageModel
+from jllama.progress import progress
 
-_Kind = tuple[str, Callable[[Any], bool]]
-_WHOLE: _Kind = "a whole number", lambda value: type(value) is int  # true is none
-_NUMBER: _Kind = "a number", lambda value: type(value) in (int, float)
-_IDS: _Kind = "a list of whole numbers", lambda value: isinstance(value, list) and all(map(_WHOLE[1], value))
-_TEXTS: _Kind = (
-    "a string or a list of strings",
-    lambda value: all(isinstance(text, str) for text in (value if isinstance(value, list) else [value])),
-)
-_BIASES: _Kind = (
-    "an object of numbers by token id",
-    lambda value: isinstance(value, dict) and all(id.isdecimal() and _NUMBER[1](bias) for id, bias in value.items()),
-)
-_JSON_TYPES = {int: _WHOLE, float: _NUMBER, Mapping[int, float]: _BIASES, tuple[int, ...]: _IDS}
+_JSON_TYPES: dict[Any, tuple[str, Callable[[Any], Any]]] = {
+    int: ("a whole number", operator.index),
+    float: ("a number", operator.pos),
+    tuple[int, ...]: ("a list of whole numbers", lambda ids: tuple(map(operator.index, ids))),
+    Mapping[int, float]: ("an object of numbers by token id", lambda biases: {int(id): +biases[id] for id in biases}),
+    str: (
+        "a string or a list of strings",
+        lambda texts: ["" + text for text in ([texts] if isinstance(texts, str) else texts)],
+    ),
+}
 _SAMPLING = {name: _JSON_TYPES[hint] for name, hint in typing.get_type_hints(SamplingParams).items()}
-OWN_SETTINGS = _SAMPLING | {"max_new_tokens": _WHOLE, "stop": _TEXTS, "stop_ids": _IDS}
-"""What a line may set for itself: what JSON must hold, in words and as a test."""
+_ENDS = {"max_new_tokens": _JSON_TYPES[int], "stop": _JSON_TYPES[str], "stop_ids": _JSON_TYPES[tuple[int, ...]]}
+OWN_SETTINGS = _SAMPLING | _ENDS
+"""What a line may set for itself: what JSON must hold, in words, and how it is read."""
 _NOT_OF_RESULTS = ("checkpoint", "prompts_file", "output", "batch_size")  # options that no result depends on
 
 
-def complete_file(
-    model: LanguageModel,
-    default: Prompt,
-    options: Any,
-    record: Callable[[str, Prompt, Completion], dict[str, Any]],
-    on_progress: Callable[[int, int], object] = lambda done, total: None,
-) -> list[str]:
+def complete_file(model: LanguageModel, default: Prompt, options: Any) -> tuple[list[Completion], list[str]]:
     """Complete every line of a ``.jsonl`` file ``n`` times, the i-th with its seed plus i.
 
     Each line is an object with a ``prompt``; it may set what ``OWN_SETTINGS`` lists, and whatever else it holds is
-    copied to its results, beside what ``record`` makes of the text, its encoded prompt and the completion. They are
-    gathered in ``<output>.unfinished``, which a second call goes on from if the prompts, weights and options are the
-    same, and appear at ``output``, in the order of the lines, when all are done. Returns what is wrong with lines.
+    copied to its results, beside ``result``. They are gathered in ``<output>.unfinished``, which a second call goes on
+    from if the prompts, weights and options are the same, and appear at ``output``, in the order of the lines, when all
+    are done. Returns the completions of this call, and what is wrong with lines.
     """
-    path, output = Path(options.prompts_file), Path(options.output)
+    path, output, start_s = Path(options.prompts_file), Path(options.output), time.perf_counter()
     if output.exists():
         raise JllamaError(f"{output} exists already: remove it, or give another --output")
     content = path.read_bytes()
@@ -69,8 +66,7 @@ def complete_file(
         **{name: value for name, value in dataclasses.asdict(options).items() if name not in _NOT_OF_RESULTS},
     }
     done = _read_unfinished(unfinished, json.loads(json.dumps(identity)))
-    waiting: list[tuple[dict[str, Any], Prompt]] = []
-    bad: list[dict[str, Any]] = []
+    num_done, remaining, completions, bad = len(done), [], [], []
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
@@ -82,24 +78,45 @@ def complete_file(
             bad.append(fields | {"line": number, "error": str(error)})
             continue
         for sample in range(options.n):
-            key = {"line": number} | ({"sample": sample} if options.n > 1 else {})
-            waiting.append((fields | key, with_seed(prompt, sample)))
-    remaining = [item for item in waiting if _key(item[0]) not in done]
-    on_progress(len(done), len(waiting))
-    with unfinished.open("a", encoding="utf-8") as file:
+            fields = fields | {"line": number} | ({"sample": sample} if options.n > 1 else {})
+            if _key(fields) not in done:
+                remaining.append((fields, with_seed(prompt, sample)))
+    with unfinished.open("a", encoding="utf-8") as file, progress("prompts", num_done + len(remaining)) as move:
+        move(num_done)
         if not file.tell():
             file.write(json.dumps({"of": identity}) + "\n")
         prompts = [prompt for _, prompt in remaining]
-        for batch in generate_batches(model, prompts, speculate=options.speculate, batch_size=options.batch_size):
+        for batch in generate_batches(model, prompts, options.speculate, options.batch_size):
             for index, completion in batch.items():
                 fields, prompt = remaining[index]
-                done[_key(fields)] = fields | record(fields["prompt"], prompt, completion)
+                done[_key(fields)] = fields | result(model, options, fields["prompt"], prompt, completion)
                 file.write(_dumped(done[_key(fields)]))
             file.flush()
-            on_progress(len(done), len(waiting))
+            move(len(batch))
+            completions += batch.values()
     write_text_whole(output, "".join(map(_dumped, sorted([*done.values(), *bad], key=_key))))
     unfinished.unlink()
-    return [f"{path}, line {result['line']}: {result['error']}" for result in bad]
+    seconds, tokens = time.perf_counter() - start_s, sum(completion.new_tokens for completion in completions)
+    print(f"{output}: {tokens} new tokens in {seconds:.1f} s, {tokens / seconds:.1f} a second", file=sys.stderr)
+    return completions, [f"{path}, line {each['line']}: {each['error']}" for each in bad]
+
+
+def result(model: LanguageModel, options: Any, text: str, prompt: Prompt, completion: Completion) -> dict[str, Any]:
+    """What is said in JSON of a text, the prompt that it was encoded to, and its completion."""
+    fields = {"text": (text if options.echo else "") + completion.text, "finish_reason": completion.finish_reason}
+    tokens = {"tokens": log_probs(model, prompt, completion, echo=bool(options.echo))} if options.logprobs else {}
+    return fields | {"new_tokens": completion.new_tokens} | tokens
+
+
+def log_probs(model: LanguageModel, prompt: Prompt, completion: Completion, *, echo: bool) -> list[dict[str, Any]]:
+    """Each token with its text and its log-probability; the prompt's first has none."""
+    pairs: list[tuple[int, float | None]] = []
+    if echo:
+        scores = token_log_probs(model, [prompt.ids])[0].log_probs.tolist() if len(prompt.ids) > 1 else []
+        pairs = list(zip(prompt.ids, [None, *scores], strict=True))
+    pairs += zip(completion.ids, completion.log_probs, strict=True)
+    decode = model.text_tokenizer.decode
+    return [{"id": id, "text": decode([id]), "log_prob": log_prob} for id, log_prob in pairs]
 
 
 def with_seed(prompt: Prompt, offset: int) -> Prompt:
@@ -155,12 +172,12 @@ def _read_line(line: bytes) -> dict[str, Any]:
 def _prompt(fields: dict[str, Any], default: Prompt) -> Prompt:
     if not isinstance(fields.get("prompt"), str):
         raise UsageError('it must be an object with a "prompt", such as {"prompt": "Once"}')
-    own: dict[str, Any] = {name: fields[name] for name in OWN_SETTINGS if name in fields}
-    for name, value in own.items():
-        in_words, fits = OWN_SETTINGS[name]
-        if not fits(value):
-            raise UsageError(f"{name} is {json.dumps(value)}; it must be {in_words}")
-        if isinstance(value, list | dict):
-            own[name] = tuple(value) if isinstance(value, list) else {int(id): value[id] for id in value}
+    own: dict[str, Any] = {}
+    for name, (expected, read) in OWN_SETTINGS.items():
+        if name in fields:
+            try:
+                own[name] = read(fields[name])
+            except (TypeError, ValueError):
+                raise UsageError(f"{name} is {json.dumps(fields[name])}; it must be {expected}") from None
     sampling = dataclasses.replace(default.sampling, **{name: own.pop(name) for name in _SAMPLING if name in own})
     return dataclasses.replace(default, content=fields["prompt"], sampling=sampling, **own)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -19,7 +17,6 @@ from jllama.commands.cli import parse
 from jllama.commands.model import ModelOptions, check_least, sampling_params
 from jllama.errors import JllamaError, UsageError, check_fields
 from jllama.generation.sampling_params import SamplingParams
-from jllama.progress import progress
 
 _CUTS = {"random": (0, 1.0), "top-k 40": (40, 1.0), "top-p 0.9": (0, 0.9)}
 COMPARED = {"greedy": SamplingParams(temperature=0.0)} | {
@@ -90,9 +87,9 @@ class SampleOptions(SamplingParams, ModelOptions):
 def main(argv: Sequence[str], prog: str) -> int:
     """Load a model and generate."""
     options = parse(SampleOptions, argv, prog, ("checkpoint",), _COMMON)
-    from jllama.commands.prompts_file import with_seed
+    from jllama.commands.prompts_file import complete_file
     from jllama.generation.decode_batch import check_batch
-    from jllama.generation.text import STEPS, STEPS_SHOWN, encode_prompt, exhaust, generate_batch
+    from jllama.generation.text import encode_prompt
 
     try:
         text = sys.stdin.buffer.read().decode() if options.prompt == "-" else options.prompt
@@ -105,93 +102,61 @@ def main(argv: Sequence[str], prog: str) -> int:
     prompt = encode_prompt(model, jllama.Prompt(text, sampling_params(options), *ends))
     check_batch(model.config, options.batch_size if options.prompts_file else options.n, options.speculate)
     options.say_loaded(model)
+    problems: list[str] = []
     if options.prompts_file:
-        return _complete_file(model, prompt, options)
-    if options.compare:
-        return _compare(model, text, prompt, options)
-    echo = text if (not options.json if options.echo is None else options.echo) else ""
-    streams = options.n == 1 and not options.json
-    prompts = [with_seed(prompt, number) for number in range(options.n)]
-    pieces = generate_batch(model, prompts, speculate=options.speculate, steps=STEPS_SHOWN if streams else STEPS)
-    if streams:
-        print(echo, end="")
-    completions = exhaust(pieces, lambda piece: print(piece[1], end="", flush=True) if streams else None)
-    for number, (each, completion) in enumerate(zip(prompts, completions, strict=True), 1):
-        if options.json:
-            line = {"prompt": text, "seed": each.sampling.seed} | _record(model, options, text, each, completion)
-            print(json.dumps(line, ensure_ascii=False))
-            continue
-        title = f"--- text {number} of {options.n}, seed {each.sampling.seed}\n"
-        print("" if streams else title + echo + completion.text)
-        if options.logprobs:
-            print(" log_prob      id  token")
-            for token in _log_probs(model, each, completion, echo=bool(echo)):
-                value = "        -" if token["log_prob"] is None else f"{token['log_prob']:9.4f}"
-                print(f"{value} {token['id']:7}  {token['text']!r}")
+        completions, problems = complete_file(model, prompt, options)
+    else:
+        completions = (_compare if options.compare else _print_texts)(model, text, prompt, options)
     if options.speculate:
-        _report_speculation(completions)
-    return 0
-
-
-def _record(
-    model: jllama.LanguageModel, options: SampleOptions, text: str, prompt: jllama.Prompt, completion: jllama.Completion
-) -> dict[str, Any]:
-    """What is said in JSON of an encoded prompt, its text and its completion."""
-    record = {"text": (text if options.echo else "") + completion.text, "finish_reason": completion.finish_reason}
-    tokens = {"tokens": _log_probs(model, prompt, completion, echo=bool(options.echo))} if options.logprobs else {}
-    return record | {"new_tokens": completion.new_tokens} | tokens
-
-
-def _log_probs(
-    model: jllama.LanguageModel, prompt: jllama.Prompt, completion: jllama.Completion, *, echo: bool
-) -> list[dict[str, Any]]:
-    """Each token with its text and its log-probability; the prompt's first has none."""
-    from jllama.evaluation.scoring import token_log_probs
-
-    pairs: list[tuple[int, float | None]] = []
-    if echo:
-        scores = token_log_probs(model, [prompt.ids])[0].log_probs.tolist() if len(prompt.ids) > 1 else []
-        pairs = list(zip(prompt.ids, [None, *scores], strict=True))
-    pairs += zip(completion.ids, completion.log_probs, strict=True)
-    decode = model.text_tokenizer.decode
-    return [{"id": id, "text": decode([id]), "log_prob": log_prob} for id, log_prob in pairs]
-
-
-def _report_speculation(completions: Sequence[jllama.Completion]) -> None:
-    drafted, accepted = sum(each.drafted for each in completions), sum(each.accepted for each in completions)
-    share = f", {accepted / drafted:.0%}" if drafted else ""
-    print(f"speculation: {accepted} of {drafted} guessed tokens were right{share}", file=sys.stderr)
-
-
-def _complete_file(model: jllama.LanguageModel, default: jllama.Prompt, options: SampleOptions) -> int:
-    from jllama.commands.prompts_file import complete_file
-
-    start_s, completions = time.perf_counter(), []
-    with progress("prompts") as move:
-
-        def record(text: str, prompt: jllama.Prompt, completion: jllama.Completion) -> dict[str, Any]:
-            completions.append(completion)
-            return _record(model, options, text, prompt, completion)
-
-        problems = complete_file(model, default, options, record, lambda done, total: move(completed=done, total=total))
-    seconds, tokens = time.perf_counter() - start_s, sum(completion.new_tokens for completion in completions)
-    print(f"{options.output}: {tokens} new tokens in {seconds:.1f} s, {tokens / seconds:.1f} a second", file=sys.stderr)
-    if options.speculate:
-        _report_speculation(completions)
+        drafted, accepted = sum(each.drafted for each in completions), sum(each.accepted for each in completions)
+        share = f", {accepted / drafted:.0%}" if drafted else ""
+        print(f"speculation: {accepted} of {drafted} guessed tokens were right{share}", file=sys.stderr)
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return 1 if problems else 0
 
 
-def _compare(model: jllama.LanguageModel, text: str, prompt: jllama.Prompt, options: SampleOptions) -> int:
-    """All the settings as the rows of one batch, and of one table."""
-    from jllama.generation.text import exhaust, generate_batch
+def _print_texts(
+    model: jllama.LanguageModel, text: str, prompt: jllama.Prompt, options: SampleOptions
+) -> list[jllama.Completion]:
+    """The continuations of an encoded prompt by consecutive seeds; a single one is shown as it comes."""
+    from jllama.commands.prompts_file import log_probs, result, with_seed
+    from jllama.generation.text import STEPS, STEPS_SHOWN, generate_batch
 
+    echo = text if (not options.json if options.echo is None else options.echo) else ""
+    streams = options.n == 1 and not options.json
+    prompts = [with_seed(prompt, number) for number in range(options.n)]
+    if streams:
+        print(echo, end="")
+    rows = []
+    for rows in generate_batch(model, prompts, options.speculate, STEPS_SHOWN if streams else STEPS):
+        if streams:
+            print(rows[0].take(), end="", flush=True)
+    completions = [row.completion for row in rows]
+    for number, (each, completion) in enumerate(zip(prompts, completions, strict=True), 1):
+        seed = each.sampling.seed
+        if options.json:
+            line = {"prompt": text, "seed": seed} | result(model, options, text, each, completion)
+            print(json.dumps(line, ensure_ascii=False))
+            continue
+        print("" if streams else f"--- text {number} of {options.n}, seed {seed}\n{echo}{completion.text}")
+        if options.logprobs:
+            print(" log_prob      id  token")
+            for token in log_probs(model, each, completion, echo=bool(echo)):
+                value = "        -" if token["log_prob"] is None else f"{token['log_prob']:9.4f}"
+                print(f"{value} {token['id']:7}  {token['text']!r}")
+    return completions
+
+
+def _compare(
+    model: jllama.LanguageModel, text: str, prompt: jllama.Prompt, options: SampleOptions
+) -> list[jllama.Completion]:
+    """All the settings as the rows of one batch, and of one table."""
     replace = dataclasses.replace
     rows = [replace(prompt, sampling=replace(sampling, seed=options.seed)) for sampling in COMPARED.values()]
     table = Table("setting", Column("text", overflow="fold", min_width=6), show_lines=True)  # which must not vanish
-    completions = exhaust(generate_batch(model, rows, speculate=options.speculate))
+    completions = jllama.generate(model, rows, speculate=options.speculate)
     for name, completion in zip(COMPARED, completions, strict=True):
         table.add_row(name, Text(text, "bold") + Text(completion.text))
     Console().print(table)
-    return 0
+    return completions

@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 import numbers
 import operator
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar, Unpack
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from jllama.generation.sampling_params import Prompt, SamplingFields, SamplingPa
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import Tokenizer
 
-T = TypeVar("T")
 STEPS_SHOWN = 4  # decoding steps between two pieces of a stream
 _CONTEXT_TOKENS = 8  # decoded again before new ones
 
@@ -83,9 +82,8 @@ def generate(
     Raises:
         JllamaError: the model has no tokenizer, a prompt or a setting does not fit it, or there is no such setting.
     """
-    each = _as_prompts(prompts, sampling, fields, max_new_tokens=max_new_tokens, stop=stop, stop_ids=stop_ids)
-    encoded = [encode_prompt(model, prompt) for prompt in each]
-    batches = generate_batches(model, encoded, speculate=speculate, batch_size=batch_size)
+    ends = {"max_new_tokens": max_new_tokens, "stop": stop, "stop_ids": stop_ids}
+    batches = generate_batches(model, _encoded(model, prompts, sampling, fields, ends), speculate, batch_size)
     return [completion for _, completion in sorted(pair for batch in batches for pair in batch.items())]
 
 
@@ -112,13 +110,13 @@ def stream(
         for piece in jllama.stream(model, "Once upon", max_new_tokens=50, temperature=0.8):
             print(piece, end="", flush=True)
     """
-    (one,) = _as_prompts([prompt], sampling, fields, max_new_tokens=max_new_tokens, stop=stop, stop_ids=stop_ids)
-    pieces = generate_batch(model, [encode_prompt(model, one)], speculate, STEPS_SHOWN, prefix)
-    while True:
-        try:
-            yield next(pieces)[1]
-        except StopIteration as end:
-            return end.value[0]
+    ends = {"max_new_tokens": max_new_tokens, "stop": stop, "stop_ids": stop_ids}
+    encoded = _encoded(model, [prompt], sampling, fields, ends)
+    rows = []
+    for rows in generate_batch(model, encoded, speculate, STEPS_SHOWN, prefix):
+        if piece := rows[0].take():
+            yield piece
+    return rows[0].completion
 
 
 def warm_up(
@@ -187,8 +185,10 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     return [tokenizer.bos_id, *ids] if tokenizer.add_bos or not ids else ids
 
 
-def _as_prompts(prompts: Any, sampling: SamplingParams | None, fields: SamplingFields, **ends: Any) -> list[Prompt]:
-    """One prompt or a list of them as a list, where those that bring no settings of their own have these."""
+def _encoded(
+    model: LanguageModel, prompts: Any, sampling: SamplingParams | None, fields: SamplingFields, ends: dict[str, Any]
+) -> list[Prompt]:
+    """One prompt or a list of them, encoded; those that bring no settings of their own have these."""
     sampling = sampling or SamplingParams()
     if unknown := fields.keys() - (names := [*vars(sampling), *ends]):
         raise unknown_name("setting", min(unknown), names)
@@ -197,7 +197,8 @@ def _as_prompts(prompts: Any, sampling: SamplingParams | None, fields: SamplingF
         prompts = [prompts]
     if settings != Prompt("") and len(prompts) and all(isinstance(prompt, Prompt) for prompt in prompts):
         raise UsageError("a Prompt brings its own settings, and others are given beside it: set them in the Prompt")
-    return [each if isinstance(each, Prompt) else dataclasses.replace(settings, content=each) for each in prompts]
+    each = (one if isinstance(one, Prompt) else dataclasses.replace(settings, content=one) for one in prompts)
+    return [encode_prompt(model, prompt) for prompt in each]
 
 
 def generate_batches(
@@ -209,9 +210,10 @@ def generate_batches(
     size = batch_size or max(len(prompts), 1)
     for first in range(0, len(order), size):
         indices = order[first : first + size]
-        rows = [prompts[index] for index in indices]
-        rows += [Prompt(rows[0].ids[:1], max_new_tokens=0)] * (size - len(rows))  # so that nothing new compiles
-        yield dict(zip(indices, exhaust(generate_batch(model, rows, speculate)), strict=False))
+        batch = [prompts[index] for index in indices]
+        batch += [Prompt(batch[0].ids[:1], max_new_tokens=0)] * (size - len(batch))  # so that nothing new compiles
+        *_, rows = generate_batch(model, batch, speculate)
+        yield {index: row.completion for index, row in zip(indices, rows, strict=False)}
 
 
 def generate_batch(
@@ -220,92 +222,81 @@ def generate_batch(
     speculate: int = 0,
     steps: int = STEPS,
     prefix: PrefixCache | None = None,
-) -> Generator[tuple[int, str], None, list[Completion]]:
-    """Generate from encoded prompts together: ``(row, piece of its text)`` every few ``steps``, and the completions."""
+) -> Iterator[list[TextDecoder]]:
+    """Generate from encoded prompts together: the rows, whose texts grow, every few ``steps`` and when all are done."""
     params, config, tokenizer = model.decode_params, model.config, model.text_tokenizer
     check_batch(config, len(prompts), speculate)
     rows = [TextDecoder(tokenizer, prompt) for prompt in prompts]
     batch = prefill(params, config, prompts, tokenizer.vocab_size, prefix)
-    cached_ids, next_steps = list(prompts[0].ids), 1  # the first token is shown as soon as it is there
+    prefix, cached_ids = prefix or PrefixCache(), list(prompts[0].ids)
+    next_steps = 1  # the first token is shown as soon as it is there
     while not np.asarray(batch.finished).all():
         stopped = np.array([row.finish_reason != "" for row in rows])
-        if prefix is not None:
-            prefix.take()
+        prefix.take()
         batch, tokens, log_probs = decode(params, config, batch, next_steps, stopped, speculate)
+        cached_ids += tokens[0, tokens[0] >= 0].tolist()
+        prefix.ids, prefix.cache = cached_ids[:-1], batch.cache  # the last token has not been through the model yet
+        for row, *new in zip(rows, tokens.tolist(), log_probs.tolist(), strict=True):
+            for token, log_prob in zip(*new, strict=True):
+                row.push(token, log_prob)
+        yield rows
         next_steps = steps
-        if prefix is not None:  # all but the last token, which has not been through the model yet
-            cached_ids += tokens[0, tokens[0] >= 0].tolist()
-            prefix.ids, prefix.cache = cached_ids[:-1], batch.cache
-        for index, row in enumerate(rows):
-            for token, log_prob in zip(tokens[index].tolist(), log_probs[index].tolist(), strict=True):
-                if piece := row.push(token, log_prob):
-                    yield index, piece
-    yield from ((index, piece) for index, row in enumerate(rows) if (piece := row.end()))
-    counts = zip(np.asarray(batch.drafted).tolist(), np.asarray(batch.accepted).tolist(), strict=True)
-    return [row.completion(*its_counts) for row, its_counts in zip(rows, counts, strict=True)]
+    for row, drafted, accepted in zip(rows, batch.drafted.tolist(), batch.accepted.tolist(), strict=True):
+        row.end(drafted, accepted)
+    yield rows
 
 
 class TextDecoder:
-    """Turns the tokens of one row into text as they come.
+    """Turns the tokens of one row into text as they come, and in the end into a ``Completion``.
 
     Held back are an unfinished character, which decodes to U+FFFD, and what may be the beginning of a stop string.
     Tokens are decoded behind a few earlier ones, as the first token of a text may lose its space.
     """
 
+    completion: Completion  # from ``end`` on
+
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
         self._tokenizer, self._prompt = tokenizer, prompt
         self._ids = list(prompt.ids[-_CONTEXT_TOKENS:])
-        self._num_decoded, self._num_shown = len(self._ids), 0
+        self._num_decoded, self._num_taken = len(self._ids), 0
         self._tokens: list[tuple[int, float, int]] = []  # id, log-probability, and the length of the text before it
-        self.text, self.finish_reason = "", ""  # the latter once it is stop_id or stop_string
+        self.text, self.finish_reason = "", ""  # the latter once there is one
 
-    def push(self, token: int, log_prob: float = 0.0) -> str:
-        """The text that is certain now and was not before."""
+    def push(self, token: int, log_prob: float = 0.0) -> None:
+        """Take in the next token; what is behind a row's end (-1) or a stop changes nothing."""
         if token in (self._prompt.stop_ids or ()):
             self.finish_reason = self.finish_reason or "stop_id"
-        if token < 0 or self.finish_reason:
-            return ""
-        self._ids.append(token)
-        self._tokens.append((token, log_prob, len(self.text)))
-        self._decode(is_last=False)
+        if token >= 0 and not self.finish_reason:
+            self._ids.append(token)
+            self._tokens.append((token, log_prob, len(self.text)))
+            self._decode(is_last=False)
+
+    def take(self) -> str:
+        """The text that is certain and was not taken before."""
         beginnings = (n for stop in self._prompt.stop for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
-        return self._show(0 if self.finish_reason else max(beginnings, default=0))
+        num_held = 0 if self.finish_reason else max(beginnings, default=0)
+        piece = self.text[self._num_taken : len(self.text) - num_held]
+        self._num_taken += len(piece)
+        return piece
 
-    def end(self) -> str:
-        """What was held back, when there are no more tokens."""
-        self._decode(is_last=True)
-        return self._show(0)
-
-    def completion(self, drafted: int, accepted: int) -> Completion:
-        """All of it, at the end."""
-        reason = self.finish_reason or ("context" if self._prompt.max_new_tokens is None else "length")
-        kept = [token for token in self._tokens if reason != "stop_string" or token[2] < len(self.text)]
+    def end(self, drafted: int = 0, accepted: int = 0) -> None:
+        """There are no more tokens: all of the text is certain."""
+        if self.finish_reason != "stop_string":
+            self._decode(is_last=True)
+        self.finish_reason = self.finish_reason or ("context" if self._prompt.max_new_tokens is None else "length")
+        kept = [token for token in self._tokens if self.finish_reason != "stop_string" or token[2] < len(self.text)]
         ids, log_probs = [id for id, *_ in kept], [log_prob for _, log_prob, _ in kept]
-        return Completion(self.text, ids, reason, log_probs, drafted, accepted, len(self._prompt.ids))
+        counts = drafted, accepted, len(self._prompt.ids)
+        self.completion = Completion(self.text, ids, self.finish_reason, log_probs, *counts)
 
     def _decode(self, *, is_last: bool) -> None:
         """Add the text of new tokens, if it is certain; the text ends where a stop string begins."""
-        start = max(self._num_decoded - _CONTEXT_TOKENS, 0)
+        start, searched = max(self._num_decoded - _CONTEXT_TOKENS, 0), len(self.text)
         before = self._tokenizer.decode(self._ids[start : self._num_decoded])
         new = self._tokenizer.decode(self._ids[start:])[len(before) :]
-        if self.finish_reason == "stop_string" or not new or (new.endswith("\ufffd") and not is_last):
+        if not new or (new.endswith("\ufffd") and not is_last):
             return
-        searched = max(len(self.text) - max(map(len, self._prompt.stop), default=0), 0)
         self._num_decoded, self.text = len(self._ids), self.text + new
-        ends = [index for stop in self._prompt.stop if (index := self.text.find(stop, searched)) >= 0]
-        if ends:
+        found = (self.text.find(stop, max(searched - len(stop), 0)) for stop in self._prompt.stop)
+        if ends := [index for index in found if index >= 0]:
             self.text, self.finish_reason = self.text[: min(ends)], "stop_string"
-
-    def _show(self, num_held: int) -> str:
-        piece = self.text[self._num_shown : len(self.text) - num_held]
-        self._num_shown += len(piece)
-        return piece
-
-
-def exhaust(pieces: Generator[Any, None, T], show: Callable[[Any], object] = lambda piece: None) -> T:
-    """Give each piece to ``show`` as it comes; what the generator returns."""
-    while True:
-        try:
-            show(next(pieces))
-        except StopIteration as end:
-            return end.value

@@ -76,12 +76,12 @@ def text_pieces(tokenizer, start, new, stop=()):
     """What a stream shows, piece by piece."""
     decoder = TextDecoder(tokenizer, Prompt(start, stop=stop))
     for token in new:
-        piece = decoder.push(token)
-        if piece:
+        decoder.push(token)
+        if piece := decoder.take():
             yield piece
-    rest = decoder.end()
-    if rest:
-        yield rest
+    decoder.end()
+    if piece := decoder.take():
+        yield piece
 
 
 # Pieces
@@ -178,13 +178,16 @@ def test_a_text_ends_where_its_first_stop_string_begins(tokenizer, text, stop):
     decoder = TextDecoder(tokenizer, Prompt(start, stop=stop))
     shown = ""
     for token in new:
-        shown += decoder.push(token)
+        decoder.push(token)
+        shown += decoder.take()
         assert whole.startswith(shown)
         if decoder.finish_reason:
             break
-    shown += decoder.end()
+    decoder.end()
+    shown += decoder.take()
     found = [place for each in stop if (place := whole.find(each)) >= 0]
-    assert decoder.finish_reason == ("stop_string" if found else "")
+    assert decoder.finish_reason == ("stop_string" if found else "context")
+    assert decoder.completion.text == shown
     # Of overlapping stop strings the one that is whole first ends the text.
     ends = [whole.find(each) + len(each) for each in stop if each in whole]
     assert shown == (whole if not found else whole[: len(shown)])
@@ -382,9 +385,8 @@ def test_an_interrupted_step_leaves_no_prefix(monkeypatch):
 
 def test_a_batch_yields_every_rows_pieces():
     prompts = [encode_prompt(MODEL, Prompt(*each, NEW)) for each in zip(PROMPTS, SAMPLING, strict=True)]
-    texts, pieces = [""] * len(prompts), generate_batch(MODEL, prompts, steps=3)
-    completions = generation.exhaust(pieces, lambda pair: texts.__setitem__(pair[0], texts[pair[0]] + pair[1]))
-    assert texts == [completion.text for completion in completions]
+    pieces = [[row.take() for row in rows] for rows in generate_batch(MODEL, prompts, steps=3)]
+    assert list(map("".join, zip(*pieces, strict=True))) == [each.text for each in generate(MODEL, prompts)]
 
 
 def test_decoding_params_are_used_as_they_are():
