@@ -45,20 +45,21 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def whole_number(fields: Mapping[str, Any], key: str, source: Path, default: int | None = None) -> int:
-    """A field of a file that describes a model; one that is no whole number from 1 to 2**31 raises ``JllamaError``."""
-    value = fields.get(key, default)
-    if type(value) is not int or not 1 <= value < 2**31:
-        raise JllamaError(f"{source} has {key} {json.dumps(value)[:100]}; it must be a positive whole number")
-    return value
+def read_fields(fields: Mapping[str, Any], table: Mapping[str, tuple[str, Any]], source: Path) -> dict[str, Any]:
+    """Values of a file that describes a model, by our names; ``table`` has the file's key for each, and a default.
 
-
-def positive_number(fields: Mapping[str, Any], key: str, source: Path, default: float | None = None) -> float:
-    """A field of a file that describes a model; one that is no positive, finite number raises ``JllamaError``."""
-    value = fields.get(key, default)
-    if type(value) not in (int, float) or not 0 < value < 1e300:
-        raise JllamaError(f"{source} has {key} {json.dumps(value)[:100]}; it must be a positive number")
-    return float(value)
+    A value that is not of the default's type (without a default, None: not whole), or a number that is not positive and
+    finite, raises ``JllamaError``.
+    """
+    kinds = {int: "a positive whole number", float: "a positive number", bool: "true or false"}
+    values = {}
+    for name, (key, default) in table.items():
+        value, kind = fields.get(key, default), int if default is None else type(default)
+        is_kind = type(value) is kind or (kind is float and type(value) is int)
+        if (key in fields or default is None) and not (is_kind and (kind is bool or 0 < value < 1e300)):
+            raise JllamaError(f"{source} has {key} {json.dumps(value)[:100]}; it must be {kinds[kind]}")
+        values[name] = kind(value)
+    return values
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ It holds fields, formula, and names in each file format; a subclass with a ``typ
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import reprlib
 from collections.abc import Mapping
@@ -32,7 +33,6 @@ class RopeScaling:
     grows = False  # whether frequencies depend on the length of a sequence, which may then be over the context
     ordered: ClassVar[tuple[str, ...]] = ()  # two fields, both positive, the first one smaller
     least: ClassVar[dict[str, int]] = {}  # what fields of the configuration must be over
-    huggingface_required: ClassVar[tuple[str, ...]] = ("factor",)
     huggingface_fixed: ClassVar[dict[str, tuple[Any, ...]]] = {}  # keys whose values may only be these
     gguf: ClassVar[dict[str, str]] = {}  # after "rope.scaling."; empty if GGUF has no such keys
 
@@ -59,7 +59,8 @@ class RopeScaling:
 
     def to_huggingface(self) -> dict[str, Any]:
         """What ``config.json`` says of it, besides the lengths; it names the arguments of a class as we do."""
-        return {name: float(value) for name, value in vars(self).items() if name != "original_max_seq_len"}
+        numbers = {name: float(value) for name, value in vars(self).items() if name != "original_max_seq_len"}
+        return {"rope_type": self.type} | numbers
 
     @staticmethod
     def from_fields(fields: Mapping[str, Any]) -> RopeScaling:
@@ -67,9 +68,9 @@ class RopeScaling:
         kind = ROPE_SCALINGS.get(str(name := fields.get("type")))
         if kind is None:
             raise UsageError(f"rope_scaling.type is {reprlib.repr(name)}; it must be one of {', '.join(ROPE_SCALINGS)}")
-        own = {field.name: field.default for field in dataclasses.fields(kind) if field.init}
+        own = {name: argument.default for name, argument in inspect.signature(kind).parameters.items()}
         defaults = {field.name: field.default for each in ROPE_SCALINGS.values() for field in dataclasses.fields(each)}
-        if missing := [name for name in own if name not in fields and own[name] is dataclasses.MISSING]:
+        if missing := [name for name in own if name not in fields and own[name] is inspect.Parameter.empty]:
             raise UsageError(f"rope_scaling.{missing[0]} is missing")
         given = {name: value for name, value in fields.items() if name != "type"}
         for name, value in given.items():
@@ -120,7 +121,6 @@ class Llama3Scaling(RopeScaling):
     high_freq_factor: float = 4.0
     original_max_seq_len: int = 8192
     type, ordered = "llama3", ("low_freq_factor", "high_freq_factor")
-    huggingface_required: ClassVar[tuple[str, ...]] = ("factor", *ordered)
     meta: ClassVar[dict[str, str]] = {"factor": "rope_scaling_factor"} | {
         name: f"rope_{name}" for name in ("low_freq_factor", "high_freq_factor", "original_max_seq_len")
     }

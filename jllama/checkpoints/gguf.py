@@ -18,7 +18,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGML_QUANT_VERSION, GGMLQuantizationType, LlamaFileType
 
 from jllama.checkpoints.gguf_file import MAGIC, OURS, PLAIN, TypedTensor, read_gguf_file, shortest, write_gguf_file
-from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, half_split, interleaved, matched
+from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, matched, reordered
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
 from jllama.files import fault_of
@@ -96,7 +96,6 @@ def read(path: Path) -> Checkpoint:
     with fault_of(f"{file} does not describe a model that jllama has"):
         config = _read_config(metadata, stored, file)
     tensors = _narrowed(matched(stored, config, "gguf", file, ignored={ROPE_FREQS}))
-    tensors = {spec.key: half_split(spec, tensors[spec.key], config.head_dim) for spec in tensor_specs(config)}
     template = metadata.get(CHAT_TEMPLATE)
     if not isinstance(template, str | None):
         raise JllamaError(f"{file} has a {CHAT_TEMPLATE} that is no string")
@@ -235,7 +234,7 @@ def write(checkpoint: Checkpoint, target: Path, dtype: Dtype, on_progress: OnPro
     metadata = _metadata_to_write(checkpoint) | rope_keys
     tensors: list[TypedTensor] = []
     for spec in tensor_specs(config):
-        tensor = interleaved(spec, checkpoint.tensors[spec.key], config.head_dim)
+        tensor = reordered(spec, checkpoint.tensors[spec.key], config, to_half_split=False)
         tensors.append((spec.name("gguf"), tensor, _type_to_write(spec, tensor, dtype)))
     matrix_types = collections.Counter(type_ for _, tensor, type_ in tensors if len(tensor.shape) > 1)
     metadata["general.file_type"] = int(_FILE_TYPES[matrix_types.most_common(1)[0][0]])

@@ -6,43 +6,49 @@ and 4, which spells RoPE ``rope_theta`` and ``rope_scaling`` where 5 has ``rope_
 
 import dataclasses
 import functools
-import inspect
 import json
 import math
+import operator
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import jax.numpy as jnp
 import numpy as np
 
 from jllama.checkpoints.safetensors_file import DTYPES, read_safetensors, write_safetensors
-from jllama.checkpoints.tensors import Checkpoint, NamedTensor, OnProgress, matched, same_bits
+from jllama.checkpoints.tensors import Checkpoint, NamedTensor, OnProgress, differences, matched, same_bits
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
-from jllama.files import fault_of, positive_number, read_json_object, whole_number, write_json
-from jllama.parameters import parameter_table, tensor_specs
+from jllama.files import fault_of, read_fields, read_json_object, write_json
+from jllama.parameters import PARAMETERS, tensor_specs
 from jllama.rope_scaling import ROPE_SCALINGS, RopeScaling
 from jllama.tokenizers import Tokenizer, has_tokenizer, load_tokenizer
 from jllama.tokenizers.convert import save_huggingface
 
 CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG = "config.json", "generation_config.json", "tokenizer_config.json"
 WEIGHTS, INDEX, CHAT_TEMPLATE = "model.safetensors", "model.safetensors.index.json", "chat_template.jinja"
+SHARDS = "model{suffix}.safetensors"
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Limit for the tensors of a shard; a larger tensor has a shard of its own."""
 
-_SIZES: dict[str, tuple[str, int | None]] = {
+_FIELDS: dict[str, tuple[str, Any]] = {
+    "vocab_size": ("vocab_size", 0),
     "num_layers": ("num_hidden_layers", 32),
     "embed_dim": ("hidden_size", 4096),
     "num_heads": ("num_attention_heads", 32),
-    "num_kv_heads": ("num_key_value_heads", None),
-    "head_dim": ("head_dim", None),
+    "num_kv_heads": ("num_key_value_heads", 0),
+    "head_dim": ("head_dim", 0),
     "mlp_dim": ("intermediate_size", 11_008),
     "max_seq_len": ("max_position_embeddings", 2048),
+    "norm_eps": ("rms_norm_eps", 1e-6),
+    "rope_theta": ("rope_theta", 10_000.0),
+    "tie_embeddings": ("tie_word_embeddings", False),
 }
-"""The key and default of each size; None is worked out from the others."""
+"""The key and default of each field of ``LlamaConfig``; 0 is worked out from the others or the weights."""
 
 _LLAMA = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
 _LLAMA |= dict.fromkeys(("num_local_experts", "num_experts", "quantization_config"), False)
@@ -68,26 +74,12 @@ def config_from_huggingface(fields: Mapping[str, Any], source: Path) -> LlamaCon
     ``vocab_size`` is 0 if the file leaves it to the weights: absent, null or -1. A wrong field, or one that asks for
     something that a Llama of jllama's does not have, raises JllamaError.
     """
-    fields = {key: value for key, value in fields.items() if value is not None}
+    fields = {key: value for key, value in fields.items() if value is not None and (key, value) != ("vocab_size", -1)}
     _refuse_other_models(fields, source)
-    sizes = {
-        ours: whole_number(fields, theirs, source) if theirs in fields else default or 0
-        for ours, (theirs, default) in _SIZES.items()
-    }
-    vocab_size = fields.get("vocab_size", -1)
-    tied = fields.get("tie_word_embeddings", False)
-    if type(tied) is not bool:
-        raise JllamaError(f"{source} has tie_word_embeddings {tied!r}; it must be true or false")
-    theta, scaling = _rope(fields, sizes["max_seq_len"], source)
+    rope = _rope(fields, source)
+    values = read_fields(fields | rope, _FIELDS, source)
     with fault_of(source):
-        return LlamaConfig(
-            vocab_size=0 if vocab_size == -1 else whole_number(fields, "vocab_size", source),
-            norm_eps=positive_number(fields, "rms_norm_eps", source, 1e-6),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            tie_embeddings=tied,
-            **sizes,
-        )
+        return LlamaConfig(**values, rope_scaling=_rope_scaling(rope, values["max_seq_len"], source))
 
 
 def _refuse_other_models(fields: Mapping[str, Any], source: Path) -> None:
@@ -105,49 +97,39 @@ def _refuse_other_models(fields: Mapping[str, Any], source: Path) -> None:
         raise JllamaError(f"{source} asks for what jllama's Llama does not have: {options}")
 
 
-def _rope(fields: Mapping[str, Any], max_seq_len: int, source: Path) -> tuple[float, RopeScaling | None]:
-    """Theta and scaling. A file may have both spellings, for readers old and new, if they say the same."""
-    readings = []
-    for spelling in [key for key in ("rope_scaling", "rope_parameters") if fields.get(key)] or ["rope_scaling"]:
-        reading = fields.get(spelling) or {}
-        if not isinstance(reading, dict):
-            raise JllamaError(f"{source} has {spelling} {reading!r}; it must be an object or null")
-        reading = {key: value for key, value in reading.items() if value is not None}
-        for key in [key for key in _ROPE_COMMON if key in fields]:
-            if key in reading and reading[key] != fields[key]:
-                raise JllamaError(f"{source} has {key} {fields[key]!r}, but {reading[key]!r} in {spelling}: remove one")
-            reading[key] = fields[key]
-        old_name = reading.pop("type", "default")
-        readings.append({"rope_type": old_name} | reading)
-    parameters, *others = readings
-    if others and others[0] != parameters:
-        raise JllamaError(f"{source} has rope_scaling and rope_parameters that differ: remove the wrong one")
-    rope_type = parameters.pop("rope_type")
-    if not isinstance(rope_type, str) or rope_type not in ("default", *ROPE_SCALINGS):
-        types = ", ".join(["default", *ROPE_SCALINGS])
-        raise JllamaError(f"{source} asks for RoPE of type {rope_type!r}; jllama has {types}")
-    theta = positive_number(parameters, "rope_theta", source, 10_000.0)
-    original = whole_number(parameters, "original_max_position_embeddings", source, max_seq_len)
-    kind = ROPE_SCALINGS.get(rope_type)
-    for key, values in ({"partial_rotary_factor": (1,)} | (kind.huggingface_fixed if kind else {})).items():
-        if parameters.pop(key, values[0]) not in values:
+def _rope(fields: Mapping[str, Any], source: Path) -> dict[str, Any]:
+    """All that is said of RoPE. A file may say it in both spellings, for readers old and new, if they agree."""
+    readings = [{key: fields[key] for key in _ROPE_COMMON if key in fields}]
+    for spelling in [key for key in ("rope_scaling", "rope_parameters") if fields.get(key)]:
+        if not isinstance(fields[spelling], dict):
+            raise JllamaError(f"{source} has {spelling} {fields[spelling]!r}; it must be an object or null")
+        reading = {key: value for key, value in fields[spelling].items() if value is not None}
+        readings.append({"rope_type": reading.pop("type", "default")} | reading)
+    rope = functools.reduce(operator.or_, readings, {"rope_type": "default"})
+    for key, value in [item for reading in readings for item in reading.items()]:
+        if rope[key] is not value and rope[key] != value:
+            raise JllamaError(f"{source} has {key} {value!r}, but {rope[key]!r} in another place: remove one")
+    return rope
+
+
+def _rope_scaling(rope: Mapping[str, Any], max_seq_len: int, source: Path) -> RopeScaling | None:
+    kind = ROPE_SCALINGS.get(str(rope["rope_type"]), RopeScaling)
+    fixed = {"partial_rotary_factor": (1,)} | kind.huggingface_fixed
+    for key, values in fixed.items():
+        if rope.get(key, values[0]) not in values:
             raise JllamaError(f"{source} has RoPE with {key} other than {json.dumps(values[0])}, as jllama has it")
-    keys = [key for key in parameters if key not in _ROPE_COMMON]
-    numbers: dict[str, Any] = {key: positive_number(parameters, key, source) for key in keys}
-    names = set(inspect.signature(kind).parameters) if kind else set()
-    if unknown := [key for key in keys if key not in names - {"original_max_seq_len"}]:
-        raise JllamaError(f"{source} has {', '.join(unknown)}, which RoPE of type {rope_type} has not")
-    if kind is None:
-        return theta, None
-    if missing := [key for key in kind.huggingface_required if key not in keys]:
-        raise JllamaError(f"{source} has no {', '.join(missing)}, which RoPE of type {rope_type} needs")
-    if kind.grows and original != max_seq_len:
-        lengths = f"original_max_position_embeddings {original} and max_position_embeddings {max_seq_len}"
-        raise JllamaError(f"{source} has {lengths}, of which transformers' {rope_type} RoPE knows only the latter")
-    if "original_max_seq_len" in names:
-        numbers["original_max_seq_len"] = original
+    keys = [key for key in rope if key not in ("rope_type", *_ROPE_COMMON, *fixed)]
+    numbers = read_fields(rope, {key: (key, 1.0) for key in keys}, source)
+    if rope["rope_type"] == "default" and not numbers:
+        return None
+    original = read_fields(rope, {"original_max_seq_len": ("original_max_position_embeddings", max_seq_len)}, source)
+    if kind.grows and original["original_max_seq_len"] != max_seq_len:
+        lengths = f"another original_max_position_embeddings than max_position_embeddings ({max_seq_len})"
+        raise JllamaError(f"{source} has {lengths}, of which transformers' {kind.type} RoPE knows only the latter")
+    if hasattr(kind, "original_max_seq_len"):
+        numbers |= original
     with fault_of(source):
-        return theta, kind(**numbers)
+        return RopeScaling.from_fields({"type": rope["rope_type"]} | numbers)
 
 
 def config_to_huggingface(config: LlamaConfig, dtype: str) -> dict[str, Any]:
@@ -159,22 +141,19 @@ def config_to_huggingface(config: LlamaConfig, dtype: str) -> dict[str, Any]:
         sizes = f"embed_dim ({config.embed_dim}) is not a multiple of num_heads ({config.num_heads})"
         raise JllamaError(f"transformers loads no Llama whose {sizes}: save it in another format")
     scaling = config.rope_scaling
-    rope: dict[str, Any] = {"rope_type": scaling.type if scaling else "default"}
-    rope |= scaling.to_huggingface() if scaling else {}
+    rope = scaling.to_huggingface() if scaling else {"rope_type": "default"}
     length = getattr(scaling, "original_max_seq_len", None)
     if scaling and length and not scaling.grows:
         rope["original_max_position_embeddings"] = length
     elif scaling and length != config.max_seq_len and scaling.grows:
         lengths = f"original_max_seq_len ({length}) must be max_seq_len ({config.max_seq_len})"
         raise JllamaError(f"in transformers' {scaling.type} RoPE {lengths}: save it in another format")
-    theta = float(config.rope_theta)
+    values = {theirs: type(default)(getattr(config, ours)) for ours, (theirs, default) in _FIELDS.items()}
     return {
-        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": config.vocab_size},
-        **{theirs: getattr(config, ours) for ours, (theirs, _) in _SIZES.items()},
+        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": dtype, "torch_dtype": dtype},
         **{key: _LLAMA[key] for key in ("hidden_act", "attention_bias", "mlp_bias")},
-        **{"rms_norm_eps": float(config.norm_eps), "rope_theta": theta, "rope_scaling": rope if scaling else None},
-        **{"rope_parameters": rope | {"rope_theta": theta}, "tie_word_embeddings": config.tie_embeddings},
-        **{"dtype": dtype, "torch_dtype": dtype},
+        **values,
+        **{"rope_scaling": rope if scaling else None, "rope_parameters": rope | {"rope_theta": values["rope_theta"]}},
     }
 
 
@@ -190,18 +169,14 @@ def read(path: Path) -> Checkpoint:
     config = config_from_huggingface(fields, source)
     computed = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # not learned
     weights = {name: tensor for name, tensor in _weights(path).items() if not computed.fullmatch(name)}
-    table = parameter_table(dataclasses.replace(config, tie_embeddings=False))
-    embed, head = table["embed"].name("huggingface"), table["lm_head"].name("huggingface")
+    embed, head = (PARAMETERS[key].name("huggingface") for key in ("embed", "lm_head"))
     if not config.vocab_size and embed in weights:
         rows = max([1, *weights[embed].shape[:1]])  # an embedding without rows is refused below
         config = dataclasses.replace(config, vocab_size=rows)
+    if head not in weights and not config.tie_embeddings:
+        raise JllamaError(f"{path} has no {head}: a model without it needs tie_word_embeddings true in {CONFIG}")
     repeated_head = weights.pop(head, None) if config.tie_embeddings else None
-    try:
-        tensors = matched(weights, config, "huggingface", path)
-    except JllamaError as error:
-        if config.tie_embeddings or head in weights:
-            raise
-        raise JllamaError(f"{error}; a model without {head} needs tie_word_embeddings true in {CONFIG}") from error
+    tensors = matched(weights, config, "huggingface", path)
     if repeated_head is not None and not same_bits(repeated_head, tensors["embed"]):
         raise JllamaError(f"{path}: {head} differs from {embed}, so tie_word_embeddings must be false in {CONFIG}")
     tokenizer, template, stops = read_text_files(path)
@@ -259,12 +234,10 @@ def _weights(path: Path) -> dict[str, np.ndarray]:
     if missing := [shard for shard in shards if not (path / shard).is_file()]:
         raise JllamaError(f"{path} lacks {', '.join(missing)}, which {INDEX} names: copy what is missing there")
     tensors = {shard: read_safetensors(path / shard) for shard in shards}
-    problems = [f"{shard} lacks {name}" for name, shard in shard_of.items() if name not in tensors[shard]]
-    held = [(shard, name) for shard in shards for name in tensors[shard]]
-    problems += [f"{shard} has {name} against the index" for shard, name in held if shard_of.get(name) != shard]
-    if problems:
-        raise JllamaError(f"{path} has shards that differ from {INDEX}: {'; '.join(problems)}")
-    return {name: tensors[shard][name] for shard, name in held}
+    held = {name: f"in {shard}" for shard in shards for name in tensors[shard]}
+    if problems := differences(held, {name: f"in {shard}" for name, shard in shard_of.items()}):
+        raise JllamaError(f"{path} has shards that differ from {INDEX}: {problems}")
+    return {name: tensors[shard][name] for name, shard in shard_of.items()}
 
 
 def _old_chat_template(path: Path) -> str | None:
@@ -302,38 +275,23 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_
         # transformers 4.45, for one, and tools of its time know no chat_template.jinja.
         fields = read_json_object(target / TOKENIZER_CONFIG) | {"chat_template": template}
         write_json(target / TOKENIZER_CONFIG, fields)
-    shards: list[list[NamedTensor]] = [[]]
-    for tensor in tensors:
-        if shards[-1] and _bytes(*shards[-1], tensor) > MAX_SHARD_BYTES:
-            shards.append([])
-        shards[-1].append(tensor)
-    names = [WEIGHTS]
-    if len(shards) > 1:
-        names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-        shard_of = {tensor[0]: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        write_json(target / INDEX, {"metadata": {"total_size": _bytes(*tensors)}, "weight_map": shard_of})
-    for name, shard in zip(names, shards, strict=True):
-        write_safetensors(target / name, shard, on_progress)
-
-
-def _bytes(*tensors: NamedTensor) -> int:
-    return sum(math.prod(tensor.shape) * dtype.itemsize for _, tensor, dtype in tensors)
+    split = huggingface_hub.split_state_dict_into_shards_factory(
+        {tensor[0]: tensor for tensor in tensors},
+        get_storage_size=lambda tensor: math.prod(tensor[1].shape) * tensor[2].itemsize,
+        filename_pattern=SHARDS,
+        max_shard_size=MAX_SHARD_BYTES,
+    )
+    if split.is_sharded:
+        write_json(target / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+    for file, names in split.filename_to_tensors.items():
+        write_safetensors(target / file, [tensor for tensor in tensors if tensor[0] in names], on_progress)
 
 
 def download(repository: str) -> Path:
     """Fetch ``org/name`` from the Hugging Face hub, or find it in the hub's cache; returns the folder it is in."""
-    try:
-        from huggingface_hub import errors, snapshot_download
-    except ImportError as error:
-        raise JllamaError(f"{repository} is on the hub, which needs an extra: pip install 'jllama[hub]'") from error
     patterns = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja"]
     try:
-        return Path(snapshot_download(repository, allow_patterns=patterns))
-    except errors.RepositoryNotFoundError as error:
-        reason = f"has no model {repository}, or a private one: check the name"
-        if isinstance(error, errors.GatedRepoError):
-            reason = f"has {repository} gated: accept its license at https://huggingface.co/{repository}"
-        raise JllamaError(f"the hub {reason}, and run `hf auth login`") from error
+        return Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns))
     except Exception as error:  # of the hub's client, the HTTP library beneath it, or the disk: all mean the same here
-        reason = str(error).strip().partition("\n")[0]
-        raise JllamaError(f"{repository} cannot be fetched from the hub: {reason or type(error).__name__}") from error
+        reason = " ".join(str(error).split()) or type(error).__name__  # with the hub's own advice
+        raise JllamaError(f"{repository} cannot be fetched from the hub: {reason}") from error

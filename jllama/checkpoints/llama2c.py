@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, blocks, half_split, interleaved
+from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, blocks, reordered
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.files import fault_of
@@ -93,7 +93,7 @@ def read(path: Path) -> Checkpoint:
         if spec.path == "lm_head":
             numbers = numbers[config.max_seq_len * config.head_dim :]  # the cosines and sines
         tensor, numbers = np.split(numbers, [math.prod(spec.shape)])
-        tensors[spec.key] = half_split(spec, tensor.reshape(spec.shape), config.head_dim)
+        tensors[spec.key] = reordered(spec, tensor.reshape(spec.shape), config, to_half_split=True)
     tokenizer = file.parent / TOKENIZER
     return Checkpoint(config, tensors, load_llama2c_tokenizer(tokenizer) if tokenizer.is_file() else None)
 
@@ -108,7 +108,7 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_
         raise JllamaError(f"the llama2.c format cannot hold this model: {problems}: convert to another format")
     if checkpoint.tokenizer is not None:
         save_llama2c_tokenizer(checkpoint.tokenizer, target / TOKENIZER)
-    tensors = [interleaved(spec, checkpoint.tensors[spec.key], config.head_dim) for spec in _in_order(config)]
+    tensors = [reordered(spec, checkpoint.tensors[spec.key], config, to_half_split=False) for spec in _in_order(config)]
     angles = np.outer(np.arange(config.max_seq_len), inverse_frequencies(config.head_dim, config.rope_theta))
     tables = np.concatenate([np.cos(angles), np.sin(angles)])
     head = [] if config.tie_embeddings else [tensors.pop()]

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from jllama.checkpoints.huggingface import read_text_files, write_chat_files
-from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, half_split, interleaved, matched, same_bits
+from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, differences, matched, reordered, same_bits
 from jllama.checkpoints.torch_file import read_torch_file, write_torch_file
 from jllama.config import LlamaConfig, llama_mlp_dim
 from jllama.errors import JllamaError, UsageError
-from jllama.files import fault_of, positive_number, read_json_object, whole_number, write_json
+from jllama.files import fault_of, read_fields, read_json_object, write_json
 from jllama.parameters import TensorSpec, tensor_specs
-from jllama.presets import PRESETS, differing, presets_of_shape
+from jllama.presets import PRESETS, SHAPE, differing
 from jllama.rope_scaling import Llama3Scaling, RopeScaling
 from jllama.tokenizers import load_tokenizer
 from jllama.tokenizers.convert import save_meta
@@ -30,12 +30,16 @@ PARAMS = "params.json"
 OURS = "jllama.json"
 """Holds ``max_seq_len``, which Meta's files do not, where it is not what ``_family_max_seq_len`` says."""
 
-_NAMES = {"embed_dim": "dim", "num_layers": "n_layers", "num_heads": "n_heads", "num_kv_heads": "n_kv_heads"}
-_FIELDS = {
-    *(*_NAMES.values(), "vocab_size", "multiple_of", "ffn_dim_multiplier"),
-    *("norm_eps", "rope_theta", "use_scaled_rope", *Llama3Scaling.meta.values()),
-    *("max_batch_size", "max_seq_len"),  # how much memory Meta's code takes for its cache: nothing of the model
+_FIELDS: dict[str, tuple[str, Any]] = {
+    **{"embed_dim": ("dim", None), "num_layers": ("n_layers", None), "num_heads": ("n_heads", None)},
+    **{"num_kv_heads": ("n_kv_heads", 0), "vocab_size": ("vocab_size", 0)},
+    **{"norm_eps": ("norm_eps", 1e-5), "rope_theta": ("rope_theta", 10_000.0)},
 }
+"""The key and default of each field of ``LlamaConfig``; 0 is worked out from the others or the weights."""
+
+_MLP: dict[str, tuple[str, Any]] = {"multiple_of": ("multiple_of", 256), "multiplier": ("ffn_dim_multiplier", 1.0)}
+_UNUSED = ("max_batch_size", "max_seq_len")  # how much memory Meta's code takes for its cache: nothing of the model
+_KEYS = {key for key, _ in (_FIELDS | _MLP).values()} | {"use_scaled_rope", *Llama3Scaling.meta.values(), *_UNUSED}
 _OFF = (False, -1, 0)
 """Values of a field by which a file asks for nothing."""
 
@@ -77,8 +81,9 @@ def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
     source = path / PARAMS
     if not source.is_file():
         raise JllamaError(f"{path} lacks {PARAMS}: copy it there, weights alone do not say what they are of")
-    params = {key: value for key, value in read_json_object(source).items() if value is not None}
-    if refused := [key for key, value in params.items() if key not in _FIELDS and value not in _OFF]:
+    fields = read_json_object(source).items()
+    params = {key: value for key, value in fields if value is not None and (key, value) != ("vocab_size", -1)}
+    if refused := [key for key, value in params.items() if key not in _KEYS and value not in _OFF]:
         raise JllamaError(f"{source} asks for what jllama's Llama does not have: {', '.join(refused)}")
     shards = _shards(path)
     config = _config(params, source, shards, rope_factor)
@@ -91,9 +96,11 @@ def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
         ignored.append(specs["lm_head"].name("meta"))
     tensors = matched(joined, config, "meta", path, ignored)
     ours = path / OURS
-    stated = whole_number(read_json_object(ours), "max_seq_len", ours) if ours.is_file() else 0
-    config = dataclasses.replace(config, max_seq_len=stated or _family_max_seq_len(config))
-    tensors = {key: half_split(specs[key], tensor, config.head_dim) for key, tensor in tensors.items()}
+    length = {"max_seq_len": _family_max_seq_len(config)}
+    if ours.is_file():
+        length = read_fields(read_json_object(ours), {"max_seq_len": ("max_seq_len", None)}, ours)
+    with fault_of(ours):
+        config = dataclasses.replace(config, **length)
     tokenizer, template, stops = read_text_files(path)
     beside = path.resolve().parent / "tokenizer.model"  # Llama 1 and 2 were released with it there
     if tokenizer is None and beside.exists():
@@ -109,11 +116,9 @@ def _shards(path: Path) -> dict[str, dict[str, np.ndarray]]:
         raise JllamaError(f"{path} lacks {', '.join(missing)}: copy the missing shards there")
     shards = {name: read_torch_file(path / name) for name in names}
     kinds = {name: {key: f"{t.dtype}{list(t.shape)}" for key, t in shards[name].items()} for name in names}
-    first = kinds[names[0]]
     for name, kind in kinds.items():
-        keys = [key for key in first | kind if first.get(key) != kind.get(key)]
-        if problems := [f"{key} is {kind.get(key, 'absent')} against {first.get(key, 'absent')}" for key in keys]:
-            raise JllamaError(f"{path} has shards of different models, {name} and {names[0]}: {'; '.join(problems)}")
+        if problems := differences(kind, kinds[names[0]]):
+            raise JllamaError(f"{path} has shards of different models, {name} and {names[0]}: {problems}")
     return shards
 
 
@@ -126,12 +131,8 @@ def _config(
 ) -> LlamaConfig:
     """The architecture, not tied and of any ``max_seq_len``; the MLP's width and the vocabulary from the weights."""
     count, tensors = len(shards), next(iter(shards.values()))
-    defaults = {"n_kv_heads": params.get("n_heads")}
-    sizes: dict[str, Any] = {ours: whole_number(params, key, source, defaults.get(key)) for ours, key in _NAMES.items()}
-    defaults = {"norm_eps": 1e-5, "rope_theta": 10_000.0}
-    sizes |= {key: positive_number(params, key, source, default) for key, default in defaults.items()}
     with fault_of(source):
-        config = LlamaConfig(**sizes)
+        config = LlamaConfig(**read_fields(params, _FIELDS, source))
     names = {spec.key: spec.name("meta") for spec in tensor_specs(config)}
     shapes = {key: tensors[name].shape for key, name in names.items() if name in tensors and tensors[name].ndim == 2}
 
@@ -143,48 +144,42 @@ def _config(
         raise JllamaError(f"{source.parent} has {count} of {complete} shards, expected {expected}, or another {PARAMS}")
     rows, columns = shapes.get("embed", (0, 0))
     vocab_size = rows if columns * count == embed_dim else rows * count  # Llama 1 and 2 cut it along its width
-    stated = 0 if params.get("vocab_size", -1) == -1 else whole_number(params, "vocab_size", source)
-    if stated and vocab_size and stated != vocab_size:
-        raise JllamaError(f"{source} has vocab_size {stated}, but {names['embed']} has {vocab_size} rows")
     mlp_dim = shapes.get("layers/0/w_gate", (0, 0))[0] * count
-    if mlp_dim and ("multiple_of" in params or "ffn_dim_multiplier" in params):
-        multiple_of = whole_number(params, "multiple_of", source, 256)
-        multiplier = positive_number(params, "ffn_dim_multiplier", source, 1.0)
-        width = llama_mlp_dim(embed_dim, multiple_of=multiple_of, multiplier=multiplier)
-        if width != mlp_dim:
-            raise JllamaError(f"{source} has an MLP {width} wide, but {names['layers/0/w_gate']} has {mlp_dim} rows")
-    config = dataclasses.replace(config, vocab_size=vocab_size or stated, mlp_dim=mlp_dim)
+    if "multiple_of" in params or "ffn_dim_multiplier" in params:
+        mlp_dim = llama_mlp_dim(embed_dim, **read_fields(params, _MLP, source))
+    with fault_of(source):
+        config = dataclasses.replace(config, vocab_size=config.vocab_size or vocab_size, mlp_dim=mlp_dim)
     return dataclasses.replace(config, rope_scaling=_rope_scaling(params, source, rope_factor, config))
 
 
 def _rope_scaling(
     params: Mapping[str, Any], source: Path, rope_factor: float | None, config: LlamaConfig
 ) -> RopeScaling | None:
-    scaled, names = params.get("use_scaled_rope", False), Llama3Scaling.meta
-    if type(scaled) is not bool:
-        raise JllamaError(f"{source} has use_scaled_rope {scaled!r}; it must be true or false")
-    stated = [name for name in names.values() if name in params]
+    scaled = read_fields(params, {"scaled": ("use_scaled_rope", False)}, source)["scaled"]
+    stated = {ours: params[theirs] for ours, theirs in Llama3Scaling.meta.items() if theirs in params}
     if stated and not scaled:
-        raise JllamaError(f"{source} has {', '.join(stated)} without use_scaled_rope: add it, or remove them")
-    if rope_factor is not None and (not scaled or names["factor"] in stated):
+        raise JllamaError(f"{source} has numbers of RoPE scaling without use_scaled_rope: add it, or remove them")
+    if rope_factor is not None and (not scaled or "factor" in stated):
         why = "says itself what it is" if scaled else "has no use_scaled_rope"
         raise UsageError(f"rope_factor is {rope_factor}, but {source} {why}: leave it out")
     if not scaled:
         return None
-    if rope_factor is None and names["factor"] not in stated:
-        alike = [n for n in presets_of_shape(config) if not differing(("vocab_size", "rope_theta"), config, PRESETS[n])]
-        factors = {name: scaling.factor for name in alike if (scaling := PRESETS[name].rope_scaling)}
+    if rope_factor is None and "factor" not in stated:
+        scalings = {
+            name: released.rope_scaling
+            for name, released in PRESETS.items()
+            if not differing((*SHAPE, "vocab_size", "rope_theta"), config, released)
+        }
+        factors = {name: scaling.factor for name, scaling in scalings.items() if scaling}
         if len(set(factors.values())) != 1:
             why = "no factor for use_scaled_rope, and no released Llama is of this shape"
             raise JllamaError(f"{source} has {why}: give rope_factor, 8 for Llama 3.1 and 3.3 or 32 for Llama 3.2")
         name, rope_factor = next(iter(factors.items()))
         note = f"RoPE factor {rope_factor:g} of {name}, whose shape this is; rope_factor overrides"
         print(f"note: {note}", file=sys.stderr)
-    default = Llama3Scaling(1.0 if rope_factor is None else rope_factor)
     with fault_of(source):
-        original = whole_number(params, names["original_max_seq_len"], source, default.original_max_seq_len)
-        numbers = [(ours, positive_number(params, names[ours], source, getattr(default, ours))) for ours in names]
-        return Llama3Scaling(**dict[str, Any](numbers) | {"original_max_seq_len": original})
+        scaling = RopeScaling.from_fields({"type": "llama3", "factor": 1.0} | stated)
+    return scaling if rope_factor is None else dataclasses.replace(scaling, factor=rope_factor)
 
 
 def _joined(
@@ -245,7 +240,7 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_
     named = []
     for spec in tensor_specs(dataclasses.replace(config, tie_embeddings=False)):
         tensor = tensors["embed" if config.tie_embeddings and spec.key == "lm_head" else spec.key]
-        named.append((spec.name("meta"), interleaved(spec, tensor, config.head_dim), dtype or tensor.dtype))
+        named.append((spec.name("meta"), reordered(spec, tensor, config, to_half_split=False), dtype or tensor.dtype))
     write_torch_file(target / _shard_name(0), named, on_progress)
 
 
@@ -263,9 +258,8 @@ def _params_of(config: LlamaConfig) -> dict[str, Any]:
         for multiple_of, multiplier in (*_MLP_RULES, (1, exact))
         if llama_mlp_dim(config.embed_dim, multiple_of=multiple_of, multiplier=multiplier) == config.mlp_dim
     )
-    params: dict[str, Any] = {theirs: getattr(config, ours) for ours, theirs in _NAMES.items()}
-    params |= {"vocab_size": config.vocab_size, "multiple_of": multiple_of, "ffn_dim_multiplier": multiplier}
-    params |= {"norm_eps": config.norm_eps, "rope_theta": config.rope_theta}
+    params = {theirs: getattr(config, ours) for ours, (theirs, _) in _FIELDS.items()}
+    params |= {"multiple_of": multiple_of, "ffn_dim_multiplier": multiplier}
     if config.num_kv_heads == config.num_heads:
         del params["n_kv_heads"]
     if scaling:

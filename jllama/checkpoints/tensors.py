@@ -92,14 +92,9 @@ class PermutedRows:
         return heads.swapaxes(1, 2).reshape(-1, self.shape[1])[rows.start - first : rows.stop - first]
 
 
-def half_split(spec: TensorSpec, tensor: FileTensor, head_dim: int) -> FileTensor:
-    """A tensor of a format with interleaved rotary pairs, as ``Checkpoint`` has it."""
-    return PermutedRows(tensor, head_dim, to_half_split=True) if spec.parameter.rotary else tensor
-
-
-def interleaved(spec: TensorSpec, tensor: FileTensor, head_dim: int) -> FileTensor:
-    """A checkpoint's tensor as formats with interleaved rotary pairs have it."""
-    return PermutedRows(tensor, head_dim, to_half_split=False) if spec.parameter.rotary else tensor
+def reordered(spec: TensorSpec, tensor: FileTensor, config: LlamaConfig, to_half_split: bool) -> FileTensor:
+    """A tensor of ``Checkpoint`` as formats with interleaved rotary pairs have it, or (``to_half_split``) back."""
+    return PermutedRows(tensor, config.head_dim, to_half_split) if spec.parameter.rotary else tensor
 
 
 def blocks(tensor: FileTensor, dtype: np.dtype[Any] | type) -> Iterator[np.ndarray]:
@@ -128,6 +123,12 @@ def same_bits(tensor: FileTensor, other: FileTensor) -> bool:
     return all(np.array_equal(one.view(np.uint8), two.view(np.uint8)) for one, two in pairs)
 
 
+def differences(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
+    """What two mappings do not have in common, in words; empty if they are equal."""
+    keys = [key for key in expected | actual if actual.get(key) != expected.get(key)]
+    return "; ".join(f"{key} is {actual.get(key, 'absent')}, expected {expected.get(key, 'none')}" for key in keys)
+
+
 def matched(
     tensors: Mapping[str, FileTensor],
     config: LlamaConfig,
@@ -135,26 +136,19 @@ def matched(
     source: Path,
     ignored: Collection[str] = (),
 ) -> dict[str, FileTensor]:
-    """The tensors of a file by ``TensorSpec.key``, still in the file's own order of rotary channels.
+    """The tensors of a file as ``Checkpoint`` has them: by ``TensorSpec.key``, rotary channels half-split.
 
     All that are missing, not of this model (nor ``ignored``), or of another shape are listed in a JllamaError.
     """
     if config.num_layers > len(tensors):
         raise JllamaError(f"{source} says it has {config.num_layers} layers, but holds {len(tensors)} tensors in all")
-    expected = {spec.name(file_format): spec for spec in tensor_specs(config)}
-    problems = []
-    if missing := [name for name in expected if name not in tensors]:
-        problems.append(f"missing: {', '.join(missing)}")
-    if extra := [name for name in tensors if name not in expected and name not in ignored]:
-        problems.append(f"not of a Llama of this configuration: {', '.join(extra)}")
-    problems += [
-        f"{name} has shape {list(tensors[name].shape)}, expected {list(spec.shape)}"
-        for name, spec in expected.items()
-        if name in tensors and tuple(tensors[name].shape) != spec.shape
-    ]
-    if problems:
-        raise JllamaError(f"{source} does not hold the model that its configuration describes: {'; '.join(problems)}")
-    return {spec.key: tensors[name] for name, spec in expected.items()}
+    specs = {spec.name(file_format): spec for spec in tensor_specs(config)}
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items() if name not in ignored}
+    if problems := differences(shapes, {name: list(spec.shape) for name, spec in specs.items()}):
+        raise JllamaError(f"{source} does not hold the model that its configuration describes: {problems}")
+    if file_format == "huggingface":
+        return {spec.key: tensors[name] for name, spec in specs.items()}
+    return {spec.key: reordered(spec, tensors[name], config, to_half_split=True) for name, spec in specs.items()}
 
 
 def size_bytes(checkpoint: Checkpoint, dtype: np.dtype[Any] | type | None) -> int:

@@ -6,7 +6,6 @@ import itertools
 import json
 import logging
 import os
-import sys
 import types
 from pathlib import Path
 
@@ -431,10 +430,9 @@ def test_yarn_reads_as_transformers_does(attention, tmp_path):
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'"),
         ({"rope_scaling": {"type": "su"}}, "'su'"),
         ({"rope_scaling": {"rope_type": ["linear"]}}, "['linear']"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "no factor"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "no low_freq_factor, high_freq_factor"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 8.0, "beta_fast": 2}}, "beta_fast"),
-        ({"rope_scaling": {"rope_type": "default", "factor": 8.0}}, "factor"),
+        ({"rope_scaling": {"rope_type": "default", "factor": 8.0}}, "type is 'default'"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "alpha": 1000}}, "alpha"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 9}}, "dynamic"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate"),
@@ -448,7 +446,7 @@ def test_yarn_reads_as_transformers_does(attention, tmp_path):
         ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "rope_theta 5.0, but 6.0"),
         (
             {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"type": "linear", "factor": 4.0}},
-            "differ",
+            "factor 2.0, but 4.0",
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
@@ -470,11 +468,11 @@ def test_yarn_reads_as_transformers_does(attention, tmp_path):
         ({"num_key_value_heads": 3}, "num_kv_heads 3"),
         ({"head_dim": 7}, "head_dim 7"),
         ({"head_dim": [8]}, "head_dim [8]"),
-        ({"max_position_embeddings": 2**40}, "max_position_embeddings"),
+        ({"max_position_embeddings": 2**40}, "max_seq_len is 1,099,511,627,776"),
         ({"vocab_size": -2}, "vocab_size -2"),
         ({"vocab_size": "61"}, 'vocab_size "61"'),
         ({"intermediate_size": {}}, "intermediate_size {}"),
-        ({"tie_word_embeddings": "true"}, "tie_word_embeddings 'true'"),
+        ({"tie_word_embeddings": "true"}, 'tie_word_embeddings "true"'),
     ],
 )
 def test_what_a_config_may_not_ask_for_is_named(changed, said, tmp_path):
@@ -572,13 +570,13 @@ def rewrite(folder, function, file="model.safetensors"):
     [
         (
             lambda t: {k: v for k, v in t.items() if "norm" not in k},
-            ["missing", "layers.1.input_layernorm", "model.norm"],
+            ["layers.1.input_layernorm.weight is absent", "model.norm"],
         ),
         (lambda t: t | {"a.bias": t["model.norm.weight"], "b": t["lm_head.weight"]}, ["a.bias", "b"]),
         (lambda t: t | {"model.norm.weight": np.ones(5, np.float32)}, ["model.norm.weight", "[5]", "[4]"]),
         (lambda t: t | {"lm_head.weight": np.ones((4, 7), np.float32)}, ["lm_head.weight", "[4, 7]", "[7, 4]"]),
         (lambda t: t | {"model.embed_tokens.weight": np.ones((8, 4), np.float32)}, ["[8, 4]", "[7, 4]"]),
-        (lambda t: t | {"model.embed_tokens.weight": np.float32(1)}, ["shape []", "[7, 4]"]),
+        (lambda t: t | {"model.embed_tokens.weight": np.float32(1)}, ["is []", "[7, 4]"]),
         (lambda t: {k: v for k, v in t.items() if k != "lm_head.weight"}, ["lm_head.weight", "tie_word_embeddings"]),
         (lambda t: t | {"model.norm.weight": np.ones(4, np.int64)}, ["model.norm.weight", "I64"]),
     ],
@@ -597,7 +595,7 @@ def test_an_embedding_of_no_rows_is_refused(tied, shape):
     rewrite(tied, lambda tensors: tensors | {"model.embed_tokens.weight": np.ones(shape, np.float32)})
     rewrite(tied, lambda tensors: tensors | {"lm_head.weight": np.ones(shape, np.float32)})
     change(tied, vocab_size=-1)
-    assert f"model.embed_tokens.weight has shape {list(shape)}" in message(read, tied)
+    assert f"model.embed_tokens.weight is {list(shape)}" in message(read, tied)
 
 
 def test_other_layer_counts_are_refused(tiny):
@@ -740,10 +738,9 @@ def test_an_index_that_differs_from_its_shards_is_refused(sharded):
     index = "model.safetensors.index.json"
     change(sharded, index, weight_map=shards | {embed: second, "extra": second})
     text = message(read, sharded)
-    said = f"{second} lacks {embed}", f"{second} lacks extra", f"{first} has {embed}"
-    assert all(words in text for words in said), text
+    assert f"{embed} is in {first}, expected in {second}; extra is absent, expected in {second}" in text
     change(sharded, index, weight_map={name: place for name, place in shards.items() if name != norm})
-    assert f"has {norm}" in message(read, sharded)
+    assert f"{norm} is in {shards[norm]}, expected none" in message(read, sharded)
     change(sharded, index, weight_map=shards)
     file = sharded / shards[norm]
     file.write_bytes(file.read_bytes()[:-1])
@@ -852,20 +849,10 @@ def test_the_tokenizer_is_read(tiny):
 # The hub.
 
 
-class Refusal(Exception):
-    pass
-
-
-class GatedRefusal(Refusal):
-    pass
-
-
 @pytest.fixture
 def hub(monkeypatch):
     """A stand-in for huggingface_hub: ``hub.answer`` is what it gives or raises."""
-    module = types.ModuleType("huggingface_hub")
-    module.errors = types.SimpleNamespace(RepositoryNotFoundError=Refusal, GatedRepoError=GatedRefusal)
-    module.calls = []
+    module = types.SimpleNamespace(calls=[])
 
     def snapshot_download(repository, **options):
         module.calls.append((repository, options))
@@ -873,8 +860,7 @@ def hub(monkeypatch):
             raise module.answer
         return module.answer
 
-    module.snapshot_download = snapshot_download
-    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+    monkeypatch.setattr(huggingface.huggingface_hub, "snapshot_download", snapshot_download)
     return module
 
 
@@ -889,9 +875,7 @@ def test_a_repository_is_fetched_without_its_pickles(hub, tiny):
 @pytest.mark.parametrize(
     ("refusal", "said"),
     [
-        (Refusal("404 Client Error.\nmore"), "no model org/name"),
-        (GatedRefusal("403 Client Error.\nmore"), "gated"),
-        (OSError("offline\nmore"), "cannot be fetched from the hub: offline"),
+        (OSError("offline\n\nlog in"), "cannot be fetched from the hub: offline log in"),
         (ValueError(), "cannot be fetched from the hub: ValueError"),
     ],
 )
@@ -902,14 +886,6 @@ def test_a_repository_that_cannot_be_had_is_one_sentence(hub, refusal, said):
     assert "org/name" in text
 
 
-def test_the_hub_extra_is_asked_for(monkeypatch):
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert "pip install 'jllama[hub]'" in message(download, "org/name")
-
-
 def test_the_real_hub_client_refuses_as_the_stand_in(monkeypatch):
-    import huggingface_hub
-
-    assert issubclass(huggingface_hub.errors.GatedRepoError, huggingface_hub.errors.RepositoryNotFoundError)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface.huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert "cannot be fetched" in message(download, "jllama-tests/no-such-model")

@@ -16,10 +16,9 @@ from jllama.checkpoints.tensors import (
     PermutedRows,
     TensorsOfParams,
     blocks,
-    half_split,
-    interleaved,
     load_params,
     matched,
+    reordered,
     size_bytes,
 )
 from jllama.config import LlamaConfig
@@ -95,9 +94,9 @@ def test_only_queries_and_keys_are_reordered():
     read = opened(CONFIG, random_params(CONFIG, 0)).tensors
     for stored in tensor_specs(CONFIG):
         tensor = read[stored.key]
-        changed = isinstance(interleaved(stored, tensor, 6), PermutedRows)
-        assert changed == isinstance(half_split(stored, tensor, 6), PermutedRows)
-        assert changed == stored.path.endswith(("wq", "wk"))
+        for to_half_split in (True, False):
+            changed = isinstance(reordered(stored, tensor, CONFIG, to_half_split), PermutedRows)
+            assert changed == stored.path.endswith(("wq", "wk"))
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 600), st.booleans())
@@ -134,9 +133,8 @@ def test_every_difference_is_listed(tmp_path):
         matched(found, CONFIG, "huggingface", tmp_path, ignored=["known"])
     assert str(caught.value) == (
         f"{tmp_path} does not hold the model that its configuration describes: "
-        "missing: model.layers.1.mlp.up_proj.weight, lm_head.weight; "
-        "not of a Llama of this configuration: model.layers.2.mlp.up_proj.weight; "
-        "model.norm.weight has shape [9], expected [8]"
+        "model.layers.1.mlp.up_proj.weight is absent, expected [12, 8]; model.norm.weight is [9], expected [8]; "
+        "lm_head.weight is absent, expected [11, 8]; model.layers.2.mlp.up_proj.weight is [1], expected none"
     )
 
 

@@ -220,17 +220,18 @@ def test_headers_that_claim_absurd_sizes(place, refused):
 def test_tensors_that_are_missing_extra_or_misshapen(place, refused):
     weights = place / "in" / "hf" / "model.safetensors"
     tensors = safetensors.numpy.load_file(weights)
-    del tensors["model.layers.1.mlp.up_proj.weight"], tensors["lm_head.weight"]
+    del tensors["model.layers.1.mlp.up_proj.weight"], tensors["model.embed_tokens.weight"]
     tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(32, np.float32)
     tensors["model.layers.2.mlp.up_proj.weight"] = np.zeros((48, 32), np.float32)
     tensors["model.norm.weight"] = np.zeros(31, np.float32)
     safetensors.numpy.save_file(tensors, weights)
     message = refused(place / "in" / "hf")
     for part in (
-        "model.layers.1.mlp.up_proj.weight, lm_head.weight",
+        "model.embed_tokens.weight is absent, expected [",
+        "model.layers.1.mlp.up_proj.weight is absent",
         "model.layers.0.self_attn.q_proj.bias",
         "model.layers.2.mlp.up_proj.weight",
-        "model.norm.weight has shape [31], expected [32]",
+        "model.norm.weight is [31], expected [32]",
     ):
         assert part in message
 
