@@ -1,7 +1,5 @@
 """The devices of this machine: their memory, and what to say of them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -26,9 +26,9 @@ _MAX_BYTES, _MAX_DEPTH = 100_000_000, 50
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object that a JSON file holds. One that cannot be read, or is absurdly large or nested, is a JllamaError."""
     refuse_special_files(path)
-    try:
+    with fault_of(f"{path} cannot be read", OSError), fault_of(f"{path} is not JSON", ValueError, RecursionError):
         if path.stat().st_size > _MAX_BYTES:
-            raise JllamaError(f"{path} is over {_MAX_BYTES} bytes: it is not what its name says")
+            raise ValueError(f"it is over {_MAX_BYTES} bytes, not what its name says")
         content = json.loads(path.read_bytes())
         level = [content]
         for _ in range(_MAX_DEPTH):
@@ -36,10 +36,6 @@ def read_json_object(path: Path) -> dict[str, Any]:
             level = [inner for each in values if not isinstance(each, str | int | float | None) for inner in each]
         if level:
             raise ValueError(f"it is nested over {_MAX_DEPTH} deep")
-    except OSError as error:
-        raise JllamaError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise JllamaError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise JllamaError(f"{path} is not a JSON object")
     return content
@@ -64,11 +60,12 @@ def read_fields(fields: Mapping[str, Any], table: Mapping[str, tuple[str, Any]],
 
 @contextlib.contextmanager
 def fault_of(source: Path | str, *errors: type[Exception]) -> Iterator[None]:
-    """Inside, these errors and a ``UsageError`` (of a ``LlamaConfig``, say) become a ``JllamaError`` that names it."""
+    """Inside, these errors and a ``UsageError`` (of a ``LlamaConfig``, say) are a ``JllamaError`` naming the source."""
     try:
         yield
     except (UsageError, *errors) as error:
-        raise JllamaError(f"{source}: {' '.join(str(error).split())}") from error
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise JllamaError(f"{source}: {reason}") from error
 
 
 def refuse_special_files(*paths: Path) -> None:

@@ -1,7 +1,5 @@
 """Stopping a run: the first Ctrl-C or SIGTERM is answered at once and obeyed when the step is done."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGML_QUANT_VERSION, GGMLQuantizationType, LlamaFileType
+from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, LlamaFileType
 
 from jllama.checkpoints.gguf_file import MAGIC, OURS, PLAIN, TypedTensor, read_gguf_file, shortest, write_gguf_file
 from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, matched, reordered
@@ -23,7 +23,7 @@ from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
 from jllama.files import fault_of
 from jllama.parameters import TensorSpec, parameter_table, tensor_specs
-from jllama.rope_scaling import ROPE_SCALINGS, Llama3Scaling, RopeScaling, YarnScaling, inverse_frequencies
+from jllama.rope_scaling import ROPE_SCALINGS, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from jllama.tokenizers.gguf import from_gguf, to_gguf
 
 ARCHITECTURE = "llama"
@@ -36,13 +36,7 @@ _TOLERANCE = 1e-5  # of float32 divisors that were worked out in float32
 _TYPICAL = LlamaConfig()
 Dtype = np.dtype[Any] | Literal["q8_0"] | None
 
-_FILE_TYPES = {
-    GGMLQuantizationType.F32: LlamaFileType.ALL_F32,
-    GGMLQuantizationType.F16: LlamaFileType.MOSTLY_F16,
-    GGMLQuantizationType.BF16: LlamaFileType.MOSTLY_BF16,
-    GGMLQuantizationType.Q8_0: LlamaFileType.MOSTLY_Q8_0,
-}
-_TYPES = {PLAIN[type_]: type_ for type_ in _FILE_TYPES if type_ in PLAIN}
+_TYPES = {dtype: type_ for type_, dtype in PLAIN.items() if type_ != GGMLQuantizationType.F64}  # llama.cpp's
 _FIELDS = {
     **{"num_layers": "block_count", "embed_dim": "embedding_length", "num_heads": "attention.head_count"},
     **{"num_kv_heads": "attention.head_count_kv", "head_dim": "attention.key_length", "mlp_dim": "feed_forward_length"},
@@ -50,6 +44,7 @@ _FIELDS = {
 }
 """The key of each field of ``LlamaConfig``."""
 
+_UNSCALED = LinearScaling(1.0)
 _DEFAULTS = {"num_kv_heads": 0, "head_dim": 0, "rope_theta": 10_000.0}
 
 _SAME_SIZE = ("attention.value_length", "rope.dimension_count")  # as head_dim, in jllama
@@ -58,7 +53,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale"), (0, 1)),
     **dict.fromkeys(("rope.scaling.alpha", "rope.scaling.yarn_log_multiplier"), (0,)),
     "rope.scaling.yarn_ext_factor": (-1, 1),
-    "attention.causal": (True,),
+    **dict.fromkeys(("attention.causal", "rope.scaling.attn_factor"), (1,)),  # the latter has one with yarn alone
     "use_parallel_residual": (False,),
 }
 """Keys of which only these values describe a model that jllama has."""
@@ -68,16 +63,15 @@ _UNUSED = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
 
 def recognizes(path: Path) -> bool:
     """Tell whether this is a GGUF file, or a folder that holds exactly one."""
-    file = _only_file(path)
-    if file is None or not file.is_file():
+    if not (file := _only_file(path)).is_file():
         return False
     with file.open("rb") as opened:
         return opened.read(len(MAGIC)) == MAGIC
 
 
-def _only_file(path: Path) -> Path | None:
-    files = list(path.glob("*.gguf")) if path.is_dir() else [path]
-    return files[0] if len(files) == 1 else None
+def _only_file(path: Path) -> Path:
+    files = list(path.glob("*.gguf"))  # of a file there are none
+    return files[0] if len(files) == 1 else path
 
 
 def read(path: Path) -> Checkpoint:
@@ -86,9 +80,7 @@ def read(path: Path) -> Checkpoint:
     With any quantized matrix, everything is float32. Otherwise a tensor has its own dtype; a norm, which every GGUF
     file stores as float32, has the one 16-bit dtype of all the matrices if that holds its values exactly.
     """
-    if (file := _only_file(path)) is None:
-        raise JllamaError(f"{path} does not hold exactly one .gguf file: give the file itself")
-    metadata, stored = read_gguf_file(file)
+    metadata, stored = read_gguf_file(file := _only_file(path))
     if (parts := metadata.get("split.count", 1)) != 1:
         raise JllamaError(f"{file} is one of {parts} parts of a model: join them with llama-gguf-split --merge")
     if (architecture := metadata.get("general.architecture")) != ARCHITECTURE:
@@ -99,12 +91,16 @@ def read(path: Path) -> Checkpoint:
     template = metadata.get(CHAT_TEMPLATE)
     if not isinstance(template, str | None):
         raise JllamaError(f"{file} has a {CHAT_TEMPLATE} that is no string")
-    stop_ids = _read_stop_ids(metadata, config, file)
+    stops = {key: metadata[key] for key in STOP_KEYS if key in metadata}
+    for key, token in stops.items():
+        if type(token) is not int or not 0 <= token < config.vocab_size:
+            right = f"a token id below {config.vocab_size}"
+            raise JllamaError(f"{file} has {key} {reprlib.repr(token)}; it must be {right}")
     if TOKENIZER not in metadata:
         print(f"note: {file} has no {TOKENIZER}, so the model is without a tokenizer", file=sys.stderr)
     has_tokenizer = metadata.get(TOKENIZER) not in (None, NO_TOKENIZER, "none")
     tokenizer = from_gguf(metadata, str(file)) if has_tokenizer else None
-    return Checkpoint(config, tensors, tokenizer, template, stop_ids)
+    return Checkpoint(config, tensors, tokenizer, template, tuple(dict.fromkeys(stops.values())))
 
 
 def _narrowed(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
@@ -129,8 +125,6 @@ def _read_config(metadata: Mapping[str, Any], tensors: Mapping[str, FileTensor],
         value = fields.pop(name, default)
         if value is None:
             raise JllamaError(f"{source} lacks the key {prefix}{name}")
-        if kind is float and type(value) is int:
-            value = float(value)
         if type(value) is not kind or (kind is float and not math.isfinite(value)):
             raise JllamaError(f"{source} has {prefix}{name} {reprlib.repr(value)}; it must be one {kind.__name__}")
         return value
@@ -172,18 +166,15 @@ def _read_rope_scaling(
         ours: take(f"rope.scaling.{theirs}", type(defaults[ours]), defaults[ours]) or defaults[ours]
         for ours, theirs in {item for kind in kinds.values() for item in kind.gguf.items()}
     }
-    is_plain = name == "none" or (name == "linear" and values["factor"] == 1)
-    scaling = None if is_plain else kinds[name](**{ours: values[ours] for ours in kinds[name].gguf})
-    usual = scaling.attention_factor if scaling else 1.0
+    scaling = kinds[name](**{ours: values[ours] for ours in kinds[name].gguf}) if name in kinds else _UNSCALED
+    usual = scaling.attention_factor
     # The converter puts the whole factor here, llama.cpp does not look: only where both agree is the meaning clear.
     whole = take("rope.scaling.yarn_attn_factor", float, usual)
     if not math.isclose(whole, usual, rel_tol=_TOLERANCE):
         raise JllamaError(f"{source} has {key}yarn_attn_factor {whole}, which llama.cpp ignores: it must be {usual}")
-    attention = take("rope.scaling.attn_factor", float, 1.0)
     if isinstance(scaling, YarnScaling):
+        attention = take("rope.scaling.attn_factor", float, 1.0)
         scaling = dataclasses.replace(scaling, attention_factor=attention * usual)
-    elif attention != 1:
-        raise JllamaError(f"{source} has {key}attn_factor {attention}, which jllama supports for yarn alone")
     # What llama.cpp divides frequencies by, whatever its keys say.
     half = config.head_dim // 2
     stored = tensors.get(ROPE_FREQS, np.ones(half, np.float32))
@@ -199,28 +190,17 @@ def _read_rope_scaling(
             candidates = [RopeScaling.from_fields({"type": "llama3"} | noted)]
         else:
             candidates.append(Llama3Scaling(shortest(float(divisors.max()))))
-    expected = [*_frequencies(config, scaling), scaling.attention_factor if scaling else 1.0]
+    expected = [*_frequencies(config, scaling), scaling.attention_factor]
     for candidate in candidates:
-        actual = [*_frequencies(config, candidate) * divisors, candidate.attention_factor if candidate else 1.0]
+        actual = [*_frequencies(config, candidate) * divisors, candidate.attention_factor]
         if np.allclose(actual, expected, rtol=_TOLERANCE, atol=0):
-            return candidate
+            return None if candidate == _UNSCALED else candidate
     how = f"by {key}type {name!r} and the divisors in {ROPE_FREQS}, as no type of jllama's does"
     raise JllamaError(f"{source} scales rotary frequencies, {how}: convert the model again, from another format")
 
 
-def _frequencies(config: LlamaConfig, scaling: RopeScaling | None) -> np.ndarray:
-    if scaling is None:
-        return np.array(inverse_frequencies(config.head_dim, config.rope_theta))
+def _frequencies(config: LlamaConfig, scaling: RopeScaling) -> np.ndarray:
     return np.array(scaling.frequencies(config.head_dim, config.rope_theta, config.max_seq_len))
-
-
-def _read_stop_ids(metadata: Mapping[str, Any], config: LlamaConfig, source: Path) -> tuple[int, ...]:
-    stops = {key: metadata[key] for key in STOP_KEYS if metadata.get(key) is not None}
-    size = config.vocab_size
-    for key, token in stops.items():
-        if type(token) is not int or not 0 <= token < size:
-            raise JllamaError(f"{source} has {key} {reprlib.repr(token)}; it must be a token id below {size}")
-    return tuple(dict.fromkeys(stops.values()))
 
 
 def write(checkpoint: Checkpoint, target: Path, dtype: Dtype, on_progress: OnProgress) -> None:
@@ -229,48 +209,43 @@ def write(checkpoint: Checkpoint, target: Path, dtype: Dtype, on_progress: OnPro
     Norms are always float32, as llama.cpp demands. With ``q8_0``, a matrix whose rows are no multiple of 32 long is
     float16, as llama.cpp's own converter has it.
     """
-    config = checkpoint.config
+    config, tokenizer = checkpoint.config, checkpoint.tokenizer
     rope_keys, divisors = _rope_scaling_to_write(config)
-    metadata = _metadata_to_write(checkpoint) | rope_keys
     tensors: list[TypedTensor] = []
     for spec in tensor_specs(config):
         tensor = reordered(spec, checkpoint.tensors[spec.key], config, to_half_split=False)
         tensors.append((spec.name("gguf"), tensor, _type_to_write(spec, tensor, dtype)))
-    matrix_types = collections.Counter(type_ for _, tensor, type_ in tensors if len(tensor.shape) > 1)
-    metadata["general.file_type"] = int(_FILE_TYPES[matrix_types.most_common(1)[0][0]])
+    matrix_types = collections.Counter(type_.name for _, tensor, type_ in tensors if len(tensor.shape) > 1)
     if divisors is not None:
         tensors.append((ROPE_FREQS, divisors.astype(np.float32), GGMLQuantizationType.F32))
+    # The keys: the file's, the architecture's, the tokenizer's.
+    main_type = matrix_types.most_common(1)[0][0]
+    file_type = LlamaFileType[f"{'ALL' if main_type == 'F32' else 'MOSTLY'}_{main_type}"]
+    metadata: dict[str, Any] = {"general.architecture": ARCHITECTURE, "general.name": "Llama"}
+    metadata |= {"general.quantization_version": GGML_QUANT_VERSION, "general.file_type": int(file_type)}
+    fields = {key: type(getattr(_TYPICAL, name))(getattr(config, name)) for name, key in _FIELDS.items()}
+    fields |= {"vocab_size": config.vocab_size} | dict.fromkeys(_SAME_SIZE, config.head_dim)
+    metadata |= {f"{ARCHITECTURE}.{key}": value for key, value in fields.items()} | rope_keys
+    metadata |= to_gguf(tokenizer, config.vocab_size) if tokenizer else {TOKENIZER: NO_TOKENIZER}
+    if checkpoint.chat_template is not None:
+        metadata[CHAT_TEMPLATE] = checkpoint.chat_template
+    metadata |= _stop_ids_to_write(checkpoint, metadata.get("tokenizer.ggml.tokens", ()))
     write_gguf_file(target, metadata, tensors, on_progress)
 
 
 def _type_to_write(spec: TensorSpec, tensor: FileTensor, dtype: Dtype) -> GGMLQuantizationType:
     if dtype == "q8_0":
-        block, _ = GGML_QUANT_SIZES[GGMLQuantizationType.Q8_0]
-        type_ = GGMLQuantizationType.F16 if spec.shape[-1] % block else GGMLQuantizationType.Q8_0
+        type_ = GGMLQuantizationType.F16 if spec.shape[-1] % 32 else GGMLQuantizationType.Q8_0
     elif (type_ := _TYPES.get(np.dtype(dtype or tensor.dtype))) is None:
         what = f"{np.dtype(dtype or tensor.dtype).name} for {spec.name('gguf')}"
         raise JllamaError(f"llama.cpp has no {what}: choose float32, float16, bfloat16 or q8_0")
     return type_ if spec.parameter.is_matrix else GGMLQuantizationType.F32
 
 
-def _metadata_to_write(checkpoint: Checkpoint) -> dict[str, Any]:
-    config, tokenizer = checkpoint.config, checkpoint.tokenizer
-    fields = {key: type(getattr(_TYPICAL, name))(getattr(config, name)) for name, key in _FIELDS.items()}
-    fields |= {"vocab_size": config.vocab_size} | dict.fromkeys(_SAME_SIZE, config.head_dim)
-    metadata: dict[str, Any] = {"general.architecture": ARCHITECTURE, "general.name": "Llama"}
-    metadata["general.quantization_version"] = GGML_QUANT_VERSION
-    metadata |= {f"{ARCHITECTURE}.{key}": value for key, value in fields.items()}
-    metadata |= to_gguf(tokenizer, config.vocab_size) if tokenizer else {TOKENIZER: NO_TOKENIZER}
-    if checkpoint.chat_template is not None:
-        metadata[CHAT_TEMPLATE] = checkpoint.chat_template
-    return metadata | _stop_ids_to_write(checkpoint, metadata.get("tokenizer.ggml.tokens", ()))
-
-
 def _stop_ids_to_write(checkpoint: Checkpoint, tokens: Sequence[str]) -> dict[str, Any]:
     """EOS is the tokenizer's; of the others, ``<|eom_id|>`` ends a message and any other one a turn."""
-    stops = list(dict.fromkeys(checkpoint.stop_ids))
-    if checkpoint.tokenizer is not None:
-        stops = [checkpoint.tokenizer.eos_id, *(token for token in stops if token != checkpoint.tokenizer.eos_id)]
+    first = [checkpoint.tokenizer.eos_id] if checkpoint.tokenizer else []
+    stops = list(dict.fromkeys([*first, *checkpoint.stop_ids]))
     if len(stops) > len(STOP_KEYS):
         raise JllamaError(f"GGUF has 3 keys for tokens that end an answer, and this model has {len(stops)}: {stops}")
     keys: dict[str, Any] = {}
@@ -287,7 +262,7 @@ def _rope_scaling_to_write(config: LlamaConfig) -> tuple[dict[str, Any], np.ndar
         return {}, None
     keys: dict[str, Any] = {OURS + name: value for name, value in dataclasses.asdict(scaling).items()}
     if not scaling.gguf and not scaling.grows and scaling.attention_factor == 1:
-        return keys, _frequencies(config, None) / _frequencies(config, scaling)
+        return keys, _frequencies(config, _UNSCALED) / _frequencies(config, scaling)
     if not scaling.gguf:
         raise JllamaError(f"GGUF has no RoPE scaling of type {scaling.type}: convert to another format (hf, orbax)")
     keys |= {key + theirs: getattr(scaling, ours) for ours, theirs in scaling.gguf.items()}

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
-from gguf.quants import dequantize, quantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, GGUFWriter
+from gguf.quants import dequantize, quant_shape_to_byte_shape, quantize
 
 from jllama.checkpoints.tensors import FileTensor, OnProgress, blocks
 from jllama.errors import JllamaError
@@ -24,17 +24,12 @@ _MAX_DIMS, _MAX_ARRAY = 4, 1 << 24
 OURS = "jllama.rope_scaling."
 """Keys that only jllama writes and reads: the fields of the scaling, which llama.cpp has folded into other numbers."""
 
-PLAIN: dict[GGMLQuantizationType, np.dtype[Any]] = {
-    GGMLQuantizationType.F32: np.dtype(np.float32),
-    GGMLQuantizationType.F16: np.dtype(np.float16),
-    GGMLQuantizationType.BF16: np.dtype(jnp.bfloat16),
-    GGMLQuantizationType.F64: np.dtype(np.float64),
-}
+_FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "F64": np.float64}
+PLAIN = {GGMLQuantizationType[name]: np.dtype(type_) for name, type_ in _FLOATS.items()}
 _NUMBERS = dict(zip([*range(8), *range(10, 13)], "BbHhIif?Qqd", strict=True))
 """The struct codes of the numeric value types: UINT8 to BOOL, then UINT64 to FLOAT64."""
 
-_TensorInfo = tuple[GGMLQuantizationType, tuple[int, ...], int]
-"""A tensor's type, shape, and offset from where the tensors begin."""
+_TensorInfo = tuple[GGMLQuantizationType, tuple[int, ...], int]  # type, shape, offset from where the tensors begin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +54,8 @@ def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
     beside quantized ones, 16-bit ones too are read as float32. A file that is truncated or makes no sense, or a tensor
     that cannot be dequantized, raises JllamaError.
     """
-    if not path.is_file():
-        raise JllamaError(f"there is no GGUF file at {path}")
-    if (size := path.stat().st_size) < 24:
-        raise JllamaError(f"{path} is truncated: it has {size} bytes, less than a GGUF header")
+    if not path.is_file() or (size := path.stat().st_size) < 24:
+        raise JllamaError(f"there is no GGUF file at {path}, or it is truncated to less than a header")
     data = np.memmap(path, np.uint8, "r")
     header = _Header(path, data.data)
     if header.take(4) != MAGIC:
@@ -76,7 +69,7 @@ def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise JllamaError(f"{path} has general.alignment {alignment!r}; it must be a power of two")
-    first = _aligned(header.offset, alignment)
+    first = GGUFWriter.ggml_pad(header.offset, alignment)
     is_quantized = any(type_ not in PLAIN for type_, _, _ in infos.values())
     tensors: dict[str, FileTensor] = {}
     next_offset, previous = 0, "the header"
@@ -92,19 +85,14 @@ def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
             tensors[name] = stored.view(PLAIN[type_]).reshape(shape)
         else:
             tensors[name] = QuantizedTensor(stored.reshape(shape[0], -1), type_, shape)
-        next_offset, previous = _aligned(stop - first, alignment), name
+        next_offset, previous = GGUFWriter.ggml_pad(stop - first, alignment), name
     if (excess := size - first - next_offset) > 0:
         raise JllamaError(f"{path} has {excess} bytes after {previous}, so its type or size is wrong: fetch it again")
-    return metadata, {name: tensors[name] for name in infos}
-
-
-def _aligned(offset: int, alignment: int = _ALIGNMENT) -> int:
-    return -(-offset // alignment) * alignment
+    return metadata, tensors
 
 
 def _num_bytes(shape: tuple[int, ...], type_: GGMLQuantizationType) -> int:
-    block, block_bytes = GGML_QUANT_SIZES[type_]
-    return math.prod(shape) // block * block_bytes
+    return math.prod(quant_shape_to_byte_shape(shape, type_))
 
 
 class _Header:
@@ -212,7 +200,7 @@ def write_gguf_file(
     for name, tensor, type_ in tensors:
         dims = tensor.shape[::-1]
         parts += [_text(name), struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, type_, offset)]
-        offset += _aligned(_num_bytes(tensor.shape, type_))
+        offset += GGUFWriter.ggml_pad(_num_bytes(tensor.shape, type_), _ALIGNMENT)
     header = b"".join(parts)
     with path.open("wb") as file:
         file.write(header + bytes(-len(header) % _ALIGNMENT))
@@ -231,24 +219,20 @@ def _text(text: str) -> bytes:
 
 def _value(key: str, value: Any) -> bytes:
     """A value after its type: unsigned 32-bit integers, float32 (float64 in keys that are ours alone), lists."""
-    match value:
-        case str():
-            return struct.pack("<I", GGUFValueType.STRING) + _text(value)
-        case bool():
-            type_ = GGUFValueType.BOOL
-        case int():
-            type_ = GGUFValueType.UINT32
-            if not 0 <= value < 1 << 32:
-                raise JllamaError(f"GGUF stores {key} in 32 bits, which cannot hold {value}: convert to another format")
-        case float():
-            type_ = GGUFValueType.FLOAT64 if key.startswith(OURS) else GGUFValueType.FLOAT32
-            if type_ == GGUFValueType.FLOAT32 and shortest(value) != value:
-                raise JllamaError(f"GGUF stores {key} as float32, which cannot hold {value!r}: convert to hf or orbax")
+    is_array = isinstance(value, list)
+    values: list[Any] = value if is_array else [value]
+    match values:
         case [] | [str(), *_]:
-            data = b"".join(map(_text, value))
-            return struct.pack("<IIQ", GGUFValueType.ARRAY, GGUFValueType.STRING, len(value)) + data
+            type_ = GGUFValueType.STRING
+        case [bool(), *_]:
+            type_ = GGUFValueType.BOOL
+        case [float(), *_]:
+            type_ = GGUFValueType.FLOAT64 if key.startswith(OURS) else GGUFValueType.FLOAT32
         case _:
-            type_ = GGUFValueType.FLOAT32 if isinstance(value[0], float) else GGUFValueType.INT32
-            data = np.array(value, "<" + _NUMBERS[type_]).tobytes()
-            return struct.pack("<IIQ", GGUFValueType.ARRAY, type_, len(value)) + data
-    return struct.pack("<I" + _NUMBERS[type_], type_, value)
+            type_ = GGUFValueType.INT32 if is_array else GGUFValueType.UINT32
+    is_inexact = type_ == GGUFValueType.FLOAT32 and not is_array and shortest(value) != value
+    if is_inexact or (type_ == GGUFValueType.UINT32 and not 0 <= values[0] < 1 << 32):
+        raise JllamaError(f"GGUF stores {key} as {type_.name}, which cannot hold {value!r}: convert to hf or orbax")
+    data = np.array(values, "<" + _NUMBERS[type_]).tobytes() if type_ in _NUMBERS else b"".join(map(_text, values))
+    head = (GGUFValueType.ARRAY, type_, len(values)) if is_array else (type_,)
+    return struct.pack("<IIQ" if is_array else "<I", *head) + data

@@ -8,17 +8,17 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import yaml
 
 from jllama.checkpoints.huggingface import read_text_files, write_chat_files
-from jllama.checkpoints.tensors import Checkpoint, OnProgress, TensorsOfParams, load_params
+from jllama.checkpoints.tensors import Checkpoint, OnProgress, load_params
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.files import fault_of, refuse_special_files, write_text_whole
 
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
+_FAULT = "does not describe a model"
 
 
 def recognizes(path: Path) -> bool:
@@ -29,18 +29,14 @@ def recognizes(path: Path) -> bool:
 def read_config(folder: Path) -> dict[str, Any]:
     """What a run's ``config.yaml`` holds. If it cannot be read, or is no mapping, that is a JllamaError."""
     refuse_special_files(folder / CONFIG)
-    with fault_of(_said(folder), OSError, yaml.YAMLError, ValueError, TypeError, RecursionError):
+    with fault_of(f"{folder / CONFIG} {_FAULT}", OSError, yaml.YAMLError, ValueError, TypeError, RecursionError):
         return {**yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))}
 
 
 def read_model_config(folder: Path) -> LlamaConfig:
     """The architecture that a run was trained with. If it cannot be read, that is a JllamaError."""
-    with fault_of(_said(folder), KeyError, TypeError, ValueError):  # also numbers too long to be printed
-        return LlamaConfig(**{**read_config(folder)["model"]})
-
-
-def _said(folder: Path) -> str:
-    return f"{folder / CONFIG} does not describe a model"
+    with fault_of(f"{folder / CONFIG} {_FAULT}", KeyError, TypeError, ValueError):
+        return LlamaConfig(**{**read_config(folder)["model"]})  # ValueError: a number is too long to be printed
 
 
 def read(path: Path, step: int | None = None) -> Checkpoint:
@@ -60,16 +56,10 @@ def read(path: Path, step: int | None = None) -> Checkpoint:
 
 
 def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_progress: OnProgress) -> None:
-    """Write a model as a run of step 0 into a folder: enough to sample from it and to train it on.
-
-    Parameters that are in memory in the training layout are saved as they are; others are read first.
-    """
+    """Write a model as a run of step 0 into a folder, all read first: enough to sample from it and to train it on."""
     from jllama.checkpoints.run_checkpoints import RunCheckpoints
 
-    tensors = checkpoint.tensors
-    params = tensors.params if isinstance(tensors, TensorsOfParams) else None
-    if not isinstance(params, dict) or any(leaf.dtype != (dtype or leaf.dtype) for leaf in jax.tree.leaves(params)):
-        params = load_params(checkpoint, dtype, on_progress=lambda num_bytes: on_progress(num_bytes // 2))
+    params = load_params(checkpoint, dtype, on_progress=on_progress)
     model = dataclasses.asdict(checkpoint.config)
     write_text_whole(target / CONFIG, yaml.safe_dump({"model": model}, sort_keys=False))
     if checkpoint.tokenizer is not None:

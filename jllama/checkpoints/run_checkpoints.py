@@ -46,21 +46,17 @@ class RunCheckpoints:
         self.folder = folder.resolve()
         if not read_only:
             self._sweep()
-        arrays = ocp.PyTreeCheckpointHandler
-        handlers: dict[str, Any] = {name: arrays(use_compression=False) for name in ("params", "state")}
-        handlers["meta"] = ocp.JsonCheckpointHandler()
+        params, state = (ocp.PyTreeCheckpointHandler(use_compression=False) for _ in range(2))
+        handlers = {"params": params, "state": state, "meta": ocp.JsonCheckpointHandler()}
         latest = checkpoint_managers.LatestN(keep_last)
         loss = operator.itemgetter("validation_loss")
         best = checkpoint_managers.BestN(get_metric_fn=loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
+        reading: dict[str, Any] = {"read_only": True, "create": False, "save_interval_steps": 0}
         options = ocp.CheckpointManagerOptions(
             best_fn=loss,
             best_mode="min",
             preservation_policy=checkpoint_managers.AnyPreservationPolicy([latest, best]),
-            cleanup_tmp_directories=not read_only,
-            read_only=read_only,
-            create=not read_only,
-            todelete_subdir=None if read_only else _UNWANTED,
-            save_interval_steps=0 if read_only else 1,
+            **(reading if read_only else {"cleanup_tmp_directories": True, "todelete_subdir": _UNWANTED}),
         )
         with _reading(self.folder):
             refuse_special_files(*_files_below(self.folder))

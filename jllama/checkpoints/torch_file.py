@@ -29,12 +29,8 @@ from jllama.errors import JllamaError
 MAX_INDEX_BYTES = 4 << 20
 """Limit for ``data.pkl`` and the zip directory. A pickle takes about 200 bytes a tensor; Llama 3.1 405B has 1,138."""
 
-_STORAGES: dict[str, np.dtype[Any]] = {
-    "torch.DoubleStorage": np.dtype(np.float64),
-    "torch.FloatStorage": np.dtype(np.float32),
-    "torch.HalfStorage": np.dtype(np.float16),
-    "torch.BFloat16Storage": np.dtype(jnp.bfloat16),
-}
+_FLOATS = {"Double": np.float64, "Float": np.float32, "Half": np.float16, "BFloat16": jnp.bfloat16}
+_STORAGES: dict[str, np.dtype[Any]] = {f"torch.{name}Storage": np.dtype(type_) for name, type_ in _FLOATS.items()}
 _CALLS = ("collections.OrderedDict", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter")
 _OPERATIONS = (
     "PROTO FRAME BINUNICODE SHORT_BINUNICODE BININT BININT1 BININT2 LONG1 NONE NEWTRUE NEWFALSE EMPTY_TUPLE MARK TUPLE "
@@ -76,7 +72,7 @@ class _Directory(io.FileIO):
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > MAX_INDEX_BYTES:
-            raise zipfile.BadZipFile(f"its directory claims {size} bytes; jllama reads at most {MAX_INDEX_BYTES}")
+            raise zipfile.BadZipFile(f"its directory or data.pkl claims {size} bytes; jllama reads {MAX_INDEX_BYTES}")
         return super().read(size)
 
 
@@ -101,8 +97,6 @@ def _entries(archive: zipfile.ZipFile, file: io.FileIO) -> tuple[bytes, dict[str
         entries[name.removeprefix(folder)] = mapped[start : start + info.file_size]
     if "byteorder" in entries and entries["byteorder"].tobytes() != b"little":
         raise JllamaError("is of a big-endian machine: torch.load it on a little-endian one and torch.save it")
-    if (size := infos[pickles[0]].file_size) > MAX_INDEX_BYTES:
-        raise JllamaError(f"has a data.pkl of {size} bytes; jllama reads at most {MAX_INDEX_BYTES}")
     return archive.read(pickles[0]), entries  # with its checksum
 
 
