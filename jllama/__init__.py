@@ -16,9 +16,11 @@ module, ``train`` trains one, ``compile_training`` is for a training loop of you
 What goes wrong is a ``JllamaError``, a wrong argument its ``UsageError``.
 """
 
+import ast
 import difflib
 import importlib
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # isort: off
@@ -57,30 +59,9 @@ __version__ = "0.1.0"
 if os.environ.get("JLLAMA_CHECK_SHAPES", "0") not in ("", "0"):
     importlib.import_module("jllama.typecheck")  # before all other modules, which it changes as they are imported
 
-_NAMES = {
-    "jllama": "check functional oracle",
-    "jllama.checkpoints.registry": "FORMATS Format convert load load_tokenizer save",
-    "jllama.config": "LlamaConfig",
-    "jllama.rope_scaling": "DynamicScaling LinearScaling Llama3Scaling RopeScaling YarnScaling",
-    "jllama.language_model": "LanguageModel",
-    "jllama.decode_params": "DecodeParams decode_layout",
-    "jllama.errors": "JllamaError UsageError",
-    "jllama.conversation.conversation": "Conversation chat",
-    "jllama.generation.sampling_params": "Prompt SamplingParams",
-    "jllama.generation.prefill": "PrefixCache",
-    "jllama.generation.text": "Completion generate stream warm_up",
-    "jllama.model": "KVCache Llama build_model initial_params",
-    "jllama.presets": "PRESETS preset",
-    "jllama.data.batches": "training_batches",
-    "jllama.data.config": "DataConfig",
-    "jllama.data.tokens": "prepare_data",
-    "jllama.sharding": "make_mesh",
-    "jllama.training.config": "LoopConfig OptimizerConfig TrainConfig",
-    "jllama.training.loop": "train",
-    "jllama.training.optimizer": "OPTIMIZERS",
-    "jllama.training.step": "TrainState compile_training",
-}
-_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+_IMPORTS = [node for node in ast.walk(ast.parse(Path(__file__).read_text())) if isinstance(node, ast.ImportFrom)]
+_HOMES = {alias.name: str(node.module) for node in _IMPORTS for alias in node.names if alias.asname}
+"""The module of each public name: the imports above, so that there is one list of them."""
 
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -32,11 +32,6 @@ class DecodeParams:
         return self.weights["final_norm"].dtype
 
     @property
-    def sharding(self) -> jax.sharding.Sharding:
-        """Where the parameters are; of several devices a ``NamedSharding`` of their mesh."""
-        return self.weights["final_norm"].sharding
-
-    @property
     def quantized(self) -> bool:
         """Whether the matrices are int8."""
         return self.weights["embed"].scale is not None

@@ -6,7 +6,7 @@ Compiled code takes ``params`` (see ``jllama.parameters``) and begins with ``lla
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -194,7 +194,7 @@ class Llama(_Module):
         positions = lengths[:, None] + jnp.arange(tokens.shape[1])
         kv_seq = tokens.shape[1] if cache is None else cache.keys[0].shape[2]
         if attention == "auto":
-            attention = F.choose_attention(jax.default_backend(), tokens.shape[1], kv_seq, backward=False)
+            attention = F.choose_attention(tokens.shape[1], kv_seq, backward=False)
         mask = F.Mask(offset=None if cache is None else lengths)
         attend, x = attention_inputs(self.config, positions, mask, implementation=attention), self._embed(tokens)
         updated = []
@@ -291,12 +291,12 @@ def rope_frequencies(config: LlamaConfig, seq_len: int = 0) -> np.ndarray:
 def build_model(config: LlamaConfig, params: Params | DecodeParams) -> Llama:
     """The module with these parameters in it, of either layout: the first line of a compiled function."""
     unrolled = isinstance(params, DecodeParams)
-    return nnx.merge(_graph(config, "unrolled" if unrolled else "stacked"), params.weights if unrolled else params)
+    return nnx.merge(_graph(config, unrolled), params.weights if unrolled else params)
 
 
 def build_layer(config: LlamaConfig, weights: Params) -> Layer:
     """One block by itself with these weights in it: a value of an unstacked ``params["layers"]``."""
-    return nnx.merge(_graph(config, "layer"), weights)
+    return nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: _layer(config, 0))), weights)
 
 
 def initial_params(key: Array, config: LlamaConfig) -> Params:
@@ -310,12 +310,10 @@ def abstract_params(config: LlamaConfig) -> Params:
 
 
 @functools.cache
-def _graph(config: LlamaConfig, layout: Literal["stacked", "unrolled", "layer"]) -> nnx.GraphDef[Any]:
-    layer = nnx.eval_shape(lambda: _layer(config, 0))
-    if layout == "layer":
-        return nnx.graphdef(layer)
+def _graph(config: LlamaConfig, unrolled: bool) -> nnx.GraphDef[Llama]:
     llama = nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0)))
-    if layout == "unrolled":
+    if unrolled:
+        layer = nnx.eval_shape(lambda: _layer(config, 0))
         llama.layers = nnx.Dict({str(i): nnx.clone(layer) for i in range(config.num_layers)})
     return nnx.graphdef(llama)
 

@@ -16,8 +16,7 @@ from jllama.errors import UsageError
 
 Params = dict[str, Any]
 
-Axis = str  # a key of
-_SIZES: dict[Axis, str] = {
+_SIZES = {
     **{"layers": "num_layers", "vocab": "vocab_size", "embed": "embed_dim", "mlp": "mlp_dim"},
     **{"heads": "num_heads", "kv_heads": "num_kv_heads", "head_dim": "head_dim"},
 }
@@ -42,8 +41,8 @@ class Parameter:
         when: whether a model of a configuration has it.
     """
 
-    axes: tuple[Axis, ...]
-    inputs: tuple[Axis, ...] = ()
+    axes: tuple[str, ...]
+    inputs: tuple[str, ...] = ()
     meta: str = ""
     huggingface: str = ""
     gguf: str = ""
@@ -64,14 +63,9 @@ class Parameter:
         return f"{prefix}.{layer}.{name}.{suffix}" if self.axes[0] == "layers" else f"{name}.{suffix}"
 
     @property
-    def outputs(self) -> tuple[Axis, ...]:
+    def outputs(self) -> tuple[str, ...]:
         """The axes that are neither ``layers`` nor inputs."""
         return tuple(axis for axis in self.axes if axis not in ("layers", *self.inputs))
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether it takes part in matrix products (and so is decayed)."""
-        return self.role == "matrix"
 
 
 def _row(axes: str, names: str, llama2c: int, **others: Any) -> Parameter:
@@ -170,7 +164,7 @@ def training_flops_per_token(config: LlamaConfig, seq_len: int) -> float:
     Source: Chowdhery et al. 2022, appendix B (arXiv:2204.02311).
     """
     used = {path: row for path, row in parameter_table(config).items() if config.tie_embeddings or path != "embed"}
-    matrices = sum(math.prod(shape_of(row, config)) for row in used.values() if row.is_matrix)
+    matrices = sum(math.prod(shape_of(row, config)) for row in used.values() if row.role == "matrix")
     return 6.0 * matrices + 12.0 * config.num_layers * config.num_heads * config.head_dim * seq_len
 
 

@@ -65,22 +65,23 @@ class RopeScaling:
     @staticmethod
     def from_fields(fields: Mapping[str, Any]) -> RopeScaling:
         """The scaling of these fields (other types' at defaults), or ``UsageError`` if one is wrong or missing."""
-        kind = ROPE_SCALINGS.get(str(name := fields.get("type")))
+        given = dict(fields)
+        kind = ROPE_SCALINGS.get(str(name := given.pop("type", None)))
         if kind is None:
             raise UsageError(f"rope_scaling.type is {reprlib.repr(name)}; it must be one of {', '.join(ROPE_SCALINGS)}")
         own = {name: argument.default for name, argument in inspect.signature(kind).parameters.items()}
         defaults = {field.name: field.default for each in ROPE_SCALINGS.values() for field in dataclasses.fields(each)}
-        if missing := [name for name in own if name not in fields and own[name] is inspect.Parameter.empty]:
-            raise UsageError(f"rope_scaling.{missing[0]} is missing")
-        given = {name: value for name, value in fields.items() if name != "type"}
+        for name in own:
+            if own[name] is inspect.Parameter.empty and name not in given:
+                raise UsageError(f"rope_scaling.{name} is missing")
         for name, value in given.items():
-            said = f"rope_scaling.{name} is {reprlib.repr(value)}"
             if name not in own and (name not in defaults or value != defaults[name]):
-                raise UsageError(f"{said}; {kind.type} has no such field")
+                raise UsageError(f"rope_scaling.{name} is {reprlib.repr(value)}; {kind.type} has no such field")
             whole = type(own.get(name)) is int
             if name in own and type(value) not in ([int] if whole else [int, float]):
-                raise UsageError(f"{said}; it must be a {'whole ' * whole}number")
-        return kind(**{name: value for name, value in given.items() if name in own})
+                said = f"it must be a {'whole ' * whole}number"
+                raise UsageError(f"rope_scaling.{name} is {reprlib.repr(value)}; {said}")
+        return kind(**{name: given[name] for name in own if name in given})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,8 +176,3 @@ class YarnScaling(RopeScaling):
         low = max(math.floor(index(self.beta_fast)), 0)
         high = max(min(math.ceil(index(self.beta_slow)), head_dim - 1), low + 1e-3)
         return 1 - (i - low) / (high - low)
-
-    def to_huggingface(self) -> dict[str, Any]:
-        """An attention factor of the paper's need not be said."""
-        unsaid = "attention_factor" if self.attention_factor == self.usual_attention_factor else ""
-        return {name: value for name, value in super().to_huggingface().items() if name != unsaid}

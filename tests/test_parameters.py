@@ -109,7 +109,7 @@ def test_published_counts(config, count):
 
 
 def test_only_norm_scales_are_no_matrices():
-    not_matrices = {path for path, row in parameter_table(SMALL).items() if not row.is_matrix}
+    not_matrices = {path for path, row in parameter_table(SMALL).items() if row.role != "matrix"}
     assert not_matrices == {"layers/attn_norm", "layers/mlp_norm", "final_norm"}
 
 
@@ -132,7 +132,7 @@ def test_initial_values_of_every_leaf(tie_embeddings):
     }
     for path, row in parameter_table(config).items():
         values = np.float64(leaves[path])
-        if not row.is_matrix:
+        if row.role != "matrix":
             np.testing.assert_array_equal(values, 1.0)
             continue
         assert initial_std(row, config) == pytest.approx(expected[path], rel=1e-12)
@@ -147,7 +147,7 @@ def test_initial_values_of_every_leaf(tie_embeddings):
 def test_no_two_matrices_and_no_two_layers_share_their_draws():
     draws = []
     for path, leaf in by_path(initialize(SMALL)).items():
-        if parameter_table(SMALL)[path].is_matrix:
+        if parameter_table(SMALL)[path].role == "matrix":
             standard = np.asarray(leaf).reshape(SMALL.num_layers if path.startswith("layers/") else 1, -1)[:, :2000]
             draws += list(standard / standard.std())
     correlations = np.corrcoef(draws) - np.eye(len(draws))
@@ -159,7 +159,7 @@ def test_another_key_draws_other_values_and_the_same_key_the_same():
     first, same, other = (by_path(compiled(jax.random.key(seed), SMALL)) for seed in (0, 0, 1))
     for path, row in parameter_table(SMALL).items():
         np.testing.assert_array_equal(first[path], same[path])
-        assert np.any(first[path] != other[path]) == row.is_matrix
+        assert np.any(first[path] != other[path]) == (row.role == "matrix")
 
 
 @both

@@ -239,7 +239,7 @@ def _type_to_write(spec: TensorSpec, tensor: FileTensor, dtype: Dtype) -> GGMLQu
     elif (type_ := _TYPES.get(np.dtype(dtype or tensor.dtype))) is None:
         what = f"{np.dtype(dtype or tensor.dtype).name} for {spec.name('gguf')}"
         raise JllamaError(f"llama.cpp has no {what}: choose float32, float16, bfloat16 or q8_0")
-    return type_ if spec.parameter.is_matrix else GGMLQuantizationType.F32
+    return type_ if spec.parameter.role == "matrix" else GGMLQuantizationType.F32
 
 
 def _stop_ids_to_write(checkpoint: Checkpoint, tokens: Sequence[str]) -> dict[str, Any]:

@@ -67,8 +67,8 @@ def main(argv: Sequence[str], prog: str) -> int:
     memory = gib(machine_memory_bytes(), "{} of memory, ") + gib(shutil.disk_usage(folder).free, "{} free in ")
     console.print(f"{memory}{folder}, terminal: {console.is_terminal}")
     console.print(f"cache: {cache_folder()}, which may be removed at any time")
-    backend, length = jax.default_backend(), config.max_seq_len
-    train, decode = (F.choose_attention(backend, seq, length, backward=seq > 1) for seq in (length, 1))
+    length = config.max_seq_len
+    train, decode = (F.choose_attention(seq, length, backward=seq > 1) for seq in (length, 1))
     print(f"attention over {length:,} tokens: training by {train}, decoding by {decode}")
     console.print(summary_table(config))
     takes = {"float32": 4, "bfloat16": 2, "int8": 1, "training (float32 and Adam)": 16}

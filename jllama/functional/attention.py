@@ -130,8 +130,8 @@ ATTENTION = {
 """The implementations of ``attention`` by name; one more is one more entry."""
 
 
-def choose_attention(platform: str, seq: int, kv_seq: int, *, backward: bool = True) -> str:
-    """The name of the implementation that ``auto`` stands for; all platforms are alike until one differs.
+def choose_attention(seq: int, kv_seq: int, *, backward: bool = True) -> str:
+    """The name of the implementation that ``auto`` stands for, on every platform.
 
     Blocks cost their scores twice in a backward pass: they are taken over 1,024 tokens, or without one over 128.
     """
@@ -153,7 +153,7 @@ def attention(query: Queries, key: Keys, value: Keys, mask: Mask = _CAUSAL, impl
         said = f"attention: query is {list(query.shape)} and key {list(key.shape)}, for [batch, heads, seq, head_dim]"
         raise ValueError(f"{said}; it fits after swapaxes(1, 2), heads before seq")
     if implementation == "auto":
-        implementation = choose_attention(jax.default_backend(), query.shape[2], key.shape[2])
+        implementation = choose_attention(query.shape[2], key.shape[2])
     if implementation not in ATTENTION:
         raise ValueError(f"there is no attention implementation {implementation!r}; there are {', '.join(ATTENTION)}")
     function, refuses = ATTENTION[implementation]

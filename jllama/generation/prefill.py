@@ -112,7 +112,7 @@ _zeros = jax.jit(KVCache.zeros, static_argnums=(0, 1, 2, 3))  # one program, not
 
 def _beside(params: DecodeParams, tree: Any) -> Any:
     """Arrays on the devices of the parameters, whole on each: where they are is part of what is compiled."""
-    where = params.sharding
+    where = params.weights["final_norm"].sharding
     whole = NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else where
     return jax.device_put(tree, whole)
 

@@ -270,7 +270,7 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
     if not (existing and has_tokenizer(folder)):
         data.tokenizer.save(folder)
     parameters = f"{count_parameters(config.model):,} parameters on {describe_devices(mesh)}"
-    attention = choose_attention(jax.default_backend(), options.seq_len, options.seq_len)
+    attention = choose_attention(options.seq_len, options.seq_len)
     attention = attention if options.attention == "auto" else options.attention
     tokens = f"{attention} attention, {data.train_counts.tokens:,} training tokens"
     console.print(f"{folder}: {parameters}, {tokens}, step {step:,} of {options.steps:,}", style="bold")

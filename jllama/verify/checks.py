@@ -90,6 +90,6 @@ def random_params(config: LlamaConfig, seed: int, embed_std: float = 1.0, query_
         normal = rng.standard_normal(shape_of(row, config))
         std = stds.get(path, 1 / math.sqrt(matrix_shape(row, config)[-1]))
         in_layers, _, name = path.rpartition("/")
-        values = (std * normal if row.is_matrix else (row.init == "ones") + 0.1 * normal).astype(np.float32)
+        values = (std * normal if row.role == "matrix" else (row.init == "ones") + 0.1 * normal).astype(np.float32)
         (params["layers"] if in_layers else params)[name] = values
     return params
