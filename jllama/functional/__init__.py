@@ -5,12 +5,11 @@ from jllama.functional.attention import ATTENTION as ATTENTION, Mask as Mask, at
 from jllama.functional.attention import AttentionImplementation as AttentionImplementation
 from jllama.functional.attention import choose_attention as choose_attention, masked_softmax as masked_softmax
 from jllama.functional.attention import grouped_query_attention as grouped_query_attention
+from jllama.functional.block import apply_rope as apply_rope, rms_norm as rms_norm
+from jllama.functional.block import rope_tables as rope_tables, swiglu as swiglu
 from jllama.functional.linear import DecodeMatrix as DecodeMatrix, decode_matrix as decode_matrix, project as project
 from jllama.functional.loss import cross_entropy as cross_entropy, linear_cross_entropy as linear_cross_entropy
 from jllama.functional.loss import token_log_probs as token_log_probs
-from jllama.functional.mlp import swiglu as swiglu
-from jllama.functional.norm import rms_norm as rms_norm
-from jllama.functional.rope import apply_rope as apply_rope, rope_tables as rope_tables
 from jllama.functional.sampling import PENALTIES as PENALTIES, TRUNCATIONS as TRUNCATIONS
 from jllama.functional.sampling import ban as ban, min_p_mask as min_p_mask, penalize_frequency as penalize_frequency
 from jllama.functional.sampling import penalize_presence as penalize_presence
