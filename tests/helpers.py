@@ -9,33 +9,35 @@ import numpy as np
 import tokenizers
 
 from jllama.tokenizers import HuggingFaceTokenizer, TiktokenTokenizer
-from jllama.tokenizers.byte_level import BYTE_CHARS, CHAR_BYTES, byte_level_json
+from jllama.tokenizers.huggingface import PRE_TOKENIZERS
 from jllama.tokenizers.tiktoken import write_ranks
+from jllama.tokenizers.vocabulary import BYTE_CHARS, TokenType, Vocabulary
 from jllama.verify.checks import relative_error
 
 
-def byte_level_bpe(texts: Sequence[str], vocab_size: int, pre: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Vocabulary and merges that the ``tokenizers`` library learns, splitting text as ``PRE_TOKENIZERS[pre]`` says."""
-    trained = tokenizers.Tokenizer.from_str(byte_level_json({}, [], [], pre, None))
+def byte_level_bpe(texts: Sequence[str], vocab_size: int, pre: str) -> tuple[list[str], list[tuple[str, str]]]:
+    """Tokens and merges that the ``tokenizers`` library learns, splitting text as ``PRE_TOKENIZERS[pre]`` says."""
+    empty = {"type": "BPE", "vocab": {}, "merges": []}
+    whole = {"version": "1.0", "added_tokens": [], "pre_tokenizer": PRE_TOKENIZERS[pre], "model": empty}
+    trained = tokenizers.Tokenizer.from_str(json.dumps(whole))
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=BYTE_CHARS, show_progress=False)
     trained.train_from_iterator(texts, trainer)
-    model = json.loads(trained.to_str())["model"]
-    return model["vocab"], [(left, right) for left, right in model["merges"]]
+    merges = json.loads(trained.to_str())["model"]["merges"]
+    return sorted(trained.get_vocab(), key=trained.token_to_id), [(left, right) for left, right in merges]
 
 
 def trained_smollm(texts: Sequence[str], vocab_size: int, pre: str = "smollm") -> HuggingFaceTokenizer:
     """A tokenizer with SmolLM2's special tokens before the learned ones, and without BOS before a text."""
     learned, merges = byte_level_bpe(texts, vocab_size, pre)
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    vocab = {text: id for id, text in enumerate(special)} | {text: id + 3 for text, id in learned.items()}
-    added = [(id, text, True) for id, text in enumerate(special)]
-    return HuggingFaceTokenizer(byte_level_json(vocab, merges, added, pre, None), 1, 2)
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *learned]
+    kinds = [TokenType.CONTROL] * 3 + [TokenType.NORMAL] * len(learned)
+    return HuggingFaceTokenizer.from_vocabulary(Vocabulary(tokens, kinds, 1, 2, False, merges=merges, pre=pre))
 
 
 def trained_llama3(texts: Sequence[str], vocab_size: int) -> TiktokenTokenizer:
     """A tokenizer of the 256 bytes and then, in the order they were learned, what merges give."""
     _, merges = byte_level_bpe(texts, vocab_size, "llama-bpe")
-    learned = [bytes(CHAR_BYTES[char] for char in left + right) for left, right in merges]
+    learned = [bytes(BYTE_CHARS.index(char) for char in left + right) for left, right in merges]
     return TiktokenTokenizer(write_ranks([bytes([byte]) for byte in range(256)] + learned))
 
 

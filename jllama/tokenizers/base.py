@@ -11,8 +11,7 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from jllama.errors import JllamaError
-from jllama.tokenizers.byte_level import BYTE_CHARS, byte_level_json
-from jllama.tokenizers.pieces import Pieces
+from jllama.tokenizers.vocabulary import BYTE_CHARS, TokenType, Vocabulary
 
 
 class Tokenizer(ABC):
@@ -86,13 +85,9 @@ class Tokenizer(ABC):
         """SHA-256 of the file's content, in hexadecimal."""
         return hashlib.sha256(self.content).hexdigest()
 
-    def to_json(self) -> str:
-        """The ``tokenizer.json`` that gives the same ids; JllamaError if there is none."""
-        raise JllamaError(f"a {type(self).__name__} cannot be written as a tokenizer.json")
-
-    def to_pieces(self) -> Pieces:
-        """The SentencePiece model that gives the same ids; JllamaError if there is none."""
-        raise JllamaError(f"a {type(self).__name__} cannot be written as a SentencePiece model, as this format needs")
+    @abstractmethod
+    def vocabulary(self) -> Vocabulary:
+        """The tokenizer as data; one that gives ids as no other format can raises JllamaError."""
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]: ...
@@ -125,8 +120,7 @@ class BytesTokenizer(Tokenizer):
     def _decode(self, ids: Int[np.ndarray, "tokens"]) -> str:
         return bytes((ids - 3).tolist()).decode("utf-8", "replace")
 
-    def to_json(self) -> str:
-        """The ``tokenizer.json`` that gives the same ids."""
-        controls = [(id, text, True) for text, id in self.special_tokens.items()]
-        vocab = {text: id for id, text in enumerate([*self.special_tokens, *BYTE_CHARS])}
-        return byte_level_json(vocab, [], controls, "gpt-2", (self.bos_id, "<s>"))
+    def vocabulary(self) -> Vocabulary:
+        """A byte-level BPE without merges."""
+        kinds = [TokenType.CONTROL] * 3 + [TokenType.NORMAL] * 256
+        return Vocabulary([*self.special_tokens, *BYTE_CHARS], kinds, self.bos_id, self.eos_id, merges=[], pre="gpt-2")

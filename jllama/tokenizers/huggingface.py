@@ -1,5 +1,6 @@
 """Hugging Face's ``tokenizer.json``, through the ``tokenizers`` library."""
 
+import copy
 import functools
 import hashlib
 import json
@@ -14,11 +15,39 @@ from jllama.config import MAX_SIZES
 from jllama.errors import JllamaError
 from jllama.files import read_json_object, write_json
 from jllama.tokenizers.base import Tokenizer, check_text
-from jllama.tokenizers.byte_level import post_processor
-from jllama.tokenizers.pieces import PREPEND, REPLACE, SPACE, Pieces, TokenType, byte_of, piece_bytes
+from jllama.tokenizers.tiktoken import PATTERN
+from jllama.tokenizers.vocabulary import BYTE_PIECES, SPACE, TokenType, Vocabulary, piece_bytes
 
 CONFIG_NAME = "tokenizer_config.json"
 _NOT_LLAMAS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+
+_SPLIT = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
+_DIGITS = {"type": "Digits", "individual_digits": True}
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
+    "llama-bpe": {"type": "Sequence", "pretokenizers": [_SPLIT, _BYTE_LEVEL | {"use_regex": False}]},
+    "smollm": {"type": "Sequence", "pretokenizers": [_DIGITS, _BYTE_LEVEL]},
+    "gpt-2": _BYTE_LEVEL,
+}
+"""llama.cpp's name of each known way to split text, and how it is configured in Hugging Face's library."""
+
+_REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+_PREPEND = {"type": "Prepend", "prepend": SPACE}
+_SPACES = {False: {"type": "Sequence", "normalizers": [_REPLACE]}}
+_SPACES |= {True: {"type": "Sequence", "normalizers": [_PREPEND, _REPLACE]}}
+_METASPACE = {"type": "Metaspace", "replacement": SPACE, "split": False}
+
+# A text's part that is a token is taken as it is, unmerged, where ``ignore_merges``: by Llama 3's alone.
+_FORMS: dict[str | bool, tuple[Any, Any, bool, bool]]
+_FORMS = {name: (None, split, name == "llama-bpe", False) for name, split in PRE_TOKENIZERS.items()}
+_FORMS |= {prefix: (spaces, None, False, True) for prefix, spaces in _SPACES.items()}
+"""Normalizer, pre-tokenizer, ``ignore_merges`` and ``byte_fallback`` for each ``pre`` or else ``add_space_prefix``."""
+
+_OTHER_FORMS = [(False, (_REPLACE, None, False, True))]
+_OTHER_FORMS += [
+    (scheme != "never", (None, _METASPACE | {"prepend_scheme": scheme}, False, True))  # transformers 5
+    for scheme in ("never", "first", "always")
+]
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -39,7 +68,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self, text: str, bos_id: int, eos_id: int, add_bos: bool | None = None, source: str = "the tokenizer"
     ) -> None:
         try:
-            self._library = _library(text)
+            self._library = tokenizers.Tokenizer.from_str(text)
+            self._library.no_truncation()
+            self._library.no_padding()
         except Exception as error:  # the library raises nothing more special
             raise JllamaError(f"{source} is not a tokenizer.json: {' '.join(str(error).split())}") from error
         self.json: dict[str, Any] = json.loads(self._library.to_str())  # with every default filled in
@@ -59,10 +90,11 @@ class HuggingFaceTokenizer(Tokenizer):
         begins_with_bos = self._library.encode("").ids[:1] == [bos_id]
         self.add_bos = begins_with_bos if add_bos is None else add_bos
         if self.add_bos != begins_with_bos:  # other readers of the saved file ask the post-processor
-            processor = post_processor((bos_id, self.texts[bos_id]) if self.add_bos else None)
-            text = json.dumps(json.loads(text) | {"post_processor": processor}, ensure_ascii=False)
+            processor = {"post_processor": _begin_with(bos_id, self.texts[bos_id]) if self.add_bos else None}
+            text = json.dumps(json.loads(text) | processor, ensure_ascii=False)
         self.content = text.encode()
         self._library.encode_special_tokens = True  # the text of a special token is text like any other
+        self._library.add_special_tokens([self.texts[bos_id], self.texts[eos_id]])
         self.added = self._library.get_added_tokens_decoder()
         self.is_byte_level = "ByteLevel" in json.dumps(self.json["pre_tokenizer"])
         num_bytes = len if self.is_byte_level else piece_bytes  # there, a character stands for a byte
@@ -71,78 +103,94 @@ class HuggingFaceTokenizer(Tokenizer):
             self._token_bytes[id] = 0 if token.special else len(token.content.encode())
         self.special_tokens = {self.texts[id]: id for id in (*self.added, bos_id, eos_id)}
 
-    def _encode(self, text: str) -> list[int]:
-        return _encoded(self._library, text)
+    def _encode(self, text: str, *, with_special_tokens: bool = False) -> list[int]:
+        library = self._with_special_tokens if with_special_tokens else self._library
+        try:
+            return library.encode(text, add_special_tokens=False).ids
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust, and not an Exception
+                raise
+            raise JllamaError(f"the tokenizer.json cannot split a text of {len(text)} characters: {error}") from error
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
         """The ids of a text, in which special tokens spelled out become their ids."""
         check_text(text)
-        return _encoded(self._with_special_tokens, text)
+        return self._encode(text, with_special_tokens=True)
 
     @functools.cached_property
     def _with_special_tokens(self) -> tokenizers.Tokenizer:
         """A second one, as the setting that differs is not an argument of the library's ``encode``."""
-        tokenizer = _library(self.content.decode())
-        tokenizer.add_special_tokens([self.texts[self.bos_id], self.texts[self.eos_id]])
+        tokenizer = copy.deepcopy(self._library)
+        tokenizer.encode_special_tokens = False
         return tokenizer
 
     def _decode(self, ids: Int[np.ndarray, "tokens"]) -> str:
-        return self._library.decode(ids.tolist(), skip_special_tokens=True)
+        return self._library.decode(ids.tolist())
 
-    @property
-    def merges(self) -> list[tuple[str, str]]:
-        """Pairs of tokens that are joined, first the one to join first."""
-        return [(left, right) for left, right in self.json["model"]["merges"]]
-
-    def to_json(self) -> str:
-        """The file's content."""
-        return self.content.decode()
-
-    def to_pieces(self) -> Pieces:
-        """A file of Llama 2's kind as SentencePiece has it: scores from the order of the merges. Others: JllamaError.
+    def vocabulary(self) -> Vocabulary:
+        """The tokenizer as data; of Llama 2's kind as SentencePiece has it, with scores from the order of the merges.
 
         A json with Metaspace (transformers 5 writes it) drops the space before a text that begins with one;
         SentencePiece, which such a model was trained with, does not.
         """
-        model = self.json["model"]
-        if self.is_byte_level or not model["byte_fallback"]:
-            raise JllamaError("the tokenizer is a byte-level BPE, which a SentencePiece file cannot hold")
-        ids = {text: id for id, text in enumerate(self.texts)}
-        unk_id = ids.get(model["unk_token"] or "", -1)
-        if unk_id < 0:
-            raise JllamaError("the tokenizer has no unknown token, which a SentencePiece file must have")
-        types = self.token_types()
-        types[unk_id], types[self.bos_id], types[self.eos_id] = TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL
-        if missing := 256 - types.count(TokenType.BYTE):
-            raise JllamaError(f"the tokenizer lacks {missing} of the 256 byte tokens of every SentencePiece file")
-        scores = [-1e9 if kind == TokenType.NORMAL else 0.0 for kind in types]
-        for rank, (left, right) in enumerate(self.merges):
+        model, ids = self.json["model"], {text: id for id, text in enumerate(self.texts)}
+        form = self.json["normalizer"], self.json["pre_tokenizer"], model["ignore_merges"], model["byte_fallback"]
+        forms = [*_FORMS.items(), *_OTHER_FORMS]
+        names = [name for name, other in forms if _comparable(other) == _comparable(form)]
+        if not names:
+            said = "other formats have no name for how this tokenizer splits text or changes it (its normalizer, "
+            raise JllamaError(f"{said}pre_tokenizer, ignore_merges and byte_fallback: {json.dumps(form)})")
+        kind_of = {"": TokenType.UNUSED} | dict.fromkeys(() if self.is_byte_level else BYTE_PIECES, TokenType.BYTE)
+        kinds: list[int] = [kind_of.get(text, TokenType.NORMAL) for text in self.texts]
+        for id, token in self.added.items():
+            kinds[id] = TokenType.CONTROL if token.special else TokenType.USER_DEFINED
+        tokens = [text or f"[PAD{id}]" for id, text in enumerate(self.texts)]
+        merges = [(left, right) for left, right in model["merges"]]
+        vocabulary = Vocabulary(tokens, kinds, self.bos_id, self.eos_id, self.add_bos)
+        if self.is_byte_level:
+            return vocabulary._replace(merges=merges, pre=names[0])
+
+        unk_id = ids.get(model["unk_token"])
+        if unk_id is not None:
+            kinds[unk_id] = TokenType.UNKNOWN
+        scores = [-1e9 if kind == TokenType.NORMAL else 0.0 for kind in kinds]
+        for rank, (left, right) in enumerate(merges):
             scores[ids[left + right]] = -float(rank)
-        pieces = Pieces(self.texts, scores, types, unk_id, self.bos_id, self.eos_id, self._adds_dummy_prefix())
-        if absent := set(pieces.merges()) - set(self.merges):
+        vocabulary = vocabulary._replace(scores=scores, unknown_token_id=unk_id, add_space_prefix=names[0])
+        vocabulary.check_pieces("the tokenizer")
+        if absent := set(vocabulary.piece_merges()) - set(merges):
             left, right = min(absent)
             said = f"the tokenizer does not join {left!r} and {right!r} to a token that it has, as SentencePiece would"
             raise JllamaError(f"{said}: in a SentencePiece file it would give other ids")
-        return pieces
+        return vocabulary
 
-    def token_types(self) -> list[int]:
-        """Which ``TokenType`` each token has."""
-        byte = TokenType.NORMAL if self.is_byte_level else TokenType.BYTE  # what <0x0A> is
-        types: list[int] = [TokenType.NORMAL if byte_of(text) is None else byte for text in self.texts]
-        for id, token in self.added.items():
-            types[id] = TokenType.CONTROL if token.special else TokenType.USER_DEFINED
-        return types
+    @classmethod
+    def from_vocabulary(cls, vocabulary: Vocabulary, source: str = "the tokenizer") -> "HuggingFaceTokenizer":
+        """The ``tokenizer.json`` that gives the same ids.
 
-    def _adds_dummy_prefix(self) -> bool:
-        """Whether a space is put before a text; any other change of the text is refused."""
-        normalizer, pre = self.json["normalizer"], self.json["pre_tokenizer"]
-        steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
-        if pre is None and steps in ([REPLACE], [PREPEND, REPLACE]):
-            return PREPEND in steps
-        if not steps and pre and pre["type"] == "Metaspace" and pre["replacement"] == SPACE and pre["split"] is False:
-            return pre["prepend_scheme"] != "never"
-        kinds = ", ".join([step["type"] for step in steps] + ([pre["type"]] if pre else []))
-        raise JllamaError(f"the tokenizer changes text in a way that SentencePiece does not ({kinds or 'spaces stay'})")
+        But after a user-defined piece, which no Llama's own model has, it puts a space, as llama.cpp does.
+        """
+        tokens, kinds, bos_id, eos_id, add_bos, scores, unk_id, prefix, merges, pre = vocabulary
+        normalizer, split, ignore_merges, byte_fallback = _FORMS[pre if scores is None else prefix]
+        decoder: dict[str, Any] = _BYTE_LEVEL
+        if scores is not None:
+            spaces = _REPLACE | {"pattern": {"String": SPACE}, "content": " "}
+            strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+            decoders = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}, *[strip] * prefix]
+            decoder, merges = {"type": "Sequence", "decoders": decoders}, vocabulary.piece_merges()
+
+        special = {TokenType.UNKNOWN: True, TokenType.CONTROL: True, TokenType.USER_DEFINED: False}
+        added = [(id, special[kind]) for id, kind in enumerate(map(TokenType, kinds)) if kind in special]
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        last = max(id for id, kind in enumerate(kinds) if kind not in (TokenType.CONTROL, TokenType.USER_DEFINED))
+        model = {"type": "BPE", "unk_token": None if unk_id is None else tokens[unk_id]} | dict.fromkeys(_NOT_LLAMAS)
+        model |= {"fuse_unk": byte_fallback, "byte_fallback": byte_fallback, "ignore_merges": ignore_merges}
+        model |= {"vocab": {text: id for id, text in enumerate(tokens[: last + 1])}, "merges": merges}
+        content = {"version": "1.0", "truncation": None, "padding": None}
+        content["added_tokens"] = [{"id": id, "content": tokens[id], "special": flag} | flags for id, flag in added]
+        content |= {"normalizer": normalizer, "pre_tokenizer": split, "decoder": decoder, "model": model}
+        content["post_processor"] = _begin_with(bos_id, tokens[bos_id]) if add_bos else None
+        return cls(json.dumps(content, ensure_ascii=False), bos_id, eos_id, add_bos, source)
 
     def save(self, folder: Path) -> None:
         """Write ``tokenizer.json`` and ``tokenizer_config.json`` into ``folder``, which is created if missing."""
@@ -192,17 +240,17 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(text, bos_id, eos_id, add_bos, str(path))
 
 
-def _library(text: str) -> tokenizers.Tokenizer:
-    tokenizer = tokenizers.Tokenizer.from_str(text)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+def _comparable(form: Any) -> str:
+    """Settings as one text, but for ``trim_offsets``, which decides no ids."""
+    return json.dumps(form, sort_keys=True).replace('"trim_offsets": false', '"trim_offsets": true')
 
 
-def _encoded(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
-    try:
-        return tokenizer.encode(text, add_special_tokens=False).ids
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of Rust, and not an Exception
-            raise
-        raise JllamaError(f"the tokenizer.json cannot split a text of {len(text)} characters: {error}") from error
+def _begin_with(id: int, text: str) -> dict[str, Any]:
+    """The post-processor that puts a token before a text, or before each of two."""
+
+    def part(name: str, number: int) -> list[dict[str, Any]]:
+        return [{"SpecialToken": {"id": text, "type_id": number}}, {"Sequence": {"id": name, "type_id": number}}]
+
+    special = {text: {"id": text, "ids": [id], "tokens": [text]}}
+    single, second = part("A", 0), part("B", 1)
+    return {"type": "TemplateProcessing", "single": single, "pair": single + second, "special_tokens": special}

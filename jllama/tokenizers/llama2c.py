@@ -9,8 +9,8 @@ from pathlib import Path
 
 from jllama.errors import JllamaError
 from jllama.tokenizers.base import Tokenizer
-from jllama.tokenizers.pieces import SPACE, Pieces, TokenType, byte_of
 from jllama.tokenizers.sentencepiece import SentencePieceTokenizer
+from jllama.tokenizers.vocabulary import BYTE_PIECES, SPACE, TokenType, Vocabulary
 
 
 def load_llama2c_tokenizer(path: Path) -> SentencePieceTokenizer:
@@ -34,34 +34,38 @@ def load_llama2c_tokenizer(path: Path) -> SentencePieceTokenizer:
         texts = [token.decode() for token in tokens]
     except UnicodeDecodeError as error:
         raise JllamaError(f"{path} has the token {error.object!r}, not UTF-8: it is no tokenizer.bin") from error
-    if not _has_bytes(texts):
+    if texts[3:259] != list(BYTE_PIECES):
         raise JllamaError(f"{path} has {len(texts)} tokens, and 3 to 258 are not the 256 bytes: run.c needs them")
     texts[:3] = "<unk>", "<s>", "</s>"
     texts = [text.replace(" ", SPACE) for text in texts]
-    model = Pieces(texts, scores, _types(len(texts)), 0, 1, 2, add_dummy_prefix=True).to_model()
-    return SentencePieceTokenizer(model, str(path))
+    vocabulary = Vocabulary(texts, _types(len(texts)), 1, 2, True, scores, 0, add_space_prefix=True)
+    return SentencePieceTokenizer.from_vocabulary(vocabulary, str(path))
 
 
 def save_llama2c_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
     """Write llama2.c's ``tokenizer.bin``; a tokenizer that ``run.c`` would take for another raises JllamaError."""
-    pieces = tokenizer.to_pieces()
-    in_place = (pieces.unk_id, pieces.bos_id, pieces.eos_id) == (0, 1, 2) and _has_bytes(pieces.texts)
-    prefix = tokenizer.add_bos and pieces.add_dummy_prefix
-    if not (in_place and prefix and pieces.types == _types(len(pieces.texts))):
-        needs = "unknown, BOS and EOS, then the 256 bytes, and no other special tokens"
+    texts, *others = vocabulary = tokenizer.vocabulary()
+    scores = vocabulary.scores or ()
+    if texts[3:259] != list(BYTE_PIECES) or others != [
+        _types(len(texts)),
+        1,
+        2,
+        True,
+        scores,
+        0,
+        True,
+        None,
+        "default",
+    ]:
+        needs = "a SentencePiece model with unknown, BOS and EOS, then the 256 bytes, and no other special tokens"
         said = f"run.c begins every prompt with BOS, puts a space before every text, and needs {needs}"
         raise JllamaError(f"llama2.c's tokenizer.bin cannot hold this tokenizer: {said}")
-    texts = ["<unk>", "\n<s>\n", "\n</s>\n", *(text.replace(SPACE, " ") for text in pieces.texts[3:])]
+    texts = ["<unk>", "\n<s>\n", "\n</s>\n", *(text.replace(SPACE, " ") for text in texts[3:])]
     tokens = [text.encode() for text in texts]
-    rows = [struct.pack("<fi", score, len(token)) + token for score, token in zip(pieces.scores, tokens, strict=True)]
+    rows = [struct.pack("<fi", score, len(token)) + token for score, token in zip(scores, tokens, strict=True)]
     path.write_bytes(struct.pack("<i", max(map(len, tokens))) + b"".join(rows))
 
 
 def _types(count: int) -> list[int]:
     start = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL, *[TokenType.BYTE] * 256]
     return [*start, *[TokenType.NORMAL] * (count - len(start))]
-
-
-def _has_bytes(texts: list[str]) -> bool:
-    """Whether tokens 3 to 258 are the 256 bytes, where ``run.c`` looks for them."""
-    return [byte_of(text) for text in texts[3:259]] == list(range(256))

@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import sentencepiece
 from jaxtyping import Int
+from sentencepiece import sentencepiece_model_pb2
 
 from jllama.errors import JllamaError
 from jllama.tokenizers.base import Tokenizer
-from jllama.tokenizers.pieces import SPACE, Pieces, piece_bytes
+from jllama.tokenizers.vocabulary import BYTE_PIECES, SPACE, Vocabulary, piece_bytes
 
 SEGMENT = 1 << 16  # characters; the library needs 40 bytes of memory for each, and is 2 to 3 times slower on long texts
 MAX_LINES = 400_000  # training samples this many lines at most: about 3 seconds
 MAX_CHARACTERS = 1 << 26  # and so many characters
+_ModelProto: Any = sentencepiece_model_pb2.ModelProto  # pyright: ignore[reportAttributeAccessIssue]
 LINE = re.compile(r"[^\n]{1,1000}")  # the library drops what is longer than 4192 bytes
 
 _TOO_MANY = "the text supports a vocabulary of {} tokens, not {}: lower vocab_size or give more text"
@@ -40,18 +42,16 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, model: bytes, source: str = "the tokenizer") -> None:
         self._processor = library = sentencepiece.SentencePieceProcessor()
         try:
-            loaded = bool(model) and library.LoadFromSerializedProto(model)
+            library.LoadFromSerializedProto(model)
             self.texts = [library.id_to_piece(id) for id in range(library.vocab_size())]
         except (RuntimeError, UnicodeDecodeError):
-            loaded = False
-        if not loaded:
             said = f"{source} is not a SentencePiece model, nor Llama 3's list of ranks"
-            raise JllamaError(f"{said}: give a Llama's tokenizer.model")
+            raise JllamaError(f"{said}: give a Llama's tokenizer.model") from None
         self.content = model
         self.vocab_size, self.bos_id, self.eos_id = library.vocab_size(), library.bos_id(), library.eos_id()
         if min(self.bos_id, self.eos_id) < 0:
             raise JllamaError(f"{source} has no BOS or no EOS token, and a Llama needs both: give a Llama's tokenizer")
-        self._byte_ids = [library.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+        self._byte_ids = library.piece_to_id(list(BYTE_PIECES))
         special = [id for id in range(self.vocab_size) if library.is_control(id) or library.is_unknown(id)]
         self.special_tokens = {self.texts[id]: id for id in special}
         self._token_bytes = np.array([*map(piece_bytes, self.texts)], np.int32)
@@ -84,13 +84,34 @@ class SentencePieceTokenizer(Tokenizer):
     def _decode(self, ids: Int[np.ndarray, "tokens"]) -> str:
         return self._processor.decode(ids.tolist())
 
-    def to_pieces(self) -> Pieces:
+    def vocabulary(self) -> Vocabulary:
         """The model as data; one of another kind than Llama's, or that normalizes text, raises JllamaError."""
-        return Pieces.from_model(self.content)
+        model = _ModelProto.FromString(self.content)
+        spec, trainer = model.normalizer_spec, model.trainer_spec
+        if trainer.model_type != trainer.BPE or not trainer.byte_fallback:
+            raise JllamaError("only SentencePiece models of Llama's kind (BPE with byte fallback) can be converted")
+        if spec.precompiled_charsmap or spec.remove_extra_whitespaces or not spec.escape_whitespaces:
+            raise JllamaError(f"the SentencePiece model normalizes text ({spec.name}), which other formats cannot hold")
+        scores, kinds = [piece.score for piece in model.pieces], [piece.type for piece in model.pieces]
+        ends = self.bos_id, self.eos_id, self.add_bos
+        return Vocabulary(self.texts, kinds, *ends, scores, trainer.unk_id, spec.add_dummy_prefix)
 
-    def to_json(self) -> str:
-        """The ``tokenizer.json`` that gives the same ids; errors as for ``to_pieces``."""
-        return self.to_pieces().to_json()
+    @classmethod
+    def from_vocabulary(cls, vocabulary: Vocabulary, source: str = "the tokenizer") -> "SentencePieceTokenizer":
+        """The model with the settings of Llama's; one that lacks what every Llama's has raises JllamaError."""
+        vocabulary.check_pieces(source)
+        tokens, kinds, bos_id, eos_id, _, scores, unk_id, *_ = vocabulary
+        pieces = [
+            {"piece": text, "score": score, "type": kind}
+            for text, score, kind in zip(tokens, scores or (), kinds, strict=True)
+        ]
+        trainer = {"model_type": "BPE", "byte_fallback": True, "vocab_size": len(tokens), "pad_id": -1}
+        for name, id in (("unk", unk_id or 0), ("bos", bos_id), ("eos", eos_id)):
+            trainer |= {f"{name}_id": id, f"{name}_piece": tokens[id]}
+        normalizer = {"name": "identity", "escape_whitespaces": True, "remove_extra_whitespaces": False}
+        normalizer |= {"add_dummy_prefix": vocabulary.add_space_prefix}
+        model = _ModelProto(pieces=pieces, trainer_spec=trainer, normalizer_spec=normalizer)
+        return cls(model.SerializeToString(), source)
 
 
 def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> SentencePieceTokenizer:

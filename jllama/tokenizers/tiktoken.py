@@ -12,7 +12,13 @@ from jaxtyping import Int
 
 from jllama.errors import JllamaError
 from jllama.tokenizers.base import Tokenizer
-from jllama.tokenizers.byte_level import BYTE_CHARS, LLAMA3_PATTERN, byte_level_json, merges_of_ranks
+from jllama.tokenizers.vocabulary import BYTE_CHARS, TokenType, Vocabulary, merges_of_ranks
+
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Llama 3 splits text; from Meta's reference tokenizer."""
 
 _NAMED = "finetune_right_pad_id step_id start_header_id end_header_id eom_id eot_id python_tag image"
 _RESERVED = [f"reserved_special_token_{number}" for number in range(246)]
@@ -40,7 +46,7 @@ class TiktokenTokenizer(Tokenizer):
         self.special_tokens = {name: self.bos_id + number for number, name in enumerate(SPECIAL_TOKENS)}
         ranks = {token: rank for rank, token in enumerate(self.tokens)}
         self._encoding = tiktoken.Encoding(
-            "llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=self.special_tokens
+            "llama3", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=self.special_tokens
         )
         self._token_bytes = np.array([*map(len, self.tokens), *[0] * len(SPECIAL_TOKENS)], np.int32)
 
@@ -50,12 +56,27 @@ class TiktokenTokenizer(Tokenizer):
     def _decode(self, ids: Int[np.ndarray, "tokens"]) -> str:
         return b"".join(self.tokens[id] for id in ids).decode("utf-8", "replace")
 
-    def to_json(self) -> str:
-        """The ``tokenizer.json`` that gives the same ids."""
-        texts = ["".join(BYTE_CHARS[byte] for byte in token) for token in self.tokens]
-        vocab = {text: rank for rank, text in enumerate(texts)}
-        added = [(id, name, True) for name, id in self.special_tokens.items()]
-        return byte_level_json(vocab, merges_of_ranks(texts), added, "llama-bpe", (self.bos_id, SPECIAL_TOKENS[0]))
+    def vocabulary(self) -> Vocabulary:
+        """A byte-level BPE in which every two tokens that join to a token merge, by the rank of what they join to."""
+        ranks = {"".join(BYTE_CHARS[byte] for byte in token): rank for rank, token in enumerate(self.tokens)}
+        kinds = [TokenType.NORMAL] * len(ranks) + [TokenType.CONTROL] * len(SPECIAL_TOKENS)
+        merges, tokens = merges_of_ranks(ranks, ranks), [*ranks, *SPECIAL_TOKENS]
+        return Vocabulary(tokens, kinds, self.bos_id, self.eos_id, merges=merges, pre="llama-bpe")
+
+    @classmethod
+    def from_vocabulary(cls, vocabulary: Vocabulary) -> "TiktokenTokenizer":
+        """Llama 3's to the last merge, with any of Meta's names for its reserved tokens; another raises JllamaError."""
+        count = len(vocabulary.tokens) - len(SPECIAL_TOKENS)
+        texts, special = vocabulary.tokens[:count], vocabulary.tokens[count:]
+        bytes_of = {char: bytes([byte]) for byte, char in enumerate(BYTE_CHARS)}
+        tokenizer = cls(write_ranks([b"".join(bytes_of.get(char, b"") for char in text) for text in texts]))
+        expected, eos_id = tokenizer.vocabulary(), vocabulary.eos_token_id
+        expected = expected._replace(tokens=[*expected.tokens[:count], *special], eos_token_id=eos_id)
+        reserved = "<|reserved_special_token_"  # Meta has numbered these otherwise over time
+        named = all(text.startswith((name, reserved)) for text, name in zip(special, SPECIAL_TOKENS, strict=True))
+        if not named or vocabulary != expected or vocabulary.tokens[eos_id] not in STOP_TOKENS:
+            raise JllamaError("the tokenizer is not Llama 3's, so Meta's file cannot hold it")
+        return tokenizer
 
 
 def write_ranks(tokens: Sequence[bytes]) -> bytes:

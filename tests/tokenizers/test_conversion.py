@@ -27,12 +27,12 @@ from jllama.tokenizers import (
     load_tokenizer,
     train_sentencepiece,
 )
-from jllama.tokenizers.byte_level import BYTE_CHARS, LLAMA3_PATTERN, PRE_TOKENIZERS, byte_level_json
 from jllama.tokenizers.convert import as_huggingface, save_huggingface, save_meta
 from jllama.tokenizers.gguf import from_gguf, to_gguf
+from jllama.tokenizers.huggingface import PRE_TOKENIZERS
 from jllama.tokenizers.llama2c import load_llama2c_tokenizer, save_llama2c_tokenizer
-from jllama.tokenizers.pieces import Pieces, TokenType
-from jllama.tokenizers.tiktoken import SPECIAL_TOKENS, _parts, write_ranks
+from jllama.tokenizers.tiktoken import PATTERN, SPECIAL_TOKENS, _parts, write_ranks
+from jllama.tokenizers.vocabulary import BYTE_CHARS, TokenType, Vocabulary
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog, don't they? 12 345 6789\n\n  def f(x):\n    return x\n" * 20,
@@ -171,9 +171,7 @@ def test_through_llama2c(tmp_path):
         assert_same_ids(load_tokenizer(path), MADE["sentencepiece"])
     longest, score, length = struct.unpack_from("<ifi", path.read_bytes())
     assert (score, length) == (0.0, 5)
-    assert longest == max(
-        len(text.replace("\u2581", " ").encode()) for text in Pieces.from_model(MADE["sentencepiece"].content).texts
-    )
+    assert longest == max(len(text.replace("\u2581", " ").encode()) for text in MADE["sentencepiece"].texts)
     assert b"\n<s>\n" in path.read_bytes()
 
 
@@ -211,15 +209,19 @@ def test_the_way_to_split_text_matters():
     text = "it's 12345 and 3.14\n\n  x"
     found = set()
     for pre in PRE_TOKENIZERS:
-        whole = byte_level_json(*byte_level_bpe(CORPUS, 400, "gpt-2"), [], pre, None)
-        found.add(tuple(tokenizers.Tokenizer.from_str(whole).encode(text).tokens))
-        assert to_gguf(HuggingFaceTokenizer(whole, 0, 0), 400)["tokenizer.ggml.pre"] == pre
+        tokens, merges = byte_level_bpe(CORPUS, 400, "gpt-2")
+        vocabulary = Vocabulary(tokens, [TokenType.NORMAL] * len(tokens), 0, 0, False, merges=merges, pre=pre)
+        tokenizer = HuggingFaceTokenizer.from_vocabulary(vocabulary)
+        found.add(tuple(tokenizer.encode(text)))
+        assert to_gguf(tokenizer, 400)["tokenizer.ggml.pre"] == pre
     assert len(found) == len(PRE_TOKENIZERS)
     digits = tokenizers.Tokenizer.from_str(
         as_huggingface(MADE["smollm"]).content.decode()
     ).pre_tokenizer.pre_tokenize_str("a 123")
     assert [part for part, _ in digits] == ["a", "Ġ", "1", "2", "3"]
-    triples = tokenizers.Tokenizer.from_str(MADE["tiktoken"].to_json()).pre_tokenizer.pre_tokenize_str("a 12345")
+    triples = tokenizers.Tokenizer.from_str(
+        as_huggingface(MADE["tiktoken"]).content.decode()
+    ).pre_tokenizer.pre_tokenize_str("a 12345")
     assert [part for part, _ in triples] == ["a", "Ġ", "123", "45"]
 
 
@@ -236,7 +238,7 @@ def test_llama3_takes_whole_words_first():
 def test_llama3s_special_tokens():
     tokenizer = MADE["tiktoken"]
     base = len(tokenizer.tokens)
-    assert LLAMA3_PATTERN == METAS_PATTERN
+    assert PATTERN == METAS_PATTERN
     assert len(SPECIAL_TOKENS) == len(set(SPECIAL_TOKENS)) == 256
     assert (tokenizer.bos_id, tokenizer.eos_id) == (base, base + 1)
     assert SPECIAL_TOKENS[9] == "<|eot_id|>"
@@ -323,7 +325,7 @@ def test_gguf_refuses_what_it_has_no_name_for():
     whole["pre_tokenizer"]["pretokenizers"][0]["individual_digits"] = False
     with pytest.raises(JllamaError, match="no name for how this tokenizer splits text"):
         to_gguf(HuggingFaceTokenizer(json.dumps(whole), 1, 2), 410)
-    model = json.loads(MADE["tiktoken"].to_json())["model"] | {"ignore_merges": False}
+    model = json.loads(as_huggingface(MADE["tiktoken"]).content)["model"] | {"ignore_merges": False}
     with pytest.raises(JllamaError, match="ignore_merges"):
         to_gguf(huggingface(MADE["tiktoken"], model=model), 700)
     whole = json.loads(as_huggingface(MADE["smollm"]).content) | {"normalizer": {"type": "NFC"}}
@@ -622,14 +624,14 @@ def test_merges_are_those_that_transformers_finds(tmp_path):
     tokenizer.save(tmp_path)
     converter = transformers.convert_slow_tokenizer.TikTokenConverter(str(tmp_path / "tokenizer.model"), METAS_PATTERN)
     vocab, merges = converter.extract_vocab_merges_from_model(str(tmp_path / "tokenizer.model"))
-    model = json.loads(tokenizer.to_json())["model"]
+    model = json.loads(as_huggingface(tokenizer).content)["model"]
     assert vocab == model["vocab"]
     assert [list(merge) for merge in merges] == model["merges"]
 
 
 def llama3_json(rename, eos="<|eot_id|>"):
     tokenizer = MADE["tiktoken"]
-    whole = json.loads(tokenizer.to_json())
+    whole = json.loads(as_huggingface(tokenizer).content)
     for token in whole["added_tokens"]:
         token["content"] = rename.get(token["content"], token["content"])
     (eos_id,) = (token["id"] for token in whole["added_tokens"] if token["content"] == eos)
@@ -640,7 +642,7 @@ def test_a_llama3_json_with_other_reserved_tokens_becomes_metas_file(tmp_path):
     """Llama 3.1's has other names than Meta's code for two tokens that are not used in text."""
     rename = {"<|step_id|>": "<|reserved_special_token_2|>", "<|image|>": "<|reserved_special_token_3|>"}
     rename |= {f"<|reserved_special_token_{n}|>": f"<|reserved_special_token_{n + 2}|>" for n in range(2, 246)}
-    model = json.loads(MADE["tiktoken"].to_json())["model"]
+    model = json.loads(as_huggingface(MADE["tiktoken"]).content)["model"]
     save_meta(llama3_json(rename), tmp_path)
     assert (tmp_path / "tokenizer.model").read_bytes() == MADE["tiktoken"].content
     for number, tokenizer in enumerate(

@@ -16,10 +16,10 @@ from helpers_real import real_file
 from jllama.checkpoints.gguf_file import read_gguf_file
 from jllama.data import corpus, tokens
 from jllama.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, TiktokenTokenizer, load_tokenizer
-from jllama.tokenizers.byte_level import LLAMA3_PATTERN
 from jllama.tokenizers.convert import save_huggingface, save_meta
 from jllama.tokenizers.gguf import from_gguf, to_gguf
 from jllama.tokenizers.llama2c import save_llama2c_tokenizer
+from jllama.tokenizers.tiktoken import PATTERN
 
 pytestmark = pytest.mark.real_weights
 
@@ -60,7 +60,7 @@ def test_llama3(llama3, tmp_path):
     assert (llama3.vocab_size, llama3.bos_id, llama3.eos_id) == (128_256, 128_000, 128_001)
     assert llama3.encode("Hello world!") == [9906, 1917, 0]
     ranks = {token: rank for rank, token in enumerate(llama3.tokens)}
-    original = tiktoken.Encoding("it", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={})
+    original = tiktoken.Encoding("it", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
     for text in HARD:
         assert llama3.encode(text) == original.encode_ordinary(text)
     assert_transformers_agrees(llama3, tmp_path / "hf")
