@@ -10,7 +10,6 @@ import glob
 import gzip
 import hashlib
 import importlib
-import io
 import itertools
 import json
 import os
@@ -38,6 +37,7 @@ CUTS = (re.compile(r".*\S\n(?=\S)", re.DOTALL), re.compile(r".*[^\W\d_](?= [^\W\
 _KINDS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "Zstandard", b"PAR1": "Parquet"}  # these are read
 _KINDS |= {b"PK\x03\x04": "ZIP", b"BZh91AY&SY": "bzip2", b"\xfd7zXZ": "xz", b"%PDF-": "PDF"}
 _KINDS |= {b"\x89PNG": "PNG", b"\x93NUMPY": "NumPy", b"GGUF": "GGUF"}
+_TEXT = re.compile("(large_|dictionary<values=)?str")  # how its types begin, in Python and in Parquet
 _EXTRAS = {"Zstandard": ("zstd", "compression.zstd", "backports.zstd"), "Parquet": ("parquet", "pyarrow.parquet")}
 
 
@@ -66,7 +66,7 @@ def corpus_files(path: str, cache_dir: Path) -> dict[str, Path]:
         walked = _walk(Path(sysconfig.get_paths()["stdlib"]), STDLIB_LEFT_OUT)
         files = {name: file for name, file in walked if file.suffix == ".py"}
     elif path == "tinyshakespeare":
-        files = {path: _tinyshakespeare(cache_dir)}
+        files = {path: _tinyshakespeare(cache_dir / "tinyshakespeare.txt")}
     elif (root := Path(path).expanduser()).is_file():
         files = {root.name: root}
     elif root.is_dir():
@@ -102,7 +102,7 @@ def read_corpus(files: dict[str, Path], text_field: str = "text") -> Iterator[Do
                 rows = enumerate(texts(path, file, text_field), 1)
                 documents = (Document(f"{name}:{row}", functools.partial(cut, [text])) for row, text in rows if text)
             else:
-                first = list(itertools.islice(cut(_decoded(file, path)), 2))  # a small file is read but once
+                first = list(itertools.islice(cut(_decoded(file)), 2))  # a small file is read but once
                 blocks = functools.partial(iter, first) if len(first) < 2 else functools.partial(_text_blocks, path)
                 documents = [Document(name, blocks)] if first else []
             for document in documents:
@@ -115,7 +115,7 @@ def read_corpus(files: dict[str, Path], text_field: str = "text") -> Iterator[Do
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[str | None, Any]]:
     """Which of ``_KINDS`` a file is, and its content unpacked; what goes wrong meanwhile is a JllamaError."""
-    instead, damages = "or leave it out of data.path", (EOFError, zlib.error, gzip.BadGzipFile)
+    errors = (OSError, EOFError, ValueError, zlib.error)  # pyarrow's are ValueErrors or OSErrors
     try:
         with path.open("rb") as file:
             kind = next((kind for magic, kind in _KINDS.items() if file.peek(16).startswith(magic)), None)
@@ -123,16 +123,16 @@ def _opened(path: Path) -> Iterator[tuple[str | None, Any]]:
                 yield kind, gzip.GzipFile(fileobj=file)
             elif kind == "Zstandard":
                 zstd = _extra(path, kind)
-                damages = (*damages, zstd.ZstdError)
+                errors = (*errors, zstd.ZstdError)
                 yield kind, zstd.ZstdFile(file)
             elif kind in (None, "Parquet"):
                 yield kind, file
             else:
-                raise JllamaError(f"{path} is a {kind} file, which is not read: make text files of it, {instead}")
-    except damages as error:
-        raise JllamaError(f"{path} is cut short or damaged ({error}): fetch it again, {instead}") from None
-    except OSError as error:
-        raise JllamaError(f"cannot read {path}: {error.strerror or error}; check it, {instead}") from None
+                raise ValueError(f"it is a {kind} file")
+    except errors as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+        advice = "convert it to UTF-8 text, fetch it again, or leave it out of data.path"
+        raise JllamaError(f"cannot read {path} ({reason}): {advice}") from None
 
 
 def _extra(path: Path, kind: str) -> Any:
@@ -146,23 +146,19 @@ def _extra(path: Path, kind: str) -> Any:
 
 def _text_blocks(path: Path) -> Iterator[str]:
     with _opened(path) as (_, file):
-        yield from cut(_decoded(file, path))
+        yield from cut(_decoded(file))
 
 
-def _decoded(file: Any, path: Path, offset: int = 0) -> Iterator[str]:
-    """UTF-8 text without NUL, of bytes that begin at an offset in a file."""
-    data = b""
+def _decoded(file: Any) -> Iterator[str]:
+    """The UTF-8 text of a file; NUL is none."""
+    data, offset = b"", 0
     for chunk in itertools.chain(iter(lambda: file.read(BLOCK), b""), [b""]):
         data += chunk
-        before_nul, nul, _ = data.partition(b"\0")
         try:
-            text, used = codecs.utf_8_decode(before_nul, "strict", bool(nul) or not chunk)
-            if nul:
-                raise UnicodeDecodeError("utf-8", data, used, used + 1, "it is NUL")
+            text, used = codecs.utf_8_decode(data.replace(b"\0", b"\xff"), "strict", not chunk)  # 0xFF is never valid
         except UnicodeDecodeError as error:
-            byte = f"byte 0x{data[error.start]:02X} at offset {offset + error.start}"
-            advice = "convert the file, or leave it out of data.path"
-            raise JllamaError(f"{path} has {byte}, which is not UTF-8 text: {advice}") from None
+            byte, at = data[error.start], offset + error.start
+            raise ValueError(f"byte 0x{byte:02X} at offset {at} is not UTF-8 text") from None
         data, offset = data[used:], offset + used
         yield text
 
@@ -184,64 +180,50 @@ def cut(parts: Iterable[str]) -> Iterator[str]:
 
 def _json_texts(path: Path, file: Any, text_field: str) -> Iterator[str]:
     """The text of each line; none of a blank one."""
-    offset, must = 0, "each line of a .jsonl file must be an object"
     for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
         where, text = f"{path} line {number}", ""
         if len(line) == LONGEST_LINE:
             raise JllamaError(f"{where} has over {LONGEST_LINE:,} bytes: write its text to a file")
         if line.strip():
             try:
-                value = json.loads("".join(_decoded(io.BytesIO(line), path, offset)))
-                if not isinstance(value, dict):
-                    raise JllamaError(f"{where} is a JSON {type(value).__name__}: {must}")
-                text = value.get(text_field)
-                if not isinstance(text, str):
-                    kind = type(text).__name__ if text_field in value else None
-                    raise _no_text(where, kind, text_field, value, sorted(value))
-                text.encode()
-            except (ValueError, RecursionError) as error:  # a lone surrogate among them
-                raise JllamaError(f"{where} is not JSON ({error}): {must}") from None
-        offset += len(line)
+                fields = {**json.loads(line.decode())}
+                if not isinstance(text := fields.get(text_field), str):
+                    raise _no_text(where, text_field, {name: type(each).__name__ for name, each in fields.items()})
+                text.encode()  # not so a lone surrogate
+            except (ValueError, TypeError, RecursionError) as error:
+                raise JllamaError(f"{where} is not JSON ({error}): each line must be an object") from None
         yield text
 
 
 def _parquet_texts(path: Path, file: Any, text_field: str) -> Iterator[str]:
     """The text of each row, with some pages in memory at a time; none of a row without a value."""
-    parquet, number = _extra(path, "Parquet"), 0
-    try:
-        table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
-        columns = {field.name: str(field.type) for field in table.schema_arrow}
-        texts = [name for name, type in columns.items() if re.match("(large_|dictionary<values=)?string", type)]
-        if text_field not in texts:
-            raise _no_text(str(path), columns.get(text_field), text_field, columns, texts)
-        for batch in table.iter_batches(64, columns=[text_field]):
-            for text in batch.column(0).to_pylist():
-                number += 1
-                yield text or ""
-    except (ValueError, OSError) as error:  # pyarrow's own errors among them
-        said = " ".join(str(error).split())[:200]
-        raise JllamaError(f"{path} cannot be read as Parquet behind row {number} ({said}): fetch it again") from None
+    table = _extra(path, "Parquet").ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
+    kinds = {field.name: str(field.type) for field in table.schema_arrow}
+    if not _TEXT.match(kinds.get(text_field, "")):
+        raise _no_text(str(path), text_field, kinds)
+    for batch in table.iter_batches(64, columns=[text_field]):
+        yield from (text or "" for text in batch.column(0).to_pylist())
 
 
-def _no_text(where: str, kind: str | None, field: str, names: Collection[str], texts: list[str]) -> JllamaError:
-    said = f"{where} has {f'a {kind} in' if kind else 'no'} field {field!r}, where its text should be: "
-    if "messages" in names:
-        return JllamaError(f"{said}'messages' make it a chat, and so far jllama trains on plain text")
-    return JllamaError(f"{said}set data.text_field to one of {texts}")
+def _no_text(where: str, field: str, kinds: dict[str, str]) -> JllamaError:
+    """The error for fields, of these types, among which is no text under the name it should have."""
+    said = f"{where} has {f'a {kinds[field]} in' if field in kinds else 'no'} field {field!r}, where its text should be"
+    if "messages" in kinds:
+        return JllamaError(f"{said}: 'messages' make it a chat, and so far jllama trains on plain text")
+    return JllamaError(f"{said}: set data.text_field to one of {[name for name in kinds if _TEXT.match(kinds[name])]}")
 
 
-def _tinyshakespeare(cache_dir: Path) -> Path:
-    """Download the file if it is not in ``cache_dir``; it appears there only when whole and checked."""
-    target = cache_dir / "tinyshakespeare.txt"
-    instead = f"download {SHAKESPEARE_URL} elsewhere and give it as data.path"
+def _tinyshakespeare(target: Path) -> Path:
+    """Download the file if it is not there; it appears only when whole and checked."""
     if not target.is_file():
         try:
             with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response:
                 data = response.read()
+            if hashlib.sha256(data).hexdigest() != SHAKESPEARE_SHA256:
+                raise OSError(f"these {len(data)} bytes are not the known file")
         except OSError as error:
-            raise JllamaError(f"cannot download tinyshakespeare ({error}): {instead}") from None
-        if hashlib.sha256(data).hexdigest() != SHAKESPEARE_SHA256:
-            raise JllamaError(f"the download of tinyshakespeare is not the known file ({len(data)} bytes): {instead}")
+            advice = f"download {SHAKESPEARE_URL} elsewhere and give it as data.path"
+            raise JllamaError(f"cannot download tinyshakespeare ({error}): {advice}") from None
         with cached(target) as partial:
             partial.write_bytes(data)
     return target
@@ -256,5 +238,4 @@ def cached(target: Path) -> Iterator[Path]:
             yield partial
     except OSError as error:
         if not target.exists():
-            said = f"cannot write {target}: {error.strerror}"
-            raise JllamaError(f"{said}; make room or give another data.cache_dir") from None
+            raise JllamaError(f"cannot write {target}: {error.strerror}; make room or set data.cache_dir") from None

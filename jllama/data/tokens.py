@@ -2,12 +2,12 @@
 
 import collections
 import dataclasses
+import gzip
 import hashlib
 import itertools
 import json
 import os
 import sys
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -166,7 +166,7 @@ def _write_tokens(blocks: Iterable[Block], tokenizer: Tokenizer, folder: Path, f
     sized = ((len(block.text), block) for block in blocks)  # no tee: it would hold 57 blocks
     ends = itertools.accumulate(sized, lambda before, pair: (before[0] + pair[0], pair[1]))
     groups = ([pair[1] for pair in each] for _, each in itertools.groupby(ends, lambda pair: pair[0] // CHUNK_CHARS))
-    gzip, gzipped = zlib.compressobj(9, wbits=31), collections.Counter(gzip_bytes=0, gzip_of_bytes=0)
+    held_out = bytearray()
 
     def tokenize(group: list[Block]) -> dict[str, np.ndarray]:
         ids = {split: [] for split in SPLITS}
@@ -181,9 +181,7 @@ def _write_tokens(blocks: Iterable[Block], tokenizer: Tokenizer, folder: Path, f
             for block in group:
                 data = block.text.encode()
                 counts[block.split].update(documents=int(block.starts), bytes=len(data))
-                if block.split == "validation":
-                    data = data[: GZIP_LIMIT - gzipped["gzip_of_bytes"]]
-                    gzipped.update(gzip_bytes=len(gzip.compress(data)), gzip_of_bytes=len(data))
+                held_out += data[: GZIP_LIMIT - len(held_out)] if block.split == "validation" else b""
             waiting.append(pool.submit(tokenize, group))
             if len(waiting) > most:
                 for split, ids in waiting.popleft().result().items():
@@ -191,10 +189,10 @@ def _write_tokens(blocks: Iterable[Block], tokenizer: Tokenizer, folder: Path, f
                         file.write(ids.data)
                     counts[split]["tokens"] += len(ids)
 
-    gzipped["gzip_bytes"] += len(gzip.flush())
     if empty := [split for split in SPLITS if not counts[split]["tokens"]]:
         said = f"the {empty[0]} split is empty: the corpus has {sum(c['documents'] for c in counts.values())} documents"
         raise JllamaError(f"{said}, so give more text or another data.validation_fraction")
+    gzipped = {"gzip_bytes": len(gzip.compress(held_out)), "gzip_of_bytes": len(held_out)}
     report = {"fingerprint": fingerprint, "dtype": dtype.name, **counts, **gzipped}
     (folder / "counts.json").write_text(json.dumps(report, indent=2) + "\n")
 

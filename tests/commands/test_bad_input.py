@@ -47,8 +47,8 @@ def fails(capsys):
     [
         ("missing.txt", None, "missing.txt' has no files: give stdlib, tinyshakespeare, or an existing file"),
         ("empty.txt", b"", "the corpus holds no text: all its 1 files are empty"),
-        ("binary.bin", b"\x7fELF\x00\x01", "has byte 0x00 at offset 4, which is not UTF-8 text"),
-        ("latin.txt", "caf\xe9 au lait".encode("latin-1") * 99, "has byte 0xE9 at offset 3, which is not UTF-8 text"),
+        ("binary.bin", b"\x7fELF\x00\x01", "(byte 0x00 at offset 4 is not UTF-8 text): convert it"),
+        ("latin.txt", "caf\xe9 au lait".encode("latin-1") * 99, "(byte 0xE9 at offset 3 is not UTF-8 text)"),
         (
             "short.txt",
             b"x" * 100,

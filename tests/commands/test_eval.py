@@ -114,7 +114,7 @@ def test_the_table(place, capsys):
         ("model --data missing.txt", 1, "there is no file at --data missing.txt: give a text file, or a .jsonl file"),
         ("model --data .", 1, "there is no file at --data .: give a text file"),
         ("model --data empty.txt", 1, "the corpus holds no text"),
-        ("model --data latin.txt", 1, "latin.txt has byte 0xE9 at offset 3, which is not UTF-8 text"),
+        ("model --data latin.txt", 1, "latin.txt (byte 0xE9 at offset 3 is not UTF-8 text): convert it"),
         ("model --data bad.jsonl", 1, "bad.jsonl line 2 is not JSON"),
         ("model --data documents.jsonl --text_field body", 1, "line 1 has no field 'body'"),
         ("bare --data text.txt", 1, "bare has no tokenizer: put the one it was trained with beside its weights"),
