@@ -26,8 +26,8 @@ from jllama.data.tokens import prepare_data
 before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
 data = prepare_data(DataConfig(sys.argv[1], tokenizer=sys.argv[2], cache_dir=sys.argv[3]))
 print(json.dumps({
-    "text_bytes": data.train_counts.bytes + data.validation_counts.bytes,
-    "tokens": data.train_counts.tokens + data.validation_counts.tokens,
+    "text_bytes": data.counts["train"]["bytes"] + data.counts["validation"]["bytes"],
+    "tokens": len(data.train) + len(data.validation),
     "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     "peak_bytes_before": before * 1024,
     "wall_s": round(time.perf_counter() - begun, 1),

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Integer
@@ -40,35 +40,25 @@ class Block(NamedTuple):
     ends: bool
 
 
-class SplitCounts(NamedTuple):
-    """What one split holds: ``tokens`` with BOS and EOS, ``documents``, and ``bytes`` of UTF-8 text."""
-
-    tokens: int
-    documents: int
-    bytes: int
-
-
 @dataclasses.dataclass(frozen=True)
 class Dataset:
     """A tokenized corpus: each document as BOS, its tokens, EOS, one after the other in a memory-mapped array.
 
-    ``gzip_bytes`` is what ``gzip -9`` makes of the first ``gzip_of_bytes`` bytes of the validation text.
-    ``fingerprint`` names corpus, split and tokenizer.
+    ``fingerprint`` names corpus, split and tokenizer. ``counts`` is what ``counts.json`` holds: of each split the
+    ``tokens`` with BOS and EOS, ``documents`` and ``bytes`` of UTF-8 text, and ``gzip_bytes``, what ``gzip -9`` makes
+    of the first ``gzip_of_bytes`` bytes of the validation text.
     """
 
     tokenizer: Tokenizer
     train: Integer[np.ndarray, "train_tokens"]
     validation: Integer[np.ndarray, "validation_tokens"]
     fingerprint: str
-    train_counts: SplitCounts
-    validation_counts: SplitCounts
-    gzip_bytes: int
-    gzip_of_bytes: int
+    counts: dict[str, Any]
 
     @property
     def gzip_bits_per_byte(self) -> float:
         """What ``gzip -9`` needs for a byte of the validation text, in bits: a model that beats it has learned."""
-        return 8 * self.gzip_bytes / self.gzip_of_bytes
+        return 8 * self.counts["gzip_bytes"] / self.counts["gzip_of_bytes"]
 
 
 def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Dataset:
@@ -110,13 +100,10 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
             partial.mkdir()
             _write_tokens(blocks(move), tokenizer, partial, fingerprint)
     try:
-        report = json.loads((folder / "counts.json").read_text())
-        dtype = report.pop("dtype")
-        for split in SPLITS:
-            counts = SplitCounts(**report.pop(split))
-            tokens = np.memmap(folder / f"{split}.bin", dtype, mode="r", shape=(counts.tokens,))
-            report |= {split: tokens, f"{split}_counts": counts}
-        return Dataset(tokenizer, **report)
+        counts = json.loads((folder / "counts.json").read_text())
+        sizes = {folder / f"{split}.bin": counts[split]["tokens"] for split in SPLITS}
+        arrays = [np.memmap(path, counts["dtype"], mode="r", shape=(size,)) for path, size in sizes.items()]
+        return Dataset(tokenizer, *arrays, fingerprint, counts)
     except (OSError, ValueError, KeyError, TypeError) as error:
         said = f"{folder} does not hold what was written there ({error})"
         raise JllamaError(f"{said}: delete it and start again") from None

@@ -140,6 +140,6 @@ class TrainConfig:
             if self.run_dir not in (self.resume, TrainConfig.run_dir):
                 raise UsageError(f"resume is {self.resume} but run_dir is {self.run_dir}: leave one of them out")
             object.__setattr__(self, "run_dir", self.resume)
-        if self.rope_factor is not None and not self.init_from:
-            raise UsageError("rope_factor is for init_from: without it, give model.rope_scaling")
+        if not self.init_from:
+            check_fields(self, "", "rope_factor", lambda factor: factor is None, "left out without init_from")
         check_fields(self, "", "seed", lambda seed: 0 <= seed < 2**32, "between 0 and 2**32 - 1")

@@ -21,7 +21,7 @@ from jllama.config import LlamaConfig
 from jllama.data.batches import training_batches
 from jllama.data.tokens import Dataset, prepare_data
 from jllama.devices import describe_devices, idle_accelerator
-from jllama.errors import JllamaError, UsageError, no_tokenizer
+from jllama.errors import JllamaError, UsageError, check_fields, no_tokenizer
 from jllama.functional import choose_attention
 from jllama.generation.text import generate, prompt_ids
 from jllama.language_model import LanguageModel
@@ -50,7 +50,7 @@ def train(config: TrainConfig) -> Evaluation:
         run = _open(config)
         if isinstance(run, Evaluation):  # there is nothing left to do
             return run
-        options, total_steps, at_eval_s, stopping = run.config.training, run.config.training.steps, 0.0, False
+        options, total_steps, stopping = run.config.training, run.config.training.steps, False
 
         def due(every: int) -> bool:
             return run.step % every == 0 or run.step == total_steps
@@ -82,15 +82,13 @@ def train(config: TrainConfig) -> Evaluation:
                     if evaluating and not run.stop:
                         run.sample_and_report(evaluation)
                     run.show()
-                    at_eval_s += time.perf_counter() - start_s
                     start_s = time.perf_counter()
             final = run.evaluate_best()
             if final is None:
                 go_on = run_folder.resume_command(run.folder)
                 raise Stopped(f"stopped at step {run.step:,} of {total_steps:,}; saved. Go on: {go_on}", run.stop[0])
-        took = f"{run.seconds():.0f} s in all, {at_eval_s:.0f} s of it evaluating, sampling and saving"
         read = f"Read {run.folder / run_folder.REPORT}, or sample: {run_folder.sample_command(run.config)}"
-        run.console.print(f"{took}. {read}")
+        run.console.print(f"{run.seconds():.0f} s in all. {read}")
         return final
 
 
@@ -138,9 +136,8 @@ class _Run:
 
     def evaluate(self) -> Evaluation | None:
         """Evaluate on a part of the validation text, show and log it; None if that failed or a stop came in between."""
-        self.show("evaluating")
         options, result = self.config.training, None
-        with self.warn_instead():
+        with self.attempt("evaluating"):
             result = evaluate(self.training, self.data, self.state.params, options, options.eval_tokens, self.stop)
         if result is not None:
             self.check_finite("validation loss", self.step, result.validation_loss)
@@ -169,7 +166,11 @@ class _Run:
 
     def save(self, evaluation: Evaluation | None) -> None:
         self.show("saving")
-        meta = {"batches": self.batches.get_state(), "corpus": self.data.fingerprint, "seconds": self.seconds()}
+        meta = {
+            "batches": self.batches.get_state(),
+            "corpus": self.data.fingerprint,
+            "seconds": self.seconds(),
+        }
         loss, key = evaluation.validation_loss if evaluation else None, jax.random.key_data(self.state.key)
         others = {"opt_state": self.state.opt_state, "step": self.state.step, "key": key}
         self.checkpoints.save(self.step, self.state.params, others, meta, loss)
@@ -180,7 +181,10 @@ class _Run:
         key = jax.eval_shape(jax.jit(jax.random.key_data, out_shardings=abstract.key.sharding), abstract.key)
         others = {"opt_state": abstract.opt_state, "step": abstract.step, "key": key}
         params, saved, meta = self.checkpoints.restore(step, abstract.params, others)
-        if self.data.fingerprint not in (meta.get("corpus"), *meta.get("identity", {}).values()):  # 0.1.0: an identity
+        if self.data.fingerprint not in (
+            meta.get("corpus"),
+            *meta.get("identity", {}).values(),
+        ):  # 0.1.0: an identity
             said = f"changed since {self.checkpoints.folder / str(step)} was saved: the corpus or its tokenizer"
             raise JllamaError(f"{said}; restore what it was, or start a new run with another run_dir")
         self.batches.set_state(meta["batches"])
@@ -189,14 +193,13 @@ class _Run:
 
     def sample_and_report(self, evaluation: Evaluation | None) -> None:
         """Let the model write, show and log it, and write the report so far: training can go on without either."""
-        with self.warn_instead():
+        with self.attempt("sampling"):
             if self.config.training.sample_tokens:
                 self.sample(self.config.training.sample_prompt)
-        with self.warn_instead():
+        with self.attempt("reporting"):
             self.report(evaluation)
 
     def sample(self, prompt: str) -> None:
-        self.show("sampling")
         key = jax.random.fold_in(jax.random.fold_in(self.state.key, self.state.step), self.config.sampling.seed)
         model = LanguageModel(self.config.model, self.state.params, self.data.tokenizer)
         count, seed = self.config.training.sample_tokens, int(jax.random.bits(key))
@@ -208,7 +211,8 @@ class _Run:
         write_report(self.config, self.data, describe_devices(self.training.mesh), evaluation, self.seconds())
 
     @contextlib.contextmanager
-    def warn_instead(self) -> Iterator[None]:
+    def attempt(self, doing: str) -> Iterator[None]:
+        self.show(doing)
         try:
             yield
         except Exception as error:
@@ -272,7 +276,7 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
     parameters = f"{count_parameters(config.model):,} parameters on {describe_devices(mesh)}"
     attention = choose_attention(options.seq_len, options.seq_len)
     attention = attention if options.attention == "auto" else options.attention
-    tokens = f"{attention} attention, {data.train_counts.tokens:,} training tokens"
+    tokens = f"{attention} attention, {len(data.train):,} training tokens"
     console.print(f"{folder}: {parameters}, {tokens}, step {step:,} of {options.steps:,}", style="bold")
     return run
 
@@ -282,11 +286,9 @@ def _origin(config: TrainConfig, existing: Path | None) -> Checkpoint:
     path = existing or config.init_from
     origin = open_checkpoint(path, None if existing else config.rope_factor)
     for name, value in vars(origin.config).items():
-        if (given := getattr(config.model, name)) not in (value, getattr(LlamaConfig(), name)):
-            leave = "leave model out, since init_from brings the architecture"
-            raise UsageError(f"model.{name} is {given} but it is {value} in {path}: {leave}")
-    if config.data.tokenizer != "bpe":
-        raise UsageError("data.tokenizer cannot be given with init_from, which brings its own tokenizer: leave it out")
+        allowed, said = (value, getattr(LlamaConfig(), name)), f"{value}, as in {path}, or left out with init_from"
+        check_fields(config.model, "model.", name, allowed.__contains__, said)
+    check_fields(config.data, "data.", "tokenizer", lambda name: name == "bpe", "left out: init_from brings its own")
     if origin.tokenizer is None:
         raise no_tokenizer(path)
     return origin
@@ -296,18 +298,14 @@ def _resolved(config: TrainConfig, data: Dataset, origin: Checkpoint | None) -> 
     """The configuration with the architecture, the vocabulary, the window and the number of steps filled in."""
     model, options = origin.config if origin else config.model, config.training
     num_tokens, context = data.tokenizer.vocab_size, model.max_seq_len
-    if 0 < model.vocab_size < num_tokens:
-        said = f"model.vocab_size is {model.vocab_size} but the tokenizer has {num_tokens} tokens"
-        raise UsageError(f"{said}: leave it at 0 to take the tokenizer's")
+    said = f"0, or at least the {num_tokens} tokens of the tokenizer"
+    check_fields(model, "model.", "vocab_size", lambda size: size == 0 or size >= num_tokens, said)
     seq_len = options.seq_len or min(context, 1024 if origin else context)
-    if seq_len > context:
-        said = f"training.seq_len is {seq_len} but model.max_seq_len is {context}"
-        raise UsageError(f"{said}: lower one or raise the other")
-    prompt_tokens = len(prompt_ids(data.tokenizer, options.sample_prompt))
-    if prompt_tokens + options.sample_tokens > context:
-        said = f"training.sample_prompt has {prompt_tokens} tokens, training.sample_tokens is {options.sample_tokens}"
-        raise UsageError(f"{said}: together they exceed model.max_seq_len {context}")
-    in_epochs = math.ceil(options.epochs * data.train_counts.tokens / (options.batch_size * seq_len))
+    check_fields(options, "training.", "seq_len", lambda size: size <= context, f"at most model.max_seq_len, {context}")
+    sample_limit = context - len(prompt_ids(data.tokenizer, options.sample_prompt))
+    said = f"at most {sample_limit}, which is what training.sample_prompt leaves of model.max_seq_len"
+    check_fields(options, "training.", "sample_tokens", lambda count: count <= sample_limit, said)
+    in_epochs = math.ceil(options.epochs * len(data.train) / (options.batch_size * seq_len))
     options = dataclasses.replace(options, steps=in_epochs or options.steps, epochs=0.0, seq_len=seq_len)
     model = dataclasses.replace(model, vocab_size=model.vocab_size or num_tokens)
     return dataclasses.replace(config, model=model, training=options)

@@ -11,7 +11,7 @@ import numpy as np
 from jllama.data.batches import validation_batches
 from jllama.data.tokens import Dataset
 from jllama.devices import describe_devices, device_memory_bytes
-from jllama.errors import UsageError
+from jllama.errors import UsageError, check_fields
 from jllama.evaluation.scoring import TextScore
 from jllama.parameters import Params, training_flops_per_token
 from jllama.training.config import LoopConfig, TrainConfig
@@ -73,9 +73,8 @@ def check_memory(config: TrainConfig, training: Training, available_bytes: int |
     """
     options, mesh = config.training, training.mesh
     ways = mesh.shape["data"] * mesh.shape["fsdp"]
-    if options.batch_size % (ways * options.accumulation):
-        parts = f"{options.accumulation} part(s) over {ways} device(s)"
-        raise UsageError(f"training.batch_size {options.batch_size} does not divide into {parts}")
+    said = f"a multiple of {ways} device(s) times {options.accumulation} part(s)"
+    check_fields(options, "training.", "batch_size", lambda size: size % (ways * options.accumulation) == 0, said)
     state = jax.eval_shape(training.init, jax.random.key(0))
     leaves = jax.tree.leaves((state, state.params))  # there is a gradient for each parameter
     state_bytes = sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)

@@ -34,7 +34,7 @@ _CHARTS |= {"grad_norm": "gradient norm", "tokens_per_s": "tokens per second"}
 
 def write_report(config: TrainConfig, data: Dataset, devices: str, result: Evaluation | None, elapsed_s: float) -> None:
     """Write a run's ``report.html``: all it has logged so far, on any screen, light or dark, and what to do next."""
-    folder, text = Path(config.run_dir), html.escape
+    folder, text, counts = Path(config.run_dir), html.escape, data.counts
     metrics, samples = read_lines(folder / METRICS), read_lines(folder / SAMPLES)
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jllama", "jax", "flax", "optax")]
     deeper = dataclasses.replace(config.model, num_layers=config.model.num_layers + 1)
@@ -42,8 +42,8 @@ def write_report(config: TrainConfig, data: Dataset, devices: str, result: Evalu
     facts = {
         "parameters": f"{parameters:,}, {count_parameters(deeper) - parameters:,} of them in each layer",
         "text": config.data.path,
-        "training text": f"{data.train_counts.bytes:,} bytes, {data.train_counts.tokens:,} tokens",
-        "validation text": f"{data.validation_counts.bytes:,} bytes, {data.validation_counts.tokens:,} tokens",
+        "training text": f"{counts['train']['bytes']:,} bytes, {len(data.train):,} tokens",
+        "validation text": f"{counts['validation']['bytes']:,} bytes, {len(data.validation):,} tokens",
         "devices": devices,
         "time": f"{elapsed_s:.0f} s",
         **{name.replace("_", " "): f"{value:.4f}" for name, value in (vars(result) if result else {}).items()},

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 import shlex
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from flax.traverse_util import flatten_dict
 
 from jllama.checkpoints.run import CONFIG, read_config
 from jllama.errors import JllamaError, UsageError
@@ -55,14 +57,16 @@ def _as_written(config: TrainConfig) -> dict[str, Any]:
 
 def changes_on_resume(folder: Path, config: TrainConfig, step: int) -> list[str]:
     """How a configuration differs from that of the run it goes on with, in words; JllamaError if it may not so."""
-    now, before = _flat(_as_written(config)), read_config(folder)
-    was = now | _flat(before)
-    changed = [name for name in now if was[name] != now[name] and not re.match(_IGNORED, name)]
-    told = {name: f"{name} was {was[name]} and is {now[name]}" for name in changed}
-    fixed = [told[name] for name in changed if re.match(_FIXED, name)]
-    free = [told[name] for name in changed if re.match(_FREE, name)]
+    flat = functools.partial(flatten_dict, is_leaf=lambda path, _: len(path) == 2)
+    now, before = flat(_as_written(config)), read_config(folder)
+    was = now | flat(before)
+    changed = {".".join(path): (was[path], now[path]) for path in now if was[path] != now[path]}
+    told = {name: f"{name} was {old} and is {new}" for name, (old, new) in changed.items()}
+    told = {name: text for name, text in told.items() if not re.match(_IGNORED, name)}
+    fixed = [text for name, text in told.items() if re.match(_FIXED, name)]
+    free = [text for name, text in told.items() if re.match(_FREE, name)]
     asked = [text for text in told.values() if text not in free]
-    if any(re.match(r"training\.steps|optimizer", name) for name in changed):
+    if any(re.match(r"training\.steps|optimizer", name) for name in told):
         with contextlib.suppress(KeyError, TypeError, UsageError):  # of a config.yaml edited by hand
             old = learning_rate_at(step - 1, OptimizerConfig(**before["optimizer"]), before["training"]["steps"])
             new = learning_rate_at(step, config.optimizer, config.training.steps)
@@ -71,9 +75,3 @@ def changes_on_resume(folder: Path, config: TrainConfig, step: int) -> list[str]
         leave = "leave out what has changed," + (" or go on so with resume_with_changes," if not fixed else "")
         raise JllamaError(f"{', '.join(refused)}: {leave} or start a new run with another run_dir")
     return free + asked
-
-
-def _flat(fields: dict[str, Any]) -> dict[str, Any]:
-    """The options of a configuration by their full names."""
-    groups = {name: group if isinstance(group, dict) else {"": group} for name, group in fields.items()}
-    return {f"{name}.{key}".rstrip("."): value for name, group in groups.items() for key, value in group.items()}

@@ -92,7 +92,10 @@ def test_a_tokenizer_that_is_not_there_or_none(place, fails):
         ("--model.num_kv_heads 3", "num_heads 4 is not divisible by num_kv_heads 3"),
         ("--model.head_dim 15", "head_dim 15 is odd"),
         ("--model.num_layers 0", "num_layers is 0; it must be at least 1"),
-        ("--model.vocab_size 100", "model.vocab_size is 100 but the tokenizer has 259 tokens"),
+        (
+            "--model.vocab_size 100",
+            "model.vocab_size is 100; it must be 0, or at least the 259 tokens",
+        ),
         ("--model.rope_scaling.type llama3", "rope_scaling.factor is missing"),
         (
             "--model.rope_scaling.type longrope",
@@ -133,7 +136,7 @@ def test_a_tokenizer_that_is_not_there_or_none(place, fails):
         ("--training.batch_size 0", "training.batch_size is 0; it must be at least 1"),
         ("--training.accumulation 3", "training.accumulation is 3; it must be a divisor of training.batch_size, 8"),
         ("--training.steps 0 --training.epochs 0", "training.steps is 0; it must be positive, or training.epochs"),
-        ("--training.sample_tokens 99", "together they exceed model.max_seq_len 32"),
+        ("--training.sample_tokens 99", "which is what training.sample_prompt leaves of model.max_seq_len"),
         ("--data.validation_fraction 1", "data.validation_fraction is 1.0; it must be between 0 and 1"),
         ("--data.vocab_size 100", "data.vocab_size is 100; it must be at least 260"),
         ("--sampling.temperature -1", "temperature is -1.0; it must be 0 (greedy) or a positive number"),

@@ -118,16 +118,16 @@ def test_training_begins_from_the_very_weights(workshop, models, tmp_path):
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
-        (["--model.num_layers", "3"], 2, "model.num_layers is 3 but it is 2 in"),
-        (["--data.tokenizer", "bytes"], 2, "data.tokenizer cannot be given with init_from"),
-        (["--training.seq_len", "65"], 2, "training.seq_len is 65 but model.max_seq_len is 64"),
+        (["--model.num_layers", "3"], 2, "model.num_layers is 3; it must be 2, as in "),
+        (["--data.tokenizer", "bytes"], 2, "data.tokenizer is bytes; it must be left out: init_from brings its own"),
+        (["--training.seq_len", "65"], 2, "training.seq_len is 65; it must be at most model.max_seq_len, 64"),
         (["--init_from", "nowhere"], 1, "there is no checkpoint at nowhere"),
         (
             ["--rope_factor", "8"],
             2,
             "is not a folder with params.json and consolidated.*.pth, so it has no rope_factor 8",
         ),
-        (["--rope_factor", "8", "--init_from", ""], 2, "rope_factor is for init_from"),
+        (["--rope_factor", "8", "--init_from", ""], 2, "rope_factor is 8.0; it must be left out without init_from"),
     ],
 )
 def test_what_cannot_be_trained_on(workshop, models, tmp_path, capsys, options, code, said):

@@ -67,23 +67,21 @@ def test_every_document_is_in_one_split_between_bos_and_eos(corpus, tokenizer):
     train, validation = documents(dataset, "train"), documents(dataset, "validation")
     assert sorted(train + validation) == sorted(TEXTS)
     assert validation == [text for split, text in split_documents(TEXTS, 0.1) if split == "validation"]
-    for texts, counts, ids in (
-        (train, dataset.train_counts, dataset.train),
-        (validation, dataset.validation_counts, dataset.validation),
-    ):
-        assert counts == tokens.SplitCounts(len(ids), len(texts), len("".join(texts).encode()))
+    for split, texts, ids in ("train", train, dataset.train), ("validation", validation, dataset.validation):
+        counts = dataset.counts[split]
+        assert counts == {"tokens": len(ids), "documents": len(texts), "bytes": len("".join(texts).encode())}
         extra = len(texts) if tokenizer == "bpe" else 0  # the space that SentencePiece puts in front
-        assert dataset.tokenizer.token_bytes()[ids].sum() == counts.bytes + extra
+        assert dataset.tokenizer.token_bytes()[ids].sum() == counts["bytes"] + extra
     text = "".join(validation).encode()
-    assert dataset.gzip_of_bytes == len(text)
-    assert abs(dataset.gzip_bytes - len(gzip.compress(text, 9))) <= 1
+    assert dataset.counts["gzip_of_bytes"] == len(text)
+    assert abs(dataset.counts["gzip_bytes"] - len(gzip.compress(text, 9))) <= 1
 
 
 def test_gzip_is_measured_on_the_first_part_only(corpus, monkeypatch):
     monkeypatch.setattr(tokens, "GZIP_LIMIT", 50)
     dataset = prepare_data(config(corpus))
     text = "".join(documents(dataset, "validation")).encode()[:50]
-    assert (dataset.gzip_of_bytes, dataset.gzip_bytes) == (50, len(gzip.compress(text, 9)))
+    assert (dataset.counts["gzip_of_bytes"], dataset.counts["gzip_bytes"]) == (50, len(gzip.compress(text, 9)))
 
 
 @given(texts=st.lists(st.text(min_size=1), min_size=33, max_size=60), order=st.randoms())
@@ -191,11 +189,9 @@ def test_a_large_file_is_prepared_as_if_it_were_whole(tmp_path, monkeypatch, fil
     monkeypatch.setattr(corpora, "BLOCK", 100)
     monkeypatch.setattr(tokens, "CHUNK_CHARS", 1)
     blocks = prepare_data(config(tmp_path / "corpus", cache_dir=str(tmp_path / "other"), **settings))
-    assert blocks.fingerprint == whole.fingerprint  # also of the vocabulary
+    assert blocks.counts == whole.counts  # also the fingerprint of the vocabulary
     for split in SPLITS:
         np.testing.assert_array_equal(getattr(blocks, split), getattr(whole, split))
-    assert (blocks.train_counts, blocks.validation_counts) == (whole.train_counts, whole.validation_counts)
-    assert (blocks.gzip_bytes, blocks.gzip_of_bytes) == (whole.gzip_bytes, whole.gzip_of_bytes)
     expected = split_documents(texts, 0.1)
     for split in SPLITS:
         assert documents(blocks, split) == [text for name, text in expected if name == split]
@@ -212,7 +208,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path, name):
     dataset = prepare_data(config(tmp_path / name, validation_fraction=0.01))
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert dataset.train_counts.bytes + dataset.validation_counts.bytes == size
+    assert dataset.counts["train"]["bytes"] + dataset.counts["validation"]["bytes"] == size
     assert peak_bytes < size
 
 
@@ -340,7 +336,7 @@ def test_two_processes_may_prepare_the_same(corpus, monkeypatch):
 
     monkeypatch.setattr(tokens, "_write_tokens", write_while_another_finishes)
     dataset = prepare_data(config(corpus))
-    assert len(dataset.train) == dataset.train_counts.tokens
+    assert len(dataset.train) == dataset.counts["train"]["tokens"]
     assert len(list((corpus.parent / "cache").iterdir())) == 1
 
 
