@@ -158,10 +158,8 @@ def _read_rope_scaling(
     if name not in ("none", *kinds):
         raise JllamaError(f"{source} has {key}type {reprlib.repr(name)}; jllama knows none, {' and '.join(kinds)}")
     fields = [field for kind in kinds.values() for field in dataclasses.fields(kind)]
-    defaults: dict[str, Any] = {field.name: field.default for field in fields} | {
-        "factor": take("rope.scale_linear", float, 1.0),
-        "original_max_seq_len": config.max_seq_len,
-    }
+    defaults: dict[str, Any] = {field.name: field.default for field in fields}
+    defaults |= {"factor": 1.0, "original_max_seq_len": config.max_seq_len}
     values = {
         ours: take(f"rope.scaling.{theirs}", type(defaults[ours]), defaults[ours]) or defaults[ours]
         for ours, theirs in {item for kind in kinds.values() for item in kind.gguf.items()}

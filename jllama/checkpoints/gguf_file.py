@@ -102,34 +102,26 @@ class _Header:
         self.path, self.data, self.offset = path, data, 0
 
     def take(self, num_bytes: int) -> memoryview:
-        start, self.offset = self.offset, self._checked(self.offset + num_bytes)
+        start, self.offset = self.offset, self.offset + num_bytes
+        if self.offset > (size := len(self.data)):
+            raise JllamaError(f"{self.path} is truncated: it has {size} bytes but its header goes to {self.offset}")
         return self.data[start : self.offset]
-
-    def _checked(self, end: int) -> int:
-        if end > (size := len(self.data)):
-            raise JllamaError(f"{self.path} is truncated: it has {size} bytes but its header goes on to byte {end}")
-        return end
 
     def number(self, code: str) -> Any:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
 
-    def strings(self, count: int, errors: str = "strict") -> list[str]:
-        texts, length_at = [], struct.Struct("<Q").unpack_from
+    def text(self, errors: str = "strict") -> str:
+        data = self.take(self.number("Q"))
         try:
-            for _ in range(count):
-                start = self._checked(self.offset + 8)
-                end = self._checked(start + length_at(self.data, self.offset)[0])
-                texts.append(str(self.data[start:end], "utf-8", errors))
-                self.offset = end
+            return str(data, "utf-8", errors)
         except UnicodeDecodeError as error:
-            raise JllamaError(f"{self.path} has a string at byte {self.offset} that is not UTF-8: {error}") from error
-        return texts
+            start = self.offset - len(data)
+            raise JllamaError(f"{self.path} has a string at byte {start} that is not UTF-8: {error}") from error
 
     def named(self, what: str, count: int, read: Callable[[str], Any]) -> dict[str, Any]:
         entries = {}
         for _ in range(count):
-            (name,) = self.strings(1)
-            if name in entries:
+            if (name := self.text()) in entries:
                 raise JllamaError(f"{self.path} has the {what} {name} twice")
             entries[name] = read(name)
         return entries
@@ -137,7 +129,7 @@ class _Header:
     def value(self, key: str) -> Any:
         type_ = self._type(GGUFValueType, f"key {key}")
         if type_ == GGUFValueType.STRING:
-            return self.strings(1)[0]
+            return self.text()
         if type_ != GGUFValueType.ARRAY:
             number = self.number(_NUMBERS[type_])
             return shortest(number) if type_ == GGUFValueType.FLOAT32 else number
@@ -147,7 +139,7 @@ class _Header:
         if count > _MAX_ARRAY:
             raise JllamaError(f"{self.path} claims {count} elements for {key}; at most {_MAX_ARRAY} are read")
         if type_ == GGUFValueType.STRING:
-            return self.strings(count, "surrogateescape")
+            return [self.text("surrogateescape") for _ in range(count)]
         dtype = np.dtype(_NUMBERS[type_]).newbyteorder("<")
         return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
 

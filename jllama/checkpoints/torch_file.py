@@ -31,7 +31,6 @@ MAX_INDEX_BYTES = 4 << 20
 
 _FLOATS = {"Double": np.float64, "Float": np.float32, "Half": np.float16, "BFloat16": jnp.bfloat16}
 _STORAGES: dict[str, np.dtype[Any]] = {f"torch.{name}Storage": np.dtype(type_) for name, type_ in _FLOATS.items()}
-_CALLS = ("collections.OrderedDict", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter")
 _OPERATIONS = (
     "PROTO FRAME BINUNICODE SHORT_BINUNICODE BININT BININT1 BININT2 LONG1 NONE NEWTRUE NEWFALSE EMPTY_TUPLE MARK TUPLE "
     "TUPLE1 TUPLE2 TUPLE3 BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET SETITEM SETITEMS GLOBAL STACK_GLOBAL BINPERSID "
@@ -115,21 +114,30 @@ class _Storage:
     dtype: np.dtype[Any]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Global:
-    """What a pickle names. It is never looked up: calling one of ``_CALLS`` builds the dictionary or tensor here."""
-
-    name: str
-
-    def __call__(self, *arguments: Any) -> Any:
-        match self.name, arguments:
-            case "collections.OrderedDict", ():
-                return _Dict()
-            case "torch._utils._rebuild_parameter", (np.ndarray() as tensor, *_):
-                return tensor
-            case "torch._utils._rebuild_tensor_v2", (_Storage() as storage, offset, tuple(shape), tuple(strides), *_):
-                return _view(storage, offset, shape, strides)
+def _tensor(storage: _Storage, offset: Any, shape: Any, strides: Any, *_: Any) -> np.ndarray:
+    """A tensor inside its storage, as NumPy checks; offset and strides are in numbers, not bytes."""
+    if not isinstance(storage, _Storage):
         raise ValueError("it builds a tensor in a way that torch does not")
+    width, count = storage.dtype.itemsize, storage.data.size // storage.dtype.itemsize
+    try:
+        numbers = (offset, *shape, *strides)
+        if len(shape) > 8 or any(type(n) is not int or n < 0 for n in numbers) or not 0 < math.prod(shape) <= count:
+            raise ValueError
+        # The stride of an axis of size 1 is never taken and may be any number.
+        in_bytes = [stride * width if size > 1 else 0 for size, stride in zip(shape, strides, strict=True)]
+        return np.ndarray(shape, storage.dtype, storage.data, offset * width, in_bytes)
+    except (ValueError, OverflowError) as error:
+        start, size, step = map(reprlib.repr, (offset, shape, strides))
+        what = f"a tensor of shape {size} and strides {step} from number {start} on"
+        raise JllamaError(f"describes {what}, which is empty or not inside its storage of {count} numbers") from error
+
+
+_GLOBALS: dict[str, Any] = _STORAGES | {
+    "collections.OrderedDict": lambda: _Dict(),
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+}
+"""What stands here for each name of a pickle, none of which is looked up."""
 
 
 class _Dispatch(dict[int, Any]):
@@ -151,10 +159,9 @@ class _Unpickler(pickle._Unpickler):
         super().__init__(io.BytesIO(data))
         self.entries = entries
 
-    def find_class(self, module: str, name: str) -> _Global:
-        name = f"{module}.{name}"
-        if name in _STORAGES or name in _CALLS:
-            return _Global(name)
+    def find_class(self, module: str, name: str) -> Any:
+        if (name := f"{module}.{name}") in _GLOBALS:
+            return _GLOBALS[name]
         if (name.startswith("torch.") and name.endswith("Storage")) or name == "torch._utils._rebuild_tensor_v3":
             dtypes = ", ".join(map(str, _STORAGES.values()))
             raise JllamaError(f"holds tensors of {name}; jllama reads {dtypes}: convert them with torch first")
@@ -162,30 +169,14 @@ class _Unpickler(pickle._Unpickler):
 
     def persistent_load(self, pid: Any) -> _Storage:
         match pid:
-            case ("storage", _Global(name), str(key), str(), int(count)) if name in _STORAGES:
-                dtype, data = _STORAGES[name], self.entries.get(f"data/{key}")
+            case ("storage", np.dtype() as dtype, str(key), str(), int(count)):
+                data = self.entries.get(f"data/{key}")
             case _:
                 raise ValueError("it refers to a storage in a way that torch does not")
         if data is None or data.size != count * dtype.itemsize:
             actual = "no such entry" if data is None else f"{data.size} bytes"
             raise JllamaError(f"holds {actual} where data/{key[:200]} must have {count} numbers in {dtype}")
         return _Storage(data, dtype)
-
-
-def _view(storage: _Storage, offset: Any, shape: tuple[Any, ...], strides: tuple[Any, ...]) -> np.ndarray:
-    """A tensor inside its storage, as NumPy checks; offset and strides are in numbers, not bytes."""
-    width, count = storage.dtype.itemsize, storage.data.size // storage.dtype.itemsize
-    try:
-        numbers = (offset, *shape, *strides)
-        if len(shape) > 8 or any(type(n) is not int or n < 0 for n in numbers) or not 0 < math.prod(shape) <= count:
-            raise ValueError
-        # The stride of an axis of size 1 is never taken and may be any number.
-        in_bytes = [stride * width if size > 1 else 0 for size, stride in zip(shape, strides, strict=True)]
-        return np.ndarray(shape, storage.dtype, storage.data, offset * width, in_bytes)
-    except (ValueError, OverflowError) as error:
-        start, size, step = map(reprlib.repr, (offset, shape, strides))
-        what = f"a tensor of shape {size} and strides {step} from number {start} on"
-        raise JllamaError(f"describes {what}, which is empty or not inside its storage of {count} numbers") from error
 
 
 def write_torch_file(path: Path, tensors: Sequence[NamedTensor], on_progress: OnProgress) -> None:

@@ -242,7 +242,7 @@ HOSTILE = {
     "hashing for ever": (b"\x80\x02})" + b"q\x00h\x00\x86" * 99 + b"K\1s.", "not text"),
     "a list": (b"\x80\x02].", "pickle operation EMPTY_LIST"),
     "a call of a dictionary": (b"\x80\x02})R.", "damaged"),
-    "an ordered dictionary of one": (b"\x80\x02ccollections\nOrderedDict\n}\x85R.", "in a way that torch does not"),
+    "an ordered dictionary of one": (b"\x80\x02ccollections\nOrderedDict\n}\x85R.", "damaged"),
     "a string": (b"\x80\x02X\1\0\0\0a.", "no dictionary of tensors"),
     "no tensors": (b"\x80\x02}X\1\0\0\0aK\1s.", "no tensor under 'a'"),
     "a dictionary of itself": (b"\x80\x02}q\0X\1\0\0\0ah\0s.", "no tensor under 'a'"),
