@@ -62,22 +62,12 @@ class JllamaLM(TemplateLM):
         self.batch_size = int(batch_size)
 
     # What lm-eval asks for: the token that ends a text, the one before a text without context, a name for its cache.
-    @property
-    def eot_token_id(self) -> int:  # noqa: D102
-        return self._tokenizer.eos_id
-
-    @property
-    def prefix_token_id(self) -> int:  # noqa: D102
-        return self._tokenizer.bos_id
-
-    @property
-    def tokenizer_name(self) -> str:  # noqa: D102
-        return self._tokenizer.fingerprint()
+    eot_token_id = property(lambda self: self._tokenizer.eos_id)
+    prefix_token_id = property(lambda self: self._tokenizer.bos_id)
+    tokenizer_name = property(lambda self: self._tokenizer.fingerprint())
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
-        """The ids of a text, in which special tokens may be spelled out; behind BOS if the tokenizer adds it and the
-        text, as a rendered chat does, has none; never if ``add_special_tokens`` is false.
-        """
+        """The ids of a text that may spell out special tokens; behind BOS if the tokenizer adds it and it is not there."""
         ids, bos = self._tokenizer.encode_with_special_tokens(string), [self._tokenizer.bos_id]
         return bos + ids if self._tokenizer.add_bos and add_special_tokens is not False and ids[:1] != bos else ids
 
@@ -87,8 +77,8 @@ class JllamaLM(TemplateLM):
         if add_generation_prompt:
             return text
         last = chat_history[-1]["content"].lstrip()
-        written = last if last in text else last.rstrip()  # as many templates strip it
-        return text[: text.rindex(written) + len(written)]
+        last = last if last in text else last.rstrip()  # as many templates strip it
+        return text[: text.rindex(last) + len(last)]
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """The Jinja template that lm-eval notes with its results."""
@@ -110,8 +100,7 @@ class JllamaLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Each whole text's ``log p``, in windows that overlap only in context."""
-        texts = [[self.prefix_token_id, *self.tok_encode(*request.args)] for request in requests]
-        size = self.max_length
+        texts, size = [[self.prefix_token_id, *self.tok_encode(*request.args)] for request in requests], self.max_length
         windows = [(owner, *cut) for owner, ids in enumerate(texts) for cut in sliding_windows(len(ids), size, size)]
         scores = self._score([texts[i][start:end] for i, start, end, _ in windows], [count for *_, count in windows])
         totals = [0.0] * len(requests)
@@ -129,10 +118,7 @@ class JllamaLM(TemplateLM):
         return [(float(row.log_probs.sum(dtype=float)), bool(row.is_likeliest.all())) for row in scores]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The continuation of each context, without the stop string that ended it; greedy unless the task samples.
-
-        A context is cut on the left to leave room for the new tokens.
-        """
+        """The continuation of each context, without the stop string that ended it; greedy unless the task samples."""
         texts, prompts = [""] * len(requests), [self._prompt(*cast(Any, request.args)) for request in requests]
         with progress("texts generated", len(requests)) as move:
             for batch in generate_batches(self.model, prompts, batch_size=self.batch_size):
@@ -145,7 +131,7 @@ class JllamaLM(TemplateLM):
         return texts
 
     def _prompt(self, context: str, arguments: dict[str, Any]) -> Prompt:
-        """A context and a task's ``generation_kwargs``; a stop string may be the name of a special token."""
+        """A context, cut on the left to leave room for new tokens; a stop string may be the name of a special token."""
         stop, max_new_tokens, sampling = generation_arguments(arguments)
         room = self.max_length - max_new_tokens
         if room < 1:
@@ -163,8 +149,8 @@ register_model("jllama")(JllamaLM)
 def generation_arguments(arguments: dict[str, Any]) -> tuple[list[str], int, SamplingParams]:
     """Turn a task's ``generation_kwargs`` into stop strings, the most new tokens, and how they are sampled.
 
-    Greedy unless ``do_sample`` is true or, where that is not said, ``temperature`` is positive. ``JllamaError`` if an
-    argument is unknown, or has a value that jllama does not honor.
+    Greedy unless ``do_sample`` is true or, where that is not said, ``temperature`` is positive. ``JllamaError`` if
+    jllama does not honor an argument or its value.
     """
     remaining = {name: value for name, value in arguments.items() if value is not None}
     until, do_sample = remaining.pop("until", []), remaining.pop("do_sample", None)
@@ -202,7 +188,7 @@ def task_manager(names: Sequence[str], include_path: str = "") -> TaskManager:
 
 
 def evaluate_tasks(lm: JllamaLM, tasks: Sequence[str], manager: TaskManager, **arguments: Any) -> dict[str, Any]:
-    """The results of ``lm_eval.simple_evaluate``; ``arguments`` are others of its own. Its prints go to stderr.
+    """The results of ``lm_eval.simple_evaluate``, whose ``arguments`` these are. Its prints go to stderr.
 
     ``JllamaError`` with lm-eval's own message if it fails, for example because it cannot download a task's data.
     """

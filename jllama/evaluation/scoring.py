@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
@@ -16,7 +15,7 @@ from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams
 from jllama.errors import JllamaError, UsageError
 from jllama.language_model import LanguageModel
-from jllama.model import build_model, power_of_two_at_least
+from jllama.model import as_token_ids, build_model, power_of_two_at_least
 from jllama.parameters import Params
 
 
@@ -28,14 +27,11 @@ class TokenScores(NamedTuple):
 
 
 class TextScore(NamedTuple):
-    """How well a model predicts a text, as sums that add up over texts.
+    """How well a model predicts a text, as sums that add up over texts."""
 
-    ``nats`` is the summed negative log-likelihood of ``tokens`` tokens, which stand for ``text_bytes`` bytes of UTF-8.
-    """
-
-    nats: float
+    nats: float  # the negative log-likelihood
     tokens: int
-    text_bytes: int
+    text_bytes: int  # of UTF-8, which the tokens stand for
 
     @property
     def loss(self) -> float:
@@ -61,22 +57,15 @@ def token_log_probs(
     batch_size: int = 8,
     on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> list[TokenScores]:
-    """Score the last tokens of each row, given those before them.
+    """Score the last ``counts`` tokens of each row of ids (None: all but the first), given those before them.
 
-    Rows are sorted by length, the longest first, and padded on the right up to powers of two, so that rows of any
-    lengths take few compilations; padding changes nothing. Probabilities are over all rows of the embedding, also where
-    the tokenizer has fewer.
+    A row's first token has nothing before it and cannot be scored: a text begins with BOS. Probabilities are over all
+    rows of the embedding, also where the tokenizer has fewer. ``batch_size`` rows, the longest first, go through the
+    model at once, padded on the right up to a power of two: rows of any lengths take few compilations, and come out
+    the same. After each batch ``on_progress`` gets the number of tokens scored so far and in all.
 
-    Args:
-        model: what ``load`` gives.
-        rows: ids; a row's first has nothing before it and cannot be scored, so a text begins with BOS.
-        counts: how many tokens to score at the end of each row; None is all but the first.
-        batch_size: rows that go through the model at once.
-        on_progress: called with the tokens scored so far and in all, after every batch.
-
-    Raises:
-        UsageError: a row but for its last token is longer than the context; there are fewer tokens than to be scored;
-            an id is outside the vocabulary.
+    Raises ``UsageError``: a row but for its last token is longer than the context; there are fewer tokens than to be
+    scored; an id is outside the vocabulary.
     """
     arrays = [np.asarray(row, np.int32) for row in rows]
     counts = [max(len(row) - 1, 0) for row in arrays] if counts is None else counts
@@ -87,8 +76,6 @@ def token_log_probs(
             raise UsageError(f"{said}, over the model's context of {context}: cut it into windows")
         if not 0 <= count <= inputs:
             raise UsageError(f"{count} tokens of a row of {len(row)} are to be scored; there are {inputs}")
-        if outside := row[(row < 0) | (row >= config.vocab_size)].tolist():
-            raise UsageError(f"token {outside[0]} is outside the model's vocabulary of {config.vocab_size}")
 
     # Group rows by the power of two that they are padded to: one compilation each.
     scores = [TokenScores(np.zeros(0, np.float32), np.zeros(0, bool))] * len(arrays)
@@ -104,7 +91,7 @@ def token_log_probs(
             tokens = np.zeros((size, bucket + 1), np.int32)
             for row, index in zip(tokens, batch, strict=False):
                 row[: len(arrays[index])] = arrays[index]
-            results = map(np.asarray, _score(model.params, config, jnp.asarray(tokens)))
+            results = map(np.asarray, _score(model.params, config, as_token_ids(tokens, config)))
             for index, log_probs, is_likeliest in zip(batch, *results, strict=False):
                 scored = slice(len(arrays[index]) - 1 - counts[index], len(arrays[index]) - 1)
                 scores[index] = TokenScores(log_probs[scored], is_likeliest[scored])
@@ -114,12 +101,11 @@ def token_log_probs(
 
 
 def sliding_windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Cut a sequence into windows that score each token but the first exactly once: ``(start, end, count)``.
+    """Cut a sequence, BOS included, into windows that score each token but the first once: ``(start, end, count)``.
 
-    A window is the row ``sequence[start:end]``, of which the last ``count`` tokens are scored. The first scores as many
-    as it holds; each later one the next ``stride`` tokens, or what is left, with as much before them as fits.
-    ``length`` includes BOS; a row has one token more than ``window``, which is only predicted; ``stride`` is from 1
-    (each token sees a whole window) to ``window`` (nothing is computed twice).
+    Of the row ``sequence[start:end]``, one longer than ``window`` as its last token is only predicted, the last
+    ``count`` tokens are scored: all of the first, then the next ``stride`` with as much before them as fits. ``stride``
+    is from 1 (each token sees a whole window) to ``window`` (nothing is computed twice).
     """
     end = min(window + 1, length)
     if end > 1:
@@ -140,23 +126,13 @@ def score_texts(
     max_tokens: int | None = None,
     on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> TextScore:
-    """How well a model predicts texts, each by itself, in sliding windows.
+    """How well a model predicts texts, each by itself, in sliding windows of at most ``window`` tokens, its context.
 
     A text is its tokens behind one BOS (``tokenizer.bos_id``, the EOS of tokenizers that have no BOS), also where the
-    tokenizer adds none to a prompt: the first token needs something before it. EOS is not scored.
-
-    >>> model = jllama.load("runs/quickstart")  # doctest: +SKIP
-    >>> score_texts(model, ["def area(radius):"], window=256, stride=128).bits_per_byte  # doctest: +SKIP
-    1.37
-
-    Args:
-        model: with its tokenizer.
-        texts: of any length; empty ones count for nothing.
-        window: the most tokens that the model sees at once, at most its context.
-        stride: how many tokens each window but a text's first scores, at most ``window``.
-        batch_size: windows that go through the model at once.
-        max_tokens: score only so many tokens, the first ones; None is all.
-        on_progress: as for ``token_log_probs``.
+    tokenizer adds none to a prompt: the first token needs something before it. EOS is not scored, and empty texts count
+    for nothing. Each window but a text's first scores ``stride`` tokens, at most ``window``; only the first
+    ``max_tokens`` of all are scored, unless it is None. ``batch_size`` windows go through the model at once;
+    ``on_progress`` is as for ``token_log_probs``.
 
     Raises:
         UsageError: ``window``, ``stride`` or ``batch_size`` is out of range.

@@ -104,8 +104,8 @@ def test_logits_of_a_large_vocabulary_take_256_mib_at_a_time():
     [
         ([[1] * 50], None, "a row has 50 tokens to be predicted from 49, over the model's context of 48"),
         ([[1, 2]], [2], "2 tokens of a row of 2 are to be scored; there are 1"),
-        ([[1, 280]], None, "token 280 is outside the model's vocabulary of 280"),
-        ([[-1, 2]], None, "token -1 is outside the model's vocabulary of 280"),
+        ([[1, 280]], None, "tokens holds the id 280; this model's are 0 to 279"),
+        ([[-1, 2]], None, "tokens holds the id -1; this model's are 0 to 279"),
     ],
 )
 def test_bad_rows(rows, counts, said):
