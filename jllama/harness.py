@@ -67,7 +67,7 @@ class JllamaLM(TemplateLM):
     tokenizer_name = property(lambda self: self._tokenizer.fingerprint())
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
-        """The ids of a text that may spell out special tokens; behind BOS if the tokenizer adds it and it is not there."""
+        """Ids of a text, which may spell out special tokens; behind BOS if the tokenizer adds it and there is none."""
         ids, bos = self._tokenizer.encode_with_special_tokens(string), [self._tokenizer.bos_id]
         return bos + ids if self._tokenizer.add_bos and add_special_tokens is not False and ids[:1] != bos else ids
 
