@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jllama.config import LlamaConfig
 from jllama.decode_params import decode_layout
 from jllama.verify.checks import random_params
-from jllama.verify.implementation import jllama_itself
+from jllama.verify.conformance import jllama_itself
 
 SMALL = LlamaConfig(
     vocab_size=61, num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=32, mlp_dim=96, max_seq_len=64

@@ -12,6 +12,7 @@ from jllama.model import abstract_params
 from jllama.parameters import map_by_path
 from jllama.sharding import BATCH, MeshConfig, make_mesh, state_sharding
 from jllama.verify.checks import random_params, worst_error
+from jllama.verify.conformance import jllama_itself
 from jllama.verify.equalities import (
     MESHES,
     Case,
@@ -21,7 +22,6 @@ from jllama.verify.equalities import (
     short_training,
     trained,
 )
-from jllama.verify.implementation import jllama_itself
 
 CONFIG = LlamaConfig(vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, max_seq_len=16)
 REFUSED = [MeshConfig(3, 1, 1), MeshConfig(0, 1, 3), MeshConfig(0, 16, 1), MeshConfig(2, 1, 4), MeshConfig(1, 1, 8)]

@@ -23,9 +23,9 @@ from jllama.model import initial_params
 from jllama.tokenizers import BytesTokenizer
 from jllama.training.config import TrainConfig
 from jllama.verify.checks import VISIBLE
+from jllama.verify.conformance import VARIANTS
 from jllama.verify.mutations import mutation_checks
 from jllama.verify.reference_writers import FORMAT_WRITERS
-from jllama.verify.variants import VARIANTS
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = {

@@ -32,8 +32,8 @@ from jllama.parameters import as_matrix, parameter_table
 from jllama.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 from jllama.verify import equalities
 from jllama.verify.checks import random_params, relative_error, worst_error
-from jllama.verify.implementation import compiled, implementation_of, jllama_itself, model_with
-from jllama.verify.mutations import interleaved
+from jllama.verify.conformance import compiled, implementation_of, jllama_itself
+from jllama.verify.mutations import interleaved, model_with
 
 TOLERANCE = 1e-5
 VISIBLE = 100 * TOLERANCE
@@ -42,7 +42,7 @@ LLAMA_32 = dataclasses.replace(BASE, rope_theta=500_000.0, rope_scaling=Llama3Sc
 YARN = dataclasses.replace(BASE, rope_scaling=YarnScaling(16.0, original_max_seq_len=2048))
 DYNAMIC = dataclasses.replace(BASE, rope_scaling=DynamicScaling(4.0, original_max_seq_len=128))
 TIED = dataclasses.replace(BASE, tie_embeddings=True)
-CONFIGS = {  # that jllama.verify.variants does not have
+CONFIGS = {  # that jllama.verify.conformance does not have
     "head_dim is not embed_dim / num_heads": BASE,
     "derived sizes": LlamaConfig(vocab_size=97, num_layers=2, embed_dim=128, num_heads=2, max_seq_len=LONG),
     "head_dim 80, one layer, eps 1e-6": dataclasses.replace(BASE, head_dim=80, num_layers=1, norm_eps=1e-6),

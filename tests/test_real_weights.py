@@ -26,8 +26,7 @@ from jllama.errors import JllamaError
 from jllama.evaluation.scoring import score_texts
 from jllama.generation.sampling_params import SamplingParams
 from jllama.generation.text import generate, stream
-from jllama.verify.checkpoint import verify_checkpoint
-from jllama.verify.prose import PROSE
+from jllama.verify.checkpoint import PROSE, verify_checkpoint
 
 pytestmark = pytest.mark.real_weights
 

@@ -48,9 +48,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     from jllama.devices import device_memory_bytes, machine_memory_bytes
     from jllama.parameters import count_parameters
     from jllama.verify.checks import TOLERANCE
-    from jllama.verify.conformance import model_error
-    from jllama.verify.implementation import jllama_itself
-    from jllama.verify.variants import VARIANTS, weights
+    from jllama.verify.conformance import VARIANTS, jllama_itself, model_error, weights
 
     def gib(num_bytes: int | None, text: str) -> str:
         return text.format(f"{num_bytes / 2**30:,.1f} GiB") if num_bytes else ""

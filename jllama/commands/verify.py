@@ -95,11 +95,11 @@ def _verify_checkpoint(options: VerifyOptions, width: int) -> tuple[dict[str, An
 def _verify_jllama(options: VerifyOptions, width: int) -> tuple[dict[str, Any], Iterable[Any]]:
     import jax
 
-    from jllama.verify import checks, conformance, equalities, implementation, mutations, tables
+    from jllama.verify import checks, conformance, equalities, mutations, tables
 
     with contextlib.suppress(RuntimeError):  # JAX is in use already: the check of sharding then fails
         jax.config.update("jax_num_cpu_devices", 8)  # to simulate a mesh; everything else runs on the first device
-    start_s, right, results = time.perf_counter(), implementation.jllama_itself(), []
+    start_s, right, results = time.perf_counter(), conformance.jllama_itself(), []
     every = conformance.conformance_checks(right) + mutations.mutation_checks() + equalities.equality_checks(right)
     patterns = [f"*{part.strip().lower()}*" for part in options.only.split(",") if part.strip()] or ["*"]
     selected = [check for check in every if any(fnmatch.fnmatch(check.name.lower(), p) for p in patterns)]
@@ -112,5 +112,5 @@ def _verify_jllama(options: VerifyOptions, width: int) -> tuple[dict[str, Any], 
             results.append(result)
             move(completed=done, total=total, description=selected[min(done, total - 1)].name)
             if not sys.stderr.isatty() and done * 10 // total > (done - 1) * 10 // total:  # a line for every tenth
-                print(f"{done} of {total} checks done: {result.check.name}", file=sys.stderr, flush=True)
+                print(f"{done} of {total} checks done: {result.name}", file=sys.stderr, flush=True)
     return tables.matrix_json(results), tables.matrix(results, width, time.perf_counter() - start_s)

@@ -24,42 +24,38 @@ Group = Literal["conformance", "mutations", "equalities"]
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One cell of the matrix: its row and column, what computes the relative error, and the most it may be."""
+    """One cell of the matrix: its row and column, what computes the relative error, and the most it may be.
+
+    Once run it has its ``error`` or, if nothing could be compared, NaN and the ``problem``.
+    """
 
     group: Group
     row: str
     column: str
-    error: Callable[[], float]
+    compute: Callable[[], float]
     tolerance: float = TOLERANCE
-    name = property(lambda self: f"{self.group}/{self.row}/{self.column}", doc="What ``--only`` selects by.")
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """The relative error of a check; NaN, and the ``problem``, if nothing could be compared."""
-
-    check: Check
-    error: float
+    error: float = math.nan
     problem: str = ""
 
-    ratio = property(lambda self: self.error / self.check.tolerance, doc="The error over the tolerance.")
+    name = property(lambda self: f"{self.group}/{self.row}/{self.column}", doc="What ``--only`` selects by.")
+    ratio = property(lambda self: self.error / self.tolerance, doc="The error over the tolerance.")
 
     @property
     def passed(self) -> bool:
         """Whether right code was within the tolerance or, of a mutation, wrong code was far outside it."""
-        return self.ratio >= VISIBLE if self.check.group == "mutations" else self.ratio < 1
+        return self.ratio >= VISIBLE if self.group == "mutations" else self.ratio < 1
 
 
-def run_checks(checks: Iterable[Check]) -> Iterator[Result]:
-    """Each check's result as it comes. One that raises has failed, and says why."""
+def run_checks(checks: Iterable[Check]) -> Iterator[Check]:
+    """Each check with its error, as it comes. One that raises has failed, and says why."""
     for check in checks:
-        error, problem = math.nan, ""
         try:
             with jax.default_matmul_precision("highest"):
-                error = check.error()
+                result = dataclasses.replace(check, error=check.compute())
         except Exception as raised:
             problem = str(raised) if isinstance(raised, JllamaError) else f"{type(raised).__name__}: {raised}"
-        yield Result(check, error, problem)
+            result = dataclasses.replace(check, problem=problem)
+        yield result
 
 
 def relative_error(actual: Any, expected: Any) -> float:

@@ -1,28 +1,147 @@
-"""The matrix: every variant through every file format, compared with the float64 oracle."""
+"""The matrix: every variant of Llama through every file format, compared with the float64 oracle.
+
+The code under test is a value, so that the checks run on jllama's own and on copies with one thing deliberately wrong.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Iterable, Mapping
+import types
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
-from jllama.checkpoints.registry import Layout
+import jllama.model
+from jllama import oracle
+from jllama.checkpoints import registry
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams, decode_layout
+from jllama.language_model import LanguageModel
 from jllama.model import KVCache
 from jllama.parameters import Params
-from jllama.verify.checks import Check, relative_error
-from jllama.verify.implementation import Implementation
+from jllama.presets import preset
+from jllama.rope_scaling import DynamicScaling, LinearScaling, YarnScaling
+from jllama.verify.checks import Check, random_params, relative_error, worst_error
 from jllama.verify.reference_writers import FORMAT_WRITERS, FormatWriter
-from jllama.verify.variants import VARIANTS, reference_logits, tokens_and_positions, weights
 
+SEQ = 512
+FAR = (9_000, 100_000)
+"""Positions past the original context of RoPE, and far past it."""
 _CHUNK = 16
+
+
+class Implementation(NamedTuple):
+    """What the checks call.
+
+    Args:
+        load: ``(path, layout=..., rope_factor=...)``, as ``jllama.load``.
+        forward: ``(config, params, tokens, segments=None, positions=None, attention="auto")``, in either layout.
+        extend: ``(config, decode params, tokens, cache, counts) -> (logits, cache)``.
+        loss: ``(config, params, tokens, mask, remat=False)``: the mean over all tokens but the first where ``mask``
+            holds, in nats; zero if nowhere.
+    """
+
+    load: Callable[..., LanguageModel]
+    forward: Callable[..., Array]
+    extend: Callable[..., tuple[Array, KVCache]]
+    loss: Callable[..., Array]
+
+
+def implementation_of(model: types.ModuleType) -> Implementation:
+    """The implementation that ``jllama.model``, or a copy of it, makes up; nothing in it is compiled yet."""
+
+    def forward(config: LlamaConfig, params: Params | DecodeParams, *inputs: Any, **options: Any) -> Array:
+        llama = model.build_model(config, params)
+        return llama.logits(llama.hidden(*inputs, **options))
+
+    def extend(config: LlamaConfig, params: DecodeParams, *inputs: Any) -> tuple[Array, KVCache]:
+        llama = model.build_model(config, params)
+        hidden, cache = llama.forward_with_cache(*inputs)
+        return llama.logits(hidden), cache
+
+    def loss(config: LlamaConfig, params: Params, tokens: Array, mask: Array, remat: bool = False) -> Array:
+        llama = model.build_model(config, params)
+        total, count = llama.loss(llama.hidden(tokens[:, :-1], remat=remat), tokens[:, 1:], mask)
+        return total / jnp.maximum(count, 1)
+
+    return Implementation(registry.load, forward, extend, loss)
+
+
+def compiled(implementation: Implementation) -> Implementation:
+    """The same implementation with ``forward`` and ``extend`` under ``jit``."""
+    forward = jax.jit(implementation.forward, static_argnames=("config", "attention"))
+    return implementation._replace(forward=forward, extend=jax.jit(implementation.extend, static_argnames="config"))
+
+
+@functools.cache
+def jllama_itself() -> Implementation:
+    """The code that users run, compiled."""
+    return compiled(implementation_of(jllama.model))
+
+
+def small(name: str, heads: int, kv_heads: int, **changed: object) -> LlamaConfig:
+    """A preset with few heads, layers and tokens; its head_dim, epsilon, RoPE, tying and context length stay."""
+    config = preset(name)
+    sizes = {"vocab_size": 384, "num_layers": 2, "embed_dim": heads * config.head_dim, "mlp_dim": 512}
+    return dataclasses.replace(config, num_heads=heads, num_kv_heads=kv_heads, **(sizes | changed))
+
+
+_LLAMA_2 = functools.partial(small, "llama2-7b", 4, 4)
+VARIANTS: dict[str, LlamaConfig] = {
+    "Llama 1": small("llama1-7b", 4, 4),
+    "Llama 2": _LLAMA_2(),
+    "Llama 2 grouped": small("llama2-70b", 4, 2),
+    "Code Llama": small("codellama-34b", 4, 2),
+    "Llama 3": small("llama3-8b", 4, 2),
+    "Llama 3.1": small("llama3.1-8b", 4, 2),
+    "Llama 3.2 tied": small("llama3.2-1b", 8, 2),
+    "Llama 3.3": small("llama3.3-70b", 4, 2, mlp_dim=448),
+    "OpenLLaMA 3B": small("openllama-3b", 4, 4),
+    "TinyLlama": small("tinyllama-1.1b", 8, 4),
+    "SmolLM2": small("smollm2-135m", 12, 4),
+    "llama2.c": small("stories-42m", 8, 8),
+    "multi-query": small("tinyllama-1.1b", 8, 1),
+    "own head_dim": small("llama3-8b", 4, 2, embed_dim=192),
+    "linear x4": _LLAMA_2(rope_scaling=LinearScaling(4.0), max_seq_len=16_384),
+    # dynamic scaling sees more tokens than its context: that is when it scales
+    "dynamic x4": _LLAMA_2(rope_scaling=DynamicScaling(4.0, original_max_seq_len=SEQ // 2), max_seq_len=SEQ // 2),
+    "yarn x32": _LLAMA_2(rope_scaling=YarnScaling(32.0, original_max_seq_len=4096), max_seq_len=131_072),
+}
+"""Released Llamas made small, with every field that can go wrong left as it is."""
+
+
+def tokens_and_positions(config: LlamaConfig) -> tuple[Int[np.ndarray, "rows seq"], Int[np.ndarray, "rows seq"]]:
+    """Rows of random tokens, and their positions.
+
+    The first row is at 0 to 511. Half of each other row is at the start and half around a position of ``FAR`` that the
+    context reaches (or at the end of a shorter one), so that its tokens see their neighbors and, far back, the start.
+    """
+    reached = [far for far in FAR if far + SEQ // 4 <= config.max_seq_len]
+    reached = reached or [config.max_seq_len - SEQ // 4] * (config.max_seq_len > SEQ)
+    start, around = np.arange(SEQ // 2), np.arange(-SEQ // 4, SEQ // 4)
+    positions = np.stack([np.arange(SEQ), *(np.concatenate([start, far + around]) for far in reached)])
+    return np.random.default_rng(0).integers(0, config.vocab_size, positions.shape), positions
+
+
+@functools.cache
+def weights(config: LlamaConfig) -> Params:
+    """The variant's weights: small embeddings and sharp attention, under which every mistake shows."""
+    sharpness = config.rope_scaling.attention_factor**2 if config.rope_scaling else 1.0  # yarn's own
+    return random_params(config, 0, embed_std=0.01, query_gain=2.0 / sharpness)
+
+
+@functools.cache
+def reference_logits(config: LlamaConfig, rows: int | None = None, seq: int = SEQ) -> Float[np.ndarray, "_ _ vocab"]:
+    """The float64 oracle's logits for ``weights(config)`` at ``tokens_and_positions(config)``, or at a part of them."""
+    tokens, positions = tokens_and_positions(config)
+    return oracle.forward(weights(config), tokens[:rows, :seq], config, positions[:rows, :seq])
 
 
 def model_error(
@@ -35,17 +154,14 @@ def model_error(
     """
     tokens, positions = (jnp.asarray(rows) for rows in tokens_and_positions(variant))
     params = jax.tree.map(jnp.asarray, params)
-    errors = []
-    for row, expected in enumerate(reference_logits(variant)):
-        logits = implementation.forward(config, params, tokens[row, None], None, positions[row, None])
-        errors.append(relative_error(logits[0], expected))
+    whole = worst_error(implementation.forward(config, params, tokens, None, positions), reference_logits(variant))
     decode_params = params if isinstance(params, DecodeParams) else decode_layout(params, config)
     cache = KVCache.zeros(config, 1, 2 * _CHUNK)
     _, cache = implementation.extend(config, decode_params, tokens[:1, :_CHUNK], cache, jnp.array([_CHUNK]))
     last = tokens[:1, _CHUNK : 2 * _CHUNK]  # one more token; the rest of the chunk is padding
     decoded, _ = implementation.extend(config, decode_params, last, cache, jnp.array([1]))
-    errors.append(relative_error(decoded[0, 0], reference_logits(variant, 1, _CHUNK + 1)[0, -1]))
-    return float(np.max(errors))  # NaN if any is
+    cached = relative_error(decoded[0, 0], reference_logits(variant, 1, _CHUNK + 1)[0, -1])
+    return float(np.max([whole, cached]))  # NaN if either is
 
 
 def conformance_checks(
@@ -53,7 +169,7 @@ def conformance_checks(
     variants: Mapping[str, LlamaConfig] = VARIANTS,
     writers: Iterable[FormatWriter] = tuple(FORMAT_WRITERS.values()),
     folder: Path | None = None,
-    layouts: Iterable[Layout] = ("decode", "training"),
+    layouts: Iterable[registry.Layout] = ("decode", "training"),
 ) -> list[Check]:
     """For every variant and every format that can hold it: the error of the loaded model, in the worse layout.
 
@@ -65,12 +181,14 @@ def conformance_checks(
         with tempfile.TemporaryDirectory() as scratch:
             if not (path := (folder or Path(scratch)) / f"{name} {writer.name}").exists():
                 writer.write(path, variant, weights(variant))
-            rope_factor, errors = variant.rope_scaling and variant.rope_scaling.factor, []
+            rope_factor = variant.rope_scaling.factor if variant.rope_scaling and writer.rope_factor else None
+            errors = []
             for layout in layouts:
-                config, params = implementation.load(path, rope_factor if writer.rope_factor else None, layout)
+                model = implementation.load(path, layout=layout, rope_factor=rope_factor)
+                config = model.config
                 if writer.name.startswith("meta"):  # does not say it, and no logit of what it can hold depends on it
                     config = dataclasses.replace(config, max_seq_len=variant.max_seq_len)
-                errors.append(model_error(implementation, config, params, variant))
+                errors.append(model_error(implementation, config, model.params, variant))
         return float(np.max(errors))
 
     return [

@@ -27,8 +27,7 @@ from jllama.sharding import BATCH, MeshConfig, make_mesh, state_sharding
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
 from jllama.training.step import Training, TrainState, compile_training
 from jllama.verify.checks import TOLERANCE, Check, random_params, relative_error, worst_error
-from jllama.verify.implementation import Implementation
-from jllama.verify.variants import small
+from jllama.verify.conformance import Implementation, small
 
 CLOSE = 1e-6
 """Relative error of float32 sums that are taken in nearly the same order."""

@@ -1,7 +1,7 @@
 """Deliberate mistakes, each of which has shipped somewhere: how far does the matrix see them?
 
-A mutation turns the code under test into a copy with one thing wrong. It is used twice: for the matrix's own figures of
-sensitivity, and by the tests, which plant it and look at which cells fail.
+Each is used twice: for the matrix's own figures of sensitivity, and by the tests, which plant it and look at which
+cells fail.
 """
 
 from __future__ import annotations
@@ -20,58 +20,65 @@ from jaxtyping import Array
 
 import jllama.model
 from jllama import functional as F
-from jllama.checkpoints.registry import Layout
+from jllama.checkpoints import registry
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams, decode_layout
+from jllama.language_model import LanguageModel
 from jllama.model import KVCache
 from jllama.parameters import Params
 from jllama.rope_scaling import RopeScaling
 from jllama.verify.checks import Check, random_params
-from jllama.verify.conformance import model_error
-from jllama.verify.implementation import Implementation, implementation_of, model_with
-from jllama.verify.variants import VARIANTS, weights
+from jllama.verify.conformance import VARIANTS, Implementation, implementation_of, model_error, weights
 
-Plant = Callable[[Implementation], Implementation]
+
+def model_with(**wrong: Any) -> types.ModuleType:
+    """A copy of ``jllama.model`` in which some pure functions (such as ``rope_tables``) are replaced.
+
+    Its layers are not compiled by themselves: that would take longer, for each copy, than running them.
+    """
+    copy = types.ModuleType("jllama.model_copy")
+    exec(compile(Path(jllama.model.__file__).read_text(), jllama.model.__file__, "exec", dont_inherit=True), vars(copy))
+    functions = types.SimpleNamespace(**vars(F) | wrong)
+    vars(copy).update(F=functions, KVCache=KVCache, _run_layer=vars(copy)["_run_layer"].__wrapped__)
+    return copy
+
+
+_COPY = model_with()
 
 
 class Mutation(NamedTuple):
-    """One deliberate mistake, planted in an implementation; ``applies`` says whether it changes a model's logits.
+    """One deliberate mistake.
 
-    Nothing planted is compiled, so run it on small inputs.
+    Args:
+        name: of the matrix's column.
+        misread: gets what was in a file, parameters in the training layout, and returns what a wrong reader would.
+        model: a copy of ``jllama.model``, wrong or not.
+        applies: whether the mistake changes a model's logits.
     """
 
     name: str
-    plant: Plant
+    misread: Callable[[LlamaConfig, Params], tuple[LlamaConfig, Params]] = lambda config, params: (config, params)
+    model: types.ModuleType = _COPY
     applies: Callable[[LlamaConfig], bool] = lambda _: True
 
+    def implementation(self) -> Implementation:
+        """Make the mistake. Nothing is compiled, so run it on small inputs."""
 
-def misreading(change: Callable[..., tuple[LlamaConfig, Params]]) -> Plant:
-    """Plant a mistake in reading: ``change`` gets a model in the training layout and returns the wrong one."""
+        def load(path: Path, layout: registry.Layout, rope_factor: float | None) -> LanguageModel:
+            model = registry.load(path, layout="training", rope_factor=rope_factor)
+            config, params = self.misread(model.config, jax.tree.map(jnp.asarray, model.params))
+            return LanguageModel(config, decode_layout(params, config) if layout == "decode" else params)
 
-    def plant(implementation: Implementation) -> Implementation:
-        def load(path: Path, rope_factor: float | None, layout: Layout) -> tuple[LlamaConfig, Params | DecodeParams]:
-            config, params = change(*implementation.load(path, rope_factor, "training"))
-            params = jax.tree.map(jnp.asarray, params)
-            return config, decode_layout(params, config) if layout == "decode" else params
-
-        return implementation._replace(load=load)
-
-    return plant
+        return implementation_of(self.model)._replace(load=load)
 
 
-def miscomputing(model: types.ModuleType) -> Plant:
-    """Plant a wrong copy of the model."""
-    return lambda implementation: implementation_of(model)._replace(load=implementation.load)
+def _wrong_field(name: str, field: str, change: Callable[[Any], Any]) -> Mutation:
+    """A reader that gets a field of the configuration wrong."""
 
+    def misread(config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Params]:
+        return dataclasses.replace(config, **{field: change(getattr(config, field))}), params
 
-def _field(name: str, change: Callable[[Any], Any]) -> Plant:
-    """Plant a reader that gets a field of the configuration wrong."""
-    return misreading(lambda config, p: (dataclasses.replace(config, **{name: change(getattr(config, name))}), p))
-
-
-def _layers(change: Callable[[LlamaConfig, Params], Params]) -> Plant:
-    """Plant a reader that gets those matrices of the layers wrong that ``change`` returns."""
-    return misreading(lambda config, p: (config, p | {"layers": p["layers"] | change(config, p["layers"])}))
+    return Mutation(name, misread, applies=lambda config: misread(config, {})[0] != config)
 
 
 def interleaved(matrix: Any) -> Array:
@@ -84,13 +91,18 @@ def _keys_divide_as_queries(config: LlamaConfig) -> bool:
     return config.num_kv_heads < config.num_heads and rows % (2 * config.num_heads) == 0
 
 
-def _permuted_with_num_heads(config: LlamaConfig, layers: Params) -> Params:
-    """Keys put in half-split order as if there were as many heads of them as of queries, where they divide so."""
-    shape = (*layers["wk"].shape[:2], config.num_heads, -1, 2)
-    keys = (
-        interleaved(layers["wk"]).reshape(shape).swapaxes(-1, -2) if _keys_divide_as_queries(config) else layers["wk"]
-    )
-    return {"wk": keys.reshape(layers["wk"].shape)}
+def _not_permuted(config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Params]:
+    layers = params["layers"]
+    return config, params | {"layers": layers | {name: interleaved(layers[name]) for name in ("wq", "wk")}}
+
+
+def _keys_permuted_as_queries(config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Params]:
+    """Put keys in half-split order as if there were as many heads of them as of queries, where they divide so."""
+    if not _keys_divide_as_queries(config):
+        return config, params
+    keys = params["layers"]["wk"]
+    in_heads = interleaved(keys).reshape(*keys.shape[:2], config.num_heads, -1, 2)
+    return config, params | {"layers": params["layers"] | {"wk": in_heads.swapaxes(-1, -2).reshape(keys.shape)}}
 
 
 def _post_norm() -> types.ModuleType:
@@ -123,15 +135,16 @@ def _bfloat16_tables(positions: Array, frequencies: np.ndarray) -> tuple[Array, 
     return cos.astype(jnp.float32), sin.astype(jnp.float32)
 
 
-def _cache_one_on(implementation: Implementation) -> Implementation:
+def _cache_one_on() -> types.ModuleType:
     """Write to the cache, after the first tokens, one slot and one position too far on."""
-    right = implementation_of(jllama.model)
+    model = model_with()
+    right = model.Llama.forward_with_cache
 
-    def extend(config: LlamaConfig, params: DecodeParams, tokens: Array, cache: KVCache, counts: Array) -> tuple:
-        moved = cache._replace(lengths=cache.lengths + (cache.lengths > 0))
-        return right.extend(config, params, tokens, moved, counts)
+    def forward_with_cache(llama: Any, tokens: Array, cache: KVCache, counts: Array) -> tuple:
+        return right(llama, tokens, cache._replace(lengths=cache.lengths + (cache.lengths > 0)), counts)
 
-    return right._replace(load=implementation.load, extend=extend)
+    model.Llama.forward_with_cache = forward_with_cache
+    return model
 
 
 def _untied(config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Params]:
@@ -146,26 +159,22 @@ def _eight_for_32(scaling: RopeScaling | None) -> RopeScaling | None:
 
 
 MUTATIONS = [
-    Mutation("theta x2", _field("rope_theta", lambda theta: 2 * theta)),
-    Mutation("no scaling", _field("rope_scaling", lambda _: None), lambda config: config.rope_scaling is not None),
-    Mutation(
-        "factor 8 for 32",
-        _field("rope_scaling", _eight_for_32),
-        lambda config: _eight_for_32(config.rope_scaling) != config.rope_scaling,
-    ),
-    Mutation("eps x10", _field("norm_eps", lambda eps: 10 * eps)),
-    Mutation("post-norm", miscomputing(_post_norm())),
+    _wrong_field("theta x2", "rope_theta", lambda theta: 2 * theta),
+    _wrong_field("no scaling", "rope_scaling", lambda _: None),
+    _wrong_field("factor 8 for 32", "rope_scaling", _eight_for_32),
+    _wrong_field("eps x10", "norm_eps", lambda eps: 10 * eps),
+    Mutation("post-norm", model=_post_norm()),
     Mutation(
         "heads n % kv",
-        miscomputing(model_with(attention=_remainder_attention)),
-        lambda config: 1 < config.num_kv_heads < config.num_heads,
+        model=model_with(attention=_remainder_attention),
+        applies=lambda config: 1 < config.num_kv_heads < config.num_heads,
     ),
-    Mutation("q/k not permuted", _layers(lambda _, layers: {name: interleaved(layers[name]) for name in ("wq", "wk")})),
-    Mutation("k permuted as q", _layers(_permuted_with_num_heads), _keys_divide_as_queries),
-    Mutation("head untied", misreading(_untied), lambda config: config.tie_embeddings),
-    Mutation("bfloat16 RoPE", miscomputing(model_with(rope_tables=_bfloat16_tables))),
-    Mutation("mask +1", miscomputing(model_with(Mask=_mask_one_ahead))),
-    Mutation("cache +1", _cache_one_on),
+    Mutation("q/k not permuted", _not_permuted),
+    Mutation("k permuted as q", _keys_permuted_as_queries, applies=_keys_divide_as_queries),
+    Mutation("head untied", _untied, applies=lambda config: config.tie_embeddings),
+    Mutation("bfloat16 RoPE", model=model_with(rope_tables=_bfloat16_tables)),
+    Mutation("mask +1", model=model_with(Mask=_mask_one_ahead)),
+    Mutation("cache +1", model=_cache_one_on()),
 ]
 
 
@@ -176,16 +185,11 @@ def _unrolled(params: Any, config: LlamaConfig) -> DecodeParams:
 
 
 def mutation_checks() -> list[Check]:
-    """For every variant and mutation that concerns it: how far the mistake moves the logits from the oracle's.
+    """For every variant and mutation that concerns it: how far the mistake moves the logits from the oracle's."""
 
-    Nothing is compiled whole, which would take longer than running it.
-    """
-
-    def error(mutation: Mutation, config: LlamaConfig) -> float:
-        right = implementation_of(jllama.model)._replace(load=lambda *_: (config, weights(config)))
-        wrong = mutation.plant(right)
-        read_config, params = wrong.load(Path(), None, "training")
-        return model_error(wrong, read_config, _unrolled(params, read_config), config)
+    def error(mutation: Mutation, variant: LlamaConfig) -> float:
+        config, params = mutation.misread(variant, weights(variant))
+        return model_error(mutation.implementation(), config, _unrolled(params, config), variant)
 
     return [
         Check("mutations", name, mutation.name, functools.partial(error, mutation, config))

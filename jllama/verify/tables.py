@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from jllama.verify.checkpoint import CheckpointResult, shown
-from jllama.verify.checks import VISIBLE, Group, Result
+from jllama.verify.checks import VISIBLE, Check, Group
 
 _TITLES: dict[Group, str] = {
     "conformance": "Conformance: relative error of the logits against the float64 oracle, by variant and file format",
@@ -27,12 +27,12 @@ _TITLES: dict[Group, str] = {
 _CELL_WIDTH = 10
 
 
-def matrix(results: Sequence[Result], width: int, seconds: float) -> Iterator[RenderableType]:
+def matrix(checks: Sequence[Check], width: int, seconds: float) -> Iterator[RenderableType]:
     """A table for each group that fits so many characters, a line for each check that failed, and PASS or FAIL."""
     for group, title in _TITLES.items():
-        if not (cells := {(r.check.row, r.check.column): r for r in results if r.check.group == group}):
+        if not (cells := {(check.row, check.column): check for check in checks if check.group == group}):
             continue
-        tolerances = {result.check.tolerance for result in cells.values()}
+        tolerances = {check.tolerance for check in cells.values()}
         common = f"; tolerance {tolerances.pop():.0e}" if len(tolerances) == 1 else ""
         yield Text(f"\n{title}{common}", style="bold")
         if group != "equalities":
@@ -40,25 +40,25 @@ def matrix(results: Sequence[Result], width: int, seconds: float) -> Iterator[Re
             continue
         numbers = (Column(name, justify="right") for name in ("error", "tolerance"))
         table = Table("", "", *numbers, box=None, pad_edge=False)
-        for (row, column), result in cells.items():
-            table.add_row(row, column, _cell(result), f"{result.check.tolerance:.0e}")
+        for check in cells.values():
+            table.add_row(check.row, check.column, _cell(check), f"{check.tolerance:.0e}")
         yield table
     yield ""
-    for result in results:
-        if not result.passed:
-            too_far = f"relative error {result.error:.1e}, tolerance {result.check.tolerance:.0e}"
-            least = f"; a mistake must move the logits by {VISIBLE} tolerances" * (result.check.group == "mutations")
-            yield Text(f"{result.check.name}: {result.problem or too_far + least}", style="red")
-    passed = sum(result.passed for result in results)
-    parts = [f"{'PASS' if passed == len(results) else 'FAIL'}: {passed} of {len(results)} checks passed"]
-    if errors := [r.error for r in results if r.check.group == "conformance" and not math.isnan(r.error)]:
+    for check in checks:
+        if not check.passed:
+            too_far = f"relative error {check.error:.1e}, tolerance {check.tolerance:.0e}"
+            least = f"; a mistake must move the logits by {VISIBLE} tolerances" * (check.group == "mutations")
+            yield Text(f"{check.name}: {check.problem or too_far + least}", style="red")
+    passed = sum(check.passed for check in checks)
+    parts = [f"{'PASS' if passed == len(checks) else 'FAIL'}: {passed} of {len(checks)} checks passed"]
+    if errors := [check.error for check in checks if check.group == "conformance" and not math.isnan(check.error)]:
         parts.append(f"the largest error of a cell is {max(errors):.1e}")
-    if seen := [result.ratio for result in results if result.check.group == "mutations" and result.passed]:
+    if seen := [check.ratio for check in checks if check.group == "mutations" and check.passed]:
         parts.append(f"the least visible mistake is {min(seen):,.0f} tolerances away")
     yield Text(f"{', '.join(parts)} ({seconds:.0f} s)", style="bold")
 
 
-def _grid(cells: dict[tuple[str, str], Result], width: int) -> Iterator[Table]:
+def _grid(cells: dict[tuple[str, str], Check], width: int) -> Iterator[Table]:
     """Rows and columns in the order of their first appearance, below each other where not all columns fit."""
     rows, columns = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
     label = max(map(len, rows)) + 2
@@ -73,22 +73,19 @@ def _grid(cells: dict[tuple[str, str], Result], width: int) -> Iterator[Table]:
         yield table
 
 
-def _cell(result: Result | None) -> Text:
-    if result is None:
+def _cell(check: Check | None) -> Text:
+    if check is None:
         return Text("-", style="dim")
-    error = "failed" if math.isnan(result.error) else f"{result.error:.1e}"
-    ratio = f"\n{result.ratio:,.0f}x" * (result.check.group == "mutations")
-    return Text(error + ratio, style="green" if result.passed else "bold red")
+    error = "failed" if math.isnan(check.error) else f"{check.error:.1e}"
+    ratio = f"\n{check.ratio:,.0f}x" * (check.group == "mutations")
+    return Text(error + ratio, style="green" if check.passed else "bold red")
 
 
-def matrix_json(results: Sequence[Result]) -> dict[str, Any]:
+def matrix_json(checks: Sequence[Check]) -> dict[str, Any]:
     """Everything, for a program; an error that could not be computed is null."""
-    rows = [
-        {name: getattr(one.check, name) for name in ("group", "row", "column", "tolerance")}
-        | {name: getattr(one, name) for name in ("error", "passed", "problem")}
-        for one in results
-    ]
-    return _json(all(one.passed for one in results), results=rows)
+    names = ("group", "row", "column", "tolerance", "error", "passed", "problem")
+    results = [{name: getattr(check, name) for name in names} for check in checks]
+    return _json(all(check.passed for check in checks), results=results)
 
 
 def checkpoint_lines(result: CheckpointResult, seconds: float) -> Iterator[str]:
@@ -108,7 +105,7 @@ def checkpoint_lines(result: CheckpointResult, seconds: float) -> Iterator[str]:
         facts["transformers"] = f"{own:.1e} from jllama, {result.transformers_oracle_error:.1e} from the oracle"
     if result.perplexity is not None:
         bits, baseline = result.bits_per_byte, result.baseline_bits_per_byte
-        facts["perplexity"] = f"{result.perplexity:,.2f}"
+        facts["perplexity"] = f"{result.perplexity:,.2f}" if result.perplexity < 1e9 else f"{result.perplexity:.0e}"
         facts["bits per byte"] = f"{bits:.2f}; {baseline:.2f} by byte frequencies alone"
     yield from (f"{name:17}{fact}" for name, fact in facts.items())
     yield from (f"note: {finding}" for finding in result.findings)

@@ -17,8 +17,7 @@ from jllama.config import LlamaConfig
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import BytesTokenizer
 from jllama.verify import tables
-from jllama.verify.checks import Check, Result, random_params, run_checks
-from jllama.verify.implementation import implementation_of
+from jllama.verify.checks import Check, random_params, run_checks
 from jllama.verify.mutations import MUTATIONS
 
 THETA = next(mutation for mutation in MUTATIONS if mutation.name == "theta x2")
@@ -34,7 +33,7 @@ def checkpoint(tmp_path_factory):
 
 
 def result(group, row, column, error, problem=""):
-    return Result(Check(group, row, column, lambda: error), error, problem)
+    return Check(group, row, column, lambda: error, error=error, problem=problem)
 
 
 # The matrix
@@ -65,8 +64,7 @@ def test_part_of_the_matrix_as_a_user_runs_it(workshop):
 
 
 def test_a_failure_is_exit_code_1_and_says_where(monkeypatch, capsys):
-    wrong = THETA.plant(implementation_of(jllama.model))
-    monkeypatch.setattr("jllama.verify.implementation.jllama_itself", lambda: wrong)
+    monkeypatch.setattr("jllama.verify.conformance.jllama_itself", THETA.implementation)
     assert cli.run("verify", ["--only", "conformance/llama2.c/hf v5"]) == 1
     out = capsys.readouterr().out
     assert re.search(r"conformance/llama2.c/hf v5: relative error \d\.\de[+-]\d\d, tolerance 1e-05", out)

@@ -30,11 +30,18 @@ from jllama.rope_scaling import DynamicScaling, Llama3Scaling, YarnScaling
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify import checkpoint as verifying
 from jllama.verify import layerwise
-from jllama.verify.checkpoint import TOLERANCE, config_findings, verify_checkpoint
+from jllama.verify.checkpoint import (
+    HARD,
+    PROSE,
+    TOLERANCE,
+    byte_entropy,
+    config_findings,
+    tokenizer_change,
+    verify_checkpoint,
+)
 from jllama.verify.checks import random_params, relative_error, worst_error
-from jllama.verify.implementation import jllama_itself
+from jllama.verify.conformance import jllama_itself
 from jllama.verify.layerwise import run_layerwise, update_error
-from jllama.verify.prose import HARD, PROSE, byte_entropy, tokenizer_findings
 
 TOKENIZER = train_sentencepiece([PROSE], 400)
 CONFIG = LlamaConfig(
@@ -300,12 +307,12 @@ def test_the_figures_are_sums_over_the_text(folder, whole):
     assert whole.bits_per_byte == pytest.approx(-log_probs.sum() / np.log(2) / text_bytes, rel=0.02)
 
 
-def test_an_absurd_loss_is_infinite_perplexity(damaged):
+def test_an_absurd_loss_is_the_largest_perplexity(damaged):
     def change(weights):
         weights["lm_head.weight"] *= -1e6
 
     found = damaged(change)
-    assert found.perplexity == np.inf
+    assert 1e300 < found.perplexity < np.inf
     assert np.isfinite(found.bits_per_byte)
 
 
@@ -381,13 +388,12 @@ class Forgetful(BytesTokenizer):
 
 
 def test_a_tokenizer_that_changes_texts():
-    assert tokenizer_findings(TOKENIZER) == tokenizer_findings(BytesTokenizer()) == ([], [])
-    findings, problems = tokenizer_findings(Forgetful("ü"))
-    assert problems == []
-    assert "'üße, naïve —' came back as 'ße, naïve — '" in findings[0]
-    findings, problems = tokenizer_findings(Forgetful("woman"))
-    assert findings == []
-    assert "'woman who li' came back as ' who lived i'" in problems[0]
+    for tokenizer in (TOKENIZER, BytesTokenizer()):
+        assert tokenizer_change(tokenizer, PROSE) == tokenizer_change(tokenizer, HARD) == ""
+    assert tokenizer_change(Forgetful("ü"), PROSE) == ""
+    assert tokenizer_change(Forgetful("ü"), HARD) == "'üße, naïve —' came back as 'ße, naïve — '"
+    assert tokenizer_change(Forgetful("woman"), HARD) == ""
+    assert tokenizer_change(Forgetful("woman"), PROSE) == "'woman who li' came back as ' who lived i'"
 
 
 # What a wrong computation looks like

@@ -14,6 +14,7 @@ from jllama.decode_params import DecodeParams
 from jllama.errors import JllamaError
 from jllama.functional import cross_entropy
 from jllama.verify.checks import TOLERANCE, VISIBLE, random_params
+from jllama.verify.conformance import compiled, implementation_of, jllama_itself
 from jllama.verify.equalities import (
     BFLOAT16_TOLERANCE,
     CONFIG,
@@ -29,7 +30,7 @@ from jllama.verify.equalities import (
     padding_error,
     ragged_error,
 )
-from jllama.verify.implementation import compiled, implementation_of, jllama_itself, model_with
+from jllama.verify.mutations import model_with
 
 JLLAMA, PARAMS = jllama_itself(), random_params(CONFIG, 0)
 PREFILL = "prefill and decode against one forward/every split of 24"
@@ -65,12 +66,12 @@ tokens_of_rows = integers((SEQ, SEQ), 0, CONFIG.vocab_size - 1)
 
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in SHARDED])
 def test_right_code_passes(name):
-    assert ROWS[name].error() < ROWS[name].tolerance
+    assert ROWS[name].compute() < ROWS[name].tolerance
 
 
 def test_bfloat16_is_really_used():
     assert ROWS[BFLOAT16].tolerance == BFLOAT16_TOLERANCE
-    assert ROWS[BFLOAT16].error() > 1e-4
+    assert ROWS[BFLOAT16].compute() > 1e-4
 
 
 @settings(max_examples=10)
@@ -127,7 +128,7 @@ def test_a_registered_implementation_has_its_rows(monkeypatch):
 
     monkeypatch.setitem(F.ATTENTION, "mine", F.ATTENTION["reference"]._replace(function=forgets_the_segments))
     mine = {name: check for name, check in rows_of(JLLAMA).items() if name.endswith("/mine")}
-    wrong = {name for name, check in mine.items() if not check.error() < VISIBLE * check.tolerance}
+    wrong = {name for name, check in mine.items() if not check.compute() < VISIBLE * check.tolerance}
     assert len(mine) == 5
     assert wrong == {
         "packed documents against reference attention/mine",
@@ -144,7 +145,7 @@ def test_an_implementation_that_refuses_this_device_has_no_row(monkeypatch):
 def test_fewer_than_eight_devices_are_named():
     for name in SHARDED:
         with pytest.raises(JllamaError, match="JAX has 1 CPU devices; sharding needs 8: set JAX_NUM_CPU_DEVICES=8"):
-            ROWS[name].error()
+            ROWS[name].compute()
 
 
 # Wrong code
@@ -233,7 +234,7 @@ MISTAKES = {
 def test_a_mistake_is_seen_where_it_should_be(mistake):
     implementation, looked_at, expected = MISTAKES[mistake]
     rows = rows_of(implementation)
-    ratios = {name: rows[name].error() / rows[name].tolerance for name in looked_at}
+    ratios = {name: rows[name].compute() / rows[name].tolerance for name in looked_at}
     assert {name for name, ratio in ratios.items() if ratio > 30} == expected
     assert {name for name, ratio in ratios.items() if not ratio < 1} == expected
 

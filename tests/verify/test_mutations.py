@@ -8,11 +8,10 @@ import jllama.model
 from jllama.model import rope_frequencies
 from jllama.parameters import Params
 from jllama.verify.checks import VISIBLE, run_checks
-from jllama.verify.conformance import conformance_checks
-from jllama.verify.implementation import implementation_of, model_with
-from jllama.verify.mutations import MUTATIONS, Mutation, interleaved, miscomputing, misreading, mutation_checks
+from jllama.verify.conformance import VARIANTS as ALL_VARIANTS
+from jllama.verify.conformance import conformance_checks, implementation_of
+from jllama.verify.mutations import MUTATIONS, Mutation, interleaved, model_with, mutation_checks
 from jllama.verify.reference_writers import FORMAT_WRITERS
-from jllama.verify.variants import VARIANTS as ALL_VARIANTS
 
 pytestmark = pytest.mark.slow
 
@@ -36,8 +35,8 @@ def folder(tmp_path_factory):
 def cells(implementation, folder, writers):
     """Which cells of the matrix pass, and which fail by so much that nobody could call it rounding."""
     results = list(run_checks(conformance_checks(implementation, VARIANTS, writers, folder, ["decode"])))
-    passed = {(result.check.row, result.check.column) for result in results if result.passed}
-    plain_to_see = {(result.check.row, result.check.column) for result in results if result.ratio >= VISIBLE}
+    passed = {(result.row, result.column) for result in results if result.passed}
+    plain_to_see = {(result.row, result.column) for result in results if result.ratio >= VISIBLE}
     assert len(passed) + len(plain_to_see) == len(results), [result for result in results if result.problem]
     return passed, plain_to_see
 
@@ -51,7 +50,7 @@ def test_right_code_is_green_everywhere(folder):
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_planted_mistake_is_red_where_it_matters_and_nowhere_else(mutation, folder):
     writer = INTERLEAVED if "permuted" in mutation.name else HALF_SPLIT
-    _, red = cells(mutation.plant(PLAIN), folder, [writer])
+    _, red = cells(mutation.implementation(), folder, [writer])
     concerned = {name for name, config in VARIANTS.items() if mutation.applies(config) and writer.holds(config)}
     assert red == {(name, writer.name) for name in concerned}
     assert concerned
@@ -67,8 +66,7 @@ def test_theta_never_passed_to_rope(folder):
     vars(model)["rope_frequencies"] = lambda config, seq_len=0: rope_frequencies(
         dataclasses.replace(config, rope_theta=10_000.0), seq_len
     )
-    implementation = miscomputing(model)(PLAIN)
-    _, red = cells(implementation, folder, [HALF_SPLIT])
+    _, red = cells(implementation_of(model), folder, [HALF_SPLIT])
     assert {row for row, _ in red} == {"Code Llama", "Llama 3.1", "Llama 3.2 tied"}
 
 
@@ -81,8 +79,7 @@ def test_a_factor_fixed_at_8(folder):
 
     model = model_with()
     vars(model)["rope_frequencies"] = with_8
-    implementation = miscomputing(model)(PLAIN)
-    _, red = cells(implementation, folder, [HALF_SPLIT])
+    _, red = cells(implementation_of(model), folder, [HALF_SPLIT])
     assert {row for row, _ in red} == {"Llama 3.2 tied", "linear x4", "dynamic x4", "yarn x32"}
 
 
@@ -96,7 +93,7 @@ def test_queries_and_keys_left_interleaved_for_one_variant(folder, variant):
         layers = params["layers"]
         return config, params | {"layers": layers | {name: interleaved(layers[name]) for name in ("wq", "wk")}}
 
-    _, red = cells(misreading(forgetful)(PLAIN), folder, [INTERLEAVED])
+    _, red = cells(Mutation("forgetful", forgetful).implementation(), folder, [INTERLEAVED])
     assert red == {(variant, INTERLEAVED.name)}
 
 
@@ -111,8 +108,7 @@ def test_every_variant_has_its_row_of_mistakes():
 
 
 def test_a_mistake_that_is_none_fails_the_matrix(monkeypatch):
-    harmless = Mutation("nothing", misreading(lambda config, params: (config, params)))
-    monkeypatch.setattr("jllama.verify.mutations.MUTATIONS", [harmless])
+    monkeypatch.setattr("jllama.verify.mutations.MUTATIONS", [Mutation("nothing")])
     monkeypatch.setattr("jllama.verify.mutations.VARIANTS", {"Llama 1": VARIANTS["Llama 1"]})
     (result,) = run_checks(mutation_checks())
     assert result.ratio < 1
