@@ -29,7 +29,7 @@ from jllama.parameters import Params
 from jllama.presets import preset
 from jllama.rope_scaling import DynamicScaling, LinearScaling, YarnScaling
 from jllama.verify.checks import Check, random_params, relative_error, worst_error
-from jllama.verify.reference_writers import FORMAT_WRITERS, FormatWriter
+from jllama.verify.reference_writers import FORMAT_WRITERS
 
 SEQ = 512
 FAR = (9_000, 100_000)
@@ -167,7 +167,7 @@ def model_error(
 def conformance_checks(
     implementation: Implementation,
     variants: Mapping[str, LlamaConfig] = VARIANTS,
-    writers: Iterable[FormatWriter] = tuple(FORMAT_WRITERS.values()),
+    formats: Iterable[str] = FORMAT_WRITERS,
     folder: Path | None = None,
     layouts: Iterable[registry.Layout] = ("decode", "training"),
 ) -> list[Check]:
@@ -176,24 +176,24 @@ def conformance_checks(
     ``folder`` keeps the files, for further implementations to load; without it each is removed at once.
     """
 
-    def error(name: str, writer: FormatWriter) -> float:
-        variant = variants[name]
+    def error(name: str, file_format: str) -> float:
+        variant, writer = variants[name], FORMAT_WRITERS[file_format]
         with tempfile.TemporaryDirectory() as scratch:
-            if not (path := (folder or Path(scratch)) / f"{name} {writer.name}").exists():
+            if not (path := (folder or Path(scratch)) / f"{name} {file_format}").exists():
                 writer.write(path, variant, weights(variant))
             rope_factor = variant.rope_scaling.factor if variant.rope_scaling and writer.rope_factor else None
             errors = []
             for layout in layouts:
                 model = implementation.load(path, layout=layout, rope_factor=rope_factor)
                 config = model.config
-                if writer.name.startswith("meta"):  # does not say it, and no logit of what it can hold depends on it
+                if file_format.startswith("meta"):  # does not say it, and no logit of what it can hold depends on it
                     config = dataclasses.replace(config, max_seq_len=variant.max_seq_len)
                 errors.append(model_error(implementation, config, model.params, variant))
         return float(np.max(errors))
 
     return [
-        Check("conformance", name, writer.name, functools.partial(error, name, writer))
+        Check("conformance", name, file_format, functools.partial(error, name, file_format))
         for name, variant in variants.items()
-        for writer in writers
-        if writer.holds(variant)
+        for file_format in formats
+        if FORMAT_WRITERS[file_format].holds(variant)
     ]

@@ -66,7 +66,8 @@ class Mutation(NamedTuple):
 
         def load(path: Path, layout: registry.Layout, rope_factor: float | None) -> LanguageModel:
             model = registry.load(path, layout="training", rope_factor=rope_factor)
-            config, params = self.misread(model.config, jax.tree.map(jnp.asarray, model.params))
+            config, params = self.misread(model.config, model.params)
+            params = jax.tree.map(jnp.asarray, params)
             return LanguageModel(config, decode_layout(params, config) if layout == "decode" else params)
 
         return implementation_of(self.model)._replace(load=load)

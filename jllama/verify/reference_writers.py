@@ -11,8 +11,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import pickle
 import struct
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -61,16 +63,14 @@ _FIELDS = {
 
 
 class FormatWriter(NamedTuple):
-    """A format, or a variant of one, that ``jllama.load`` reads.
+    """How a model is written in a format.
 
     Args:
-        name: of the matrix's column.
         holds: whether the format can express a whole configuration (Meta's: all but ``max_seq_len``).
         write: writes the file or folder, from float32 parameters with layers stacked, to a path that does not exist.
         rope_factor: the files do not hold the RoPE scaling factor: where there is one, it must be given when loading.
     """
 
-    name: str
     holds: Callable[[LlamaConfig], bool]
     write: Callable[[Path, LlamaConfig, Params], None]
     rope_factor: bool = False
@@ -179,20 +179,17 @@ def _meta_holds(config: LlamaConfig, count: int) -> bool:
 def _write_torch(path: Path, tensors: Tensors) -> None:
     """Write a dictionary as ``torch.save`` does: a pickle in a zip archive, beside the numbers of each tensor."""
 
-    def text(value: str) -> bytes:
-        return struct.pack("<cI", b"X", len(value)) + value.encode()
+    def literals(*values: Any) -> bytes:
+        return b"".join(pickle.dumps(value, 2)[2:-1] for value in values)  # without what begins and ends a pickle
 
-    def integers(*values: int) -> bytes:
-        return b"".join(struct.pack("<ci", b"J", value) for value in values)
-
-    pickled = b"\x80\x02}"  # an empty dictionary, in protocol 2; "(" begins a tuple and "t" ends it
+    pickled = b"\x80\x02" + literals({})  # "(" begins a tuple and "t" ends it
     for key, (name, tensor) in enumerate(tensors.items()):
-        strides = (stride // tensor.itemsize for stride in tensor.strides)
-        pickled += text(name) + b"ctorch._utils\n_rebuild_tensor_v2\n"
-        pickled += b"((" + text("storage") + b"ctorch\nFloatStorage\n" + text(str(key)) + text("cpu")
-        pickled += integers(tensor.size) + b"tQ" + integers(0)  # the storage, by reference; where in it
-        pickled += b"(" + integers(*tensor.shape) + b"t(" + integers(*strides) + b"t"
-        pickled += b"\x89ccollections\nOrderedDict\n)RtRs"  # False, no hooks; called, and set in the dictionary
+        strides = tuple(stride // tensor.itemsize for stride in tensor.strides)
+        storage = literals("storage") + b"ctorch\nFloatStorage\n" + literals(str(key), "cpu", tensor.size)
+        pickled += literals(name) + b"ctorch._utils\n_rebuild_tensor_v2\n((" + storage + b"tQ"  # Q: by reference
+        pickled += (
+            literals(0, tensor.shape, strides, False, OrderedDict()) + b"tRs"
+        )  # called, and set in the dictionary
     with path.open("wb") as file, zipfile.ZipFile(file, "w") as archive:
         for name, content in {"data.pkl": pickled + b".", "byteorder": b"little", "version": b"3\n"}.items():
             archive.writestr(f"archive/{name}", content)
@@ -206,9 +203,7 @@ def _write_torch(path: Path, tensors: Tensors) -> None:
 def _write_hugging_face(path: Path, config: LlamaConfig, params: Params, version: int) -> None:
     """A folder as transformers 4 has it, the weights in one file; or 5, in two."""
     scaling: Any = config.rope_scaling
-    rope: dict[str, Any] = (
-        {"rope_type": scaling.type, "factor": scaling.factor} if scaling else {"rope_type": "default"}
-    )
+    rope = {"rope_type": scaling.type, "factor": scaling.factor} if scaling else {"rope_type": "default"}
     names = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow", "attention_factor")}
     if scaling and scaling.type in names:
         rope["original_max_position_embeddings"] = scaling.original_max_seq_len
@@ -216,12 +211,12 @@ def _write_hugging_face(path: Path, config: LlamaConfig, params: Params, version
     fields = {name: getattr(config, field) for field, (name, _) in _FIELDS.items()}
     fields |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
     fields["tie_word_embeddings"] = config.tie_embeddings
+    files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     if version == 4:
         fields |= {"rope_theta": config.rope_theta, "rope_scaling": rope if scaling else None, "torch_dtype": "float32"}
         files = ["model.safetensors"]
     else:
         fields |= {"rope_parameters": {"rope_theta": config.rope_theta} | rope, "dtype": "float32"}
-        files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     tensors = _tensors(config, params, _HUGGING_FACE)
     file_of = {name: files[number * len(files) // len(tensors)] for number, name in enumerate(tensors)}
     path.mkdir()
@@ -229,7 +224,7 @@ def _write_hugging_face(path: Path, config: LlamaConfig, params: Params, version
     for file in files:
         shard = {name: tensor for name, tensor in tensors.items() if file_of[name] == file}
         safetensors.save_file(shard, path / file, {"format": "pt"})
-    if version == 5:
+    if len(files) > 1:
         index = {"metadata": {"total_size": sum(map(np.size, tensors.values())) * 4}, "weight_map": file_of}
         (path / "model.safetensors.index.json").write_text(json.dumps(index))
 
@@ -306,12 +301,13 @@ def _llama2c_holds(config: LlamaConfig) -> bool:
     return fixed and config.num_heads * config.head_dim == config.embed_dim
 
 
-_WRITERS = [
-    FormatWriter("native", lambda _: True, _write_native),
-    *(FormatWriter(f"meta x{n}", partial(_meta_holds, count=n), partial(_write_meta, count=n), True) for n in (1, 4)),
-    *(FormatWriter(f"hf v{n}", _hugging_face_holds, partial(_write_hugging_face, version=n)) for n in (4, 5)),
-    FormatWriter("gguf", _gguf_holds, _write_gguf),
-    FormatWriter("llama2c", _llama2c_holds, _write_llama2c),
-]
-FORMAT_WRITERS = {writer.name: writer for writer in _WRITERS}
-"""The formats by name."""
+FORMAT_WRITERS = {
+    "native": FormatWriter(lambda _: True, _write_native),
+    "meta x1": FormatWriter(partial(_meta_holds, count=1), partial(_write_meta, count=1), True),
+    "meta x4": FormatWriter(partial(_meta_holds, count=4), partial(_write_meta, count=4), True),
+    "hf v4": FormatWriter(_hugging_face_holds, partial(_write_hugging_face, version=4)),
+    "hf v5": FormatWriter(_hugging_face_holds, partial(_write_hugging_face, version=5)),
+    "gguf": FormatWriter(_gguf_holds, _write_gguf),
+    "llama2c": FormatWriter(_llama2c_holds, _write_llama2c),
+}
+"""The formats, and variants of them, that ``jllama.load`` reads: the matrix's columns."""

@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 
 import jllama
-import jllama.model
 from jllama.commands import cli
 from jllama.config import LlamaConfig
 from jllama.language_model import LanguageModel
