@@ -5,10 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jllama.checkpoints import registry
 from jllama.config import LlamaConfig
 from jllama.decode_params import decode_layout
+from jllama.language_model import LanguageModel
 from jllama.verify.checks import random_params
-from jllama.verify.conformance import jllama_itself
+from jllama.verify.conformance import implementation_of, jllama_itself
 
 SMALL = LlamaConfig(
     vocab_size=61, num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=32, mlp_dim=96, max_seq_len=64
@@ -41,3 +43,15 @@ def params(config, dtype="float32"):
 def decode_params(config, dtype="float32", quantize=None):
     """The same in the layout for decoding."""
     return decode_layout(params(config, dtype), config, quantize)
+
+
+def planted(mutation):
+    """The implementation, loading included, that makes one of ``jllama.verify.mutations``' mistakes."""
+
+    def load(path, layout, rope_factor):
+        model = registry.load(path, layout="training", rope_factor=rope_factor)
+        config, params = mutation.misread(model.config, model.params)
+        params = jax.tree.map(jnp.asarray, params)
+        return LanguageModel(config, decode_layout(params, config) if layout == "decode" else params)
+
+    return implementation_of(mutation.model)._replace(load=load)

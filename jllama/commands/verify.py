@@ -77,8 +77,7 @@ def main(argv: Sequence[str], prog: str) -> int:
 
 
 def _verify_checkpoint(options: VerifyOptions, width: int) -> tuple[dict[str, Any], Iterable[Any]]:
-    from jllama.verify import tables
-    from jllama.verify.checkpoint import verify_checkpoint
+    from jllama.verify.checkpoint import checkpoint_json, checkpoint_lines, verify_checkpoint
 
     start_s, console = time.perf_counter(), Console(stderr=True)
     try:
@@ -89,13 +88,13 @@ def _verify_checkpoint(options: VerifyOptions, width: int) -> tuple[dict[str, An
         on_stage = status.update if console.is_terminal else functools.partial(print, file=sys.stderr, flush=True)
         given = {"rope_factor": options.rope_factor, "transformers": options.transformers, "on_stage": on_stage}
         result = verify_checkpoint(options.path, text, **given)
-    return tables.checkpoint_json(result), tables.checkpoint_lines(result, time.perf_counter() - start_s)
+    return checkpoint_json(result), checkpoint_lines(result, time.perf_counter() - start_s)
 
 
 def _verify_jllama(options: VerifyOptions, width: int) -> tuple[dict[str, Any], Iterable[Any]]:
     import jax
 
-    from jllama.verify import checks, conformance, equalities, mutations, tables
+    from jllama.verify import checks, conformance, equalities, mutations
 
     with contextlib.suppress(RuntimeError):  # JAX is in use already: the check of sharding then fails
         jax.config.update("jax_num_cpu_devices", 8)  # to simulate a mesh; everything else runs on the first device
@@ -113,4 +112,4 @@ def _verify_jllama(options: VerifyOptions, width: int) -> tuple[dict[str, Any], 
             move(completed=done, total=total, description=selected[min(done, total - 1)].name)
             if not sys.stderr.isatty() and done * 10 // total > (done - 1) * 10 // total:  # a line for every tenth
                 print(f"{done} of {total} checks done: {result.name}", file=sys.stderr, flush=True)
-    return tables.matrix_json(results), tables.matrix(results, width, time.perf_counter() - start_s)
+    return checks.matrix_json(results), checks.matrix(results, width, time.perf_counter() - start_s)

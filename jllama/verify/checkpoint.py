@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from jllama.parameters import count_parameters
 from jllama.presets import OTHERS, PRESETS, differing, nearest_preset
 from jllama.rope_scaling import RopeScaling
 from jllama.tokenizers import Tokenizer
-from jllama.verify.checks import worst_error
+from jllama.verify.checks import results_json, worst_error
 from jllama.verify.layerwise import run_layerwise
 
 TOLERANCE = 1e-4
@@ -171,6 +171,39 @@ def verify_checkpoint(
     facts |= {"layer_errors": run.layer_errors, "first_divergent_layer": divergent[0] if divergent else None}
     facts |= {"logits_error": logits_error, "fingerprint": run.fingerprint}
     return CheckpointResult(str(path), config, nearest_preset(config), findings, problems, **facts)
+
+
+def checkpoint_lines(result: CheckpointResult, seconds: float) -> Iterator[str]:
+    """The facts, notes on what is unusual, what is wrong, and PASS or FAIL."""
+    errors = result.layer_errors
+    facts = {
+        "checkpoint": result.path,
+        "nearest release": result.preset or "none of this shape",
+        "parameters": f"{result.num_parameters:,}",
+        **{field.name: shown(getattr(result.config, field.name)) for field in dataclasses.fields(result.config)},
+        "fingerprint": result.fingerprint,
+        "text": f"{result.num_tokens} tokens",
+        "layers": f"largest relative error {max(errors):.1e} (layer {errors.index(max(errors))})",
+        "logits": f"relative error {result.logits_error:.1e}; tolerance {result.tolerance:.0e}",
+    }
+    if (own := result.transformers_error) is not None:
+        facts["transformers"] = f"{own:.1e} from jllama, {result.transformers_oracle_error:.1e} from the oracle"
+    if result.perplexity is not None:
+        bits, baseline = result.bits_per_byte, result.baseline_bits_per_byte
+        facts["perplexity"] = f"{result.perplexity:,.2f}" if result.perplexity < 1e9 else f"{result.perplexity:.0e}"
+        facts["bits per byte"] = f"{bits:.2f}; {baseline:.2f} by byte frequencies alone"
+    yield from (f"{name:17}{fact}" for name, fact in facts.items())
+    yield from (f"note: {finding}" for finding in result.findings)
+    yield from (f"problem: {problem}" for problem in result.problems)
+    verdict = "PASS: jllama computes this checkpoint as the oracle does" if result.passed else "FAIL: see the problems"
+    if result.first_divergent_layer is not None:
+        verdict = f"FAIL: jllama and the oracle differ from layer {result.first_divergent_layer} on"
+    yield f"{verdict} ({seconds:.0f} s)"
+
+
+def checkpoint_json(result: CheckpointResult) -> dict[str, Any]:
+    """Everything, for a program; a number that is not finite is null."""
+    return results_json(result.passed, **dataclasses.asdict(result))
 
 
 def config_findings(config: LlamaConfig) -> list[str]:

@@ -1,14 +1,20 @@
-"""A check as data: what is compared, how far apart it came out, and how far it may be."""
+"""A check as data: what is compared, how far apart it came out, and how far it may be; and a table of them all."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+import platform
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
+from rich.console import RenderableType
+from rich.table import Column, Table
+from rich.text import Text
 
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
@@ -20,6 +26,13 @@ VISIBLE = 100
 """A deliberate mistake must move the logits by at least so many tolerances."""
 
 Group = Literal["conformance", "mutations", "equalities"]
+_TITLES: dict[Group, str] = {
+    "conformance": "Conformance: relative error of the logits against the float64 oracle, by variant and file format",
+    "mutations": f"Mutations: how far one deliberate mistake moves the logits, and how many tolerances that is "
+    f"(at least {VISIBLE})",
+    "equalities": "Equalities: ways of running the same model that must agree",
+}
+_CELL_WIDTH = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,3 +102,73 @@ def random_params(config: LlamaConfig, seed: int, embed_std: float = 1.0, query_
         values = (std * normal if row.role == "matrix" else (row.init == "ones") + 0.1 * normal).astype(np.float32)
         (params["layers"] if in_layers else params)[name] = values
     return params
+
+
+def matrix(checks: Sequence[Check], width: int, seconds: float) -> Iterator[RenderableType]:
+    """A table for each group that fits so many characters, a line for each check that failed, and PASS or FAIL."""
+    for group, title in _TITLES.items():
+        if not (cells := {(check.row, check.column): check for check in checks if check.group == group}):
+            continue
+        tolerances = {check.tolerance for check in cells.values()}
+        common = f"; tolerance {tolerances.pop():.0e}" if len(tolerances) == 1 else ""
+        yield Text(f"\n{title}{common}", style="bold")
+        if group != "equalities":
+            yield from _grid(cells, width)
+            continue
+        numbers = (Column(name, justify="right") for name in ("error", "tolerance"))
+        table = Table("", "", *numbers, box=None, pad_edge=False)
+        for check in cells.values():
+            table.add_row(check.row, check.column, _cell(check), f"{check.tolerance:.0e}")
+        yield table
+    yield ""
+    for check in checks:
+        if not check.passed:
+            too_far = f"relative error {check.error:.1e}, tolerance {check.tolerance:.0e}"
+            least = f"; a mistake must move the logits by {VISIBLE} tolerances" * (check.group == "mutations")
+            yield Text(f"{check.name}: {check.problem or too_far + least}", style="red")
+    passed = sum(check.passed for check in checks)
+    parts = [f"{'PASS' if passed == len(checks) else 'FAIL'}: {passed} of {len(checks)} checks passed"]
+    if errors := [check.error for check in checks if check.group == "conformance" and not math.isnan(check.error)]:
+        parts.append(f"the largest error of a cell is {max(errors):.1e}")
+    if seen := [check.ratio for check in checks if check.group == "mutations" and check.passed]:
+        parts.append(f"the least visible mistake is {min(seen):,.0f} tolerances away")
+    yield Text(f"{', '.join(parts)} ({seconds:.0f} s)", style="bold")
+
+
+def _grid(cells: dict[tuple[str, str], Check], width: int) -> Iterator[Table]:
+    """Rows and columns in the order of their first appearance, below each other where not all columns fit."""
+    rows, columns = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
+    label = max(map(len, rows)) + 2
+    fitting = max((width - label) // _CELL_WIDTH, 1)
+    for first in range(0, len(columns), fitting):
+        part = columns[first : first + fitting]
+        options = {"justify": "right", "width": _CELL_WIDTH - 1, "vertical": "bottom"}
+        headers = (Column(column, **options) for column in part)
+        table = Table(Column(width=label - 1, no_wrap=True), *headers, box=None, padding=(0, 0, 0, 1), pad_edge=False)
+        for row in rows:
+            table.add_row(row, *(_cell(cells.get((row, column))) for column in part))
+        yield table
+
+
+def _cell(check: Check | None) -> Text:
+    if check is None:
+        return Text("-", style="dim")
+    error = "failed" if math.isnan(check.error) else f"{check.error:.1e}"
+    ratio = f"\n{check.ratio:,.0f}x" * (check.group == "mutations")
+    return Text(error + ratio, style="green" if check.passed else "bold red")
+
+
+def matrix_json(checks: Sequence[Check]) -> dict[str, Any]:
+    """Everything, for a program; an error that could not be computed is null."""
+    names = ("group", "row", "column", "tolerance", "error", "passed", "problem")
+    results = [{name: getattr(check, name) for name in names} for check in checks]
+    return results_json(all(check.passed for check in checks), results=results)
+
+
+def results_json(passed: bool, **results: Any) -> dict[str, Any]:
+    """Results, and the device, Python and packages that the checks ran on; null for numbers that JSON cannot hold."""
+    device = jax.devices()[0]
+    packages = ("jllama", "jax", "jaxlib", "flax", "numpy", "gguf", "orbax-checkpoint")
+    machine = {"device": f"{device.platform} {device.device_kind}", "python": platform.python_version()}
+    machine |= {name: importlib.metadata.version(name) for name in packages}
+    return json.loads(json.dumps({"passed": passed, "machine": machine} | results), parse_constant=lambda _: None)

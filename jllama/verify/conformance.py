@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import tempfile
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -166,8 +166,6 @@ def model_error(
 
 def conformance_checks(
     implementation: Implementation,
-    variants: Mapping[str, LlamaConfig] = VARIANTS,
-    formats: Iterable[str] = FORMAT_WRITERS,
     folder: Path | None = None,
     layouts: Iterable[registry.Layout] = ("decode", "training"),
 ) -> list[Check]:
@@ -177,7 +175,7 @@ def conformance_checks(
     """
 
     def error(name: str, file_format: str) -> float:
-        variant, writer = variants[name], FORMAT_WRITERS[file_format]
+        variant, writer = VARIANTS[name], FORMAT_WRITERS[file_format]
         with tempfile.TemporaryDirectory() as scratch:
             if not (path := (folder or Path(scratch)) / f"{name} {file_format}").exists():
                 writer.write(path, variant, weights(variant))
@@ -193,7 +191,7 @@ def conformance_checks(
 
     return [
         Check("conformance", name, file_format, functools.partial(error, name, file_format))
-        for name, variant in variants.items()
-        for file_format in formats
-        if FORMAT_WRITERS[file_format].holds(variant)
+        for name, variant in VARIANTS.items()
+        for file_format, writer in FORMAT_WRITERS.items()
+        if writer.holds(variant)
     ]

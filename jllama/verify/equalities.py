@@ -175,18 +175,15 @@ def _fed(case: Case, chunks: Chunks, seed: int = 0) -> Float[np.ndarray, "rows s
 
 def packed_error(case: Case, segments: Int[np.ndarray, "rows seq"]) -> float:
     """Documents packed in rows, each a run of one number in ``segments``, against each at the start of a row."""
-    packed, actual, expected = case.forward(segments), [], []
+    packed, errors = case.forward(segments), []
     for number in np.unique(segments):
         inside = segments == number
         at_start = np.arange(inside.shape[1]) < inside.sum(axis=1, keepdims=True)
         alone = np.zeros_like(case.tokens)
         alone[at_start] = case.tokens[inside]  # the zeros after it are not seen
-        for rows, logits, chosen in (
-            (actual, packed, inside),
-            (expected, case._replace(tokens=alone).forward(), at_start),
-        ):
-            rows += [row[some] for row, some in zip(logits, chosen, strict=True)]
-    return worst_error(actual, expected)
+        rows = zip(packed, inside, case._replace(tokens=alone).forward(), at_start, strict=True)
+        errors += [relative_error(actual[here], expected[there]) for actual, here, expected, there in rows]
+    return float(np.max(errors))
 
 
 def choice_error(case: Case, segments: Int[np.ndarray, "rows seq"], attention: str) -> float:
@@ -247,15 +244,13 @@ def attention_masks(seq: int = 160) -> dict[str, tuple[F.Mask, Dense]]:
 
 def attention_error(attend: Attention, mask: F.Mask, dense: Dense, dtype: Any = jnp.float32, seed: int = 0) -> float:
     """Attention under a mask against the float64 oracle's on the same random inputs, for each of ``KV_HEADS``."""
-    rng, (rows, seq, kv_seq), run = np.random.default_rng(seed), dense.shape, jax.jit(attend)
-    actual, expected = [], []
-    for kv_heads in KV_HEADS:
-        sizes = ((HEADS, seq), (kv_heads, kv_seq), (kv_heads, kv_seq))
-        arrays = [jnp.asarray(rng.standard_normal((rows, *size, HEAD_DIM)), dtype) for size in sizes]
-        actual += list(run(*arrays, mask))
-        exact = (np.asarray(array, np.float64) for array in arrays)
-        expected += [oracle.attention(*row) for row in zip(*exact, dense, strict=True)]
-    return worst_error(actual, expected)
+    rng, (rows, seq, kv_seq) = np.random.default_rng(seed), dense.shape
+    shapes = [((HEADS, seq), (kv_heads, kv_seq), (kv_heads, kv_seq)) for kv_heads in KV_HEADS]
+    inputs = [[jnp.asarray(rng.standard_normal((rows, *each, HEAD_DIM)), dtype) for each in three] for three in shapes]
+    actual = jax.jit(lambda inputs, mask: [attend(*arrays, mask) for arrays in inputs])(inputs, mask)
+    exact = ([np.asarray(array, np.float64) for array in arrays] for arrays in inputs)
+    expected = [[oracle.attention(*row) for row in zip(*arrays, dense, strict=True)] for arrays in exact]
+    return worst_error(np.concatenate(actual), np.concatenate(expected))
 
 
 def one_device_and(sizes: MeshConfig) -> tuple[Mesh, Mesh]:

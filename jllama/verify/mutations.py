@@ -20,15 +20,13 @@ from jaxtyping import Array
 
 import jllama.model
 from jllama import functional as F
-from jllama.checkpoints import registry
 from jllama.config import LlamaConfig
-from jllama.decode_params import DecodeParams, decode_layout
-from jllama.language_model import LanguageModel
+from jllama.decode_params import DecodeParams
 from jllama.model import KVCache
 from jllama.parameters import Params
 from jllama.rope_scaling import RopeScaling
 from jllama.verify.checks import Check, random_params
-from jllama.verify.conformance import VARIANTS, Implementation, implementation_of, model_error, weights
+from jllama.verify.conformance import VARIANTS, implementation_of, model_error, weights
 
 
 def model_with(**wrong: Any) -> types.ModuleType:
@@ -47,7 +45,7 @@ _COPY = model_with()
 
 
 class Mutation(NamedTuple):
-    """One deliberate mistake.
+    """One deliberate mistake. Nothing of its model is compiled, so run it on small inputs.
 
     Args:
         name: of the matrix's column.
@@ -60,17 +58,6 @@ class Mutation(NamedTuple):
     misread: Callable[[LlamaConfig, Params], tuple[LlamaConfig, Params]] = lambda config, params: (config, params)
     model: types.ModuleType = _COPY
     applies: Callable[[LlamaConfig], bool] = lambda _: True
-
-    def implementation(self) -> Implementation:
-        """Make the mistake. Nothing is compiled, so run it on small inputs."""
-
-        def load(path: Path, layout: registry.Layout, rope_factor: float | None) -> LanguageModel:
-            model = registry.load(path, layout="training", rope_factor=rope_factor)
-            config, params = self.misread(model.config, model.params)
-            params = jax.tree.map(jnp.asarray, params)
-            return LanguageModel(config, decode_layout(params, config) if layout == "decode" else params)
-
-        return implementation_of(self.model)._replace(load=load)
 
 
 def _wrong_field(name: str, field: str, change: Callable[[Any], Any]) -> Mutation:
@@ -131,9 +118,8 @@ def _mask_one_ahead(offset: Array | None = None, **segments: Any) -> F.Mask:
     return F.Mask(jnp.ones(1, int) if offset is None else offset + 1, **segments)
 
 
-def _bfloat16_tables(positions: Array, frequencies: np.ndarray) -> tuple[Array, Array]:
-    cos, sin = (table.astype(jnp.bfloat16) for table in F.rope_tables(positions, frequencies))
-    return cos.astype(jnp.float32), sin.astype(jnp.float32)
+def _bfloat16_tables(*arguments: Any) -> list[Array]:
+    return [table.astype(jnp.bfloat16).astype(jnp.float32) for table in F.rope_tables(*arguments)]
 
 
 def _cache_one_on() -> types.ModuleType:
@@ -190,7 +176,7 @@ def mutation_checks() -> list[Check]:
 
     def error(mutation: Mutation, variant: LlamaConfig) -> float:
         config, params = mutation.misread(variant, weights(variant))
-        return model_error(mutation.implementation(), config, _unrolled(params, config), variant)
+        return model_error(implementation_of(mutation.model), config, _unrolled(params, config), variant)
 
     return [
         Check("mutations", name, mutation.name, functools.partial(error, mutation, config))

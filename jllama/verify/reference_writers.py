@@ -187,9 +187,7 @@ def _write_torch(path: Path, tensors: Tensors) -> None:
         strides = tuple(stride // tensor.itemsize for stride in tensor.strides)
         storage = literals("storage") + b"ctorch\nFloatStorage\n" + literals(str(key), "cpu", tensor.size)
         pickled += literals(name) + b"ctorch._utils\n_rebuild_tensor_v2\n((" + storage + b"tQ"  # Q: by reference
-        pickled += (
-            literals(0, tensor.shape, strides, False, OrderedDict()) + b"tRs"
-        )  # called, and set in the dictionary
+        pickled += literals(0, tensor.shape, strides, False, OrderedDict()) + b"tRs"  # make it, and put it there
     with path.open("wb") as file, zipfile.ZipFile(file, "w") as archive:
         for name, content in {"data.pkl": pickled + b".", "byteorder": b"little", "version": b"3\n"}.items():
             archive.writestr(f"archive/{name}", content)

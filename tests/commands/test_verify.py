@@ -8,6 +8,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from models import planted
 from rich.console import Console
 
 import jllama
@@ -15,8 +16,7 @@ from jllama.commands import cli
 from jllama.config import LlamaConfig
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import BytesTokenizer
-from jllama.verify import tables
-from jllama.verify.checks import Check, random_params, run_checks
+from jllama.verify.checks import Check, matrix, matrix_json, random_params, run_checks
 from jllama.verify.mutations import MUTATIONS
 
 THETA = next(mutation for mutation in MUTATIONS if mutation.name == "theta x2")
@@ -63,7 +63,7 @@ def test_part_of_the_matrix_as_a_user_runs_it(workshop):
 
 
 def test_a_failure_is_exit_code_1_and_says_where(monkeypatch, capsys):
-    monkeypatch.setattr("jllama.verify.conformance.jllama_itself", THETA.implementation)
+    monkeypatch.setattr("jllama.verify.conformance.jllama_itself", lambda: planted(THETA))
     assert cli.run("verify", ["--only", "conformance/llama2.c/hf v5"]) == 1
     out = capsys.readouterr().out
     assert re.search(r"conformance/llama2.c/hf v5: relative error \d\.\de[+-]\d\d, tolerance 1e-05", out)
@@ -104,15 +104,15 @@ def test_a_check_that_raises_has_failed_and_the_others_go_on():
     results = list(run_checks(checks))
     assert [one.problem for one in results] == ["ValueError: shapes differ", "the file is cut off", "", ""]
     assert [one.passed for one in results] == [False, False, True, False]
-    assert tables.matrix_json(results)["results"][0]["error"] is None
-    *_, first, _, _, verdict = map(str, tables.matrix(results, 80, 1.0))
+    assert matrix_json(results)["results"][0]["error"] is None
+    *_, first, _, _, verdict = map(str, matrix(results, 80, 1.0))
     assert first == "conformance/a/x: ValueError: shapes differ"
     assert verdict.startswith("FAIL: 1 of 4 checks passed")
 
 
 def printed(results, width):
     console = Console(width=width, record=True, file=io.StringIO())
-    for line in tables.matrix(results, width, 1.0):
+    for line in matrix(results, width, 1.0):
         console.print(line)
     return console
 
