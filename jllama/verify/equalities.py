@@ -247,7 +247,7 @@ def attention_error(attend: Attention, mask: F.Mask, dense: Dense, dtype: Any = 
     rng, (rows, seq, kv_seq) = np.random.default_rng(seed), dense.shape
     shapes = [((HEADS, seq), (kv_heads, kv_seq), (kv_heads, kv_seq)) for kv_heads in KV_HEADS]
     inputs = [[jnp.asarray(rng.standard_normal((rows, *each, HEAD_DIM)), dtype) for each in three] for three in shapes]
-    actual = jax.jit(lambda inputs, mask: [attend(*arrays, mask) for arrays in inputs])(inputs, mask)
+    actual = jax.jit(lambda inputs, mask: [attend(q, k, v, mask) for q, k, v in inputs])(inputs, mask)
     exact = ([np.asarray(array, np.float64) for array in arrays] for arrays in inputs)
     expected = [[oracle.attention(*row) for row in zip(*arrays, dense, strict=True)] for arrays in exact]
     return worst_error(np.concatenate(actual), np.concatenate(expected))
