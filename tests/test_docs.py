@@ -44,7 +44,7 @@ POSITIONAL = {
     "doctor": ("checkpoint",),
     "chat": ("checkpoint",),
     "convert": ("source", "target"),
-    "verify": ("path",),
+    "verify": ("checkpoint",),
     "eval": ("checkpoint",),
     "bench": ("what", "checkpoint"),
 }

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
-import functools
 import importlib
 import importlib.metadata
 import io
@@ -74,28 +73,18 @@ class _Parser(jsonargparse.ArgumentParser):
 
     def sentence(self, message: str) -> str:
         """The parser's complaint in our words."""
-        unknown = r"unrecognized arguments: -+([\w.-]+)|(?:Group '([\w.]+)' does not accept o|O)ption '([\w.-]+)'"
-        if found := re.search(unknown, message):
-            name = ".".join(filter(None, found.groups()))
-            return f"there is no option {name}{_nearest(name, self._option_string_actions)}"
+        if unknown := re.search(r"unrecognized arguments: -+([\w.-]+)", message):
+            return f"there is no option {unknown[1]}{_nearest(unknown[1], self._option_string_actions)}"
         if missing := re.search(r"the following arguments are required: (.*)", message):
             names = missing[1].replace(", ", " and ")
             return f"{names} {'are' if ' ' in names else 'is'} missing; usage: {self.usage}"
         if message.endswith(": expected one argument"):
             return f"{message} (one that begins with a dash is written --option=-value)"
-        inner = re.search(r"Errors: - (.*?) - Expected an? <class 'NoneType'>", message)  # of a dataclass or null
-        if not (key := re.match(r'(?:Parser key )?"([\w.]+)": ', message)):
-            return inner[1] if inner else message
-        if inner and re.match(r"\w+ is ", inner[1]):
-            return f"{key[1]}.{inner[1]}"
-        if key[1] == "config":
-            return f"the configuration cannot be used: {message.removeprefix(key[0])[:200]}"
-        value = re.search(r".*(?:value:|load config) (.*)", message)
-        subject = f"{key[1]} is {value[1].strip(chr(34))!r}; it" if value else key[1]
-        hints = {action.dest: getattr(action, "_typehint", None) for action in self._actions}
-        if hint := hints.get(key[1]):
-            return f"{subject} must be {_kind(hint)[1]}"
-        return f"{subject} must hold options, such as {next(n for n in hints if n.startswith(f'{key[1]}.'))}"
+        if wrong := re.match(r'Parser key "([\w.]+)": (?:.* value: (.*))?', message):
+            hint = next(getattr(action, "_typehint", None) for action in self._actions if action.dest == wrong[1])
+            value = f"is {wrong[2].strip(chr(34))!r}; it must" if wrong[2] else "must"
+            return f"{wrong[1]} {value} be {_kind(hint)[1]}"
+        return message
 
 
 def parse(
@@ -108,31 +97,33 @@ def parse(
     every option, ``--print_config`` the configuration; they exit. So does an empty ``argv``, with code 2, if the first
     positional argument is needed. ``UsageError`` for an unknown option, or a value of the wrong type or out of range.
     """
-    parser, first = _parser(options, prog, positional), "".join(positional[:1])
+    usual = (*positional, *common, "help") if common and argv[-1:] != ["all"] else ()
+    parser, first = _parser(options, prog, positional, usual), "".join(positional[:1])
     bare = not argv and (first == "config" or f" {first.upper()} " in (parser.usage or ""))
     if bare or "-h" in argv or "--help" in argv:
-        page = parser.format_help() if argv and argv[-1] == "all" else _page(parser, options, positional, common)
-        print(page.replace("``", ""), end="", file=sys.stderr if bare else sys.stdout)
+        print(parser.format_help().replace("``", ""), end="", file=sys.stderr if bare else sys.stdout)
         raise SystemExit(2 if bare else 0)
     try:
-        settings = parser.parse_args(_named(parser, argv, positional))
-        for name, kind in typing.get_type_hints(options).items():
-            if dataclasses.is_dataclass(kind) and not isinstance(settings[name], jsonargparse.Namespace):
-                parser.error(f'"{name}": Unable to load config {settings[name]}')
-        settings = parser.instantiate(settings)
-    except (RecursionError, IndexError) as error:  # IndexError: of --print_config=, which has options of its own
+        settings = parser.instantiate(parser.parse_args(_named(parser, argv, positional)))
+    except (RecursionError, IndexError, ValueError) as error:  # IndexError: of --print_config=, with options of its own
         raise UsageError("an option's value cannot be understood: give a plain one") from error
-    except ValueError as error:  # from a dataclass that may also be null
-        parser.error(str(error))
     return options(**{name: value for name, value in vars(settings).items() if name != "config"})
 
 
-def _parser(options: type, prog: str, positional: Sequence[str]) -> _Parser:
+def _parser(options: type, prog: str, positional: Sequence[str], usual: Sequence[str]) -> _Parser:
+    """The parser, and its help page: usage, examples, configurations where a command takes one, ``usual`` options."""
     hints, doc = typing.get_type_hints(options), options.__doc__ or ""
     needed = [field.name for field in dataclasses.fields(options) if field.default is dataclasses.MISSING]
     words = [name.upper() if name in needed else f"[{name.upper()}]" for name in positional]
-    parser = _Parser(prog=prog, formatter_class=argparse.HelpFormatter, default_env=False, allow_abbrev=False)
-    parser.usage, parser.description = " ".join([prog, *words, "[options]"]), doc.partition("\n\n")[0]
+    parts = [textwrap.fill(doc.partition("\n\n")[0], 79)]
+    examples = [example.description or "" for example in docstring_parser.parse(doc).examples]
+    parts += ["examples:\n" + textwrap.indent(lines, f"  {prog} ") for lines in examples]
+    if "config" in positional:
+        titles = {name: path.read_text().splitlines()[0] for name, path in shipped_configs().items()}
+        parts.append("\n".join(["configurations:", *(f"  {name:22} {titles[name][2:]}" for name in titles)]))
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog=prog, formatter_class=layout, default_env=False, allow_abbrev=False)
+    parser.usage, parser.description = " ".join([prog, *words, "[options]"]), "\n\n".join(parts)
     parser.add_argument("--config", action="config")
     parser.add_class_arguments(options)
     for group in parser._action_groups:
@@ -148,15 +139,16 @@ def _parser(options: type, prog: str, positional: Sequence[str]) -> _Parser:
         action.help = _HELP.get(action.dest, (action.help or "").replace("``", "") + default)
         if dataclasses.is_dataclass(hints.get(action.dest)):
             action.help = argparse.SUPPRESS  # --model FILE, which --config does better
+            del parser._option_string_actions[f"--{action.dest}"]
+        if usual and action.dest not in usual:
+            action.help = argparse.SUPPRESS
         if len(action.dest) == 1:  # -n as well as --n
             parser._option_string_actions[f"-{action.dest}"] = action
-        if action.dest == "path":  # verify takes --checkpoint as every command does
-            parser._option_string_actions["--checkpoint"] = action
     return parser
 
 
 def _named(parser: _Parser, argv: Sequence[str], positional: Sequence[str]) -> list[str]:
-    """The arguments with a name before each that has none, and the text of each ``--config`` file in its place."""
+    """The arguments with a name before each that has none, and what each ``--config`` file says in its place."""
     named, words, given = [], list(argv), {word.partition("=")[0] for word in argv}
     names = [name for name in positional if name == "config" or f"--{name}" not in given]
     while words:
@@ -170,25 +162,9 @@ def _named(parser: _Parser, argv: Sequence[str], positional: Sequence[str]) -> l
             nargs = 0 if name == "--print_config" else action and action.nargs
             if nargs is None or (nargs == "?" and (words[0] in ("true", "false") or not names)):
                 equals, value = "=", words.pop(0)
-        named.append(name + equals + (_config_text(value) if name == "--config" and equals else value))
+        is_file = name == "--config" and equals
+        named += _flags(parser, _read_config(value), "--") if is_file else [name + equals + value]
     return named
-
-
-def _page(parser: _Parser, options: type, positional: Sequence[str], common: Sequence[str]) -> str:
-    """The short help: usage, examples, the configurations where a command takes one, the options in ``common``."""
-    parts = [f"usage: {parser.usage}", textwrap.fill(parser.description or "", 79)]
-    examples = [example.description or "" for example in docstring_parser.parse(options.__doc__ or "").examples]
-    parts += ["examples:\n" + textwrap.indent(lines, f"  {parser.prog} ") for lines in examples]
-    if "config" in positional:
-        titles = {name: path.read_text().splitlines()[0] for name, path in shipped_configs().items()}
-        parts.append("\n".join(["configurations:", *(f"  {name:22} {titles[name][2:]}" for name in titles)]))
-    for action in parser._actions:
-        if common and action.dest not in (*positional, *common, "help"):
-            action.help = argparse.SUPPRESS
-    for group in parser._action_groups:
-        group.title = None
-    parser.usage, parser.description = argparse.SUPPRESS, "options:"
-    return "\n\n".join([*parts, parser.format_help()])
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -198,34 +174,41 @@ def shipped_configs() -> dict[str, Path]:
     return {path.stem: path for path in sorted(paths)}
 
 
-def _config_text(name: str) -> str:
-    """The text of a ``--config`` file, or of a shipped configuration by its name."""
+def _read_config(name: str) -> yaml.MappingNode:
+    """What a ``--config`` file holds, or a shipped configuration by its name."""
     path, shipped = Path(name), shipped_configs()
     try:
         if not path.exists() and str(path.parent) in (".", "configs"):
             path = shipped.get(path.name.removesuffix(".yaml"), path)
         with path.open(encoding="utf-8") as file:
             text = file.read(1_000_001)
-        if len(text) > 1_000_000 or _count_values(root := yaml.compose(text)) > 100_000:
-            raise RecursionError
+        if len(text) > 1_000_000 or any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise RecursionError  # aliases: ten of ten of ten ... is a file of a few lines
+        root = yaml.compose(text)
     except RecursionError as error:
-        raise UsageError(f"{name} is too large or nested too deep: it must hold options, such as 'seed: 1'") from error
+        wrong = f"{name} is too large or nested too deep, or has aliases"
+        raise UsageError(f"{wrong}: it must hold options, such as 'seed: 1'") from error
     except OSError as error:
         shown, expected = " ".join(name.split())[:200], f"a file, or by its name one of {', '.join(shipped)}"
         raise UsageError(f"the configuration {shown} cannot be read: {error.strerror}; give {expected}") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError) as error:
         raise UsageError(f"{name} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(root, yaml.MappingNode):
         shown = " ".join(text.split())[:50] or "nothing"
         raise UsageError(f"{name} holds {shown!r}; it must hold options, such as 'seed: 1'")
-    return text
+    return root
 
 
-@functools.cache
-def _count_values(node: Any) -> int:
-    """The number of values once aliases are resolved: ten of ten of ten ... is a file of a few lines."""
-    nested = node.value if isinstance(node, yaml.CollectionNode) else ()  # nodes, or in a mapping pairs of them
-    return 1 + sum(_count_values(child) for item in nested for child in (item if isinstance(item, tuple) else [item]))
+def _flags(parser: _Parser, options: yaml.MappingNode, prefix: str) -> list[str]:
+    """The options of a configuration file as arguments: scalars as they are written, null as if left out."""
+    flags = []
+    for key, node in options.value:
+        name = f"{prefix}{key.value}"
+        if isinstance(node, yaml.MappingNode) and name not in parser._option_string_actions:
+            flags += _flags(parser, node, f"{name}.")
+        elif not node.tag.endswith(":null"):
+            flags.append(f"{name}={node.value if isinstance(node, yaml.ScalarNode) else yaml.serialize(node)}")
+    return flags
 
 
 def _kind(hint: Any) -> tuple[str, str]:
@@ -337,12 +320,12 @@ def _prepare_process() -> None:
 
 def _nearest(name: str, options: Iterable[str]) -> str:
     """The words that suggest an option, by what other tools call it, by how it begins, or by its letters."""
-    names, name = [option.removeprefix("--") for option in options], name.replace("-", "_")
-    by_last = {option.rpartition(".")[2]: option for option in names}
-    last = name.rpartition(".")[2]  # the group may be missing or wrong: --learning_rate for --optimizer.learning_rate
-    aliases = (entry.partition("=") for entry in _ALIASES.split())
-    close = [by_last[option] for option, _, others in aliases if last in others.split(",") and option in by_last]
-    close = close or [option for option in names if option.startswith(name)]
-    close = close or difflib.get_close_matches(name, names, 1, 0.5)
-    close = close or [by_last[match] for match in difflib.get_close_matches(last, by_last, 1, 0.6)]
-    return f"; did you mean {close[0]}?" if close else ""
+    aliases, meant = dict(entry.split("=") for entry in _ALIASES.split()), {}
+    for option in (each.removeprefix("--") for each in options):
+        own = option.rpartition(".")[2]  # the group may be missing or wrong: --learning_rate
+        meant |= dict.fromkeys([option, own, *aliases.get(own, own).split(",")], option)
+    name = name.replace("-", "_")
+    own = name.rpartition(".")[2]
+    close = [each for each in (name, own) if each in meant] or [each for each in meant if each.startswith(name)]
+    close = close or difflib.get_close_matches(name, meant, 1) or difflib.get_close_matches(own, meant, 1)
+    return f"; did you mean {meant[close[0]]}?" if close else ""

@@ -34,7 +34,7 @@ class VerifyOptions:
         smollm2.gguf
 
     Args:
-        path: a training run, or a model in any format, or a Hugging Face hub id; empty for the matrix.
+        checkpoint: a training run, or a model in any format, or a Hugging Face hub id; empty for the matrix.
         only: the checks to run, by a part of their names group/row/column, such as gguf or mutations/yarn; * stands
             for anything, and a comma between several.
         text: a UTF-8 file to measure a checkpoint's perplexity on, in place of the built-in text.
@@ -44,7 +44,7 @@ class VerifyOptions:
         html: write what is printed as an HTML page to this file.
     """
 
-    path: str = ""
+    checkpoint: str = ""
     only: str = ""
     text: str = ""
     transformers: bool = False
@@ -55,17 +55,17 @@ class VerifyOptions:
 
 def main(argv: Sequence[str], prog: str) -> int:
     """Check, print the results, and say PASS or FAIL; the exit code is 1 if anything failed."""
-    options = parse(VerifyOptions, argv, prog, positional=("path",))
-    if options.path and options.only:
+    options = parse(VerifyOptions, argv, prog, positional=("checkpoint",))
+    if options.checkpoint and options.only:
         raise UsageError("--only chooses among the checks of the matrix: leave it out with a checkpoint")
     for name in ("text", "transformers", "rope_factor"):
-        if getattr(options, name) and not options.path:
+        if getattr(options, name) and not options.checkpoint:
             raise UsageError(f"--{name} is about a checkpoint: give its path too")
     if options.html:
         check_writable(Path(options.html))  # before computing for a minute
     file, width = io.StringIO() if options.json else sys.stdout, None if sys.stdout.isatty() else 140
     console = Console(file=file, width=width, highlight=False, markup=False, emoji=False, record=True)
-    result, lines = (_verify_checkpoint if options.path else _verify_jllama)(options, console.width)
+    result, lines = (_verify_checkpoint if options.checkpoint else _verify_jllama)(options, console.width)
     for line in lines:
         console.print(line, soft_wrap=not isinstance(line, Table))
     if options.json:
@@ -87,7 +87,7 @@ def _verify_checkpoint(options: VerifyOptions, width: int) -> tuple[dict[str, An
     with console.status("opening") as status:
         on_stage = status.update if console.is_terminal else functools.partial(print, file=sys.stderr, flush=True)
         given = {"rope_factor": options.rope_factor, "transformers": options.transformers, "on_stage": on_stage}
-        result = verify_checkpoint(options.path, text, **given)
+        result = verify_checkpoint(options.checkpoint, text, **given)
     return checkpoint_json(result), checkpoint_lines(result, time.perf_counter() - start_s)
 
 
