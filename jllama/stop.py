@@ -13,7 +13,6 @@ from typing import Any
 from jllama.errors import JllamaError
 
 _NAMES = {int(signal.SIGINT): "Ctrl-C", int(signal.SIGTERM): "SIGTERM"}
-_ONE_S = 1.0  # schedulers and shells send several at once and mean one
 
 
 class Stopped(JllamaError):
@@ -47,7 +46,7 @@ def stop_signals(doing: Callable[[], str]) -> Iterator[list[int]]:
         deaf_until_s = 0.0
         while number := reader.recv(1):
             if number[0] in _NAMES and not deaf_until_s:
-                deaf_until_s = time.monotonic() + _ONE_S
+                deaf_until_s = time.monotonic() + 1  # schedulers and shells send several at once and mean one
                 _say(f"{_NAMES[number[0]]}: {doing()}; again to quit now")
             elif number[0] in _NAMES and time.monotonic() > deaf_until_s and not hasattr(sys, "ps1"):
                 _say("stopped at once; the last checkpoint stays as it was")

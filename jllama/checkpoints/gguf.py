@@ -18,11 +18,11 @@ import numpy as np
 from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, LlamaFileType
 
 from jllama.checkpoints.gguf_file import MAGIC, OURS, PLAIN, TypedTensor, read_gguf_file, shortest, write_gguf_file
-from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, matched, reordered
+from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, matched, reordered, same_bits
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
 from jllama.files import fault_of
-from jllama.parameters import TensorSpec, parameter_table, tensor_specs
+from jllama.parameters import PARAMETERS, TensorSpec, tensor_specs
 from jllama.rope_scaling import ROPE_SCALINGS, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from jllama.tokenizers.gguf import from_gguf, to_gguf
 
@@ -108,13 +108,10 @@ def _narrowed(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
     dtypes = {tensor.dtype for tensor in tensors.values() if len(tensor.shape) > 1}
     if len(dtypes) > 1 or (dtype := dtypes.pop()).itemsize != 2:
         return dict(tensors)
-
-    def narrowed(stored: np.ndarray) -> np.ndarray:
-        with np.errstate(over="ignore"):
-            narrow = stored.astype(dtype)
-        return narrow if narrow.astype(np.float32).tobytes() == stored.tobytes() else stored
-
-    return {key: narrowed(np.asarray(t)) if len(t.shape) == 1 else t for key, t in tensors.items()}
+    with np.errstate(over="ignore"):
+        norms = {key: np.asarray(tensor).astype(dtype) for key, tensor in tensors.items() if len(tensor.shape) == 1}
+    exact = {key: norm for key, norm in norms.items() if same_bits(norm.astype(np.float32), tensors[key])}
+    return {**tensors, **exact}
 
 
 def _read_config(metadata: Mapping[str, Any], tensors: Mapping[str, FileTensor], source: Path) -> LlamaConfig:
@@ -129,8 +126,7 @@ def _read_config(metadata: Mapping[str, Any], tensors: Mapping[str, FileTensor],
             raise JllamaError(f"{source} has {prefix}{name} {reprlib.repr(value)}; it must be one {kind.__name__}")
         return value
 
-    table = parameter_table(_TYPICAL)
-    embed, lm_head = table["embed"].name("gguf"), table["lm_head"].name("gguf")
+    embed, lm_head = (PARAMETERS[path].name("gguf") for path in ("embed", "lm_head"))
     if embed not in tensors:
         raise JllamaError(f"{source} lacks the tensor {embed}")
     kinds = {name: type(getattr(_TYPICAL, name)) for name in _FIELDS}

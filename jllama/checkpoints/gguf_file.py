@@ -127,21 +127,20 @@ class _Header:
         return entries
 
     def value(self, key: str) -> Any:
-        type_ = self._type(GGUFValueType, f"key {key}")
+        type_, count, errors = self._type(GGUFValueType, f"key {key}"), 1, "strict"
+        if is_array := type_ == GGUFValueType.ARRAY:
+            type_, count, errors = self._type(GGUFValueType, f"key {key}"), self.number("Q"), "surrogateescape"
+            if type_ == GGUFValueType.ARRAY or count > _MAX_ARRAY:
+                what = f"at most {_MAX_ARRAY} are read, and no arrays within an array"
+                raise JllamaError(f"{self.path} claims {count} elements of type {type_.name} for {key}; {what}")
         if type_ == GGUFValueType.STRING:
-            return self.text()
-        if type_ != GGUFValueType.ARRAY:
-            number = self.number(_NUMBERS[type_])
-            return shortest(number) if type_ == GGUFValueType.FLOAT32 else number
-        type_, count = self._type(GGUFValueType, f"key {key}"), self.number("Q")
-        if type_ == GGUFValueType.ARRAY:
-            raise JllamaError(f"{self.path} has arrays within the array {key}; no Llama's file has")
-        if count > _MAX_ARRAY:
-            raise JllamaError(f"{self.path} claims {count} elements for {key}; at most {_MAX_ARRAY} are read")
-        if type_ == GGUFValueType.STRING:
-            return [self.text("surrogateescape") for _ in range(count)]
-        dtype = np.dtype(_NUMBERS[type_]).newbyteorder("<")
-        return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
+            values: list[Any] = [self.text(errors) for _ in range(count)]
+        else:
+            dtype = np.dtype("<" + _NUMBERS[type_])
+            values = np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
+        if is_array:
+            return values
+        return shortest(values[0]) if type_ == GGUFValueType.FLOAT32 else values[0]
 
     def _type(self, types: Any, of: str) -> Any:
         number = self.number("I")
@@ -174,8 +173,7 @@ def shortest(value: float) -> float:
         return float(str(np.float32(value)))
 
 
-TypedTensor = tuple[str, FileTensor, GGMLQuantizationType]
-"""A tensor to write: its name, itself, and the type to store it as."""
+TypedTensor = tuple[str, FileTensor, GGMLQuantizationType]  # to write: a tensor under its name, in its type
 
 
 def write_gguf_file(

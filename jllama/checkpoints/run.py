@@ -60,8 +60,7 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_
     from jllama.checkpoints.run_checkpoints import RunCheckpoints
 
     params = load_params(checkpoint, dtype, on_progress=on_progress)
-    model = dataclasses.asdict(checkpoint.config)
-    write_text_whole(target / CONFIG, yaml.safe_dump({"model": model}, sort_keys=False))
+    write_text_whole(target / CONFIG, yaml.safe_dump({"model": dataclasses.asdict(checkpoint.config)}, sort_keys=False))
     if checkpoint.tokenizer is not None:
         checkpoint.tokenizer.save(target)
     write_chat_files(target, checkpoint.chat_template, checkpoint.stop_ids)

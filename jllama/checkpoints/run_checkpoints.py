@@ -34,12 +34,9 @@ _UNWANTED = "unwanted"  # where checkpoints wait to be deleted: half of one must
 
 
 class RunCheckpoints:
-    """The checkpoints of one run. Saving goes on in the background; its errors surface at the next call.
+    """The checkpoints of one run, in a folder. Saving goes on in the background; its errors surface at the next call.
 
-    Args:
-        folder: where they are, or will be.
-        keep_last: how many of the latest to keep, besides the best by validation loss.
-        read_only: never write or clean up.
+    The ``keep_last`` latest are kept, besides the best by validation loss. ``read_only`` never writes or cleans up.
     """
 
     def __init__(self, folder: Path, keep_last: int = 1, *, read_only: bool = False) -> None:
@@ -110,10 +107,8 @@ class RunCheckpoints:
         with _reading(self.folder / str(step)):
             expected = {"params": params, "state": state}
             self._check(step, expected)
-            arrays = {
-                name: ocp.args.PyTreeRestore(shapes, ocp.checkpoint_utils.construct_restore_args(shapes))
-                for name, shapes in expected.items()
-            }
+            placed = ocp.checkpoint_utils.construct_restore_args
+            arrays = {name: ocp.args.PyTreeRestore(shapes, placed(shapes)) for name, shapes in expected.items()}
             restored = self._manager.restore(step, args=ocp.args.Composite(**arrays, meta=ocp.args.JsonRestore()))
         return restored["params"], restored["state"], restored["meta"]
 

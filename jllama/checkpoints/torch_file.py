@@ -37,7 +37,6 @@ _OPERATIONS = (
     "REDUCE STOP"
 )
 _OPERATION_NAMES = {ord(operation.code): operation.name for operation in pickletools.opcodes}
-_DISPATCH = pickle._Unpickler.dispatch
 
 
 def read_torch_file(path: Path) -> dict[str, np.ndarray]:
@@ -150,7 +149,7 @@ class _Unpickler(pickle._Unpickler):
     """Python's unpickler without the operations that call, import or allocate more than the file has bytes."""
 
     dispatch: ClassVar[Any] = _Dispatch(
-        {code: _DISPATCH[code] for code, name in _OPERATION_NAMES.items() if name in _OPERATIONS.split()}
+        {code: run for code, run in pickle._Unpickler.dispatch.items() if _OPERATION_NAMES[code] in _OPERATIONS.split()}
     )
     dispatch[pickle.EMPTY_DICT[0]] = lambda self: self.append(_Dict())
     dispatch[pickle.BUILD[0]] = lambda self: self.stack.pop()  # attributes: torch sets a state_dict's _metadata
