@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jllama.config import LlamaConfig, MeshConfig
 from jllama.errors import UsageError
-from jllama.parameters import Parameter, parameter_table, shape_of
+from jllama.parameters import parameter_table, shape_of
 
 RULES: dict[str, str] = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "embed": "fsdp"}
 """Mesh axis that splits each logical axis of a parameter; those not named are whole on every device."""
@@ -34,15 +34,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     return jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
-def parameter_sharding(mesh: Mesh | AbstractMesh, parameter: Parameter) -> NamedSharding:
-    """A parameter's split over the mesh, by ``RULES``."""
-    return NamedSharding(mesh, PartitionSpec(*(RULES.get(axis) for axis in parameter.axes)))
-
-
-def matrix_sharding(mesh: Mesh, parameter: Parameter) -> NamedSharding:
-    """The split of one layer's share as ``[outputs, inputs]`` (a norm's: ``[embed]``), by the first axis of each."""
-    groups = filter(None, (parameter.outputs, parameter.inputs))
-    return NamedSharding(mesh, PartitionSpec(*(RULES.get(axes[0]) for axes in groups)))
+def axes_sharding(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> NamedSharding:
+    """The split over the mesh, by ``RULES``, of an array with these logical axes."""
+    return NamedSharding(mesh, PartitionSpec(*map(RULES.get, axes)))
 
 
 def check_divides(mesh: Mesh | AbstractMesh, config: LlamaConfig) -> None:
@@ -67,6 +61,6 @@ def state_sharding(mesh: Mesh | AbstractMesh, config: LlamaConfig, state: Any) -
     def sharding(key_path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         path = "/" + jax.tree_util.keystr(key_path, simple=True, separator="/")
         rows = (row for name, row in table.items() if path.endswith(f"/{name}") and shape_of(row, config) == leaf.shape)
-        return next((parameter_sharding(mesh, row) for row in rows), NamedSharding(mesh, PartitionSpec()))
+        return next((axes_sharding(mesh, row.axes) for row in rows), NamedSharding(mesh, PartitionSpec()))
 
     return jax.tree_util.tree_map_with_path(sharding, state)

@@ -24,7 +24,7 @@ from jllama.decode_params import DecodeParams, Quantization
 from jllama.errors import JllamaError
 from jllama.functional.linear import int8_rows
 from jllama.parameters import NamedFormat, Params, TensorSpec, as_matrix, parameter_table, shape_of, tensor_specs
-from jllama.sharding import check_divides, matrix_sharding, parameter_sharding
+from jllama.sharding import axes_sharding, check_divides
 from jllama.tokenizers import Tokenizer
 
 BLOCK_BYTES = 16 << 20
@@ -195,7 +195,7 @@ def load_params(
     arrays = {}
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
         for path, row in table.items():
-            sharding = parameter_sharding(mesh, row) if mesh else SingleDeviceSharding(jax.devices()[0])
+            sharding = axes_sharding(mesh, row.axes) if mesh else SingleDeviceSharding(jax.devices()[0])
             read_part = functools.partial(read, path)
             arrays[path] = jax.make_array_from_callback(shape_of(row, config), sharding, read_part)
     return unflatten_dict(arrays, sep="/")
@@ -218,7 +218,7 @@ def load_decode_params(
 
     def read(spec: TensorSpec) -> Any:
         row, own = spec.parameter, dtypes[spec.path]
-        split = matrix_sharding(mesh, row) if mesh else None
+        split = axes_sharding(mesh, [axes[0] for axes in (row.outputs, row.inputs) if axes]) if mesh else None
         sharding = split or SingleDeviceSharding(jax.devices()[0])
         scale = np.empty(spec.shape[0], own) if quantize and row.inputs else None
 

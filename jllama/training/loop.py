@@ -85,10 +85,10 @@ def train(config: TrainConfig) -> Evaluation:
                     start_s = time.perf_counter()
             final = run.evaluate_best()
             if final is None:
-                go_on = run_folder.resume_command(run.folder)
+                go_on = run_folder.command("train", "--resume", run.folder)
                 raise Stopped(f"stopped at step {run.step:,} of {total_steps:,}; saved. Go on: {go_on}", run.stop[0])
-        read = f"Read {run.folder / run_folder.REPORT}, or sample: {run_folder.sample_command(run.config)}"
-        run.console.print(f"{run.seconds():.0f} s in all. {read}")
+        sample = run_folder.command("sample", "--checkpoint", run.folder, "--prompt", options.sample_prompt)
+        run.console.print(f"{run.seconds():.0f} s in all. Read {run.folder / run_folder.REPORT}, or sample: {sample}")
         return final
 
 
@@ -128,10 +128,9 @@ class _Run:
         rate = float(learning_rate_at(self.step - 1, self.config.optimizer, self.config.training.steps))
         self.write(**record, learning_rate=rate)
         self.note = f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s"
-        if not self.console.is_terminal or self.console.width >= 110:
-            self.note += f"  learning rate {rate:.1e}" + (f"  MFU {record['mfu']:.1%}" if record["mfu"] else "")
         if not self.console.is_terminal:
-            self.console.print(f"step {self.step}: {self.note}")
+            mfu = f"  MFU {record['mfu']:.1%}" if record["mfu"] else ""
+            self.console.print(f"step {self.step}: {self.note}  learning rate {rate:.1e}{mfu}")
         self.show()
 
     def evaluate(self) -> Evaluation | None:
@@ -166,11 +165,7 @@ class _Run:
 
     def save(self, evaluation: Evaluation | None) -> None:
         self.show("saving")
-        meta = {
-            "batches": self.batches.get_state(),
-            "corpus": self.data.fingerprint,
-            "seconds": self.seconds(),
-        }
+        meta = {"batches": self.batches.get_state(), "corpus": self.data.fingerprint, "seconds": self.seconds()}
         loss, key = evaluation.validation_loss if evaluation else None, jax.random.key_data(self.state.key)
         others = {"opt_state": self.state.opt_state, "step": self.state.step, "key": key}
         self.checkpoints.save(self.step, self.state.params, others, meta, loss)
@@ -237,8 +232,8 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
     check_attention(config.training.attention)  # also before the text is read
     existing = (folder / CHECKPOINTS).exists() and RunCheckpoints(folder / CHECKPOINTS, read_only=True).steps()
     if existing and config.resume == "never":
-        go_on = f"continue it with {run_folder.resume_command(folder)}, or choose another run_dir"
-        raise UsageError(f"{folder} already holds a run: {go_on}")
+        go_on = run_folder.command("train", "--resume", folder)
+        raise UsageError(f"{folder} already holds a run: continue it with {go_on}, or choose another run_dir")
 
     # The text. A vocabulary is trained once: a later version may train another on the same text.
     origin = _origin(config, folder if existing else None) if config.init_from else None
@@ -251,7 +246,8 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
             console.print(change, style="yellow")
         final = files.read_lines(folder / run_folder.METRICS, "final")
         if step >= options.steps and final:
-            go_on = run_folder.resume_command(folder, "--training.steps", 2 * step, "--resume_with_changes", "true")
+            more = ("--training.steps", 2 * step, "--resume_with_changes", "true")
+            go_on = run_folder.command("train", "--resume", folder, *more)
             console.print(f"{folder} is finished (step {step:,} of {options.steps:,}). To go on: {go_on}")
             return Evaluation(**final[-1]["final"])
 

@@ -1,6 +1,5 @@
 """The report of a run: one HTML file with curves, samples, the configuration and the receipt."""
 
-import dataclasses
 import html
 import importlib.metadata
 import io
@@ -17,7 +16,7 @@ from jllama.files import read_lines, write_text_whole
 from jllama.parameters import count_parameters
 from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation
-from jllama.training.run_folder import CONFIG, METRICS, REPORT, SAMPLES, resume_command, sample_command
+from jllama.training.run_folder import CONFIG, METRICS, REPORT, SAMPLES, command
 
 _HEAD = """<!doctype html><html lang=en><meta charset=utf-8>
 <meta name=viewport content='width=device-width, initial-scale=1'><style>
@@ -37,10 +36,9 @@ def write_report(config: TrainConfig, data: Dataset, devices: str, result: Evalu
     folder, text, counts = Path(config.run_dir), html.escape, data.counts
     metrics, samples = read_lines(folder / METRICS), read_lines(folder / SAMPLES)
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jllama", "jax", "flax", "optax")]
-    deeper = dataclasses.replace(config.model, num_layers=config.model.num_layers + 1)
-    parameters, vocab_size = count_parameters(config.model), config.model.vocab_size
+    vocab_size = config.model.vocab_size
     facts = {
-        "parameters": f"{parameters:,}, {count_parameters(deeper) - parameters:,} of them in each layer",
+        "parameters": f"{count_parameters(config.model):,}",
         "text": config.data.path,
         "training text": f"{counts['train']['bytes']:,} bytes, {len(data.train):,} tokens",
         "validation text": f"{counts['validation']['bytes']:,} bytes, {len(data.validation):,} tokens",
@@ -56,7 +54,8 @@ def write_report(config: TrainConfig, data: Dataset, devices: str, result: Evalu
         facts |= {"share of the devices' peak (MFU)": f"{last['mfu']:.1%}"} if last["mfu"] else {}
     rows = [f"<tr><td>{text(name)}</td><td>{text(fact)}</td></tr>" for name, fact in facts.items()]
     texts = [(f"step {each['step']}", text(each["prompt"] + each["text"])) for each in reversed(samples)]
-    following = [("sample", sample_command(config)), ("go on", resume_command(folder))]
+    sampling = command("sample", "--checkpoint", folder, "--prompt", config.training.sample_prompt)
+    following = [("sample", sampling), ("go on", command("train", "--resume", folder))]
     parts = {
         text(folder.name): f"<table>{''.join(rows)}</table>",
         "Curves": f"<div class=charts>{''.join(_chart(metrics, key) for key in _CHARTS)}</div>",

@@ -27,15 +27,9 @@ _FIXED = r"model|init_from|rope_factor|seed|optimizer\.name|training\.(batch_siz
 _FREE = r"mesh|sampling|data|training\.(accumulation|attention|remat|log_every|keep_last|save_every|eval_|sample_)"
 
 
-def resume_command(folder: Path, *more: object) -> str:
-    """The command line that goes on with a run, to be pasted into a shell."""
-    return shlex.join(["python", "-m", "jllama", "train", "--resume", str(folder), *map(str, more)])
-
-
-def sample_command(config: TrainConfig) -> str:
-    """The command line that samples from a run."""
-    words = ["sample", "--checkpoint", config.run_dir, "--prompt", config.training.sample_prompt]
-    return shlex.join(["python", "-m", "jllama", *words])
+def command(*words: object) -> str:
+    """The command line of jllama with these words, to be pasted into a shell."""
+    return shlex.join(["python", "-m", "jllama", *map(str, words)])
 
 
 def write_config(folder: Path, config: TrainConfig, step: int) -> None:
