@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jllama.errors import JllamaError
-from jllama.files import written_whole
+from jllama.files import fault_of, written_whole
 
 STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "lib2to3", "__pycache__"}
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -115,24 +115,19 @@ def read_corpus(files: dict[str, Path], text_field: str = "text") -> Iterator[Do
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[str | None, Any]]:
     """Which of ``_KINDS`` a file is, and its content unpacked; what goes wrong meanwhile is a JllamaError."""
-    errors = (OSError, EOFError, ValueError, zlib.error)  # pyarrow's are ValueErrors or OSErrors
-    try:
-        with path.open("rb") as file:
-            kind = next((kind for magic, kind in _KINDS.items() if file.peek(16).startswith(magic)), None)
-            if kind == "gzip":
-                yield kind, gzip.GzipFile(fileobj=file)
-            elif kind == "Zstandard":
-                zstd = _extra(path, kind)
-                errors = (*errors, zstd.ZstdError)
+    advice = f"{path} must be converted to UTF-8 text, fetched again or left out of data.path"
+    with fault_of(advice, OSError, EOFError, ValueError, zlib.error), path.open("rb") as file:
+        kind = next((kind for magic, kind in _KINDS.items() if file.peek(16).startswith(magic)), None)
+        if kind == "gzip":
+            yield kind, gzip.GzipFile(fileobj=file)
+        elif kind == "Zstandard":
+            zstd = _extra(path, kind)
+            with fault_of(advice, zstd.ZstdError):
                 yield kind, zstd.ZstdFile(file)
-            elif kind in (None, "Parquet"):
-                yield kind, file
-            else:
-                raise ValueError(f"it is a {kind} file")
-    except errors as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
-        advice = "convert it to UTF-8 text, fetch it again, or leave it out of data.path"
-        raise JllamaError(f"cannot read {path} ({reason}): {advice}") from None
+        elif kind in (None, "Parquet"):
+            yield kind, file
+        else:
+            raise ValueError(f"it is a {kind} file")
 
 
 def _extra(path: Path, kind: str) -> Any:
@@ -185,13 +180,11 @@ def _json_texts(path: Path, file: Any, text_field: str) -> Iterator[str]:
         if len(line) == LONGEST_LINE:
             raise JllamaError(f"{where} has over {LONGEST_LINE:,} bytes: write its text to a file")
         if line.strip():
-            try:
+            with fault_of(f"{where} is not a JSON object", ValueError, TypeError, RecursionError):
                 fields = {**json.loads(line.decode())}
                 if not isinstance(text := fields.get(text_field), str):
                     raise _no_text(where, text_field, {name: type(each).__name__ for name, each in fields.items()})
                 text.encode()  # not so a lone surrogate
-            except (ValueError, TypeError, RecursionError) as error:
-                raise JllamaError(f"{where} is not JSON ({error}): each line must be an object") from None
         yield text
 
 
@@ -216,14 +209,12 @@ def _no_text(where: str, field: str, kinds: dict[str, str]) -> JllamaError:
 def _tinyshakespeare(target: Path) -> Path:
     """Download the file if it is not there; it appears only when whole and checked."""
     if not target.is_file():
-        try:
+        advice = f"tinyshakespeare must be downloaded elsewhere, from {SHAKESPEARE_URL}, and given as data.path"
+        with fault_of(advice, OSError):
             with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response:
                 data = response.read()
             if hashlib.sha256(data).hexdigest() != SHAKESPEARE_SHA256:
                 raise OSError(f"these {len(data)} bytes are not the known file")
-        except OSError as error:
-            advice = f"download {SHAKESPEARE_URL} elsewhere and give it as data.path"
-            raise JllamaError(f"cannot download tinyshakespeare ({error}): {advice}") from None
         with cached(target) as partial:
             partial.write_bytes(data)
     return target

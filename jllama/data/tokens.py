@@ -19,7 +19,7 @@ from jaxtyping import Integer
 from jllama.data.config import DataConfig
 from jllama.data.corpus import Document, cached, corpus_files, read_corpus
 from jllama.errors import JllamaError
-from jllama.files import cache_folder
+from jllama.files import cache_folder, fault_of
 from jllama.progress import progress
 from jllama.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
 
@@ -99,14 +99,12 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
         with cached(folder) as partial, progress("tokenizing", size, of_bytes=True) as move:
             partial.mkdir()
             _write_tokens(blocks(move), tokenizer, partial, fingerprint)
-    try:
+    advice = f"{folder} must be deleted, since it does not hold what was written there"
+    with fault_of(advice, OSError, ValueError, KeyError, TypeError):
         counts = json.loads((folder / "counts.json").read_text())
         sizes = {folder / f"{split}.bin": counts[split]["tokens"] for split in SPLITS}
         arrays = [np.memmap(path, counts["dtype"], mode="r", shape=(size,)) for path, size in sizes.items()]
         return Dataset(tokenizer, *arrays, fingerprint, counts)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        said = f"{folder} does not hold what was written there ({error})"
-        raise JllamaError(f"{said}: delete it and start again") from None
 
 
 def split_documents(documents: Iterable[Document], validation_fraction: float) -> Iterator[Block]:

@@ -47,8 +47,8 @@ def fails(capsys):
     [
         ("missing.txt", None, "missing.txt' has no files: give stdlib, tinyshakespeare, or an existing file"),
         ("empty.txt", b"", "the corpus holds no text: all its 1 files are empty"),
-        ("binary.bin", b"\x7fELF\x00\x01", "(byte 0x00 at offset 4 is not UTF-8 text): convert it"),
-        ("latin.txt", "caf\xe9 au lait".encode("latin-1") * 99, "(byte 0xE9 at offset 3 is not UTF-8 text)"),
+        ("binary.bin", b"\x7fELF\x00\x01", "byte 0x00 at offset 4 is not UTF-8 text"),
+        ("latin.txt", "caf\xe9 au lait".encode("latin-1") * 99, "byte 0xE9 at offset 3 is not UTF-8 text"),
         (
             "short.txt",
             b"x" * 100,
@@ -56,7 +56,7 @@ def fails(capsys):
             "give more text, or lower batch_size or seq_len",
         ),
         ("one.txt", b"x", "split is empty"),
-        ("bad.jsonl", b'{"text": "a"}\nnot json\n', "bad.jsonl line 2 is not JSON"),
+        ("bad.jsonl", b'{"text": "a"}\nnot json\n', "bad.jsonl line 2 is not a JSON object: "),
         ("field.jsonl", b'{"body": "a"}\n', "has no field 'text'"),
     ],
 )
