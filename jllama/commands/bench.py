@@ -18,8 +18,8 @@ from rich.table import Column, Table
 
 import jllama
 from jllama.commands.cli import parse
-from jllama.commands.model import ModelOptions, check_least
-from jllama.errors import JllamaError, UsageError
+from jllama.commands.model import ModelOptions
+from jllama.errors import JllamaError, UsageError, check_fields
 
 RAGGED_TOKENS = (10, 20, 37, 50, 64, 70, 100, 120)  # lengths of the eight prompts that are continued together
 CONTEXT_TOKENS = 32  # length of the prompts whose prefill is left out
@@ -65,8 +65,8 @@ class BenchOptions(ModelOptions):
             raise UsageError("give a checkpoint, or the preset whose shapes to take")
         if self.first_token and not self.checkpoint:
             raise UsageError("first_token needs a checkpoint to load")
-        check_least(self, 1, "prompt_tokens", "batch_size", "repeats")
-        check_least(self, 2, "new_tokens")
+        check_fields(self, "", "prompt_tokens batch_size repeats", lambda value: value >= 1, "at least 1")
+        check_fields(self, "", "new_tokens", lambda value: value >= 2, "at least 2")
 
 
 def main(argv: Sequence[str], prog: str) -> int:

@@ -15,9 +15,9 @@ from rich.console import Console
 
 import jllama
 from jllama.commands.cli import parse
-from jllama.commands.model import ModelOptions, check_least, sampling_params
+from jllama.commands.model import ModelOptions, sampling_params
 from jllama.commands.terminal import WordWrap, line_editing, lines, say, stoppable
-from jllama.errors import JllamaError, UsageError, unknown_name
+from jllama.errors import JllamaError, UsageError, check_fields, unknown_name
 from jllama.files import read_json_object, write_text_whole
 from jllama.generation.sampling_params import SamplingParams
 
@@ -52,7 +52,7 @@ class ChatOptions(SamplingParams, ModelOptions):
     def __post_init__(self) -> None:
         SamplingParams.__post_init__(self)
         ModelOptions.__post_init__(self)
-        check_least(self, 0, "max_new_tokens")
+        check_fields(self, "", "max_new_tokens", lambda value: value >= 0, "0 or more")
 
 
 @dataclasses.dataclass
@@ -67,10 +67,24 @@ class _Session:
 def main(argv: Sequence[str], prog: str) -> int:
     """Load a model and talk until the input ends. In a terminal a mistake is said and the conversation goes on."""
     options = parse(ChatOptions, argv, prog, ("checkpoint",), _COMMON)
-    at_terminal = all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
+    from jllama.conversation.conversation import TEMPLATES, chat_ids, chat_template
+
+    at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if at_terminal:
         say(f"loading {options.checkpoint} ...")
-    session = _begin(list(argv), options, at_terminal)
+    model = options.load_model()
+    template = chat_template(model, options.template or None)
+    session = _Session([*argv], options, jllama.Conversation(model, template), at_terminal)
+    options.say_loaded(model)
+    if not options.template and not model.chat_template:
+        name = next(name for name, text in TEMPLATES.items() if text == template)
+        missing = f"{options.checkpoint} has no chat template: it may not have been trained to chat"
+        say(f"{missing}. Using {name}; sample lets it continue a text.")
+    if options.load:
+        _load(session, options.load)
+    if options.system:
+        _system(session, options.system)
+    chat_ids(model, [*session.conversation.messages, {"role": "user", "content": "Hello"}], template)  # may fail
     if at_terminal:
         say("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends\n")
     mistakes = 0
@@ -90,43 +104,20 @@ def main(argv: Sequence[str], prog: str) -> int:
     return 1 if mistakes and not at_terminal else 0
 
 
-def _begin(argv: list[str], options: ChatOptions, at_terminal: bool) -> _Session:
-    from jllama.conversation.conversation import TEMPLATES, chat_ids, chat_template
-
-    model = options.load_model()
-    template = chat_template(model, options.template or None)
-    session = _Session(argv, options, jllama.Conversation(model, template), at_terminal)
-    options.say_loaded(model)
-    if not options.template and not model.chat_template:
-        name = next(name for name, text in TEMPLATES.items() if text == template)
-        missing = f"{options.checkpoint} has no chat template: it may not have been trained to chat"
-        say(f"{missing}. Using {name}; sample lets it continue a text.")
-    if options.load:
-        _load(session, options.load)
-    if options.system:
-        _system(session, options.system)
-    chat_ids(model, [*session.conversation.messages, {"role": "user", "content": "Hello"}], template)  # may fail
-    return session
-
-
 def _answer(session: _Session, text: str) -> None:
     conversation, options = session.conversation, session.options
     sampling = dataclasses.replace(sampling_params(options), seed=(options.seed + session.answers) % 2**32)
     pieces = conversation.answer(text, sampling, options.max_new_tokens or None)
     wrap = WordWrap(Console().width).push if session.at_terminal else lambda text, last=False: text
-    status = Console(stderr=True).status("answering ..." if conversation.prefix.ids else "compiling ...")
     note, first_s, context = "(stopped)", 0.0, f"{conversation.model.config.max_seq_len:,} tokens"
     with stoppable() as pressed, contextlib.closing(pieces):
         try:
-            with status if session.at_terminal else contextlib.nullcontext():
+            with Console(stderr=True).status("answering ..." if conversation.prefix.ids else "compiling ..."):
                 piece = next(pieces)
             first_s = time.perf_counter()
-            while True:
-                sys.stdout.write(wrap(piece))
-                sys.stdout.flush()
-                if pressed.is_set():
-                    break
-                piece = next(pieces)
+            print(wrap(piece), end="", flush=True)
+            while not pressed.is_set():
+                print(wrap(next(pieces)), end="", flush=True)
         except StopIteration as end:
             cut = {
                 "length": f"(cut off after {options.max_new_tokens:,} tokens; /set max_new_tokens changes it)",

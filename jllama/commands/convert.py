@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from jllama.commands.cli import parse
 
 
@@ -57,9 +59,8 @@ def main(argv: Sequence[str], prog: str) -> int:
     checkpoint = convert(options.source, target, to, dtype, overwrite=replace, rope_factor=factor)
     seconds = time.perf_counter() - start_s
     size_bytes = sum(file.stat().st_size for file in ([target] if target.is_file() else target.rglob("*")))
-    size = f"{size_bytes / 1e9:,.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:,.1f} MB"
     written = FORMATS[to].stored_dtype(dtype) or checkpoint.tensors["embed"].dtype.name
     model = summary(checkpoint.config, written, checkpoint.tokenizer)
-    print(f"{model} -> {target}, {size} in {seconds:.1f} s", file=sys.stderr)
+    print(f"{model} -> {target}, {decimal(size_bytes)} in {seconds:.1f} s", file=sys.stderr)
     print(f"check it: {prog.removesuffix('convert')}verify {shlex.quote(str(target))}", file=sys.stderr)
     return 0

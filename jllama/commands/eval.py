@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jllama.commands.cli import parse
-from jllama.commands.model import ModelOptions, check_least
-from jllama.errors import JllamaError, UsageError
+from jllama.commands.model import ModelOptions
+from jllama.errors import JllamaError, UsageError, check_fields
 from jllama.progress import progress
 
 _ONLY = {"data": "text_field stride max_tokens", "tasks": "include_path num_fewshot limit apply_chat_template"}
@@ -60,8 +60,9 @@ class EvalOptions(ModelOptions):
         for name in _ONLY[other].split():
             if getattr(self, name) != getattr(EvalOptions, name):  # its default
                 raise UsageError(f"--{name} is for --{other} alone: leave it out")
-        check_least(self, 0, "window", "stride", "max_tokens", "limit", "num_fewshot")
-        check_least(self, 1, "batch_size")
+        check_fields(self, "", "window stride max_tokens limit", lambda value: value >= 0, "0 or more")
+        check_fields(self, "", "num_fewshot", lambda value: value is None or value >= 0, "0 or more")
+        check_fields(self, "", "batch_size", lambda value: value >= 1, "at least 1")
 
 
 def main(argv: Sequence[str], prog: str) -> int:

@@ -5,7 +5,7 @@ from typing import Literal
 
 import jllama
 from jllama.commands.terminal import say
-from jllama.errors import UsageError, no_tokenizer
+from jllama.errors import check_fields, no_tokenizer
 from jllama.generation.sampling_params import SamplingParams
 
 
@@ -29,7 +29,7 @@ class ModelOptions:
     rope_factor: float | None = None
 
     def __post_init__(self) -> None:
-        check_least(self, 0, "step")
+        check_fields(self, "", "step", lambda value: value >= 0, "0 or more")
 
     def load_model(self, needs_tokenizer: bool = True) -> "jllama.LanguageModel":
         """The model, in the layout for decoding."""
@@ -47,11 +47,3 @@ class ModelOptions:
 def sampling_params(options: SamplingParams) -> SamplingParams:
     """Those of a command's options that are fields of ``SamplingParams``."""
     return SamplingParams(**{name: getattr(options, name) for name in vars(SamplingParams())})
-
-
-def check_least(options: object, least: int, *names: str) -> None:
-    """Raise ``UsageError`` for an option below ``least``; None is left out."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise UsageError(f"{name} is {value}; it must {f'be at least {least}' if least else 'not be negative'}")

@@ -14,7 +14,7 @@ from rich.text import Text
 
 import jllama
 from jllama.commands.cli import parse
-from jllama.commands.model import ModelOptions, check_least, sampling_params
+from jllama.commands.model import ModelOptions, sampling_params
 from jllama.errors import JllamaError, UsageError, check_fields
 from jllama.generation.sampling_params import SamplingParams
 
@@ -73,7 +73,7 @@ class SampleOptions(SamplingParams, ModelOptions):
     def __post_init__(self) -> None:
         SamplingParams.__post_init__(self)
         ModelOptions.__post_init__(self)
-        check_least(self, 0, "max_new_tokens", "speculate")
+        check_fields(self, "", "max_new_tokens speculate", lambda value: value >= 0, "0 or more")
         check_fields(self, "", "n batch_size", lambda value: 1 <= value <= _MOST, f"at least 1 and at most {_MOST:,}")
         if bool(self.prompts_file) != bool(self.output):
             raise UsageError("prompts_file and output go together: give both, or neither")

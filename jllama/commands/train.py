@@ -38,20 +38,19 @@ def read_config(argv: Sequence[str], prog: str) -> TrainConfig:
     """
     scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     scan.add_argument("--resume", nargs="?")
-    scan.add_argument("--init_from", nargs="?")
-    scanned = scan.parse_known_args(list(argv))[0]
-    if scanned.resume not in (None, "never", "auto") and (own := Path(scanned.resume) / "config.yaml").is_file():
-        argv = ["--config", str(own), "--training.epochs", "0", "--run_dir", scanned.resume, *argv]  # they are resolved
-    config = parse(TrainConfig, [*_FINE_TUNING, *argv] if scanned.init_from else argv, prog, ("config",), _COMMON)
+    resume = scan.parse_known_args(list(argv))[0].resume
+    if resume not in (None, "never", "auto") and (own := Path(resume) / "config.yaml").is_file():
+        argv = ["--config", str(own), "--training.epochs", "0", "--run_dir", resume, *argv]  # they are resolved
+    config = parse(TrainConfig, argv, prog, ("config",), _COMMON)
     if not config.init_from:
         return config
-    config, words = parse(TrainConfig, [*_FINE_TUNING, *argv], prog, ("config",)), []  # a file may have brought it
+    config, words = parse(TrainConfig, [*_FINE_TUNING, *argv], prog, ("config",)), []
     for word, following in itertools.pairwise([*argv, "--"]):
         if word.startswith(("--model", "--data.tokenizer")):
             words += [word] if "=" in word or following.startswith("--") else [word, following]
     flags = parse(TrainConfig, words, prog)
-    own = dataclasses.replace(config, model=flags.model)
-    own = dataclasses.replace(own, data=dataclasses.replace(own.data, tokenizer=flags.data.tokenizer))
-    if not scanned.resume and config != own:
+    data = dataclasses.replace(config.data, tokenizer=flags.data.tokenizer)
+    own_config = dataclasses.replace(config, model=flags.model, data=data)
+    if not resume and config != own_config:
         print("model and data.tokenizer of the file are not used: init_from brings its own", file=sys.stderr)
-    return own
+    return own_config

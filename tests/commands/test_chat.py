@@ -224,8 +224,8 @@ def test_a_last_line_that_goes_nowhere(chat):
     ("options", "code", "said"),
     [
         (["--temperature", "-1"], 2, "temperature is -1.0; it must be 0"),
-        (["--max_new_tokens", "-1"], 2, "max_new_tokens is -1; it must not be negative"),
-        (["--step", "-1"], 2, "step is -1; it must not be negative"),
+        (["--max_new_tokens", "-1"], 2, "max_new_tokens is -1; it must be 0 or more"),
+        (["--step", "-1"], 2, "step is -1; it must be 0 or more"),
         (["--step", "3"], 2, "is not a training run, so it has no step 3: leave out the step"),
         (["--sytem", "a"], 2, "there is no option sytem; did you mean system?"),
         (["--template", "nowhere"], 1, "the template 'nowhere' cannot be read"),

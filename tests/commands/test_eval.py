@@ -123,7 +123,7 @@ def test_the_table(place, capsys):
         ("model --data text.txt --tasks arc_easy", 2, "give --data FILE, to measure"),
         ("model --data text.txt --window 33", 2, "window is 33; it must be between 1 and the model's context of 32"),
         ("model --data text.txt --window 8 --stride 9", 2, "stride is 9; it must be between 1 and the window of 8"),
-        ("model --data text.txt --stride -1", 2, "stride is -1; it must not be negative"),
+        ("model --data text.txt --stride -1", 2, "stride is -1; it must be 0 or more"),
         ("model --data text.txt --batch_size 0", 2, "batch_size is 0; it must be at least 1"),
         ("model --data text.txt --step 3", 2, "is not a training run, so it has no step 3: leave out the step"),
         ("model --data text.txt --limit 3", 2, "--limit is for --tasks alone: leave it out"),
