@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import difflib
 import sys
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ except ImportError as error:
     raise JllamaError(f"lm-eval's tasks need its package ({error}): pip install 'jllama[eval]'") from error
 
 _NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one given counts
-_SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
+_SAMPLING = tuple(vars(SamplingParams()))
 
 
 class JllamaLM(TemplateLM):

@@ -68,16 +68,14 @@ class EvalOptions(ModelOptions):
 def main(argv: Sequence[str], prog: str) -> int:
     """Load a model, evaluate it, and print the results."""
     options = parse(EvalOptions, argv, prog, positional=("checkpoint",))
-    if options.data and not Path(options.data).is_file():
-        raise JllamaError(f"there is no file at --data {options.data}: give a text file, or a .jsonl file")
-    return _evaluate_tasks(options) if options.tasks else _evaluate_text(options)
-
-
-def _evaluate_text(options: EvalOptions) -> int:
+    if options.tasks:
+        return _evaluate_tasks(options)
     from jllama.data.corpus import read_corpus
     from jllama.evaluation.scoring import score_texts
 
-    model, path = options.load_model(), Path(options.data)
+    if not (path := Path(options.data)).is_file():
+        raise JllamaError(f"there is no file at --data {options.data}: give a text file, or a .jsonl file")
+    model = options.load_model()
     options.say_loaded(model)
     window = options.window or min(model.config.max_seq_len, 2048)
     size = {"window": window, "stride": options.stride or max(window // 2, 1)}

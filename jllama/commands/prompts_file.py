@@ -110,13 +110,10 @@ def result(model: LanguageModel, options: Any, text: str, prompt: Prompt, comple
 
 def log_probs(model: LanguageModel, prompt: Prompt, completion: Completion, *, echo: bool) -> list[dict[str, Any]]:
     """Each token with its text and its log-probability; the prompt's first has none."""
-    pairs: list[tuple[int, float | None]] = []
+    ids, values, decode = completion.ids, completion.log_probs, model.text_tokenizer.decode
     if echo:
-        scores = token_log_probs(model, [prompt.ids])[0].log_probs.tolist() if len(prompt.ids) > 1 else []
-        pairs = list(zip(prompt.ids, [None, *scores], strict=True))
-    pairs += zip(completion.ids, completion.log_probs, strict=True)
-    decode = model.text_tokenizer.decode
-    return [{"id": id, "text": decode([id]), "log_prob": log_prob} for id, log_prob in pairs]
+        ids, values = [*prompt.ids, *ids], [None, *token_log_probs(model, [prompt.ids])[0].log_probs.tolist(), *values]
+    return [{"id": id, "text": decode([id]), "log_prob": value} for id, value in zip(ids, values, strict=True)]
 
 
 def with_seed(prompt: Prompt, offset: int) -> Prompt:

@@ -18,14 +18,12 @@ from jllama.commands.model import ModelOptions, sampling_params
 from jllama.errors import JllamaError, UsageError, check_fields
 from jllama.generation.sampling_params import SamplingParams
 
-_CUTS = {"random": (0, 1.0), "top-k 40": (40, 1.0), "top-p 0.9": (0, 0.9)}
 COMPARED = {"greedy": SamplingParams(temperature=0.0)} | {
     f"{name}, T={temperature:g}": SamplingParams(temperature, *cuts)
-    for name, cuts in _CUTS.items()
+    for name, cuts in {"random": (0, 1.0), "top-k 40": (40, 1.0), "top-p 0.9": (0, 0.9)}.items()
     for temperature in (1.0, 0.7)
 }
 """The settings that ``--compare`` sets side by side."""
-_MOST = 100_000
 _COMMON = ("prompt", "prompts_file", "output", "n", "max_new_tokens", "stop", "temperature", "seed", "quantize")
 
 
@@ -74,7 +72,7 @@ class SampleOptions(SamplingParams, ModelOptions):
         SamplingParams.__post_init__(self)
         ModelOptions.__post_init__(self)
         check_fields(self, "", "max_new_tokens speculate", lambda value: value >= 0, "0 or more")
-        check_fields(self, "", "n batch_size", lambda value: 1 <= value <= _MOST, f"at least 1 and at most {_MOST:,}")
+        check_fields(self, "", "n batch_size", lambda value: 1 <= value <= 100_000, "at least 1 and at most 100,000")
         if bool(self.prompts_file) != bool(self.output):
             raise UsageError("prompts_file and output go together: give both, or neither")
         for name in ("prompt", "compare", "json"):

@@ -66,11 +66,17 @@ def _decode(
     """The loop on the device; it ends early when every row has finished."""
     llama = build_model(config, params)
     batch, first = batch._replace(finished=~jnp.asarray(running)), batch.cache.lengths[:, None] + 1
-    no_drafts = batch.tokens[:, :0]
 
     def step(carry: tuple[Array, DecodeBatch]) -> tuple[Array, DecodeBatch]:
         done, batch = carry
-        return done + 1, lookup_step(llama, batch, draft_len) if draft_len else decode_step(llama, batch, no_drafts)
+        plain = functools.partial(decode_step, llama, batch, batch.tokens[:, :0])
+        if not draft_len:
+            return done + 1, plain()
+        drafts, matched = draft_tokens(batch.tokens, batch.cache.lengths + 1, draft_len)
+        verify = functools.partial(decode_step, llama, batch, jnp.where(matched[:, None], drafts, -1))
+        # A pass over several tokens costs more than over one, where arithmetic is dear.
+        after = jax.lax.cond(jnp.any(matched & ~batch.finished), verify, plain)
+        return done + 1, after._replace(seen=batch.seen, settings=batch.settings)  # not to be copied out of branches
 
     def unfinished(carry: tuple[Array, DecodeBatch]) -> Array:
         return (carry[0] < steps) & ~jnp.all(carry[1].finished)
@@ -104,16 +110,6 @@ def decode_step(llama: Llama, batch: DecodeBatch, drafts: Int[Array, "batch draf
     batch = batch._replace(cache=cache, drafted=batch.drafted + drafted)
     (batch, _), _ = jax.lax.scan(take, (batch, ~batch.finished), jnp.arange(fed.shape[1]))
     return batch
-
-
-def lookup_step(llama: Llama, batch: DecodeBatch, draft_len: int) -> DecodeBatch:
-    """A step whose drafts are ``draft_tokens``."""
-    drafts, matched = draft_tokens(batch.tokens, batch.cache.lengths + 1, draft_len)
-    return jax.lax.cond(  # a pass over several tokens costs more than over one, where arithmetic is dear
-        jnp.any(matched & ~batch.finished),
-        lambda: decode_step(llama, batch, jnp.where(matched[:, None], drafts, -1)),
-        lambda: decode_step(llama, batch, drafts[:, :0]),
-    )._replace(seen=batch.seen, settings=batch.settings)  # large and unchanged: nothing to copy out of the branches
 
 
 def draft_tokens(

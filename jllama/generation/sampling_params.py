@@ -89,10 +89,6 @@ class Prompt:
     stop: str | Sequence[str] = ()  # strings that end the text, and are not part of it
     stop_ids: Sequence[int] | None = None  # tokens that end the text; None takes the model's own
 
-    def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-
     @property
     def ids(self) -> Sequence[int]:
         """``content`` where it is token ids, as ``encode_prompt`` makes it."""

@@ -151,7 +151,7 @@ def warm_up(
 
 
 def encode_prompt(model: LanguageModel, prompt: Prompt) -> Prompt:
-    """The prompt as token ids, with its stop ids: the one place where requests are checked (``UsageError``)."""
+    """The prompt as token ids, with tuples of its stops: the one place where requests are checked (``UsageError``)."""
     content, tokenizer, context = prompt.content, model.text_tokenizer, model.config.max_seq_len
     try:
         ids = prompt_ids(tokenizer, content) if isinstance(content, str) else [operator.index(each) for each in content]
@@ -159,7 +159,8 @@ def encode_prompt(model: LanguageModel, prompt: Prompt) -> Prompt:
         raise UsageError(f"a prompt is {str(content)[:50]!r}; it must be text, token ids or a Prompt") from error
     stop_ids = (model.stop_ids or (tokenizer.eos_id,)) if prompt.stop_ids is None else prompt.stop_ids
     new, sampling = 1 if prompt.max_new_tokens is None else prompt.max_new_tokens, prompt.sampling
-    if "" in prompt.stop:
+    stop = (prompt.stop,) if isinstance(prompt.stop, str) else tuple(prompt.stop)
+    if "" in stop:
         raise UsageError("a stop string is empty: it would end every text at once")
     if new < 0:
         raise UsageError(f"max_new_tokens is {new}; it must not be negative")
@@ -169,14 +170,14 @@ def encode_prompt(model: LanguageModel, prompt: Prompt) -> Prompt:
         less = f" or lower max_new_tokens to at most {context - len(ids)}" if context > len(ids) else ""
         wrong = f"the prompt's {len(ids)} tokens and {new} new ones exceed the model's context of {context}"
         raise UsageError(f"{wrong}: shorten the prompt{less}")
-    of_ids = {"logit_bias": sampling.logit_bias, "banned_ids": sampling.banned_ids}
-    for name, listed in {"prompt": ids, "stop_ids": stop_ids, **of_ids}.items():
+    given = {"prompt": ids, "stop_ids": stop_ids, "logit_bias": sampling.logit_bias, "banned_ids": sampling.banned_ids}
+    for name, listed in given.items():
         if unknown := [id for id in listed if not 0 <= id < tokenizer.vocab_size]:
             has = "have" if name.endswith("ids") else "has"
             raise UsageError(f"the {name} {has} token {unknown[0]}; the ids run from 0 to {tokenizer.vocab_size - 1}")
     if len(set(sampling.banned_ids)) == tokenizer.vocab_size:
         raise UsageError("banned_ids bans every token: leave at least one")
-    return dataclasses.replace(prompt, content=ids, stop_ids=tuple(stop_ids))
+    return dataclasses.replace(prompt, content=ids, stop=stop, stop_ids=tuple(stop_ids))
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
