@@ -179,13 +179,13 @@ def conformance_checks(
         with tempfile.TemporaryDirectory() as scratch:
             if not (path := (folder or Path(scratch)) / f"{name} {file_format}").exists():
                 writer.write(path, variant, weights(variant))
-            rope_factor = variant.rope_scaling.factor if variant.rope_scaling and writer.rope_factor else None
-            errors = []
+            scaling, is_meta, errors = variant.rope_scaling, file_format.startswith("meta"), []
             for layout in layouts:
+                rope_factor = scaling.factor if is_meta and scaling else None
                 model = implementation.load(path, layout=layout, rope_factor=rope_factor)
-                config = model.config
-                if file_format.startswith("meta"):  # does not say it, and no logit of what it can hold depends on it
-                    config = dataclasses.replace(config, max_seq_len=variant.max_seq_len)
+                # Meta's files do not say the context either, and no logit of what they can hold depends on it.
+                changed = {"max_seq_len": variant.max_seq_len} if is_meta else {}
+                config = dataclasses.replace(model.config, **changed)
                 errors.append(model_error(implementation, config, model.params, variant))
         return float(np.max(errors))
 

@@ -77,8 +77,8 @@ class _Reader:
 
     def whole(self, spec: TensorSpec) -> Float32[np.ndarray, "..."]:
         """A tensor in the parameter's own axes, without that of the layers."""
-        sizes = zip(spec.parameter.axes, shape_of(spec.parameter, self._checkpoint.config), strict=True)
-        array = np.empty([size for axis, size in sizes if axis != "layers"], np.float32)
+        in_layers = spec.parameter.axes[0] == "layers"
+        array = np.empty(shape_of(spec.parameter, self._checkpoint.config)[in_layers:], np.float32)
         matrix = as_matrix(spec.parameter, array)
         for rows, block in self.blocks(spec):
             matrix[rows] = block

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -165,18 +164,16 @@ MUTATIONS = [
 ]
 
 
-def _unrolled(params: Any, config: LlamaConfig) -> DecodeParams:
-    """A layer each, of plain arrays: a scan, or a choice of ways to multiply, would be compiled for each mistake."""
-    layers = {str(i): {name: stack[i] for name, stack in params["layers"].items()} for i in range(config.num_layers)}
-    return DecodeParams(jax.tree.map(jnp.asarray, params | {"layers": layers}))
-
-
 def mutation_checks() -> list[Check]:
     """For every variant and mutation that concerns it: how far the mistake moves the logits from the oracle's."""
 
     def error(mutation: Mutation, variant: LlamaConfig) -> float:
         config, params = mutation.misread(variant, weights(variant))
-        return model_error(implementation_of(mutation.model), config, _unrolled(params, config), variant)
+        stacks, layers = params["layers"], range(config.num_layers)
+        # A layer each, of plain arrays: a scan, or a choice of ways to multiply, would be compiled for each mistake.
+        unrolled = {str(i): {name: stack[i] for name, stack in stacks.items()} for i in layers}
+        plain = DecodeParams(params | {"layers": unrolled})
+        return model_error(implementation_of(mutation.model), config, plain, variant)
 
     return [
         Check("mutations", name, mutation.name, functools.partial(error, mutation, config))

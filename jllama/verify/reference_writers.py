@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import pickle
 import struct
 import zipfile
@@ -26,6 +25,7 @@ import safetensors.numpy as safetensors
 import yaml
 from gguf import GGUFWriter
 
+from jllama import oracle
 from jllama.config import LlamaConfig
 from jllama.parameters import Params
 from jllama.rope_scaling import Llama3Scaling, YarnScaling
@@ -66,14 +66,12 @@ class FormatWriter(NamedTuple):
     """How a model is written in a format.
 
     Args:
-        holds: whether the format can express a whole configuration (Meta's: all but ``max_seq_len``).
+        holds: whether the format can express a whole configuration (Meta's: all but ``max_seq_len`` and RoPE's factor).
         write: writes the file or folder, from float32 parameters with layers stacked, to a path that does not exist.
-        rope_factor: the files do not hold the RoPE scaling factor: where there is one, it must be given when loading.
     """
 
     holds: Callable[[LlamaConfig], bool]
     write: Callable[[Path, LlamaConfig, Params], None]
-    rope_factor: bool = False
 
 
 def interleave(matrix: np.ndarray, heads: int) -> np.ndarray:
@@ -254,10 +252,8 @@ def gguf_tensors(config: LlamaConfig, params: Params) -> Tensors:
 
 def gguf_divisors(config: LlamaConfig, scaling: Llama3Scaling) -> np.ndarray:
     """llama.cpp's divisors of rotary frequencies for ``llama3`` scaling: ``[head_dim / 2]``."""
-    wavelengths = 2 * math.pi / _frequencies(config)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    smooth = np.clip((scaling.original_max_seq_len / wavelengths - low) / (high - low), 0, 1)
-    return (1 / ((1 - smooth) / scaling.factor + smooth)).astype("<f4")
+    scaled = oracle.rope_frequencies(dataclasses.replace(config, rope_scaling=scaling))
+    return (_frequencies(config) / scaled).astype("<f4")
 
 
 def _write_gguf(path: Path, config: LlamaConfig, params: Params) -> None:
@@ -301,8 +297,8 @@ def _llama2c_holds(config: LlamaConfig) -> bool:
 
 FORMAT_WRITERS = {
     "native": FormatWriter(lambda _: True, _write_native),
-    "meta x1": FormatWriter(partial(_meta_holds, count=1), partial(_write_meta, count=1), True),
-    "meta x4": FormatWriter(partial(_meta_holds, count=4), partial(_write_meta, count=4), True),
+    "meta x1": FormatWriter(partial(_meta_holds, count=1), partial(_write_meta, count=1)),
+    "meta x4": FormatWriter(partial(_meta_holds, count=4), partial(_write_meta, count=4)),
     "hf v4": FormatWriter(_hugging_face_holds, partial(_write_hugging_face, version=4)),
     "hf v5": FormatWriter(_hugging_face_holds, partial(_write_hugging_face, version=5)),
     "gguf": FormatWriter(_gguf_holds, _write_gguf),
