@@ -10,10 +10,7 @@ MAX_SEQ_LEN = 1 << 28
 
 
 class JllamaError(Exception):
-    """Something went wrong with the user's files or data (exit code 1).
-
-    The message is one sentence: what was found, what was expected, what to do.
-    """
+    """The user's files or data are wrong (exit code 1); one sentence: what was found, what was expected, what to do."""
 
 
 class UsageError(JllamaError):

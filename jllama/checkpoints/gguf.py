@@ -94,8 +94,7 @@ def read(path: Path) -> Checkpoint:
     stops = {key: metadata[key] for key in STOP_KEYS if key in metadata}
     for key, token in stops.items():
         if type(token) is not int or not 0 <= token < config.vocab_size:
-            right = f"a token id below {config.vocab_size}"
-            raise JllamaError(f"{file} has {key} {reprlib.repr(token)}; it must be {right}")
+            raise JllamaError(f"{file} has {key} {reprlib.repr(token)}; it must be an id below {config.vocab_size}")
     if TOKENIZER not in metadata:
         print(f"note: {file} has no {TOKENIZER}, so the model is without a tokenizer", file=sys.stderr)
     has_tokenizer = metadata.get(TOKENIZER) not in (None, NO_TOKENIZER, "none")

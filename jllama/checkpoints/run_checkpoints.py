@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 from orbax.checkpoint import checkpoint_managers
 
-from jllama.checkpoints.tensors import FileTensor
+from jllama.checkpoints.tensors import FileTensor, differences
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.files import read_json_object, refuse_special_files
@@ -134,14 +134,8 @@ class RunCheckpoints:
                 read_json_object(path)
         metadata = self._manager.item_metadata(step)
         saved = _shapes({item: metadata[item].tree for item in expected}, dtypes)
-        ours = _shapes(expected, dtypes)
-        differences = [
-            f"{path} is {saved.get(path, 'absent')} in the checkpoint but {ours.get(path, 'absent')} in this model"
-            for path in sorted(saved.keys() | ours.keys())
-            if saved.get(path) != ours.get(path)
-        ]
-        if differences:
-            raise JllamaError(f"the checkpoint {self.folder / str(step)} is of another model: {'; '.join(differences)}")
+        if problems := differences(saved, _shapes(expected, dtypes)):
+            raise JllamaError(f"the checkpoint {self.folder / str(step)} is of another model: {problems}")
 
     def _save_error(self, error: Exception) -> JllamaError:
         kept = self.steps()

@@ -691,7 +691,7 @@ def test_other_architectures_parts_and_biases_are_refused(tmp_path, llama_file):
             path,
             {"tokenizer.ggml.eos_token_id": stop} if stop != -1 else {"tokenizer.ggml.eot_token_id": 2**32 - 1},
         )
-        with pytest.raises(JllamaError, match=r"_token_id .*; it must be a token id below 96"):
+        with pytest.raises(JllamaError, match=r"_token_id .*; it must be an id below 96"):
             gguf.read(path)
     edited(llama_file, path, {"tokenizer.chat_template": 5})
     with pytest.raises(JllamaError, match=r"has a tokenizer\.chat_template that is no string"):

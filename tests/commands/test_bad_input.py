@@ -275,8 +275,8 @@ def edit_config(run, **model):
     [
         (lambda run: shutil.rmtree(run / "checkpoints"), "holds no checkpoint yet"),
         (lambda run: [shutil.rmtree(path) for path in (run / "checkpoints").iterdir()], "holds no finished checkpoint"),
-        (lambda run: edit_config(run, mlp_dim=96), "layers/w_up is [2, 32, 64] in the checkpoint but [2, 32, 96]"),
-        (lambda run: edit_config(run, tie_embeddings=True), "lm_head is [32, 259] in the checkpoint but absent"),
+        (lambda run: edit_config(run, mlp_dim=96), "layers/w_up is [2, 32, 64], expected [2, 32, 96]"),
+        (lambda run: edit_config(run, tie_embeddings=True), "lm_head is [32, 259], expected none"),
         (lambda run: (run / "config.yaml").write_text("- 1\n"), "config.yaml does not describe a model"),
         (lambda run: (run / "config.yaml").write_bytes(b"\xff\xfe"), "config.yaml does not describe a model"),
         (lambda run: (run / "tokenizer.bytes.json").unlink(), "has no tokenizer: put the one it was trained with"),
