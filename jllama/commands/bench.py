@@ -11,7 +11,7 @@ import time
 import timeit
 from collections.abc import Sequence
 from subprocess import PIPE, Popen
-from typing import IO, Any, cast
+from typing import IO, Any, Literal, cast
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -47,7 +47,7 @@ class BenchOptions(ModelOptions):
         json: print the figures as JSON.
     """
 
-    what: str
+    what: Literal["decode"]
     checkpoint: str = ""
     preset: str = ""
     prompt_tokens: int = 512
@@ -59,8 +59,6 @@ class BenchOptions(ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.what != "decode":
-            raise UsageError(f"there is no benchmark {self.what!r}; there is decode")
         if bool(self.checkpoint) == bool(self.preset):
             raise UsageError("give a checkpoint, or the preset whose shapes to take")
         if self.first_token and not self.checkpoint:
@@ -91,8 +89,8 @@ def main(argv: Sequence[str], prog: str) -> int:
         print(f"measuring {title}", file=sys.stderr)
         batch, seconds = len(lengths), step_s(model, lengths, new_tokens, options.repeats, prefill=prefill)
         speed = (sum(lengths) if new_tokens == 1 else batch) / seconds
-        limit = batch * bandwidth / bytes_per_step(model, batch, sum(lengths) // batch + new_tokens // 2)
-        limit = None if new_tokens == 1 else limit  # prefill is limited by arithmetic
+        step_bytes = bytes_per_step(model, batch, sum(lengths) // batch + new_tokens // 2)
+        limit = batch * bandwidth / step_bytes if new_tokens > 1 else None  # prefill is limited by arithmetic
         speeds[title] = {"tokens_per_s": speed, "ms_per_step": 1e3 * seconds, "limit_tokens_per_s": limit}
         shares = (f"{limit:,.1f}", f"{speed / limit:.0%}") if limit else ("-", "-")
         table.add_row(title, f"{speed:,.1f}", f"{1e3 * seconds:,.1f}", *shares)
@@ -167,9 +165,8 @@ def memory_bandwidth(dtype: Any = "float32", repeats: int = 7) -> float:
     import jax.numpy as jnp
 
     matrix, vector = jnp.ones(_BANDWIDTH_SHAPE, dtype), jnp.ones(_BANDWIDTH_SHAPE[1], dtype)
-    return matrix.nbytes / min(
-        timeit.repeat(lambda: (matrix @ vector).block_until_ready(), number=1, repeat=repeats + 1)
-    )
+    times_s = timeit.repeat(lambda: (matrix @ vector).block_until_ready(), number=1, repeat=repeats + 1)
+    return matrix.nbytes / min(times_s)
 
 
 def first_token_s(options: ModelOptions) -> float:

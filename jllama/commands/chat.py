@@ -18,7 +18,7 @@ from jllama.commands.cli import parse
 from jllama.commands.model import ModelOptions, sampling_params
 from jllama.commands.terminal import WordWrap, line_editing, lines, say, stoppable
 from jllama.errors import JllamaError, UsageError, check_fields, unknown_name
-from jllama.files import read_json_object, write_text_whole
+from jllama.files import check_writable, read_json_object, write_text_whole
 from jllama.generation.sampling_params import SamplingParams
 
 _SETTINGS = ["max_new_tokens", *vars(SamplingParams())]
@@ -187,10 +187,8 @@ def _save(session: _Session, name: str) -> None:
     path = Path(name).expanduser()
     if not name or path.exists():
         raise UsageError(f"{name} exists: choose another name" if name else "/save needs the name of a file")
-    try:
-        write_text_whole(path, json.dumps({"messages": session.conversation.messages}, ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise JllamaError(f"cannot write {name}: {error.strerror}; choose another place") from error
+    check_writable(path)
+    write_text_whole(path, json.dumps({"messages": session.conversation.messages}, ensure_ascii=False) + "\n")
     say(f"(saved {name})")
 
 

@@ -27,7 +27,7 @@ import jsonargparse
 import yaml
 
 import jllama
-from jllama.errors import JllamaError, UsageError
+from jllama.errors import JllamaError, UsageError, unknown_name
 
 T = TypeVar("T")
 
@@ -69,22 +69,19 @@ class _Parser(jsonargparse.ArgumentParser):
     """Reports a mistake as one sentence, naming the nearest option where there is one."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise UsageError(self.sentence(" ".join(message.split()))) from ex
-
-    def sentence(self, message: str) -> str:
-        """The parser's complaint in our words."""
+        message = " ".join(message.split())
         if unknown := re.search(r"unrecognized arguments: -+([\w.-]+)", message):
-            return f"there is no option {unknown[1]}{_nearest(unknown[1], self._option_string_actions)}"
-        if missing := re.search(r"the following arguments are required: (.*)", message):
+            message = f"there is no option {unknown[1]}{_nearest(unknown[1], self._option_string_actions)}"
+        elif missing := re.search(r"the following arguments are required: (.*)", message):
             names = missing[1].replace(", ", " and ")
-            return f"{names} {'are' if ' ' in names else 'is'} missing; usage: {self.usage}"
-        if message.endswith(": expected one argument"):
-            return f"{message} (one that begins with a dash is written --option=-value)"
-        if wrong := re.match(r'Parser key "([\w.]+)": (?:.* value: (.*))?', message):
+            message = f"{names} {'are' if ' ' in names else 'is'} missing; usage: {self.usage}"
+        elif message.endswith(": expected one argument"):
+            message += " (one that begins with a dash is written --option=-value)"
+        elif wrong := re.match(r'Parser key "([\w.]+)": (?:.* value: (.*))?', message):
             hint = next(getattr(action, "_typehint", None) for action in self._actions if action.dest == wrong[1])
             value = f"is {wrong[2].strip(chr(34))!r}; it must" if wrong[2] else "must"
-            return f"{wrong[1]} {value} be {_kind(hint)[1]}"
-        return message
+            message = f"{wrong[1]} {value} be {_kind(hint)[1]}"
+        raise UsageError(message) from ex
 
 
 def parse(
@@ -249,8 +246,7 @@ def _main(argv: Sequence[str]) -> int:
         return 0
     if name in COMMANDS:
         return run(name, argv[1:])
-    nearest = _nearest(name, COMMANDS)
-    raise UsageError(f"there is no command {name!r}{nearest}; the commands are {', '.join(COMMANDS)}")
+    raise unknown_name("command", name, COMMANDS)
 
 
 def _complete() -> None:

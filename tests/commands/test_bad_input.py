@@ -304,8 +304,7 @@ def test_a_damaged_checkpoint_is_one_sentence(small_run, fails, tmp_path):
 
 def test_a_command_that_is_none(capsys):
     assert cli.main(["trian"]) == 2
-    said = "there is no command 'trian'; did you mean train?; the commands are"
-    assert capsys.readouterr().err == f"error: {said} train, sample, chat, convert, verify, eval, bench, doctor\n"
+    assert capsys.readouterr().err == "error: there is no command trian; did you mean train?\n"
 
 
 def test_for_real(workshop):

@@ -70,7 +70,7 @@ def test_bytes_of_a_step(tied):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["encode", "x"], "there is no benchmark 'encode'; there is decode"),
+        (["encode", "x"], "what is 'encode'; it must be one of decode"),
         (["decode"], "give a checkpoint, or the preset whose shapes to take"),
         (["decode", "x", "--preset", "llama3.2-1b"], "give a checkpoint, or the preset whose shapes to take"),
         (["decode", "--preset", "llama3.2-1b", "--first_token"], "first_token needs a checkpoint to load"),
