@@ -87,7 +87,8 @@ def read(path: Path) -> Checkpoint:
         raise JllamaError(f"{file} has architecture {reprlib.repr(architecture)}; jllama reads {ARCHITECTURE!r}")
     with fault_of(f"{file} does not describe a model that jllama has"):
         config = _read_config(metadata, stored, file)
-    tensors = _narrowed(matched(stored, config, "gguf", file, ignored={ROPE_FREQS}))
+    stored.pop(ROPE_FREQS, None)
+    tensors = _narrowed(matched(stored, config, "gguf", file))
     template = metadata.get(CHAT_TEMPLATE)
     if not isinstance(template, str | None):
         raise JllamaError(f"{file} has a {CHAT_TEMPLATE} that is no string")

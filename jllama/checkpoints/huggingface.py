@@ -4,6 +4,7 @@ Source: transformers 5.23, ``LlamaConfig`` and ``modeling_rope_utils``, whose re
 and 4, which spells RoPE ``rope_theta`` and ``rope_scaling`` where 5 has ``rope_parameters``.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -30,23 +31,15 @@ from jllama.tokenizers.convert import save_huggingface
 
 CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG = "config.json", "generation_config.json", "tokenizer_config.json"
 WEIGHTS, INDEX, CHAT_TEMPLATE = "model.safetensors", "model.safetensors.index.json", "chat_template.jinja"
-SHARDS = "model{suffix}.safetensors"
 
-MAX_SHARD_BYTES = 5_000_000_000
-"""Limit for the tensors of a shard; a larger tensor has a shard of its own."""
+MAX_SHARD_BYTES = 5_000_000_000  # of tensors; a larger one has a shard of its own
 
 _FIELDS: dict[str, tuple[str, Any]] = {
-    "vocab_size": ("vocab_size", 0),
-    "num_layers": ("num_hidden_layers", 32),
-    "embed_dim": ("hidden_size", 4096),
-    "num_heads": ("num_attention_heads", 32),
-    "num_kv_heads": ("num_key_value_heads", 0),
-    "head_dim": ("head_dim", 0),
-    "mlp_dim": ("intermediate_size", 11_008),
-    "max_seq_len": ("max_position_embeddings", 2048),
-    "norm_eps": ("rms_norm_eps", 1e-6),
-    "rope_theta": ("rope_theta", 10_000.0),
-    "tie_embeddings": ("tie_word_embeddings", False),
+    **{"vocab_size": ("vocab_size", 0), "num_layers": ("num_hidden_layers", 32), "embed_dim": ("hidden_size", 4096)},
+    **{"num_heads": ("num_attention_heads", 32), "num_kv_heads": ("num_key_value_heads", 0)},
+    **{"head_dim": ("head_dim", 0), "mlp_dim": ("intermediate_size", 11_008)},
+    **{"max_seq_len": ("max_position_embeddings", 2048), "norm_eps": ("rms_norm_eps", 1e-6)},
+    **{"rope_theta": ("rope_theta", 10_000.0), "tie_embeddings": ("tie_word_embeddings", False)},
 }
 """The key and default of each field of ``LlamaConfig``; 0 is worked out from the others or the weights."""
 
@@ -59,13 +52,11 @@ _ROPE_COMMON = ("rope_theta", "partial_rotary_factor", "original_max_position_em
 
 def recognizes(path: Path) -> bool:
     """Tell whether a folder has a ``config.json`` that names a model, or safetensors."""
-    try:
-        if any(path.glob("*.safetensors")):
-            return True
-        fields = read_json_object(path / CONFIG)
-    except (OSError, JllamaError):
-        return False
-    return "model_type" in fields or "architectures" in fields
+    with contextlib.suppress(OSError, JllamaError):
+        return any(path.glob("*.safetensors")) or bool(
+            {"model_type", "architectures"} & read_json_object(path / CONFIG).keys()
+        )
+    return False
 
 
 def config_from_huggingface(fields: Mapping[str, Any], source: Path) -> LlamaConfig:
@@ -133,10 +124,7 @@ def _rope_scaling(rope: Mapping[str, Any], max_seq_len: int, source: Path) -> Ro
 
 
 def config_to_huggingface(config: LlamaConfig, dtype: str) -> dict[str, Any]:
-    """The fields of a ``config.json`` that transformers 4 and 5 both read as this architecture, or a JllamaError.
-
-    ``dtype``, such as ``bfloat16``, is what transformers is to load the weights as.
-    """
+    """A ``config.json`` that transformers 4 and 5 both read as this architecture in ``dtype``, or a JllamaError."""
     if config.embed_dim % config.num_heads:
         sizes = f"embed_dim ({config.embed_dim}) is not a multiple of num_heads ({config.num_heads})"
         raise JllamaError(f"transformers loads no Llama whose {sizes}: save it in another format")
@@ -158,10 +146,7 @@ def config_to_huggingface(config: LlamaConfig, dtype: str) -> dict[str, Any]:
 
 
 def read(path: Path) -> Checkpoint:
-    """Open a Hugging Face folder; of the weights only the embedding is read, and only to compare a tied head with it.
-
-    An index that names a file outside the folder raises JllamaError.
-    """
+    """Open a Hugging Face folder; of the weights only the embedding is read, if there is a tied head to compare."""
     source = path / CONFIG
     if not source.is_file():
         raise JllamaError(f"{path} has no {CONFIG}: copy it there, the weights alone do not say what model they are")
@@ -171,8 +156,7 @@ def read(path: Path) -> Checkpoint:
     weights = {name: tensor for name, tensor in _weights(path).items() if not computed.fullmatch(name)}
     embed, head = (PARAMETERS[key].name("huggingface") for key in ("embed", "lm_head"))
     if not config.vocab_size and embed in weights:
-        rows = max([1, *weights[embed].shape[:1]])  # an embedding without rows is refused below
-        config = dataclasses.replace(config, vocab_size=rows)
+        config = dataclasses.replace(config, vocab_size=max([1, *weights[embed].shape[:1]]))  # no rows: refused below
     if head not in weights and not config.tie_embeddings:
         raise JllamaError(f"{path} has no {head}: a model without it needs tie_word_embeddings true in {CONFIG}")
     repeated_head = weights.pop(head, None) if config.tie_embeddings else None
@@ -205,13 +189,14 @@ def _stop_ids(value: Any, source: Path) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def write_chat_files(folder: Path, chat_template: str | None, stops: tuple[int, ...], **others: Any) -> None:
-    """Write what there is; ``others`` are further fields of ``generation_config.json``."""
+def write_chat_files(folder: Path, chat_template: str | None, stops: tuple[int, ...], **others: Any) -> dict[str, Any]:
+    """Write what there is; returns the fields of ``generation_config.json``, of which ``others`` are some."""
     if chat_template is not None:
         (folder / CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
-    if stops or others:
-        fields = others | ({"eos_token_id": stops[0] if len(stops) == 1 else list(stops)} if stops else {})
+    fields = ({"eos_token_id": stops[0] if len(stops) == 1 else list(stops)} if stops else {}) | others
+    if fields:
         write_json(folder / GENERATION_CONFIG, fields)
+    return fields
 
 
 def _weights(path: Path) -> dict[str, np.ndarray]:
@@ -220,8 +205,7 @@ def _weights(path: Path) -> dict[str, np.ndarray]:
         return read_safetensors(path / WEIGHTS)
     index = path / INDEX
     if not index.is_file():
-        others = [file.name for file in (*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin*"))]
-        names = ", ".join(sorted(others)) or "no safetensors at all"
+        names = ", ".join(sorted(file.name for file in path.glob("*.*")))
         raise JllamaError(f"{path} has {names} instead of {WEIGHTS} or {INDEX}; no pickle is opened: save safetensors")
     shard_of = read_json_object(index).get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of:
@@ -244,8 +228,8 @@ def _old_chat_template(path: Path) -> str | None:
     """The template where files of before 2025 have it: a string, or a list of named ones, one of them ``default``."""
     template = read_json_object(path).get("chat_template") if path.is_file() else None
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        entries = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = entries[0].get("template") if entries else None
     if template is not None and not isinstance(template, str):
         raise JllamaError(f"{path} has a chat_template that is neither text nor a list of named texts")
     return template
@@ -264,13 +248,11 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_
     config = config_to_huggingface(checkpoint.config, str(functools.reduce(jnp.promote_types, dtypes)))
     tokenizer, template = checkpoint.tokenizer, checkpoint.chat_template
     stops = checkpoint.stop_ids or ((tokenizer.eos_id,) if tokenizer else ())
-    # Not null but absent, they would be 1 and 2.
-    config["bos_token_id"] = tokenizer.bos_id if tokenizer else None
-    config["eos_token_id"] = list(stops) if len(stops) > 1 else stops[0] if stops else None
     if tokenizer:
         save_huggingface(tokenizer, target)
-    write_json(target / CONFIG, config)
-    write_chat_files(target, template, stops, **({"bos_token_id": tokenizer.bos_id} if tokenizer else {}))
+    ids = write_chat_files(target, template, stops, **({"bos_token_id": tokenizer.bos_id} if tokenizer else {}))
+    no_ids = dict.fromkeys(("bos_token_id", "eos_token_id"))  # not null but absent, they would be 1 and 2
+    write_json(target / CONFIG, config | no_ids | ids)
     if template is not None and (target / TOKENIZER_CONFIG).is_file():
         # transformers 4.45, for one, and tools of its time know no chat_template.jinja.
         fields = read_json_object(target / TOKENIZER_CONFIG) | {"chat_template": template}
@@ -278,7 +260,7 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_
     split = huggingface_hub.split_state_dict_into_shards_factory(
         {tensor[0]: tensor for tensor in tensors},
         get_storage_size=lambda tensor: math.prod(tensor[1].shape) * tensor[2].itemsize,
-        filename_pattern=SHARDS,
+        filename_pattern="model{suffix}.safetensors",
         max_shard_size=MAX_SHARD_BYTES,
     )
     if split.is_sharded:

@@ -35,24 +35,21 @@ def recognizes(path: Path) -> bool:
 
 
 def _model_file(path: Path) -> Path | None:
-    files = [file for file in (path.glob("*.bin") if path.is_dir() else [path]) if file.is_file() and _is_model(file)]
+    files = []
+    for file in filter(Path.is_file, path.glob("*.bin") if path.is_dir() else [path]):
+        with contextlib.suppress(JllamaError):
+            config = _config(file)
+            if config is None or file.suffix == ".bin" or _file_bytes(config) == file.stat().st_size:
+                files.append(file)
     return files[0] if len(files) == 1 else None
 
 
-def _is_model(file: Path) -> bool:
-    with contextlib.suppress(JllamaError):
-        if (header := _header(file)).startswith(_LATER_VERSIONS):
-            return True
-        return _file_bytes(_config(header, file)) == file.stat().st_size or file.suffix == ".bin"
-    return False
-
-
-def _header(file: Path) -> bytes:
+def _config(file: Path) -> LlamaConfig | None:
+    """The architecture in a file's header; None if that is of a later version."""
     with file.open("rb") as opened:
-        return opened.read(_HEADER.size)
-
-
-def _config(header: bytes, file: Path) -> LlamaConfig:
+        header = opened.read(_HEADER.size)
+    if header.startswith(_LATER_VERSIONS):
+        return None
     if len(header) < _HEADER.size:
         raise JllamaError(f"{file} is truncated: it has {len(header)} bytes, less than a llama2.c header")
     sizes = dict(zip(_SIZES, _HEADER.unpack(header), strict=True))
@@ -76,13 +73,8 @@ def read(path: Path) -> Checkpoint:
     file = _model_file(path) if path.is_dir() else path
     if file is None:
         raise JllamaError(f"{path} does not hold exactly one llama2.c .bin file: give the file itself")
-    if not file.is_file():
-        raise JllamaError(f"there is no llama2.c file at {file}")
-    header = _header(file)
-    if header.startswith(_LATER_VERSIONS):
-        version = struct.unpack("<i", header[4:8])[0] if len(header) >= 8 else "unknown"
-        raise JllamaError(f"{file} is a llama2.c file of version {version}: export it with --version 0 to read it")
-    config = _config(header, file)
+    if (config := _config(file)) is None:
+        raise JllamaError(f"{file} is a llama2.c file of version 1 or 2: export it with --version 0 to read it")
     size, expected = file.stat().st_size, _file_bytes(config)
     if expected != size:
         what = "is truncated" if size < expected else "is too long, or no llama2.c file"
@@ -127,14 +119,15 @@ def _problems(checkpoint: Checkpoint, dtype: np.dtype[Any] | None) -> list[str]:
     num_tokens = tokenizer.vocab_size if tokenizer else config.vocab_size
     stops = ", ".join(str(token) for token in checkpoint.stop_ids if tokenizer is None or token != tokenizer.eos_id)
     is_float64 = dtype is None and any(tensor.dtype.itemsize > 4 for tensor in checkpoint.tensors.values())
-    fixed = {f"its {name} is {vars(config)[name]!r}, and run.c has {_FIXED[name]!r}": name for name in _FIXED}
     problems = {
         f"its head_dim is {config.head_dim}, and run.c has embed_dim / num_heads, {width:g}": width != config.head_dim,
-        f"it is to be {dtype}, and the format has float32 alone": dtype not in (None, np.float32),
         "it has float64 tensors (take dtype float32)": is_float64,
         "it has a chat template": checkpoint.chat_template is not None,
         f"tokens {stops} end its answers, and run.c knows EOS alone": stops,
         f"its tokenizer has {num_tokens} tokens, and run.c reads {config.vocab_size}": num_tokens != config.vocab_size,
-        **{problem: vars(config)[name] != _FIXED[name] for problem, name in fixed.items()},
+    }
+    problems |= {
+        f"its {name} is {vars(config)[name]!r}, and run.c has {value!r}": vars(config)[name] != value
+        for name, value in _FIXED.items()
     }
     return [problem for problem, is_so in problems.items() if is_so]

@@ -8,7 +8,7 @@ Source: ``ModelArgs`` and ``Transformer`` of Meta's llama (Llama 1 and 2) and ll
 import dataclasses
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,15 @@ from jllama.checkpoints.torch_file import read_torch_file, write_torch_file
 from jllama.config import LlamaConfig, llama_mlp_dim
 from jllama.errors import JllamaError, UsageError
 from jllama.files import fault_of, read_fields, read_json_object, write_json
-from jllama.parameters import TensorSpec, tensor_specs
-from jllama.presets import PRESETS, SHAPE, differing
+from jllama.parameters import PARAMETERS, tensor_specs
+from jllama.presets import PRESETS, differing, presets_of_shape
 from jllama.rope_scaling import Llama3Scaling, RopeScaling
 from jllama.tokenizers import load_tokenizer
 from jllama.tokenizers.convert import save_meta
 
-PARAMS = "params.json"
-OURS = "jllama.json"
-"""Holds ``max_seq_len``, which Meta's files do not, where it is not what ``_family_max_seq_len`` says."""
+PARAMS, SHARD = "params.json", "consolidated.{:02}.pth"
+Shards = dict[str, dict[str, np.ndarray]]  # the tensors of each shard, by the name of its file
+OURS = "jllama.json"  # with ``max_seq_len``, which Meta's files have not, where ``_family_max_seq_len`` says another
 
 _FIELDS: dict[str, tuple[str, Any]] = {
     **{"embed_dim": ("dim", None), "num_layers": ("n_layers", None), "num_heads": ("n_heads", None)},
@@ -38,16 +38,11 @@ _FIELDS: dict[str, tuple[str, Any]] = {
 """The key and default of each field of ``LlamaConfig``; 0 is worked out from the others or the weights."""
 
 _MLP: dict[str, tuple[str, Any]] = {"multiple_of": ("multiple_of", 256), "multiplier": ("ffn_dim_multiplier", 1.0)}
-_UNUSED = ("max_batch_size", "max_seq_len")  # how much memory Meta's code takes for its cache: nothing of the model
-_KEYS = {key for key, _ in (_FIELDS | _MLP).values()} | {"use_scaled_rope", *Llama3Scaling.meta.values(), *_UNUSED}
-_OFF = (False, -1, 0)
-"""Values of a field by which a file asks for nothing."""
+_KEYS = {key for key, _ in (_FIELDS | _MLP).values()} | {"use_scaled_rope", *Llama3Scaling.meta.values()}
+_KEYS |= {"max_batch_size", "max_seq_len"}  # how much memory Meta's code takes for its cache: nothing of the model
 
-_MLP_RULES: list[tuple[int, float | None]] = [
-    *((256, None), (256, 1.5), (4096, 1.3), (1024, 1.3), (4096, 1.2)),  # Llama 1 to 3.3
-    (32, None),  # llama2.c's stories
-]
-"""``multiple_of`` and ``ffn_dim_multiplier`` of known models."""
+_MLP_RULES = ((256, None), (256, 1.5), (4096, 1.3), (1024, 1.3), (4096, 1.2), (32, None))
+"""``multiple_of`` and ``ffn_dim_multiplier`` of Llama 1 to 3.3, and of llama2.c's stories."""
 
 
 class ShardedTensor:
@@ -83,23 +78,23 @@ def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
         raise JllamaError(f"{path} lacks {PARAMS}: copy it there, weights alone do not say what they are of")
     fields = read_json_object(source).items()
     params = {key: value for key, value in fields if value is not None and (key, value) != ("vocab_size", -1)}
-    if refused := [key for key, value in params.items() if key not in _KEYS and value not in _OFF]:
+    if refused := [key for key, value in params.items() if key not in _KEYS and value not in (0, -1)]:  # off
         raise JllamaError(f"{source} asks for what jllama's Llama does not have: {', '.join(refused)}")
     shards = _shards(path)
-    config = _config(params, source, shards, rope_factor)
-    specs = {spec.key: spec for spec in tensor_specs(config)}
-    joined = _joined(path, specs.values(), shards)
-    ignored = ["rope.freqs"]  # computed, not learned; in the files of Llama 1 and 2
-    embed, head = (joined.get(specs[key].name("meta")) for key in ("embed", "lm_head"))
+    config = _config(params, source, shards)
+    config = dataclasses.replace(config, rope_scaling=_scaling(params, source, rope_factor, config))
+    joined = _joined(path, config, shards)
+    joined.pop("rope.freqs", None)  # computed, not learned; in the files of Llama 1 and 2
+    names = [PARAMETERS[key].name("meta") for key in ("embed", "lm_head")]
+    embed, head = map(joined.get, names)
     if head is None or (embed is not None and same_bits(head, embed)):
         config = dataclasses.replace(config, tie_embeddings=True)
-        ignored.append(specs["lm_head"].name("meta"))
-    tensors = matched(joined, config, "meta", path, ignored)
+        joined.pop(names[1], None)
+    tensors = matched(joined, config, "meta", path)
     ours = path / OURS
-    length = {"max_seq_len": _family_max_seq_len(config)}
-    if ours.is_file():
-        length = read_fields(read_json_object(ours), {"max_seq_len": ("max_seq_len", None)}, ours)
+    stated = read_json_object(ours) if ours.is_file() else {}
     with fault_of(ours):
+        length = read_fields(stated, {"max_seq_len": ("max_seq_len", _family_max_seq_len(config))}, ours)
         config = dataclasses.replace(config, **length)
     tokenizer, template, stops = read_text_files(path)
     beside = path.resolve().parent / "tokenizer.model"  # Llama 1 and 2 were released with it there
@@ -108,11 +103,11 @@ def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
     return Checkpoint(config, tensors, tokenizer, template, stops)
 
 
-def _shards(path: Path) -> dict[str, dict[str, np.ndarray]]:
-    """The tensors of each shard, by the shard's file name: the same names, shapes and dtypes in all of them."""
-    names = sorted(file.name for file in path.glob("consolidated.*") if re.fullmatch(r".*\.\d\d\.pth", file.name))
-    last = int(names[-1].split(".")[1]) if names else 0
-    if missing := [_shard_name(number) for number in range(last + 1) if _shard_name(number) not in names]:
+def _shards(path: Path) -> Shards:
+    """Every shard of a folder: the same names, shapes and dtypes in all of them."""
+    names = sorted(file.name for file in path.glob("consolidated.[0-9][0-9].pth"))
+    numbers = range(int(re.sub(r"\D", "", names[-1])) + 1 if names else 1)
+    if missing := [name for name in map(SHARD.format, numbers) if name not in names]:
         raise JllamaError(f"{path} lacks {', '.join(missing)}: copy the missing shards there")
     shards = {name: read_torch_file(path / name) for name in names}
     kinds = {name: {key: f"{t.dtype}{list(t.shape)}" for key, t in shards[name].items()} for name in names}
@@ -122,25 +117,18 @@ def _shards(path: Path) -> dict[str, dict[str, np.ndarray]]:
     return shards
 
 
-def _shard_name(number: int) -> str:
-    return f"consolidated.{number:02}.pth"
-
-
-def _config(
-    params: Mapping[str, Any], source: Path, shards: Mapping[str, Mapping[str, np.ndarray]], rope_factor: float | None
-) -> LlamaConfig:
+def _config(params: Mapping[str, Any], source: Path, shards: Shards) -> LlamaConfig:
     """The architecture, not tied and of any ``max_seq_len``; the MLP's width and the vocabulary from the weights."""
     count, tensors = len(shards), next(iter(shards.values()))
     with fault_of(source):
         config = LlamaConfig(**read_fields(params, _FIELDS, source))
     names = {spec.key: spec.name("meta") for spec in tensor_specs(config)}
     shapes = {key: tensors[name].shape for key, name in names.items() if name in tensors and tensors[name].ndim == 2}
-
     rows, columns = shapes.get("layers/0/wq", (0, 0))  # its outputs are always split
     embed_dim = config.embed_dim
     complete = embed_dim // rows if rows and columns == embed_dim and embed_dim % rows == 0 else count
     if complete != count:
-        expected = f"{_shard_name(0)} to {_shard_name(complete - 1)}"
+        expected = f"{SHARD.format(0)} to {SHARD.format(complete - 1)}"
         raise JllamaError(f"{source.parent} has {count} of {complete} shards, expected {expected}, or another {PARAMS}")
     rows, columns = shapes.get("embed", (0, 0))
     vocab_size = rows if columns * count == embed_dim else rows * count  # Llama 1 and 2 cut it along its width
@@ -148,72 +136,53 @@ def _config(
     if "multiple_of" in params or "ffn_dim_multiplier" in params:
         mlp_dim = llama_mlp_dim(embed_dim, **read_fields(params, _MLP, source))
     with fault_of(source):
-        config = dataclasses.replace(config, vocab_size=config.vocab_size or vocab_size, mlp_dim=mlp_dim)
-    return dataclasses.replace(config, rope_scaling=_rope_scaling(params, source, rope_factor, config))
+        return dataclasses.replace(config, vocab_size=config.vocab_size or vocab_size, mlp_dim=mlp_dim)
 
 
-def _rope_scaling(
-    params: Mapping[str, Any], source: Path, rope_factor: float | None, config: LlamaConfig
-) -> RopeScaling | None:
+def _scaling(params: Mapping[str, Any], source: Path, factor: float | None, config: LlamaConfig) -> RopeScaling | None:
     scaled = read_fields(params, {"scaled": ("use_scaled_rope", False)}, source)["scaled"]
     stated = {ours: params[theirs] for ours, theirs in Llama3Scaling.meta.items() if theirs in params}
     if stated and not scaled:
         raise JllamaError(f"{source} has numbers of RoPE scaling without use_scaled_rope: add it, or remove them")
-    if rope_factor is not None and (not scaled or "factor" in stated):
+    if factor is not None and (not scaled or "factor" in stated):
         why = "says itself what it is" if scaled else "has no use_scaled_rope"
-        raise UsageError(f"rope_factor is {rope_factor}, but {source} {why}: leave it out")
+        raise UsageError(f"rope_factor is {factor}, but {source} {why}: leave it out")
     if not scaled:
         return None
-    if rope_factor is None and "factor" not in stated:
-        scalings = {
-            name: released.rope_scaling
-            for name, released in PRESETS.items()
-            if not differing((*SHAPE, "vocab_size", "rope_theta"), config, released)
-        }
-        factors = {name: scaling.factor for name, scaling in scalings.items() if scaling}
-        if len(set(factors.values())) != 1:
+    if factor is None and "factor" not in stated:
+        alike = [n for n in presets_of_shape(config) if not differing(("vocab_size", "rope_theta"), config, PRESETS[n])]
+        factors = {name: scaling.factor for name in alike if (scaling := PRESETS[name].rope_scaling)}
+        if not factors:
             why = "no factor for use_scaled_rope, and no released Llama is of this shape"
             raise JllamaError(f"{source} has {why}: give rope_factor, 8 for Llama 3.1 and 3.3 or 32 for Llama 3.2")
-        name, rope_factor = next(iter(factors.items()))
-        note = f"RoPE factor {rope_factor:g} of {name}, whose shape this is; rope_factor overrides"
-        print(f"note: {note}", file=sys.stderr)
+        name, factor = next(iter(factors.items()))
+        print(f"note: RoPE factor {factor:g} of {name}, whose shape this is; rope_factor overrides", file=sys.stderr)
     with fault_of(source):
         scaling = RopeScaling.from_fields({"type": "llama3", "factor": 1.0} | stated)
-    return scaling if rope_factor is None else dataclasses.replace(scaling, factor=rope_factor)
+    return scaling if factor is None else dataclasses.replace(scaling, factor=factor)
 
 
-def _joined(
-    path: Path, specs: Iterable[TensorSpec], shards: Mapping[str, Mapping[str, np.ndarray]]
-) -> dict[str, FileTensor]:
+def _joined(path: Path, config: LlamaConfig, shards: Shards) -> dict[str, FileTensor]:
     """Join every tensor of the shards. Raises JllamaError if shards differ in what each must repeat."""
-    names, files = list(shards), list(shards.values())
-    joined: dict[str, FileTensor] = dict(files[0])
-    for spec in specs:
-        name = spec.name("meta")
-        if name not in joined or len(joined[name].shape) != len(spec.shape):
+    first, count = next(iter(shards.values())), len(shards)
+    joined: dict[str, FileTensor] = dict(first)
+    for spec in tensor_specs(config):
+        name, whole = spec.name("meta"), spec.shape
+        if name not in first or first[name].ndim != len(whole) or 0 in whole:
             continue  # to be listed by the caller
-        parts = [file[name] for file in files]
-        axis, repeats = _layout(spec, parts[0].shape, len(parts))
-        for index, part in enumerate(parts):
-            first = index // repeats * repeats
-            if index != first and not same_bits(part, parts[first]):
-                both = f"{names[index]} than in {names[first]}"
+        shape = first[name].shape
+        # A matrix is cut along its outputs or else its inputs; fewer key-value heads than shards, and norms, repeat.
+        axis = int(len(whole) > 1 and shape[0] == whole[0])
+        repeats = max(1, count * shape[axis] // whole[axis]) if len(whole) > 1 else count
+        parts: list[np.ndarray] = []
+        for index, (file, tensors) in enumerate(shards.items()):
+            if index % repeats == 0:
+                parts.append(tensors[name])
+            elif not same_bits(tensors[name], parts[-1]):
+                both = f"{file} than in {list(shards)[index // repeats * repeats]}"
                 raise JllamaError(f"{path} has another {name} in {both}, which must repeat it: one is another model's")
-        parts = parts[::repeats]
         joined[name] = ShardedTensor(parts, axis) if len(parts) > 1 else parts[0]
     return joined
-
-
-def _layout(spec: TensorSpec, shape: tuple[int, ...], count: int) -> tuple[int, int]:
-    """The axis along which ``count`` shards of a shape split a tensor, and how many in a row repeat each part."""
-    row = spec.parameter
-    if not row.inputs:
-        return 0, count
-    if "kv_heads" in row.outputs:  # of which there may be fewer than shards
-        return 0, max(1, shape[0] * count // spec.shape[0])
-    if row.axes == ("vocab", "embed"):
-        return int(shape[1] * count == spec.shape[1]), 1
-    return int(row.inputs != ("embed",)), 1
 
 
 def _family_max_seq_len(config: LlamaConfig) -> int:
@@ -241,7 +210,7 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_
     for spec in tensor_specs(dataclasses.replace(config, tie_embeddings=False)):
         tensor = tensors["embed" if config.tie_embeddings and spec.key == "lm_head" else spec.key]
         named.append((spec.name("meta"), reordered(spec, tensor, config, to_half_split=False), dtype or tensor.dtype))
-    write_torch_file(target / _shard_name(0), named, on_progress)
+    write_torch_file(target / SHARD.format(0), named, on_progress)
 
 
 def _params_of(config: LlamaConfig) -> dict[str, Any]:

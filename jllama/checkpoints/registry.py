@@ -135,10 +135,9 @@ def load(
             params = tensors.load_params(checkpoint, dtype, mesh, on_progress)
         else:
             params = tensors.load_decode_params(checkpoint, dtype, mesh, on_progress, quantize)
-    config, tokenizer, template = checkpoint.config, checkpoint.tokenizer, checkpoint.chat_template
+    config, tokenizer, name = checkpoint.config, checkpoint.tokenizer, Path(path).name or source.resolve().name
     stop_ids = checkpoint.stop_ids or ((tokenizer.eos_id,) if tokenizer else ())
-    name = Path(path).name or source.resolve().name
-    return LanguageModel(config, params, tokenizer, template, stop_ids, checkpoint.step, name)
+    return LanguageModel(config, params, tokenizer, checkpoint.chat_template, stop_ids, checkpoint.step, name)
 
 
 def _float_dtype(dtype: Any) -> np.dtype[Any]:
@@ -244,10 +243,8 @@ def _format_of(source: Path) -> str:
     refuse_special_files(source, *source.glob("*"))  # of a file the latter are none
     if name := _recognized(source):
         return name
-    if runs := [parent for parent in source.resolve().parents[:3] if run.recognizes(parent)]:
-        raise JllamaError(f"{source} lies inside a run: give the run's folder itself, {runs[0]}")
-    if source.is_file() and _recognized(source.parent):
-        raise JllamaError(f"{source} is no checkpoint by itself: give its folder, {source.parent}")
+    if wholes := [parent for parent in source.resolve().parents[:3] if _recognized(parent)]:
+        raise JllamaError(f"{source} is no checkpoint by itself: give its folder, {wholes[0]}")
     held = ", ".join(sorted(entry.name for entry in source.iterdir())[:8]) if source.is_dir() else "no known header"
     formats = ", or ".join(format.description for format in FORMATS.values())
     raise JllamaError(f"{source} is no checkpoint that jllama knows (it holds {held or 'nothing'}): give {formats}")
@@ -269,9 +266,8 @@ def _write(
     format, target = FORMATS[to], target.resolve()  # of a link, what it leads to is replaced
     _check_target(target, source, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
-    needed_bytes = size_bytes(checkpoint, None)
-    if stored := format.stored_dtype(dtype):
-        needed_bytes = int(format.dtypes[stored] * count_parameters(checkpoint.config))
+    each, count = format.dtypes.get(format.stored_dtype(dtype) or ""), count_parameters(checkpoint.config)
+    needed_bytes = int(each * count) if each else size_bytes(checkpoint, None)
     if needed_bytes > (free_bytes := shutil.disk_usage(target.parent).free):
         space = f"{needed_bytes:,} bytes but {free_bytes:,} are free there"
         raise JllamaError(f"{target} needs {space}: make room, or choose another destination or a smaller dtype")
@@ -290,13 +286,13 @@ def _check_target(target: Path, source: Path | None, overwrite: bool) -> None:
     if not target.exists():
         return
     if source is not None:
-        paths = {file.resolve() for file in (source, *(source.iterdir() if source.is_dir() else ()))}
+        paths = {file.resolve() for file in (source, *source.glob("*"))}
         if any(target in (path, *path.parents) for path in paths) or source.resolve() in target.parents:
             raise JllamaError(f"{target} is {source} itself, or holds or lies in it: choose another destination")
     if not overwrite:
         raise JllamaError(f"{target} exists: choose another destination, or set overwrite to replace it")
-    held = sorted(entry.name for entry in target.iterdir()) if target.is_dir() else []
-    others = [name for name in held if not re.fullmatch(rf"({_OF_CHECKPOINTS})|\.({_OF_CHECKPOINTS})\.partial", name)]
+    held = sorted(entry.name for entry in target.glob("*"))  # none of a file
+    others = [name for name in held if not re.fullmatch(rf"\.?({_OF_CHECKPOINTS})(\.partial)?", name)]
     if others or (held and not _recognized(target)):
         what = f"{', '.join((others or held)[:5])}, more or less than a checkpoint"
         raise JllamaError(f"{target} holds {what}, and stays as it is: choose another destination")

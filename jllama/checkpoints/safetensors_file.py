@@ -17,8 +17,7 @@ import safetensors
 from jllama.checkpoints.tensors import NamedTensor, OnProgress, blocks
 from jllama.errors import JllamaError
 
-_TYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
-DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(type_) for name, type_ in _TYPES.items()}
+DTYPES = {"F64": np.dtype("f8"), "F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(jnp.bfloat16)}
 """By the format's names for them; its other dtypes hold no weights of a Llama as they are."""
 
 
@@ -27,26 +26,23 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
 
     One that is cut short or too long, or has a tensor of another dtype than ``DTYPES``, raises JllamaError.
     """
+    tensors = {}
     try:
         mapped = np.memmap(path, np.uint8, "r").view(np.ndarray)
         with safetensors.safe_open(path, "np"):
             pass  # it has checked the header, and that the tensors are all of the file
+        begin = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
+        header = json.loads(mapped[8:begin].tobytes())
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            if dtype not in DTYPES:
+                raise JllamaError(f"{path} holds {name} as {dtype}; jllama reads {', '.join(DTYPES)}")
+            tensors[name] = mapped[begin + start : begin + stop].view(DTYPES[dtype]).reshape(shape)
     except OSError as error:
         raise JllamaError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, safetensors.SafetensorError) as error:
         raise JllamaError(f"{path} is cut short, damaged or no safetensors file: {error}") from error
-    begin = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
-    tensors = {}
-    for name, entry in json.loads(mapped[8:begin].tobytes()).items():
-        if name == "__metadata__":
-            continue
-        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if dtype not in DTYPES:
-            raise JllamaError(f"{path} holds {name} as {dtype}; jllama reads {', '.join(DTYPES)}")
-        try:
-            tensors[name] = mapped[begin + start : begin + stop].view(DTYPES[dtype]).reshape(shape)
-        except ValueError as error:
-            raise JllamaError(f"{path} gives {name} the shape {shape}, which no array can have") from error
     return tensors
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jllama import functional as F
 from jllama.config import LlamaConfig
@@ -31,8 +31,7 @@ BLOCK_BYTES = 16 << 20
 _TILE = 256
 _THREADS = min(4, os.cpu_count() or 1)
 
-OnProgress = Callable[[int], None]
-"""Is called with the number of bytes that were read or written since the last call."""
+OnProgress = Callable[[int], None]  # is called with the number of bytes read or written since the last call
 
 
 @runtime_checkable
@@ -51,8 +50,7 @@ class FileTensor(Protocol):
     def __getitem__(self, rows: slice, /) -> np.ndarray: ...  # start and stop are given, and the step is 1
 
 
-NamedTensor = tuple[str, FileTensor, np.dtype[Any]]
-"""A tensor to write, under its name and in its dtype."""
+NamedTensor = tuple[str, FileTensor, np.dtype[Any]]  # to write, under its name and in its dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,17 +100,22 @@ def blocks(tensor: FileTensor, dtype: np.dtype[Any] | type) -> Iterator[np.ndarr
 
     A number too large for the dtype (float16 ends at 65,504) raises JllamaError.
     """
-    step = _rows_at_once(tensor)
-    for start in range(0, tensor.shape[0], step):
-        yield np.ascontiguousarray(_cast(tensor[start : min(start + step, tensor.shape[0])], dtype))
+    for _, block in _row_blocks(tensor, slice(0, tensor.shape[0]), dtype):
+        yield np.ascontiguousarray(block)
 
 
-def _cast(block: np.ndarray, dtype: np.dtype[Any] | type) -> np.ndarray:
-    try:
-        with np.errstate(over="raise"):
-            return block.astype(dtype, copy=False)
-    except FloatingPointError as error:
-        raise JllamaError(f"a weight is too large for {np.dtype(dtype).name}: choose bfloat16 or float32") from error
+def _row_blocks(tensor: FileTensor, rows: slice, dtype: np.dtype[Any] | type) -> Iterator[tuple[slice, np.ndarray]]:
+    """Some rows in blocks, each with where it is: of a multiple of those that are stored or permuted together."""
+    multiple = getattr(tensor, "rows_at_once", 1)
+    step = multiple * max(1, BLOCK_BYTES // (4 * math.prod(tensor.shape[1:])) // multiple)
+    for start in range(rows.start, rows.stop, step):
+        here = slice(start, min(start + step, rows.stop))
+        try:
+            with np.errstate(over="raise"):
+                block = tensor[here].astype(dtype, copy=False)
+        except FloatingPointError as error:
+            raise JllamaError(f"a weight is too large for {np.dtype(dtype).name}: take bfloat16 or float32") from error
+        yield here, block
 
 
 def same_bits(tensor: FileTensor, other: FileTensor) -> bool:
@@ -125,25 +128,21 @@ def same_bits(tensor: FileTensor, other: FileTensor) -> bool:
 
 def differences(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
     """What two mappings do not have in common, in words; empty if they are equal."""
-    keys = [key for key in expected | actual if actual.get(key) != expected.get(key)]
+    keys = [key for key in {**expected, **actual} if actual.get(key) != expected.get(key)]
     return "; ".join(f"{key} is {actual.get(key, 'absent')}, expected {expected.get(key, 'none')}" for key in keys)
 
 
 def matched(
-    tensors: Mapping[str, FileTensor],
-    config: LlamaConfig,
-    file_format: NamedFormat,
-    source: Path,
-    ignored: Collection[str] = (),
+    tensors: Mapping[str, FileTensor], config: LlamaConfig, file_format: NamedFormat, source: Path
 ) -> dict[str, FileTensor]:
     """The tensors of a file as ``Checkpoint`` has them: by ``TensorSpec.key``, rotary channels half-split.
 
-    All that are missing, not of this model (nor ``ignored``), or of another shape are listed in a JllamaError.
+    All that are missing, not of this model, or of another shape are listed in a JllamaError.
     """
     if config.num_layers > len(tensors):
         raise JllamaError(f"{source} says it has {config.num_layers} layers, but holds {len(tensors)} tensors in all")
     specs = {spec.name(file_format): spec for spec in tensor_specs(config)}
-    shapes = {name: list(tensor.shape) for name, tensor in tensors.items() if name not in ignored}
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     if problems := differences(shapes, {name: list(spec.shape) for name, spec in specs.items()}):
         raise JllamaError(f"{source} does not hold the model that its configuration describes: {problems}")
     if file_format == "huggingface":
@@ -165,39 +164,31 @@ def load_params(
 ) -> Params:
     """Read a checkpoint's parameters into the training layout, layers stacked, straight onto their devices.
 
-    Each device gets its slice, and a process reads no more than the slices of its own devices. An axis that does not
-    divide over the mesh raises UsageError.
-
-    Args:
-        checkpoint: open files.
-        dtype: of the parameters; None keeps each one's own.
-        mesh: splits the parameters over devices, as training does; None puts them on the first device.
-        on_progress: told of the bytes read, counted in ``dtype``.
+    Each device gets its slice, and a process reads no more than the slices of its own devices. ``dtype`` None keeps
+    each parameter's own, ``mesh`` None puts all on the first device, and ``on_progress`` counts bytes in ``dtype``. An
+    axis that does not divide over the mesh raises UsageError.
     """
     config, tensors, dtypes = checkpoint.config, checkpoint.tensors, _dtypes(checkpoint, dtype, mesh)
     table = parameter_table(config)
 
-    def read(path: str, index: Any) -> np.ndarray:
-        """The part of a parameter at ``index``, from the tensors of its layers."""
-        shape = shape_of(row := table[path], config)
-        sizes = dict(zip(row.axes, shape, strict=True))
-        bounds = dict(zip(row.axes, _slices(index, shape), strict=True))
+    def fill(path: str, slices: list[slice], out: np.ndarray) -> None:
+        """Read a part of a parameter from the tensors of its layers."""
+        row = table[path]
+        sizes = dict(zip(row.axes, shape_of(row, config), strict=True))
+        bounds = dict(zip(row.axes, slices, strict=True))
         part = []
         for first, *others in filter(None, (row.outputs, row.inputs)):  # joined axes, of which the first alone is cut
             inner = math.prod(sizes[axis] for axis in others)
             part.append(slice(bounds[first].start * inner, bounds[first].stop * inner))
-        out = _aligned_empty(bounds.values(), dtypes[path])
         specs = [spec for spec in tensor_specs(config) if spec.path == path][bounds.get("layers", slice(None))]
         matrices = [as_matrix(row, layer) for layer in (out if row.axes[0] == "layers" else [out])]
         list(threads.map(lambda spec, matrix: _read(tensors[spec.key], part, matrix, on_progress), specs, matrices))
-        return out
 
     arrays = {}
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
         for path, row in table.items():
             sharding = axes_sharding(mesh, row.axes) if mesh else SingleDeviceSharding(jax.devices()[0])
-            read_part = functools.partial(read, path)
-            arrays[path] = jax.make_array_from_callback(shape_of(row, config), sharding, read_part)
+            arrays[path] = _filled(shape_of(row, config), dtypes[path], sharding, functools.partial(fill, path))
     return unflatten_dict(arrays, sep="/")
 
 
@@ -222,13 +213,10 @@ def load_decode_params(
         sharding = split or SingleDeviceSharding(jax.devices()[0])
         scale = np.empty(spec.shape[0], own) if quantize and row.inputs else None
 
-        def read_part(index: Any) -> np.ndarray:
-            part = _slices(index, spec.shape)
-            out = _aligned_empty(part, own if scale is None else np.dtype(np.int8))
+        def fill(part: list[slice], out: np.ndarray) -> None:
             _read(checkpoint.tensors[spec.key], part, out, on_progress, scale)
-            return out
 
-        values = jax.make_array_from_callback(spec.shape, sharding, read_part)
+        values = _filled(spec.shape, own if scale is None else np.dtype(np.int8), sharding, fill)
         if not row.inputs:
             return values
         scales = None
@@ -254,9 +242,21 @@ def _dtypes(checkpoint: Checkpoint, dtype: Any, mesh: Mesh | None) -> dict[str, 
     return dtypes
 
 
-def _slices(index: Any, shape: tuple[int, ...]) -> list[slice]:
-    """Slices with both ends given, of an array's part."""
-    return [slice(*each.indices(size)[:2]) for each, size in zip(index, shape, strict=True)]
+def _filled(
+    shape: tuple[int, ...], dtype: np.dtype[Any], sharding: Sharding, fill: Callable[[list[slice], np.ndarray], None]
+) -> jax.Array:
+    """An array on its devices, of which ``fill`` writes the slices, each into memory that a CPU takes as it is."""
+
+    def read(index: Any) -> np.ndarray:
+        part = [slice(*each.indices(size)[:2]) for each, size in zip(index, shape, strict=True)]
+        part_shape = [each.stop - each.start for each in part]
+        memory = np.empty(math.prod(part_shape) * dtype.itemsize + 64, np.uint8)
+        start = -memory.ctypes.data % 64  # JAX copies what does not begin at a multiple of it
+        out = memory[start : start + memory.size - 64].view(dtype).reshape(part_shape)
+        fill(part, out)
+        return out
+
+    return jax.make_array_from_callback(shape, sharding, read)
 
 
 def _read(
@@ -267,21 +267,13 @@ def _read(
     Copying is bound by memory, and NumPy lets go of Python's lock meanwhile; each thread holds a few blocks.
     """
     rows, *columns = part
-    step = _rows_at_once(tensor)
-    for start in range(rows.start, rows.stop, step):
-        here = slice(start, min(start + step, rows.stop))
-        block = _cast(tensor[here], out.dtype if scale is None else scale.dtype)
-        num_bytes = block.nbytes // math.prod(block.shape[1:]) * (columns[0].stop - columns[0].start if columns else 1)
+    dtype = out.dtype if scale is None else scale.dtype
+    for here, block in _row_blocks(tensor, rows, dtype):
         if scale is not None:  # of whole rows, whatever columns are asked for
             block, scale[here] = int8_rows(block, np)
-        _copy(block[(slice(None), *columns)], out[start - rows.start : here.stop - rows.start])
-        on_progress(num_bytes)
-
-
-def _rows_at_once(tensor: FileTensor) -> int:
-    """How many rows make about ``BLOCK_BYTES``: a multiple of those that are stored or permuted together."""
-    multiple = getattr(tensor, "rows_at_once", 1)
-    return multiple * max(1, BLOCK_BYTES // (4 * math.prod(tensor.shape[1:])) // multiple)
+        block = block[(slice(None), *columns)]
+        _copy(block, out[here.start - rows.start : here.stop - rows.start])
+        on_progress(block.size * dtype.itemsize)
 
 
 def _copy(block: np.ndarray, out: np.ndarray) -> None:
@@ -293,14 +285,6 @@ def _copy(block: np.ndarray, out: np.ndarray) -> None:
         for left in range(0, block.shape[1], _TILE):
             tile = slice(start, start + _TILE), slice(left, left + _TILE)
             out[tile] = block[tile]
-
-
-def _aligned_empty(part: Iterable[slice], dtype: np.dtype[Any]) -> np.ndarray:
-    """Uninitialized memory at a multiple of 64 bytes: JAX takes such an array on a CPU without copying it."""
-    shape = tuple(each.stop - each.start for each in part)
-    memory = np.empty(math.prod(shape) * dtype.itemsize + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    return memory[start : start + memory.size - 64].view(dtype).reshape(shape)
 
 
 class TensorsOfParams(Mapping[str, FileTensor]):

@@ -663,9 +663,9 @@ def test_an_absurdly_large_config_is_not_read(tiny):
 
 def test_missing_files_are_named(tiny):
     (tiny / "model.safetensors").rename(tiny / "other.safetensors")
-    assert "has other.safetensors instead of" in message(read, tiny)
+    assert "has config.json, other.safetensors instead of" in message(read, tiny)
     (tiny / "other.safetensors").unlink()
-    assert "no safetensors" in message(read, tiny)
+    assert "has config.json instead of" in message(read, tiny)
     (tiny / "pytorch_model.bin").touch()
     assert "pickle" in message(read, tiny)
     (tiny / "config.json").unlink()

@@ -202,7 +202,6 @@ def test_weights_are_mapped_not_read(tmp_path):
         ({"norm_eps": 1e-6}, {}, None, "its norm_eps is 1e-06, and run.c has 1e-05"),
         ({"rope_scaling": LinearScaling(2.0)}, {}, None, "its rope_scaling is LinearScaling"),
         ({"head_dim": 32}, {}, None, "its head_dim is 32, and run.c has embed_dim / num_heads, 64"),
-        ({}, {}, np.dtype(jnp.bfloat16), "to be bfloat16, and the format has float32 alone"),
         ({}, {"chat_template": "{{ messages }}"}, None, "it has a chat template"),
         ({}, {"stop_ids": (3, 4)}, None, "tokens 3, 4 end its answers"),
     ],
@@ -278,15 +277,13 @@ def test_later_versions_are_refused_by_name(tmp_path, version):
     file = tmp_path / "model.bin"
     file.write_bytes(struct.pack("<Ii", 0x616B3432, version) + b"\0" * 300)
     assert llama2c.recognizes(file)
-    with pytest.raises(JllamaError, match=f"is a llama2.c file of version {version}"):
+    with pytest.raises(JllamaError, match=r"is a llama2\.c file of version 1 or 2: export it with --version 0"):
         llama2c.read(file)
 
 
 def test_other_files_and_folders_are_not_taken_for_one(tmp_path):
     assert not llama2c.recognizes(tmp_path)
     assert not llama2c.recognizes(tmp_path / "none.bin")
-    with pytest.raises(JllamaError, match=r"there is no llama2\.c file"):
-        llama2c.read(tmp_path / "none.bin")
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04" + bytes(range(200)))
     (tmp_path / "tokenizer.bin").write_bytes(struct.pack("<ifi", 27, -0.0, 5) + b"<unk>" * 9)
     (tmp_path / "tokens.bin").write_bytes(np.arange(300, dtype=np.uint16).tobytes())

@@ -310,7 +310,7 @@ def test_context_lengths_of_families(tmp_path):
     folder = metas_folder(tmp_path / "y", CONFIG)
     (folder / "jllama.json").write_text('{"max_seq_len": 77}')
     assert read(folder).config.max_seq_len == 77
-    for wrong in ('{"max_seq_len": 0}', "{}", "[]", "77"):
+    for wrong in ('{"max_seq_len": 0}', '{"max_seq_len": 1e3}', "[]", "77"):
         (folder / "jllama.json").write_text(wrong)
         refused(folder, "jllama.json")
 

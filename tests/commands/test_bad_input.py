@@ -245,9 +245,9 @@ def test_the_checkpoint_folder(small_run, fails, tmp_path):
     cases = [
         (tmp_path / "missing", "there is no checkpoint at"),
         (tmp_path, "is no checkpoint that jllama knows"),
-        (run / "checkpoints", f"lies inside a run: give the run's folder itself, {run}"),
-        (run / "checkpoints" / "20", f"lies inside a run: give the run's folder itself, {run}"),
-        (run / "config.yaml", f"lies inside a run: give the run's folder itself, {run}"),
+        (run / "checkpoints", f"is no checkpoint by itself: give its folder, {run}"),
+        (run / "checkpoints" / "20", f"is no checkpoint by itself: give its folder, {run}"),
+        (run / "config.yaml", f"is no checkpoint by itself: give its folder, {run}"),
     ]
     for path, said in cases:
         code, message = fails("sample", "--checkpoint", path)
