@@ -50,11 +50,6 @@ class Document(NamedTuple):
     name: str
     blocks: Callable[[], Iterator[str]]
 
-    @property
-    def text(self) -> str:
-        """The whole of it."""
-        return "".join(self.blocks())
-
 
 def corpus_files(path: str, cache_dir: Path) -> dict[str, Path]:
     """The files of a corpus by their name within it, sorted; JllamaError if there is none.

@@ -103,8 +103,8 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
     with fault_of(advice, OSError, ValueError, KeyError, TypeError):
         counts = json.loads((folder / "counts.json").read_text())
         sizes = {folder / f"{split}.bin": counts[split]["tokens"] for split in SPLITS}
-        arrays = [np.memmap(path, counts["dtype"], mode="r", shape=(size,)) for path, size in sizes.items()]
-        return Dataset(tokenizer, *arrays, fingerprint, counts)
+        train, validation = (np.memmap(path, counts["dtype"], "r", shape=(size,)) for path, size in sizes.items())
+        return Dataset(tokenizer, train, validation, fingerprint, counts)
 
 
 def split_documents(documents: Iterable[Document], validation_fraction: float) -> Iterator[Block]:

@@ -16,8 +16,8 @@ class OptimizerConfig:
     """An optimizer under a warm-up and a cosine.
 
     Args:
-        name: ``adamw`` (arXiv:1711.05101); ``lion`` (arXiv:2302.06675), with half its memory and about a fifth of
-            its learning rate; or ``adafactor`` (arXiv:1804.04235), whose second moments are rows and columns alone.
+        name: ``adamw`` (arXiv:1711.05101), ``lion`` (arXiv:2302.06675, at a fifth of the rate) or ``adafactor``
+            (arXiv:1804.04235), which hold two moments, one, and rows and columns of one alone.
         learning_rate: the peak, reached at the end of the warm-up.
         final_fraction: the learning rate ends at this share of the peak.
         warmup_fraction: the share of all steps over which the learning rate rises linearly.
@@ -92,8 +92,8 @@ class LoopConfig:
         sizes = "seq_len steps epochs eval_tokens save_every z_loss sample_tokens"
         check(sizes, lambda value: 0 <= value < 2**31, "from 0 to below 2**31")
         check("steps", lambda steps: bool(steps or self.epochs), "positive, or training.epochs")
-        only = f"0 or left out, since training.epochs is {self.epochs}"
-        check("steps", lambda steps: not self.epochs or steps in (0, LoopConfig.steps), only)
+        if self.epochs:
+            check("steps", (0, LoopConfig.steps).__contains__, f"0 or left out, since training.epochs is {self.epochs}")
         divisor = f"a divisor of training.batch_size, {self.batch_size}"
         check("accumulation", lambda parts: self.batch_size % parts == 0, divisor)
 
@@ -109,9 +109,8 @@ class TrainConfig:
 
     Args:
         model: the architecture; with ``init_from`` the checkpoint's own is taken, and this one is not.
-        init_from: begin from the weights of a checkpoint in any format (a folder, a file or a hub id), with its
-            architecture and tokenizer; at the command line ``training.batch_size`` is 4 then and
-            ``optimizer.learning_rate`` 2e-5, unless given.
+        init_from: begin from the weights, architecture and tokenizer of a checkpoint: a folder, a file or a hub id;
+            ``training.batch_size`` is 4 then at the command line, and ``optimizer.learning_rate`` 2e-5, unless given.
         rope_factor: with ``init_from``, the RoPE scaling factor that Meta's params.json leaves out.
         run_dir: the folder that will hold the run: configuration, tokenizer, metrics, checkpoints, samples, report.
         seed: of the initial weights, the order of the data and the samples.

@@ -28,14 +28,12 @@ from jllama.language_model import LanguageModel
 from jllama.model import check_attention
 from jllama.parameters import count_parameters
 from jllama.progress import progress
-from jllama.sharding import make_mesh
 from jllama.stop import Stopped, stop_signals
 from jllama.tokenizers import has_tokenizer, load_tokenizer
 from jllama.training import run_folder
 from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation, check_memory, evaluate, summarize
 from jllama.training.optimizer import learning_rate_at, make_optimizer
-from jllama.training.report import write_report
 from jllama.training.step import StepMetrics, Training, TrainState, compile_training
 
 
@@ -176,10 +174,8 @@ class _Run:
         key = jax.eval_shape(jax.jit(jax.random.key_data, out_shardings=abstract.key.sharding), abstract.key)
         others = {"opt_state": abstract.opt_state, "step": abstract.step, "key": key}
         params, saved, meta = self.checkpoints.restore(step, abstract.params, others)
-        if self.data.fingerprint not in (
-            meta.get("corpus"),
-            *meta.get("identity", {}).values(),
-        ):  # 0.1.0: an identity
+        corpora = (meta.get("corpus"), *meta.get("identity", {}).values())  # 0.1.0 wrote an identity
+        if self.data.fingerprint not in corpora:
             said = f"changed since {self.checkpoints.folder / str(step)} was saved: the corpus or its tokenizer"
             raise JllamaError(f"{said}; restore what it was, or start a new run with another run_dir")
         self.batches.set_state(meta["batches"])
@@ -203,7 +199,8 @@ class _Run:
         self.console.print(f"{prompt}{text}\n", style="dim")
 
     def report(self, evaluation: Evaluation | None) -> None:
-        write_report(self.config, self.data, describe_devices(self.training.mesh), evaluation, self.seconds())
+        devices = describe_devices(self.training.mesh)
+        run_folder.write_report(self.config, self.data, devices, evaluation, self.seconds())
 
     @contextlib.contextmanager
     def attempt(self, doing: str) -> Iterator[None]:
@@ -252,10 +249,9 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
             return Evaluation(**final[-1]["final"])
 
     # The devices, the programs, the state
-    mesh = make_mesh(config.mesh)
     if warning := idle_accelerator():
         console.print(f"warning: {warning}", style="yellow")
-    training = compile_training(config, mesh, bos_id=data.tokenizer.bos_id)
+    training = compile_training(config, bos_id=data.tokenizer.bos_id)
     check_memory(config, training)
     size = {"batch_size": options.batch_size, "seq_len": options.seq_len, "seed": config.seed}
     batches = training_batches(data.train, **size, process_index=jax.process_index(), process_count=jax.process_count())
@@ -264,14 +260,13 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
     if existing:
         run.restore(step)
     else:
-        params = load_params(origin, jnp.float32, mesh) if origin else None
+        params = load_params(origin, jnp.float32, training.mesh) if origin else None
         run.state = training.init(jax.random.key(config.seed), params)
     run_folder.write_config(folder, config, step)
     if not (existing and has_tokenizer(folder)):
         data.tokenizer.save(folder)
-    parameters = f"{count_parameters(config.model):,} parameters on {describe_devices(mesh)}"
-    attention = choose_attention(options.seq_len, options.seq_len)
-    attention = attention if options.attention == "auto" else options.attention
+    parameters = f"{count_parameters(config.model):,} parameters on {describe_devices(training.mesh)}"
+    attention = {"auto": choose_attention(options.seq_len, options.seq_len)}.get(options.attention, options.attention)
     tokens = f"{attention} attention, {len(data.train):,} training tokens"
     console.print(f"{folder}: {parameters}, {tokens}, step {step:,} of {options.steps:,}", style="bold")
     return run

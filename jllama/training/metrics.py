@@ -56,8 +56,7 @@ def summarize(steps: Sequence[StepMetrics], elapsed_s: float, config: TrainConfi
     kind = jax.devices()[0].device_kind
     peak = next((1e12 * teraflops for name, teraflops in _TERAFLOPS.items() if kind.startswith(name)), None)
     return {
-        "loss": float(np.mean([float(step.loss) for step in steps])),
-        "grad_norm": float(np.mean([float(step.grad_norm) for step in steps])),
+        **{name: float(np.mean([float(getattr(step, name)) for step in steps])) for name in ("loss", "grad_norm")},
         "tokens_per_s": tokens_per_s,
         "step_s": elapsed_s / len(steps),
         "flops_per_s": flops_per_s,
@@ -85,7 +84,6 @@ def check_memory(config: TrainConfig, training: Training, available_bytes: int |
     have = available_bytes or device_memory_bytes(device)
     if have and sharing * (state_bytes + activation_bytes) > have:
         sizes = [f"{size / 2**30:,.1f} GiB" for size in (sharing * state_bytes, sharing * activation_bytes, have)]
-        raise UsageError(
-            f"the model and its optimizer take {sizes[0]} and a batch {sizes[1]}, which {describe_devices(mesh)} with "
-            f"{sizes[2]} cannot hold: take a smaller model, training.batch_size or training.seq_len, or more devices"
-        )
+        said = f"the model and its optimizer take {sizes[0]} and a batch {sizes[1]}, over the {sizes[2]} of"
+        advice = "take a smaller model, training.batch_size or training.seq_len, or more devices"
+        raise UsageError(f"{said} {describe_devices(mesh)}: {advice}")

@@ -27,7 +27,7 @@ def test_the_least_that_a_run_takes():
     """16 bytes a parameter, and 2 for each number of a layer's input: one byte less is too little."""
     needed = 16 * count_parameters(MODEL) + 2 * 2 * 8 * 128 * 64 + SCALARS
     check(CONFIG, needed)
-    with pytest.raises(UsageError, match=r"take 0.0 GiB .* one CPU with 0.0 GiB cannot hold: take a smaller"):
+    with pytest.raises(UsageError, match=r"take 0.0 GiB .*, over the 0.0 GiB of one CPU: take a smaller"):
         check(CONFIG, needed - 1)
     parts = dataclasses.replace(CONFIG, training=LoopConfig(batch_size=8, seq_len=128, accumulation=4))
     check(parts, needed - 3 * 2 * 2 * 2 * 128 * 64)
