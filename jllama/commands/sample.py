@@ -89,22 +89,23 @@ def main(argv: Sequence[str], prog: str) -> int:
     from jllama.generation.decode_batch import check_batch
     from jllama.generation.text import encode_prompt
 
-    try:
-        text = sys.stdin.buffer.read().decode() if options.prompt == "-" else options.prompt
-    except UnicodeDecodeError as error:
-        raise UsageError(f"the prompt on stdin is not UTF-8 text: {error}") from error
+    if options.prompt == "-":
+        try:
+            options = dataclasses.replace(options, prompt=sys.stdin.buffer.read().decode())
+        except UnicodeDecodeError as error:
+            raise UsageError(f"the prompt on stdin is not UTF-8 text: {error}") from error
     if options.prompts_file and not Path(options.prompts_file).is_file():  # known before a large model is loaded
         raise JllamaError(f"there is no prompts_file at {options.prompts_file}: give a .jsonl file")
     model = options.load_model()
     ends = options.max_new_tokens or None, options.stop, options.stop_ids
-    prompt = encode_prompt(model, jllama.Prompt(text, sampling_params(options), *ends))
+    prompt = encode_prompt(model, jllama.Prompt(options.prompt, sampling_params(options), *ends))
     check_batch(model.config, options.batch_size if options.prompts_file else options.n, options.speculate)
     options.say_loaded(model)
     problems: list[str] = []
     if options.prompts_file:
         completions, problems = complete_file(model, prompt, options)
     else:
-        completions = (_compare if options.compare else _print_texts)(model, text, prompt, options)
+        completions = (_compare if options.compare else _print_texts)(model, prompt, options)
     if options.speculate:
         drafted, accepted = sum(each.drafted for each in completions), sum(each.accepted for each in completions)
         share = f", {accepted / drafted:.0%}" if drafted else ""
@@ -114,14 +115,12 @@ def main(argv: Sequence[str], prog: str) -> int:
     return 1 if problems else 0
 
 
-def _print_texts(
-    model: jllama.LanguageModel, text: str, prompt: jllama.Prompt, options: SampleOptions
-) -> list[jllama.Completion]:
+def _print_texts(model: jllama.LanguageModel, prompt: jllama.Prompt, options: SampleOptions) -> list[jllama.Completion]:
     """The continuations of an encoded prompt by consecutive seeds; a single one is shown as it comes."""
     from jllama.commands.prompts_file import log_probs, result, with_seed
     from jllama.generation.text import STEPS, STEPS_SHOWN, generate_batch
 
-    echo = text if (not options.json if options.echo is None else options.echo) else ""
+    echo = options.prompt if (not options.json if options.echo is None else options.echo) else ""
     streams = options.n == 1 and not options.json
     prompts = [with_seed(prompt, number) for number in range(options.n)]
     if streams:
@@ -134,7 +133,7 @@ def _print_texts(
     for number, (each, completion) in enumerate(zip(prompts, completions, strict=True), 1):
         seed = each.sampling.seed
         if options.json:
-            line = {"prompt": text, "seed": seed} | result(model, options, text, each, completion)
+            line = {"prompt": options.prompt, "seed": seed} | result(model, options, options.prompt, each, completion)
             print(json.dumps(line, ensure_ascii=False))
             continue
         print("" if streams else f"--- text {number} of {options.n}, seed {seed}\n{echo}{completion.text}")
@@ -146,15 +145,13 @@ def _print_texts(
     return completions
 
 
-def _compare(
-    model: jllama.LanguageModel, text: str, prompt: jllama.Prompt, options: SampleOptions
-) -> list[jllama.Completion]:
+def _compare(model: jllama.LanguageModel, prompt: jllama.Prompt, options: SampleOptions) -> list[jllama.Completion]:
     """All the settings as the rows of one batch, and of one table."""
     replace = dataclasses.replace
     rows = [replace(prompt, sampling=replace(sampling, seed=options.seed)) for sampling in COMPARED.values()]
     table = Table("setting", Column("text", overflow="fold", min_width=6), show_lines=True)  # which must not vanish
     completions = jllama.generate(model, rows, speculate=options.speculate)
     for name, completion in zip(COMPARED, completions, strict=True):
-        table.add_row(name, Text(text, "bold") + Text(completion.text))
+        table.add_row(name, Text(options.prompt, "bold") + Text(completion.text))
     Console().print(table)
     return completions
