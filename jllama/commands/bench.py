@@ -99,8 +99,8 @@ def main(argv: Sequence[str], prog: str) -> int:
         print(json.dumps({**figures, "speeds": speeds, "first_token_s": firsts}))
         return 0
     Console().print(table)
-    for process, seconds in zip(("first", "second"), firsts, strict=False):
-        print(f"first token, {process} process: {seconds:.1f} s")
+    for number, seconds in enumerate(firsts, 1):
+        print(f"first token of process {number}: {seconds:.1f} s")
     return 0
 
 

@@ -316,7 +316,8 @@ def _prepare_process() -> None:
 
 def _nearest(name: str, options: Iterable[str]) -> str:
     """The words that suggest an option, by what other tools call it, by how it begins, or by its letters."""
-    aliases, meant = dict(entry.split("=") for entry in _ALIASES.split()), {}
+    aliases = {name: others for name, _, others in (entry.partition("=") for entry in _ALIASES.split())}
+    meant: dict[str, str] = {}
     for option in (each.removeprefix("--") for each in options):
         own = option.rpartition(".")[2]  # the group may be missing or wrong: --learning_rate
         meant |= dict.fromkeys([option, own, *aliases.get(own, own).split(",")], option)

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 
 import jllama
@@ -50,9 +51,6 @@ def main(argv: Sequence[str], prog: str) -> int:
     from jllama.verify.checks import TOLERANCE
     from jllama.verify.conformance import VARIANTS, jllama_itself, model_error, weights
 
-    def gib(num_bytes: int | None, text: str) -> str:
-        return text.format(f"{num_bytes / 2**30:,.1f} GiB") if num_bytes else ""
-
     checked = VARIANTS["Llama 3.2 tied"]
     config = open_checkpoint(options.checkpoint).config if options.checkpoint else checked
     config = jllama.preset(options.preset) if options.preset else config
@@ -60,18 +58,18 @@ def main(argv: Sequence[str], prog: str) -> int:
     console.print(f"Python {platform.python_version()} on {platform.platform()}")
     console.print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES.split()))
     for device in jax.devices():
-        memory = "" if device.platform == "cpu" else gib(device_memory_bytes(device), ", {}")
-        console.print(f"device {device.id}: {device.platform} {device.device_kind}{memory}")
-    memory = gib(machine_memory_bytes(), "{} of memory, ") + gib(shutil.disk_usage(folder).free, "{} free in ")
-    console.print(f"{memory}{folder}, terminal: {console.is_terminal}")
+        memory = decimal(device_memory_bytes(device) or 0)
+        console.print(f"device {device.id}: {device.platform} {device.device_kind}, {memory}")
+    memory, free = decimal(machine_memory_bytes() or 0), decimal(shutil.disk_usage(folder).free)
+    console.print(f"{memory} of memory, {free} free in {folder}")
     console.print(f"cache: {cache_folder()}, which may be removed at any time")
     length = config.max_seq_len
     train, decode = (F.choose_attention(seq, length, backward=seq > 1) for seq in (length, 1))
     print(f"attention over {length:,} tokens: training by {train}, decoding by {decode}")
     console.print(summary_table(config))
     takes = {"float32": 4, "bfloat16": 2, "int8": 1, "training (float32 and Adam)": 16}
-    count = count_parameters(config)
-    print(", ".join(gib(size * count, f"{what} {{}}") for what, size in takes.items()), "at least")
+    sizes = (f"{what} {decimal(size * count_parameters(config))}" for what, size in takes.items())
+    print(", ".join(sizes), "at least")
     with jax.default_matmul_precision("highest"):
         error = model_error(jllama_itself(), checked, weights(checked), checked)
     print(f"a small Llama's logits against the float64 oracle: relative error {error:.1e}, tolerance {TOLERANCE:.0e}")
