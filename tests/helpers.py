@@ -22,8 +22,8 @@ def byte_level_bpe(texts: Sequence[str], vocab_size: int, pre: str) -> tuple[lis
     trained = tokenizers.Tokenizer.from_str(json.dumps(whole))
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=BYTE_CHARS, show_progress=False)
     trained.train_from_iterator(texts, trainer)
-    merges = json.loads(trained.to_str())["model"]["merges"]
-    return sorted(trained.get_vocab(), key=trained.token_to_id), [(left, right) for left, right in merges]
+    model = json.loads(trained.to_str())["model"]
+    return sorted(model["vocab"], key=model["vocab"].get), [(left, right) for left, right in model["merges"]]
 
 
 def trained_smollm(texts: Sequence[str], vocab_size: int, pre: str = "smollm") -> HuggingFaceTokenizer:

@@ -26,8 +26,7 @@ from jllama.errors import JllamaError
 from jllama.files import fault_of, read_fields, read_json_object, write_json
 from jllama.parameters import PARAMETERS, tensor_specs
 from jllama.rope_scaling import ROPE_SCALINGS, RopeScaling
-from jllama.tokenizers import Tokenizer, has_tokenizer, load_tokenizer
-from jllama.tokenizers.convert import save_huggingface
+from jllama.tokenizers import Tokenizer, has_tokenizer, load_tokenizer, save_huggingface
 
 CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG = "config.json", "generation_config.json", "tokenizer_config.json"
 WEIGHTS, INDEX, CHAT_TEMPLATE = "model.safetensors", "model.safetensors.index.json", "chat_template.jinja"

@@ -23,8 +23,7 @@ from jllama.files import fault_of, read_fields, read_json_object, write_json
 from jllama.parameters import PARAMETERS, tensor_specs
 from jllama.presets import PRESETS, differing, presets_of_shape
 from jllama.rope_scaling import Llama3Scaling, RopeScaling
-from jllama.tokenizers import load_tokenizer
-from jllama.tokenizers.convert import save_meta
+from jllama.tokenizers import load_tokenizer, save_meta
 
 PARAMS, SHARD = "params.json", "consolidated.{:02}.pth"
 Shards = dict[str, dict[str, np.ndarray]]  # the tensors of each shard, by the name of its file

@@ -13,7 +13,6 @@ from jllama.generation.prefill import PrefixCache
 from jllama.generation.sampling_params import SamplingFields, SamplingParams
 from jllama.generation.text import Completion, generate, stream
 from jllama.language_model import LanguageModel
-from jllama.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
 
 Message = Mapping[str, Any]
 """``{"role": "system", "user" or "assistant", "content": text}``, as in transformers."""
@@ -45,8 +44,7 @@ def chat_template(model: LanguageModel, choice: str | None = None) -> str:
     for token, name in {"<|start_header_id|>": "llama3", "<|im_start|>": "chatml"}.items():
         if token in tokenizer.special_tokens:
             return TEMPLATES[name]
-    has_pieces = isinstance(tokenizer, HuggingFaceTokenizer) and not tokenizer.is_byte_level
-    if has_pieces or isinstance(tokenizer, SentencePieceTokenizer):
+    if not tokenizer.is_byte_level:
         return TEMPLATES["llama2"]
     wrong = "the checkpoint has no chat template and its tokenizer no special tokens of a known one"
     raise JllamaError(f"{wrong}: give one of {names} or a file, if the model was trained to converse at all")
@@ -107,9 +105,8 @@ def chat(
         messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a llama?"}]
         print(jllama.chat(model, messages, max_new_tokens=200, temperature=0.7).text)
 
-    Each message has a ``role`` (``system``, ``user``, ``assistant``) and a ``content``, its text. ``template`` is
-    Jinja, None is ``chat_template(model)``; the other arguments are those of ``generate``. Raises ``JllamaError``: a
-    message is not as it should be, the conversation exceeds the context, there is no tokenizer, or the template fails.
+    ``template`` is Jinja, None is ``chat_template(model)``; the other arguments are those of ``generate``. Raises
+    ``JllamaError`` as ``chat_ids`` does, and where the conversation exceeds the context.
     """
     ids, ends = _answerable(model, messages, template, max_new_tokens)
     return generate(model, ids, sampling, stop=stop, **ends, **fields)[0]

@@ -54,7 +54,15 @@ def _ask(request: bytes) -> dict[str, str]:
     worker = _workers.get(os.getpid())
     if worker is None or worker.poll() is not None:
         _stop()
-        worker = _workers[os.getpid()] = _start()
+        # It imports only the standard library and jinja2, not what the user's folder or path holds. Its session is its
+        # own, as Ctrl-C in the terminal means the parent.
+        specs = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
+        folders = [str(Path(spec.origin).parents[1]) for spec in specs if spec is not None and spec.origin]
+        script = Path(__file__).with_name("template_worker.py")
+        program = [sys.executable, "-I", "-S", str(script), str(MEMORY_BYTES), *folders]
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        worker = subprocess.Popen(program, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True)
+        _workers[os.getpid()] = worker
     assert worker.stdin is not None and worker.stdout is not None  # noqa: PT018
     clock, reply = threading.Timer(CLOCK_SECONDS, worker.kill), {}
     clock.start()
@@ -73,15 +81,6 @@ def _ask(request: bytes) -> dict[str, str]:
         clock.cancel()
         if not reply:
             _stop()
-
-
-def _start() -> subprocess.Popen[bytes]:
-    """A worker that imports nothing but the standard library and jinja2: not what the user's folder or path holds."""
-    specs = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
-    folders = [str(Path(spec.origin).parents[1]) for spec in specs if spec is not None and spec.origin]
-    program = [sys.executable, "-I", "-S", str(Path(__file__).with_name("template_worker.py")), str(MEMORY_BYTES)]
-    pipe, null = subprocess.PIPE, subprocess.DEVNULL  # a session of its own, as Ctrl-C in the terminal means the parent
-    return subprocess.Popen([*program, *folders], stdin=pipe, stdout=pipe, stderr=null, start_new_session=True)
 
 
 @atexit.register

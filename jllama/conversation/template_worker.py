@@ -48,13 +48,11 @@ def _tojson(x: Any, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(x, ensure_ascii=ensure_ascii, **options)
 
 
-@functools.lru_cache(maxsize=8)
-def _compiled(template: str) -> jinja2.Template:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
-    return environment.from_string(template)
+_environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+_environment.filters["tojson"] = _tojson
+_environment.globals["raise_exception"] = _raise_exception
+_environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
+_compiled = functools.lru_cache(maxsize=8)(_environment.from_string)
 
 
 def _reply(template: str, variables: dict[str, Any]) -> dict[str, str]:

@@ -1,5 +1,6 @@
-"""Text to token ids and back: one base class, and the tokenizers of it."""
+"""Text to token ids and back: one base class, the tokenizers of it, and their files."""
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -56,3 +57,30 @@ def _read(file: Path) -> Tokenizer:
     model = file.read_bytes()
     is_list_of_ranks = re.match(rb"[A-Za-z0-9+/]+=* \d+\s", model)
     return (TiktokenTokenizer if is_list_of_ranks else SentencePieceTokenizer)(model, str(file))
+
+
+def as_huggingface(tokenizer: Tokenizer) -> HuggingFaceTokenizer:
+    """A tokenizer of any kind as a ``tokenizer.json`` that gives the same ids; JllamaError if there is none."""
+    is_one = isinstance(tokenizer, HuggingFaceTokenizer)
+    return tokenizer if is_one else HuggingFaceTokenizer.from_vocabulary(tokenizer.vocabulary())
+
+
+def save_huggingface(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write ``tokenizer.json``, ``tokenizer_config.json`` and a SentencePiece model's own file; errors as above."""
+    as_huggingface(tokenizer).save(folder)
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        tokenizer.save(folder)
+
+
+def save_meta(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write ``tokenizer.model`` as Meta has it, if the tokenizer is of Llama 2's or 3's kind, or else its own file.
+
+    The latter is no use to Meta's own code, but jllama reads it. So is a tokenizer kept that adds no BOS: Meta's do.
+    """
+    if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.add_bos:
+        if not tokenizer.is_byte_level:
+            tokenizer = SentencePieceTokenizer.from_vocabulary(tokenizer.vocabulary())
+        else:
+            with contextlib.suppress(JllamaError):
+                tokenizer = TiktokenTokenizer.from_vocabulary(tokenizer.vocabulary())
+    tokenizer.save(folder)

@@ -17,8 +17,7 @@ from jllama.tokenizers.vocabulary import BYTE_CHARS, TokenType, Vocabulary
 class Tokenizer(ABC):
     """Text to token ids and back. ``decode(encode(text)) == text`` for every text whose bytes the vocabulary has.
 
-    Llama's own have every byte; SmolLM2's lacks those of six control characters and of U+40000 to U+BFFFF, and drops
-    them.
+    Llama's have every byte; SmolLM2's drops six control characters and U+40000 to U+BFFFF, whose bytes it lacks.
 
     >>> tokenizer = BytesTokenizer()
     >>> tokenizer.encode("Hi")
@@ -30,6 +29,7 @@ class Tokenizer(ABC):
         vocab_size: number of ids: they run from 0 to ``vocab_size - 1``.
         bos_id, eos_id: the tokens that begin and end every document.
         add_bos: whether a prompt begins with BOS, as the model was trained.
+        is_byte_level: whether tokens are made of bytes, not of characters as SentencePiece's.
         special_tokens: texts that stand for one token each in ``encode_with_special_tokens``, BOS and EOS among them.
         file_name, content: the file that holds it.
     """
@@ -38,16 +38,14 @@ class Tokenizer(ABC):
     bos_id: int
     eos_id: int
     add_bos: bool = True
+    is_byte_level: bool = True
     special_tokens: dict[str, int]
     file_name: str
     content: bytes
     _token_bytes: np.ndarray
 
     def encode(self, text: str) -> list[int]:
-        """The ids of ``text``, without BOS and EOS; special tokens spelled out in it are encoded as text.
-
-        A lone surrogate raises JllamaError.
-        """
+        """The ids of ``text``, special tokens in it encoded as text; a lone surrogate raises JllamaError."""
         check_text(text)
         return self._encode(text)
 
@@ -62,10 +60,7 @@ class Tokenizer(ABC):
         return list(itertools.chain.from_iterable(ids))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``; special tokens give nothing, invalid UTF-8 gives U+FFFD.
-
-        An id outside the vocabulary raises JllamaError.
-        """
+        """The text of ``ids``; special tokens give nothing, invalid UTF-8 U+FFFD, an id that is none a JllamaError."""
         array = np.asarray(ids, np.int64)
         if outside := array[(array < 0) | (array >= self.vocab_size)].tolist():
             said = f"token {outside[0]} is outside the tokenizer's vocabulary of {self.vocab_size}"

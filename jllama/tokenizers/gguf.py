@@ -41,8 +41,8 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> SentencePieceTokenize
     except (TypeError, UnicodeEncodeError):
         raise JllamaError(f"{source} has tokens that are not text in UTF-8") from None
     count = max((id + 1 for id, kind in enumerate(kinds) if kind != TokenType.UNUSED), default=0)  # without padding
-    ids_are_right = min(bos_id, eos_id) >= 0 and max(bos_id, eos_id) < count
-    check(ids_are_right, f"{count} tokens, but BOS and EOS are {bos_id} and {eos_id}")
+    ids = range(count)
+    check(bos_id in ids and eos_id in ids, f"{count} tokens, but BOS and EOS are {bos_id} and {eos_id}")
     tokens, kinds = tokens[:count], kinds[:count]
     token, times = Counter(tokens).most_common(1)[0]
     check(times == 1, f"the token {token!r} twice")

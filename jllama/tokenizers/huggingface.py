@@ -33,21 +33,18 @@ PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
 
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 _PREPEND = {"type": "Prepend", "prepend": SPACE}
-_SPACES = {False: {"type": "Sequence", "normalizers": [_REPLACE]}}
-_SPACES |= {True: {"type": "Sequence", "normalizers": [_PREPEND, _REPLACE]}}
-_METASPACE = {"type": "Metaspace", "replacement": SPACE, "split": False}
+_METASPACE = {"type": "Metaspace", "replacement": SPACE, "split": False}  # of transformers 5
 
-# A text's part that is a token is taken as it is, unmerged, where ``ignore_merges``: by Llama 3's alone.
+# A part of the text that is a token is taken as it is, unmerged, where ``ignore_merges``: by Llama 3's alone.
 _FORMS: dict[str | bool, tuple[Any, Any, bool, bool]]
 _FORMS = {name: (None, split, name == "llama-bpe", False) for name, split in PRE_TOKENIZERS.items()}
-_FORMS |= {prefix: (spaces, None, False, True) for prefix, spaces in _SPACES.items()}
-"""Normalizer, pre-tokenizer, ``ignore_merges`` and ``byte_fallback`` for each ``pre`` or else ``add_space_prefix``."""
+_FORMS[False] = {"type": "Sequence", "normalizers": [_REPLACE]}, None, False, True
+_FORMS[True] = {"type": "Sequence", "normalizers": [_PREPEND, _REPLACE]}, None, False, True
+"""Normalizer, pre-tokenizer, ``ignore_merges`` and ``byte_fallback`` of each ``pre`` or else ``add_space_prefix``."""
 
-_OTHER_FORMS = [(False, (_REPLACE, None, False, True))]
-_OTHER_FORMS += [
-    (scheme != "never", (None, _METASPACE | {"prepend_scheme": scheme}, False, True))  # transformers 5
-    for scheme in ("never", "first", "always")
-]
+_SCHEMES = {"never": False, "first": True, "always": True}
+_OTHER_FORMS = [(name, (None, _METASPACE | {"prepend_scheme": key}, False, True)) for key, name in _SCHEMES.items()]
+_OTHER_FORMS += [(False, (_REPLACE, None, False, True))]
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -83,8 +80,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if self.vocab_size > MAX_SIZES["vocab_size"]:
             raise JllamaError(f"{source} has the token id {self.vocab_size - 1}, which no Llama has: it is damaged")
         if not 0 <= min(bos_id, eos_id) <= max(bos_id, eos_id) < self.vocab_size:
-            said = f"{self.vocab_size} tokens, but BOS and EOS are said to be {bos_id}, {eos_id}"
-            raise JllamaError(f"{source} has {said}")
+            raise JllamaError(f"{source} has {self.vocab_size} tokens, but BOS and EOS are {bos_id} and {eos_id}")
         self.bos_id, self.eos_id = bos_id, eos_id
         self.texts = [self._library.id_to_token(id) or "" for id in range(self.vocab_size)]
         begins_with_bos = self._library.encode("").ids[:1] == [bos_id]
@@ -120,9 +116,7 @@ class HuggingFaceTokenizer(Tokenizer):
     @functools.cached_property
     def _with_special_tokens(self) -> tokenizers.Tokenizer:
         """A second one, as the setting that differs is not an argument of the library's ``encode``."""
-        tokenizer = copy.deepcopy(self._library)
-        tokenizer.encode_special_tokens = False
-        return tokenizer
+        return copy.deepcopy(self._library)  # files do not hold that setting, nor copies
 
     def _decode(self, ids: Int[np.ndarray, "tokens"]) -> str:
         return self._library.decode(ids.tolist())
@@ -205,10 +199,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
-    """Read a ``tokenizer.json``, and from the files beside it what it does not say: BOS, EOS, whether BOS is added.
+    """Read a ``tokenizer.json``, and from the files beside it which tokens are BOS and EOS and whether BOS is added.
 
-    ``tokenizer_config.json`` comes first, then ``generation_config.json`` and ``config.json``. What is not a tokenizer,
-    or one without BOS or EOS, raises JllamaError.
+    ``tokenizer_config.json`` comes first, then ``generation_config.json`` and ``config.json``.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -217,16 +210,14 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
         ids_by_text |= {token["content"]: token["id"] for token in content.get("added_tokens", ())}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise JllamaError(f"{path} is not a tokenizer.json: {' '.join(str(error).split())}") from error
-    config, *others = (
-        read_json_object(file) if (file := path.with_name(name)).is_file() else {}
-        for name in (CONFIG_NAME, "generation_config.json", "config.json")
-    )
+    files = [path.with_name(name) for name in (CONFIG_NAME, "generation_config.json", "config.json")]
+    config, *others = [read_json_object(file) if file.is_file() else {} for file in files]
 
     def special_id(name: str) -> int | None:
         token = config.get(f"{name}_token")
         token = token.get("content") if isinstance(token, dict) else token
         if not isinstance(token, str | None):
-            raise JllamaError(f"{path.with_name(CONFIG_NAME)} has {name}_token {str(token)[:100]}; it must be a text")
+            raise JllamaError(f"{files[0]} has {name}_token {str(token)[:100]}; it must be a text")
         values = [other.get(f"{name}_token_id") for other in others]
         ids = [ids_by_text.get(token), *(value[0] if isinstance(value, list) and value else value for value in values)]
         return next((id for id in ids if isinstance(id, int)), None)
@@ -235,7 +226,7 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
     if eos_id is None:
         raise JllamaError(f"neither {path} nor the files beside it say which token is EOS: add it to {CONFIG_NAME}")
     if not isinstance(add_bos, bool | None):
-        raise JllamaError(f"{path.with_name(CONFIG_NAME)} has add_bos_token {add_bos!r}; it must be true or false")
+        raise JllamaError(f"{files[0]} has add_bos_token {add_bos!r}; it must be true or false")
     bos_id = eos_id if bos_id is None else bos_id  # GPT-2's kind has one token for both
     return HuggingFaceTokenizer(text, bos_id, eos_id, add_bos, str(path))
 

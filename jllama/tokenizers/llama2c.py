@@ -19,14 +19,15 @@ def load_llama2c_tokenizer(path: Path) -> SentencePieceTokenizer:
     tokens, scores = [], []
     longest, offset = int.from_bytes(data[:4], "little", signed=True), 4
     while offset < len(data):
-        said = f"{path} says at byte {offset + 4} that token {len(tokens)} has"
-        if offset + 8 > len(data):
+        head, offset = data[offset : offset + 8], offset + 8
+        if len(head) < 8:
             raise JllamaError(f"{path} is cut short at byte {len(data)}, within the head of token {len(tokens)}")
-        (score, length), offset = struct.unpack_from("<fi", data, offset), offset + 8
-        if length < 0 or offset + length > len(data):
-            raise JllamaError(f"{said} {length} bytes, but {len(data) - offset} are left: it is cut short")
-        if length > longest:
-            raise JllamaError(f"{said} {length} bytes, but at byte 0 that none has more than {longest}: it is damaged")
+        (score, length), remaining = struct.unpack("<fi", head), len(data) - offset
+        if not 0 <= length <= min(longest, remaining):
+            said = f"at byte 0 that none has more than {longest}: it is damaged"
+            said = said if 0 <= length <= remaining else f"{remaining} are left: it is cut short"
+            at = f"{path} says at byte {offset - 4} that token {len(tokens)} has {length} bytes"
+            raise JllamaError(f"{at}, but {said}")
         tokens.append(data[offset : offset + length])
         scores.append(score)
         offset += length
@@ -38,25 +39,14 @@ def load_llama2c_tokenizer(path: Path) -> SentencePieceTokenizer:
         raise JllamaError(f"{path} has {len(texts)} tokens, and 3 to 258 are not the 256 bytes: run.c needs them")
     texts[:3] = "<unk>", "<s>", "</s>"
     texts = [text.replace(" ", SPACE) for text in texts]
-    vocabulary = Vocabulary(texts, _types(len(texts)), 1, 2, True, scores, 0, add_space_prefix=True)
-    return SentencePieceTokenizer.from_vocabulary(vocabulary, str(path))
+    return SentencePieceTokenizer.from_vocabulary(_vocabulary(texts, scores), str(path))
 
 
 def save_llama2c_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
     """Write llama2.c's ``tokenizer.bin``; a tokenizer that ``run.c`` would take for another raises JllamaError."""
-    texts, *others = vocabulary = tokenizer.vocabulary()
-    scores = vocabulary.scores or ()
-    if texts[3:259] != list(BYTE_PIECES) or others != [
-        _types(len(texts)),
-        1,
-        2,
-        True,
-        scores,
-        0,
-        True,
-        None,
-        "default",
-    ]:
+    vocabulary = tokenizer.vocabulary()
+    texts, scores = vocabulary.tokens, vocabulary.scores or []
+    if texts[3:259] != list(BYTE_PIECES) or vocabulary != _vocabulary(texts, scores):
         needs = "a SentencePiece model with unknown, BOS and EOS, then the 256 bytes, and no other special tokens"
         said = f"run.c begins every prompt with BOS, puts a space before every text, and needs {needs}"
         raise JllamaError(f"llama2.c's tokenizer.bin cannot hold this tokenizer: {said}")
@@ -66,6 +56,8 @@ def save_llama2c_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
     path.write_bytes(struct.pack("<i", max(map(len, tokens))) + b"".join(rows))
 
 
-def _types(count: int) -> list[int]:
-    start = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL, *[TokenType.BYTE] * 256]
-    return [*start, *[TokenType.NORMAL] * (count - len(start))]
+def _vocabulary(texts: list[str], scores: list[float]) -> Vocabulary:
+    """What ``run.c`` takes these pieces for."""
+    kinds = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL, *[TokenType.BYTE] * 256]
+    kinds += [TokenType.NORMAL] * (len(texts) - len(kinds))
+    return Vocabulary(texts, kinds, 1, 2, True, scores, 0, add_space_prefix=True)

@@ -38,6 +38,7 @@ class SentencePieceTokenizer(Tokenizer):
     """
 
     file_name = "tokenizer.model"
+    is_byte_level = False
 
     def __init__(self, model: bytes, source: str = "the tokenizer") -> None:
         self._processor = library = sentencepiece.SentencePieceProcessor()
@@ -48,7 +49,7 @@ class SentencePieceTokenizer(Tokenizer):
             said = f"{source} is not a SentencePiece model, nor Llama 3's list of ranks"
             raise JllamaError(f"{said}: give a Llama's tokenizer.model") from None
         self.content = model
-        self.vocab_size, self.bos_id, self.eos_id = library.vocab_size(), library.bos_id(), library.eos_id()
+        self.vocab_size, self.bos_id, self.eos_id = len(self.texts), library.bos_id(), library.eos_id()
         if min(self.bos_id, self.eos_id) < 0:
             raise JllamaError(f"{source} has no BOS or no EOS token, and a Llama needs both: give a Llama's tokenizer")
         self._byte_ids = library.piece_to_id(list(BYTE_PIECES))
@@ -101,10 +102,8 @@ class SentencePieceTokenizer(Tokenizer):
         """The model with the settings of Llama's; one that lacks what every Llama's has raises JllamaError."""
         vocabulary.check_pieces(source)
         tokens, kinds, bos_id, eos_id, _, scores, unk_id, *_ = vocabulary
-        pieces = [
-            {"piece": text, "score": score, "type": kind}
-            for text, score, kind in zip(tokens, scores or (), kinds, strict=True)
-        ]
+        rows = zip(tokens, scores or (), kinds, strict=True)
+        pieces = [{"piece": text, "score": score, "type": kind} for text, score, kind in rows]
         trainer = {"model_type": "BPE", "byte_fallback": True, "vocab_size": len(tokens), "pad_id": -1}
         for name, id in (("unk", unk_id or 0), ("bos", bos_id), ("eos", eos_id)):
             trainer |= {f"{name}_id": id, f"{name}_piece": tokens[id]}

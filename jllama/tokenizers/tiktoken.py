@@ -26,9 +26,6 @@ _NAMES = ("begin_of_text", "end_of_text", *_RESERVED[:2], *_NAMED.split(), *_RES
 SPECIAL_TOKENS = tuple(f"<|{name}|>" for name in _NAMES)
 """Llama 3's 256 special tokens, which follow the ranks, BOS and EOS first; from Meta's reference tokenizer."""
 
-STOP_TOKENS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
-"""Those that end a text, a message or a turn."""
-
 _LONGEST_TEXT = 400_000  # characters that tiktoken takes at once
 _LONGEST_RUN = 25_000  # characters, of spaces or of others: longer ones overflow its stack
 
@@ -74,7 +71,8 @@ class TiktokenTokenizer(Tokenizer):
         expected = expected._replace(tokens=[*expected.tokens[:count], *special], eos_token_id=eos_id)
         reserved = "<|reserved_special_token_"  # Meta has numbered these otherwise over time
         named = all(text.startswith((name, reserved)) for text, name in zip(special, SPECIAL_TOKENS, strict=True))
-        if not named or vocabulary != expected or vocabulary.tokens[eos_id] not in STOP_TOKENS:
+        ends = "<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"  # of a text, a message or a turn
+        if not named or vocabulary != expected or vocabulary.tokens[eos_id] not in ends:
             raise JllamaError("the tokenizer is not Llama 3's, so Meta's file cannot hold it")
         return tokenizer
 
@@ -95,8 +93,8 @@ def _read_ranks(model: bytes, source: str) -> list[bytes]:
             raise JllamaError(f"{said}; expected a token in base64 and {number}")
     if len(set(tokens)) != len(tokens):
         raise JllamaError(f"{source} has a token twice")
-    if missing := [byte for byte in range(256) if bytes([byte]) not in set(tokens)]:
-        raise JllamaError(f"{source} has no token for the byte {missing[0]}: every single byte needs one")
+    if missing := {bytes([byte]) for byte in range(256)}.difference(tokens):
+        raise JllamaError(f"{source} has no token for the byte {min(missing)[0]}: every single byte needs one")
     return tokens
 
 

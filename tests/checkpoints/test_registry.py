@@ -34,8 +34,7 @@ from jllama.language_model import LanguageModel
 from jllama.parameters import tensor_specs
 from jllama.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 from jllama.sharding import MeshConfig, make_mesh
-from jllama.tokenizers import BytesTokenizer, train_sentencepiece
-from jllama.tokenizers.convert import save_huggingface
+from jllama.tokenizers import BytesTokenizer, save_huggingface, train_sentencepiece
 from jllama.verify.checks import random_params, relative_error
 
 CONFIG, PARAMS, ON_DEVICE = FILE, weights(FILE), params(FILE)

@@ -13,8 +13,7 @@ from jllama.conversation.conversation import TEMPLATES, chat_ids, chat_stop_ids,
 from jllama.conversation.template import render
 from jllama.errors import JllamaError, UsageError
 from jllama.language_model import LanguageModel
-from jllama.tokenizers import BytesTokenizer, train_sentencepiece
-from jllama.tokenizers.convert import as_huggingface, save_huggingface
+from jllama.tokenizers import BytesTokenizer, as_huggingface, save_huggingface, train_sentencepiece
 
 CORPUS = [
     "the system says hello to the user and the assistant, don't they? 12 345\n\n  user\n héllo 世界 [INST] <<SYS>>\n"

@@ -20,8 +20,7 @@ from jllama.data.config import DataConfig
 from jllama.data.corpus import Document, cut
 from jllama.data.tokens import SPLITS, prepare_data
 from jllama.errors import JllamaError, UsageError
-from jllama.tokenizers import BytesTokenizer, train_sentencepiece
-from jllama.tokenizers.convert import as_huggingface
+from jllama.tokenizers import BytesTokenizer, as_huggingface, train_sentencepiece
 
 TEXTS = [f"Document {number} says: {'ho ' * (number % 7)}é世\n" for number in range(100)]
 

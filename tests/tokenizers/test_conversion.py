@@ -23,11 +23,13 @@ from jllama.tokenizers import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     TiktokenTokenizer,
+    as_huggingface,
     has_tokenizer,
     load_tokenizer,
+    save_huggingface,
+    save_meta,
     train_sentencepiece,
 )
-from jllama.tokenizers.convert import as_huggingface, save_huggingface, save_meta
 from jllama.tokenizers.gguf import from_gguf, to_gguf
 from jllama.tokenizers.huggingface import PRE_TOKENIZERS
 from jllama.tokenizers.llama2c import load_llama2c_tokenizer, save_llama2c_tokenizer

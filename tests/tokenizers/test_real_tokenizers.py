@@ -15,8 +15,14 @@ from helpers_real import real_file
 
 from jllama.checkpoints.gguf_file import read_gguf_file
 from jllama.data import corpus, tokens
-from jllama.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, TiktokenTokenizer, load_tokenizer
-from jllama.tokenizers.convert import save_huggingface, save_meta
+from jllama.tokenizers import (
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    TiktokenTokenizer,
+    load_tokenizer,
+    save_huggingface,
+    save_meta,
+)
 from jllama.tokenizers.gguf import from_gguf, to_gguf
 from jllama.tokenizers.llama2c import save_llama2c_tokenizer
 from jllama.tokenizers.tiktoken import PATTERN
