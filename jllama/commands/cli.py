@@ -94,10 +94,11 @@ def parse(
     every option, ``--print_config`` the configuration; they exit. So does an empty ``argv``, with code 2, if the first
     positional argument is needed. ``UsageError`` for an unknown option, or a value of the wrong type or out of range.
     """
-    usual = (*positional, *common, "help") if common and argv[-1:] != ["all"] else ()
+    asks = not argv or bool({"-h", "--help"} & {*argv})
+    usual = (*positional, *common, "help") if asks and common and argv[-1:] != ["all"] else ()
     parser, first = _parser(options, prog, positional, usual), "".join(positional[:1])
     bare = not argv and (first == "config" or f" {first.upper()} " in (parser.usage or ""))
-    if bare or "-h" in argv or "--help" in argv:
+    if bare or (argv and asks):
         print(parser.format_help().replace("``", ""), end="", file=sys.stderr if bare else sys.stdout)
         raise SystemExit(2 if bare else 0)
     try:

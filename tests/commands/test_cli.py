@@ -259,6 +259,7 @@ def test_other_errors_keep_their_traceback(monkeypatch):
     [
         ("jllama s", ["sample"]),
         ("jllama sample --te", ["--temperature"]),
+        ("jllama sample --min", ["--min_p"]),
         ("jllama train quickstart --optimizer.l", ["--optimizer.learning_rate"]),
         ("jllama convert --", ["--source", "--target", "--to"]),
     ],
