@@ -19,12 +19,10 @@ Quantization = Literal["int8"]
 class DecodeParams:
     """Parameters in the layout for decoding: each layer by itself, its matrices outputs first, in floats or int8.
 
-    Args:
-        weights: ``embed``, ``final_norm``, ``lm_head`` (unless tied) and ``layers``, a dictionary by ``"0"``, ``"1"``,
-            ...; norms are arrays and matrices ``jllama.functional.DecodeMatrix``.
+    Norms are arrays, matrices are ``jllama.functional.DecodeMatrix``.
     """
 
-    weights: dict[str, Any]
+    weights: dict[str, Any]  # embed, final_norm, lm_head (unless tied), and layers: a dictionary by "0", "1", ...
 
     @property
     def dtype(self) -> Any:
@@ -38,10 +36,7 @@ class DecodeParams:
 
 
 def decode_layout(params: Params, config: LlamaConfig, quantize: Quantization | None = None) -> DecodeParams:
-    """Parameters of the training layout in the layout for decoding.
-
-    With ``quantize`` matrices become eight-bit integers, one scale an output channel; of the embedding each row is one.
-    """
+    """Parameters of the training layout in that for decoding; with ``quantize`` as integers, one scale an output."""
     table = parameter_table(config)
 
     def laid_out(path: str, leaf: Array) -> Any:

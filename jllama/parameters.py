@@ -27,32 +27,20 @@ NamedFormat = Literal["meta", "huggingface", "gguf"]  # in which tensors have na
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One row of the table.
+    """One row of the table."""
 
-    Args:
-        axes: the logical name of each axis; sizes come from the configuration.
-        inputs: the axes that a product with this matrix sums over; none for a scale or a bias.
-        meta, huggingface, gguf: what ``name`` makes the tensor's name in files of that format of; empty if it has none.
-        llama2c: its index in the order of a llama2.c file; -1 if it has none.
-        role: a ``matrix`` takes part in products, is decayed and counted in FLOPs; a ``scale`` and a ``bias`` are not.
-        init: ``normal`` with standard deviation ``gain / sqrt(product of the input sizes)``, ``ones`` or ``zeros``.
-        residual: the product is added to the residual stream: ``gain / sqrt(2 * num_layers)`` (GPT-2, section 2.3).
-        rotary: its ``head_dim`` axis is turned: half-split here and in Hugging Face's files, else interleaved.
-        when: whether a model of a configuration has it.
-    """
-
-    axes: tuple[str, ...]
-    inputs: tuple[str, ...] = ()
-    meta: str = ""
+    axes: tuple[str, ...]  # the logical name of each axis; sizes come from the configuration
+    inputs: tuple[str, ...] = ()  # the axes that a product with this matrix sums over; none for a scale or a bias
+    meta: str = ""  # what ``name`` makes the tensor's name in files of that format of; empty if it has none
     huggingface: str = ""
     gguf: str = ""
-    llama2c: int = -1
-    role: Literal["matrix", "scale", "bias"] = "matrix"
-    init: Literal["normal", "ones", "zeros"] = "normal"
+    llama2c: int = -1  # its index in the order of a llama2.c file; -1 if it has none
+    role: Literal["matrix", "scale", "bias"] = "matrix"  # matrices are in products: decayed, and counted in FLOPs
+    init: Literal["normal", "ones", "zeros"] = "normal"  # of standard deviation gain / sqrt(product of input sizes)
     gain: float = 1.0
-    residual: bool = False
-    rotary: bool = False
-    when: Callable[[LlamaConfig], bool] = lambda config: True
+    residual: bool = False  # its product is added to the residual stream: gain / sqrt(2 * num_layers) (GPT-2, sec. 2.3)
+    rotary: bool = False  # its head_dim axis is turned: half-split here and in Hugging Face's files, else interleaved
+    when: Callable[[LlamaConfig], bool] = lambda config: True  # whether a model of a configuration has it
 
     def name(self, file_format: NamedFormat, layer: int = 0) -> str:
         """The tensor's name in files of a format, such as ``blk.3.attn_q.weight``."""

@@ -42,9 +42,9 @@ class RopeScaling:
     def __post_init__(self) -> None:
         check_fields(self, "rope_scaling.", "factor", lambda factor: 1 <= factor < 1e300, "at least 1, and finite")
         check_size("rope_scaling.original_max_seq_len", vars(self).get("original_max_seq_len", 1), MAX_SEQ_LEN)
-        low, high = (getattr(self, name) for name in self.ordered) if self.ordered else (1, 2)
-        if not 0 < low < high:
-            both = " and ".join(f"{name} {getattr(self, name)}" for name in self.ordered)
+        values = [getattr(self, name) for name in self.ordered]
+        if values and not 0 < values[0] < values[1]:
+            both = f"{self.ordered[0]} {values[0]} and {self.ordered[1]} {values[1]}"
             raise UsageError(f"rope_scaling has {both}; they must be positive, the first one smaller")
 
     def keep(self, i: int, frequency: float, head_dim: int, theta: float) -> float:
@@ -75,12 +75,11 @@ class RopeScaling:
             if own[name] is inspect.Parameter.empty and name not in given:
                 raise UsageError(f"rope_scaling.{name} is missing")
         for name, value in given.items():
+            said, whole = f"rope_scaling.{name} is {reprlib.repr(value)}", type(own.get(name)) is int
             if name not in own and (name not in defaults or value != defaults[name]):
-                raise UsageError(f"rope_scaling.{name} is {reprlib.repr(value)}; {kind.type} has no such field")
-            whole = type(own.get(name)) is int
+                raise UsageError(f"{said}; {kind.type} has no such field")
             if name in own and type(value) not in ([int] if whole else [int, float]):
-                said = f"it must be a {'whole ' * whole}number"
-                raise UsageError(f"rope_scaling.{name} is {reprlib.repr(value)}; {said}")
+                raise UsageError(f"{said}; it must be a {'whole ' * whole}number")
         return kind(**{name: given[name] for name in own if name in given})
 
 

@@ -19,10 +19,7 @@ _BLOCK, _MAX_SPANS = 128, 8
 
 
 class Mask(NamedTuple):
-    """Which keys a query sees: those up to its own place in the row, of its own document, that are there.
-
-    ``Mask()`` is causal attention of a sequence to itself.
-    """
+    """Which keys a query sees: up to its own place in the row, of its own document, and real; ``Mask()`` is causal."""
 
     offset: Int[Array, "#batch"] | None = None  # query i stands at key offset + i, as behind so many tokens in a cache
     query_segments: Int[Array, "batch seq"] | None = None  # numbers that tell packed documents apart: both or neither
@@ -131,10 +128,7 @@ ATTENTION = {
 
 
 def choose_attention(seq: int, kv_seq: int, *, backward: bool = True) -> str:
-    """The name of the implementation that ``auto`` stands for, on every platform.
-
-    Blocks cost their scores twice in a backward pass: they are taken over 1,024 tokens, or without one over 128.
-    """
+    """The name that ``auto`` stands for. Blocks cost their scores twice backward: over 1,024 tokens, else over 128."""
     return "blocked" if seq == kv_seq and seq > (1024 if backward else _BLOCK) else "reference"
 
 

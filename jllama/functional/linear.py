@@ -19,17 +19,12 @@ _LARGEST = 127
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["shape"])
 @dataclasses.dataclass(frozen=True)
 class DecodeMatrix:
-    """Stands in for a matrix of shape ``shape`` in products ``x @ matrix``, and in look-ups of rows if it is a table.
+    """Stands in for a matrix in products ``x @ matrix``, and in look-ups of rows if it is a table."""
 
-    Args:
-        values: outputs first, the order in which a CPU multiplies few tokens fastest. Integers are from -127 to 127.
-        scale: of integers, one for each output: they stand for ``values * scale[:, None]``. None for floats.
-        shape: that of the matrix, whose axes may be several inputs or outputs.
-    """
-
-    values: Any  # Float or Int8[Array, "outputs inputs"]; JAX puts trees together from leaves that are no arrays, too
-    scale: Any  # Float[Array, "outputs"] | None
-    shape: tuple[int, ...]
+    # Any: JAX puts trees together from leaves that are no arrays, too. Outputs first: fastest for few tokens on a CPU.
+    values: Any  # Float or Int8[Array, "outputs inputs"], the latter from -127 to 127
+    scale: Any  # Float[Array, "outputs"] of integers, which stand for values * scale[:, None]; None for floats
+    shape: tuple[int, ...]  # of the matrix, whose axes may be several inputs or outputs
 
     @property
     def dtype(self) -> Any:
@@ -61,7 +56,8 @@ class DecodeMatrix:
         than with floats, few tokens become two rows each, ``x = s * (high + low / 254)``: an error of at most
         ``max(abs(x)) / 64516``; integer products are exact.
         """
-        plain = functools.partial(_product, dtype=dtype if self.scale is None else jnp.float32)
+        wide = dtype if self.scale is None else jnp.float32
+        plain = functools.partial(jnp.einsum, "ti,oi->to", preferred_element_type=wide)  # integers are widened like x
         quick = functools.partial(_product_from_the_left, dtype=dtype) if self.scale is None else _split_product
         product = jax.lax.platform_dependent(x, self.values, cpu=quick if len(x) <= 32 else plain, default=plain)
         return product if self.scale is None else (product * self.scale.astype(product.dtype)).astype(dtype)
@@ -93,11 +89,6 @@ def int8_rows(rows: Any, numpy: Any = jnp) -> tuple[Any, Any]:
     reciprocal = np.float32(1) / numpy.where(scale > 0, scale, np.float32(1))
     wide = rows.astype(np.promote_types(rows.dtype, np.float32))
     return numpy.round(wide * reciprocal[:, None].astype(wide.dtype)).astype(numpy.int8), scale.astype(rows.dtype)
-
-
-def _product(x: Array, values: Array, dtype: Any) -> Array:
-    """Integers are widened to the dtype of ``x``."""
-    return jnp.einsum("ti,oi->to", x, values, preferred_element_type=dtype)
 
 
 def _product_from_the_left(x: Array, values: Array, dtype: Any) -> Array:

@@ -39,7 +39,8 @@ def linear_cross_entropy(
     >>> print(f"{total / count:.4f}, {count}")  # ln 50
     3.9120, 2.0
     """
-    return _total(z_loss, chunk_tokens, hidden, head, targets, mask), jnp.sum(mask, dtype=_wide(hidden))
+    wide = np.promote_types(hidden.dtype, np.float32)
+    return _total(z_loss, chunk_tokens, hidden, head, targets, mask), jnp.sum(mask, dtype=wide)
 
 
 @checked
@@ -47,7 +48,7 @@ def cross_entropy(
     logits: Float[Array, "*lead vocab"], targets: Int[Array, "*lead"], mask: Bool[Array, "*lead"], z_loss: float = 0.0
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """``linear_cross_entropy`` of logits that are there: the plain formula, to read and to compare with."""
-    wide = jnp.where(mask[..., None], logits.astype(_wide(logits)), 0.0)
+    wide = jnp.where(mask[..., None], logits.astype(np.promote_types(logits.dtype, np.float32)), 0.0)
     log_prob, _, _, log_normalizer = _log_probs(wide, targets)
     return _summed(log_prob, log_normalizer, mask, z_loss), jnp.sum(mask, dtype=wide.dtype)
 
@@ -100,7 +101,8 @@ def _total_and_gradients(
     z_loss: float, chunk_tokens: int, hidden: Array, head: Any, targets: Array, mask: Array, *, gradients: bool
 ) -> tuple[Array, ...]:
     """The total alone, or with the gradients of ``hidden`` and ``head``."""
-    (batch, seq), wide, length = targets.shape, _wide(hidden), _chunk_length(targets.shape, chunk_tokens)
+    (batch, seq), length = targets.shape, _chunk_length(targets.shape, chunk_tokens)
+    wide = np.promote_types(hidden.dtype, np.float32)
 
     def one_chunk(x: Array, targets: Array, mask: Array) -> tuple[Array, ...]:
         x, targets, mask = x.reshape(-1, x.shape[-1]), targets.reshape(-1), mask.reshape(-1)
@@ -158,7 +160,3 @@ def _log_probs(logits: Array, targets: Array) -> tuple[Array, Array, Array, Arra
 def _summed(log_prob: Array, log_normalizer: Array, mask: Array, z_loss: float) -> Array:
     losses = z_loss * jnp.square(log_normalizer) - log_prob if z_loss else -log_prob
     return jnp.sum(jnp.where(mask, losses, 0.0))
-
-
-def _wide(hidden: Array) -> Any:
-    return np.promote_types(hidden.dtype, np.float32)
