@@ -55,12 +55,13 @@ NUMBERS = (0, 1, 2, 3, 5, 31, 255, 2**15, 2**16 + 1, 2**31 - 1, 2**31, 2**32 - 1
 
 def write_models(folder: Path) -> None:
     """One model in each format, and with each kind of tokenizer that the format can hold."""
+    from jllama.tokenizers.byte_level import BYTE_CHARS, byte_level_json, merges_of_ranks
+
     from jllama.checkpoints.registry import save
     from jllama.config import LlamaConfig
     from jllama.language_model import LanguageModel
     from jllama.rope_scaling import Llama3Scaling
     from jllama.tokenizers import HuggingFaceTokenizer, train_sentencepiece
-    from jllama.tokenizers.byte_level import BYTE_CHARS, byte_level_json, merges_of_ranks
     from jllama.verify.checks import random_params
 
     text = (ROOT / "README.md").read_text()

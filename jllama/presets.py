@@ -63,16 +63,12 @@ SHAPE = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "ml
 OTHERS = ("vocab_size", "rope_theta", "rope_scaling", "norm_eps", "tie_embeddings", "max_seq_len")
 
 
-def presets_of_shape(config: LlamaConfig) -> list[str]:
-    """The names of the released Llamas of just this shape."""
-    return [name for name, released in PRESETS.items() if not differing(SHAPE, config, released)]
-
-
 def nearest_preset(config: LlamaConfig) -> str:
     """The name of the released Llama of this shape that has the most other fields in common; empty if none has it."""
     # Of two as near, the one with the same context length: that is the less likely to have been changed.
     fields = (*OTHERS, *OTHERS, "max_seq_len")
-    return min(presets_of_shape(config), key=lambda name: len(differing(fields, config, PRESETS[name])), default="")
+    of_shape = (name for name, released in PRESETS.items() if not differing(SHAPE, config, released))
+    return min(of_shape, key=lambda name: len(differing(fields, config, PRESETS[name])), default="")
 
 
 def differing(fields: tuple[str, ...], config: LlamaConfig, released: LlamaConfig) -> list[str]:

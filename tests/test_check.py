@@ -28,9 +28,8 @@ def jax_rope(x, positions, theta):
 
 
 def jax_cross_entropy(logits, tokens, mask):
-    total, count = F.cross_entropy(
-        jnp.asarray(float32(logits))[:, :-1], jnp.asarray(tokens)[:, 1:], jnp.asarray(mask)[:, 1:]
-    )
+    rows, head = jnp.asarray(float32(logits))[:, :-1], jnp.eye(logits.shape[-1])
+    total, count = F.linear_cross_entropy(rows, head, jnp.asarray(tokens)[:, 1:], jnp.asarray(mask)[:, 1:])
     return total / count
 
 

@@ -231,13 +231,13 @@ def test_training_goes_on_from_it(gguf, tmp_path):
     assert jllama.load(run).config == jllama.preset("smollm2-135m")
 
 
-def test_verified_against_the_oracle_and_transformers(gguf, exported):
-    found = verify_checkpoint(gguf, transformers=True)
+def test_verified_against_the_oracle(gguf, exported):
+    found = verify_checkpoint(gguf)
     assert (found.findings, found.problems, found.preset) == ([], [], "smollm2-135m")
     assert found.num_tokens == 256
     assert max(found.layer_errors) < found.tolerance / 10
-    assert max(found.logits_error, found.transformers_error, found.transformers_oracle_error) < found.tolerance / 5
-    assert found.bits_per_byte < 0.25 * found.baseline_bits_per_byte
+    assert found.logits_error < found.tolerance / 5
+    assert found.bits_per_byte < 1  # byte frequencies alone give about 4.2
     assert verify_checkpoint(exported / "hf").fingerprint == found.fingerprint
 
 

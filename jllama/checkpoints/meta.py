@@ -21,7 +21,7 @@ from jllama.config import LlamaConfig, llama_mlp_dim
 from jllama.errors import JllamaError, UsageError
 from jllama.files import fault_of, read_fields, read_json_object, write_json
 from jllama.parameters import PARAMETERS, tensor_specs
-from jllama.presets import PRESETS, differing, presets_of_shape
+from jllama.presets import PRESETS, SHAPE, differing
 from jllama.rope_scaling import Llama3Scaling, RopeScaling
 from jllama.tokenizers import load_tokenizer, save_meta
 
@@ -149,8 +149,9 @@ def _scaling(params: Mapping[str, Any], source: Path, factor: float | None, conf
     if not scaled:
         return None
     if factor is None and "factor" not in stated:
-        alike = [n for n in presets_of_shape(config) if not differing(("vocab_size", "rope_theta"), config, PRESETS[n])]
-        factors = {name: scaling.factor for name in alike if (scaling := PRESETS[name].rope_scaling)}
+        fields = (*SHAPE, "vocab_size", "rope_theta")
+        alike = {name: each.rope_scaling for name, each in PRESETS.items() if not differing(fields, config, each)}
+        factors = {name: scaling.factor for name, scaling in alike.items() if scaling}
         if not factors:
             why = "no factor for use_scaled_rope, and no released Llama is of this shape"
             raise JllamaError(f"{source} has {why}: give rope_factor, 8 for Llama 3.1 and 3.3 or 32 for Llama 3.2")

@@ -8,6 +8,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import yaml
 
@@ -56,10 +57,12 @@ def read(path: Path, step: int | None = None) -> Checkpoint:
 
 
 def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_progress: OnProgress) -> None:
-    """Write a model as a run of step 0 into a folder, all read first: enough to sample from it and to train it on."""
+    """Write a model as a run of step 0 into a folder: enough to sample from it and to train it on."""
     from jllama.checkpoints.run_checkpoints import RunCheckpoints
 
-    params = load_params(checkpoint, dtype, on_progress=on_progress)
+    params = getattr(checkpoint.tensors, "params", None)  # in memory already, and in this layout: saved as they are
+    if not isinstance(params, dict) or any(leaf.dtype != (dtype or leaf.dtype) for leaf in jax.tree.leaves(params)):
+        params = load_params(checkpoint, dtype, on_progress=lambda num_bytes: on_progress(num_bytes // 2))
     write_text_whole(target / CONFIG, yaml.safe_dump({"model": dataclasses.asdict(checkpoint.config)}, sort_keys=False))
     if checkpoint.tokenizer is not None:
         checkpoint.tokenizer.save(target)

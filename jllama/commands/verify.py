@@ -38,7 +38,6 @@ class VerifyOptions:
         only: the checks to run, by a part of their names group/row/column, such as gguf or mutations/yarn; * stands
             for anything, and a comma between several.
         text: a UTF-8 file to measure a checkpoint's perplexity on, in place of the built-in text.
-        transformers: compare a checkpoint's logits with those of transformers too; takes the whole model's memory.
         rope_factor: the RoPE scaling factor that Meta's params.json leaves out: 8 for Llama 3.1 and 3.3, 32 for 3.2.
         json: print the result as JSON.
         html: write what is printed as an HTML page to this file.
@@ -47,7 +46,6 @@ class VerifyOptions:
     checkpoint: str = ""
     only: str = ""
     text: str = ""
-    transformers: bool = False
     rope_factor: float | None = None
     json: bool = False
     html: str = ""
@@ -58,7 +56,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     options = parse(VerifyOptions, argv, prog, positional=("checkpoint",))
     if options.checkpoint and options.only:
         raise UsageError("--only chooses among the checks of the matrix: leave it out with a checkpoint")
-    for name in ("text", "transformers", "rope_factor"):
+    for name in ("text", "rope_factor"):
         if getattr(options, name) and not options.checkpoint:
             raise UsageError(f"--{name} is about a checkpoint: give its path too")
     if options.html:
@@ -77,7 +75,8 @@ def main(argv: Sequence[str], prog: str) -> int:
 
 
 def _verify_checkpoint(options: VerifyOptions, width: int) -> tuple[dict[str, Any], Iterable[Any]]:
-    from jllama.verify.checkpoint import checkpoint_json, checkpoint_lines, verify_checkpoint
+    from jllama.verify.checkpoint import checkpoint_lines, verify_checkpoint
+    from jllama.verify.checks import results_json
 
     start_s, console = time.perf_counter(), Console(stderr=True)
     try:
@@ -86,9 +85,9 @@ def _verify_checkpoint(options: VerifyOptions, width: int) -> tuple[dict[str, An
         raise JllamaError(f"--text {options.text} is not UTF-8 text: {error}") from error
     with console.status("opening") as status:
         on_stage = status.update if console.is_terminal else functools.partial(print, file=sys.stderr, flush=True)
-        given = {"rope_factor": options.rope_factor, "transformers": options.transformers, "on_stage": on_stage}
-        result = verify_checkpoint(options.checkpoint, text, **given)
-    return checkpoint_json(result), checkpoint_lines(result, time.perf_counter() - start_s)
+        result = verify_checkpoint(options.checkpoint, text, rope_factor=options.rope_factor, on_stage=on_stage)
+    lines = checkpoint_lines(result, time.perf_counter() - start_s)
+    return results_json(result.passed, **dataclasses.asdict(result)), lines
 
 
 def _verify_jllama(options: VerifyOptions, width: int) -> tuple[dict[str, Any], Iterable[Any]]:

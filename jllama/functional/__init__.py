@@ -8,8 +8,7 @@ from jllama.functional.attention import grouped_query_attention as grouped_query
 from jllama.functional.block import apply_rope as apply_rope, rms_norm as rms_norm
 from jllama.functional.block import rope_tables as rope_tables, swiglu as swiglu
 from jllama.functional.linear import DecodeMatrix as DecodeMatrix, decode_matrix as decode_matrix, project as project
-from jllama.functional.loss import cross_entropy as cross_entropy, linear_cross_entropy as linear_cross_entropy
-from jllama.functional.loss import token_log_probs as token_log_probs
+from jllama.functional.loss import linear_cross_entropy as linear_cross_entropy, token_log_probs as token_log_probs
 from jllama.functional.sampling import PENALTIES as PENALTIES, TRUNCATIONS as TRUNCATIONS
 from jllama.functional.sampling import ban as ban, min_p_mask as min_p_mask, penalize_frequency as penalize_frequency
 from jllama.functional.sampling import penalize_presence as penalize_presence

@@ -44,16 +44,6 @@ def linear_cross_entropy(
 
 
 @checked
-def cross_entropy(
-    logits: Float[Array, "*lead vocab"], targets: Int[Array, "*lead"], mask: Bool[Array, "*lead"], z_loss: float = 0.0
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """``linear_cross_entropy`` of logits that are there: the plain formula, to read and to compare with."""
-    wide = jnp.where(mask[..., None], logits.astype(np.promote_types(logits.dtype, np.float32)), 0.0)
-    log_prob, _, _, log_normalizer = _log_probs(wide, targets)
-    return _summed(log_prob, log_normalizer, mask, z_loss), jnp.sum(mask, dtype=wide.dtype)
-
-
-@checked
 def token_log_probs(
     hidden: Hidden, head: Head, targets: Ids, chunk_tokens: int = CHUNK_TOKENS
 ) -> tuple[Float[Array, "batch seq"], Flags]:
@@ -108,7 +98,8 @@ def _total_and_gradients(
         x, targets, mask = x.reshape(-1, x.shape[-1]), targets.reshape(-1), mask.reshape(-1)
         x = jnp.where(mask[:, None], x, 0)
         log_prob, shifted, log_sum, log_normalizer = _log_probs(project(x, head), targets)
-        total = _summed(log_prob, log_normalizer, mask, z_loss)
+        losses = z_loss * jnp.square(log_normalizer) - log_prob if z_loss else -log_prob
+        total = jnp.sum(jnp.where(mask, losses, 0.0))
         if not gradients:
             return (total,)
         slope = jnp.exp(shifted - log_sum[:, None])
@@ -155,8 +146,3 @@ def _log_probs(logits: Array, targets: Array) -> tuple[Array, Array, Array, Arra
     log_sum = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
     log_prob = jnp.take_along_axis(shifted, targets[..., None], axis=-1)[..., 0] - log_sum
     return log_prob, shifted, log_sum, log_sum + peak
-
-
-def _summed(log_prob: Array, log_normalizer: Array, mask: Array, z_loss: float) -> Array:
-    losses = z_loss * jnp.square(log_normalizer) - log_prob if z_loss else -log_prob
-    return jnp.sum(jnp.where(mask, losses, 0.0))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import math
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +11,16 @@ import jax
 import numpy as np
 
 from jllama import oracle
-from jllama.checkpoints.registry import convert, open_checkpoint
+from jllama.checkpoints.registry import open_checkpoint
 from jllama.config import LlamaConfig
-from jllama.errors import JllamaError, UsageError
+from jllama.errors import UsageError
 from jllama.evaluation.scoring import TextScore
 from jllama.generation.text import prompt_ids
 from jllama.parameters import count_parameters
 from jllama.presets import OTHERS, PRESETS, differing, nearest_preset
 from jllama.rope_scaling import RopeScaling
 from jllama.tokenizers import Tokenizer
-from jllama.verify.checks import results_json, worst_error
+from jllama.verify.checks import worst_error
 from jllama.verify.layerwise import run_layerwise
 
 TOLERANCE = 1e-4
@@ -55,8 +52,7 @@ class CheckpointResult:
         first_divergent_layer: the first, from 0, whose error is not below the tolerance.
         logits_error: the largest error of the whole model's logits at any position (``worst_error``).
         perplexity, bits_per_byte: the text's by the oracle's logits, for information; None if no token that stands for
-            a byte of it is predicted. ``baseline_bits_per_byte`` is that of its byte frequencies.
-        transformers_error, transformers_oracle_error: of jllama's and the oracle's logits, against transformers'.
+            a byte of it is predicted.
     """
 
     path: str
@@ -73,9 +69,6 @@ class CheckpointResult:
     tolerance: float
     perplexity: float | None = None
     bits_per_byte: float | None = None
-    baseline_bits_per_byte: float | None = None
-    transformers_error: float | None = None
-    transformers_oracle_error: float | None = None
 
     @property
     def passed(self) -> bool:
@@ -88,7 +81,6 @@ def verify_checkpoint(
     text: str | None = None,
     *,
     rope_factor: float | None = None,
-    transformers: bool = False,
     on_stage: Callable[[str], None] = lambda _: None,
 ) -> CheckpointResult:
     """Examine a checkpoint of any format, and compare jllama's computation of it with the float64 oracle.
@@ -100,17 +92,14 @@ def verify_checkpoint(
         path: as in ``jllama.load``.
         text: what to run it on, up to ``MAX_TOKENS`` tokens or the model's context; None is the built-in ``PROSE``.
         rope_factor: as in ``jllama.load``.
-        transformers: compare with Hugging Face's Llama too, which is loaded whole, in float32.
         on_stage: called with each stage's name, such as ``layer 3 of 30``.
 
     Raises:
-        JllamaError: the checkpoint cannot be opened, the text is not text, or transformers is not installed.
+        JllamaError: the checkpoint cannot be opened, or the text is not text.
         UsageError: the text is empty, or ``rope_factor`` does not fit the checkpoint.
     """
     if text is not None and not text.strip():
         raise UsageError("the text is empty: give some of the kind that the model was trained on, or leave it out")
-    if transformers and not all(map(importlib.util.find_spec, ("torch", "transformers"))):
-        raise JllamaError("the comparison with transformers needs it and torch: pip install 'jllama[transformers]'")
     on_stage("opening")
     checkpoint = open_checkpoint(path, rope_factor)
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
@@ -143,30 +132,14 @@ def verify_checkpoint(
         alone = "" if divergent else "; every layer by itself is right, so these weights amplify float32's rounding"
         problems.append(f"the logits are {differs.format('', logits_error)}{alone}")
 
-    # Perplexity, and transformers
     facts: dict[str, Any] = {}
     targets = np.asarray(tokens[1:], np.int64)
     if tokenizer and (text_bytes := int(tokenizer.token_bytes()[targets].sum())):
         nats, count = oracle.cross_entropy(run.logits[:-1], targets, np.ones(len(targets), bool))
         score = TextScore(nats, count, text_bytes)
         facts = {"perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte}
-        facts["baseline_bits_per_byte"] = byte_entropy(tokenizer.decode(tokens))
     elif tokenizer:
         findings.append(f"of the text's {len(tokens)} tokens none can be predicted: give a longer text")
-    if transformers and run.damage:
-        findings.append("there was no comparison with transformers, since the weights are damaged")
-    elif transformers:
-        on_stage("transformers")
-        try:
-            peer_logits = _transformers_logits(path, tokens, rope_factor)
-        except JllamaError as error:
-            problems.append(str(error))
-        else:
-            own, exact = (worst_error(logits, peer_logits) for logits in (run.own_logits, run.logits))
-            facts |= {"transformers_error": own, "transformers_oracle_error": exact}
-            said = f"the logits of transformers are {own:.1e} from jllama's and {exact:.1e} from the oracle's"
-            apart = f"(tolerance {TOLERANCE:.0e}), and those two {logits_error:.1e} apart"
-            problems += [] if own < TOLERANCE else [f"{said} {apart}"]
     facts |= {"num_parameters": count_parameters(config), "num_tokens": len(tokens), "tolerance": TOLERANCE}
     facts |= {"layer_errors": run.layer_errors, "first_divergent_layer": divergent[0] if divergent else None}
     facts |= {"logits_error": logits_error, "fingerprint": run.fingerprint}
@@ -186,12 +159,9 @@ def checkpoint_lines(result: CheckpointResult, seconds: float) -> Iterator[str]:
         "layers": f"largest relative error {max(errors):.1e} (layer {errors.index(max(errors))})",
         "logits": f"relative error {result.logits_error:.1e}; tolerance {result.tolerance:.0e}",
     }
-    if (own := result.transformers_error) is not None:
-        facts["transformers"] = f"{own:.1e} from jllama, {result.transformers_oracle_error:.1e} from the oracle"
     if result.perplexity is not None:
-        bits, baseline = result.bits_per_byte, result.baseline_bits_per_byte
         facts["perplexity"] = f"{result.perplexity:,.2f}" if result.perplexity < 1e9 else f"{result.perplexity:.0e}"
-        facts["bits per byte"] = f"{bits:.2f}; {baseline:.2f} by byte frequencies alone"
+        facts["bits per byte"] = f"{result.bits_per_byte:.2f}"
     yield from (f"{name:17}{fact}" for name, fact in facts.items())
     yield from (f"note: {finding}" for finding in result.findings)
     yield from (f"problem: {problem}" for problem in result.problems)
@@ -199,11 +169,6 @@ def checkpoint_lines(result: CheckpointResult, seconds: float) -> Iterator[str]:
     if result.first_divergent_layer is not None:
         verdict = f"FAIL: jllama and the oracle differ from layer {result.first_divergent_layer} on"
     yield f"{verdict} ({seconds:.0f} s)"
-
-
-def checkpoint_json(result: CheckpointResult) -> dict[str, Any]:
-    """Everything, for a program; a number that is not finite is null."""
-    return results_json(result.passed, **dataclasses.asdict(result))
 
 
 def config_findings(config: LlamaConfig) -> list[str]:
@@ -236,31 +201,3 @@ def tokenizer_change(tokenizer: Tokenizer, text: str) -> str:
     decoded = tokenizer.decode(tokenizer.encode(text))
     start = next((i for i, (one, two) in enumerate(zip(decoded, text, strict=False)) if one != two), len(decoded))
     return "" if decoded == text else f"{text[start : start + 12]!r} came back as {decoded[start : start + 12]!r}"
-
-
-def byte_entropy(text: str) -> float:
-    """Bits per byte of the best code that knows nothing of a text but how often each of its UTF-8 bytes occurs.
-
-    Shannon 1948, section 6; about 4.2 for English prose.
-    """
-    counts = np.bincount(np.frombuffer(text.encode(), np.uint8))
-    shares = counts[counts > 0] / counts.sum()
-    return math.fsum(-shares * np.log2(shares))
-
-
-def _transformers_logits(path: str | Path, tokens: Sequence[int], rope_factor: float | None) -> np.ndarray:
-    """Logits of Hugging Face's Llama, in float32 with plain attention; from its own format, or converted to that."""
-    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(path)
-        if source.exists() and not any(source.glob("*.safetensors")):  # what does not exist is a name on the hub
-            source = Path(folder) / "hf"
-            convert(path, source, "hf", rope_factor=rope_factor)
-        try:
-            options = {"dtype": torch.float32, "attn_implementation": "eager"}
-            model = transformers.AutoModelForCausalLM.from_pretrained(str(source), **options)
-            with torch.no_grad():
-                return model(torch.tensor([tokens])).logits[0].numpy()
-        except Exception as error:  # anything may come out of another library
-            reason = " ".join(str(error).split())
-            raise JllamaError(f"transformers cannot run {path} ({type(error).__name__}: {reason})") from error

@@ -68,12 +68,12 @@ WRONG = {
         "rope_tables: positions is float32[2, 8] but integer[*lead] is expected",
     ),
     "float targets": (
-        lambda: F.cross_entropy(ones(2, 8, 9), ones(2, 8), mask(2, 8)),
-        "cross_entropy: targets is float32[2, 8] but integer[*lead] is expected",
+        lambda: F.linear_cross_entropy(ones(2, 8, 9), ones(9, 5), ones(2, 8), mask(2, 8)),
+        "linear_cross_entropy: targets is float32[2, 8] but integer[batch, seq] is expected",
     ),
     "targets of another length": (
-        lambda: F.cross_entropy(ones(2, 8, 9), ones(2, 7, dtype=int), mask(2, 7)),
-        "cross_entropy: targets is int32[2, 7] but integer[*lead] is expected, where logits float32[2, 8, 9] is",
+        lambda: F.linear_cross_entropy(ones(2, 8, 9), ones(9, 5), ones(2, 7, dtype=int), mask(2, 7)),
+        "targets is int32[2, 7] but integer[batch, seq] is expected, where hidden float32[2, 8, 9] is",
     ),
 }
 

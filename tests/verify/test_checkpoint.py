@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import shutil
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -21,20 +20,17 @@ from jllama.checkpoints.registry import convert, load, save
 from jllama.checkpoints.tensors import Checkpoint, TensorsOfParams
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
-from jllama.functional import cross_entropy
 from jllama.language_model import LanguageModel
 from jllama.model import build_model
 from jllama.parameters import count_parameters, tensor_specs
 from jllama.presets import PRESETS, nearest_preset
 from jllama.rope_scaling import DynamicScaling, Llama3Scaling, YarnScaling
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
-from jllama.verify import checkpoint as verifying
 from jllama.verify import layerwise
 from jllama.verify.checkpoint import (
     HARD,
     PROSE,
     TOLERANCE,
-    byte_entropy,
     config_findings,
     tokenizer_change,
     verify_checkpoint,
@@ -66,9 +62,8 @@ def model():
     @jax.jit
     def step(params, state):
         def loss(params):
-            total, count = cross_entropy(
-                build_model(CONFIG, params)(windows[:, :-1]), windows[:, 1:], windows[:, 1:] >= 0
-            )
+            llama, targets = build_model(CONFIG, params), windows[:, 1:]
+            total, count = llama.loss(llama.hidden(windows[:, :-1]), targets, targets >= 0)
             return total / count
 
         updates, state = optimizer.update(jax.grad(loss)(params), state)
@@ -123,7 +118,6 @@ def test_a_whole_checkpoint_passes(whole, folder):
     assert all(0 < error < TOLERANCE / 10 for error in (*whole.layer_errors, whole.logits_error))
     assert 1 < whole.perplexity < 2
     assert 0 < whole.bits_per_byte < 0.5
-    assert 3.5 < whole.baseline_bits_per_byte < 4.5
     assert json.loads(json.dumps(dataclasses.asdict(whole)))["config"]["embed_dim"] == 64
 
 
@@ -286,7 +280,7 @@ def test_another_models_tokenizer(model, tmp_path):
     save(dataclasses.replace(model, tokenizer=other), tmp_path / "hf", "hf")
     found = verify_checkpoint(tmp_path / "hf")
     assert any("20 belong to none" in finding for finding in found.findings)
-    assert found.bits_per_byte > found.baseline_bits_per_byte / 2
+    assert found.bits_per_byte > 2  # byte frequencies alone give about 4.2
 
 
 def test_an_untrained_model_computes_rightly(tmp_path):
@@ -360,7 +354,7 @@ def test_without_a_tokenizer_random_tokens_are_run(model, tmp_path):
     assert found.passed
     assert any("there is no tokenizer" in finding for finding in found.findings)
     assert found.num_tokens == CONFIG.max_seq_len
-    assert (found.perplexity, found.bits_per_byte, found.baseline_bits_per_byte) == (None, None, None)
+    assert (found.perplexity, found.bits_per_byte) == (None, None)
 
 
 def test_a_context_of_one_token_predicts_nothing(tmp_path):
@@ -370,13 +364,6 @@ def test_a_context_of_one_token_predicts_nothing(tmp_path):
     assert found.passed
     assert found.perplexity is None
     assert any("none can be predicted" in finding for finding in found.findings)
-
-
-def test_byte_entropy_is_shannons():
-    assert byte_entropy("aaaa") == 0
-    assert byte_entropy("ab" * 9) == pytest.approx(1)
-    assert byte_entropy("aab") == pytest.approx(np.log2(3) - 2 / 3)
-    assert byte_entropy("".join(map(chr, range(128)))) == pytest.approx(7)
 
 
 class Forgetful(BytesTokenizer):
@@ -498,58 +485,3 @@ def test_unusual_fields_of_an_own_shape():
         "head_dim is 24",
     ]
     assert config_findings(odd)[0] == "norm_eps is 3e-05; released Llamas have 1e-05, 1e-06"
-
-
-# transformers
-
-
-@pytest.mark.parametrize("to", ["hf", "gguf"])
-def test_transformers_agrees(folder, tmp_path, to):
-    path = folder
-    if to != "hf":
-        path = tmp_path / to
-        convert(folder, path, to)
-    found = verify_checkpoint(path, transformers=True)
-    assert found.passed
-    assert 0 < found.transformers_error < TOLERANCE / 5
-    assert 0 < found.transformers_oracle_error < TOLERANCE / 5
-
-
-def test_transformers_that_does_not_agree_is_told(folder, tmp_path, monkeypatch):
-    shutil.copytree(folder, tmp_path / "other")
-    fields = json.loads((tmp_path / "other" / "config.json").read_text())
-    fields["rope_parameters"]["rope_theta"] = 20_000.0
-    (tmp_path / "other" / "config.json").write_text(json.dumps(fields))
-    right = verifying._transformers_logits
-    monkeypatch.setattr(verifying, "_transformers_logits", lambda path, *rest: right(tmp_path / "other", *rest))
-    found = verify_checkpoint(folder, transformers=True)
-    assert found.transformers_error > TOLERANCE
-    assert found.problems[0].startswith("the logits of transformers are")
-
-
-def test_transformers_that_cannot_run_it_is_told(folder, monkeypatch):
-    import transformers
-
-    def fail(*_, **__):
-        raise ValueError("no\nluck")
-
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
-    found = verify_checkpoint(folder, transformers=True)
-    assert found.problems == [f"transformers cannot run {folder} (ValueError: no luck)"]
-    assert found.transformers_error is None
-
-
-def test_transformers_is_not_asked_about_damaged_weights(damaged):
-
-    def change(weights):
-        weights["model.norm.weight"][5] = np.nan
-
-    found = damaged(change, transformers=True)
-    assert "transformers" in found.findings[-1]
-    assert found.transformers_error is None
-
-
-def test_without_transformers_the_extra_is_named(folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(JllamaError, match=r"pip install 'jllama\[transformers\]'"):
-        verify_checkpoint(folder, transformers=True)
