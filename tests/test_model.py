@@ -401,7 +401,7 @@ def test_a_full_cache_stays_as_it_is():
 def test_a_donated_cache_is_updated_in_place():
     cache = KVCache.zeros(BASE, 3, 64)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
-    donating = jax.jit(extend_, static_argnames=("config",), donate_argnames=("cache",))
+    donating = jax.jit(extend_, static_argnames=("config",), donate_argnums=3)
     arguments = (unstacked(BASE), jnp.asarray(TOKENS[:, :1]), cache, jnp.ones(3, jnp.int32))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

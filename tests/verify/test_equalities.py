@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from jllama import functional as F
 from jllama.decode_params import DecodeParams
 from jllama.errors import JllamaError
-from jllama.functional import cross_entropy
 from jllama.verify.checks import TOLERANCE, VISIBLE, random_params
 from jllama.verify.conformance import compiled, implementation_of, jllama_itself
 from jllama.verify.equalities import (
@@ -185,8 +184,7 @@ def no_segments(forward, config, params, tokens, segments=None, positions=None):
 
 def stand_in_loss(params, tokens, mask):
     """One product stands in for the Llama here and below: it compiles at once."""
-    logits = params["embed"][tokens[:, :-1]] @ params["lm_head"]
-    return cross_entropy(logits, tokens[:, 1:], mask)[0]
+    return F.linear_cross_entropy(params["embed"][tokens[:, :-1]], params["lm_head"], tokens[:, 1:], mask)[0]
 
 
 def other_value(_, config, params, tokens, mask, remat):
