@@ -255,9 +255,8 @@ def check_names(name: str, format: str, dtype: str | None) -> None:
     if format not in FORMATS:
         raise UsageError(f"{name} is {format!r}; it must be one of {', '.join(FORMATS)}")
     if dtype is not None and dtype not in FORMATS[format].dtypes:
-        names = ", ".join(FORMATS[format].dtypes)
-        others = "for others, such as Q4_K_M, run llama.cpp's llama-quantize on a GGUF file"
-        raise UsageError(f"dtype is {dtype!r}; with {format} it must be one of {names}; {others}")
+        said = f"dtype is {dtype!r}; with {format} it must be one of {', '.join(FORMATS[format].dtypes)}"
+        raise UsageError(f"{said}; for others, such as Q4_K_M, run llama.cpp's llama-quantize on a GGUF file")
 
 
 def _write(

@@ -68,8 +68,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     print(f"attention over {length:,} tokens: training by {train}, decoding by {decode}")
     console.print(summary_table(config))
     takes = {"float32": 4, "bfloat16": 2, "int8": 1, "training (float32 and Adam)": 16}
-    sizes = (f"{what} {decimal(size * count_parameters(config))}" for what, size in takes.items())
-    print(", ".join(sizes), "at least")
+    print(", ".join(f"{what} {decimal(size * count_parameters(config))}" for what, size in takes.items()), "at least")
     with jax.default_matmul_precision("highest"):
         error = model_error(jllama_itself(), checked, weights(checked), checked)
     print(f"a small Llama's logits against the float64 oracle: relative error {error:.1e}, tolerance {TOLERANCE:.0e}")

@@ -32,10 +32,7 @@ _JSON_TYPES: dict[Any, tuple[str, Callable[[Any], Any]]] = {
     float: ("a number", operator.pos),
     tuple[int, ...]: ("a list of whole numbers", lambda ids: tuple(map(operator.index, ids))),
     Mapping[int, float]: ("an object of numbers by token id", lambda biases: {int(id): +biases[id] for id in biases}),
-    str: (
-        "a string or a list of strings",
-        lambda texts: ["" + text for text in ([texts] if isinstance(texts, str) else texts)],
-    ),
+    str: ("a string or a list of strings", lambda it: [*map("".__add__, [it] if isinstance(it, str) else it)]),
 }
 _SAMPLING = {name: _JSON_TYPES[hint] for name, hint in typing.get_type_hints(SamplingParams).items()}
 _ENDS = {"max_new_tokens": _JSON_TYPES[int], "stop": _JSON_TYPES[str], "stop_ids": _JSON_TYPES[tuple[int, ...]]}

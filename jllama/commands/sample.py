@@ -125,11 +125,12 @@ def _print_texts(model: jllama.LanguageModel, prompt: jllama.Prompt, options: Sa
     prompts = [with_seed(prompt, number) for number in range(options.n)]
     if streams:
         print(echo, end="")
-    rows = []
-    for rows in generate_batch(model, prompts, options.speculate, STEPS_SHOWN if streams else STEPS):
-        if streams:
-            print(rows[0].take(), end="", flush=True)
-    completions = [row.completion for row in rows]
+    completions = []
+    for _, piece in generate_batch(model, prompts, options.speculate, STEPS_SHOWN if streams else STEPS):
+        if isinstance(piece, jllama.Completion):
+            completions.append(piece)
+        elif streams:
+            print(piece, end="", flush=True)
     for number, (each, completion) in enumerate(zip(prompts, completions, strict=True), 1):
         seed = each.sampling.seed
         if options.json:

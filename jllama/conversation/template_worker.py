@@ -44,12 +44,8 @@ def _raise_exception(message: Any) -> None:
     raise jinja2.TemplateError(str(message))
 
 
-def _tojson(x: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(x, ensure_ascii=ensure_ascii, **options)
-
-
 _environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
-_environment.filters["tojson"] = _tojson
+_environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
 _environment.globals["raise_exception"] = _raise_exception
 _environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
 _compiled = functools.lru_cache(maxsize=8)(_environment.from_string)

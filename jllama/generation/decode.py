@@ -1,9 +1,6 @@
 """Decode: a loop on the device that gives each row of a batch token after token, many between two stops at the host.
 
-Every setting is data, one value a row: what compiles is a cache length, a batch size, and the length of drafts. With
-drafts (prompt lookup), a step guesses the next tokens from the text so far, verifies them in one pass and keeps those
-that are right. Source: Saxena 2023, prompt lookup decoding; Leviathan et al. 2023 (arXiv:2211.17192) for why this
-changes nothing.
+Every setting is data, one value a row: what compiles is a cache length, a batch size, and the length of drafts.
 """
 
 from __future__ import annotations
@@ -20,10 +17,10 @@ from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams
 from jllama.generation.decode_batch import DecodeBatch, append_token
 from jllama.generation.prefill import cache_len, resized
+from jllama.generation.prompt_lookup import lookup_step
 from jllama.model import Llama, build_model
 
 STEPS = 16  # at most, between two synchronizations with the host
-_SHORTEST_MATCH, _LONGEST_MATCH = 2, 3
 
 
 def decode(
@@ -69,14 +66,7 @@ def _decode(
 
     def step(carry: tuple[Array, DecodeBatch]) -> tuple[Array, DecodeBatch]:
         done, batch = carry
-        plain = functools.partial(decode_step, llama, batch, batch.tokens[:, :0])
-        if not draft_len:
-            return done + 1, plain()
-        drafts, matched = draft_tokens(batch.tokens, batch.cache.lengths + 1, draft_len)
-        verify = functools.partial(decode_step, llama, batch, jnp.where(matched[:, None], drafts, -1))
-        # A pass over several tokens costs more than over one, where arithmetic is dear.
-        after = jax.lax.cond(jnp.any(matched & ~batch.finished), verify, plain)
-        return done + 1, after._replace(seen=batch.seen, settings=batch.settings)  # not to be copied out of branches
+        return done + 1, lookup_step(llama, batch, draft_len) if draft_len else decode_step(llama, batch)
 
     def unfinished(carry: tuple[Array, DecodeBatch]) -> Array:
         return (carry[0] < steps) & ~jnp.all(carry[1].finished)
@@ -88,48 +78,8 @@ def _decode(
     return batch, jnp.where(is_new, tokens, -1), log_probs
 
 
-def decode_step(llama: Llama, batch: DecodeBatch, drafts: Int[Array, "batch draft_len"]) -> DecodeBatch:
-    """Feed each row its last token and its drafts (-1 for none); append a token, and more as long as drafts are right.
-
-    Finished rows get none: their slots are not counted, and will be written again.
-    """
-    cache = batch.cache
-    last = jnp.take_along_axis(batch.tokens, cache.lengths[:, None], axis=1)
-    fed = jnp.maximum(jnp.concatenate([last, drafts], axis=1), 0)
-    hidden, cache = llama.forward_with_cache(fed, cache, jnp.zeros_like(cache.lengths))
-    logits = llama.logits(hidden)
-    drafted = jnp.sum((drafts >= 0) & ~batch.finished[:, None], axis=1, dtype=jnp.int32)
-    guesses = jnp.pad(drafts, ((0, 0), (0, 1)), constant_values=-1)  # what each position's draw is held against
-
-    def take(carry: tuple[DecodeBatch, Array], position: Array) -> tuple[tuple[DecodeBatch, Array], None]:
-        batch, takes = carry
-        batch, token = append_token(batch, logits[:, position], takes)
-        right = takes & (guesses[:, position] == token)
-        return (batch._replace(accepted=batch.accepted + right.astype(jnp.int32)), right & ~batch.finished), None
-
-    batch = batch._replace(cache=cache, drafted=batch.drafted + drafted)
-    (batch, _), _ = jax.lax.scan(take, (batch, ~batch.finished), jnp.arange(fed.shape[1]))
-    return batch
-
-
-def draft_tokens(
-    tokens: Int[Array, "batch max_len"], lengths: Int[Array, "batch"], count: int
-) -> tuple[Int[Array, "batch {count}"], Bool[Array, "batch"]]:
-    """The ``count`` tokens that followed the last time the text went as it goes now, and whether there was one.
-
-    The last three of each row's first ``lengths`` tokens (else the last two) are looked up in what comes before them;
-    the latest match of the most tokens counts. A continuation that reaches the end of the text begins again.
-    """
-    (batch, max_len), last = tokens.shape, lengths[:, None] - 1
-    slots, rows = jnp.arange(max_len), jnp.arange(batch)[:, None]
-    matched = jnp.zeros((batch, max_len), jnp.int32)  # how many tokens up to each slot equal the last ones
-    matches = slots < last
-    for back in range(_LONGEST_MATCH):
-        expected = tokens[rows, jnp.maximum(last - back, 0)]
-        shifted = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, :max_len]
-        matches = matches & (shifted == expected) & (slots >= back)
-        matched = matched + matches.astype(jnp.int32)
-    enough = matched >= _SHORTEST_MATCH
-    best = jnp.argmax(jnp.where(enough, matched * max_len + slots, -1), axis=1)[:, None]
-    period = jnp.maximum(last - best, 1)
-    return tokens[rows, best + 1 + jnp.arange(count) % period], jnp.any(enough, axis=1)
+def decode_step(llama: Llama, batch: DecodeBatch) -> DecodeBatch:
+    """One token more for every unfinished row, whose new slot is then counted; the others will write theirs again."""
+    last = jnp.take_along_axis(batch.tokens, batch.cache.lengths[:, None], axis=1)
+    hidden, cache = llama.forward_with_cache(last, batch.cache, jnp.zeros_like(batch.cache.lengths))
+    return append_token(batch._replace(cache=cache), llama.logits(hidden)[:, 0], ~batch.finished)[0]

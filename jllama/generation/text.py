@@ -52,7 +52,7 @@ def generate(
     batch_size: int = 0,
     **fields: Unpack[SamplingFields],
 ) -> list[Completion]:
-    """Continue one prompt or several, each as it would come out alone and with any ``speculate``.
+    """Continue one prompt or several, each as it would come out alone and with any ``speculate``: a list, in order.
 
     In bfloat16 and float16, which round otherwise in another batch size, a near tie may fall otherwise.
 
@@ -75,9 +75,6 @@ def generate(
         **fields: fields of ``SamplingParams``, which change ``sampling``: ``temperature`` (0 takes the likeliest
             token), ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``, ``presence_penalty``,
             ``frequency_penalty``, ``logit_bias``, ``banned_ids``, ``seed`` (the same one gives the same text).
-
-    Returns:
-        A ``Completion`` of each prompt, in order.
 
     Raises:
         JllamaError: the model has no tokenizer, a prompt or a setting does not fit it, or there is no such setting.
@@ -112,11 +109,11 @@ def stream(
     """
     ends = {"max_new_tokens": max_new_tokens, "stop": stop, "stop_ids": stop_ids}
     encoded = _encoded(model, [prompt], sampling, fields, ends)
-    rows = []
-    for rows in generate_batch(model, encoded, speculate, STEPS_SHOWN, prefix):
-        if piece := rows[0].take():
+    piece: Any = None
+    for _, piece in generate_batch(model, encoded, speculate, STEPS_SHOWN, prefix):
+        if isinstance(piece, str):
             yield piece
-    return rows[0].completion
+    return piece
 
 
 def warm_up(
@@ -213,8 +210,8 @@ def generate_batches(
         indices = order[first : first + size]
         batch = [prompts[index] for index in indices]
         batch += [Prompt(batch[0].ids[:1], max_new_tokens=0)] * (size - len(batch))  # so that nothing new compiles
-        *_, rows = generate_batch(model, batch, speculate)
-        yield {index: row.completion for index, row in zip(indices, rows, strict=False)}
+        pieces = ((row, piece) for row, piece in generate_batch(model, batch, speculate) if row < len(indices))
+        yield {indices[row]: piece for row, piece in pieces if isinstance(piece, Completion)}
 
 
 def generate_batch(
@@ -223,8 +220,8 @@ def generate_batch(
     speculate: int = 0,
     steps: int = STEPS,
     prefix: PrefixCache | None = None,
-) -> Iterator[list[TextDecoder]]:
-    """Generate from encoded prompts together: the rows, whose texts grow, every few ``steps`` and when all are done."""
+) -> Iterator[tuple[int, str | Completion]]:
+    """Generate from encoded prompts together: ``(row, piece of its text)`` every few ``steps``, in the end its all."""
     params, config, tokenizer = model.decode_params, model.config, model.text_tokenizer
     check_batch(config, len(prompts), speculate)
     rows = [TextDecoder(tokenizer, prompt) for prompt in prompts]
@@ -237,14 +234,12 @@ def generate_batch(
         batch, tokens, log_probs = decode(params, config, batch, next_steps, stopped, speculate)
         cached_ids += tokens[0, tokens[0] >= 0].tolist()
         prefix.ids, prefix.cache = cached_ids[:-1], batch.cache  # the last token has not been through the model yet
-        for row, *new in zip(rows, tokens.tolist(), log_probs.tolist(), strict=True):
-            for token, log_prob in zip(*new, strict=True):
-                row.push(token, log_prob)
-        yield rows
+        for index, (row, *new) in enumerate(zip(rows, tokens.tolist(), log_probs.tolist(), strict=True)):
+            pieces = (row.push(token, log_prob) for token, log_prob in zip(*new, strict=True))
+            yield from ((index, piece) for piece in pieces if piece)
         next_steps = steps
-    for row, drafted, accepted in zip(rows, batch.drafted.tolist(), batch.accepted.tolist(), strict=True):
-        row.end(drafted, accepted)
-    yield rows
+    for index, counts in enumerate(zip(batch.drafted.tolist(), batch.accepted.tolist(), strict=True)):
+        yield from ((index, piece) for piece in (rows[index].end(), rows[index].completion(*counts)) if piece)
 
 
 class TextDecoder:
@@ -254,41 +249,42 @@ class TextDecoder:
     Tokens are decoded behind a few earlier ones, as the first token of a text may lose its space.
     """
 
-    completion: Completion  # from ``end`` on
-
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
         self._tokenizer, self._prompt = tokenizer, prompt
         self._ids = list(prompt.ids[-_CONTEXT_TOKENS:])
-        self._num_decoded, self._num_taken = len(self._ids), 0
+        self._num_decoded, self._num_shown = len(self._ids), 0
         self._tokens: list[tuple[int, float, int]] = []  # id, log-probability, and the length of the text before it
-        self.text, self.finish_reason = "", ""  # the latter once there is one
+        self.text, self.finish_reason = "", ""  # the latter once it is stop_id or stop_string
 
-    def push(self, token: int, log_prob: float = 0.0) -> None:
-        """Take in the next token; what is behind a row's end (-1) or a stop changes nothing."""
+    def push(self, token: int, log_prob: float = 0.0) -> str:
+        """The text that is certain now and was not before."""
         if token in (self._prompt.stop_ids or ()):
             self.finish_reason = self.finish_reason or "stop_id"
-        if token >= 0 and not self.finish_reason:
-            self._ids.append(token)
-            self._tokens.append((token, log_prob, len(self.text)))
-            self._decode(is_last=False)
-
-    def take(self) -> str:
-        """The text that is certain and was not taken before."""
+        if token < 0 or self.finish_reason:
+            return ""
+        self._ids.append(token)
+        self._tokens.append((token, log_prob, len(self.text)))
+        self._decode(is_last=False)
         beginnings = (n for stop in self._prompt.stop for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
-        num_held = 0 if self.finish_reason else max(beginnings, default=0)
-        piece = self.text[self._num_taken : len(self.text) - num_held]
-        self._num_taken += len(piece)
-        return piece
+        return self._show(0 if self.finish_reason else max(beginnings, default=0))
 
-    def end(self, drafted: int = 0, accepted: int = 0) -> None:
-        """There are no more tokens: all of the text is certain."""
+    def end(self) -> str:
+        """What was held back, when there are no more tokens."""
         if self.finish_reason != "stop_string":
             self._decode(is_last=True)
-        self.finish_reason = self.finish_reason or ("context" if self._prompt.max_new_tokens is None else "length")
-        kept = [token for token in self._tokens if self.finish_reason != "stop_string" or token[2] < len(self.text)]
+        return self._show(0)
+
+    def completion(self, drafted: int, accepted: int) -> Completion:
+        """All of it, at the end."""
+        reason = self.finish_reason or ("context" if self._prompt.max_new_tokens is None else "length")
+        kept = [token for token in self._tokens if reason != "stop_string" or token[2] < len(self.text)]
         ids, log_probs = [id for id, *_ in kept], [log_prob for _, log_prob, _ in kept]
-        counts = drafted, accepted, len(self._prompt.ids)
-        self.completion = Completion(self.text, ids, self.finish_reason, log_probs, *counts)
+        return Completion(self.text, ids, reason, log_probs, drafted, accepted, len(self._prompt.ids))
+
+    def _show(self, num_held: int) -> str:
+        piece = self.text[self._num_shown : len(self.text) - num_held]
+        self._num_shown += len(piece)
+        return piece
 
     def _decode(self, *, is_last: bool) -> None:
         """Add the text of new tokens, if it is certain; the text ends where a stop string begins."""

@@ -215,8 +215,8 @@ class _Run:
             self.checkpoints.wait()
             kept = self.checkpoints.steps()
             last = f"the last good checkpoint is of step {kept[-1]}" if kept else "no checkpoint had been saved yet"
-            advice = "try a lower optimizer.learning_rate or optimizer.clip_norm"
-            raise JllamaError(f"the {what} is not a finite number at step {step}; {last}: {advice}")
+            said = f"the {what} is not a finite number at step {step}; {last}"
+            raise JllamaError(f"{said}: try a lower optimizer.learning_rate or optimizer.clip_norm")
 
 
 def _open(config: TrainConfig) -> _Run | Evaluation:

@@ -24,7 +24,6 @@ from jllama.model import attention_inputs, build_layer
 from jllama.parameters import Params, TensorSpec, as_matrix, shape_of, tensor_specs
 
 Stream = Float[np.ndarray, "seq embed"]
-_LISTED = 9  # tensors named in a sentence: those of a layer
 
 
 class LayerwiseRun(NamedTuple):
@@ -128,7 +127,7 @@ def run_layerwise(
         "nothing but zeros stands in {}: fetch or convert the files again": reader.zeros,
     }
     damage = [
-        problem.format(", ".join(keys[:_LISTED]) + f" and {len(keys) - _LISTED} more" * (len(keys) > _LISTED))
+        problem.format(", ".join(keys[:9]) + f" and {len(keys) - 9} more" * (len(keys) > 9))  # 9: those of a layer
         for problem, keys in problems.items()
         if keys
     ]

@@ -85,8 +85,6 @@ def _not_permuted(config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Par
 
 def _keys_permuted_as_queries(config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Params]:
     """Put keys in half-split order as if there were as many heads of them as of queries, where they divide so."""
-    if not _keys_divide_as_queries(config):
-        return config, params
     keys = params["layers"]["wk"]
     in_heads = interleaved(keys).reshape(*keys.shape[:2], config.num_heads, -1, 2)
     return config, params | {"layers": params["layers"] | {"wk": in_heads.swapaxes(-1, -2).reshape(keys.shape)}}

@@ -20,8 +20,9 @@ from jllama.decode_params import DecodeParams, decode_layout
 from jllama.errors import UsageError
 from jllama.generation import decode as decoding
 from jllama.generation import prefill as prefilling
-from jllama.generation.decode import STEPS, decode, draft_tokens
+from jllama.generation.decode import STEPS, decode
 from jllama.generation.prefill import PrefixCache, prefill
+from jllama.generation.prompt_lookup import draft_tokens
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import encode_prompt
 from jllama.verify.checks import random_params

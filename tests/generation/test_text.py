@@ -76,12 +76,10 @@ def text_pieces(tokenizer, start, new, stop=()):
     """What a stream shows, piece by piece."""
     decoder = TextDecoder(tokenizer, Prompt(start, stop=stop))
     for token in new:
-        decoder.push(token)
-        if piece := decoder.take():
+        if piece := decoder.push(token):
             yield piece
-    decoder.end()
-    if piece := decoder.take():
-        yield piece
+    if rest := decoder.end():
+        yield rest
 
 
 # Pieces
@@ -178,16 +176,15 @@ def test_a_text_ends_where_its_first_stop_string_begins(tokenizer, text, stop):
     decoder = TextDecoder(tokenizer, Prompt(start, stop=stop))
     shown = ""
     for token in new:
-        decoder.push(token)
-        shown += decoder.take()
+        shown += decoder.push(token)
         assert whole.startswith(shown)
         if decoder.finish_reason:
             break
-    decoder.end()
-    shown += decoder.take()
+    shown += decoder.end()
     found = [place for each in stop if (place := whole.find(each)) >= 0]
-    assert decoder.finish_reason == ("stop_string" if found else "context")
-    assert decoder.completion.text == shown
+    assert decoder.finish_reason == ("stop_string" if found else "")
+    completion = decoder.completion(0, 0)
+    assert (completion.text, completion.finish_reason) == (shown, "stop_string" if found else "context")
     # Of overlapping stop strings the one that is whole first ends the text.
     ends = [whole.find(each) + len(each) for each in stop if each in whole]
     assert shown == (whole if not found else whole[: len(shown)])
@@ -385,8 +382,15 @@ def test_an_interrupted_step_leaves_no_prefix(monkeypatch):
 
 def test_a_batch_yields_every_rows_pieces():
     prompts = [encode_prompt(MODEL, Prompt(*each, NEW)) for each in zip(PROMPTS, SAMPLING, strict=True)]
-    pieces = [[row.take() for row in rows] for rows in generate_batch(MODEL, prompts, steps=3)]
-    assert list(map("".join, zip(*pieces, strict=True))) == [each.text for each in generate(MODEL, prompts)]
+    texts, completions = [""] * len(prompts), []
+    for row, piece in generate_batch(MODEL, prompts, steps=3):
+        if isinstance(piece, str):
+            texts[row] += piece
+        else:
+            assert row == len(completions)
+            completions.append(piece)
+    assert texts == [completion.text for completion in completions]
+    assert texts == [completion.text for completion in generate(MODEL, prompts)]
 
 
 def test_decoding_params_are_used_as_they_are():
