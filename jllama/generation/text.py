@@ -7,7 +7,7 @@ import itertools
 import numbers
 import operator
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack, cast
 
 import numpy as np
 
@@ -52,7 +52,7 @@ def generate(
     batch_size: int = 0,
     **fields: Unpack[SamplingFields],
 ) -> list[Completion]:
-    """Continue one prompt or several, each as it would come out alone and with any ``speculate``: a list, in order.
+    """Continue one prompt or several, each as it would come out alone and with any ``speculate``.
 
     In bfloat16 and float16, which round otherwise in another batch size, a near tie may fall otherwise.
 
@@ -75,6 +75,9 @@ def generate(
         **fields: fields of ``SamplingParams``, which change ``sampling``: ``temperature`` (0 takes the likeliest
             token), ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``, ``presence_penalty``,
             ``frequency_penalty``, ``logit_bias``, ``banned_ids``, ``seed`` (the same one gives the same text).
+
+    Returns:
+        A ``Completion`` of each prompt, in order.
 
     Raises:
         JllamaError: the model has no tokenizer, a prompt or a setting does not fit it, or there is no such setting.
@@ -109,11 +112,11 @@ def stream(
     """
     ends = {"max_new_tokens": max_new_tokens, "stop": stop, "stop_ids": stop_ids}
     encoded = _encoded(model, [prompt], sampling, fields, ends)
-    piece: Any = None
+    piece = None
     for _, piece in generate_batch(model, encoded, speculate, STEPS_SHOWN, prefix):
         if isinstance(piece, str):
             yield piece
-    return piece
+    return cast(Completion, piece)
 
 
 def warm_up(
@@ -128,10 +131,6 @@ def warm_up(
 
     Each of the ``lengths``, in tokens, stands for those padded to the same power of two (from 16; chunks of 512);
     ``batches`` are how many prompts at once, ``max_new_tokens`` the most asked for (None: to the end of the context).
-
-    Example::
-
-        jllama.warm_up(model, lengths=[16, 64, 512], batches=[1, 4], max_new_tokens=256)
     """
     params, config, vocab_size = model.decode_params, model.config, model.text_tokenizer.vocab_size
     prompts = [encode_prompt(model, Prompt([0] * length, max_new_tokens=max_new_tokens)) for length in lengths]
