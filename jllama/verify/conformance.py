@@ -22,7 +22,7 @@ import jllama.model
 from jllama import oracle
 from jllama.checkpoints import registry
 from jllama.config import LlamaConfig
-from jllama.decode_params import DecodeParams, decode_layout
+from jllama.decode_params import DecodeParams
 from jllama.language_model import LanguageModel
 from jllama.model import KVCache
 from jllama.parameters import Params
@@ -144,24 +144,20 @@ def reference_logits(config: LlamaConfig, rows: int | None = None, seq: int = SE
     return oracle.forward(weights(config), tokens[:rows, :seq], config, positions[:rows, :seq])
 
 
-def model_error(
-    implementation: Implementation, config: LlamaConfig, params: Params | DecodeParams, variant: LlamaConfig
-) -> float:
-    """How far the implementation's logits for these parameters are from the oracle's for the variant.
-
-    The worst of a forward pass over each row of positions, in the layout given, and of a few tokens through the cache:
-    some at once, then one more.
-    """
+def whole_error(implementation: Implementation, config: LlamaConfig, params: Any, variant: LlamaConfig) -> float:
+    """How far the logits of a forward pass over each row of positions are from the oracle's for the variant."""
     tokens, positions = (jnp.asarray(rows) for rows in tokens_and_positions(variant))
     params = jax.tree.map(jnp.asarray, params)
-    whole = worst_error(implementation.forward(config, params, tokens, None, positions), reference_logits(variant))
-    decode_params = params if isinstance(params, DecodeParams) else decode_layout(params, config)
-    cache = KVCache.zeros(config, 1, 2 * _CHUNK)
-    _, cache = implementation.extend(config, decode_params, tokens[:1, :_CHUNK], cache, jnp.array([_CHUNK]))
+    return worst_error(implementation.forward(config, params, tokens, None, positions), reference_logits(variant))
+
+
+def cached_error(implementation: Implementation, config: LlamaConfig, params: Any, variant: LlamaConfig) -> float:
+    """How far the logits of a token behind some others, which are in the cache, are from the oracle's."""
+    tokens, cache = jnp.asarray(tokens_and_positions(variant)[0]), KVCache.zeros(config, 1, 2 * _CHUNK)
+    _, cache = implementation.extend(config, params, tokens[:1, :_CHUNK], cache, jnp.array([_CHUNK]))
     last = tokens[:1, _CHUNK : 2 * _CHUNK]  # one more token; the rest of the chunk is padding
-    decoded, _ = implementation.extend(config, decode_params, last, cache, jnp.array([1]))
-    cached = relative_error(decoded[0, 0], reference_logits(variant, 1, _CHUNK + 1)[0, -1])
-    return float(np.max([whole, cached]))  # NaN if either is
+    decoded, _ = implementation.extend(config, params, last, cache, jnp.array([1]))
+    return relative_error(decoded[0, 0], reference_logits(variant, 1, _CHUNK + 1)[0, -1])
 
 
 def conformance_checks(
@@ -169,8 +165,8 @@ def conformance_checks(
     folder: Path | None = None,
     layouts: Iterable[registry.Layout] = ("decode", "training"),
 ) -> list[Check]:
-    """For every variant and every format that can hold it: the error of the loaded model, in the worse layout.
-
+    """For every variant and format that can hold it: ``whole_error`` in the layout for training, ``cached_error`` in
+    that for decoding, the worse of the two.
     ``folder`` keeps the files, for further implementations to load; without it each is removed at once.
     """
 
@@ -184,9 +180,9 @@ def conformance_checks(
                 rope_factor = scaling.factor if is_meta and scaling else None
                 model = implementation.load(path, layout=layout, rope_factor=rope_factor)
                 # Meta's files do not say the context either, and no logit of what they can hold depends on it.
-                changed = {"max_seq_len": variant.max_seq_len} if is_meta else {}
-                config = dataclasses.replace(model.config, **changed)
-                errors.append(model_error(implementation, config, model.params, variant))
+                config = dataclasses.replace(model.config, max_seq_len=variant.max_seq_len) if is_meta else model.config
+                compute = cached_error if layout == "decode" else whole_error
+                errors.append(compute(implementation, config, model.params, variant))
         return float(np.max(errors))
 
     return [

@@ -25,7 +25,7 @@ from jllama.model import KVCache
 from jllama.parameters import Params
 from jllama.rope_scaling import RopeScaling
 from jllama.verify.checks import Check, random_params
-from jllama.verify.conformance import VARIANTS, implementation_of, model_error, weights
+from jllama.verify.conformance import VARIANTS, cached_error, implementation_of, weights, whole_error
 
 
 def model_with(**wrong: Any) -> types.ModuleType:
@@ -165,16 +165,17 @@ MUTATIONS = [
 def mutation_checks() -> list[Check]:
     """For every variant and mutation that concerns it: how far the mistake moves the logits from the oracle's."""
 
-    def error(mutation: Mutation, variant: LlamaConfig) -> float:
+    def moved(mutation: Mutation, variant: LlamaConfig) -> float:
         config, params = mutation.misread(variant, weights(variant))
         stacks, layers = params["layers"], range(config.num_layers)
         # A layer each, of plain arrays: a scan, or a choice of ways to multiply, would be compiled for each mistake.
         unrolled = {str(i): {name: stack[i] for name, stack in stacks.items()} for i in layers}
         plain = DecodeParams(params | {"layers": unrolled})
-        return model_error(implementation_of(mutation.model), config, plain, variant)
+        mistaken = implementation_of(mutation.model)
+        return float(np.max([error(mistaken, config, plain, variant) for error in (whole_error, cached_error)]))
 
     return [
-        Check("mutations", name, mutation.name, functools.partial(error, mutation, config))
+        Check("mutations", name, mutation.name, functools.partial(moved, mutation, config))
         for mutation in MUTATIONS
         for name, config in VARIANTS.items()
         if mutation.applies(config)
