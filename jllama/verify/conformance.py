@@ -9,9 +9,9 @@ import dataclasses
 import functools
 import tempfile
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -147,8 +147,8 @@ def reference_logits(config: LlamaConfig, rows: int | None = None, seq: int = SE
 def whole_error(implementation: Implementation, config: LlamaConfig, params: Any, variant: LlamaConfig) -> float:
     """How far the logits of a forward pass over each row of positions are from the oracle's for the variant."""
     tokens, positions = (jnp.asarray(rows) for rows in tokens_and_positions(variant))
-    params = jax.tree.map(jnp.asarray, params)
-    return worst_error(implementation.forward(config, params, tokens, None, positions), reference_logits(variant))
+    logits = implementation.forward(config, jax.tree.map(jnp.asarray, params), tokens, None, positions)
+    return worst_error(logits, reference_logits(variant))
 
 
 def cached_error(implementation: Implementation, config: LlamaConfig, params: Any, variant: LlamaConfig) -> float:
@@ -160,11 +160,7 @@ def cached_error(implementation: Implementation, config: LlamaConfig, params: An
     return relative_error(decoded[0, 0], reference_logits(variant, 1, _CHUNK + 1)[0, -1])
 
 
-def conformance_checks(
-    implementation: Implementation,
-    folder: Path | None = None,
-    layouts: Iterable[registry.Layout] = ("decode", "training"),
-) -> list[Check]:
+def conformance_checks(implementation: Implementation, folder: Path | None = None) -> list[Check]:
     """For every variant and format that can hold it: ``whole_error`` in the layout for training, ``cached_error`` in
     that for decoding, the worse of the two.
     ``folder`` keeps the files, for further implementations to load; without it each is removed at once.
@@ -176,7 +172,7 @@ def conformance_checks(
             if not (path := (folder or Path(scratch)) / f"{name} {file_format}").exists():
                 writer.write(path, variant, weights(variant))
             scaling, is_meta, errors = variant.rope_scaling, file_format.startswith("meta"), []
-            for layout in layouts:
+            for layout in get_args(registry.Layout):
                 rope_factor = scaling.factor if is_meta and scaling else None
                 model = implementation.load(path, layout=layout, rope_factor=rope_factor)
                 # Meta's files do not say the context either, and no logit of what they can hold depends on it.

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -170,7 +171,7 @@ def mutation_checks() -> list[Check]:
         stacks, layers = params["layers"], range(config.num_layers)
         # A layer each, of plain arrays: a scan, or a choice of ways to multiply, would be compiled for each mistake.
         unrolled = {str(i): {name: stack[i] for name, stack in stacks.items()} for i in layers}
-        plain = DecodeParams(params | {"layers": unrolled})
+        plain = jax.tree.map(jnp.asarray, DecodeParams(params | {"layers": unrolled}))
         mistaken = implementation_of(mutation.model)
         return float(np.max([error(mistaken, config, plain, variant) for error in (whole_error, cached_error)]))
 

@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 def cells(implementation, folder, formats):
     """Which cells of the matrix pass, and which fail by so much that nobody could call it rounding."""
-    checks = conformance_checks(implementation, folder, ["decode"])
+    checks = conformance_checks(implementation, folder)
     results = list(run_checks(check for check in checks if check.row in VARIANTS and check.column in formats))
     passed = {(result.row, result.column) for result in results if result.passed}
     plain_to_see = {(result.row, result.column) for result in results if result.ratio >= VISIBLE}
