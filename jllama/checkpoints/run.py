@@ -67,6 +67,7 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_
     if checkpoint.tokenizer is not None:
         checkpoint.tokenizer.save(target)
     write_chat_files(target, checkpoint.chat_template, checkpoint.stop_ids)
-    checkpoints = RunCheckpoints(target / CHECKPOINTS)
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
+    checkpoints = RunCheckpoints(target / CHECKPOINTS, copied_gb=1 + largest // 10**9)
     checkpoints.save(0, params, None, {}, None)
     checkpoints.wait()

@@ -37,13 +37,17 @@ class RunCheckpoints:
     """The checkpoints of one run, in a folder. Saving goes on in the background; its errors surface at the next call.
 
     The ``keep_last`` latest are kept, besides the best by validation loss. ``read_only`` never writes or cleans up.
+    Arrays are copied to be cut by layer: ``copied_gb`` of them at once, which must hold the largest (None: all).
     """
 
-    def __init__(self, folder: Path, keep_last: int = 1, *, read_only: bool = False) -> None:
+    def __init__(
+        self, folder: Path, keep_last: int = 1, *, read_only: bool = False, copied_gb: int | None = None
+    ) -> None:
         self.folder = folder.resolve()
         if not read_only:
             self._sweep()
-        params, state = (ocp.PyTreeCheckpointHandler(use_compression=False) for _ in range(2))
+        limits: Any = {"use_compression": False, "save_concurrent_gb": copied_gb}
+        params, state = (ocp.PyTreeCheckpointHandler(**limits) for _ in range(2))
         handlers = {"params": params, "state": state, "meta": ocp.JsonCheckpointHandler()}
         latest = checkpoint_managers.LatestN(keep_last)
         loss = operator.itemgetter("validation_loss")
