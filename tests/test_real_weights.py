@@ -188,7 +188,7 @@ def test_llama2c_refuses_it_by_name(gguf, tmp_path):
         convert(gguf, tmp_path / "out", "llama2c")
 
 
-def test_quantised_to_q8_0_it_still_answers(gguf, tmp_path, prompts):
+def test_quantized_to_q8_0_it_still_answers(gguf, tmp_path, prompts):
     convert(gguf, tmp_path / "q8.gguf", "gguf", "q8_0")
     checkpoint = open_checkpoint(tmp_path / "q8.gguf")
     assert checkpoint.tokenizer.encode("a b") == open_checkpoint(gguf).tokenizer.encode("a b")

@@ -223,7 +223,7 @@ def valid_blocks(type_, shape, seed):
     return rows
 
 
-def can_dequantise(type_):
+def can_dequantize(type_):
     try:
         dequantize(np.zeros((1, GGML_QUANT_SIZES[type_][1]), np.uint8), type_)
     except NotImplementedError:
@@ -231,18 +231,18 @@ def can_dequantise(type_):
     return True
 
 
-QUANTIZED = [type_ for type_ in GGMLQuantizationType if GGML_QUANT_SIZES[type_][0] > 1 and can_dequantise(type_)]
+QUANTIZED = [type_ for type_ in GGMLQuantizationType if GGML_QUANT_SIZES[type_][0] > 1 and can_dequantize(type_)]
 
 
 def test_the_types_are_the_ones_we_think():
-    """What follows would be empty if nothing could be dequantised."""
+    """What follows would be empty if nothing could be dequantized."""
     assert {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "TQ2_0"} <= {
         type_.name for type_ in QUANTIZED
     }
 
 
 @pytest.mark.parametrize("type_", QUANTIZED, ids=lambda type_: type_.name)
-def test_rows_of_every_quantised_type_are_the_packages_bit_for_bit(tmp_path, type_):
+def test_rows_of_every_quantized_type_are_the_packages_bit_for_bit(tmp_path, type_):
     rows = valid_blocks(type_, (37, 512), 0)
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_tensor("other", np.ones(5, np.float32))
@@ -272,7 +272,7 @@ def test_plain_types_are_mapped_as_they_are(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("type_", ["Q8_1", "Q8_K", "I8", "I32", "Q1_0"])
-def test_a_type_that_cannot_be_dequantised_is_refused_by_name(tmp_path, type_):
+def test_a_type_that_cannot_be_dequantized_is_refused_by_name(tmp_path, type_):
     type_ = GGMLQuantizationType[type_]
     rows = np.zeros((2, 256 // GGML_QUANT_SIZES[type_][0] * GGML_QUANT_SIZES[type_][1]), np.uint8)
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
@@ -285,7 +285,7 @@ def test_a_type_that_cannot_be_dequantised_is_refused_by_name(tmp_path, type_):
         gguf.read_gguf_file(tmp_path / "m.gguf")
 
 
-def test_with_one_quantised_matrix_everything_is_float32(tmp_path, params):
+def test_with_one_quantized_matrix_everything_is_float32(tmp_path, params):
     """As llama.cpp's mixed files are: some matrices quantized, some float16 or bfloat16, norms float32."""
     tensors = gguf_tensors(CONFIG, params)
     for name, tensor in tensors.items():
@@ -886,7 +886,7 @@ def test_flipped_bytes_give_a_model_or_one_sentence(tmp_path_factory, llama_file
     assert str(path) in message
 
 
-def test_only_gguf_files_are_recognised(tmp_path, llama_file):
+def test_only_gguf_files_are_recognized(tmp_path, llama_file):
     assert not gguf.recognizes(tmp_path)
     assert not gguf.recognizes(tmp_path / "none.gguf")
     with pytest.raises(JllamaError, match="there is no GGUF file"):

@@ -540,13 +540,13 @@ def test_what_transformers_cannot_hold_is_refused_before_a_byte_is_written(tmp_p
         ({"params.json": "{}"}, False),
     ],
 )
-def test_a_folder_is_recognised_by_its_files(files, expected, tmp_path):
+def test_a_folder_is_recognized_by_its_files(files, expected, tmp_path):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert recognizes(tmp_path) is expected
 
 
-def test_what_is_no_folder_is_not_recognised(tiny, tmp_path):
+def test_what_is_no_folder_is_not_recognized(tiny, tmp_path):
     assert recognizes(tiny)
     assert not recognizes(tiny / "config.json")
     assert not recognizes(tmp_path / "nowhere")

@@ -440,7 +440,7 @@ def test_params_that_are_no_object_are_refused(tmp_path, text):
     refused(folder, "params.json")
 
 
-def test_a_folder_without_params_is_recognised_and_refused(tmp_path):
+def test_a_folder_without_params_is_recognized_and_refused(tmp_path):
     folder = metas_folder(tmp_path / "x", CONFIG)
     (folder / "params.json").unlink()
     assert recognizes(folder)

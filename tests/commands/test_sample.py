@@ -111,7 +111,7 @@ def test_every_option_changes_something(sample):
     assert sample(*plain, "--step", 0) == text
 
 
-def test_max_new_tokens_is_honoured(sample):
+def test_max_new_tokens_is_honored(sample):
     """Greedy text only grows with it; every token is a byte here, and 0 fills the context of 32."""
     texts = [sample("--prompt", "the ", "--temperature", 0, "--max_new_tokens", count) for count in (1, 7, 27)]
     for shorter, longer in itertools.pairwise(texts):
