@@ -70,8 +70,9 @@ def main(argv: Sequence[str], prog: str) -> int:
     takes = {"float32": 4, "bfloat16": 2, "int8": 1, "training (float32 and Adam)": 16}
     print(", ".join(f"{what} {decimal(size * count_parameters(config))}" for what, size in takes.items()), "at least")
     with jax.default_matmul_precision("highest"):
-        params = {whole_error: weights(checked), cached_error: jllama.decode_layout(weights(checked), checked)}
-        error = max(compute(jllama_itself(), checked, params[compute], checked) for compute in params)
+        params = jax.tree.map(jax.numpy.asarray, weights(checked))
+        layouts = {whole_error: params, cached_error: jllama.decode_layout(params, checked)}
+        error = max(compute(jllama_itself(), checked, layout, checked) for compute, layout in layouts.items())
     print(f"a small Llama's logits against the float64 oracle: relative error {error:.1e}, tolerance {TOLERANCE:.0e}")
     if not error < TOLERANCE:
         raise JllamaError(f"self-check failed on this device: relative error {error:.1e} is over {TOLERANCE:.0e}")
