@@ -61,9 +61,9 @@ class JllamaLM(TemplateLM):
         self.batch_size = int(batch_size)
 
     # What lm-eval asks for: the token that ends a text, the one before a text without context, a name for its cache.
-    eot_token_id = property(lambda self: self._tokenizer.eos_id)
-    prefix_token_id = property(lambda self: self._tokenizer.bos_id)
-    tokenizer_name = property(lambda self: self._tokenizer.fingerprint())
+    eot_token_id: Any = property(lambda self: self._tokenizer.eos_id)
+    prefix_token_id: Any = property(lambda self: self._tokenizer.bos_id)
+    tokenizer_name: Any = property(lambda self: self._tokenizer.fingerprint())
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
         """Ids of a text, which may spell out special tokens; behind BOS if the tokenizer adds it and there is none."""
