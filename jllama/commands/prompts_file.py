@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import operator
 import os
 import re
 import sys
 import time
 import typing
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +26,17 @@ from jllama.generation.text import Completion, encode_prompt, generate_batches
 from jllama.language_model import LanguageModel
 from jllama.progress import progress
 
-_JSON_TYPES: dict[Any, tuple[str, Callable[[Any], Any]]] = {
-    int: ("a whole number", operator.index),
-    float: ("a number", operator.pos),
-    tuple[int, ...]: ("a list of whole numbers", lambda ids: tuple(map(operator.index, ids))),
-    Mapping[int, float]: ("an object of numbers by token id", lambda biases: {int(id): +biases[id] for id in biases}),
-    str: ("a string or a list of strings", lambda it: [*map("".__add__, [it] if isinstance(it, str) else it)]),
+_JSON_TYPES: dict[Any, tuple[str, set[type], set[type]]] = {  # of which true is no number
+    int: ("a whole number", {int}, {int}),
+    float: ("a number", {int, float}, {int, float}),
+    tuple[int, ...]: ("a list of whole numbers", {list}, {int}),
+    Mapping[int, float]: ("an object of numbers by token id", {dict}, {int, float}),
+    str: ("a string or a list of strings", {str, list}, {str}),
 }
 _SAMPLING = {name: _JSON_TYPES[hint] for name, hint in typing.get_type_hints(SamplingParams).items()}
 _ENDS = {"max_new_tokens": _JSON_TYPES[int], "stop": _JSON_TYPES[str], "stop_ids": _JSON_TYPES[tuple[int, ...]]}
 OWN_SETTINGS = _SAMPLING | _ENDS
-"""What a line may set for itself: what JSON must hold, in words, and how it is read."""
+"""What a line may set for itself: what JSON must hold, in words, and the types of it and of what is in it."""
 _NOT_OF_RESULTS = ("checkpoint", "prompts_file", "output", "batch_size")  # options that no result depends on
 
 
@@ -166,12 +165,13 @@ def _read_line(line: bytes) -> dict[str, Any]:
 def _prompt(fields: dict[str, Any], default: Prompt) -> Prompt:
     if not isinstance(fields.get("prompt"), str):
         raise UsageError('it must be an object with a "prompt", such as {"prompt": "Once"}')
-    own: dict[str, Any] = {}
-    for name, (expected, read) in OWN_SETTINGS.items():
-        if name in fields:
-            try:
-                own[name] = read(fields[name])
-            except (TypeError, ValueError):
-                raise UsageError(f"{name} is {json.dumps(fields[name])}; it must be {expected}") from None
+    own: dict[str, Any] = {name: fields[name] for name in OWN_SETTINGS if name in fields}
+    for name, value in own.items():
+        expected, outer, inner = OWN_SETTINGS[name]
+        ids, each = (value, value.values()) if type(value) is dict else ((), value if type(value) is list else [value])
+        if type(value) not in outer or {*map(type, each)} - inner or not all(map(str.isdecimal, ids)):
+            raise UsageError(f"{name} is {json.dumps(value)}; it must be {expected}")
+        if isinstance(value, list | dict):
+            own[name] = tuple(value) if isinstance(value, list) else {int(id): value[id] for id in value}
     sampling = dataclasses.replace(default.sampling, **{name: own.pop(name) for name in _SAMPLING if name in own})
     return dataclasses.replace(default, content=fields["prompt"], sampling=sampling, **own)

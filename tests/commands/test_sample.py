@@ -304,6 +304,12 @@ def test_bad_lines_are_reported_and_the_rest_goes_on(complete_file, tmp_path):
         (b'{"prompt": "a", "top_p": "x"}', 'top_p is "x"; it must be a number'),
         (b'{"prompt": "a", "seed": 1.5}', "seed is 1.5; it must be a whole number"),
         (b'{"prompt": "a", "stop": 3}', "stop is 3; it must be a string or a list of strings"),
+        (b'{"prompt": "a", "stop": {"b": 1}}', 'stop is {"b": 1}; it must be a string or a list of strings'),
+        (b'{"prompt": "a", "seed": true}', "seed is true; it must be a whole number"),
+        (b'{"prompt": "a", "top_p": true}', "top_p is true; it must be a number"),
+        (b'{"prompt": "a", "stop_ids": [true]}', "stop_ids is [true]; it must be a list of whole numbers"),
+        (b'{"prompt": "a", "logit_bias": [0]}', "logit_bias is [0]; it must be an object of numbers by token id"),
+        (b'{"prompt": "a", "logit_bias": {" 1": 1}}', "logit_bias is "),
         (b'{"prompt": "a", "stop_ids": [999]}', "the stop_ids have token 999; the ids run from 0 to 258"),
         (b'{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias is "),
         (b'{"prompt": "' + b"x" * 40 + b'"}', "exceed the model's context of 32"),
@@ -325,7 +331,7 @@ def test_bad_lines_are_reported_and_the_rest_goes_on(complete_file, tmp_path):
         assert problem in said
         assert problem in results[number - 2]["error"]
     assert [result["id"] for result in results[-5:]] == [7, 8, 9, 10, 11]
-    assert results[-2] == {"id": 10, "line": 20, "error": results[-2]["error"]}
+    assert results[-2] == {"id": 10, "line": 6 + len(bad) - 2, "error": results[-2]["error"]}
 
 
 def test_compare_shows_all_seven_settings(sample):
