@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 
 from jllama.checkpoints.huggingface import read_text_files, write_chat_files
-from jllama.checkpoints.tensors import Checkpoint, OnProgress, load_params
+from jllama.checkpoints.tensors import Checkpoint, OnProgress, TensorsOfParams, load_params
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.files import fault_of, refuse_special_files, write_text_whole
@@ -60,7 +60,8 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_
     """Write a model as a run of step 0 into a folder: enough to sample from it and to train it on."""
     from jllama.checkpoints.run_checkpoints import RunCheckpoints
 
-    params = getattr(checkpoint.tensors, "params", None)  # in memory already, and in this layout: saved as they are
+    held = checkpoint.tensors
+    params = held.params if isinstance(held, TensorsOfParams) else None  # in this layout they are saved as they are
     if not isinstance(params, dict) or any(leaf.dtype != (dtype or leaf.dtype) for leaf in jax.tree.leaves(params)):
         params = load_params(checkpoint, dtype, on_progress=lambda num_bytes: on_progress(num_bytes // 2))
     write_text_whole(target / CONFIG, yaml.safe_dump({"model": dataclasses.asdict(checkpoint.config)}, sort_keys=False))
