@@ -220,7 +220,7 @@ def generate_batch(
     steps: int = STEPS,
     prefix: PrefixCache | None = None,
 ) -> Iterator[tuple[int, str | Completion]]:
-    """Generate from encoded prompts together: ``(row, piece of its text)`` every few ``steps``, in the end its all."""
+    """Generate from encoded prompts together: ``(row, piece)`` every few ``steps``; a row's last piece is all of it."""
     params, config, tokenizer = model.decode_params, model.config, model.text_tokenizer
     check_batch(config, len(prompts), speculate)
     rows = [TextDecoder(tokenizer, prompt) for prompt in prompts]

@@ -11,7 +11,7 @@ import tempfile
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -147,8 +147,7 @@ def reference_logits(config: LlamaConfig, rows: int | None = None, seq: int = SE
 def whole_error(implementation: Implementation, config: LlamaConfig, params: Any, variant: LlamaConfig) -> float:
     """How far the logits of a forward pass over each row of positions are from the oracle's for the variant."""
     tokens, positions = (jnp.asarray(rows) for rows in tokens_and_positions(variant))
-    logits = implementation.forward(config, jax.tree.map(jnp.asarray, params), tokens, None, positions)
-    return worst_error(logits, reference_logits(variant))
+    return worst_error(implementation.forward(config, params, tokens, None, positions), reference_logits(variant))
 
 
 def cached_error(implementation: Implementation, config: LlamaConfig, params: Any, variant: LlamaConfig) -> float:
@@ -172,12 +171,11 @@ def conformance_checks(implementation: Implementation, folder: Path | None = Non
             if not (path := (folder or Path(scratch)) / f"{name} {file_format}").exists():
                 writer.write(path, variant, weights(variant))
             scaling, is_meta, errors = variant.rope_scaling, file_format.startswith("meta"), []
-            for layout in get_args(registry.Layout):
+            for layout, compute in (("decode", cached_error), ("training", whole_error)):
                 rope_factor = scaling.factor if is_meta and scaling else None
                 model = implementation.load(path, layout=layout, rope_factor=rope_factor)
                 # Meta's files do not say the context either, and no logit of what they can hold depends on it.
                 config = dataclasses.replace(model.config, max_seq_len=variant.max_seq_len) if is_meta else model.config
-                compute = cached_error if layout == "decode" else whole_error
                 errors.append(compute(implementation, config, model.params, variant))
         return float(np.max(errors))
 

@@ -280,7 +280,7 @@ def test_another_models_tokenizer(model, tmp_path):
     save(dataclasses.replace(model, tokenizer=other), tmp_path / "hf", "hf")
     found = verify_checkpoint(tmp_path / "hf")
     assert any("20 belong to none" in finding for finding in found.findings)
-    assert found.bits_per_byte > 2  # byte frequencies alone give about 4.2
+    assert found.bits_per_byte > 2.25  # byte frequencies alone give at most 4.5
 
 
 def test_an_untrained_model_computes_rightly(tmp_path):
