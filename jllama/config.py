@@ -26,18 +26,26 @@ class MeshConfig:
     """How many ways to split the work; the product is the number of devices.
 
     Args:
-        data: copies of the model, each with its share of the batch; 0 takes all devices left over.
+        data: copies of the model, each with its share of the batch.
         fsdp: ways to split the parameters (and the batch), gathered where they are used.
         tensor: ways to split heads, feed-forward width and vocabulary.
+        sequence: ways to split the tokens of each row, for long contexts.
+        rules: the mesh axes that split a logical axis of the parameters, where they are others than
+            ``jllama.sharding.RULES`` has, such as ``{"mlp": ["tensor"]}``.
     """
 
-    data: int = 0
+    data: int = -1
     fsdp: int = 1
     tensor: int = 1
+    sequence: int = 1
+    rules: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.data < 0 or self.fsdp < 1 or self.tensor < 1:
-            raise UsageError(f"the mesh {vars(self)} needs positive sizes (data may be 0: all that is left)")
+        if self.data == 0:
+            object.__setattr__(self, "data", -1)  # as runs of 0.1 have it
+        sizes = {name: size for name, size in vars(self).items() if name != "rules"}
+        if list(sizes.values()).count(-1) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
+            raise UsageError(f"the mesh {sizes} needs positive sizes; one of them may be -1: all that is left")
 
 
 def llama_mlp_dim(embed_dim: int, *, multiple_of: int = 256, multiplier: float | None = None) -> int:

@@ -5,13 +5,14 @@ Compiled code takes ``params`` (see ``jllama.parameters``) and begins with ``lla
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Integer
 
@@ -54,6 +55,35 @@ class AttentionInputs:
     mask: F.Mask
     positions: Any  # Int[Array, "#batch seq"]
     implementation: str = dataclasses.field(metadata={"static": True})
+    attention: Callable[..., Array] = dataclasses.field(default=F.attention, metadata={"static": True})
+
+
+class Parallel(NamedTuple):
+    """How a pass over stacked layers is spread over devices, see ``jllama.sharding``."""
+
+    gather: Callable[[Params], Params]  # a layer's weights, from this device's parts of them
+    attention: Callable[..., Array]  # as ``functional.attention``, beyond this device's tokens and heads
+
+
+_BLOCK_INPUT = "block_input"
+_policies = jax.checkpoint_policies
+REMAT: dict[str, Callable[..., Any] | None] = {
+    "none": _policies.everything_saveable,
+    "dots": _policies.dots_with_no_batch_dims_saveable,
+    "block": None,
+    "offload": _policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[_BLOCK_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+"""What a backward pass finds kept of each layer: everything; the results of products with weights; its input; its
+input, which is moved to the host's memory meanwhile.
+
+What elementwise operations and attention make is cheaper to compute again than to stack for every layer: with ``dots``
+a training step on a CPU is 1.2 to 1.6 times as fast as with ``none``.
+"""
 
 
 class _Module(nnx.Module):
@@ -97,7 +127,7 @@ class Layer(_Module):
         kept = key, value
         if cached is not None:
             kept = _write(cached[0], key, attend.positions), _write(cached[1], value, attend.positions)
-        mixed = F.attention(query, *kept, attend.mask, attend.implementation).swapaxes(1, 2)
+        mixed = attend.attention(query, *kept, attend.mask, attend.implementation).swapaxes(1, 2)
         wo = self.wo[...]
         return (mixed.reshape(x.shape[0] * x.shape[1], -1) @ wo.reshape(-1, wo.shape[-1])).reshape(x.shape), kept
 
@@ -145,8 +175,9 @@ class Llama(_Module):
         segments: Segments = None,
         positions: Int[Array, "#batch seq"] | None = None,
         *,
-        remat: bool = False,
+        remat: str = "dots",
         attention: str = "auto",
+        parallel: Parallel | None = None,
     ) -> Stream:
         """The final normalized activations of whole sequences.
 
@@ -154,8 +185,9 @@ class Llama(_Module):
             tokens: ids, at most ``max_seq_len`` a row without ``positions`` or ``dynamic`` scaling (``UsageError``).
             segments: numbers that tell packed documents apart; tokens attend only within their own. None: one each row.
             positions: by which queries and keys are turned; defaults to 0, 1, 2, ...
-            remat: keep only each layer's input for the backward pass; else products with weights are kept too.
+            remat: what is kept for the backward pass, see ``REMAT``; the rest is computed again.
             attention: one of ``functional.ATTENTION``, or ``auto``, see ``functional.choose_attention``.
+            parallel: how the pass is spread over devices, inside ``jax.shard_map``; None: it is all here.
         """
         tokens = as_token_ids(tokens, self.config)
         length, context, scaling = tokens.shape[1], self.config.max_seq_len, self.config.rope_scaling
@@ -166,14 +198,15 @@ class Llama(_Module):
         attend, x = attention_inputs(self.config, positions, mask, length, attention), self._embed(tokens)
         if isinstance(self.layers, Layer):
             graph, stacked = nnx.split(self.layers)
+            if parallel:
+                attend = dataclasses.replace(attend, attention=parallel.attention)
 
-            def step(x: Array, weights: Any) -> tuple[Array, None]:
-                return nnx.merge(graph, weights)(x, attend)[0], None
+            def step(x: Array, weights: Params) -> tuple[Array, None]:
+                x = checkpoint_name(x, _BLOCK_INPUT)
+                return nnx.merge(graph, parallel.gather(weights) if parallel else weights)(x, attend)[0], None
 
-            # What elementwise operations and attention make is cheaper to compute again than to stack for every layer:
-            # keeping only the results of products with weights, a training step on CPU is 1.2 to 1.6 times faster.
-            keep = None if remat else jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-            x, _ = jax.lax.scan(jax.checkpoint(step, policy=keep, prevent_cse=False), x, stacked)
+            run = step if remat == "none" else jax.checkpoint(step, policy=REMAT[remat], prevent_cse=False)
+            x, _ = jax.lax.scan(run, x, nnx.to_pure_dict(stacked))
         else:
             for index in range(self.config.num_layers):
                 x, _ = self.layers[str(index)](x, attend)
@@ -194,7 +227,8 @@ class Llama(_Module):
         positions = lengths[:, None] + jnp.arange(tokens.shape[1])
         kv_seq = tokens.shape[1] if cache is None else cache.keys[0].shape[2]
         if attention == "auto":
-            attention = F.choose_attention(tokens.shape[1], kv_seq, backward=False)
+            options = {"backward": False, "platform": jax.default_backend(), "dtype": self.final_norm[...].dtype}
+            attention = F.choose_attention(tokens.shape[1], kv_seq, packed=False, **options)
         mask = F.Mask(offset=None if cache is None else lengths)
         attend, x = attention_inputs(self.config, positions, mask, implementation=attention), self._embed(tokens)
         updated = []
@@ -215,15 +249,18 @@ class Llama(_Module):
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Summed loss of the unmasked targets, and their number: ``functional.linear_cross_entropy``."""
         with jax.named_scope("head"):
-            return F.linear_cross_entropy(hidden, self.head, targets, mask, z_loss)
+            return F.linear_cross_entropy(hidden, self.head, targets, mask, z_loss, self._chunk_tokens)
 
     def token_log_probs(
         self, hidden: Stream, targets: Int[Array, "batch seq"]
     ) -> tuple[Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
         """``functional.token_log_probs``: each target's log-probability, and whether it is the likeliest token."""
         with jax.named_scope("head"):
-            chunk_tokens = min(2048, max(2**28 // (4 * self.config.vocab_size), 1))  # at most 256 MiB of float32 logits
-            return F.token_log_probs(hidden, self.head, targets, chunk_tokens)
+            return F.token_log_probs(hidden, self.head, targets, self._chunk_tokens)
+
+    @property
+    def _chunk_tokens(self) -> int:
+        return min(2048, max(2**28 // (4 * self.config.vocab_size), 1))  # at most 256 MiB of float32 logits
 
     @property
     def head(self) -> Any:
@@ -259,10 +296,13 @@ def _run_layer(graph: nnx.GraphDef[Layer], weights: Any, *where: Any) -> Attende
     return nnx.merge(graph, weights)(*where)
 
 
-def check_attention(name: str) -> None:
-    """Raise ``UsageError`` unless this is ``auto`` or one of ``functional.ATTENTION``."""
+def check_attention(name: str, platform: str = "") -> None:
+    """Raise ``UsageError`` unless this is ``auto`` or one of ``functional.ATTENTION`` (for this platform, if given)."""
     if name not in ("auto", *F.ATTENTION):
         raise unknown_name("attention implementation", name, F.ATTENTION)
+    needs = F.ATTENTION[name].platform if name != "auto" else ""
+    if platform and needs not in ("", platform):
+        raise UsageError(f"attention is {name}, which needs a {needs}; these devices are of platform {platform}")
 
 
 def attention_inputs(

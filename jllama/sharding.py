@@ -1,66 +1,199 @@
-"""One mesh of the devices, and which axis of which array is split over which axis of the mesh."""
+"""One mesh of the devices, which axis of which array is split over which axis of the mesh, and what devices exchange.
+
+Rows of a batch are split over ``data`` and ``fsdp``, tokens of a row over ``sequence``: a training step exchanges those
+by hand, inside ``jax.shard_map``. Heads, feed-forward width and vocabulary are split over ``tensor``, where XLA finds
+the exchanges. Sources: Rajbhandari et al. 2020 (arXiv:1910.02054), stage 3; Shoeybi et al. 2019 (arXiv:1909.08053).
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
+from jllama import functional as F
 from jllama.config import LlamaConfig, MeshConfig
 from jllama.errors import UsageError
-from jllama.parameters import parameter_table, shape_of
+from jllama.parameters import Parameter, parameter_table, shape_of
 
-RULES: dict[str, str] = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "embed": "fsdp"}
-"""Mesh axis that splits each logical axis of a parameter; those not named are whole on every device."""
+AXES = ("data", "fsdp", "sequence", "tensor")
+RULES: dict[str, tuple[str, ...]] = {
+    "vocab": ("tensor", "fsdp"),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor", "fsdp"),
+    "embed": ("fsdp",),
+}
+"""Mesh axes that may split each logical axis of a matrix: the first that has devices, divides it and is still free.
+
+``mesh.rules`` of a configuration replaces some. Scales of norms, and axes that are not named, are whole everywhere.
+"""
 
 BATCH = PartitionSpec(("data", "fsdp"))
 """How the rows of a batch are split."""
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh over all devices (of every process) or those given, with axes ``data``, ``fsdp`` and ``tensor``.
+    """The mesh over all devices (of every process) or those given, with ``AXES``; one of its sizes may be -1.
 
     Sizes that do not multiply to the number of devices raise ``UsageError``.
     """
     devices = jax.devices() if devices is None else devices
-    data = config.data or max(1, len(devices) // (config.fsdp * config.tensor))
-    shape = (data, config.fsdp, config.tensor)
-    if math.prod(shape) != len(devices):
-        sizes = f"data={data} x fsdp={config.fsdp} x tensor={config.tensor}"
-        raise UsageError(f"the mesh {sizes} needs {math.prod(shape)} devices, but there are {len(devices)}")
-    return jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3, devices=devices)
+    sizes = {name: getattr(config, name) for name in AXES}
+    given = math.prod(size for size in sizes.values() if size > 0)
+    sizes = {name: size if size > 0 else max(1, len(devices) // given) for name, size in sizes.items()}
+    if math.prod(sizes.values()) != len(devices):
+        said = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise UsageError(f"the mesh {said} needs {math.prod(sizes.values())} devices, but there are {len(devices)}")
+    kinds = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=kinds, devices=devices)
 
 
-def axes_sharding(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> NamedSharding:
-    """The split over the mesh, by ``RULES``, of an array with these logical axes."""
-    return NamedSharding(mesh, PartitionSpec(*map(RULES.get, axes)))
+def parameter_spec(
+    mesh: Mesh | AbstractMesh, axes: Sequence[str], sizes: Sequence[int], rules: Mapping[str, Sequence[str]] = RULES
+) -> PartitionSpec:
+    """How an array with these logical axes is split: by ``RULES``, as far as sizes divide."""
+    names: list[str | None] = []
+    for axis, size in zip(axes, sizes, strict=True):
+        fitting = (n for n in rules.get(axis, ()) if mesh.shape[n] > 1 and n not in names and size % mesh.shape[n] == 0)
+        names.append(next(fitting, None))
+    return PartitionSpec(*names)
 
 
-def check_divides(mesh: Mesh | AbstractMesh, config: LlamaConfig) -> None:
-    """Raise ``UsageError`` if an axis of a parameter does not divide over its mesh axis."""
+def row_spec(mesh: Mesh | AbstractMesh, row: Parameter, config: LlamaConfig, rules: Any = RULES) -> PartitionSpec:
+    """How a parameter is split in the layout for training."""
+    return parameter_spec(mesh, row.axes, shape_of(row, config), rules) if row.inputs else PartitionSpec()
+
+
+def matrix_sharding(mesh: Mesh, row: Parameter, config: LlamaConfig) -> NamedSharding:
+    """The split of one layer's share of a parameter as ``[outputs, inputs]``: by the first axis of each alone."""
+    spec = row_spec(mesh, row, config)
+    if not row.inputs:
+        return NamedSharding(mesh, spec)
+    by_axis = dict(zip(row.axes, spec, strict=True))
+    return NamedSharding(mesh, PartitionSpec(*(by_axis[axes[0]] for axes in (row.outputs, row.inputs))))
+
+
+def check_divides(mesh: Mesh | AbstractMesh, config: LlamaConfig, rules: Any = RULES) -> None:
+    """Raise ``UsageError`` if heads, width or vocabulary do not divide over ``tensor``, or a matrix over ``fsdp``."""
+    tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
     for path, row in parameter_table(config).items():
         for axis, size in zip(row.axes, shape_of(row, config), strict=True):
-            ways = mesh.shape[RULES[axis]] if axis in RULES else 1
-            if size % ways:
-                raise UsageError(f"the {axis} axis of {path} has size {size}, which does not divide {ways} ways")
+            fits = size % tensor == 0 or (axis == "kv_heads" and tensor % size == 0)
+            if "tensor" in rules.get(axis, ()) and not fits:
+                nearest = max(ways for ways in range(1, tensor + 1) if size % ways == 0)
+                said = f"the {axis} axis of {path} has size {size}, which does not divide {tensor} ways"
+                raise UsageError(f"{said}: the nearest mesh.tensor that does is {nearest}")
+        if row.inputs and fsdp > 1 and "fsdp" not in row_spec(mesh, row, config, rules):
+            sizes = [size for axis, size in zip(row.axes, shape_of(row, config), strict=True) if axis in rules]
+            nearest = max(ways for ways in range(1, fsdp + 1) if any(size % ways == 0 for size in sizes))
+            said = f"no axis of {path}, of sizes {sizes}, divides {fsdp} ways"
+            raise UsageError(f"{said}: the nearest mesh.fsdp that one does is {nearest}")
 
 
-def state_sharding(mesh: Mesh | AbstractMesh, config: LlamaConfig, state: Any) -> Any:
+def state_sharding(mesh: Mesh | AbstractMesh, config: LlamaConfig, state: Any, rules: Any = RULES) -> Any:
     """The sharding of every leaf of a training state (arrays or their shapes).
 
     A leaf whose path ends in a parameter's path and that has its shape (the parameter itself, its moments in an
-    optimizer) is split like that parameter; everything else is whole on every device. An axis that does not divide over
-    its mesh axis raises ``UsageError``.
+    optimizer) is split like that parameter; everything else is whole on every device. ``UsageError`` as
+    ``check_divides``.
     """
-    check_divides(mesh, config)
+    check_divides(mesh, config, rules)
     table = parameter_table(config)
 
     def sharding(key_path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         path = "/" + jax.tree_util.keystr(key_path, simple=True, separator="/")
         rows = (row for name, row in table.items() if path.endswith(f"/{name}") and shape_of(row, config) == leaf.shape)
-        return next((axes_sharding(mesh, row.axes) for row in rows), NamedSharding(mesh, PartitionSpec()))
+        return NamedSharding(mesh, next((row_spec(mesh, row, config, rules) for row in rows), PartitionSpec()))
 
     return jax.tree_util.tree_map_with_path(sharding, state)
+
+
+# What devices exchange inside ``jax.shard_map`` over data, fsdp and sequence
+
+
+def gather(weight: Array, axis: int | None, dtype: Any, sum_dtype: Any, stages: Sequence[Any]) -> Array:
+    """The whole weight, in ``dtype``, of its parts along ``axis`` on the devices of ``fsdp``.
+
+    Its gradient is summed over those devices in ``sum_dtype``, and each keeps its part. ``stages`` as ``gather_stages``
+    gives them. With no ``axis`` the weight is whole already.
+    """
+    if axis is None or not stages:
+        return weight.astype(dtype)
+
+    @jax.custom_vjp
+    def whole(part: Array) -> Array:
+        part = part.astype(dtype)
+        for groups in stages:
+            part = jax.lax.all_gather(part, "fsdp", axis=axis, axis_index_groups=groups, tiled=True)
+        return part
+
+    def backward(_: None, gradient: Array) -> tuple[Array]:
+        gradient = gradient.astype(sum_dtype)
+        for groups in reversed(stages):
+            gradient = jax.lax.psum_scatter(
+                gradient, "fsdp", scatter_dimension=axis, axis_index_groups=groups, tiled=True
+            )
+        return (gradient.astype(weight.dtype),)
+
+    whole.defvjp(lambda part: (whole(part), None), backward)
+    return whole(weight)
+
+
+def gather_stages(mesh: Mesh) -> list[list[list[int]] | None]:
+    """In which groups of devices along ``fsdp`` to gather, one after the other; None is all at once.
+
+    On a TPU's torus a gather over all of its dimensions compiles to an all-reduce of a copy padded with zeros, which
+    moves twice the bytes; over one dimension and then the others it stays a gather.
+    """
+    line = mesh.devices.reshape([mesh.shape[name] for name in mesh.axis_names])[0, :, 0, 0]
+    places = [tuple(getattr(device, "coords", ())) for device in line]
+    size = len(line)
+    if size == 1:
+        return []
+    moved = [[i for i, (one, two) in enumerate(zip(place, places[0], strict=True)) if one != two] for place in places]
+    inner = next((n for n in range(1, size) if len({*moved[n]} | {*moved[1]}) > 1), size)
+    if not places[0] or inner == size or size % inner or inner == 1:
+        return [None]
+    index = np.arange(size).reshape(-1, inner)
+    return [index.tolist(), index.T.tolist()]
+
+
+def spread_attention(
+    mesh: Mesh, query: Array, key: Array, value: Array, mask: F.Mask, implementation: str = "auto"
+) -> Array:
+    """``functional.attention`` of this device's queries: keys of all of ``sequence``, heads split over ``tensor``.
+
+    Key-value heads that are fewer than ``tensor`` are whole everywhere, and each device takes those of its queries.
+    """
+    tensor = mesh.shape["tensor"]
+    if mesh.shape["sequence"] > 1:
+        seq = query.shape[2]
+        whole = functools.partial(jax.lax.all_gather, axis_name="sequence", tiled=True)
+        key, value = whole(key, axis=2), whole(value, axis=2)
+        segments = None if mask.key_segments is None else whole(mask.key_segments, axis=1)
+        offset = jnp.reshape(jax.lax.axis_index("sequence") * seq, 1).astype(jnp.int32)
+        mask = F.Mask(offset, mask.query_segments, segments)
+    if mesh.size == 1:
+        return F.attention(query, key, value, mask, implementation)
+    groups, divides = query.shape[1] // key.shape[1], key.shape[1] % tensor == 0
+
+    def local(query: Array, key: Array, value: Array, mask: F.Mask) -> Array:
+        if not divides:
+            first = jax.lax.axis_index("tensor") * query.shape[1] // groups
+            key, value = (jax.lax.dynamic_slice_in_dim(each, first, 1, axis=1) for each in (key, value))
+        return F.attention(query, key, value, mask, implementation)
+
+    heads, kv_heads = PartitionSpec(None, "tensor"), PartitionSpec(None, "tensor" if divides else None)
+    inner = jax.sharding.get_abstract_mesh()
+    inputs = (heads, kv_heads, kv_heads, PartitionSpec())
+    return jax.shard_map(local, mesh=inner, in_specs=inputs, out_specs=heads, axis_names={"tensor"}, check_vma=False)(
+        query, key, value, mask
+    )

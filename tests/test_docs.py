@@ -15,6 +15,7 @@ from jllama.commands.cli import parse
 from jllama.commands.convert import ConvertOptions
 from jllama.commands.doctor import DoctorOptions
 from jllama.commands.eval import EvalOptions
+from jllama.commands.plan import PlanOptions
 from jllama.commands.sample import SampleOptions
 from jllama.commands.verify import VerifyOptions
 from jllama.config import LlamaConfig
@@ -36,6 +37,7 @@ OPTIONS = {
     "verify": VerifyOptions,
     "eval": EvalOptions,
     "bench": BenchOptions,
+    "plan": PlanOptions,
     "doctor": DoctorOptions,
 }
 POSITIONAL = {
@@ -47,6 +49,7 @@ POSITIONAL = {
     "verify": ("checkpoint",),
     "eval": ("checkpoint",),
     "bench": ("what", "checkpoint"),
+    "plan": ("config",),
 }
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}

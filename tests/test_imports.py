@@ -22,7 +22,7 @@ FLOORS = [
     {"generation", "checkpoints"},
     {"evaluation"},
     {"training"},
-    {"conversation", "verify"},
+    {"conversation", "plan", "verify"},
     {"check", "harness"},
     {"commands"},
     {"__main__"},

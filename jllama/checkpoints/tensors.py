@@ -24,7 +24,7 @@ from jllama.decode_params import DecodeParams, Quantization
 from jllama.errors import JllamaError
 from jllama.functional.linear import int8_rows
 from jllama.parameters import NamedFormat, Params, TensorSpec, as_matrix, parameter_table, shape_of, tensor_specs
-from jllama.sharding import axes_sharding, check_divides
+from jllama.sharding import check_divides, matrix_sharding, row_spec
 from jllama.tokenizers import Tokenizer
 
 BLOCK_BYTES = 16 << 20
@@ -187,7 +187,9 @@ def load_params(
     arrays = {}
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
         for path, row in table.items():
-            sharding = axes_sharding(mesh, row.axes) if mesh else SingleDeviceSharding(jax.devices()[0])
+            sharding = (
+                NamedSharding(mesh, row_spec(mesh, row, config)) if mesh else SingleDeviceSharding(jax.devices()[0])
+            )
             arrays[path] = _filled(shape_of(row, config), dtypes[path], sharding, functools.partial(fill, path))
     return unflatten_dict(arrays, sep="/")
 
@@ -209,7 +211,7 @@ def load_decode_params(
 
     def read(spec: TensorSpec) -> Any:
         row, own = spec.parameter, dtypes[spec.path]
-        split = axes_sharding(mesh, [axes[0] for axes in (row.outputs, row.inputs) if axes]) if mesh else None
+        split = matrix_sharding(mesh, row, config) if mesh else None
         sharding = split or SingleDeviceSharding(jax.devices()[0])
         scale = np.empty(spec.shape[0], own) if quantize and row.inputs else None
 

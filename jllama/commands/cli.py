@@ -39,6 +39,7 @@ COMMANDS = {
     "verify": "prove that jllama, or a checkpoint of yours, computes what the oracle does",
     "eval": "measure how well a model predicts a text",
     "bench": "measure how fast a model decodes here",
+    "plan": "compile a step for TPUs or GPUs that are not there, and say what it needs",
     "doctor": "show what this machine has, and check that it computes rightly",
 }
 """Each is a module of ``jllama.commands`` with a function ``main(argv, prog) -> exit code``."""
@@ -128,7 +129,7 @@ def _parser(options: type, prog: str, positional: Sequence[str], usual: Sequence
         if doc.startswith(group.title or ":"):
             group.title = None  # the page begins with it
     for action in parser._actions:
-        if (hint := getattr(action, "_typehint", None)) in (bool, bool | None):  # --compare alone: --compare true
+        if (hint := getattr(action, "_typehint", None)) is bool or bool in typing.get_args(hint):  # --json: --json true
             action.nargs, action.const = "?", True
         elif hint is not None:
             action.metavar = _kind(hint)[0]

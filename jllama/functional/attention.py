@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jllama.functional import kernels
 from jllama.functional.shapes import checked
 
 Queries = Float[Array, "batch heads seq head_dim"]
@@ -117,18 +118,39 @@ class AttentionImplementation(NamedTuple):
 
     function: Callable[[Array, Array, Array, Mask], Array]
     refuses: Callable[[Array, Array, Mask], str | None] = lambda query, key, mask: None
+    platform: str = ""  # the only one that has it; empty: all do
 
 
 ATTENTION = {
     "reference": AttentionImplementation(_reference),
     "blocked": AttentionImplementation(_blocked),
     "xla": AttentionImplementation(_xla, lambda query, *_: "float64" if query.dtype == jnp.float64 else None),
+    "splash": AttentionImplementation(kernels.splash, kernels.splash_refuses, "tpu"),
+    "cudnn": AttentionImplementation(kernels.cudnn, kernels.cudnn_refuses, "gpu"),
+    "triton": AttentionImplementation(kernels.triton, kernels.triton_refuses, "gpu"),
 }
 """The implementations of ``attention`` by name; one more is one more entry."""
 
 
-def choose_attention(seq: int, kv_seq: int, *, backward: bool = True) -> str:
-    """The name that ``auto`` stands for. Blocks cost their scores twice backward: over 1,024 tokens, else over 128."""
+def choose_attention(
+    seq: int,
+    kv_seq: int,
+    *,
+    backward: bool = True,
+    platform: str = "cpu",
+    dtype: Any = jnp.float32,
+    packed: bool = True,
+) -> str:
+    """The name that ``auto`` stands for: a kernel for whole sequences where the platform has one, else plain formulas.
+
+    ``packed`` says whether documents must be kept apart, which cuDNN cannot; kernels for GPUs want 16-bit numbers.
+    Blocks cost their scores twice backward: they are taken over 1,024 tokens, else over 128.
+    """
+    if seq == kv_seq and seq >= _BLOCK:
+        if platform == "tpu":
+            return "splash"
+        if platform in ("gpu", "cuda") and jnp.dtype(dtype).itemsize == 2:
+            return "triton" if packed else "cudnn"
     return "blocked" if seq == kv_seq and seq > (1024 if backward else _BLOCK) else "reference"
 
 
@@ -150,7 +172,7 @@ def attention(query: Queries, key: Keys, value: Keys, mask: Mask = _CAUSAL, impl
         implementation = choose_attention(query.shape[2], key.shape[2])
     if implementation not in ATTENTION:
         raise ValueError(f"there is no attention implementation {implementation!r}; there are {', '.join(ATTENTION)}")
-    function, refuses = ATTENTION[implementation]
+    function, refuses, _ = ATTENTION[implementation]
     if reason := refuses(query, key, mask):
         raise ValueError(f"the attention implementation {implementation!r} cannot serve {reason}")
     return function(query, key, value, mask)

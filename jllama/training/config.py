@@ -64,7 +64,9 @@ class LoopConfig:
         z_loss: weight of the squared log-normalizer in the loss.
         dtype: of activations and of weights in matrix products; ``auto`` is bfloat16 on GPU and TPU, float32 on CPU.
         attention: ``reference``, ``blocked``, ``xla`` or another of ``functional.ATTENTION``; ``auto`` says its choice.
-        remat: recompute whole layers in the backward pass, to save memory.
+        remat: what the backward pass finds kept of each layer: ``none`` recomputes nothing, ``dots`` all but products
+            with weights, ``block`` the whole layer, ``offload`` too, from inputs kept in the host's memory.
+        reduce_dtype: in which gradients are summed over devices; bfloat16 halves what is exchanged.
         sample_prompt: what the text sampled at each evaluation begins with.
         sample_tokens: how many tokens to sample then; 0 for none.
     """
@@ -82,11 +84,14 @@ class LoopConfig:
     z_loss: float = 0.0
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attention: str = "auto"
-    remat: bool = False
+    remat: bool | Literal["none", "dots", "block", "offload"] = "dots"
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     sample_prompt: str = ""
     sample_tokens: int = 128
 
     def __post_init__(self) -> None:
+        if isinstance(self.remat, bool):  # as runs of 0.1 have it
+            object.__setattr__(self, "remat", "block" if self.remat else "dots")
         check = functools.partial(check_fields, self, "training.")
         check("batch_size accumulation eval_every log_every keep_last", lambda value: value >= 1, "at least 1")
         sizes = "seq_len steps epochs eval_tokens save_every z_loss sample_tokens"

@@ -22,7 +22,6 @@ from jllama.data.batches import training_batches
 from jllama.data.tokens import Dataset, prepare_data
 from jllama.devices import describe_devices, idle_accelerator
 from jllama.errors import JllamaError, UsageError, check_fields, no_tokenizer
-from jllama.functional import choose_attention
 from jllama.generation.text import generate, prompt_ids
 from jllama.language_model import LanguageModel
 from jllama.model import check_attention
@@ -34,7 +33,7 @@ from jllama.training import run_folder
 from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation, check_memory, evaluate, summarize
 from jllama.training.optimizer import learning_rate_at, make_optimizer
-from jllama.training.step import StepMetrics, Training, TrainState, compile_training
+from jllama.training.step import StepMetrics, Training, TrainState, attention_of, compile_training
 
 
 def train(config: TrainConfig) -> Evaluation:
@@ -266,7 +265,7 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
     if not (existing and has_tokenizer(folder)):
         data.tokenizer.save(folder)
     parameters = f"{count_parameters(config.model):,} parameters on {describe_devices(training.mesh)}"
-    attention = {"auto": choose_attention(options.seq_len, options.seq_len)}.get(options.attention, options.attention)
+    attention = attention_of(config, training.mesh)
     tokens = f"{attention} attention, {len(data.train):,} training tokens"
     console.print(f"{folder}: {parameters}, {tokens}, step {step:,} of {options.steps:,}", style="bold")
     return run

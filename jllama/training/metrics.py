@@ -11,11 +11,11 @@ import numpy as np
 from jllama.data.batches import validation_batches
 from jllama.data.tokens import Dataset
 from jllama.devices import describe_devices, device_memory_bytes
-from jllama.errors import UsageError, check_fields
+from jllama.errors import UsageError
 from jllama.evaluation.scoring import TextScore
 from jllama.parameters import Params, training_flops_per_token
 from jllama.training.config import LoopConfig, TrainConfig
-from jllama.training.step import StepMetrics, Training
+from jllama.training.step import StepMetrics, Training, check_batch
 
 # Dense bfloat16 TFLOP/s by how ``jax.Device.device_kind`` begins, the longest first; from the vendors' data sheets
 _TERAFLOPS = {"TPU v4": 275, "TPU v5 lite": 197, "TPU v5": 459, "TPU v6 lite": 918, "NVIDIA A100": 312}
@@ -71,13 +71,12 @@ def check_memory(config: TrainConfig, training: Training, available_bytes: int |
     one part of a batch. CPUs share the memory of the machine.
     """
     options, mesh = config.training, training.mesh
+    check_batch(config, mesh)
     ways = mesh.shape["data"] * mesh.shape["fsdp"]
-    said = f"a multiple of {ways} device(s) times {options.accumulation} part(s)"
-    check_fields(options, "training.", "batch_size", lambda size: size % (ways * options.accumulation) == 0, said)
     state = jax.eval_shape(training.init, jax.random.key(0))
     leaves = jax.tree.leaves((state, state.params))  # there is a gradient for each parameter
     state_bytes = sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
-    tokens = options.batch_size * options.seq_len / ways / options.accumulation
+    tokens = options.batch_size * options.seq_len / ways / options.accumulation / mesh.shape["sequence"]
     activation_bytes = 2 * tokens * config.model.embed_dim * config.model.num_layers
     device = mesh.devices.flat[0]
     sharing = len(mesh.local_devices) if device.platform == "cpu" else 1

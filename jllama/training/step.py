@@ -1,18 +1,24 @@
 """One step of training, and ``compile_training``: what a training loop needs, compiled."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
-from jllama.model import build_model, check_attention, initial_params
-from jllama.parameters import Params
-from jllama.sharding import BATCH, make_mesh, state_sharding
+from jllama.errors import check_fields
+from jllama.functional import choose_attention
+from jllama.model import Parallel, abstract_params, build_model, check_attention, initial_params
+from jllama.parameters import Params, map_by_path, parameter_table
+from jllama.sharding import BATCH, RULES, gather, gather_stages, make_mesh, row_spec, spread_attention, state_sharding
 from jllama.training.config import TrainConfig
 from jllama.training.optimizer import make_optimizer
+
+_BY_HAND = ("data", "fsdp", "sequence")  # mesh axes whose exchanges are written out
 
 
 class TrainState(NamedTuple):
@@ -71,10 +77,13 @@ def compile_training(
         compiler_options: XLA's, for ``step`` and ``evaluate``.
     """
     mesh = make_mesh(config.mesh) if mesh is None else mesh
-    model, options, is_cpu = config.model, config.training, mesh.devices.flat[0].platform == "cpu"
-    dtype = jnp.dtype(options.dtype if options.dtype != "auto" else "float32" if is_cpu else "bfloat16")
-    optimizer = make_optimizer(config.optimizer, model, options.steps)
-    check_attention(options.attention)
+    model, options, platform = config.model, config.training, mesh.devices.flat[0].platform
+    dtype = compute_dtype(config, mesh)
+    optimizer, rules = make_optimizer(config.optimizer, model, options.steps), RULES | config.mesh.rules
+    attention = attention_of(config, mesh)
+    specs = {path: row_spec(mesh, row, model, rules) for path, row in parameter_table(model).items()}
+    split = [name for name in _BY_HAND if mesh.shape[name] > 1]
+    stages = gather_stages(mesh)
 
     def init(key: Key[Array, ""], params: Params | None = None) -> TrainState:
         init_key, run_key = jax.random.split(key)
@@ -82,40 +91,121 @@ def compile_training(
         masters = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), drawn)  # also where JAX is in 64-bit mode
         return TrainState(jnp.zeros((), jnp.int32), masters, optimizer.init(masters), run_key)
 
-    def loss(params: Params, windows: Array, mask: Array | bool = True, z_loss: float = 0.0) -> tuple[Array, Array]:
-        inputs, targets = windows[:, :-1], windows[:, 1:]
-        segments = jnp.cumsum(inputs == bos_id, axis=1)
-        llama = build_model(model, jax.tree.map(lambda leaf: leaf.astype(dtype), params))
-        hidden = llama.hidden(inputs, segments, remat=options.remat, attention=options.attention)
-        return llama.loss(hidden, targets, (targets != bos_id) & mask, z_loss)
+    def whole(path: str, part: Array) -> Array:
+        """A parameter, or one layer's share of it, for the products: in ``dtype``, from all devices that hold some."""
+        spec = specs[path][len(specs[path]) - part.ndim :] if specs[path] else ()
+        axis = next((index for index, names in enumerate(spec) if names and "fsdp" in names), None)
+        return gather(part, axis, dtype, jnp.dtype(options.reduce_dtype), stages)
 
-    def step(state: TrainState, windows: Int[Array, "batch window"]) -> tuple[TrainState, StepMetrics]:
+    def gather_layer(weights: Params) -> Params:
+        return {name: whole(f"layers/{name}", part) for name, part in weights.items()}
+
+    parallel = Parallel(gather_layer, functools.partial(spread_attention, mesh))
+
+    def loss(params: Params, parts: tuple[Array, ...], z_loss: float) -> tuple[Array, Array]:
+        """The summed loss of this device's tokens, and their number."""
+        inputs, targets, segments, mask = parts
+        first = jax.lax.axis_index("sequence") * inputs.shape[1]
+        weights = {name: whole(name, part) for name, part in params.items() if name != "layers"}
+        llama = build_model(model, {**weights, "layers": params["layers"]})
+        hidden = llama.hidden(
+            inputs,
+            segments,
+            (first + jnp.arange(inputs.shape[1]))[None],
+            remat=str(options.remat),
+            attention=attention,
+            parallel=parallel,
+        )
+        return llama.loss(hidden, targets, mask, z_loss)
+
+    def sums(params: Params, *parts: Array) -> tuple[Array, Array]:
+        return jax.lax.psum(loss(params, parts, 0.0), _BY_HAND)
+
+    def gradients(params: Params, *parts: Array) -> tuple[tuple[Array, Array], Params]:
         # A batch is taken in parts, whose sums are added in float32 and divided once by the number of targets, so that
         # parts with different numbers of them weigh as they should.
-        gradient = jax.value_and_grad(lambda params, part: loss(params, part, True, options.z_loss), has_aux=True)
+        gradient = jax.value_and_grad(lambda params, parts: loss(params, parts, options.z_loss), has_aux=True)
         if options.accumulation == 1:
-            (total, count), gradients = gradient(state.params, windows)
+            totals, leaves = gradient(params, parts)
         else:
-            parts = windows.reshape(options.accumulation, -1, windows.shape[1])
-            zeros = jax.tree.map(jnp.zeros_like, ((jnp.float32(0), jnp.float32(0)), state.params))
-            (total, count), gradients = jax.lax.scan(
-                lambda sums, part: (jax.tree.map(jnp.add, sums, gradient(state.params, part)), None), zeros, parts
-            )[0]
+            pieces = tuple(part.reshape(options.accumulation, -1, part.shape[1]) for part in parts)
+            zeros = jax.tree.map(jnp.zeros_like, ((jnp.float32(0), jnp.float32(0)), params))
+            (totals, leaves), _ = jax.lax.scan(
+                lambda sums, part: (jax.tree.map(jnp.add, sums, gradient(params, part)), None), zeros, pieces
+            )
+
+        def summed(path: str, leaf: Array) -> Array:
+            scattered = any(names and "fsdp" in names for names in specs[path])
+            names = [name for name in split if not (scattered and name == "fsdp")]
+            return jax.lax.psum(leaf.astype(options.reduce_dtype), names).astype(leaf.dtype) if names else leaf
+
+        return jax.lax.psum(totals, _BY_HAND), map_by_path(summed, leaves)
+
+    by_hand = map_by_path(lambda path, _: _without_tensor(specs[path]), abstract_params(model))
+    tokens = PartitionSpec(BATCH[0], "sequence")
+
+    def spread(function: Any, outputs: Any) -> Any:
+        """The function on each device's part of the parameters and of a batch's tokens, targets, segments and mask."""
+        inputs = (by_hand, *[tokens] * 4)
+        return jax.shard_map(
+            function, mesh=mesh, in_specs=inputs, out_specs=outputs, axis_names={*_BY_HAND}, check_vma=False
+        )
+
+    def parts_of(windows: Array, mask: Array | bool = True) -> tuple[Array, ...]:
+        inputs, targets = windows[:, :-1], windows[:, 1:]
+        return inputs, targets, jnp.cumsum(inputs == bos_id, axis=1), (targets != bos_id) & mask
+
+    def step(state: TrainState, windows: Int[Array, "batch window"]) -> tuple[TrainState, StepMetrics]:
+        scalars = PartitionSpec(), PartitionSpec()
+        (total, count), leaves = spread(gradients, (scalars, by_hand))(state.params, *parts_of(windows))
         count = jnp.maximum(count, 1.0)
-        gradients = jax.tree.map(lambda leaf: leaf / count.astype(leaf.dtype), gradients)
+        leaves = jax.tree.map(lambda leaf: leaf / count.astype(leaf.dtype), leaves)
         with jax.named_scope("optimizer"):
-            updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+            updates, opt_state = optimizer.update(leaves, state.opt_state, state.params)
             params = jax.tree.map(jnp.add, state.params, updates)
-        metrics = StepMetrics(total / count, optax.tree.norm(gradients), count)
+        metrics = StepMetrics(total / count, optax.tree.norm(leaves), count)
         return TrainState(state.step + 1, params, opt_state, state.key), metrics
 
-    shardings, batch = state_sharding(mesh, model, jax.eval_shape(init, jax.random.key(0))), NamedSharding(mesh, BATCH)
+    def evaluate(params: Params, windows: Array, mask: Array) -> tuple[Array, Array]:
+        return spread(sums, (PartitionSpec(), PartitionSpec()))(params, *parts_of(windows, mask))
+
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    shardings, batch = state_sharding(mesh, model, shapes, rules), NamedSharding(mesh, BATCH)
     # init runs once, so what counts is compiling: 0.9 s unoptimized, 5.6 s otherwise, for a small model on two cores.
-    quick = {"xla_backend_optimization_level": 0} if is_cpu else None
+    quick = {"xla_backend_optimization_level": 0} if platform == "cpu" else None
     where = {"in_shardings": (shardings, batch), "out_shardings": (shardings, None)}
     return Training(
         jax.jit(init, out_shardings=shardings, donate_argnums=1, compiler_options=quick),
         jax.jit(step, **where, donate_argnums=0, compiler_options=compiler_options),
-        jax.jit(loss, in_shardings=(shardings.params, batch, batch), compiler_options=compiler_options),
+        jax.jit(evaluate, in_shardings=(shardings.params, batch, batch), compiler_options=compiler_options),
         *(mesh, shardings, batch),
     )
+
+
+def attention_of(config: TrainConfig, mesh: Mesh) -> str:
+    """The attention implementation of a configuration, ``auto`` resolved for a mesh; UsageError if it has none such."""
+    platform, dtype = mesh.devices.flat[0].platform, compute_dtype(config, mesh)
+    check_attention(config.training.attention, "gpu" if platform == "cuda" else platform)
+    seq_len = config.training.seq_len or config.model.max_seq_len
+    chosen = choose_attention(seq_len, seq_len, platform=platform, dtype=dtype)
+    return chosen if config.training.attention == "auto" else config.training.attention
+
+
+def check_batch(config: TrainConfig, mesh: Mesh) -> None:
+    """Raise ``UsageError`` for a batch whose rows, or rows whose tokens, do not divide over the mesh."""
+    options = config.training
+    ways, sequence = mesh.shape["data"] * mesh.shape["fsdp"] * options.accumulation, mesh.shape["sequence"]
+    said = f"a multiple of {ways // options.accumulation} device(s) times {options.accumulation} part(s)"
+    check_fields(options, "training.", "batch_size", lambda size: size % ways == 0, said)
+    said = f"a multiple of mesh.sequence, {sequence}"
+    check_fields(options, "training.", "seq_len", lambda size: (size or config.model.max_seq_len) % sequence == 0, said)
+
+
+def compute_dtype(config: TrainConfig, mesh: Mesh) -> np.dtype[Any]:
+    """The dtype of activations and products: as configured, or by the platform."""
+    name, platform = config.training.dtype, mesh.devices.flat[0].platform
+    return jnp.dtype(name if name != "auto" else "float32" if platform == "cpu" else "bfloat16")
+
+
+def _without_tensor(spec: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(*(name if name == "fsdp" else None for name in spec))

@@ -68,7 +68,7 @@ def implementation_of(model: types.ModuleType) -> Implementation:
 
     def loss(config: LlamaConfig, params: Params, tokens: Array, mask: Array, remat: bool = False) -> Array:
         llama = model.build_model(config, params)
-        total, count = llama.loss(llama.hidden(tokens[:, :-1], remat=remat), tokens[:, 1:], mask)
+        total, count = llama.loss(llama.hidden(tokens[:, :-1], remat="block" if remat else "dots"), tokens[:, 1:], mask)
         return total / jnp.maximum(count, 1)
 
     return Implementation(registry.load, forward, extend, loss)

@@ -43,6 +43,7 @@ SEQ, LONG, FAR = 24, 300, 100_000
 CONFIG = small("llama3.2-1b", 8, 2, vocab_size=96, embed_dim=128, mlp_dim=160, max_seq_len=512, tie_embeddings=False)
 """The model that the command runs, on ``SEQ`` rows of ``SEQ`` tokens or two of ``LONG``, three blocks of attention."""
 MESHES = {"data=8": MeshConfig(), "fsdp=8": MeshConfig(1, 8, 1), "data=2 fsdp=2 tensor=2": MeshConfig(2, 2, 2)}
+MESHES |= {"fsdp=2 tensor=2 sequence=2": MeshConfig(1, 2, 2, 2)}
 """How eight devices share the work."""
 HEADS, HEAD_DIM, KV_HEADS = 8, 64, (8, 2, 1)  # multi-head, grouped-query and multi-query attention
 
@@ -219,7 +220,8 @@ def attentions(dtype: Any = jnp.float32) -> dict[str, Attention]:
     """The registered implementations that serve a dtype on this device, with packed documents."""
     query, key = (jnp.zeros((2, heads, SEQ, HEAD_DIM), dtype) for heads in (HEADS, 2))
     mask = F.Mask(None, *[jnp.zeros((2, SEQ), jnp.int32)] * 2)
-    names = [name for name, each in F.ATTENTION.items() if not each.refuses(query, key, mask)]
+    here = ("", jax.default_backend())
+    names = [name for name, it in F.ATTENTION.items() if it.platform in here and not it.refuses(query, key, mask)]
     return {name: functools.partial(F.attention, implementation=name) for name in names}
 
 

@@ -22,6 +22,7 @@ from jllama.functional import (
 from jllama.verify.checks import relative_error
 
 BATCH = 2
+HERE = [name for name, each in ATTENTION.items() if not each.platform]
 # heads, kv_heads, seq, kv_seq, head_dim: multi-head, grouped, multi-query, one step of decoding
 SHAPES = [(4, 4, 7, 7, 64), (8, 2, 9, 9, 64), (6, 1, 5, 12, 80), (4, 2, 1, 16, 64)]
 seeds = st.integers(0, 2**32 - 1)
@@ -103,7 +104,7 @@ def attended_gradients(query, key, value, mask, implementation):
     return jax.grad(objective, argnums=(0, 1, 2))(query, key, value)
 
 
-@pytest.mark.parametrize("implementation", ATTENTION)
+@pytest.mark.parametrize("implementation", HERE)
 @given(seed=seeds, shape=st.sampled_from([(4, 2, 9, 9, 16), (2, 2, 10, 6, 16), (3, 1, 1, 7, 16)]))
 def test_every_implementation_equals_the_oracle(small_blocks, implementation, seed, shape):
     arrays, mask = draw(seed, shape), draw_small_mask(seed, shape[2], shape[3])
@@ -124,7 +125,7 @@ def test_every_implementation_equals_the_oracle(small_blocks, implementation, se
             assert relative_error(exact, expected) < 1e-12
 
 
-@pytest.mark.parametrize("implementation", ATTENTION)
+@pytest.mark.parametrize("implementation", HERE)
 def test_every_implementation_in_bfloat16(small_blocks, implementation):
     shape = (8, 2, 9, 9, 64)
     arrays = [jnp.asarray(a, jnp.bfloat16) for a in draw(0, shape)]
@@ -134,7 +135,7 @@ def test_every_implementation_in_bfloat16(small_blocks, implementation):
     assert relative_error(actual, oracle_attention(*exact, loops(Mask(), 9, 9))) < 1e-2
 
 
-@pytest.mark.parametrize("implementation", ATTENTION)
+@pytest.mark.parametrize("implementation", HERE)
 @given(seed=seeds, cut=st.integers(1, 8))
 def test_documents_packed_in_a_row_do_not_see_each_other(small_blocks, implementation, seed, cut):
     shape = (4, 2, 9, 9, 16)
@@ -166,6 +167,14 @@ def test_auto_goes_by_the_shapes_alone():
     assert choose_attention(512, 512) == "reference"
     assert choose_attention(512, 512, backward=False) == "blocked"
     assert choose_attention(8192, 8192) == "blocked"
+
+
+def test_auto_takes_a_kernel_where_the_platform_has_one():
+    assert choose_attention(512, 512, platform="tpu") == "splash"
+    assert choose_attention(1, 4096, platform="tpu") == "reference"
+    assert choose_attention(512, 512, platform="gpu", dtype=jnp.bfloat16) == "triton"
+    assert choose_attention(512, 512, platform="gpu", dtype=jnp.bfloat16, packed=False) == "cudnn"
+    assert choose_attention(8192, 8192, platform="gpu") == "blocked"
 
 
 def test_what_cannot_be_served_is_an_error_that_names_the_implementation(monkeypatch):

@@ -132,12 +132,12 @@ def test_accumulation_in_64_bit_mode():
 
 
 def test_remat_changes_nothing():
-    assert_trees_close(gradients(remat=True)[0], gradients()[0], 1e-6)
+    assert_trees_close(gradients(remat="block")[0], gradients()[0], 1e-6)
 
 
 def test_every_attention_gives_the_same_gradients():
     whole = gradients()[0]
-    for name in ATTENTION:
+    for name in (name for name, each in ATTENTION.items() if not each.platform):
         assert_trees_close(gradients(attention=name)[0], whole, 1e-5)
     with pytest.raises(UsageError, match=r"^there is no attention implementation blockt; did you mean blocked\?$"):
         compiled(attention="blockt")

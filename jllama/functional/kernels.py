@@ -1,0 +1,111 @@
+"""Attention by kernels that never hold a row of scores in memory: JAX's own for TPUs and GPUs, for ``ATTENTION``.
+
+Each takes ``[batch, heads, seq, head_dim]`` and a ``Mask``, forwards and backwards. Sequences are padded to whole
+blocks at their end, where causality hides the padding from every real query, and head sizes to what the kernel takes.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+_LANES = 128
+_BLOCKS = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+
+
+def splash(query: Array, key: Array, value: Array, mask: Any, *, interpret: bool = False) -> Array:
+    """Splash attention (Pallas, TPU): grouped heads, documents kept apart, blocks that causality hides left out.
+
+    With an offset, which is known only at run time, hidden blocks are computed, too, and masked. ``interpret`` runs it
+    on any device, slowly.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+    (_, heads, seq, head_dim), kv_seq = query.shape, key.shape[2]
+    block = min(512, _up(min(seq, kv_seq), _LANES))
+    padded_head = head_dim if head_dim == 64 else _up(head_dim, _LANES)
+    query, key, value = (
+        _pad(each, {2: _up(length, block), 3: padded_head})
+        for each, length in ((query * head_dim**-0.5, seq), (key, kv_seq), (value, kv_seq))
+    )
+    sides = query.shape[2], key.shape[2]
+    kernel: Any = splash_attention_kernel.make_splash_mha(
+        splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask(sides)] * heads),
+        block_sizes=splash_attention_kernel.BlockSizes(**dict.fromkeys(_BLOCKS, block)),
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+    segments, offsets = None, None
+    if mask.query_segments is not None:
+        pairs = zip((mask.query_segments, mask.key_segments), sides, strict=True)
+        segments = splash_attention_kernel.SegmentIds(*(_pad(each, {1: side}, -1) for each, side in pairs))
+    if mask.offset is not None:
+        offsets = jnp.broadcast_to(mask.offset, query.shape[:1])
+
+    def one_row(query: Array, key: Array, value: Array, segments: Any, offset: Any) -> Array:
+        moved: Any = kernel
+        if offset is not None:
+            places = jnp.arange(sides[0], dtype=jnp.int32) + offset
+            infos = (
+                info._replace(data_next=None, mask_next=None, block_mask=None, q_sequence=places)
+                for info in (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
+            )
+            moved = splash_attention_kernel.SplashAttentionKernel(*infos, **kernel.kwargs)
+        return moved(query, key, value, segments)
+
+    return jax.vmap(one_row)(query, key, value, segments, offsets)[:, :, :seq, :head_dim].astype(value.dtype)
+
+
+def cudnn(query: Array, key: Array, value: Array, mask: Any) -> Array:
+    """CuDNN's flash attention (NVIDIA): grouped heads, causal from the start of a row."""
+    head_dim = query.shape[3]
+    heads_last = (_pad(each, {3: _up(head_dim, 8)}).swapaxes(1, 2) for each in (query, key, value))
+    mixed = jax.nn.dot_product_attention(*heads_last, scale=head_dim**-0.5, is_causal=True, implementation="cudnn")
+    return mixed.swapaxes(1, 2)[..., :head_dim]
+
+
+def triton(query: Array, key: Array, value: Array, mask: Any, *, interpret: bool = False) -> Array:
+    """Pallas' flash attention in Triton (NVIDIA): keeps documents apart; keys and values are repeated for all heads."""
+    from jax.experimental.pallas.ops.gpu import attention
+
+    (_, _, seq, head_dim), groups = query.shape, query.shape[1] // key.shape[1]
+    key, value = (jnp.repeat(each, groups, axis=1) for each in (key, value))
+    side = _up(seq, _LANES)
+    heads_last = (_pad(each, {2: side}).swapaxes(1, 2) for each in (query, key, value))
+    segments = None if mask.query_segments is None else _pad(mask.query_segments, {1: side}, -1)
+    mixed: Any = attention.mha(*heads_last, segments, head_dim**-0.5, True, interpret=interpret)
+    return mixed.swapaxes(1, 2)[:, :, :seq]
+
+
+def splash_refuses(query: Array, key: Array, mask: Any) -> str | None:
+    """What splash attention cannot serve."""
+    return "a mask with lengths" if mask.lengths is not None else None
+
+
+def cudnn_refuses(query: Array, key: Array, mask: Any) -> str | None:
+    """What cuDNN cannot serve without all scores or a bias of their size in memory, or at all."""
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"{query.dtype}: only bfloat16 and float16"
+    if any(field is not None for field in mask):
+        return "a mask with segments, an offset or lengths"
+    return None if query.shape[3] <= 128 else f"a head size of {query.shape[3]}: at most 128"
+
+
+def triton_refuses(query: Array, key: Array, mask: Any) -> str | None:
+    """What Pallas' kernel for GPUs cannot serve."""
+    if mask.offset is not None or mask.lengths is not None or query.shape[2] != key.shape[2]:
+        return "a mask with an offset or lengths, or other numbers of keys than of queries"
+    return None
+
+
+def _up(size: int, multiple: int) -> int:
+    return math.ceil(size / multiple) * multiple
+
+
+def _pad(array: Array, sizes: dict[int, int], value: int = 0) -> Array:
+    """The array with zeros behind, up to a size along some axes."""
+    widths = [(0, sizes.get(axis, size) - size) for axis, size in enumerate(array.shape)]
+    return jnp.pad(array, widths, constant_values=value)

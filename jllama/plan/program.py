@@ -1,0 +1,177 @@
+"""What a compiled program does, read from its text: collectives, memory traffic, kernels and large buffers.
+
+The text is XLA's optimized HLO, as ``jax.stages.Compiled.as_text`` gives it for every platform.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
+_ARRAY = re.compile(r"\b(pred|[a-z]+\d+[a-z0-9]*)\[([\d,]*)\]")
+_HEADER = re.compile(r"^(?:ENTRY )?%?([\w.-]+) .*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
+_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "after-all"}
+ATTENTION_KERNELS = {"splash": "splash_m", "cudnn": "__cudnn$fmha", "triton": "mha_forward"}
+"""The custom call by which a program shows each attention implementation that is a kernel of its own."""
+
+
+class Instruction(NamedTuple):
+    """One line: its name, the arrays of its result, its operation, and the text behind (operands and attributes)."""
+
+    name: str
+    result: str
+    operation: str
+    others: str
+
+
+class Collective(NamedTuple):
+    """Exchanges of one kind and size between the devices of a group, as often as a step does them."""
+
+    kind: str
+    shape: str
+    devices: int
+    times: int
+    bytes_each: float  # that a device receives, at the least that the kind needs
+
+
+class Program(NamedTuple):
+    """A program's computations by name, each a list of instructions, and the name of the one that runs first."""
+
+    computations: dict[str, list[Instruction]]
+    entry: str
+    devices: int
+
+
+def parse(text: str) -> Program:
+    """Read the text of an optimized program."""
+    computations: dict[str, list[Instruction]] = {}
+    entry, current = "", []
+    for line in text.splitlines():
+        if match := _INSTRUCTION.match(line):
+            current.append(Instruction(*match.groups()))
+        elif (match := _HEADER.match(line)) and not line.startswith("HloModule"):
+            current = computations[match[1]] = []
+            entry = match[1] if line.startswith("ENTRY") else entry
+    devices = re.search(r"num_partitions=(\d+)", text)
+    return Program(computations, entry, int(devices[1]) if devices else 1)
+
+
+def array_bytes(shapes: str) -> float:
+    """The bytes of all arrays in a result's text, such as ``(bf16[8,128]{1,0}, f32[])``."""
+    total = 0.0
+    for kind, dims in _ARRAY.findall(shapes):
+        bits = _BITS[kind] if kind in _BITS else int(re.findall(r"\d+", kind)[0])
+        total += math.prod(int(dim) for dim in dims.split(",") if dim) * bits / 8
+    return total
+
+
+def executed(program: Program) -> Iterator[tuple[Instruction, int, str]]:
+    """Each instruction with how often a run executes it, and its computation; loops count as their conditions say.
+
+    Those inside fusions are left out, but for the collectives that TPUs fuse with what is around them.
+    """
+
+    def walk(name: str, times: int) -> Iterator[tuple[Instruction, int, str]]:
+        for instruction in program.computations.get(name, ()):
+            yield instruction, times, name
+            called = dict(re.findall(r"(condition|body|to_apply|calls)=%?([\w.-]+)", instruction.others))
+            if instruction.operation == "while":
+                yield from walk(called["body"], times * _trips(program, instruction.others, called["condition"]))
+            elif instruction.operation == "call":
+                yield from walk(called["to_apply"], times)
+            elif instruction.operation == "conditional":
+                branches = re.findall(
+                    r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=([^,]*)", instruction.others
+                )
+                for branch in ",".join("".join(pair) for pair in branches).split(","):
+                    yield from walk(branch.strip(" %"), times)
+            elif "calls" in called:
+                inner = walk(called["calls"], times)
+                yield from ((each, n, called["calls"]) for each, n, _ in inner if _kind(each.operation))
+
+    return walk(program.entry, 1)
+
+
+def _trips(program: Program, attributes: str, condition: str) -> int:
+    if known := re.search(r'known_trip_count":\{"n":"(\d+)"', attributes):
+        return int(known[1])
+    text = " ".join(each.operation + "(" + each.others for each in program.computations[condition])
+    return max((int(number) for number in re.findall(r"constant\((\d+)\)", text)), default=1)
+
+
+def _kind(operation: str) -> str | None:
+    return next((kind for kind in _COLLECTIVES if operation in (kind, f"{kind}-start")), None)
+
+
+def collectives(program: Program) -> list[Collective]:
+    """All exchanges between devices, equal ones added up, the largest in bytes first."""
+    counts: Counter[tuple[str, str, int, float]] = Counter()
+    for instruction, times, computation in executed(program):
+        if not (kind := _kind(instruction.operation)):
+            continue
+        result = instruction.result
+        if instruction.operation.endswith("-start") and kind != "all-reduce":  # (operands, results, ...)
+            arrays = _ARRAY.findall(result)
+            result = "{}[{}]".format(*arrays[len(arrays) // 2 if kind == "all-gather" else 0])
+        devices, size = _group_size(instruction.others) or program.devices, array_bytes(result)
+        if kind == "all-reduce" and "all-reduce-scatter" in computation:  # the form that reduce-scatter has on TPUs
+            kind, size = "reduce-scatter", size / devices
+        shape = re.sub(r"\{[^}]*\}", "", result)
+        factor = {"all-reduce": 2 * (devices - 1) / devices, "reduce-scatter": devices - 1, "collective-permute": 1}
+        counts[kind, shape, devices, size * factor.get(kind, (devices - 1) / devices)] += times
+    rows = [Collective(kind, shape, devices, times, each) for (kind, shape, devices, each), times in counts.items()]
+    return sorted(rows, key=lambda row: -row.times * row.bytes_each)
+
+
+def _group_size(attributes: str) -> int:
+    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]", attributes):
+        return int(iota[2])
+    groups = re.search(r"replica_groups=\{\{([\d,]*)\}", attributes)
+    return groups[1].count(",") + 1 if groups else 0
+
+
+def traffic_bytes(program: Program) -> float:
+    """The bytes that a run reads and writes in memory: each instruction's operands and results, of slices only those.
+
+    What a cache keeps between two instructions, or a fusion reads twice, is not known to the text.
+    """
+    total = 0.0
+    sizes = {
+        name: {each.name: array_bytes(each.result) for each in body} for name, body in program.computations.items()
+    }
+    for instruction, times, computation in executed(program):
+        if instruction.operation in _FREE or _kind(instruction.operation) or instruction.operation.endswith("-done"):
+            continue
+        operands = re.findall(r"%([\w.-]+)", instruction.others.split("), ")[0])
+        moved = [sizes[computation].get(name, 0.0) for name in operands] + [array_bytes(instruction.result)]
+        if called := re.search(r"calls=%?([\w.-]+)", instruction.others):
+            for each in program.computations[called[1]]:  # what a fusion slices, it does not read whole
+                if each.operation in ("dynamic-slice", "dynamic-update-slice"):
+                    names = re.findall(r"%([\w.-]+)", each.others)
+                    updates = each.operation == "dynamic-update-slice"
+                    whole = sizes[called[1]].get(names[0], 0.0)
+                    part = sizes[called[1]].get(names[1], 0.0) if updates else array_bytes(each.result)
+                    moved = [part if size == whole else size for size in moved]
+        total += times * sum(moved)
+    return total
+
+
+def kernels(text: str) -> list[str]:
+    """The attention kernels in a program, by the names of ``functional.ATTENTION``."""
+    return [name for name, mark in ATTENTION_KERNELS.items() if mark in text]
+
+
+def largest_buffers(program: Program, count: int = 10) -> list[tuple[float, str, str]]:
+    """``(bytes, shape, operation)`` of the largest results: what fills the memory of a program that does not fit."""
+    rows: dict[str, tuple[float, str, str]] = {}
+    for instruction, _, _ in executed(program):
+        if instruction.operation in _FREE:
+            continue
+        shape = re.sub(r"\{[^}]*\}", "", instruction.result)
+        named = re.search(r'op_name="([^"]*)"', instruction.others)
+        rows.setdefault(shape, (array_bytes(shape), shape, named[1] if named else instruction.name))
+    return sorted(rows.values(), reverse=True)[:count]

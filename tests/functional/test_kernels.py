@@ -1,0 +1,67 @@
+"""The kernels, interpreted on a CPU, against the reference, which the oracle judges in ``test_attention``."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jllama.functional import ATTENTION, Mask, attention
+from jllama.functional.kernels import splash, triton
+from jllama.verify.checks import relative_error
+
+KERNELS = {"splash": splash, "triton": triton}
+
+
+def draw(heads, kv_heads, seq, kv_seq, head_dim, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    shapes = [(2, heads, seq, head_dim), *[(2, kv_heads, kv_seq, head_dim)] * 2]
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+
+
+def compare(kernel, arrays, mask):
+    """The largest relative error of values and gradients."""
+
+    def objective(function):
+        return lambda *arrays: jnp.sum(function(*arrays) * jnp.cos(arrays[0]))
+
+    ours = objective(lambda *arrays: kernel(*arrays, mask, interpret=True))
+    theirs = objective(lambda *arrays: attention(*arrays, mask, "reference"))
+    pairs = (jax.jit(jax.value_and_grad(each, (0, 1, 2)))(*arrays) for each in (ours, theirs))
+    one, two = (jax.tree.leaves(each) for each in pairs)
+    return max(relative_error(np.asarray(a), np.asarray(b)) for a, b in zip(one[1:], two[1:], strict=True))
+
+
+def documents(seq):
+    starts = np.random.default_rng(1).random((2, seq)) < 0.02
+    segments = jnp.asarray(np.cumsum(starts, axis=1), jnp.int32)
+    return Mask(query_segments=segments, key_segments=segments)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "seq"), [(4, 2, 64, 200), (2, 1, 128, 256), (2, 2, 100, 130)]
+)
+@pytest.mark.parametrize("name", KERNELS)
+def test_values_and_gradients_are_those_of_the_reference(name, heads, kv_heads, head_dim, seq, packed):
+    arrays = draw(heads, kv_heads, seq, seq, head_dim)
+    assert compare(KERNELS[name], arrays, documents(seq) if packed else Mask()) < 1e-5
+
+
+def test_splash_goes_on_behind_other_tokens():
+    arrays = draw(4, 2, 100, 256, 64)
+    assert compare(splash, arrays, Mask(offset=jnp.array([100, 37]))) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "mask", "dtype", "said"),
+    [
+        ("splash", Mask(lengths=jnp.array([3, 3])), jnp.float32, "a mask with lengths"),
+        ("triton", Mask(offset=jnp.array([3])), jnp.float32, "a mask with an offset or lengths"),
+        ("cudnn", Mask(), jnp.float32, "float32: only bfloat16 and float16"),
+        ("cudnn", documents(8), jnp.bfloat16, "a mask with segments, an offset or lengths"),
+    ],
+)
+def test_what_a_kernel_cannot_serve_is_an_error_that_names_it(name, mask, dtype, said):
+    with pytest.raises(ValueError, match=f"the attention implementation '{name}' cannot serve {said}"):
+        attention(*draw(2, 1, 8, 8, 64, dtype), mask, name)
+    assert ATTENTION[name].platform in ("tpu", "gpu")

@@ -1,0 +1,69 @@
+"""What is read from a program's text, on small texts whose figures are counted by hand."""
+
+import pytest
+
+from jllama.plan.program import array_bytes, collectives, kernels, largest_buffers, parse, traffic_bytes
+
+TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%fused (param_0: bf16[8,1024,64]) -> bf16[1024,64] {
+  %param_0 = bf16[8,1024,64]{2,1,0} parameter(0)
+  ROOT %slice = bf16[1024,64]{1,0} dynamic-slice(%param_0, %index), dynamic_slice_sizes={1,1024,64}
+}
+
+%all-reduce-scatter.1 (param_1: f32[64,128]) -> f32[16,128] {
+  %input = f32[64,128]{1,0} parameter(0)
+  ROOT %all-reduce.3 = f32[64,128]{1,0} all-reduce(%input), replica_groups={{0,2,4,6},{1,3,5,7}}, to_apply=%add
+}
+
+%condition (state: (s32[], bf16[8,1024,64])) -> pred[] {
+  %count = s32[] constant(32)
+  ROOT %less = pred[] compare(%index, %count), direction=LT
+}
+
+%body (state: (s32[], bf16[8,1024,64])) -> (s32[], bf16[8,1024,64]) {
+  %state = (s32[], bf16[8,1024,64]{2,1,0}) parameter(0)
+  %stack = bf16[8,1024,64]{2,1,0} get-tuple-element(%state), index=1
+  %part = bf16[1024,64]{1,0} fusion(%stack), kind=kLoop, calls=%fused
+  %gathered = bf16[4096,64]{1,0} all-gather(%part), replica_groups=[2,4]<=[8], metadata={op_name="jit(step)/gather"}
+  %scattered = f32[16,128]{1,0} fusion(%gathered), kind=kCustom, calls=%all-reduce-scatter.1
+  ROOT %next = (s32[], bf16[8,1024,64]{2,1,0}) tuple(%index, %stack)
+}
+
+ENTRY %main (stack: bf16[8,1024,64]) -> f32[] {
+  %stack.1 = bf16[8,1024,64]{2,1,0} parameter(0)
+  %loop = (s32[], bf16[8,1024,64]{2,1,0}) while(%start), condition=%condition, body=%body
+  ROOT %sum = f32[] all-reduce(%partial), replica_groups={}, to_apply=%add
+}
+"""
+
+
+def test_bytes_of_arrays_and_tuples():
+    assert array_bytes("bf16[4,8]{1,0:T(8,128)(2,1)}") == 64
+    assert array_bytes("(f32[2]{0}, s4[8], pred[3], /*index=3*/f8e4m3fn[5])") == 8 + 4 + 3 + 5
+    assert array_bytes("token[]") == 0
+
+
+def test_collectives_are_counted_as_often_as_their_loop_runs():
+    rows = {row.kind: row for row in collectives(parse(TEXT))}
+    gathered, scattered, summed = rows["all-gather"], rows["reduce-scatter"], rows["all-reduce"]
+    assert (gathered.devices, gathered.times, gathered.bytes_each) == (4, 32, 4096 * 64 * 2 * 3 / 4)
+    assert (scattered.devices, scattered.times, scattered.bytes_each) == (4, 32, 16 * 128 * 4 * 3)
+    assert (summed.devices, summed.times, summed.bytes_each) == (8, 1, 4 * 2 * 7 / 8)
+
+
+def test_of_what_a_fusion_slices_only_the_slice_is_read():
+    part, scattered = 1024 * 64 * 2, 16 * 128 * 4
+    assert traffic_bytes(parse(TEXT)) == 32 * (2 * part + 4 * part + scattered)
+
+
+def test_largest_buffers_come_first_with_what_made_them():
+    (size, shape, name), *_ = largest_buffers(parse(TEXT))
+    assert (size, shape, name) == (4096 * 64 * 2, "bf16[4096,64]", "jit(step)/gather")
+
+
+@pytest.mark.parametrize(
+    ("line", "found"), [("splash_mha_fwd", ["splash"]), ("mha_forward_kernel", ["triton"]), ("", [])]
+)
+def test_kernels_are_told_by_their_custom_calls(line, found):
+    assert kernels(line) == found
