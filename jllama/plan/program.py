@@ -116,7 +116,7 @@ def collectives(program: Program) -> list[Collective]:
         result = instruction.result
         if instruction.operation.endswith("-start") and kind != "all-reduce":  # (operands, results, ...)
             arrays = _ARRAY.findall(result)
-            result = "{}[{}]".format(*arrays[len(arrays) // 2 if kind == "all-gather" else 0])
+            result = "{}[{}]".format(*arrays[len(arrays) // 2])
         devices, size = _group_size(instruction.others) or program.devices, array_bytes(result)
         if kind == "all-reduce" and "all-reduce-scatter" in computation:  # the form that reduce-scatter has on TPUs
             kind, size = "reduce-scatter", size / devices

@@ -142,7 +142,7 @@ def test_a_tokenizer_that_is_not_there_or_none(place, fails):
         ("--sampling.temperature -1", "temperature is -1.0; it must be 0 (greedy) or a positive number"),
         ("--seed -1", "seed is -1; it must be between 0 and 2**32 - 1"),
         ("--run_dir=", "run_dir is empty"),
-        ("--mesh.data 3", "the mesh data=3 x fsdp=1 x tensor=1 needs 3 devices, but there are 1"),
+        ("--mesh.data 3", "the mesh data=3 x fsdp=1 x sequence=1 x tensor=1 needs 3 devices, but there are 1"),
         ("--mesh.tensor 0", "needs positive sizes"),
         (
             "--config missing.yaml",
