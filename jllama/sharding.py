@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from jllama import functional as F
 from jllama.config import LlamaConfig, MeshConfig
-from jllama.errors import UsageError
+from jllama.errors import UsageError, unknown_name
 from jllama.parameters import Parameter, parameter_table, shape_of
 
 AXES = ("data", "fsdp", "sequence", "tensor")
@@ -56,6 +56,17 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=kinds, devices=devices)
 
 
+def rules_of(config: MeshConfig) -> Mapping[str, Sequence[str]]:
+    """``RULES`` with those of a configuration in their place; ``UsageError`` for an axis that there is not."""
+    for axis, names in config.rules.items():
+        if axis not in RULES:
+            raise unknown_name("logical axis", axis, RULES)
+        for name in names:
+            if name not in (known := ("fsdp", "tensor")):
+                raise unknown_name("mesh axis for parameters", name, known)
+    return RULES | config.rules
+
+
 def parameter_spec(
     mesh: Mesh | AbstractMesh, axes: Sequence[str], sizes: Sequence[int], rules: Mapping[str, Sequence[str]] = RULES
 ) -> PartitionSpec:
@@ -87,12 +98,13 @@ def check_divides(mesh: Mesh | AbstractMesh, config: LlamaConfig, rules: Any = R
     for path, row in parameter_table(config).items():
         for axis, size in zip(row.axes, shape_of(row, config), strict=True):
             fits = size % tensor == 0 or (axis == "kv_heads" and tensor % size == 0)
-            if "tensor" in rules.get(axis, ()) and not fits:
+            if (axis in ("heads", "kv_heads") or "tensor" in rules.get(axis, ())) and not fits:
                 nearest = max(ways for ways in range(1, tensor + 1) if size % ways == 0)
                 said = f"the {axis} axis of {path} has size {size}, which does not divide {tensor} ways"
                 raise UsageError(f"{said}: the nearest mesh.tensor that does is {nearest}")
-        if row.inputs and fsdp > 1 and "fsdp" not in row_spec(mesh, row, config, rules):
-            sizes = [size for axis, size in zip(row.axes, shape_of(row, config), strict=True) if axis in rules]
+        pairs = zip(row.axes, shape_of(row, config), strict=True)
+        sizes = [size for axis, size in pairs if row.inputs and "fsdp" in rules.get(axis, ())]
+        if sizes and fsdp > 1 and "fsdp" not in row_spec(mesh, row, config, rules):
             nearest = max(ways for ways in range(1, fsdp + 1) if any(size % ways == 0 for size in sizes))
             said = f"no axis of {path}, of sizes {sizes}, divides {fsdp} ways"
             raise UsageError(f"{said}: the nearest mesh.fsdp that one does is {nearest}")

@@ -24,7 +24,7 @@ from jllama.decode_params import DecodeParams, Quantization
 from jllama.errors import JllamaError
 from jllama.functional.linear import int8_rows
 from jllama.parameters import NamedFormat, Params, TensorSpec, as_matrix, parameter_table, shape_of, tensor_specs
-from jllama.sharding import check_divides, matrix_sharding, row_spec
+from jllama.sharding import RULES, check_divides, matrix_sharding, row_spec
 from jllama.tokenizers import Tokenizer
 
 BLOCK_BYTES = 16 << 20
@@ -161,6 +161,7 @@ def load_params(
     dtype: np.dtype[Any] | type | None = None,
     mesh: Mesh | None = None,
     on_progress: OnProgress = lambda _: None,
+    rules: Mapping[str, Sequence[str]] = RULES,
 ) -> Params:
     """Read a checkpoint's parameters into the training layout, layers stacked, straight onto their devices.
 
@@ -168,7 +169,7 @@ def load_params(
     each parameter's own, ``mesh`` None puts all on the first device, and ``on_progress`` counts bytes in ``dtype``. An
     axis that does not divide over the mesh raises UsageError.
     """
-    config, tensors, dtypes = checkpoint.config, checkpoint.tensors, _dtypes(checkpoint, dtype, mesh)
+    config, tensors, dtypes = checkpoint.config, checkpoint.tensors, _dtypes(checkpoint, dtype, mesh, rules)
     table = parameter_table(config)
 
     def fill(path: str, slices: list[slice], out: np.ndarray) -> None:
@@ -188,7 +189,9 @@ def load_params(
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
         for path, row in table.items():
             sharding = (
-                NamedSharding(mesh, row_spec(mesh, row, config)) if mesh else SingleDeviceSharding(jax.devices()[0])
+                NamedSharding(mesh, row_spec(mesh, row, config, rules))
+                if mesh
+                else SingleDeviceSharding(jax.devices()[0])
             )
             arrays[path] = _filled(shape_of(row, config), dtypes[path], sharding, functools.partial(fill, path))
     return unflatten_dict(arrays, sep="/")
@@ -233,10 +236,10 @@ def load_decode_params(
     return DecodeParams(unflatten_dict(leaves, sep="/"))
 
 
-def _dtypes(checkpoint: Checkpoint, dtype: Any, mesh: Mesh | None) -> dict[str, np.dtype[Any]]:
+def _dtypes(checkpoint: Checkpoint, dtype: Any, mesh: Mesh | None, rules: Any = RULES) -> dict[str, np.dtype[Any]]:
     """The dtype of each parameter: the given one, or what holds those of all its layers; the mesh is checked first."""
     if mesh is not None:
-        check_divides(mesh, checkpoint.config)
+        check_divides(mesh, checkpoint.config, rules)
     dtypes: dict[str, Any] = {}
     for spec in tensor_specs(checkpoint.config):
         own = checkpoint.tensors[spec.key].dtype

@@ -27,6 +27,7 @@ from jllama.language_model import LanguageModel
 from jllama.model import check_attention
 from jllama.parameters import count_parameters
 from jllama.progress import progress
+from jllama.sharding import rules_of
 from jllama.stop import Stopped, stop_signals
 from jllama.tokenizers import has_tokenizer, load_tokenizer
 from jllama.training import run_folder
@@ -149,7 +150,8 @@ class _Run:
         self.show("evaluating")
         model, best, params = self.config.model, self.checkpoints.best_step(), self.state.params
         if not (self.stop or best is None or best == self.step):
-            params = load_params(Checkpoint(model, self.checkpoints.tensors(best, model)), mesh=self.training.mesh)
+            saved = Checkpoint(model, self.checkpoints.tensors(best, model))
+            params = load_params(saved, mesh=self.training.mesh, rules=rules_of(self.config.mesh))
         final = evaluate(self.training, self.data, params, self.config.training, stop=self.stop)
         if final is not None:
             self.write(best_step=best, final=dataclasses.asdict(final))
@@ -259,7 +261,7 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
     if existing:
         run.restore(step)
     else:
-        params = load_params(origin, jnp.float32, training.mesh) if origin else None
+        params = load_params(origin, jnp.float32, training.mesh, rules=rules_of(config.mesh)) if origin else None
         run.state = training.init(jax.random.key(config.seed), params)
     run_folder.write_config(folder, config, step)
     if not (existing and has_tokenizer(folder)):

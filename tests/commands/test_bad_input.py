@@ -144,6 +144,10 @@ def test_a_tokenizer_that_is_not_there_or_none(place, fails):
         ("--run_dir=", "run_dir is empty"),
         ("--mesh.data 3", "the mesh data=3 x fsdp=1 x sequence=1 x tensor=1 needs 3 devices, but there are 1"),
         ("--mesh.tensor 0", "needs positive sizes"),
+        ('--mesh.rules {"mpl":["tensor"]}', "there is no logical axis mpl; did you mean mlp?"),
+        ('--mesh.rules {"mlp":["tensr"]}', "there is no mesh axis for parameters tensr; did you mean tensor?"),
+        ('--mesh.rules {"mlp":["data"]}', "there is no mesh axis for parameters data; there are fsdp, tensor"),
+        ("--mesh.rules mlp", "mesh.rules is 'mlp'; it must be a JSON object"),
         (
             "--config missing.yaml",
             "the configuration missing.yaml cannot be read: No such file or directory; give a file",
