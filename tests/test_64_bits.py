@@ -49,8 +49,8 @@ def test_fresh_parameters_are_float32():
 def test_the_same_tokens_are_generated(draft_len, temperature):
     def generated(dtype):
         prompts = [Prompt(tuple(map(int, row)), SamplingParams(temperature=temperature)) for row in TOKENS]
-        on_device = decode_params(CONFIG, dtype)
-        return decode(on_device, CONFIG, prefill(on_device, CONFIG, prompts), draft_len=draft_len)[1][:, :16]
+        model = LanguageModel(CONFIG, decode_params(CONFIG, dtype))
+        return decode(model, prefill(model, prompts), draft_len=draft_len)[1][:, :16]
 
     expected = generated("float32")
     with jax.enable_x64(True):

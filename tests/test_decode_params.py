@@ -12,6 +12,7 @@ from jllama.functional import DecodeMatrix
 from jllama.generation.decode import decode
 from jllama.generation.prefill import prefill
 from jllama.generation.sampling_params import Prompt, SamplingParams
+from jllama.language_model import LanguageModel
 from jllama.model import build_model
 from jllama.verify.checks import random_params
 
@@ -51,8 +52,8 @@ def test_decoding(quantize):
     config = LlamaConfig(**SIZES, head_dim=32, mlp_dim=96)
     weights = random_params(config, 0)
     params = decode_layout(jax.tree.map(jnp.asarray, weights), config, quantize)
-    batch = prefill(params, config, [Prompt([1, 2, 3], SamplingParams(temperature=0.0), 9)])
-    _, tokens, _ = decode(params, config, batch)
+    model = LanguageModel(config, params)
+    _, tokens, _ = decode(model, prefill(model, [Prompt([1, 2, 3], SamplingParams(temperature=0.0), 9)]))
     logits = jax.jit(lambda ids: build_model(config, params)(ids))(jnp.array([[1, 2, 3, *tokens[0]]]))
     assert tokens[0].tolist() == np.argmax(logits[0, 2:-1], axis=-1).tolist()
     if quantize is None:

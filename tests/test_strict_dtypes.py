@@ -54,9 +54,9 @@ def test_a_forward_pass_with_a_cache(dtype, quantize):
 @pytest.mark.parametrize("draft_len", [0, 2])
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), EVERYTHING], ids=["greedy", "everything"])
 def test_generation(sampling, draft_len):
-    weights = decode_params(SMALL)
-    batch = prefill(weights, SMALL, [Prompt((1, 2, 3), sampling, 4)])
-    decode(weights, SMALL, batch, draft_len=draft_len)
+    model = LanguageModel(SMALL, decode_params(SMALL))
+    batch = prefill(model, [Prompt((1, 2, 3), sampling, 4)])
+    decode(model, batch, draft_len=draft_len)
 
 
 def test_scoring():

@@ -125,10 +125,10 @@ def generate_s(model: jllama.LanguageModel, prompts: Sequence[Sequence[int]], ne
     from jllama.generation.decode import decode
     from jllama.generation.prefill import prefill
 
-    params, greedy, start_s = model.decode_params, jllama.SamplingParams(temperature=0.0), time.perf_counter()
-    batch = prefill(params, model.config, [jllama.Prompt(prompt, greedy, new_tokens) for prompt in prompts])
+    greedy, start_s = jllama.SamplingParams(temperature=0.0), time.perf_counter()
+    batch = prefill(model, [jllama.Prompt(prompt, greedy, new_tokens) for prompt in prompts])
     while not batch.finished.all():
-        batch, *_ = decode(params, model.config, batch)
+        batch, *_ = decode(model, batch)
     return time.perf_counter() - start_s
 
 

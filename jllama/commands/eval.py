@@ -79,7 +79,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     options.say_loaded(model)
     window = options.window or min(model.config.max_seq_len, 2048)
     size = {"window": window, "stride": options.stride or max(window // 2, 1)}
-    texts = ("".join(document.blocks()) for document in read_corpus({path.name: path}, options.text_field))
+    texts = ("".join(document()) for document in read_corpus([path], options.text_field))
     limits, start_s = {"batch_size": options.batch_size, "max_tokens": options.max_tokens or None}, time.perf_counter()
     with progress("tokens scored") as move:
         score = score_texts(model, texts, on_progress=lambda n, total: move(completed=n, total=total), **size, **limits)

@@ -19,7 +19,7 @@ import urllib.request
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jllama.errors import JllamaError
 from jllama.files import fault_of, written_whole
@@ -41,14 +41,8 @@ _TEXT = re.compile("(large_|dictionary<values=)?str")  # how its types begin, in
 _EXTRAS = {"Zstandard": ("zstd", "compression.zstd", "backports.zstd"), "Parquet": ("parquet", "pyarrow.parquet")}
 
 
-class Document(NamedTuple):
-    """One text, never empty, by the name of its file, with the line or row.
-
-    ``blocks`` gives it in parts of about ``BLOCK`` characters that end as ``CUTS`` says, or of ``LONGEST_BLOCK``.
-    """
-
-    name: str
-    blocks: Callable[[], Iterator[str]]
+Document = Callable[[], Iterator[str]]
+"""A text, never empty, in parts of about ``BLOCK`` characters that end as ``CUTS`` says, or of ``LONGEST_BLOCK``."""
 
 
 def corpus_files(path: str, cache_dir: Path) -> dict[str, Path]:
@@ -82,29 +76,20 @@ def _walk(root: Path, left_out: Collection[str] = ()) -> Iterator[tuple[str, Pat
         yield from ((file.relative_to(root).as_posix(), file) for file in files if file.is_file())
 
 
-def read_corpus(files: dict[str, Path], text_field: str = "text") -> Iterator[Document]:
+def read_corpus(files: Iterable[Path], text_field: str = "text") -> Iterator[Document]:
     """Yield the documents of ``corpus_files`` that are not empty.
 
     A ``.jsonl`` file has an object on each line, and a Parquet file a row each, with the text in ``text_field``; any
     other file is one document. All but Parquet may be packed with gzip or Zstandard, with ``.gz`` or ``.zst`` behind
-    the name or without. What is not UTF-8 text (also while a document is read) and no text at all raise JllamaError.
+    the name or without. What is not UTF-8 text (also while a document is read) raises JllamaError.
     """
-    empty = True
-    for name, path in files.items():
+    for path in files:
         with _opened(path) as (kind, file):
             texts = _parquet_texts if kind == "Parquet" else _json_texts
             if kind == "Parquet" or path.name.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
-                rows = enumerate(texts(path, file, text_field), 1)
-                documents = (Document(f"{name}:{row}", functools.partial(cut, [text])) for row, text in rows if text)
-            else:
-                first = list(itertools.islice(cut(_decoded(file)), 2))  # a small file is read but once
-                blocks = functools.partial(iter, first) if len(first) < 2 else functools.partial(_text_blocks, path)
-                documents = [Document(name, blocks)] if first else []
-            for document in documents:
-                empty = False
-                yield document
-    if empty:
-        raise JllamaError(f"the corpus holds no text: all its {len(files)} files are empty, so give others")
+                yield from (functools.partial(cut, [text]) for text in texts(path, file, text_field) if text)
+            elif any(_decoded(file)):
+                yield functools.partial(_text_blocks, path)
 
 
 @contextlib.contextmanager
@@ -169,9 +154,9 @@ def cut(parts: Iterable[str]) -> Iterator[str]:
 
 
 def _json_texts(path: Path, file: Any, text_field: str) -> Iterator[str]:
-    """The text of each line; none of a blank one."""
+    """The text of each line that is not blank."""
     for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
-        where, text = f"{path} line {number}", ""
+        where = f"{path} line {number}"
         if len(line) == LONGEST_LINE:
             raise JllamaError(f"{where} has over {LONGEST_LINE:,} bytes: write its text to a file")
         if line.strip():
@@ -180,17 +165,17 @@ def _json_texts(path: Path, file: Any, text_field: str) -> Iterator[str]:
                 if not isinstance(text := fields.get(text_field), str):
                     raise _no_text(where, text_field, {name: type(each).__name__ for name, each in fields.items()})
                 text.encode()  # not so a lone surrogate
-        yield text
+            yield text
 
 
-def _parquet_texts(path: Path, file: Any, text_field: str) -> Iterator[str]:
-    """The text of each row, with some pages in memory at a time; none of a row without a value."""
+def _parquet_texts(path: Path, file: Any, text_field: str) -> Iterator[str | None]:
+    """The text of each row, None if it has no value, with some pages in memory at a time."""
     table = _extra(path, "Parquet").ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
     kinds = {field.name: str(field.type) for field in table.schema_arrow}
     if not _TEXT.match(kinds.get(text_field, "")):
         raise _no_text(str(path), text_field, kinds)
     for batch in table.iter_batches(64, columns=[text_field]):
-        yield from (text or "" for text in batch.column(0).to_pylist())
+        yield from batch.column(0).to_pylist()
 
 
 def _no_text(where: str, field: str, kinds: dict[str, str]) -> JllamaError:

@@ -76,7 +76,7 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
     size = None if packed else sum(size for _, size, _ in listing)
 
     def blocks(move: Callable[[int], None]) -> Iterator[Block]:
-        for block in split_documents(read_corpus(files, config.text_field), config.validation_fraction):
+        for block in split_documents(read_corpus(files.values(), config.text_field), config.validation_fraction):
             move(len(block.text.encode()))
             yield block
 
@@ -117,15 +117,15 @@ def split_documents(documents: Iterable[Document], validation_fraction: float) -
     first = list(itertools.islice(documents, FEW_DOCUMENTS + 1))
     for document in itertools.chain(first, documents):
         if len(first) <= FEW_DOCUMENTS:
-            end = round(sum(map(len, document.blocks())) * (1 - validation_fraction))
-            yield from _blocks("train", document.blocks(), end=end)
-            yield from _blocks("validation", document.blocks(), end)
+            end = round(sum(map(len, document())) * (1 - validation_fraction))
+            yield from _blocks("train", document(), end=end)
+            yield from _blocks("validation", document(), end)
         else:
             digest = hashlib.sha256()
-            for text in document.blocks():
+            for text in document():
                 digest.update(text.encode())
             fraction = int.from_bytes(digest.digest()[:8]) / 2**64
-            yield from _blocks("validation" if fraction < validation_fraction else "train", document.blocks())
+            yield from _blocks("validation" if fraction < validation_fraction else "train", document())
 
 
 def _blocks(split: str, texts: Iterable[str], start: int = 0, end: int = sys.maxsize) -> Iterator[Block]:

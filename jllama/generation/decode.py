@@ -18,18 +18,15 @@ from jllama.decode_params import DecodeParams
 from jllama.generation.decode_batch import DecodeBatch, append_token
 from jllama.generation.prefill import cache_len, resized
 from jllama.generation.prompt_lookup import lookup_step
+from jllama.language_model import LanguageModel
 from jllama.model import Llama, build_model
 
 STEPS = 16  # at most, between two synchronizations with the host
+Stopped = Bool[np.ndarray, "batch"] | bool
 
 
 def decode(
-    params: DecodeParams,
-    config: LlamaConfig,
-    batch: DecodeBatch,
-    steps: int = STEPS,
-    stopped: Bool[np.ndarray, "batch"] | None = None,
-    draft_len: int = 0,
+    model: LanguageModel, batch: DecodeBatch, steps: int = STEPS, stopped: Stopped = False, draft_len: int = 0
 ) -> tuple[DecodeBatch, Int[np.ndarray, "batch new"], Float[np.ndarray, "batch new"]]:
     """Take up to ``steps`` decoding steps (at most ``STEPS``); each gives every unfinished row a token or more.
 
@@ -38,11 +35,11 @@ def decode(
     new tokens, -1 behind them (a stop id is a row's last), and their log-probabilities by the raw logits, in nats.
     """
     finished, lengths, limits = jax.device_get((batch.finished, batch.cache.lengths, batch.limits))
-    running, steps = ~finished if stopped is None else ~(finished | stopped), min(steps, STEPS)
+    running, steps = ~(finished | stopped), min(steps, STEPS)
     longest = int(np.minimum(lengths + 1 + steps * (draft_len + 1), limits).max(where=running, initial=0))
     if longest > batch.tokens.shape[1]:
-        batch = with_room(batch, longest, config)
-    batch, *new = _decode(params, config, batch, running, np.int32(steps), draft_len)
+        batch = with_room(batch, longest, model.config)
+    batch, *new = _decode(model.decode_params, model.config, batch, running, np.int32(steps), draft_len)
     tokens, log_probs = jax.device_get(new)
     most = int((tokens >= 0).sum(axis=1).max())
     return batch, tokens[:, :most], log_probs[:, :most]

@@ -16,6 +16,7 @@ from jllama.config import LlamaConfig
 from jllama.devices import device_memory_bytes
 from jllama.errors import UsageError
 from jllama.generation.sampling_params import Prompt, SamplingParams
+from jllama.language_model import LanguageModel
 from jllama.model import KVCache
 
 _STOP_MULTIPLE = 8
@@ -38,8 +39,9 @@ class DecodeBatch(NamedTuple):
     limits: Int[Array, "batch"]  # the lengths at which the rows end
 
 
-def make_batch(prompts: Sequence[Prompt], cache: KVCache, config: LlamaConfig, vocab_size: int) -> DecodeBatch:
-    """The rows of these prompts, whose tokens but the last are in the cache; ids from ``vocab_size`` on are banned."""
+def make_batch(model: LanguageModel, prompts: Sequence[Prompt], cache: KVCache) -> DecodeBatch:
+    """The rows of these prompts, whose tokens but the last are in the cache; ids that no token has are banned."""
+    config = model.config
     rows, max_len, stops = len(prompts), cache.keys[0].shape[2], [prompt.stop_ids or () for prompt in prompts]
     limits: Any = np.array([prompt.limit(config.max_seq_len) for prompt in prompts], np.int32)
     zeros: Any = np.zeros  # as good as those of JAX, which types do not say
@@ -50,7 +52,7 @@ def make_batch(prompts: Sequence[Prompt], cache: KVCache, config: LlamaConfig, v
         tokens[row, : len(prompt.ids)], seen[row, list(prompt.ids)] = prompt.ids, True
         stop_ids[row, : len(stops[row])] = stops[row]
     settings = _setting_arrays([prompt.sampling for prompt in prompts], config.vocab_size)
-    settings["banned_ids"][:, vocab_size:] = True
+    settings["banned_ids"][:, model.tokenizer.vocab_size if model.tokenizer else config.vocab_size :] = True
     finished = [len(prompt.ids) for prompt in prompts] >= limits
     guessed = zeros(rows, np.int32), zeros(rows, np.int32)
     return DecodeBatch(cache, tokens, log_probs, counts, finished, *guessed, seen, settings, stop_ids, limits)

@@ -17,6 +17,7 @@ from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams
 from jllama.generation.decode_batch import DecodeBatch, make_batch
 from jllama.generation.sampling_params import Prompt
+from jllama.language_model import LanguageModel
 from jllama.model import KVCache, build_model, power_of_two_at_least
 
 _PREFILL_TOKENS, _SHORTEST_PREFILL = 512, 16
@@ -38,18 +39,12 @@ class PrefixCache:
         return cache, shared
 
 
-def prefill(
-    params: DecodeParams,
-    config: LlamaConfig,
-    prompts: Sequence[Prompt],
-    vocab_size: int | None = None,
-    prefix: PrefixCache | None = None,
-) -> DecodeBatch:
+def prefill(model: LanguageModel, prompts: Sequence[Prompt], prefix: PrefixCache | None = None) -> DecodeBatch:
     """Compute the keys and values of encoded prompts; of equal ones once, of a single one what ``prefix`` has not.
 
-    Each row comes out as it would alone (in 16-bit floats near ties may fall otherwise). ``vocab_size`` is the
-    tokenizer's, where it has fewer ids than the model: higher ones are never drawn.
+    Each row comes out as it would alone (in 16-bit floats near ties may fall otherwise).
     """
+    params, config = model.decode_params, model.config
     room = max(min(prompt.limit(config.max_seq_len), len(prompt.ids) + _ROOM_TOKENS) for prompt in prompts)
     max_len = cache_len(room, config)
     if len(prompts) == 1:
@@ -63,7 +58,7 @@ def prefill(
             row_cache = _prompt_cache(params, config, ids, cache_len(len(ids), config))
             for row in rows[ids]:
                 cache = _insert(cache, row_cache, row)
-    return _beside(params, make_batch(prompts, cache, config, vocab_size or config.vocab_size))
+    return _beside(params, make_batch(model, prompts, cache))
 
 
 def _prompt_cache(

@@ -132,18 +132,18 @@ def warm_up(
     Each of the ``lengths``, in tokens, stands for those padded to the same power of two (from 16; chunks of 512);
     ``batches`` are how many prompts at once, ``max_new_tokens`` the most asked for (None: to the end of the context).
     """
-    params, config, vocab_size = model.decode_params, model.config, model.text_tokenizer.vocab_size
+    model = model.for_decoding()
     prompts = [encode_prompt(model, Prompt([0] * length, max_new_tokens=max_new_tokens)) for length in lengths]
-    longest = max((prompt.limit(config.max_seq_len) for prompt in prompts), default=0)
+    longest = max((prompt.limit(model.config.max_seq_len) for prompt in prompts), default=0)
     ends = sorted({min(128 << doubled, longest) for doubled in range(longest.bit_length())})  # one for each cache
     for size, end, prompt in itertools.product(batches, ends, prompts):
         row = dataclasses.replace(prompt, max_new_tokens=max(end - len(prompt.ids), 0))
-        batch = prefill(params, config, [row] * size, vocab_size)
+        batch = prefill(model, [row] * size)
         while not np.asarray(batch.finished).all():
-            batch, *_ = decode(params, config, batch, 1, draft_len=speculate)
+            batch, *_ = decode(model, batch, 1, draft_len=speculate)
             if batch.tokens.shape[1] >= end:
                 break
-            batch = with_room(batch, batch.tokens.shape[1] + 1, config)
+            batch = with_room(batch, batch.tokens.shape[1] + 1, model.config)
 
 
 def encode_prompt(model: LanguageModel, prompt: Prompt) -> Prompt:
@@ -221,16 +221,16 @@ def generate_batch(
     prefix: PrefixCache | None = None,
 ) -> Iterator[tuple[int, str | Completion]]:
     """Generate from encoded prompts together: ``(row, piece)`` every few ``steps``; a row's last piece is all of it."""
-    params, config, tokenizer = model.decode_params, model.config, model.text_tokenizer
-    check_batch(config, len(prompts), speculate)
-    rows = [TextDecoder(tokenizer, prompt) for prompt in prompts]
-    batch = prefill(params, config, prompts, tokenizer.vocab_size, prefix)
+    model = model.for_decoding()
+    check_batch(model.config, len(prompts), speculate)
+    rows = [TextDecoder(model.text_tokenizer, prompt) for prompt in prompts]
+    batch = prefill(model, prompts, prefix)
     prefix, cached_ids = prefix or PrefixCache(), list(prompts[0].ids)
     next_steps = 1  # the first token is shown as soon as it is there
     while not np.asarray(batch.finished).all():
         stopped = np.array([row.finish_reason != "" for row in rows])
         prefix.take()
-        batch, tokens, log_probs = decode(params, config, batch, next_steps, stopped, speculate)
+        batch, tokens, log_probs = decode(model, batch, next_steps, stopped, speculate)
         cached_ids += tokens[0, tokens[0] >= 0].tolist()
         prefix.ids, prefix.cache = cached_ids[:-1], batch.cache  # the last token has not been through the model yet
         for index, (row, *new) in enumerate(zip(rows, tokens.tolist(), log_probs.tolist(), strict=True)):

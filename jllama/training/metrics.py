@@ -70,19 +70,17 @@ def check_memory(config: TrainConfig, training: Training, available_bytes: int |
     Counted is the least that any program needs: its share of the state and the gradients, and each layer's input for
     one part of a batch. CPUs share the memory of the machine.
     """
-    options, mesh = config.training, training.mesh
+    options, mesh, device = config.training, training.mesh, training.mesh.devices.flat[0]
     check_batch(config, mesh)
-    ways = mesh.shape["data"] * mesh.shape["fsdp"]
     state = jax.eval_shape(training.init, jax.random.key(0))
     leaves = jax.tree.leaves((state, state.params))  # there is a gradient for each parameter
     state_bytes = sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
-    tokens = options.batch_size * options.seq_len / ways / options.accumulation / mesh.shape["sequence"]
+    tokens = options.batch_size * options.seq_len / options.accumulation / (mesh.size / mesh.shape["tensor"])
     activation_bytes = 2 * tokens * config.model.embed_dim * config.model.num_layers
-    device = mesh.devices.flat[0]
-    sharing = len(mesh.local_devices) if device.platform == "cpu" else 1
-    have = available_bytes or device_memory_bytes(device)
-    if have and sharing * (state_bytes + activation_bytes) > have:
-        sizes = [f"{size / 2**30:,.1f} GiB" for size in (sharing * state_bytes, sharing * activation_bytes, have)]
-        said = f"the model and its optimizer take {sizes[0]} and a batch {sizes[1]}, over the {sizes[2]} of"
+    needed = np.array([state_bytes, activation_bytes]) * (len(mesh.local_devices) if device.platform == "cpu" else 1)
+    have = available_bytes or device_memory_bytes(device) or np.inf
+    if needed.sum() > have:
+        state, batch, memory = (f"{size / 2**30:,.1f} GiB" for size in (*needed, have))
+        said = f"the model and its optimizer take {state} and a batch {batch}, over the {memory} of"
         advice = "take a smaller model, training.batch_size or training.seq_len, or more devices"
         raise UsageError(f"{said} {describe_devices(mesh)}: {advice}")

@@ -36,11 +36,9 @@ def learning_rate_at(step: ArrayLike, config: OptimizerConfig, total_steps: int)
     ``t = (step + 1 - w) / (total_steps - w)``, so the floor at ``total_steps - 1``, and after it.
     """
     warmup = min(math.ceil(config.warmup_fraction * total_steps), total_steps - 1)
-    done = jnp.asarray(step, jnp.float32) + 1
-    rising = done / max(warmup, 1)
-    t = jnp.clip((done - warmup) / max(total_steps - warmup, 1), 0.0, 1.0)
-    falling = config.final_fraction + (1 - config.final_fraction) * (1 + jnp.cos(jnp.pi * t)) / 2
-    return config.learning_rate * jnp.where(done < warmup, rising, falling)
+    peak, floor = config.learning_rate, config.learning_rate * config.final_fraction
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, total_steps, floor)
+    return jnp.asarray(schedule(jnp.asarray(step) + 1))
 
 
 def make_optimizer(config: OptimizerConfig, model: LlamaConfig, total_steps: int) -> optax.GradientTransformation:

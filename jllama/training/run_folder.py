@@ -73,12 +73,11 @@ def _as_written(config: TrainConfig) -> dict[str, Any]:
 
 def changes_on_resume(folder: Path, config: TrainConfig, step: int) -> list[str]:
     """How a configuration differs from that of the run it goes on with, in words; JllamaError if it may not so."""
-    flat = functools.partial(flatten_dict, is_leaf=lambda path, _: len(path) == 2)
+    flat = functools.partial(flatten_dict, is_leaf=lambda path, _: len(path) == 2, sep=".")
     now, before = flat(_as_written(config)), read_config(folder)
     was = now | flat(before)
-    changed = {".".join(path): (was[path], now[path]) for path in now if was[path] != now[path]}
-    told = {name: f"{name} was {old} and is {new}" for name, (old, new) in changed.items()}
-    told = {name: text for name, text in told.items() if not re.match(_IGNORED, name)}
+    changed = [name for name in now if was[name] != now[name] and not re.match(_IGNORED, name)]
+    told = {name: f"{name} was {was[name]} and is {now[name]}" for name in changed}
     fixed = [text for name, text in told.items() if re.match(_FIXED, name)]
     free = [text for name, text in told.items() if re.match(_FREE, name)]
     asked = [text for text in told.values() if text not in free]
@@ -98,7 +97,6 @@ def write_report(config: TrainConfig, data: Dataset, devices: str, result: Evalu
     folder, text, counts = Path(config.run_dir), html.escape, data.counts
     metrics, samples = read_lines(folder / METRICS), read_lines(folder / SAMPLES)
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jllama", "jax", "flax", "optax")]
-    vocab_size = config.model.vocab_size
     facts = {
         "parameters": f"{count_parameters(config.model):,}",
         "text": config.data.path,
@@ -108,21 +106,21 @@ def write_report(config: TrainConfig, data: Dataset, devices: str, result: Evalu
         "time": f"{elapsed_s:.0f} s",
         **{name.replace("_", " "): f"{value:.4f}" for name, value in (vars(result) if result else {}).items()},
         "bits per byte of gzip -9": f"{data.gzip_bits_per_byte:.4f} (a model that beats gzip has learned something)",
-        "loss of a blind guess": f"{math.log(vocab_size):.4f} (ln {vocab_size:,})",
+        "loss of a blind guess": f"{math.log(config.model.vocab_size):.4f} (ln {config.model.vocab_size:,})",
         "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
     }
     for last in [record for record in metrics if "loss" in record][-1:]:
         facts["speed"] = f"{last['tokens_per_s']:,.0f} tokens/s, {1000 * last['step_s']:,.1f} ms a step"
         facts |= {"share of the devices' peak (MFU)": f"{last['mfu']:.1%}"} if last["mfu"] else {}
     rows = [f"<tr><td>{text(name)}</td><td>{text(fact)}</td></tr>" for name, fact in facts.items()]
-    texts = [(f"step {each['step']}", text(each["prompt"] + each["text"])) for each in reversed(samples)]
+    written = {f"step {each['step']}": each["prompt"] + each["text"] for each in reversed(samples)}
     sampling = command("sample", "--checkpoint", folder, "--prompt", config.training.sample_prompt)
-    following = [("sample", sampling), ("go on", command("train", "--resume", folder))]
+    following = {"sample": sampling, "go on": command("train", "--resume", folder)}
     parts = {
         text(folder.name): f"<table>{''.join(rows)}</table>",
         "Curves": f"<div class=charts>{''.join(_chart(metrics, key) for key in _CHARTS)}</div>",
-        "Samples": "".join(f"<h3>{step}</h3><pre>{sample}</pre>" for step, sample in texts),
-        "Next": "".join(f"<h3>{what}</h3><pre>{text(line)}</pre>" for what, line in following),
+        "Samples": "".join(f"<h3>{step}</h3><pre>{text(sample)}</pre>" for step, sample in written.items()),
+        "Next": "".join(f"<h3>{what}</h3><pre>{text(line)}</pre>" for what, line in following.items()),
         "Configuration": f"<pre>{text((folder / CONFIG).read_text())}</pre>",
     }
     page = "".join(f"<h2>{title}</h2>{part}" for title, part in parts.items())
@@ -134,11 +132,10 @@ def _chart(metrics: list[dict[str, Any]], key: str) -> str:
     with matplotlib.rc_context(_LOOK):
         figure, drawing = Figure(figsize=(4.2, 2.8)), io.StringIO()
         axis = figure.add_axes((0.17, 0.15, 0.81, 0.74), title=_CHARTS[key], xlabel="step")  # layouts are slow
-        kinds = [(key, "-", "training")] + [("validation_loss", "o-", "validation")] * (key == "loss")
-        for name, line, label in kinds:
+        for name, line, label in ((key, "-", "training"), (f"validation_{key}", "o-", "validation")):
             records = [record for record in metrics if name in record]
             axis.plot([record["step"] for record in records], [record[name] for record in records], line, label=label)
-        if len(kinds) > 1:
+        if key == "loss":
             axis.legend(frameon=False)
         figure.savefig(drawing, format="svg")
     return drawing.getvalue()[drawing.getvalue().index("<svg") :].replace("#000000", "currentColor")

@@ -113,7 +113,7 @@ def test_the_table(place, capsys):
     [
         ("model --data missing.txt", 1, "there is no file at --data missing.txt: give a text file, or a .jsonl file"),
         ("model --data .", 1, "there is no file at --data .: give a text file"),
-        ("model --data empty.txt", 1, "the corpus holds no text"),
+        ("model --data empty.txt", 1, "the texts have no tokens to score"),
         ("model --data latin.txt", 1, "data.path: byte 0xE9 at offset 3 is not UTF-8 text"),
         ("model --data bad.jsonl", 1, "bad.jsonl line 2 is not a JSON object: "),
         ("model --data documents.jsonl --text_field body", 1, "line 1 has no field 'body'"),

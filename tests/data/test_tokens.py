@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jllama.data import corpus as corpora
 from jllama.data import tokens
 from jllama.data.config import DataConfig
-from jllama.data.corpus import Document, cut
+from jllama.data.corpus import cut
 from jllama.data.tokens import SPLITS, prepare_data
 from jllama.errors import JllamaError, UsageError
 from jllama.tokenizers import BytesTokenizer, as_huggingface, train_sentencepiece
@@ -42,7 +42,7 @@ def config(corpus, **changes):
 def split_documents(texts, fraction):
     """Splits and texts, as ``tokens.split_documents`` gives them in blocks."""
     found = []
-    parts = [Document("x", lambda text=text: (text[i : i + 3] for i in range(0, len(text), 3))) for text in texts]
+    parts = [lambda text=text: (text[i : i + 3] for i in range(0, len(text), 3)) for text in texts]
     for block in tokens.split_documents(parts, fraction):
         assert block.text
         assert block.starts == (not found or found[-1][-1].ends)

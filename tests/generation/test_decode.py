@@ -25,9 +25,12 @@ from jllama.generation.prefill import PrefixCache, prefill
 from jllama.generation.prompt_lookup import draft_tokens
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import encode_prompt
+from jllama.language_model import LanguageModel
+from jllama.tokenizers import BytesTokenizer
 from jllama.verify.checks import random_params
 
 CONFIG, WEIGHTS, PARAMS = SMALL, weights(SMALL), decode_params(SMALL)
+MODEL = LanguageModel(CONFIG, PARAMS)
 CONTEXT = CONFIG.max_seq_len
 ONE_LAYER = dataclasses.replace(CONFIG, num_layers=1)
 PARAMS_OF_ONE_LAYER = DecodeParams(PARAMS.weights | {"layers": {"0": PARAMS.weights["layers"]["0"]}})
@@ -71,12 +74,13 @@ def all_finished(batch):
     return np.asarray(batch.finished).all()
 
 
-def generated_by(prompts, config=CONFIG, params=PARAMS, draft_len=0, **options):
+def generated_by(prompts, config=CONFIG, params=PARAMS, draft_len=0, tokenizer=None):
     """The new tokens of each row, and their log-probabilities."""
-    batch = prefill(params, config, prompts, **options)
+    model = LanguageModel(config, params, tokenizer)
+    batch = prefill(model, prompts)
     rows, log_probs = [[] for _ in prompts], [[] for _ in prompts]
     while not all_finished(batch):
-        batch, tokens, its_log_probs = decode(params, config, batch, draft_len=draft_len)
+        batch, tokens, its_log_probs = decode(model, batch, draft_len=draft_len)
         for row in range(len(prompts)):
             count = int((tokens[row] >= 0).sum())
             assert np.all(tokens[row, count:] == -1)
@@ -344,19 +348,19 @@ def test_a_stop_at_any_step(index):
 
 def test_nothing_more_is_computed_when_every_row_has_ended():
     first = [likeliest(tuple(prompt), 35)[0] for prompt in PROMPTS]
-    batch = prefill(PARAMS, CONFIG, [prompt_of(prompt, GREEDY, 35, first) for prompt in PROMPTS])
-    batch, tokens, _ = decode(PARAMS, CONFIG, batch)
+    batch = prefill(MODEL, [prompt_of(prompt, GREEDY, 35, first) for prompt in PROMPTS])
+    batch, tokens, _ = decode(MODEL, batch)
     assert tokens.tolist() == [[token] for token in first]
     assert all_finished(batch)
-    assert decode(PARAMS, CONFIG, batch)[1].shape == (MATES, 0)
+    assert decode(MODEL, batch)[1].shape == (MATES, 0)
 
 
 def test_a_row_that_the_host_stops_stays_stopped():
-    batch = prefill(PARAMS, CONFIG, [prompt_of(prompt, GREEDY, 35) for prompt in PROMPTS])
-    batch, *_ = decode(PARAMS, CONFIG, batch, 5)
+    batch = prefill(MODEL, [prompt_of(prompt, GREEDY, 35) for prompt in PROMPTS])
+    batch, *_ = decode(MODEL, batch, 5)
     chunks = []
     for stopped in ([False, True, False], [False, False, False]):
-        batch, tokens, _ = decode(PARAMS, CONFIG, batch, 7, stopped=np.array(stopped))
+        batch, tokens, _ = decode(MODEL, batch, 7, stopped=np.array(stopped))
         chunks.append(tokens.tolist())
     for tokens, part in zip(chunks, (slice(5, 12), slice(12, 19)), strict=True):
         assert tokens[1] == [-1] * 7
@@ -390,7 +394,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_and_the_cache_grows_as_it_must(mon
     assert prefilled == [149, 8]
     monkeypatch.setattr(prefilling, "_PREFILL_TOKENS", 64)
     monkeypatch.setattr(prefilling, "_ROOM_TOKENS", 16)
-    assert prefill(PARAMS_OF_ONE_LAYER, LONG, requests).tokens.shape == (2, 256)
+    assert prefill(LanguageModel(LONG, PARAMS_OF_ONE_LAYER), requests).tokens.shape == (2, 256)
     assert generated_by(requests, LONG, PARAMS_OF_ONE_LAYER)[0] == expected
     assert [len(row) for row in expected] == [200, 391]
     assert prefilled[6:] == [64, 64, 21, 8]
@@ -419,11 +423,11 @@ def test_a_prefix_cache_computes_only_what_is_new(prefilled):
     del prefilled[:]
 
     def run(ids, new):
-        batch = prefill(PARAMS, CONFIG, [prompt_of(ids, GREEDY, new)], prefix=prefix)
+        batch = prefill(MODEL, [prompt_of(ids, GREEDY, new)], prefix=prefix)
         assert prefix.cache is None
         generated = []
         while not all_finished(batch):
-            batch, tokens, _ = decode(PARAMS, CONFIG, batch)
+            batch, tokens, _ = decode(MODEL, batch)
             generated += tokens[0].tolist()
         prefix.ids, prefix.cache = [*ids, *generated[:-1]], batch.cache
         return generated
@@ -485,9 +489,9 @@ def test_drafts_leave_the_distribution_as_it_is():
     """Three tokens, equally likely, whatever came before: of all runs of three, each is as frequent as another."""
     uniform = DecodeParams(PARAMS.weights | {"lm_head": jax.tree.map(jnp.zeros_like, PARAMS.weights["lm_head"])})
     rows = [prompt_of([0, 1, 2], SamplingParams(seed=seed, banned_ids=tuple(range(3, 61))), 60) for seed in range(100)]
-    batch, chunks = prefill(uniform, CONFIG, rows), []
+    batch, chunks = prefill(LanguageModel(CONFIG, uniform), rows), []
     while not all_finished(batch):
-        batch, tokens, _ = decode(uniform, CONFIG, batch, draft_len=3)
+        batch, tokens, _ = decode(LanguageModel(CONFIG, uniform), batch, draft_len=3)
         chunks.append(tokens)
     drafted, accepted = int(batch.drafted.sum()), int(batch.accepted.sum())
     assert drafted > 1000
@@ -502,8 +506,8 @@ def test_drafts_leave_the_distribution_as_it_is():
 
 def test_a_text_that_repeats_itself_takes_fewer_steps():
     biased = SamplingParams(temperature=0.0, banned_ids=tuple(token for token in range(61) if token != 7))
-    batch = prefill(PARAMS, CONFIG, [prompt_of([7, 7], biased, 33)])
-    batch, tokens, _ = decode(PARAMS, CONFIG, batch, 9, draft_len=3)
+    batch = prefill(MODEL, [prompt_of([7, 7], biased, 33)])
+    batch, tokens, _ = decode(MODEL, batch, 9, draft_len=3)
     assert tokens.tolist() == [[7] * 33]  # one, and eight times four
     assert (int(batch.drafted[0]), int(batch.accepted[0])) == (24, 24)
 
@@ -585,6 +589,10 @@ def test_settings_that_mean_nothing_are_refused(changed, message):
         SamplingParams(**changed)
 
 
+class FiftyTokens(BytesTokenizer):
+    vocab_size = 50
+
+
 def test_padding_rows_of_the_vocabulary_are_never_drawn():
     """Weights under which the last ids are by far the likeliest; the tokenizer does not have them."""
     config = LlamaConfig(vocab_size=64, num_layers=1, embed_dim=32, num_heads=2, max_seq_len=64)
@@ -593,8 +601,8 @@ def test_padding_rows_of_the_vocabulary_are_never_drawn():
     unstacked = decode_layout(jax.tree.map(jnp.asarray, params), config)
     rows = [SamplingParams(temperature=0.0), SamplingParams(seed=3)]
 
-    def drawn(vocab_size):
-        return generated([[1, 2], [3]], rows, 40, (), config, unstacked, vocab_size=vocab_size)
+    def drawn(tokenizer):
+        return generated([[1, 2], [3]], rows, 40, (), config, unstacked, tokenizer=tokenizer)
 
     assert drawn(None).max() >= 50
-    assert 0 <= drawn(50).min() <= drawn(50).max() < 50
+    assert 0 <= drawn(FiftyTokens()).min() <= drawn(FiftyTokens()).max() < 50
