@@ -61,8 +61,9 @@ class AttentionInputs:
 class Parallel(NamedTuple):
     """How a pass over stacked layers is spread over devices, see ``jllama.sharding``."""
 
-    gather: Callable[[Params], Params]  # a layer's weights, from this device's parts of them
+    gather: Callable[[Params, Params], Params]  # a layer's weights, from this device's parts of them and of ``kept``
     attention: Callable[..., Array]  # as ``functional.attention``, beyond this device's tokens and heads
+    kept: Params  # zeros like the stacked parts: their gradients are those of the parts
 
 
 _BLOCK_INPUT = "block_input"
@@ -201,12 +202,12 @@ class Llama(_Module):
             if parallel:
                 attend = dataclasses.replace(attend, attention=parallel.attention)
 
-            def step(x: Array, weights: Params) -> tuple[Array, None]:
+            def step(x: Array, parts: tuple[Params, ...]) -> tuple[Array, None]:
                 x = checkpoint_name(x, _BLOCK_INPUT)
-                return nnx.merge(graph, parallel.gather(weights) if parallel else weights)(x, attend)[0], None
+                return nnx.merge(graph, parallel.gather(*parts) if parallel else parts[0])(x, attend)[0], None
 
             run = step if remat == "none" else jax.checkpoint(step, policy=REMAT[remat], prevent_cse=False)
-            x, _ = jax.lax.scan(run, x, nnx.to_pure_dict(stacked))
+            x, _ = jax.lax.scan(run, x, (nnx.to_pure_dict(stacked), *([parallel.kept] if parallel else [])))
         else:
             for index in range(self.config.num_layers):
                 x, _ = self.layers[str(index)](x, attend)

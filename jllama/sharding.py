@@ -131,32 +131,32 @@ def state_sharding(mesh: Mesh | AbstractMesh, config: LlamaConfig, state: Any, r
 # What devices exchange inside ``jax.shard_map`` over data, fsdp and sequence
 
 
-def gather(weight: Array, axis: int | None, dtype: Any, sum_dtype: Any, stages: Sequence[Any]) -> Array:
+def gather(part: Array, kept: Array, axis: int | None, dtype: Any, stages: Sequence[Any]) -> Array:
     """The whole weight, in ``dtype``, of its parts along ``axis`` on the devices of ``fsdp``.
 
-    Its gradient is summed over those devices in ``sum_dtype``, and each keeps its part. ``stages`` as ``gather_stages``
-    gives them. With no ``axis`` the weight is whole already.
+    Its gradient is summed over those devices in the dtype of ``kept``, and each keeps its part: as the gradient of
+    ``kept``, zeros of the part's shape, since that of ``part`` would have to have its dtype. ``stages`` as
+    ``gather_stages`` gives them. With no ``axis`` the weight is whole already.
     """
-    if axis is None or not stages:
-        return weight.astype(dtype)
+    stages = stages if axis is not None else ()
 
     @jax.custom_vjp
-    def whole(part: Array) -> Array:
+    def whole(part: Array, kept: Array) -> Array:
         part = part.astype(dtype)
         for groups in stages:
-            part = jax.lax.all_gather(part, "fsdp", axis=axis, axis_index_groups=groups, tiled=True)
+            part = jax.lax.all_gather(part, "fsdp", axis=axis or 0, axis_index_groups=groups, tiled=True)
         return part
 
-    def backward(_: None, gradient: Array) -> tuple[Array]:
-        gradient = gradient.astype(sum_dtype)
+    def backward(_: None, gradient: Array) -> tuple[None, Array]:
+        gradient = gradient.astype(kept.dtype)
         for groups in reversed(stages):
             gradient = jax.lax.psum_scatter(
-                gradient, "fsdp", scatter_dimension=axis, axis_index_groups=groups, tiled=True
+                gradient, "fsdp", scatter_dimension=axis or 0, axis_index_groups=groups, tiled=True
             )
-        return (gradient.astype(weight.dtype),)
+        return None, gradient
 
-    whole.defvjp(lambda part: (whole(part), None), backward)
-    return whole(weight)
+    whole.defvjp(lambda part, kept: (whole(part, kept), None), backward)
+    return whole(part, kept)
 
 
 def gather_stages(mesh: Mesh) -> list[list[list[int]] | None]:
@@ -166,7 +166,7 @@ def gather_stages(mesh: Mesh) -> list[list[list[int]] | None]:
     moves twice the bytes; over one dimension and then the others it stays a gather.
     """
     line = mesh.devices.reshape([mesh.shape[name] for name in mesh.axis_names])[0, :, 0, 0]
-    places = [tuple(getattr(device, "coords", ())) for device in line]
+    places = [tuple(device.coords) if device.platform == "tpu" else () for device in line]
     size = len(line)
     if size == 1:
         return []

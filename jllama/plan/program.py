@@ -114,9 +114,9 @@ def collectives(program: Program) -> list[Collective]:
         if not (kind := _kind(instruction.operation)):
             continue
         result = instruction.result
-        if instruction.operation.endswith("-start") and kind != "all-reduce":  # (operands, results, ...)
-            arrays = _ARRAY.findall(result)
-            result = "{}[{}]".format(*arrays[len(arrays) // 2])
+        if instruction.operation.endswith("-start") and kind != "all-reduce":  # (operands, results, scalars)
+            arrays = [array for array in _ARRAY.findall(result) if array[1]]
+            result = ", ".join("{}[{}]".format(*array) for array in arrays[len(arrays) // 2 :])
         devices, size = _group_size(instruction.others) or program.devices, array_bytes(result)
         if kind == "all-reduce" and "all-reduce-scatter" in computation:  # the form that reduce-scatter has on TPUs
             kind, size = "reduce-scatter", size / devices

@@ -102,53 +102,58 @@ def compile_training(
         masters = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), drawn)  # also where JAX is in 64-bit mode
         return TrainState(jnp.zeros((), jnp.int32), masters, optimizer.init(masters), run_key)
 
-    def whole(path: str, part: Array) -> Array:
+    def whole(path: str, part: Array, kept: Array) -> Array:
         """A parameter, or one layer's share of it, for the products: in ``dtype``, from all devices that hold some."""
         spec = specs[path][len(specs[path]) - part.ndim :] if specs[path] else ()
         axis = next((index for index, names in enumerate(spec) if names and "fsdp" in names), None)
-        return gather(part, axis, dtype, jnp.dtype(options.reduce_dtype), stages)
+        return gather(part, kept, axis, dtype, stages)
 
-    def gather_layer(weights: Params) -> Params:
-        return {name: whole(f"layers/{name}", part) for name, part in weights.items()}
+    def gather_layer(weights: Params, kept: Params) -> Params:
+        return {name: whole(f"layers/{name}", part, kept[name]) for name, part in weights.items()}
 
-    parallel = Parallel(gather_layer, functools.partial(spread_attention, mesh))
-
-    def loss(params: Params, parts: tuple[Array, ...], z_loss: float) -> tuple[Array, Array]:
-        """The summed loss of this device's tokens, and their number."""
+    def loss(kept: Params, params: Params, parts: tuple[Array, ...], z_loss: float) -> tuple[Array, Array]:
+        """The summed loss of this device's tokens, and their number; gradients of ``params`` are those of ``kept``."""
         inputs, targets, segments, mask = parts
         first = jax.lax.axis_index("sequence") * inputs.shape[1]
-        weights = {name: whole(name, part) for name, part in params.items() if name != "layers"}
-        llama = build_model(model, {**weights, "layers": params["layers"]})
-        hidden = llama.hidden(
+        weights = {**params, **{name: whole(name, params[name], kept[name]) for name in ("embed", "final_norm")}}
+        hidden = build_model(model, weights).hidden(
             inputs,
             segments,
             (first + jnp.arange(inputs.shape[1]))[None],
             remat=str(options.remat),
             attention=attention,
-            parallel=parallel,
+            parallel=Parallel(gather_layer, functools.partial(spread_attention, mesh), kept["layers"]),
         )
-        return llama.loss(hidden, targets, mask, z_loss)
+        head = "embed" if model.tie_embeddings else "lm_head"
+
+        def last(hidden: Array, kept: Array, part: Array) -> tuple[Array, Array]:
+            return build_model(model, {**params, head: whole(head, part, kept)}).loss(hidden, targets, mask, z_loss)
+
+        return with_early_gradient(last)(hidden, kept[head], params[head])
+
+    def zeros(params: Params) -> Params:
+        return jax.tree.map(lambda part: jnp.zeros(part.shape, options.reduce_dtype), params)
 
     def sums(params: Params, *parts: Array) -> tuple[Array, Array]:
-        return jax.lax.psum(loss(params, parts, 0.0), _BY_HAND)
+        return jax.lax.psum(loss(zeros(params), params, parts, 0.0), _BY_HAND)
 
     def gradients(params: Params, *parts: Array) -> tuple[tuple[Array, Array], Params]:
         # A batch is taken in parts, whose sums are added in float32 and divided once by the number of targets, so that
         # parts with different numbers of them weigh as they should.
-        gradient = jax.value_and_grad(lambda params, parts: loss(params, parts, options.z_loss), has_aux=True)
+        gradient = jax.value_and_grad(lambda kept, parts: loss(kept, params, parts, options.z_loss), has_aux=True)
         if options.accumulation == 1:
-            totals, leaves = gradient(params, parts)
+            totals, leaves = gradient(zeros(params), parts)
         else:
             pieces = tuple(part.reshape(options.accumulation, -1, part.shape[1]) for part in parts)
-            zeros = jax.tree.map(jnp.zeros_like, ((jnp.float32(0), jnp.float32(0)), params))
+            none = jax.tree.map(jnp.zeros_like, ((jnp.float32(0), jnp.float32(0)), params))
             (totals, leaves), _ = jax.lax.scan(
-                lambda sums, part: (jax.tree.map(jnp.add, sums, gradient(params, part)), None), zeros, pieces
+                lambda sums, part: (jax.tree.map(jnp.add, sums, gradient(zeros(params), part)), None), none, pieces
             )
 
         def summed(path: str, leaf: Array) -> Array:
             scattered = any(names and "fsdp" in names for names in specs[path])
             names = [name for name in split if not (scattered and name == "fsdp")]
-            return jax.lax.psum(leaf.astype(options.reduce_dtype), names).astype(leaf.dtype) if names else leaf
+            return jax.lax.psum(leaf.astype(options.reduce_dtype), names) if names else leaf
 
         return jax.lax.psum(totals, _BY_HAND), map_by_path(summed, leaves)
 
@@ -170,7 +175,7 @@ def compile_training(
         scalars = PartitionSpec(), PartitionSpec()
         (total, count), leaves = spread(gradients, (scalars, by_hand))(state.params, *parts_of(windows))
         count = jnp.maximum(count, 1.0)
-        leaves = jax.tree.map(lambda leaf: leaf / count.astype(leaf.dtype), leaves)
+        leaves = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) / count.astype(jnp.float32), leaves)
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(leaves, state.opt_state, state.params)
             params = jax.tree.map(jnp.add, state.params, updates)
@@ -191,6 +196,26 @@ def compile_training(
         jax.jit(evaluate, in_shardings=(shardings.params, batch, batch), compiler_options=compiler_options),
         *(mesh, shardings, batch),
     )
+
+
+def with_early_gradient(function: Any) -> Any:
+    """``function(*arrays) -> (total, other)``, whose gradient by the first two is computed with its value, and kept.
+
+    What the gradient needs, such as a head that was gathered for it, does not wait for the backward pass of what is
+    before.
+    """
+
+    def forward(*arrays: Array) -> Any:
+        total, pull, other = jax.vjp(lambda *first: function(*first, *arrays[2:]), *arrays[:2], has_aux=True)
+        total, gradients = jax.lax.optimization_barrier((total, pull(jnp.ones_like(total))))
+        return (total, other), gradients
+
+    def backward(gradients: tuple[Array, ...], scales: tuple[Array, Any]) -> Any:
+        return *((gradient * scales[0].astype(gradient.dtype)) for gradient in gradients), None
+
+    early = jax.custom_vjp(function)
+    early.defvjp(forward, backward)
+    return early
 
 
 def attention_of(config: TrainConfig, mesh: Mesh) -> str:

@@ -191,5 +191,7 @@ def test_each_device_gets_its_slice_and_no_more_is_read(request):
     done = subprocess.run(
         [sys.executable, "-c", SHARDED], env=environment, cwd=request.config.rootpath, capture_output=True, text=True
     )
-    refused = "the vocab axis of embed has size 12, which does not divide 8 ways: the nearest mesh.tensor that does is 6"
+    refused = (
+        "the vocab axis of embed has size 12, which does not divide 8 ways: the nearest mesh.tensor that does is 6"
+    )
     assert done.stdout == f"{refused}\n", done.stderr
