@@ -129,7 +129,7 @@ def _parser(options: type, prog: str, positional: Sequence[str], usual: Sequence
         if doc.startswith(group.title or ":"):
             group.title = None  # the page begins with it
     for action in parser._actions:
-        if (hint := getattr(action, "_typehint", None)) is bool or bool in typing.get_args(hint):  # --json: --json true
+        if (hint := getattr(action, "_typehint", None)) in (bool, bool | None):  # --json: --json true
             action.nargs, action.const = "?", True
         elif hint is not None:
             action.metavar = _kind(hint)[0]

@@ -89,7 +89,7 @@ def executed(program: Program) -> Iterator[tuple[Instruction, int, str]]:
                 )
                 for branch in ",".join("".join(pair) for pair in branches).split(","):
                     yield from walk(branch.strip(" %"), times)
-            elif "calls" in called:
+            elif "calls" in called and not instruction.operation.endswith(("-update", "-done")):
                 inner = walk(called["calls"], times)
                 yield from ((each, n, called["calls"]) for each, n, _ in inner if _kind(each.operation))
 

@@ -66,7 +66,8 @@ class LoopConfig:
         attention: ``reference``, ``blocked``, ``xla`` or another of ``functional.ATTENTION``; ``auto`` says its choice.
         remat: what the backward pass finds kept of each layer: ``none`` recomputes nothing, ``dots`` all but products
             with weights, ``block`` the whole layer, ``offload`` too, from inputs kept in the host's memory.
-        reduce_dtype: in which gradients are summed over devices; bfloat16 halves what is exchanged.
+        reduce_dtype: in which gradients are summed over devices and kept; bfloat16 halves what is exchanged.
+        compiler_options: XLA's, by name, such as ``{"xla_gpu_enable_pipelined_reduce_scatter": false}``.
         sample_prompt: what the text sampled at each evaluation begins with.
         sample_tokens: how many tokens to sample then; 0 for none.
     """
@@ -86,6 +87,7 @@ class LoopConfig:
     attention: str = "auto"
     remat: bool | Literal["none", "dots", "block", "offload"] = "dots"
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    compiler_options: dict[str, bool | int | float | str] = dataclasses.field(default_factory=dict)
     sample_prompt: str = ""
     sample_tokens: int = 128
 

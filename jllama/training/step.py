@@ -83,13 +83,13 @@ def compile_training(
         config: of which ``model`` (with its ``vocab_size``), ``optimizer``, ``mesh`` and ``training`` count.
         mesh: the devices; None makes one as ``config.mesh`` says.
         bos_id: the token that starts a document: attention stays within documents, and it is never a target.
-        compiler_options: XLA's, for ``step`` and ``evaluate``.
+        compiler_options: XLA's, for ``step`` and ``evaluate``, besides those of ``config.training``.
     """
     mesh = make_mesh(config.mesh) if mesh is None else mesh
     model, options, platform = config.model, config.training, mesh.devices.flat[0].platform
     dtype = compute_dtype(config, mesh)
     optimizer, rules = make_optimizer(config.optimizer, model, options.steps), rules_of(config.mesh)
-    attention = attention_of(config, mesh)
+    attention, xla = attention_of(config, mesh), {**options.compiler_options, **(compiler_options or {})}
     specs = {path: row_spec(mesh, row, model, rules) for path, row in parameter_table(model).items()}
     split = [name for name in _BY_HAND if mesh.shape[name] > 1]
     if split and platform == "cpu":
@@ -192,8 +192,8 @@ def compile_training(
     where = {"in_shardings": (shardings, batch), "out_shardings": (shardings, None)}
     return Training(
         jax.jit(init, out_shardings=shardings, donate_argnums=1, compiler_options=quick),
-        jax.jit(step, **where, donate_argnums=0, compiler_options=compiler_options),
-        jax.jit(evaluate, in_shardings=(shardings.params, batch, batch), compiler_options=compiler_options),
+        jax.jit(step, **where, donate_argnums=0, compiler_options=xla),
+        jax.jit(evaluate, in_shardings=(shardings.params, batch, batch), compiler_options=xla),
         *(mesh, shardings, batch),
     )
 
