@@ -22,6 +22,7 @@ from jllama.decode_params import DecodeParams
 from jllama.errors import UsageError, unknown_name
 from jllama.parameters import Params, initial_std, parameter_table, shape_of
 from jllama.rope_scaling import inverse_frequencies
+from jllama.sharding import spread, spread_attention
 
 Segments = Int[Array, "batch seq"] | None
 TokenIds = Integer[Array | np.ndarray, "batch seq"] | Sequence[Sequence[int]]
@@ -56,6 +57,7 @@ class AttentionInputs:
     positions: Any  # Int[Array, "#batch seq"]
     implementation: str = dataclasses.field(metadata={"static": True})
     attention: Callable[..., Array] = dataclasses.field(default=F.attention, metadata={"static": True})
+    write: Callable[..., Array] = dataclasses.field(default=lambda *into: _write(*into), metadata={"static": True})
 
 
 class Parallel(NamedTuple):
@@ -127,7 +129,7 @@ class Layer(_Module):
         query, key = (F.apply_rope(each, attend.cos, attend.sin) for each in (query, key))
         kept = key, value
         if cached is not None:
-            kept = _write(cached[0], key, attend.positions), _write(cached[1], value, attend.positions)
+            kept = attend.write(cached[0], key, attend.positions), attend.write(cached[1], value, attend.positions)
         mixed = attend.attention(query, *kept, attend.mask, attend.implementation).swapaxes(1, 2)
         wo = self.wo[...]
         return (mixed.reshape(x.shape[0] * x.shape[1], -1) @ wo.reshape(-1, wo.shape[-1])).reshape(x.shape), kept
@@ -232,6 +234,9 @@ class Llama(_Module):
             attention = F.choose_attention(tokens.shape[1], kv_seq, packed=False, **options)
         mask = F.Mask(offset=None if cache is None else lengths)
         attend, x = attention_inputs(self.config, positions, mask, implementation=attention), self._embed(tokens)
+        if (mesh := jax.typeof(self.final_norm[...]).sharding.mesh).size > 1:
+            by_mesh = functools.partial(spread_attention, mesh), functools.partial(spread, mesh, _write)
+            attend = dataclasses.replace(attend, attention=by_mesh[0], write=by_mesh[1])
         updated = []
         for index in range(self.config.num_layers):
             cached = None if cache is None else (cache.keys[index], cache.values[index])

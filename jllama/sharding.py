@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -56,40 +56,29 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=kinds, devices=devices)
 
 
-def rules_of(config: MeshConfig) -> Mapping[str, Sequence[str]]:
+def ruleset(config: MeshConfig) -> Mapping[str, Sequence[str]]:
     """``RULES`` with those of a configuration in their place; ``UsageError`` for an axis that there is not."""
     for axis, names in config.rules.items():
         if axis not in RULES:
             raise unknown_name("logical axis", axis, RULES)
-        for name in names:
-            if name not in (known := ("fsdp", "tensor")):
-                raise unknown_name("mesh axis for parameters", name, known)
+        if unknown := {*names} - {"fsdp", "tensor"}:
+            raise unknown_name("mesh axis for parameters", min(unknown), ("fsdp", "tensor"))
     return RULES | config.rules
 
 
-def parameter_spec(
-    mesh: Mesh | AbstractMesh, axes: Sequence[str], sizes: Sequence[int], rules: Mapping[str, Sequence[str]] = RULES
-) -> PartitionSpec:
-    """How an array with these logical axes is split: by ``RULES``, as far as sizes divide."""
+def row_spec(mesh: Mesh | AbstractMesh, row: Parameter, config: LlamaConfig, rules: Any = RULES) -> PartitionSpec:
+    """How a parameter is split in the layout for training: by the rules, as far as sizes divide."""
     names: list[str | None] = []
-    for axis, size in zip(axes, sizes, strict=True):
+    for axis, size in zip(row.axes, shape_of(row, config), strict=True) if row.inputs else ():
         fitting = (n for n in rules.get(axis, ()) if mesh.shape[n] > 1 and n not in names and size % mesh.shape[n] == 0)
         names.append(next(fitting, None))
     return PartitionSpec(*names)
 
 
-def row_spec(mesh: Mesh | AbstractMesh, row: Parameter, config: LlamaConfig, rules: Any = RULES) -> PartitionSpec:
-    """How a parameter is split in the layout for training."""
-    return parameter_spec(mesh, row.axes, shape_of(row, config), rules) if row.inputs else PartitionSpec()
-
-
 def matrix_sharding(mesh: Mesh, row: Parameter, config: LlamaConfig) -> NamedSharding:
     """The split of one layer's share of a parameter as ``[outputs, inputs]``: by the first axis of each alone."""
-    spec = row_spec(mesh, row, config)
-    if not row.inputs:
-        return NamedSharding(mesh, spec)
-    by_axis = dict(zip(row.axes, spec, strict=True))
-    return NamedSharding(mesh, PartitionSpec(*(by_axis[axes[0]] for axes in (row.outputs, row.inputs))))
+    by_axis = dict(zip(row.axes, row_spec(mesh, row, config), strict=bool(row.inputs)))
+    return NamedSharding(mesh, PartitionSpec(*(by_axis[axes[0]] for axes in (row.outputs, row.inputs) if by_axis)))
 
 
 def check_divides(mesh: Mesh | AbstractMesh, config: LlamaConfig, rules: Any = RULES) -> None:
@@ -126,6 +115,31 @@ def state_sharding(mesh: Mesh | AbstractMesh, config: LlamaConfig, state: Any, r
         return NamedSharding(mesh, next((row_spec(mesh, row, config, rules) for row in rows), PartitionSpec()))
 
     return jax.tree_util.tree_map_with_path(sharding, state)
+
+
+def batch_shardings(mesh: Mesh | AbstractMesh, tree: Any) -> Any:
+    """The sharding of every array of a decoding batch, ``[rows, ...]`` or a cache's ``[rows, kv_heads, ...]`` of four
+    axes: rows over ``data`` and ``fsdp``, unless those are by hand, and heads over ``tensor``, where they divide.
+    """
+    by_hand = jax.sharding.get_abstract_mesh().manual_axes
+    names = tuple(name for name in BATCH[0] if mesh.shape[name] > 1 and name not in by_hand)
+    ways, tensor = math.prod(mesh.shape[name] for name in names), mesh.shape["tensor"]
+
+    def sharding(leaf: Any) -> NamedSharding:
+        rows = names if names and leaf.shape[0] % ways == 0 else None
+        if leaf.ndim == 4 and tensor > 1 and leaf.shape[1] % tensor == 0:
+            return NamedSharding(mesh, PartitionSpec(rows, "tensor"))
+        return NamedSharding(mesh, PartitionSpec(rows) if rows else PartitionSpec())
+
+    return jax.tree.map(sharding, tree)
+
+
+def spread(mesh: Mesh | AbstractMesh, function: Callable[..., Array], *arrays: Any) -> Array:
+    """``function(*arrays)``, by each device for its rows and heads; the result is split as the first array is."""
+    outer, inputs = jax.sharding.get_abstract_mesh(), jax.tree.map(lambda at: at.spec, batch_shardings(mesh, arrays))
+    names, where = {*AXES} - {*outer.manual_axes}, mesh if outer.empty else outer
+    options: Any = {"in_specs": inputs, "out_specs": inputs[0], "axis_names": names, "check_vma": False}
+    return jax.shard_map(function, mesh=where, **options)(*arrays)
 
 
 # What devices exchange inside ``jax.shard_map`` over data, fsdp and sequence
@@ -179,14 +193,13 @@ def gather_stages(mesh: Mesh) -> list[list[list[int]] | None]:
 
 
 def spread_attention(
-    mesh: Mesh, query: Array, key: Array, value: Array, mask: F.Mask, implementation: str = "auto"
+    mesh: Mesh | AbstractMesh, query: Array, key: Array, value: Array, mask: F.Mask, implementation: str = "auto"
 ) -> Array:
     """``functional.attention`` of this device's queries: keys of all of ``sequence``, heads split over ``tensor``.
 
     Key-value heads that are fewer than ``tensor`` are whole everywhere, and each device takes those of its queries.
     """
-    tensor = mesh.shape["tensor"]
-    if mesh.shape["sequence"] > 1:
+    if mesh.shape["sequence"] > 1 and "sequence" in jax.sharding.get_abstract_mesh().manual_axes:
         seq = query.shape[2]
         whole = functools.partial(jax.lax.all_gather, axis_name="sequence", tiled=True)
         key, value = whole(key, axis=2), whole(value, axis=2)
@@ -195,7 +208,7 @@ def spread_attention(
         mask = F.Mask(offset, mask.query_segments, segments)
     if mesh.size == 1:
         return F.attention(query, key, value, mask, implementation)
-    groups, divides = query.shape[1] // key.shape[1], key.shape[1] % tensor == 0
+    groups, divides = query.shape[1] // key.shape[1], key.shape[1] % mesh.shape["tensor"] == 0
 
     def local(query: Array, key: Array, value: Array, mask: F.Mask) -> Array:
         if not divides:
@@ -203,9 +216,4 @@ def spread_attention(
             key, value = (jax.lax.dynamic_slice_in_dim(each, first, 1, axis=1) for each in (key, value))
         return F.attention(query, key, value, mask, implementation)
 
-    heads, kv_heads = PartitionSpec(None, "tensor"), PartitionSpec(None, "tensor" if divides else None)
-    inner = jax.sharding.get_abstract_mesh()
-    inputs = (heads, kv_heads, kv_heads, PartitionSpec())
-    return jax.shard_map(local, mesh=inner, in_specs=inputs, out_specs=heads, axis_names={"tensor"}, check_vma=False)(
-        query, key, value, mask
-    )
+    return spread(mesh, local, query, key, value, mask)

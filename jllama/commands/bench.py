@@ -76,7 +76,9 @@ def main(argv: Sequence[str], prog: str) -> int:
     prompt, new, rows, context = options.prompt_tokens, options.new_tokens, options.batch_size, model.config.max_seq_len
     if (longest := max(prompt + 1, max(RAGGED_TOKENS) + new)) > context:
         raise UsageError(f"the benchmark needs {longest} tokens of context, and the model has {context}")
-    bandwidth, device, speeds = memory_bandwidth(model.decode_params.dtype), jax.devices()[0].device_kind, {}
+    devices = len(model.decode_params.weights["final_norm"].sharding.device_set)  # of the mesh, if there is one
+    bandwidth = devices * memory_bandwidth(model.decode_params.dtype)
+    device, speeds = jax.devices()[0].device_kind, {}
     figures = {"model": options.checkpoint or options.preset, "device": device, "bandwidth_bytes_per_s": bandwidth}
     columns = (Column(name, justify="right") for name in ("tokens/s", "ms a step", "memory's limit", "share of it"))
     table = Table("", *columns, title=f"{figures['model']} on {device}, {bandwidth / 1e9:.1f} GB/s of memory bandwidth")

@@ -5,6 +5,7 @@ from typing import Literal
 
 import jllama
 from jllama.commands.terminal import say
+from jllama.config import MeshConfig
 from jllama.errors import check_fields, no_tokenizer
 from jllama.generation.sampling_params import SamplingParams
 
@@ -20,6 +21,7 @@ class ModelOptions:
         dtype: of the parameters; without it float32 on a CPU, and elsewhere the files' own.
         quantize: hold the weights as int8, a quarter of float32's memory; the results change a little.
         rope_factor: the RoPE scaling factor that Meta's params.json leaves out.
+        mesh: how the model is split over all devices; without it the first one holds it whole.
     """
 
     checkpoint: str
@@ -27,14 +29,17 @@ class ModelOptions:
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     quantize: Literal["int8"] | None = None
     rope_factor: float | None = None
+    mesh: MeshConfig = dataclasses.field(default_factory=lambda: MeshConfig(data=1))
 
     def __post_init__(self) -> None:
+        check_fields(self.mesh, "mesh.", "rules", lambda rules: not rules, "left out, as they are for training")
         check_fields(self, "", "step", lambda value: value >= 0, "0 or more")
 
     def load_model(self, needs_tokenizer: bool = True) -> "jllama.LanguageModel":
         """The model, in the layout for decoding."""
         options = {"rope_factor": self.rope_factor, "step": self.step or None, "quantize": self.quantize}
-        model = jllama.load(self.checkpoint, self.dtype, **options)
+        mesh = None if self.mesh == MeshConfig(data=1) else jllama.make_mesh(self.mesh)
+        model = jllama.load(self.checkpoint, self.dtype, mesh, **options)
         if needs_tokenizer and model.tokenizer is None:
             raise no_tokenizer(self.checkpoint)
         return model

@@ -20,6 +20,7 @@ from jllama.generation.prefill import cache_len, resized
 from jllama.generation.prompt_lookup import lookup_step
 from jllama.language_model import LanguageModel
 from jllama.model import Llama, build_model
+from jllama.sharding import batch_shardings
 
 STEPS = 16  # at most, between two synchronizations with the host
 Stopped = Bool[np.ndarray, "batch"] | bool
@@ -69,6 +70,8 @@ def _decode(
         return (carry[0] < steps) & ~jnp.all(carry[1].finished)
 
     _, batch = jax.lax.while_loop(unfinished, step, (jnp.int32(0), batch))
+    if not (mesh := jax.typeof(batch.finished).sharding.mesh).empty:  # as it came, or the next call compiles again
+        batch = jax.lax.with_sharding_constraint(batch, batch_shardings(mesh, batch))
     slots = first + jnp.arange(STEPS * (draft_len + 1), dtype=jnp.int32)  # where the new tokens may be
     is_new, slots = slots <= batch.cache.lengths[:, None], jnp.minimum(slots, batch.tokens.shape[1] - 1)
     tokens, log_probs = (jnp.take_along_axis(array, slots, axis=1) for array in (batch.tokens, batch.log_probs))

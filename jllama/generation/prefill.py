@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams
@@ -19,6 +19,7 @@ from jllama.generation.decode_batch import DecodeBatch, make_batch
 from jllama.generation.sampling_params import Prompt
 from jllama.language_model import LanguageModel
 from jllama.model import KVCache, build_model, power_of_two_at_least
+from jllama.sharding import batch_shardings
 
 _PREFILL_TOKENS, _SHORTEST_PREFILL = 512, 16
 _ROOM_TOKENS, _SHORTEST_CACHE = 512, 128
@@ -106,10 +107,10 @@ _zeros = jax.jit(KVCache.zeros, static_argnums=(0, 1, 2, 3))  # one program, not
 
 
 def _beside(params: DecodeParams, tree: Any) -> Any:
-    """Arrays on the devices of the parameters, whole on each: where they are is part of what is compiled."""
+    """Arrays of rows on the devices of the parameters, split: where they are is part of what is compiled."""
     where = params.weights["final_norm"].sharding
-    whole = NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else where
-    return jax.device_put(tree, whole)
+    split = batch_shardings(where.mesh, tree) if isinstance(where, NamedSharding) else where
+    return jax.device_put(tree, split)
 
 
 def cache_len(tokens: int, config: LlamaConfig) -> int:

@@ -27,7 +27,7 @@ from jllama.language_model import LanguageModel
 from jllama.model import check_attention
 from jllama.parameters import count_parameters
 from jllama.progress import progress
-from jllama.sharding import rules_of
+from jllama.sharding import ruleset
 from jllama.stop import Stopped, stop_signals
 from jllama.tokenizers import has_tokenizer, load_tokenizer
 from jllama.training import run_folder
@@ -151,7 +151,7 @@ class _Run:
         model, best, params = self.config.model, self.checkpoints.best_step(), self.state.params
         if not (self.stop or best is None or best == self.step):
             saved = Checkpoint(model, self.checkpoints.tensors(best, model))
-            params = load_params(saved, mesh=self.training.mesh, rules=rules_of(self.config.mesh))
+            params = load_params(saved, mesh=self.training.mesh, rules=ruleset(self.config.mesh))
         final = evaluate(self.training, self.data, params, self.config.training, stop=self.stop)
         if final is not None:
             self.write(best_step=best, final=dataclasses.asdict(final))
@@ -261,7 +261,7 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
     if existing:
         run.restore(step)
     else:
-        params = load_params(origin, jnp.float32, training.mesh, rules=rules_of(config.mesh)) if origin else None
+        params = load_params(origin, jnp.float32, training.mesh, rules=ruleset(config.mesh)) if origin else None
         run.state = training.init(jax.random.key(config.seed), params)
     run_folder.write_config(folder, config, step)
     if not (existing and has_tokenizer(folder)):

@@ -14,16 +14,7 @@ from jllama.errors import check_fields
 from jllama.functional import choose_attention
 from jllama.model import Parallel, abstract_params, build_model, check_attention, initial_params
 from jllama.parameters import Params, map_by_path, parameter_table
-from jllama.sharding import (
-    BATCH,
-    gather,
-    gather_stages,
-    make_mesh,
-    row_spec,
-    rules_of,
-    spread_attention,
-    state_sharding,
-)
+from jllama.sharding import BATCH, gather, gather_stages, make_mesh, row_spec, ruleset, spread_attention, state_sharding
 from jllama.training.config import TrainConfig
 from jllama.training.optimizer import make_optimizer
 
@@ -88,7 +79,7 @@ def compile_training(
     mesh = make_mesh(config.mesh) if mesh is None else mesh
     model, options, platform = config.model, config.training, mesh.devices.flat[0].platform
     dtype = compute_dtype(config, mesh)
-    optimizer, rules = make_optimizer(config.optimizer, model, options.steps), rules_of(config.mesh)
+    optimizer, rules = make_optimizer(config.optimizer, model, options.steps), ruleset(config.mesh)
     attention, xla = attention_of(config, mesh), {**options.compiler_options, **(compiler_options or {})}
     specs = {path: row_spec(mesh, row, model, rules) for path, row in parameter_table(model).items()}
     split = [name for name in _BY_HAND if mesh.shape[name] > 1]
