@@ -88,8 +88,8 @@ def read_corpus(files: Iterable[Path], text_field: str = "text") -> Iterator[Doc
             texts = _parquet_texts if kind == "Parquet" else _json_texts
             if kind == "Parquet" or path.name.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
                 yield from (functools.partial(cut, [text]) for text in texts(path, file, text_field) if text)
-            elif any(_decoded(file)):
-                yield functools.partial(_text_blocks, path)
+            elif any(_decoded(path)):
+                yield lambda path=path: cut(_decoded(path))
 
 
 @contextlib.contextmanager
@@ -119,23 +119,19 @@ def _extra(path: Path, kind: str) -> Any:
     raise JllamaError(f"{path} is a {kind} file, and what reads those is not installed: pip install 'jllama[{extra}]'")
 
 
-def _text_blocks(path: Path) -> Iterator[str]:
-    with _opened(path) as (_, file):
-        yield from cut(_decoded(file))
-
-
-def _decoded(file: Any) -> Iterator[str]:
+def _decoded(path: Path) -> Iterator[str]:
     """The UTF-8 text of a file; NUL is none."""
     data, offset = b"", 0
-    for chunk in itertools.chain(iter(lambda: file.read(BLOCK), b""), [b""]):
-        data += chunk
-        try:
-            text, used = codecs.utf_8_decode(data.replace(b"\0", b"\xff"), "strict", not chunk)  # 0xFF is never valid
-        except UnicodeDecodeError as error:
-            byte, at = data[error.start], offset + error.start
-            raise ValueError(f"byte 0x{byte:02X} at offset {at} is not UTF-8 text") from None
-        data, offset = data[used:], offset + used
-        yield text
+    with _opened(path) as (_, file):
+        for chunk in itertools.chain(iter(lambda: file.read(BLOCK), b""), [b""]):
+            data += chunk
+            try:
+                text, used = codecs.utf_8_decode(data.replace(b"\0", b"\xff"), "strict", not chunk)  # no text has 0xFF
+            except UnicodeDecodeError as error:
+                byte, at = data[error.start], offset + error.start
+                raise ValueError(f"byte 0x{byte:02X} at offset {at} is not UTF-8 text") from None
+            data, offset = data[used:], offset + used
+            yield text
 
 
 def cut(parts: Iterable[str]) -> Iterator[str]:

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from jllama.errors import check_fields
 
-_LARGEST = 1e30  # the logits stay finite in float32, whatever is added to them and however often
+_MOST = 1e30  # the logits stay finite in float32, whatever is added to them and however often
 
-RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "temperature": (lambda value: 0 <= value <= _LARGEST, "0 (greedy) or a positive number, at most 1e+30"),
-    "top_k": (lambda value: 0 <= value < 2**31, "0 (all tokens) or a positive number below 2**31"),
-    "top_p": (lambda value: 0 < value <= 1, "over 0 and at most 1"),
-    "min_p": (lambda value: 0 <= value <= 1, "between 0 (off) and 1"),
-    "repetition_penalty": (lambda value: 1 / _LARGEST <= value <= _LARGEST, "positive (1 is off), up to 1e+30"),
-    "presence_penalty": (lambda value: abs(value) <= _LARGEST, "a finite number (0 is off), at most 1e+30"),
-    "frequency_penalty": (lambda value: abs(value) <= _LARGEST, "a finite number (0 is off), at most 1e+30"),
-    "logit_bias": (
-        lambda value: all(abs(bias) <= _LARGEST for bias in value.values()),
-        "of finite numbers, at most 1e+30: ban with banned_ids",
-    ),
-    "seed": (lambda value: 0 <= value < 2**32, "between 0 and 2**32 - 1"),
-}
-"""By field: whether a value is allowed, and the same in words, for the error."""
+
+def setting(default: float, least: float, most: float, expected: str) -> Any:
+    """A field of ``SamplingParams``: its default, the least and the most that it may be, and these in words."""
+    return dataclasses.field(default=default, metadata={"check": (lambda value: least <= value <= most, expected)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +22,7 @@ class SamplingParams:
     """How one row's tokens are chosen, in the order of ``jllama.functional.sampling``: the only list of settings.
 
     A subclass may add a field, whose default changes nothing, with a function under its name in
-    ``jllama.functional.TRUNCATIONS`` or ``PENALTIES``; its range goes into ``RANGES``.
+    ``jllama.functional.TRUNCATIONS`` or ``PENALTIES``; ``setting`` gives it a range.
 
     Args:
         temperature: divide the logits by this; 0 always takes the likeliest token, 1 draws from the model as it is.
@@ -47,21 +37,23 @@ class SamplingParams:
         seed: the same seed, prompt and settings give the same text, in float32 and int8 whatever else is in the batch.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: float = setting(1.0, 0, _MOST, "0 (greedy) or a positive number, at most 1e+30")
+    top_k: int = setting(0, 0, 2**31 - 1, "0 (all tokens) or a positive number below 2**31")
+    top_p: float = setting(1.0, math.nextafter(0, 1), 1, "over 0 and at most 1")
+    min_p: float = setting(0.0, 0, 1, "between 0 (off) and 1")
+    repetition_penalty: float = setting(1.0, 1 / _MOST, _MOST, "positive (1 is off), up to 1e+30")
+    presence_penalty: float = setting(0.0, -_MOST, _MOST, "a finite number (0 is off), at most 1e+30")
+    frequency_penalty: float = setting(0.0, -_MOST, _MOST, "a finite number (0 is off), at most 1e+30")
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     banned_ids: tuple[int, ...] = ()
-    seed: int = 0
+    seed: int = setting(0, 0, 2**32 - 1, "between 0 and 2**32 - 1")
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if field.name in RANGES:
-                check_fields(self, "", field.name, *RANGES[field.name])
+            if field.metadata:
+                check_fields(self, "", field.name, *field.metadata["check"])
+        finite = "of finite numbers, at most 1e+30: ban with banned_ids"
+        check_fields(self, "", "logit_bias", lambda bias: all(abs(each) <= _MOST for each in bias.values()), finite)
 
 
 class SamplingFields(TypedDict, total=False):

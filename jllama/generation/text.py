@@ -82,8 +82,8 @@ def generate(
     Raises:
         JllamaError: the model has no tokenizer, a prompt or a setting does not fit it, or there is no such setting.
     """
-    ends = {"max_new_tokens": max_new_tokens, "stop": stop, "stop_ids": stop_ids}
-    batches = generate_batches(model, _encoded(model, prompts, sampling, fields, ends), speculate, batch_size)
+    settings = Prompt("", sampling or SamplingParams(), max_new_tokens, stop, stop_ids)
+    batches = generate_batches(model, _encoded(model, prompts, settings, fields), speculate, batch_size)
     return [completion for _, completion in sorted(pair for batch in batches for pair in batch.items())]
 
 
@@ -110,9 +110,8 @@ def stream(
         for piece in jllama.stream(model, "Once upon", max_new_tokens=50, temperature=0.8):
             print(piece, end="", flush=True)
     """
-    ends = {"max_new_tokens": max_new_tokens, "stop": stop, "stop_ids": stop_ids}
-    encoded = _encoded(model, [prompt], sampling, fields, ends)
-    piece = None
+    settings, piece = Prompt("", sampling or SamplingParams(), max_new_tokens, stop, stop_ids), None
+    encoded = _encoded(model, [prompt], settings, fields)
     for _, piece in generate_batch(model, encoded, speculate, STEPS_SHOWN, prefix):
         if isinstance(piece, str):
             yield piece
@@ -182,14 +181,11 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     return [tokenizer.bos_id, *ids] if tokenizer.add_bos or not ids else ids
 
 
-def _encoded(
-    model: LanguageModel, prompts: Any, sampling: SamplingParams | None, fields: SamplingFields, ends: dict[str, Any]
-) -> list[Prompt]:
+def _encoded(model: LanguageModel, prompts: Any, settings: Prompt, fields: SamplingFields) -> list[Prompt]:
     """One prompt or a list of them, encoded; those that bring no settings of their own have these."""
-    sampling = sampling or SamplingParams()
-    if unknown := fields.keys() - (names := [*vars(sampling), *ends]):
-        raise unknown_name("setting", min(unknown), names)
-    settings = Prompt("", dataclasses.replace(sampling, **fields), **ends)
+    if unknown := fields.keys() - vars(settings.sampling):
+        raise unknown_name("setting", min(unknown), [*vars(settings.sampling), "max_new_tokens", "stop", "stop_ids"])
+    settings = dataclasses.replace(settings, sampling=dataclasses.replace(settings.sampling, **fields))
     if isinstance(prompts, str | Prompt) or (len(prompts) and isinstance(prompts[0], numbers.Integral)):
         prompts = [prompts]
     if settings != Prompt("") and len(prompts) and all(isinstance(prompt, Prompt) for prompt in prompts):
