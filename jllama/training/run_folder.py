@@ -34,7 +34,7 @@ METRICS, SAMPLES, REPORT, HISTORY = "metrics.jsonl", "samples.jsonl", "report.ht
 # The fingerprint that checkpoints hold speaks for the data, epochs are resolved to steps.
 _IGNORED = r"run_dir|resume|training\.epochs"
 _FIXED = r"model|init_from|rope_factor|seed|optimizer\.name|training\.(batch_size|seq_len)|data\.(tokenizer|vocab_size)"
-_FREE = r"mesh|sampling|data|training\.(accumulation|attention|compiler_|remat|log_every|keep_|save_every|eval_|sample_)"
+_FREE = r"mesh|sampling|data|training\.(accumulation|attention|compiler_|remat|log_every|keep_|save_|eval_|sample_)"
 
 _HEAD = """<!doctype html><html lang=en><meta charset=utf-8>
 <meta name=viewport content='width=device-width, initial-scale=1'><style>
