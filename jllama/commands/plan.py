@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -23,6 +21,7 @@ from jllama.training.config import LoopConfig, TrainConfig
 if TYPE_CHECKING:
     from jllama.plan.receipt import Receipt
 
+_GIB = 2**30
 _COMMON = ("topology", "preset", "batch_size", "seq_len", "mesh.fsdp", "mesh.tensor", "decode", "search", "json")
 
 
@@ -73,97 +72,88 @@ def main(argv: Sequence[str], prog: str) -> int:
     """Plan, and print the receipt; the exit code is 1 if it does not fit."""
     options = parse(PlanOptions, argv, prog, ("config",), _COMMON)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is run: the compilers alone are used
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # of what they say, the receipt holds what counts
+    from jllama.plan.devices import topology_devices
     from jllama.plan.receipt import plan_decoding, plan_training
+    from jllama.plan.search import describe, search
+    from jllama.sharding import make_mesh
 
-    def plan(mesh: MeshConfig, **loop: object) -> Receipt:
-        if options.decode:
-            rows, quantize = options.batch_size or 1, "int8" if options.quantize else None
-            return plan_decoding(model, options.topology, mesh, rows, seq_len, quantize=quantize)
-        training = dataclasses.replace(options.training, seq_len=seq_len, **{"batch_size": batch_size, **loop})
-        config = TrainConfig(model=model, mesh=mesh, training=training, optimizer=options.optimizer)
-        return plan_training(config, options.topology)
-
+    console, chatter = (
+        Console(stderr=to_stderr, highlight=False, soft_wrap=True) for to_stderr in (options.json, True)
+    )
     model = jllama.preset(options.preset) if options.preset else options.model
     seq_len = options.seq_len or options.training.seq_len or model.max_seq_len
-    if seq_len > model.max_seq_len:
-        model = dataclasses.replace(model, max_seq_len=seq_len)
-    console = Console(file=sys.stderr if options.json else sys.stdout, highlight=False, soft_wrap=True)
-    shares = _shares(options)
-    batch_size = options.batch_size or (shares if options.preset else options.training.batch_size)
-    mesh = options.mesh
-    receipt = None
-    if options.search:
-        tried = Table("mesh", "remat", *(Column(name, justify="right") for name in ("GiB", "MFU limit", "tokens/s")))
-        best = None
-        for mesh_, remat in itertools.product(_meshes(options), ("dots", "block")):
-            try:
-                each = plan(mesh_, remat=remat)
-            except UsageError:
-                continue
-            sizes = " x ".join(f"{name}={size}" for name, size in each.mesh.items() if size > 1)
-            needs = (each.arguments_bytes + each.temporaries_bytes) / 2**30
-            speed = (f"{each.mfu_limit:.0%}", f"{each.tokens_per_s:,.0f}") if each.fits else ("does not fit", "")
-            tried.add_row(sizes, remat, f"{needs:.1f}", *speed)
-            if each.fits and (best is None or each.tokens_per_s > best.tokens_per_s):
-                best = each
-        console.print(tried)
-        receipt = best
-    receipt = receipt or plan(mesh)
+    model = dataclasses.replace(model, max_seq_len=max(seq_len, model.max_seq_len))
+    mesh = make_mesh(options.mesh, topology_devices(options.topology)[1]).shape
+    ways = mesh["data"] * mesh["fsdp"]
+    batch_size = options.batch_size or (ways if options.preset else options.training.batch_size)
+    loop = dataclasses.replace(options.training, seq_len=seq_len, batch_size=batch_size)
+    config = TrainConfig(model=model, mesh=options.mesh, training=loop, optimizer=options.optimizer)
+    if options.decode:
+        quantize = "int8" if options.quantize else None
+        receipt = plan_decoding(model, options.topology, options.mesh, batch_size, seq_len, quantize=quantize)
+    elif options.search:
+        fixed = bool(options.batch_size or not options.preset)
+        tried = search(config, options.topology, fixed, lambda said: chatter.print(f"compiling {said}"))
+        table = Table(
+            Column("tried", no_wrap=True),
+            *(Column(name, justify="right") for name in ("GiB", "MFU", "tokens/s")),
+            box=None,
+        )
+        for trial, each in tried:
+            speed = (f"{each.mfu_limit:.1%}", f"{each.tokens_per_s:,.0f}") if each.fits else ("does not fit", "")
+            table.add_row(describe(trial.config), f"{_needs(each) / _GIB:.2f}", *speed)
+        console.print(table)
+        receipt = tried[0][1]
+    else:
+        receipt = plan_training(config, options.topology)
     if options.json:
         print(json.dumps(receipt.as_dict()))
     else:
-        for line in lines(receipt, options):
-            console.print(line)
+        console.print("\n".join(lines(receipt, options)))
     return 0 if receipt.fits else 1
-
-
-def _shares(options: PlanOptions) -> int:
-    """How many devices have rows of their own."""
-    from jllama.plan.devices import topology_devices
-    from jllama.sharding import make_mesh
-
-    mesh = make_mesh(options.mesh, topology_devices(options.topology)[1])
-    return mesh.shape["data"] * mesh.shape["fsdp"]
-
-
-def _meshes(options: PlanOptions) -> list[MeshConfig]:
-    powers = [1, 2, 4, 8]
-    return [MeshConfig(data=data, fsdp=-1, tensor=tensor) for data in (1, 4) for tensor in powers]
 
 
 def lines(receipt: "Receipt", options: PlanOptions) -> list[str]:
     """The receipt for people."""
-    gib = 2**30
-    needs, has = receipt.arguments_bytes + receipt.temporaries_bytes, receipt.device_memory_bytes
-    verdict = (
-        f"fits, {(has - needs) / gib:.1f} GiB to spare"
-        if receipt.fits
-        else f"does not fit: {(needs - has) / gib:.1f} GiB too much"
-    )
+    needs, has, tokens = _needs(receipt), receipt.device_memory_bytes, f"{options.tokens:.3g}".replace("e+", "e")
+    too_much = f"does not fit: {(needs - has) / _GIB:.2f} GiB too much"
+    verdict = f"fits, {(has - needs) / _GIB:.2f} GiB to spare" if receipt.fits else too_much
     shape = " x ".join(f"{name}={size}" for name, size in receipt.mesh.items() if size > 1) or "one device"
-    others = receipt.arguments_bytes - receipt.parameters_bytes - receipt.moments_bytes
-    rows = [
-        f"{receipt.device}, {receipt.devices} devices, {shape}: {verdict}",
-        f"  memory of a device   {needs / gib:.2f} of {has / gib:.2f} GiB",
-        f"    parameters         {receipt.parameters_bytes / gib:.2f}",
-        f"    moments            {receipt.moments_bytes / gib:.2f}",
-        f"    {'cache and tokens  ' if options.decode else 'batch             '} {others / gib:.2f}",
-        f"    temporaries        {receipt.temporaries_bytes / gib:.2f} (gradients, activations, gathered weights)",
-        f"  attention            {receipt.attention or 'no kernel of its own'}",
-    ]
-    kinds: dict[str, float] = {}
+    state = receipt.parameters_bytes + receipt.moments_bytes
+    parts = {
+        "parameters": receipt.parameters_bytes,
+        "moments": receipt.moments_bytes,
+        "cache and tokens" if options.decode else "batch": receipt.arguments_bytes - state,
+        "gradients": receipt.gradients_bytes,
+        "activations and what the compiler needs": receipt.temporaries_bytes - receipt.gradients_bytes,
+    }
+    kinds = dict.fromkeys((row.kind for row in receipt.collectives), 0.0)
     for row in receipt.collectives:
-        kinds[row.kind] = kinds.get(row.kind, 0.0) + row.times * row.bytes_each
-    rows += [f"  {kind:20} {decimal(int(size))} received by each device in a step" for kind, size in kinds.items()]
-    times = {"compute": receipt.compute_s, "exchanges": receipt.interconnect_s}
-    times |= {"memory": receipt.memory_s} if options.decode else {}
+        kinds[row.kind] += row.times * row.bytes_each
+    times = {name: getattr(receipt, f"{name}_s") for name in ("compute", "memory", "interconnect")}
     said = ", ".join(f"{name} {1e3 * seconds:,.1f} ms" for name, seconds in times.items())
-    rows += [
-        f"  a step               at least {said}: {max(times, key=times.__getitem__)} binds",
-        f"  at most              {receipt.mfu_limit:.0%} of peak, {receipt.tokens_per_s:,.0f} tokens/s",
+    rate = f"{receipt.memory_s * receipt.tokens_per_s / receipt.tokens:.0%} of the memory's" if options.decode else ""
+    days = f"{options.tokens / receipt.tokens_per_s / 86_400:,.1f}"
+    speed = [
+        f"  {'attention kernel':41}{receipt.attention or 'none'}",
+        f"  {'FLOPs of a device in a step':41}{receipt.flops:.3g}, computed {receipt.recomputed:.2f} times",
+        f"  {'read and written in its memory':41}{decimal(int(receipt.traffic_bytes))}",
+        *(f"  {'received in ' + kind:41}{decimal(int(size))}" for kind, size in kinds.items()),
+        f"  {'a step at the published rates':41}{said}: {receipt.binds} binds",
+        f"  {'at most':41}{rate or f'{receipt.mfu_limit:.1%} MFU'}, {receipt.tokens_per_s:,.0f} tokens/s",
+        *([] if options.decode else [f"  {f'{tokens} tokens at that rate':41}{days} days"]),
     ]
-    if not options.decode:
-        days = options.tokens / receipt.tokens_per_s / 86_400
-        rows.append(f"  {options.tokens:.2g} tokens         {days:,.1f} days at that rate")
-    rows += [f"  {size / gib:8.2f} GiB  {shape}  {name}" for size, shape, name in receipt.largest]
-    return [*rows, f"compiled in {receipt.compile_s:.0f} s"]
+    return [
+        f"{receipt.device}, {shape}: {verdict}",
+        f"  {'memory of a device':41}{needs / _GIB:8.2f} of {has / _GIB:.2f} GiB",
+        *(f"    {name:39}{size / _GIB:8.2f}" for name, size in parts.items() if size),
+        *(speed if receipt.fits else []),
+        *(f"  {size / _GIB:8.2f} GiB  {shape}  {name}" for size, shape, name in receipt.largest),
+        *(f"  to make it fit: {tip}" for tip in receipt.advice),
+        f"compiled in {receipt.compile_s:.0f} s",
+    ]
+
+
+def _needs(receipt: "Receipt") -> int:
+    return receipt.arguments_bytes + receipt.temporaries_bytes

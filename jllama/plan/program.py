@@ -9,12 +9,15 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+[a-z0-9]*)\[([\d,]*)\]")
+_CLOSER = re.compile(r"\w+\[[\d,]*\]\{[^}]*S\(\d\)[^}]*\}")
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-_FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "after-all"}
+_FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "call", "after-all"}
 ATTENTION_KERNELS = {"splash": "splash_m", "cudnn": "__cudnn$fmha", "triton": "mha_forward"}
 """The custom call by which a program shows each attention implementation that is a kernel of its own."""
 
@@ -34,6 +37,7 @@ class Collective(NamedTuple):
     kind: str
     shape: str
     devices: int
+    near: int  # devices of a group that are in one node
     times: int
     bytes_each: float  # that a device receives, at the least that the kind needs
 
@@ -83,12 +87,6 @@ def executed(program: Program) -> Iterator[tuple[Instruction, int, str]]:
                 yield from walk(called["body"], times * _trips(program, instruction.others, called["condition"]))
             elif instruction.operation == "call":
                 yield from walk(called["to_apply"], times)
-            elif instruction.operation == "conditional":
-                branches = re.findall(
-                    r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=([^,]*)", instruction.others
-                )
-                for branch in ",".join("".join(pair) for pair in branches).split(","):
-                    yield from walk(branch.strip(" %"), times)
             elif "calls" in called and not instruction.operation.endswith(("-update", "-done")):
                 inner = walk(called["calls"], times)
                 yield from ((each, n, called["calls"]) for each, n, _ in inner if _kind(each.operation))
@@ -107,47 +105,58 @@ def _kind(operation: str) -> str | None:
     return next((kind for kind in _COLLECTIVES if operation in (kind, f"{kind}-start")), None)
 
 
-def collectives(program: Program) -> list[Collective]:
-    """All exchanges between devices, equal ones added up, the largest in bytes first."""
-    counts: Counter[tuple[str, str, int, float]] = Counter()
+def collectives(program: Program, node: int = 8) -> list[Collective]:
+    """All exchanges between devices in nodes of so many, equal ones added up, the largest in bytes first."""
+    counts: Counter[tuple[str, str, int, int, float]] = Counter()
+    chains: set[str] = set()  # an exchange that a TPU takes in several fusions, each of which shows it
     for instruction, times, computation in executed(program):
-        if not (kind := _kind(instruction.operation)):
+        chain = re.search(r'chain_id="\d+"', instruction.others)
+        if not (kind := _kind(instruction.operation)) or (chain and chain[0] in chains):
             continue
-        result = instruction.result
+        chains |= {chain[0]} if chain else set()
+        arrays = _ARRAY.findall(instruction.result)
         if instruction.operation.endswith("-start") and kind != "all-reduce":  # (operands, results, scalars)
-            arrays = [array for array in _ARRAY.findall(result) if array[1]]
-            result = ", ".join("{}[{}]".format(*array) for array in arrays[len(arrays) // 2 :])
-        devices, size = _group_size(instruction.others) or program.devices, array_bytes(result)
+            arrays = [array for array in arrays if array[1]]
+            arrays = arrays[len(arrays) // 2 :]
+        result = ", ".join("{}[{}]".format(*array) for array in arrays)
+        group = _first_group(instruction.others) or range(program.devices)
+        devices, near, size = len(group), sum(each // node == group[0] // node for each in group), array_bytes(result)
         if kind == "all-reduce" and "all-reduce-scatter" in computation:  # the form that reduce-scatter has on TPUs
             kind, size = "reduce-scatter", size / devices
-        shape = re.sub(r"\{[^}]*\}", "", result)
         factor = {"all-reduce": 2 * (devices - 1) / devices, "reduce-scatter": devices - 1, "collective-permute": 1}
-        counts[kind, shape, devices, size * factor.get(kind, (devices - 1) / devices)] += times
-    rows = [Collective(kind, shape, devices, times, each) for (kind, shape, devices, each), times in counts.items()]
+        counts[kind, result, devices, near, size * factor.get(kind, (devices - 1) / devices)] += times
+    rows = [Collective(*key[:4], times, key[4]) for key, times in counts.items()]
     return sorted(rows, key=lambda row: -row.times * row.bytes_each)
 
 
-def _group_size(attributes: str) -> int:
-    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]", attributes):
-        return int(iota[2])
-    groups = re.search(r"replica_groups=\{\{([\d,]*)\}", attributes)
-    return groups[1].count(",") + 1 if groups else 0
+def _first_group(attributes: str) -> list[int]:
+    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
+        dims = [int(each) for each in iota[2].split(",")]
+        order = [int(each) for each in iota[3].split(",")] if iota[3] else range(len(dims))
+        return np.arange(math.prod(dims)).reshape(dims).transpose(order).ravel()[: int(iota[1])].tolist()
+    groups = re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", attributes)
+    return [int(each) for each in groups[1].split(",")] if groups else []
 
 
 def traffic_bytes(program: Program) -> float:
     """The bytes that a run reads and writes in memory: each instruction's operands and results, of slices only those.
 
-    What a cache keeps between two instructions, or a fusion reads twice, is not known to the text.
+    Arrays that a TPU holds closer than its memory are left out. What a cache keeps between two instructions, or a
+    fusion reads twice, is not known to the text.
     """
     total = 0.0
     sizes = {
-        name: {each.name: array_bytes(each.result) for each in body} for name, body in program.computations.items()
+        name: {each.name: array_bytes(_CLOSER.sub("", each.result)) for each in body}
+        for name, body in program.computations.items()
     }
     for instruction, times, computation in executed(program):
         if instruction.operation in _FREE or _kind(instruction.operation) or instruction.operation.endswith("-done"):
             continue
+        if instruction.operation.endswith("-start"):  # of a copy: the result begins with both of its ends
+            total += times * array_bytes("{}[{}]".format(*_ARRAY.findall(instruction.result)[1]))
+            continue
         operands = re.findall(r"%([\w.-]+)", instruction.others.split("), ")[0])
-        moved = [sizes[computation].get(name, 0.0) for name in operands] + [array_bytes(instruction.result)]
+        moved = [sizes[computation].get(name, 0.0) for name in operands] + [sizes[computation][instruction.name]]
         if called := re.search(r"calls=%?([\w.-]+)", instruction.others):
             for each in program.computations[called[1]]:  # what a fusion slices, it does not read whole
                 if each.operation in ("dynamic-slice", "dynamic-update-slice"):
@@ -166,12 +175,16 @@ def kernels(text: str) -> list[str]:
 
 
 def largest_buffers(program: Program, count: int = 10) -> list[tuple[float, str, str]]:
-    """``(bytes, shape, operation)`` of the largest results: what fills the memory of a program that does not fit."""
+    """``(bytes, shape, name)`` of the largest arguments and results: what fills the memory."""
     rows: dict[str, tuple[float, str, str]] = {}
-    for instruction, _, _ in executed(program):
-        if instruction.operation in _FREE:
-            continue
-        shape = re.sub(r"\{[^}]*\}", "", instruction.result)
-        named = re.search(r'op_name="([^"]*)"', instruction.others)
-        rows.setdefault(shape, (array_bytes(shape), shape, named[1] if named else instruction.name))
+    for instruction, _, computation in executed(program):
+        argument = instruction.operation == "parameter" and computation == program.entry
+        if argument or instruction.operation not in _FREE:
+            named = re.search(r'op_name="([^"]*)"', instruction.others)
+            name = re.sub(r"jit\(\w+\)/|shard_map/|while/body/|closed_call/|\\", "", named[1] if named else "")
+            for array in _ARRAY.findall(_CLOSER.sub("", instruction.result)):
+                shape = "{}[{}]".format(*array)
+                key = name if argument else shape
+                if "/" not in rows.get(key, ("", "", ""))[2]:  # what makes it, better than where it begins as zeros
+                    rows[key] = array_bytes(shape), shape, name or instruction.name
     return sorted(rows.values(), reverse=True)[:count]

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import re
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,11 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jllama.config import LlamaConfig, MeshConfig
 from jllama.decode_params import DecodeParams, Quantization, decode_layout
-from jllama.errors import UsageError
+from jllama.devices import Accelerator, program_bytes
+from jllama.errors import JllamaError, UsageError
 from jllama.model import KVCache, abstract_params, build_model
 from jllama.parameters import tensor_specs, training_flops_per_token
 from jllama.plan import program
-from jllama.plan.devices import Accelerator, interconnect_s, topology_devices
+from jllama.plan.devices import interconnect_s, topology_devices
 from jllama.sharding import BATCH, check_divides, make_mesh, matrix_sharding
 from jllama.training.config import TrainConfig
 from jllama.training.step import check_batch, compile_training
@@ -27,21 +27,25 @@ from jllama.training.step import check_batch, compile_training
 
 @dataclasses.dataclass(frozen=True)
 class Receipt:
-    """A plan: bytes are those of one device, times and rates those of a step at the device's published rates.
+    """A plan: bytes are those of one device, times those that it takes at least, at the device's published rates.
 
     Args:
         device: the accelerator and how many there are: the topology.
         mesh: the sizes of the mesh's axes.
-        attention: the attention kernel in the program; empty if it has none.
-        arguments_bytes: what the step takes: parameters, moments, the batch; returned in the same memory.
+        arguments_bytes: what the step takes, and returns in the same memory: parameters, moments, the batch.
         parameters_bytes, moments_bytes: parts of it.
         temporaries_bytes: gradients, activations and what the compiler needs besides; of a program that the compiler
             refused, by what it says.
+        gradients_bytes: a part of it, by formula: a float32 for each of the device's parameters.
+        attention: the attention kernel in the program; empty if it has none.
         flops: of a device in a step, by the formula of ``training_flops_per_token``.
-        traffic_bytes: read and written in memory, at most.
+        recomputed: FLOPs with what ``training.remat`` computes again, over those without.
+        traffic_bytes: read and written in memory, by the program's text.
         collectives: exchanges by kind and size, with how often a step does them and the bytes a device receives.
         compute_s, memory_s, interconnect_s: what each of them alone would take.
-        largest: the largest buffers of a program that does not fit, as ``(bytes, shape, operation)``.
+        tokens: of all devices in a step.
+        largest: the largest buffers of a program that does not fit, as ``(bytes, shape, name)``.
+        advice: what would make it fit, of what is not done yet.
     """
 
     device: str
@@ -62,6 +66,9 @@ class Receipt:
     tokens: int
     compile_s: float
     largest: list[tuple[float, str, str]]
+    gradients_bytes: int = 0
+    recomputed: float = 1.0
+    advice: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -69,20 +76,25 @@ class Receipt:
         return self.arguments_bytes + self.temporaries_bytes <= self.device_memory_bytes
 
     @property
-    def mfu_limit(self) -> float:
-        """The share of peak FLOP/s that the slower of compute and exchanges leaves, if the two overlap."""
-        return self.compute_s / max(self.compute_s, self.interconnect_s, 1e-12)
+    def binds(self) -> str:
+        """What takes longest, if all overlap: ``compute``, ``memory`` or ``interconnect``."""
+        return max(("compute", "memory", "interconnect"), key=lambda name: getattr(self, f"{name}_s"))
 
     @property
     def tokens_per_s(self) -> float:
         """The tokens of all devices, at that limit."""
-        return self.tokens / max(self.compute_s, self.interconnect_s, 1e-12)
+        return self.tokens / max(getattr(self, f"{self.binds}_s"), 1e-12)
+
+    @property
+    def mfu_limit(self) -> float:
+        """The share of peak FLOP/s that this leaves, by the model's own FLOPs."""
+        return self.compute_s / self.recomputed * self.tokens_per_s / self.tokens
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, as ``--json`` prints it."""
-        derived = {"fits": self.fits, "mfu_limit": self.mfu_limit, "tokens_per_s": self.tokens_per_s}
-        rows = [row._asdict() for row in self.collectives]
-        return derived | dataclasses.asdict(self) | {"collectives": rows}
+        derived = {name: getattr(self, name) for name in ("fits", "binds", "mfu_limit", "tokens_per_s")}
+        derived["activations_bytes"] = self.temporaries_bytes - self.gradients_bytes
+        return derived | dataclasses.asdict(self) | {"collectives": [row._asdict() for row in self.collectives]}
 
 
 def plan_training(config: TrainConfig, topology: str) -> Receipt:
@@ -105,8 +117,40 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
     windows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=training.batch_sharding)
     tokens = config.training.batch_size * seq_len
     flops = training_flops_per_token(config.model, seq_len) * tokens / len(devices)
-    sizes = {"parameters_bytes": _device_bytes(state.params), "moments_bytes": _device_bytes(state.opt_state)}
-    return _receipt(topology, accelerator, mesh, training.step.lower(state, windows), flops, tokens, sizes)
+    held = _device_bytes(state.params)
+    sizes = {"parameters_bytes": held, "moments_bytes": _device_bytes(state.opt_state), "gradients_bytes": held}
+    lowered, sizes = training.step.lower(state, windows), sizes | {"recomputed": recomputed(config)}
+    receipt = _receipt(topology, accelerator, mesh, lowered, flops, tokens, sizes)
+    return receipt if receipt.fits else dataclasses.replace(receipt, advice=_advice(config, receipt))
+
+
+def recomputed(config: TrainConfig) -> float:
+    """The FLOPs of a step with what its backward pass computes again, over those of ``training_flops_per_token``."""
+    options, seq_len = config.training, config.training.seq_len or config.model.max_seq_len
+    if options.remat in ("block", "offload"):
+        return 4 / 3
+    products = training_flops_per_token(config.model, 0) / training_flops_per_token(config.model, seq_len)
+    return 1.0 if options.remat == "none" else 1 + (1 - products) / 3  # attention
+
+
+def _advice(config: TrainConfig, receipt: Receipt) -> tuple[str, ...]:
+    """What would make a step fit, of what it does not do yet, the cheapest first."""
+    options, mesh = config.training, receipt.mesh
+    ways, tips = mesh["data"] * mesh["fsdp"], []
+    if options.remat != "offload":
+        tips.append(f"--training.remat {'offload' if options.remat == 'block' else 'block'}")
+    if (rows := options.batch_size // ways) > options.accumulation:
+        tips.append(f"--training.accumulation {rows}, one row of each device at a time")
+    elif ways % 2 == 0:
+        sizes = f"--mesh.sequence {2 * mesh['sequence']} --mesh.data 1 --mesh.fsdp {ways // 2}"
+        tips.append(f"{sizes} --batch_size {options.batch_size // 2}, half the tokens of a device")
+    if mesh["data"] > 1:
+        tips.append(f"--mesh.data 1 --mesh.fsdp {ways}, so that no device holds what another does")
+    held, has = receipt.arguments_bytes + receipt.gradients_bytes, receipt.device_memory_bytes
+    if held > has:
+        least = math.ceil(receipt.devices * held / has)
+        tips.append(f"at least {least} devices: parameters, moments and gradients alone take {held / 2**30:.1f} GiB")
+    return tuple(tips)
 
 
 def plan_decoding(
@@ -161,42 +205,45 @@ def plan_decoding(
 
 
 def _receipt(
-    topology: str, accelerator: Accelerator, mesh: Any, lowered: Any, flops: float, tokens: int, sizes: dict[str, int]
+    topology: str, accelerator: Accelerator, mesh: Any, lowered: Any, flops: float, tokens: int, sizes: dict[str, Any]
 ) -> Receipt:
-    start_s, refused = time.perf_counter(), ""
-    arguments = _device_bytes(lowered.args_info)
-    parsed, text, temporaries = program.Program({}, "", len(mesh.devices.flat)), "", 0
+    start_s, largest, text = time.perf_counter(), [], ""
+    memory_bytes, devices = int(accelerator.memory_bytes), len(mesh.devices.flat)
     try:
         compiled = lowered.compile()
-        memory = compiled.memory_analysis()
-        arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-        temporaries += max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
+        arguments, temporaries = program_bytes(compiled)
         text = compiled.as_text()
-        parsed = program.parse(text)
     except jax.errors.JaxRuntimeError as error:  # TPUs' compiler refuses what does not fit
-        if not (used := re.search(r"Used ([\d.]+)([GMT]) of", str(error))):
-            raise
-        refused = str(error)
-        temporaries = int(float(used[1]) * {"M": 2**20, "G": 2**30, "T": 2**40}[used[2]]) - arguments
-    exchanges = program.collectives(parsed)
-    fits = arguments + temporaries <= accelerator.memory_bytes
+        said = " ".join(str(error).split())
+        if not (used := re.search(r"(Used|HLO temporaries) \(?([\d.]+)([KMGT])", said)):
+            raise JllamaError(f"the compiler for {topology} refuses the program: {said[:300]}") from error
+        arguments, size = _device_bytes(lowered.args_info), float(used[2]) * 2 ** (10 * ("KMGT".index(used[3]) + 1))
+        temporaries = int(size) - (arguments if used[1] == "Used" else 0)
+    parsed = program.parse(text)
+    if arguments + temporaries > memory_bytes:
+        as_written = lowered.as_text(dialect="hlo", debug_info=True)
+        largest = program.largest_buffers(parsed if text else program.parse(as_written))
+    exchanges = program.collectives(parsed, accelerator.node)
+    traffic_bytes = program.traffic_bytes(parsed)
     return Receipt(
         device=topology,
-        devices=len(mesh.devices.flat),
+        devices=devices,
         mesh=dict(mesh.shape),
         arguments_bytes=arguments,
         temporaries_bytes=temporaries,
-        device_memory_bytes=accelerator.memory_bytes,
+        device_memory_bytes=memory_bytes,
         attention=", ".join(program.kernels(text)),
         flops=flops,
-        traffic_bytes=program.traffic_bytes(parsed),
+        traffic_bytes=traffic_bytes,
         collectives=exchanges,
-        compute_s=flops / accelerator.flops,
-        memory_s=program.traffic_bytes(parsed) / accelerator.bandwidth,
-        interconnect_s=sum(interconnect_s(accelerator, row.devices, row.times * row.bytes_each) for row in exchanges),
+        compute_s=flops * sizes.get("recomputed", 1.0) / accelerator.flops,
+        memory_s=traffic_bytes / accelerator.bandwidth,
+        interconnect_s=sum(
+            interconnect_s(accelerator, row.devices, row.near, row.times * row.bytes_each) for row in exchanges
+        ),
         tokens=tokens,
         compile_s=time.perf_counter() - start_s,
-        largest=[] if fits else list(_refused_buffers(refused)) or program.largest_buffers(parsed),
+        largest=largest,
         **sizes,
     )
 
@@ -210,12 +257,3 @@ def _device_bytes(tree: Any) -> int:
             jnp.dtype(leaf.dtype).itemsize if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else 8
         )
     return total
-
-
-def _refused_buffers(message: str) -> Iterator[tuple[float, str, str]]:
-    """The largest buffers that the compiler names when it refuses a program."""
-    units = {"K": 2**10, "M": 2**20, "G": 2**30}
-    for found in re.finditer(
-        r"Size: ([\d.]+)([KMG]).*?\n(?:.*\n)*?.*?Shape: (\S+)\n(?:.*\n)*?.*?(?:XLA label|Operator): (.*)", message
-    ):
-        yield float(found[1]) * units[found[2]], found[3], found[4][:120]

@@ -10,17 +10,12 @@ import numpy as np
 
 from jllama.data.batches import validation_batches
 from jllama.data.tokens import Dataset
-from jllama.devices import describe_devices, device_memory_bytes
+from jllama.devices import describe_devices, device_memory_bytes, peak_flops
 from jllama.errors import UsageError
 from jllama.evaluation.scoring import TextScore
 from jllama.parameters import Params, training_flops_per_token
 from jllama.training.config import LoopConfig, TrainConfig
 from jllama.training.step import StepMetrics, Training, check_batch
-
-# Dense bfloat16 TFLOP/s by how ``jax.Device.device_kind`` begins, the longest first; from the vendors' data sheets
-_TERAFLOPS = {"TPU v4": 275, "TPU v5 lite": 197, "TPU v5": 459, "TPU v6 lite": 918, "NVIDIA A100": 312}
-_TERAFLOPS |= {"NVIDIA H100 PCIe": 756, "NVIDIA H100": 989, "NVIDIA H200": 989, "NVIDIA B200": 2250}
-_TERAFLOPS |= {"NVIDIA GeForce RTX 4090": 165, "NVIDIA L40S": 362, "NVIDIA L4": 121}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +48,7 @@ def summarize(steps: Sequence[StepMetrics], elapsed_s: float, config: TrainConfi
     """Means over some steps, and their speed. ``mfu`` is the share of the devices' peak, where that is known."""
     tokens_per_s = math.fsum(float(step.tokens) for step in steps) / elapsed_s
     flops_per_s = tokens_per_s * training_flops_per_token(config.model, config.training.seq_len)
-    kind = jax.devices()[0].device_kind
-    peak = next((1e12 * teraflops for name, teraflops in _TERAFLOPS.items() if kind.startswith(name)), None)
+    peak = peak_flops(jax.devices()[0].device_kind)
     return {
         **{name: float(np.mean([float(getattr(step, name)) for step in steps])) for name in ("loss", "grad_norm")},
         "tokens_per_s": tokens_per_s,

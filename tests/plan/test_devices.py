@@ -1,7 +1,9 @@
 """Topologies that do not exist, or cannot be compiled for here, are refused in one sentence."""
 
+import jax
 import pytest
 
+from jllama.devices import ACCELERATORS, peak_flops
 from jllama.errors import UsageError
 from jllama.plan import devices
 
@@ -21,8 +23,48 @@ def test_a_topology_that_does_not_exist(topology, said):
         devices.topology_devices(topology)
 
 
-@pytest.mark.parametrize(("topology", "extra"), [("v5e:4x4", "plan-tpu"), ("h100:8", "cuda")])
-def test_without_its_compiler_the_extra_is_named(topology, extra, monkeypatch):
-    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=rf"pip install 'jllama\[{extra}\]'"):
+class Package:
+    def __init__(self, name, version):
+        self.name, self.version = name, version
+
+
+@pytest.mark.parametrize(
+    ("topology", "installed", "said"),
+    [
+        ("v5e:4x4", [], r"needs libtpu [\d.]+\*, found none: pip install 'jllama\[plan-tpu\]'"),
+        ("v5e:4x4", [Package("libtpu", "0.0.1")], r"needs libtpu [\d.]+\*, found libtpu 0.0.1: pip install"),
+        ("h100:8", [], r"needs jax-cuda12-plugin [\d.]+, found none: pip install 'jllama\[cuda\]'"),
+        (
+            "h100:8",
+            [Package("jax-cuda13-plugin", "0.4.1")],
+            r"needs jax-cuda12-plugin [\d.]+, found jax-cuda13-plugin 0.4.1",
+        ),
+    ],
+)
+def test_without_the_right_compiler_it_is_named(topology, installed, said, monkeypatch):
+    monkeypatch.setattr(devices.importlib.metadata, "distributions", lambda: installed)
+    with pytest.raises(UsageError, match=f"^planning for [TG]PUs with jax {jax.__version__} {said}"):
         devices.topology_devices(topology)
+
+
+def test_an_exchange_that_leaves_its_node_takes_the_network_cards_of_those_within():
+    h100, v5p = ACCELERATORS["h100"], ACCELERATORS["v5p"]
+    assert devices.interconnect_s(h100, 8, 8, 450e9) == 1
+    assert devices.interconnect_s(h100, 16, 4, 200e9) == 1  # four cards of 50 GB/s
+    assert devices.interconnect_s(h100, 64, 16, 450e9) == 1  # no more than links can pass on
+    assert devices.interconnect_s(v5p, 64, 8, 600e9) == 1
+
+
+def test_every_kind_is_found_by_the_name_that_its_devices_have():
+    kinds = [
+        "TPU v5 lite",
+        "TPU v5",
+        "TPU v5p",
+        "NVIDIA H100 PCIe",
+        "NVIDIA H100 80GB HBM3",
+        "NVIDIA L40S",
+        "NVIDIA L4",
+    ]
+    found = [peak_flops(kind) for kind in kinds]
+    assert found == [197e12, 459e12, 459e12, 756e12, 989e12, 362e12, 121e12]
+    assert peak_flops("cpu") is None

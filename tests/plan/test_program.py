@@ -16,6 +16,16 @@ TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=8
   ROOT %all-reduce.3 = f32[64,128]{1,0} all-reduce(%input), replica_groups={{0,2,4,6},{1,3,5,7}}, to_apply=%add
 }
 
+%async_start (param_2: bf16[64,64]) -> bf16[128,64] {
+  %param_2 = bf16[64,64]{1,0} parameter(0)
+  ROOT %all-gather.7 = bf16[128,64]{1,0} all-gather(%param_2), GROUPS
+}
+
+%async_step (param_3: bf16[64,64]) -> bf16[128,64] {
+  %param_3 = bf16[64,64]{1,0} parameter(0)
+  ROOT %all-gather.8 = bf16[128,64]{1,0} all-gather(%param_3), GROUPS
+}
+
 %condition (state: (s32[], bf16[8,1024,64])) -> pred[] {
   %count = s32[] constant(32)
   ROOT %less = pred[] compare(%index, %count), direction=LT
@@ -27,15 +37,19 @@ TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=8
   %part = bf16[1024,64]{1,0} fusion(%stack), kind=kLoop, calls=%fused
   %gathered = bf16[4096,64]{1,0} all-gather(%part), replica_groups=[2,4]<=[8], metadata={op_name="jit(step)/gather"}
   %scattered = f32[16,128]{1,0} fusion(%gathered), kind=kCustom, calls=%all-reduce-scatter.1
+  %begun = bf16[128,64]{1,0:S(1)} fusion(%close), kind=kCustom, calls=%async_start
+  %done = bf16[128,64]{1,0:S(1)} fusion(%close), kind=kCustom, calls=%async_step
   ROOT %next = (s32[], bf16[8,1024,64]{2,1,0}) tuple(%index, %stack)
 }
 
 ENTRY %main (stack: bf16[8,1024,64]) -> f32[] {
-  %stack.1 = bf16[8,1024,64]{2,1,0} parameter(0)
+  %stack.1 = bf16[8,1024,64]{2,1,0} parameter(0), metadata={op_name="state.params[\\'layers\\'][\\'wq\\']"}
+  %both = ((f32[8], f32[4]), (f32[16], f32[8])) all-gather-start(%a, %b), replica_groups={{0,1},{2,3},{4,5},{6,7}}
+  %copied = (f32[100]{0:S(1)}, f32[100]{0}, u32[]{:S(2)}) copy-start(%c)
   %loop = (s32[], bf16[8,1024,64]{2,1,0}) while(%start), condition=%condition, body=%body
   ROOT %sum = f32[] all-reduce(%partial), replica_groups={}, to_apply=%add
 }
-"""
+""".replace("GROUPS", 'replica_groups=[4,2]<=[2,4]T(1,0), frontend_attributes={chain_id="3"}')
 
 
 def test_bytes_of_arrays_and_tuples():
@@ -45,21 +59,30 @@ def test_bytes_of_arrays_and_tuples():
 
 
 def test_collectives_are_counted_as_often_as_their_loop_runs():
-    rows = {row.kind: row for row in collectives(parse(TEXT))}
-    gathered, scattered, summed = rows["all-gather"], rows["reduce-scatter"], rows["all-reduce"]
-    assert (gathered.devices, gathered.times, gathered.bytes_each) == (4, 32, 4096 * 64 * 2 * 3 / 4)
-    assert (scattered.devices, scattered.times, scattered.bytes_each) == (4, 32, 16 * 128 * 4 * 3)
-    assert (summed.devices, summed.times, summed.bytes_each) == (8, 1, 4 * 2 * 7 / 8)
+    rows = {(row.kind, row.shape): row for row in collectives(parse(TEXT), node=4)}
+    gathered, scattered = rows["all-gather", "bf16[4096,64]"], rows["reduce-scatter", "f32[64,128]"]
+    summed = rows["all-reduce", "f32[]"]
+    assert gathered[2:] == (4, 4, 32, 4096 * 64 * 2 * 3 / 4)
+    assert scattered[2:] == (4, 2, 32, 16 * 128 * 4 * 3)  # devices 0, 2, 4 and 6, of two nodes
+    assert summed[2:] == (8, 4, 1, 4 * 2 * 7 / 8)
 
 
-def test_of_what_a_fusion_slices_only_the_slice_is_read():
-    part, scattered = 1024 * 64 * 2, 16 * 128 * 4
-    assert traffic_bytes(parse(TEXT)) == 32 * (2 * part + 4 * part + scattered)
+def test_an_exchange_in_several_fusions_or_of_several_arrays_is_counted_once():
+    rows = {row.shape: row for row in collectives(parse(TEXT), node=4)}
+    assert rows["bf16[128,64]"][2:] == (2, 1, 32, 128 * 64 * 2 / 2)  # devices 0 and 4
+    assert rows["f32[16], f32[8]"][2:] == (2, 2, 1, (16 + 8) * 4 / 2)
+    assert len(rows) == 5
+
+
+def test_traffic_is_of_slices_and_of_memory_alone():
+    part, scattered, copied = 1024 * 64 * 2, 16 * 128 * 4, 400
+    assert traffic_bytes(parse(TEXT)) == 32 * (2 * part + 4 * part + scattered) + copied
 
 
 def test_largest_buffers_come_first_with_what_made_them():
-    (size, shape, name), *_ = largest_buffers(parse(TEXT))
-    assert (size, shape, name) == (4096 * 64 * 2, "bf16[4096,64]", "jit(step)/gather")
+    stack, gathered, *_ = largest_buffers(parse(TEXT))
+    assert stack == (8 * 1024 * 64 * 2, "bf16[8,1024,64]", "state.params['layers']['wq']")
+    assert gathered == (4096 * 64 * 2, "bf16[4096,64]", "gather")
 
 
 @pytest.mark.parametrize(
