@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import reprlib
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,31 @@ class MeshConfig:
         sizes = {name: size for name, size in vars(self).items() if name != "rules"}
         if list(sizes.values()).count(-1) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
             raise UsageError(f"the mesh {sizes} needs positive sizes; one of them may be -1: all that is left")
+
+
+@dataclasses.dataclass(frozen=True)
+class DistributedConfig:
+    """The processes that train one model together: all get the same options, each its own ``process_id``.
+
+    Args:
+        coordinator: ``HOST:PORT`` where process 0 listens; ``auto`` asks Cloud TPU, SLURM, Open MPI or Kubernetes.
+        num_processes: how many there are.
+        process_id: which of them this is, from 0.
+        timeout_s: how long to wait until all have come.
+    """
+
+    coordinator: str = ""
+    num_processes: int = 1
+    process_id: int = 0
+    timeout_s: int = 300
+
+    def __post_init__(self) -> None:
+        check, (host, _, port) = functools.partial(check_fields, self, "distributed."), self.coordinator.rpartition(":")
+        by_hand = bool(host) and port.isdigit()
+        check("coordinator", lambda text: by_hand or text in ("", "auto"), "HOST:PORT, auto or left out")
+        check("num_processes timeout_s", lambda number: number >= 1, "at least 1")
+        check("num_processes", lambda number: by_hand or number == 1, "left out without a coordinator as HOST:PORT")
+        check("process_id", lambda index: 0 <= index < self.num_processes, f"from 0 to {self.num_processes - 1}")
 
 
 def llama_mlp_dim(embed_dim: int, *, multiple_of: int = 256, multiplier: float | None = None) -> int:

@@ -123,12 +123,13 @@ def write_text_whole(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, process: int = 0) -> Iterator[None]:
     """A folder, created if need be, for this process alone, until it dies; one that stays empty goes again.
 
-    Systems without such locks let everybody in. Raises ``JllamaError`` that says which process has the folder.
+    Processes that use it together have different numbers. Systems without such locks let everybody in. Raises
+    ``JllamaError`` that says which process has the folder.
     """
-    is_new, path = not folder.exists(), folder / "in_use"
+    is_new, path = not folder.exists(), folder / (f"in_use.{process}" if process else "in_use")
     folder.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as file:
         try:
@@ -140,7 +141,8 @@ def locked(folder: Path) -> Iterator[None]:
         if not is_ours:
             file.seek(0)
             holder = file.read() or "another process"
-            raise JllamaError(f"{folder} is in use by {holder}: wait for it, or choose another folder")
+            used = f"{folder} is in use by {holder}{f' as process_id {process}' if process else ''}"
+            raise JllamaError(f"{used}: wait for it, or choose another folder")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
         file.flush()

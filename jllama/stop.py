@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from jllama.errors import JllamaError
 
@@ -49,8 +49,7 @@ def stop_signals(doing: Callable[[], str]) -> Iterator[list[int]]:
                 deaf_until_s = time.monotonic() + 1  # schedulers and shells send several at once and mean one
                 _say(f"{_NAMES[number[0]]}: {doing()}; again to quit now")
             elif number[0] in _NAMES and time.monotonic() > deaf_until_s and not hasattr(sys, "ps1"):
-                _say("stopped at once; the last checkpoint stays as it was")
-                os._exit(128 + number[0])
+                end("stopped at once; the last checkpoint stays as it was", 128 + number[0])
 
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -67,6 +66,12 @@ def stop_signals(doing: Callable[[], str]) -> Iterator[list[int]]:
         writer.close()
         thread.join()
         reader.close()
+
+
+def end(text: str, exit_code: int) -> NoReturn:
+    """Say a last line, and end the process there and then."""
+    _say(text)
+    os._exit(exit_code)
 
 
 def _say(text: str) -> None:

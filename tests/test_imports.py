@@ -16,7 +16,7 @@ FLOORS = [
     {"files", "rope_scaling", "stop"},
     {"config"},
     {"presets", "parameters", "oracle", "tokenizers"},
-    {"sharding", "decode_params", "data"},
+    {"sharding", "distributed", "decode_params", "data"},
     {"model"},
     {"language_model"},
     {"generation", "checkpoints"},

@@ -18,6 +18,7 @@ CORE = [
     "presets",
     "oracle",
     "sharding",
+    "distributed",
     "data",
     "training",
     "generation",

@@ -22,6 +22,7 @@ from orbax.checkpoint import checkpoint_managers
 
 from jllama.checkpoints.tensors import FileTensor, differences
 from jllama.config import LlamaConfig
+from jllama.distributed import process_index
 from jllama.errors import JllamaError
 from jllama.files import read_json_object, refuse_special_files
 from jllama.model import abstract_params
@@ -101,7 +102,8 @@ class RunCheckpoints:
         self._sweep()
 
     def _sweep(self) -> None:
-        shutil.rmtree(self.folder / _UNWANTED, ignore_errors=True)
+        if process_index() == 0:
+            shutil.rmtree(self.folder / _UNWANTED, ignore_errors=True)
 
     def restore(self, step: int, params: Params, state: Any) -> tuple[Params, Any, dict[str, Any]]:
         """The saved parameters, training state and metadata of a step, placed as the given shapes say.

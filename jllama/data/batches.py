@@ -1,41 +1,39 @@
 """Batches of windows over a flat array of tokens: endless and shuffled for training, exhaustive for validation."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import grain
 import numpy as np
 from jaxtyping import Bool, Int32, Integer
 
-from jllama.errors import JllamaError, UsageError
+from jllama.errors import JllamaError
 
 _Tokens = Integer[np.ndarray, "tokens"]
 
 
 def training_batches(
-    tokens: _Tokens, *, batch_size: int, seq_len: int, seed: int, process_index: int = 0, process_count: int = 1
+    tokens: _Tokens, *, batch_size: int, seq_len: int, seed: int, rows: slice | Sequence[int] = slice(None)
 ) -> grain.DatasetIterator[Int32[np.ndarray, "rows window"]]:
     """Windows of ``seq_len + 1`` tokens (inputs, and the same shifted by one) forever, in int32.
 
     Every epoch shuffles strides of ``seq_len`` anew, from another random offset: no token is a target twice in one, but
-    for a few at the very end. Of each global batch, process ``p`` of ``P`` gets its ``p``-th ``batch_size / P`` rows:
-    its state (``get_state``, ``set_state``) does not depend on ``P``. Too few tokens raise JllamaError.
+    for a few at the very end. Of each batch only ``rows`` are read, the others are zeros; the state (``get_state``,
+    ``set_state``) does not depend on them. Too few tokens raise JllamaError.
     """
-    if batch_size % process_count:
-        raise UsageError(f"batch_size {batch_size} is not divisible by the {process_count} processes: each takes some")
     needed = batch_size * seq_len + 1
     if len(tokens) < needed:
         said = f"the training split has {len(tokens)} tokens, and one batch of {batch_size} x {seq_len} needs {needed}"
         raise JllamaError(f"{said}: give more text, or lower batch_size or seq_len")
-    rows = batch_size // process_count
-    own_rows = slice(process_index * rows, (process_index + 1) * rows)
     windows, last = (len(tokens) - 1) // seq_len, len(tokens) - seq_len - 1
     offset = functools.lru_cache(lambda epoch: int(np.random.default_rng((seed, epoch)).integers(seq_len)))
 
     def gather(index: int, chosen: np.ndarray) -> np.ndarray:
         epochs = (index * batch_size + np.arange(batch_size)) // windows
         starts = np.minimum(chosen * seq_len + [offset(epoch) for epoch in epochs.tolist()], last)
-        return tokens[starts[own_rows, None] + np.arange(seq_len + 1)].astype(np.int32)
+        batch = np.zeros((batch_size, seq_len + 1), np.int32)
+        batch[rows] = tokens[starts[rows, None] + np.arange(seq_len + 1)]
+        return batch
 
     # Without drop_remainder, the length of the endless dataset overflows at batch size 1 (grain 0.2.18).
     shuffled = grain.MapDataset.range(windows).seed(seed).shuffle().repeat(None).batch(batch_size, drop_remainder=True)

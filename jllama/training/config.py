@@ -5,7 +5,7 @@ import functools
 import math
 from typing import Literal
 
-from jllama.config import LlamaConfig, MeshConfig
+from jllama.config import DistributedConfig, LlamaConfig, MeshConfig
 from jllama.data.config import DataConfig
 from jllama.errors import UsageError, check_fields
 from jllama.generation.sampling_params import SamplingParams
@@ -139,6 +139,7 @@ class TrainConfig:
     training: LoopConfig = dataclasses.field(default_factory=LoopConfig)
     sampling: SamplingParams = dataclasses.field(default_factory=lambda: SamplingParams(temperature=0.8, top_p=0.95))
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
 
     def __post_init__(self) -> None:
         check_fields(self, "", "run_dir", bool, "the folder that will hold the run")

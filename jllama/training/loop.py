@@ -10,9 +10,10 @@ from pathlib import Path
 import grain
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 from rich.console import Console
 
-from jllama import files
+from jllama import distributed, files
 from jllama.checkpoints.registry import open_checkpoint
 from jllama.checkpoints.run import CHECKPOINTS, CONFIG
 from jllama.checkpoints.run_checkpoints import RunCheckpoints
@@ -44,7 +45,7 @@ def train(config: TrainConfig) -> Evaluation:
     finished run is left as it is. ``Stopped`` (by Ctrl-C or SIGTERM) is raised after saving a checkpoint; JllamaError
     for a corpus, folder, disk or loss that is not in order; UsageError for a configuration that does not fit them.
     """
-    with files.locked(Path(config.run_dir)):
+    with distributed.joined(config.distributed, Path(config.run_dir)):
         run = _open(config)
         if isinstance(run, Evaluation):  # there is nothing left to do
             return run
@@ -54,7 +55,7 @@ def train(config: TrainConfig) -> Evaluation:
             return run.step % every == 0 or run.step == total_steps
 
         bar = progress("", total_steps, console=run.console)
-        with stop_signals(lambda: f"finishing step {run.step + 1:,} and saving") as run.stop, bar as run.move:
+        with stop_signals(lambda: f"finishing step {run.step + 1:,} and saving") as run.signals, bar as run.move:
             evaluated = [line["step"] for line in files.read_lines(run.folder / run_folder.METRICS, "validation_loss")]
             if run.step and due(options.eval_every) and run.step not in evaluated:  # a stop came first
                 run.sample_and_report(run.evaluate())
@@ -63,11 +64,13 @@ def train(config: TrainConfig) -> Evaluation:
             take_step = run.training.step.lower(run.state, windows).compile()  # so that no step's time has it in it
             recent, start_s = [], time.perf_counter()
             while run.step < total_steps and not stopping:
-                batch = jax.make_array_from_process_local_data(run.training.batch_sharding, next(run.batches))
+                windows = next(run.batches)
+                batch = jax.make_array_from_callback(windows.shape, run.training.batch_sharding, windows.__getitem__)
                 run.state, metrics = take_step(run.state, batch)
                 run.step += 1
                 recent.append(metrics)
-                stopping = bool(run.stop)  # asked once a step: what stops the loop is always saved below
+                if jax.process_count() == 1 or run.step % options.log_every == 0:  # several wait for each other there
+                    stopping = run.stopping()  # what stops the loop is always saved below
                 evaluating = due(options.eval_every) and not stopping
                 saving = due(options.save_every or options.eval_every) or stopping
                 if evaluating or saving or run.step % options.log_every == 0:
@@ -84,7 +87,7 @@ def train(config: TrainConfig) -> Evaluation:
             final = run.evaluate_best()
             if final is None:
                 go_on = run_folder.command("train", "--resume", run.folder)
-                raise Stopped(f"stopped at step {run.step:,} of {total_steps:,}; saved. Go on: {go_on}", run.stop[0])
+                raise Stopped(f"stopped at step {run.step:,} of {total_steps:,}; saved. Go on: {go_on}", run.stop)
         sample = run_folder.command("sample", "--checkpoint", run.folder, "--prompt", options.sample_prompt)
         run.console.print(f"{run.seconds():.0f} s in all. Read {run.folder / run_folder.REPORT}, or sample: {sample}")
         return final
@@ -104,7 +107,8 @@ class _Run:
     state: TrainState = dataclasses.field(init=False)
     step: int = 0
     start_s: float = dataclasses.field(default_factory=time.perf_counter)
-    stop: Sequence[int] = ()
+    signals: Sequence[int] = ()
+    stop: int = 0  # the signal that all processes know of
     move: Callable[..., None] = lambda **_: None
     note: str = ""
 
@@ -115,8 +119,15 @@ class _Run:
         """What is being done, or else how the last steps went, in the progress bar."""
         self.move(description=doing or self.note, completed=self.step)
 
-    def write(self, **record: object) -> None:
-        files.append_line(self.folder / run_folder.METRICS, {"step": self.step, **record})
+    def stopping(self) -> bool:
+        """Whether any process has got a signal to stop; all ask at the same places."""
+        self.stop = self.stop or distributed.largest(self.signals[0] if self.signals else 0)
+        return self.stop > 0
+
+    def write(self, name: str = run_folder.METRICS, **record: object) -> None:
+        """Add a line to a file of the run; process 0 alone does."""
+        if distributed.process_index() == 0:
+            files.append_line(self.folder / name, {"step": self.step, **record})
 
     def log(self, recent: list[StepMetrics], start_s: float) -> None:
         """Wait for the recent steps, log and show their means; what is no number ends the run before it is saved."""
@@ -135,7 +146,7 @@ class _Run:
         """Evaluate on a part of the validation text, show and log it; None if that failed or a stop came in between."""
         options, result = self.config.training, None
         with self.attempt("evaluating"):
-            result = evaluate(self.training, self.data, self.state.params, options, options.eval_tokens, self.stop)
+            result = evaluate(self.training, self.data, self.state.params, options, options.eval_tokens, self.stopping)
         if result is not None:
             self.check_finite("validation loss", self.step, result.validation_loss)
             self.write(**dataclasses.asdict(result))
@@ -152,7 +163,7 @@ class _Run:
         if not (self.stop or best is None or best == self.step):
             saved = Checkpoint(model, self.checkpoints.tensors(best, model))
             params = load_params(saved, mesh=self.training.mesh, rules=ruleset(self.config.mesh))
-        final = evaluate(self.training, self.data, params, self.config.training, stop=self.stop)
+        final = evaluate(self.training, self.data, params, self.config.training, stop=self.stopping)
         if final is not None:
             self.write(best_step=best, final=dataclasses.asdict(final))
             self.report(final)
@@ -196,12 +207,13 @@ class _Run:
         model = LanguageModel(self.config.model, self.state.params, self.data.tokenizer)
         count, seed = self.config.training.sample_tokens, int(jax.random.bits(key))
         text = generate(model, prompt, self.config.sampling, max_new_tokens=count, seed=seed)[0].text
-        files.append_line(self.folder / run_folder.SAMPLES, {"step": self.step, "prompt": prompt, "text": text})
+        self.write(run_folder.SAMPLES, prompt=prompt, text=text)
         self.console.print(f"{prompt}{text}\n", style="dim")
 
     def report(self, evaluation: Evaluation | None) -> None:
-        devices = describe_devices(self.training.mesh)
-        run_folder.write_report(self.config, self.data, devices, evaluation, self.seconds())
+        if distributed.process_index() == 0:
+            devices = describe_devices(self.training.mesh)
+            run_folder.write_report(self.config, self.data, devices, evaluation, self.seconds())
 
     @contextlib.contextmanager
     def attempt(self, doing: str) -> Iterator[None]:
@@ -209,6 +221,8 @@ class _Run:
         try:
             yield
         except Exception as error:
+            if jax.process_count() > 1 and doing != "reporting":  # the others would wait for this one
+                raise
             self.console.print(f"warning: {type(error).__name__}: {error}; training goes on", style="yellow")
 
     def check_finite(self, what: str, step: int, value: float) -> None:
@@ -222,7 +236,8 @@ class _Run:
 
 def _open(config: TrainConfig) -> _Run | Evaluation:
     """Check and prepare all that a run needs, and begin its folder; the final evaluation of one that is finished."""
-    console, folder = Console(stderr=True, highlight=False, markup=False), Path(config.run_dir)
+    folder, index = Path(config.run_dir), distributed.process_index()
+    console = Console(stderr=True, highlight=False, markup=False, quiet=index > 0)
     console.soft_wrap = not console.is_terminal  # a log keeps its lines whole
     if config.resume not in ("never", "auto") and not (folder / CONFIG).is_file():
         raise UsageError(f"resume is {config.resume}, which is not a run's folder: give one, or never, or auto")
@@ -252,10 +267,14 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
     # The devices, the programs, the state
     if warning := idle_accelerator():
         console.print(f"warning: {warning}", style="yellow")
+    facts = {"the corpus": data.fingerprint, "the last checkpoint": step}
+    distributed.check_same(flatten_dict(run_folder.as_written(config), sep=".") | facts)
     training = compile_training(config, bos_id=data.tokenizer.bos_id)
     check_memory(config, training)
     size = {"batch_size": options.batch_size, "seq_len": options.seq_len, "seed": config.seed}
-    batches = training_batches(data.train, **size, process_index=jax.process_index(), process_count=jax.process_count())
+    parts = training.batch_sharding.addressable_devices_indices_map((options.batch_size,)).values()
+    rows = sorted({row for (part,) in parts for row in range(options.batch_size)[part]})
+    batches = training_batches(data.train, **size, rows=rows)
     checkpoints = RunCheckpoints(folder / CHECKPOINTS, options.keep_last)
     run = _Run(config, folder, console, data, training, checkpoints, batches)
     if existing:
@@ -263,9 +282,10 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
     else:
         params = load_params(origin, jnp.float32, training.mesh, rules=ruleset(config.mesh)) if origin else None
         run.state = training.init(jax.random.key(config.seed), params)
-    run_folder.write_config(folder, config, step)
-    if not (existing and has_tokenizer(folder)):
-        data.tokenizer.save(folder)
+    if index == 0:
+        run_folder.write_config(folder, config, step)
+        if not (existing and has_tokenizer(folder)):
+            data.tokenizer.save(folder)
     parameters = f"{count_parameters(config.model):,} parameters on {describe_devices(training.mesh)}"
     attention = attention_of(config, training.mesh)
     tokens = f"{attention} attention, {len(data.train):,} training tokens"

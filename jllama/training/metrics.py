@@ -28,15 +28,16 @@ class Evaluation:
 
 
 def evaluate(
-    training: Training, data: Dataset, params: Params, options: LoopConfig, tokens: int = 0, stop: Sequence[int] = ()
+    training: Training, data: Dataset, params: Params, options: LoopConfig, tokens: int = 0, stop: Any = bool
 ) -> Evaluation | None:
-    """The loss on ``tokens`` evenly spaced validation tokens, 0 for all; None as soon as ``stop`` is not empty."""
+    """The loss on ``tokens`` evenly spaced validation tokens, 0 for all; None as soon as ``stop()`` is true."""
     sums, token_bytes = [], data.tokenizer.token_bytes()
     size = {"batch_size": options.batch_size, "seq_len": options.seq_len, "max_tokens": tokens}
     for windows, mask in validation_batches(data.validation, **size):
-        if stop:
+        if stop():
             return None
-        batch = jax.device_put((windows, mask), training.batch_sharding)
+        sharding = training.batch_sharding
+        batch = (jax.make_array_from_callback(each.shape, sharding, each.__getitem__) for each in (windows, mask))
         nats, count = jax.device_get(training.evaluate(params, *batch))
         sums.append((float(nats), int(count), int(token_bytes[windows[:, 1:][mask]].sum())))
     nats, counts, text_bytes = zip(*sums, strict=True)
@@ -64,7 +65,7 @@ def check_memory(config: TrainConfig, training: Training, available_bytes: int |
     Counted is the least that any program needs: its share of the state and the gradients, and each layer's input for
     one part of a batch. CPUs share the memory of the machine.
     """
-    options, mesh, device = config.training, training.mesh, training.mesh.devices.flat[0]
+    options, mesh, device = config.training, training.mesh, training.mesh.local_devices[0]
     check_batch(config, mesh)
     state = jax.eval_shape(training.init, jax.random.key(0))
     leaves = jax.tree.leaves((state, state.params))  # there is a gradient for each parameter

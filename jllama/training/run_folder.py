@@ -20,6 +20,7 @@ from flax.traverse_util import flatten_dict
 from matplotlib.figure import Figure
 
 from jllama.checkpoints.run import CONFIG, read_config
+from jllama.config import DistributedConfig
 from jllama.data.tokens import Dataset
 from jllama.errors import JllamaError, UsageError
 from jllama.files import append_line, read_lines, write_text_whole
@@ -32,7 +33,7 @@ METRICS, SAMPLES, REPORT, HISTORY = "metrics.jsonl", "samples.jsonl", "report.ht
 
 # How the names of options begin that may, or must not, differ when a run goes on; all others do when that is asked for.
 # The fingerprint that checkpoints hold speaks for the data, epochs are resolved to steps.
-_IGNORED = r"run_dir|resume|training\.epochs"
+_IGNORED = r"run_dir|resume|distributed|training\.epochs"
 _FIXED = r"model|init_from|rope_factor|seed|optimizer\.name|training\.(batch_size|seq_len)|data\.(tokenizer|vocab_size)"
 _FREE = r"mesh|sampling|data|training\.(accumulation|attention|compiler_|remat|log_every|keep_|save_|eval_|sample_)"
 
@@ -56,7 +57,7 @@ def command(*words: object) -> str:
 
 def write_config(folder: Path, config: TrainConfig, step: int) -> None:
     """Write a run's resolved configuration, what it replaces to the history; drop what was logged after ``step``."""
-    fields = _as_written(config)
+    fields = as_written(config)
     if step and (before := read_config(folder)) != fields:
         append_line(folder / HISTORY, {"until_step": step, "config": before})
     write_text_whole(folder / CONFIG, yaml.safe_dump(fields, sort_keys=False))
@@ -65,16 +66,16 @@ def write_config(folder: Path, config: TrainConfig, step: int) -> None:
         write_text_whole(folder / name, "".join(json.dumps(line) + "\n" for line in kept))
 
 
-def _as_written(config: TrainConfig) -> dict[str, Any]:
+def as_written(config: TrainConfig) -> dict[str, Any]:
     """A configuration as ``config.yaml`` has it: enough to start the same run again."""
-    plain = dataclasses.replace(config, resume="never", resume_with_changes=False)
+    plain = dataclasses.replace(config, resume="never", resume_with_changes=False, distributed=DistributedConfig())
     return yaml.safe_load(yaml.safe_dump(dataclasses.asdict(plain), sort_keys=False))
 
 
 def changes_on_resume(folder: Path, config: TrainConfig, step: int) -> list[str]:
     """How a configuration differs from that of the run it goes on with, in words; JllamaError if it may not so."""
     flat = functools.partial(flatten_dict, is_leaf=lambda path, _: len(path) == 2, sep=".")
-    now, before = flat(_as_written(config)), read_config(folder)
+    now, before = flat(as_written(config)), read_config(folder)
     was = now | flat(before)
     changed = [name for name in now if was[name] != now[name] and not re.match(_IGNORED, name)]
     told = {name: f"{name} was {was[name]} and is {now[name]}" for name in changed}

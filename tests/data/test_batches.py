@@ -1,4 +1,4 @@
-"""Training batches resume exactly and do not depend on the process count; validation sees each target once."""
+"""Training batches resume exactly and any of their rows are theirs; validation sees each target once."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jllama.data.batches import training_batches, validation_batches
-from jllama.errors import JllamaError, UsageError
+from jllama.errors import JllamaError
 
 TOKENS = np.arange(1003, dtype=np.uint16)  # a token is its position
 ONE_EPOCH = (len(TOKENS) - 1) // 10 // 4  # batches of 4 x 10, and half a batch
@@ -64,18 +64,21 @@ def test_a_restored_iterator_goes_on_exactly(before):
     np.testing.assert_array_equal(rest, everything[before:])
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_the_global_batch_does_not_depend_on_the_process_count(processes):
-    parts = [batches(60, process_index=index, process_count=processes) for index in range(processes)]
-    np.testing.assert_array_equal(np.concatenate(parts, axis=1), batches(60))
+@pytest.mark.parametrize("rows", [slice(2, 4), [1], [0, 3]])
+def test_the_rows_of_a_process_are_those_of_the_whole_batch(rows):
+    """Any can be asked for; the others, which are not read, are zeros."""
+    found, whole = batches(60, rows=rows), batches(60)
+    np.testing.assert_array_equal(found[:, rows], whole[:, rows])
+    whole[:, rows] = 0
+    found[:, rows] = 0
+    assert not found.any()
+    assert whole.any()
 
 
-def test_too_little_text_and_uneven_processes():
+def test_too_little_text():
     with pytest.raises(JllamaError, match="has 40 tokens, and one batch of 4 x 10 needs 41"):
         training_batches(TOKENS[:40], batch_size=4, seq_len=10, seed=0)
     assert next(training_batches(TOKENS[:41], batch_size=4, seq_len=10, seed=0)).shape == (4, 11)
-    with pytest.raises(UsageError, match="batch_size 4 is not divisible by the 3 processes"):
-        training_batches(TOKENS, batch_size=4, seq_len=10, seed=0, process_count=3)
     for length in (0, 1):
         with pytest.raises(JllamaError, match=f"validation split has {length} tokens"):
             validation_batches(TOKENS[:length], batch_size=4, seq_len=10)

@@ -1,0 +1,181 @@
+"""Several real processes train as one does, whatever their number; what goes wrong between them is one sentence."""
+
+import re
+import signal
+import socket
+import time
+
+import pytest
+
+from jllama.commands import cli
+from jllama.files import locked
+
+STEPS = 20
+OFTEN = ("--training.eval_every", 1, "--training.sample_tokens", 0, "--resume", "auto")
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.fixture
+def start(workshop):
+    """A run of so many processes, all with the same options, or ``own`` ones of each besides."""
+
+    def begin(run, count, *options, own=None, devices=1):
+        meeting = ("--distributed.coordinator", f"127.0.0.1:{free_port()}", "--distributed.num_processes", count)
+        return [
+            workshop.train(
+                run, *options, *meeting, "--distributed.process_id", index, *(own or {}).get(index, ()), devices=devices
+            )
+            for index in range(count)
+        ]
+
+    return begin
+
+
+def wait_for_step(read_run, processes, run, step):
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and all(process.poll() is None for process in processes):
+        if max(read_run.losses(run), default=0) >= step:
+            return
+        time.sleep(0.05)
+    raise AssertionError([process.communicate()[1] for process in processes if process.poll() is not None])
+
+
+def last_line(err):
+    assert "Traceback" not in err
+    return err.splitlines()[-1]
+
+
+def assert_same_curve(read_run, run, other):
+    mine, theirs = read_run.losses(run), read_run.losses(other)
+    assert mine.keys() == theirs.keys()
+    for step, found in mine.items():
+        assert found == pytest.approx(theirs[step], rel=1e-5), step
+    validation = [
+        [
+            line["validation_loss"]
+            for line in read_run.lines(r)
+            if line.get("step") == STEPS and "validation_loss" in line
+        ]
+        for r in (run, other)
+    ]
+    assert validation[0] == pytest.approx(validation[1], rel=1e-5)
+
+
+def test_two_processes_give_the_curve_of_one(small_run, workshop, read_run, start, tmp_path):
+    """The second holds half of the parameters and of each batch; process 0 alone writes, and both say the same end."""
+    run = tmp_path / "run"
+    done = [workshop.finish(each) for each in start(run, 2, "--mesh.fsdp", 2, "--training.eval_every", STEPS)]
+    assert [each.code for each in done] == [0, 0], done[1].err
+    assert "parameters on 2 x cpu" in done[0].err.lower()
+    assert done[1].err == ""
+    assert_same_curve(read_run, run, small_run.folder)
+    assert read_run.lines(run, "samples.jsonl") == read_run.lines(small_run.folder, "samples.jsonl")[-1:]
+    assert {path.name for path in run.iterdir()} == {path.name for path in small_run.folder.iterdir()}
+    assert "distributed:\n  coordinator: ''" in (run / "config.yaml").read_text()  # so it starts again as it likes
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_any_number_of_processes(small_run, workshop, read_run, start, tmp_path):
+    """Four, one of which gets a SIGTERM; two, one of which is killed; then one. Each time within an epoch."""
+    run = tmp_path / "run"
+    four = start(run, 4, *OFTEN, "--mesh.fsdp", 2)
+    wait_for_step(read_run, four, run, 3)
+    four[2].send_signal(signal.SIGTERM)
+    done = [workshop.finish(each) for each in four]
+    assert [each.code for each in done] == [128 + signal.SIGTERM] * 4, [each.err for each in done]
+    stopped = read_run.steps(run)[-1]
+    assert f"stopped at step {stopped} of 20; saved. " in last_line(done[0].err)
+    assert max(read_run.losses(run)) == stopped
+
+    two = start(run, 2, *OFTEN, "--mesh.sequence", 2)
+    wait_for_step(read_run, two, run, stopped + 3)
+    two[1].kill()
+    begun = time.monotonic()
+    assert two[1].wait() == -signal.SIGKILL
+    left = workshop.finish(two[0])
+    assert time.monotonic() - begun < 60
+    assert left.code == 1
+    assert last_line(left.err).startswith("error: another process has died, failed or been silent for 30 s: ")
+    assert stopped < read_run.steps(run)[-1] < STEPS
+
+    done = workshop.finish(workshop.train(run, *OFTEN))
+    assert done.code == 0, done.err
+    assert_same_curve(read_run, run, small_run.folder)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_any_number_of_devices(small_run, workshop, read_run, tmp_path):
+    """Eight, one, four: a checkpoint is read straight into the new split."""
+    run, meshes = tmp_path / "run", {8: ("--mesh.fsdp", 4, "--mesh.sequence", 2), 1: (), 4: ("--mesh.fsdp", 2)}
+    for devices, mesh in meshes.items():
+        process = workshop.train(run, *OFTEN, *mesh, devices=devices)
+        if devices != 4:
+            wait_for_step(read_run, [process], run, max(read_run.losses(run), default=0) + 4)
+            process.send_signal(signal.SIGTERM)
+        done = workshop.finish(process)
+        assert done.code == (0 if devices == 4 else 128 + signal.SIGTERM), done.err
+    assert_same_curve(read_run, run, small_run.folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_process_that_falls_silent_ends_the_others_within_a_minute(workshop, read_run, start, tmp_path, silent):
+    processes = start(tmp_path / "run", 2, *OFTEN)
+    wait_for_step(read_run, processes, tmp_path / "run", 2)
+    processes[silent].send_signal(signal.SIGSTOP)
+    begun = time.monotonic()
+    try:
+        left = workshop.finish(processes[1 - silent])
+        assert time.monotonic() - begun < 60
+    finally:
+        processes[silent].kill()
+        processes[silent].communicate()
+    assert left.code == 1
+    assert last_line(left.err).startswith("error: another process has died, failed or been silent for 30 s: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "own", "said"),
+    [
+        ((), {1: ("--optimizer.learning_rate", 0.02)}, "optimizer.learning_rate is 0.01 in process 0 and 0.02 in process 1: start every process with the same options"),
+        (("--training.batch_size", 5), {}, "training.batch_size is 5; it must be a multiple of 2 device(s) times 1 part(s)"),
+    ],
+    ids=["options", "batch"],
+)  # fmt: skip
+def test_processes_that_do_not_fit_together_are_refused(workshop, start, tmp_path, options, own, said):
+    for each in [workshop.finish(each) for each in start(tmp_path / "run", 2, *options, own=own)]:
+        assert each.code == 2, each.err
+        assert last_line(each.err) == f"error: {said}"
+    assert not (tmp_path / "run").exists()
+
+
+def refusal(capsys, workshop, run, coordinator, process, *options):
+    words = ["--config", workshop.yaml, "--run_dir", run, "--distributed.coordinator", coordinator]
+    words += ["--distributed.num_processes", 2, "--distributed.process_id", process, "--distributed.timeout_s", 1]
+    assert cli.run("train", [*map(str, words), *options]) == 1
+    return capsys.readouterr().err
+
+
+def test_a_coordinator_that_does_not_answer(workshop, capsys, tmp_path):
+    address = f"127.0.0.1:{free_port()}"
+    err = refusal(capsys, workshop, tmp_path / "run", address, 1)
+    told = f"the coordinator {address} has not answered for 1 s: start process 0 there: Connection refused"
+    assert err == f"error: {told}\n"
+
+
+def test_a_port_in_use(workshop, capsys, tmp_path):
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        err = refusal(capsys, workshop, tmp_path / "run", f"127.0.0.1:{port}", 0)
+    assert err.startswith(f"error: process 0 cannot listen on port {port}: give all another distributed.coordinator: ")
+    assert "Address already in use" in err
+
+
+def test_a_second_process_with_the_same_id(workshop, capsys, tmp_path):
+    with locked(tmp_path / "run", 1):
+        err = refusal(capsys, workshop, tmp_path / "run", "127.0.0.1:9", 1)
+    assert re.fullmatch(r"error: .*run is in use by process \d+ .* as process_id 1: wait for it, or choose .*\n", err)
