@@ -1,7 +1,7 @@
 """Peak memory of each of several processes that initialise, save and restore a training state split between them.
 
-Each process stands for a host of one device and is measured by its largest resident set (Linux). The bound is its share of
-the float32 parameters and moments plus 2 GB. Saving copies the share once more, so it is told apart.
+Each process stands for a host of one device and is measured by its largest resident set (Linux). The bound is its share
+of the float32 parameters and moments plus 2 GB. Saving copies the share once more, so it is told apart.
 
     python benchmarks/sharded_memory.py --processes 2 --layers 16
 """
@@ -68,8 +68,7 @@ def measure(layers: int, processes: int, job: str, folder: str, port: int, index
     from jllama.training.config import LoopConfig, TrainConfig
     from jllama.training.step import compile_training
 
-    sizes = {"vocab_size": 32_000, "num_layers": layers, "embed_dim": 1024, "num_heads": 16, "mlp_dim": 2736}
-    model = LlamaConfig(**sizes, max_seq_len=256)
+    model = LlamaConfig(32_000, layers, embed_dim=1024, num_heads=16, mlp_dim=2736, max_seq_len=256)
     config = TrainConfig(model, mesh=MeshConfig(1, fsdp=processes), training=LoopConfig(batch_size=processes))
     training = compile_training(config, bos_id=1)
     abstract = jax.eval_shape(training.init, jax.random.key(0))

@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
 from jllama.config import DistributedConfig
-from jllama.errors import JllamaError, UsageError
+from jllama.errors import UsageError
 from jllama.files import fault_of, locked
 from jllama.stop import end
 
@@ -44,12 +44,8 @@ def joined(options: DistributedConfig, folder: Path) -> Iterator[None]:
         _connect(options, options.coordinator, options.num_processes, options.process_id)
         try:
             yield
-        except Exception as error:
-            if (
-                jax.distributed.is_initialized()
-                and not isinstance(error, JllamaError)
-                and re.search(_SIGNS, str(error))
-            ):
+        except (RuntimeError, ValueError) as error:
+            if jax.distributed.is_initialized() and re.search(_SIGNS, str(error)):
                 end(_GONE, 1)
             raise
 

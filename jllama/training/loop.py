@@ -10,6 +10,7 @@ from pathlib import Path
 import grain
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict
 from rich.console import Console
 
@@ -273,8 +274,8 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
     check_memory(config, training)
     size = {"batch_size": options.batch_size, "seq_len": options.seq_len, "seed": config.seed}
     parts = training.batch_sharding.addressable_devices_indices_map((options.batch_size,)).values()
-    rows = sorted({row for (part,) in parts for row in range(options.batch_size)[part]})
-    batches = training_batches(data.train, **size, rows=rows)
+    rows = np.unique([np.arange(options.batch_size)[part] for part in parts])  # those that this process's devices need
+    batches = training_batches(data.train, **size, rows=rows.tolist())
     checkpoints = RunCheckpoints(folder / CHECKPOINTS, options.keep_last)
     run = _Run(config, folder, console, data, training, checkpoints, batches)
     if existing:
