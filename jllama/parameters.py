@@ -2,8 +2,6 @@
 and layout in every file format. Shapes, shardings, weight decay, counts and checkpoints are all derived from it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

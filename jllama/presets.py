@@ -1,7 +1,5 @@
 """Every released Llama by name. A preset is only a name for a configuration: any other is as good."""
 
-from __future__ import annotations
-
 import functools
 
 from jllama.config import LlamaConfig

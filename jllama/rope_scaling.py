@@ -3,8 +3,6 @@
 It holds fields, formula, and names in each file format; a subclass with a ``type`` of its own can be asked for.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math
@@ -14,7 +12,7 @@ from typing import Any, ClassVar
 
 from jllama.errors import MAX_SEQ_LEN, UsageError, check_fields, check_size
 
-ROPE_SCALINGS: dict[str, type[RopeScaling]] = {}  # by the name of their type
+ROPE_SCALINGS: dict[str, "type[RopeScaling]"] = {}  # by the name of their type
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> list[float]:
@@ -63,7 +61,7 @@ class RopeScaling:
         return {"rope_type": self.type} | numbers
 
     @staticmethod
-    def from_fields(fields: Mapping[str, Any]) -> RopeScaling:
+    def from_fields(fields: Mapping[str, Any]) -> "RopeScaling":
         """The scaling of these fields (other types' at defaults), or ``UsageError`` if one is wrong or missing."""
         given = dict(fields)
         kind = ROPE_SCALINGS.get(str(name := given.pop("type", None)))

@@ -1,7 +1,5 @@
 """What every command shares: dataclasses as options, help, errors as one sentence, exit codes. It imports no JAX."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

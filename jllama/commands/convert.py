@@ -1,7 +1,5 @@
 """``python -m jllama convert``."""
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """``python -m jllama eval``."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time

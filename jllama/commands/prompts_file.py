@@ -1,7 +1,5 @@
 """Completing a whole file of prompts: JSON lines in, JSON lines out, and nothing lost if it is interrupted."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A conversation's terminal: lines that are typed or pasted, words that wrap whole, answers that Ctrl-C stops."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import select

@@ -1,7 +1,5 @@
 """Conversations: from messages to token ids by a chat template, and from there to an answer."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ A template is a program that comes with a checkpoint, so it is not trusted. jinj
 internals; its time and memory are limits of the process it runs in (``template_worker``), which is kept between calls.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import importlib.util

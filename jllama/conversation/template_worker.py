@@ -4,8 +4,6 @@ It is run by its path, with the bytes of memory it may take and the folders that
 Requests and replies are lines of JSON. What a template may use: transformers, ``utils/chat_template_utils.py``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import functools

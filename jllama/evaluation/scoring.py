@@ -1,7 +1,5 @@
 """Log-probabilities of given tokens, and from them how well a model predicts a text."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Matrices laid out for decoding: outputs first, and if wanted in eight-bit integers."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -32,11 +30,11 @@ class DecodeMatrix:
         return self.values.dtype if self.scale is None else self.scale.dtype
 
     @property
-    def T(self) -> DecodeMatrix:
+    def T(self) -> "DecodeMatrix":
         """A table of one row an output, as a matrix that is multiplied from the left."""
         return dataclasses.replace(self, shape=self.shape[::-1])
 
-    def reshape(self, rows: int, columns: int) -> DecodeMatrix:
+    def reshape(self, rows: int, columns: int) -> "DecodeMatrix":
         """With its inputs joined to one axis, and its outputs; -1 as in NumPy."""
         return dataclasses.replace(self, shape=self.values.shape[::-1])
 

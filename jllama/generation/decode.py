@@ -3,8 +3,6 @@
 Every setting is data, one value a row: what compiles is a cache length, a batch size, and the length of drafts.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A batch of rows that are being generated: what the device keeps of them, and how each gets its next token."""
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

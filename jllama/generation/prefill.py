@@ -1,7 +1,5 @@
 """Prefill: prompts go through the model, up to their last token, in chunks padded to a few lengths."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

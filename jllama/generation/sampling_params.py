@@ -1,7 +1,5 @@
 """What is asked of a model: prompts, and how their tokens are chosen. Data alone; nothing here imports JAX."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """From a prompt to text: encode and check it, generate, decode as the tokens come, and stop where the text says so."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import numbers

@@ -1,7 +1,5 @@
 """A user's own checkpoint, in any format: its weights examined, its logits compared with the float64 oracle."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A check as data: what is compared, how far apart it came out, and how far it may be; and a table of them all."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.metadata
 import json

@@ -3,8 +3,6 @@
 The code under test is a value, so that the checks run on jllama's own and on copies with one thing deliberately wrong.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import tempfile

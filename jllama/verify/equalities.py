@@ -4,8 +4,6 @@ The functions take the code under test, so that deliberate mistakes can be plant
 command calls them on one small model, the tests on whatever they draw.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple

@@ -3,8 +3,6 @@
 The files are read once, in order, and no more than one layer (or a block of the embedding or head) is in memory.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math

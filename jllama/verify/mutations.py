@@ -4,8 +4,6 @@ Each is used twice: for the matrix's own figures of sensitivity, and by the test
 cells fail.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import types

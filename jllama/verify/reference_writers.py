@@ -6,8 +6,6 @@ Sources: Meta's llama and llama-models (``model.py``), ``torch.save``; transform
 ``modeling_rope_utils.py``), safetensors; llama.cpp's ``convert_hf_to_gguf.py``; llama2.c's ``export.py``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pickle
