@@ -1,6 +1,7 @@
 """The devices of this machine and what is published of others: memory, rates, and what to say of them."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,6 +103,12 @@ def device_memory_bytes(device: Any) -> int | None:
     if device.platform == "cpu":
         return machine_memory_bytes()
     return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def peak_bytes(devices: Iterable[Any]) -> int | None:
+    """The most that any of the devices has held so far; None on CPUs, which do not say."""
+    held = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
+    return max((size for size in held if size), default=None)
 
 
 def describe_devices(mesh: Mesh) -> str:

@@ -1,15 +1,34 @@
 """What is said of this machine's devices."""
 
+from types import SimpleNamespace
+
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jllama.config import MeshConfig
-from jllama.devices import describe_devices, idle_accelerator
+from jllama.devices import describe_devices, idle_accelerator, peak_bytes, program_bytes
 from jllama.sharding import make_mesh
 
 
 def test_devices_in_words():
     assert describe_devices(make_mesh(MeshConfig(), jax.devices()[:1])) == "one CPU"
+
+
+def test_the_peak_is_the_largest_of_the_devices():
+    one, two, silent = (
+        SimpleNamespace(memory_stats=lambda stats=stats: stats)
+        for stats in ({"peak_bytes_in_use": 3}, {"peak_bytes_in_use": 5}, None)
+    )
+    assert peak_bytes([one, two, silent]) == 5
+    assert peak_bytes([silent]) is None
+
+
+def test_what_a_program_holds_counts_donated_arguments_once():
+    vector = jax.ShapeDtypeStruct((1000,), jnp.float32)
+    held = {donated: jax.jit(jnp.sin, donate_argnums=donated).lower(vector).compile() for donated in ((), 0)}
+    assert program_bytes(held[()]) == (4000, 4000)
+    assert program_bytes(held[0]) == (4000, 0)
 
 
 @pytest.mark.parametrize(

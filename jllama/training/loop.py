@@ -22,7 +22,7 @@ from jllama.checkpoints.tensors import Checkpoint, load_params
 from jllama.config import LlamaConfig
 from jllama.data.batches import training_batches
 from jllama.data.tokens import Dataset, prepare_data
-from jllama.devices import describe_devices, idle_accelerator
+from jllama.devices import describe_devices, idle_accelerator, peak_bytes, program_bytes
 from jllama.errors import JllamaError, UsageError, check_fields, no_tokenizer
 from jllama.generation.text import generate, prompt_ids
 from jllama.language_model import LanguageModel
@@ -63,6 +63,7 @@ def train(config: TrainConfig) -> Evaluation:
             run.show("compiling")
             windows = jax.ShapeDtypeStruct((options.batch_size, options.seq_len + 1), jnp.int32)
             take_step = run.training.step.lower(run.state, windows).compile()  # so that no step's time has it in it
+            run.planned_bytes = sum(program_bytes(take_step))
             recent, start_s = [], time.perf_counter()
             while run.step < total_steps and not stopping:
                 windows = next(run.batches)
@@ -112,6 +113,7 @@ class _Run:
     stop: int = 0  # the signal that all processes know of
     move: Callable[..., None] = lambda **_: None
     note: str = ""
+    planned_bytes: int = 0
 
     def seconds(self) -> float:
         return time.perf_counter() - self.start_s
@@ -136,11 +138,13 @@ class _Run:
             self.check_finite("loss or its gradient", step, float(metrics.loss) + float(metrics.grad_norm))
         record = summarize(recent, time.perf_counter() - start_s, self.config)  # timed when they are done
         rate = float(learning_rate_at(self.step - 1, self.config.optimizer, self.config.training.steps))
-        self.write(**record, learning_rate=rate)
+        peak, planned = peak_bytes(self.training.mesh.local_devices), self.planned_bytes
+        self.write(**record, learning_rate=rate, planned_bytes=planned, peak_bytes=peak)
         self.note = f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s"
         if not self.console.is_terminal:
             mfu = f"  MFU {record['mfu']:.1%}" if record["mfu"] else ""
-            self.console.print(f"step {self.step}: {self.note}  learning rate {rate:.1e}{mfu}")
+            memory = f"  {peak / 2**30:.2f} GiB, planned {planned / 2**30:.2f}" if peak else ""
+            self.console.print(f"step {self.step}: {self.note}  learning rate {rate:.1e}{mfu}{memory}")
         self.show()
 
     def evaluate(self) -> Evaluation | None:

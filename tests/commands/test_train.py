@@ -29,6 +29,7 @@ from jllama.errors import UsageError
 from jllama.files import locked
 from jllama.language_model import LanguageModel
 from jllama.model import abstract_params
+from jllama.parameters import count_parameters
 from jllama.tokenizers import BytesTokenizer
 from jllama.training import loop
 from jllama.training.config import LoopConfig, TrainConfig
@@ -63,10 +64,13 @@ def test_the_folder_of_a_run(small_run, read_run):
     assert small_run.out == ""  # chatter goes to stderr
     assert re.search(r"[\d,]+ parameters on one CPU, reference attention, ", small_run.err)  # what auto chose
     steps = [line for line in lines if "loss" in line]
+    model = parse(TrainConfig, ["--config", str(run / "config.yaml")], "train.py").model
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     for line in steps:
         assert set(line) >= {"step", "loss", "grad_norm", "learning_rate", "tokens_per_s", "mfu"}
         assert line["tokens_per_s"] > 0
+        assert line["planned_bytes"] > 16 * count_parameters(model)  # weights, two moments, gradients
+        assert line["peak_bytes"] is None  # a CPU does not say
     assert steps[0]["loss"] == pytest.approx(np.log(259), abs=0.3)
     assert steps[-1]["loss"] < steps[0]["loss"] - 1
     evaluations = [line for line in lines if "validation_loss" in line]
