@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -52,8 +53,12 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     if math.prod(sizes.values()) != len(devices):
         said = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise UsageError(f"the mesh {said} needs {math.prod(sizes.values())} devices, but there are {len(devices)}")
-    kinds = (AxisType.Auto,) * len(AXES)
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=kinds, devices=devices)
+    kinds, shape = (AxisType.Auto,) * len(AXES), tuple(sizes.values())
+    try:
+        return jax.make_mesh(shape, AXES, axis_types=kinds, devices=devices)
+    except NotImplementedError:  # an axis of the mesh takes a part of a side of the torus
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(grid, AXES, axis_types=kinds)
 
 
 def ruleset(config: MeshConfig) -> Mapping[str, Sequence[str]]:
