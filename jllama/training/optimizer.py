@@ -3,7 +3,9 @@
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
@@ -55,5 +57,18 @@ def make_optimizer(config: OptimizerConfig, model: LlamaConfig, total_steps: int
     is_decayed = functools.partial(map_by_path, lambda path, _: table[path].role == "matrix")
     rate = optax.scale_by_learning_rate(lambda step: learning_rate_at(step, config, total_steps))
     decay = optax.add_decayed_weights(config.weight_decay, is_decayed)
-    chain = optax.chain(OPTIMIZERS[config.name](config), decay, rate)
+    chain = optax.chain(_kept_in(jnp.dtype(config.moment_dtype), OPTIMIZERS[config.name](config)), decay, rate)
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), chain)
+
+
+def _kept_in(dtype: jnp.dtype, inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The same in float32, with its state's float32 arrays kept in another dtype between two steps."""
+
+    def cast(state: Any, before: Any, after: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.astype(after) if leaf.dtype == before else leaf, state)
+
+    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = inner.update(gradients, cast(state, dtype, jnp.float32), params)
+        return updates, cast(state, jnp.float32, dtype)
+
+    return optax.GradientTransformation(lambda params: cast(inner.init(params), jnp.float32, dtype), update)

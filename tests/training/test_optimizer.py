@@ -124,6 +124,27 @@ def test_adamw_against_numpy():
         assert relative_error(np.float64(leaf) - start[path], expected[path] - start[path]) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_moments_in_bfloat16_are_float32_ones_rounded_between_steps(name):
+    dtypes = ("bfloat16", "float32")
+    narrow, wide = (make_optimizer(OptimizerConfig(name, moment_dtype=dtype), MODEL, 9) for dtype in dtypes)
+
+    def rounded(state):
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(leaf.dtype) if leaf.ndim else leaf, state)
+
+    params = jax.tree.map(jnp.asarray, random_params(MODEL, 0))
+    kept, expected = narrow.init(params), wide.init(params)
+    moments = [leaf for leaf in jax.tree.leaves(kept) if leaf.ndim]
+    assert moments and {leaf.dtype for leaf in moments} == {jnp.dtype(jnp.bfloat16)}
+    for step in range(3):
+        gradients = random_params(MODEL, step + 1)
+        updates, kept = narrow.update(gradients, kept, params)
+        expected_updates, expected = wide.update(gradients, rounded(expected), params)
+        for one, other in zip(jax.tree.leaves(updates), jax.tree.leaves(expected_updates), strict=True):
+            assert one.dtype == jnp.float32
+            np.testing.assert_array_equal(one, other)
+
+
 def test_lion_against_numpy():
     """Chen et al. 2023, algorithm 2: the sign of one average, and another that is kept."""
     config = OptimizerConfig("lion", 0.1, 1.0, 0.0, beta1=0.8, beta2=0.6, weight_decay=0.0, clip_norm=1e30)
@@ -186,3 +207,8 @@ def test_values_out_of_range_are_refused_by_name(name, values):
     for value in values:
         with pytest.raises(UsageError, match=rf"^optimizer\.{name} is {value}; it must "):
             OptimizerConfig(**{name: value})
+
+
+def test_a_decay_that_bfloat16_would_round_away_is_refused():
+    with pytest.raises(UsageError, match=r"^optimizer.beta2 is 0.999; it must be at most 0.99 with "):
+        OptimizerConfig(beta2=0.999, moment_dtype="bfloat16")
