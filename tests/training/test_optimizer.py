@@ -135,7 +135,7 @@ def test_moments_in_bfloat16_are_float32_ones_rounded_between_steps(name):
     params = jax.tree.map(jnp.asarray, random_params(MODEL, 0))
     kept, expected = narrow.init(params), wide.init(params)
     moments = [leaf for leaf in jax.tree.leaves(kept) if leaf.ndim]
-    assert moments and {leaf.dtype for leaf in moments} == {jnp.dtype(jnp.bfloat16)}
+    assert {leaf.dtype for leaf in moments} == {jnp.dtype(jnp.bfloat16)}
     for step in range(3):
         gradients = random_params(MODEL, step + 1)
         updates, kept = narrow.update(gradients, kept, params)
