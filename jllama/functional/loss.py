@@ -30,8 +30,9 @@ def linear_cross_entropy(
     ``total = sum over unmasked of (logsumexp(logits) - logits[target] + z_loss * logsumexp(logits)**2)``.
     Sums of parts of a batch add up exactly; the mean is ``total / count``. Masked positions count for nothing, whatever
     they hold. Targets are the tokens *after* the ones of ``hidden``: the caller shifts. Logits are made for
-    ``chunk_tokens`` tokens at a time, up to the row with the most unmasked ones, and gradients while they are there:
-    products in the dtype of ``hidden``, sums in float32. Reverse mode only, and once. Source of the z-loss: Chowdhery
+    ``chunk_tokens`` tokens at a time, up to the row with the most unmasked ones, and gradients while they are there
+    (those of the logits stay, if they take no more than the head's in float32): products in the dtype of ``hidden``,
+    sums in float32. Reverse mode only, and once. Source of the z-loss: Chowdhery
     et al. 2022, section 5 (arXiv:2204.02311).
 
     >>> hidden, head = jnp.ones((1, 3, 8)), jnp.zeros((8, 50))
@@ -95,8 +96,8 @@ def _total_and_gradients(
     wide = np.promote_types(hidden.dtype, np.float32)
 
     def one_chunk(x: Array, targets: Array, mask: Array) -> tuple[Array, ...]:
-        x, targets, mask = x.reshape(-1, x.shape[-1]), targets.reshape(-1), mask.reshape(-1)
-        x = jnp.where(mask[:, None], x, 0)
+        """The total, and with gradients that of ``x``, and those of the logits."""
+        shape, x, targets, mask = x.shape, x.reshape(-1, x.shape[2]), targets.reshape(-1), mask.reshape(-1)
         log_prob, shifted, log_sum, log_normalizer = _log_probs(project(x, head), targets)
         losses = z_loss * jnp.square(log_normalizer) - log_prob if z_loss else -log_prob
         total = jnp.sum(jnp.where(mask, losses, 0.0))
@@ -107,30 +108,40 @@ def _total_and_gradients(
         is_target = jnp.arange(slope.shape[1]) == targets[:, None]
         slope = jnp.where(mask[:, None], slope - is_target.astype(wide), 0.0).astype(x.dtype)
         d_x = jnp.einsum("tv,ev->te", slope, head, preferred_element_type=wide).astype(x.dtype)
-        d_x = d_x.reshape(batch, -1, d_x.shape[1])
-        return total, d_x, jnp.einsum("te,tv->ev", x, slope, preferred_element_type=wide)
+        return total, d_x.reshape(shape), slope.reshape(*shape[:2], -1)
 
+    def head_gradient(x: Array, slope: Array) -> Array:
+        x, slope = (each.reshape(-1, each.shape[2]) for each in (x, slope))
+        return jnp.einsum("te,tv->ev", x, slope, preferred_element_type=wide)
+
+    hidden = jnp.where(mask[..., None], hidden, 0)
     if length == seq:
-        return one_chunk(hidden, targets, mask)
+        total, *slopes = one_chunk(hidden, targets, mask)
+        return (total, slopes[0], head_gradient(hidden, slopes[1])) if gradients else (total,)
 
     # Counted tokens go to the front of each row, in their order, so that the last chunks need not be looked at.
     order, counts = jnp.argsort(~mask, axis=1, stable=True), jnp.sum(mask, axis=1)
     padded = jnp.pad(order, ((0, 0), (0, -seq % length)))
     x, y = jnp.take_along_axis(hidden, padded[..., None], axis=1), jnp.take_along_axis(targets, padded, axis=1)
     counted = jnp.arange(padded.shape[1]) < counts[:, None]
+    # The logits' gradients are kept for one product at the end, where they are not larger than its sum in float32.
+    at_once = x.size * x.dtype.itemsize <= wide.itemsize * x.shape[2] ** 2
 
     def add_chunk(index: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        part = (jax.lax.dynamic_slice_in_dim(each, index * length, length, axis=1) for each in (x, y, counted))
+        part = [jax.lax.dynamic_slice_in_dim(each, index * length, length, axis=1) for each in (x, y, counted)]
         total, *slopes = one_chunk(*part)
         if not gradients:
             return (sums[0] + total,)
-        d_x = jax.lax.dynamic_update_slice_in_dim(sums[1], slopes[0], index * length, axis=1)
-        return sums[0] + total, d_x, sums[2] + slopes[1]
+        write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=index * length, axis=1)
+        last = write(sums[2], slopes[1]) if at_once else sums[2] + head_gradient(part[0], slopes[1])
+        return sums[0] + total, write(sums[1], slopes[0]), last
 
-    zeros = (jnp.zeros((), wide), jnp.zeros_like(x), jnp.zeros(head.shape, wide))[: 3 if gradients else 1]
+    last = jnp.zeros((*y.shape, head.shape[1]), x.dtype) if at_once else jnp.zeros(head.shape, wide)
+    zeros = (jnp.zeros((), wide), jnp.zeros_like(x), last)[: 3 if gradients else 1]
     total, *slopes = jax.lax.fori_loop(0, -(-jnp.max(counts) // length), add_chunk, zeros)
     if gradients:
         slopes[0] = jnp.take_along_axis(slopes[0], jnp.argsort(order, axis=1)[..., None], axis=1)
+        slopes[1] = head_gradient(x, slopes[1]) if at_once else slopes[1]
     return total, *slopes
 
 
