@@ -32,8 +32,8 @@ def linear_cross_entropy(
     they hold. Targets are the tokens *after* the ones of ``hidden``: the caller shifts. Logits are made for
     ``chunk_tokens`` tokens at a time, up to the row with the most unmasked ones, and gradients while they are there
     (those of the logits stay, if they take no more than the head's in float32): products in the dtype of ``hidden``,
-    sums in float32. Reverse mode only, and once. Source of the z-loss: Chowdhery
-    et al. 2022, section 5 (arXiv:2204.02311).
+    sums in float32. Reverse mode only, and once. Source of the z-loss: Chowdhery et al. 2022, section 5
+    (arXiv:2204.02311).
 
     >>> hidden, head = jnp.ones((1, 3, 8)), jnp.zeros((8, 50))
     >>> total, count = linear_cross_entropy(hidden, head, jnp.array([[4, 7, 0]]), jnp.array([[True, True, False]]))
@@ -92,7 +92,7 @@ def _total_and_gradients(
     z_loss: float, chunk_tokens: int, hidden: Array, head: Any, targets: Array, mask: Array, *, gradients: bool
 ) -> tuple[Array, ...]:
     """The total alone, or with the gradients of ``hidden`` and ``head``."""
-    (batch, seq), length = targets.shape, _chunk_length(targets.shape, chunk_tokens)
+    seq, length = targets.shape[1], _chunk_length(targets.shape, chunk_tokens)
     wide = np.promote_types(hidden.dtype, np.float32)
 
     def one_chunk(x: Array, targets: Array, mask: Array) -> tuple[Array, ...]:
