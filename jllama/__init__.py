@@ -23,7 +23,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# isort: off
 if TYPE_CHECKING:  # for editors and type checkers; at run time a name is imported when it is first used
     from jllama import check as check, functional as functional, oracle as oracle
     from jllama.checkpoints.registry import FORMATS as FORMATS, Format as Format, convert as convert, load as load
@@ -52,7 +51,6 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a name is import
     from jllama.training.loop import train as train
     from jllama.training.optimizer import OPTIMIZERS as OPTIMIZERS
     from jllama.training.step import TrainState as TrainState, compile_training as compile_training
-# isort: on
 
 __version__ = "0.1.0"
 

@@ -155,14 +155,9 @@ class YarnScaling(RopeScaling):
     def __post_init__(self, mscale: float, mscale_all_dim: float) -> None:
         super().__post_init__()
         check_fields(self, "rope_scaling.", "attention_factor", lambda x: x >= 0, "positive, or 0 to work it out")
-        up, down = (0.1 * scale * math.log(self.factor) + 1 for scale in (mscale, mscale_all_dim))
-        derived = up / down if mscale and mscale_all_dim else self.usual_attention_factor
-        object.__setattr__(self, "attention_factor", self.attention_factor or derived)
-
-    @property
-    def usual_attention_factor(self) -> float:
-        """The paper's, section 3.4."""
-        return 0.1 * math.log(self.factor) + 1
+        scales = (mscale, mscale_all_dim) if mscale and mscale_all_dim else (1, 0)  # the paper's, section 3.4
+        up, down = (0.1 * scale * math.log(self.factor) + 1 for scale in scales)
+        object.__setattr__(self, "attention_factor", self.attention_factor or up / down)
 
     def keep(self, i: int, frequency: float, head_dim: int, theta: float) -> float:
         """The first pairs, less and less."""

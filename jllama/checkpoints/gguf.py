@@ -265,6 +265,6 @@ def _rope_scaling_to_write(config: LlamaConfig) -> tuple[dict[str, Any], np.ndar
         betas, usual = (f"{each.beta_fast:g} and {each.beta_slow:g}" for each in (scaling, YarnScaling))
         if betas != usual:
             raise JllamaError(f"llama.cpp takes yarn's beta_fast and beta_slow to be {usual}, this model has {betas}")
-        if scaling.attention_factor != scaling.usual_attention_factor:
-            keys[f"{key}attn_factor"] = shortest(scaling.attention_factor / scaling.usual_attention_factor)
+        if (share := scaling.attention_factor / YarnScaling(scaling.factor).attention_factor) != 1:
+            keys[f"{key}attn_factor"] = shortest(share)
     return keys, None

@@ -1,6 +1,5 @@
 """Pure functions on arrays, each with its formula and source; nothing here imports the rest of jllama."""
 
-# isort: off
 from jllama.functional.attention import ATTENTION as ATTENTION, Mask as Mask, attention as attention
 from jllama.functional.attention import AttentionImplementation as AttentionImplementation
 from jllama.functional.attention import choose_attention as choose_attention, masked_softmax as masked_softmax
@@ -15,4 +14,3 @@ from jllama.functional.sampling import penalize_presence as penalize_presence
 from jllama.functional.sampling import penalize_repetition as penalize_repetition, sample as sample
 from jllama.functional.sampling import top_k_mask as top_k_mask, top_p_mask as top_p_mask
 from jllama.functional.sampling import truncated_logits as truncated_logits
-# isort: on

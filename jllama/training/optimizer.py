@@ -33,9 +33,8 @@ _UNUSED = {"lion": ("epsilon",), "adafactor": ("beta1", "beta2", "epsilon")}
 def learning_rate_at(step: ArrayLike, config: OptimizerConfig, total_steps: int) -> Float[Array, ""]:
     """The learning rate of a step, counted from 0: a linear warm-up, then half a cosine down to a floor.
 
-    With ``w = ceil(warmup_fraction * total_steps)``, at most ``total_steps - 1``: ``peak * (step + 1) / w`` for
-    ``step < w``, so the peak at ``w - 1``; then ``floor + (peak - floor) * (1 + cos(pi * t)) / 2`` with
-    ``t = (step + 1 - w) / (total_steps - w)``, so the floor at ``total_steps - 1``, and after it.
+    ``peak * (step + 1) / w`` while ``step < w = ceil(warmup_fraction * total_steps)``, not over ``total_steps - 1``;
+    then ``floor + (peak - floor) * (1 + cos(pi * t)) / 2`` with ``t = (step + 1 - w) / (total_steps - w)``, at most 1.
     """
     warmup = min(math.ceil(config.warmup_fraction * total_steps), total_steps - 1)
     peak, floor = config.learning_rate, config.learning_rate * config.final_fraction
