@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from rich.table import Column, Table
 import jllama
 from jllama.commands.cli import parse
 from jllama.config import LlamaConfig, MeshConfig
-from jllama.errors import UsageError
+from jllama.errors import UsageError, check_fields
 from jllama.training.config import LoopConfig, TrainConfig
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class PlanOptions(TrainConfig):
         super().__post_init__()
         if not self.topology:
             raise UsageError("topology is missing: give the devices, such as v5e:4x4 or h100:8")
+        check_fields(self, "", "batch_size seq_len", lambda size: 0 <= size < 2**31, "positive, or 0 for the usual")
+        check_fields(self, "", "tokens", lambda count: 0 < count < math.inf, "positive")
         if self.quantize not in ("", "int8") or (self.quantize and not self.decode):
             raise UsageError("quantize is int8, and for --decode alone")
 

@@ -36,7 +36,7 @@ class Receipt:
         parameters_bytes, moments_bytes: parts of it.
         temporaries_bytes: gradients, activations and what the compiler needs besides; of a program that the compiler
             refused, by what it says.
-        gradients_bytes: a part of it, by formula: a float32 for each of the device's parameters.
+        gradients_bytes: a part of it, by formula: a number for each of the device's parameters, as they are summed.
         attention: the attention kernel in the program; empty if it has none.
         flops: of a device in a step, by the formula of ``training_flops_per_token``.
         recomputed: FLOPs with what ``training.remat`` computes again, over those without.
@@ -117,9 +117,13 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
     windows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=training.batch_sharding)
     tokens = config.training.batch_size * seq_len
     flops = training_flops_per_token(config.model, seq_len) * tokens / len(devices)
-    held = _device_bytes(state.params)
-    sizes = {"parameters_bytes": held, "moments_bytes": _device_bytes(state.opt_state), "gradients_bytes": held}
-    lowered, sizes = training.step.lower(state, windows), sizes | {"recomputed": recomputed(config)}
+    held, lowered = _device_bytes(state.params), training.step.lower(state, windows)
+    sizes = {
+        "parameters_bytes": held,
+        "moments_bytes": _device_bytes(state.opt_state),
+        "gradients_bytes": held * jnp.dtype(config.training.reduce_dtype).itemsize // 4,
+        "recomputed": recomputed(config),
+    }
     receipt = _receipt(topology, accelerator, mesh, lowered, flops, tokens, sizes)
     return receipt if receipt.fits else dataclasses.replace(receipt, advice=_advice(config, receipt))
 

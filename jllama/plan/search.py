@@ -3,9 +3,8 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
@@ -78,11 +77,15 @@ def _trials(config: TrainConfig, accelerator: Accelerator, devices: list, fixed_
     """The steps that divide over the devices and that could fit."""
     options, model = config.training, config.model
     seq_len = options.seq_len or model.max_seq_len
-    query: Any = jax.ShapeDtypeStruct((1, model.num_heads, seq_len, model.head_dim), jnp.bfloat16)
+    query = jnp.zeros((1, 1, 1, model.head_dim), jnp.bfloat16)
     segments = Mask(query_segments=jnp.zeros(0), key_segments=jnp.zeros(0))
-    own = {name: row for name, row in ATTENTION.items() if row.platform == devices[0].platform}
-    whole, split = (  # rows of all their tokens on a device, and those whose tokens are split
-        [name for name, row in own.items() if not row.refuses(query, query, mask)]
+    whole, split = (  # kernels for rows that have all their tokens on a device, and for others
+        [
+            name
+            for name, row in ATTENTION.items()
+            if (row.platform == devices[0].platform if options.attention == "auto" else name == options.attention)
+            and not row.refuses(query, query, mask)
+        ]
         for mask in (segments, segments._replace(offset=jnp.zeros(1)))
     )
     sizes = [size for size in range(1, len(devices) + 1) if len(devices) % size == 0]

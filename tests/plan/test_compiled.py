@@ -1,0 +1,138 @@
+"""What the compilers for TPUs and GPUs make of attention and of training steps, without such a device."""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from jllama.plan.program import ATTENTION_KERNELS
+
+ON = {"tpu": "v5e:2x2", "gpu": "h100:4"}
+PLATFORMS = [pytest.param(name, marks=getattr(pytest.mark, f"plan_{name}")) for name in ON]
+SEQ = 640  # no other size is one or a multiple of it
+TINY = f"""
+--model.vocab_size 4096 --model.num_layers 2 --model.embed_dim 512 --model.num_heads 8 --model.num_kv_heads 4
+--model.head_dim 64 --model.mlp_dim 1536 --model.max_seq_len {SEQ} --training.batch_size 4 --json
+"""
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+
+
+def plan(arguments, code=0):
+    run = [sys.executable, "-m", "jllama", "plan", *arguments.split()]
+    done = subprocess.run(run, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout) if code != 2 else done.stderr
+
+
+@pytest.fixture(scope="module")
+def lowered(request):
+    """Attention forward and backward by name, head size and documents: the program's text."""
+    run = [sys.executable, __file__, request.param]
+    done = subprocess.run(run, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("lowered", PLATFORMS, indirect=True)
+def test_attention_is_a_kernel_both_ways_and_no_dense_scores(lowered):
+    assert len(lowered) >= 3
+    for case, text in lowered.items():
+        name = case.split()[0]
+        assert text.count(ATTENTION_KERNELS[name]) >= 2, case  # forward and backward
+        assert not re.search(r"\[(\d+,)*(640|768|1024),(640|768|1024)\]", text), case
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_under_fsdp_weights_alone_are_exchanged(platform):
+    found = plan(f"{TINY} --topology {ON[platform]}")
+    keys = "fits device devices arguments_bytes temporaries_bytes device_memory_bytes compile_s attention collectives"
+    assert {*keys.split()} <= {*found}
+    assert (found["fits"], found["devices"]) == (True, 4)
+    assert found["attention"] == {"tpu": "splash", "gpu": "triton"}[platform]
+    received = dict.fromkeys(("all-gather", "reduce-scatter"), 0.0)
+    for row in found["collectives"]:
+        sizes = [int(size) for size in re.findall(r"\d+", re.sub(r"[a-z]+\d+\[", "[", row["shape"]))]
+        assert not any(size % SEQ == 0 for size in sizes), row  # none is of tokens
+        if row["kind"] in received:
+            received[row["kind"]] += row["times"] * row["bytes_each"]
+        else:
+            assert row["times"] * row["bytes_each"] < 1e5, row  # losses, norms, and what has one axis
+    layers, ends = 2 * 512 * (2 * 512 + 2 * 256 + 3 * 1536), 2 * 4096 * 512
+    assert received["all-gather"] == 3 / 4 * 2 * (2 * layers + ends)  # in bfloat16; layers backward, too
+    assert received["reduce-scatter"] == pytest.approx(3 / 4 * 4 * (layers + ends), rel=0.1)
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_what_does_not_fit_names_what_fills_the_memory(platform):
+    found = plan(f"{TINY} --topology {ON[platform]} --batch_size 8192 --training.remat none", code=1)
+    assert not found["fits"]
+    assert len(found["largest"]) == 10
+    assert found["largest"][0][0] > 2**30
+    assert found["advice"][0] == "--training.remat block"
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_search_finds_what_fits(platform):
+    found = plan(f"{TINY} --topology {ON[platform].replace('2x2', '1x1').replace('h100:4', 'h100:1')} --search")
+    assert found["fits"]
+
+
+@pytest.mark.plan_tpu
+def test_a_topology_or_a_mesh_on_it():
+    assert "v5e:3x3 cannot be planned for, so give another topology: " in plan(f"{TINY} --topology v5e:3x3", code=2)
+    said = plan(f"{TINY} --topology v5e:4x4 --mesh.tensor 16", code=2)
+    assert "does not divide 16 ways: the nearest mesh.tensor that does is" in said
+
+
+@pytest.mark.plan_tpu
+def test_1b_with_one_sequence_a_chip():
+    found = plan("--preset llama3.2-1b --topology v5e:4x4 --seq_len 4096 --training.reduce_dtype bfloat16 --json")
+    assert found["arguments_bytes"] + found["temporaries_bytes"] <= 3.9 * 2**30
+    assert found["attention"] == "splash"
+
+
+@pytest.mark.plan_gpu
+def test_1b_with_four_sequences_on_an_h200():
+    found = plan("--preset llama3.2-1b --topology h200:1 --seq_len 4096 --batch_size 4 --json")
+    assert found["arguments_bytes"] + found["temporaries_bytes"] <= 20 * 2**30
+    assert found["attention"] == "triton"
+
+
+def main():
+    """Compile attention for one device of a platform."""
+    import jax
+    import jax.numpy as jnp
+
+    from jllama.functional import ATTENTION, Mask, attention
+    from jllama.plan.devices import topology_devices
+
+    device, found = topology_devices(ON[sys.argv[1]])[1][0], {}
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    names = [name for name, row in ATTENTION.items() if row.platform == sys.argv[1]]
+    for name, head_dim, packed in itertools.product(names, (64, 128, 100), (False, True)):
+        query, key, segments = (
+            jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+            for shape, dtype in [
+                ((2, 8, SEQ, head_dim), jnp.bfloat16),
+                ((2, 2, SEQ, head_dim), jnp.bfloat16),
+                ((2, SEQ), jnp.int32),
+            ]
+        )
+
+        def loss(query, key, value, segments, name=name, packed=packed):
+            mask = Mask(query_segments=segments, key_segments=segments) if packed else Mask()
+            return jnp.sum(attention(query, key, value, mask, name).astype(jnp.float32) ** 2)
+
+        if not (packed and name == "cudnn"):
+            program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(query, key, key, segments).compile()
+            found[f"{name} {head_dim} {packed}"] = program.as_text()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    main()

@@ -1,0 +1,132 @@
+"""``jllama plan`` at the command line: what cannot be planned is one sentence and code 2, what can a receipt."""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jllama.commands import cli
+
+TINY = """
+--model.vocab_size 256 --model.num_layers 1 --model.embed_dim 64 --model.num_heads 4 --model.num_kv_heads 2
+--model.head_dim 16 --model.mlp_dim 128 --model.max_seq_len 32 --training.batch_size 8 --training.reduce_dtype float32
+--training.attention reference --topology h100:8
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("", "topology is missing: give the devices, such as v5e:4x4 or h100:8"),
+        ("--topology h101:8", "there is no accelerator h101; did you mean h100?"),
+        (
+            "--topology cerebras:1",
+            "there is no accelerator cerebras; there are v4, v5e, v5p, v6e, a100, h100-pcie, h100",
+        ),
+        ("--topology v5p:4x4", "v5p:4x4 is no topology: give the sides of the slice, such as v5p:4x4x4"),
+        ("--topology h100:12", "h100:12 is no topology: give the number of GPUs, to 8 or a multiple of 8, such as"),
+        ("--topology h100:8 --quantize int8", "quantize is int8, and for --decode alone"),
+        ("--topology h100:8 --preset llama9-1b", "there is no preset llama9-1b; did you mean llama"),
+        ("--topology h100:8 --bach_size 4", "there is no option bach_size; did you mean batch_size?"),
+        ("--topology h100:8 --batch_size -4", "batch_size is -4; it must be positive, or 0"),
+        ("--topology h100:8 --tokens -1", "tokens is -1.0; it must be positive"),
+    ],
+)
+def test_what_cannot_be_planned(arguments, said, capsys):
+    assert cli.run("plan", ["--preset", "llama3.2-1b", *arguments.split()]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"error: {said}")
+    assert printed.err.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def planned():
+    """Plans for eight devices of a CPU that stand in for GPUs: what each command printed, and its code."""
+    commands = {
+        "mesh": ["--mesh.fsdp", "3"],
+        "tensor": ["--mesh.tensor", "8"],
+        "batch": ["--batch_size", "12"],
+        "parts": ["--training.accumulation", "2"],
+        "fits": [],
+        "json": ["--json", "--mesh.fsdp", "4", "--mesh.tensor", "2"],
+        "too large": ["--batch_size", "4096", "--seq_len", "4096", "--training.remat", "none"],
+        "decoding": ["--decode", "--mesh.data", "8", "--mesh.fsdp", "1"],
+    }
+    environment = os.environ | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"}
+    words = json.dumps({name: [*TINY.split(), *others] for name, others in commands.items()})
+    run = [sys.executable, __file__, words]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("mesh", "the mesh data=1 x fsdp=3 x sequence=1 x tensor=1 needs 3 devices, but there are 8"),
+        ("tensor", "which does not divide 8 ways: the nearest mesh.tensor that does is 4"),
+        ("batch", "training.batch_size is 12; it must be a multiple of 8 device(s) times 1 part(s)"),
+        ("parts", "training.batch_size is 8; it must be a multiple of 8 device(s) times 2 part(s)"),
+    ],
+)
+def test_a_mesh_or_batch_that_does_not_divide(planned, name, said):
+    code, out, err = planned[name]
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert said in err
+
+
+def test_a_receipt_has_every_part(planned):
+    code, out, err = planned["fits"]
+    assert (code, err) == (0, "")
+    assert out.startswith("h100:8, fsdp=8: fits, 79.1")
+    parts = "parameters,moments,gradients,activations,received in all-gather,compute,interconnect,binds,MFU,tokens/s"
+    for part in [*parts.split(","), "attention kernel", "1.5e13 tokens", "compiled in"]:
+        assert part in out
+
+
+def test_json_is_alone_on_stdout(planned):
+    code, out, _ = planned["json"]
+    found = json.loads(out)
+    assert (code, found["fits"], found["device"], found["devices"]) == (0, True, "h100:8", 8)
+    assert found["mesh"] == {"data": 1, "fsdp": 4, "sequence": 1, "tensor": 2}
+    assert {row["kind"] for row in found["collectives"]} >= {"all-gather", "all-reduce"}
+    assert found["device_memory_bytes"] == 84942979072
+
+
+def test_what_does_not_fit_has_code_1(planned):
+    code, out, _ = planned["too large"]
+    assert code == 1
+    assert " GiB too much\n" in out
+    assert out.count(" GiB  ") == 10
+    assert "to make it fit: --training.remat block\n" in out
+    assert "to make it fit: --training.accumulation 512, one row of each device at a time\n" in out
+
+
+def test_decoding(planned):
+    code, out, _ = planned["decoding"]
+    assert code == 0
+    assert "cache and tokens" in out
+    assert "of the memory's" in out
+
+
+def main():
+    """Run the commands of ``planned``, with the devices that there are in place of a topology's."""
+    import jax
+
+    from jllama.plan import devices, receipt
+
+    accelerator, found = devices.ACCELERATORS["h100"], {}
+    devices.topology_devices = receipt.topology_devices = lambda topology: (accelerator, jax.devices())
+    for name, words in json.loads(sys.argv[1]).items():
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+            code = cli.run("plan", words)
+        found[name] = code, out.getvalue(), err.getvalue()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

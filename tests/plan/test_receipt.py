@@ -1,0 +1,76 @@
+"""A plan for the CPU, whose memory can be counted: what the receipt says is what a step holds."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jllama.config import LlamaConfig
+from jllama.devices import Accelerator
+from jllama.parameters import count_parameters, training_flops_per_token
+from jllama.plan import receipt
+from jllama.training.config import LoopConfig, TrainConfig
+from jllama.training.step import compile_training
+
+MODEL = LlamaConfig(200, 2, 64, 2, 1, mlp_dim=96, max_seq_len=64)
+CONFIG = TrainConfig(MODEL, training=LoopConfig(batch_size=4, seq_len=64, remat="block", attention="reference"))
+CPU = Accelerator("cpu", 2**30, flops=1e12, bandwidth=1e11, links=1e10)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def this_machine():
+    """Its CPU stands in for every topology; a number behind the colon is its memory in bytes."""
+
+    def devices(topology):
+        return CPU._replace(memory_bytes=float(topology.partition(":")[2] or 2**30)), jax.devices()[:1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(receipt, "topology_devices", devices)
+        yield
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return receipt.plan_training(CONFIG, "cpu")
+
+
+def test_arguments_are_the_bytes_that_a_step_takes(planned):
+    training = compile_training(CONFIG, bos_id=1)
+    state = training.init(jax.random.key(0))
+    leaves = [*jax.tree.leaves(state._replace(key=jax.random.key_data(state.key))), jnp.zeros((4, 65), jnp.int32)]
+    assert planned.arguments_bytes == sum(leaf.nbytes for leaf in leaves)
+    assert planned.parameters_bytes == planned.gradients_bytes == 4 * count_parameters(MODEL)
+    assert 2 * planned.parameters_bytes <= planned.moments_bytes < 2 * planned.parameters_bytes + 100
+
+
+def test_times_are_those_of_the_rates(planned):
+    flops = training_flops_per_token(MODEL, 64) * 4 * 64
+    assert (planned.flops, planned.tokens, planned.interconnect_s) == (flops, 256, 0)
+    assert planned.compute_s == flops * 4 / 3 / 1e12
+    assert planned.memory_s == planned.traffic_bytes / 1e11
+    assert planned.traffic_bytes > 2 * planned.arguments_bytes
+    assert (
+        planned.binds == max({"compute": planned.compute_s, "memory": planned.memory_s}.items(), key=lambda x: x[1])[0]
+    )
+    assert planned.mfu_limit == pytest.approx(planned.flops / 1e12 * planned.tokens_per_s / planned.tokens)
+
+
+def test_json_has_what_the_receipt_has(planned):
+    found = json.loads(json.dumps(planned.as_dict()))
+    keys = "fits device devices arguments_bytes temporaries_bytes device_memory_bytes compile_s attention collectives"
+    assert {*keys.split(), "largest", "advice", "mfu_limit", "activations_bytes"} <= {*found}
+    assert found["fits"] is True
+    assert found["activations_bytes"] + found["gradients_bytes"] == found["temporaries_bytes"]
+
+
+def test_what_does_not_fit_says_what_fills_the_memory_and_what_would_help(planned):
+    small = receipt.plan_training(CONFIG, f"cpu:{planned.arguments_bytes + planned.temporaries_bytes - 1}")
+    assert not small.fits
+    assert len(small.largest) == 10
+    assert small.largest == sorted(small.largest, reverse=True)
+    assert any("feed_forward" in name for _, _, name in small.largest)
+    assert small.advice == ("--training.remat offload", "--training.accumulation 4, one row of each device at a time")
+    tiny = receipt.plan_training(CONFIG, "cpu:100000")
+    assert tiny.advice[-1].startswith("at least ")
+    assert "devices: parameters, moments and gradients alone take" in tiny.advice[-1]
