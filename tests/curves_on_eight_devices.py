@@ -1,0 +1,153 @@
+"""Run by test_meshes.py in a process of its own: drawn configurations on every mesh of eight devices and on one device,
+their curves of loss and samples, and mistakes in the exchanges, as JSON on stdout.
+"""
+
+import itertools
+import json
+import math
+import re
+import tempfile
+from collections import Counter
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jllama
+from jllama.config import LlamaConfig, MeshConfig
+from jllama.errors import UsageError
+from jllama.generation import decode
+from jllama.generation.prefill import prefill
+from jllama.sharding import make_mesh, state_sharding
+from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
+from jllama.training.step import check_batch, compile_training
+
+STEPS, BOS, DRAWN = 20, 1, 6
+MESHES = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=4) if math.prod(sizes) == 8]
+"""Sizes of data, fsdp, tensor and sequence."""
+SAMPLED = [(1, 1, 8, 1), (1, 2, 4, 1), (2, 2, 2, 1), (1, 8, 1, 1)]
+
+
+def drawn(rng):
+    """A training run of some small Llama."""
+    heads = int(rng.choice([4, 8]))
+    model = LlamaConfig(
+        vocab_size=int(rng.choice([56, 60, 62, 63, 64])),
+        num_layers=2,
+        embed_dim=int(rng.choice([20, 24, 32])),
+        num_heads=heads,
+        num_kv_heads=heads // int(rng.choice([1, 2, 4])),
+        head_dim=int(rng.choice([4, 6])),
+        mlp_dim=int(rng.choice([40, 44, 48])),
+        max_seq_len=64,
+        tie_embeddings=bool(rng.integers(2)),
+    )
+    options = LoopConfig(
+        batch_size=16,
+        seq_len=16,
+        steps=STEPS,
+        accumulation=int(rng.choice([1, 2])),
+        attention=str(rng.choice(["reference", "blocked", "xla"])),
+        remat=str(rng.choice(["none", "dots", "block"])),
+    )
+    return TrainConfig(
+        model, training=options, optimizer=OptimizerConfig(learning_rate=1e-2, warmup_fraction=0.0, epsilon=1e-4)
+    )
+
+
+def is_legal(config, mesh):
+    try:
+        state_sharding(mesh, config.model, {})
+        check_batch(config, mesh)
+    except UsageError:
+        return False
+    return True
+
+
+def train(config, mesh, start=None):
+    """The state before (``start``, or a fresh one) and behind 20 steps on packed documents, and the loss of each."""
+    training = compile_training(config, mesh, bos_id=BOS, compiler_options={"xla_backend_optimization_level": 0})
+    start = start or training.init(jax.random.key(0))
+    state, losses, rng = jax.device_put(jax.tree.map(jnp.copy, start), training.shardings), [], np.random.default_rng(0)
+    batches = rng.integers(BOS + 1, config.model.vocab_size, (3, 16, 17)).astype(np.int32)
+    batches[rng.random(batches.shape) < 0.15] = BOS
+    for step in range(STEPS):
+        state, metrics = training.step(state, batches[step % len(batches)])
+        losses.append(float(metrics.loss))
+    return start, state, losses
+
+
+def relative_error(losses, expected):
+    return float(np.max(np.abs(np.subtract(losses, expected)) / np.abs(expected)))
+
+
+def mistakes():
+    """A mesh, and what ``jax.lax`` does where its exchanges are wrong."""
+    index, psum = jax.lax.axis_index, jax.lax.psum
+
+    def at_first(name):
+        return lambda axis: index(axis) * (axis != name)
+
+    def psum_without_sequence(array, names):
+        return psum(array, [name for name in names if name != "sequence"])
+
+    return {
+        "all tokens at the start of the row": ((1, 1, 2, 4), mock.patch("jax.lax.axis_index", at_first("sequence"))),
+        "the first key-value head for all": ((1, 1, 8, 1), mock.patch("jax.lax.axis_index", at_first("tensor"))),
+        "sums without sequence": ((1, 1, 2, 4), mock.patch("jax.lax.psum", psum_without_sequence)),
+    }
+
+
+def sample(path, mesh):
+    """The tokens drawn for eight prompts; how a cache is split, how much of it is ever gathered, what compiled anew."""
+    model = jllama.load(path, mesh=mesh)
+    lengths, drawing = [5, 9, 1, 20] * 2, [jllama.SamplingParams(temperature=0.8, seed=seed) for seed in range(8)]
+    prompts = [jllama.Prompt([2 + n] * length, drawing[n], 20) for n, length in enumerate(lengths)]
+    batch, decode_jit = prefill(model, prompts), decode._decode
+    shape = batch.cache.keys[0].shape
+    batch, tokens, _ = decode.decode(model, batch)
+    programs = decode_jit._cache_size()
+    shares = {each.addressable_shards[0].data.shape for each in (*batch.cache.keys, *batch.cache.values)}
+    arguments = model.decode_params, model.config, batch, np.ones(8, bool), np.int32(1), 0
+    text = decode_jit.lower(*arguments).compile().as_text()
+    gathered = [math.prod(map(int, found.split(","))) for found in re.findall(r"= f32\[([\d,]+)\]\S* all-gather", text)]
+    _, others, _ = decode.decode(model, batch)
+    return {
+        "ids": np.concatenate([tokens, others], axis=1).tolist(),
+        "split": [[whole // part for whole, part in zip(shape, share, strict=True)] for share in shares],
+        "gathered": max(gathered, default=0) / math.prod(shape),
+        "compiled_again": decode_jit._cache_size() - programs,
+    }
+
+
+def main():
+    rng, curves, ones, used = np.random.default_rng(4), [], {}, Counter()
+    configs, one_device = [drawn(rng) for _ in range(DRAWN)], make_mesh(MeshConfig(1), jax.devices()[:1])
+    for sizes in MESHES:
+        mesh = make_mesh(MeshConfig(*sizes))
+        number = min((n for n in range(DRAWN) if is_legal(configs[n], mesh)), key=lambda n: used[n])
+        used[number] += 1
+        if number not in ones:
+            ones[number] = train(configs[number], one_device)
+        start, _, expected = ones[number]
+        _, _, losses = train(configs[number], mesh, start)
+        error = relative_error(losses, expected)
+        curves.append({"mesh": sizes, "config": number, "error": error, "first": losses[0], "last": losses[-1]})
+
+    number = next(curve["config"] for curve in curves if curve["mesh"] == SAMPLED[0])
+    (start, trained, expected), mistaken = ones[number], {}
+    for what, (sizes, mistake) in mistakes().items():
+        with mistake:
+            _, _, losses = train(configs[number], make_mesh(MeshConfig(*sizes)), start)
+        mistaken[what] = relative_error(losses, expected)
+
+    with tempfile.TemporaryDirectory() as folder:
+        jllama.save(jllama.LanguageModel(configs[number].model, trained.params), f"{folder}/model", "hf")
+        meshes = [None, *(make_mesh(MeshConfig(*sizes)) for sizes in SAMPLED)]
+        samples = [sample(f"{folder}/model", mesh) for mesh in meshes]
+    print(json.dumps({"curves": curves, "mistakes": mistaken, "sampled": samples}))
+
+
+if __name__ == "__main__":
+    main()
