@@ -244,6 +244,7 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
     folder, index = Path(config.run_dir), distributed.process_index()
     console = Console(stderr=True, highlight=False, markup=False, quiet=index > 0)
     console.soft_wrap = not console.is_terminal  # a log keeps its lines whole
+    distributed.check_same(flatten_dict(run_folder.as_written(config), sep="."))
     if config.resume not in ("never", "auto") and not (folder / CONFIG).is_file():
         raise UsageError(f"resume is {config.resume}, which is not a run's folder: give one, or never, or auto")
     make_optimizer(config.optimizer, config.model, config.training.steps)
@@ -272,8 +273,7 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
     # The devices, the programs, the state
     if warning := idle_accelerator():
         console.print(f"warning: {warning}", style="yellow")
-    facts = {"the corpus": data.fingerprint, "the last checkpoint": step}
-    distributed.check_same(flatten_dict(run_folder.as_written(config), sep=".") | facts)
+    distributed.check_same({"the corpus": data.fingerprint, "the last checkpoint": step})
     training = compile_training(config, bos_id=data.tokenizer.bos_id)
     check_memory(config, training)
     size = {"batch_size": options.batch_size, "seq_len": options.seq_len, "seed": config.seed}

@@ -66,12 +66,12 @@ def workshop(tmp_path_factory):
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
 
-    def start(*arguments, devices=1):
+    def start(*arguments, devices=1, **variables):
         flags = f"{environment['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
         return subprocess.Popen(
             [sys.executable, *map(str, arguments)],
             cwd=ROOT,
-            env=environment | {"XLA_FLAGS": flags},
+            env=environment | {"XLA_FLAGS": flags} | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -81,8 +81,8 @@ def workshop(tmp_path_factory):
         out, err = process.communicate(timeout=300)
         return types.SimpleNamespace(code=process.returncode, out=out, err=err)
 
-    def train(run, *arguments, devices=1):
-        return start("train.py", "--config", folder / "small.yaml", "--run_dir", run, *arguments, devices=devices)
+    def train(run, *arguments, **settings):
+        return start("train.py", "--config", folder / "small.yaml", "--run_dir", run, *arguments, **settings)
 
     return types.SimpleNamespace(
         folder=folder, yaml=folder / "small.yaml", start=start, finish=finish, train=train, data=data

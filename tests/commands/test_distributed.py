@@ -148,7 +148,50 @@ def test_processes_that_do_not_fit_together_are_refused(workshop, start, tmp_pat
     for each in [workshop.finish(each) for each in start(tmp_path / "run", 2, *options, own=own)]:
         assert each.code == 2, each.err
         assert last_line(each.err).startswith(f"error: {said}")
-    assert not (tmp_path / "run").exists()
+    assert not list((tmp_path / "run").glob("*"))
+
+
+@pytest.mark.slow
+def test_processes_with_different_folders_are_refused(small_run, workshop, start, tmp_path):
+    """Also if one of them holds a run, which the others would not wait for."""
+    processes = start(tmp_path / "run", 2, own={1: ("--run_dir", small_run.folder)})
+    for each in [workshop.finish(each) for each in processes]:
+        assert each.code == 2, each.err
+        assert re.match(r"error: run_dir is .* in process 0 and .* in process 1: start every", last_line(each.err))
+
+
+@pytest.mark.slow
+def test_what_a_cluster_says_of_itself_is_enough(workshop, read_run, tmp_path):
+    """As SLURM does; the job's number decides the coordinator's port."""
+    slurm = {"SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_JOB_ID": str(free_port())}
+    words = ("--distributed.coordinator", "auto", *OFTEN, "--training.steps", 2)
+    started = [
+        workshop.train(tmp_path / "run", *words, **slurm, SLURM_PROCID=str(index), SLURM_LOCALID=str(index))
+        for index in range(2)
+    ]
+    done = [workshop.finish(each) for each in started]
+    assert [each.code for each in done] == [0, 0], done[0].err
+    assert "on 2 x CPU" in done[0].err
+    assert len(read_run.losses(tmp_path / "run")) == 2
+
+
+def test_auto_where_there_is_no_cluster(workshop, capsys, tmp_path):
+    words = ["--config", workshop.yaml, "--run_dir", tmp_path / "run", "--distributed.coordinator", "auto"]
+    assert cli.run("train", [*map(str, words)]) == 1
+    assert capsys.readouterr().err.startswith("error: JAX finds no cluster here: give distributed.coordinator as HOST:")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--distributed.coordinator", "10.0.0.1"), "coordinator is 10.0.0.1; it must be HOST:PORT, auto or left out"),
+        (("--distributed.num_processes", "2"), "num_processes is 2; it must be left out without a coordinator as HOST"),
+        (("--distributed.process_id", "1"), "process_id is 1; it must be from 0 to 0"),
+    ],
+)
+def test_what_cannot_be_meant(capsys, options, said):
+    assert cli.run("train", ["quickstart", *options]) == 2
+    assert capsys.readouterr().err.startswith(f"error: distributed.{said}")
 
 
 def refusal(capsys, workshop, run, coordinator, process, *options):
