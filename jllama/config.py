@@ -69,8 +69,8 @@ class DistributedConfig:
         check, (host, _, port) = functools.partial(check_fields, self, "distributed."), self.coordinator.rpartition(":")
         by_hand = bool(host) and port.isdigit()
         check("coordinator", lambda text: by_hand or text in ("", "auto"), "HOST:PORT, auto or left out")
-        check("num_processes timeout_s", lambda number: number >= 1, "at least 1")
-        check("num_processes", lambda number: by_hand or number == 1, "left out without a coordinator as HOST:PORT")
+        said = "at least 1" if by_hand else "left out without a coordinator as HOST:PORT"
+        check("num_processes", lambda number: number >= 1 if by_hand else number == 1, said)
         check("process_id", lambda index: 0 <= index < self.num_processes, f"from 0 to {self.num_processes - 1}")
 
 

@@ -21,9 +21,11 @@ from jllama.files import fault_of, locked
 from jllama.stop import end
 
 _SILENT_S = 30
-_GONE = f"error: another process has died, failed or been silent for {_SILENT_S} s: see what it said, start all again"
+_GONE = (
+    f"error: a process has died, failed, not come or been silent for {_SILENT_S} s: see what each said; start all anew"
+)
 _SIGNS = r"Gloo|NCCL|[Cc]oordination|[Bb]arrier|UNAVAILABLE"  # of that, in what JAX raises
-_handlers: list[Any] = []  # in use by C
+_ABORTED = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: end(_GONE, 1))
 
 
 def process_index() -> int:
@@ -55,19 +57,11 @@ def _connect(options: DistributedConfig, *address: Any) -> None:
         return
     if address:
         _find_coordinator(options)
-    late = f"the processes have not all met within {options.timeout_s} s, or two have one process_id"
-    _when_aborted(f"error: {late}: start each once, all with the same coordinator and num_processes")
+    ctypes.CDLL(None).signal(signal.SIGABRT, _ABORTED)  # by JAX's runtime, from a thread that Python does not know
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     seconds = {"heartbeat_timeout_seconds": _SILENT_S, "shutdown_timeout_seconds": _SILENT_S}
     with fault_of("JAX finds no cluster here: give distributed.coordinator as HOST:PORT", ValueError):
         jax.distributed.initialize(*address, initialization_timeout=options.timeout_s, **seconds)
-    _when_aborted(_GONE)
-
-
-def _when_aborted(sentence: str) -> None:
-    """What to say last when JAX's runtime, in a thread of its own, aborts the process."""
-    _handlers.append(ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: end(sentence, 1)))
-    ctypes.CDLL(None).signal(signal.SIGABRT, _handlers[-1])
 
 
 def _find_coordinator(options: DistributedConfig) -> None:
@@ -100,9 +94,7 @@ def check_same(facts: Mapping[str, Any]) -> None:
     text = json.dumps(facts).encode()
     texts = process_allgather(np.frombuffer(text.ljust(largest(len(text))), np.uint8))
     first, *others = (json.loads(bytes(row)) for row in np.atleast_2d(texts))
-    differing = (
-        (name, index) for index, other in enumerate(others) for name in first if first[name] != other.get(name)
-    )
-    for name, index in differing:
-        said = f"{name} is {first[name]} in process 0 and {others[index].get(name)} in process {index + 1}"
-        raise UsageError(f"{said}: start every process with the same options")
+    for index, other in enumerate(others, 1):
+        for name in (name for name in first if first[name] != other.get(name)):
+            said = f"{name} is {first[name]} in process 0 and {other.get(name)} in process {index}"
+            raise UsageError(f"{said}: start every process with the same options")

@@ -92,7 +92,7 @@ def test_a_run_goes_on_with_any_number_of_processes(small_run, workshop, read_ru
     left = workshop.finish(two[0])
     assert time.monotonic() - begun < 60
     assert left.code == 1
-    assert last_line(left.err).startswith("error: another process has died, failed or been silent for 30 s: ")
+    assert last_line(left.err).startswith("error: a process has died, failed, not come or been silent for 30 s: ")
     assert stopped < read_run.steps(run)[-1] < STEPS
 
     done = workshop.finish(workshop.train(run, *OFTEN))
@@ -128,7 +128,7 @@ def test_a_process_that_falls_silent_ends_the_others_within_a_minute(workshop, r
         processes[silent].kill()
         processes[silent].communicate()
     assert left.code == 1
-    assert last_line(left.err).startswith("error: another process has died, failed or been silent for 30 s: ")
+    assert last_line(left.err).startswith("error: a process has died, failed, not come or been silent for 30 s: ")
 
 
 @pytest.mark.parametrize(
