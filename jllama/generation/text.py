@@ -135,12 +135,10 @@ def warm_up(
     ends = sorted({min(128 << doubled, longest) for doubled in range(longest.bit_length())})  # one for each cache
     for size, end, prompt in itertools.product(batches, ends, prompts):
         row = dataclasses.replace(prompt, max_new_tokens=max(end - len(prompt.ids), 0))
-        batch = prefill(model, [row] * size)
-        while not np.asarray(batch.finished).all():
-            batch, *_ = decode(model, batch, 1, draft_len=speculate)
-            if batch.tokens.shape[1] >= end:
-                break
+        batch, *_ = decode(model, prefill(model, [row] * size), 1, draft_len=speculate)
+        while batch.tokens.shape[1] < end:
             batch = with_room(batch, batch.tokens.shape[1] + 1, model.config)
+            batch, *_ = decode(model, batch, 1, draft_len=speculate)
 
 
 def encode_prompt(model: LanguageModel, prompt: Prompt) -> Prompt:
