@@ -47,7 +47,7 @@ class SamplingParams:
     seed: int = setting(0, 0, 2**32 - 1, "between 0 and 2**32 - 1")
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
+        for field in (*dataclasses.fields(SamplingParams), *dataclasses.fields(self)):  # with defaults of its own, too
             if field.metadata:
                 check_fields(self, "", field.name, *field.metadata["check"])
         finite = "of finite numbers, at most 1e+30: ban with banned_ids"
