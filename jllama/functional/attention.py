@@ -113,6 +113,10 @@ def _xla(query: Array, key: Array, value: Array, mask: Mask) -> Array:
     return jnp.where(dense.any(axis=-1)[:, None, :, None], mixed, 0)
 
 
+class Refused(ValueError):
+    """An implementation of attention cannot serve some arguments."""
+
+
 class AttentionImplementation(NamedTuple):
     """One way to compute ``attention``: the function, and what of some arguments it cannot serve."""
 
@@ -174,5 +178,5 @@ def attention(query: Queries, key: Keys, value: Keys, mask: Mask = _CAUSAL, impl
         raise ValueError(f"there is no attention implementation {implementation!r}; there are {', '.join(ATTENTION)}")
     function, refuses, _ = ATTENTION[implementation]
     if reason := refuses(query, key, mask):
-        raise ValueError(f"the attention implementation {implementation!r} cannot serve {reason}")
+        raise Refused(f"the attention implementation {implementation!r} cannot serve {reason}")
     return function(query, key, value, mask)

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
+from jllama.functional import Refused
 from jllama.parameters import Params, matrix_shape, parameter_table, shape_of
 
 TOLERANCE = 1e-5
@@ -37,7 +38,8 @@ _CELL_WIDTH = 10
 class Check:
     """One cell of the matrix: its row and column, what computes the relative error, and the most it may be.
 
-    Once run it has its ``error`` or, if nothing could be compared, NaN and the ``problem``.
+    Once run it has its ``error`` or, if nothing could be compared, NaN and the ``problem``, or the ``refusal`` of an
+    implementation of attention that is not for such arguments.
     """
 
     group: Group
@@ -47,14 +49,15 @@ class Check:
     tolerance: float = TOLERANCE
     error: float = math.nan
     problem: str = ""
+    refusal: str = ""
 
     name = property(lambda self: f"{self.group}/{self.row}/{self.column}", doc="What ``--only`` selects by.")
     ratio = property(lambda self: self.error / self.tolerance, doc="The error over the tolerance.")
 
     @property
     def passed(self) -> bool:
-        """Whether right code was within the tolerance or, of a mutation, wrong code was far outside it."""
-        return self.ratio >= VISIBLE if self.group == "mutations" else self.ratio < 1
+        """Whether right code was within the tolerance or refused or, of a mutation, wrong code was far outside it."""
+        return self.ratio >= VISIBLE if self.group == "mutations" else self.ratio < 1 or bool(self.refusal)
 
 
 def run_checks(checks: Iterable[Check]) -> Iterator[Check]:
@@ -63,6 +66,8 @@ def run_checks(checks: Iterable[Check]) -> Iterator[Check]:
         try:
             with jax.default_matmul_precision("highest"):
                 result = dataclasses.replace(check, error=check.compute())
+        except Refused as refused:
+            result = dataclasses.replace(check, refusal=str(refused))
         except Exception as raised:
             problem = str(raised) if isinstance(raised, JllamaError) else f"{type(raised).__name__}: {raised}"
             result = dataclasses.replace(check, problem=problem)
@@ -124,8 +129,9 @@ def matrix(checks: Sequence[Check], width: int, seconds: float) -> Iterator[Rend
             too_far = f"relative error {check.error:.1e}, tolerance {check.tolerance:.0e}"
             least = f"; a mistake must move the logits by {VISIBLE} tolerances" * (check.group == "mutations")
             yield Text(f"{check.name}: {check.problem or too_far + least}", style="red")
-    passed = sum(check.passed for check in checks)
-    parts = [f"{'PASS' if passed == len(checks) else 'FAIL'}: {passed} of {len(checks)} checks passed"]
+    made = [check.passed for check in checks if not check.refusal]
+    parts = [f"{'PASS' if all(made) else 'FAIL'}: {sum(made)} of {len(made)} checks passed"]
+    parts += [f"{len(checks) - len(made)} are not for the attention they name"] * (len(made) < len(checks))
     if errors := [check.error for check in checks if check.group == "conformance" and not math.isnan(check.error)]:
         parts.append(f"the largest error of a cell is {max(errors):.1e}")
     if seen := [check.ratio for check in checks if check.group == "mutations" and check.passed]:
@@ -151,14 +157,14 @@ def _grid(cells: dict[tuple[str, str], Check], width: int) -> Iterator[Table]:
 def _cell(check: Check | None) -> Text:
     if check is None:
         return Text("-", style="dim")
-    error = "failed" if math.isnan(check.error) else f"{check.error:.1e}"
+    error = "refused" if check.refusal else "failed" if math.isnan(check.error) else f"{check.error:.1e}"
     ratio = f"\n{check.ratio:,.0f}x" * (check.group == "mutations")
     return Text(error + ratio, style="green" if check.passed else "bold red")
 
 
 def matrix_json(checks: Sequence[Check]) -> dict[str, Any]:
     """Everything, for a program; an error that could not be computed is null."""
-    names = ("group", "row", "column", "tolerance", "error", "passed", "problem")
+    names = ("group", "row", "column", "tolerance", "error", "passed", "problem", "refusal")
     results = [{name: getattr(check, name) for name in names} for check in checks]
     return results_json(all(check.passed for check in checks), results=results)
 

@@ -14,6 +14,7 @@ from rich.console import Console
 import jllama
 from jllama.commands import cli
 from jllama.config import LlamaConfig
+from jllama.functional import Refused
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import BytesTokenizer
 from jllama.verify.checks import Check, matrix, matrix_json, random_params, run_checks
@@ -94,19 +95,29 @@ def test_a_check_that_raises_has_failed_and_the_others_go_on():
     def unreadable():
         raise jllama.errors.JllamaError("the file is cut off")
 
+    def refused():
+        raise Refused("the attention implementation 'mine' cannot serve a mask")
+
     checks = [
         Check("conformance", "a", "x", broken),
         Check("conformance", "a", "y", unreadable),
         Check("conformance", "b", "x", lambda: 1e-6),
         Check("mutations", "b", "x", lambda: math.nan),
+        Check("equalities", "masked", "mine", refused),
     ]
     results = list(run_checks(checks))
-    assert [one.problem for one in results] == ["ValueError: shapes differ", "the file is cut off", "", ""]
-    assert [one.passed for one in results] == [False, False, True, False]
+    assert [one.problem for one in results] == ["ValueError: shapes differ", "the file is cut off", "", "", ""]
+    assert [one.passed for one in results] == [False, False, True, False, True]
+    assert [one.refusal for one in results if one.refusal] == [
+        "the attention implementation 'mine' cannot serve a mask"
+    ]
     assert matrix_json(results)["results"][0]["error"] is None
     *_, first, _, _, verdict = map(str, matrix(results, 80, 1.0))
     assert first == "conformance/a/x: ValueError: shapes differ"
-    assert verdict.startswith("FAIL: 1 of 4 checks passed")
+    assert verdict.startswith("FAIL: 1 of 4 checks passed, 1 are not for the attention they name")
+    *_, table, _, verdict = matrix(results[-1:], 80, 1.0)
+    assert [cell.plain for cell in table.columns[2].cells] == ["refused"]
+    assert str(verdict).startswith("PASS: 0 of 0 checks passed, 1 are not for the attention they name")
 
 
 def printed(results, width):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jllama import functional as F
 from jllama.decode_params import DecodeParams
 from jllama.errors import JllamaError
-from jllama.verify.checks import TOLERANCE, VISIBLE, random_params
+from jllama.verify.checks import TOLERANCE, VISIBLE, random_params, run_checks
 from jllama.verify.conformance import compiled, implementation_of, jllama_itself
 from jllama.verify.equalities import (
     BFLOAT16_TOLERANCE,
@@ -117,8 +117,20 @@ def test_attention_equals_the_oracle_under_any_mask(seed, density):
     dense = (keys <= offset[:, None, None] + keys[:, None]) & (keys < lengths[:, None])[:, None]
     dense &= segments[:, :, None] == segments[:, None]
     for dtype, _, tolerance in DTYPES:
-        for attend in attentions(dtype).values():
+        for attend in attentions().values():
             assert attention_error(attend, mask, dense, dtype, seed) < tolerance
+
+
+def test_what_an_implementation_refuses_is_said_and_is_no_failure(monkeypatch):
+    def lengths(query, key, mask):
+        return None if mask.lengths is None else "a mask with lengths"
+
+    monkeypatch.setitem(F.ATTENTION, "mine", F.ATTENTION["reference"]._replace(refuses=lengths))
+    mine = [rows_of(JLLAMA)[f"attention against the oracle, {kind}/mine"] for kind in ("causal", "ragged lengths")]
+    causal, ragged = run_checks(mine)
+    assert (causal.passed, causal.refusal, causal.error < TOLERANCE) == (True, "", True)
+    assert ragged.passed
+    assert ragged.refusal == "the attention implementation 'mine' cannot serve a mask with lengths"
 
 
 def test_a_registered_implementation_has_its_rows(monkeypatch):
@@ -135,9 +147,8 @@ def test_a_registered_implementation_has_its_rows(monkeypatch):
     }
 
 
-def test_an_implementation_that_refuses_this_device_has_no_row(monkeypatch):
-    refusing = F.ATTENTION["reference"]._replace(refuses=lambda query, key, mask: "it needs another device")
-    monkeypatch.setitem(F.ATTENTION, "elsewhere", refusing)
+def test_an_implementation_of_another_platform_has_no_row(monkeypatch):
+    monkeypatch.setitem(F.ATTENTION, "elsewhere", F.ATTENTION["reference"]._replace(platform="tpu"))
     assert not [name for name in rows_of(JLLAMA) if "elsewhere" in name]
 
 
