@@ -1,5 +1,6 @@
 """The devices of this machine and what is published of others: memory, rates, and what to say of them."""
 
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -84,6 +85,15 @@ Sources: Google's documentation of each TPU version, NVIDIA's data sheets, and w
 def peak_flops(device_kind: str) -> float | None:
     """The published bfloat16 operations a second of a device; None where they are not known."""
     return next((row.flops for row in ACCELERATORS.values() if device_kind.startswith(row.kind)), None)
+
+
+def device_bytes(tree: Any) -> int:
+    """What one device holds of arrays, or of abstract ones."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        shape = leaf.sharding.shard_shape(leaf.shape) if getattr(leaf, "sharding", None) else leaf.shape
+        total += math.prod(shape) * leaf.dtype.itemsize
+    return total
 
 
 def program_bytes(compiled: Any) -> tuple[int, int]:

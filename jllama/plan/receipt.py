@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jllama.config import LlamaConfig, MeshConfig
 from jllama.decode_params import DecodeParams, Quantization, decode_layout
-from jllama.devices import Accelerator, program_bytes
+from jllama.devices import Accelerator, device_bytes, program_bytes
 from jllama.errors import JllamaError, UsageError
 from jllama.model import KVCache, abstract_params, build_model
 from jllama.parameters import tensor_specs, training_flops_per_token
@@ -117,10 +117,10 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
     windows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=training.batch_sharding)
     tokens = config.training.batch_size * seq_len
     flops = training_flops_per_token(config.model, seq_len) * tokens / len(devices)
-    held, lowered = _device_bytes(state.params), training.step.lower(state, windows)
+    held, lowered = device_bytes(state.params), training.step.lower(state, windows)
     sizes = {
         "parameters_bytes": held,
-        "moments_bytes": _device_bytes(state.opt_state),
+        "moments_bytes": device_bytes(state.opt_state),
         "gradients_bytes": held * jnp.dtype(config.training.reduce_dtype).itemsize // 4,
         "recomputed": recomputed(config),
     }
@@ -204,7 +204,7 @@ def plan_decoding(
     places = jax.tree.map(lambda leaf: leaf.sharding, cache)
     lowered = jax.jit(step, donate_argnums=2, out_shardings=(None, places)).lower(params, tokens, cache)
     flops = training_flops_per_token(config, length) / 3 * batch_size / len(devices)
-    sizes = {"parameters_bytes": _device_bytes(params), "moments_bytes": 0}
+    sizes = {"parameters_bytes": device_bytes(params), "moments_bytes": 0}
     return _receipt(topology, accelerator, split, lowered, flops, batch_size, sizes)
 
 
@@ -221,7 +221,7 @@ def _receipt(
         said = " ".join(str(error).split())
         if not (used := re.search(r"(Used|HLO temporaries) \(?([\d.]+)([KMGT])", said)):
             raise JllamaError(f"the compiler for {topology} refuses the program: {said[:300]}") from error
-        arguments, size = _device_bytes(lowered.args_info), float(used[2]) * 2 ** (10 * ("KMGT".index(used[3]) + 1))
+        arguments, size = device_bytes(lowered.args_info), float(used[2]) * 2 ** (10 * ("KMGT".index(used[3]) + 1))
         temporaries = int(size) - (arguments if used[1] == "Used" else 0)
     parsed = program.parse(text)
     if arguments + temporaries > memory_bytes:
@@ -250,14 +250,3 @@ def _receipt(
         largest=largest,
         **sizes,
     )
-
-
-def _device_bytes(tree: Any) -> int:
-    """The bytes of one device's parts of abstract arrays."""
-    total = 0
-    for leaf in jax.tree.leaves(tree):
-        shape = leaf.sharding.shard_shape(leaf.shape) if getattr(leaf, "sharding", None) else leaf.shape
-        total += math.prod(shape) * (
-            jnp.dtype(leaf.dtype).itemsize if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else 8
-        )
-    return total

@@ -10,7 +10,7 @@ import numpy as np
 
 from jllama.data.batches import validation_batches
 from jllama.data.tokens import Dataset
-from jllama.devices import describe_devices, device_memory_bytes, peak_flops
+from jllama.devices import describe_devices, device_bytes, device_memory_bytes, peak_flops
 from jllama.errors import UsageError
 from jllama.evaluation.scoring import TextScore
 from jllama.parameters import Params, training_flops_per_token
@@ -68,8 +68,7 @@ def check_memory(config: TrainConfig, training: Training, available_bytes: int |
     options, mesh, device = config.training, training.mesh, training.mesh.local_devices[0]
     check_batch(config, mesh)
     state = jax.eval_shape(training.init, jax.random.key(0))
-    leaves = jax.tree.leaves((state, state.params))  # there is a gradient for each parameter
-    state_bytes = sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
+    state_bytes = device_bytes((state, state.params))  # there is a gradient for each parameter
     tokens = options.batch_size * options.seq_len / options.accumulation / (mesh.size / mesh.shape["tensor"])
     activation_bytes = 2 * tokens * config.model.embed_dim * config.model.num_layers
     needed = np.array([state_bytes, activation_bytes]) * (len(mesh.local_devices) if device.platform == "cpu" else 1)
