@@ -15,12 +15,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jllama.config import LlamaConfig, MeshConfig
 from jllama.decode_params import DecodeParams, Quantization, decode_layout
 from jllama.devices import Accelerator, device_bytes, program_bytes
-from jllama.errors import JllamaError, UsageError
+from jllama.errors import JllamaError
 from jllama.model import KVCache, abstract_params, build_model
 from jllama.parameters import tensor_specs, training_flops_per_token
 from jllama.plan import program
 from jllama.plan.devices import interconnect_s, topology_devices
-from jllama.sharding import BATCH, check_divides, make_mesh, matrix_sharding
+from jllama.sharding import batch_shardings, check_divides, make_mesh, matrix_sharding
 from jllama.training.config import TrainConfig
 from jllama.training.step import check_batch, compile_training
 
@@ -168,17 +168,14 @@ def plan_decoding(
 ) -> Receipt:
     """Compile a decoding step of ``batch_size`` rows with ``length`` tokens each, in the layout for decoding.
 
-    Matrices and key-value heads are split over ``tensor``, rows over other axes. ``UsageError`` as ``plan_training``.
+    Keys and values are split as ``batch_shardings`` has it. ``UsageError`` as ``plan_training``.
     """
     accelerator, devices = topology_devices(topology)
     split = make_mesh(mesh, devices)
     check_divides(split, config)
-    rows, heads = BATCH[0], "tensor" if config.num_kv_heads % split.shape["tensor"] == 0 else None
-    if batch_size % (ways := split.shape["data"] * split.shape["fsdp"]):
-        raise UsageError(f"batch_size {batch_size} does not divide {ways} ways: give a multiple of {ways}")
 
-    def placed(leaf: Any, *names: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(split, PartitionSpec(*names)))
+    def placed(leaf: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
     def layout() -> DecodeParams:
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), abstract_params(config))
@@ -189,12 +186,12 @@ def plan_decoding(
     def weight(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
         spec = next(specs["/".join(names[1:end])] for end in (4, 2) if "/".join(names[1:end]) in specs)
-        return placed(leaf, *spec[: leaf.ndim])
+        return placed(leaf, NamedSharding(split, PartitionSpec(*spec[: leaf.ndim])))
 
     params = jax.tree_util.tree_map_with_path(weight, jax.eval_shape(layout))
     cache = jax.eval_shape(lambda: KVCache.zeros(config, batch_size, length, dtype))
-    cache = jax.tree.map(lambda leaf: placed(leaf, rows, heads) if leaf.ndim > 1 else placed(leaf, rows), cache)
-    tokens = placed(jax.ShapeDtypeStruct((batch_size, 1), jnp.int32), rows)
+    rows = jax.ShapeDtypeStruct((batch_size, 1), jnp.int32), cache
+    tokens, cache = jax.tree.map(placed, rows, batch_shardings(split, rows))
 
     def step(params: DecodeParams, tokens: Any, cache: KVCache) -> tuple[Any, KVCache]:
         llama = build_model(config, params)
