@@ -113,45 +113,46 @@ def main(argv: Sequence[str], prog: str) -> int:
     if options.json:
         print(json.dumps(receipt.as_dict()))
     else:
-        console.print("\n".join(lines(receipt, options)))
+        console.print("\n".join(lines(receipt, options.decode, options.tokens)))
     return 0 if receipt.fits else 1
 
 
-def lines(receipt: "Receipt", options: PlanOptions) -> list[str]:
+def lines(receipt: "Receipt", decode: bool, tokens: float) -> list[str]:
     """The receipt for people."""
-    needs, has, tokens = _needs(receipt), receipt.device_memory_bytes, f"{options.tokens:.3g}".replace("e+", "e")
+    needs, has = _needs(receipt), receipt.device_memory_bytes
     too_much = f"does not fit: {(needs - has) / _GIB:.2f} GiB too much"
     verdict = f"fits, {(has - needs) / _GIB:.2f} GiB to spare" if receipt.fits else too_much
     shape = " x ".join(f"{name}={size}" for name, size in receipt.mesh.items() if size > 1) or "one device"
-    state = receipt.parameters_bytes + receipt.moments_bytes
+    rows = {"memory of a device": f"{needs / _GIB:8.2f} of {has / _GIB:.2f} GiB"}
     parts = {
         "parameters": receipt.parameters_bytes,
         "moments": receipt.moments_bytes,
-        "cache and tokens" if options.decode else "batch": receipt.arguments_bytes - state,
+        "cache and tokens" if decode else "batch": receipt.arguments_bytes
+        - receipt.parameters_bytes
+        - receipt.moments_bytes,
         "gradients": receipt.gradients_bytes,
         "activations and what the compiler needs": receipt.temporaries_bytes - receipt.gradients_bytes,
     }
-    kinds = dict.fromkeys((row.kind for row in receipt.collectives), 0.0)
-    for row in receipt.collectives:
-        kinds[row.kind] += row.times * row.bytes_each
-    times = {name: getattr(receipt, f"{name}_s") for name in ("compute", "memory", "interconnect")}
-    said = ", ".join(f"{name} {1e3 * seconds:,.1f} ms" for name, seconds in times.items())
-    rate = f"{receipt.memory_s * receipt.tokens_per_s / receipt.tokens:.0%} of the memory's" if options.decode else ""
-    days = f"{options.tokens / receipt.tokens_per_s / 86_400:,.1f}"
-    speed = [
-        f"  {'attention kernel':41}{receipt.attention or 'none'}",
-        f"  {'FLOPs of a device in a step':41}{receipt.flops:.3g}, computed {receipt.recomputed:.2f} times",
-        f"  {'read and written in its memory':41}{decimal(int(receipt.traffic_bytes))}",
-        *(f"  {'received in ' + kind:41}{decimal(int(size))}" for kind, size in kinds.items()),
-        f"  {'a step at the published rates':41}{said}: {receipt.binds} binds",
-        f"  {'at most':41}{rate or f'{receipt.mfu_limit:.1%} MFU'}, {receipt.tokens_per_s:,.0f} tokens/s",
-        *([] if options.decode else [f"  {f'{tokens} tokens at that rate':41}{days} days"]),
-    ]
+    rows |= {f"  {name}": f"{size / _GIB:8.2f}" for name, size in parts.items() if size}
+    if receipt.fits:
+        kinds = dict.fromkeys((row.kind for row in receipt.collectives), 0.0)
+        for row in receipt.collectives:
+            kinds[row.kind] += row.times * row.bytes_each
+        times = {name: getattr(receipt, f"{name}_s") for name in ("compute", "memory", "interconnect")}
+        said = ", ".join(f"{name} {1e3 * seconds:,.1f} ms" for name, seconds in times.items())
+        bandwidth = receipt.memory_s * receipt.tokens_per_s / receipt.tokens
+        share = f"{bandwidth:.1%} of the memory's rate" if decode else f"{receipt.mfu_limit:.1%} MFU"
+        rows["attention kernel"] = receipt.attention or "none"
+        rows["FLOPs of a device in a step"] = f"{receipt.flops:.3g}, computed {receipt.recomputed:.2f} times"
+        rows["read and written in its memory"] = decimal(int(receipt.traffic_bytes))
+        rows |= {f"received in {kind}": decimal(int(size)) for kind, size in kinds.items()}
+        rows["a step at the published rates"] = f"{said}: {receipt.binds} binds"
+        rows["at most"] = f"{share}, {receipt.tokens_per_s:,.0f} tokens/s"
+        if not decode:
+            rows[f"{tokens:.3g} tokens".replace("e+", "e")] = f"{tokens / receipt.tokens_per_s / 86_400:,.1f} days"
     return [
         f"{receipt.device}, {shape}: {verdict}",
-        f"  {'memory of a device':41}{needs / _GIB:8.2f} of {has / _GIB:.2f} GiB",
-        *(f"    {name:39}{size / _GIB:8.2f}" for name, size in parts.items() if size),
-        *(speed if receipt.fits else []),
+        *(f"  {name:41}{said}" for name, said in rows.items()),
         *(f"  {size / _GIB:8.2f} GiB  {shape}  {name}" for size, shape, name in receipt.largest),
         *(f"  to make it fit: {tip}" for tip in receipt.advice),
         f"compiled in {receipt.compile_s:.0f} s",

@@ -42,6 +42,7 @@ def topology_devices(topology: str) -> tuple[Accelerator, list[Any]]:
     if is_tpu:
         _check_packages("TPUs", "plan-tpu", "libtpu")
         options |= {"chip_config_name": "megacore"} if kind == "v4" else {}
+        options |= {"chips_per_host_bounds": [1, 1, 1]} if count == 1 else {}
     else:
         _check_packages("GPUs", "cuda", "jax-cuda12-plugin", "jax-cuda13-plugin")
         nodes = f"1x{max(1, count // node)}x{min(count, node)}"

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from jllama.training.config import TrainConfig
 from jllama.training.step import check_batch, compile_training
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Receipt:
     """A plan: bytes are those of one device, times those that it takes at least, at the device's published rates.
 
@@ -33,10 +34,9 @@ class Receipt:
         device: the accelerator and how many there are: the topology.
         mesh: the sizes of the mesh's axes.
         arguments_bytes: what the step takes, and returns in the same memory: parameters, moments, the batch.
-        parameters_bytes, moments_bytes: parts of it.
         temporaries_bytes: gradients, activations and what the compiler needs besides; of a program that the compiler
             refused, by what it says.
-        gradients_bytes: a part of it, by formula: a number for each of the device's parameters, as they are summed.
+        gradients_bytes: a part of it, by formula.
         attention: the attention kernel in the program; empty if it has none.
         flops: of a device in a step, by the formula of ``training_flops_per_token``.
         recomputed: FLOPs with what ``training.remat`` computes again, over those without.
@@ -53,22 +53,22 @@ class Receipt:
     mesh: dict[str, int]
     arguments_bytes: int
     parameters_bytes: int
-    moments_bytes: int
+    moments_bytes: int = 0
     temporaries_bytes: int
+    gradients_bytes: int = 0
     device_memory_bytes: int
     attention: str
     flops: float
+    recomputed: float = 1.0
     traffic_bytes: float
-    collectives: list[program.Collective]
+    collectives: Sequence[program.Collective]
     compute_s: float
     memory_s: float
     interconnect_s: float
     tokens: int
     compile_s: float
-    largest: list[tuple[float, str, str]]
-    gradients_bytes: int = 0
-    recomputed: float = 1.0
-    advice: tuple[str, ...] = ()
+    largest: Sequence[tuple[float, str, str]] = ()
+    advice: Sequence[str] = ()
 
     @property
     def fits(self) -> bool:
@@ -103,28 +103,22 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
     Nothing is allocated and no such device is needed. ``UsageError`` for a topology, mesh or batch that cannot be.
     """
     accelerator, devices = topology_devices(topology)
-    mesh = make_mesh(config.mesh, devices)
+    mesh, options = make_mesh(config.mesh, devices), config.training
     check_batch(config, mesh)
     training = compile_training(config, mesh, bos_id=1)
-    abstract = jax.eval_shape(training.init, jax.random.key(0))
-    state = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        abstract,
-        training.shardings,
-    )
-    seq_len = config.training.seq_len or config.model.max_seq_len
-    shape = (config.training.batch_size, seq_len + 1)
+    state, seq_len = jax.eval_shape(training.init, jax.random.key(0)), options.seq_len or config.model.max_seq_len
+    shape = options.batch_size, seq_len + 1
     windows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=training.batch_sharding)
-    tokens = config.training.batch_size * seq_len
+    tokens, held = options.batch_size * seq_len, device_bytes(state.params)
     flops = training_flops_per_token(config.model, seq_len) * tokens / len(devices)
-    held, lowered = device_bytes(state.params), training.step.lower(state, windows)
     sizes = {
+        "arguments_bytes": device_bytes((state, windows)),
         "parameters_bytes": held,
         "moments_bytes": device_bytes(state.opt_state),
-        "gradients_bytes": held * jnp.dtype(config.training.reduce_dtype).itemsize // 4,
+        "gradients_bytes": held * jnp.dtype(options.reduce_dtype).itemsize // 4,
         "recomputed": recomputed(config),
     }
-    receipt = _receipt(topology, accelerator, mesh, lowered, flops, tokens, sizes)
+    receipt = _receipt(topology, accelerator, mesh, training.step.lower(state, windows), flops, tokens, sizes)
     return receipt if receipt.fits else dataclasses.replace(receipt, advice=_advice(config, receipt))
 
 
@@ -137,7 +131,7 @@ def recomputed(config: TrainConfig) -> float:
     return 1.0 if options.remat == "none" else 1 + (1 - products) / 3  # attention
 
 
-def _advice(config: TrainConfig, receipt: Receipt) -> tuple[str, ...]:
+def _advice(config: TrainConfig, receipt: Receipt) -> list[str]:
     """What would make a step fit, of what it does not do yet, the cheapest first."""
     options, mesh = config.training, receipt.mesh
     ways, tips = mesh["data"] * mesh["fsdp"], []
@@ -154,7 +148,7 @@ def _advice(config: TrainConfig, receipt: Receipt) -> tuple[str, ...]:
     if held > has:
         least = math.ceil(receipt.devices * held / has)
         tips.append(f"at least {least} devices: parameters, moments and gradients alone take {held / 2**30:.1f} GiB")
-    return tuple(tips)
+    return tips
 
 
 def plan_decoding(
@@ -201,38 +195,32 @@ def plan_decoding(
     places = jax.tree.map(lambda leaf: leaf.sharding, cache)
     lowered = jax.jit(step, donate_argnums=2, out_shardings=(None, places)).lower(params, tokens, cache)
     flops = training_flops_per_token(config, length) / 3 * batch_size / len(devices)
-    sizes = {"parameters_bytes": device_bytes(params), "moments_bytes": 0}
+    sizes = {"parameters_bytes": device_bytes(params), "arguments_bytes": device_bytes((params, tokens, cache))}
     return _receipt(topology, accelerator, split, lowered, flops, batch_size, sizes)
 
 
 def _receipt(
     topology: str, accelerator: Accelerator, mesh: Any, lowered: Any, flops: float, tokens: int, sizes: dict[str, Any]
 ) -> Receipt:
-    start_s, largest, text = time.perf_counter(), [], ""
-    memory_bytes, devices = int(accelerator.memory_bytes), len(mesh.devices.flat)
+    start_s, text = time.perf_counter(), ""
     try:
         compiled = lowered.compile()
-        arguments, temporaries = program_bytes(compiled)
+        sizes["arguments_bytes"], temporaries = program_bytes(compiled)
         text = compiled.as_text()
     except jax.errors.JaxRuntimeError as error:  # TPUs' compiler refuses what does not fit
         said = " ".join(str(error).split())
         if not (used := re.search(r"(Used|HLO temporaries) \(?([\d.]+)([KMGT])", said)):
             raise JllamaError(f"the compiler for {topology} refuses the program: {said[:300]}") from error
-        arguments, size = device_bytes(lowered.args_info), float(used[2]) * 2 ** (10 * ("KMGT".index(used[3]) + 1))
-        temporaries = int(size) - (arguments if used[1] == "Used" else 0)
+        temporaries = int(float(used[2]) * 2 ** (10 * ("KMGT".index(used[3]) + 1)))
+        temporaries -= sizes["arguments_bytes"] if used[1] == "Used" else 0
     parsed = program.parse(text)
-    if arguments + temporaries > memory_bytes:
-        as_written = lowered.as_text(dialect="hlo", debug_info=True)
-        largest = program.largest_buffers(parsed if text else program.parse(as_written))
-    exchanges = program.collectives(parsed, accelerator.node)
-    traffic_bytes = program.traffic_bytes(parsed)
-    return Receipt(
+    exchanges, traffic_bytes = program.collectives(parsed, accelerator.node), program.traffic_bytes(parsed)
+    receipt = Receipt(
         device=topology,
-        devices=devices,
+        devices=mesh.size,
         mesh=dict(mesh.shape),
-        arguments_bytes=arguments,
         temporaries_bytes=temporaries,
-        device_memory_bytes=memory_bytes,
+        device_memory_bytes=int(accelerator.memory_bytes),
         attention=", ".join(program.kernels(text)),
         flops=flops,
         traffic_bytes=traffic_bytes,
@@ -244,6 +232,9 @@ def _receipt(
         ),
         tokens=tokens,
         compile_s=time.perf_counter() - start_s,
-        largest=largest,
         **sizes,
     )
+    if receipt.fits:
+        return receipt
+    as_written = parsed if text else program.parse(lowered.as_text(dialect="hlo", debug_info=True))
+    return dataclasses.replace(receipt, largest=program.largest_buffers(as_written))

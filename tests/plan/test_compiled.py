@@ -75,14 +75,22 @@ def test_what_does_not_fit_names_what_fills_the_memory(platform):
     assert found["advice"][0] == "--training.remat block"
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
-def test_search_finds_what_fits(platform):
-    found = plan(f"{TINY} --topology {ON[platform].replace('2x2', '1x1').replace('h100:4', 'h100:1')} --search")
-    assert found["fits"]
+@pytest.mark.plan_gpu
+def test_search_finds_what_fits():
+    found = plan(f"{TINY} --topology h100:1 --search")
+    assert (found["fits"], found["recomputed"]) == (True, 1.0)
 
 
 @pytest.mark.plan_tpu
-def test_a_topology_or_a_mesh_on_it():
+def test_topologies_and_meshes_on_them():
+    from jllama.config import MeshConfig
+    from jllama.plan.devices import topology_devices
+    from jllama.sharding import make_mesh
+
+    for topology, count in {"v4:2x2x1": 4, "v5e:1x1": 1, "v5p:4x4x4": 64, "v6e:4x4": 16}.items():
+        assert len(topology_devices(topology)[1]) == count
+    parts_of_sides = make_mesh(MeshConfig(data=2, fsdp=-1, tensor=2), topology_devices("v5p:4x4x4")[1])
+    assert parts_of_sides.shape["fsdp"] == 16
     assert "v5e:3x3 cannot be planned for, so give another topology: " in plan(f"{TINY} --topology v5e:3x3", code=2)
     said = plan(f"{TINY} --topology v5e:4x4 --mesh.tensor 16", code=2)
     assert "does not divide 16 ways: the nearest mesh.tensor that does is" in said
@@ -91,14 +99,14 @@ def test_a_topology_or_a_mesh_on_it():
 @pytest.mark.plan_tpu
 def test_1b_with_one_sequence_a_chip():
     found = plan("--preset llama3.2-1b --topology v5e:4x4 --seq_len 4096 --training.reduce_dtype bfloat16 --json")
-    assert found["arguments_bytes"] + found["temporaries_bytes"] <= 3.9 * 2**30
+    assert found["arguments_bytes"] + found["temporaries_bytes"] <= 4.4 * 2**30
     assert found["attention"] == "splash"
 
 
 @pytest.mark.plan_gpu
 def test_1b_with_four_sequences_on_an_h200():
     found = plan("--preset llama3.2-1b --topology h200:1 --seq_len 4096 --batch_size 4 --json")
-    assert found["arguments_bytes"] + found["temporaries_bytes"] <= 20 * 2**30
+    assert found["arguments_bytes"] + found["temporaries_bytes"] <= 21.2 * 2**30
     assert found["attention"] == "triton"
 
 

@@ -1,0 +1,55 @@
+"""What a plan says of memory against what a run holds, on eight simulated devices of this machine's CPU.
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python benchmarks/plan_against_run.py
+
+Arguments are counted in the arrays that the first device holds. Temporaries are what the process' peak rises by while a
+step runs, over the devices; the collectives of a CPU, and what its threads take, are in that, too.
+"""
+
+import gc
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jllama.config import LlamaConfig, MeshConfig
+from jllama.devices import program_bytes
+from jllama.sharding import make_mesh
+from jllama.training.config import LoopConfig, TrainConfig
+from jllama.training.step import compile_training
+
+MODEL = LlamaConfig(8192, 4, 512, 8, 4, 64, 1536, max_seq_len=512)
+
+
+def resident_bytes(what: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition(f"{what}:")[2].split()[0])
+
+
+def main() -> None:
+    for sizes in ({"data": 1, "fsdp": 8}, {"data": 8}, {"data": 1, "fsdp": 4, "tensor": 2}):
+        loop = LoopConfig(batch_size=32, seq_len=512, remat="dots", attention="reference")
+        config = TrainConfig(MODEL, mesh=MeshConfig(**sizes), training=loop)
+        mesh = make_mesh(config.mesh)
+        training = compile_training(config, mesh, bos_id=1)
+        state = training.init(jax.random.key(0))
+        windows = jax.device_put(jnp.ones((32, 513), jnp.int32), training.batch_sharding)
+        step = training.step.lower(state, windows).compile()
+        arguments, temporaries = program_bytes(step)
+        state, _ = jax.block_until_ready(step(state, windows))
+        gc.collect()
+        leaves = [*jax.tree.leaves(state._replace(key=jax.random.key_data(state.key))), windows]
+        held = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = resident_bytes("VmRSS")
+        state, _ = jax.block_until_ready(step(state, windows))
+        rise = (resident_bytes("VmHWM") - before) / len(mesh.devices.flat)
+        row = {"mesh": sizes, "planned_MiB": [arguments / 2**20, temporaries / 2**20]}
+        row |= {"held_MiB": [held / 2**20, rise / 2**20]}
+        row |= {"error": [arguments / held - 1, (arguments + temporaries) / (held + rise) - 1]}
+        print(json.dumps(row, default=float))
+
+
+if __name__ == "__main__":
+    main()
