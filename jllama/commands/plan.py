@@ -140,7 +140,8 @@ def lines(receipt: "Receipt", decode: bool, tokens: float) -> list[str]:
             kinds[row.kind] += row.times * row.bytes_each
         times = {name: getattr(receipt, f"{name}_s") for name in ("compute", "memory", "interconnect")}
         said = ", ".join(f"{name} {1e3 * seconds:,.1f} ms" for name, seconds in times.items())
-        bandwidth = receipt.memory_s * receipt.tokens_per_s / receipt.tokens
+        steps_per_s = receipt.tokens_per_s / receipt.tokens
+        bandwidth = receipt.arguments_bytes / receipt.traffic_bytes * receipt.memory_s * steps_per_s
         share = f"{bandwidth:.1%} of the memory's rate" if decode else f"{receipt.mfu_limit:.1%} MFU"
         rows["attention kernel"] = receipt.attention or "none"
         rows["FLOPs of a device in a step"] = f"{receipt.flops:.3g}, computed {receipt.recomputed:.2f} times"

@@ -18,6 +18,7 @@ _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "call", "after-all"}
+_PARTS = {"dynamic-slice": -1, "gather": -1, "dynamic-update-slice": 1, "scatter": 2}  # where they name the part
 ATTENTION_KERNELS = {"splash": "splash_m", "cudnn": "__cudnn$fmha", "triton": "mha_forward"}
 """The custom call by which a program shows each attention implementation that is a kernel of its own."""
 
@@ -157,14 +158,13 @@ def traffic_bytes(program: Program) -> float:
             continue
         operands = re.findall(r"%([\w.-]+)", instruction.others.split("), ")[0])
         moved = [sizes[computation].get(name, 0.0) for name in operands] + [sizes[computation][instruction.name]]
-        if called := re.search(r"calls=%?([\w.-]+)", instruction.others):
-            for each in program.computations[called[1]]:  # what a fusion slices, it does not read whole
-                if each.operation in ("dynamic-slice", "dynamic-update-slice"):
-                    names = re.findall(r"%([\w.-]+)", each.others)
-                    updates = each.operation == "dynamic-update-slice"
-                    whole = sizes[called[1]].get(names[0], 0.0)
-                    part = sizes[called[1]].get(names[1], 0.0) if updates else array_bytes(each.result)
-                    moved = [part if size == whole else size for size in moved]
+        called = re.search(r"calls=%?([\w.-]+)", instruction.others)
+        inner = called[1] if called else computation
+        for each in program.computations[inner] if called else [instruction]:
+            if each.operation in _PARTS:  # it does not touch the whole
+                names = [*re.findall(r"%([\w.-]+)", each.others), each.name]
+                whole, part = (sizes[inner].get(names[index], 0.0) for index in (0, _PARTS[each.operation]))
+                moved = [part if size == whole else size for size in moved]
         total += times * sum(moved)
     return total
 
