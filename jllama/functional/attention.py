@@ -137,13 +137,7 @@ ATTENTION = {
 
 
 def choose_attention(
-    seq: int,
-    kv_seq: int,
-    *,
-    backward: bool = True,
-    platform: str = "cpu",
-    dtype: Any = jnp.float32,
-    packed: bool = True,
+    seq: int, kv_seq: int, *, backward: bool = True, platform: str = "cpu", dtype: Any = "float32", packed: bool = True
 ) -> str:
     """The name that ``auto`` stands for: a kernel for whole sequences where the platform has one, else plain formulas.
 
