@@ -1,7 +1,6 @@
 """The layout of parameters for decoding: a layer each, matrices outputs first."""
 
 import dataclasses
-import functools
 from typing import Any, Literal
 
 import jax
@@ -14,7 +13,7 @@ from jllama.parameters import Params, parameter_table
 Quantization = Literal["int8"]
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["weights"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeParams:
     """Parameters in the layout for decoding: each layer by itself, its matrices outputs first, in floats or int8.
