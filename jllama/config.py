@@ -1,7 +1,5 @@
 """The architecture of one Llama, and how its work is split over devices, as data."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import reprlib

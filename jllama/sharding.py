@@ -5,8 +5,6 @@ by hand, inside ``jax.shard_map``. Heads, feed-forward width and vocabulary are 
 the exchanges. Sources: Rajbhandari et al. 2020 (arXiv:1910.02054), stage 3; Shoeybi et al. 2019 (arXiv:1909.08053).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence

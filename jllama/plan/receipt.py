@@ -1,7 +1,5 @@
 """What a compiled training or decoding step will need on devices that are not there: memory, exchanges, time."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
