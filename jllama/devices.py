@@ -19,11 +19,11 @@ class Accelerator(NamedTuple):
         flops: dense bfloat16 operations, two for each multiply-add.
         bandwidth: bytes from its memory.
         links: bytes over all links of a TPU in one direction, over NVLink or PCIe of a GPU.
+        network: bytes from outside of a GPU's node, by the network cards of usual systems.
+        chip: what XLA is told of a GPU: capability, cores, clock in GHz, MiB of second-level cache, KiB of a core's
+            shared memory, its units, its threads.
         sides: of a TPU's torus; 0 for GPUs.
         node: GPUs that links connect.
-        network: bytes from outside of the node, with the network cards of the makers' own systems.
-        chip: what XLA is told of a GPU: capability, cores, units and threads of a core, clock in GHz, bytes of
-            second-level cache, and of a core's shared memory.
     """
 
     kind: str
@@ -31,49 +31,36 @@ class Accelerator(NamedTuple):
     flops: float
     bandwidth: float
     links: float
+    network: float = 50e9
+    chip: tuple[float, ...] = ()
     sides: int = 0
     node: int = 8
-    network: float = 50e9
-    chip: tuple[float, int, int, int, float, int, int] = (0.0, 0, 0, 0, 0.0, 0, 0)
 
 
-_GIB, _MIB = 2**30, 2**20
-_ADA, _HOPPER = (128, 1536), (9.0, 132, 128, 2048, 1.98, 50 * _MIB, 228 * 1024)
+_GIB, _H100_BYTES = 2**30, 84942979072
+_AMPERE, _HOPPER, _ADA = (164, 64, 2048), (228, 128, 2048), (100, 128, 1536)
 ACCELERATORS = {
-    "v4": Accelerator("TPU v4", 30.75 * _GIB, 275e12, 1.2e12, 300e9, 3),
-    "v5e": Accelerator("TPU v5 lite", 15.75 * _GIB, 197e12, 0.819e12, 200e9, 2),
-    "v5p": Accelerator("TPU v5", 95.74 * _GIB, 459e12, 2.765e12, 600e9, 3),
-    "v6e": Accelerator("TPU v6 lite", 31.25 * _GIB, 918e12, 1.638e12, 400e9, 2),
-    "a100": Accelerator(
-        *("NVIDIA A100", 85100068864, 312e12, 2.039e12, 300e9, 0, 8, 25e9),
-        (8.0, 108, 64, 2048, 1.41, 40 * _MIB, 164 * 1024),
-    ),
+    "v4": Accelerator("TPU v4", 30.75 * _GIB, 275e12, 1.2e12, 300e9, sides=3),
+    "v5e": Accelerator("TPU v5 lite", 15.75 * _GIB, 197e12, 0.819e12, 200e9, sides=2),
+    "v5p": Accelerator("TPU v5", 95.74 * _GIB, 459e12, 2.765e12, 600e9, sides=3),
+    "v6e": Accelerator("TPU v6 lite", 31.25 * _GIB, 918e12, 1.638e12, 400e9, sides=2),
+    "a100": Accelerator("NVIDIA A100", 85100068864, 312e12, 2.039e12, 300e9, 25e9, (8.0, 108, 1.41, 40, *_AMPERE)),
     "h100-pcie": Accelerator(
-        *("NVIDIA H100 PCIe", 84942979072, 756e12, 2.039e12, 64e9),
-        chip=(9.0, 114, 128, 2048, 1.755, 50 * _MIB, 228 * 1024),
+        "NVIDIA H100 PCIe", _H100_BYTES, 756e12, 2.039e12, 64e9, 50e9, (9.0, 114, 1.755, 50, *_HOPPER)
     ),
-    "h100": Accelerator("NVIDIA H100", 84942979072, 989e12, 3.352e12, 450e9, chip=_HOPPER),
-    "h200": Accelerator("NVIDIA H200", 151397597184, 989e12, 4.8e12, 450e9, chip=_HOPPER),
+    "h100": Accelerator("NVIDIA H100", _H100_BYTES, 989e12, 3.352e12, 450e9, 50e9, (9.0, 132, 1.98, 50, *_HOPPER)),
+    "h200": Accelerator("NVIDIA H200", 151397597184, 989e12, 4.8e12, 450e9, 50e9, (9.0, 132, 1.98, 50, *_HOPPER)),
     "b200": Accelerator(
-        *("NVIDIA B200", 191514411008, 2250e12, 7.672e12, 900e9),
-        chip=(10.0, 148, 128, 2048, 1.965, 132644864, 228 * 1024),
+        "NVIDIA B200", 191514411008, 2250e12, 7.672e12, 900e9, 50e9, (10.0, 148, 1.965, 126.5, *_HOPPER)
     ),
     "gb200": Accelerator(
-        *("NVIDIA GB200", 197897748480, 2500e12, 7.928e12, 900e9, 0, 72),
-        chip=(10.0, 152, 128, 2048, 2.062, 135528448, 228 * 1024),
+        *("NVIDIA GB200", 197897748480, 2500e12, 7.928e12, 900e9, 50e9, (10.0, 152, 2.062, 129.25, *_HOPPER), 0, 72)
     ),
     "rtx4090": Accelerator(
-        *("NVIDIA GeForce RTX 4090", 23.5 * _GIB, 165e12, 1.008e12, 32e9, 0, 8, 12.5e9),
-        (8.9, 128, *_ADA, 2.52, 72 * _MIB, 100 * 1024),
+        *("NVIDIA GeForce RTX 4090", 23.5 * _GIB, 165e12, 1.008e12, 32e9, 12.5e9, (8.9, 128, 2.52, 72, *_ADA))
     ),
-    "l40s": Accelerator(
-        *("NVIDIA L40S", 44.4 * _GIB, 362e12, 0.864e12, 32e9, 0, 8, 12.5e9),
-        (8.9, 142, *_ADA, 2.52, 96 * _MIB, 100 * 1024),
-    ),
-    "l4": Accelerator(
-        *("NVIDIA L4", 21.9 * _GIB, 121e12, 0.3e12, 32e9, 0, 8, 12.5e9),
-        (8.9, 58, *_ADA, 2.04, 48 * _MIB, 100 * 1024),
-    ),
+    "l40s": Accelerator("NVIDIA L40S", 44.4 * _GIB, 362e12, 0.864e12, 32e9, 12.5e9, (8.9, 142, 2.52, 96, *_ADA)),
+    "l4": Accelerator("NVIDIA L4", 21.9 * _GIB, 121e12, 0.3e12, 32e9, 12.5e9, (8.9, 58, 2.04, 48, *_ADA)),
 }
 """By the names that topologies begin with, a longer ``kind`` first.
 

@@ -6,12 +6,12 @@ import dataclasses
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Column, Table
 
 import jllama
 from jllama.commands.cli import parse
@@ -69,6 +69,8 @@ class PlanOptions(TrainConfig):
         check_fields(self, "", "tokens", lambda count: 0 < count < math.inf, "positive")
         if self.quantize not in ("", "int8") or (self.quantize and not self.decode):
             raise UsageError("quantize is int8, and for --decode alone")
+        if self.search and self.decode:
+            raise UsageError("search is for training alone: leave out --search or --decode")
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -77,13 +79,12 @@ def main(argv: Sequence[str], prog: str) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is run: the compilers alone are used
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # of what they say, the receipt holds what counts
     from jllama.plan.devices import topology_devices
-    from jllama.plan.receipt import plan_decoding, plan_training
-    from jllama.plan.search import describe, search
+    from jllama.plan.receipt import describe, plan_decoding, plan_training
+    from jllama.plan.search import search
     from jllama.sharding import make_mesh
 
-    console, chatter = (
-        Console(stderr=to_stderr, highlight=False, soft_wrap=True) for to_stderr in (options.json, True)
-    )
+    console = Console(stderr=options.json, highlight=False, soft_wrap=True)
+    progress = Console(stderr=True, highlight=False, soft_wrap=True)
     model = jllama.preset(options.preset) if options.preset else options.model
     seq_len = options.seq_len or options.training.seq_len or model.max_seq_len
     model = dataclasses.replace(model, max_seq_len=max(seq_len, model.max_seq_len))
@@ -97,62 +98,54 @@ def main(argv: Sequence[str], prog: str) -> int:
         receipt = plan_decoding(model, options.topology, options.mesh, batch_size, seq_len, quantize=quantize)
     elif options.search:
         fixed = bool(options.batch_size or not options.preset)
-        tried = search(config, options.topology, fixed, lambda said: chatter.print(f"compiling {said}"))
-        table = Table(
-            Column("tried", no_wrap=True),
-            *(Column(name, justify="right") for name in ("GiB", "MFU", "tokens/s")),
-            box=None,
-        )
-        for trial, each in tried:
-            speed = (f"{each.mfu_limit:.1%}", f"{each.tokens_per_s:,.0f}") if each.fits else ("does not fit", "")
-            table.add_row(describe(trial.config), f"{_needs(each) / _GIB:.2f}", *speed)
-        console.print(table)
+        tried = search(config, options.topology, fixed, lambda said: progress.print(f"compiling {said}"))
+        for _, each in tried:
+            speed = f"MFU {each.mfu_limit:6.1%}, {each.tokens_per_s:,.0f} tokens/s" if each.fits else "does not fit"
+            console.print(f"{_needs(each) / _GIB:8.2f} GiB  {speed:33}  {describe(each.mesh, each.settings)}")
         receipt = tried[0][1]
     else:
         receipt = plan_training(config, options.topology)
     if options.json:
         print(json.dumps(receipt.as_dict()))
     else:
-        console.print("\n".join(lines(receipt, options.decode, options.tokens)))
+        title = f"{receipt.device}, {describe(receipt.mesh, receipt.settings)}"
+        console.print("\n".join(lines(receipt, title, options.decode, options.tokens)))
     return 0 if receipt.fits else 1
 
 
-def lines(receipt: "Receipt", decode: bool, tokens: float) -> list[str]:
+def lines(receipt: "Receipt", title: str, decode: bool, tokens: float) -> list[str]:
     """The receipt for people."""
     needs, has = _needs(receipt), receipt.device_memory_bytes
+    state, temporaries = receipt.parameters_bytes + receipt.moments_bytes, receipt.temporaries_bytes
     too_much = f"does not fit: {(needs - has) / _GIB:.2f} GiB too much"
     verdict = f"fits, {(has - needs) / _GIB:.2f} GiB to spare" if receipt.fits else too_much
-    shape = " x ".join(f"{name}={size}" for name, size in receipt.mesh.items() if size > 1) or "one device"
     rows = {"memory of a device": f"{needs / _GIB:8.2f} of {has / _GIB:.2f} GiB"}
     parts = {
         "parameters": receipt.parameters_bytes,
         "moments": receipt.moments_bytes,
-        "cache and tokens" if decode else "batch": receipt.arguments_bytes
-        - receipt.parameters_bytes
-        - receipt.moments_bytes,
+        "cache and tokens" if decode else "batch": receipt.arguments_bytes - state,
         "gradients": receipt.gradients_bytes,
-        "activations and what the compiler needs": receipt.temporaries_bytes - receipt.gradients_bytes,
+        "activations and what the compiler needs": temporaries - receipt.gradients_bytes,
     }
     rows |= {f"  {name}": f"{size / _GIB:8.2f}" for name, size in parts.items() if size}
     if receipt.fits:
-        kinds = dict.fromkeys((row.kind for row in receipt.collectives), 0.0)
+        received: Counter[str] = Counter()
         for row in receipt.collectives:
-            kinds[row.kind] += row.times * row.bytes_each
+            received[row.kind] += int(row.times * row.bytes_each)
         times = {name: getattr(receipt, f"{name}_s") for name in ("compute", "memory", "interconnect")}
         said = ", ".join(f"{name} {1e3 * seconds:,.1f} ms" for name, seconds in times.items())
-        steps_per_s = receipt.tokens_per_s / receipt.tokens
-        bandwidth = receipt.arguments_bytes / receipt.traffic_bytes * receipt.memory_s * steps_per_s
+        bandwidth = receipt.arguments_bytes / receipt.traffic_bytes * receipt.memory_s / times[receipt.binds]
         share = f"{bandwidth:.1%} of the memory's rate" if decode else f"{receipt.mfu_limit:.1%} MFU"
         rows["attention kernel"] = receipt.attention or "none"
         rows["FLOPs of a device in a step"] = f"{receipt.flops:.3g}, computed {receipt.recomputed:.2f} times"
         rows["read and written in its memory"] = decimal(int(receipt.traffic_bytes))
-        rows |= {f"received in {kind}": decimal(int(size)) for kind, size in kinds.items()}
+        rows |= {f"received in {kind}": decimal(size) for kind, size in received.items()}
         rows["a step at the published rates"] = f"{said}: {receipt.binds} binds"
         rows["at most"] = f"{share}, {receipt.tokens_per_s:,.0f} tokens/s"
         if not decode:
             rows[f"{tokens:.3g} tokens".replace("e+", "e")] = f"{tokens / receipt.tokens_per_s / 86_400:,.1f} days"
     return [
-        f"{receipt.device}, {shape}: {verdict}",
+        f"{title}: {verdict}",
         *(f"  {name:41}{said}" for name, said in rows.items()),
         *(f"  {size / _GIB:8.2f} GiB  {shape}  {name}" for size, shape, name in receipt.largest),
         *(f"  to make it fit: {tip}" for tip in receipt.advice),

@@ -67,9 +67,10 @@ def _check_packages(what: str, extra: str, *names: str) -> None:
 
 def _target_config(accelerator: Accelerator) -> str:
     """XLA's ``GpuTargetConfigProto`` of a GPU, as text."""
-    capability, cores, units, threads, clock, cache, shared = accelerator.chip
+    capability, cores, clock, cache_mib, shared_kib, units, threads = accelerator.chip
     feature = "ACCELERATED_FEATURES" if capability >= 9 else "NONE"
-    major, minor = int(capability), round(capability % 1 * 10)
+    major, minor = divmod(round(10 * capability), 10)
+    cache, shared = int(cache_mib * 2**20), shared_kib * 1024
     return f"""
     gpu_device_info {{
       threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {threads}

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jllama.model import KVCache, abstract_params, build_model
 from jllama.parameters import tensor_specs, training_flops_per_token
 from jllama.plan import program
 from jllama.plan.devices import interconnect_s, topology_devices
-from jllama.sharding import batch_shardings, check_divides, make_mesh, matrix_sharding
+from jllama.sharding import AXES, batch_shardings, check_divides, make_mesh, matrix_sharding
 from jllama.training.config import TrainConfig
 from jllama.training.step import check_batch, compile_training
 
@@ -31,6 +31,7 @@ class Receipt:
     Args:
         device: the accelerator and how many there are: the topology.
         mesh: the sizes of the mesh's axes.
+        settings: of ``training``, as planned.
         arguments_bytes: what the step takes, and returns in the same memory: parameters, moments, the batch.
         temporaries_bytes: gradients, activations and what the compiler needs besides; of a program that the compiler
             refused, by what it says.
@@ -49,6 +50,7 @@ class Receipt:
     device: str
     devices: int
     mesh: dict[str, int]
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     arguments_bytes: int
     parameters_bytes: int
     moments_bytes: int = 0
@@ -115,9 +117,21 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
         "moments_bytes": device_bytes(state.opt_state),
         "gradients_bytes": held * jnp.dtype(options.reduce_dtype).itemsize // 4,
         "recomputed": recomputed(config),
+        "settings": settings(config),
     }
     receipt = _receipt(topology, accelerator, mesh, training.step.lower(state, windows), flops, tokens, sizes)
     return receipt if receipt.fits else dataclasses.replace(receipt, advice=_advice(config, receipt))
+
+
+def settings(config: TrainConfig) -> dict[str, Any]:
+    """What a search changes of a step, but for the mesh."""
+    return {name: getattr(config.training, name) for name in ("batch_size", "accumulation", "remat", "attention")}
+
+
+def describe(mesh: Mapping[str, int], settings: Mapping[str, Any]) -> str:
+    """``fsdp=4 x tensor=2, batch_size 16, remat block``."""
+    sizes = " x ".join(f"{name}={mesh[name]}" for name in AXES if mesh[name] > 1)
+    return ", ".join([sizes or "one device", *(f"{name} {value}" for name, value in settings.items())])
 
 
 def recomputed(config: TrainConfig) -> float:

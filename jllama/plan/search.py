@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -13,8 +14,8 @@ from jllama.errors import UsageError
 from jllama.functional import ATTENTION, Mask
 from jllama.parameters import count_parameters, training_flops_per_token
 from jllama.plan.devices import interconnect_s, topology_devices
-from jllama.plan.receipt import Receipt, plan_training, recomputed
-from jllama.sharding import AXES, check_divides
+from jllama.plan.receipt import Receipt, describe, plan_training, recomputed, settings
+from jllama.sharding import AXES, check_divides, ruleset
 from jllama.training.config import TrainConfig
 
 _REMAT = ("none", "dots", "block", "offload")  # each keeps less than the one before
@@ -46,20 +47,12 @@ def search(
         if len(tried) == _MOST or sum(receipt.fits for _, receipt in tried) == _FITTING:
             break
         if not any(_settles(*each, trial) for each in tried):
-            tell(describe(trial.config))
+            tell(describe(vars(trial.config.mesh), settings(trial.config)))
             tried.append((trial, plan_training(trial.config, topology)))
     if not tried:
         said = f"no step of this model and batch divides over the {len(devices)} devices of {topology} and could fit"
         raise UsageError(f"{said}: take more devices, or another training.batch_size")
     return sorted(tried, key=lambda each: (not each[1].fits, -each[1].tokens_per_s))
-
-
-def describe(config: TrainConfig) -> str:
-    """``data=2 fsdp=4, batch 16 in 2 parts, remat block, triton``."""
-    sizes = " ".join(f"{name}={size}" for name in AXES if (size := getattr(config.mesh, name)) > 1) or "one device"
-    loop = config.training
-    parts = f"batch {loop.batch_size} in {loop.accumulation} part{'s'[: loop.accumulation - 1]}"
-    return f"{sizes}, {parts}, remat {loop.remat}, {loop.attention}"
 
 
 def _settles(tried: Trial, receipt: Receipt, trial: Trial) -> bool:
@@ -76,54 +69,49 @@ def _settles(tried: Trial, receipt: Receipt, trial: Trial) -> bool:
 def _trials(config: TrainConfig, accelerator: Accelerator, devices: list, fixed_batch: bool) -> Iterator[Trial]:
     """The steps that divide over the devices and that could fit."""
     options, model = config.training, config.model
-    seq_len = options.seq_len or model.max_seq_len
-    query = jnp.zeros((1, 1, 1, model.head_dim), jnp.bfloat16)
-    segments = Mask(query_segments=jnp.zeros(0), key_segments=jnp.zeros(0))
-    whole, split = (  # kernels for rows that have all their tokens on a device, and for others
-        [
+    seq_len, query = options.seq_len or model.max_seq_len, jnp.zeros((1, 1, 1, model.head_dim), jnp.bfloat16)
+    sizes = [size for size in range(1, len(devices) + 1) if len(devices) % size == 0]
+    for shape in itertools.product(sizes, repeat=len(AXES)):
+        mesh = dataclasses.replace(config.mesh, **dict(zip(AXES, shape, strict=True)))
+        if math.prod(shape) != len(devices) or seq_len % mesh.sequence:
+            continue
+        try:
+            check_divides(AbstractMesh(shape, AXES), model, ruleset(mesh))
+        except UsageError:
+            continue
+        mask = Mask(jnp.zeros(1) if mesh.sequence > 1 else None, jnp.zeros(0), jnp.zeros(0))
+        kernels = [
             name
             for name, row in ATTENTION.items()
             if (row.platform == devices[0].platform if options.attention == "auto" else name == options.attention)
             and not row.refuses(query, query, mask)
         ]
-        for mask in (segments, segments._replace(offset=jnp.zeros(1)))
-    )
-    sizes = [size for size in range(1, len(devices) + 1) if len(devices) % size == 0]
-    for shape in itertools.product(sizes, repeat=4):
-        mesh = dataclasses.replace(config.mesh, **dict(zip(AXES, shape, strict=True)))
-        if mesh.data * mesh.fsdp * mesh.sequence * mesh.tensor != len(devices) or seq_len % mesh.sequence:
-            continue
-        try:
-            check_divides(AbstractMesh(shape, AXES), model)
-        except UsageError:
-            continue
-        ways = mesh.data * mesh.fsdp
-        for power, remat, kernel in itertools.product(range(7, -1, -1), _REMAT, split if mesh.sequence > 1 else whole):
-            rows = 2**power
-            parts = options.batch_size // (ways * rows) if fixed_batch else 1
-            batch_size = ways * rows * parts
-            if not parts or (fixed_batch and batch_size != options.batch_size):
-                continue
-            loop = {"remat": remat, "attention": kernel, "batch_size": batch_size, "accumulation": parts}
-            changed = dataclasses.replace(config, mesh=mesh, training=dataclasses.replace(options, **loop))
-            exchange_s, least_bytes = _by_formula(changed, accelerator, rows, seq_len)
-            if least_bytes <= accelerator.memory_bytes:
-                flops = training_flops_per_token(model, seq_len) * recomputed(changed) / len(devices)
-                compute_s, exchange_s = flops / accelerator.flops, exchange_s / (batch_size * seq_len)
-                yield Trial(changed, rows, (max(compute_s, exchange_s), compute_s + exchange_s))
+        for power, remat, kernel in itertools.product(range(7, -1, -1), _REMAT, kernels):
+            together = 2**power * mesh.data * mesh.fsdp
+            batch_size = options.batch_size if fixed_batch else together
+            if batch_size % together == 0:
+                loop = {"batch_size": batch_size, "accumulation": batch_size // together}
+                training = dataclasses.replace(options, remat=remat, attention=kernel, **loop)
+                changed = dataclasses.replace(config, mesh=mesh, training=training)
+                exchange_s, least_bytes = _by_formula(changed, accelerator, 2**power, seq_len)
+                if least_bytes <= accelerator.memory_bytes:
+                    flops = training_flops_per_token(model, seq_len) * recomputed(changed) / len(devices)
+                    times = flops / accelerator.flops, exchange_s / (batch_size * seq_len)
+                    yield Trial(changed, 2**power, (max(times), sum(times)))
 
 
 def _by_formula(config: TrainConfig, accelerator: Accelerator, rows: int, seq_len: int) -> tuple[float, float]:
     """Of a step about the seconds of its exchanges, and the bytes that a device holds at least."""
     mesh, model, options = config.mesh, config.model, config.training
     weights, tokens = count_parameters(model) / mesh.tensor, rows * seq_len / mesh.sequence
-    summed, kv_dim = jnp.dtype(options.reduce_dtype).itemsize, model.num_kv_heads * model.head_dim / mesh.tensor
-    own = weights / mesh.fsdp
-    received = {  # in bfloat16: weights twice, keys and values three times, what each half of a layer gives six times
-        "data": 2 * own * summed,
-        "fsdp": options.accumulation * weights * (4 + summed),
-        "sequence": 2 * own * summed + options.accumulation * model.num_layers * 12 * rows * seq_len * kv_dim,
-        "tensor": options.accumulation * model.num_layers * 24 * tokens * model.embed_dim,
+    heads, kv_heads = (count * model.head_dim / mesh.tensor for count in (model.num_heads, model.num_kv_heads))
+    summed = jnp.dtype(options.reduce_dtype).itemsize
+    layers = options.accumulation * model.num_layers * 2  # in bfloat16
+    received = {  # weights twice, keys and values three times, and what each half of a layer gives six times
+        "data": 2 * weights / mesh.fsdp * summed,
+        "fsdp": options.accumulation * weights * (2 * 2 + summed),
+        "sequence": 2 * weights / mesh.fsdp * summed + layers * 3 * 2 * rows * seq_len * kv_heads,
+        "tensor": layers * 6 * 2 * tokens * model.embed_dim,
     }
     seconds, stride = 0.0, 1
     for name in reversed(AXES):
@@ -133,7 +121,6 @@ def _by_formula(config: TrainConfig, accelerator: Accelerator, rows: int, seq_le
         stride *= size
     kept = model.embed_dim * (options.remat != "offload")
     if options.remat in ("none", "dots"):
-        heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-        kept += 2 * model.embed_dim + (heads + 2 * model.mlp_dim) / mesh.tensor
-    state = {"adamw": 16, "lion": 12}.get(config.optimizer.name, 8) * own
+        kept += 2 * model.embed_dim + heads + 2 * kv_heads + 2 * model.mlp_dim / mesh.tensor
+    state = {"adamw": 16, "lion": 12}.get(config.optimizer.name, 8) * weights / mesh.fsdp
     return seconds, state + 2 * model.num_layers * tokens * kept

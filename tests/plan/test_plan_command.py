@@ -30,6 +30,7 @@ TINY = """
         ("--topology v5p:4x4", "v5p:4x4 is no topology: give the sides of the slice, such as v5p:4x4x4"),
         ("--topology h100:12", "h100:12 is no topology: give the number of GPUs, to 8 or a multiple of 8, such as"),
         ("--topology h100:8 --quantize int8", "quantize is int8, and for --decode alone"),
+        ("--topology h100:8 --search --decode", "search is for training alone: leave out --search or --decode"),
         ("--topology h100:8 --preset llama9-1b", "there is no preset llama9-1b; did you mean llama"),
         ("--topology h100:8 --bach_size 4", "there is no option bach_size; did you mean batch_size?"),
         ("--topology h100:8 --batch_size -4", "batch_size is -4; it must be positive, or 0"),
@@ -60,7 +61,8 @@ def planned():
     environment = os.environ | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"}
     words = json.dumps({name: [*TINY.split(), *others] for name, others in commands.items()})
     run = [sys.executable, __file__, words]
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(run, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
@@ -82,7 +84,7 @@ def test_a_mesh_or_batch_that_does_not_divide(planned, name, said):
 def test_a_receipt_has_every_part(planned):
     code, out, err = planned["fits"]
     assert (code, err) == (0, "")
-    assert out.startswith("h100:8, fsdp=8: fits, 79.1")
+    assert out.startswith("h100:8, fsdp=8, batch_size 8, accumulation 1, remat block, attention reference: fits, 79.1")
     parts = "parameters,moments,gradients,activations,received in all-gather,compute,interconnect,binds,MFU,tokens/s"
     for part in [*parts.split(","), "attention kernel", "1.5e13 tokens", "compiled in"]:
         assert part in out
@@ -95,6 +97,7 @@ def test_json_is_alone_on_stdout(planned):
     assert found["mesh"] == {"data": 1, "fsdp": 4, "sequence": 1, "tensor": 2}
     assert {row["kind"] for row in found["collectives"]} >= {"all-gather", "all-reduce"}
     assert found["device_memory_bytes"] == 84942979072
+    assert found["settings"] == {"batch_size": 8, "accumulation": 1, "remat": "block", "attention": "reference"}
 
 
 def test_what_does_not_fit_has_code_1(planned):

@@ -11,7 +11,7 @@ from jllama.devices import ACCELERATORS
 from jllama.errors import UsageError
 from jllama.parameters import count_parameters, training_flops_per_token
 from jllama.plan import search
-from jllama.plan.receipt import Receipt, recomputed
+from jllama.plan.receipt import Receipt, describe, recomputed, settings
 from jllama.training.config import LoopConfig, TrainConfig
 
 MODEL = LlamaConfig(32_000, 16, 2048, 16, 4, 128, 8192, max_seq_len=4096)
@@ -58,7 +58,7 @@ def test_the_fastest_of_all_is_found_in_few_compilations(devices, fixed):
     said = []
     tried = search.search(CONFIG, "h100:8", fixed, said.append)
     configs = list(devices.planned)
-    assert said == [search.describe(config) for config in configs]
+    assert said == [describe(vars(config.mesh), settings(config)) for config in configs]
     assert len(configs) == len(tried) <= 16
     assert sum(each.fits for _, each in tried) == 3
     assert [each.fits for _, each in tried] == sorted((each.fits for _, each in tried), reverse=True)
