@@ -98,7 +98,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         receipt = plan_decoding(model, options.topology, options.mesh, batch_size, seq_len, quantize=quantize)
     elif options.search:
         fixed = bool(options.batch_size or not options.preset)
-        tried = search(config, options.topology, fixed, lambda said: progress.print(f"compiling {said}"))
+        tried = search(config, options.topology, fixed, progress.print)
         for _, each in tried:
             speed = f"MFU {each.mfu_limit:6.1%}, {each.tokens_per_s:,.0f} tokens/s" if each.fits else "does not fit"
             console.print(f"{_needs(each) / _GIB:8.2f} GiB  {speed:33}  {describe(each.mesh, each.settings)}")

@@ -44,7 +44,7 @@ def topology_devices(topology: str) -> tuple[Accelerator, list[Any]]:
         options |= {"chip_config_name": "megacore"} if kind == "v4" else {}
         options |= {"chips_per_host_bounds": [1, 1, 1]} if count == 1 else {}
     else:
-        _check_packages("GPUs", "cuda", "jax-cuda12-plugin", "jax-cuda13-plugin")
+        _check_packages("GPUs", "cuda", "jax-cuda13-plugin", "jax-cuda12-plugin")
         nodes = f"1x{max(1, count // node)}x{min(count, node)}"
         options = {"platform": "cuda", "topology": nodes, "target_config": _target_config(accelerator)}
     try:

@@ -17,7 +17,7 @@ _CLOSER = re.compile(r"\w+\[[\d,]*\]\{[^}]*S\(\d\)[^}]*\}")
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-_FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "call", "after-all"}
+_FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "after-all"}
 _PARTS = {"dynamic-slice": -1, "gather": -1, "dynamic-update-slice": 1, "scatter": 2}  # where they name the part
 ATTENTION_KERNELS = {"splash": "splash_m", "cudnn": "__cudnn$fmha", "triton": "mha_forward"}
 """The custom call by which a program shows each attention implementation that is a kernel of its own."""
@@ -75,9 +75,10 @@ def array_bytes(shapes: str) -> float:
 
 
 def executed(program: Program) -> Iterator[tuple[Instruction, int, str]]:
-    """Each instruction with how often a run executes it, and its computation; loops count as their conditions say.
+    """Each instruction with how often a run executes it, and its computation.
 
-    Those inside fusions are left out, but for the collectives that TPUs fuse with what is around them.
+    Loops count as their conditions say, and every branch of a condition. What is inside fusions is left out, but for
+    the collectives that TPUs fuse with what is around them.
     """
 
     def walk(name: str, times: int) -> Iterator[tuple[Instruction, int, str]]:
@@ -88,6 +89,9 @@ def executed(program: Program) -> Iterator[tuple[Instruction, int, str]]:
                 yield from walk(called["body"], times * _trips(program, instruction.others, called["condition"]))
             elif instruction.operation == "call":
                 yield from walk(called["to_apply"], times)
+            elif instruction.operation == "conditional":
+                for branch in {*re.findall(r"[\w.-]+", instruction.others)} & {*program.computations}:
+                    yield from walk(branch, times)
             elif "calls" in called and not instruction.operation.endswith(("-update", "-done")):
                 inner = walk(called["calls"], times)
                 yield from ((each, n, called["calls"]) for each, n, _ in inner if _kind(each.operation))

@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jllama.config import LlamaConfig, MeshConfig
 from jllama.decode_params import DecodeParams, Quantization, decode_layout
 from jllama.devices import Accelerator, device_bytes, program_bytes
-from jllama.errors import JllamaError
+from jllama.errors import JllamaError, UsageError
+from jllama.functional import Refused
 from jllama.model import KVCache, abstract_params, build_model
 from jllama.parameters import tensor_specs, training_flops_per_token
 from jllama.plan import program
@@ -119,7 +120,11 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
         "recomputed": recomputed(config),
         "settings": settings(config),
     }
-    receipt = _receipt(topology, accelerator, mesh, training.step.lower(state, windows), flops, tokens, sizes)
+    try:
+        lowered = training.step.lower(state, windows)
+    except Refused as error:
+        raise UsageError(f"{error}: take another training.attention, or mesh.sequence") from error
+    receipt = _receipt(topology, accelerator, mesh, lowered, flops, tokens, sizes)
     return receipt if receipt.fits else dataclasses.replace(receipt, advice=_advice(config, receipt))
 
 
@@ -151,7 +156,7 @@ def _advice(config: TrainConfig, receipt: Receipt) -> list[str]:
         tips.append(f"--training.remat {'offload' if options.remat == 'block' else 'block'}")
     if (rows := options.batch_size // ways) > options.accumulation:
         tips.append(f"--training.accumulation {rows}, one row of each device at a time")
-    elif ways % 2 == 0:
+    elif ways % 2 == 0 and receipt.attention != "triton":
         sizes = f"--mesh.sequence {2 * mesh['sequence']} --mesh.data 1 --mesh.fsdp {ways // 2}"
         tips.append(f"{sizes} --batch_size {options.batch_size // 2}, half the tokens of a device")
     if mesh["data"] > 1:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jllama.devices import Accelerator
-from jllama.errors import UsageError
+from jllama.errors import JllamaError, UsageError
 from jllama.functional import ATTENTION, Mask
 from jllama.parameters import count_parameters, training_flops_per_token
 from jllama.plan.devices import interconnect_s, topology_devices
@@ -38,17 +38,21 @@ def search(
 ) -> list[tuple[Trial, Receipt]]:
     """Compile the steps that should be fastest, until three fit: the fastest comes first, what does not fit last.
 
-    With ``fixed_batch`` the batch is taken in more or fewer parts, else it grows. ``tell`` is given what is compiled
-    next. ``UsageError`` if no step divides over the devices and could fit.
+    With ``fixed_batch`` the batch is taken in more or fewer parts, else it grows. ``tell`` is given a line
+    about each. ``UsageError`` if no step divides over the devices and could fit.
     """
     accelerator, devices = topology_devices(topology)
-    tried: list[tuple[Trial, Receipt]] = []
+    tried, left = list[tuple[Trial, Receipt]](), _MOST
     for trial in sorted(_trials(config, accelerator, devices, fixed_batch), key=lambda trial: trial.token_s):
-        if len(tried) == _MOST or sum(receipt.fits for _, receipt in tried) == _FITTING:
+        if not left or sum(receipt.fits for _, receipt in tried) == _FITTING:
             break
         if not any(_settles(*each, trial) for each in tried):
-            tell(describe(vars(trial.config.mesh), settings(trial.config)))
-            tried.append((trial, plan_training(trial.config, topology)))
+            tell(f"compiling {describe(vars(trial.config.mesh), settings(trial.config))}")
+            left -= 1
+            try:
+                tried.append((trial, plan_training(trial.config, topology)))
+            except JllamaError as error:  # what the compiler cannot do, others may need not
+                tell(str(error))
     if not tried:
         said = f"no step of this model and batch divides over the {len(devices)} devices of {topology} and could fit"
         raise UsageError(f"{said}: take more devices, or another training.batch_size")

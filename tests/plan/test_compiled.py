@@ -76,6 +76,14 @@ def test_what_does_not_fit_names_what_fills_the_memory(platform):
 
 
 @pytest.mark.plan_gpu
+@pytest.mark.parametrize("option", ["--training.attention cudnn", "--mesh.sequence 2"])
+def test_what_the_kernel_cannot_serve(option):
+    said = plan(f"{TINY} --topology h100:4 {option}", code=2)
+    assert said.count("\n") == 1
+    assert said.endswith(": take another training.attention, or mesh.sequence\n")
+
+
+@pytest.mark.plan_gpu
 def test_search_finds_what_fits():
     found = plan(f"{TINY} --topology h100:1 --search")
     assert (found["fits"], found["recomputed"]) == (True, 1.0)

@@ -18,11 +18,11 @@ class Package:
     [
         ("v5e:4x4", [], r"needs libtpu [\d.]+\*, found none: pip install 'jllama\[plan-tpu\]'"),
         ("v5e:4x4", [Package("libtpu", "0.0.1")], r"needs libtpu [\d.]+\*, found libtpu 0.0.1: pip install"),
-        ("h100:8", [], r"needs jax-cuda12-plugin [\d.]+, found none: pip install 'jllama\[cuda\]'"),
+        ("h100:8", [], r"needs jax-cuda13-plugin [\d.]+, found none: pip install 'jllama\[cuda\]'"),
         (
             "h100:8",
-            [Package("jax-cuda13-plugin", "0.4.1")],
-            r"needs jax-cuda12-plugin [\d.]+, found jax-cuda13-plugin 0.4.1",
+            [Package("jax-cuda12-plugin", "0.4.1")],
+            r"needs jax-cuda13-plugin [\d.]+, found jax-cuda12-plugin 0.4.1",
         ),
     ],
 )

@@ -26,6 +26,14 @@ TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=8
   ROOT %all-gather.8 = bf16[128,64]{1,0} all-gather(%param_3), GROUPS
 }
 
+%yes (param_4: f32[2]) -> f32[4] {
+  ROOT %all-gather.9 = f32[4]{0} all-gather(%param_4), replica_groups={{0,1},{2,3},{4,5},{6,7}}
+}
+
+%no (param_5: f32[2]) -> f32[2] {
+  ROOT %param_5 = f32[2]{0} parameter(0)
+}
+
 %condition (state: (s32[], bf16[8,1024,64])) -> pred[] {
   %count = s32[] constant(32)
   ROOT %less = pred[] compare(%index, %count), direction=LT
@@ -47,6 +55,7 @@ ENTRY %main (stack: bf16[8,1024,64]) -> f32[] {
   %both = ((f32[8], f32[4]), (f32[16], f32[8])) all-gather-start(%a, %b), replica_groups={{0,1},{2,3},{4,5},{6,7}}
   %copied = (f32[100]{0:S(1)}, f32[100]{0}, u32[]{:S(2)}) copy-start(%c)
   %loop = (s32[], bf16[8,1024,64]{2,1,0}) while(%start), condition=%condition, body=%body
+  %branch = f32[2] conditional(%p, %x, %x), true_computation=%yes, false_computation=%no
   ROOT %sum = f32[] all-reduce(%partial), replica_groups={}, to_apply=%add
 }
 """.replace("GROUPS", 'replica_groups=[4,2]<=[2,4]T(1,0), frontend_attributes={chain_id="3"}')
@@ -71,7 +80,8 @@ def test_an_exchange_in_several_fusions_or_of_several_arrays_is_counted_once():
     rows = {row.shape: row for row in collectives(parse(TEXT), node=4)}
     assert rows["bf16[128,64]"][2:] == (2, 1, 32, 128 * 64 * 2 / 2)  # devices 0 and 4
     assert rows["f32[16], f32[8]"][2:] == (2, 2, 1, (16 + 8) * 4 / 2)
-    assert len(rows) == 5
+    assert rows["f32[4]"].times == 1  # in a branch
+    assert len(rows) == 6
 
 
 def test_traffic_is_of_slices_and_of_memory_alone():

@@ -8,7 +8,7 @@ import pytest
 
 from jllama.config import LlamaConfig
 from jllama.devices import ACCELERATORS
-from jllama.errors import UsageError
+from jllama.errors import JllamaError, UsageError
 from jllama.parameters import count_parameters, training_flops_per_token
 from jllama.plan import search
 from jllama.plan.receipt import Receipt, describe, recomputed, settings
@@ -58,7 +58,7 @@ def test_the_fastest_of_all_is_found_in_few_compilations(devices, fixed):
     said = []
     tried = search.search(CONFIG, "h100:8", fixed, said.append)
     configs = list(devices.planned)
-    assert said == [describe(vars(config.mesh), settings(config)) for config in configs]
+    assert said == ["compiling " + describe(vars(config.mesh), settings(config)) for config in configs]
     assert len(configs) == len(tried) <= 16
     assert sum(each.fits for _, each in tried) == 3
     assert [each.fits for _, each in tried] == sorted((each.fits for _, each in tried), reverse=True)
@@ -77,6 +77,19 @@ def test_the_fastest_of_all_is_found_in_few_compilations(devices, fixed):
         assert config.training.attention == "triton"
         assert config.training.batch_size == 64 or not fixed
     assert configs[0].training.remat == "none"
+
+
+def test_what_the_compiler_refuses_is_passed_over(devices, monkeypatch):
+    def plan(config, topology):
+        if config.mesh.fsdp == 8:
+            raise JllamaError("the compiler refuses the program")
+        return devices.plan(config, topology)
+
+    monkeypatch.setattr(search, "plan_training", plan)
+    said = []
+    tried = search.search(CONFIG, "h100:8", True, said.append)
+    assert tried[0][1].fits
+    assert "the compiler refuses the program" in said
 
 
 def test_what_cannot_fit_is_not_compiled(devices):
