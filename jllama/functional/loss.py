@@ -31,7 +31,7 @@ def linear_cross_entropy(
     Sums of parts of a batch add up exactly; the mean is ``total / count``. Masked positions count for nothing, whatever
     they hold. Targets are the tokens *after* the ones of ``hidden``: the caller shifts. Logits are made for
     ``chunk_tokens`` tokens at a time, up to the row with the most unmasked ones, and gradients while they are there
-    (those of the logits stay, if they take no more than the head's in float32): products in the dtype of ``hidden``,
+    (those of the logits stay, if they take at most half of the head's in float32): products in the dtype of ``hidden``,
     sums in float32. Reverse mode only, and once. Source of the z-loss: Chowdhery et al. 2022, section 5
     (arXiv:2204.02311).
 
@@ -124,8 +124,8 @@ def _total_and_gradients(
     padded = jnp.pad(order, ((0, 0), (0, -seq % length)))
     x, y = jnp.take_along_axis(hidden, padded[..., None], axis=1), jnp.take_along_axis(targets, padded, axis=1)
     counted = jnp.arange(padded.shape[1]) < counts[:, None]
-    # The logits' gradients are kept for one product at the end, where they are not larger than its sum in float32.
-    at_once = x.size * x.dtype.itemsize <= wide.itemsize * x.shape[2] ** 2
+    # The logits' gradients are kept for one product at the end, where they take half of its sum in float32 or less.
+    at_once = 2 * x.size * x.dtype.itemsize <= wide.itemsize * x.shape[2] ** 2
 
     def add_chunk(index: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         part = [jax.lax.dynamic_slice_in_dim(each, index * length, length, axis=1) for each in (x, y, counted)]
