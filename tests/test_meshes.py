@@ -41,13 +41,13 @@ def test_mistakes_in_the_exchanges_show(report):
 def test_a_mesh_samples_the_ids_of_one_device(report):
     one, *meshes = report["sampled"]
     assert len({tuple(row) for row in one["ids"]}) == 8
-    assert [mesh["ids"] for mesh in meshes] == [one["ids"]] * 4
+    assert [mesh["ids"] for mesh in meshes] == [one["ids"]] * 3
 
 
 @pytest.mark.slow
 def test_caches_are_split_over_rows_and_heads_and_never_gathered(report):
     """Four key-value heads, of which eight ways of ``tensor`` hold all."""
     _, *meshes = report["sampled"]
-    assert [mesh["split"] for mesh in meshes] == [[[1, 1, 1, 1]], [[2, 4, 1, 1]], [[4, 2, 1, 1]], [[8, 1, 1, 1]]]
-    assert all(mesh["gathered"] < 0.2 for mesh in meshes)
-    assert [mesh["compiled_again"] for mesh in meshes[:3]] == [0, 0, 0]
+    assert [mesh["split"] for mesh in meshes] == [[[1, 1, 1, 1]], [[2, 4, 1, 1]], [[4, 2, 1, 1]]]
+    assert all(mesh["gathered"] < 0.1 for mesh in meshes)
+    assert [mesh["compiled_again"] for mesh in meshes] == [0, 0, 0]
