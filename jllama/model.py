@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jllama import functional as F
+from jllama import kernels as kernels  # which adds to F.ATTENTION
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams
 from jllama.errors import UsageError, unknown_name

@@ -13,14 +13,14 @@ import jllama
 PACKAGE = Path(jllama.__file__).parent
 FLOORS = [
     {"devices", "errors", "functional", "progress", "typecheck"},
-    {"files", "rope_scaling", "stop"},
+    {"files", "kernels", "rope_scaling", "stop"},
     {"config"},
     {"presets", "parameters", "oracle", "tokenizers"},
     {"sharding", "distributed", "decode_params", "data"},
     {"model"},
     {"language_model"},
     {"generation", "checkpoints"},
-    {"evaluation"},
+    {"evaluation", "report"},
     {"training"},
     {"conversation", "plan", "verify"},
     {"check", "harness"},

@@ -18,7 +18,7 @@ from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.files import fault_of, refuse_special_files, write_text_whole
 
-CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
+CONFIG, CHECKPOINTS, METRICS, SAMPLES = "config.yaml", "checkpoints", "metrics.jsonl", "samples.jsonl"
 _FAULT = "does not describe a model"
 
 

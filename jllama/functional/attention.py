@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jllama.functional import kernels
 from jllama.functional.shapes import checked
 
 Queries = Float[Array, "batch heads seq head_dim"]
@@ -129,11 +128,8 @@ ATTENTION = {
     "reference": AttentionImplementation(_reference),
     "blocked": AttentionImplementation(_blocked),
     "xla": AttentionImplementation(_xla, lambda query, *_: "float64" if query.dtype == jnp.float64 else None),
-    "splash": AttentionImplementation(kernels.splash, kernels.splash_refuses, "tpu"),
-    "cudnn": AttentionImplementation(kernels.cudnn, kernels.cudnn_refuses, "gpu"),
-    "triton": AttentionImplementation(kernels.triton, kernels.triton_refuses, "gpu"),
 }
-"""The implementations of ``attention`` by name; one more is one more entry."""
+"""The implementations of ``attention`` by name; one more is one more entry, as of ``jllama.kernels``."""
 
 
 def choose_attention(

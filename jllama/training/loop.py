@@ -16,7 +16,7 @@ from rich.console import Console
 
 from jllama import distributed, files
 from jllama.checkpoints.registry import open_checkpoint
-from jllama.checkpoints.run import CHECKPOINTS, CONFIG
+from jllama.checkpoints.run import CHECKPOINTS, CONFIG, METRICS, SAMPLES
 from jllama.checkpoints.run_checkpoints import RunCheckpoints
 from jllama.checkpoints.tensors import Checkpoint, load_params
 from jllama.config import LlamaConfig
@@ -29,6 +29,7 @@ from jllama.language_model import LanguageModel
 from jllama.model import check_attention
 from jllama.parameters import count_parameters
 from jllama.progress import progress
+from jllama.report import REPORT, command, write_report
 from jllama.sharding import ruleset
 from jllama.stop import Stopped, stop_signals
 from jllama.tokenizers import has_tokenizer, load_tokenizer
@@ -57,7 +58,7 @@ def train(config: TrainConfig) -> Evaluation:
 
         bar = progress("", total_steps, console=run.console)
         with stop_signals(lambda: f"finishing step {run.step + 1:,} and saving") as run.signals, bar as run.move:
-            evaluated = [line["step"] for line in files.read_lines(run.folder / run_folder.METRICS, "validation_loss")]
+            evaluated = [line["step"] for line in files.read_lines(run.folder / METRICS, "validation_loss")]
             if run.step and due(options.eval_every) and run.step not in evaluated:  # a stop came first
                 run.sample_and_report(run.evaluate())
             run.show("compiling")
@@ -88,10 +89,10 @@ def train(config: TrainConfig) -> Evaluation:
                     start_s = time.perf_counter()
             final = run.evaluate_best()
             if final is None:
-                go_on = run_folder.command("train", "--resume", run.folder)
+                go_on = command("train", "--resume", run.folder)
                 raise Stopped(f"stopped at step {run.step:,} of {total_steps:,}; saved. Go on: {go_on}", run.stop)
-        sample = run_folder.command("sample", "--checkpoint", run.folder, "--prompt", options.sample_prompt)
-        run.console.print(f"{run.seconds():.0f} s in all. Read {run.folder / run_folder.REPORT}, or sample: {sample}")
+        sample = command("sample", "--checkpoint", run.folder, "--prompt", options.sample_prompt)
+        run.console.print(f"{run.seconds():.0f} s in all. Read {run.folder / REPORT}, or sample: {sample}")
         return final
 
 
@@ -127,7 +128,7 @@ class _Run:
         self.stop = self.stop or distributed.largest(self.signals[0] if self.signals else 0)
         return self.stop > 0
 
-    def write(self, name: str = run_folder.METRICS, **record: object) -> None:
+    def write(self, name: str = METRICS, **record: object) -> None:
         """Add a line to a file of the run; process 0 alone does."""
         if distributed.process_index() == 0:
             files.append_line(self.folder / name, {"step": self.step, **record})
@@ -212,13 +213,13 @@ class _Run:
         model = LanguageModel(self.config.model, self.state.params, self.data.tokenizer)
         count, seed = self.config.training.sample_tokens, int(jax.random.bits(key))
         text = generate(model, prompt, self.config.sampling, max_new_tokens=count, seed=seed)[0].text
-        self.write(run_folder.SAMPLES, prompt=prompt, text=text)
+        self.write(SAMPLES, prompt=prompt, text=text)
         self.console.print(f"{prompt}{text}\n", style="dim")
 
     def report(self, evaluation: Evaluation | None) -> None:
         if distributed.process_index() == 0:
             devices = describe_devices(self.training.mesh)
-            run_folder.write_report(self.config, self.data, devices, evaluation, self.seconds())
+            write_report(self.folder, self.data, devices, vars(evaluation) if evaluation else {}, self.seconds())
 
     @contextlib.contextmanager
     def attempt(self, doing: str) -> Iterator[None]:
@@ -251,7 +252,7 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
     check_attention(config.training.attention)  # also before the text is read
     existing = (folder / CHECKPOINTS).exists() and RunCheckpoints(folder / CHECKPOINTS, read_only=True).steps()
     if existing and config.resume == "never":
-        go_on = run_folder.command("train", "--resume", folder)
+        go_on = command("train", "--resume", folder)
         raise UsageError(f"{folder} already holds a run: continue it with {go_on}, or choose another run_dir")
 
     # The text. A vocabulary is trained once: a later version may train another on the same text.
@@ -263,10 +264,10 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
     if step:
         for change in run_folder.changes_on_resume(folder, config, step):
             console.print(change, style="yellow")
-        final = files.read_lines(folder / run_folder.METRICS, "final")
+        final = files.read_lines(folder / METRICS, "final")
         if step >= options.steps and final:
             more = ("--training.steps", 2 * step, "--resume_with_changes", "true")
-            go_on = run_folder.command("train", "--resume", folder, *more)
+            go_on = command("train", "--resume", folder, *more)
             console.print(f"{folder} is finished (step {step:,} of {options.steps:,}). To go on: {go_on}")
             return Evaluation(**final[-1]["final"])
 

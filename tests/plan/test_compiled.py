@@ -123,7 +123,8 @@ def main():
     import jax
     import jax.numpy as jnp
 
-    from jllama.functional import ATTENTION, Mask, attention
+    from jllama.functional import Mask, attention
+    from jllama.kernels import ATTENTION
     from jllama.plan.devices import topology_devices
 
     device, found = topology_devices(ON[sys.argv[1]])[1][0], {}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jllama.functional import ATTENTION, Mask, attention
-from jllama.functional.kernels import splash, triton
+from jllama.kernels import splash, triton
 from jllama.verify.checks import relative_error
 
 KERNELS = {"splash": splash, "triton": triton}

@@ -1,4 +1,4 @@
-"""Attention by kernels that never hold a row of scores in memory: JAX's own for TPUs and GPUs, for ``ATTENTION``.
+"""Attention by kernels that never hold a row of scores in memory: JAX's own for TPUs and GPUs, into ``ATTENTION``.
 
 Each takes ``[batch, heads, seq, head_dim]`` and a ``Mask``, forwards and backwards. Sequences are padded to whole
 blocks at their end, where causality hides the padding from every real query, and head sizes to what the kernel takes.
@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jllama.functional import ATTENTION, AttentionImplementation, Mask
+
 _LANES = 128
 _BLOCKS = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
 
 
-def splash(query: Array, key: Array, value: Array, mask: Any, *, interpret: bool = False) -> Array:
+def splash(query: Array, key: Array, value: Array, mask: Mask, *, interpret: bool = False) -> Array:
     """Splash attention (Pallas, TPU): grouped heads, documents kept apart, blocks that causality hides left out.
 
     With an offset, which is known only at run time, hidden blocks are computed, too, and masked. ``interpret`` runs it
@@ -39,7 +41,7 @@ def splash(query: Array, key: Array, value: Array, mask: Any, *, interpret: bool
         interpret=interpret,
     )
     segments, offsets = None, None
-    if mask.query_segments is not None:
+    if mask.query_segments is not None and mask.key_segments is not None:
         pairs = zip((mask.query_segments, mask.key_segments), sides, strict=True)
         segments = splash_attention_kernel.SegmentIds(*(_pad(each, {1: side}, -1) for each, side in pairs))
     if mask.offset is not None:
@@ -59,7 +61,7 @@ def splash(query: Array, key: Array, value: Array, mask: Any, *, interpret: bool
     return jax.vmap(one_row)(query, key, value, segments, offsets)[:, :, :seq, :head_dim].astype(value.dtype)
 
 
-def cudnn(query: Array, key: Array, value: Array, mask: Any) -> Array:
+def cudnn(query: Array, key: Array, value: Array, mask: Mask) -> Array:
     """CuDNN's flash attention (NVIDIA): grouped heads, causal from the start of a row."""
     head_dim = query.shape[3]
     heads_last = (_pad(each, {3: _up(head_dim, 8)}).swapaxes(1, 2) for each in (query, key, value))
@@ -67,7 +69,7 @@ def cudnn(query: Array, key: Array, value: Array, mask: Any) -> Array:
     return mixed.swapaxes(1, 2)[..., :head_dim]
 
 
-def triton(query: Array, key: Array, value: Array, mask: Any, *, interpret: bool = False) -> Array:
+def triton(query: Array, key: Array, value: Array, mask: Mask, *, interpret: bool = False) -> Array:
     """Pallas' flash attention in Triton (NVIDIA): keeps documents apart; keys and values are repeated for all heads."""
     from jax.experimental.pallas.ops.gpu import attention
 
@@ -80,12 +82,12 @@ def triton(query: Array, key: Array, value: Array, mask: Any, *, interpret: bool
     return mixed.swapaxes(1, 2)[:, :, :seq]
 
 
-def splash_refuses(query: Array, key: Array, mask: Any) -> str | None:
+def splash_refuses(query: Array, key: Array, mask: Mask) -> str | None:
     """What splash attention cannot serve."""
     return "a mask with lengths" if mask.lengths is not None else None
 
 
-def cudnn_refuses(query: Array, key: Array, mask: Any) -> str | None:
+def cudnn_refuses(query: Array, key: Array, mask: Mask) -> str | None:
     """What cuDNN cannot serve without all scores or a bias of their size in memory, or at all."""
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{query.dtype}: only bfloat16 and float16"
@@ -94,7 +96,7 @@ def cudnn_refuses(query: Array, key: Array, mask: Any) -> str | None:
     return None if query.shape[3] <= 128 else f"a head size of {query.shape[3]}: at most 128"
 
 
-def triton_refuses(query: Array, key: Array, mask: Any) -> str | None:
+def triton_refuses(query: Array, key: Array, mask: Mask) -> str | None:
     """What Pallas' kernel for GPUs cannot serve."""
     if mask.offset is not None or mask.lengths is not None or query.shape[2] != key.shape[2]:
         return "a mask with an offset or lengths, or other numbers of keys than of queries"
@@ -109,3 +111,8 @@ def _pad(array: Array, sizes: dict[int, int], value: int = 0) -> Array:
     """The array with zeros behind, up to a size along some axes."""
     widths = [(0, sizes.get(axis, size) - size) for axis, size in enumerate(array.shape)]
     return jnp.pad(array, widths, constant_values=value)
+
+
+ATTENTION["splash"] = AttentionImplementation(splash, splash_refuses, "tpu")
+ATTENTION["cudnn"] = AttentionImplementation(cudnn, cudnn_refuses, "gpu")
+ATTENTION["triton"] = AttentionImplementation(triton, triton_refuses, "gpu")
