@@ -127,9 +127,10 @@ def _parser(options: type, prog: str, positional: Sequence[str], usual: Sequence
         if doc.startswith(group.title or ":"):
             group.title = None  # the page begins with it
     for action in parser._actions:
-        if (hint := getattr(action, "_typehint", None)) in (bool, bool | None):  # --json: --json true
+        hint = getattr(action, "_typehint", None)
+        if bool in (hint, *typing.get_args(hint)):  # --json: --json true
             action.nargs, action.const = "?", True
-        elif hint is not None:
+        if hint not in (None, bool, bool | None):
             action.metavar = _kind(hint)[0]
         shown = type(action.default) is int or (action.default and action.default != argparse.SUPPRESS)
         default = " (default: %(default)s)" if shown else ""
@@ -157,7 +158,9 @@ def _named(parser: _Parser, argv: Sequence[str], positional: Sequence[str]) -> l
         elif not equals and words and (words[0] == "-" or not words[0].startswith("-")):
             action = parser._option_string_actions.get(name)  # an unknown option is taken to have a value
             nargs = 0 if name == "--print_config" else action and action.nargs
-            if nargs is None or (nargs == "?" and (words[0] in ("true", "false") or not names)):
+            kinds = typing.get_args(getattr(action, "_typehint", None))
+            own = ("true", "false", *(word for kind in kinds for word in typing.get_args(kind)))
+            if nargs is None or (nargs == "?" and (words[0] in own or not names)):
                 equals, value = "=", words.pop(0)
         is_file = name == "--config" and equals
         named += _flags(parser, _read_config(value), "--") if is_file else [name + equals + value]
