@@ -209,8 +209,6 @@ def spread_attention(
         segments = None if mask.key_segments is None else whole(mask.key_segments, axis=1)
         offset = jnp.reshape(jax.lax.axis_index("sequence") * seq, 1).astype(jnp.int32)
         mask = F.Mask(offset, mask.query_segments, segments)
-    if mesh.size == 1:
-        return F.attention(query, key, value, mask, implementation)
     groups, divides = query.shape[1] // key.shape[1], key.shape[1] % mesh.shape["tensor"] == 0
 
     def local(query: Array, key: Array, value: Array, mask: F.Mask) -> Array:
