@@ -174,6 +174,7 @@ def memory_bandwidth(dtype: Any = "float32", repeats: int = 7) -> float:
 def first_token_s(options: ModelOptions) -> float:
     """Seconds from starting ``jllama sample`` with this model to the first character that it writes."""
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(ModelOptions)}
+    given |= {f"mesh.{name}": size for name, size in vars(given.pop("mesh")).items() if name != "rules"}
     given |= {"prompt": "The capital of France is", "echo": "false", "temperature": 0, "max_new_tokens": 8}
     flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
     start_s = time.perf_counter()
