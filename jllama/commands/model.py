@@ -20,7 +20,7 @@ class ModelOptions:
         step: which checkpoint of a run; 0 takes the one with the lowest validation loss.
         dtype: of the parameters; without it float32 on a CPU, and elsewhere the files' own.
         quantize: hold the weights as int8, a quarter of float32's memory; the results change a little.
-        rope_factor: the RoPE scaling factor that Meta's params.json leaves out.
+        rope_factor: the RoPE scaling factor that Meta's params.json lacks.
         mesh: how the model is split over all devices; without it the first one holds it whole.
     """
 

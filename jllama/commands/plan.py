@@ -1,7 +1,5 @@
 """``jllama plan``."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
