@@ -29,8 +29,7 @@ class MeshConfig:
         fsdp: ways to split the parameters (and the batch), gathered where they are used.
         tensor: ways to split heads, feed-forward width and vocabulary.
         sequence: ways to split the tokens of each row, for long contexts.
-        rules: the mesh axes that split a logical axis of the parameters, where they are others than
-            ``jllama.sharding.RULES`` has, such as ``{"mlp": ["tensor"]}``.
+        rules: mesh axes that split logical axes, in place of ``jllama.sharding.RULES``: ``{"mlp": ["tensor"]}``.
     """
 
     data: int = -1

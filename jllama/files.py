@@ -64,7 +64,7 @@ def fault_of(source: Path | str, *errors: type[Exception]) -> Iterator[None]:
     try:
         yield
     except (UsageError, *errors) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
         raise JllamaError(f"{source}: {reason}") from error
 
 

@@ -18,6 +18,7 @@ from gguf.quants import dequantize, quant_shape_to_byte_shape, quantize
 
 from jllama.checkpoints.tensors import FileTensor, OnProgress, blocks
 from jllama.errors import JllamaError
+from jllama.files import fault_of
 
 MAGIC, _VERSION, _ALIGNMENT = b"GGUF", 3, 32
 _MAX_DIMS, _MAX_ARRAY = 4, 1 << 24
@@ -144,10 +145,8 @@ class _Header:
 
     def _type(self, types: Any, of: str) -> Any:
         number = self.number("I")
-        try:
+        with fault_of(f"{self.path} has the {of} of the unknown type {number}", ValueError):
             return types(number)
-        except ValueError as error:
-            raise JllamaError(f"{self.path} has the {of} of the unknown type {number}") from error
 
     def tensor_info(self, name: str) -> _TensorInfo:
         num_dims = self.number("I")
@@ -159,11 +158,9 @@ class _Header:
         tensor = f"{self.path} has the tensor {name} of shape {list(shape)} and type {type_.name}"
         if 0 in shape or shape[-1] % block or (block > 1 and num_dims == 1):
             raise JllamaError(f"{tensor}; only matrices may be quantized, and no row be empty or end inside a block")
-        try:
+        with fault_of(f"{tensor}, which cannot be read: convert the model again, to another type", NotImplementedError):
             if type_ not in PLAIN:  # only trying shows whether the package can
                 dequantize(np.zeros((1, block_bytes), np.uint8), type_)
-        except NotImplementedError as error:
-            raise JllamaError(f"{tensor}, which cannot be read: convert the model again, to another type") from error
         return type_, shape, offset
 
 

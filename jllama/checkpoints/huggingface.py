@@ -172,10 +172,8 @@ def read_text_files(folder: Path) -> tuple[Tokenizer | None, str | None, tuple[i
     """Read the tokenizer, chat template and stop ids in a folder of any format; None and no ids for absent files."""
     tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
     template, generation = folder / CHAT_TEMPLATE, folder / GENERATION_CONFIG
-    try:
+    with fault_of(f"{template} is not UTF-8 text", UnicodeDecodeError):
         text = template.read_text(encoding="utf-8") if template.is_file() else None
-    except UnicodeDecodeError as error:
-        raise JllamaError(f"{template} is not UTF-8 text: {error}") from error
     fields = read_json_object(generation) if generation.is_file() else {}
     return tokenizer, text, _stop_ids(fields.get("eos_token_id"), generation)
 
@@ -271,8 +269,6 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_
 def download(repository: str) -> Path:
     """Fetch ``org/name`` from the Hugging Face hub, or find it in the hub's cache; returns the folder it is in."""
     patterns = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja"]
-    try:
+    # Of the hub's client, with its own advice, the HTTP library beneath it, or the disk: all mean the same here.
+    with fault_of(f"{repository} cannot be fetched from the hub", Exception):
         return Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns))
-    except Exception as error:  # of the hub's client, the HTTP library beneath it, or the disk: all mean the same here
-        reason = " ".join(str(error).split()) or type(error).__name__  # with the hub's own advice
-        raise JllamaError(f"{repository} cannot be fetched from the hub: {reason}") from error

@@ -53,12 +53,10 @@ class ShardedTensor:
 
     def __getitem__(self, rows: slice, /) -> np.ndarray:
         """The requested rows, of those parts that have them."""
-        if self.axis == 1:
-            return np.concatenate([part[rows] for part in self.parts], axis=1)
-        size = self.parts[0].shape[0]
-        return np.concatenate(
-            [part[max(rows.start - i * size, 0) : max(rows.stop - i * size, 0)] for i, part in enumerate(self.parts)]
-        )
+        starts = [0 if self.axis else i * self.parts[0].shape[0] for i in range(len(self.parts))]
+        pairs = zip(self.parts, starts, strict=True)
+        held = [part[max(rows.start - start, 0) : max(rows.stop - start, 0)] for part, start in pairs]
+        return np.concatenate(held, axis=self.axis)
 
 
 def recognizes(path: Path) -> bool:

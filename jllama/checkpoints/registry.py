@@ -102,8 +102,9 @@ def load(
 ) -> LanguageModel:
     """Load a checkpoint of any format, or a Hugging Face hub id, straight onto the devices.
 
-    From here on JAX keeps compiled programs in ``$JLLAMA_CACHE/compiled`` for the next process
-    (``JAX_COMPILATION_CACHE_DIR`` chooses another folder, ``JAX_ENABLE_COMPILATION_CACHE=0`` none).
+    Raises ``JllamaError``, which says what and where: there is no such checkpoint, or something in it is wrong; and
+    ``UsageError`` for an argument that does not fit it. From here on JAX keeps compiled programs for the next process
+    in ``$JLLAMA_CACHE/compiled`` (``JAX_COMPILATION_CACHE_DIR``: elsewhere, ``JAX_ENABLE_COMPILATION_CACHE=0``: none).
 
     Args:
         path: a run's folder, a Hugging Face or Meta folder, a GGUF file, a llama2.c file, or ``org/name``.
@@ -114,10 +115,6 @@ def load(
         rope_factor: the RoPE scaling factor that Meta's files leave out; None: that of the released Llama of its shape.
         step: of a training run, the checkpoint to take; None is the one with the lowest validation loss.
         quantize: ``int8`` rounds the matrices to eight bits as they are read.
-
-    Raises:
-        JllamaError: there is no such checkpoint, or something in it is wrong; the message says what and where.
-        UsageError: an argument does not fit the checkpoint.
     """
     _keep_compiled()
     if dtype is None and jax.default_backend() == "cpu":
@@ -165,16 +162,15 @@ def save(
 ) -> None:
     """Write a model in any format. It appears at ``path`` when it is whole, or not at all.
 
+    Raises ``JllamaError``: the format cannot hold this model, ``path`` exists, or the disk is too small; and
+    ``UsageError``: there is no such format or dtype.
+
     Args:
         model: what ``load`` gives; or one put together from a configuration, parameters and a tokenizer.
         path: the folder to make (for ``gguf``, the file).
         format: ``orbax`` (jllama's own), ``hf``, ``gguf``, ``llama2c``, ``meta``; a key of ``FORMATS``.
         dtype: of the matrices, one that the format has; None keeps the parameters' own.
         overwrite: replace the file or the checkpoint that is at ``path``; no other folder is replaced.
-
-    Raises:
-        JllamaError: the format cannot hold this model, ``path`` exists, or the disk is too small.
-        UsageError: there is no such format or dtype.
     """
     check_names("format", format, dtype)
     saved = tensors.TensorsOfParams(model.config, model.params)

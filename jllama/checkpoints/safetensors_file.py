@@ -16,6 +16,7 @@ import safetensors
 
 from jllama.checkpoints.tensors import NamedTensor, OnProgress, blocks
 from jllama.errors import JllamaError
+from jllama.files import fault_of
 
 DTYPES = {"F64": np.dtype("f8"), "F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(jnp.bfloat16)}
 """By the format's names for them; its other dtypes hold no weights of a Llama as they are."""
@@ -26,8 +27,8 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
 
     One that is cut short or too long, or has a tensor of another dtype than ``DTYPES``, raises JllamaError.
     """
-    tensors = {}
-    try:
+    tensors, damaged = {}, f"{path} is cut short, damaged or no safetensors file"
+    with fault_of(f"{path} cannot be read", OSError), fault_of(damaged, ValueError, safetensors.SafetensorError):
         mapped = np.memmap(path, np.uint8, "r").view(np.ndarray)
         with safetensors.safe_open(path, "np"):
             pass  # it has checked the header, and that the tensors are all of the file
@@ -39,10 +40,6 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
             if dtype not in DTYPES:
                 raise JllamaError(f"{path} holds {name} as {dtype}; jllama reads {', '.join(DTYPES)}")
             tensors[name] = mapped[begin + start : begin + stop].view(DTYPES[dtype]).reshape(shape)
-    except OSError as error:
-        raise JllamaError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, safetensors.SafetensorError) as error:
-        raise JllamaError(f"{path} is cut short, damaged or no safetensors file: {error}") from error
     return tensors
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from jllama.errors import JllamaError, UsageError
 from jllama.evaluation.scoring import token_log_probs
-from jllama.files import write_text_whole
+from jllama.files import fault_of, write_text_whole
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import Completion, encode_prompt, generate_batches
 from jllama.language_model import LanguageModel
@@ -66,7 +66,9 @@ def complete_file(model: LanguageModel, default: Prompt, options: Any) -> tuple[
             continue
         fields: dict[str, Any] = {}
         try:
-            fields = _read_line(line)
+            with fault_of("it is not JSON", ValueError, RecursionError):
+                read = json.loads(line)
+            fields = read if isinstance(read, dict) else {}
             prompt = encode_prompt(model, _prompt(fields, default))
         except JllamaError as error:
             bad.append(fields | {"line": number, "error": str(error)})
@@ -138,26 +140,16 @@ def _read_unfinished(unfinished: Path, identity: dict[str, Any]) -> dict[tuple[i
     whole = unfinished.read_bytes() if unfinished.exists() else b""
     whole = whole[: whole.rfind(b"\n") + 1]
     remedy = "remove it, or give another --output"
-    try:
+    fault = f"{unfinished} does not hold what was written there, so {remedy}"
+    with fault_of(fault, ValueError, KeyError, TypeError):
         first, *results = [json.loads(line) for line in whole.splitlines()] or [{"of": identity}]
         existing, done = dict(first["of"]), {_key(result): result for result in results}
-    except (ValueError, KeyError, TypeError) as error:
-        raise JllamaError(f"{unfinished} does not hold what was written there ({error}): {remedy}") from error
     if changed := [name for name in identity if existing.get(name) != identity[name]]:
         what = f"other prompts, settings or another model ({', '.join(changed)} changed)"
         raise JllamaError(f"{unfinished} was begun with {what}: {remedy}")
     if unfinished.exists():
         os.truncate(unfinished, len(whole))
     return done
-
-
-def _read_line(line: bytes) -> dict[str, Any]:
-    """The object in a line of JSON; an empty one for anything else."""
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"it is not JSON ({' '.join(str(error).split())})") from error
-    return fields if isinstance(fields, dict) else {}
 
 
 def _prompt(fields: dict[str, Any], default: Prompt) -> Prompt:

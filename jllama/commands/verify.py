@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jllama.commands.cli import parse
-from jllama.errors import JllamaError, UsageError
-from jllama.files import check_writable, write_text_whole
+from jllama.errors import UsageError
+from jllama.files import check_writable, fault_of, write_text_whole
 from jllama.progress import progress
 
 
@@ -79,10 +79,8 @@ def _verify_checkpoint(options: VerifyOptions, width: int) -> tuple[dict[str, An
     from jllama.verify.checks import results_json
 
     start_s, console = time.perf_counter(), Console(stderr=True)
-    try:
+    with fault_of(f"--text {options.text} is not UTF-8 text", UnicodeDecodeError):
         text = Path(options.text).read_text(encoding="utf-8") if options.text else None
-    except UnicodeDecodeError as error:
-        raise JllamaError(f"--text {options.text} is not UTF-8 text: {error}") from error
     with console.status("opening") as status:
         on_stage = status.update if console.is_terminal else functools.partial(print, file=sys.stderr, flush=True)
         result = verify_checkpoint(options.checkpoint, text, rope_factor=options.rope_factor, on_stage=on_stage)

@@ -7,6 +7,7 @@ from typing import Any, Unpack
 
 from jllama.conversation.template import render
 from jllama.errors import JllamaError, UsageError
+from jllama.files import fault_of
 from jllama.generation.prefill import PrefixCache
 from jllama.generation.sampling_params import SamplingFields, SamplingParams
 from jllama.generation.text import Completion, generate, stream
@@ -30,12 +31,8 @@ def chat_template(model: LanguageModel, choice: str | None = None) -> str:
     """
     names = ", ".join(TEMPLATES)
     if choice is not None:
-        try:
+        with fault_of(f"the template {choice!r} cannot be read: give a file or one of {names}", OSError, ValueError):
             return TEMPLATES.get(choice) or Path(choice).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            wrong = f"the template {choice!r} cannot be read ({reason})"
-            raise JllamaError(f"{wrong}: give a file or one of {names}") from error
     if model.chat_template:
         return model.chat_template
     tokenizer = model.text_tokenizer

@@ -130,21 +130,17 @@ def score_texts(
     tokenizer adds none to a prompt: the first token needs something before it. EOS is not scored, and empty texts count
     for nothing. Each window but a text's first scores ``stride`` tokens, at most ``window``; only the first
     ``max_tokens`` of all are scored, unless it is None. ``batch_size`` windows go through the model at once;
-    ``on_progress`` is as for ``token_log_probs``.
-
-    Raises:
-        UsageError: ``window``, ``stride`` or ``batch_size`` is out of range.
-        JllamaError: the model has no tokenizer, the texts have no tokens, or a log-probability is not finite.
+    ``on_progress`` is as for ``token_log_probs``. Raises ``UsageError`` if ``window``, ``stride`` or ``batch_size`` is
+    out of range; ``JllamaError``: the model has no tokenizer, the texts no tokens, or a log-probability is not finite.
     """
     tokenizer, context = model.text_tokenizer, model.config.max_seq_len
-    for name, value, most, limit in (
-        ("window", window, context, f"the model's context of {context}"),
-        ("stride", stride, window, f"the window of {window}, or tokens would be left out"),
+    for name, value, most, right in (
+        ("window", window, context, f"between 1 and the model's context of {context}"),
+        ("stride", stride, window, f"between 1 and the window of {window}, or tokens would be left out"),
+        ("batch_size", batch_size, batch_size, "at least 1"),
     ):
         if not 1 <= value <= most:
-            raise UsageError(f"{name} is {value}; it must be between 1 and {limit}")
-    if batch_size < 1:
-        raise UsageError(f"batch_size is {batch_size}; it must be at least 1")
+            raise UsageError(f"{name} is {value}; it must be {right}")
     rows, counts = [], []
     total, text_bytes, token_bytes = 0, 0, tokenizer.token_bytes()
     for text in texts:

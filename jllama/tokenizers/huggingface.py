@@ -13,7 +13,7 @@ from jaxtyping import Int
 
 from jllama.config import MAX_SIZES
 from jllama.errors import JllamaError
-from jllama.files import read_json_object, write_json
+from jllama.files import fault_of, read_json_object, write_json
 from jllama.tokenizers.base import Tokenizer, check_text
 from jllama.tokenizers.tiktoken import PATTERN
 from jllama.tokenizers.vocabulary import BYTE_PIECES, SPACE, TokenType, Vocabulary, piece_bytes
@@ -64,12 +64,10 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(
         self, text: str, bos_id: int, eos_id: int, add_bos: bool | None = None, source: str = "the tokenizer"
     ) -> None:
-        try:
+        with fault_of(f"{source} is not a tokenizer.json", Exception):  # the library raises nothing more special
             self._library = tokenizers.Tokenizer.from_str(text)
             self._library.no_truncation()
             self._library.no_padding()
-        except Exception as error:  # the library raises nothing more special
-            raise JllamaError(f"{source} is not a tokenizer.json: {' '.join(str(error).split())}") from error
         self.json: dict[str, Any] = json.loads(self._library.to_str())  # with every default filled in
         model = self.json["model"]
         if model["type"] != "BPE":
@@ -203,13 +201,12 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
 
     ``tokenizer_config.json`` comes first, then ``generation_config.json`` and ``config.json``.
     """
-    try:
+    faults = ValueError, KeyError, TypeError, AttributeError, RecursionError
+    with fault_of(f"{path} is not a tokenizer.json", *faults):
         text = path.read_text(encoding="utf-8")
         content = json.loads(text)
         ids_by_text = dict(content["model"]["vocab"])
         ids_by_text |= {token["content"]: token["id"] for token in content.get("added_tokens", ())}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise JllamaError(f"{path} is not a tokenizer.json: {' '.join(str(error).split())}") from error
     files = [path.with_name(name) for name in (CONFIG_NAME, "generation_config.json", "config.json")]
     config, *others = [read_json_object(file) if file.is_file() else {} for file in files]
 

@@ -31,10 +31,8 @@ class SentencePieceTokenizer(Tokenizer):
     ``encode`` gives what the library gives, but for U+2581: the library would turn it into a space, here it becomes its
     three byte tokens, which decode to it. It puts a space, one token byte, in front of every text; in
     ``encode_with_special_tokens`` in front of each part: so it is in Meta's code, in the ``tokenizer.json`` of Llama 2
-    and in transformers' ``LlamaTokenizer`` with ``legacy=True``, but not without that.
-
-    Raises:
-        JllamaError: Llama could not use the serialized ``model``; the message names ``source``.
+    and in transformers' ``LlamaTokenizer`` with ``legacy=True``, but not without that. A serialized ``model`` that no
+    Llama could use raises JllamaError, which names ``source``.
     """
 
     file_name = "tokenizer.model"

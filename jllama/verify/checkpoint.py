@@ -92,9 +92,8 @@ def verify_checkpoint(
         rope_factor: as in ``jllama.load``.
         on_stage: called with each stage's name, such as ``layer 3 of 30``.
 
-    Raises:
-        JllamaError: the checkpoint cannot be opened, or the text is not text.
-        UsageError: the text is empty, or ``rope_factor`` does not fit the checkpoint.
+    Raises ``JllamaError`` if the checkpoint cannot be opened, ``UsageError`` if the text is empty or ``rope_factor``
+    does not fit.
     """
     if text is not None and not text.strip():
         raise UsageError("the text is empty: give some of the kind that the model was trained on, or leave it out")
@@ -130,18 +129,18 @@ def verify_checkpoint(
         alone = "" if divergent else "; every layer by itself is right, so these weights amplify float32's rounding"
         problems.append(f"the logits are {differs.format('', logits_error)}{alone}")
 
-    facts: dict[str, Any] = {}
+    perplexity = bits_per_byte = None
     targets = np.asarray(tokens[1:], np.int64)
     if tokenizer and (text_bytes := int(tokenizer.token_bytes()[targets].sum())):
         nats, count = oracle.cross_entropy(run.logits[:-1], targets, np.ones(len(targets), bool))
         score = TextScore(nats, count, text_bytes)
-        facts = {"perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte}
+        perplexity, bits_per_byte = score.perplexity, score.bits_per_byte
     elif tokenizer:
         findings.append(f"of the text's {len(tokens)} tokens none can be predicted: give a longer text")
-    facts |= {"num_parameters": count_parameters(config), "num_tokens": len(tokens), "tolerance": TOLERANCE}
-    facts |= {"layer_errors": run.layer_errors, "first_divergent_layer": divergent[0] if divergent else None}
-    facts |= {"logits_error": logits_error, "fingerprint": run.fingerprint}
-    return CheckpointResult(str(path), config, nearest_preset(config), findings, problems, **facts)
+    model, sizes = (str(path), config, nearest_preset(config)), (count_parameters(config), len(tokens))
+    errors = run.layer_errors, divergent[0] if divergent else None, logits_error, TOLERANCE
+    told = findings, problems, run.fingerprint
+    return CheckpointResult(*model, *told, *sizes, *errors, perplexity, bits_per_byte)
 
 
 def checkpoint_lines(result: CheckpointResult, seconds: float) -> Iterator[str]:

@@ -297,7 +297,7 @@ def test_the_fingerprint_of_weights_sees_every_value_and_its_place(first, second
 
 def test_bad_lines_are_reported_and_the_rest_goes_on(complete_file, tmp_path):
     bad = [
-        (b"not json", "it is not JSON (Expecting value: line 1 column 1 (char 0))"),
+        (b"not json", "it is not JSON: Expecting value: line 1 column 1 (char 0)"),
         (b"[1]", 'it must be an object with a "prompt", such as {"prompt": "Once"}'),
         (b'{"text": "a"}', 'it must be an object with a "prompt", such as {"prompt": "Once"}'),
         (b'{"prompt": "a", "top_p": 2}', "top_p is 2; it must be over 0 and at most 1"),
