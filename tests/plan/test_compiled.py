@@ -84,9 +84,10 @@ def test_what_the_kernel_cannot_serve(option):
 
 
 @pytest.mark.plan_gpu
-def test_search_finds_what_fits():
-    found = plan(f"{TINY} --topology h100:1 --search")
-    assert (found["fits"], found["recomputed"]) == (True, 1.0)
+def test_a_search_is_as_fast_as_what_it_could_have_taken():
+    found, usual = (plan(f"{TINY} --topology h100:1 {option}") for option in ("--search", "--training.remat none"))
+    assert found["fits"]
+    assert found["tokens_per_s"] >= usual["tokens_per_s"]
 
 
 @pytest.mark.plan_tpu
@@ -107,7 +108,7 @@ def test_topologies_and_meshes_on_them():
 @pytest.mark.plan_tpu
 def test_1b_with_one_sequence_a_chip():
     found = plan("--preset llama3.2-1b --topology v5e:4x4 --seq_len 4096 --training.reduce_dtype bfloat16 --json")
-    assert found["arguments_bytes"] + found["temporaries_bytes"] <= 4.4 * 2**30
+    assert found["arguments_bytes"] + found["temporaries_bytes"] <= 4.2 * 2**30
     assert found["attention"] == "splash"
 
 
