@@ -166,11 +166,14 @@ def gather(part: Array, kept: Array, axis: int | None, dtype: Any, stages: Seque
 
     def backward(_: None, gradient: Array) -> tuple[None, Array]:
         gradient = gradient.astype(kept.dtype)
+        if axis == 0 and stages:  # two axes, the second of whole kilobytes: XLA has TPUs all-reduce some others
+            gradient = gradient.reshape(len(gradient), -1)
+            gradient = jnp.pad(gradient, ((0, 0), (0, -gradient.shape[1] % 1024 if gradient.shape[1] > 1024 else 0)))
         for groups in reversed(stages):
             gradient = jax.lax.psum_scatter(
                 gradient, "fsdp", scatter_dimension=axis or 0, axis_index_groups=groups, tiled=True
             )
-        return None, gradient
+        return None, gradient[:, : kept.size // len(kept)].reshape(kept.shape) if axis == 0 else gradient
 
     whole.defvjp(lambda part, kept: (whole(part, kept), None), backward)
     return whole(part, kept)
