@@ -158,7 +158,7 @@ def traffic_bytes(program: Program) -> float:
         if instruction.operation in _FREE or _kind(instruction.operation) or instruction.operation.endswith("-done"):
             continue
         if instruction.operation.endswith("-start"):  # of a copy: the result begins with both of its ends
-            total += times * array_bytes("{}[{}]".format(*_ARRAY.findall(instruction.result)[1]))
+            total += times * sum(array_bytes("{}[{}]".format(*one)) for one in _ARRAY.findall(instruction.result)[1:2])
             continue
         operands = re.findall(r"%([\w.-]+)", instruction.others.split("), ")[0])
         moved = [sizes[computation].get(name, 0.0) for name in operands] + [sizes[computation][instruction.name]]

@@ -19,7 +19,7 @@ from jllama.sharding import AXES, check_divides, ruleset
 from jllama.training.config import TrainConfig
 
 _REMAT = ("none", "dots", "block", "offload")  # each keeps less than the one before
-_FITTING, _MOST = 3, 16
+_FITTING, _MOST, _MOST_TOKENS = 3, 16, 2**24  # the last in a step, as the largest Llama was trained
 
 
 class Trial(NamedTuple):
@@ -38,8 +38,8 @@ def search(
 ) -> list[tuple[Trial, Receipt]]:
     """Compile the steps that should be fastest, until three fit: the fastest comes first, what does not fit last.
 
-    With ``fixed_batch`` the batch is taken in more or fewer parts, else it grows. ``tell`` is given a line
-    about each. ``UsageError`` if no step divides over the devices and could fit.
+    With ``fixed_batch`` the batch is taken in more or fewer parts, else it grows, to 16 million tokens. ``tell`` is
+    given a line about each. ``UsageError`` if no step divides over the devices and could fit.
     """
     accelerator, devices = topology_devices(topology)
     tried, left = list[tuple[Trial, Receipt]](), _MOST
@@ -93,7 +93,7 @@ def _trials(config: TrainConfig, accelerator: Accelerator, devices: list, fixed_
         for power, remat, kernel in itertools.product(range(7, -1, -1), _REMAT, kernels):
             together = 2**power * mesh.data * mesh.fsdp
             batch_size = options.batch_size if fixed_batch else together
-            if batch_size % together == 0:
+            if batch_size % together == 0 and (fixed_batch or not power or together * seq_len <= _MOST_TOKENS):
                 loop = {"batch_size": batch_size, "accumulation": batch_size // together}
                 training = dataclasses.replace(options, remat=remat, attention=kernel, **loop)
                 changed = dataclasses.replace(config, mesh=mesh, training=training)
@@ -123,7 +123,9 @@ def _by_formula(config: TrainConfig, accelerator: Accelerator, rows: int, seq_le
         near = min(size, max(1, accelerator.node // stride))
         seconds += interconnect_s(accelerator, size, near, received[name] * (size - 1) / size)
         stride *= size
-    kept = model.embed_dim * (options.remat != "offload")
+    kept = model.embed_dim
+    if options.remat == "offload":  # to the host and back, at about the rate of a network card
+        seconds, kept = seconds + 2 * layers * tokens * kept / accelerator.network, 0
     if options.remat in ("none", "dots"):
         kept += 2 * model.embed_dim + heads + 2 * kv_heads + 2 * model.mlp_dim / mesh.tensor
     state = {"adamw": 16, "lion": 12}.get(config.optimizer.name, 8) * weights / mesh.fsdp
