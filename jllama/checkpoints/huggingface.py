@@ -52,9 +52,8 @@ _ROPE_COMMON = ("rope_theta", "partial_rotary_factor", "original_max_position_em
 def recognizes(path: Path) -> bool:
     """Tell whether a folder has a ``config.json`` that names a model, or safetensors."""
     with contextlib.suppress(OSError, JllamaError):
-        return any(path.glob("*.safetensors")) or bool(
-            {"model_type", "architectures"} & read_json_object(path / CONFIG).keys()
-        )
+        names = {"model_type", "architectures"}
+        return any(path.glob("*.safetensors")) or not names.isdisjoint(read_json_object(path / CONFIG))
     return False
 
 

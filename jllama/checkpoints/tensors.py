@@ -188,11 +188,8 @@ def load_params(
     arrays = {}
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
         for path, row in table.items():
-            sharding = (
-                NamedSharding(mesh, row_spec(mesh, row, config, rules))
-                if mesh
-                else SingleDeviceSharding(jax.devices()[0])
-            )
+            split = NamedSharding(mesh, row_spec(mesh, row, config, rules)) if mesh else None
+            sharding = split or SingleDeviceSharding(jax.devices()[0])
             arrays[path] = _filled(shape_of(row, config), dtypes[path], sharding, functools.partial(fill, path))
     return unflatten_dict(arrays, sep="/")
 

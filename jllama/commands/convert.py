@@ -45,14 +45,13 @@ def main(argv: Sequence[str], prog: str) -> int:
     options = parse(ConvertOptions, argv, prog, positional=("source", "target"))
     import jax  # not at the top: a mistake in the options need not wait for it
 
-    from jllama.checkpoints.registry import FORMATS, check_names, convert
+    from jllama.checkpoints.registry import FORMATS, convert
     from jllama.language_model import summary
 
     jax.config.update("jax_platforms", "cpu")
     target, dtype = Path(options.target), options.dtype or None
     by_suffix = {format.suffix: name for name, format in FORMATS.items() if format.suffix}
     to = options.to or by_suffix.get(target.suffix, "")
-    check_names("to", to, dtype)
     start_s, replace, factor = time.perf_counter(), options.overwrite, options.rope_factor
     checkpoint = convert(options.source, target, to, dtype, overwrite=replace, rope_factor=factor)
     seconds = time.perf_counter() - start_s

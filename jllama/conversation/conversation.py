@@ -16,7 +16,7 @@ from jllama.language_model import LanguageModel
 Message = Mapping[str, Any]
 """``{"role": "system", "user" or "assistant", "content": text}``, as in transformers."""
 
-ROLES = ("system", "user", "assistant")
+ROLES, _ABSENT = ("system", "user", "assistant"), ("tools", "documents")
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>")
 """Special tokens with which templates end an answer, whether the checkpoint lists them as stop ids or not."""
 
@@ -51,16 +51,10 @@ def chat_text(
     """What the template makes of messages, whatever they hold; arguments as for ``chat_ids``."""
     tokenizer = model.text_tokenizer
     texts = {id: text for text, id in tokenizer.special_tokens.items()}
-    return render(
-        chat_template(model) if template is None else template,
-        messages=[dict(message) for message in messages],
-        tools=None,
-        documents=None,
-        add_generation_prompt=add_generation_prompt,
-        bos_token=texts[tokenizer.bos_id],
-        eos_token=texts[tokenizer.eos_id],
-        add_bos=tokenizer.add_bos,  # whether a prompt begins with BOS: ours, not transformers'
-    )
+    given = {"messages": [*map(dict, messages)], "add_generation_prompt": add_generation_prompt}
+    given |= {"bos_token": texts[tokenizer.bos_id], "eos_token": texts[tokenizer.eos_id]} | dict.fromkeys(_ABSENT)
+    given["add_bos"] = tokenizer.add_bos  # whether a prompt begins with BOS: ours, not transformers'
+    return render(chat_template(model) if template is None else template, **given)
 
 
 def chat_ids(

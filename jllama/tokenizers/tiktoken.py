@@ -40,11 +40,9 @@ class TiktokenTokenizer(Tokenizer):
         self.tokens = _read_ranks(model, source)
         self.bos_id, self.eos_id = len(self.tokens), len(self.tokens) + 1
         self.vocab_size = len(self.tokens) + len(SPECIAL_TOKENS)
-        self.special_tokens = {name: self.bos_id + number for number, name in enumerate(SPECIAL_TOKENS)}
+        self.special_tokens = special = {name: self.bos_id + number for number, name in enumerate(SPECIAL_TOKENS)}
         ranks = {token: rank for rank, token in enumerate(self.tokens)}
-        self._encoding = tiktoken.Encoding(
-            "llama3", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=self.special_tokens
-        )
+        self._encoding = tiktoken.Encoding("llama3", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special)
         self._token_bytes = np.array([*map(len, self.tokens), *[0] * len(SPECIAL_TOKENS)], np.int32)
 
     def _encode(self, text: str) -> list[int]:

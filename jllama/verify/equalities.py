@@ -75,10 +75,8 @@ def equality_checks(implementation: Implementation) -> list[Check]:
     """The whole group, on one small model with Llama 3.2's RoPE."""
     rng = np.random.default_rng(0)
     params = random_params(CONFIG, 0, embed_std=0.1)  # small, so that what attention adds counts in the logits
-    case, long = (
-        Case(implementation, CONFIG, params, rng.integers(0, CONFIG.vocab_size, shape))
-        for shape in ((SEQ, SEQ), (2, LONG))
-    )
+    case = Case(implementation, CONFIG, params, rng.integers(0, CONFIG.vocab_size, (SEQ, SEQ)))
+    long = case._replace(tokens=rng.integers(0, CONFIG.vocab_size, (2, LONG)))
     lengths, positions = rng.permutation(SEQ), np.sort(rng.integers(0, FAR, (SEQ, SEQ)))
     segments, long_segments = (np.sort(rng.integers(0, 4, one.tokens.shape)) for one in (case, long))
     splits = [(SEQ, np.arange(1, SEQ + 1)), *[(1, 1)] * SEQ]
@@ -224,19 +222,15 @@ def attention_masks(seq: int = 160) -> dict[str, tuple[F.Mask, Dense]]:
     """Who sees whom in two rows, by the kind of mask, also densely; in the last, the queries of one row see nothing."""
     segments, keys = np.sort(np.random.default_rng(0).integers(0, 3, (2, seq))), np.arange(seq)
     lengths, offset, causal = np.array([seq // 3, 0]), np.array([5, 70]), np.tri(seq, dtype=bool)
-    masks: dict[str, tuple[dict[str, np.ndarray], np.ndarray]] = {
-        "causal": ({}, causal),
-        "packed documents": (
-            {"query_segments": segments, "key_segments": segments},
-            causal & (segments[:, :, None] == segments[:, None]),
-        ),
-        "after other tokens": ({"offset": offset}, keys <= offset[:, None, None] + keys[:, None]),
-        "ragged lengths": ({"offset": np.array([seq]), "lengths": lengths}, (keys < lengths[:, None])[:, None]),
+    make: Any = F.Mask  # of NumPy's arrays, to begin with
+    masks = {
+        "causal": (make(), causal),
+        "packed documents": (make(None, segments, segments), causal & (segments[:, :, None] == segments[:, None])),
+        "after other tokens": (make(offset), keys <= offset[:, None, None] + keys[:, None]),
+        "ragged lengths": (make(np.array([seq]), lengths=lengths), (keys < lengths[:, None])[:, None]),
     }
-    return {
-        kind: (F.Mask(**jax.tree.map(jnp.asarray, mask)), np.broadcast_to(dense, (2, seq, seq)))
-        for kind, (mask, dense) in masks.items()
-    }
+    shape = (2, seq, seq)
+    return {kind: (jax.tree.map(jnp.asarray, m), np.broadcast_to(dense, shape)) for kind, (m, dense) in masks.items()}
 
 
 def attention_error(attend: Attention, mask: F.Mask, dense: Dense, dtype: Any = jnp.float32, seed: int = 0) -> float:

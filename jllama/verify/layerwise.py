@@ -120,15 +120,10 @@ def run_layerwise(
         logits[:, rows] = hidden @ block.astype(np.float64).T
         own_logits[:, rows] = project(own, block.T)  # as ``Llama.logits``
     not_finite = [f"{key} ({n:,} of {math.prod(specs[key].shape):,} numbers)" for key, n in reader.not_finite.items()]
-    problems = {
-        "NaN or infinity stands in {}; all else here takes 0 for it: fetch or convert the files again": not_finite,
-        "nothing but zeros stands in {}: fetch or convert the files again": reader.zeros,
-    }
-    damage = [
-        problem.format(", ".join(keys[:9]) + f" and {len(keys) - 9} more" * (len(keys) > 9))  # 9: those of a layer
-        for problem, keys in problems.items()
-        if keys
-    ]
+    damage, nan = [], "NaN or infinity stands in {}; all else here takes 0 for it"
+    for keys, said in ((not_finite, nan), (reader.zeros, "nothing but zeros stands in {}")):
+        listed = ", ".join(keys[:9]) + f" and {len(keys) - 9} more" * (len(keys) > 9)  # 9: those of a layer
+        damage += [f"{said.format(listed)}: fetch or convert the files again"] * bool(keys)
     return LayerwiseRun(logits, own_logits, errors, reader.digest.hexdigest(), damage)
 
 
