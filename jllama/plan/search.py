@@ -19,7 +19,7 @@ from jllama.sharding import AXES, check_divides, ruleset
 from jllama.training.config import TrainConfig
 
 _REMAT = ("none", "dots", "block", "offload")  # each keeps less than the one before
-_FITTING, _MOST, _MOST_TOKENS = 3, 16, 2**24  # the last in a step, as the largest Llama was trained
+_MOST, _MOST_TOKENS = 16, 2**24  # compilations, and tokens in a step, as the largest Llama was trained
 
 
 class Trial(NamedTuple):
@@ -36,15 +36,17 @@ class Trial(NamedTuple):
 def search(
     config: TrainConfig, topology: str, fixed_batch: bool, tell: Callable[[str], None]
 ) -> list[tuple[Trial, Receipt]]:
-    """Compile the steps that should be fastest, until three fit: the fastest comes first, what does not fit last.
+    """Compile the steps that should be fastest; the fastest that fits comes first, what does not fit last.
 
+    Of what fits, one is taken of each ``remat`` and kernel, the first by formula, until no other can be faster.
     With ``fixed_batch`` the batch is taken in more or fewer parts, else it grows, to 16 million tokens. ``tell`` is
     given a line about each. ``UsageError`` if no step divides over the devices and could fit.
     """
     accelerator, devices = topology_devices(topology)
     tried, left = list[tuple[Trial, Receipt]](), _MOST
     for trial in sorted(_trials(config, accelerator, devices, fixed_batch), key=lambda trial: trial.token_s):
-        if not left or sum(receipt.fits for _, receipt in tried) == _FITTING:
+        fastest_s = min((1 / receipt.tokens_per_s for _, receipt in tried if receipt.fits), default=math.inf)
+        if not left or trial.token_s[0] > 0.999 * fastest_s:  # nor can any that follows be faster
             break
         if not any(_settles(*each, trial) for each in tried):
             tell(f"compiling {describe(vars(trial.config.mesh), settings(trial.config))}")
@@ -62,10 +64,10 @@ def search(
 def _settles(tried: Trial, receipt: Receipt, trial: Trial) -> bool:
     """Whether what was compiled tells that this one is slower, or does not fit either."""
     one, two = tried.config.training, trial.config.training
+    if receipt.fits:
+        return (one.remat, one.attention) == (two.remat, two.attention)
     if tried.config.mesh != trial.config.mesh or one.attention != two.attention:
         return False
-    if receipt.fits:
-        return one.remat == two.remat and tried.rows >= trial.rows
     least = receipt.arguments_bytes + receipt.temporaries_bytes * min(1, trial.rows / tried.rows)
     return _REMAT.index(str(two.remat)) <= _REMAT.index(str(one.remat)) and least > receipt.device_memory_bytes
 

@@ -60,7 +60,7 @@ def test_the_fastest_of_all_is_found_in_few_compilations(devices, fixed):
     configs = list(devices.planned)
     assert said == ["compiling " + describe(vars(config.mesh), settings(config)) for config in configs]
     assert len(configs) == len(tried) <= 16
-    assert sum(each.fits for _, each in tried) == 3
+    assert 1 <= sum(each.fits for _, each in tried) <= 4
     assert [each.fits for _, each in tried] == sorted((each.fits for _, each in tried), reverse=True)
 
     def all_of_them():
