@@ -16,8 +16,7 @@ MAX_SIZES = {
     **{"vocab_size": 1 << 24, "num_layers": 10_000, "embed_dim": 1 << 20, "mlp_dim": 1 << 22},
     **dict.fromkeys(("num_heads", "num_kv_heads", "head_dim"), 1 << 14),
     "max_seq_len": MAX_SEQ_LEN,
-}
-"""Of a ``LlamaConfig``: at least 25 times any released Llama's, so what is larger is a slip or a damaged file."""
+}  # of a ``LlamaConfig``: at least 25 times any released Llama's, so what is larger is a slip or a damaged file
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,8 +41,7 @@ _FIELDS = {
     **{"num_layers": "block_count", "embed_dim": "embedding_length", "num_heads": "attention.head_count"},
     **{"num_kv_heads": "attention.head_count_kv", "head_dim": "attention.key_length", "mlp_dim": "feed_forward_length"},
     **{"max_seq_len": "context_length", "norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base"},
-}
-"""The key of each field of ``LlamaConfig``."""
+}  # the key of each field of ``LlamaConfig``
 
 _UNSCALED = LinearScaling(1.0)
 _DEFAULTS = {"num_kv_heads": 0, "head_dim": 0, "rope_theta": 10_000.0}
@@ -55,8 +54,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_ext_factor": (-1, 1),
     **dict.fromkeys(("attention.causal", "rope.scaling.attn_factor"), (1,)),  # the latter has one with yarn alone
     "use_parallel_residual": (False,),
-}
-"""Keys of which only these values describe a model that jllama has."""
+}  # keys of which only these values describe a model that jllama has
 
 _UNUSED = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
 

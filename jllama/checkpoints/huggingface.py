@@ -39,8 +39,7 @@ _FIELDS: dict[str, tuple[str, Any]] = {
     **{"head_dim": ("head_dim", 0), "mlp_dim": ("intermediate_size", 11_008)},
     **{"max_seq_len": ("max_position_embeddings", 2048), "norm_eps": ("rms_norm_eps", 1e-6)},
     **{"rope_theta": ("rope_theta", 10_000.0), "tie_embeddings": ("tie_word_embeddings", False)},
-}
-"""The key and default of each field of ``LlamaConfig``; 0 is worked out from the others or the weights."""
+}  # the key and default of each field of ``LlamaConfig``; 0 is worked out from the others or the weights
 
 _LLAMA = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
 _LLAMA |= dict.fromkeys(("num_local_experts", "num_experts", "quantization_config"), False)

@@ -33,8 +33,7 @@ _FIELDS: dict[str, tuple[str, Any]] = {
     **{"embed_dim": ("dim", None), "num_layers": ("n_layers", None), "num_heads": ("n_heads", None)},
     **{"num_kv_heads": ("n_kv_heads", 0), "vocab_size": ("vocab_size", 0)},
     **{"norm_eps": ("norm_eps", 1e-5), "rope_theta": ("rope_theta", 10_000.0)},
-}
-"""The key and default of each field of ``LlamaConfig``; 0 is worked out from the others or the weights."""
+}  # the key and default of each field of ``LlamaConfig``; 0 is worked out from the others or the weights
 
 _MLP: dict[str, tuple[str, Any]] = {"multiple_of": ("multiple_of", 256), "multiplier": ("ffn_dim_multiplier", 1.0)}
 _KEYS = {key for key, _ in (_FIELDS | _MLP).values()} | {"use_scaled_rope", *Llama3Scaling.meta.values()}

@@ -135,8 +135,7 @@ _GLOBALS: dict[str, Any] = _STORAGES | {
     "collections.OrderedDict": lambda: _Dict(),
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
-}
-"""What stands here for each name of a pickle, none of which is looked up."""
+}  # what stands here for each name of a pickle, none of which is looked up
 
 
 class _Dispatch(dict[int, Any]):

@@ -39,8 +39,7 @@ COMMANDS = {
     "bench": "measure how fast a model decodes here",
     "plan": "compile a step for TPUs or GPUs that are not there, and say what it needs",
     "doctor": "show what this machine has, and check that it computes rightly",
-}
-"""Each is a module of ``jllama.commands`` with a function ``main(argv, prog) -> exit code``."""
+}  # each is a module of ``jllama.commands`` with a function ``main(argv, prog) -> exit code``
 
 _PROGRAM = "jllama" if Path(sys.argv[0]).stem == "jllama" else "python -m jllama"
 _EXAMPLES = ("train quickstart", 'sample runs/quickstart --prompt "def "', "chat model.gguf")

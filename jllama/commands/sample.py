@@ -22,8 +22,7 @@ COMPARED = {"greedy": SamplingParams(temperature=0.0)} | {
     f"{name}, T={temperature:g}": SamplingParams(temperature, *cuts)
     for name, cuts in {"random": (0, 1.0), "top-k 40": (40, 1.0), "top-p 0.9": (0, 0.9)}.items()
     for temperature in (1.0, 0.7)
-}
-"""The settings that ``--compare`` sets side by side."""
+}  # the settings that ``--compare`` sets side by side
 _COMMON = ("prompt", "prompts_file", "output", "n", "max_new_tokens", "stop", "temperature", "seed", "quantize")
 
 

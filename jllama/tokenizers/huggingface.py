@@ -28,8 +28,7 @@ PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
     "llama-bpe": {"type": "Sequence", "pretokenizers": [_SPLIT, _BYTE_LEVEL | {"use_regex": False}]},
     "smollm": {"type": "Sequence", "pretokenizers": [_DIGITS, _BYTE_LEVEL]},
     "gpt-2": _BYTE_LEVEL,
-}
-"""llama.cpp's name of each known way to split text, and how it is configured in Hugging Face's library."""
+}  # llama.cpp's name of each known way to split text, and how it is configured in Hugging Face's library
 
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 _PREPEND = {"type": "Prepend", "prepend": SPACE}

@@ -17,8 +17,7 @@ from jllama.tokenizers.vocabulary import BYTE_CHARS, TokenType, Vocabulary, merg
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""How Llama 3 splits text; from Meta's reference tokenizer."""
+)  # how Llama 3 splits text; from Meta's reference tokenizer
 
 _NAMED = "finetune_right_pad_id step_id start_header_id end_header_id eom_id eot_id python_tag image"
 _RESERVED = [f"reserved_special_token_{number}" for number in range(246)]

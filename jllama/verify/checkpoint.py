@@ -28,8 +28,7 @@ Measured on SmolLM2-135M and on random models of every variant: layers are at mo
 RoPE's base puts SmolLM2's layers 4e-2 to 2e-1 off, one per cent more 7e-4 to 3e-3. Deeper models amplify rounding more,
 so the logits need the room; damaged weights may amplify it past the tolerance though every layer by itself is right.
 """
-MAX_TOKENS = 256
-"""A longer text is cut: enough for what is to be seen, and a 7B model takes minutes."""
+MAX_TOKENS = 256  # a longer text is cut: enough for what is to be seen, and a 7B model takes minutes
 PROSE = " ".join(Path(__file__).with_name("prose.txt").read_text(encoding="utf-8").split())
 """In plain words, so that a model trained on nothing but children's stories, too, should find it easy."""
 HARD = "Füße, naïve — 北京で、안녕 мир 👩‍👩‍👧 x²\tdef f(x):\n    return  {x: [1,  23]}\r\n\n   <s> e\u0301 \u00a0 end  "

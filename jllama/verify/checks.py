@@ -19,10 +19,8 @@ from jllama.errors import JllamaError
 from jllama.functional import Refused
 from jllama.parameters import Params, matrix_shape, parameter_table, shape_of
 
-TOLERANCE = 1e-5
-"""Relative error of float32 logits against float64 ones."""
-VISIBLE = 100
-"""A deliberate mistake must move the logits by at least so many tolerances."""
+TOLERANCE = 1e-5  # relative error of float32 logits against float64 ones
+VISIBLE = 100  # a deliberate mistake must move the logits by at least so many tolerances
 
 Group = Literal["conformance", "mutations", "equalities"]
 _TITLES: dict[Group, str] = {

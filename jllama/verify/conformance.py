@@ -30,8 +30,7 @@ from jllama.verify.checks import Check, random_params, relative_error, worst_err
 from jllama.verify.reference_writers import FORMAT_WRITERS
 
 SEQ = 512
-FAR = (9_000, 100_000)
-"""Positions past the original context of RoPE, and far past it."""
+FAR = (9_000, 100_000)  # positions past the original context of RoPE, and far past it
 _CHUNK = 16
 
 
@@ -111,8 +110,7 @@ VARIANTS: dict[str, LlamaConfig] = {
     # dynamic scaling sees more tokens than its context: that is when it scales
     "dynamic x4": _LLAMA_2(rope_scaling=DynamicScaling(4.0, original_max_seq_len=SEQ // 2), max_seq_len=SEQ // 2),
     "yarn x32": _LLAMA_2(rope_scaling=YarnScaling(32.0, original_max_seq_len=4096), max_seq_len=131_072),
-}
-"""Released Llamas made small, with every field that can go wrong left as it is."""
+}  # released Llamas made small, with every field that can go wrong left as it is
 
 
 def tokens_and_positions(config: LlamaConfig) -> tuple[Int[np.ndarray, "rows seq"], Int[np.ndarray, "rows seq"]]:

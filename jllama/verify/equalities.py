@@ -27,8 +27,7 @@ from jllama.training.step import Training, TrainState, compile_training
 from jllama.verify.checks import TOLERANCE, Check, random_params, relative_error, worst_error
 from jllama.verify.conformance import Implementation, small
 
-CLOSE = 1e-6
-"""Relative error of float32 sums that are taken in nearly the same order."""
+CLOSE = 1e-6  # relative error of float32 sums that are taken in nearly the same order
 BFLOAT16_TOLERANCE = 3e-2
 """Relative error of logits from bfloat16 weights: a rounding is off by up to 2**-9 = 2e-3 of a value, and the dozen in
 a row that two blocks make come to about 1e-2 of the largest logit. What a mistake does is far more.
@@ -41,8 +40,7 @@ SEQ, LONG, FAR = 24, 300, 100_000
 CONFIG = small("llama3.2-1b", 8, 2, vocab_size=96, embed_dim=128, mlp_dim=160, max_seq_len=512, tie_embeddings=False)
 """The model that the command runs, on ``SEQ`` rows of ``SEQ`` tokens or two of ``LONG``, three blocks of attention."""
 MESHES = {"data=8": MeshConfig(), "fsdp=8": MeshConfig(1, 8, 1), "data=2 fsdp=2 tensor=2": MeshConfig(2, 2, 2)}
-MESHES |= {"fsdp=2 tensor=2 sequence=2": MeshConfig(1, 2, 2, 2)}
-"""How eight devices share the work."""
+MESHES |= {"fsdp=2 tensor=2 sequence=2": MeshConfig(1, 2, 2, 2)}  # how eight devices share the work
 HEADS, HEAD_DIM, KV_HEADS = 8, 64, (8, 2, 1)  # multi-head, grouped-query and multi-query attention
 
 Attention = Callable[[Array, Array, Array, F.Mask], Array]

@@ -44,8 +44,7 @@ _NAMES = {
     "w_up": ("layers.{}.feed_forward.w3", "model.layers.{}.mlp.up_proj", "blk.{}.ffn_up"),
     "final_norm": ("norm", "model.norm", "output_norm"),
     "lm_head": ("output", "lm_head", "output"),
-}
-"""What Meta, Hugging Face and GGUF call each tensor, without the ``.weight`` that ends them all."""
+}  # what Meta, Hugging Face and GGUF call each tensor, without the ``.weight`` that ends them all
 _FIELDS = {
     "vocab_size": ("vocab_size", "vocab_size"),
     "num_layers": ("num_hidden_layers", "block_count"),
@@ -56,8 +55,7 @@ _FIELDS = {
     "head_dim": ("head_dim", "attention.key_length"),
     "max_seq_len": ("max_position_embeddings", "context_length"),
     "norm_eps": ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
-}
-"""What Hugging Face and GGUF call the fields that both have."""
+}  # what Hugging Face and GGUF call the fields that both have
 
 
 class FormatWriter(NamedTuple):
@@ -301,5 +299,4 @@ FORMAT_WRITERS = {
     "hf v5": FormatWriter(_hugging_face_holds, partial(_write_hugging_face, version=5)),
     "gguf": FormatWriter(_gguf_holds, _write_gguf),
     "llama2c": FormatWriter(_llama2c_holds, _write_llama2c),
-}
-"""The formats, and variants of them, that ``jllama.load`` reads: the matrix's columns."""
+}  # the formats, and variants of them, that ``jllama.load`` reads: the matrix's columns
