@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 import sys
 import time
 import typing
@@ -126,9 +125,8 @@ def weights_fingerprint(model: LanguageModel) -> str:
 
 
 def _dumped(result: dict[str, Any]) -> str:
-    """A line of JSON: of UTF-8, or if it has a lone surrogate, which that has not, of ASCII."""
-    line = json.dumps(result, ensure_ascii=False)
-    return (json.dumps(result) if re.search("[\ud800-\udfff]", line) else line) + "\n"
+    """A line of JSON in UTF-8, in which a lone surrogate, which that has not, is an escape."""
+    return json.dumps(result, ensure_ascii=False).encode("utf-8", "backslashreplace").decode() + "\n"
 
 
 def _key(result: dict[str, Any]) -> tuple[int, int]:

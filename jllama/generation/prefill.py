@@ -49,7 +49,7 @@ def prefill(model: LanguageModel, prompts: Sequence[Prompt], prefix: PrefixCache
     if len(prompts) == 1:
         cache = _prompt_cache(params, config, prompts[0].ids[:-1], max_len, prefix)
     else:
-        cache = _empty(params, config, len(prompts), max_len)
+        cache = _beside(params, _zeros(config, len(prompts), max_len, params.dtype))
         rows: dict[tuple[int, ...], list[int]] = {}
         for row, prompt in enumerate(prompts):
             rows.setdefault(tuple(prompt.ids[:-1]), []).append(row)
@@ -74,7 +74,7 @@ def _prompt_cache(
         padded[0, : len(chunk)] = chunk
         longer = _prefill(params, config, cache, padded, np.array([len(chunk)], np.int32))
         cache = resized(longer, max_len) if cache is None else longer
-    return _empty(params, config, 1, max_len) if cache is None else cache
+    return _beside(params, _zeros(config, 1, max_len, params.dtype)) if cache is None else cache
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
@@ -95,10 +95,6 @@ def resized(cache: KVCache, max_len: int) -> KVCache:
     more = ((0, 0, 0), (0, 0, 0), (0, max_len - cache.keys[0].shape[2], 0), (0, 0, 0))
     pad = functools.partial(jax.tree.map, lambda stored: jax.lax.pad(stored, jnp.zeros((), stored.dtype), more))
     return KVCache(pad(cache.keys), pad(cache.values), cache.lengths)
-
-
-def _empty(params: DecodeParams, config: LlamaConfig, rows: int, max_len: int) -> KVCache:
-    return _beside(params, _zeros(config, rows, max_len, params.dtype))
 
 
 _zeros = jax.jit(KVCache.zeros, static_argnums=(0, 1, 2, 3))  # one program, not one for each layer's arrays
