@@ -166,9 +166,9 @@ def gather(part: Array, kept: Array, axis: int | None, dtype: Any, stages: Seque
 
     def backward(_: None, gradient: Array) -> tuple[None, Array]:
         gradient = gradient.astype(kept.dtype)
-        if axis == 0 and stages:  # two axes, the second of whole kilobytes: XLA has TPUs all-reduce some others
+        if axis == 0 and stages:  # of other shapes XLA makes an all-reduce on TPUs: of [4096, 32, 128], [4096, 128256]
             gradient = gradient.reshape(len(gradient), -1)
-            gradient = jnp.pad(gradient, ((0, 0), (0, -gradient.shape[1] % 1024 if gradient.shape[1] > 1024 else 0)))
+            gradient = jnp.pad(gradient, ((0, 0), (0, -gradient.shape[1] % 1024 if gradient.shape[1] > 2**16 else 0)))
         for groups in reversed(stages):
             gradient = jax.lax.psum_scatter(
                 gradient, "fsdp", scatter_dimension=axis or 0, axis_index_groups=groups, tiled=True

@@ -1,0 +1,55 @@
+"""The configurations of real runs: the released models, batches that divide, and receipts that still hold."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jllama
+from jllama.commands.cli import parse, shipped_configs
+from jllama.training.config import TrainConfig
+
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+PAGE = (Path(__file__).parents[2] / "docs" / "plans.md").read_text()
+PLANS = {
+    name: plan[1]
+    for name, path in shipped_configs().items()
+    if (plan := re.search("# Its plan: jllama plan (.*)", path.read_text()))
+}
+
+
+def test_there_are_plans_for_all_sizes():
+    assert len(PLANS) == 10
+    assert len(re.findall("^```text", PAGE, re.M)) == 14
+    assert "does not fit" not in PAGE
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_model_is_the_released_one_and_the_receipt_is_on_the_page(name):
+    config = parse(TrainConfig, [name], "train", ("config",))
+    assert config.model == jllama.preset(name.split("_")[0])
+    assert PLANS[name].startswith(f"configs/{name}.yaml --topology ")
+    assert f"jllama plan {PLANS[name]}\n" in PAGE
+
+
+SMALL = [
+    pytest.param("llama3.2-1b_v5e-16", marks=pytest.mark.plan_tpu),
+    pytest.param("llama3.2-1b_h200", marks=pytest.mark.plan_gpu),
+    pytest.param("llama3.1-8b_h100-8", marks=pytest.mark.plan_gpu),
+]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_small_plan_is_as_the_page_has_it(name):
+    run = [sys.executable, "-m", "jllama", "plan", *PLANS[name].split(), "--json"]
+    done = subprocess.run(run, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    receipt = json.loads(done.stdout)
+    printed = PAGE[PAGE.index(f"jllama plan {PLANS[name]}\n") :]
+    gib = float(re.search(r"memory of a device +([\d.]+) of", printed)[1])
+    assert (receipt["arguments_bytes"] + receipt["temporaries_bytes"]) / 2**30 == pytest.approx(gib, rel=0.05)
+    assert receipt["attention"] == re.search(r"attention kernel +(\w+)", printed)[1]
