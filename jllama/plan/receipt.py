@@ -159,6 +159,10 @@ def _advice(config: TrainConfig, receipt: Receipt) -> list[str]:
     elif ways % 2 == 0 and receipt.attention != "triton":
         sizes = f"--mesh.sequence {2 * mesh['sequence']} --mesh.data 1 --mesh.fsdp {ways // 2}"
         tips.append(f"{sizes} --batch_size {options.batch_size // 2}, half the tokens of a device")
+    if options.reduce_dtype == "float32":
+        tips.append("--training.reduce_dtype bfloat16, half of the gradients")
+    if config.optimizer.moment_dtype == "float32" and config.optimizer.beta2 <= 0.99:
+        tips.append("--optimizer.moment_dtype bfloat16, half of the moments")
     if mesh["data"] > 1:
         tips.append(f"--mesh.data 1 --mesh.fsdp {ways}, so that no device holds what another does")
     held, has = receipt.arguments_bytes + receipt.gradients_bytes, receipt.device_memory_bytes

@@ -215,6 +215,8 @@ def attention_of(config: TrainConfig, mesh: Mesh) -> str:
     check_attention(config.training.attention, "gpu" if platform == "cuda" else platform)
     seq_len = config.training.seq_len or config.model.max_seq_len
     chosen = choose_attention(seq_len, seq_len, platform=platform, dtype=dtype)
+    if mesh.shape["sequence"] > 1 and chosen == "triton":  # which takes no queries from inside a row
+        chosen = "blocked"
     return chosen if config.training.attention == "auto" else config.training.attention
 
 

@@ -76,11 +76,15 @@ def test_what_does_not_fit_names_what_fills_the_memory(platform):
 
 
 @pytest.mark.plan_gpu
-@pytest.mark.parametrize("option", ["--training.attention cudnn", "--mesh.sequence 2"])
-def test_what_the_kernel_cannot_serve(option):
-    said = plan(f"{TINY} --topology h100:4 {option}", code=2)
+def test_what_the_kernel_cannot_serve():
+    said = plan(f"{TINY} --topology h100:4 --training.attention cudnn", code=2)
     assert said.count("\n") == 1
     assert said.endswith(": take another training.attention, or mesh.sequence\n")
+
+
+@pytest.mark.plan_gpu
+def test_rows_split_over_gpus_are_attended_to_in_blocks():
+    assert plan(f"{TINY} --topology h100:4 --mesh.sequence 2")["attention"] == ""
 
 
 @pytest.mark.plan_gpu
@@ -103,20 +107,6 @@ def test_topologies_and_meshes_on_them():
     assert "v5e:3x3 cannot be planned for, so give another topology: " in plan(f"{TINY} --topology v5e:3x3", code=2)
     said = plan(f"{TINY} --topology v5e:4x4 --mesh.tensor 16", code=2)
     assert "does not divide 16 ways: the nearest mesh.tensor that does is" in said
-
-
-@pytest.mark.plan_tpu
-def test_1b_with_one_sequence_a_chip():
-    found = plan("--preset llama3.2-1b --topology v5e:4x4 --seq_len 4096 --training.reduce_dtype bfloat16 --json")
-    assert found["arguments_bytes"] + found["temporaries_bytes"] <= 4.2 * 2**30
-    assert found["attention"] == "splash"
-
-
-@pytest.mark.plan_gpu
-def test_1b_with_four_sequences_on_an_h200():
-    found = plan("--preset llama3.2-1b --topology h200:1 --seq_len 4096 --batch_size 4 --json")
-    assert found["arguments_bytes"] + found["temporaries_bytes"] <= 21.2 * 2**30
-    assert found["attention"] == "triton"
 
 
 def main():
