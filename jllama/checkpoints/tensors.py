@@ -55,22 +55,13 @@ NamedTensor = tuple[str, FileTensor, np.dtype[Any]]  # to write, under its name 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A model on disk (or about to be), in no format's terms.
-
-    Args:
-        config: the architecture.
-        tensors: by ``TensorSpec.key``, each of ``TensorSpec.shape``, rotary channels half-split.
-        tokenizer: None if the files have none.
-        chat_template: the Jinja template that turns messages into a prompt, if the files have one.
-        stop_ids: tokens that end an answer; empty if the files do not say.
-        step: that of a training run which the parameters are from.
-    """
+    """A model on disk (or about to be), in no format's terms; its fields are those of ``LanguageModel``."""
 
     config: LlamaConfig
-    tensors: Mapping[str, FileTensor]
+    tensors: Mapping[str, FileTensor]  # by TensorSpec.key, each of TensorSpec.shape, rotary channels half-split
     tokenizer: Tokenizer | None = None
     chat_template: str | None = None
-    stop_ids: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...] = ()  # empty if the files do not say
     step: int | None = None
 
 

@@ -50,10 +50,9 @@ def generate(
     batch_size: int = 0,
     **fields: Unpack[SamplingFields],
 ) -> list[Completion]:
-    """Continue one prompt or several, each as it would come out alone and with any ``speculate``, in their order.
+    """Continue one prompt or several, each as it would come out alone and with any ``speculate``.
 
-    In bfloat16 and float16, which round otherwise in another batch size, a near tie may fall otherwise. Raises
-    ``JllamaError``: the model has no tokenizer, a prompt or a setting does not fit it, or there is no such setting.
+    In bfloat16 and float16, which round otherwise in another batch size, a near tie may fall otherwise.
 
     Example::
 
@@ -74,6 +73,12 @@ def generate(
         **fields: fields of ``SamplingParams``, which change ``sampling``: ``temperature`` (0 takes the likeliest
             token), ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``, ``presence_penalty``,
             ``frequency_penalty``, ``logit_bias``, ``banned_ids``, ``seed`` (the same one gives the same text).
+
+    Returns:
+        A ``Completion`` of each prompt, in order.
+
+    Raises:
+        JllamaError: the model has no tokenizer, a prompt or a setting does not fit it, or there is no such setting.
     """
     settings = Prompt("", sampling or SamplingParams(), max_new_tokens, stop, stop_ids)
     batches = generate_batches(model, _encoded(model, prompts, settings, fields), speculate, batch_size)

@@ -24,23 +24,15 @@ class Tokenizer(ABC):
     [75, 108]
     >>> tokenizer.decode([75, 108])
     'Hi'
-
-    Attributes:
-        vocab_size: number of ids: they run from 0 to ``vocab_size - 1``.
-        bos_id, eos_id: the tokens that begin and end every document.
-        add_bos: whether a prompt begins with BOS, as the model was trained.
-        is_byte_level: whether tokens are made of bytes, not of characters as SentencePiece's.
-        special_tokens: texts that stand for one token each in ``encode_with_special_tokens``, BOS and EOS among them.
-        file_name, content: the file that holds it.
     """
 
-    vocab_size: int
-    bos_id: int
+    vocab_size: int  # ids run from 0 to ``vocab_size - 1``
+    bos_id: int  # the tokens that begin and end every document
     eos_id: int
-    add_bos: bool = True
-    is_byte_level: bool = True
-    special_tokens: dict[str, int]
-    file_name: str
+    add_bos: bool = True  # whether a prompt begins with BOS, as the model was trained
+    is_byte_level: bool = True  # whether tokens are made of bytes, not of characters as SentencePiece's
+    special_tokens: dict[str, int]  # texts that stand for a token in ``encode_with_special_tokens``, with BOS and EOS
+    file_name: str  # of the file that holds it
     content: bytes
     _token_bytes: np.ndarray
 

@@ -28,25 +28,18 @@ class TokenType(enum.IntEnum):
 
 
 class Vocabulary(NamedTuple):
-    """The tokens by id, and how text becomes tokens: by ``scores`` (SentencePiece) or by ``merges`` (byte-level BPE).
+    """The tokens by id, and how text becomes them: by ``scores`` (SentencePiece) or by ``merges`` (byte-level BPE)."""
 
-    Attributes:
-        tokens, token_type: the text of each token as files write it, and its ``TokenType``.
-        add_bos_token: whether a prompt begins with BOS.
-        scores, unknown_token_id, add_space_prefix: of SentencePiece; the last is whether a space is put before a text.
-        merges, pre: of byte-level BPE: pairs of tokens, first the one to merge first; the name of how text is split.
-    """
-
-    tokens: list[str]
-    token_type: Sequence[int]
+    tokens: list[str]  # the text of each as files write it
+    token_type: Sequence[int]  # the ``TokenType`` of each
     bos_token_id: int
     eos_token_id: int
-    add_bos_token: bool = True
-    scores: list[float] | None = None
+    add_bos_token: bool = True  # whether a prompt begins with BOS
+    scores: list[float] | None = None  # of SentencePiece, as are the next two
     unknown_token_id: int | None = None
-    add_space_prefix: bool = False
-    merges: list[tuple[str, str]] | None = None
-    pre: str = "default"
+    add_space_prefix: bool = False  # whether a space is put before a text
+    merges: list[tuple[str, str]] | None = None  # of byte-level BPE: pairs of tokens, first the one to merge first
+    pre: str = "default"  # and the name of how its text is split
 
     def check_pieces(self, source: str) -> None:
         """Raise JllamaError unless a SentencePiece model has what each of Llama's kind has."""

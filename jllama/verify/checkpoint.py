@@ -37,34 +37,21 @@ HARD = "Füße, naïve — 北京で、안녕 мир 👩‍👩‍👧 x²\tdef
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointResult:
-    """What a checkpoint holds, and how far jllama's computation of it is from the oracle's. All of it is plain data.
-
-    Args:
-        preset: the released Llama of this shape, or empty.
-        findings, problems: what is unusual, and what is wrong, a sentence each.
-        fingerprint: SHA-256 of every tensor's key, shape and float32 values in the order of ``tensor_specs``: the same
-            in every format.
-        num_tokens: the length of the text that was run.
-        layer_errors: each layer's by itself, given the oracle's input, see ``update_error``.
-        first_divergent_layer: the first, from 0, whose error is not below the tolerance.
-        logits_error: the largest error of the whole model's logits at any position (``worst_error``).
-        perplexity, bits_per_byte: the text's by the oracle's logits, for information; None if no token that stands for
-            a byte of it is predicted.
-    """
+    """What a checkpoint holds, and how far jllama's computation of it is from the oracle's. All of it is plain data."""
 
     path: str
     config: LlamaConfig
-    preset: str
-    findings: list[str]
-    problems: list[str]
-    fingerprint: str
+    preset: str  # the released Llama of this shape, or empty
+    findings: list[str]  # what is unusual, a sentence each
+    problems: list[str]  # what is wrong
+    fingerprint: str  # SHA-256 of every tensor's key, shape and float32 values in the order of ``tensor_specs``
     num_parameters: int
-    num_tokens: int
-    layer_errors: list[float]
-    first_divergent_layer: int | None
-    logits_error: float
+    num_tokens: int  # of the text that was run
+    layer_errors: list[float]  # each layer's by itself, given the oracle's input, see ``update_error``
+    first_divergent_layer: int | None  # from 0, whose error is not below the tolerance
+    logits_error: float  # the largest of the whole model's logits at any position (``worst_error``)
     tolerance: float
-    perplexity: float | None = None
+    perplexity: float | None = None  # the text's by the oracle's logits; None if none of its bytes is predicted
     bits_per_byte: float | None = None
 
     @property

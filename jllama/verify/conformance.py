@@ -35,20 +35,12 @@ _CHUNK = 16
 
 
 class Implementation(NamedTuple):
-    """What the checks call.
+    """What the checks call. The loss is a mean, in nats, over tokens but the first where ``mask`` holds, or zero."""
 
-    Args:
-        load: ``(path, layout=..., rope_factor=...)``, as ``jllama.load``.
-        forward: ``(config, params, tokens, segments=None, positions=None, attention="auto")``, in either layout.
-        extend: ``(config, decode params, tokens, cache, counts) -> (logits, cache)``.
-        loss: ``(config, params, tokens, mask, remat=False)``: the mean over all tokens but the first where ``mask``
-            holds, in nats; zero if nowhere.
-    """
-
-    load: Callable[..., LanguageModel]
-    forward: Callable[..., Array]
-    extend: Callable[..., tuple[Array, KVCache]]
-    loss: Callable[..., Array]
+    load: Callable[..., LanguageModel]  # (path, layout=..., rope_factor=...), as jllama.load
+    forward: Callable[..., Array]  # (config, params, tokens, segments=None, positions=None, attention="auto")
+    extend: Callable[..., tuple[Array, KVCache]]  # (config, decode params, tokens, cache, counts) -> (logits, cache)
+    loss: Callable[..., Array]  # (config, params, tokens, mask, remat=False)
 
 
 def implementation_of(model: types.ModuleType) -> Implementation:

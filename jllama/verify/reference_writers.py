@@ -59,15 +59,10 @@ _FIELDS = {
 
 
 class FormatWriter(NamedTuple):
-    """How a model is written in a format.
+    """How a model is written in a format."""
 
-    Args:
-        holds: whether the format can express a whole configuration (Meta's: all but ``max_seq_len`` and RoPE's factor).
-        write: writes the file or folder, from float32 parameters with layers stacked, to a path that does not exist.
-    """
-
-    holds: Callable[[LlamaConfig], bool]
-    write: Callable[[Path, LlamaConfig, Params], None]
+    holds: Callable[[LlamaConfig], bool]  # whether it can express all (Meta's: but ``max_seq_len`` and RoPE's factor)
+    write: Callable[[Path, LlamaConfig, Params], None]  # to a new path, from float32 parameters with layers stacked
 
 
 def interleave(matrix: np.ndarray, heads: int) -> np.ndarray:
