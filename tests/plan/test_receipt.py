@@ -70,7 +70,12 @@ def test_what_does_not_fit_says_what_fills_the_memory_and_what_would_help(planne
     assert len(small.largest) == 10
     assert small.largest == sorted(small.largest, reverse=True)
     assert any("feed_forward" in name for _, _, name in small.largest)
-    assert small.advice == ["--training.remat offload", "--training.accumulation 4, one row of each device at a time"]
+    assert small.advice == [
+        "--training.remat offload",
+        "--training.accumulation 4, one row of each device at a time",
+        "--training.reduce_dtype bfloat16, half of the gradients",
+        "--optimizer.moment_dtype bfloat16, half of the moments",
+    ]
     tiny = receipt.plan_training(CONFIG, "cpu:100000")
     assert tiny.advice[-1].startswith("at least ")
     assert "devices: parameters, moments and gradients alone take" in tiny.advice[-1]
