@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import reprlib
 from typing import TYPE_CHECKING, Any
 
 from jllama.errors import MAX_SEQ_LEN, UsageError, check_fields, check_size
@@ -118,8 +117,7 @@ class LlamaConfig:
         for name, most in MAX_SIZES.items():
             check_size(name, getattr(self, name), most, least=0 if name in derived else 1)
         check_fields(self, "", "norm_eps rope_theta", lambda value: 0 < value < 1e300, "positive, and finite")
-        if type(self.tie_embeddings) is not bool:
-            raise UsageError(f"tie_embeddings is {reprlib.repr(self.tie_embeddings)}; it must be true or false")
+        check_fields(self, "", "tie_embeddings", lambda value: type(value) is bool, "true or false")
         if not self.head_dim and self.embed_dim % self.num_heads:
             given = f"embed_dim {self.embed_dim} is not divisible by num_heads {self.num_heads}"
             raise UsageError(f"{given}: change one of them or give head_dim")

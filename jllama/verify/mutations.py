@@ -45,17 +45,13 @@ _COPY = model_with()
 class Mutation(NamedTuple):
     """One deliberate mistake. Nothing of its model is compiled, so run it on small inputs.
 
-    Args:
-        name: of the matrix's column.
-        misread: gets what was in a file, parameters in the training layout, and returns what a wrong reader would.
-        model: a copy of ``jllama.model``, wrong or not.
-        applies: whether the mistake changes a model's logits.
+    ``misread`` gets what was in a file, parameters in the training layout, and returns what a wrong reader would.
     """
 
-    name: str
+    name: str  # of the matrix's column
     misread: Callable[[LlamaConfig, Params], tuple[LlamaConfig, Params]] = lambda config, params: (config, params)
-    model: types.ModuleType = _COPY
-    applies: Callable[[LlamaConfig], bool] = lambda _: True
+    model: types.ModuleType = _COPY  # of ``jllama.model``, wrong or not
+    applies: Callable[[LlamaConfig], bool] = lambda _: True  # whether it changes a model's logits
 
 
 def _wrong_field(name: str, field: str, change: Callable[[Any], Any]) -> Mutation:
