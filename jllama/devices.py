@@ -13,28 +13,19 @@ from jax.sharding import Mesh
 class Accelerator(NamedTuple):
     """A kind of TPU or GPU; rates per second, those between devices as what one device can receive.
 
-    Args:
-        kind: how ``jax.Device.device_kind`` begins.
-        memory_bytes: what a program can have: of a TPU by its compiler, of a GPU as it reports.
-        flops: dense bfloat16 operations, two for each multiply-add.
-        bandwidth: bytes from its memory.
-        links: bytes over all links of a TPU in one direction, over NVLink or PCIe of a GPU.
-        network: bytes from outside of a GPU's node, by the network cards of usual systems.
-        chip: what XLA is told of a GPU: capability, cores, clock in GHz, MiB of second-level cache, KiB of a core's
-            shared memory, its units, its threads.
-        sides: of a TPU's torus; 0 for GPUs.
-        node: GPUs that links connect.
+    ``chip`` is what XLA is told of a GPU: capability, cores, clock in GHz, MiB of second-level cache, KiB of a core's
+    shared memory, its units, its threads.
     """
 
-    kind: str
-    memory_bytes: float
-    flops: float
-    bandwidth: float
-    links: float
-    network: float = 50e9
+    kind: str  # how ``jax.Device.device_kind`` begins
+    memory_bytes: float  # what a program can have: of a TPU by its compiler, of a GPU as it reports
+    flops: float  # dense bfloat16 operations, two for each multiply-add
+    bandwidth: float  # bytes from its memory
+    links: float  # bytes over all links of a TPU in one direction, over NVLink or PCIe of a GPU
+    network: float = 50e9  # bytes from outside of a GPU's node, by the network cards of usual systems
     chip: tuple[float, ...] = ()
-    sides: int = 0
-    node: int = 8
+    sides: int = 0  # of a TPU's torus; 0 for GPUs
+    node: int = 8  # GPUs that links connect
 
 
 _GIB, _H100_BYTES = 2**30, 84942979072
