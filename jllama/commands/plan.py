@@ -13,7 +13,7 @@ from rich.filesize import decimal
 
 import jllama
 from jllama.commands.cli import parse
-from jllama.config import LlamaConfig, MeshConfig
+from jllama.config import MeshConfig
 from jllama.errors import UsageError, check_fields
 from jllama.training.config import LoopConfig, TrainConfig
 
@@ -46,7 +46,6 @@ class PlanOptions(TrainConfig):
         json: print the receipt as JSON.
     """
 
-    model: LlamaConfig = dataclasses.field(default_factory=LlamaConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=lambda: MeshConfig(data=1, fsdp=-1))
     training: LoopConfig = dataclasses.field(default_factory=lambda: LoopConfig(remat="block"))
     topology: str = ""

@@ -66,8 +66,8 @@ def _kept_in(dtype: jnp.dtype, inner: optax.GradientTransformation) -> optax.Gra
     def cast(state: Any, before: Any, after: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf.astype(after) if leaf.dtype == before else leaf, state)
 
-    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, state = inner.update(gradients, cast(state, dtype, jnp.float32), params)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = inner.update(updates, cast(state, dtype, jnp.float32), params)
         return updates, cast(state, jnp.float32, dtype)
 
     return optax.GradientTransformation(lambda params: cast(inner.init(params), jnp.float32, dtype), update)

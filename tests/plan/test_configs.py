@@ -11,6 +11,7 @@ import pytest
 
 import jllama
 from jllama.commands.cli import parse, shipped_configs
+from jllama.commands.plan import PlanOptions
 from jllama.training.config import TrainConfig
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
@@ -30,8 +31,9 @@ def test_there_are_plans_for_all_sizes():
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_model_is_the_released_one_and_the_receipt_is_on_the_page(name):
-    config = parse(TrainConfig, [name], "train", ("config",))
-    assert config.model == jllama.preset(name.split("_")[0])
+    for options in (TrainConfig, PlanOptions):
+        config = parse(options, [name, *(["--topology", "h100:8"] if options is PlanOptions else [])], "", ("config",))
+        assert config.model == jllama.preset(name.split("_")[0])
     assert PLANS[name].startswith(f"configs/{name}.yaml --topology ")
     assert f"jllama plan {PLANS[name]}\n" in PAGE
 
