@@ -175,10 +175,10 @@ def test_what_a_cluster_says_of_itself_is_enough(workshop, read_run, tmp_path):
     assert len(read_run.losses(tmp_path / "run")) == 2
 
 
-def test_auto_where_there_is_no_cluster(workshop, capsys, tmp_path):
-    words = ["--config", workshop.yaml, "--run_dir", tmp_path / "run", "--distributed.coordinator", "auto"]
-    assert cli.run("train", [*map(str, words)]) == 1
-    assert capsys.readouterr().err.startswith("error: JAX finds no cluster here: give distributed.coordinator as HOST:")
+def test_auto_where_there_is_no_cluster(workshop, tmp_path):
+    done = workshop.finish(workshop.train(tmp_path / "run", "--distributed.coordinator", "auto"))
+    assert done.code == 1
+    assert last_line(done.err).startswith("error: JAX finds no cluster here: give distributed.coordinator as HOST:")
 
 
 @pytest.mark.parametrize(
