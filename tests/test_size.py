@@ -32,7 +32,7 @@ def count_lines(*rooms: str) -> int:
 
 @pytest.mark.parametrize(
     ("rooms", "most"),
-    [(CORE, 4_300), (["checkpoints"], 2_900), (["tokenizers"], 1_200), (["verify"], 1_800), ([""], 13_100)],
+    [(CORE, 4_450), (["checkpoints"], 2_900), (["tokenizers"], 1_200), (["verify"], 1_800), ([""], 13_350)],
     ids=["core", "checkpoints", "tokenizers", "verify", "everything"],
 )
 def test_the_code_stays_short(rooms, most):

@@ -148,15 +148,14 @@ def compile_training(
 
         return jax.lax.psum(totals, _BY_HAND), map_by_path(summed, leaves)
 
-    by_hand = map_by_path(lambda path, _: _without_tensor(specs[path]), abstract_params(model))
+    fsdp = {path: PartitionSpec(*(name if name == "fsdp" else None for name in spec)) for path, spec in specs.items()}
+    by_hand = map_by_path(lambda path, _: fsdp[path], abstract_params(model))
     tokens = PartitionSpec(BATCH[0], "sequence")
 
     def spread(function: Any, outputs: Any) -> Any:
         """The function on each device's part of the parameters and of a batch's tokens, targets, segments and mask."""
-        inputs = (by_hand, *[tokens] * 4)
-        return jax.shard_map(
-            function, mesh=mesh, in_specs=inputs, out_specs=outputs, axis_names={*_BY_HAND}, check_vma=False
-        )
+        split: Any = {"in_specs": (by_hand, *[tokens] * 4), "out_specs": outputs, "axis_names": {*_BY_HAND}}
+        return jax.shard_map(function, mesh=mesh, **split, check_vma=False)
 
     def parts_of(windows: Array, mask: Array | bool = True) -> tuple[Array, ...]:
         inputs, targets = windows[:, :-1], windows[:, 1:]
@@ -234,7 +233,3 @@ def compute_dtype(config: TrainConfig, mesh: Mesh) -> np.dtype[Any]:
     """The dtype of activations and products: as configured, or by the platform."""
     name, platform = config.training.dtype, mesh.devices.flat[0].platform
     return jnp.dtype(name if name != "auto" else "float32" if platform == "cpu" else "bfloat16")
-
-
-def _without_tensor(spec: PartitionSpec) -> PartitionSpec:
-    return PartitionSpec(*(name if name == "fsdp" else None for name in spec))
