@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="parts of titles or commands")
     only = parser.parse_args().only
-    before = dict(re.findall(r"^## (.*)\n\n(```.*?```\n\n```.*?```)", PAGE.read_text(), re.S | re.M)) if only else {}
+    before = dict(re.findall(r"^## ([^\n]*)\n\n(```bash\n.*?```\n\n```text\n.*?```)", PAGE.read_text(), re.S | re.M)) if only else {}
     sections = {}
     for title, arguments in commands().items():
         if not only or any(word in title + arguments for word in only):
