@@ -46,7 +46,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="parts of titles or commands")
     only = parser.parse_args().only
-    before = dict(re.findall(r"^## ([^\n]*)\n\n(```bash\n.*?```\n\n```text\n.*?```)", PAGE.read_text(), re.S | re.M)) if only else {}
+    section = re.compile(r"^## ([^\n]*)\n\n(```bash\n.*?```\n\n```text\n.*?```)", re.S | re.M)
+    before = dict(section.findall(PAGE.read_text())) if only else {}
     sections = {}
     for title, arguments in commands().items():
         if not only or any(word in title + arguments for word in only):
