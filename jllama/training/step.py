@@ -120,7 +120,7 @@ def compile_training(
         def last(hidden: Array, kept: Array, part: Array) -> tuple[Array, Array]:
             return build_model(model, {**params, head: whole(head, part, kept)}).loss(hidden, targets, mask, z_loss)
 
-        return with_early_gradient(last)(hidden, kept[head], params[head])
+        return (with_early_gradient(last) if stages else last)(hidden, kept[head], params[head])
 
     def zeros(params: Params) -> Params:
         return jax.tree.map(lambda part: jnp.zeros(part.shape, options.reduce_dtype), params)
