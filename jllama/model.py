@@ -57,7 +57,7 @@ class AttentionInputs:
     mask: F.Mask
     positions: Any  # Int[Array, "#batch seq"]
     implementation: str = dataclasses.field(metadata={"static": True})
-    attention: Callable[..., Array] = dataclasses.field(default=F.attention, metadata={"static": True})
+    attention: Callable[..., Array] = dataclasses.field(default=lambda *a: F.attention(*a), metadata={"static": True})
     write: Callable[..., Array] = dataclasses.field(default=lambda *into: _write(*into), metadata={"static": True})
 
 
