@@ -143,7 +143,7 @@ def choose_attention(
     if seq == kv_seq and seq >= _BLOCK:
         if platform == "tpu":
             return "splash"
-        if platform in ("gpu", "cuda") and jnp.dtype(dtype).itemsize == 2:
+        if platform == "gpu" and jnp.dtype(dtype).itemsize == 2:
             return "triton" if packed else "cudnn"
     return "blocked" if seq == kv_seq and seq > (1024 if backward else _BLOCK) else "reference"
 

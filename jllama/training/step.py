@@ -24,7 +24,7 @@ _BY_HAND = ("data", "fsdp", "sequence")  # mesh axes whose exchanges are written
 class TrainState(NamedTuple):
     """All that training changes: donated to each step and returned anew; what needs randomness folds step into key.
 
-    ``step`` counts the updates; ``params``, the master weights, and ``opt_state``, the moments, are float32.
+    ``step`` counts the updates; ``params``, the master weights, are float32; moments are of ``optimizer.moment_dtype``.
     """
 
     step: Int[Array, ""]
@@ -211,7 +211,7 @@ def with_early_gradient(function: Any) -> Any:
 def attention_of(config: TrainConfig, mesh: Mesh) -> str:
     """The attention implementation of a configuration, ``auto`` resolved for a mesh; UsageError if it has none such."""
     platform, dtype = mesh.devices.flat[0].platform, compute_dtype(config, mesh)
-    check_attention(config.training.attention, "gpu" if platform == "cuda" else platform)
+    check_attention(config.training.attention, platform)
     seq_len = config.training.seq_len or config.model.max_seq_len
     chosen = choose_attention(seq_len, seq_len, platform=platform, dtype=dtype)
     if mesh.shape["sequence"] > 1 and chosen == "triton":  # which takes no queries from inside a row
