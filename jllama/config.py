@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+import math
+from typing import TYPE_CHECKING, Any, Literal
 
 from jllama.errors import MAX_SEQ_LEN, UsageError, check_fields, check_size
 from jllama.rope_scaling import RopeScaling
@@ -67,6 +68,39 @@ class DistributedConfig:
         said = "at least 1" if by_hand else "left out without a coordinator as HOST:PORT"
         check("num_processes", lambda number: number >= 1 if by_hand else number == 1, said)
         check("process_id", lambda index: 0 <= index < self.num_processes, f"from 0 to {self.num_processes - 1}")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters: every product ``x W`` with an adapted matrix becomes ``x W + scale (x A) B``, and only ``A``
+    and ``B`` are trained (Hu et al. 2021, arXiv:2106.09685).
+
+    Args:
+        rank: columns of A and rows of B; 0 trains all parameters instead.
+        alpha: scale = alpha / rank.
+        targets: the matrices of a layer that are adapted, by their names in the table of parameters.
+        rank_stabilized: scale = alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732).
+        dora: each output of ``W + scale A B`` is brought to a trained length (DoRA, arXiv:2402.09353).
+        base: how the frozen weights are held: as they are computed with (``auto``), in bfloat16, or in 8 or 4 bits
+            (``nf4`` needs the package qwix).
+    """
+
+    rank: int = 0
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
+    rank_stabilized: bool = False
+    dora: bool = False
+    base: Literal["auto", "bfloat16", "int8", "nf4"] = "auto"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "lora.", "rank", lambda rank: rank >= 0, "0, for none, or more")
+        check_fields(self, "lora.", "alpha", lambda alpha: 0 < alpha < 1e9, "positive")
+        object.__setattr__(self, "targets", tuple(self.targets))  # YAML and JSON have lists
+
+    @property
+    def scale(self) -> float:
+        """What the product of ``A`` and ``B`` is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
 
 def llama_mlp_dim(embed_dim: int, *, multiple_of: int = 256, multiplier: float | None = None) -> int:

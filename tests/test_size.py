@@ -11,6 +11,7 @@ CORE = [
     "functional",
     "model",
     "decode_params",
+    "lora",
     "language_model",
     "parameters",
     "config",
@@ -32,7 +33,7 @@ def count_lines(*rooms: str) -> int:
 
 @pytest.mark.parametrize(
     ("rooms", "most"),
-    [(CORE, 4_450), (["checkpoints"], 2_900), (["tokenizers"], 1_200), (["verify"], 1_800), ([""], 13_350)],
+    [(CORE, 4_950), (["checkpoints"], 2_900), (["tokenizers"], 1_200), (["verify"], 1_800), ([""], 14_350)],
     ids=["core", "checkpoints", "tokenizers", "verify", "everything"],
 )
 def test_the_code_stays_short(rooms, most):

@@ -2,14 +2,29 @@
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
-from jaxtyping import Bool, Int32, Integer
+from jaxtyping import Integer, Int32, Bool
 
 from jllama.errors import JllamaError
 
 _Tokens = Integer[np.ndarray, "tokens"]
+
+
+class Rows(NamedTuple):
+    """Rows of whole conversations to learn from, NumPy's or JAX's arrays.
+
+    Tokens attend within their own segment; a token is a target if it counts, and is never one at index 0 of a row. With
+    ``reference`` rows are pairs, the preferred answer at even indices and the rejected one at odd ones, each with the
+    summed log-probability of its counted tokens under the model before training.
+    """
+
+    tokens: Any  # Int32[Array, "rows window"]
+    segments: Any  # Int32[Array, "rows window"], 0 for padding, then 1, 2, ... in each row
+    counted: Any  # Bool[Array, "rows window"]
+    reference: Any = None  # Float32[Array, "rows"]
 
 
 def training_batches(

@@ -5,7 +5,7 @@ import functools
 import math
 from typing import Literal
 
-from jllama.config import DistributedConfig, LlamaConfig, MeshConfig
+from jllama.config import DistributedConfig, LlamaConfig, LoraConfig, MeshConfig
 from jllama.data.config import DataConfig
 from jllama.errors import UsageError, check_fields
 from jllama.generation.sampling_params import SamplingParams
@@ -129,6 +129,7 @@ class TrainConfig:
             a folder that already holds checkpoints; a run's folder continues it (at the command line, as configured).
         resume_with_changes: go on although the learning rate, the steps or another option of the outcome has changed.
         sampling: how the text sampled at each evaluation is drawn.
+        lora: train adapters of the weights that ``init_from`` brings, in place of the weights.
     """
 
     model: LlamaConfig
@@ -142,6 +143,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     training: LoopConfig = dataclasses.field(default_factory=LoopConfig)
     sampling: SamplingParams = dataclasses.field(default_factory=lambda: SamplingParams(temperature=0.8, top_p=0.95))
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
 

@@ -1,0 +1,1 @@
+"""Low-rank adapters: their shapes, first values, and how they join the weights that they adapt."""
