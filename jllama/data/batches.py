@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import grain
 import numpy as np
-from jaxtyping import Integer, Int32, Bool
+from jaxtyping import Bool, Int32, Integer
 
 from jllama.errors import JllamaError
 
