@@ -9,7 +9,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +41,7 @@ class QuantizedTensor:
     type: GGMLQuantizationType
     shape: tuple[int, ...]
     dtype: np.dtype[Any] = PLAIN[GGMLQuantizationType.F32]
+    is_exact: ClassVar[bool] = False
 
     def __getitem__(self, rows: slice, /) -> np.ndarray:
         """The requested rows, dequantized."""

@@ -6,6 +6,7 @@ Files are mapped into memory: a checkpoint is opened at once, whatever its size,
 import concurrent.futures
 import dataclasses
 import functools
+import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -145,6 +146,26 @@ def size_bytes(checkpoint: Checkpoint, dtype: np.dtype[Any] | type | None) -> in
     """The bytes of all tensors, in ``dtype`` or (None) each in its own."""
     tensors = checkpoint.tensors.values()
     return sum(math.prod(tensor.shape) * np.dtype(dtype or tensor.dtype).itemsize for tensor in tensors)
+
+
+def base_fingerprint(checkpoint: Checkpoint) -> str:
+    """What adapters know their base by: SHA-256 of its norms, and after a colon of its matrices' first rows, each
+    rounded to bfloat16, in the order of ``tensor_specs``. Matrices that were rounded otherwise (float16, or GGUF's
+    quantized types) are left out: then the norms speak alone.
+    """
+    vectors, rows = hashlib.sha256(), hashlib.sha256()
+    for spec in tensor_specs(checkpoint.config):
+        tensor = checkpoint.tensors[spec.key]
+        part = tensor[0:1] if spec.parameter.inputs else tensor[0 : tensor.shape[0]]
+        (rows if spec.parameter.inputs else vectors).update(part.astype(jnp.bfloat16).tobytes())
+    kinds = checkpoint.tensors.values()
+    is_rounded = any(kind.dtype == np.float16 or not getattr(kind, "is_exact", True) for kind in kinds)
+    return vectors.hexdigest() if is_rounded else f"{vectors.hexdigest()}:{rows.hexdigest()}"
+
+
+def is_same_base(one: str, other: str) -> bool:
+    """Whether two fingerprints are of one model, as far as both say."""
+    return all(a == b for a, b in zip(one.split(":"), other.split(":"), strict=False))
 
 
 def load_params(
