@@ -94,6 +94,7 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "lora.", "rank", lambda rank: rank >= 0, "0, for none, or more")
+        check_fields(self, "lora.", "targets", lambda names: len(names) == len({*names}) > 0, "names, each once")
         check_fields(self, "lora.", "alpha", lambda alpha: 0 < alpha < 1e9, "positive")
         object.__setattr__(self, "targets", tuple(self.targets))  # YAML and JSON have lists
 

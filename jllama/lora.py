@@ -1,1 +1,107 @@
-"""Low-rank adapters: their shapes, first values, and how they join the weights that they adapt."""
+"""Low-rank adapters: which matrices have one, their first values, and how they join the weights that they adapt.
+
+Adapters are a nested dictionary, as parameters are: ``{"layers": {"wq": {"a": [layers, inputs, rank], "b": [layers,
+rank, outputs]}}}``, and with DoRA ``"magnitude": [layers, outputs]``; inputs and outputs of several axes are joined.
+"""
+
+import functools
+import importlib
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Key
+
+from jllama.config import LlamaConfig, LoraConfig
+from jllama.errors import UsageError
+from jllama.functional.linear import AdaptedMatrix, DecodeMatrix, decode_matrix, output_lengths
+from jllama.parameters import Parameter, Params, matrix_shape, parameter_table, shape_of
+
+
+def adapter_shapes(config: LlamaConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+    """``(inputs, outputs)`` of each adapted matrix of a layer; ``UsageError`` for targets or a rank that do not fit."""
+    rows = {name: row for name, row in _layer_rows(config).items() if row.inputs}
+    if wrong := [name for name in lora.targets if name not in rows]:
+        raise UsageError(f"lora.targets has {wrong[0]}, and of a layer's matrices there are {', '.join(rows)}")
+    shapes = {name: matrix_shape(rows[name], config)[::-1] for name in lora.targets}
+    if lora.rank > (most := min(map(min, shapes.values()))):
+        raise UsageError(f"lora.rank is {lora.rank}; it must be at most {most}, the least width of an adapted matrix")
+    return shapes
+
+
+def initial_adapter(key: Key[Array, ""], base: Params, config: LlamaConfig, lora: LoraConfig) -> Params:
+    """The adapter before training, float32: it changes nothing, since ``b`` is zero.
+
+    ``a`` is uniform within ``1 / sqrt(inputs)``, as PEFT's; a magnitude is the length that each output has in ``base``.
+    """
+    layers = {}
+    shapes = adapter_shapes(config, lora).items()
+    for draw, (name, (inputs, outputs)) in zip(jax.random.split(key, len(shapes)), shapes, strict=True):
+        bound, shape = 1 / math.sqrt(inputs), (config.num_layers, inputs, lora.rank)
+        drawn = jax.random.uniform(draw, shape, jnp.float32, -bound, bound)
+        layers[name] = {"a": drawn, "b": jnp.zeros((config.num_layers, lora.rank, outputs), jnp.float32)}
+        if lora.dora:
+            matrices = base["layers"][name].astype(jnp.float32).reshape(config.num_layers, inputs, outputs)
+            layers[name]["magnitude"] = output_lengths(matrices)
+    return {"layers": layers}
+
+
+def frozen(params: Params, config: LlamaConfig, lora: LoraConfig, dtype: Any) -> Params:
+    """The weights to adapt as ``lora.base`` holds them; ``auto`` is ``dtype``. Layers' matrices alone are quantized."""
+
+    def held(name: str, stack: Array) -> Any:
+        inputs = rows[name].inputs if name in rows else ()
+        if lora.base not in ("int8", "nf4") or not inputs:
+            return stack.astype(jnp.bfloat16 if lora.base == "bfloat16" else dtype)
+        if lora.base == "int8":
+            return jax.vmap(functools.partial(decode_matrix, inputs=range(len(inputs)), quantize="int8"))(stack)
+        joined = stack.reshape(len(stack), math.prod(stack.shape[1 : 1 + len(inputs)]), -1).astype(jnp.float32)
+        tile = math.gcd(64, joined.shape[1])
+        return qwix().quantize(joined, "nf4", channelwise_axes=(0, 2), tiled_axes={1: tile})
+
+    rows = _layer_rows(config)
+    layers = {name: held(name, stack) for name, stack in params["layers"].items()}
+    return {**{name: held("", leaf) for name, leaf in params.items() if name != "layers"}, "layers": layers}
+
+
+def dense(part: Any, shape: tuple[int, ...], dtype: Any) -> Array:
+    """A weight that ``frozen`` holds, in floats; ``shape`` is that of the matrix."""
+    if isinstance(part, Array):
+        return part.astype(dtype)
+    return part.dense(dtype) if isinstance(part, DecodeMatrix) else qwix().dequantize(part).astype(dtype).reshape(shape)
+
+
+def adapted(base: Params, adapter: Params, lora: LoraConfig) -> Params:
+    """Parameters whose adapted matrices are ``AdaptedMatrix``, layers stacked."""
+    matrices = {
+        name: AdaptedMatrix(base["layers"][name], part["a"], part["b"], part.get("magnitude"), lora.scale)
+        for name, part in adapter["layers"].items()
+    }
+    return {**base, "layers": {**base["layers"], **matrices}}
+
+
+def merged(base: Params, adapter: Params, config: LlamaConfig, lora: LoraConfig) -> Params:
+    """Parameters in float32 that give the same products without an adapter; ``base`` as ``frozen`` holds it."""
+    shapes = {name: shape_of(row, config)[1:] for name, row in _layer_rows(config).items()}
+
+    def layer(weights: Params, parts: Params) -> Params:
+        weights = {name: dense(part, shapes[name], jnp.float32) for name, part in weights.items()}
+        whole = adapted({"layers": weights}, {"layers": parts}, lora)["layers"]
+        return {name: part.merged() if name in parts else part for name, part in whole.items()}
+
+    others = {name: leaf.astype(jnp.float32) for name, leaf in base.items() if name != "layers"}
+    return {**others, "layers": jax.vmap(layer)(base["layers"], adapter["layers"])}
+
+
+def _layer_rows(config: LlamaConfig) -> dict[str, Parameter]:
+    table = parameter_table(config)
+    return {path.removeprefix("layers/"): row for path, row in table.items() if path.startswith("layers/")}
+
+
+def qwix() -> Any:
+    """The package that quantizes to NormalFloat (arXiv:2305.14314)."""
+    try:
+        return importlib.import_module("qwix")
+    except ImportError:
+        raise UsageError("lora.base is nf4, which needs the package qwix: pip install 'jllama[nf4]'") from None

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float64, Int
 
-from jllama.functional.linear import DecodeMatrix
+from jllama.functional.linear import AdaptedMatrix, DecodeMatrix
 from jllama.functional.shapes import checked
 
 Stream = Float[Array, "*lead embed"]
-Widening = Float[Array | DecodeMatrix, "embed mlp"]
+Widening = Float[Array | DecodeMatrix | AdaptedMatrix, "embed mlp"]
+Narrowing = Float[Array | DecodeMatrix | AdaptedMatrix, "mlp embed"]
 Table = Float[Array, "*lead half"]
 Heads = Float[Array, "batch heads seq head_dim"]
 Turn = Float[Array, "#batch seq head_dim//2"]
@@ -32,7 +33,7 @@ def rms_norm(x: Stream, scale: Float[Array, "embed"], eps: float) -> Stream:
 
 
 @checked
-def swiglu(x: Stream, w_gate: Widening, w_up: Widening, w_down: Float[Array | DecodeMatrix, "mlp embed"]) -> Stream:
+def swiglu(x: Stream, w_gate: Widening, w_up: Widening, w_down: Narrowing) -> Stream:
     """``(silu(x w_gate) * (x w_up)) w_down`` with ``silu(z) = z / (1 + exp(-z))``, in x's dtype.
 
     Source: Shazeer 2020, eq. 6 (arXiv:2002.05202).

@@ -49,6 +49,11 @@ class DecodeMatrix:
         """``multiply`` in the dtype of ``x``."""
         return self.multiply(x, x.dtype)
 
+    def dense(self, dtype: Any) -> Array:
+        """The matrix itself, of ``shape``, whose inputs come before its outputs."""
+        values = self.values.astype(dtype)
+        return (values if self.scale is None else values * self.scale[:, None].astype(dtype)).T.reshape(self.shape)
+
     def multiply(self, x: Float[Array, "tokens inputs"], dtype: Any) -> Float[Array, "tokens outputs"]:
         """``x @ matrix``, a result in ``dtype``. By integers, which a CPU multiplies several times faster with integers
         than with floats, few tokens become two rows each, ``x = s * (high + low / 254)``: an error of at most
@@ -59,6 +64,60 @@ class DecodeMatrix:
         quick = functools.partial(_product_from_the_left, dtype=dtype) if self.scale is None else _split_product
         product = jax.lax.platform_dependent(x, self.values, cpu=quick if len(x) <= 32 else plain, default=plain)
         return product if self.scale is None else (product * self.scale.astype(product.dtype)).astype(dtype)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["base", "a", "b", "magnitude"], meta_fields=["scale"])
+@dataclasses.dataclass(frozen=True)
+class AdaptedMatrix:
+    """Stands in for a matrix ``W`` with an adapter in products: ``x W + scale (x a) b`` (arXiv:2106.09685, eq. 3).
+
+    With ``magnitude``, each output of ``W + scale a b`` has that length, by which gradients do not pass (DoRA,
+    arXiv:2402.09353, eqs. 5 and 11).
+    """
+
+    base: Any  # Float[Array, "inputs outputs"], or with axes of several inputs or outputs
+    a: Any  # Float[Array, "inputs rank"]
+    b: Any  # Float[Array, "rank outputs"]
+    magnitude: Any  # Float[Array, "outputs"], or None
+    scale: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix."""
+        return self.base.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Of the matrix."""
+        return self.base.dtype
+
+    def reshape(self, rows: int, columns: int) -> "AdaptedMatrix":
+        """With its inputs joined to one axis, and its outputs; -1 as in NumPy."""
+        return dataclasses.replace(self, base=self.base.reshape(rows, columns))
+
+    def __getitem__(self, rows: Any) -> "AdaptedMatrix":
+        """All that is (``...``): the matrix itself."""
+        return self
+
+    def __rmatmul__(self, x: Float[Array, "tokens inputs"]) -> Float[Array, "tokens outputs"]:
+        product = x @ self.base + self.scale * ((x @ self.a) @ self.b)
+        return product if self.magnitude is None else product * self._stretch()
+
+    def merged(self) -> Array:
+        """One matrix that gives the same products, with the axes of ``base``."""
+        whole = self._sum() if self.magnitude is None else self._sum() * self._stretch()
+        return whole.reshape(self.base.shape)
+
+    def _sum(self) -> Float[Array, "inputs outputs"]:
+        return self.base.reshape(len(self.a), -1) + self.scale * (self.a @ self.b)
+
+    def _stretch(self) -> Float[Array, "outputs"]:
+        return self.magnitude / jax.lax.stop_gradient(output_lengths(self._sum()))
+
+
+def output_lengths(matrix: Float[Array, "*lead inputs outputs"]) -> Float[Array, "*lead outputs"]:
+    """The length of each output of a matrix, as a vector over its inputs."""
+    return jnp.sqrt(jnp.sum(jnp.square(matrix), axis=-2))
 
 
 def project(x: Float[Array, "*lead inputs"], matrix: Array | DecodeMatrix) -> Float[Array, "*lead outputs"]:

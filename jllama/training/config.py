@@ -65,7 +65,9 @@ class LoopConfig:
         eval_tokens: evenly spaced validation tokens per evaluation (the last one uses all); 0 is all of them.
         log_every: steps between two lines in ``metrics.jsonl``.
         keep_last: checkpoints kept besides the best one.
+        spike_factor: a step whose gradient norm is over this many times its running mean is skipped; 0 for none.
         z_loss: weight of the squared log-normalizer in the loss.
+        dpo_beta: how fast preference training leaves the model that it began from (arXiv:2305.18290, eq. 7).
         dtype: of activations and of weights in matrix products; ``auto`` is bfloat16 on GPU and TPU, float32 on CPU.
         attention: ``reference``, ``blocked``, ``xla`` or another of ``functional.ATTENTION``; ``auto`` says its choice.
         remat: what the backward pass finds kept of each layer: ``none`` recomputes nothing, ``dots`` all but products
@@ -86,7 +88,9 @@ class LoopConfig:
     eval_tokens: int = 65_536
     log_every: int = 10
     keep_last: int = 1
+    spike_factor: float = 0.0
     z_loss: float = 0.0
+    dpo_beta: float = 0.1
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attention: str = "auto"
     remat: bool | Literal["none", "dots", "block", "offload"] = "dots"
@@ -105,6 +109,8 @@ class LoopConfig:
         check("steps", lambda steps: bool(steps or self.epochs), "positive, or training.epochs")
         if self.epochs:
             check("steps", (0, LoopConfig.steps).__contains__, f"0 or left out, since training.epochs is {self.epochs}")
+        check("spike_factor", lambda factor: factor == 0 or factor > 1, "0, or over 1")
+        check("dpo_beta", lambda beta: beta > 0, "positive")
         divisor = f"a divisor of training.batch_size, {self.batch_size}"
         check("accumulation", lambda parts: self.batch_size % parts == 0, divisor)
 

@@ -53,7 +53,7 @@ def make_optimizer(config: OptimizerConfig, model: LlamaConfig, total_steps: int
         if getattr(config, option) != getattr(OptimizerConfig, option):
             raise UsageError(f"optimizer.{option} is given but {config.name} has none: leave it out")
     table = parameter_table(model)
-    is_decayed = functools.partial(map_by_path, lambda path, _: table[path].role == "matrix")
+    is_decayed = functools.partial(map_by_path, lambda path, _: path not in table or table[path].role == "matrix")
     rate = optax.scale_by_learning_rate(lambda step: learning_rate_at(step, config, total_steps))
     decay = optax.add_decayed_weights(config.weight_decay, is_decayed)
     chain = optax.chain(_kept_in(jnp.dtype(config.moment_dtype), OPTIMIZERS[config.name](config)), decay, rate)

@@ -1,5 +1,6 @@
 """One step of training, and ``compile_training``: what a training loop needs, compiled."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -8,12 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
-from jllama.errors import check_fields
+from jllama.data.batches import Rows
+from jllama.errors import UsageError, check_fields
 from jllama.functional import choose_attention
+from jllama.functional.linear import AdaptedMatrix
+from jllama.lora import adapted, adapter_shapes, dense, frozen, initial_adapter
 from jllama.model import Parallel, abstract_params, build_model, check_attention, initial_params
-from jllama.parameters import Params, map_by_path, parameter_table
+from jllama.parameters import Params, map_by_path, parameter_table, shape_of
 from jllama.sharding import BATCH, gather, gather_stages, make_mesh, row_spec, ruleset, spread_attention, state_sharding
 from jllama.training.config import TrainConfig
 from jllama.training.optimizer import make_optimizer
@@ -24,35 +28,46 @@ _BY_HAND = ("data", "fsdp", "sequence")  # mesh axes whose exchanges are written
 class TrainState(NamedTuple):
     """All that training changes: donated to each step and returned anew; what needs randomness folds step into key.
 
-    ``step`` counts the updates; ``params``, the master weights, are float32; moments are of ``optimizer.moment_dtype``.
+    ``step`` counts the updates; ``params``, what is trained, are float32: the master weights, or with ``lora`` the
+    adapters (``jllama.lora``) of ``base``, which stays as it is; moments are of ``optimizer.moment_dtype``.
     """
 
     step: Int[Array, ""]
     params: Params
     opt_state: optax.OptState
     key: Key[Array, ""]
+    base: Params | None = None
+    usual_norm: Float[Array, ""] | None = None  # with ``spike_factor``, the running mean of gradient norms
 
 
 class StepMetrics(NamedTuple):
-    """A step's mean loss in nats per token, global gradient norm before clipping, and number of tokens learned from."""
+    """A step's mean loss in nats per token, global gradient norm before clipping, and number of tokens learned from.
+
+    Of pairs the loss is a mean over pairs, whose number is ``tokens``. A step whose loss or gradient was not finite, or
+    whose gradient was a spike, is ``skipped``: it left the parameters and the optimizer as they were.
+    """
 
     loss: Float[Array, ""]
     grad_norm: Float[Array, ""]
     tokens: Float[Array, ""]
+    skipped: Bool[Array, ""]
 
 
 class Training(NamedTuple):
-    """What ``compile_training`` gives: three programs, and how the state and the rows of batches are split over a mesh.
+    """What ``compile_training`` gives: programs, and how the state and the rows of batches are split over a mesh.
 
     ``init(key, params=None)`` gives the ``TrainState`` before the first step, from fresh or given parameters;
-    ``step(state, windows)`` one update, ``(state, StepMetrics)``, from int32 windows ``[batch, seq + 1]``, each token
-    predicting the next, where the state given is donated: use the one returned; ``evaluate(params, windows, mask)``
-    ``(nats, tokens)``, the summed loss of the targets in ``mask`` ``[batch, seq]``, without z-loss, and their number.
+    ``step(state, batch)`` one update, ``(state, StepMetrics)``, where the state given is donated: use the one returned;
+    a batch is int32 windows of text ``[batch, seq + 1]``, each token predicting the next, or ``Rows``;
+    ``evaluate(params, batch, mask=None, base=None)`` ``(nats, tokens)``, the summed loss of a batch's targets (of
+    windows those in ``mask`` ``[batch, seq]``), without z-loss, and their number; ``log_probs``, of the same arguments,
+    the summed log-probability of each row's targets. ``base`` is the state's.
     """
 
     init: Any
     step: Any
     evaluate: Any
+    log_probs: Any
     mesh: Mesh
     shardings: TrainState
     batch_sharding: NamedSharding
@@ -81,109 +96,179 @@ def compile_training(
     dtype = compute_dtype(config, mesh)
     optimizer, rules = make_optimizer(config.optimizer, model, options.steps), ruleset(config.mesh)
     attention, xla = attention_of(config, mesh), {**options.compiler_options, **(compiler_options or {})}
-    specs = {path: row_spec(mesh, row, model, rules) for path, row in parameter_table(model).items()}
+    table = parameter_table(model)
+    specs = {path: row_spec(mesh, row, model, rules) for path, row in table.items()}
+    head = "embed" if model.tie_embeddings else "lm_head"
     split = [name for name in _BY_HAND if mesh.shape[name] > 1]
     if split and platform == "cpu":
         check_fields(options, "training.", "reduce_dtype", "float32".__eq__, "float32 on CPUs, where XLA sums no other")
-    stages = gather_stages(mesh)
+    stages, lora = gather_stages(mesh), config.lora
+    if lora.rank:
+        adapter_shapes(model, lora)
+        single = "1 with lora.base in 8 or 4 bits, whose weights are whole on each device"
+        check = functools.partial(check_fields, config.mesh, "mesh.")
+        check("fsdp tensor", lambda ways: lora.base not in ("int8", "nf4") or ways == 1, single)
 
     def init(key: Key[Array, ""], params: Params | None = None) -> TrainState:
         init_key, run_key = jax.random.split(key)
         drawn = initial_params(init_key, model) if params is None else params
         masters = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), drawn)  # also where JAX is in 64-bit mode
-        return TrainState(jnp.zeros((), jnp.int32), masters, optimizer.init(masters), run_key)
+        base, usual = None, jnp.zeros((), jnp.float32) if options.spike_factor else None
+        if lora.rank:
+            base, masters = frozen(drawn, model, lora, dtype), initial_adapter(init_key, drawn, model, lora)
+        return TrainState(jnp.zeros((), jnp.int32), masters, optimizer.init(masters), run_key, base, usual)
 
-    def whole(path: str, part: Array, kept: Array) -> Array:
+    def whole(path: str, part: Any, kept: Any) -> Any:
         """A parameter, or one layer's share of it, for the products: in ``dtype``, from all devices that hold some."""
+        if isinstance(part, AdaptedMatrix):
+            others = {name: leaf.astype(dtype) for name, leaf in vars(part).items() if isinstance(leaf, Array)}
+            return dataclasses.replace(part, **{**others, "base": whole(path, part.base, None)})
+        if not isinstance(part, Array):
+            return dense(part, shape_of(table[path], model)[1:], dtype)
         spec = specs[path][len(specs[path]) - part.ndim :] if specs[path] else ()
         axis = next((index for index, names in enumerate(spec) if names and "fsdp" in names), None)
         return gather(part, kept, axis, dtype, stages)
 
     def gather_layer(weights: Params, kept: Params) -> Params:
-        return {name: whole(f"layers/{name}", part, kept[name]) for name, part in weights.items()}
+        return {name: whole(f"layers/{name}", part, kept.get(name)) for name, part in weights.items()}
 
-    def loss(kept: Params, params: Params, parts: tuple[Array, ...], z_loss: float) -> tuple[Array, Array]:
-        """The summed loss of this device's tokens, and their number; gradients of ``params`` are those of ``kept``."""
-        inputs, targets, segments, mask = parts
+    def roles(params: Params, base: Params | None) -> tuple[Params, Params]:
+        """What gradients are taken by, and the weights: adapters and their base; or zeros, whose gradients are those of
+        the weights, and these.
+        """
+        zeros = functools.partial(jax.tree.map, lambda part: jnp.zeros(part.shape, options.reduce_dtype))
+        return (zeros(params), params) if base is None else (params, base)
+
+    def forward(learned: Params, weights: Params, parts: Any) -> tuple[Params, Params, Array]:
+        """Each parameter and what is kept of its gradient, and the last activations of this device's tokens."""
+        inputs, _, segments = parts[:3]
         first = jax.lax.axis_index("sequence") * inputs.shape[1]
-        weights = {**params, **{name: whole(name, params[name], kept[name]) for name in ("embed", "final_norm")}}
-        hidden = build_model(model, weights).hidden(
-            inputs,
-            segments,
-            (first + jnp.arange(inputs.shape[1]))[None],
-            remat=str(options.remat),
-            attention=attention,
-            parallel=Parallel(gather_layer, functools.partial(spread_attention, mesh), kept["layers"]),
+        kept = {**dict.fromkeys(weights), "layers": {}} if lora.rank else learned
+        params = adapted(weights, learned, lora) if lora.rank else weights
+        ready = {**params, **{name: whole(name, params[name], kept[name]) for name in ("embed", "final_norm")}}
+        return (
+            params,
+            kept,
+            build_model(model, ready).hidden(
+                inputs,
+                segments,
+                (first + jnp.arange(inputs.shape[1]))[None],
+                remat=str(options.remat),
+                attention=attention,
+                parallel=Parallel(gather_layer, functools.partial(spread_attention, mesh), kept["layers"]),
+            ),
         )
-        head = "embed" if model.tie_embeddings else "lm_head"
 
-        def last(hidden: Array, kept: Array, part: Array) -> tuple[Array, Array]:
-            return build_model(model, {**params, head: whole(head, part, kept)}).loss(hidden, targets, mask, z_loss)
+    def loss(learned: Params, weights: Params, parts: Any, z_loss: float) -> tuple[Array, Array]:
+        """The summed loss of this device's tokens, and their number; of pairs that of DPO (arXiv:2305.18290, eq. 7)."""
+        if len(parts) > 4:
+            ratios = (row_log_probs(learned, weights, parts) - parts[4]).reshape(-1, 2)
+            return jnp.sum(jax.nn.softplus(-options.dpo_beta * (ratios[:, 0] - ratios[:, 1]))), jnp.float32(len(ratios))
+        params, kept, hidden = forward(learned, weights, parts)
 
-        return (with_early_gradient(last) if stages else last)(hidden, kept[head], params[head])
+        def last(hidden: Array, kept: Any, part: Array) -> tuple[Array, Array]:
+            return build_model(model, {**params, head: whole(head, part, kept)}).loss(
+                hidden, parts[1], parts[3], z_loss
+            )
 
-    def zeros(params: Params) -> Params:
-        return jax.tree.map(lambda part: jnp.zeros(part.shape, options.reduce_dtype), params)
+        return (with_early_gradient(last) if stages and not lora.rank else last)(hidden, kept[head], params[head])
 
-    def sums(params: Params, *parts: Array) -> tuple[Array, Array]:
-        return jax.lax.psum(loss(zeros(params), params, parts, 0.0), _BY_HAND)
+    def row_log_probs(learned: Params, weights: Params, parts: Any) -> Array:
+        """The summed log-probability of the counted targets of each of this device's rows."""
+        params, kept, hidden = forward(learned, weights, parts)
+        llama = build_model(model, {**params, head: whole(head, params[head], kept[head])})
+        return jnp.sum(jnp.where(parts[3], llama.token_log_probs(hidden, parts[1])[0], 0.0), axis=1)
 
-    def gradients(params: Params, *parts: Array) -> tuple[tuple[Array, Array], Params]:
+    def sums(params: Params, base: Params | None, *parts: Array) -> tuple[Array, Array]:
+        return jax.lax.psum(loss(*roles(params, base), parts, 0.0), _BY_HAND)
+
+    def rows_of(params: Params, base: Params | None, *parts: Array) -> Array:
+        return row_log_probs(*roles(params, base), parts[:4])
+
+    def gradients(params: Params, base: Params | None, *parts: Array) -> tuple[tuple[Array, Array], Params]:
         # A batch is taken in parts, whose sums are added in float32 and divided once by the number of targets, so that
         # parts with different numbers of them weigh as they should.
-        gradient = jax.value_and_grad(lambda kept, parts: loss(kept, params, parts, options.z_loss), has_aux=True)
+        learned, weights = roles(params, base)
+        gradient = jax.value_and_grad(lambda kept, parts: loss(kept, weights, parts, options.z_loss), has_aux=True)
         if options.accumulation == 1:
-            totals, leaves = gradient(zeros(params), parts)
+            totals, leaves = gradient(learned, parts)
         else:
-            pieces = tuple(part.reshape(options.accumulation, -1, part.shape[1]) for part in parts)
+            pieces = tuple(part.reshape(options.accumulation, -1, *part.shape[1:]) for part in parts)
             none = jax.tree.map(jnp.zeros_like, ((jnp.float32(0), jnp.float32(0)), params))
             (totals, leaves), _ = jax.lax.scan(
-                lambda sums, part: (jax.tree.map(jnp.add, sums, gradient(zeros(params), part)), None), none, pieces
+                lambda sums, part: (jax.tree.map(jnp.add, sums, gradient(learned, part)), None), none, pieces
             )
 
         def summed(path: str, leaf: Array) -> Array:
-            scattered = any(names and "fsdp" in names for names in specs[path])
+            scattered = any(names and "fsdp" in names for names in specs.get(path, ()))
             names = [name for name in split if not (scattered and name == "fsdp")]
             return jax.lax.psum(leaf.astype(options.reduce_dtype), names) if names else leaf
 
         return jax.lax.psum(totals, _BY_HAND), map_by_path(summed, leaves)
 
-    fsdp = {path: PartitionSpec(*(name if name == "fsdp" else None for name in spec)) for path, spec in specs.items()}
-    by_hand = map_by_path(lambda path, _: fsdp[path], abstract_params(model))
-    tokens = PartitionSpec(BATCH[0], "sequence")
+    def fsdp_alone(path: str, _: Any) -> PartitionSpec:
+        spec = specs[path] if "fsdp" in specs[path] else ()
+        return PartitionSpec(*(name if name == "fsdp" else None for name in spec))
 
-    def spread(function: Any, outputs: Any) -> Any:
-        """The function on each device's part of the parameters and of a batch's tokens, targets, segments and mask."""
-        split: Any = {"in_specs": (by_hand, *[tokens] * 4), "out_specs": outputs, "axis_names": {*_BY_HAND}}
-        return jax.shard_map(function, mesh=mesh, **split, check_vma=False)
+    whole_or_split = map_by_path(fsdp_alone, abstract_params(model)), PartitionSpec()
+    by_hand = whole_or_split[::-1] if lora.rank else whole_or_split
+    tokens, scalars = PartitionSpec(BATCH[0], "sequence"), (PartitionSpec(), PartitionSpec())
 
-    def parts_of(windows: Array, mask: Array | bool = True) -> tuple[Array, ...]:
-        inputs, targets = windows[:, :-1], windows[:, 1:]
-        return inputs, targets, jnp.cumsum(inputs == bos_id, axis=1), (targets != bos_id) & mask
+    def spread(function: Any, outputs: Any, params: Params, base: Params | None, parts: Any) -> Any:
+        """The function on each device's part of the parameters and of a batch's parts."""
+        inputs = (*by_hand, *(tokens if part.ndim > 1 else BATCH for part in parts))
+        split: Any = {"in_specs": inputs, "out_specs": outputs, "axis_names": {*_BY_HAND}}
+        return jax.shard_map(function, mesh=mesh, **split, check_vma=False)(params, base, *parts)
 
-    def step(state: TrainState, windows: Int[Array, "batch window"]) -> tuple[TrainState, StepMetrics]:
-        scalars = PartitionSpec(), PartitionSpec()
-        (total, count), leaves = spread(gradients, (scalars, by_hand))(state.params, *parts_of(windows))
+    def parts_of(batch: Any, mask: Array | None = None) -> tuple[Array, ...]:
+        """Inputs, targets, segments and which targets count; of pairs, too, each row's reference."""
+        tokens = batch.tokens if isinstance(batch, Rows) else batch
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        if not isinstance(batch, Rows):
+            return inputs, targets, jnp.cumsum(inputs == bos_id, axis=1), (targets != bos_id) & (mask is None or mask)
+        reference = () if batch.reference is None else (batch.reference,)
+        if reference and mesh.shape["sequence"] > 1:
+            raise UsageError("mesh.sequence is over 1, and pairs of answers are not split so: leave it out")
+        same = batch.segments[:, :-1] == batch.segments[:, 1:]
+        return inputs, targets, batch.segments[:, :-1], batch.counted[:, 1:] & same, *reference
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
+        outputs = scalars, by_hand[0]
+        (total, count), leaves = spread(gradients, outputs, state.params, state.base, parts_of(batch))
         count = jnp.maximum(count, 1.0)
         leaves = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) / count.astype(jnp.float32), leaves)
         with jax.named_scope("optimizer"):
+            norm, usual = optax.tree.norm(leaves), state.usual_norm
+            accepted = jnp.isfinite(total) & jnp.isfinite(norm)
+            if usual is not None:
+                accepted &= (usual == 0) | (norm <= options.spike_factor * usual)
+                usual = jnp.where(accepted, jnp.where(usual == 0, norm, 0.98 * usual + 0.02 * norm), usual)
             updates, opt_state = optimizer.update(leaves, state.opt_state, state.params)
-            params = jax.tree.map(jnp.add, state.params, updates)
-        metrics = StepMetrics(total / count, optax.tree.norm(leaves), count)
-        return TrainState(state.step + 1, params, opt_state, state.key), metrics
+            params = jax.tree.map(lambda old, update: jnp.where(accepted, old + update, old), state.params, updates)
+            opt_state = jax.tree.map(lambda new, old: jnp.where(accepted, new, old), opt_state, state.opt_state)
+        metrics = StepMetrics(total / count, norm, count, ~accepted)
+        return TrainState(state.step + 1, params, opt_state, state.key, state.base, usual), metrics
 
-    def evaluate(params: Params, windows: Array, mask: Array) -> tuple[Array, Array]:
-        return spread(sums, (PartitionSpec(), PartitionSpec()))(params, *parts_of(windows, mask))
+    def scores(function: Any, outputs: Any, params: Params, batch: Any, mask: Any, base: Params | None) -> Any:
+        return spread(function, outputs, params, base, parts_of(batch, mask))
 
     shapes = jax.eval_shape(init, jax.random.key(0))
     shardings, batch = state_sharding(mesh, model, shapes, rules), NamedSharding(mesh, BATCH)
     # init runs once, so what counts is compiling: 0.9 s unoptimized, 5.6 s otherwise, for a small model on two cores.
     quick = {"xla_backend_optimization_level": 0} if platform == "cpu" else None
+
+    def scoring(function: Any, outputs: Any) -> Any:
+        """A program that takes ``params, batch, mask=None, base=None``."""
+        where: Any = {"in_shardings": (shardings.params, batch, batch, shardings.base), "compiler_options": xla}
+        compiled = jax.jit(functools.partial(scores, function, outputs), **where)
+        return lambda params, batch, mask=None, base=None: compiled(params, batch, mask, base)
+
     where = {"in_shardings": (shardings, batch), "out_shardings": (shardings, None)}
     return Training(
         jax.jit(init, out_shardings=shardings, donate_argnums=1, compiler_options=quick),
         jax.jit(step, **where, donate_argnums=0, compiler_options=xla),
-        jax.jit(evaluate, in_shardings=(shardings.params, batch, batch), compiler_options=xla),
+        scoring(sums, scalars),
+        scoring(rows_of, BATCH),
         *(mesh, shardings, batch),
     )
 
