@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from jllama import conversation as chats
 from jllama.checkpoints.registry import load
-from jllama.conversation import conversation as chats
 from jllama.errors import JllamaError, UsageError
 from jllama.evaluation.scoring import sliding_windows, token_log_probs
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import encode_prompt, generate_batches
 from jllama.language_model import LanguageModel
 from jllama.progress import progress
+from jllama.templates.messages import message_text
 
 try:
     from lm_eval.api.instance import Instance
@@ -72,7 +73,8 @@ class JllamaLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation; without a generation prompt its last message is left open, to be continued."""
-        text = chats.chat_text(self.model, chat_history, add_generation_prompt=add_generation_prompt)
+        template = chats.chat_template(self.model)
+        text = message_text(self._tokenizer, template, chat_history, add_generation_prompt)
         if add_generation_prompt:
             return text
         last = chat_history[-1]["content"].lstrip()

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 import jllama
 from jllama.checkpoints.registry import convert, open_checkpoint
 from jllama.commands import cli
-from jllama.conversation.conversation import chat_ids
+from jllama.conversation import chat_ids
 from jllama.errors import JllamaError
 from jllama.evaluation.scoring import score_texts
 from jllama.generation.sampling_params import SamplingParams

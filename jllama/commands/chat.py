@@ -67,7 +67,8 @@ class _Session:
 def main(argv: Sequence[str], prog: str) -> int:
     """Load a model and talk until the input ends. In a terminal a mistake is said and the conversation goes on."""
     options = parse(ChatOptions, argv, prog, ("checkpoint",), _COMMON)
-    from jllama.conversation.conversation import TEMPLATES, chat_ids, chat_template
+    from jllama.conversation import chat_ids, chat_template
+    from jllama.templates.messages import TEMPLATES
 
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if at_terminal:
@@ -194,7 +195,7 @@ def _save(session: _Session, name: str) -> None:
 
 def _load(session: _Session, name: str) -> None:
     """Go on with a conversation that /save wrote to a file."""
-    from jllama.conversation.conversation import check_messages
+    from jllama.templates.messages import check_messages
 
     if not name:
         raise UsageError("/load needs the name of a file")

@@ -26,7 +26,7 @@ import jllama
 from jllama.commands import cli, terminal
 from jllama.commands.terminal import WordWrap
 from jllama.config import LlamaConfig
-from jllama.conversation.conversation import chat_ids
+from jllama.conversation import chat_ids
 from jllama.generation.prefill import PrefixCache
 from jllama.generation.sampling_params import SamplingParams
 from jllama.generation.text import stream

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jllama.config import LlamaConfig
-from jllama.conversation.conversation import Conversation, chat, chat_ids, chat_stop_ids
+from jllama.conversation import Conversation, chat, chat_ids, chat_stop_ids
 from jllama.errors import JllamaError, UsageError
 from jllama.generation import text as generation
 from jllama.generation.prefill import PrefixCache

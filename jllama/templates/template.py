@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +29,34 @@ _workers: dict[int, subprocess.Popen[bytes]] = {}
 
 
 def render(template: str, **variables: Any) -> str:
-    """The text that a template makes of ``variables``.
+    """The text that a template makes of ``variables``; errors are those of ``render_answers``."""
+    return render_answers(template, variables, [])["text"]
+
+
+def render_answers(template: str, variables: Mapping[str, Any], answers: Sequence[int]) -> dict[str, Any]:
+    """The ``text`` that a template makes of ``variables``, and where in it the messages ``answers`` (by index) stand.
+
+    ``tagged`` are spans (start, end), in characters, of what is in ``{% generation %}`` tags. Where there is none,
+    ``spans`` has that of each answer, None for one that the template does not write as a part of its own.
 
     Raises ``UsageError`` for a variable that JSON cannot hold, and ``JllamaError`` where the template is not Jinja,
     refuses (``raise_exception``), fails, reaches for what it must not, or goes beyond the limits above.
     """
     try:
-        request = json.dumps([template, variables, SECONDS]).encode() + b"\n"
+        request = json.dumps([template, variables, [*answers], SECONDS]).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"a chat template takes text, numbers, lists and objects, as JSON does: {error}") from error
     with _lock:
         reply = _ask(request)
     if "text" in reply:
-        return reply["text"]
+        return reply
     said = f"refuses these messages: {reply['refused']}" if "refused" in reply else reply["error"]
     line = "".join(char if char.isprintable() else " " for char in said[:1000])  # the template may have written it
     remedy = "" if "refused" in reply else "; give another template"
     raise JllamaError(f"the chat template {' '.join(line.split())[:280]}{remedy}")
 
 
-def _ask(request: bytes) -> dict[str, str]:
+def _ask(request: bytes) -> dict[str, Any]:
     """The worker's reply. One that gives none is ended: the next call starts another."""
     worker = _workers.get(os.getpid())
     if worker is None or worker.poll() is not None:

@@ -1,60 +1,20 @@
-"""Conversations: from messages to token ids by a chat template, and from there to an answer."""
+"""Conversations with a model: from messages to an answer."""
 
 import dataclasses
-from collections.abc import Generator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Generator, Sequence
 from typing import Any, Unpack
 
-from jllama.conversation.template import render
 from jllama.errors import JllamaError, UsageError
-from jllama.files import fault_of
 from jllama.generation.prefill import PrefixCache
 from jllama.generation.sampling_params import SamplingFields, SamplingParams
 from jllama.generation.text import Completion, generate, stream
 from jllama.language_model import LanguageModel
-
-Message = Mapping[str, Any]
-"""``{"role": "system", "user" or "assistant", "content": text}``, as in transformers."""
-
-ROLES, _ABSENT = ("system", "user", "assistant"), ("tools", "documents")
-END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>")
-"""Special tokens with which templates end an answer, whether the checkpoint lists them as stop ids or not."""
-
-TEMPLATES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.jinja"))}
-"""For checkpoints that come without one: what Meta's reference code does for Llama 2 and Llama 3, and ChatML."""
+from jllama.templates.messages import Message, check_messages, end_of_turn_ids, find_template, message_text
 
 
 def chat_template(model: LanguageModel, choice: str | None = None) -> str:
-    """The Jinja template to converse with: ``choice`` (one of ``TEMPLATES``, or a file's path), or the model's own.
-
-    Of a model without one, its tokenizer decides between ``TEMPLATES``. Raises ``JllamaError`` if nothing does.
-    """
-    names = ", ".join(TEMPLATES)
-    if choice is not None:
-        with fault_of(f"the template {choice!r} cannot be read: give a file or one of {names}", OSError, ValueError):
-            return TEMPLATES.get(choice) or Path(choice).read_text(encoding="utf-8")
-    if model.chat_template:
-        return model.chat_template
-    tokenizer = model.text_tokenizer
-    for token, name in {"<|start_header_id|>": "llama3", "<|im_start|>": "chatml"}.items():
-        if token in tokenizer.special_tokens:
-            return TEMPLATES[name]
-    if not tokenizer.is_byte_level:
-        return TEMPLATES["llama2"]
-    wrong = "the checkpoint has no chat template and its tokenizer no special tokens of a known one"
-    raise JllamaError(f"{wrong}: give one of {names} or a file, if the model was trained to converse at all")
-
-
-def chat_text(
-    model: LanguageModel, messages: Sequence[Message], template: str | None = None, add_generation_prompt: bool = True
-) -> str:
-    """What the template makes of messages, whatever they hold; arguments as for ``chat_ids``."""
-    tokenizer = model.text_tokenizer
-    texts = {id: text for text, id in tokenizer.special_tokens.items()}
-    given = {"messages": [*map(dict, messages)], "add_generation_prompt": add_generation_prompt}
-    given |= {"bos_token": texts[tokenizer.bos_id], "eos_token": texts[tokenizer.eos_id]} | dict.fromkeys(_ABSENT)
-    given["add_bos"] = tokenizer.add_bos  # whether a prompt begins with BOS: ours, not transformers'
-    return render(chat_template(model) if template is None else template, **given)
+    """The Jinja template to converse with a model (``find_template``)."""
+    return find_template(model.text_tokenizer, model.chat_template, choice)
 
 
 def chat_ids(
@@ -67,14 +27,13 @@ def chat_ids(
     ``JllamaError``: a message is not as ``Message`` says, the model has no tokenizer, or the template fails.
     """
     check_messages(messages)
-    text = chat_text(model, messages, template, add_generation_prompt)
-    return model.text_tokenizer.encode_with_special_tokens(text)
+    tokenizer, template = model.text_tokenizer, chat_template(model) if template is None else template
+    return tokenizer.encode_with_special_tokens(message_text(tokenizer, template, messages, add_generation_prompt))
 
 
 def chat_stop_ids(model: LanguageModel) -> tuple[int, ...]:
-    """The tokens that end an answer: the model's stop ids, and those of ``END_OF_TURN`` that its tokenizer has."""
-    special = model.text_tokenizer.special_tokens
-    return tuple(dict.fromkeys([*model.stop_ids, *(special[text] for text in END_OF_TURN if text in special)]))
+    """The tokens that end a model's answer."""
+    return end_of_turn_ids(model.text_tokenizer, model.stop_ids)
 
 
 def chat(
@@ -162,19 +121,3 @@ def _answerable(
         raise JllamaError(f"{wrong}: begin a new one, or say less")
     fits = max_new_tokens is None or len(ids) + max_new_tokens <= context
     return ids, {"max_new_tokens": max_new_tokens if fits else None, "stop_ids": chat_stop_ids(model)}
-
-
-def check_messages(messages: Sequence[Any]) -> None:
-    """Raise ``UsageError`` unless there are messages and each is as ``Message`` says."""
-    if not messages:
-        raise UsageError("there are no messages: a conversation needs at least one")
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise UsageError(f"message {number} is of type {type(message).__name__}; it must have a role and a content")
-        if set(message) != {"role", "content"}:
-            names = ", ".join(map(repr, message)) or "nothing"
-            raise UsageError(f"message {number} has {names}; it must have just 'role' and 'content'")
-        if message["role"] not in ROLES:
-            raise UsageError(f"message {number} has the role {message['role']!r}; it must be one of {', '.join(ROLES)}")
-        if not isinstance(message["content"], str):
-            raise UsageError(f"message {number} has a content of type {type(message['content']).__name__}, not text")

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from jllama.config import LlamaConfig
-from jllama.conversation.conversation import TEMPLATES, chat_ids, chat_stop_ids, chat_template, check_messages
-from jllama.conversation.template import render
+from jllama.conversation import chat_ids, chat_stop_ids, chat_template
 from jllama.errors import JllamaError, UsageError
 from jllama.language_model import LanguageModel
+from jllama.templates.messages import TEMPLATES, check_messages
+from jllama.templates.template import render
 from jllama.tokenizers import BytesTokenizer, as_huggingface, save_huggingface, train_sentencepiece
 
 CORPUS = [

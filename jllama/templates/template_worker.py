@@ -1,4 +1,4 @@
-"""The program that ``jllama.conversation.template`` renders with, in a process of its own.
+"""The program that ``jllama.templates.template`` renders with, in a process of its own.
 
 It is run by its path, with the bytes of memory it may take and the folders that jinja2 is in, and ends with its stdin.
 Requests and replies are lines of JSON. What a template may use: transformers, ``utils/chat_template_utils.py``.
@@ -10,6 +10,7 @@ import functools
 import json
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 if __name__ == "__main__":
@@ -29,13 +30,21 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}``, which marks an answer for training: here its content, nothing else."""
+    """``{% generation %}``, which marks an answer for training: its place in the text, as transformers has it."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+    position = 0
+    spans: list[tuple[int, int]] = []  # noqa: RUF012 - of the rendering under way
 
     def parse(self, parser: Parser) -> nodes.Node:
         lineno = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=lineno)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(lineno)
+
+    def mark(self, caller: Callable[[], str]) -> str:
+        text = caller()
+        _Generation.spans.append((_Generation.position, _Generation.position + len(text)))
+        return text
 
 
 def _raise_exception(message: Any) -> None:
@@ -49,10 +58,40 @@ _environment.globals["strftime_now"] = lambda format: datetime.datetime.now().st
 _compiled = functools.lru_cache(maxsize=8)(_environment.from_string)
 
 
-def _reply(template: str, variables: dict[str, Any]) -> dict[str, str]:
-    """The ``text``, or why there is none: it was ``refused``, or an ``error``. Out of memory, this process ends."""
+def _render(template: str, variables: dict[str, Any]) -> str:
+    _Generation.position, _Generation.spans, parts = 0, [], []
+    for part in _compiled(template).generate(variables):
+        parts.append(part)
+        _Generation.position += len(part)
+    return "".join(parts)
+
+
+def _answer_spans(
+    text: str, template: str, variables: dict[str, Any], answers: list[int]
+) -> Iterator[tuple[int, int] | None]:
+    """Where in the text each of the messages ``answers`` stands: what changes when it says something else.
+
+    None for one that the template does not write as a part of its own.
+    """
+    mark = next(char for char in map(chr, range(0x2600, sys.maxunicode)) if char not in text)
+    for index in answers:
+        messages, changed = [*variables["messages"]], ""
+        messages[index] = {"role": messages[index]["role"], "content": mark}
+        with contextlib.suppress(jinja2.TemplateError):
+            changed = _render(template, variables | {"messages": messages})
+        before, found, after = changed.partition(mark)
+        is_apart = found and text.startswith(before) and text[len(before) :].endswith(after)
+        yield (len(before), len(text) - len(after)) if is_apart else None
+
+
+def _reply(template: str, variables: dict[str, Any], answers: list[int]) -> dict[str, Any]:
+    """The ``text``, its spans that are ``tagged``, and without such the ``spans`` of the messages ``answers``; or why
+    there is none: it was ``refused``, or an ``error``. Out of memory, this process ends.
+    """
     try:
-        return {"text": _compiled(template).render(variables)}
+        text, tagged = _render(template, variables), _Generation.spans
+        spans = [] if tagged else [*_answer_spans(text, template, variables, answers)]
+        return {"text": text, "tagged": tagged, "spans": spans}
     except jinja2.TemplateSyntaxError as error:
         return {"error": f"is not Jinja: {error.message} in line {error.lineno}"}
     except SecurityError as error:
@@ -75,9 +114,9 @@ if __name__ == "__main__":
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # what the timer sends: the end of the process
         resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
     for line in sys.stdin.buffer:
-        template, variables, seconds = json.loads(line)
+        template, variables, answers, seconds = json.loads(line)
         set_timer(getattr(signal, "ITIMER_PROF", 0), seconds)  # of processor time
-        reply = json.dumps(_reply(template, variables), ensure_ascii=False)
+        reply = json.dumps(_reply(template, variables, answers), ensure_ascii=False)
         set_timer(getattr(signal, "ITIMER_PROF", 0), 0)
         sys.stdout.buffer.write(reply.encode("utf-8", "surrogatepass") + b"\n")
         sys.stdout.buffer.flush()

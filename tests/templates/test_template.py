@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from jllama.conversation import template as limits
-from jllama.conversation.conversation import TEMPLATES
-from jllama.conversation.template import render
 from jllama.errors import JllamaError, UsageError
+from jllama.templates import template as limits
+from jllama.templates.messages import TEMPLATES
+from jllama.templates.template import render
 
 MESSAGES = [{"role": "user", "content": "hi there\n" * 99}]
 NESTED = "{% set ns = namespace(l=[1, 2]) %}{% for i in range(60) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}"
@@ -174,7 +174,7 @@ def test_the_worker_imports_nothing_of_the_users_and_ends_with_its_parent(tmp_pa
     (tmp_path / "json.py").write_text("raise SystemExit('mine')")
     (tmp_path / "jinja2.py").write_text("raise SystemExit('mine')")
     code = (
-        "import os, sys; from jllama.conversation import template\n"
+        "import os, sys; from jllama.templates import template\n"
         f"os.chdir({str(tmp_path)!r}); os.environ['PYTHONPATH'] = {str(tmp_path)!r}\n"
         "print(template.render('{{ 1 + 1 }}'), 'jinja2' in sys.modules, 'jax' in sys.modules, flush=True)\n"
         "(worker,) = template._workers.values(); os.kill(worker.pid, 2)\n"

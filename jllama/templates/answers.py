@@ -1,0 +1,53 @@
+"""Which tokens of a conversation are the assistant's own: what fine-tuning learns from."""
+
+from collections.abc import Sequence
+
+from jllama.errors import JllamaError
+from jllama.templates.messages import Message, check_messages, template_variables
+from jllama.templates.template import render_answers
+from jllama.tokenizers import Tokenizer
+
+
+def conversation_tokens(
+    tokenizer: Tokenizer,
+    template: str,
+    messages: Sequence[Message],
+    stop_ids: Sequence[int],
+    tools: Sequence[Message] | None = None,
+) -> tuple[list[int], list[bool]]:
+    """The token ids of a whole conversation, those of transformers' ``apply_chat_template``, and which of them count.
+
+    Those of the assistant's answers count, and the one of ``stop_ids`` (``end_of_turn_ids``) that ends each; not what
+    begins an answer, nor what follows its end. Where the template has ``{% generation %}`` tags, what is between them
+    counts, as in transformers, and an end that directly follows it. ``tools``: JSON schemas of functions, shown to the
+    template. Raises ``JllamaError``: messages are not as ``Message`` says, there is no answer, the template fails or
+    does not write an answer as a part of its own.
+    """
+    check_messages(messages)
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        raise JllamaError("no message is the assistant's, so there is nothing to learn: add an answer, or leave it out")
+    variables = template_variables(tokenizer, messages, tools) | {"add_generation_prompt": False}
+    reply = render_answers(template, variables, answers)
+    text, tagged, spans = reply["text"], reply["tagged"], reply["tagged"] or reply["spans"]
+    if None in spans:
+        wrong = f"the chat template does not write message {answers[spans.index(None)]} as a part of its own"
+        raise JllamaError(f"{wrong}, so its tokens are unknown: give a template with {{% generation %}} around answers")
+    ends = tuple(text for text, id in tokenizer.special_tokens.items() if id in stop_ids)
+    ids = tokenizer.encode_with_special_tokens(text)
+    counted = [False] * len(ids)
+    for start, end in spans:
+        rest = text[end:].lstrip()
+        if rest.startswith(ends) and not (tagged and text[start:end].rstrip().endswith(ends)):
+            end = len(text) - len(rest) + max(len(each) for each in ends if rest.startswith(each))
+        first, last = (_tokens_before(cut, text, ids, tokenizer) for cut in (start, end))
+        if first >= last:
+            raise JllamaError(f"the answer before {text[end : end + 20]!r} has no tokens: write one, or leave it out")
+        counted[first:last] = [True] * (last - first)
+    return ids, counted
+
+
+def _tokens_before(cut: int, text: str, ids: list[int], tokenizer: Tokenizer) -> int:
+    """How many of the text's ids are wholly before a cut: one that reaches across it belongs to what follows."""
+    before = tokenizer.encode_with_special_tokens(text[:cut])
+    return next((i for i, pair in enumerate(zip(before, ids, strict=False)) if pair[0] != pair[1]), len(before))

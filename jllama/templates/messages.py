@@ -1,0 +1,94 @@
+"""Messages, and the text and token ids that a chat template makes of them."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jllama.errors import JllamaError, UsageError
+from jllama.files import fault_of
+from jllama.templates.template import render
+from jllama.tokenizers import Tokenizer
+
+Message = Mapping[str, Any]
+"""``{"role": "system", "user", "assistant" or "tool", "content": text}``, as in transformers. An assistant's may have
+``tool_calls``, a list of objects, and then no content; a tool's a ``name`` and a ``tool_call_id``."""
+
+ROLES = ("system", "user", "assistant", "tool")
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>")
+"""Special tokens with which templates end an answer, whether the checkpoint lists them as stop ids or not."""
+
+TEMPLATES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.jinja"))}
+"""For checkpoints that come without one: what Meta's reference code does for Llama 2 and Llama 3, and ChatML."""
+
+
+def find_template(tokenizer: Tokenizer, own: str | None, choice: str | None = None) -> str:
+    """The Jinja template to converse with: ``choice`` (one of ``TEMPLATES``, or a file's path), or the model's own.
+
+    Of a model without one, its tokenizer decides between ``TEMPLATES``. Raises ``JllamaError`` if nothing does.
+    """
+    names = ", ".join(TEMPLATES)
+    if choice is not None:
+        with fault_of(f"the template {choice!r} cannot be read: give a file or one of {names}", OSError, ValueError):
+            return TEMPLATES.get(choice) or Path(choice).read_text(encoding="utf-8")
+    if own:
+        return own
+    for token, name in {"<|start_header_id|>": "llama3", "<|im_start|>": "chatml"}.items():
+        if token in tokenizer.special_tokens:
+            return TEMPLATES[name]
+    if not tokenizer.is_byte_level:
+        return TEMPLATES["llama2"]
+    wrong = "the checkpoint has no chat template and its tokenizer no special tokens of a known one"
+    raise JllamaError(f"{wrong}: give one of {names} or a file, if the model was trained to converse at all")
+
+
+def end_of_turn_ids(tokenizer: Tokenizer, stop_ids: Sequence[int]) -> tuple[int, ...]:
+    """The tokens that end an answer: a model's stop ids, and those of ``END_OF_TURN`` that its tokenizer has."""
+    special = tokenizer.special_tokens
+    return tuple(dict.fromkeys([*stop_ids, *(special[text] for text in END_OF_TURN if text in special)]))
+
+
+def template_variables(
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Message] | None = None
+) -> dict[str, Any]:
+    """What a template is given, but for ``add_generation_prompt``."""
+    texts = {id: text for text, id in tokenizer.special_tokens.items()}
+    given = {"messages": [*map(dict, messages)], "tools": tools, "documents": None}
+    given |= {"bos_token": texts[tokenizer.bos_id], "eos_token": texts[tokenizer.eos_id]}
+    return given | {"add_bos": tokenizer.add_bos}  # whether a prompt begins with BOS: ours, not transformers'
+
+
+def message_text(
+    tokenizer: Tokenizer,
+    template: str,
+    messages: Sequence[Message],
+    add_generation_prompt: bool = True,
+    tools: Sequence[Message] | None = None,
+) -> str:
+    """What the template makes of messages, whatever they hold, and of the JSON schemas of ``tools``.
+
+    ``add_generation_prompt`` ends with what begins an answer. ``JllamaError`` if the template fails.
+    """
+    variables = template_variables(tokenizer, messages, tools)
+    return render(template, **variables, add_generation_prompt=add_generation_prompt)
+
+
+def check_messages(messages: Sequence[Any]) -> None:
+    """Raise ``UsageError`` unless there are messages and each is as ``Message`` says."""
+    if not messages:
+        raise UsageError("there are no messages: a conversation needs at least one")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise UsageError(f"message {number} is of type {type(message).__name__}; it must have a role and a content")
+        role, calls = message.get("role"), message.get("tool_calls")
+        optional = {"assistant": {"tool_calls"}, "tool": {"name", "tool_call_id"}}.get(str(role), set())
+        calls_tools = role == "assistant" and "tool_calls" in message
+        optional |= {"content"} if calls_tools else set()
+        if set(message) - optional != {"role", "content"} - optional:
+            names = ", ".join(map(repr, message)) or "nothing"
+            raise UsageError(f"message {number} has {names}; it must have just 'role' and 'content'")
+        if role not in ROLES:
+            raise UsageError(f"message {number} has the role {role!r}; it must be one of {', '.join(ROLES)}")
+        if not isinstance(content := message.get("content"), str) and not (calls_tools and content is None):
+            raise UsageError(f"message {number} has a content of type {type(content).__name__}, not text")
+        if calls_tools and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
+            raise UsageError(f"message {number} has tool_calls that are not a list of objects")
