@@ -148,7 +148,7 @@ def spread(mesh: Mesh | AbstractMesh, function: Callable[..., Array], *arrays: A
 # What devices exchange inside ``jax.shard_map`` over data, fsdp and sequence
 
 
-def gather(part: Array, kept: Array, axis: int | None, dtype: Any, stages: Sequence[Any]) -> Array:
+def gather(part: Array, kept: Any, axis: int | None, dtype: Any, stages: Sequence[Any]) -> Array:
     """The whole weight, in ``dtype``, of its parts along ``axis`` on the devices of ``fsdp``.
 
     Its gradient is summed over those devices in the dtype of ``kept``, and each keeps its part: as the gradient of
@@ -158,7 +158,7 @@ def gather(part: Array, kept: Array, axis: int | None, dtype: Any, stages: Seque
     stages = stages if axis is not None else ()
 
     @jax.custom_vjp
-    def whole(part: Array, kept: Array) -> Array:
+    def whole(part: Array, kept: Any) -> Array:
         part = part.astype(dtype)
         for groups in stages:
             part = jax.lax.all_gather(part, "fsdp", axis=axis or 0, axis_index_groups=groups, tiled=True)
