@@ -1,16 +1,24 @@
-"""Batches of windows over a flat array of tokens: endless and shuffled for training, exhaustive for validation."""
+"""Batches of windows over a flat array of tokens, or of rows of whole conversations: endless and shuffled for training,
+exhaustive for validation.
+"""
 
+import bisect
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import grain
 import numpy as np
-from jaxtyping import Bool, Int32, Integer
+from jaxtyping import Bool, Float32, Int32, Integer
 
 from jllama.errors import JllamaError
 
+OPEN_ROWS = 256  # that a conversation may still be packed into
+
 _Tokens = Integer[np.ndarray, "tokens"]
+_RowsRead = slice | Sequence[int]
+_Reference = Float32[np.ndarray, "conversations"] | None
 
 
 class Rows(NamedTuple):
@@ -27,8 +35,25 @@ class Rows(NamedTuple):
     reference: Any = None  # Float32[Array, "rows"]
 
 
+@dataclasses.dataclass(frozen=True)
+class Conversations:
+    """Number ``i`` is the ``sizes[i]`` tokens from ``starts[i]`` on, of which ``counted`` marks those to learn.
+
+    With ``rows_each`` 2, numbers 2i and 2i + 1 are a preferred and a rejected answer. ``sources`` says where each is
+    from: an index of ``weights``, the shares of what is drawn.
+    """
+
+    tokens: _Tokens
+    counted: Bool[np.ndarray, "tokens"]
+    starts: Integer[np.ndarray, "conversations"]
+    sizes: Integer[np.ndarray, "conversations"]
+    sources: Integer[np.ndarray, "conversations"]
+    weights: Sequence[float] = (1.0,)
+    rows_each: int = 1
+
+
 def training_batches(
-    tokens: _Tokens, *, batch_size: int, seq_len: int, seed: int, rows: slice | Sequence[int] = slice(None)
+    tokens: _Tokens, *, batch_size: int, seq_len: int, seed: int, rows: _RowsRead = slice(None)
 ) -> grain.DatasetIterator[Int32[np.ndarray, "rows window"]]:
     """Windows of ``seq_len + 1`` tokens (inputs, and the same shifted by one) forever, in int32.
 
@@ -79,3 +104,118 @@ def validation_batches(
         return rows.astype(np.int32), inside[:, 1:]
 
     return map(batch, starts)
+
+
+def chat_batches(
+    conversations: Conversations,
+    *,
+    batch_size: int,
+    seq_len: int,
+    seed: int,
+    rows: _RowsRead = slice(None),
+    packing: bool = True,
+    reference: _Reference = None,
+) -> grain.DatasetIterator[Rows]:
+    """Batches of ``batch_size`` rows, or pairs of them, forever; ``rows`` and the state are as in ``training_batches``.
+
+    An epoch draws as many conversations as there are, by the sources' weights; of a source, each before any again. With
+    ``packing`` they share rows of ``seq_len + 1`` tokens; without, and in pairs, each has its own, as long as that or,
+    where the batch's longest fits, about a quarter of it. ``reference`` is of each conversation, see ``Rows``.
+    """
+    count, is_alone = batch_size * conversations.rows_each, conversations.rows_each > 1 or not packing
+    short, ends = min(-(-seq_len // 32) * 8, seq_len) + 1, [0]  # of epochs, in rows since the first
+
+    @functools.lru_cache(2)
+    def plan(epoch: int) -> list[np.ndarray]:
+        return _plan(conversations, _drawn(conversations, seed, epoch), seq_len + 1, packing)
+
+    def gather(index: int, _: int) -> Rows:
+        chosen = []
+        for row in range(index * count, (index + 1) * count):
+            while ends[-1] <= row:
+                ends.append(ends[-1] + len(plan(len(ends) - 1)))
+            epoch = bisect.bisect(ends, row) - 1
+            chosen.append(plan(epoch)[row - ends[epoch]])
+        is_short = is_alone and conversations.sizes[np.concatenate(chosen)].max() <= short
+        return _rows(conversations, chosen, short if is_short else seq_len + 1, reference, rows)
+
+    endless = grain.MapDataset.range(1).repeat(None).map_with_index(gather)
+    return iter(endless.to_iter_dataset(grain.ReadOptions(num_threads=0)))
+
+
+def chat_validation_batches(
+    conversations: Conversations, *, batch_size: int, seq_len: int, max_tokens: int = 0, reference: _Reference = None
+) -> Iterator[Rows]:
+    """Each conversation once, in order, in rows of ``seq_len + 1`` tokens; those that the last batch lacks are padding.
+
+    With ``max_tokens`` over 0, evenly spaced rows, or pairs of them, with about that many tokens, at least one.
+    """
+    each = conversations.rows_each
+    plan = _plan(conversations, np.arange(len(conversations.sizes)), seq_len + 1)
+    units, count = len(plan) // each, batch_size * each
+    kept = min(units, max(1, max_tokens * units // int(conversations.sizes.sum()))) if max_tokens else units
+    chosen = [plan[unit * each + side] for unit in np.arange(kept) * units // kept for side in range(each)]
+    chosen += [np.arange(0)] * (-len(chosen) % count)
+    batches = (chosen[start : start + count] for start in range(0, len(chosen), count))
+    return (_rows(conversations, batch, seq_len + 1, reference) for batch in batches)
+
+
+def rows_an_epoch(conversations: Conversations, *, seq_len: int, seed: int, packing: bool = True) -> int:
+    """How many rows, or pairs of them, the first epoch of ``chat_batches`` has; later ones may have others."""
+    plan = _plan(conversations, _drawn(conversations, seed, 0), seq_len + 1, packing)
+    return len(plan) // conversations.rows_each
+
+
+def _drawn(conversations: Conversations, seed: int, epoch: int) -> Integer[np.ndarray, "drawn"]:
+    """The conversations of an epoch in its order, a pair's one after the other."""
+    each, weights, drawn = conversations.rows_each, conversations.weights, []
+    sources = conversations.sources[::each]
+    for source, weight in enumerate(weights):
+        own = np.flatnonzero(sources == source)
+        first, last = (round(number * len(sources) * weight / sum(weights)) for number in (epoch, epoch + 1))
+        rounds, places = np.divmod(np.arange(first, last), len(own))
+        orders = {
+            number: np.random.default_rng((seed, source, number)).permutation(own) for number in {*rounds.tolist()}
+        }
+        drawn += [orders[number][place] for number, place in zip(rounds.tolist(), places.tolist(), strict=True)]
+    order = np.random.default_rng((seed, len(weights), epoch)).permutation(drawn)
+    return (order[:, None] * each + np.arange(each)).ravel()
+
+
+def _plan(
+    conversations: Conversations, drawn: Integer[np.ndarray, "drawn"], window: int, packing: bool = True
+) -> list[Integer[np.ndarray, "_"]]:
+    """The conversations in each row: one, or each in the first of the last ``OPEN_ROWS`` rows that has room."""
+    sizes = conversations.sizes[drawn]
+    if sizes.max() > window:
+        said = f"a conversation has {sizes.max()} tokens, and a row {window}"
+        raise JllamaError(f"{said}: prepare the chats with this seq_len")
+    if conversations.rows_each > 1 or not packing:
+        return list(drawn[:, None])
+    room, row_of, used = np.full(len(drawn), window), np.zeros(len(drawn), int), 0
+    for place, size in enumerate(sizes.tolist()):
+        first = max(used - OPEN_ROWS, 0)
+        row_of[place] = row = first + int(np.argmax(room[first : used + 1] >= size))
+        room[row] -= size
+        used = max(used, row + 1)
+    return np.split(drawn[np.argsort(row_of, kind="stable")], np.cumsum(np.bincount(row_of))[:-1])
+
+
+def _rows(
+    conversations: Conversations,
+    chosen: Sequence[np.ndarray],
+    window: int,
+    reference: _Reference,
+    read: _RowsRead = slice(None),
+) -> Rows:
+    """The rows of the chosen conversations; those not in ``read`` are zeros."""
+    tokens, segments, counted = (np.zeros((len(chosen), window), dtype) for dtype in (np.int32, np.int32, bool))
+    for row in np.arange(len(chosen))[read]:
+        end = 0
+        for segment, index in enumerate(chosen[row], 1):
+            first, size = conversations.starts[index], conversations.sizes[index]
+            part, end = np.s_[row, end : end + size], end + size
+            tokens[part] = conversations.tokens[first : first + size]
+            counted[part], segments[part] = conversations.counted[first : first + size], segment
+    each = None if reference is None else np.array([reference[row].sum() for row in chosen], np.float32)
+    return Rows(tokens, segments, counted, each)

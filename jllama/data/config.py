@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Literal
 
 from jllama.errors import check_fields
 
@@ -12,19 +13,30 @@ class DataConfig:
 
     Args:
         path: a text or ``.jsonl`` file, packed (``.gz``, ``.zst``) or not, a Parquet file, a folder or a glob of them;
-            ``stdlib``, Python's own library (12 MB, on this machine), or ``tinyshakespeare`` (1 MB, downloaded once).
+            ``stdlib``, Python's own library (12 MB, on this machine), ``tinyshakespeare`` (1 MB, downloaded once), or
+            ``persona``, some short chats with an assistant that has a name and a home.
+        mixture: chats in place of ``path``: several such paths, each with its share of what is drawn.
+        task: learn all of a ``text``, the answers of a ``chat``, or a ``preference`` between two answers; ``auto``
+            goes by the fields of the first record.
         text_field: the field of each ``.jsonl`` object, or the column of a Parquet file, that holds the text.
         tokenizer: ``bpe`` trains one as Llama 2's on the training split, ``bytes`` needs no training; or a path.
         vocab_size: tokens of the ``bpe`` to train.
         validation_fraction: the part of the text that is held out.
+        too_long: a conversation of more than ``training.seq_len`` + 1 tokens loses its end (``cut``) or is left out
+            (``drop``).
+        packing: conversations share rows, each attending to itself alone; without, and for pairs, each has its own.
         cache_dir: for downloads, tokenizers and tokens; empty means ``$JLLAMA_CACHE`` or ``~/.cache/jllama``.
     """
 
     path: str = "stdlib"
+    mixture: dict[str, float] = dataclasses.field(default_factory=dict)
+    task: Literal["auto", "text", "chat", "preference"] = "auto"
     text_field: str = "text"
     tokenizer: str = "bpe"
     vocab_size: int = 4096
     validation_fraction: float = 0.1
+    too_long: Literal["cut", "drop"] = "cut"
+    packing: bool = True
     cache_dir: str = ""
 
     def __post_init__(self) -> None:
@@ -32,3 +44,8 @@ class DataConfig:
         check("path text_field tokenizer", bool, "given, or left out for its default")
         check("vocab_size", lambda size: size >= 260, "at least 260: 3 control tokens, 256 bytes, something to learn")
         check("validation_fraction", lambda fraction: 0 < fraction < 1, "between 0 and 1, both excluded")
+        positive = "weights of at least one path, each a positive number"
+        check("mixture", lambda weights: all(0 < weight < 1e9 for weight in weights.values()), positive)
+        if self.mixture:
+            check("path", "stdlib".__eq__, "left out with data.mixture, which has the paths")
+            check("task", lambda task: task != "text", "chat or preference, as data.mixture is of chats")

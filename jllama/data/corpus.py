@@ -37,7 +37,7 @@ CUTS = (re.compile(r".*\S\n(?=\S)", re.DOTALL), re.compile(r".*[^\W\d_](?= [^\W\
 _KINDS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "Zstandard", b"PAR1": "Parquet"}  # these are read
 _KINDS |= {b"PK\x03\x04": "ZIP", b"BZh91AY&SY": "bzip2", b"\xfd7zXZ": "xz", b"%PDF-": "PDF"}
 _KINDS |= {b"\x89PNG": "PNG", b"\x93NUMPY": "NumPy", b"GGUF": "GGUF"}
-_TEXT = re.compile("(large_|dictionary<values=)?str")  # how its types begin, in Python and in Parquet
+_TEXT = re.compile("(large_|dictionary<values=)?str(?!uct)")  # how its types begin, in Python and in Parquet
 _EXTRAS = {"Zstandard": ("zstd", "compression.zstd", "backports.zstd"), "Parquet": ("parquet", "pyarrow.parquet")}
 
 
@@ -83,13 +83,53 @@ def read_corpus(files: Iterable[Path], text_field: str = "text") -> Iterator[Doc
     other file is one document. All but Parquet may be packed with gzip or Zstandard, with ``.gz`` or ``.zst`` behind
     the name or without. What is not UTF-8 text (also while a document is read) raises JllamaError.
     """
+
+    def check(where: str, kinds: dict[str, str]) -> None:
+        if not _TEXT.match(kinds.get(text_field, "")):
+            raise _no_text(where, text_field, kinds)
+
     for path in files:
-        with _opened(path) as (kind, file):
-            texts = _parquet_texts if kind == "Parquet" else _json_texts
-            if kind == "Parquet" or path.name.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
-                yield from (functools.partial(cut, [text]) for text in texts(path, file, text_field) if text)
-            elif any(_decoded(path)):
-                yield lambda path=path: cut(_decoded(path))
+        if has_rows(path):
+            for where, fields in read_rows(path, [text_field], check):
+                if text := fields[text_field]:
+                    with fault_of(f"{where} is not a JSON object", UnicodeEncodeError):
+                        text.encode()  # not so a lone surrogate
+                    yield functools.partial(cut, [text])
+        elif any(_decoded(path)):
+            yield lambda path=path: cut(_decoded(path))
+
+
+def has_rows(path: Path) -> bool:
+    """Whether a file is of JSON Lines or Parquet, which ``read_rows`` reads."""
+    with _opened(path) as (kind, _):
+        return kind == "Parquet" or path.name.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl")
+
+
+def read_rows(
+    path: Path, names: Collection[str], check: Callable[[str, dict[str, str]], object]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The object of each line that is not blank, or each row's columns that ``names`` has, and where it stands.
+
+    ``check``, called with such a place, or a Parquet file's path, and the types of the fields there, may refuse it.
+    """
+    with _opened(path) as (kind, file):
+        if kind == "Parquet":
+            table = _extra(path, "Parquet").ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
+            kinds = {field.name: str(field.type) for field in table.schema_arrow}
+            check(str(path), kinds)
+            batches = table.iter_batches(64, columns=[name for name in names if name in kinds])
+            rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+            yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, 1))
+        else:
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
+                where = f"{path} line {number}"
+                if len(line) == LONGEST_LINE:
+                    raise JllamaError(f"{where} has over {LONGEST_LINE:,} bytes: write its text to a file")
+                if line.strip():
+                    with fault_of(f"{where} is not a JSON object", ValueError, TypeError, RecursionError):
+                        fields = {**json.loads(line.decode())}
+                    check(where, {name: type(each).__name__ for name, each in fields.items()})
+                    yield where, fields
 
 
 @contextlib.contextmanager
@@ -149,36 +189,11 @@ def cut(parts: Iterable[str]) -> Iterator[str]:
         yield pending
 
 
-def _json_texts(path: Path, file: Any, text_field: str) -> Iterator[str]:
-    """The text of each line that is not blank."""
-    for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
-        where = f"{path} line {number}"
-        if len(line) == LONGEST_LINE:
-            raise JllamaError(f"{where} has over {LONGEST_LINE:,} bytes: write its text to a file")
-        if line.strip():
-            with fault_of(f"{where} is not a JSON object", ValueError, TypeError, RecursionError):
-                fields = {**json.loads(line.decode())}
-                if not isinstance(text := fields.get(text_field), str):
-                    raise _no_text(where, text_field, {name: type(each).__name__ for name, each in fields.items()})
-                text.encode()  # not so a lone surrogate
-            yield text
-
-
-def _parquet_texts(path: Path, file: Any, text_field: str) -> Iterator[str | None]:
-    """The text of each row, None if it has no value, with some pages in memory at a time."""
-    table = _extra(path, "Parquet").ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
-    kinds = {field.name: str(field.type) for field in table.schema_arrow}
-    if not _TEXT.match(kinds.get(text_field, "")):
-        raise _no_text(str(path), text_field, kinds)
-    for batch in table.iter_batches(64, columns=[text_field]):
-        yield from batch.column(0).to_pylist()
-
-
 def _no_text(where: str, field: str, kinds: dict[str, str]) -> JllamaError:
     """The error for fields, of these types, among which is no text under the name it should have."""
     said = f"{where} has {f'a {kinds[field]} in' if field in kinds else 'no'} field {field!r}, where its text should be"
     if "messages" in kinds:
-        return JllamaError(f"{said}: 'messages' make it a chat, and so far jllama trains on plain text")
+        return JllamaError(f"{said}: 'messages' make it a chat: set data.task to chat")
     return JllamaError(f"{said}: set data.text_field to one of {[name for name in kinds if _TEXT.match(kinds[name])]}")
 
 

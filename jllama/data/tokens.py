@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,10 +68,10 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
     token across (``corpus.CUTS``), or after ``corpus.LONGEST_BLOCK`` characters without such a place, where a token may
     be another. What cannot be read or cached, or is too short, raises JllamaError; ``tokenizer`` replaces ``config``'s.
     """
-    cache = Path(config.cache_dir).expanduser() if config.cache_dir else cache_folder()
+    cache = cache_of(config)
     files = corpus_files(config.path, cache)
-    listing = [(name, (stat := path.stat()).st_size, stat.st_mtime_ns) for name, path in files.items()]
-    corpus = _sha256(CACHE_VERSION, listing, config.text_field, config.validation_fraction)
+    listing = listing_of(files)
+    corpus = sha256(CACHE_VERSION, listing, config.text_field, config.validation_fraction)
     packed = [name for name in files if name.endswith((".gz", ".zst", ".parquet"))]
     size = None if packed else sum(size for _, size, _ in listing)
 
@@ -85,7 +85,7 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
     elif tokenizer is None:
         folder = Path(config.tokenizer)
         if config.tokenizer == "bpe":
-            folder = cache / f"bpe-{_sha256(_TRAINING, corpus, config.vocab_size)[:16]}"
+            folder = cache / f"bpe-{sha256(_TRAINING, corpus, config.vocab_size)[:16]}"
             if not folder.exists():
                 with cached(folder) as partial, progress("learning a vocabulary", size, of_bytes=True) as move:
                     texts = (block.text for block in blocks(move) if block.split == "train")
@@ -93,7 +93,7 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
                     train_sentencepiece(texts, config.vocab_size).save(partial)
         tokenizer = load_tokenizer(folder)
 
-    fingerprint = _sha256(corpus, tokenizer.fingerprint())
+    fingerprint = sha256(corpus, tokenizer.fingerprint())
     folder = cache / f"tokens-{fingerprint[:16]}"
     if not folder.exists():
         with cached(folder) as partial, progress("tokenizing", size, of_bytes=True) as move:
@@ -138,7 +138,17 @@ def _blocks(split: str, texts: Iterable[str], start: int = 0, end: int = sys.max
         yield Block(split, text, number == 0, not following)
 
 
-def _encode_rest(tokenizer: Tokenizer, text: str) -> list[int]:
+def cache_of(config: DataConfig) -> Path:
+    """The folder for downloads, tokenizers and tokens."""
+    return Path(config.cache_dir).expanduser() if config.cache_dir else cache_folder()
+
+
+def listing_of(files: Mapping[str, Path]) -> list[tuple[str, int, int]]:
+    """Names, sizes in bytes and times of files: what a cache of what is made of them is keyed by."""
+    return [(name, (stat := path.stat()).st_size, stat.st_mtime_ns) for name, path in files.items()]
+
+
+def encode_rest(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of a block that is not its document's first: behind a newline, or SentencePiece would add a space."""
     newline, ids = tokenizer.encode("\n"), tokenizer.encode("\n" + text)
     return ids[len(newline) :] if ids[: len(newline)] == newline else tokenizer.encode(text)
@@ -156,7 +166,7 @@ def _write_tokens(blocks: Iterable[Block], tokenizer: Tokenizer, folder: Path, f
     def tokenize(group: list[Block]) -> dict[str, np.ndarray]:
         ids = {split: [] for split in SPLITS}
         for split, text, starts, ends in group:
-            ids[split] += [tokenizer.bos_id, *tokenizer.encode(text)] if starts else _encode_rest(tokenizer, text)
+            ids[split] += [tokenizer.bos_id, *tokenizer.encode(text)] if starts else encode_rest(tokenizer, text)
             ids[split] += [tokenizer.eos_id] * ends
         return {split: np.array(ids[split], dtype) for split in SPLITS}
 
@@ -182,5 +192,6 @@ def _write_tokens(blocks: Iterable[Block], tokenizer: Tokenizer, folder: Path, f
     (folder / "counts.json").write_text(json.dumps(report, indent=2) + "\n")
 
 
-def _sha256(*parts: object) -> str:
+def sha256(*parts: object) -> str:
+    """The SHA-256 of what JSON can hold, in hexadecimal."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -258,7 +258,7 @@ def test_a_chat_is_no_text(tmp_path):
     for line in ('{"messages": []}', '{"messages": [{"role": "user", "content": "x"}], "text": null}'):
         (tmp_path / "a.jsonl").write_text(line)
         for field in ("text", "messages"):
-            with pytest.raises(JllamaError, match=r"a.jsonl line 1 has .*make it a chat, and so far"):
+            with pytest.raises(JllamaError, match=r"a.jsonl line 1 has .*make it a chat: set data.task to chat$"):
                 read(tmp_path, field)
     (tmp_path / "a.jsonl").write_text('{"messages": [], "text": "x"}')
     assert read(tmp_path) == ["x"]

@@ -145,7 +145,7 @@ def blocks_of(text, step):
 
 def ids_in_blocks(tokenizer, texts):
     first, *rest = texts or [""]
-    return tokenizer.encode(first) + [id for text in rest for id in tokens._encode_rest(tokenizer, text)]
+    return tokenizer.encode(first) + [id for text in rest for id in tokens.encode_rest(tokenizer, text)]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

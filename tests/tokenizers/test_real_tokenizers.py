@@ -117,5 +117,5 @@ def test_a_corpus_in_blocks_has_the_ids_of_the_whole_text(name, end, request, mo
     first, *rest = corpus.cut(text[start : start + 500] for start in range(0, len(text), 500))
     assert len(rest) > 100
     assert tokenizer.encode(first) + [
-        id for block in rest for id in tokens._encode_rest(tokenizer, block)
+        id for block in rest for id in tokens.encode_rest(tokenizer, block)
     ] == tokenizer.encode(text)

@@ -1,0 +1,166 @@
+"""Files of chats, and their tokens on disk: which of them are learned, and the split."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jllama.data.batches import Conversations
+from jllama.data.config import DataConfig
+from jllama.data.corpus import cached, corpus_files, has_rows, read_rows
+from jllama.data.tokens import cache_of, encode_rest, listing_of, sha256
+from jllama.errors import JllamaError
+from jllama.files import fault_of
+from jllama.progress import progress
+from jllama.templates.answers import conversation_tokens
+from jllama.tokenizers import Tokenizer
+
+CACHE_VERSION = 1  # raise it when the files below, or the tokens that count, change
+FORMS = ("chosen", "rejected"), ("messages",), ("prompt", "completion"), ("text",)
+"""What makes a record, a pair or a chat; of several, the first that is there."""
+_ENTRY = {"fraction": "f8", "start": "i8", "size": "i8", "counted": "i8", "is_cut": "?", "source": "i8"}
+
+
+class Record(NamedTuple):
+    """A line or row of a file of chats: where it stands, which of ``FORMS`` it has, and its fields that are no null."""
+
+    where: str
+    form: tuple[str, ...]
+    fields: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatDataset:
+    """Tokenized chats, pairs of them if ``preference``. ``counts`` has of each split the ``conversations``, ``tokens``,
+    ``counted_tokens``, and how many conversations (of a pair, each) were too long and ``cut`` or ``dropped``.
+    """
+
+    tokenizer: Tokenizer
+    train: Conversations
+    validation: Conversations
+    fingerprint: str
+    counts: dict[str, dict[str, int]]
+    preference: bool
+
+
+def data_task(config: DataConfig) -> str:
+    """``text``, ``chat`` or ``preference``: what ``config.task`` is, or the first file's first record says."""
+    path = next(iter(corpus_files(next(iter(config.mixture), config.path), cache_of(config)).values()))
+    kinds: dict[str, str] = {}
+    if config.task == "auto" and has_rows(path):
+        next(read_rows(path, [], lambda _, found: kinds.update(found)), None)
+    is_text = not config.mixture and (config.text_field in kinds or not {"messages", "completion"} & kinds.keys())
+    found = "preference" if {*FORMS[0]} <= kinds.keys() else "text" if is_text else "chat"
+    return found if config.task == "auto" else config.task
+
+
+def read_records(files: Iterable[Path], forms: Sequence[tuple[str, ...]] = FORMS) -> Iterator[Record]:
+    """The records of these forms in files of JSON Lines or Parquet; anything else there raises JllamaError."""
+
+    def form_of(where: str, names: Collection[str]) -> tuple[str, ...]:
+        if found := [form for form in forms if {*form} <= {*names}]:
+            return found[0]
+        wanted = ", or ".join(" and ".join(form) for form in forms)
+        raise JllamaError(f"{where} has {', '.join(names) or 'no field'}, where {wanted} should be")
+
+    for path in files:
+        if not has_rows(path):
+            raise JllamaError(f"{path} is no file of chats: convert it to .jsonl or Parquet, or leave it out")
+        for where, fields in read_rows(path, [*{name: 0 for form in forms for name in form}, "tools"], form_of):
+            fields = {name: value for name, value in fields.items() if value is not None}
+            yield Record(where, form_of(where, fields), fields)
+
+
+def record_tokens(
+    record: Record, tokenizer: Tokenizer, template: str | None, stop_ids: Sequence[int]
+) -> list[tuple[list[int], list[bool]]]:
+    """The ids of a record's conversation, or of its preferred and its rejected one, and which of them count.
+
+    Texts are what a user and an assistant say or, without a template, between BOS and EOS. What is no conversation, or
+    is refused by the template, raises JllamaError that says where it stands.
+    """
+    fields, found = record.fields, []
+    prompt = fields.get("prompt", "") if len(record.form) == 2 else ""
+    with fault_of(record.where, JllamaError, json.JSONDecodeError):
+        tools = json.loads(tools) if isinstance(tools := fields.get("tools"), str) else tools
+        for answer in [fields[name] for name in record.form if name != "prompt"]:
+            if (template is None or record.form == ("text",)) and isinstance(answer, str) and isinstance(prompt, str):
+                begin = [tokenizer.bos_id, *(tokenizer.encode(prompt) if prompt else [])]
+                end = [*(encode_rest(tokenizer, answer) if prompt else tokenizer.encode(answer)), tokenizer.eos_id]
+                found.append((begin + end, [False] * len(begin) + [True] * len(end)))
+            elif template is None:
+                raise JllamaError("the model has no chat template: give a prompt and an answer that are texts")
+            else:
+                asked, messages = _messages(prompt, "user"), _messages(answer, "assistant")
+                messages = messages if all(each in messages for each in asked) else asked + messages
+                found.append(conversation_tokens(tokenizer, template, messages, stop_ids, tools))
+    return found
+
+
+def _messages(value: Any, role: str) -> list[Any]:
+    """A list of messages, without nulls but for contents, or the one message that a text is; of an empty text none."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}] if value else []
+    if not isinstance(value, list):
+        raise JllamaError(f"what the {role} says is of type {type(value).__name__}; give text or a list of messages")
+    kept = [each.items() if isinstance(each, dict) else [("content", each)] for each in value]
+    return [{name: part for name, part in each if part is not None or name == "content"} for each in kept]
+
+
+def prepare_chats(
+    config: DataConfig, tokenizer: Tokenizer, template: str | None, stop_ids: Sequence[int], seq_len: int
+) -> ChatDataset:
+    """Tokenize chats, or find it done: the cache is keyed by the files' names, sizes and times, and all that has a say.
+
+    What is longer than ``seq_len + 1`` tokens is cut or dropped; cut so that nothing counts, it is dropped too. A
+    record is held out if its SHA-256, as a number in [0, 1), is at most ``config.validation_fraction``, or the lowest.
+    Raises JllamaError for a record that cannot be learned from, or too few.
+    """
+    cache, window, is_pairs = cache_of(config), seq_len + 1, data_task(config) == "preference"
+    sources = {path: corpus_files(path, cache) for path in config.mixture or [config.path]}
+    listings, options = [listing_of(files) for files in sources.values()], [is_pairs, config.too_long, window]
+    key = sha256(CACHE_VERSION, listings, options, tokenizer.fingerprint(), template, [*stop_ids])
+    folder, dtype = cache / f"chats-{key[:16]}", np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    if not folder.exists():
+        with cached(folder) as partial, progress("tokenizing conversations") as move:
+            partial.mkdir()
+            entries, start, forms = [], 0, FORMS[:1] if is_pairs else FORMS[1:]
+            with (partial / "tokens.bin").open("wb") as tokens, (partial / "counted.bin").open("wb") as counted:
+                for source, files in enumerate(sources.values()):
+                    for record in read_records(files.values(), forms):
+                        text = json.dumps(record.fields, sort_keys=True, default=str).encode()
+                        fraction = int.from_bytes(hashlib.sha256(text).digest()[:8]) / 2**64
+                        found = record_tokens(record, tokenizer, template, stop_ids)
+                        found = [(ids[:window], [False, *mask[1:window]], len(ids) > window) for ids, mask in found]
+                        if any(not any(mask) or (is_cut and config.too_long == "drop") for _, mask, is_cut in found):
+                            found = [([], [], False)] * len(found)
+                        for ids, mask, is_cut in found:
+                            tokens.write(np.array(ids, dtype).data)
+                            counted.write(np.array(mask, bool).data)
+                            entries.append((fraction, start, len(ids), sum(mask), is_cut, source))
+                            start += len(ids)
+                        move(1)
+            np.save(partial / "entries.npy", np.array(entries, [*_ENTRY.items()]))
+    with fault_of(f"{folder} must be deleted, since it does not hold what was written there", OSError, ValueError):
+        entries = np.load(folder / "entries.npy")
+        fractions = np.unique(entries["fraction"][entries["size"] > 0])
+        if len(fractions) < 2:
+            said = f"{' and '.join(sources)}: {len(fractions)} different conversations can be learned from"
+            raise JllamaError(f"{said}; give at least 2, one of them to hold out, or a larger training.seq_len")
+        arrays = np.memmap(folder / "tokens.bin", dtype, "r"), np.memmap(folder / "counted.bin", bool, "r")
+    is_held_out = entries["fraction"] <= np.clip(config.validation_fraction, fractions[0], fractions[-2])
+    weights, splits, counts = tuple(config.mixture.values()) or (1.0,), {}, {}
+    for split, chosen in {"train": entries[~is_held_out], "validation": entries[is_held_out]}.items():
+        kept = chosen[chosen["size"] > 0]
+        splits[split] = Conversations(*arrays, kept["start"], kept["size"], kept["source"], weights, 1 + is_pairs)
+        sums = {"tokens": kept["size"].sum(), "counted_tokens": kept["counted"].sum(), "cut": kept["is_cut"].sum()}
+        sums = {"conversations": len(kept), **sums, "dropped": len(chosen) - len(kept)}
+        counts[split] = {name: int(number) for name, number in sums.items()}
+    if missing := [path for source, path in enumerate(sources) if source not in splits["train"].sources]:
+        raise JllamaError(f"{missing[0]} has no conversation to train on; give more of it, or leave it out")
+    fingerprint = sha256(key, config.validation_fraction, weights, config.packing)
+    return ChatDataset(tokenizer, **splits, fingerprint=fingerprint, counts=counts, preference=is_pairs)
