@@ -78,7 +78,7 @@ def _answer_spans(
             return _render(template, variables | {"messages": messages, "add_generation_prompt": prompt})
         return ""
 
-    messages = variables["messages"]
+    messages = variables.get("messages", [])
     mark = next(char for char in map(chr, range(0x2600, sys.maxunicode)) if char not in text)
     for index in answers:
         other = {"role": messages[index]["role"], "content": mark}

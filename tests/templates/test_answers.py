@@ -382,6 +382,12 @@ def test_templates_that_do_not_serve(tokenizers):
         ours(tokenizer, TEMPLATES["chatml"], conversation(PLAIN), [{"name": {1, 2}}])
 
 
+@pytest.mark.parametrize("tools", [{"name": "a"}, ["a"], 3])
+def test_tools_that_are_none(tokenizers, tools):
+    with pytest.raises(UsageError, match="the tools must be a list of objects, each the JSON schema of a function"):
+        ours(tokenizers["smollm2"][0], TEMPLATES["chatml"], conversation(PLAIN), tools)
+
+
 def test_tags_as_transformers_has_them_in_text():
     template = "{% set a %}x{% endset %}é{% generation %}{{ a }}{% set a = 'y' %}{{ a }}{% endgeneration %}{{ a }}"
     assert render(template) == "éxyx"
