@@ -5,6 +5,7 @@ Compiled code takes ``params`` (see ``jllama.parameters``) and begins with ``lla
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -71,9 +72,21 @@ class Parallel(NamedTuple):
 
 _BLOCK_INPUT = "block_input"
 _policies = jax.checkpoint_policies
+
+
+def _products_with_weights(primitive: Any, *operands: Any, **how: Any) -> bool:
+    """Whether to keep a result: of a product with a weight, unless it is a sum over so few (an adapter's rank) that
+    making it again costs less than its memory.
+    """
+    if not _policies.dots_with_no_batch_dims_saveable(primitive, *operands, **how):
+        return False
+    summed = math.prod(operands[1].shape[axis] for axis in how["dimension_numbers"][0][1])
+    return 8 * summed >= math.prod(operands[1].shape) // summed
+
+
 REMAT: dict[str, Callable[..., Any] | None] = {
     "none": _policies.everything_saveable,
-    "dots": _policies.dots_with_no_batch_dims_saveable,
+    "dots": _products_with_weights,
     "block": None,
     "offload": _policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],

@@ -14,6 +14,7 @@ from jllama.training.config import TrainConfig
 
 _COMMON = ("run_dir", "resume", "init_from", "data.path", "training.steps", "optimizer.learning_rate", "seed")
 _FINE_TUNING = ["--training.batch_size=4", "--optimizer.learning_rate=2e-5"]
+_ADAPTERS = [_FINE_TUNING[0], "--optimizer.learning_rate=2e-4"]
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -44,7 +45,8 @@ def read_config(argv: Sequence[str], prog: str) -> TrainConfig:
     config = parse(TrainConfig, argv, prog, ("config",), _COMMON)
     if not config.init_from:
         return config
-    config, words = parse(TrainConfig, [*_FINE_TUNING, *argv], prog, ("config",)), []
+    suited = _ADAPTERS if config.lora.rank else _FINE_TUNING
+    config, words = parse(TrainConfig, [*suited, *argv], prog, ("config",)), []
     for word, following in itertools.pairwise([*argv, "--"]):
         if word.startswith(("--model", "--data.tokenizer")):
             words += [word] if "=" in word or following.startswith("--") else [word, following]

@@ -1,7 +1,6 @@
 """Which tokens of a conversation are the assistant's own: what fine-tuning learns from."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from jllama.errors import JllamaError
 from jllama.templates.messages import Message, check_messages, template_variables
@@ -14,17 +13,17 @@ def conversation_tokens(
     template: str,
     messages: Sequence[Message],
     stop_ids: Sequence[int],
-    tools: Any = None,
+    tools: Sequence[Message] | None = None,
 ) -> tuple[list[int], list[bool]]:
     """The token ids of a whole conversation, those of transformers' ``apply_chat_template``, and which of them count.
 
     Those of the assistant's answers count, and the one of ``stop_ids`` (``end_of_turn_ids``) that ends each; not what
     begins an answer, nor what follows its end. Where the template has ``{% generation %}`` tags, what is between them
-    counts, as in transformers, and an end that directly follows it. ``tools``, a list of JSON schemas, is shown to
-    the template. Raises ``JllamaError``: messages are not as ``Message`` says, there is no answer, the template fails or
+    counts, as in transformers, and an end that directly follows it. ``tools``: JSON schemas of functions, shown to the
+    template. Raises ``JllamaError``: messages are not as ``Message`` says, there is no answer, the template fails or
     does not write an answer as a part of its own.
     """
-    check_messages(messages, tools)
+    check_messages(messages)
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         raise JllamaError("no message is the assistant's, so there is nothing to learn: add an answer, or leave it out")

@@ -72,8 +72,8 @@ def message_text(
     return render(template, **variables, add_generation_prompt=add_generation_prompt)
 
 
-def check_messages(messages: Sequence[Any], tools: Any = None) -> None:
-    """Raise ``UsageError`` unless there are messages and each is as ``Message`` says, and tools are objects."""
+def check_messages(messages: Sequence[Any]) -> None:
+    """Raise ``UsageError`` unless there are messages and each is as ``Message`` says."""
     if not messages:
         raise UsageError("there are no messages: a conversation needs at least one")
     for number, message in enumerate(messages):
@@ -92,5 +92,3 @@ def check_messages(messages: Sequence[Any], tools: Any = None) -> None:
             raise UsageError(f"message {number} has a content of type {type(content).__name__}, not text")
         if calls_tools and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
             raise UsageError(f"message {number} has tool_calls that are not a list of objects")
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
-        raise UsageError("the tools must be a list of objects, each the JSON schema of a function")

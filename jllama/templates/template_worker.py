@@ -69,24 +69,19 @@ def _render(template: str, variables: dict[str, Any]) -> str:
 def _answer_spans(
     text: str, template: str, variables: dict[str, Any], answers: list[int]
 ) -> Iterator[tuple[int, int] | None]:
-    """Where in the text each of the messages ``answers`` stands: what changes when it says something else, and white
-    space between that and what asks for it. None for one that the template does not write as a part of its own.
+    """Where in the text each of the messages ``answers`` stands: what changes when it says something else.
+
+    None for one that the template does not write as a part of its own.
     """
-
-    def attempt(messages: list[Any], prompt: bool) -> str:
-        with contextlib.suppress(jinja2.TemplateError):
-            return _render(template, variables | {"messages": messages, "add_generation_prompt": prompt})
-        return ""
-
-    messages = variables.get("messages", [])
     mark = next(char for char in map(chr, range(0x2600, sys.maxunicode)) if char not in text)
     for index in answers:
-        other = {"role": messages[index]["role"], "content": mark}
-        asked = attempt(messages[:index], True)
-        before, found, after = attempt([*messages[:index], other, *messages[index + 1 :]], False).partition(mark)
+        messages, changed = [*variables["messages"]], ""
+        messages[index] = {"role": messages[index]["role"], "content": mark}
+        with contextlib.suppress(jinja2.TemplateError):
+            changed = _render(template, variables | {"messages": messages})
+        before, found, after = changed.partition(mark)
         is_apart = found and text.startswith(before) and text[len(before) :].endswith(after)
-        start = asked if before.startswith(asked) and not before[len(asked) :].strip() else before
-        yield (len(start), len(text) - len(after)) if is_apart else None
+        yield (len(before), len(text) - len(after)) if is_apart else None
 
 
 def _reply(template: str, variables: dict[str, Any], answers: list[int]) -> dict[str, Any]:

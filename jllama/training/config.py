@@ -160,5 +160,6 @@ class TrainConfig:
                 raise UsageError(f"resume is {self.resume} but run_dir is {self.run_dir}: leave one of them out")
             object.__setattr__(self, "run_dir", self.resume)
         if not self.init_from:
+            check_fields(self.lora, "lora.", "rank", lambda rank: not rank, "0 or left out without init_from")
             check_fields(self, "", "rope_factor", lambda factor: factor is None, "left out without init_from")
         check_fields(self, "", "seed", lambda seed: 0 <= seed < 2**32, "between 0 and 2**32 - 1")

@@ -4,10 +4,10 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,28 +15,33 @@ from flax.traverse_util import flatten_dict
 from rich.console import Console
 
 from jllama import distributed, files
+from jllama.checkpoints.huggingface import write_chat_files
 from jllama.checkpoints.registry import open_checkpoint
 from jllama.checkpoints.run import CHECKPOINTS, CONFIG, METRICS, SAMPLES
 from jllama.checkpoints.run_checkpoints import RunCheckpoints
-from jllama.checkpoints.tensors import Checkpoint, load_params
+from jllama.checkpoints.tensors import Checkpoint, base_fingerprint, load_params
 from jllama.config import LlamaConfig
-from jllama.data.batches import training_batches
+from jllama.data.batches import rows_an_epoch
+from jllama.data.chats import ChatDataset, data_task, prepare_chats
 from jllama.data.tokens import Dataset, prepare_data
 from jllama.devices import describe_devices, idle_accelerator, peak_bytes, program_bytes
 from jllama.errors import JllamaError, UsageError, check_fields, no_tokenizer
 from jllama.generation.text import generate, prompt_ids
 from jllama.language_model import LanguageModel
+from jllama.lora import merged
 from jllama.model import check_attention
-from jllama.parameters import count_parameters
+from jllama.parameters import Params, count_parameters
 from jllama.progress import progress
 from jllama.report import REPORT, command, write_report
 from jllama.sharding import ruleset
 from jllama.stop import Stopped, stop_signals
-from jllama.tokenizers import has_tokenizer, load_tokenizer
+from jllama.templates.messages import end_of_turn_ids, find_template
+from jllama.tokenizers import Tokenizer, has_tokenizer, load_tokenizer
 from jllama.training import run_folder
 from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation, check_memory, evaluate, summarize
 from jllama.training.optimizer import learning_rate_at, make_optimizer
+from jllama.training.rows import batches_of, on_devices, reference_log_probs, validation_rows
 from jllama.training.step import StepMetrics, Training, TrainState, attention_of, compile_training
 
 
@@ -61,15 +66,15 @@ def train(config: TrainConfig) -> Evaluation:
             evaluated = [line["step"] for line in files.read_lines(run.folder / METRICS, "validation_loss")]
             if run.step and due(options.eval_every) and run.step not in evaluated:  # a stop came first
                 run.sample_and_report(run.evaluate())
-            run.show("compiling")
-            windows = jax.ShapeDtypeStruct((options.batch_size, options.seq_len + 1), jnp.int32)
-            take_step = run.training.step.lower(run.state, windows).compile()  # so that no step's time has it in it
-            run.planned_bytes = sum(program_bytes(take_step))
             recent, start_s = [], time.perf_counter()
             while run.step < total_steps and not stopping:
-                windows = next(run.batches)
-                batch = jax.make_array_from_callback(windows.shape, run.training.batch_sharding, windows.__getitem__)
-                run.state, metrics = take_step(run.state, batch)
+                batch = on_devices(next(run.batches), run.training.batch_sharding)
+                if (shape := jax.tree.leaves(batch)[0].shape) not in run.programs:  # chats have rows of two lengths
+                    run.show("compiling")
+                    compile_s = time.perf_counter()
+                    run.programs[shape] = run.training.step.lower(run.state, batch).compile()
+                    start_s += time.perf_counter() - compile_s  # so that no step's time has it in it
+                run.state, metrics = run.programs[shape](run.state, batch)
                 run.step += 1
                 recent.append(metrics)
                 if jax.process_count() == 1 or run.step % options.log_every == 0:  # several wait for each other there
@@ -103,18 +108,21 @@ class _Run:
     config: TrainConfig
     folder: Path
     console: Console
-    data: Dataset
+    data: Dataset | ChatDataset
+    origin: Checkpoint | None
     training: Training
     checkpoints: RunCheckpoints
-    batches: grain.DatasetIterator
+    batches: Any = None
     state: TrainState = dataclasses.field(init=False)
+    programs: dict[Any, Any] = dataclasses.field(default_factory=dict)  # of a step, by the shape of its rows
+    references: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  # of pairs of answers
+    base_fingerprint: str | None = None
     step: int = 0
     start_s: float = dataclasses.field(default_factory=time.perf_counter)
     signals: Sequence[int] = ()
     stop: int = 0  # the signal that all processes know of
     move: Callable[..., None] = lambda **_: None
     note: str = ""
-    planned_bytes: int = 0
 
     def seconds(self) -> float:
         return time.perf_counter() - self.start_s
@@ -139,7 +147,8 @@ class _Run:
             self.check_finite("loss or its gradient", step, float(metrics.loss) + float(metrics.grad_norm))
         record = summarize(recent, time.perf_counter() - start_s, self.config)  # timed when they are done
         rate = float(learning_rate_at(self.step - 1, self.config.optimizer, self.config.training.steps))
-        peak, planned = peak_bytes(self.training.mesh.local_devices), self.planned_bytes
+        peak = peak_bytes(self.training.mesh.local_devices)
+        planned = max(map(sum, map(program_bytes, self.programs.values())), default=0)
         self.write(**record, learning_rate=rate, planned_bytes=planned, peak_bytes=peak)
         self.note = f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s"
         if not self.console.is_terminal:
@@ -152,53 +161,64 @@ class _Run:
         """Evaluate on a part of the validation text, show and log it; None if that failed or a stop came in between."""
         options, result = self.config.training, None
         with self.attempt("evaluating"):
-            result = evaluate(self.training, self.data, self.state.params, options, options.eval_tokens, self.stopping)
+            result = self.losses(self.state.params, options.eval_tokens)
         if result is not None:
             self.check_finite("validation loss", self.step, result.validation_loss)
             self.write(**dataclasses.asdict(result))
-            said = f"step {self.step}: validation loss {result.validation_loss:.4f}, perplexity {result.perplexity:.2f}"
-            self.console.print(f"{said}, {result.bits_per_byte:.3f} bits per byte", style="bold")
+            self.console.print(f"step {self.step}: {result}", style="bold")
         return result
+
+    def losses(self, params: Params, tokens: int = 0) -> Evaluation | None:
+        batches = validation_rows(self.data, self.config, self.references, tokens)
+        return evaluate(self.training, self.data.tokenizer, batches, params, self.state.base, self.stopping)
 
     def evaluate_best(self) -> Evaluation | None:
         """Evaluate the best checkpoint on all of the validation text, show and log it; None if a stop came first."""
         self.show("saving")
         self.checkpoints.wait()
         self.show("evaluating")
-        model, best, params = self.config.model, self.checkpoints.best_step(), self.state.params
+        best, params = self.checkpoints.best_step(), self.state.params
         if not (self.stop or best is None or best == self.step):
-            saved = Checkpoint(model, self.checkpoints.tensors(best, model))
-            params = load_params(saved, mesh=self.training.mesh, rules=ruleset(self.config.mesh))
-        final = evaluate(self.training, self.data, params, self.config.training, stop=self.stopping)
+            params = self.restored(best)[0]
+        final = self.losses(params)
         if final is not None:
             self.write(best_step=best, final=dataclasses.asdict(final))
             self.report(final)
-            losses = f"loss {final.validation_loss:.4f}, {final.bits_per_byte:.3f} bits per byte"
-            gzip = f"gzip -9 needs {self.data.gzip_bits_per_byte:.3f} (a model that beats gzip has learned something)"
-            text = f"Best checkpoint (step {best}) on the whole validation text"
-            self.console.print(f"{text}: {losses}; {gzip}.", style="bold")
+            text = f"Best checkpoint (step {best}) on the whole validation text: {final}"
+            if isinstance(self.data, Dataset):
+                bits = f"{self.data.gzip_bits_per_byte:.3f}"
+                text += f"; gzip -9 needs {bits} (a model that beats gzip has learned something)"
+            self.console.print(f"{text}.", style="bold")
         return final
 
     def save(self, evaluation: Evaluation | None) -> None:
         self.show("saving")
         meta = {"batches": self.batches.get_state(), "corpus": self.data.fingerprint, "seconds": self.seconds()}
+        meta |= {"base_fingerprint": self.base_fingerprint} if self.base_fingerprint else {}
         loss, key = evaluation.validation_loss if evaluation else None, jax.random.key_data(self.state.key)
-        others = {"opt_state": self.state.opt_state, "step": self.state.step, "key": key}
-        self.checkpoints.save(self.step, self.state.params, others, meta, loss)
+        self.checkpoints.save(self.step, self.state.params, _others(self.state, key), meta, loss)
 
-    def restore(self, step: int) -> None:
-        """Take up the state saved at a step, on its devices; the batches and the clock go on from there."""
+    def restored(self, step: int) -> tuple[Params, dict[str, Any], dict[str, Any]]:
+        """What was saved at a step: the parameters, the rest of the state, on their devices, and the notes."""
         abstract = jax.eval_shape(self.training.init, jax.random.key(0))
         key = jax.eval_shape(jax.jit(jax.random.key_data, out_shardings=abstract.key.sharding), abstract.key)
-        others = {"opt_state": abstract.opt_state, "step": abstract.step, "key": key}
-        params, saved, meta = self.checkpoints.restore(step, abstract.params, others)
+        return self.checkpoints.restore(step, abstract.params, _others(abstract, key))
+
+    def restore(self, step: int) -> None:
+        """Take up the state saved at a step; the batches and the clock go on from there."""
+        params, saved, meta = self.restored(step)
         corpora = (meta.get("corpus"), *meta.get("identity", {}).values())  # 0.1.0 wrote an identity
         if self.data.fingerprint not in corpora:
             said = f"changed since {self.checkpoints.folder / str(step)} was saved: the corpus or its tokenizer"
             raise JllamaError(f"{said}; restore what it was, or start a new run with another run_dir")
+        if meta.get("base_fingerprint") != self.base_fingerprint:
+            said = f"{self.config.init_from} is not the model that {self.folder} began from"
+            raise JllamaError(f"{said}: put that there again, or start a new run with another run_dir")
         self.batches.set_state(meta["batches"])
         self.step, self.start_s = step, self.start_s - meta["seconds"]
-        self.state = TrainState(saved["step"], params, saved["opt_state"], jax.random.wrap_key_data(saved["key"]))
+        base = self.state.base if self.config.lora.rank else None
+        key, usual = jax.random.wrap_key_data(saved["key"]), saved.get("usual_norm")
+        self.state = TrainState(saved["step"], params, saved["opt_state"], key, base, usual)
 
     def sample_and_report(self, evaluation: Evaluation | None) -> None:
         """Let the model write, show and log it, and write the report so far: training can go on without either."""
@@ -208,9 +228,16 @@ class _Run:
         with self.attempt("reporting"):
             self.report(evaluation)
 
+    def model(self) -> LanguageModel:
+        """The model as it is now, to talk with."""
+        config, state, lora = self.config.model, self.state, self.config.lora
+        params = state.params if state.base is None else _merged(state.base, state.params, config, lora)
+        template, stop_ids = _conversing(self.origin) if self.origin else (None, ())
+        return LanguageModel(config, params, self.data.tokenizer, template, stop_ids)
+
     def sample(self, prompt: str) -> None:
         key = jax.random.fold_in(jax.random.fold_in(self.state.key, self.state.step), self.config.sampling.seed)
-        model = LanguageModel(self.config.model, self.state.params, self.data.tokenizer)
+        model = self.model()
         count, seed = self.config.training.sample_tokens, int(jax.random.bits(key))
         text = generate(model, prompt, self.config.sampling, max_new_tokens=count, seed=seed)[0].text
         self.write(SAMPLES, prompt=prompt, text=text)
@@ -248,6 +275,9 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
     distributed.check_same(flatten_dict(run_folder.as_written(config), sep="."))
     if config.resume not in ("never", "auto") and not (folder / CONFIG).is_file():
         raise UsageError(f"resume is {config.resume}, which is not a run's folder: give one, or never, or auto")
+    task = data_task(config.data)
+    if task != "text":
+        check_fields(config, "", "init_from", bool, f"a model to begin from, since data.task is {task}")
     make_optimizer(config.optimizer, config.model, config.training.steps)
     check_attention(config.training.attention)  # also before the text is read
     existing = (folder / CHECKPOINTS).exists() and RunCheckpoints(folder / CHECKPOINTS, read_only=True).steps()
@@ -255,20 +285,31 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
         go_on = command("train", "--resume", folder)
         raise UsageError(f"{folder} already holds a run: continue it with {go_on}, or choose another run_dir")
 
-    # The text. A vocabulary is trained once: a later version may train another on the same text.
-    origin = _origin(config, folder if existing else None) if config.init_from else None
+    # The data. A vocabulary is trained once: a later version may train another on the same text.
+    origin = _origin(config, folder if existing and not config.lora.rank else None) if config.init_from else None
     own_tokenizer = existing and not origin and config.data.tokenizer == "bpe"
-    data = prepare_data(config.data, origin.tokenizer if origin else load_tokenizer(folder) if own_tokenizer else None)
-    config = _resolved(config, data, origin)
+    if task == "text":
+        own = load_tokenizer(folder) if own_tokenizer else None
+        data = prepare_data(config.data, origin.tokenizer if origin else own)
+        config = _resolved(config, data.tokenizer, origin)
+        rows = len(data.train) / config.training.seq_len
+    else:
+        assert origin is not None and origin.tokenizer is not None  # noqa: PT018
+        config = _resolved(config, origin.tokenizer, origin)
+        data = prepare_chats(config.data, origin.tokenizer, *_conversing(origin), config.training.seq_len)
+        size: Any = {"seq_len": config.training.seq_len, "packing": config.data.packing}
+        rows = rows_an_epoch(data.train, seed=config.seed, **size)
     options, step = config.training, existing[-1] if existing else 0
+    steps = math.ceil(options.epochs * rows / options.batch_size) or options.steps
+    config = dataclasses.replace(config, training=dataclasses.replace(options, steps=steps, epochs=0.0))
     if step:
         for change in run_folder.changes_on_resume(folder, config, step):
             console.print(change, style="yellow")
         final = files.read_lines(folder / METRICS, "final")
-        if step >= options.steps and final:
+        if step >= config.training.steps and final:
             more = ("--training.steps", 2 * step, "--resume_with_changes", "true")
             go_on = command("train", "--resume", folder, *more)
-            console.print(f"{folder} is finished (step {step:,} of {options.steps:,}). To go on: {go_on}")
+            console.print(f"{folder} is finished (step {step:,} of {config.training.steps:,}). To go on: {go_on}")
             return Evaluation(**final[-1]["final"])
 
     # The devices, the programs, the state
@@ -277,26 +318,42 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
     distributed.check_same({"the corpus": data.fingerprint, "the last checkpoint": step})
     training = compile_training(config, bos_id=data.tokenizer.bos_id)
     check_memory(config, training)
-    size = {"batch_size": options.batch_size, "seq_len": options.seq_len, "seed": config.seed}
-    parts = training.batch_sharding.addressable_devices_indices_map((options.batch_size,)).values()
-    rows = np.unique([np.arange(options.batch_size)[part] for part in parts])  # those that this process's devices need
-    batches = training_batches(data.train, **size, rows=rows.tolist())
-    checkpoints = RunCheckpoints(folder / CHECKPOINTS, options.keep_last)
-    run = _Run(config, folder, console, data, training, checkpoints, batches)
+    checkpoints = RunCheckpoints(folder / CHECKPOINTS, config.training.keep_last)
+    run = _Run(config, folder, console, data, origin, training, checkpoints)
+    if config.lora.rank and origin:
+        run.base_fingerprint = base_fingerprint(origin)
+    if config.lora.rank or not existing:
+        dtype = None if config.lora.rank and config.lora.base != "auto" else jnp.float32
+        params = load_params(origin, dtype, training.mesh, rules=ruleset(config.mesh)) if origin else None
+        run.state = training.init(jax.random.key(config.seed), params)
+    if isinstance(data, ChatDataset) and data.preference:
+        run.references = reference_log_probs(folder, data, config, training, None if existing else run.state)
+    run.batches = batches_of(data, config, training, run.references)
     if existing:
         run.restore(step)
-    else:
-        params = load_params(origin, jnp.float32, training.mesh, rules=ruleset(config.mesh)) if origin else None
-        run.state = training.init(jax.random.key(config.seed), params)
     if index == 0:
         run_folder.write_config(folder, config, step)
         if not (existing and has_tokenizer(folder)):
             data.tokenizer.save(folder)
-    parameters = f"{count_parameters(config.model):,} parameters on {describe_devices(training.mesh)}"
-    attention = attention_of(config, training.mesh)
-    tokens = f"{attention} attention, {len(data.train):,} training tokens"
-    console.print(f"{folder}: {parameters}, {tokens}, step {step:,} of {options.steps:,}", style="bold")
+            write_chat_files(folder, origin.chat_template if origin else None, origin.stop_ids if origin else ())
+    console.print(_summary(run), style="bold")
     return run
+
+
+def _summary(run: _Run) -> str:
+    """A run in a few words, as it begins."""
+    config, data, mesh = run.config, run.data, run.training.mesh
+    trained = sum(leaf.size for leaf in jax.tree.leaves(run.state.params))
+    others = f", {trained:,} of adapters trained" if config.lora.rank else ""
+    parameters = f"{count_parameters(config.model):,} parameters{others} on {describe_devices(mesh)}"
+    if isinstance(data, Dataset):
+        tokens = f"{len(data.train):,} training tokens"
+    else:
+        counts = data.counts["train"]
+        tokens = f"{counts['conversations']:,} conversations to learn from: {counts['counted_tokens']:,} tokens of "
+        tokens += f"{counts['tokens']:,} count ({counts['cut']:,} cut, {counts['dropped']:,} left out, being too long)"
+    attention = f"{attention_of(config, mesh)} attention"
+    return f"{run.folder}: {parameters}, {attention}, {tokens}, step {run.step:,} of {config.training.steps:,}"
 
 
 def _origin(config: TrainConfig, existing: Path | None) -> Checkpoint:
@@ -312,18 +369,34 @@ def _origin(config: TrainConfig, existing: Path | None) -> Checkpoint:
     return origin
 
 
-def _resolved(config: TrainConfig, data: Dataset, origin: Checkpoint | None) -> TrainConfig:
-    """The configuration with the architecture, the vocabulary, the window and the number of steps filled in."""
+def _conversing(origin: Checkpoint) -> tuple[str | None, tuple[int, ...]]:
+    """The chat template of a checkpoint, or the one that its tokenizer asks for, if any, and what ends an answer."""
+    assert origin.tokenizer is not None
+    template = origin.chat_template
+    with contextlib.suppress(JllamaError):
+        template = find_template(origin.tokenizer, template)
+    return template, end_of_turn_ids(origin.tokenizer, origin.stop_ids or (origin.tokenizer.eos_id,))
+
+
+def _resolved(config: TrainConfig, tokenizer: Tokenizer, origin: Checkpoint | None) -> TrainConfig:
+    """The configuration with the architecture, the vocabulary and the window filled in."""
     model, options = origin.config if origin else config.model, config.training
-    num_tokens, context = data.tokenizer.vocab_size, model.max_seq_len
+    num_tokens, context = tokenizer.vocab_size, model.max_seq_len
     said = f"0, or at least the {num_tokens} tokens of the tokenizer"
     check_fields(model, "model.", "vocab_size", lambda size: size == 0 or size >= num_tokens, said)
     seq_len = options.seq_len or min(context, 1024 if origin else context)
     check_fields(options, "training.", "seq_len", lambda size: size <= context, f"at most model.max_seq_len, {context}")
-    sample_limit = context - len(prompt_ids(data.tokenizer, options.sample_prompt))
+    sample_limit = context - len(prompt_ids(tokenizer, options.sample_prompt))
     said = f"at most {sample_limit}, which is what training.sample_prompt leaves of model.max_seq_len"
     check_fields(options, "training.", "sample_tokens", lambda count: count <= sample_limit, said)
-    in_epochs = math.ceil(options.epochs * len(data.train) / (options.batch_size * seq_len))
-    options = dataclasses.replace(options, steps=in_epochs or options.steps, epochs=0.0, seq_len=seq_len)
     model = dataclasses.replace(model, vocab_size=model.vocab_size or num_tokens)
-    return dataclasses.replace(config, model=model, training=options)
+    return dataclasses.replace(config, model=model, training=dataclasses.replace(options, seq_len=seq_len))
+
+
+_merged = jax.jit(merged, static_argnums=(2, 3))
+
+
+def _others(state: Any, key: Any) -> dict[str, Any]:
+    """What is saved of a state besides its parameters, with the key as plain numbers."""
+    spikes = {} if state.usual_norm is None else {"usual_norm": state.usual_norm}
+    return {"opt_state": state.opt_state, "step": state.step, "key": key, **spikes}

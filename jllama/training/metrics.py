@@ -8,47 +8,56 @@ from typing import Any
 import jax
 import numpy as np
 
-from jllama.data.batches import validation_batches
-from jllama.data.tokens import Dataset
 from jllama.devices import describe_devices, device_bytes, device_memory_bytes, peak_flops
 from jllama.errors import UsageError
 from jllama.evaluation.scoring import TextScore
 from jllama.parameters import Params, training_flops_per_token
-from jllama.training.config import LoopConfig, TrainConfig
+from jllama.tokenizers import Tokenizer
+from jllama.training.config import TrainConfig
+from jllama.training.rows import on_devices
 from jllama.training.step import StepMetrics, Training, check_batch
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Validation loss in nats a token; its exponential; and the loss over the bytes of the text, in bits."""
+    """Validation loss in nats a token, or of pairs of answers a pair; and unless those are pairs, its exponential, and
+    the loss over the bytes of the text, in bits.
+    """
 
     validation_loss: float
-    perplexity: float
-    bits_per_byte: float
+    perplexity: float | None
+    bits_per_byte: float | None
+
+    def __str__(self) -> str:
+        loss = f"validation loss {self.validation_loss:.4f}"
+        if self.perplexity is None:
+            return loss
+        return f"{loss}, perplexity {self.perplexity:.2f}, {self.bits_per_byte:.3f} bits per byte"
 
 
 def evaluate(
-    training: Training, data: Dataset, params: Params, options: LoopConfig, tokens: int = 0, stop: Any = bool
+    training: Training, tokenizer: Tokenizer, batches: Any, params: Params, base: Params | None, stop: Any = bool
 ) -> Evaluation | None:
-    """The loss on ``tokens`` evenly spaced validation tokens, 0 for all; None as soon as ``stop()`` is true."""
-    sums, token_bytes = [], data.tokenizer.token_bytes()
-    size = {"batch_size": options.batch_size, "seq_len": options.seq_len, "max_tokens": tokens}
-    for windows, mask in validation_batches(data.validation, **size):
+    """The loss on the batches of ``validation_rows``; None as soon as ``stop()`` is true."""
+    sums, token_bytes, is_pairs = [], tokenizer.token_bytes(), False
+    for batch, mask in batches:
         if stop():
             return None
         sharding = training.batch_sharding
-        batch = (jax.make_array_from_callback(each.shape, sharding, each.__getitem__) for each in (windows, mask))
-        nats, count = jax.device_get(training.evaluate(params, *batch))
-        sums.append((float(nats), int(count), int(token_bytes[windows[:, 1:][mask]].sum())))
+        nats, count = jax.device_get(training.evaluate(params, *on_devices((batch, mask), sharding), base))
+        targets = batch[:, 1:][mask] if mask is not None else batch.tokens[batch.counted]
+        is_pairs = mask is None and batch.reference is not None
+        sums.append((float(nats), int(count), int(token_bytes[targets].sum())))
     nats, counts, text_bytes = zip(*sums, strict=True)
     score = TextScore(math.fsum(nats), sum(counts), sum(text_bytes))
-    return Evaluation(score.loss, score.perplexity, score.bits_per_byte)
+    return Evaluation(score.loss, *((None, None) if is_pairs else (score.perplexity, score.bits_per_byte)))
 
 
 def summarize(steps: Sequence[StepMetrics], elapsed_s: float, config: TrainConfig) -> dict[str, Any]:
     """Means over some steps, and their speed. ``mfu`` is the share of the devices' peak, where that is known."""
     tokens_per_s = math.fsum(float(step.tokens) for step in steps) / elapsed_s
-    flops_per_s = tokens_per_s * training_flops_per_token(config.model, config.training.seq_len)
+    share = 2 / 3 if config.lora.rank else 1  # a base has no gradient
+    flops_per_s = share * tokens_per_s * training_flops_per_token(config.model, config.training.seq_len)
     peak = peak_flops(jax.devices()[0].device_kind)
     return {
         **{name: float(np.mean([float(getattr(step, name)) for step in steps])) for name in ("loss", "grad_norm")},

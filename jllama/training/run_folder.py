@@ -23,7 +23,8 @@ HISTORY = "config.history.jsonl"
 # How the names of options begin that may, or must not, differ when a run goes on; all others do when that is asked for.
 # The fingerprint that checkpoints hold speaks for the data, epochs are resolved to steps.
 _IGNORED = r"run_dir|resume|distributed|training\.epochs"
-_FIXED = r"model|init_from|rope_factor|seed|optimizer\.name|training\.(batch_size|seq_len)|data\.(tokenizer|vocab_size)"
+_FIXED = r"model|init_from|rope_factor|seed|lora|optimizer\.name|training\.(batch_size|seq_len|spike_factor)|"
+_FIXED += r"data\.(tokenizer|vocab_size|packing)"
 _FREE = r"mesh|sampling|data|training\.(accumulation|attention|compiler_|remat|log_every|keep_|save_|eval_|sample_)"
 
 

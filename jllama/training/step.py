@@ -41,9 +41,10 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """A step's mean loss in nats per token, global gradient norm before clipping, and number of tokens learned from.
+    """A step's mean loss in nats per token that counts, or per pair; the global gradient norm before clipping; and the
+    number of tokens: of text those learned from, of ``Rows`` all but padding.
 
-    Of pairs the loss is a mean over pairs, whose number is ``tokens``. A step whose loss or gradient was not finite, or
+    A step whose loss or gradient was not finite, or
     whose gradient was a spike, is ``skipped``: it left the parameters and the optimizer as they were.
     """
 
@@ -163,7 +164,9 @@ def compile_training(
         """The summed loss of this device's tokens, and their number; of pairs that of DPO (arXiv:2305.18290, eq. 7)."""
         if len(parts) > 4:
             ratios = (row_log_probs(learned, weights, parts) - parts[4]).reshape(-1, 2)
-            return jnp.sum(jax.nn.softplus(-options.dpo_beta * (ratios[:, 0] - ratios[:, 1]))), jnp.float32(len(ratios))
+            losses = jax.nn.softplus(-options.dpo_beta * (ratios[:, 0] - ratios[:, 1]))
+            is_pair = jnp.any(parts[3], axis=1)[::2]  # and not padding
+            return jnp.sum(jnp.where(is_pair, losses, 0.0)), jnp.sum(is_pair, dtype=jnp.float32)
         params, kept, hidden = forward(learned, weights, parts)
 
         def last(hidden: Array, kept: Any, part: Array) -> tuple[Array, Array]:
@@ -246,7 +249,8 @@ def compile_training(
             updates, opt_state = optimizer.update(leaves, state.opt_state, state.params)
             params = jax.tree.map(lambda old, update: jnp.where(accepted, old + update, old), state.params, updates)
             opt_state = jax.tree.map(lambda new, old: jnp.where(accepted, new, old), opt_state, state.opt_state)
-        metrics = StepMetrics(total / count, norm, count, ~accepted)
+        tokens = jnp.sum(batch.segments != 0, dtype=jnp.float32) if isinstance(batch, Rows) else count
+        metrics = StepMetrics(total / count, norm, tokens, ~accepted)
         return TrainState(state.step + 1, params, opt_state, state.key, state.base, usual), metrics
 
     def scores(function: Any, outputs: Any, params: Params, batch: Any, mask: Any, base: Params | None) -> Any:

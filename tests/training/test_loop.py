@@ -21,7 +21,7 @@ def test_the_speed_logged_is_that_of_steps_that_are_done(monkeypatch):
         config=jllama.TrainConfig(SMALL, training=jllama.LoopConfig(batch_size=2, seq_len=8, steps=10)),
         console=Console(file=io.StringIO()),
         training=types.SimpleNamespace(mesh=types.SimpleNamespace(local_devices=[])),
-        planned_bytes=0,
+        programs={},
         check_finite=lambda what, step, value: now_s.__setitem__(0, 104.0),
         write=written.update,
         show=lambda: None,
