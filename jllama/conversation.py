@@ -9,12 +9,8 @@ from jllama.generation.prefill import PrefixCache
 from jllama.generation.sampling_params import SamplingFields, SamplingParams
 from jllama.generation.text import Completion, generate, stream
 from jllama.language_model import LanguageModel
-from jllama.templates.messages import Message, check_messages, end_of_turn_ids, find_template, message_text
-
-
-def chat_template(model: LanguageModel, choice: str | None = None) -> str:
-    """The Jinja template to converse with a model (``find_template``)."""
-    return find_template(model.text_tokenizer, model.chat_template, choice)
+from jllama.templates.messages import Message, check_messages, end_of_turn_ids, find_template, template_variables
+from jllama.templates.template import render
 
 
 def chat_ids(
@@ -27,13 +23,10 @@ def chat_ids(
     ``JllamaError``: a message is not as ``Message`` says, the model has no tokenizer, or the template fails.
     """
     check_messages(messages)
-    tokenizer, template = model.text_tokenizer, chat_template(model) if template is None else template
-    return tokenizer.encode_with_special_tokens(message_text(tokenizer, template, messages, add_generation_prompt))
-
-
-def chat_stop_ids(model: LanguageModel) -> tuple[int, ...]:
-    """The tokens that end a model's answer."""
-    return end_of_turn_ids(model.text_tokenizer, model.stop_ids)
+    tokenizer = model.text_tokenizer
+    template = find_template(tokenizer, model.chat_template) if template is None else template
+    text = render(template, **template_variables(tokenizer, messages, add_generation_prompt))
+    return tokenizer.encode_with_special_tokens(text)
 
 
 def chat(
@@ -53,7 +46,7 @@ def chat(
         messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a llama?"}]
         print(jllama.chat(model, messages, max_new_tokens=200, temperature=0.7).text)
 
-    ``template`` is Jinja, None is ``chat_template(model)``; the other arguments are those of ``generate``. Raises
+    ``template`` is Jinja, None is ``find_template``'s; the other arguments are those of ``generate``. Raises
     ``JllamaError`` as ``chat_ids`` does, and where the conversation exceeds the context.
     """
     ids, ends = _answerable(model, messages, template, max_new_tokens)
@@ -72,7 +65,7 @@ class Conversation:
     """
 
     model: LanguageModel
-    template: str | None = None  # None is chat_template(model)
+    template: str | None = None  # None is find_template's
     messages: list[Message] = dataclasses.field(default_factory=list)  # what has been said, as in ``chat``
     prefix: PrefixCache = dataclasses.field(default_factory=PrefixCache)  # what has been computed
 
@@ -119,5 +112,6 @@ def _answerable(
     if len(ids) >= context:
         wrong = f"the conversation now has {len(ids)} tokens and the model's context is {context}"
         raise JllamaError(f"{wrong}: begin a new one, or say less")
+    stop_ids = end_of_turn_ids(model.text_tokenizer, model.stop_ids)
     fits = max_new_tokens is None or len(ids) + max_new_tokens <= context
-    return ids, {"max_new_tokens": max_new_tokens if fits else None, "stop_ids": chat_stop_ids(model)}
+    return ids, {"max_new_tokens": max_new_tokens if fits else None, "stop_ids": stop_ids}

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from jllama import conversation as chats
 from jllama.checkpoints.registry import load
 from jllama.errors import JllamaError, UsageError
 from jllama.evaluation.scoring import sliding_windows, token_log_probs
@@ -17,7 +16,8 @@ from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import encode_prompt, generate_batches
 from jllama.language_model import LanguageModel
 from jllama.progress import progress
-from jllama.templates.messages import message_text
+from jllama.templates.messages import find_template, template_variables
+from jllama.templates.template import render
 
 try:
     from lm_eval.api.instance import Instance
@@ -73,8 +73,9 @@ class JllamaLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation; without a generation prompt its last message is left open, to be continued."""
-        template = chats.chat_template(self.model)
-        text = message_text(self._tokenizer, template, chat_history, add_generation_prompt)
+        text = render(
+            self.chat_template(True), **template_variables(self._tokenizer, chat_history, add_generation_prompt)
+        )
         if add_generation_prompt:
             return text
         last = chat_history[-1]["content"].lstrip()
@@ -85,7 +86,7 @@ class JllamaLM(TemplateLM):
         """The Jinja template that lm-eval notes with its results."""
         if isinstance(chat_template, str):
             raise UsageError(f"apply_chat_template is {chat_template!r}; a jllama model has one template: give True")
-        return chats.chat_template(self.model) if chat_template else ""
+        return find_template(self._tokenizer, self.model.chat_template) if chat_template else ""
 
     def _loglikelihood_tokens(self, requests: list[Any], **ignored: Any) -> list[tuple[float, bool]]:
         """Each continuation's ``log p`` after its context, cut on the left to what fits, and whether it is greedy."""

@@ -67,14 +67,14 @@ class _Session:
 def main(argv: Sequence[str], prog: str) -> int:
     """Load a model and talk until the input ends. In a terminal a mistake is said and the conversation goes on."""
     options = parse(ChatOptions, argv, prog, ("checkpoint",), _COMMON)
-    from jllama.conversation import chat_ids, chat_template
-    from jllama.templates.messages import TEMPLATES
+    from jllama.conversation import chat_ids
+    from jllama.templates.messages import TEMPLATES, find_template
 
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if at_terminal:
         say(f"loading {options.checkpoint} ...")
     model = options.load_model()
-    template = chat_template(model, options.template or None)
+    template = find_template(model.text_tokenizer, model.chat_template, options.template or None)
     session = _Session([*argv], options, jllama.Conversation(model, template), at_terminal)
     options.say_loaded(model)
     if not options.template and not model.chat_template:

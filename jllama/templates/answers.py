@@ -1,6 +1,7 @@
 """Which tokens of a conversation are the assistant's own: what fine-tuning learns from."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from jllama.errors import JllamaError
 from jllama.templates.messages import Message, check_messages, template_variables
@@ -9,27 +10,21 @@ from jllama.tokenizers import Tokenizer
 
 
 def conversation_tokens(
-    tokenizer: Tokenizer,
-    template: str,
-    messages: Sequence[Message],
-    stop_ids: Sequence[int],
-    tools: Sequence[Message] | None = None,
+    tokenizer: Tokenizer, template: str, messages: Sequence[Message], stop_ids: Sequence[int], tools: Any = None
 ) -> tuple[list[int], list[bool]]:
     """The token ids of a whole conversation, those of transformers' ``apply_chat_template``, and which of them count.
 
     Those of the assistant's answers count, and the one of ``stop_ids`` (``end_of_turn_ids``) that ends each; not what
     begins an answer, nor what follows its end. Where the template has ``{% generation %}`` tags, what is between them
-    counts, as in transformers, and an end that directly follows it. ``tools``: JSON schemas of functions, shown to the
-    template. Raises ``JllamaError``: messages are not as ``Message`` says, there is no answer, the template fails or
-    does not write an answer as a part of its own.
+    counts, as in transformers, and an end that directly follows it. ``tools`` is a list of JSON schemas. Raises
+    ``JllamaError``: messages are not as ``Message`` says, none is an answer, the template fails or does not write an
+    answer as a part of its own.
     """
-    check_messages(messages)
+    check_messages(messages, tools)
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         raise JllamaError("no message is the assistant's, so there is nothing to learn: add an answer, or leave it out")
-    variables = template_variables(tokenizer, messages, tools) | {"add_generation_prompt": False}
-    reply = render_answers(template, variables, answers)
-    text, tagged, spans = reply["text"], reply["tagged"], reply["tagged"] or reply["spans"]
+    text, spans, tagged = render_answers(template, template_variables(tokenizer, messages, False, tools), answers)
     if None in spans:
         wrong = f"the chat template does not write message {answers[spans.index(None)]} as a part of its own"
         raise JllamaError(f"{wrong}, so its tokens are unknown: give a template with {{% generation %}} around answers")

@@ -6,7 +6,6 @@ from typing import Any
 
 from jllama.errors import JllamaError, UsageError
 from jllama.files import fault_of
-from jllama.templates.template import render
 from jllama.tokenizers import Tokenizer
 
 Message = Mapping[str, Any]
@@ -48,47 +47,37 @@ def end_of_turn_ids(tokenizer: Tokenizer, stop_ids: Sequence[int]) -> tuple[int,
 
 
 def template_variables(
-    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Message] | None = None
+    tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool, tools: Any = None
 ) -> dict[str, Any]:
-    """What a template is given, but for ``add_generation_prompt``."""
+    """What a template is given. ``add_generation_prompt`` asks it to end with what begins an answer."""
     texts = {id: text for text, id in tokenizer.special_tokens.items()}
-    given = {"messages": [*map(dict, messages)], "tools": tools, "documents": None}
-    given |= {"bos_token": texts[tokenizer.bos_id], "eos_token": texts[tokenizer.eos_id]}
+    given = {"messages": [*map(dict, messages)], "add_generation_prompt": add_generation_prompt, "tools": tools}
+    given |= {"bos_token": texts[tokenizer.bos_id], "eos_token": texts[tokenizer.eos_id], "documents": None}
     return given | {"add_bos": tokenizer.add_bos}  # whether a prompt begins with BOS: ours, not transformers'
 
 
-def message_text(
-    tokenizer: Tokenizer,
-    template: str,
-    messages: Sequence[Message],
-    add_generation_prompt: bool = True,
-    tools: Sequence[Message] | None = None,
-) -> str:
-    """What the template makes of messages, whatever they hold, and of the JSON schemas of ``tools``.
-
-    ``add_generation_prompt`` ends with what begins an answer. ``JllamaError`` if the template fails.
-    """
-    variables = template_variables(tokenizer, messages, tools)
-    return render(template, **variables, add_generation_prompt=add_generation_prompt)
-
-
-def check_messages(messages: Sequence[Any]) -> None:
-    """Raise ``UsageError`` unless there are messages and each is as ``Message`` says."""
+def check_messages(messages: Sequence[Any], tools: Any = None) -> None:
+    """Raise ``UsageError`` unless there are messages and each is as ``Message`` says, and tools are objects."""
     if not messages:
         raise UsageError("there are no messages: a conversation needs at least one")
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise UsageError(f"message {number} is of type {type(message).__name__}; it must have a role and a content")
-        role, calls = message.get("role"), message.get("tool_calls")
-        optional = {"assistant": {"tool_calls"}, "tool": {"name", "tool_call_id"}}.get(str(role), set())
-        calls_tools = role == "assistant" and "tool_calls" in message
-        optional |= {"content"} if calls_tools else set()
+        role, content, calls = (message.get(name) for name in ("role", "content", "tool_calls"))
+        is_call = role == "assistant" and "tool_calls" in message
+        optional = {"tool_calls", "content"} if is_call else {"name", "tool_call_id"} if role == "tool" else set()
         if set(message) - optional != {"role", "content"} - optional:
             names = ", ".join(map(repr, message)) or "nothing"
             raise UsageError(f"message {number} has {names}; it must have just 'role' and 'content'")
         if role not in ROLES:
             raise UsageError(f"message {number} has the role {role!r}; it must be one of {', '.join(ROLES)}")
-        if not isinstance(content := message.get("content"), str) and not (calls_tools and content is None):
+        if not isinstance(content, str) and not (is_call and content is None):
             raise UsageError(f"message {number} has a content of type {type(content).__name__}, not text")
-        if calls_tools and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
+        if is_call and not _are_objects(calls):
             raise UsageError(f"message {number} has tool_calls that are not a list of objects")
+    if not _are_objects(tools or []):
+        raise UsageError("the tools must be a list of objects, each the JSON schema of a function")
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, Mapping) for each in value)

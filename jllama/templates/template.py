@@ -30,14 +30,16 @@ _workers: dict[int, subprocess.Popen[bytes]] = {}
 
 def render(template: str, **variables: Any) -> str:
     """The text that a template makes of ``variables``; errors are those of ``render_answers``."""
-    return render_answers(template, variables, [])["text"]
+    return render_answers(template, variables)[0]
 
 
-def render_answers(template: str, variables: Mapping[str, Any], answers: Sequence[int]) -> dict[str, Any]:
-    """The ``text`` that a template makes of ``variables``, and where in it the messages ``answers`` (by index) stand.
+def render_answers(
+    template: str, variables: Mapping[str, Any], answers: Sequence[int] = ()
+) -> tuple[str, list[Any], bool]:
+    """The text that a template makes of ``variables``, spans (start, end) of characters, and whether they are tagged.
 
-    ``tagged`` are spans (start, end), in characters, of what is in ``{% generation %}`` tags. Where there is none,
-    ``spans`` has that of each answer, None for one that the template does not write as a part of its own.
+    They are what is in ``{% generation %}`` tags. Where there are no tags, they are those of the messages ``answers``
+    (by index), None for one that the template does not write as a part of its own.
 
     Raises ``UsageError`` for a variable that JSON cannot hold, and ``JllamaError`` where the template is not Jinja,
     refuses (``raise_exception``), fails, reaches for what it must not, or goes beyond the limits above.
@@ -49,7 +51,7 @@ def render_answers(template: str, variables: Mapping[str, Any], answers: Sequenc
     with _lock:
         reply = _ask(request)
     if "text" in reply:
-        return reply
+        return reply["text"], reply["spans"], reply["tagged"]
     said = f"refuses these messages: {reply['refused']}" if "refused" in reply else reply["error"]
     line = "".join(char if char.isprintable() else " " for char in said[:1000])  # the template may have written it
     remedy = "" if "refused" in reply else "; give another template"

@@ -66,32 +66,34 @@ def _render(template: str, variables: dict[str, Any]) -> str:
     return "".join(parts)
 
 
-def _answer_spans(
-    text: str, template: str, variables: dict[str, Any], answers: list[int]
-) -> Iterator[tuple[int, int] | None]:
-    """Where in the text each of the messages ``answers`` stands: what changes when it says something else.
-
-    None for one that the template does not write as a part of its own.
+def _answer_spans(text: str, template: str, variables: dict[str, Any], answers: list[int]) -> Iterator[Any]:
+    """Where in the text each of the messages ``answers`` stands: what changes when it says something else, and white
+    space between that and what asks for it. None for one that the template does not write as a part of its own.
     """
+
+    def attempt(messages: list[Any], prompt: bool) -> str:
+        with contextlib.suppress(jinja2.TemplateError):
+            return _render(template, variables | {"messages": messages, "add_generation_prompt": prompt})
+        return ""
+
     mark = next(char for char in map(chr, range(0x2600, sys.maxunicode)) if char not in text)
     for index in answers:
-        messages, changed = [*variables["messages"]], ""
-        messages[index] = {"role": messages[index]["role"], "content": mark}
-        with contextlib.suppress(jinja2.TemplateError):
-            changed = _render(template, variables | {"messages": messages})
-        before, found, after = changed.partition(mark)
+        earlier, (answer, *later) = variables["messages"][:index], variables["messages"][index:]
+        asked, other = attempt(earlier, True), {"role": answer["role"], "content": mark}
+        before, found, after = attempt([*earlier, other, *later], False).partition(mark)
         is_apart = found and text.startswith(before) and text[len(before) :].endswith(after)
-        yield (len(before), len(text) - len(after)) if is_apart else None
+        start = asked if before.startswith(asked) and not before[len(asked) :].strip() else before
+        yield (len(start), len(text) - len(after)) if is_apart else None
 
 
 def _reply(template: str, variables: dict[str, Any], answers: list[int]) -> dict[str, Any]:
-    """The ``text``, its spans that are ``tagged``, and without such the ``spans`` of the messages ``answers``; or why
-    there is none: it was ``refused``, or an ``error``. Out of memory, this process ends.
+    """The ``text`` and its ``spans`` that are ``tagged`` or, without such, of the messages ``answers``; or why there is
+    none: it was ``refused``, or an ``error``. Out of memory, this process ends.
     """
     try:
         text, tagged = _render(template, variables), _Generation.spans
-        spans = [] if tagged else [*_answer_spans(text, template, variables, answers)]
-        return {"text": text, "tagged": tagged, "spans": spans}
+        spans = tagged or [*_answer_spans(text, template, variables, answers)]
+        return {"text": text, "spans": spans, "tagged": bool(tagged)}
     except jinja2.TemplateSyntaxError as error:
         return {"error": f"is not Jinja: {error.message} in line {error.lineno}"}
     except SecurityError as error:

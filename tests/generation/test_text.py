@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jllama.config import LlamaConfig
-from jllama.conversation import Conversation, chat, chat_ids, chat_stop_ids
+from jllama.conversation import Conversation, chat, chat_ids
 from jllama.errors import JllamaError, UsageError
 from jllama.generation import text as generation
 from jllama.generation.prefill import PrefixCache
@@ -30,6 +30,7 @@ from jllama.generation.text import (
     warm_up,
 )
 from jllama.language_model import LanguageModel
+from jllama.templates.messages import end_of_turn_ids
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify.checks import random_params
 
@@ -404,11 +405,11 @@ def test_a_conversation_is_what_was_said():
     fields = {"temperature": 0.9, "seed": 4, "max_new_tokens": 3}
     template = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
     model = dataclasses.replace(MODEL, chat_template=template)
-    conversation = Conversation(model)
+    conversation, stop_ids = Conversation(model), end_of_turn_ids(BPE, model.stop_ids)
     expected = []
     for text in ("a", "on"):
         expected.append({"role": "user", "content": text})
-        (completion,) = generate(model, chat_ids(model, expected), stop_ids=chat_stop_ids(model), **fields)
+        (completion,) = generate(model, chat_ids(model, expected), stop_ids=stop_ids, **fields)
         assert chat(model, expected, **fields) == completion
         assert chat(model, expected, stop=completion.text[0], **fields).finish_reason == "stop_string"
         assert "".join(conversation.answer(text, **fields)) == completion.text

@@ -1,39 +1,392 @@
-"""Which tokens of a conversation count: exactly the answers and their ends, whatever the template."""
+"""Which tokens of a conversation count: exactly the answers and their ends, whatever the template.
+
+Stock templates have no ``{% generation %}`` tags. Here each gets them, by hand, and transformers says what is in them.
+"""
+
+import json
+from pathlib import Path
 
 import pytest
+import transformers
 from helpers import trained_llama3, trained_smollm
+from helpers_real import real_file
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from jllama.errors import JllamaError
+from jllama.checkpoints.gguf_file import read_gguf_file
+from jllama.errors import JllamaError, UsageError
+from jllama.templates import answers
 from jllama.templates.answers import conversation_tokens
 from jllama.templates.messages import TEMPLATES, end_of_turn_ids
-from jllama.tokenizers import train_sentencepiece
+from jllama.templates.template import render
+from jllama.tokenizers import load_tokenizer, save_huggingface, train_sentencepiece
+from jllama.tokenizers.gguf import from_gguf
 
 CORPUS = [
     "the system says hello to the user and the assistant, don't they? 12 345\n\n  user\n héllo 世界 [INST] <<SYS>>\n"
+    * 20
 ]
-LLAMA_2, LLAMA_3 = train_sentencepiece(CORPUS * 20, 340), trained_llama3(CORPUS * 20, 350)
-CHATML = trained_smollm(CORPUS * 20, 350)
-SAID = [
-    {"role": "user", "content": "hello"},
-    {"role": "assistant", "content": "the user says"},
-    {"role": "user", "content": "12"},
-    {"role": "assistant", "content": "345"},
+TOYS = {
+    "llama2": lambda: train_sentencepiece(CORPUS, 340),
+    "llama3": lambda: trained_llama3(CORPUS, 350),
+    "smollm2": lambda: trained_smollm(CORPUS, 350),
+}
+REAL = {
+    "llama2": lambda: load_tokenizer(real_file("mistral_tokenizer.model")),
+    "llama3": lambda: load_tokenizer(real_file("llama3_tokenizer.model")),
+    "smollm2": lambda: from_gguf(read_gguf_file(real_file(SMOLLM2))[0], "SmolLM2"),
+}
+SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
+STOCK = {path.stem: path.read_text() for path in (Path(__file__).parent / "stock").glob("*.jinja")}
+
+CHATML = "'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'"
+CHATML_TAGGED = (
+    "'<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}{% generation %}"
+    "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}"
+    "{% endif %}{{ '\n'"
+)
+LLAMA_3 = (
+    "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>'"
+)
+LLAMA_3_TAGGED = (
+    "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}{% else %}"
+    "{{ message['content'] | trim + '<|eot_id|>' }}{% endif %}{{- ''"
+)
+OPEN, CLOSE = "{% generation %}", "{% endgeneration %}"
+TAGGED = {  # the tokenizer's kind, what is replaced, and by what
+    "chatml": ("smollm2", CHATML, CHATML_TAGGED),
+    "smollm2": ("smollm2", CHATML, CHATML_TAGGED),
+    "llama2": ("llama2", "{{ ' '  + content.strip() + ' ' + eos_token }}", None),
+    "mistral": ("llama2", "{{ message['content'] + eos_token}}", None),
+    "mistral_v0.2": (
+        "llama2",
+        '{{- " " + message["content"] + eos_token}}',
+        '{{- "" }}{% generation %}{{- " " + message["content"] + eos_token -}}{% endgeneration %}',
+    ),
+    "zephyr": (
+        "llama2",
+        "{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n",
+        "{{ '<|assistant|>\n' }}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\n' }}",
+    ),
+    "llama3": ("llama3", STOCK["llama3"], STOCK["llama3_training"]),
+    "llama3_1": ("llama3", LLAMA_3, LLAMA_3_TAGGED),
+    "llama3_2": ("llama3", LLAMA_3, LLAMA_3_TAGGED),
+}
+NO_SYSTEM = ["mistral"]
+
+
+def tagged(name):
+    _, stock, replacement = TAGGED[name]
+    assert STOCK[name].count(stock) == 1
+    return STOCK[name].replace(stock, replacement or f"{OPEN}{stock}{CLOSE}")
+
+
+@pytest.fixture(scope="module", params=[TOYS, pytest.param(REAL, marks=pytest.mark.real_weights)], ids=["toy", "real"])
+def tokenizers(request, tmp_path_factory):
+    """Each kind's tokenizer, and the same as transformers has it."""
+    found = {}
+    for name, make in request.param.items():
+        folder = tmp_path_factory.mktemp(name)
+        save_huggingface(tokenizer := make(), folder)
+        found[name] = tokenizer, transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    return found
+
+
+def ours(tokenizer, template, messages, tools=None):
+    return conversation_tokens(tokenizer, template, messages, end_of_turn_ids(tokenizer, [tokenizer.eos_id]), tools)
+
+
+def theirs(peer, template, messages, tools=None):
+    options = {"return_dict": True, "return_assistant_tokens_mask": True}
+    given = peer.apply_chat_template(messages, tools, chat_template=template, **options)
+    return given["input_ids"], [bool(mask) for mask in given["assistant_masks"]]
+
+
+def counted_texts(tokenizer, ids, counted):
+    """The text of each run of counted tokens, special tokens spelled out."""
+    special = {id: text for text, id in tokenizer.special_tokens.items()}
+    runs = [[]]
+    for id, counts in zip(ids, counted, strict=True):
+        if counts:
+            runs[-1].append(id)
+        elif runs[-1]:
+            runs.append([])
+    texts = []
+    for run in filter(None, runs):
+        names = [(special.get(id), id) for id in run]
+        text, plain = "", []
+        for name, id in [*names, ("", None)]:
+            if name is None:
+                plain.append(id)
+            else:
+                text, plain = text + tokenizer.decode(plain) + name, []
+        texts.append(text)
+    return texts
+
+
+WORDS = [
+    "the user",
+    "é",
+    "世界",
+    "👩‍👩‍👧",
+    "12",
+    "[INST]",
+    "{{ x }}",
+    "don't",
+    " ",
+    "  ",
+    "\n",
+    "\n\n",
+    "\t",
+    "\0",
+    "☀",
 ]
+SPECIALS = ["</s>", "<s>", "<|im_end|>", "<|eot_id|>", "<|im_", "|>", "<|im_start|>assistant\n"]
+texts = st.lists(
+    st.sampled_from(WORDS + SPECIALS)
+    | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"), max_size=5),
+    max_size=6,
+).map("".join)
+turns = st.lists(st.tuples(texts, texts), min_size=1, max_size=4)
+
+
+def conversation(said, system=None):
+    """Questions and answers as messages."""
+    parts = [] if system is None else [{"role": "system", "content": system}]
+    for question, answer in said:
+        parts += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return parts
+
+
+PLAIN = [("hello", "the user says"), ("12", "345 to the assistant")]
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@given(said=turns, system=st.none() | texts)
+@example(said=PLAIN, system="the system")
+@example(said=[("a", ""), ("", " \n"), ("b", "\nc\n")], system=None)
+def test_stock_templates_count_what_tags_around_the_answers_would(tokenizers, name, said, system):
+    tokenizer, peer = tokenizers[TAGGED[name][0]]
+    messages = conversation(said, None if name in NO_SYSTEM else system)
+    ids, counted = ours(tokenizer, STOCK[name], messages)
+    assert ids == peer.apply_chat_template(messages, chat_template=STOCK[name], return_dict=False)
+    assert (ids, counted) == theirs(peer, tagged(name), messages)
+    assert (ids, counted) == ours(tokenizer, tagged(name), messages)
 
 
 @pytest.mark.parametrize(
-    ("name", "tokenizer", "end"),
-    [("llama2", LLAMA_2, "</s>"), ("llama3", LLAMA_3, "<|eot_id|>"), ("chatml", CHATML, "<|im_end|>")],
+    ("name", "before", "end"),
+    [
+        ("chatml", "", "<|im_end|>"),
+        ("smollm2", "", "<|im_end|>"),
+        ("llama3", "", "<|eot_id|>"),
+        ("llama3_1", "", "<|eot_id|>"),
+        ("llama3_2", "", "<|eot_id|>"),
+        ("llama2", " ", " </s>"),
+        ("mistral", "", "</s>"),
+        ("mistral_v0.2", " ", "</s>"),
+        ("zephyr", "", "</s>"),
+    ],
 )
-def test_answers_and_their_ends_count(name, tokenizer, end):
-    ids, counted = conversation_tokens(
-        tokenizer, TEMPLATES[name], SAID, end_of_turn_ids(tokenizer, (tokenizer.eos_id,))
+def test_the_counted_tokens_are_the_answers_and_their_ends(tokenizers, name, before, end):
+    tokenizer, _ = tokenizers[TAGGED[name][0]]
+    messages = conversation(PLAIN, None if name in NO_SYSTEM else "the system")
+    found = counted_texts(tokenizer, *ours(tokenizer, STOCK[name], messages))
+    # SentencePiece's decoding leaves out the first space, which is in the first word's token.
+    assert found in ([before + answer + end for _, answer in PLAIN], [answer + end for _, answer in PLAIN])
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich"}}}
+ASKED = [
+    {"role": "system", "content": "the system"},
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "22"},
+    {"role": "assistant", "content": "the user says 22"},
+]
+
+
+@pytest.mark.parametrize("name", ["llama3_1", "llama3_2"])
+@pytest.mark.parametrize("absent", [True, False])
+def test_a_call_of_a_tool_counts_and_its_result_does_not(tokenizers, name, absent):
+    tokenizer, peer = tokenizers["llama3"]
+    messages = [{key: value for key, value in each.items() if value is not None or not absent} for each in ASKED]
+    ids, counted = ours(tokenizer, STOCK[name], messages, TOOLS)
+    assert ids == peer.apply_chat_template(messages, TOOLS, chat_template=STOCK[name], return_dict=False)
+    call = '{"name": "weather", "parameters": {"city": "Zürich"}}<|eot_id|>'
+    assert counted_texts(tokenizer, ids, counted) == [call, "the user says 22<|eot_id|>"]
+
+
+@given(said=turns, system=st.none() | texts)
+def test_the_training_template_of_trl(tokenizers, said, system):
+    """Its tags are taken as they are: the newlines around an answer are in them."""
+    tokenizer, peer = tokenizers["smollm2"]
+    messages, template = conversation(said, system), STOCK["qwen2_5_training"]
+    assert ours(tokenizer, template, messages) == theirs(peer, template, messages)
+    found = theirs(peer, template, ASKED, TOOLS)
+    assert ours(tokenizer, template, ASKED, TOOLS) == found
+    assert json.dumps({"city": "Zürich"}, ensure_ascii=False) in counted_texts(tokenizer, *found)[0]
+
+
+def test_tags_without_the_end_of_an_answer(tokenizers):
+    """The end counts, or nothing would be learned about when to stop; what follows it does not."""
+    tokenizer, _ = tokenizers["smollm2"]
+    inside = "{{ message['content'] }}{% endgeneration %}{{ '<|im_end|>' }}"
+    without = tagged("chatml").replace("{{ message['content'] + '<|im_end|>' }}{% endgeneration %}", inside)
+    messages = conversation([*PLAIN, ("a", "")])
+    assert without != tagged("chatml")
+    assert ours(tokenizer, without, messages) == ours(tokenizer, tagged("chatml"), messages)
+
+
+@pytest.mark.parametrize(
+    ("name", "template"),
+    [
+        ("no generation prompt", STOCK["chatml"].partition("{% if add")[0]),
+        ("one that differs", STOCK["chatml"].replace("assistant\n'", "assistant\n<think>\n'")),
+        ("the system's message last", "{% set system = messages[0].content %}{% for message in messages[1:] %}"
+         "{{ '<|im_start|>' + message.role + '\n' + (system if loop.revindex == 2 else '') + message.content }}"
+         "{{ '<|im_end|>\n' }}{% endfor %}"),
+        ("no end before the next turn", "{% for message in messages %}{{ '<|im_end|>\n' if not loop.first }}"
+         "{{ '<|im_start|>' + message.role + '\n' + message.content }}{% endfor %}<|im_end|>"),
+    ],
+)  # fmt: skip
+def test_templates_whose_parts_do_not_follow_each_other(tokenizers, name, template):
+    tokenizer, _ = tokenizers["smollm2"]
+    found = counted_texts(tokenizer, *ours(tokenizer, template, conversation(PLAIN, "the system")))
+    assert found == [f"{answer}<|im_end|>" for _, answer in PLAIN]
+
+
+def test_a_greeting_and_two_answers_in_a_row(tokenizers):
+    tokenizer, _ = tokenizers["smollm2"]
+    said = [("assistant", "hello"), ("user", "a"), ("assistant", "12"), ("assistant", "the user"), ("user", "b")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    found = counted_texts(tokenizer, *ours(tokenizer, STOCK["smollm2"].replace("loop.first", "false"), messages))
+    assert found == ["hello<|im_end|>", "12<|im_end|>", "the user<|im_end|>"]
+
+
+def test_an_end_further_on_is_another_messages(tokenizers):
+    """Where a template ends no answer, the next question's end is not counted."""
+    tokenizer, _ = tokenizers["smollm2"]
+    template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + ('<|im_end|>' if m.role == 'user') + '\n' }}{% endfor %}"
     )
-    texts = {id: text for text, id in tokenizer.special_tokens.items()}
-    shown = "".join(texts.get(id) or tokenizer.decode([id]) for id, counts in zip(ids, counted, strict=True) if counts)
-    assert shown.replace(" ", "") == f"theusersays{end}345{end}"
+    found = counted_texts(
+        tokenizer, *ours(tokenizer, template.replace("'user')", "'user' else '')"), conversation(PLAIN))
+    )
+    assert [text.strip() for text in found] == [answer for _, answer in PLAIN]
 
 
-def test_no_answer():
-    with pytest.raises(JllamaError, match="no message is the assistant's"):
-        conversation_tokens(CHATML, TEMPLATES["chatml"], SAID[:1], (2,))
+def shifted(found, by):
+    ids, counted = found
+    return ids, counted[by:] + counted[:by]
+
+
+def counting(roles):
+    """Messages of these roles count, as if they were answers."""
+
+    def render_answers(template, variables, indices):
+        messages = variables["messages"]
+        return original(template, variables, [i for i, message in enumerate(messages) if message["role"] in roles])
+
+    original = answers.render_answers
+    return render_answers
+
+
+def with_headers(template, variables, indices):
+    text, spans, tagged = render_original(template, variables, indices)
+    return text, [(start - len("assistant\n"), end) for start, end in spans], tagged
+
+
+render_original = answers.render_answers
+
+
+@pytest.mark.parametrize("mistake", ["header", "end", "user", "system", "tail", "before", "after", "bos"])
+def test_mistakes_are_seen(tokenizers, mistake, monkeypatch):
+    """Each one planted, transformers gives other tokens or another mask."""
+    kind, name = ("llama3", "llama3") if mistake == "bos" else ("smollm2", "chatml")
+    tokenizer, peer = tokenizers[kind]
+    messages, template = conversation(PLAIN, "the system"), STOCK[name]
+    right = theirs(peer, tagged(name), messages)
+    assert ours(tokenizer, template, messages) == right
+    stop_ids = end_of_turn_ids(tokenizer, [tokenizer.eos_id])
+    if mistake == "header":
+        monkeypatch.setattr(answers, "render_answers", with_headers)
+    elif mistake in ("user", "system"):
+        monkeypatch.setattr(answers, "render_answers", counting(["assistant", mistake]))
+    elif mistake == "end":
+        stop_ids = ()
+    elif mistake == "tail":  # what follows the end
+        template = (
+            tagged(name)
+            .replace("{% endif %}{{ '\n'", "{% endif %}{% generation %}{{ '\n'")
+            .replace("'\n'}}{% endfor", "'\n'}}{% endgeneration %}{% endfor")
+        )
+    elif mistake == "bos":
+        encode = type(tokenizer).encode_with_special_tokens
+        monkeypatch.setattr(
+            type(tokenizer), "encode_with_special_tokens", lambda self, text: [self.bos_id, *encode(self, text)]
+        )
+    found = conversation_tokens(tokenizer, template, messages, stop_ids)
+    found = shifted(found, {"before": 1, "after": -1}.get(mistake, 0))
+    assert found != right
+    assert (found[0] != right[0]) == (mistake == "bos")
+
+
+def test_one_bos_where_tokenizer_and_template_have_it(tokenizers):
+    for kind, name in (("llama3", "llama3"), ("llama2", "mistral")):
+        tokenizer, _ = tokenizers[kind]
+        assert tokenizer.add_bos
+        assert ours(tokenizer, STOCK[name], conversation(PLAIN))[0].count(tokenizer.bos_id) == 1
+
+
+def says(*messages):
+    return [{"role": "user", "content": "a"}, *messages]
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        (says(), "no message is the assistant's, so there is nothing to learn"),
+        (says({"role": "robot", "content": "a"}), "the role 'robot'; it must be one of system, user, assistant, tool"),
+        (says({"role": "assistant", "content": 3}), "message 1 has a content of type int, not text"),
+        (says({"role": "assistant"}), "message 1 has 'role'; it must have just 'role' and 'content'"),
+        (says({"role": ["assistant"], "content": "a"}), r"message 1 has the role \['assistant'\]"),
+        (says({"role": "assistant", "tool_calls": 3}), "message 1 has tool_calls that are not a list of objects"),
+        (says({"role": "assistant", "tool_calls": ["a"]}), "message 1 has tool_calls that are not a list of objects"),
+        (says({"role": "tool", "content": None}), "message 1 has a content of type NoneType, not text"),
+        (says({"role": "user", "content": "a", "tool_calls": []}), "message 1 has 'role', 'content', 'tool_calls'"),
+        (says({"role": "assistant", "content": "\ud83d"}), "lone surrogate U\\+D83D"),
+    ],
+)  # fmt: skip
+def test_conversations_that_are_none(tokenizers, messages, said):
+    with pytest.raises(JllamaError, match=said):
+        ours(tokenizers["smollm2"][0], TEMPLATES["chatml"], messages)
+
+
+def test_templates_that_do_not_serve(tokenizers):
+    tokenizer, _ = tokenizers["smollm2"]
+    loop = "{% for m in messages %}STEP{% endfor %}"
+    counts = loop.replace("STEP", "{{ m.content | length if loop.last else m.content }}")
+    with pytest.raises(JllamaError, match="does not write message 3 as a part of its own, so its tokens are unknown"):
+        ours(tokenizer, counts, conversation(PLAIN))
+    with pytest.raises(JllamaError, match="does not write message 1 as a part of its own"):
+        ours(tokenizer, "{{ messages[0].content }}", conversation(PLAIN))
+    with pytest.raises(JllamaError, match="refuses these messages: Conversation roles must alternate"):
+        ours(tokenizers["llama2"][0], STOCK["mistral"], conversation(PLAIN)[1:])
+    with pytest.raises(JllamaError, match="the answer before '' has no tokens: write one, or leave it out"):
+        ours(tokenizer, loop.replace("STEP", "{{ m.content }}"), conversation([("a", "")]))
+    with pytest.raises(UsageError, match="as JSON does"):
+        ours(tokenizer, TEMPLATES["chatml"], conversation(PLAIN), [{"name": {1, 2}}])
+
+
+@pytest.mark.parametrize("tools", [{"name": "a"}, ["a"], 3])
+def test_tools_that_are_none(tokenizers, tools):
+    with pytest.raises(UsageError, match="the tools must be a list of objects, each the JSON schema of a function"):
+        ours(tokenizers["smollm2"][0], TEMPLATES["chatml"], conversation(PLAIN), tools)
+
+
+def test_tags_as_transformers_has_them_in_text():
+    template = "{% set a %}x{% endset %}é{% generation %}{{ a }}{% set a = 'y' %}{{ a }}{% endgeneration %}{{ a }}"
+    assert render(template) == "éxyx"

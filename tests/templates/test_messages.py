@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from jllama.config import LlamaConfig
-from jllama.conversation import chat_ids, chat_stop_ids, chat_template
+from jllama.conversation import chat_ids
 from jllama.errors import JllamaError, UsageError
 from jllama.language_model import LanguageModel
-from jllama.templates.messages import TEMPLATES, check_messages
+from jllama.templates.messages import TEMPLATES, check_messages, end_of_turn_ids, find_template
 from jllama.templates.template import render
 from jllama.tokenizers import BytesTokenizer, as_huggingface, save_huggingface, train_sentencepiece
 
@@ -26,6 +26,10 @@ CONFIG = LlamaConfig(vocab_size=300, num_layers=1, embed_dim=32)
 LLAMA_2, LLAMA_3 = train_sentencepiece(CORPUS, 340), trained_llama3(CORPUS, 350)
 CHATML = trained_smollm(CORPUS, 350)
 TOKENIZERS = {"llama2": LLAMA_2, "llama3": LLAMA_3, "chatml": CHATML}
+
+
+def chat_template(model, choice=None):
+    return find_template(model.text_tokenizer, model.chat_template, choice)
 
 
 def model_with(tokenizer, template=None, stop_ids=()):
@@ -209,11 +213,11 @@ def test_the_checkpoints_own_template_comes_first(tmp_path):
 
 
 def test_what_ends_an_answer():
-    assert chat_stop_ids(model_with(LLAMA_2, stop_ids=(2,))) == (2,)
-    assert chat_stop_ids(model_with(CHATML, stop_ids=(0,))) == (0, 2)
-    assert chat_stop_ids(model_with(CHATML, stop_ids=(2,))) == (2,)
+    assert end_of_turn_ids(LLAMA_2, (2,)) == (2,)
+    assert end_of_turn_ids(CHATML, (0,)) == (0, 2)
+    assert end_of_turn_ids(CHATML, (2,)) == (2,)
     special = LLAMA_3.special_tokens
-    assert set(chat_stop_ids(model_with(LLAMA_3))) == {special["<|eot_id|>"], special["<|eom_id|>"]}
+    assert set(end_of_turn_ids(LLAMA_3, ())) == {special["<|eot_id|>"], special["<|eom_id|>"]}
 
 
 @pytest.mark.parametrize(
