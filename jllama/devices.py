@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 
@@ -70,7 +71,8 @@ def device_bytes(tree: Any) -> int:
     total = 0
     for leaf in jax.tree.leaves(tree):
         shape = leaf.sharding.shard_shape(leaf.shape) if getattr(leaf, "sharding", None) else leaf.shape
-        total += math.prod(shape) * leaf.dtype.itemsize
+        bits = 4 if leaf.dtype == jnp.uint4 else 8 * leaf.dtype.itemsize  # whose own is a byte
+        total += math.prod(shape) * bits // 8
     return total
 
 

@@ -142,16 +142,17 @@ def count_parameters(config: LlamaConfig) -> int:
     return sum(math.prod(shape_of(row, config)) for row in parameter_table(config).values())
 
 
-def training_flops_per_token(config: LlamaConfig, seq_len: int) -> float:
+def training_flops_per_token(config: LlamaConfig, seq_len: int, *, frozen: bool = False) -> float:
     """Floating-point operations of one forward and backward pass, per token.
 
     ``6 * (matrix parameters) + 12 * num_layers * num_heads * head_dim * seq_len``: two for each multiply-add, three
-    passes, and the attention products over ``seq_len`` keys. The embedding counts where it is used as the head.
+    passes, and the attention products over ``seq_len`` keys. The embedding counts where it is used as the head. With
+    ``frozen`` matrices, which need no gradients, their passes are two; what adapters add is left out.
     Source: Chowdhery et al. 2022, appendix B (arXiv:2204.02311).
     """
     used = {path: row for path, row in parameter_table(config).items() if config.tie_embeddings or path != "embed"}
     matrices = sum(math.prod(shape_of(row, config)) for row in used.values() if row.role == "matrix")
-    return 6.0 * matrices + 12.0 * config.num_layers * config.num_heads * config.head_dim * seq_len
+    return (4.0 if frozen else 6.0) * matrices + 12.0 * config.num_layers * config.num_heads * config.head_dim * seq_len
 
 
 def map_by_path(function: Any, params: Any, prefix: str = "") -> Any:

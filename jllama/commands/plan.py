@@ -89,7 +89,8 @@ def main(argv: Sequence[str], prog: str) -> int:
     ways = mesh["data"] * mesh["fsdp"]
     batch_size = options.batch_size or (ways if options.preset else options.training.batch_size)
     loop = dataclasses.replace(options.training, seq_len=seq_len, batch_size=batch_size)
-    config = TrainConfig(model=model, mesh=options.mesh, training=loop, optimizer=options.optimizer)
+    held = {name: getattr(options, name) for name in ("mesh", "optimizer", "lora", "init_from")}
+    config = TrainConfig(model=model, training=loop, **held)
     if options.decode:
         quantize = "int8" if options.quantize else None
         receipt = plan_decoding(model, options.topology, options.mesh, batch_size, seq_len, quantize=quantize)

@@ -110,13 +110,13 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
     state, seq_len = jax.eval_shape(training.init, jax.random.key(0)), options.seq_len or config.model.max_seq_len
     shape = options.batch_size, seq_len + 1
     windows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=training.batch_sharding)
-    tokens, held = options.batch_size * seq_len, device_bytes(state.params)
-    flops = training_flops_per_token(config.model, seq_len) * tokens / len(devices)
+    tokens, trained = options.batch_size * seq_len, device_bytes(state.params)
+    flops = training_flops_per_token(config.model, seq_len, frozen=bool(config.lora.rank)) * tokens / len(devices)
     sizes = {
         "arguments_bytes": device_bytes((state, windows)),
-        "parameters_bytes": held,
+        "parameters_bytes": trained + device_bytes(state.base),
         "moments_bytes": device_bytes(state.opt_state),
-        "gradients_bytes": held * jnp.dtype(options.reduce_dtype).itemsize // 4,
+        "gradients_bytes": trained * jnp.dtype(options.reduce_dtype).itemsize // 4,
         "recomputed": recomputed(config),
         "settings": settings(config),
     }

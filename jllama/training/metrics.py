@@ -56,8 +56,8 @@ def evaluate(
 def summarize(steps: Sequence[StepMetrics], elapsed_s: float, config: TrainConfig) -> dict[str, Any]:
     """Means over some steps, and their speed. ``mfu`` is the share of the devices' peak, where that is known."""
     tokens_per_s = math.fsum(float(step.tokens) for step in steps) / elapsed_s
-    share = 2 / 3 if config.lora.rank else 1  # a base has no gradient
-    flops_per_s = share * tokens_per_s * training_flops_per_token(config.model, config.training.seq_len)
+    flops_per_token = training_flops_per_token(config.model, config.training.seq_len, frozen=bool(config.lora.rank))
+    flops_per_s = tokens_per_s * flops_per_token
     peak = peak_flops(jax.devices()[0].device_kind)
     return {
         **{name: float(np.mean([float(getattr(step, name)) for step in steps])) for name in ("loss", "grad_norm")},
