@@ -81,6 +81,8 @@ def read(path: Path) -> Checkpoint:
     metadata, stored = read_gguf_file(file := _only_file(path))
     if (parts := metadata.get("split.count", 1)) != 1:
         raise JllamaError(f"{file} is one of {parts} parts of a model: join them with llama-gguf-split --merge")
+    if metadata.get("general.type") == "adapter":
+        raise JllamaError(f"{file} is an adapter: give its base as the checkpoint, and it with --adapter")
     if (architecture := metadata.get("general.architecture")) != ARCHITECTURE:
         raise JllamaError(f"{file} has architecture {reprlib.repr(architecture)}; jllama reads {ARCHITECTURE!r}")
     with fault_of(f"{file} does not describe a model that jllama has"):

@@ -145,6 +145,8 @@ def config_to_huggingface(config: LlamaConfig, dtype: str) -> dict[str, Any]:
 def read(path: Path) -> Checkpoint:
     """Open a Hugging Face folder; of the weights only the embedding is read, if there is a tied head to compare."""
     source = path / CONFIG
+    if (path / "adapter_config.json").is_file() and not source.is_file():
+        raise JllamaError(f"{path} is an adapter: give its base as the checkpoint, and it with --adapter")
     if not source.is_file():
         raise JllamaError(f"{path} has no {CONFIG}: copy it there, the weights alone do not say what model they are")
     fields = read_json_object(source)

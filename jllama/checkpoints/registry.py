@@ -18,11 +18,13 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from jllama import tokenizers
-from jllama.checkpoints import gguf, huggingface, llama2c, meta, run, tensors
+from jllama.checkpoints import adapters, gguf, huggingface, llama2c, meta, run, tensors
+from jllama.checkpoints.adapters import Adapter
 from jllama.checkpoints.tensors import Checkpoint, OnProgress, size_bytes
+from jllama.config import LlamaConfig
 from jllama.decode_params import Quantization
 from jllama.errors import JllamaError, UsageError, no_tokenizer
-from jllama.files import cache_folder, put_back, refuse_special_files, written_whole
+from jllama.files import cache_folder, fault_of, put_back, refuse_special_files, written_whole
 from jllama.language_model import LanguageModel
 from jllama.parameters import count_parameters
 from jllama.progress import progress
@@ -31,8 +33,9 @@ from jllama.tokenizers import Tokenizer, has_tokenizer
 Layout = Literal["decode", "training"]
 
 FLOATS: dict[str, float] = {"float32": 4, "bfloat16": 2, "float16": 2}
+_FLOAT32 = {"float32": 4.0}
 _OF_CHECKPOINTS = (  # names of files that a checkpoint of some format, or a run, has in its folder
-    r".*\.safetensors(\.index\.json)?|.*\.(gguf|bin|pth)|tokenizer.*\.(json|model)|(generation_)?config\.json|"
+    r".*\.safetensors(\.index\.json)?|.*\.(gguf|bin|pth)|tokenizer.*\.(json|model)|(generation_|adapter_)?config\.json|"
     r"(special_tokens_map|added_tokens|vocab|params|jllama)\.json|merges\.txt|checklist\.chk|chat_template\.(jinja|json)|"
     r"config\.yaml|checkpoints|(metrics|samples|config\.history)\.jsonl|report\.html|in_use|\.gitattributes"
 )
@@ -40,7 +43,7 @@ _OF_CHECKPOINTS = (  # names of files that a checkpoint of some format, or a run
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A checkpoint format.
+    """A format of checkpoints, or of adapters: then ``read`` takes the configuration of the base, too.
 
     Args:
         description: what a user has who has one, such as "a GGUF file".
@@ -56,8 +59,8 @@ class Format:
 
     description: str
     recognizes: Callable[[Path], bool]
-    read: Callable[..., Checkpoint]
-    write: Callable[[Checkpoint, Path, Any, OnProgress], None]
+    read: Callable[..., Any]
+    write: Callable[[Any, Path, Any, OnProgress], None]
     dtypes: Mapping[str, float] = dataclasses.field(default_factory=FLOATS.copy)
     option: str | None = None
     is_file: bool = False
@@ -75,11 +78,17 @@ def _format(description: str, room: Any, dtypes: Mapping[str, float] = FLOATS, *
 FORMATS: dict[str, Format] = {
     "gguf": _format("a GGUF file", gguf, FLOATS | {"q8_0": 34 / 32}, is_file=True, suffix=".gguf"),
     "meta": _format("a folder with params.json and consolidated.*.pth", meta, option="rope_factor"),
-    "llama2c": _format("a llama2.c file", llama2c, {"float32": 4}, suffix=".bin"),
+    "llama2c": _format("a llama2.c file", llama2c, _FLOAT32, suffix=".bin"),
     "hf": _format("a folder with config.json and safetensors", huggingface),
     "orbax": _format("a training run", run, option="step"),
 }
 """The formats by name, in the order in which they are tried."""
+
+ADAPTER_FORMATS: dict[str, Format] = {
+    "peft": Format("PEFT's folder", adapters.is_peft, adapters.read_peft, adapters.write_peft, _FLOAT32),
+    "gguf-lora": Format("a GGUF LoRA", gguf.recognizes, adapters.read_gguf, adapters.write_gguf, _FLOAT32, None, True),
+}
+"""Those of adapters by themselves, besides the run that trained one."""
 
 
 def _keep_compiled() -> None:
@@ -99,6 +108,7 @@ def load(
     rope_factor: float | None = None,
     step: int | None = None,
     quantize: Quantization | None = None,
+    adapter: str | Path | None = None,
 ) -> LanguageModel:
     """Load a checkpoint of any format, or a Hugging Face hub id, straight onto the devices.
 
@@ -115,6 +125,8 @@ def load(
         rope_factor: the RoPE scaling factor that Meta's files leave out; None: that of the released Llama of its shape.
         step: of a training run, the checkpoint to take; None is the one with the lowest validation loss.
         quantize: ``int8`` rounds the matrices to eight bits as they are read.
+        adapter: what has been trained beside these weights, and is merged as they are read: PEFT's folder (or hub id),
+            a GGUF LoRA file, or a run, whose ``step`` is meant then. A run that trained one is a checkpoint, too.
     """
     _keep_compiled()
     if dtype is None and jax.default_backend() == "cpu":
@@ -126,7 +138,9 @@ def load(
     if quantize and layout == "training":
         raise UsageError(f"quantize is {quantize!r}, which is for decoding: leave it out, or take layout 'decode'")
     source = _local(path)
-    checkpoint = open_checkpoint(source, rope_factor, step)
+    checkpoint = open_checkpoint(source, rope_factor, step, adapter)
+    if checkpoint.adapter and dtype is None:
+        dtype = checkpoint.tensors["embed"].dtype  # not float32 for what has been merged
     with progress(f"reading {source.name}", size_bytes(checkpoint, dtype), of_bytes=True) as on_progress:
         if layout == "training":
             params = tensors.load_params(checkpoint, dtype, mesh, on_progress)
@@ -186,8 +200,12 @@ def convert(
     *,
     overwrite: bool = False,
     rope_factor: float | None = None,
+    adapter: str | Path | None = None,
 ) -> Checkpoint:
     """Convert a checkpoint of any format to another, block by block: the model is never in memory whole.
+
+    With ``adapter`` it is merged (in float32, if ``dtype`` does not say), and so is a run's that trained one. ``to``
+    ``peft`` or ``gguf-lora``, the adapter is written alone.
 
     (Writing jllama's own format does take its size in memory.) Arguments and errors are those of ``load`` and ``save``;
     without ``dtype`` every tensor keeps its own. A target that holds the source, or lies in it and exists, is refused.
@@ -195,36 +213,65 @@ def convert(
     """
     check_names("to", to, dtype)
     local = _local(source)
-    checkpoint = open_checkpoint(local, rope_factor)
-    _write(checkpoint, Path(target), to, dtype, overwrite, local)
+    checkpoint = open_checkpoint(local, rope_factor, adapter=adapter)
+    if adapter is not None:
+        _check_target(Path(target).resolve(), _local(adapter), overwrite)
+    content = checkpoint.adapter if to in ADAPTER_FORMATS else checkpoint
+    if content is None:
+        raise UsageError(f"{source} has no adapter to write as {to}: give one with adapter, or a run that trained one")
+    _write(content, Path(target), to, dtype, overwrite, local)
     return checkpoint
 
 
-def open_checkpoint(path: str | Path, rope_factor: float | None = None, step: int | None = None) -> Checkpoint:
+def open_checkpoint(
+    path: str | Path, rope_factor: float | None = None, step: int | None = None, adapter: str | Path | None = None
+) -> Checkpoint:
     """Open a checkpoint of any format, without reading its weights. Arguments and errors are those of ``load``."""
-    source = _local(path)
-    format = FORMATS[_format_of(source)]
-    options = {name: value for name, value in (("rope_factor", rope_factor), ("step", step)) if value is not None}
-    for name, value in options.items():
-        if name != format.option:
-            takers = " or ".join(each.description for each in FORMATS.values() if name == each.option)
-            raise UsageError(f"{source} is not {takers}, so it has no {name} {value}: leave out the {name}")
-    checkpoint = format.read(source, **options)
+    source, own_step = _local(path), None if adapter else step
+    if run.read_lora(source).rank:
+        fields = run.read_config(source)
+        with fault_of(f"{source} has adapters of its init_from", JllamaError, KeyError, TypeError, RecursionError):
+            base = open_checkpoint(fields["init_from"], rope_factor or fields.get("rope_factor"))
+        checkpoint = adapters.merged(base, run.read_adapter(source, base.config, own_step))
+    else:
+        format = FORMATS[_format_of(source)]
+        options = {name: each for name, each in (("rope_factor", rope_factor), ("step", own_step)) if each is not None}
+        for name, value in options.items():
+            if name != format.option:
+                takers = " or ".join(each.description for each in FORMATS.values() if name == each.option)
+                raise UsageError(f"{source} is not {takers}, so it has no {name} {value}: leave out the {name}")
+        checkpoint = format.read(source, **options)
     tokenizer, rows = checkpoint.tokenizer, checkpoint.config.vocab_size
     if tokenizer is not None and tokenizer.vocab_size > rows:
         sizes = f"{tokenizer.vocab_size} tokens but the embedding has {rows} rows"
         raise JllamaError(f"the tokenizer of {source} has {sizes}: put the one there that the model was trained with")
+    if adapter:
+        return adapters.merged(checkpoint, _read_adapter(_local(adapter, "adapter"), checkpoint.config, step))
     return checkpoint
 
 
-def _local(path: str | Path) -> Path:
+def _read_adapter(source: Path, config: LlamaConfig, step: int | None) -> Adapter:
+    refuse_special_files(source)
+    if run.recognizes(source):
+        return run.read_adapter(source, config, step)
+    if step is not None:
+        raise UsageError(f"{source} is not a training run, so it has no step {step}: leave out the step")
+    for format in ADAPTER_FORMATS.values():
+        if format.recognizes(source):
+            return format.read(source, config)
+    formats = ", ".join(format.description for format in ADAPTER_FORMATS.values())
+    raise JllamaError(f"{source} is no adapter that jllama knows: give {formats}, or a run that trained one")
+
+
+def _local(path: str | Path, kind: str = "checkpoint") -> Path:
     """The path itself, or where the hub's copy of ``org/name`` lies."""
     source = Path(path)
     if source.exists():
         return source
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)) and not source.parent.exists():
         return huggingface.download(str(path))
-    raise JllamaError(f"there is no checkpoint at {path}: give a run's folder, such as runs/quickstart, or a model's")
+    either = "a model's" if kind == "checkpoint" else "PEFT's"
+    raise JllamaError(f"there is no {kind} at {path}: give a run's folder, such as runs/quickstart, or {either}")
 
 
 def _recognized(source: Path) -> str | None:
@@ -248,21 +295,22 @@ def _format_of(source: Path) -> str:
 
 def check_names(name: str, format: str, dtype: str | None) -> None:
     """Raise ``UsageError`` unless there is a format, given as ``name``, that holds such a dtype."""
-    if format not in FORMATS:
-        raise UsageError(f"{name} is {format!r}; it must be one of {', '.join(FORMATS)}")
-    if dtype is not None and dtype not in FORMATS[format].dtypes:
-        said = f"dtype is {dtype!r}; with {format} it must be one of {', '.join(FORMATS[format].dtypes)}"
+    formats = FORMATS | (ADAPTER_FORMATS if name == "to" else {})
+    if format not in formats:
+        raise UsageError(f"{name} is {format!r}; it must be one of {', '.join(formats)}")
+    if dtype is not None and dtype not in formats[format].dtypes:
+        said = f"dtype is {dtype!r}; with {format} it must be one of {', '.join(formats[format].dtypes)}"
         raise UsageError(f"{said}; for others, such as Q4_K_M, run llama.cpp's llama-quantize on a GGUF file")
 
 
 def _write(
-    checkpoint: Checkpoint, target: Path, to: str, dtype: str | None, overwrite: bool, source: Path | None = None
+    content: Checkpoint | Adapter, target: Path, to: str, dtype: str | None, overwrite: bool, source: Path | None = None
 ) -> None:
-    format, target = FORMATS[to], target.resolve()  # of a link, what it leads to is replaced
+    format, target = (FORMATS | ADAPTER_FORMATS)[to], target.resolve()  # of a link, what it leads to is replaced
     _check_target(target, source, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
-    each, count = format.dtypes.get(format.stored_dtype(dtype) or ""), count_parameters(checkpoint.config)
-    needed_bytes = int(each * count) if each else size_bytes(checkpoint, None)
+    each, count = format.dtypes.get(format.stored_dtype(dtype) or ""), count_parameters(content.config)
+    needed_bytes = int(each * count) if each and isinstance(content, Checkpoint) else size_bytes(content, None)
     if needed_bytes > (free_bytes := shutil.disk_usage(target.parent).free):
         space = f"{needed_bytes:,} bytes but {free_bytes:,} are free there"
         raise JllamaError(f"{target} needs {space}: make room, or choose another destination or a smaller dtype")
@@ -270,7 +318,7 @@ def _write(
     with written_whole(target) as partial, bar as on_progress:
         if not format.is_file:
             partial.mkdir()
-        format.write(checkpoint, partial, jnp.dtype(dtype) if dtype in FLOATS else dtype, on_progress)
+        format.write(content, partial, jnp.dtype(dtype) if dtype in FLOATS else dtype, on_progress)
 
 
 def _check_target(target: Path, source: Path | None, overwrite: bool) -> None:

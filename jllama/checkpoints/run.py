@@ -5,18 +5,23 @@
 """
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import yaml
+from flax.traverse_util import flatten_dict
 
+from jllama.checkpoints.adapters import Adapter
 from jllama.checkpoints.huggingface import read_text_files, write_chat_files
 from jllama.checkpoints.tensors import Checkpoint, OnProgress, TensorsOfParams, load_params
-from jllama.config import LlamaConfig
+from jllama.config import LlamaConfig, LoraConfig
 from jllama.errors import JllamaError
 from jllama.files import fault_of, refuse_special_files, write_text_whole
+from jllama.lora import initial_adapter
+from jllama.model import abstract_params
 
 CONFIG, CHECKPOINTS, METRICS, SAMPLES = "config.yaml", "checkpoints", "metrics.jsonl", "samples.jsonl"
 _FAULT = "does not describe a model"
@@ -40,20 +45,47 @@ def read_model_config(folder: Path) -> LlamaConfig:
         return LlamaConfig(**{**read_config(folder)["model"]})  # ValueError: a number is too long to be printed
 
 
+def read_lora(folder: Path) -> LoraConfig:
+    """What adapters a run trains; of rank 0 if it trains everything, or this is no run."""
+    with fault_of(f"{folder / CONFIG} {_FAULT}", AttributeError, TypeError):
+        fields = read_config(folder).get("lora", {}) if recognizes(folder) else {}
+        return LoraConfig(**{name: tuple(value) if name == "targets" else value for name, value in fields.items()})
+
+
 def read(path: Path, step: int | None = None) -> Checkpoint:
     """Open a checkpoint of a run: of the given step, or that of the lowest validation loss."""
+    config = read_model_config(path)
+    checkpoints, chosen = _opened(path, step)
+    return Checkpoint(config, checkpoints.tensors(chosen, config), *read_text_files(path), step=chosen)
+
+
+def read_adapter(path: Path, config: LlamaConfig, step: int | None = None) -> Adapter:
+    """The adapter that a run has trained of a base with this architecture; the step is chosen as ``read`` does."""
+    if not (lora := read_lora(path)).rank:
+        raise JllamaError(f"{path} is a run that trained no adapter: give it as the checkpoint itself")
+    checkpoints, chosen = _opened(path, step)
+    with fault_of(path / CONFIG):
+        fresh = functools.partial(initial_adapter, config=config, lora=lora)
+        shapes = jax.eval_shape(fresh, jax.random.key(0), abstract_params(config))
+    params, _, meta = checkpoints.restore(chosen, shapes, None)
+    leaves = {name: np.asarray(leaf) for name, leaf in flatten_dict(params["layers"], sep="/").items()}
+    tensors = {f"layers/{n}/{name}": stack[n].T for name, stack in leaves.items() for n in range(config.num_layers)}
+    base, fingerprint = str(read_config(path).get("init_from")), meta.get("base_fingerprint")
+    return Adapter(lora, tensors, config, path, base, fingerprint, chosen)
+
+
+def _opened(path: Path, step: int | None) -> tuple[Any, int]:
     from jllama.checkpoints.run_checkpoints import RunCheckpoints  # not at the top: orbax takes half a second
 
     if not (path / CHECKPOINTS).is_dir():
         raise JllamaError(f"{path} holds no checkpoint yet: it has no {CHECKPOINTS} folder")
-    config = read_model_config(path)
     checkpoints = RunCheckpoints(path / CHECKPOINTS, read_only=True)
     if not (steps := checkpoints.steps()):
         raise JllamaError(f"{path / CHECKPOINTS} holds no finished checkpoint")
     chosen = checkpoints.best_step() if step is None else step
     if chosen not in steps:
         raise JllamaError(f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
-    return Checkpoint(config, checkpoints.tensors(chosen, config), *read_text_files(path), step=chosen)
+    return checkpoints, chosen
 
 
 def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_progress: OnProgress) -> None:

@@ -106,17 +106,17 @@ class RunCheckpoints:
             shutil.rmtree(self.folder / _UNWANTED, ignore_errors=True)
 
     def restore(self, step: int, params: Params, state: Any) -> tuple[Params, Any, dict[str, Any]]:
-        """The saved parameters, training state and metadata of a step, placed as the given shapes say.
+        """The saved parameters, training state (None: left out) and metadata of a step, placed as the shapes say.
 
         If the files are damaged, or the arrays are not the ones expected, a JllamaError lists what differs.
         """
         with _reading(self.folder / str(step)):
-            expected = {"params": params, "state": state}
+            expected = {"params": params} | ({} if state is None else {"state": state})
             self._check(step, expected)
             placed = ocp.checkpoint_utils.construct_restore_args
             arrays = {name: ocp.args.PyTreeRestore(shapes, placed(shapes)) for name, shapes in expected.items()}
             restored = self._manager.restore(step, args=ocp.args.Composite(**arrays, meta=ocp.args.JsonRestore()))
-        return restored["params"], restored["state"], restored["meta"]
+        return restored["params"], restored.get("state"), restored["meta"]
 
     def tensors(self, step: int, config: LlamaConfig) -> dict[str, FileTensor]:
         """The saved parameters of a step as tensors by ``TensorSpec.key``, not read yet.

@@ -6,7 +6,7 @@ because the library has no bfloat16 for NumPy and writes only from memory.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +43,16 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
-def write_safetensors(path: Path, tensors: Sequence[NamedTensor], on_progress: OnProgress) -> None:
+def write_safetensors(
+    path: Path, tensors: Sequence[NamedTensor], on_progress: OnProgress, metadata: Mapping[str, str] | None = None
+) -> None:
     """Write tensors, each under its name and in its dtype (one of ``DTYPES``), a block of rows at a time.
 
     The wider dtypes come first, as the library has them, so that every tensor is aligned.
     """
     codes = {dtype: code for code, dtype in DTYPES.items()}
     ordered = sorted(tensors, key=lambda item: -item[2].itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name, tensor, dtype in ordered:
         start, end = end, end + math.prod(tensor.shape) * dtype.itemsize

@@ -64,6 +64,7 @@ class Checkpoint:
     chat_template: str | None = None
     stop_ids: tuple[int, ...] = ()  # empty if the files do not say
     step: int | None = None
+    adapter: Any = None  # the ``Adapter`` that was merged last, if any
 
 
 class PermutedRows:
@@ -142,7 +143,7 @@ def matched(
     return {spec.key: reordered(spec, tensors[name], config, to_half_split=True) for name, spec in specs.items()}
 
 
-def size_bytes(checkpoint: Checkpoint, dtype: np.dtype[Any] | type | None) -> int:
+def size_bytes(checkpoint: Checkpoint | Any, dtype: np.dtype[Any] | type | None) -> int:
     """The bytes of all tensors, in ``dtype`` or (None) each in its own."""
     tensors = checkpoint.tensors.values()
     return sum(math.prod(tensor.shape) * np.dtype(dtype or tensor.dtype).itemsize for tensor in tensors)
@@ -161,11 +162,6 @@ def base_fingerprint(checkpoint: Checkpoint) -> str:
     kinds = checkpoint.tensors.values()
     is_rounded = any(kind.dtype == np.float16 or not getattr(kind, "is_exact", True) for kind in kinds)
     return vectors.hexdigest() if is_rounded else f"{vectors.hexdigest()}:{rows.hexdigest()}"
-
-
-def is_same_base(one: str, other: str) -> bool:
-    """Whether two fingerprints are of one model, as far as both say."""
-    return all(a == b for a, b in zip(one.split(":"), other.split(":"), strict=False))
 
 
 def load_params(

@@ -22,6 +22,7 @@ class ModelOptions:
         quantize: hold the weights as int8, a quarter of float32's memory; the results change a little.
         rope_factor: the RoPE scaling factor that Meta's params.json lacks.
         mesh: how the model is split over all devices; without it the first one holds it whole.
+        adapter: what was trained beside these weights: a run (whose step is meant then), PEFT's folder, a GGUF LoRA.
     """
 
     checkpoint: str
@@ -30,6 +31,7 @@ class ModelOptions:
     quantize: Literal["int8"] | None = None
     rope_factor: float | None = None
     mesh: MeshConfig = dataclasses.field(default_factory=lambda: MeshConfig(data=1))
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self.mesh, "mesh.", "rules", lambda rules: not rules, "left out, as they are for training")
@@ -39,14 +41,15 @@ class ModelOptions:
         """The model, in the layout for decoding."""
         options = {"rope_factor": self.rope_factor, "step": self.step or None, "quantize": self.quantize}
         mesh = None if self.mesh == MeshConfig(data=1) else jllama.make_mesh(self.mesh)
-        model = jllama.load(self.checkpoint, self.dtype, mesh, **options)
+        model = jllama.load(self.checkpoint, self.dtype, mesh, adapter=self.adapter, **options)
         if needs_tokenizer and model.tokenizer is None:
             raise no_tokenizer(self.checkpoint)
         return model
 
     def say_loaded(self, model: "jllama.LanguageModel") -> None:
         """Which model it is, to stderr."""
-        say(self.checkpoint if model.step is None else f"{self.checkpoint}, step {model.step}")
+        said = self.checkpoint + (f" with {self.adapter}" if self.adapter else "")
+        say(said if model.step is None else f"{said}, step {model.step}")
 
 
 def sampling_params(options: SamplingParams) -> SamplingParams:

@@ -280,7 +280,9 @@ def test_doctor_knows_presets_and_every_format(models, capsys):
 
 def test_usage(place, refused, capsys):
     hf = place / "in" / "hf"
-    assert "to is 'onnx'; it must be one of gguf, meta, llama2c, hf, orbax\n" in refused(hf, to="onnx", code=2)
+    assert "to is 'onnx'; it must be one of gguf, meta, llama2c, hf, orbax, peft, gguf-lora\n" in refused(
+        hf, to="onnx", code=2
+    )
     message = refused(hf, "--dtype", "q4_k_m", code=2, to="gguf")
     assert (
         "dtype is 'q4_k_m'; with gguf it must be one of float32, bfloat16, float16, q8_0; for others, such as Q4_K_M, "
@@ -338,7 +340,10 @@ def test_the_format_is_read_off_the_target(place, capsys):
         assert check == f"check it: jllama verify {target}"
         assert registry._format_of(target) == format
     assert cli.run("convert", [str(place / "in" / "hf"), str(place / "out" / "x")]) == 2
-    assert capsys.readouterr().err == "error: to is ''; it must be one of gguf, meta, llama2c, hf, orbax\n"
+    assert (
+        capsys.readouterr().err
+        == "error: to is ''; it must be one of gguf, meta, llama2c, hf, orbax, peft, gguf-lora\n"
+    )
     assert cli.run("convert", [str(place / "in" / "gguf"), str(place / "out" / "none"), "--to", "hf"]) == 0
     for name in ("tokenizer.json", "tokenizer.model"):
         (place / "out" / "none" / name).unlink()
