@@ -167,7 +167,7 @@ def read_lines(path: Path, key: str = "step") -> list[dict[str, Any]]:
     for line in path.read_text().splitlines() if path.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):
             lines.append(json.loads(line))
-    return [line for line in lines if key in line]
+    return [line for line in lines if isinstance(line, dict) and key in line]
 
 
 def check_writable(path: Path) -> None:

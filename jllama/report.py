@@ -1,21 +1,25 @@
-"""The page of a run, ``report.html``, and the commands that runs tell their users."""
+"""The page of a run, or of several, ``report.html``, and the commands that runs tell their users."""
 
 import html
 import importlib.metadata
 import io
+import itertools
 import math
 import platform
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+from flax.traverse_util import flatten_dict
 from matplotlib.figure import Figure
 
-from jllama.checkpoints.run import CONFIG, METRICS, SAMPLES, read_config, read_model_config
-from jllama.data.tokens import Dataset
-from jllama.files import read_lines, write_text_whole
+from jllama.checkpoints.run import CONFIG, METRICS, SAMPLES, read_config, read_model_config, recognizes
+from jllama.data.chats import ChatDataset
+from jllama.data.tokens import SPLITS, Dataset
+from jllama.errors import JllamaError
+from jllama.files import fault_of, read_lines, write_text_whole
 from jllama.parameters import count_parameters
 
 REPORT = "report.html"
@@ -24,11 +28,15 @@ _HEAD = """<!doctype html><html lang=en><meta charset=utf-8>
 :root { color-scheme: light dark } svg { width: 100%; height: auto } svg text { fill: currentColor }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
 pre { background: #8881; padding: 1rem; white-space: pre-wrap; font-size: 13px }
-td { padding: .15rem 1.5rem .15rem 0; vertical-align: top }
+td, th { padding: .15rem 1.5rem .15rem 0; vertical-align: top; text-align: left; overflow-wrap: anywhere }
+td:first-child { min-width: 8rem } td + td { min-width: 10rem; white-space: pre-wrap }
+.wide { overflow-x: auto } ul { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: 0 1rem }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(18rem, 100%), 1fr)); gap: 1rem }</style>"""
 _LOOK: dict[Any, Any] = {"axes.facecolor": "none", "figure.facecolor": "none", "font.size": 9, "svg.fonttype": "none"}
+_COLORS = ["#2a78c2", "#d0611c", "#2c8f5a", "#b0568f", "#8c7300", "#7d6bc4", "#c24b4b", "#2b8a97"]  # on light and dark
 _LOOK |= {"axes.spines.top": False, "axes.spines.right": False}
 _CHARTS = {"loss": "loss (nats per token)", "learning_rate": "learning rate"}
+_LOSSES = ("validation_loss", "perplexity", "bits_per_byte")
 _CHARTS |= {"grad_norm": "gradient norm", "tokens_per_s": "tokens per second"}
 
 
@@ -37,50 +45,112 @@ def command(*words: object) -> str:
     return shlex.join(["python", "-m", "jllama", *map(str, words)])
 
 
-def write_report(folder: Path, data: Dataset, devices: str, losses: Mapping[str, float], elapsed_s: float) -> None:
-    """Write a run's ``report.html``: all it has logged so far, on any screen, light or dark, and what to do next."""
-    text, counts, config, model = html.escape, data.counts, read_config(folder), read_model_config(folder)
-    metrics, samples = read_lines(folder / METRICS), read_lines(folder / SAMPLES)
+def run_facts(data: Dataset | ChatDataset, devices: str, trained: int, frozen: int) -> dict[str, str]:
+    """What a run's page says of its parameters, its data and its machine: logged with its metrics."""
+    counts, name = data.counts, {"train": "training", "validation": "validation"}
+    if isinstance(data, ChatDataset):
+        said = "{conversations:,} with {tokens:,} tokens, {share:.1%} of which count; {cut} cut, {dropped} left out"
+        shares = {split: counts[split]["counted_tokens"] / counts[split]["tokens"] for split in SPLITS}
+        learned = {f"{name[split]} chats": said.format(**counts[split], share=shares[split]) for split in SPLITS}
+    else:
+        sizes = {split: f"{counts[split]['bytes']:,} bytes, {counts[split]['tokens']:,} tokens" for split in SPLITS}
+        learned = {f"{name[split]} text": sizes[split] for split in SPLITS}
+        gzip = f"{data.gzip_bits_per_byte:.4f} (a model that beats gzip has learned something)"
+        learned["bits per byte of gzip -9"] = gzip
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jllama", "jax", "flax", "optax")]
-    facts = {
-        "parameters": f"{count_parameters(model):,}",
-        "text": config["data"]["path"],
-        "training text": f"{counts['train']['bytes']:,} bytes, {len(data.train):,} tokens",
-        "validation text": f"{counts['validation']['bytes']:,} bytes, {len(data.validation):,} tokens",
+    return {
+        "parameters": f"{trained:,} trained, {f'{frozen:,} frozen' if frozen else 'none frozen'}",
+        **learned,
         "devices": devices,
-        "time": f"{elapsed_s:.0f} s",
-        **{name.replace("_", " "): f"{value:.4f}" for name, value in losses.items()},
-        "bits per byte of gzip -9": f"{data.gzip_bits_per_byte:.4f} (a model that beats gzip has learned something)",
-        "loss of a blind guess": f"{math.log(model.vocab_size):.4f} (ln {model.vocab_size:,})",
         "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
     }
-    for last in [record for record in metrics if "loss" in record][-1:]:
-        facts["speed"] = f"{last['tokens_per_s']:,.0f} tokens/s, {1000 * last['step_s']:,.1f} ms a step"
-        facts |= {"share of the devices' peak (MFU)": f"{last['mfu']:.1%}"} if last["mfu"] else {}
-    rows = [f"<tr><td>{text(name)}</td><td>{text(fact)}</td></tr>" for name, fact in facts.items()]
-    written = {f"step {each['step']}": each["prompt"] + each["text"] for each in reversed(samples)}
-    sampling = command("sample", "--checkpoint", folder, "--prompt", config["training"]["sample_prompt"])
-    following = {"sample": sampling, "go on": command("train", "--resume", folder)}
-    parts = {
-        text(folder.name): f"<table>{''.join(rows)}</table>",
-        "Curves": f"<div class=charts>{''.join(_chart(metrics, key) for key in _CHARTS)}</div>",
-        "Samples": "".join(f"<h3>{step}</h3><pre>{text(sample)}</pre>" for step, sample in written.items()),
-        "Next": "".join(f"<h3>{what}</h3><pre>{text(line)}</pre>" for what, line in following.items()),
-        "Configuration": f"<pre>{text((folder / CONFIG).read_text())}</pre>",
+
+
+def write_report(folders: Sequence[Path], target: Path) -> None:
+    """Write the page of a run: all it has logged so far, on any screen, light or dark, and what to do next. Several
+    runs share one, with their curves in the same charts. JllamaError for a folder that is not a run's.
+    """
+    curves, facts, options, written = {}, [], [], {}
+    for folder in folders:
+        name = folder.name if [each.name for each in folders].count(folder.name) == 1 else str(folder)
+        if not recognizes(folder):
+            raise JllamaError(f"{folder} is not the folder of a run: it has no {CONFIG}")
+        with fault_of(f"{folder} does not hold what a run logs", KeyError, TypeError, ValueError, AttributeError):
+            config, curves[name] = read_config(folder), read_lines(folder / METRICS)
+            facts.append(_facts(folder, config, curves[name]))
+            options.append(flatten_dict(config, is_leaf=lambda path, _: len(path) == 2, sep="."))
+            for title, part in _written(folder, config["training"].get("questions", ())).items():
+                written[f"{title} of {name}" if len(folders) > 1 else title] = part
+    legend = zip(itertools.cycle(_COLORS), curves if len(folders) > 1 else ())
+    marks = "".join(f"<li><b style='color:{color}'>&#9632;</b> {html.escape(name)}" for color, name in legend)
+    charts = "".join(_chart(curves, key) for key in _CHARTS)
+    title, heads = ", ".join(curves), [*curves] if len(folders) > 1 else []
+    parts = {title: _table(heads, facts), "Curves": f"<ul>{marks}</ul><div class=charts>{charts}</div>", **written}
+    if len(folders) > 1:
+        differing = {key for each in options for key in each if len({str(other.get(key)) for other in options}) > 1}
+        columns = [{key: value for key, value in each.items() if key in differing} for each in options]
+        parts["Options that differ"] = _table(heads, columns)
+    else:
+        sampling = command("sample", "--checkpoint", folders[0], "--prompt", options[0]["training.sample_prompt"])
+        following = {"sample": sampling, "go on": command("train", "--resume", folders[0])}
+        parts["Next"] = "".join(f"<h3>{what}</h3><pre>{html.escape(line)}</pre>" for what, line in following.items())
+        parts["Configuration"] = f"<pre>{html.escape((folders[0] / CONFIG).read_text(encoding='utf-8'))}</pre>"
+    page = "".join(f"<h2>{html.escape(name)}</h2>{part}" for name, part in parts.items())
+    write_text_whole(target, f"{_HEAD}<title>{html.escape(title)}</title>{page}</html>")
+
+
+def _facts(folder: Path, config: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What a run's page says first: the facts that it has logged, the last of each, and what the last losses were."""
+    model = read_model_config(folder)
+    facts = {
+        "parameters": f"{count_parameters(model):,}",
+        "data": str(config["data"].get("mixture") or config["data"]["path"]),
     }
-    page = "".join(f"<h2>{title}</h2>{part}" for title, part in parts.items())
-    write_text_whole(folder / REPORT, f"{_HEAD}<title>{text(folder.name)}</title>{page}</html>")
+    for line in metrics:
+        facts |= line.get("facts", {})
+        losses = line.get("final", line)
+        facts |= {name.replace("_", " "): f"{losses[name]:.4f}" for name in _LOSSES if losses.get(name)}
+        if "tokens_per_s" in line:
+            facts["speed"] = f"{line['tokens_per_s']:,.0f} tokens/s, {1000 * line['step_s']:,.1f} ms a step"
+            facts |= {"share of the devices' peak (MFU)": f"{line['mfu']:.1%}"} if line["mfu"] else {}
+        facts |= {"padding": f"{line['padding']:.1%} of the rows' tokens"} if "padding" in line else {}
+        facts |= {"time": f"{line['elapsed_s']:.0f} s"} if "elapsed_s" in line else {}
+    return {**facts, "loss of a blind guess": f"{math.log(model.vocab_size):.4f} (ln {model.vocab_size:,})"}
 
 
-def _chart(metrics: list[dict[str, Any]], key: str) -> str:
-    """One figure against the step, as an SVG element in the colors of the page."""
+def _written(folder: Path, questions: Sequence[str]) -> dict[str, str]:
+    """What a run wrote: the answers to its questions side by side, by step, and samples, the latest first."""
+    answers, samples = {}, ""
+    for line in read_lines(folder / SAMPLES, "text"):
+        step = f"step {line['step']}"
+        if line["prompt"] in questions:
+            answers.setdefault(step, {})[line["prompt"]] = line["text"]
+        else:
+            samples = f"<h3>{step}</h3><pre>{html.escape(line['prompt'] + line['text'])}</pre>{samples}"
+    parts = {"Answers": _table([*answers], [*answers.values()]), "Samples": samples}
+    return {title: part for title, part in parts.items() if answers or title == "Samples"}
+
+
+def _table(heads: Sequence[str], columns: Sequence[Mapping[str, object]]) -> str:
+    """A table, with a row for each name that a column has, which scrolls by itself where it is too wide."""
+    rows = [[name, *(column.get(name, "") for column in columns)] for name in dict.fromkeys(itertools.chain(*columns))]
+    lines = ["".join(f"<td>{html.escape(str(cell))}" for cell in row) for row in rows]
+    lines = ["".join(f"<th>{html.escape(head)}" for head in ["", *heads]), *lines] if heads else lines
+    return f"<div class=wide><table>{''.join(f'<tr>{line}' for line in lines)}</table></div>"
+
+
+def _chart(runs: Mapping[str, Sequence[Mapping[str, Any]]], key: str) -> str:
+    """One figure against the step, of a run or several, as an SVG element in the colors of the page."""
     with matplotlib.rc_context(_LOOK):
         figure, drawing = Figure(figsize=(4.2, 2.8)), io.StringIO()
         axis = figure.add_axes((0.17, 0.15, 0.81, 0.74), title=_CHARTS[key], xlabel="step")  # layouts are slow
-        for name, line, label in ((key, "-", "training"), (f"validation_{key}", "o-", "validation")):
-            records = [record for record in metrics if name in record]
-            axis.plot([record["step"] for record in records], [record[name] for record in records], line, label=label)
-        if key == "loss":
+        for index, metrics in enumerate(runs.values()):
+            for name, line, label in ((key, "-", "training"), (f"validation_{key}", "o--", "validation")):
+                records = [record for record in metrics if name in record and "skipped" not in record]
+                color = _COLORS[(index if len(runs) > 1 else label == "validation") % len(_COLORS)]
+                points = [record["step"] for record in records], [record[name] for record in records]
+                axis.plot(*points, line, label=label, color=color, linewidth=1.2, markersize=4)
+        if key == "loss" and len(runs) == 1:
             axis.legend(frameon=False)
         figure.savefig(drawing, format="svg")
     return drawing.getvalue()[drawing.getvalue().index("<svg") :].replace("#000000", "currentColor")

@@ -16,6 +16,7 @@ from jllama.commands.convert import ConvertOptions
 from jllama.commands.doctor import DoctorOptions
 from jllama.commands.eval import EvalOptions
 from jllama.commands.plan import PlanOptions
+from jllama.commands.report import ReportOptions
 from jllama.commands.sample import SampleOptions
 from jllama.commands.verify import VerifyOptions
 from jllama.config import LlamaConfig
@@ -35,6 +36,7 @@ OPTIONS = {
     "chat": ChatOptions,
     "convert": ConvertOptions,
     "verify": VerifyOptions,
+    "report": ReportOptions,
     "eval": EvalOptions,
     "bench": BenchOptions,
     "plan": PlanOptions,
@@ -47,6 +49,7 @@ POSITIONAL = {
     "chat": ("checkpoint",),
     "convert": ("source", "target"),
     "verify": ("checkpoint",),
+    "report": ("runs",),
     "eval": ("checkpoint",),
     "bench": ("what", "checkpoint"),
     "plan": ("config",),

@@ -35,6 +35,7 @@ COMMANDS = {
     "chat": "talk with a model in the terminal",
     "convert": "turn a checkpoint of any format into another",
     "verify": "prove that jllama, or a checkpoint of yours, computes what the oracle does",
+    "report": "show what runs have logged, together or into a logger",
     "eval": "measure how well a model predicts a text",
     "bench": "measure how fast a model decodes here",
     "plan": "compile a step for TPUs or GPUs that are not there, and say what it needs",
@@ -153,7 +154,9 @@ def _named(parser: _Parser, argv: Sequence[str], positional: Sequence[str]) -> l
         if not name.startswith("-") or name == "-":
             if not names:
                 raise UsageError(f"{name + equals + value!r} is one argument too many; usage: {parser.usage}")
-            name, equals, value = f"--{names.pop(0)}", "=", name + equals + value
+            more = f"--{names[0]}+"  # of a list
+            option = more if more in parser._option_string_actions else f"--{names.pop(0)}"
+            name, equals, value = option, "=", name + equals + value
         elif not equals and words and (words[0] == "-" or not words[0].startswith("-")):
             action = parser._option_string_actions.get(name)  # an unknown option is taken to have a value
             nargs = 0 if name == "--print_config" else action and action.nargs

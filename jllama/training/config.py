@@ -76,6 +76,9 @@ class LoopConfig:
         compiler_options: XLA's, by name, such as ``{"xla_gpu_enable_pipelined_reduce_scatter": false}``.
         sample_prompt: what the text sampled at each evaluation begins with.
         sample_tokens: how many tokens to sample then; 0 for none.
+        questions: what is asked at each evaluation instead, answered with the likeliest tokens.
+        patience: end after so many evaluations without a lower validation loss; 0 never does.
+        max_skipped: end with an error after so many steps in a row that had to be left out, as not finite or a spike.
     """
 
     batch_size: int = 16
@@ -98,13 +101,17 @@ class LoopConfig:
     compiler_options: dict[str, bool | int | float | str] = dataclasses.field(default_factory=dict)
     sample_prompt: str = ""
     sample_tokens: int = 128
+    questions: list[str] = dataclasses.field(default_factory=list)
+    patience: int = 0
+    max_skipped: int = 10
 
     def __post_init__(self) -> None:
         if isinstance(self.remat, bool):  # as runs of 0.1 have it
             object.__setattr__(self, "remat", "block" if self.remat else "dots")
         check = functools.partial(check_fields, self, "training.")
-        check("batch_size accumulation eval_every log_every keep_last", lambda value: value >= 1, "at least 1")
-        sizes = "seq_len steps epochs eval_tokens save_every z_loss sample_tokens"
+        counts = "batch_size accumulation eval_every log_every keep_last max_skipped"
+        check(counts, lambda value: value >= 1, "at least 1")
+        sizes = "seq_len steps epochs eval_tokens save_every z_loss sample_tokens patience"
         check(sizes, lambda value: 0 <= value < 2**31, "from 0 to below 2**31")
         check("steps", lambda steps: bool(steps or self.epochs), "positive, or training.epochs")
         if self.epochs:
@@ -135,6 +142,7 @@ class TrainConfig:
             a folder that already holds checkpoints; a run's folder continues it (at the command line, as configured).
         resume_with_changes: go on although the learning rate, the steps or another option of the outcome has changed.
         sampling: how the text sampled at each evaluation is drawn.
+        logger: where else metrics go as they come: ``tensorboard``, ``wandb``, ``trackio``, or nowhere.
         lora: train adapters of the weights that ``init_from`` brings, in place of the weights.
     """
 
@@ -149,6 +157,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     training: LoopConfig = dataclasses.field(default_factory=LoopConfig)
     sampling: SamplingParams = dataclasses.field(default_factory=lambda: SamplingParams(temperature=0.8, top_p=0.95))
+    logger: str = ""
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)

@@ -2,11 +2,12 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -26,16 +27,19 @@ from jllama.data.chats import ChatDataset, data_task, prepare_chats
 from jllama.data.tokens import Dataset, prepare_data
 from jllama.devices import describe_devices, idle_accelerator, peak_bytes, program_bytes
 from jllama.errors import JllamaError, UsageError, check_fields, no_tokenizer
+from jllama.generation.sampling_params import SamplingParams
 from jllama.generation.text import generate, prompt_ids
 from jllama.language_model import LanguageModel
+from jllama.loggers import LOGGERS, Outlet, check_logger, numbers
 from jllama.lora import merged
 from jllama.model import check_attention
 from jllama.parameters import Params, count_parameters
 from jllama.progress import progress
-from jllama.report import REPORT, command, write_report
+from jllama.report import REPORT, command, run_facts, write_report
 from jllama.sharding import ruleset
 from jllama.stop import Stopped, stop_signals
-from jllama.templates.messages import end_of_turn_ids, find_template
+from jllama.templates.messages import end_of_turn_ids, find_template, template_variables
+from jllama.templates.template import render
 from jllama.tokenizers import Tokenizer, has_tokenizer, load_tokenizer
 from jllama.training import run_folder
 from jllama.training.config import TrainConfig
@@ -56,19 +60,14 @@ def train(config: TrainConfig) -> Evaluation:
         run = _open(config)
         if isinstance(run, Evaluation):  # there is nothing left to do
             return run
-        options, total_steps, stopping = run.config.training, run.config.training.steps, False
-
-        def due(every: int) -> bool:
-            return run.step % every == 0 or run.step == total_steps
-
-        bar = progress("", total_steps, console=run.console)
-        with stop_signals(lambda: f"finishing step {run.step + 1:,} and saving") as run.signals, bar as run.move:
-            evaluated = [line["step"] for line in files.read_lines(run.folder / METRICS, "validation_loss")]
-            if run.step and due(options.eval_every) and run.step not in evaluated:  # a stop came first
-                run.sample_and_report(run.evaluate())
+        options, bar = run.config.training, progress("", run.config.training.steps, console=run.console)
+        answer, logger = (lambda: f"finishing step {run.step + 1:,} and saving"), contextlib.closing(run.logger)
+        with stop_signals(answer) as run.signals, bar as run.move, logger:
+            ended = run.pause()  # what a stop came before is done first
             recent, start_s = [], time.perf_counter()
-            while run.step < total_steps and not stopping:
-                batch = on_devices(next(run.batches), run.training.batch_sharding)
+            while run.step < options.steps and not (run.stop or ended):
+                rows = next(run.batches)
+                batch = on_devices(rows, run.training.batch_sharding)
                 if (shape := jax.tree.leaves(batch)[0].shape) not in run.programs:  # chats have rows of two lengths
                     run.show("compiling")
                     compile_s = time.perf_counter()
@@ -76,26 +75,18 @@ def train(config: TrainConfig) -> Evaluation:
                     start_s += time.perf_counter() - compile_s  # so that no step's time has it in it
                 run.state, metrics = run.programs[shape](run.state, batch)
                 run.step += 1
-                recent.append(metrics)
+                recent.append((metrics, rows))
+                logging = run.due(options.log_every, options.eval_every, options.save_every or options.eval_every)
                 if jax.process_count() == 1 or run.step % options.log_every == 0:  # several wait for each other there
-                    stopping = run.stopping()  # what stops the loop is always saved below
-                evaluating = due(options.eval_every) and not stopping
-                saving = due(options.save_every or options.eval_every) or stopping
-                if evaluating or saving or run.step % options.log_every == 0:
+                    logging = run.stopping() or logging
+                if logging:
                     run.log(recent, start_s)
+                    ended = run.pause()
                     recent, start_s = [], time.perf_counter()
-                if evaluating or saving:
-                    evaluation = run.evaluate() if evaluating else None
-                    if saving:
-                        run.save(evaluation)
-                    if evaluating and not run.stop:
-                        run.sample_and_report(evaluation)
-                    run.show()
-                    start_s = time.perf_counter()
             final = run.evaluate_best()
             if final is None:
                 go_on = command("train", "--resume", run.folder)
-                raise Stopped(f"stopped at step {run.step:,} of {total_steps:,}; saved. Go on: {go_on}", run.stop)
+                raise Stopped(f"stopped at step {run.step:,} of {options.steps:,}; saved. Go on: {go_on}", run.stop)
         sample = command("sample", "--checkpoint", run.folder, "--prompt", options.sample_prompt)
         run.console.print(f"{run.seconds():.0f} s in all. Read {run.folder / REPORT}, or sample: {sample}")
         return final
@@ -121,8 +112,19 @@ class _Run:
     start_s: float = dataclasses.field(default_factory=time.perf_counter)
     signals: Sequence[int] = ()
     stop: int = 0  # the signal that all processes know of
+    skipped: int = 0  # how many of the last steps were left out, one after the other
+    done: dict[str, int] = dataclasses.field(default_factory=dict)  # the step of the last of what ``owes`` names
     move: Callable[..., None] = lambda **_: None
     note: str = ""
+
+    def __post_init__(self) -> None:
+        def append(_: int, line: tuple[str, dict[str, Any]]) -> None:
+            files.append_line(self.folder / line[0], line[1])
+
+        open_logger = LOGGERS.get(self.config.logger, lambda *_: contextlib.nullcontext(lambda *_: None))
+        config = run_folder.as_written(self.config)
+        self.lines = Outlet(lambda _: contextlib.nullcontext(append), self.warn)
+        self.logger = Outlet(functools.partial(open_logger, self.folder, config), self.warn)
 
     def seconds(self) -> float:
         return time.perf_counter() - self.start_s
@@ -131,25 +133,45 @@ class _Run:
         """What is being done, or else how the last steps went, in the progress bar."""
         self.move(description=doing or self.note, completed=self.step)
 
+    def due(self, *every: int) -> bool:
+        return any(self.step % each == 0 for each in every) or self.step == self.config.training.steps
+
+    def owes(self, name: str) -> bool:
+        """Whether the last evaluation (``METRICS``), sample or checkpoint that was due has not come about."""
+        options = self.config.training
+        every = (name == CHECKPOINTS and options.save_every) or options.eval_every
+        return self.done.get(name, 0) < (self.step if self.due(every) else self.step - self.step % every)
+
     def stopping(self) -> bool:
         """Whether any process has got a signal to stop; all ask at the same places."""
         self.stop = self.stop or distributed.largest(self.signals[0] if self.signals else 0)
         return self.stop > 0
 
     def write(self, name: str = METRICS, **record: object) -> None:
-        """Add a line to a file of the run; process 0 alone does."""
+        """Add a line to a file of the run, and metrics to its logger; process 0 alone does."""
         if distributed.process_index() == 0:
-            files.append_line(self.folder / name, {"step": self.step, **record})
+            line: dict[str, Any] = {"step": self.step, **record}
+            self.lines.give(line["step"], (name, line))
+            if name == METRICS:
+                self.logger.give(line["step"], numbers(line))
 
-    def log(self, recent: list[StepMetrics], start_s: float) -> None:
-        """Wait for the recent steps, log and show their means; what is no number ends the run before it is saved."""
-        for step, metrics in enumerate(recent, self.step - len(recent) + 1):
-            self.check_finite("loss or its gradient", step, float(metrics.loss) + float(metrics.grad_norm))
-        record = summarize(recent, time.perf_counter() - start_s, self.config)  # timed when they are done
+    def log(self, recent: list[tuple[StepMetrics, Any]], start_s: float) -> None:
+        """Wait for the recent steps, log and show their means, and by itself each that was left out, with its batch."""
+        for step, (metrics, rows) in enumerate(recent, self.step - len(recent) + 1):
+            self.skipped = self.skipped + 1 if bool(metrics.skipped) else 0  # the wait is here
+            if self.skipped:
+                self.log_skipped(step, metrics, rows)
+        elapsed_s, taken = time.perf_counter() - start_s, [metrics for metrics, _ in recent if not metrics.skipped]
+        if not taken:
+            return
+        record = summarize(taken, elapsed_s * len(taken) / len(recent), self.config)
+        if isinstance(self.data, ChatDataset):
+            segments = [each.segments[each.segments.any(axis=1)].ravel() for _, each in recent]  # rows of this process
+            record["padding"] = float(np.mean(np.concatenate(segments) == 0))
         rate = float(learning_rate_at(self.step - 1, self.config.optimizer, self.config.training.steps))
         peak = peak_bytes(self.training.mesh.local_devices)
         planned = max(map(sum, map(program_bytes, self.programs.values())), default=0)
-        self.write(**record, learning_rate=rate, planned_bytes=planned, peak_bytes=peak)
+        self.write(**record, learning_rate=rate, planned_bytes=planned, peak_bytes=peak, elapsed_s=self.seconds())
         self.note = f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s"
         if not self.console.is_terminal:
             mfu = f"  MFU {record['mfu']:.1%}" if record["mfu"] else ""
@@ -157,14 +179,54 @@ class _Run:
             self.console.print(f"step {self.step}: {self.note}  learning rate {rate:.1e}{mfu}{memory}")
         self.show()
 
+    def log_skipped(self, step: int, metrics: StepMetrics, rows: Any) -> None:
+        """Log a step that left the parameters as they were, and its batch; one too many in a row ends the run."""
+        loss, norm = (value if math.isfinite(value) else None for value in map(float, metrics[:2]))
+        self.write(step=step, skipped=True, loss=loss, grad_norm=norm)
+        self.write(run_folder.SKIPPED, step=step, tokens=np.asarray(getattr(rows, "tokens", rows)).tolist())
+        wrong = "the loss or its gradient is not a finite number"
+        wrong = f"the gradient's norm, {norm:.3g}, is a spike" if None not in (loss, norm) else wrong
+        self.console.print(f"step {step} is left out, its batch is in {run_folder.SKIPPED}: {wrong}", style="yellow")
+        at_the_end = norm is None and step == self.config.training.steps and self.skipped > 1
+        if at_the_end or self.skipped >= self.config.training.max_skipped:
+            self.give_up(f"{wrong} at step {step}" + f", the {self.skipped}th in a row" * (self.skipped > 1))
+
+    def pause(self) -> bool:
+        """Evaluate, save, sample and report what is due or owed, unless the last step was left out and others follow.
+
+        Whether the patience with the validation loss is over.
+        """
+        options = self.config.training
+        if self.skipped and not (self.stop or self.step == options.steps):
+            return False
+        evaluation = self.evaluate() if self.owes(METRICS) and not self.stop else None
+        ended = distributed.largest(run_folder.out_of_patience(self.folder, options.patience)) > 0
+        saving = self.stop or ended or self.owes(CHECKPOINTS) or (evaluation and not options.save_every)
+        if saving and self.done.get(CHECKPOINTS, 0) != self.step:
+            self.save(evaluation)
+        if self.owes(SAMPLES) and not self.stop:
+            with self.attempt("sampling"):
+                if options.sample_tokens:
+                    self.sample()
+                self.done[SAMPLES] = self.step
+            with self.attempt("reporting"):
+                self.report()
+        if evaluation and ended:
+            said = f"step {self.step}: the validation loss has not fallen for {options.patience} evaluations"
+            self.console.print(f"{said}, so training ends here", style="bold")
+        self.show()
+        return ended
+
     def evaluate(self) -> Evaluation | None:
         """Evaluate on a part of the validation text, show and log it; None if that failed or a stop came in between."""
         options, result = self.config.training, None
         with self.attempt("evaluating"):
             result = self.losses(self.state.params, options.eval_tokens)
         if result is not None:
-            self.check_finite("validation loss", self.step, result.validation_loss)
+            if not math.isfinite(result.validation_loss):
+                self.give_up(f"the validation loss is not a finite number at step {self.step}")
             self.write(**dataclasses.asdict(result))
+            self.done[METRICS] = self.step
             self.console.print(f"step {self.step}: {result}", style="bold")
         return result
 
@@ -183,7 +245,7 @@ class _Run:
         final = self.losses(params)
         if final is not None:
             self.write(best_step=best, final=dataclasses.asdict(final))
-            self.report(final)
+            self.report()
             text = f"Best checkpoint (step {best}) on the whole validation text: {final}"
             if isinstance(self.data, Dataset):
                 bits = f"{self.data.gzip_bits_per_byte:.3f}"
@@ -193,6 +255,7 @@ class _Run:
 
     def save(self, evaluation: Evaluation | None) -> None:
         self.show("saving")
+        self.done[CHECKPOINTS] = self.step
         meta = {"batches": self.batches.get_state(), "corpus": self.data.fingerprint, "seconds": self.seconds()}
         meta |= {"base_fingerprint": self.base_fingerprint} if self.base_fingerprint else {}
         loss, key = evaluation.validation_loss if evaluation else None, jax.random.key_data(self.state.key)
@@ -215,18 +278,13 @@ class _Run:
             said = f"{self.config.init_from} is not the model that {self.folder} began from"
             raise JllamaError(f"{said}: put that there again, or start a new run with another run_dir")
         self.batches.set_state(meta["batches"])
-        self.step, self.start_s = step, self.start_s - meta["seconds"]
+        self.step, self.start_s, self.done[CHECKPOINTS] = step, self.start_s - meta["seconds"], step
+        for name, key in ((METRICS, "validation_loss"), (SAMPLES, "text")):
+            steps = [line["step"] for line in files.read_lines(self.folder / name, key)]
+            self.done[name] = max((logged for logged in steps if logged <= step), default=0)
         base = self.state.base if self.config.lora.rank else None
         key, usual = jax.random.wrap_key_data(saved["key"]), saved.get("usual_norm")
         self.state = TrainState(saved["step"], params, saved["opt_state"], key, base, usual)
-
-    def sample_and_report(self, evaluation: Evaluation | None) -> None:
-        """Let the model write, show and log it, and write the report so far: training can go on without either."""
-        with self.attempt("sampling"):
-            if self.config.training.sample_tokens:
-                self.sample(self.config.training.sample_prompt)
-        with self.attempt("reporting"):
-            self.report(evaluation)
 
     def model(self) -> LanguageModel:
         """The model as it is now, to talk with."""
@@ -235,18 +293,27 @@ class _Run:
         template, stop_ids = _conversing(self.origin) if self.origin else (None, ())
         return LanguageModel(config, params, self.data.tokenizer, template, stop_ids)
 
-    def sample(self, prompt: str) -> None:
+    def sample(self) -> None:
+        """Let the model go on from the prompt, or answer the questions; show and log what it writes."""
+        options, model = self.config.training, self.model()
         key = jax.random.fold_in(jax.random.fold_in(self.state.key, self.state.step), self.config.sampling.seed)
-        model = self.model()
-        count, seed = self.config.training.sample_tokens, int(jax.random.bits(key))
-        text = generate(model, prompt, self.config.sampling, max_new_tokens=count, seed=seed)[0].text
-        self.write(SAMPLES, prompt=prompt, text=text)
-        self.console.print(f"{prompt}{text}\n", style="dim")
+        sampling = dataclasses.replace(self.config.sampling, seed=int(jax.random.bits(key)))
+        prompts = options.questions or [options.sample_prompt]
+        asked, template, tokenizer = prompts, model.chat_template, model.text_tokenizer
+        if options.questions:
+            sampling = SamplingParams(temperature=0.0)
+            if template and isinstance(self.data, ChatDataset):
+                chats = [[{"role": "user", "content": question}] for question in options.questions]
+                texts = [render(template, **template_variables(tokenizer, chat, True)) for chat in chats]
+                asked = [tokenizer.encode_with_special_tokens(text) for text in texts]
+        completions = generate(model, asked, sampling, max_new_tokens=options.sample_tokens)
+        for prompt, completion in zip(prompts, completions, strict=True):
+            self.write(SAMPLES, prompt=prompt, text=completion.text)
+            self.console.print(f"{prompt}{' ' * bool(options.questions)}{completion.text}\n", style="dim")
 
-    def report(self, evaluation: Evaluation | None) -> None:
+    def report(self) -> None:
         if distributed.process_index() == 0:
-            devices = describe_devices(self.training.mesh)
-            write_report(self.folder, self.data, devices, vars(evaluation) if evaluation else {}, self.seconds())
+            write_report([self.folder], self.folder / REPORT)
 
     @contextlib.contextmanager
     def attempt(self, doing: str) -> Iterator[None]:
@@ -256,15 +323,18 @@ class _Run:
         except Exception as error:
             if jax.process_count() > 1 and doing != "reporting":  # the others would wait for this one
                 raise
-            self.console.print(f"warning: {type(error).__name__}: {error}; training goes on", style="yellow")
+            self.warn(error)
 
-    def check_finite(self, what: str, step: int, value: float) -> None:
-        if not math.isfinite(value):
-            self.checkpoints.wait()
-            kept = self.checkpoints.steps()
-            last = f"the last good checkpoint is of step {kept[-1]}" if kept else "no checkpoint had been saved yet"
-            said = f"the {what} is not a finite number at step {step}; {last}"
-            raise JllamaError(f"{said}: try a lower optimizer.learning_rate or optimizer.clip_norm")
+    def warn(self, error: Exception) -> None:
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        self.console.print(f"warning: {said}; training goes on", style="yellow")
+
+    def give_up(self, wrong: str) -> NoReturn:
+        """End the run, and say what of it is good."""
+        self.checkpoints.wait()
+        kept = self.checkpoints.steps()
+        last = f"the last good checkpoint is of step {kept[-1]}" if kept else "no checkpoint had been saved yet"
+        raise JllamaError(f"{wrong}; {last}: try a lower optimizer.learning_rate or optimizer.clip_norm")
 
 
 def _open(config: TrainConfig) -> _Run | Evaluation:
@@ -280,6 +350,7 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
         check_fields(config, "", "init_from", bool, f"a model to begin from, since data.task is {task}")
     make_optimizer(config.optimizer, config.model, config.training.steps)
     check_attention(config.training.attention)  # also before the text is read
+    check_logger(config.logger)
     existing = (folder / CHECKPOINTS).exists() and RunCheckpoints(folder / CHECKPOINTS, read_only=True).steps()
     if existing and config.resume == "never":
         go_on = command("train", "--resume", folder)
@@ -306,8 +377,9 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
         for change in run_folder.changes_on_resume(folder, config, step):
             console.print(change, style="yellow")
         final = files.read_lines(folder / METRICS, "final")
-        if step >= config.training.steps and final:
-            more = ("--training.steps", 2 * step, "--resume_with_changes", "true")
+        if final and (step >= steps or run_folder.out_of_patience(folder, options.patience)):
+            longer = ("--training.steps", 2 * step, "--resume_with_changes", "true")
+            more = longer if step >= steps else ("--training.patience", 0)
             go_on = command("train", "--resume", folder, *more)
             console.print(f"{folder} is finished (step {step:,} of {config.training.steps:,}). To go on: {go_on}")
             return Evaluation(**final[-1]["final"])
@@ -336,6 +408,10 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
         if not (existing and has_tokenizer(folder)):
             data.tokenizer.save(folder)
             write_chat_files(folder, origin.chat_template if origin else None, origin.stop_ids if origin else ())
+    sizes = sum(leaf.size for leaf in jax.tree.leaves(run.state.params)), count_parameters(config.model)
+    facts = run_facts(data, describe_devices(training.mesh), sizes[0], sizes[1] if config.lora.rank else 0)
+    if [line["facts"] for line in files.read_lines(folder / METRICS, "facts")][-1:] != [facts]:
+        run.write(facts=facts)
     console.print(_summary(run), style="bold")
     return run
 

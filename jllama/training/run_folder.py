@@ -18,14 +18,15 @@ from jllama.files import append_line, read_lines, write_text_whole
 from jllama.training.config import OptimizerConfig, TrainConfig
 from jllama.training.optimizer import learning_rate_at
 
-HISTORY = "config.history.jsonl"
+HISTORY, SKIPPED = "config.history.jsonl", "skipped.jsonl"
 
 # How the names of options begin that may, or must not, differ when a run goes on; all others do when that is asked for.
 # The fingerprint that checkpoints hold speaks for the data, epochs are resolved to steps.
 _IGNORED = r"run_dir|resume|distributed|training\.epochs"
 _FIXED = r"model|init_from|rope_factor|seed|lora|optimizer\.name|training\.(batch_size|seq_len|spike_factor)|"
 _FIXED += r"data\.(tokenizer|vocab_size|packing)"
-_FREE = r"mesh|sampling|data|training\.(accumulation|attention|compiler_|remat|log_every|keep_|save_|eval_|sample_)"
+_FREE = r"mesh|sampling|logger|data|training\.(accumulation|attention|compiler_|remat|log_every|keep_|save_|eval_|"
+_FREE += r"sample_|questions|patience|max_skipped)"
 
 
 def write_config(folder: Path, config: TrainConfig, step: int) -> None:
@@ -34,9 +35,15 @@ def write_config(folder: Path, config: TrainConfig, step: int) -> None:
     if step and (before := read_config(folder)) != fields:
         append_line(folder / HISTORY, {"until_step": step, "config": before})
     write_text_whole(folder / CONFIG, yaml.safe_dump(fields, sort_keys=False))
-    for name in (METRICS, SAMPLES):
+    for name in (METRICS, SAMPLES, *([SKIPPED] if (folder / SKIPPED).exists() else [])):
         kept = [line for line in read_lines(folder / name) if line["step"] <= step and "final" not in line]
         write_text_whole(folder / name, "".join(json.dumps(line) + "\n" for line in kept))
+
+
+def out_of_patience(folder: Path, patience: int) -> bool:
+    """Whether the validation loss that a run has logged was not lower in its last ``patience`` evaluations, if any."""
+    losses = [line["validation_loss"] for line in read_lines(folder / METRICS, "validation_loss")] if patience else []
+    return 0 < patience < len(losses) - min(range(len(losses)), key=losses.__getitem__, default=0)
 
 
 def as_written(config: TrainConfig) -> dict[str, Any]:

@@ -400,15 +400,14 @@ def test_what_may_fail_and_what_may_not(workshop, tmp_path, capsys, monkeypatch,
     arguments = ["--config", str(workshop.yaml), "--run_dir", str(run), "--training.eval_every", "2"]
     assert cli.run("train", arguments) == 1
     err = capsys.readouterr().err
-    assert "the validation loss is not a finite number at step 6; the last good checkpoint is of step 4" in one_error(
-        err
-    )
+    said = "the validation loss is not a finite number at step 4; the last good checkpoint is of step 3"
+    assert said in one_error(err)
     words = " ".join(err.split())
     assert words.count("warning: RuntimeError: out of luck; training goes on") == 1
     assert words.count("warning: RuntimeError: no words; training goes on") == 2
-    assert set(read_run.losses(run)) == {1, 2, 3, 4, 5, 6}
-    assert [line["step"] for line in read_run.lines(run) if "validation_loss" in line] == [4]
-    assert read_run.steps(run) == [2, 4]  # step 2 was saved although its evaluation crashed
+    assert set(read_run.losses(run)) == {1, 2, 3, 4}
+    assert [line["step"] for line in read_run.lines(run) if "validation_loss" in line] == [3]  # tried again at once
+    assert read_run.steps(run) == [2, 3]  # step 2 was saved although its evaluation crashed
 
 
 def test_a_finished_run_resumed_says_the_same_again(workshop, copied, read_run):

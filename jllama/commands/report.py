@@ -1,0 +1,51 @@
+"""``python -m jllama report``."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from jllama.commands.cli import parse
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportOptions:
+    """Write the page of a run anew, or one page for several, with their curves in the same charts.
+
+    Examples:
+        runs/quickstart
+        runs/one runs/two --output compared.html
+        runs/quickstart --logger tensorboard
+
+    Args:
+        runs: the folders of runs.
+        output: the page to write; of one run its own report.html, of several report.html in this folder.
+        logger: give all that metrics.jsonl holds to tensorboard, wandb or trackio, too.
+    """
+
+    runs: list[str]
+    output: str = ""
+    logger: str = ""
+
+
+def main(argv: Sequence[str], prog: str) -> int:
+    """Write the page, and replay the metrics if a logger is named."""
+    options = parse(ReportOptions, argv, prog, ("runs",))
+    from jllama.checkpoints.run import METRICS, read_config
+    from jllama.files import check_writable, fault_of, read_lines
+    from jllama.loggers import LOGGERS, check_logger, numbers
+    from jllama.report import REPORT, write_report
+
+    folders = [Path(run) for run in options.runs]
+    target = Path(options.output or (folders[0] / REPORT if len(folders) == 1 else REPORT))
+    check_logger(options.logger)
+    check_writable(target)
+    write_report(folders, target)
+    for folder in folders if options.logger else ():
+        lines = read_lines(folder / METRICS)
+        with (
+            fault_of(f"{options.logger} does not take {folder / METRICS}", Exception),
+            LOGGERS[options.logger](folder, read_config(folder), 0) as write,
+        ):
+            for line in lines:
+                write(line["step"], numbers(line))
+    return 0
