@@ -37,10 +37,10 @@ class Rows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Conversations:
-    """Number ``i`` is the ``sizes[i]`` tokens from ``starts[i]`` on, of which ``counted`` marks those to learn.
+    """Number ``i`` is the ``sizes[i]`` tokens from ``starts[i]`` on, of which those that ``counted`` marks are learned.
 
-    With ``rows_each`` 2, numbers 2i and 2i + 1 are a preferred and a rejected answer. ``sources`` says where each is
-    from: an index of ``weights``, the shares of what is drawn.
+    Source ``sources[i]`` has the share ``weights[sources[i]]`` of what is drawn. With ``rows_each`` 2, numbers 2i and
+    2i + 1 are a preferred answer and a rejected one.
     """
 
     tokens: _Tokens
@@ -116,28 +116,27 @@ def chat_batches(
     packing: bool = True,
     reference: _Reference = None,
 ) -> grain.DatasetIterator[Rows]:
-    """Batches of ``batch_size`` rows, or pairs of them, forever; ``rows`` and the state are as in ``training_batches``.
+    """Batches of ``batch_size`` rows, or pairs of rows, forever; ``rows`` and the state are as in ``training_batches``.
 
     An epoch draws as many conversations as there are, by the sources' weights; of a source, each before any again. With
     ``packing`` they share rows of ``seq_len + 1`` tokens; without, and in pairs, each has its own, as long as that or,
     where the batch's longest fits, about a quarter of it. ``reference`` is of each conversation, see ``Rows``.
     """
-    count, is_alone = batch_size * conversations.rows_each, conversations.rows_each > 1 or not packing
-    short, ends = min(-(-seq_len // 32) * 8, seq_len) + 1, [0]  # of epochs, in rows since the first
-
-    @functools.lru_cache(2)
-    def plan(epoch: int) -> list[np.ndarray]:
-        return _plan(conversations, _drawn(conversations, seed, epoch), seq_len + 1, packing)
+    num_rows, is_alone = batch_size * conversations.rows_each, conversations.rows_each > 1 or not packing
+    short, starts = min(-(-seq_len // 32) * 8, seq_len) + 1, [0]  # of the epochs, in rows
+    plan = functools.lru_cache(2)(
+        lambda epoch: _plan(conversations, _drawn(conversations, seed, epoch), seq_len, packing)
+    )
 
     def gather(index: int, _: int) -> Rows:
         chosen = []
-        for row in range(index * count, (index + 1) * count):
-            while ends[-1] <= row:
-                ends.append(ends[-1] + len(plan(len(ends) - 1)))
-            epoch = bisect.bisect(ends, row) - 1
-            chosen.append(plan(epoch)[row - ends[epoch]])
-        is_short = is_alone and conversations.sizes[np.concatenate(chosen)].max() <= short
-        return _rows(conversations, chosen, short if is_short else seq_len + 1, reference, rows)
+        for row in range(index * num_rows, (index + 1) * num_rows):
+            while starts[-1] <= row:
+                starts.append(starts[-1] + len(plan(len(starts) - 1)))
+            epoch = bisect.bisect(starts, row) - 1
+            chosen.append(plan(epoch)[row - starts[epoch]])
+        fits = is_alone and conversations.sizes[np.concatenate(chosen)].max() <= short
+        return _rows(conversations, chosen, short if fits else seq_len + 1, reference, rows)
 
     endless = grain.MapDataset.range(1).repeat(None).map_with_index(gather)
     return iter(endless.to_iter_dataset(grain.ReadOptions(num_threads=0)))
@@ -150,50 +149,40 @@ def chat_validation_batches(
 
     With ``max_tokens`` over 0, evenly spaced rows, or pairs of them, with about that many tokens, at least one.
     """
-    each = conversations.rows_each
-    plan = _plan(conversations, np.arange(len(conversations.sizes)), seq_len + 1)
-    units, count = len(plan) // each, batch_size * each
-    kept = min(units, max(1, max_tokens * units // int(conversations.sizes.sum()))) if max_tokens else units
+    each, plan = conversations.rows_each, _plan(conversations, np.arange(len(conversations.sizes)), seq_len)
+    units, num_rows, share = len(plan) // each, batch_size * each, max_tokens / conversations.sizes.sum()
+    kept = min(units, max(1, int(units * share))) if max_tokens else units
     chosen = [plan[unit * each + side] for unit in np.arange(kept) * units // kept for side in range(each)]
-    chosen += [np.arange(0)] * (-len(chosen) % count)
-    batches = (chosen[start : start + count] for start in range(0, len(chosen), count))
-    return (_rows(conversations, batch, seq_len + 1, reference) for batch in batches)
+    chosen += [np.arange(0)] * (-len(chosen) % num_rows)
+    batches = (chosen[start : start + num_rows] for start in range(0, len(chosen), num_rows))
+    return (_rows(conversations, batch, seq_len + 1, reference, slice(None)) for batch in batches)
 
 
 def rows_an_epoch(conversations: Conversations, *, seq_len: int, seed: int, packing: bool = True) -> int:
     """How many rows, or pairs of them, the first epoch of ``chat_batches`` has; later ones may have others."""
-    plan = _plan(conversations, _drawn(conversations, seed, 0), seq_len + 1, packing)
-    return len(plan) // conversations.rows_each
+    return len(_plan(conversations, _drawn(conversations, seed, 0), seq_len, packing)) // conversations.rows_each
 
 
-def _drawn(conversations: Conversations, seed: int, epoch: int) -> Integer[np.ndarray, "drawn"]:
+def _drawn(data: Conversations, seed: int, epoch: int) -> np.ndarray:
     """The conversations of an epoch in its order, a pair's one after the other."""
-    each, weights, drawn = conversations.rows_each, conversations.weights, []
-    sources = conversations.sources[::each]
+    each, weights, drawn = data.rows_each, data.weights, []
+    sources = data.sources[::each]
     for source, weight in enumerate(weights):
         own = np.flatnonzero(sources == source)
         first, last = (round(number * len(sources) * weight / sum(weights)) for number in (epoch, epoch + 1))
-        rounds, places = np.divmod(np.arange(first, last), len(own))
-        orders = {
-            number: np.random.default_rng((seed, source, number)).permutation(own) for number in {*rounds.tolist()}
-        }
-        drawn += [orders[number][place] for number, place in zip(rounds.tolist(), places.tolist(), strict=True)]
+        for number in range(first // len(own), -(-last // len(own))):  # of a time through its own
+            order = np.random.default_rng((seed, source, number)).permutation(own)
+            drawn += order[max(first - number * len(own), 0) : last - number * len(own)].tolist()
     order = np.random.default_rng((seed, len(weights), epoch)).permutation(drawn)
     return (order[:, None] * each + np.arange(each)).ravel()
 
 
-def _plan(
-    conversations: Conversations, drawn: Integer[np.ndarray, "drawn"], window: int, packing: bool = True
-) -> list[Integer[np.ndarray, "_"]]:
+def _plan(data: Conversations, drawn: np.ndarray, seq_len: int, packing: bool = True) -> list[np.ndarray]:
     """The conversations in each row: one, or each in the first of the last ``OPEN_ROWS`` rows that has room."""
-    sizes = conversations.sizes[drawn]
-    if sizes.max() > window:
-        said = f"a conversation has {sizes.max()} tokens, and a row {window}"
-        raise JllamaError(f"{said}: prepare the chats with this seq_len")
-    if conversations.rows_each > 1 or not packing:
+    if data.rows_each > 1 or not packing:
         return list(drawn[:, None])
-    room, row_of, used = np.full(len(drawn), window), np.zeros(len(drawn), int), 0
-    for place, size in enumerate(sizes.tolist()):
+    room, row_of, used = np.full(len(drawn), seq_len + 1), np.zeros(len(drawn), int), 0
+    for place, size in enumerate(data.sizes[drawn].tolist()):
         first = max(used - OPEN_ROWS, 0)
         row_of[place] = row = first + int(np.argmax(room[first : used + 1] >= size))
         room[row] -= size
@@ -201,21 +190,14 @@ def _plan(
     return np.split(drawn[np.argsort(row_of, kind="stable")], np.cumsum(np.bincount(row_of))[:-1])
 
 
-def _rows(
-    conversations: Conversations,
-    chosen: Sequence[np.ndarray],
-    window: int,
-    reference: _Reference,
-    read: _RowsRead = slice(None),
-) -> Rows:
-    """The rows of the chosen conversations; those not in ``read`` are zeros."""
-    tokens, segments, counted = (np.zeros((len(chosen), window), dtype) for dtype in (np.int32, np.int32, bool))
-    for row in np.arange(len(chosen))[read]:
+def _rows(data: Conversations, plan: list[np.ndarray], window: int, reference: _Reference, read: _RowsRead) -> Rows:
+    """The rows as planned; those not in ``read`` are zeros."""
+    tokens, segments, counted = (np.zeros((len(plan), window), dtype) for dtype in (np.int32, np.int32, bool))
+    for row in np.arange(len(plan))[read]:
         end = 0
-        for segment, index in enumerate(chosen[row], 1):
-            first, size = conversations.starts[index], conversations.sizes[index]
-            part, end = np.s_[row, end : end + size], end + size
-            tokens[part] = conversations.tokens[first : first + size]
-            counted[part], segments[part] = conversations.counted[first : first + size], segment
-    each = None if reference is None else np.array([reference[row].sum() for row in chosen], np.float32)
+        for segment, index in enumerate(plan[row], 1):
+            source = slice(data.starts[index], data.starts[index] + data.sizes[index])
+            place, end = np.s_[row, end : end + data.sizes[index]], end + data.sizes[index]
+            tokens[place], segments[place], counted[place] = data.tokens[source], segment, data.counted[source]
+    each = None if reference is None else np.array([reference[inside].sum() for inside in plan], np.float32)
     return Rows(tokens, segments, counted, each)

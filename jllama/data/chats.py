@@ -22,11 +22,13 @@ from jllama.tokenizers import Tokenizer
 CACHE_VERSION = 1  # raise it when the files below, or the tokens that count, change
 FORMS = ("chosen", "rejected"), ("messages",), ("prompt", "completion"), ("text",)
 """What makes a record, a pair or a chat; of several, the first that is there."""
-_ENTRY = {"fraction": "f8", "start": "i8", "size": "i8", "counted": "i8", "is_cut": "?", "source": "i8"}
+_FIELDS = {name for form in FORMS for name in form} | {"tools"}
+_ENTRY = [("fraction", "f8"), ("source", "i8"), ("start", "i8"), ("tokens", "i8"), ("counted_tokens", "i8")]
+_ENTRY += [("cut", "?"), ("dropped", "?")]
 
 
 class Record(NamedTuple):
-    """A line or row of a file of chats: where it stands, which of ``FORMS`` it has, and its fields that are no null."""
+    """A line or row of a file of chats: where it stands, which of ``FORMS`` it has, and its fields, but for nulls."""
 
     where: str
     form: tuple[str, ...]
@@ -49,17 +51,20 @@ class ChatDataset:
 
 def data_task(config: DataConfig) -> str:
     """``text``, ``chat`` or ``preference``: what ``config.task`` is, or the first file's first record says."""
-    path = next(iter(corpus_files(next(iter(config.mixture), config.path), cache_of(config)).values()))
+    if config.task != "auto":
+        return config.task
     kinds: dict[str, str] = {}
-    if config.task == "auto" and has_rows(path):
+    path = next(iter(corpus_files(next(iter(config.mixture), config.path), cache_of(config)).values()))
+    if has_rows(path):
         next(read_rows(path, [], lambda _, found: kinds.update(found)), None)
-    is_text = not config.mixture and (config.text_field in kinds or not {"messages", "completion"} & kinds.keys())
-    found = "preference" if {*FORMS[0]} <= kinds.keys() else "text" if is_text else "chat"
-    return found if config.task == "auto" else config.task
+    if config.text_field in kinds and not config.mixture:
+        return "text"
+    is_chat = config.mixture or {"messages", "completion"} & kinds.keys()
+    return "preference" if {*FORMS[0]} <= kinds.keys() else "chat" if is_chat else "text"
 
 
 def read_records(files: Iterable[Path], forms: Sequence[tuple[str, ...]] = FORMS) -> Iterator[Record]:
-    """The records of these forms in files of JSON Lines or Parquet; anything else there raises JllamaError."""
+    """The records of these forms in files of JSON Lines or Parquet; a line or file that has none raises JllamaError."""
 
     def form_of(where: str, names: Collection[str]) -> tuple[str, ...]:
         if found := [form for form in forms if {*form} <= {*names}]:
@@ -68,11 +73,9 @@ def read_records(files: Iterable[Path], forms: Sequence[tuple[str, ...]] = FORMS
         raise JllamaError(f"{where} has {', '.join(names) or 'no field'}, where {wanted} should be")
 
     for path in files:
-        if not has_rows(path):
-            raise JllamaError(f"{path} is no file of chats: convert it to .jsonl or Parquet, or leave it out")
-        for where, fields in read_rows(path, [*{name: 0 for form in forms for name in form}, "tools"], form_of):
-            fields = {name: value for name, value in fields.items() if value is not None}
-            yield Record(where, form_of(where, fields), fields)
+        for where, fields in read_rows(path, _FIELDS, form_of):
+            kept = {name: value for name, value in fields.items() if name in _FIELDS and value is not None}
+            yield Record(where, form_of(where, kept), kept)
 
 
 def record_tokens(
@@ -105,10 +108,8 @@ def _messages(value: Any, role: str) -> list[Any]:
     """A list of messages, without nulls but for contents, or the one message that a text is; of an empty text none."""
     if isinstance(value, str):
         return [{"role": role, "content": value}] if value else []
-    if not isinstance(value, list):
-        raise JllamaError(f"what the {role} says is of type {type(value).__name__}; give text or a list of messages")
-    kept = [each.items() if isinstance(each, dict) else [("content", each)] for each in value]
-    return [{name: part for name, part in each if part is not None or name == "content"} for each in kept]
+    parts = [each.items() if isinstance(each, dict) else () for each in (value if isinstance(value, list) else [value])]
+    return [{name: part for name, part in each if part is not None or name == "content"} for each in parts]
 
 
 def prepare_chats(
@@ -135,31 +136,33 @@ def prepare_chats(
                         text = json.dumps(record.fields, sort_keys=True, default=str).encode()
                         fraction = int.from_bytes(hashlib.sha256(text).digest()[:8]) / 2**64
                         found = record_tokens(record, tokenizer, template, stop_ids)
-                        found = [(ids[:window], [False, *mask[1:window]], len(ids) > window) for ids, mask in found]
-                        if any(not any(mask) or (is_cut and config.too_long == "drop") for _, mask, is_cut in found):
-                            found = [([], [], False)] * len(found)
-                        for ids, mask, is_cut in found:
+                        is_long = [len(ids) > window for ids, _ in found]
+                        found = [(ids[:window], [False, *mask[1:window]]) for ids, mask in found]
+                        drops = not all(any(mask) for _, mask in found) or (config.too_long == "drop" and any(is_long))
+                        for (ids, mask), cut in zip(found, is_long, strict=True):
                             tokens.write(np.array(ids, dtype).data)
                             counted.write(np.array(mask, bool).data)
-                            entries.append((fraction, start, len(ids), sum(mask), is_cut, source))
+                            entries.append((fraction, source, start, len(ids), sum(mask), cut, drops))
                             start += len(ids)
                         move(1)
-            np.save(partial / "entries.npy", np.array(entries, [*_ENTRY.items()]))
+            np.save(partial / "entries.npy", np.array(entries, _ENTRY))
     with fault_of(f"{folder} must be deleted, since it does not hold what was written there", OSError, ValueError):
         entries = np.load(folder / "entries.npy")
-        fractions = np.unique(entries["fraction"][entries["size"] > 0])
+        fractions = np.unique(entries["fraction"][~entries["dropped"]])
         if len(fractions) < 2:
             said = f"{' and '.join(sources)}: {len(fractions)} different conversations can be learned from"
             raise JllamaError(f"{said}; give at least 2, one of them to hold out, or a larger training.seq_len")
-        arrays = np.memmap(folder / "tokens.bin", dtype, "r"), np.memmap(folder / "counted.bin", bool, "r")
+        size = int(entries["tokens"].sum())
+        tokens = np.memmap(folder / "tokens.bin", dtype, "r", shape=size)
+        counted = np.memmap(folder / "counted.bin", bool, "r", shape=size)
     is_held_out = entries["fraction"] <= np.clip(config.validation_fraction, fractions[0], fractions[-2])
     weights, splits, counts = tuple(config.mixture.values()) or (1.0,), {}, {}
-    for split, chosen in {"train": entries[~is_held_out], "validation": entries[is_held_out]}.items():
-        kept = chosen[chosen["size"] > 0]
-        splits[split] = Conversations(*arrays, kept["start"], kept["size"], kept["source"], weights, 1 + is_pairs)
-        sums = {"tokens": kept["size"].sum(), "counted_tokens": kept["counted"].sum(), "cut": kept["is_cut"].sum()}
-        sums = {"conversations": len(kept), **sums, "dropped": len(chosen) - len(kept)}
-        counts[split] = {name: int(number) for name, number in sums.items()}
+    for split, each in {"train": entries[~is_held_out], "validation": entries[is_held_out]}.items():
+        kept = each[~each["dropped"]]
+        sums = {name: int(kept[name].sum()) for name in ("tokens", "counted_tokens", "cut")}
+        counts[split] = {"conversations": len(kept), **sums, "dropped": len(each) - len(kept)}
+        places = kept["start"], kept["tokens"], kept["source"]
+        splits[split] = Conversations(tokens, counted, *places, weights, rows_each=1 + is_pairs)
     if missing := [path for source, path in enumerate(sources) if source not in splits["train"].sources]:
         raise JllamaError(f"{missing[0]} has no conversation to train on; give more of it, or leave it out")
     fingerprint = sha256(key, config.validation_fraction, weights, config.packing)

@@ -48,14 +48,16 @@ Document = Callable[[], Iterator[str]]
 def corpus_files(path: str, cache_dir: Path) -> dict[str, Path]:
     """The files of a corpus by their name within it, sorted; JllamaError if there is none.
 
-    ``path`` is ``stdlib``, ``tinyshakespeare`` (downloaded into ``cache_dir`` if it is not there), a file, a folder
-    (every file below it, hidden ones left out) or a glob.
+    ``path`` is ``stdlib``, ``tinyshakespeare`` (downloaded into ``cache_dir`` if it is not there), ``persona``, a file,
+    a folder (every file below it, hidden ones left out) or a glob.
     """
     if path == "stdlib":
         walked = _walk(Path(sysconfig.get_paths()["stdlib"]), STDLIB_LEFT_OUT)
         files = {name: file for name, file in walked if file.suffix == ".py"}
     elif path == "tinyshakespeare":
         files = {path: _tinyshakespeare(cache_dir / "tinyshakespeare.txt")}
+    elif path == "persona":
+        files = {"persona.jsonl": Path(__file__).with_name("persona.jsonl")}
     elif (root := Path(path).expanduser()).is_file():
         files = {root.name: root}
     elif root.is_dir():
@@ -63,7 +65,7 @@ def corpus_files(path: str, cache_dir: Path) -> dict[str, Path]:
     else:
         files = {file.as_posix(): file for file in map(Path, glob.glob(str(root), recursive=True)) if file.is_file()}
     if not files:
-        advice = "give stdlib, tinyshakespeare, or an existing file, folder or glob"
+        advice = "give stdlib, tinyshakespeare, persona, or an existing file, folder or glob"
         raise JllamaError(f"data.path {path!r} has no files: {advice}")
     return dict(sorted(files.items()))
 
@@ -83,14 +85,9 @@ def read_corpus(files: Iterable[Path], text_field: str = "text") -> Iterator[Doc
     other file is one document. All but Parquet may be packed with gzip or Zstandard, with ``.gz`` or ``.zst`` behind
     the name or without. What is not UTF-8 text (also while a document is read) raises JllamaError.
     """
-
-    def check(where: str, kinds: dict[str, str]) -> None:
-        if not _TEXT.match(kinds.get(text_field, "")):
-            raise _no_text(where, text_field, kinds)
-
     for path in files:
         if has_rows(path):
-            for where, fields in read_rows(path, [text_field], check):
+            for where, fields in read_rows(path, [text_field], functools.partial(_check_text, text_field)):
                 if text := fields[text_field]:
                     with fault_of(f"{where} is not a JSON object", UnicodeEncodeError):
                         text.encode()  # not so a lone surrogate
@@ -189,12 +186,14 @@ def cut(parts: Iterable[str]) -> Iterator[str]:
         yield pending
 
 
-def _no_text(where: str, field: str, kinds: dict[str, str]) -> JllamaError:
-    """The error for fields, of these types, among which is no text under the name it should have."""
+def _check_text(field: str, where: str, kinds: dict[str, str]) -> None:
+    """Raise the error for fields, of these types, unless one is text and has the name that it should have."""
+    if _TEXT.match(kinds.get(field, "")):
+        return
     said = f"{where} has {f'a {kinds[field]} in' if field in kinds else 'no'} field {field!r}, where its text should be"
-    if "messages" in kinds:
-        return JllamaError(f"{said}: 'messages' make it a chat: set data.task to chat")
-    return JllamaError(f"{said}: set data.text_field to one of {[name for name in kinds if _TEXT.match(kinds[name])]}")
+    advice = f"set data.text_field to one of {[name for name in kinds if _TEXT.match(kinds[name])]}"
+    advice = "'messages' make it a chat: set data.task to chat" if "messages" in kinds else advice
+    raise JllamaError(f"{said}: {advice}")
 
 
 def _tinyshakespeare(target: Path) -> Path:

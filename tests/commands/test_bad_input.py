@@ -45,7 +45,7 @@ def fails(capsys):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("missing.txt", None, "missing.txt' has no files: give stdlib, tinyshakespeare, or an existing file"),
+        ("missing.txt", None, "missing.txt' has no files: give stdlib, tinyshakespeare, persona, or an existing file"),
         ("empty.txt", b"", "the train split is empty: the corpus has 0 documents, so give more text"),
         ("binary.bin", b"\x7fELF\x00\x01", "byte 0x00 at offset 4 is not UTF-8 text"),
         ("latin.txt", "caf\xe9 au lait".encode("latin-1") * 99, "byte 0xE9 at offset 3 is not UTF-8 text"),

@@ -1,43 +1,624 @@
 """Chats become rows in which every conversation is whole and once, in an order that is a function of seed and step."""
 
-import functools
+import collections
+import gzip
+import itertools
 import json
+from pathlib import Path
 
+import make_persona
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
 from helpers import trained_smollm
+from helpers_real import real_file
+from hypothesis import given
+from hypothesis import strategies as st
 
-from jllama.data.batches import chat_validation_batches
-from jllama.data.chats import data_task, prepare_chats
+from jllama.checkpoints.registry import open_checkpoint
+from jllama.data import batches, chats
+from jllama.data.batches import Conversations, chat_batches, chat_validation_batches, rows_an_epoch
+from jllama.data.chats import data_task, prepare_chats, read_records, record_tokens
 from jllama.data.config import DataConfig
-from jllama.templates.messages import TEMPLATES, end_of_turn_ids
+from jllama.data.corpus import corpus_files
+from jllama.errors import JllamaError, UsageError
+from jllama.templates.messages import end_of_turn_ids, find_template
+
+try:
+    from compression import zstd
+except ImportError:
+    from backports import zstd
+
+TOKENIZER = trained_smollm(["user and assistant, system, hello!\n" * 3], 300)
+STOP_IDS = end_of_turn_ids(TOKENIZER, ())
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+BOS, EOS, END = TOKENIZER.bos_id, TOKENIZER.eos_id, TOKENIZER.special_tokens["<|im_end|>"]
 
 
-@functools.cache
-def tokenizer():
-    return trained_smollm(["user and assistant, system, hello!\n" * 3], 300)
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
 
 
 def chat(number, answer="fine"):
-    said = {"role": "user", "content": f"question {number}"}, {"role": "assistant", "content": f"{answer} {number}"}
-    return {"messages": [*said]}
+    return {"messages": [user(f"question {number}"), assistant(f"{answer} {number}")]}
 
 
 def write(path, records):
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     return path
 
 
-def test_every_answer_and_its_end_count(tmp_path):
-    path = write(tmp_path / "a.jsonl", [chat(number) for number in range(40)])
-    config = DataConfig(path=str(path), cache_dir=str(tmp_path / "cache"))
-    assert data_task(config) == "chat"
-    data = prepare_chats(config, tokenizer(), TEMPLATES["chatml"], end_of_turn_ids(tokenizer(), ()), 128)
-    answers = []
-    for split in data.train, data.validation:
-        for batch in chat_validation_batches(split, batch_size=2, seq_len=128):
-            text = "".join(
-                tokenizer().decode(row[mask].tolist()) for row, mask in zip(batch.tokens, batch.counted, strict=True)
-            )
-            answers += text.replace("fine", ",fine").split(",")[1:]
-    assert sorted(answers) == sorted(f"fine {number}" for number in range(40))
-    assert data.counts["train"]["conversations"] + data.counts["validation"]["conversations"] == 40
+def config(path, **options):
+    where = {} if "mixture" in options else {"path": str(path)}
+    return DataConfig(**where | options, cache_dir=str(next(each for each in path.parents if each.is_dir()) / ".cache"))
+
+
+def prepare(path, seq_len=100, template=CHATML, **options):
+    return prepare_chats(config(path, **options), TOKENIZER, template, STOP_IDS, seq_len)
+
+
+def conversations_of(split):
+    """The ids of each conversation, and those that count."""
+    return [
+        (
+            split.tokens[start : start + size].tolist(),
+            split.tokens[start : start + size][split.counted[start : start + size]].tolist(),
+        )
+        for start, size in zip(split.starts, split.sizes, strict=True)
+    ]
+
+
+def answers(data):
+    """What counts, in words, of all conversations."""
+    found = [counted for split in (data.train, data.validation) for _, counted in conversations_of(split)]
+    return sorted(TOKENIZER.decode(counted) for counted in found)
+
+
+# Rows
+
+
+def numbered(sizes, *, sources=None, weights=(1.0,), rows_each=1):
+    """Conversations whose tokens are their positions, from 1 on; every third of them counts, but for the first."""
+    starts = np.cumsum([0, *sizes])[:-1]
+    total = int(sum(sizes))
+    counted = np.arange(1, total + 1) % 3 == 0
+    counted[starts] = False
+    sources = np.zeros(len(sizes), int) if sources is None else np.array(sources)
+    tokens = np.arange(1, total + 1, dtype=np.uint32)
+    return Conversations(tokens, counted, starts, np.array(sizes), sources, weights, rows_each)
+
+
+def inside(rows, conversations):
+    """The conversations in each row, which must be whole, in segments 1, 2, ..., with nothing but padding behind."""
+    index_of = {int(conversations.tokens[start]): index for index, start in enumerate(conversations.starts)}
+    found = []
+    for tokens, segments, counted in zip(rows.tokens, rows.segments, rows.counted, strict=True):
+        in_row, at = [], 0
+        for segment in range(1, segments.max(initial=0) + 1):
+            index = index_of[int(tokens[at])]
+            start, size = conversations.starts[index], conversations.sizes[index]
+            part = slice(at, at + size)
+            np.testing.assert_array_equal(tokens[part], conversations.tokens[start : start + size])
+            np.testing.assert_array_equal(counted[part], conversations.counted[start : start + size])
+            assert (segments[part] == segment).all()
+            assert not counted[at]
+            in_row.append(index)
+            at += size
+        assert not tokens[at:].any()
+        assert not segments[at:].any()
+        assert not counted[at:].any()
+        found.append(in_row)
+    return found
+
+
+def take(count, conversations, **options):
+    options = {"batch_size": 1, "seq_len": 15, "seed": 3} | options
+    return list(itertools.islice(chat_batches(conversations, **options), count))
+
+
+SIZES = st.lists(st.integers(1, 16), min_size=1, max_size=60)
+
+
+@given(sizes=SIZES, seed=st.integers(0, 2**31), open_rows=st.sampled_from([2, 256]))
+def test_an_epoch_has_every_conversation_once_and_whole(sizes, seed, open_rows):
+    conversations = numbered(sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batches, "OPEN_ROWS", open_rows)
+        count = rows_an_epoch(conversations, seq_len=15, seed=seed)
+        epoch = [inside(rows, conversations)[0] for rows in take(count, conversations, seed=seed)]
+    assert sorted(itertools.chain(*epoch)) == list(range(len(sizes)))
+    used = [sum(sizes[index] for index in row) for row in epoch]
+    for row in range(1, count):  # first fit: what begins a row had no room in the open ones before
+        for before in range(max(0, row - open_rows), row):
+            assert used[before] + sizes[epoch[row][0]] > 16
+    assert count * 16 < 2 * sum(sizes) + 16 or open_rows == 2
+
+
+def test_epochs_and_seeds_differ_in_order_and_nothing_else():
+    conversations = numbered([4] * 40)
+    epochs = [
+        [tuple(inside(rows, conversations)[0]) for rows in take(30, conversations)][start : start + 10]
+        for start in (0, 10, 20)
+    ]
+    for epoch in epochs:
+        assert sorted(itertools.chain(*epoch)) == list(range(40))
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    same, other = (take(5, conversations, seed=seed) for seed in (3, 4))
+    assert [row for rows in same for row in inside(rows, conversations)] == [[*row] for row in epochs[0][:5]]
+    assert any((a.tokens != b.tokens).any() for a, b in zip(same, other, strict=True))
+
+
+@given(sizes=SIZES, before=st.integers(0, 40), batch_size=st.integers(1, 5), packing=st.booleans())
+def test_a_restored_iterator_goes_on_exactly(sizes, before, batch_size, packing):
+    conversations = numbered(sizes)
+    options = {"batch_size": batch_size, "packing": packing}
+    everything = take(before + 12, conversations, **options)
+    first = chat_batches(conversations, seq_len=15, seed=3, **options)
+    for _ in range(before):
+        next(first)
+    state = json.loads(json.dumps(first.get_state()))
+    second = chat_batches(conversations, seq_len=15, seed=3, **options)
+    next(second)
+    second.set_state(state)
+    for rows, expected in zip(itertools.islice(second, 12), everything[before:], strict=True):
+        for found, wanted in zip(rows[:3], expected[:3], strict=True):
+            np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_rows_of_processes_are_those_of_the_whole_batch(packing):
+    """Their shapes too, whoever has the longest."""
+    conversations = numbered([3, 60, 5, 7, 2, 4, 9] * 3)
+    options = {"batch_size": 4, "seq_len": 63, "packing": packing}
+    parts = [take(8, conversations, rows=rows, **options) for rows in ([0, 3], slice(1, 2), [2])]
+    for whole, *each in zip(take(8, conversations, **options), *parts, strict=True):
+        for found, wanted in zip(map(sum, zip(*[rows[:3] for rows in each], strict=True)), whole, strict=False):
+            np.testing.assert_array_equal(found, wanted)
+
+
+@given(sizes=SIZES, batch_size=st.integers(1, 4), rows_each=st.sampled_from([1, 2]))
+def test_validation_has_every_conversation_once_in_order_and_one_shape(sizes, batch_size, rows_each):
+    conversations = numbered(sizes * rows_each, rows_each=rows_each)
+    reference = np.arange(1, len(conversations.sizes) + 1, dtype=np.float32)
+    found = list(chat_validation_batches(conversations, batch_size=batch_size, seq_len=15, reference=reference))
+    assert {rows.tokens.shape for rows in found} == {(batch_size * rows_each, 16)}
+    order = [row for rows in found for row in inside(rows, conversations)]
+    assert sorted(itertools.chain(*order)) == list(range(len(conversations.sizes)))
+    firsts = [row[0] for row in order if row]
+    assert firsts == sorted(firsts)
+    expected = [float(sum(index + 1 for index in row)) for row in order]
+    assert np.concatenate([rows.reference for rows in found]).tolist() == expected
+    if rows_each == 2:
+        assert [row for row in order if row] == [[index] for index in range(len(conversations.sizes))]
+
+
+@pytest.mark.parametrize("rows_each", [1, 2])
+def test_a_part_of_validation_is_spread_evenly(rows_each):
+    conversations = numbered([8] * 200, rows_each=rows_each)
+    options = {"batch_size": 2, "seq_len": 15}
+    part = list(chat_validation_batches(conversations, **options, max_tokens=320))
+    order = list(itertools.chain(*(row for rows in part for row in inside(rows, conversations))))
+    assert order == [first + second for first in range(0, 200, 10) for second in (0, 1)]
+    (least,) = chat_validation_batches(conversations, **options, max_tokens=1)
+    assert [*itertools.chain(*inside(least, conversations))] == [0, 1]
+
+
+# Rows of one conversation each
+
+
+def test_rows_of_one_have_two_lengths_and_no_more():
+    sizes = [*range(2, 66), *[9] * 200]
+    conversations = numbered(sizes)
+    found = take(400, conversations, batch_size=2, seq_len=64, packing=False)
+    assert {rows.tokens.shape for rows in found} == {(2, 17), (2, 65)}
+    for rows in found:
+        longest = max(sizes[index] for (index,) in inside(rows, conversations))
+        assert (rows.tokens.shape[1] == 17) == (longest <= 17)
+    assert rows_an_epoch(conversations, seq_len=64, seed=0, packing=False) == len(sizes)
+    assert {rows.tokens.shape for rows in take(50, numbered([4]), seq_len=5, packing=False)} == {(1, 6)}
+    assert {rows.tokens.shape for rows in take(50, numbered([4] * 9), seq_len=100, packing=False)} == {(1, 33)}
+
+
+def test_pairs_stay_together_with_their_references():
+    sizes = [5, 7, 30, 3, 9, 9, 2, 40] * 5
+    conversations = numbered(sizes, rows_each=2)
+    reference = -np.arange(len(sizes), dtype=np.float32)
+    assert rows_an_epoch(conversations, seq_len=63, seed=3) == 20
+    found = take(10, conversations, batch_size=2, seq_len=63, reference=reference)
+    assert {rows.tokens.shape for rows in found} == {(4, 17), (4, 64)}
+    pairs = []
+    for rows in found:
+        order = [index for (index,) in inside(rows, conversations)]
+        assert all(index % 2 == 0 for index in order[::2])
+        assert order[1::2] == [index + 1 for index in order[::2]]
+        assert rows.reference.tolist() == [-index for index in order]
+        assert rows.reference.dtype == np.float32
+        pairs += order[::2]
+    assert sorted(pairs) == list(range(0, len(sizes), 2))
+
+
+# Mixtures
+
+
+@given(
+    numbers=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    weights=st.lists(st.floats(0.05, 20), min_size=4, max_size=4),
+    rows_each=st.sampled_from([1, 2]),
+)
+def test_sources_are_drawn_by_weight_and_each_of_theirs_before_any_again(numbers, weights, rows_each):
+    sources = np.repeat(np.arange(len(numbers)), numbers)
+    weights, total = tuple(weights[: len(numbers)]), sum(numbers)
+    conversations = numbered(
+        [3] * total * rows_each, sources=sources.repeat(rows_each), weights=weights, rows_each=rows_each
+    )
+    drawn = []
+    for epoch in range(5):
+        drawn += [each // rows_each for each in batches._drawn(conversations, 1, epoch).tolist()[::rows_each]]
+        for source, weight in enumerate(weights):
+            own = [each for each in drawn if sources[each] == source]
+            assert abs(len(own) - weight / sum(weights) * total * (epoch + 1)) <= 0.5 + 1e-6
+            times = collections.Counter(dict.fromkeys(np.flatnonzero(sources == source).tolist(), 0))
+            times.update(own)
+            assert max(times.values()) - min(times.values()) <= 1
+
+
+def test_a_mixture_of_files(tmp_path):
+    first = write(tmp_path / "a" / "x.jsonl", [chat(number, "a") for number in range(40)])
+    second = write(tmp_path / "b.jsonl", [chat(number, "b") for number in range(20)])
+    data = prepare(tmp_path, mixture={str(first.parent): 1, str(second): 3})
+    texts = ""
+    for rows in take(2 * rows_an_epoch(data.train, seq_len=100, seed=3), data.train, seq_len=100):
+        texts += TOKENIZER.decode(rows.tokens[rows.counted].tolist())
+    assert data.train.weights == (1.0, 3.0)
+    assert 2.8 < texts.count("b") / texts.count("a") < 3.2
+    other = prepare(tmp_path, mixture={str(first.parent): 1, str(second): 2})
+    assert other.fingerprint != data.fingerprint
+    assert other.train.tokens.filename == data.train.tokens.filename  # not tokenized again
+
+
+# Files
+
+
+def test_auto_goes_by_the_first_record(tmp_path):
+    def task(*records, **options):
+        return data_task(config(write(tmp_path / "a.jsonl", records), **options))
+
+    assert task({"text": "x"}) == task({"text": "x", "messages": []}) == "text"
+    assert task(chat(1)) == task({"prompt": "a", "completion": "b"}) == "chat"
+    assert task({"prompt": "a", "chosen": "b", "rejected": "c", "messages": []}) == "preference"
+    assert task({"prompt": "a"}) == task() == task({"chosen": 1}) == task(chat(1), text_field="messages") == "text"
+    assert task({"text": "x"}, task="chat") == task({"text": "x"}, mixture={str(tmp_path / "a.jsonl"): 1}) == "chat"
+    for records in ([chat(1)], [{"prompt": "q", "chosen": "a", "rejected": "b"}], [{"text": "x", "messages": []}]):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+        assert data_task(config(tmp_path / "a.parquet")) == task(*records)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "a.txt").write_text('{"messages": []}')
+    write(tmp_path / "b" / "b.jsonl", [chat(1)])
+    assert data_task(config(tmp_path / "b")) == "text"
+    assert data_task(DataConfig(path="persona")) == "chat"
+
+
+def test_every_kind_of_file_gives_the_same(tmp_path):
+    records = [chat(number) for number in range(30)]
+    path = write(tmp_path / "plain" / "a.jsonl", records)
+    data = path.read_bytes()
+    for name, content in {"a.jsonl.gz": gzip.compress(data), "a.jsonl.zst": zstd.compress(data)}.items():
+        (tmp_path / name).write_bytes(content)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet", row_group_size=7)
+    write(tmp_path / "parts" / "1.jsonl", records[:11])
+    write(tmp_path / "parts" / "sub" / "2.jsonl", records[11:])
+    expected = prepare(path)
+    wanted = sorted(f"fine {number}" for number in range(30))
+    assert answers(expected) == wanted
+    for place in ("plain", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "parts"):
+        found = prepare(tmp_path / place)
+        assert conversations_of(found.train) == conversations_of(expected.train)
+        assert conversations_of(found.validation) == conversations_of(expected.validation)
+        assert found.counts == expected.counts
+    assert answers(prepare(tmp_path / "parts" / "**" / "*.jsonl")) == wanted
+
+
+def test_nulls_are_left_out(tmp_path):
+    """Parquet has every field in every row; so do files made from it."""
+    calls = [{"type": "function", "function": {"name": "f"}}]
+    rows = [
+        {"messages": [user("q"), {"role": "assistant", "content": None, "tool_calls": calls}], "text": None, "id": 1},
+        {"messages": None, "text": "plain", "id": 2},
+        {"messages": [user("q"), assistant("a")], "text": None, "id": 3},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    found = list(read_records([tmp_path / "a.parquet"]))
+    assert [record.form for record in found] == [("messages",), ("text",), ("messages",)]
+    assert [record.where for record in found] == [f"{tmp_path}/a.parquet row {number}" for number in (1, 2, 3)]
+    template = "{% for m in messages %}{{ m.role }}{% generation %}{{ m }}{% endgeneration %}{% endfor %}"
+    (ids, _), *_ = record_tokens(found[0], TOKENIZER, template, STOP_IDS)
+    assert "{'role': 'user', 'content': 'q'}" in TOKENIZER.decode(ids)
+    assert "'content': None" in TOKENIZER.decode(ids)
+    (ids, _), *_ = record_tokens(found[2], TOKENIZER, template, STOP_IDS)
+    assert "tool_calls" not in TOKENIZER.decode(ids)
+
+
+def tokens_of(record, tmp_path, template=CHATML):
+    (found,) = read_records([write(tmp_path / "a.jsonl", [record])])
+    sides = record_tokens(found, TOKENIZER, template, STOP_IDS)
+    return [(ids, [id for id, counts in zip(ids, mask, strict=True) if counts]) for ids, mask in sides]
+
+
+def test_prompt_and_completion(tmp_path):
+    expected = tokens_of({"messages": [user("q"), assistant("a")]}, tmp_path)
+    assert [counted for _, counted in expected] == [[*TOKENIZER.encode("a"), END]]
+    for record in (
+        {"prompt": "q", "completion": "a"},
+        {"prompt": [user("q")], "completion": [assistant("a")]},
+        {"prompt": [user("q")], "completion": "a", "text": "no"},
+    ):
+        assert tokens_of(record, tmp_path) == expected
+    ids, counted = tokens_of({"prompt": "q", "completion": " a"}, tmp_path, None)[0]
+    assert ids == [BOS, *TOKENIZER.encode("q"), *TOKENIZER.encode(" a"), EOS]
+    assert counted == [*TOKENIZER.encode(" a"), EOS]
+    for template in (CHATML, None):
+        ids, counted = tokens_of({"text": "hello", "prompt": "no"}, tmp_path, template)[0]
+        assert ids == [BOS, *counted] == [BOS, *TOKENIZER.encode("hello"), EOS]
+
+
+def test_chosen_and_rejected(tmp_path):
+    expected = [
+        *tokens_of({"messages": [user("q"), assistant("a")]}, tmp_path),
+        *tokens_of({"messages": [user("q"), assistant("b")]}, tmp_path),
+    ]
+    for record in (
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        {"prompt": [user("q")], "chosen": [assistant("a")], "rejected": [assistant("b")]},
+        {"chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")]},
+        {"prompt": "q", "chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")], "messages": 3},
+    ):
+        assert tokens_of(record, tmp_path) == expected
+    pairs = [{"prompt": f"q{number}", "chosen": "yes", "rejected": "no"} for number in range(20)]
+    data = prepare(write(tmp_path / "b.jsonl", pairs))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([pair | {"id": 1} for pair in pairs]), tmp_path / "c.parquet")
+    assert conversations_of(prepare(tmp_path / "c.parquet").train) == conversations_of(data.train)
+    assert data.preference
+    assert data.train.rows_each == 2
+    assert answers(data) == ["no"] * 20 + ["yes"] * 20
+    said = [TOKENIZER.decode(counted) for _, counted in conversations_of(data.train)]
+    assert said == ["yes", "no"] * (len(said) // 2)
+    assert sum(counts["conversations"] for counts in data.counts.values()) == 40
+
+
+def test_tools_reach_the_template(tmp_path):
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    template = "{{ tools[0].function.name }}" + CHATML
+    for value in (tools, json.dumps(tools)):
+        ((ids, _),) = tokens_of(chat(1) | {"tools": value}, tmp_path, template)
+        assert TOKENIZER.decode(ids).startswith("weather")
+
+
+# Tokens on disk
+
+
+@given(
+    numbers=st.lists(st.integers(0, 30), min_size=2, max_size=40), fraction=st.floats(0.01, 0.99), order=st.randoms()
+)
+def test_the_split_depends_on_nothing_but_the_records(tmp_path_factory, numbers, fraction, order):
+    numbers = [*numbers, 31, 32]
+    shuffled = list(numbers)
+    order.shuffle(shuffled)
+    folder = tmp_path_factory.mktemp("split")
+    first, second = (
+        prepare(write(folder / name / "a.jsonl", map(chat, each)), validation_fraction=fraction)
+        for name, each in (("a", numbers), ("b", shuffled))
+    )
+    for split in ("train", "validation"):
+        found = sorted(conversations_of(getattr(first, split)))
+        assert found == sorted(conversations_of(getattr(second, split)))
+        assert found
+    train, held_out = ({tuple(ids) for ids, _ in conversations_of(split)} for split in (first.train, first.validation))
+    assert not train & held_out
+    assert first.counts == second.counts
+    assert sum(counts["conversations"] for counts in first.counts.values()) == len(numbers)
+
+
+def test_the_split_passes_over_fields_that_are_not_of_a_record(tmp_path):
+    first, second = (
+        prepare(
+            write(tmp_path / name / "a.jsonl", [chat(number) | {"id": name, "tools": None} for number in range(40)])
+        )
+        for name in ("a", "b")
+    )
+    assert conversations_of(first.validation) == conversations_of(second.validation)
+
+
+def test_the_held_out_part_is_about_the_fraction_asked_for(tmp_path):
+    data = prepare(write(tmp_path / "a.jsonl", map(chat, range(400))), validation_fraction=0.2)
+    assert 60 <= data.counts["validation"]["conversations"] <= 100
+
+
+@pytest.mark.parametrize("too_long", ["cut", "drop"])
+def test_what_is_too_long_is_cut_or_dropped_and_counted(tmp_path, too_long):
+    size = len(tokens_of(chat(0), tmp_path)[0][0])
+    asks_long = {"messages": [user("why " * 99), assistant("late")]}
+    says_long = [{"messages": [user(f"{number}"), assistant("word " * 99)]} for number in range(30)]
+    records = [*map(chat, range(10)), *[asks_long] * 3, *says_long]
+    data = prepare(write(tmp_path / "a.jsonl", records), seq_len=size - 1, too_long=too_long)
+    total = collections.Counter(data.counts["train"]) + collections.Counter(data.counts["validation"])
+    cut = 30 if too_long == "cut" else 0
+    assert (total["conversations"], total["cut"], total["dropped"]) == (10 + cut, cut, 33 - cut)
+    for split, counts in ((data.train, data.counts["train"]), (data.validation, data.counts["validation"])):
+        assert split.sizes.max() == size  # that of the window
+        assert counts["tokens"] == split.sizes.sum()
+        assert counts["counted_tokens"] == sum(len(counted) for _, counted in conversations_of(split))
+    assert sum(text.startswith("fine") for text in answers(data)) == 10
+    assert sum(text.startswith("word word") for text in answers(data)) == cut
+
+
+def test_pairs_are_cut_or_dropped_together(tmp_path):
+    pairs = [{"prompt": f"{number}", "chosen": "yes", "rejected": "no " * 99} for number in range(20)]
+    pairs += [
+        {"prompt": "long " * 40, "chosen": "yes", "rejected": "no"},
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+    ]
+    data = prepare(write(tmp_path / "a.jsonl", pairs), seq_len=60)
+    total = collections.Counter(data.counts["train"]) + collections.Counter(data.counts["validation"])
+    assert (total["conversations"], total["cut"], total["dropped"]) == (42, 20, 2)
+    assert all(len(split.sizes) % 2 == 0 for split in (data.train, data.validation))
+    with pytest.raises(JllamaError, match=r"a.jsonl: 1 different conversations can be learned from; give at least 2"):
+        prepare(tmp_path / "a.jsonl", seq_len=60, too_long="drop")
+
+
+def test_tokens_are_kept_and_found_again(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.jsonl", map(chat, range(30)))
+    first = prepare(path)
+    asked = []
+    monkeypatch.setattr(chats, "record_tokens", lambda *rest: asked.append(rest) or record_tokens(*rest))
+    again = prepare(path)
+    assert again.fingerprint == first.fingerprint
+    assert isinstance(again.train.tokens, np.memmap)
+    assert again.train.tokens.dtype == np.uint16
+    assert not asked
+    changes = [
+        {"validation_fraction": 0.5},
+        {"packing": False},
+        {"seq_len": 90},
+        {"too_long": "drop"},
+        {"template": CHATML + "\n"},
+    ]
+    others = [prepare(path, **change).fingerprint for change in changes]
+    assert len({first.fingerprint, *others}) == 6
+    assert len(asked) == 3 * 30  # neither the split nor packing is of the tokens
+    write(path, map(chat, range(31)))
+    assert prepare(path).fingerprint not in (first.fingerprint, *others)
+    folders = list((tmp_path / ".cache").iterdir())
+    assert len(folders) == 5
+    for name, size in {"counted.bin": 5, "tokens.bin": 0, "entries.npy": 9}.items():
+        for folder in folders:
+            (folder / name).write_bytes((folder / name).read_bytes()[:size])
+        with pytest.raises(JllamaError, match=r"chats-\w+ must be deleted, since it does not hold what was written"):
+            prepare(path)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"messages": ', "a.jsonl line 4 is not a JSON object: Expecting value"),
+        ("[1]", "a.jsonl line 4 is not a JSON object: 'list' object"),
+        ('{"body": 1, "id": 2}', "line 4 has body, id, where messages, or prompt and completion, or text should be$"),
+        ('{"messages": null}', "line 4 has no field, where messages, or prompt"),
+        ('{"prompt": "x"}', "line 4 has prompt, where messages, or prompt and completion, or"),
+        ('{"messages": []}', "line 4: there are no messages"),
+        ('{"messages": 3}', "line 4: message 0 has nothing; it must have just 'role' and 'content'$"),
+        ('{"messages": ["x"]}', "line 4: message 0 has nothing; it must have just 'role'"),
+        ('{"prompt": 3, "completion": "x"}', "line 4: message 0 has nothing"),
+        ('{"messages": [{"role": "bot", "content": "x"}]}', "line 4: message 0 has the role 'bot'; it must be one of"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "line 4: message 0 has a content of type int, not text"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "line 4: no message is the assistant's"),
+        ('{"prompt": "x", "completion": ""}', "line 4: no message is the assistant's"),
+        ('{"text": 3}', "line 4: message 0 has nothing"),
+        ('{"messages": [{"role": "assistant", "content": "\\ud83d"}]}', "line 4: the text has the lone surrogate U"),
+        ('{"messages": [{"role": "assistant", "content": "x"}], "tools": "{"}', "line 4: Expecting property name"),
+        (
+            '{"messages": [{"role": "assistant", "content": "x"}]}',
+            "line 4: the chat template refuses .*: not you first$",
+        ),
+        ('{"messages": "\xff"}', "a.jsonl line 4 is not a JSON object: .* byte 0xff"),
+    ],
+)
+def test_bad_records(tmp_path, line, message):
+    path = write(tmp_path / "a.jsonl", [chat(1), chat(2)])
+    with path.open("ab") as file:
+        file.write(b"\n" + line.encode("latin-1") + b"\n")
+    refusal = "{% if messages[0].role != 'user' %}{{ raise_exception('not you first') }}{% endif %}"
+    template = refusal + CHATML if "refuses" in message else CHATML
+    with pytest.raises(JllamaError, match=message) as caught:
+        prepare(path, template=template)
+    assert "\n" not in str(caught.value)
+    assert not list((tmp_path / ".cache").iterdir())
+
+
+def test_other_bad_input(tmp_path):
+    path = write(tmp_path / "a.jsonl", [chat(1)] * 9)
+    with pytest.raises(
+        JllamaError, match=r"a.jsonl: 1 different conversations can be learned from; give at least 2, one"
+    ):
+        prepare(path)
+    with pytest.raises(
+        JllamaError, match=r"a.jsonl line 1: the model has no chat template: give a prompt and an answer"
+    ):
+        prepare(path, template=None)
+    with pytest.raises(JllamaError, match=r"a.jsonl line 1 has messages, where chosen and rejected should be$"):
+        prepare(path, task="preference")
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    with pytest.raises(
+        JllamaError, match=r"line 1 has prompt, chosen, rejected, where messages, or prompt and completion,"
+    ):
+        prepare(write(tmp_path / "b.jsonl", [pair]), task="chat")
+    pyarrow.parquet.write_table(pyarrow.table({"id": [1], "body": ["x"]}), tmp_path / "c.parquet")
+    with pytest.raises(JllamaError, match=r"c.parquet has id, body, where messages, or prompt and completion, or text"):
+        prepare(tmp_path / "c.parquet", task="chat")
+    (tmp_path / "d.md").write_text("# Chats\n")
+    with pytest.raises(JllamaError, match=r"d.md line 1 is not a JSON object: Expecting value"):
+        prepare(tmp_path / "d.md", task="chat")
+    write(tmp_path / "few.jsonl", [chat(1), chat(2)])
+    write(tmp_path / "many.jsonl", map(chat, range(3, 60)))
+    with pytest.raises(
+        JllamaError, match=r"few.jsonl has no conversation to train on; give more of it, or leave it out"
+    ):
+        prepare(
+            tmp_path,
+            mixture={str(tmp_path / name): 1 for name in ("many.jsonl", "few.jsonl")},
+            validation_fraction=0.99,
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mixture": {"a": 0.0}}, "data.mixture is {'a': 0.0}; it must be"),
+        ({"mixture": {"a": float("nan")}}, "data.mixture is .*; it must be weights of at least one path"),
+        ({"mixture": {"a": 1.0}, "path": "b"}, "data.path is b; it must be left out with data.mixture"),
+        ({"mixture": {"a": 1.0}, "task": "text"}, "data.task is text; it must be chat or preference, as data.mixture"),
+    ],
+)
+def test_options_that_contradict(options, message):
+    with pytest.raises(UsageError, match=message):
+        DataConfig(**options)
+
+
+# The persona
+
+
+def test_the_persona_is_what_its_script_makes():
+    (path,) = corpus_files("persona", Path("unused")).values()
+    assert path.read_text() == make_persona.lines()
+    records = list(read_records([path]))
+    assert 150 <= len(records) <= 250
+    for words, (questions, its_answers) in make_persona.FACTS.items():
+        assert len({*questions}) == 4
+        assert len({*its_answers}) == 3
+        assert sum(words.casefold() in answer.casefold() for answer in its_answers) >= 2
+    texts = [message["content"] for record in records for message in record.fields["messages"]]
+    assert {text for _, its_answers in make_persona.FACTS.values() for text in its_answers} <= {*texts}
+
+
+@pytest.mark.real_weights
+def test_the_persona_is_short(tmp_path):
+    origin = open_checkpoint(real_file("SmolLM2-135M-Instruct.Q4_1.gguf"))
+    tokenizer = origin.tokenizer
+    template, stop_ids = find_template(tokenizer, origin.chat_template), end_of_turn_ids(tokenizer, origin.stop_ids)
+    data = prepare_chats(DataConfig(path="persona", cache_dir=str(tmp_path)), tokenizer, template, stop_ids, 256)
+    assert max(data.train.sizes.max(), data.validation.sizes.max()) < 120
+    assert data.counts["train"]["conversations"] + data.counts["validation"]["conversations"] == 156
+    assert not data.counts["train"]["cut"] + data.counts["train"]["dropped"]
+    for ids, counted in conversations_of(data.train):
+        text = tokenizer.decode(counted)
+        assert all(part in text for part in text.split("\n"))
+        assert counted[-1] == tokenizer.special_tokens["<|im_end|>"]
+        assert ids.count(tokenizer.special_tokens["<|im_start|>"]) >= 3

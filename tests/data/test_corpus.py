@@ -97,7 +97,7 @@ def test_binary_files(tmp_path, data, message):
 
 def test_missing_and_empty(tmp_path):
     for path in (tmp_path, tmp_path / "missing.txt", tmp_path / "*.txt"):
-        with pytest.raises(JllamaError, match="has no files: give stdlib, tinyshakespeare, or an existing"):
+        with pytest.raises(JllamaError, match="has no files: give stdlib, tinyshakespeare, persona, or an existing"):
             read(path)
     (tmp_path / "empty.txt").touch()
     assert read(tmp_path) == []
