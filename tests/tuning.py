@@ -1,0 +1,179 @@
+"""A small model to tune, conversations packed and apart, compiled steps, and the same losses in float64."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import numpy as np
+from models import SMALL
+
+from jllama import oracle
+from jllama.config import LoraConfig
+from jllama.data.batches import Rows
+from jllama.sharding import MeshConfig, make_mesh
+from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
+from jllama.training.step import compile_training
+from jllama.verify.checks import random_params, relative_error
+
+CONFIG = dataclasses.replace(SMALL, vocab_size=64, tie_embeddings=True)
+WEIGHTS = random_params(CONFIG, 0, embed_std=0.2)  # small, as the embedding is the head
+OPTIMIZER = OptimizerConfig(learning_rate=3e-3, warmup_fraction=0.2, clip_norm=0.5, epsilon=1e-6)
+"""Gradients are longer than the clip, so that it counts."""
+KINDS = {
+    "full": LoraConfig(),
+    "lora": LoraConfig(rank=4, alpha=6.0),
+    "rslora": LoraConfig(rank=4, alpha=6.0, targets=("wq", "wo", "w_down"), rank_stabilized=True),
+    "dora": LoraConfig(rank=4, alpha=6.0, dora=True),
+}
+ROWS, WINDOW, STEPS = 8, 25, 20
+ONE_DEVICE = make_mesh(MeshConfig(), jax.devices()[:1])
+
+
+def conversations(seed, count=ROWS):
+    """``(tokens, counted)`` of each: one turn or two, of a question and an answer, which counts."""
+    rng, found = np.random.default_rng(seed), []
+    for _ in range(count):
+        lengths = rng.integers(1, 4, 2 * rng.integers(1, 3))
+        counted = np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
+        found.append((rng.integers(2, CONFIG.vocab_size, len(counted)).astype(np.int32), counted))
+    return found
+
+
+def rows_of(groups, count=ROWS):
+    """So many rows, in each the conversations of a group, then padding."""
+    tokens, segments = (np.zeros((count, WINDOW), np.int32) for _ in range(2))
+    counted = np.zeros((count, WINDOW), bool)
+    for row, group in enumerate(groups):
+        start = 0
+        for number, (ids, counts) in enumerate(group, 1):
+            here = row, slice(start, start := start + len(ids))
+            tokens[here], segments[here], counted[here] = ids, number, counts
+    return Rows(tokens, segments, counted)
+
+
+def apart(found):
+    """Each conversation in a row of its own."""
+    return rows_of(([each] for each in found), max(len(found), ROWS))
+
+
+def packed(found):
+    """Up to three conversations in a row; rows that are left over are padding."""
+    return rows_of([found[:2], found[2:5], found[5:7], found[7:]])
+
+
+@functools.cache
+def compiled(kind, mesh=ONE_DEVICE, **options):
+    """The programs of a tuning of this kind."""
+    loop = LoopConfig(**{"dtype": "float32", "batch_size": ROWS, "seq_len": WINDOW - 1, "steps": STEPS} | options)
+    config = TrainConfig(CONFIG, init_from="WEIGHTS", optimizer=OPTIMIZER, training=loop, lora=KINDS[kind])
+    return compile_training(config, mesh, bos_id=1, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def begun(kind, training):
+    """The state before the first step; adapters are as after some, so that each part of them has a gradient."""
+    state = training.init(jax.random.key(0), jax.tree.map(np.copy, WEIGHTS))
+    if kind == "full":
+        return state
+    return state._replace(params=jax.device_put(random_adapter(kind), training.shardings.params))
+
+
+@functools.cache
+def random_adapter(kind):
+    """Factors whose product is a tenth of the matrix, and magnitudes near the lengths of its outputs."""
+    lora, rng, layers = KINDS[kind], np.random.default_rng(1), {}
+    for name in lora.targets:
+        matrix = matrices(name)
+        (count, inputs, outputs), rank = matrix.shape, lora.rank
+        a, b = (rng.standard_normal(shape) for shape in ((count, inputs, rank), (count, rank, outputs)))
+        layers[name] = {"a": a / math.sqrt(inputs), "b": 0.1 * b / math.sqrt(rank)}
+        if lora.dora:
+            layers[name]["magnitude"] = np.linalg.norm(matrix, axis=1) * rng.uniform(0.8, 1.2, (count, outputs))
+    return jax.tree.map(np.float32, {"layers": layers})
+
+
+def matrices(name):
+    """A stack of matrices of the layers in float64, inputs and outputs joined."""
+    stack = np.float64(WEIGHTS["layers"][name])
+    return stack.reshape(len(stack), -1, CONFIG.embed_dim) if name == "wo" else stack.reshape(*stack.shape[:2], -1)
+
+
+def sums(kind, params):
+    """``W + scale A B`` of each adapted matrix, in float64."""
+    lora = KINDS[kind]
+    scale = lora.alpha / (math.sqrt(lora.rank) if lora.rank_stabilized else lora.rank)
+    return {n: matrices(n) + scale * np.float64(p["a"]) @ np.float64(p["b"]) for n, p in params["layers"].items()}
+
+
+def merged(kind, params, near=None):
+    """The weights that are computed with. DoRA divides by the lengths of outputs, which it takes for constants: those
+    of ``near``, if that is given.
+    """
+    if kind == "full":
+        return params
+    layers, whole = dict(WEIGHTS["layers"]), sums(kind, params)
+    if KINDS[kind].dora:
+        lengths = {n: np.linalg.norm(each, axis=1) for n, each in sums(kind, near or params).items()}
+        whole = {n: each * (params["layers"][n]["magnitude"] / lengths[n])[:, None] for n, each in whole.items()}
+    return WEIGHTS | {"layers": layers | {n: each.reshape(layers[n].shape) for n, each in whole.items()}}
+
+
+def log_probs(weights, rows):
+    """The summed log-probability of each row's counted tokens, in float64."""
+    logits = oracle.forward(weights, rows.tokens[:, :-1], CONFIG, segments=rows.segments[:, :-1])
+    scored = zip(logits, rows.tokens[:, 1:], rows.counted[:, 1:], strict=True)
+    return -np.array([oracle.cross_entropy(*row)[0] for row in scored])
+
+
+def answers_loss(weights, rows):
+    """Nats per counted token."""
+    return -log_probs(weights, rows).sum() / rows.counted[:, 1:].sum()
+
+
+def preference_loss(weights, pairs, beta=0.1):
+    """Rafailov et al. 2023, eq. 7: the mean of ``-log sigmoid(beta * margin)`` over pairs, without padding."""
+    ratios = (log_probs(weights, pairs) - pairs.reference)[pairs.counted.any(axis=1)].reshape(-1, 2)
+    return np.mean(np.logaddexp(0, -beta * (ratios[:, 0] - ratios[:, 1])))
+
+
+def first_step(kind, rows, training):
+    """The parameters before the first step, its gradient and its metrics.
+
+    AdamW's first moment is made of the gradient after it was clipped.
+    """
+    state = begun(kind, training)
+    params = jax.tree.map(np.array, state.params)
+    state, metrics = training.step(state, rows)
+    factor = max(1.0, float(metrics.grad_norm) / OPTIMIZER.clip_norm) / (1 - OPTIMIZER.beta1)
+    return params, jax.tree.map(lambda mean: factor * np.float64(mean), state.opt_state[1][0].mu), metrics
+
+
+def first_errors(kind, rows, training, loss=answers_loss):
+    """How far loss and gradient of a first step are from the oracle's."""
+    params, gradient, metrics = first_step(kind, rows, training)
+    value = loss(merged(kind, params), rows)
+    return relative_error(metrics.loss, value), slope_error(kind, params, gradient, loss, rows)
+
+
+def slope_error(kind, params, gradient, loss, rows):
+    """How far a gradient is from finite differences of a float64 loss, in the worst of some directions.
+
+    Of each array a random direction, relative to what random directions have, the largest coordinate and a random one,
+    relative to the largest.
+    """
+    rng, worst = np.random.default_rng(0), 0.0
+    leaves, tree = jax.tree.flatten(jax.tree.map(np.float64, params))
+
+    def slope(index, direction, step=1e-4):
+        ends = ([x + s * direction if i == index else x for i, x in enumerate(leaves)] for s in (step, -step))
+        high, low = (loss(merged(kind, jax.tree.unflatten(tree, end), near=params), rows) for end in ends)
+        return (high - low) / (2 * step)
+
+    for index, found in enumerate(jax.tree.leaves(gradient)):
+        drawn, largest = rng.standard_normal(found.shape), np.abs(found).max()
+        drawn /= np.linalg.norm(drawn)
+        places = np.abs(found).argmax(), rng.integers(found.size)
+        checks = [(np.eye(1, found.size, place).reshape(found.shape), largest) for place in places]
+        checks.append((drawn, np.linalg.norm(found) / np.sqrt(found.size)))
+        worst = max([worst, *(abs(slope(index, d) - np.sum(found * d)) / scale for d, scale in checks)])
+    return worst
