@@ -37,6 +37,7 @@ COMMANDS = {
     "verify": "prove that jllama, or a checkpoint of yours, computes what the oracle does",
     "report": "show what runs have logged, together or into a logger",
     "eval": "measure how well a model predicts a text",
+    "data": "show which tokens of a file of chats a model learns from",
     "bench": "measure how fast a model decodes here",
     "plan": "compile a step for TPUs or GPUs that are not there, and say what it needs",
     "doctor": "show what this machine has, and check that it computes rightly",

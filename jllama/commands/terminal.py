@@ -15,7 +15,7 @@ from jllama.errors import JllamaError
 from jllama.files import cache_folder
 
 _WIDE = "\u2e80"  # from here on Chinese, Japanese, Korean, emoji: a line may end after any of them
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # would move the cursor, or worse
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # would move the cursor, or worse
 
 
 class WordWrap:
@@ -27,7 +27,7 @@ class WordWrap:
 
     def push(self, text: str, last: bool = False) -> str:
         """What can be shown now: with the ``last`` piece, all."""
-        parts, shown = self._words.findall(self._word + _CONTROLS.sub("", text)), ""
+        parts, shown = self._words.findall(self._word + CONTROLS.sub("", text)), ""
         ends = last or not parts or parts[-1].isspace() or parts[-1] >= _WIDE or len(parts[-1]) == self._width
         self._word = "" if ends else parts.pop()
         for part in parts:

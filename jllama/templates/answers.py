@@ -1,5 +1,6 @@
 """Which tokens of a conversation are the assistant's own: what fine-tuning learns from."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,14 +36,9 @@ def conversation_tokens(
         rest = text[end:].lstrip()
         if rest.startswith(ends) and not (tagged and text[start:end].rstrip().endswith(ends)):
             end = len(text) - len(rest) + max(len(each) for each in ends if rest.startswith(each))
-        first, last = (_tokens_before(cut, text, ids, tokenizer) for cut in (start, end))
+        begins = (tokenizer.encode_with_special_tokens(text[:cut]) for cut in (start, end))
+        first, last = (len(os.path.commonprefix([begin, ids])) for begin in begins)  # noqa: RUF071 - it takes any lists
         if first >= last:
             raise JllamaError(f"the answer before {text[end : end + 20]!r} has no tokens: write one, or leave it out")
         counted[first:last] = [True] * (last - first)
     return ids, counted
-
-
-def _tokens_before(cut: int, text: str, ids: list[int], tokenizer: Tokenizer) -> int:
-    """How many of the text's ids are wholly before a cut: one that reaches across it belongs to what follows."""
-    before = tokenizer.encode_with_special_tokens(text[:cut])
-    return next((i for i, pair in enumerate(zip(before, ids, strict=False)) if pair[0] != pair[1]), len(before))

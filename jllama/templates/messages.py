@@ -1,5 +1,6 @@
 """Messages, and the text and token ids that a chat template makes of them."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,14 @@ def end_of_turn_ids(tokenizer: Tokenizer, stop_ids: Sequence[int]) -> tuple[int,
     """The tokens that end an answer: a model's stop ids, and those of ``END_OF_TURN`` that its tokenizer has."""
     special = tokenizer.special_tokens
     return tuple(dict.fromkeys([*stop_ids, *(special[text] for text in END_OF_TURN if text in special)]))
+
+
+def conversing(tokenizer: Tokenizer, own: str | None, stop_ids: Sequence[int]) -> tuple[str | None, tuple[int, ...]]:
+    """The template of ``find_template``, None if there is none, and the tokens that end an answer, EOS by default."""
+    template = None
+    with contextlib.suppress(JllamaError):
+        template = find_template(tokenizer, own)
+    return template, end_of_turn_ids(tokenizer, stop_ids or (tokenizer.eos_id,))
 
 
 def template_variables(

@@ -38,7 +38,7 @@ from jllama.progress import progress
 from jllama.report import REPORT, command, run_facts, write_report
 from jllama.sharding import ruleset
 from jllama.stop import Stopped, stop_signals
-from jllama.templates.messages import end_of_turn_ids, find_template, template_variables
+from jllama.templates.messages import conversing, template_variables
 from jllama.templates.template import render
 from jllama.tokenizers import Tokenizer, has_tokenizer, load_tokenizer
 from jllama.training import run_folder
@@ -290,8 +290,9 @@ class _Run:
         """The model as it is now, to talk with."""
         config, state, lora = self.config.model, self.state, self.config.lora
         params = state.params if state.base is None else _merged(state.base, state.params, config, lora)
-        template, stop_ids = _conversing(self.origin) if self.origin else (None, ())
-        return LanguageModel(config, params, self.data.tokenizer, template, stop_ids)
+        origin, tokenizer = self.origin, self.data.tokenizer
+        talk = conversing(tokenizer, origin.chat_template, origin.stop_ids) if origin else (None, ())
+        return LanguageModel(config, params, tokenizer, *talk)
 
     def sample(self) -> None:
         """Let the model go on from the prompt, or answer the questions; show and log what it writes."""
@@ -367,7 +368,8 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
     else:
         assert origin is not None and origin.tokenizer is not None  # noqa: PT018
         config = _resolved(config, origin.tokenizer, origin)
-        data = prepare_chats(config.data, origin.tokenizer, *_conversing(origin), config.training.seq_len)
+        talk = conversing(origin.tokenizer, origin.chat_template, origin.stop_ids)
+        data = prepare_chats(config.data, origin.tokenizer, *talk, config.training.seq_len)
         size: Any = {"seq_len": config.training.seq_len, "packing": config.data.packing}
         rows = rows_an_epoch(data.train, seed=config.seed, **size)
     options, step = config.training, existing[-1] if existing else 0
@@ -443,15 +445,6 @@ def _origin(config: TrainConfig, existing: Path | None) -> Checkpoint:
     if origin.tokenizer is None:
         raise no_tokenizer(path)
     return origin
-
-
-def _conversing(origin: Checkpoint) -> tuple[str | None, tuple[int, ...]]:
-    """The chat template of a checkpoint, or the one that its tokenizer asks for, if any, and what ends an answer."""
-    assert origin.tokenizer is not None
-    template = origin.chat_template
-    with contextlib.suppress(JllamaError):
-        template = find_template(origin.tokenizer, template)
-    return template, end_of_turn_ids(origin.tokenizer, origin.stop_ids or (origin.tokenizer.eos_id,))
 
 
 def _resolved(config: TrainConfig, tokenizer: Tokenizer, origin: Checkpoint | None) -> TrainConfig:
