@@ -13,6 +13,7 @@ from jllama.commands.bench import BenchOptions
 from jllama.commands.chat import ChatOptions
 from jllama.commands.cli import parse
 from jllama.commands.convert import ConvertOptions
+from jllama.commands.data import DataOptions
 from jllama.commands.doctor import DoctorOptions
 from jllama.commands.eval import EvalOptions
 from jllama.commands.plan import PlanOptions
@@ -41,11 +42,13 @@ OPTIONS = {
     "bench": BenchOptions,
     "plan": PlanOptions,
     "doctor": DoctorOptions,
+    "data": DataOptions,
 }
 POSITIONAL = {
     "train": ("config",),
     "sample": ("checkpoint",),
     "doctor": ("checkpoint",),
+    "data": ("action", "path"),
     "chat": ("checkpoint",),
     "convert": ("source", "target"),
     "verify": ("checkpoint",),

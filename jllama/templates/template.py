@@ -39,7 +39,7 @@ def render_answers(
     """The text that a template makes of ``variables``, spans (start, end) of characters, and whether they are tagged.
 
     They are what is in ``{% generation %}`` tags. Where there are no tags, they are those of the messages ``answers``
-    (by index), None for one that the template does not write as a part of its own.
+    (by index), empty for one that the template does not write as a part of its own.
 
     Raises ``UsageError`` for a variable that JSON cannot hold, and ``JllamaError`` where the template is not Jinja,
     refuses (``raise_exception``), fails, reaches for what it must not, or goes beyond the limits above.

@@ -68,7 +68,7 @@ def _render(template: str, variables: dict[str, Any]) -> str:
 
 def _answer_spans(text: str, template: str, variables: dict[str, Any], answers: list[int]) -> Iterator[Any]:
     """Where in the text each of the messages ``answers`` stands: what changes when it says something else, and white
-    space between that and what asks for it. None for one that the template does not write as a part of its own.
+    space between that and what asks for it. One that the template does not write as a part of its own is empty.
     """
 
     def attempt(messages: list[Any], prompt: bool) -> str:
@@ -83,7 +83,7 @@ def _answer_spans(text: str, template: str, variables: dict[str, Any], answers: 
         before, found, after = attempt([*earlier, other, *later], False).partition(mark)
         is_apart = found and text.startswith(before) and text[len(before) :].endswith(after)
         start = asked if before.startswith(asked) and not before[len(asked) :].strip() else before
-        yield (len(start), len(text) - len(after)) if is_apart else None
+        yield (len(start), len(text) - len(after)) if is_apart else (len(text), len(text))
 
 
 def _reply(template: str, variables: dict[str, Any], answers: list[int]) -> dict[str, Any]:
