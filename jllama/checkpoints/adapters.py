@@ -35,7 +35,11 @@ _SUFFIXES = {
 }
 _FIELDS = {"rank": ("r", 8), "alpha": ("lora_alpha", 8.0), "rank_stabilized": ("use_rslora", False)}
 _FIELDS |= {"dora": ("use_dora", False)}  # the key and default of each field of ``LoraConfig``
-_FIXED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, "gaussian", "eva", "orthogonal")}
+_FIXED = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
+}
 _FREE = """r lora_alpha use_rslora use_dora task_type auto_mapping peft_version base_model_name_or_path revision
     inference_mode target_modules exclude_modules lora_dropout layers_to_transform layers_pattern megatron_core
     runtime_config eva_config qalora_group_size ensure_weight_tying"""
@@ -133,8 +137,8 @@ def is_peft(path: Path) -> bool:
 def read_peft(path: Path, config: LlamaConfig) -> Adapter:
     """Read an adapter of a base with this architecture; anything but LoRA, rsLoRA and DoRA raises ``JllamaError``."""
     source, free = path / CONFIG, _FREE.split()
-    fields = {key: value for key, value in read_json_object(source).items() if value not in (None, False, [], {})}
-    refused = [key for key, value in fields.items() if key not in free and value not in _FIXED.get(key, ())]
+    fields = {key: value for key, value in read_json_object(source).items() if value not in (None, [], {}, "")}
+    refused = [key for key, value in fields.items() if key not in free and value not in (False, *_FIXED.get(key, ()))]
     if refused or "peft_type" not in fields:
         asked = f"{refused[0]} {json.dumps(fields[refused[0]])[:80]}" if refused else "no peft_type"
         raise JllamaError(f"{source} has {asked}; jllama reads LoRA, rsLoRA and DoRA of one rank and alpha")

@@ -214,8 +214,9 @@ def convert(
     check_names("to", to, dtype)
     local = _local(source)
     checkpoint = open_checkpoint(local, rope_factor, adapter=adapter)
-    if adapter is not None:
-        _check_target(Path(target).resolve(), _local(adapter), overwrite)
+    if checkpoint.adapter:
+        for part in filter(None, (checkpoint.adapter.source, checkpoint.adapter.base)):
+            _check_target(Path(target).resolve(), Path(part), overwrite)
     content = checkpoint.adapter if to in ADAPTER_FORMATS else checkpoint
     if content is None:
         raise UsageError(f"{source} has no adapter to write as {to}: give one with adapter, or a run that trained one")

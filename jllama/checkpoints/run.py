@@ -48,8 +48,8 @@ def read_model_config(folder: Path) -> LlamaConfig:
 def read_lora(folder: Path) -> LoraConfig:
     """What adapters a run trains; of rank 0 if it trains everything, or this is no run."""
     with fault_of(f"{folder / CONFIG} {_FAULT}", AttributeError, TypeError):
-        fields = read_config(folder).get("lora", {}) if recognizes(folder) else {}
-        return LoraConfig(**{name: tuple(value) if name == "targets" else value for name, value in fields.items()})
+        fields: Any = read_config(folder).get("lora", {}) if recognizes(folder) else {}
+        return LoraConfig(**(fields | {"targets": tuple(fields.get("targets", LoraConfig.targets))}))
 
 
 def read(path: Path, step: int | None = None) -> Checkpoint:
