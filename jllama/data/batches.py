@@ -2,7 +2,6 @@
 exhaustive for validation.
 """
 
-import bisect
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
@@ -118,28 +117,21 @@ def chat_batches(
 ) -> grain.DatasetIterator[Rows]:
     """Batches of ``batch_size`` rows, or pairs of rows, forever; ``rows`` and the state are as in ``training_batches``.
 
-    An epoch draws as many conversations as there are, by the sources' weights; of a source, each before any again. With
-    ``packing`` they share rows of ``seq_len + 1`` tokens; without, and in pairs, each has its own, as long as that or,
-    where the batch's longest fits, about a quarter of it. ``reference`` is of each conversation, see ``Rows``.
+    With ``packing`` a source's conversations share rows of ``seq_len + 1`` tokens; without, and in pairs, each has its
+    own, as long as that or, where the batch's longest fits, about a quarter of it. Every epoch shuffles a source's rows
+    anew, and they are drawn by its weight. ``reference`` is of each conversation, see ``Rows``.
     """
-    num_rows, is_alone = batch_size * conversations.rows_each, conversations.rows_each > 1 or not packing
-    short, starts = min(-(-seq_len // 32) * 8, seq_len) + 1, [0]  # of the epochs, in rows
-    plan = functools.lru_cache(2)(
-        lambda epoch: _plan(conversations, _drawn(conversations, seed, epoch), seq_len, packing)
-    )
+    is_alone, short = conversations.rows_each > 1 or not packing, min(-(-seq_len // 32) * 8, seq_len) + 1
 
-    def gather(index: int, _: int) -> Rows:
-        chosen = []
-        for row in range(index * num_rows, (index + 1) * num_rows):
-            while starts[-1] <= row:
-                starts.append(starts[-1] + len(plan(len(starts) - 1)))
-            epoch = bisect.bisect(starts, row) - 1
-            chosen.append(plan(epoch)[row - starts[epoch]])
+    def gather(chosen: Sequence[np.ndarray]) -> Rows:
         fits = is_alone and conversations.sizes[np.concatenate(chosen)].max() <= short
         return _rows(conversations, chosen, short if fits else seq_len + 1, reference, rows)
 
-    endless = grain.MapDataset.range(1).repeat(None).map_with_index(gather)
-    return iter(endless.to_iter_dataset(grain.ReadOptions(num_threads=0)))
+    plans = _plans(conversations, seq_len, seed, packing)
+    streams = [grain.MapDataset.source(plan).seed(seed).shuffle().repeat(None) for plan in plans]
+    endless = grain.MapDataset.mix(streams, conversations.weights)
+    batches = endless.batch(batch_size, drop_remainder=True, batch_fn=gather)
+    return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0)))
 
 
 def chat_validation_batches(
@@ -149,55 +141,48 @@ def chat_validation_batches(
 
     With ``max_tokens`` over 0, evenly spaced rows, or pairs of them, with about that many tokens, at least one.
     """
-    each, plan = conversations.rows_each, _plan(conversations, np.arange(len(conversations.sizes)), seq_len)
-    units, num_rows, share = len(plan) // each, batch_size * each, max_tokens / conversations.sizes.sum()
-    kept = min(units, max(1, int(units * share))) if max_tokens else units
-    chosen = [plan[unit * each + side] for unit in np.arange(kept) * units // kept for side in range(each)]
-    chosen += [np.arange(0)] * (-len(chosen) % num_rows)
-    batches = (chosen[start : start + num_rows] for start in range(0, len(chosen), num_rows))
+    plan = _plan(conversations, np.arange(len(conversations.sizes)), seq_len, packing=True)
+    share = max_tokens / conversations.sizes.sum() if max_tokens else 1
+    count = min(len(plan), max(1, int(len(plan) * share)))
+    chosen = [plan[index] for index in np.arange(count) * len(plan) // count]
+    chosen += [np.zeros(0, int)] * (-count % batch_size)
+    batches = (chosen[start : start + batch_size] for start in range(0, count, batch_size))
     return (_rows(conversations, batch, seq_len + 1, reference, slice(None)) for batch in batches)
 
 
 def rows_an_epoch(conversations: Conversations, *, seq_len: int, seed: int, packing: bool = True) -> int:
-    """How many rows, or pairs of them, the first epoch of ``chat_batches`` has; later ones may have others."""
-    return len(_plan(conversations, _drawn(conversations, seed, 0), seq_len, packing)) // conversations.rows_each
+    """How many rows, or pairs of them, ``chat_batches`` has of all conversations together."""
+    return sum(map(len, _plans(conversations, seq_len, seed, packing)))
 
 
-def _drawn(data: Conversations, seed: int, epoch: int) -> np.ndarray:
-    """The conversations of an epoch in its order, a pair's one after the other."""
-    each, weights, drawn = data.rows_each, data.weights, []
-    sources = data.sources[::each]
-    for source, weight in enumerate(weights):
-        own = np.flatnonzero(sources == source)
-        first, last = (round(number * len(sources) * weight / sum(weights)) for number in (epoch, epoch + 1))
-        for number in range(first // len(own), -(-last // len(own))):  # of a time through its own
-            order = np.random.default_rng((seed, source, number)).permutation(own)
-            drawn += order[max(first - number * len(own), 0) : last - number * len(own)].tolist()
-    order = np.random.default_rng((seed, len(weights), epoch)).permutation(drawn)
-    return (order[:, None] * each + np.arange(each)).ravel()
+def _plans(data: Conversations, seq_len: int, seed: int, packing: bool) -> list[list[np.ndarray]]:
+    """Of each source its plan."""
+    owns = (np.flatnonzero(data.sources == source) for source in range(len(data.weights)))
+    return [_plan(data, np.random.default_rng(seed).permutation(own), seq_len, packing) for own in owns]
 
 
-def _plan(data: Conversations, drawn: np.ndarray, seq_len: int, packing: bool = True) -> list[np.ndarray]:
-    """The conversations in each row: one, or each in the first of the last ``OPEN_ROWS`` rows that has room."""
+def _plan(data: Conversations, order: np.ndarray, seq_len: int, packing: bool) -> list[np.ndarray]:
+    """The conversations in each row, first fit in one of the last ``OPEN_ROWS``; or those of each pair."""
     if data.rows_each > 1 or not packing:
-        return list(drawn[:, None])
-    room, row_of, used = np.full(len(drawn), seq_len + 1), np.zeros(len(drawn), int), 0
-    for place, size in enumerate(data.sizes[drawn].tolist()):
+        return list(order[order % data.rows_each == 0, None] + np.arange(data.rows_each))
+    room, row_of, used = np.full(len(order), seq_len + 1), np.zeros(len(order), int), 0
+    for place, size in enumerate(data.sizes[order].tolist()):
         first = max(used - OPEN_ROWS, 0)
         row_of[place] = row = first + int(np.argmax(room[first : used + 1] >= size))
         room[row] -= size
         used = max(used, row + 1)
-    return np.split(drawn[np.argsort(row_of, kind="stable")], np.cumsum(np.bincount(row_of))[:-1])
+    return np.split(order[np.argsort(row_of, kind="stable")], np.cumsum(np.bincount(row_of))[:-1])
 
 
-def _rows(data: Conversations, plan: list[np.ndarray], window: int, reference: _Reference, read: _RowsRead) -> Rows:
-    """The rows as planned; those not in ``read`` are zeros."""
-    tokens, segments, counted = (np.zeros((len(plan), window), dtype) for dtype in (np.int32, np.int32, bool))
-    for row in np.arange(len(plan))[read]:
+def _rows(data: Conversations, plan: Sequence[np.ndarray], window: int, reference: _Reference, read: _RowsRead) -> Rows:
+    """The rows as planned, a pair's one after the other; those not in ``read`` are zeros."""
+    each_row = [unit[side :: data.rows_each] for unit in plan for side in range(data.rows_each)]
+    tokens, segments, counted = (np.zeros((len(each_row), window), dtype) for dtype in (np.int32, np.int32, bool))
+    for row in np.arange(len(each_row))[read]:
         end = 0
-        for segment, index in enumerate(plan[row], 1):
+        for segment, index in enumerate(each_row[row], 1):
             source = slice(data.starts[index], data.starts[index] + data.sizes[index])
             place, end = np.s_[row, end : end + data.sizes[index]], end + data.sizes[index]
             tokens[place], segments[place], counted[place] = data.tokens[source], segment, data.counted[source]
-    each = None if reference is None else np.array([reference[inside].sum() for inside in plan], np.float32)
-    return Rows(tokens, segments, counted, each)
+    sums = None if reference is None else np.array([reference[inside].sum() for inside in each_row], np.float32)
+    return Rows(tokens, segments, counted, sums)

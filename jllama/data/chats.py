@@ -117,9 +117,9 @@ def prepare_chats(
 ) -> ChatDataset:
     """Tokenize chats, or find it done: the cache is keyed by the files' names, sizes and times, and all that has a say.
 
-    What is longer than ``seq_len + 1`` tokens is cut or dropped; cut so that nothing counts, it is dropped too. A
-    record is held out if its SHA-256, as a number in [0, 1), is at most ``config.validation_fraction``, or the lowest.
-    Raises JllamaError for a record that cannot be learned from, or too few.
+    What is longer than ``seq_len + 1`` tokens is cut, or dropped, also if nothing that counts is left. A record is held
+    out if its SHA-256, as a number in [0, 1), is at most ``config.validation_fraction``, or the lowest. JllamaError:
+    a record cannot be learned from, or there are too few.
     """
     cache, window, is_pairs = cache_of(config), seq_len + 1, data_task(config) == "preference"
     sources = {path: corpus_files(path, cache) for path in config.mixture or [config.path]}

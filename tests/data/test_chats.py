@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 from helpers import trained_smollm
 from helpers_real import real_file
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jllama.checkpoints.registry import open_checkpoint
@@ -134,10 +134,9 @@ def test_an_epoch_has_every_conversation_once_and_whole(sizes, seed, open_rows):
         epoch = [inside(rows, conversations)[0] for rows in take(count, conversations, seed=seed)]
     assert sorted(itertools.chain(*epoch)) == list(range(len(sizes)))
     used = [sum(sizes[index] for index in row) for row in epoch]
-    for row in range(1, count):  # first fit: what begins a row had no room in the open ones before
-        for before in range(max(0, row - open_rows), row):
-            assert used[before] + sizes[epoch[row][0]] > 16
-    assert count * 16 < 2 * sum(sizes) + 16 or open_rows == 2
+    if open_rows == 256:  # first fit: of two rows, what begins the later one had no room in the other
+        for row, other in itertools.combinations(range(count), 2):
+            assert used[row] + sizes[epoch[other][0]] > 16 or used[other] + sizes[epoch[row][0]] > 16
 
 
 def test_epochs_and_seeds_differ_in_order_and_nothing_else():
@@ -154,11 +153,12 @@ def test_epochs_and_seeds_differ_in_order_and_nothing_else():
     assert any((a.tokens != b.tokens).any() for a, b in zip(same, other, strict=True))
 
 
-@given(sizes=SIZES, before=st.integers(0, 40), batch_size=st.integers(1, 5), packing=st.booleans())
+@settings(max_examples=10)
+@given(sizes=SIZES, before=st.integers(0, 9), batch_size=st.integers(1, 3), packing=st.booleans())
 def test_a_restored_iterator_goes_on_exactly(sizes, before, batch_size, packing):
     conversations = numbered(sizes)
     options = {"batch_size": batch_size, "packing": packing}
-    everything = take(before + 12, conversations, **options)
+    everything = take(before + 5, conversations, **options)
     first = chat_batches(conversations, seq_len=15, seed=3, **options)
     for _ in range(before):
         next(first)
@@ -166,7 +166,7 @@ def test_a_restored_iterator_goes_on_exactly(sizes, before, batch_size, packing)
     second = chat_batches(conversations, seq_len=15, seed=3, **options)
     next(second)
     second.set_state(state)
-    for rows, expected in zip(itertools.islice(second, 12), everything[before:], strict=True):
+    for rows, expected in zip(itertools.islice(second, 5), everything[before:], strict=True):
         for found, wanted in zip(rows[:3], expected[:3], strict=True):
             np.testing.assert_array_equal(found, wanted)
 
@@ -246,25 +246,28 @@ def test_pairs_stay_together_with_their_references():
 # Mixtures
 
 
+@settings(max_examples=10)
 @given(
-    numbers=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    numbers=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     weights=st.lists(st.floats(0.05, 20), min_size=4, max_size=4),
     rows_each=st.sampled_from([1, 2]),
+    packing=st.booleans(),
 )
-def test_sources_are_drawn_by_weight_and_each_of_theirs_before_any_again(numbers, weights, rows_each):
+def test_sources_are_drawn_by_weight_and_each_of_theirs_before_any_again(numbers, weights, rows_each, packing):
     sources = np.repeat(np.arange(len(numbers)), numbers)
     weights, total = tuple(weights[: len(numbers)]), sum(numbers)
     conversations = numbered(
         [3] * total * rows_each, sources=sources.repeat(rows_each), weights=weights, rows_each=rows_each
     )
-    drawn = []
-    for epoch in range(5):
-        drawn += [each // rows_each for each in batches._drawn(conversations, 1, epoch).tolist()[::rows_each]]
+    count = 3 * rows_an_epoch(conversations, seq_len=5, seed=3, packing=packing)
+    drawn = [inside(rows, conversations) for rows in take(count, conversations, seq_len=5, packing=packing)]
+    for number in range(1, count + 1):
         for source, weight in enumerate(weights):
-            own = [each for each in drawn if sources[each] == source]
-            assert abs(len(own) - weight / sum(weights) * total * (epoch + 1)) <= 0.5 + 1e-6
+            own = [row for row in drawn[:number] if sources[row[0][0] // rows_each] == source]
+            assert abs(len(own) - weight / sum(weights) * number) < len(weights)
             times = collections.Counter(dict.fromkeys(np.flatnonzero(sources == source).tolist(), 0))
-            times.update(own)
+            times.update(row[0][0] // rows_each for row in own if len(row[0]) == 1)
+            times.update(index for row in own for index in row[0] if len(row[0]) > 1)
             assert max(times.values()) - min(times.values()) <= 1
 
 
@@ -272,11 +275,10 @@ def test_a_mixture_of_files(tmp_path):
     first = write(tmp_path / "a" / "x.jsonl", [chat(number, "a") for number in range(40)])
     second = write(tmp_path / "b.jsonl", [chat(number, "b") for number in range(20)])
     data = prepare(tmp_path, mixture={str(first.parent): 1, str(second): 3})
-    texts = ""
-    for rows in take(2 * rows_an_epoch(data.train, seq_len=100, seed=3), data.train, seq_len=100):
-        texts += TOKENIZER.decode(rows.tokens[rows.counted].tolist())
+    texts = [TOKENIZER.decode(rows.tokens[rows.counted].tolist()) for rows in take(40, data.train, seq_len=100)]
     assert data.train.weights == (1.0, 3.0)
-    assert 2.8 < texts.count("b") / texts.count("a") < 3.2
+    assert sum("a" in text for text in texts) == 10
+    assert sum("b" in text for text in texts) == 30
     other = prepare(tmp_path, mixture={str(first.parent): 1, str(second): 2})
     assert other.fingerprint != data.fingerprint
     assert other.train.tokens.filename == data.train.tokens.filename  # not tokenized again
@@ -582,7 +584,7 @@ def test_other_bad_input(tmp_path):
     ("options", "message"),
     [
         ({"mixture": {"a": 0.0}}, "data.mixture is {'a': 0.0}; it must be"),
-        ({"mixture": {"a": float("nan")}}, "data.mixture is .*; it must be weights of at least one path"),
+        ({"mixture": {"a": float("nan")}}, "data.mixture is .*; it must be a positive number by path"),
         ({"mixture": {"a": 1.0}, "path": "b"}, "data.path is b; it must be left out with data.mixture"),
         ({"mixture": {"a": 1.0}, "task": "text"}, "data.task is text; it must be chat or preference, as data.mixture"),
     ],
