@@ -1,0 +1,181 @@
+"""Adapters against full fine-tuning of SmolLM2-135M, and both beside PEFT and transformers on torch: time and memory.
+
+    python tests/fetch_real_weights.py && python benchmarks/lora.py
+
+writes benchmarks/results/lora.json. Each way is a process of its own, which takes a step when it is told to, so that
+the ways take turns; medians are compared. Rows are one conversation each, the second half of which counts; adapters are
+of rank 16, on all seven matrices of each layer. The loss before the first step must be the same in all ways.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+THREADS, RANK, ALPHA, RATE = 2, 16, 32.0, 1e-4
+WAYS = ("jllama lora", "jllama full", "peft lora", "torch full")
+THEIR_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+Take = Callable[[], float]
+"""Takes a step and gives its loss."""
+
+
+def tokens_of(options: argparse.Namespace) -> np.ndarray:
+    return np.random.default_rng(0).integers(20, 40_000, (options.batch_size, options.seq_len + 1)).astype(np.int32)
+
+
+def counted_of(tokens: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(np.arange(tokens.shape[1]) > tokens.shape[1] // 2, tokens.shape)
+
+
+def our_steps(folder: Path, is_lora: bool, options: argparse.Namespace) -> tuple[Take, dict[str, Any]]:
+    """A step of jllama, and what its program holds."""
+    import jax
+
+    import jllama
+    from jllama.config import LoraConfig, MeshConfig
+    from jllama.data.batches import Rows
+    from jllama.devices import device_bytes, program_bytes
+    from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
+
+    model, lora = jllama.load(folder, layout="training"), LoraConfig(RANK if is_lora else 0, ALPHA)
+    loop = LoopConfig(batch_size=options.batch_size, seq_len=options.seq_len, remat=options.remat)
+    optimizer = OptimizerConfig(learning_rate=RATE, warmup_fraction=0.0, final_fraction=1.0, weight_decay=0.0)
+    config = TrainConfig(model.config, str(folder), optimizer=optimizer, training=loop, lora=lora)
+    mesh = jllama.make_mesh(MeshConfig(), jax.devices()[:1])
+    training = jllama.compile_training(config, mesh, bos_id=model.text_tokenizer.bos_id)
+    state, tokens = training.init(jax.random.key(0), model.params), tokens_of(options)
+    del model
+    rows = Rows(tokens, np.ones_like(tokens), counted_of(tokens))
+    compiled = training.step.lower(state, rows).compile()
+    arguments, temporaries = program_bytes(compiled)
+    facts = {"arguments_bytes": arguments, "temporaries_bytes": temporaries}
+    facts |= {"trained_bytes": device_bytes(state.params), "moments_bytes": device_bytes(state.opt_state)}
+
+    def take() -> float:
+        nonlocal state
+        state, metrics = compiled(state, rows)
+        return float(metrics.loss)
+
+    return take, facts
+
+
+def their_steps(folder: Path, is_lora: bool, options: argparse.Namespace) -> tuple[Take, dict[str, Any]]:
+    """A step of transformers, with PEFT or without."""
+    import peft
+    import torch
+    import transformers
+
+    torch.set_num_threads(THREADS)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    if is_lora:
+        adapter = {"r": RANK, "lora_alpha": ALPHA, "target_modules": THEIR_TARGETS}
+        model = peft.get_peft_model(model, peft.LoraConfig(**adapter))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    tokens = tokens_of(options)
+    ids = torch.tensor(tokens[:, :-1]).long()
+    labels = torch.tensor(np.where(counted_of(tokens), tokens, -100)[:, 1:]).long()
+
+    def take() -> float:
+        loss = model(input_ids=ids, shift_labels=labels, labels=labels, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return take, {"trained_bytes": sum(parameter.nbytes for parameter in trained)}
+
+
+def work(way: str, folder: Path, options: argparse.Namespace) -> None:
+    """Take a step for each line of stdin, and say its seconds and loss; at the end what it all took."""
+    package, kind = way.split()
+    take, facts = (our_steps if package == "jllama" else their_steps)(folder, kind == "lora", options)
+    facts["first_loss"] = take()  # what this one makes is there from then on
+    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    for _ in sys.stdin:
+        start_s = time.perf_counter()
+        loss = take()
+        print(json.dumps({"seconds": time.perf_counter() - start_s, "loss": loss}), flush=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    facts |= {"peak_of_steps_bytes": 1024 * peak, "peak_of_process_bytes": 1024 * max(highest, peak)}
+    print(json.dumps(facts), flush=True)
+
+
+def measured(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """All ways in turn, repeat by repeat."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--folder", str(folder), "--way"]
+    workers = {}
+    for way in WAYS:
+        workers[way] = subprocess.Popen([*command, way], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        said(workers[way], "\n")  # one starts when the one before is ready
+    steps: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    for _ in range(options.repeats):
+        for way, worker in workers.items():
+            steps[way].append(said(worker, "\n"))
+    results = {}
+    for way, worker in workers.items():
+        seconds = statistics.median(step["seconds"] for step in steps[way])
+        tokens_per_s = options.batch_size * options.seq_len / seconds
+        results[way] = {"s_per_step": seconds, "tokens_per_s": tokens_per_s, **said(worker)}
+    return results
+
+
+def said(worker: subprocess.Popen, line: str = "") -> dict[str, Any]:
+    """What a worker answers to a line, or to the end of them."""
+    if line:
+        worker.stdin.write(line)
+        worker.stdin.flush()
+        return json.loads(worker.stdout.readline())
+    return json.loads(worker.communicate()[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    for name, default in {"batch_size": 4, "seq_len": 256, "repeats": 5}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--remat", default="dots")
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.way:
+        return work(options.way, Path(options.folder), options)
+    import jllama
+
+    source = Path(os.environ.get("JLLAMA_REAL_WEIGHTS") or "~/.cache/jllama/real_weights").expanduser()
+    with tempfile.TemporaryDirectory() as exported:
+        jllama.convert(source / "SmolLM2-135M-Instruct.Q4_1.gguf", Path(exported) / "hf", "hf", "float32")
+        ways = measured(Path(exported) / "hf", options)
+    losses = [way["first_loss"] for way in ways.values()]
+    assert max(losses) - min(losses) < 1e-3, losses
+    ours, theirs, full = ways["jllama lora"], ways["peft lora"], ways["jllama full"]
+    report = {
+        "device": f"{platform.machine()}, {os.cpu_count()} cores, cpu",
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "torch", "transformers", "peft")},
+        **{name: getattr(options, name) for name in ("batch_size", "seq_len", "repeats", "remat")},
+        "lora_over_full": {
+            name: ours[name] / full[name] for name in ("s_per_step", "peak_of_steps_bytes", "peak_of_process_bytes")
+        },
+        "tokens_per_s_over_peft": ours["tokens_per_s"] / theirs["tokens_per_s"],
+        "ways": ways,
+    }
+    print(json.dumps(report, indent=2))
+    (Path(__file__).parent / "results" / "lora.json").write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
