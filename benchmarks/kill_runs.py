@@ -1,10 +1,11 @@
 """Kill a small run again and again, go on with ``--resume auto``, and compare its end with that of one left in peace.
 
     python benchmarks/kill_runs.py --kills 40
+    python benchmarks/kill_runs.py --kills 10 --lora
 
 Half of the kills (``SIGKILL``) come at a random moment, half within half a second of a save's beginning. Equal must be:
 every bit of the last checkpoint's parameters and optimizer state, and every line of the loss curve. Every checkpoint
-that is listed after a kill must be readable.
+that is listed after a kill must be readable. With ``--lora`` adapters of a small random model learn from chats.
 """
 
 import argparse
@@ -17,20 +18,44 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import yaml
 
-from jllama.checkpoints.registry import load
+from jllama import LanguageModel, LlamaConfig, initial_params, load, save
+from jllama.tokenizers import BytesTokenizer
 
 STEPS = 60
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "model": {"num_layers": 2, "embed_dim": 64, "num_heads": 4, "max_seq_len": 64},
     "data": {"tokenizer": "bytes"},
     "training": {"batch_size": 8, "steps": STEPS, "eval_every": 5, "log_every": 1, "keep_last": 2, "sample_tokens": 0},
 }
+
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "says", "hello", "to", "trees"]
+
+
+def some_words(rng: random.Random, count: int) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(count))
+
+
+def prepare_text(folder: Path, rng: random.Random) -> None:
+    (folder / "corpus.txt").write_text("\n".join(some_words(rng, 12) for _ in range(400)))
+    SETTINGS["data"]["path"] = str(folder / "corpus.txt")
+
+
+def prepare_chats(folder: Path, rng: random.Random) -> None:
+    """A random model to adapt, and questions with answers of many lengths."""
+    config = LlamaConfig(BytesTokenizer.vocab_size, **SETTINGS.pop("model"))
+    save(LanguageModel(config, initial_params(jax.random.key(0), config), BytesTokenizer()), folder / "base", "hf")
+    pairs = [{"prompt": some_words(rng, 2), "completion": some_words(rng, rng.randint(1, 8))} for _ in range(400)]
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    SETTINGS.update(init_from=str(folder / "base"), lora={"rank": 4}, data={"path": str(folder / "chats.jsonl")})
+    SETTINGS["training"]["seq_len"] = 63
 
 
 def start(folder: Path, run: Path) -> subprocess.Popen:
@@ -81,29 +106,12 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--kills", type=int, default=40)
     options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--lora", action="store_true")
     given = options.parse_args()
     rng = random.Random(given.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        words = [
-            "the",
-            "quick",
-            "brown",
-            "fox",
-            "jumps",
-            "over",
-            "a",
-            "lazy",
-            "dog",
-            "and",
-            "says",
-            "hello",
-            "to",
-            "trees",
-        ]
-        lines = (" ".join(rng.choice(words) for _ in range(12)) for _ in range(400))
-        (folder / "corpus.txt").write_text("\n".join(lines))
-        SETTINGS["data"]["path"] = str(folder / "corpus.txt")
+        (prepare_chats if given.lora else prepare_text)(folder, rng)
         (folder / "run.yaml").write_text(yaml.safe_dump(SETTINGS))
         peace = start(folder, folder / "peace")
         _, err = peace.communicate()
