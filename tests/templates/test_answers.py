@@ -240,6 +240,18 @@ def test_tags_without_the_end_of_an_answer(tokenizers):
     assert ours(tokenizer, without, messages) == ours(tokenizer, tagged("chatml"), messages)
 
 
+def test_an_end_in_the_tags_is_the_only_one(tokenizers):
+    """What ends the text may follow it; as in transformers, it does not count."""
+    tokenizer, peer = tokenizers["smollm2"]
+    template, messages = (
+        tagged("chatml").replace("{{ '\n'}}{% endfor %}", "<|endoftext|>{% endfor %}"),
+        conversation(PLAIN),
+    )
+    found = conversation_tokens(tokenizer, template, messages, [0, 2])
+    assert found[0].count(0) == 4
+    assert found == theirs(peer, template, messages)
+
+
 @pytest.mark.parametrize(
     ("name", "template"),
     [
@@ -373,6 +385,9 @@ def test_templates_that_do_not_serve(tokenizers):
         JllamaError, match="answer 2 is no part of its own in what the chat template writes: fill it, leave"
     ):
         ours(tokenizer, counts, conversation(PLAIN))
+    says_its_length = loop.replace("STEP", "{{ m.content }}, {{ m.content | length }}; ")
+    with pytest.raises(JllamaError, match="answer 1 is no part of its own"):
+        ours(tokenizer, says_its_length, conversation(PLAIN))
     with pytest.raises(JllamaError, match="answer 1 is no part of its own"):
         ours(tokenizer, "{{ messages[0].content }}", conversation(PLAIN))
     with pytest.raises(JllamaError, match="refuses these messages: Conversation roles must alternate"):
