@@ -13,21 +13,20 @@ import pytest
 import safetensors.numpy
 import torch
 import transformers
-import yaml
 from helpers import assert_same_bits
-from hypothesis import given, settings
+from helpers_adapters import adapter_params, make_run
+from hypothesis import given
 from hypothesis import strategies as st
 from models import FILE, SMALL, forward, weights
 
 from jllama.checkpoints import adapters
 from jllama.checkpoints.gguf_file import read_gguf_file
 from jllama.checkpoints.registry import ADAPTER_FORMATS, convert, load, open_checkpoint, save
-from jllama.checkpoints.run_checkpoints import RunCheckpoints
 from jllama.checkpoints.tensors import base_fingerprint
 from jllama.config import LoraConfig
 from jllama.errors import JllamaError, UsageError
 from jllama.language_model import LanguageModel
-from jllama.lora import adapted, adapter_shapes
+from jllama.lora import adapted
 from jllama.parameters import map_by_path, tensor_specs
 from jllama.verify.checks import relative_error
 
@@ -36,30 +35,6 @@ CONFIG = dataclasses.replace(SMALL, vocab_size=97, head_dim=48, max_seq_len=80)
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 70))
 KINDS = {"lora": {}, "rslora": {"rank_stabilized": True}, "dora": {"dora": True}}
 TOLERANCE = 1e-5
-
-
-def adapter_params(config, lora, seed=0):
-    """An adapter whose part of each product is about half as large as its base's."""
-    rng = np.random.default_rng(seed)
-    layers = {}
-    for name, (inputs, outputs) in adapter_shapes(config, lora).items():
-        a = rng.standard_normal((config.num_layers, inputs, lora.rank)) / np.sqrt(inputs)
-        b = rng.standard_normal((config.num_layers, lora.rank, outputs)) / np.sqrt(4 * lora.rank) / lora.scale
-        layers[name] = {"a": a, "b": b}
-        if lora.dora:
-            layers[name]["magnitude"] = rng.uniform(0.6, 1.2, (config.num_layers, outputs))
-    return {"layers": map_by_path(lambda _, leaf: leaf.astype(np.float32), layers)}
-
-
-def make_run(folder, base, config, lora, params, fingerprint=None, step=7, **fields):
-    """The folder of a run that trained an adapter."""
-    folder.mkdir()
-    fields = {"model": dataclasses.asdict(config), "lora": dataclasses.asdict(lora), "init_from": str(base)} | fields
-    (folder / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(fields))))
-    checkpoints = RunCheckpoints(folder / "checkpoints")
-    checkpoints.save(step, params, {"step": np.int32(step)}, {"base_fingerprint": fingerprint}, None)
-    checkpoints.wait()
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -267,10 +242,14 @@ def test_a_merged_model_goes_through_every_format(tmp_path):
     assert_same_bits(*int8)
 
 
-@settings(max_examples=20)
+@functools.cache
+def adapted_rows(base):
+    return open_checkpoint(run_of(base, "dora")).tensors["layers/1/wq"]
+
+
 @given(rows=st.tuples(st.integers(0, 191), st.integers(1, 192)).filter(lambda rows: rows[0] < rows[1]))
 def test_any_rows_are_those_of_the_whole(base, rows):
-    tensor = open_checkpoint(run_of(base, "dora")).tensors["layers/1/wq"]
+    tensor = adapted_rows(base)
     start, stop = rows
     assert tensor.shape == (192, 64)
     np.testing.assert_allclose(tensor[start:stop], tensor[0:192][start:stop], rtol=1e-5, atol=1e-6)
