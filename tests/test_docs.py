@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
+from helpers_adapters import adapter_params, make_run
 
 from jllama.checkpoints.registry import load, save
 from jllama.commands.bench import BenchOptions
@@ -20,7 +21,7 @@ from jllama.commands.plan import PlanOptions
 from jllama.commands.report import ReportOptions
 from jllama.commands.sample import SampleOptions
 from jllama.commands.verify import VerifyOptions
-from jllama.config import LlamaConfig
+from jllama.config import LlamaConfig, LoraConfig
 from jllama.language_model import LanguageModel
 from jllama.model import initial_params
 from jllama.tokenizers import BytesTokenizer
@@ -73,6 +74,9 @@ COMMANDS = [
 def folder_with_a_model(tmp_path, monkeypatch):
     small = LlamaConfig(vocab_size=300, num_layers=1, embed_dim=32)
     save(LanguageModel(small, initial_params(jax.random.key(0), small), BytesTokenizer()), tmp_path / "smollm2", "hf")
+    (tmp_path / "runs").mkdir()
+    lora = LoraConfig(rank=2)
+    make_run(tmp_path / "runs" / "mine", "smollm2/", small, lora, adapter_params(small, lora))
     (tmp_path / "my_texts").mkdir()
     for number in range(40):
         (tmp_path / "my_texts" / f"{number}.txt").write_text(f"The {number}th fox jumps over the lazy dog. " * 5)

@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import safetensors
@@ -21,25 +20,20 @@ from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, Permu
 from jllama.config import LlamaConfig, LoraConfig
 from jllama.errors import JllamaError
 from jllama.files import fault_of, read_fields, read_json_object, write_json
-from jllama.parameters import PARAMETERS, tensor_specs
+from jllama.parameters import PARAMETERS, NamedFormat, tensor_specs
 
 CONFIG, WEIGHTS, FINGERPRINT = "adapter_config.json", "adapter_model.safetensors", "jllama.base_fingerprint"
 ALPHA, INVOCATION = "adapter.lora.alpha", "adapter.alora.invocation_tokens"
 _KIND = {"general.architecture": ARCHITECTURE, "general.type": "adapter", "adapter.type": "lora"}  # of GGUF files
 
 _PREFIX, _F32 = "base_model.model.model.", np.dtype(np.float32)
-_FileFormat = Literal["huggingface", "gguf"]
 _SUFFIXES = {
     "huggingface": {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"},
     "gguf": {"a": "weight.lora_a", "b": "weight.lora_b"},
 }
 _FIELDS = {"rank": ("r", 8), "alpha": ("lora_alpha", 8.0), "rank_stabilized": ("use_rslora", False)}
 _FIELDS |= {"dora": ("use_dora", False)}  # the key and default of each field of ``LoraConfig``
-_FIXED = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
-}
+_FIXED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, "gaussian", "eva", "orthogonal")}
 _FREE = """r lora_alpha use_rslora use_dora task_type auto_mapping peft_version base_model_name_or_path revision
     inference_mode target_modules exclude_modules lora_dropout layers_to_transform layers_pattern megatron_core
     runtime_config eva_config qalora_group_size ensure_weight_tying"""
@@ -81,31 +75,30 @@ class AdaptedRows:
 def merged(base: Checkpoint, adapter: Adapter) -> Checkpoint:
     """The base with an adapter in its matrices, worked out as they are read; JllamaError if it is for another base."""
     if expected := adapter.base_fingerprint:
-        pairs = zip(base_fingerprint(base).split(":"), expected.split(":"), strict=False)
-        if wrong := [f"fingerprint {actual[:8]}, expected {hoped[:8]}" for actual, hoped in pairs if actual != hoped]:
-            advice = f"give {adapter.base or 'the model that it was trained on'}"
-            raise JllamaError(f"{adapter.source} is an adapter for another base (this one has {wrong[0]}): {advice}")
+        pairs = zip(base_fingerprint(base).split(":"), expected.split(":"), strict=False)  # one may know less
+        if any(actual != wanted for actual, wanted in pairs):
+            own = adapter.base or "the model that it was trained on"
+            raise JllamaError(f"{adapter.source} is an adapter for another base, by its fingerprint: give {own}")
     tensors = dict(base.tensors)
     tensors |= {key: AdaptedRows(tensors[key], adapter, key) for key in tensors if f"{key}/a" in adapter.tensors}
     step = base.step if adapter.step is None else adapter.step
     return dataclasses.replace(base, tensors=tensors, step=step, adapter=adapter)
 
 
-def _layout(config: LlamaConfig, lora: LoraConfig, file_format: _FileFormat) -> dict[str, tuple[str, list[int], int]]:
+def _layout(config: LlamaConfig, lora: LoraConfig, file_format: NamedFormat) -> dict[str, tuple[str, list[int], int]]:
     """By its name in a file, a tensor's key in ``Adapter``, its shape, and how many of its rows are turned together."""
     layout = {}
-    for spec in tensor_specs(config):
-        if spec.path.removeprefix("layers/") in lora.targets:
-            sizes = {"a": [lora.rank, spec.shape[1]], "b": [spec.shape[0], lora.rank]}
-            sizes |= {"magnitude": [spec.shape[0]]} if lora.dora else {}
-            stem = spec.name(file_format).removesuffix("weight").replace("model.", _PREFIX)
-            for part, size in sizes.items():
-                turned = config.head_dim if file_format == "gguf" and part == "b" and spec.parameter.rotary else 0
-                layout[stem + _SUFFIXES[file_format][part]] = f"{spec.key}/{part}", size, turned
+    for spec in (spec for spec in tensor_specs(config) if spec.path.removeprefix("layers/") in lora.targets):
+        outputs, inputs = spec.shape
+        sizes = {"a": [lora.rank, inputs], "b": [outputs, lora.rank]} | ({"magnitude": [outputs]} if lora.dora else {})
+        stem = spec.name(file_format).removesuffix("weight").replace("model.", _PREFIX)
+        for part, size in sizes.items():
+            turned = config.head_dim if file_format == "gguf" and part == "b" and spec.parameter.rotary else 0
+            layout[stem + _SUFFIXES[file_format][part]] = f"{spec.key}/{part}", size, turned
     return layout
 
 
-def _read(stored: Mapping[str, FileTensor], file_format: _FileFormat, adapter: Adapter) -> Adapter:
+def _read(stored: Mapping[str, FileTensor], file_format: NamedFormat, adapter: Adapter) -> Adapter:
     """The adapter that a file's tensors make; what is missing, unknown or of another shape raises ``JllamaError``."""
     whole = _layout(adapter.config, adapter.lora, file_format)
     targets = dict.fromkeys(whole[name][0].split("/")[2] for name in whole if name in stored)
@@ -122,7 +115,7 @@ def _read(stored: Mapping[str, FileTensor], file_format: _FileFormat, adapter: A
     return dataclasses.replace(adapter, lora=lora, tensors=tensors)
 
 
-def _to_write(adapter: Adapter, file_format: _FileFormat) -> list[tuple[str, FileTensor]]:
+def _to_write(adapter: Adapter, file_format: NamedFormat) -> list[tuple[str, FileTensor]]:
     return [
         (name, PermutedRows(adapter.tensors[key], turned, to_half_split=False) if turned else adapter.tensors[key])
         for name, (key, _, turned) in _layout(adapter.config, adapter.lora, file_format).items()

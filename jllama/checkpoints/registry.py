@@ -260,8 +260,7 @@ def _read_adapter(source: Path, config: LlamaConfig, step: int | None) -> Adapte
     for format in ADAPTER_FORMATS.values():
         if format.recognizes(source):
             return format.read(source, config)
-    formats = ", ".join(format.description for format in ADAPTER_FORMATS.values())
-    raise JllamaError(f"{source} is no adapter that jllama knows: give {formats}, or a run that trained one")
+    raise JllamaError(f"{source} is no adapter that jllama knows: give PEFT's folder, a GGUF LoRA, or a run")
 
 
 def _local(path: str | Path, kind: str = "checkpoint") -> Path:
@@ -271,8 +270,8 @@ def _local(path: str | Path, kind: str = "checkpoint") -> Path:
         return source
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)) and not source.parent.exists():
         return huggingface.download(str(path))
-    either = "a model's" if kind == "checkpoint" else "PEFT's"
-    raise JllamaError(f"there is no {kind} at {path}: give a run's folder, such as runs/quickstart, or {either}")
+    other = {"checkpoint": "a model's", "adapter": "PEFT's"}[kind]
+    raise JllamaError(f"there is no {kind} at {path}: give a run's folder, such as runs/quickstart, or {other}")
 
 
 def _recognized(source: Path) -> str | None:

@@ -154,14 +154,13 @@ def base_fingerprint(checkpoint: Checkpoint) -> str:
     rounded to bfloat16, in the order of ``tensor_specs``. Matrices that were rounded otherwise (float16, or GGUF's
     quantized types) are left out: then the norms speak alone.
     """
-    vectors, rows = hashlib.sha256(), hashlib.sha256()
+    norms, rows = hashlib.sha256(), hashlib.sha256()
     for spec in tensor_specs(checkpoint.config):
-        tensor = checkpoint.tensors[spec.key]
-        part = tensor[0:1] if spec.parameter.inputs else tensor[0 : tensor.shape[0]]
-        (rows if spec.parameter.inputs else vectors).update(part.astype(jnp.bfloat16).tobytes())
-    kinds = checkpoint.tensors.values()
-    is_rounded = any(kind.dtype == np.float16 or not getattr(kind, "is_exact", True) for kind in kinds)
-    return vectors.hexdigest() if is_rounded else f"{vectors.hexdigest()}:{rows.hexdigest()}"
+        digest, end = (rows, 1) if spec.parameter.inputs else (norms, spec.shape[0])
+        digest.update(checkpoint.tensors[spec.key][0:end].astype(jnp.bfloat16).tobytes())
+    tensors = checkpoint.tensors.values()
+    is_rounded = any(each.dtype == np.float16 or not getattr(each, "is_exact", True) for each in tensors)
+    return norms.hexdigest() if is_rounded else f"{norms.hexdigest()}:{rows.hexdigest()}"
 
 
 def load_params(

@@ -267,7 +267,7 @@ def test_an_adapter_knows_its_base(base, tmp_path):
             found = open_checkpoint(tmp_path / dtype, adapter=adapter).adapter
             assert found.base_fingerprint == base_fingerprint(open_checkpoint(base))
     for adapter in (run, *(tmp_path / to for to in ADAPTER_FORMATS)):
-        with pytest.raises(JllamaError, match=r"is an adapter for another base \(this one has fingerprint"):
+        with pytest.raises(JllamaError, match=f"for another base, by its fingerprint: give ({base}|the model that it)"):
             open_checkpoint(tmp_path / "other", adapter=adapter)
     rewritten(tmp_path / "peft", str)  # without metadata
     assert open_checkpoint(tmp_path / "other", adapter=tmp_path / "peft").adapter.base_fingerprint is None
@@ -326,7 +326,7 @@ def test_what_does_not_fit_is_said(base, square, tmp_path):
     save(LanguageModel(CONFIG, weights(CONFIG)), tmp_path / "model.gguf", "gguf")
     cases = {
         tmp_path / "model.gguf": r"has general.type None, so it is no plain LoRA of a Llama",
-        base: "is no adapter that jllama knows: give PEFT's folder, a GGUF LoRA, or a run that trained one",
+        base: "is no adapter that jllama knows: give PEFT's folder, a GGUF LoRA, or a run",
         tmp_path / "nowhere": "there is no adapter at",
     }
     for adapter, message in cases.items():

@@ -78,7 +78,7 @@ def test_an_adapter_is_evaluated_as_what_it_is_merged_into(place, capsys):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ("sample other --adapter run", 1, "run is an adapter for another base (this one has fingerprint "),
+        ("sample other --adapter run", 1, "run is an adapter for another base, by its fingerprint: give /"),
         (
             "convert dora out/x --to gguf-lora",
             1,
