@@ -1,5 +1,6 @@
 """The page of a run, or of several, ``report.html``, and the commands that runs tell their users."""
 
+import contextlib
 import html
 import importlib.metadata
 import io
@@ -12,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from flax.traverse_util import flatten_dict
 from matplotlib.figure import Figure
 
 from jllama.checkpoints.run import CONFIG, METRICS, SAMPLES, read_config, read_model_config, recognizes
+from jllama.config import LlamaConfig
 from jllama.data.chats import ChatDataset
 from jllama.data.tokens import SPLITS, Dataset
 from jllama.errors import JllamaError
@@ -30,13 +31,21 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 pre { background: #8881; padding: 1rem; white-space: pre-wrap; font-size: 13px }
 td, th { padding: .15rem 1.5rem .15rem 0; vertical-align: top; text-align: left; overflow-wrap: anywhere }
 td:first-child { min-width: 8rem } td + td { min-width: 10rem; white-space: pre-wrap }
-.wide { overflow-x: auto } ul { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: 0 1rem }
+.wide { overflow-x: auto }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(18rem, 100%), 1fr)); gap: 1rem }</style>"""
 _LOOK: dict[Any, Any] = {"axes.facecolor": "none", "figure.facecolor": "none", "font.size": 9, "svg.fonttype": "none"}
 _COLORS = ["#2a78c2", "#d0611c", "#2c8f5a", "#b0568f", "#8c7300", "#7d6bc4", "#c24b4b", "#2b8a97"]  # on light and dark
 _LOOK |= {"axes.spines.top": False, "axes.spines.right": False}
 _CHARTS = {"loss": "loss (nats per token)", "learning_rate": "learning rate"}
-_LOSSES = ("validation_loss", "perplexity", "bits_per_byte")
+_CHATS = "{conversations:,} with {tokens:,} tokens, {share:.1%} of which count; {cut:,} cut, {dropped:,} left out"
+_NUMBERS = {"validation loss": "{validation_loss:.4f}", "perplexity": "{perplexity:.4f}"}
+_NUMBERS |= {
+    "bits per byte": "{bits_per_byte:.4f}",
+    "padding": "{padding:.1%} of the rows",
+    "time": "{elapsed_s:.0f} s",
+}
+_NUMBERS |= {"speed": "{tokens_per_s:,.0f} tokens/s, {step_ms:,.1f} ms a step"}
+_NUMBERS |= {"share of the devices' peak (MFU)": "{mfu:.1%}"}
 _CHARTS |= {"grad_norm": "gradient norm", "tokens_per_s": "tokens per second"}
 
 
@@ -47,74 +56,61 @@ def command(*words: object) -> str:
 
 def run_facts(data: Dataset | ChatDataset, devices: str, trained: int, frozen: int) -> dict[str, str]:
     """What a run's page says of its parameters, its data and its machine: logged with its metrics."""
-    counts, name = data.counts, {"train": "training", "validation": "validation"}
-    if isinstance(data, ChatDataset):
-        said = "{conversations:,} with {tokens:,} tokens, {share:.1%} of which count; {cut} cut, {dropped} left out"
-        shares = {split: counts[split]["counted_tokens"] / counts[split]["tokens"] for split in SPLITS}
-        learned = {f"{name[split]} chats": said.format(**counts[split], share=shares[split]) for split in SPLITS}
-    else:
-        sizes = {split: f"{counts[split]['bytes']:,} bytes, {counts[split]['tokens']:,} tokens" for split in SPLITS}
-        learned = {f"{name[split]} text": sizes[split] for split in SPLITS}
-        gzip = f"{data.gzip_bits_per_byte:.4f} (a model that beats gzip has learned something)"
-        learned["bits per byte of gzip -9"] = gzip
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jllama", "jax", "flax", "optax")]
-    return {
-        "parameters": f"{trained:,} trained, {f'{frozen:,} frozen' if frozen else 'none frozen'}",
-        **learned,
-        "devices": devices,
-        "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
-    }
+    facts = {"parameters": f"{trained:,} trained, {f'{frozen:,}' if frozen else 'none'} frozen"}
+    for split, title in zip(SPLITS, ("training", "validation"), strict=True):
+        counts = data.counts[split]
+        if isinstance(data, ChatDataset):
+            share = counts["counted_tokens"] / counts["tokens"]
+            facts[f"{title} chats"] = _CHATS.format(**counts, share=share)
+        else:
+            facts[f"{title} text"] = f"{counts['bytes']:,} bytes, {counts['tokens']:,} tokens"
+    if isinstance(data, Dataset):
+        gzip = f"{data.gzip_bits_per_byte:.4f} (a model that beats gzip has learned something)"
+        facts["bits per byte of gzip -9"] = gzip
+    return {**facts, "devices": devices, "versions": ", ".join([f"Python {platform.python_version()}", *versions])}
 
 
 def write_report(folders: Sequence[Path], target: Path) -> None:
     """Write the page of a run: all it has logged so far, on any screen, light or dark, and what to do next. Several
     runs share one, with their curves in the same charts. JllamaError for a folder that is not a run's.
     """
-    curves, facts, options, written = {}, [], [], {}
+    several, curves, facts, written = len(folders) > 1, {}, [], {}
     for folder in folders:
-        name = folder.name if [each.name for each in folders].count(folder.name) == 1 else str(folder)
         if not recognizes(folder):
             raise JllamaError(f"{folder} is not the folder of a run: it has no {CONFIG}")
+        name = folder.name if [each.name for each in folders].count(folder.name) == 1 else str(folder)
         with fault_of(f"{folder} does not hold what a run logs", KeyError, TypeError, ValueError, AttributeError):
             config, curves[name] = read_config(folder), read_lines(folder / METRICS)
-            facts.append(_facts(folder, config, curves[name]))
-            options.append(flatten_dict(config, is_leaf=lambda path, _: len(path) == 2, sep="."))
+            facts.append(_facts(read_model_config(folder), config["data"], curves[name]))
             for title, part in _written(folder, config["training"].get("questions", ())).items():
-                written[f"{title} of {name}" if len(folders) > 1 else title] = part
-    legend = zip(itertools.cycle(_COLORS), curves if len(folders) > 1 else ())
-    marks = "".join(f"<li><b style='color:{color}'>&#9632;</b> {html.escape(name)}" for color, name in legend)
+                written[f"{title} of {name}" if several else title] = part
+    marks = [
+        f"<b style='color:{color}'>&#9632;</b> {html.escape(name)}"
+        for name, color in zip(curves, itertools.cycle(_COLORS))
+    ]
     charts = "".join(_chart(curves, key) for key in _CHARTS)
-    title, heads = ", ".join(curves), [*curves] if len(folders) > 1 else []
-    parts = {title: _table(heads, facts), "Curves": f"<ul>{marks}</ul><div class=charts>{charts}</div>", **written}
-    if len(folders) > 1:
-        differing = {key for each in options for key in each if len({str(other.get(key)) for other in options}) > 1}
-        columns = [{key: value for key, value in each.items() if key in differing} for each in options]
-        parts["Options that differ"] = _table(heads, columns)
-    else:
-        sampling = command("sample", "--checkpoint", folders[0], "--prompt", options[0]["training.sample_prompt"])
+    legend = f"<p>{' &emsp; '.join(marks)}</p>" if several else ""
+    parts = {", ".join(curves): _table([*curves] if several else [], facts)}
+    parts |= {"Curves": f"{legend}<div class=charts>{charts}</div>", **written}
+    if not several:
+        sampling = command("sample", "--checkpoint", folders[0], "--prompt", config["training"]["sample_prompt"])
         following = {"sample": sampling, "go on": command("train", "--resume", folders[0])}
         parts["Next"] = "".join(f"<h3>{what}</h3><pre>{html.escape(line)}</pre>" for what, line in following.items())
         parts["Configuration"] = f"<pre>{html.escape((folders[0] / CONFIG).read_text(encoding='utf-8'))}</pre>"
-    page = "".join(f"<h2>{html.escape(name)}</h2>{part}" for name, part in parts.items())
-    write_text_whole(target, f"{_HEAD}<title>{html.escape(title)}</title>{page}</html>")
+    page = "".join(f"<h2>{html.escape(title)}</h2>{part}" for title, part in parts.items() if part)
+    write_text_whole(target, f"{_HEAD}<title>{html.escape(', '.join(curves))}</title>{page}</html>")
 
 
-def _facts(folder: Path, config: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What a run's page says first: the facts that it has logged, the last of each, and what the last losses were."""
-    model = read_model_config(folder)
-    facts = {
-        "parameters": f"{count_parameters(model):,}",
-        "data": str(config["data"].get("mixture") or config["data"]["path"]),
-    }
+def _facts(model: LlamaConfig, data: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What a run's page says first: what it has logged of itself, and its last numbers."""
+    facts = {"parameters": f"{count_parameters(model):,}", "data": f"{data.get('mixture') or data['path']}"}
     for line in metrics:
         facts |= line.get("facts", {})
-        losses = line.get("final", line)
-        facts |= {name.replace("_", " "): f"{losses[name]:.4f}" for name in _LOSSES if losses.get(name)}
-        if "tokens_per_s" in line:
-            facts["speed"] = f"{line['tokens_per_s']:,.0f} tokens/s, {1000 * line['step_s']:,.1f} ms a step"
-            facts |= {"share of the devices' peak (MFU)": f"{line['mfu']:.1%}"} if line["mfu"] else {}
-        facts |= {"padding": f"{line['padding']:.1%} of the rows' tokens"} if "padding" in line else {}
-        facts |= {"time": f"{line['elapsed_s']:.0f} s"} if "elapsed_s" in line else {}
+        values = {"step_s": math.nan, **line, **line.get("final", {})}
+        for name, text in _NUMBERS.items():
+            with contextlib.suppress(KeyError, TypeError):  # it is in another line, or was not known
+                facts[name] = text.format(**values, step_ms=1000 * values["step_s"])
     return {**facts, "loss of a blind guess": f"{math.log(model.vocab_size):.4f} (ln {model.vocab_size:,})"}
 
 
@@ -127,12 +123,11 @@ def _written(folder: Path, questions: Sequence[str]) -> dict[str, str]:
             answers.setdefault(step, {})[line["prompt"]] = line["text"]
         else:
             samples = f"<h3>{step}</h3><pre>{html.escape(line['prompt'] + line['text'])}</pre>{samples}"
-    parts = {"Answers": _table([*answers], [*answers.values()]), "Samples": samples}
-    return {title: part for title, part in parts.items() if answers or title == "Samples"}
+    return {"Answers": _table([*answers], [*answers.values()]) if answers else "", "Samples": samples}
 
 
 def _table(heads: Sequence[str], columns: Sequence[Mapping[str, object]]) -> str:
-    """A table, with a row for each name that a column has, which scrolls by itself where it is too wide."""
+    """A table with a row for each name that a column has; where it is too wide, it scrolls by itself."""
     rows = [[name, *(column.get(name, "") for column in columns)] for name in dict.fromkeys(itertools.chain(*columns))]
     lines = ["".join(f"<td>{html.escape(str(cell))}" for cell in row) for row in rows]
     lines = ["".join(f"<th>{html.escape(head)}" for head in ["", *heads]), *lines] if heads else lines

@@ -118,13 +118,11 @@ class _Run:
     note: str = ""
 
     def __post_init__(self) -> None:
-        def append(_: int, line: tuple[str, dict[str, Any]]) -> None:
-            files.append_line(self.folder / line[0], line[1])
-
-        open_logger = LOGGERS.get(self.config.logger, lambda *_: contextlib.nullcontext(lambda *_: None))
-        config = run_folder.as_written(self.config)
-        self.lines = Outlet(lambda _: contextlib.nullcontext(append), self.warn)
-        self.logger = Outlet(functools.partial(open_logger, self.folder, config), self.warn)
+        files_open = contextlib.nullcontext(files.append_line)
+        no_logger = contextlib.nullcontext(lambda *_: None)
+        open_logger = LOGGERS.get(self.config.logger, lambda *_: no_logger)
+        self.lines = Outlet(lambda _: files_open, self.warn)
+        self.logger = Outlet(functools.partial(open_logger, self.folder, run_folder.as_written(self.config)), self.warn)
 
     def seconds(self) -> float:
         return time.perf_counter() - self.start_s
@@ -151,7 +149,7 @@ class _Run:
         """Add a line to a file of the run, and metrics to its logger; process 0 alone does."""
         if distributed.process_index() == 0:
             line: dict[str, Any] = {"step": self.step, **record}
-            self.lines.give(line["step"], (name, line))
+            self.lines.give(self.folder / name, line)
             if name == METRICS:
                 self.logger.give(line["step"], numbers(line))
 
@@ -296,17 +294,15 @@ class _Run:
 
     def sample(self) -> None:
         """Let the model go on from the prompt, or answer the questions; show and log what it writes."""
-        options, model = self.config.training, self.model()
-        key = jax.random.fold_in(jax.random.fold_in(self.state.key, self.state.step), self.config.sampling.seed)
-        sampling = dataclasses.replace(self.config.sampling, seed=int(jax.random.bits(key)))
-        prompts = options.questions or [options.sample_prompt]
-        asked, template, tokenizer = prompts, model.chat_template, model.text_tokenizer
-        if options.questions:
-            sampling = SamplingParams(temperature=0.0)
-            if template and isinstance(self.data, ChatDataset):
-                chats = [[{"role": "user", "content": question}] for question in options.questions]
-                texts = [render(template, **template_variables(tokenizer, chat, True)) for chat in chats]
-                asked = [tokenizer.encode_with_special_tokens(text) for text in texts]
+        options, model, sampling = self.config.training, self.model(), SamplingParams(temperature=0.0)
+        prompts = asked = options.questions or [options.sample_prompt]
+        if not options.questions:
+            key = jax.random.fold_in(jax.random.fold_in(self.state.key, self.state.step), self.config.sampling.seed)
+            sampling = dataclasses.replace(self.config.sampling, seed=int(jax.random.bits(key)))
+        elif model.chat_template and isinstance(self.data, ChatDataset):
+            tokenizer = model.text_tokenizer
+            chats = [template_variables(tokenizer, [{"role": "user", "content": each}], True) for each in prompts]
+            asked = [tokenizer.encode_with_special_tokens(render(model.chat_template, **chat)) for chat in chats]
         completions = generate(model, asked, sampling, max_new_tokens=options.sample_tokens)
         for prompt, completion in zip(prompts, completions, strict=True):
             self.write(SAMPLES, prompt=prompt, text=completion.text)
