@@ -37,16 +37,12 @@ _LOOK: dict[Any, Any] = {"axes.facecolor": "none", "figure.facecolor": "none", "
 _COLORS = ["#2a78c2", "#d0611c", "#2c8f5a", "#b0568f", "#8c7300", "#7d6bc4", "#c24b4b", "#2b8a97"]  # on light and dark
 _LOOK |= {"axes.spines.top": False, "axes.spines.right": False}
 _CHARTS = {"loss": "loss (nats per token)", "learning_rate": "learning rate"}
+_CHARTS |= {"grad_norm": "gradient norm", "tokens_per_s": "tokens per second"}
 _CHATS = "{conversations:,} with {tokens:,} tokens, {share:.1%} of which count; {cut:,} cut, {dropped:,} left out"
 _NUMBERS = {"validation loss": "{validation_loss:.4f}", "perplexity": "{perplexity:.4f}"}
-_NUMBERS |= {
-    "bits per byte": "{bits_per_byte:.4f}",
-    "padding": "{padding:.1%} of the rows",
-    "time": "{elapsed_s:.0f} s",
-}
+_NUMBERS |= {"bits per byte": "{bits_per_byte:.4f}", "padding": "{padding:.1%}", "time": "{elapsed_s:.0f} s"}
 _NUMBERS |= {"speed": "{tokens_per_s:,.0f} tokens/s, {step_ms:,.1f} ms a step"}
 _NUMBERS |= {"share of the devices' peak (MFU)": "{mfu:.1%}"}
-_CHARTS |= {"grad_norm": "gradient norm", "tokens_per_s": "tokens per second"}
 
 
 def command(*words: object) -> str:
@@ -75,20 +71,19 @@ def write_report(folders: Sequence[Path], target: Path) -> None:
     """Write the page of a run: all it has logged so far, on any screen, light or dark, and what to do next. Several
     runs share one, with their curves in the same charts. JllamaError for a folder that is not a run's.
     """
-    several, curves, facts, written = len(folders) > 1, {}, [], {}
+    several, config, curves, facts, written = len(folders) > 1, {}, {}, [], {}
     for folder in folders:
         if not recognizes(folder):
             raise JllamaError(f"{folder} is not the folder of a run: it has no {CONFIG}")
         name = folder.name if [each.name for each in folders].count(folder.name) == 1 else str(folder)
         with fault_of(f"{folder} does not hold what a run logs", KeyError, TypeError, ValueError, AttributeError):
-            config, curves[name] = read_config(folder), read_lines(folder / METRICS)
+            config, lines = read_config(folder), read_lines(folder / METRICS)
+            curves[name] = [line for line in lines if isinstance(line["step"], int)]
             facts.append(_facts(read_model_config(folder), config["data"], curves[name]))
             for title, part in _written(folder, config["training"].get("questions", ())).items():
                 written[f"{title} of {name}" if several else title] = part
-    marks = [
-        f"<b style='color:{color}'>&#9632;</b> {html.escape(name)}"
-        for name, color in zip(curves, itertools.cycle(_COLORS))
-    ]
+    colored = zip(curves, _COLORS * len(curves), strict=False)
+    marks = [f"<b style='color:{color}'>&#9632;</b> {html.escape(name)}" for name, color in colored]
     charts = "".join(_chart(curves, key) for key in _CHARTS)
     legend = f"<p>{' &emsp; '.join(marks)}</p>" if several else ""
     parts = {", ".join(curves): _table([*curves] if several else [], facts)}
@@ -140,11 +135,11 @@ def _chart(runs: Mapping[str, Sequence[Mapping[str, Any]]], key: str) -> str:
         figure, drawing = Figure(figsize=(4.2, 2.8)), io.StringIO()
         axis = figure.add_axes((0.17, 0.15, 0.81, 0.74), title=_CHARTS[key], xlabel="step")  # layouts are slow
         for index, metrics in enumerate(runs.values()):
-            for name, line, label in ((key, "-", "training"), (f"validation_{key}", "o--", "validation")):
-                records = [record for record in metrics if name in record and "skipped" not in record]
+            for name, style, label in ((key, "-", "training"), (f"validation_{key}", "o--", "validation")):
+                records = [line for line in metrics if isinstance(line.get(name), float) and "skipped" not in line]
                 color = _COLORS[(index if len(runs) > 1 else label == "validation") % len(_COLORS)]
-                points = [record["step"] for record in records], [record[name] for record in records]
-                axis.plot(*points, line, label=label, color=color, linewidth=1.2, markersize=4)
+                points = [line["step"] for line in records], [line[name] for line in records]
+                axis.plot(*points, style, label=label, color=color, linewidth=1.2, markersize=4)
         if key == "loss" and len(runs) == 1:
             axis.legend(frameon=False)
         figure.savefig(drawing, format="svg")

@@ -41,11 +41,8 @@ def main(argv: Sequence[str], prog: str) -> int:
     check_writable(target)
     write_report(folders, target)
     for folder in folders if options.logger else ():
-        lines = read_lines(folder / METRICS)
-        with (
-            fault_of(f"{options.logger} does not take {folder / METRICS}", Exception),
-            LOGGERS[options.logger](folder, read_config(folder), 0) as write,
-        ):
-            for line in lines:
+        with fault_of(f"{options.logger} does not take {folder / METRICS}", Exception):
+            write = LOGGERS[options.logger](folder, read_config(folder), 0)
+            for line in read_lines(folder / METRICS):
                 write(line["step"], numbers(line))
     return 0

@@ -30,7 +30,7 @@ from jllama.errors import JllamaError, UsageError, check_fields, no_tokenizer
 from jllama.generation.sampling_params import SamplingParams
 from jllama.generation.text import generate, prompt_ids
 from jllama.language_model import LanguageModel
-from jllama.loggers import LOGGERS, Outlet, check_logger, numbers
+from jllama.loggers import LOGGERS, check_logger, numbers, persistent
 from jllama.lora import merged
 from jllama.model import check_attention
 from jllama.parameters import Params, count_parameters
@@ -61,8 +61,7 @@ def train(config: TrainConfig) -> Evaluation:
         if isinstance(run, Evaluation):  # there is nothing left to do
             return run
         options, bar = run.config.training, progress("", run.config.training.steps, console=run.console)
-        answer, logger = (lambda: f"finishing step {run.step + 1:,} and saving"), contextlib.closing(run.logger)
-        with stop_signals(answer) as run.signals, bar as run.move, logger:
+        with stop_signals(lambda: f"finishing step {run.step + 1:,} and saving") as run.signals, bar as run.move:
             ended = run.pause()  # what a stop came before is done first
             recent, start_s = [], time.perf_counter()
             while run.step < options.steps and not (run.stop or ended):
@@ -118,11 +117,9 @@ class _Run:
     note: str = ""
 
     def __post_init__(self) -> None:
-        files_open = contextlib.nullcontext(files.append_line)
-        no_logger = contextlib.nullcontext(lambda *_: None)
-        open_logger = LOGGERS.get(self.config.logger, lambda *_: no_logger)
-        self.lines = Outlet(lambda _: files_open, self.warn)
-        self.logger = Outlet(functools.partial(open_logger, self.folder, run_folder.as_written(self.config)), self.warn)
+        logger = LOGGERS.get(self.config.logger, lambda *_: lambda *_: None)
+        open_logger = functools.partial(logger, self.folder, run_folder.as_written(self.config))
+        self.give, self.draw = (persistent(each, self.warn) for each in (lambda _: files.append_line, open_logger))
 
     def seconds(self) -> float:
         return time.perf_counter() - self.start_s
@@ -149,9 +146,9 @@ class _Run:
         """Add a line to a file of the run, and metrics to its logger; process 0 alone does."""
         if distributed.process_index() == 0:
             line: dict[str, Any] = {"step": self.step, **record}
-            self.lines.give(self.folder / name, line)
+            self.give(self.folder / name, line)
             if name == METRICS:
-                self.logger.give(line["step"], numbers(line))
+                self.draw(line["step"], numbers(line))
 
     def log(self, recent: list[tuple[StepMetrics, Any]], start_s: float) -> None:
         """Wait for the recent steps, log and show their means, and by itself each that was left out, with its batch."""
@@ -406,28 +403,21 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
         if not (existing and has_tokenizer(folder)):
             data.tokenizer.save(folder)
             write_chat_files(folder, origin.chat_template if origin else None, origin.stop_ids if origin else ())
-    sizes = sum(leaf.size for leaf in jax.tree.leaves(run.state.params)), count_parameters(config.model)
-    facts = run_facts(data, describe_devices(training.mesh), sizes[0], sizes[1] if config.lora.rank else 0)
-    if [line["facts"] for line in files.read_lines(folder / METRICS, "facts")][-1:] != [facts]:
-        run.write(facts=facts)
-    console.print(_summary(run), style="bold")
+    _announce(run)
     return run
 
 
-def _summary(run: _Run) -> str:
-    """A run in a few words, as it begins."""
-    config, data, mesh = run.config, run.data, run.training.mesh
-    trained = sum(leaf.size for leaf in jax.tree.leaves(run.state.params))
-    others = f", {trained:,} of adapters trained" if config.lora.rank else ""
-    parameters = f"{count_parameters(config.model):,} parameters{others} on {describe_devices(mesh)}"
-    if isinstance(data, Dataset):
-        tokens = f"{len(data.train):,} training tokens"
-    else:
-        counts = data.counts["train"]
-        tokens = f"{counts['conversations']:,} conversations to learn from: {counts['counted_tokens']:,} tokens of "
-        tokens += f"{counts['tokens']:,} count ({counts['cut']:,} cut, {counts['dropped']:,} left out, being too long)"
-    attention = f"{attention_of(config, mesh)} attention"
-    return f"{run.folder}: {parameters}, {attention}, {tokens}, step {run.step:,} of {config.training.steps:,}"
+def _announce(run: _Run) -> None:
+    """Log what a run's page says of it, unless that has been done, and say it in a few words."""
+    config, data, devices = run.config, run.data, describe_devices(run.training.mesh)
+    total, trained = count_parameters(config.model), sum(leaf.size for leaf in jax.tree.leaves(run.state.params))
+    facts = run_facts(data, devices, trained, total if config.lora.rank else 0)
+    if [line["facts"] for line in files.read_lines(run.folder / METRICS, "facts")][-1:] != [facts]:
+        run.write(facts=facts)
+    parameters = f"{total:,} parameters{f', {trained:,} of adapters trained' if config.lora.rank else ''} on {devices}"
+    tokens = facts.get("training chats", f"{data.counts['train']['tokens']:,} training tokens")
+    said = f"{run.folder}: {parameters}, {attention_of(config, run.training.mesh)} attention, {tokens}"
+    run.console.print(f"{said}, step {run.step:,} of {config.training.steps:,}", style="bold")
 
 
 def _origin(config: TrainConfig, existing: Path | None) -> Checkpoint:

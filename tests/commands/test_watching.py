@@ -1,0 +1,235 @@
+"""What is seen of a run, and what it survives: loggers, failures, steps left out, patience, the page of several."""
+
+import json
+import re
+import struct
+
+import numpy as np
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from jllama import files
+from jllama.commands import cli
+from jllama.loggers import LOGGERS, persistent
+from jllama.training import loop
+
+
+def train(workshop, run, *arguments, steps=4, every=2):
+    options = {"training.steps": steps, "training.eval_every": every, "training.sample_tokens": 0}
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    return cli.run("train", ["--config", str(workshop.yaml), "--run_dir", str(run), *flags, *map(str, arguments)])
+
+
+def events(run):
+    """What TensorBoard reads: a START voids what is of its step or later."""
+    found = []
+    for path in sorted((run / "tensorboard").iterdir(), key=lambda path: path.stat().st_mtime_ns):
+        rest = path.read_bytes()
+        while rest:
+            size = struct.unpack("Q", rest[:8])[0]
+            event, rest = Event.FromString(rest[12 : 12 + size]), rest[16 + size :]
+            if event.session_log.status:
+                found = [each for each in found if each[0] < event.step]
+            found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+    return found
+
+
+def drawn(lines):
+    return [
+        (line["step"], name, np.float32(value))
+        for line in lines
+        for name, value in (line | {f"final/{name}": value for name, value in line.get("final", {}).items()}).items()
+        if name != "step" and isinstance(value, float | int)
+    ]
+
+
+def test_records_wait_in_order_for_a_writer_that_works():
+    written, warnings, opened, works = [], [], [], False
+
+    def open_writer(step):
+        opened.append(step)
+
+        def write(step, value):
+            if not works and value != "a":
+                raise OSError("no space")
+            written.append(value)
+
+        return write
+
+    give = persistent(open_writer, warnings.append)
+    for step, value in enumerate("abcd"):
+        give(step, value)
+    works = True
+    give(4, "e")
+    give(5, "f")
+    assert written == [*"abcdef"]
+    assert opened == [0, 1, 1, 1]  # from the first that waits, so what was written in part is void
+    assert [str(each) for each in warnings] == ["no space"]
+
+
+def test_a_restart_leaves_no_gap_in_samples_and_tensorboard(workshop, tmp_path, read_run, capsys, monkeypatch):
+    """TensorBoard has what metrics.jsonl has, live and replayed; samples that failed are tried again, then too."""
+    run, attempts, generate = tmp_path / "run", [], loop.generate
+
+    def fails_at_first(*arguments, **named):
+        attempts.append(None)
+        if len(attempts) < 3:
+            raise RuntimeError("no words")
+        return generate(*arguments, **named)
+
+    monkeypatch.setattr(loop, "generate", fails_at_first)
+    options = ("--logger", "tensorboard", "--training.sample_tokens", 2)
+    assert train(workshop, run, *options, steps=3) == 0  # sampling is due at step 2 and at the end
+    assert read_run.lines(run, "samples.jsonl") == []
+    assert train(workshop, run, *options, "--resume", "auto", "--resume_with_changes", "true", steps=5) == 0
+    assert [line["step"] for line in read_run.lines(run, "samples.jsonl")] == [3, 4, 5]
+    captured = capsys.readouterr()
+    assert " ".join(captured.err.split()).count("warning: RuntimeError: no words; training goes on") == 2
+    lines = read_run.lines(run)
+    assert len(lines) == 11  # what it is made of, five steps, four evaluations, the end
+    ended = [each for each in events(run) if each[0] == 3 and each[1].startswith(("final", "best"))]
+    assert [each for each in events(run) if each not in ended] == drawn(lines)
+    assert cli.run("report", [str(run), "--logger", "tensorboard"]) == 0
+    assert events(run) == drawn(lines)
+    assert captured.out == capsys.readouterr().out == ""
+
+
+def test_a_logger_that_fails_stops_nothing(workshop, tmp_path, read_run, capsys, monkeypatch):
+    """It is said once, and all comes when it works again; a disk that is full for a while loses no line either."""
+    calls, given = [], []
+
+    def broken(folder, config, step):
+        calls.append(step)
+        if len(calls) < 4:
+            raise ConnectionError("nobody\nthere")
+        return lambda step, values: given.append((step, values))
+
+    def append_line(path, record):
+        if len(calls) < 3:
+            raise OSError(28, "No space left on device")
+        files_append(path, record)
+
+    files_append = files.append_line
+    monkeypatch.setattr(loop.files, "append_line", append_line)
+    monkeypatch.setitem(LOGGERS, "broken", broken)
+    assert train(workshop, tmp_path / "run", "--logger", "broken") == 0
+    err = " ".join(capsys.readouterr().err.split())
+    assert err.count("warning: ConnectionError: nobody there; training goes on") == 1
+    assert err.count("warning: OSError: [Errno 28] No space left on device; training goes on") == 1
+    lines = read_run.lines(tmp_path / "run")
+    assert [line["step"] for line in lines] == [0, 1, 2, 2, 3, 4, 4, 4]
+    assert [(step, *each) for step, values in given for each in values.items()] == [
+        (step, name, pytest.approx(value)) for step, name, value in drawn(lines)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("tensorbord", 2, "there is no logger tensorbord; did you mean tensorboard?"),
+        ("wandb", 1, "the logger wandb needs a package that is not installed: pip install 'jllama[wandb]'"),
+    ],
+)
+def test_a_logger_that_is_not_there_is_said_before_anything_is_written(
+    workshop, tmp_path, capsys, monkeypatch, name, code, said
+):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert train(workshop, tmp_path / "run", "--logger", name) == code
+    assert cli.run("report", ["run", "--logger", name]) == code
+    assert capsys.readouterr().err == f"error: {said}\n" * 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_steps_left_out_are_logged_with_their_batches(workshop, tmp_path, read_run, capsys):
+    """A gradient twice as long as usual is a spike here; the means leave it out, and it ends a run that wants that."""
+    run, spikes = tmp_path / "run", ("--training.spike_factor", 1.02, "--optimizer.learning_rate", 1e-5)
+    assert train(workshop, run, *spikes, "--training.log_every", 4, steps=12, every=12) == 0
+    lines = read_run.lines(run)
+    skipped = [line for line in lines if line.get("skipped")]
+    batches = read_run.lines(run, "skipped.jsonl")
+    assert 0 < len(skipped) < 12
+    assert [line["step"] for line in batches] == [line["step"] for line in skipped]
+    assert {np.shape(line["tokens"]) for line in batches} == {(8, 33)}
+    means = [line for line in lines if "tokens_per_s" in line]
+    assert max(line["grad_norm"] for line in means) < min(line["grad_norm"] for line in skipped)
+    first = skipped[0]
+    assert f"step {first['step']} is left out, its batch is in skipped.jsonl: the gradient's norm, " in (
+        capsys.readouterr().err
+    )
+    assert train(workshop, tmp_path / "other", *spikes, "--training.max_skipped", 1, steps=12, every=1) == 1
+    norm, kept = f"{first['grad_norm']:.3g}", first["step"] - 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"error: the gradient's norm, {norm}, is a spike at step {first['step']}; the last good checkpoint is of step "
+        f"{kept}: try a lower optimizer.learning_rate or optimizer.clip_norm"
+    )
+
+
+def test_patience_ends_a_run_also_after_a_restart(workshop, tmp_path, read_run, capsys):
+    """Nothing is learned at this rate: the first evaluation stays the best."""
+    run = tmp_path / "run"
+    patient = ("--training.patience", 3, "--optimizer.learning_rate", 1e-30)
+    assert train(workshop, run, *patient, steps=9, every=1) == 0
+    lines = read_run.lines(run)
+    assert [line["step"] for line in lines if "validation_loss" in line] == [1, 2, 3, 4]
+    assert "final" in lines[-1]
+    said = "step 4: the validation loss has not fallen for 3 evaluations, so training ends here"
+    assert said in capsys.readouterr().err.splitlines()
+    kept = [line for line in lines if not (line["step"] == 4 and "loss" not in line)]  # as if stopped there
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    assert cli.run("train", ["--resume", str(run)]) == 0
+    assert read_run.lines(run) == lines
+    assert said in capsys.readouterr().err.splitlines()
+    assert cli.run("train", ["--resume", str(run)]) == 0
+    advice = f"{run} is finished (step 4 of 9). To go on: python -m jllama train --resume {run} --training.patience 0"
+    assert capsys.readouterr().err == advice + "\n"
+
+
+def test_a_page_for_several_runs(workshop, small_run, tmp_path, capsys, monkeypatch):
+    for name in ("one", "two <b>"):
+        (tmp_path / name).mkdir()
+        for file in ("config.yaml", "metrics.jsonl", "samples.jsonl"):
+            (tmp_path / name / file).write_bytes((small_run.folder / file).read_bytes())
+    monkeypatch.chdir(tmp_path)
+    assert cli.run("report", ["one", "two <b>"]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<svg") == 4
+    assert "<th>one<th>two &lt;b&gt;" in page
+    assert page.count("ms a step") == 2
+    assert "<b>two" not in page
+    assert cli.run("report", ["one", "--output", "other.html"]) == 0
+    assert cli.run("report", ["one"]) == 0
+    pages = [tmp_path / "one" / "report.html", tmp_path / "other.html", small_run.folder / "report.html"]
+    own, other, written = (re.sub(r"<svg.*?</svg>", "", path.read_text(), flags=re.S) for path in pages)
+    assert (
+        own
+        == other
+        == written.replace(str(small_run.folder), "one")
+        .replace("<h2>run<", "<h2>one<")
+        .replace("<title>run<", "<title>one<")
+        .replace("run_dir: one", f"run_dir: {small_run.folder}")
+    )
+    assert capsys.readouterr().out == ""
+
+
+def test_folders_that_hold_no_run_are_refused_in_a_sentence(workshop, tmp_path, small_run, capsys):
+    """By the command itself; no page is written."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.yaml").write_text("model: {vocab_size: 9}\n")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.yaml").write_bytes((small_run.folder / "config.yaml").read_bytes())
+    (tmp_path / "odd" / "metrics.jsonl").write_text('3\n{"step": "x", "loss": []}\n{"step": 1, "facts": 7}\n')
+    page, none = tmp_path / "page.html", tmp_path / "none"
+    done = workshop.finish(workshop.start("-m", "jllama", "report", none, small_run.folder, "--output", page))
+    said = f"error: {none} is not the folder of a run: it has no config.yaml\n"
+    assert (done.code, done.out, done.err) == (1, "", said)
+    for name in ("model", "odd"):
+        assert cli.run("report", [str(small_run.folder), str(tmp_path / name), "--output", str(page)]) == 1
+        err = capsys.readouterr().err
+        assert err.startswith(f"error: {tmp_path / name} does not hold what a run logs: ")
+        assert err.count("\n") == 1
+    assert not page.exists()
+    assert cli.run("report", [str(small_run.folder), "--output", str(none / "page.html")]) == 2
+    assert (
+        capsys.readouterr().err
+        == f"error: cannot write {none / 'page.html'}: No such file or directory; choose " + ("another place\n")
+    )
