@@ -174,7 +174,7 @@ def test_the_first_preference_loss_is_ln_2():
     expected = tuning.log_probs(tuning.merged("lora", ADAPTER), pairs)
     assert relative_error(pairs.reference, expected) < LOSS
     _, metrics = training.step(begun("lora", training), pairs)
-    assert abs(float(metrics.loss) - math.log(2)) < 1e-6
+    assert abs(float(metrics.loss) - math.log(2)) < 1e-7  # float32 has no nearer number
 
 
 def test_the_preference_gradient_is_the_oracles():
