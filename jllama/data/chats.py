@@ -25,6 +25,7 @@ FORMS = ("chosen", "rejected"), ("messages",), ("prompt", "completion"), ("text"
 _FIELDS = {name for form in FORMS for name in form} | {"tools"}
 _ENTRY = [("fraction", "f8"), ("source", "i8"), ("start", "i8"), ("tokens", "i8"), ("counted_tokens", "i8")]
 _ENTRY += [("cut", "?"), ("dropped", "?")]
+_TOKEN = np.dtype([("id", "u4"), ("counted", "?")])
 
 
 class Record(NamedTuple):
@@ -125,12 +126,12 @@ def prepare_chats(
     sources = {path: corpus_files(path, cache) for path in config.mixture or [config.path]}
     listings, options = [listing_of(files) for files in sources.values()], [is_pairs, config.too_long, window]
     key = sha256(CACHE_VERSION, listings, options, tokenizer.fingerprint(), template, [*stop_ids])
-    folder, dtype = cache / f"chats-{key[:16]}", np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    folder = cache / f"chats-{key[:16]}"
     if not folder.exists():
         with cached(folder) as partial, progress("tokenizing conversations") as move:
             partial.mkdir()
             entries, start, forms = [], 0, FORMS[:1] if is_pairs else FORMS[1:]
-            with (partial / "tokens.bin").open("wb") as tokens, (partial / "counted.bin").open("wb") as counted:
+            with (partial / "tokens.bin").open("wb") as file:
                 for source, files in enumerate(sources.values()):
                     for record in read_records(files.values(), forms):
                         text = json.dumps(record.fields, sort_keys=True, default=str).encode()
@@ -140,8 +141,7 @@ def prepare_chats(
                         found = [(ids[:window], [False, *mask[1:window]]) for ids, mask in found]
                         drops = not all(any(mask) for _, mask in found) or (config.too_long == "drop" and any(is_long))
                         for (ids, mask), cut in zip(found, is_long, strict=True):
-                            tokens.write(np.array(ids, dtype).data)
-                            counted.write(np.array(mask, bool).data)
+                            file.write(np.array([*zip(ids, mask, strict=True)], _TOKEN).tobytes())
                             entries.append((fraction, source, start, len(ids), sum(mask), cut, drops))
                             start += len(ids)
                         move(1)
@@ -152,9 +152,7 @@ def prepare_chats(
         if len(fractions) < 2:
             said = f"{' and '.join(sources)}: {len(fractions)} different conversations can be learned from"
             raise JllamaError(f"{said}; give at least 2, one of them to hold out, or a larger training.seq_len")
-        size = int(entries["tokens"].sum())
-        tokens = np.memmap(folder / "tokens.bin", dtype, "r", shape=size)
-        counted = np.memmap(folder / "counted.bin", bool, "r", shape=size)
+        tokens = np.memmap(folder / "tokens.bin", _TOKEN, "r", shape=int(entries["tokens"].sum()))
     is_held_out = entries["fraction"] <= np.clip(config.validation_fraction, fractions[0], fractions[-2])
     weights, splits, counts = tuple(config.mixture.values()) or (1.0,), {}, {}
     for split, each in {"train": entries[~is_held_out], "validation": entries[is_held_out]}.items():
@@ -162,7 +160,7 @@ def prepare_chats(
         sums = {name: int(kept[name].sum()) for name in ("tokens", "counted_tokens", "cut")}
         counts[split] = {"conversations": len(kept), **sums, "dropped": len(each) - len(kept)}
         places = kept["start"], kept["tokens"], kept["source"]
-        splits[split] = Conversations(tokens, counted, *places, weights, rows_each=1 + is_pairs)
+        splits[split] = Conversations(tokens["id"], tokens["counted"], *places, weights, rows_each=1 + is_pairs)
     if missing := [path for source, path in enumerate(sources) if source not in splits["train"].sources]:
         raise JllamaError(f"{missing[0]} has no conversation to train on; give more of it, or leave it out")
     fingerprint = sha256(key, config.validation_fraction, weights, config.packing)
