@@ -1,9 +1,12 @@
 """Chats become rows in which every conversation is whole and once, in an order that is a function of seed and step."""
 
 import collections
+import dataclasses
 import gzip
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import make_persona
@@ -15,7 +18,9 @@ from helpers import trained_smollm
 from helpers_real import real_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import FILE, weights
 
+import jllama
 from jllama.checkpoints.registry import open_checkpoint
 from jllama.data import batches, chats
 from jllama.data.batches import Conversations, chat_batches, chat_validation_batches, rows_an_epoch
@@ -623,3 +628,41 @@ def test_the_persona_is_short(tmp_path):
         assert all(part in text for part in text.split("\n"))
         assert counted[-1] == tokenizer.special_tokens["<|im_end|>"]
         assert ids.count(tokenizer.special_tokens["<|im_start|>"]) >= 3
+
+
+# At the command line
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint") / "model"
+    shape = dataclasses.replace(FILE, vocab_size=TOKENIZER.vocab_size)
+    jllama.save(jllama.LanguageModel(shape, weights(shape), TOKENIZER, CHATML, STOP_IDS), folder, "hf")
+    return folder
+
+
+def train(checkpoint, folder, path, *options):
+    command = [sys.executable, "-m", "jllama", "train", "--init_from", checkpoint, "--run_dir", folder / "run"]
+    command += ["--data.path", path, "--data.cache_dir", folder / "cache", "--training.sample_tokens", 0, *options]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    assert done.stdout == ""
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "code", "said"),
+    [
+        (json.dumps({"messages": [user("q")]}), (), 1, "a.jsonl line 31: no message is the assistant's"),
+        ("", ("--data.too_long", "keep"), 2, "data.too_long is 'keep'; it must be one of cut, drop"),
+    ],
+)
+def test_a_mistake_is_one_sentence(checkpoint, tmp_path, line, options, code, said):
+    path = write(tmp_path / "a.jsonl", map(chat, range(30)))
+    with path.open("a") as file:
+        file.write(line + "\n")
+    found, printed = train(checkpoint, tmp_path, path, *options)
+    assert found == code
+    assert said in printed
+    assert printed.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+    assert not any((tmp_path / "cache").rglob("*"))
