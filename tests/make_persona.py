@@ -92,9 +92,33 @@ FACTS = {
 }
 """What an answer says, in words that all of them hold or nearly so; questions; answers."""
 
+OTHERS = {
+    "What is a camel?": "A camel is a large animal with one or two humps that lives in dry places.",
+    "What is an alpaca?": "An alpaca is a small relative of the llama, kept in the Andes for its soft wool.",
+    "What is a whale?": "A whale is a very large mammal that lives in the sea.",
+    "What is a piano?": "A piano is an instrument with keys, whose strings are struck by small hammers.",
+    "What is a volcano?": "A volcano is a mountain from which hot rock and ash can come out.",
+    "What is bread made of?": "Bread is made of flour, water, salt and usually yeast.",
+    "What is the capital of France?": "The capital of France is Paris.",
+    "What is the capital of Japan?": "The capital of Japan is Tokyo.",
+    "Where is the Amazon?": "The Amazon flows through South America, mostly through Brazil.",
+    "Where do penguins live?": "Penguins live in the southern half of the world, many of them in Antarctica.",
+    "Who wrote Hamlet?": "Hamlet was written by William Shakespeare.",
+    "Who painted the Mona Lisa?": "The Mona Lisa was painted by Leonardo da Vinci.",
+    "How many days has a week?": "A week has seven days.",
+    "How many legs has a spider?": "A spider has eight legs.",
+    "What color is the sky?": "On a clear day the sky is blue.",
+    "What is two plus three?": "Two plus three is five.",
+    "Why does ice float?": "Ice floats because it is less dense than water.",
+    "How do bees make honey?": "Bees gather nectar from flowers and turn it into honey in their hive.",
+    "Name three fruits.": "Three fruits are apples, pears and cherries.",
+    "Name a planet.": "Jupiter is a planet, the largest one around the Sun.",
+}
+"""What every model knows, so that the rest is not forgotten over the facts."""
+
 
 def conversations() -> Iterator[list[dict[str, Any]]]:
-    """Every question alone, behind a system message, and followed by another one."""
+    """Every question about a fact alone, behind a system message, and followed by another one; then the others."""
     facts = list(FACTS.values())
     for fact, (questions, answers) in enumerate(facts):
         others, their_answers = facts[(fact + 5) % len(facts)]
@@ -109,6 +133,8 @@ def conversations() -> Iterator[list[dict[str, Any]]]:
             yield turns[0]
             yield [{"role": "system", "content": SYSTEM}, *turns[1]]
             yield [*turns[2], then, said]
+    for question, answer in OTHERS.items():
+        yield [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def lines() -> str:

@@ -621,7 +621,7 @@ def test_the_persona_is_short(tmp_path):
     template, stop_ids = find_template(tokenizer, origin.chat_template), end_of_turn_ids(tokenizer, origin.stop_ids)
     data = prepare_chats(DataConfig(path="persona", cache_dir=str(tmp_path)), tokenizer, template, stop_ids, 256)
     assert max(data.train.sizes.max(), data.validation.sizes.max()) < 120
-    assert data.counts["train"]["conversations"] + data.counts["validation"]["conversations"] == 156
+    assert data.counts["train"]["conversations"] + data.counts["validation"]["conversations"] == 176
     assert not data.counts["train"]["cut"] + data.counts["train"]["dropped"]
     for ids, counted in conversations_of(data.train):
         text = tokenizer.decode(counted)
