@@ -106,9 +106,10 @@ def compile_training(
     stages, lora = gather_stages(mesh), config.lora
     if lora.rank:
         adapter_shapes(model, lora)
-        single = "1 with lora.base in 8 or 4 bits, whose weights are whole on each device"
-        check = functools.partial(check_fields, config.mesh, "mesh.")
-        check("fsdp tensor", lambda ways: lora.base not in ("int8", "nf4") or ways == 1, single)
+        split_by = [name for name in ("fsdp", "tensor") if mesh.shape[name] > 1]
+        if split_by and lora.base in ("int8", "nf4"):
+            said = f"lora.base is {lora.base}, whose weights are whole on each device"
+            raise UsageError(f"{said}, and mesh.{split_by[0]} would split them: make it 1")
 
     def init(key: Key[Array, ""], params: Params | None = None) -> TrainState:
         init_key, run_key = jax.random.split(key)
