@@ -85,7 +85,7 @@ def write_report(folders: Sequence[Path], target: Path) -> None:
     colored = zip(curves, _COLORS * len(curves), strict=False)
     marks = [f"<b style='color:{color}'>&#9632;</b> {html.escape(name)}" for name, color in colored]
     charts = "".join(_chart(curves, key) for key in _CHARTS)
-    legend = f"<p>{' &emsp; '.join(marks)}</p>" if several else ""
+    legend = f"<p>{' &emsp; '.join(marks)} &emsp; validation is dashed</p>" if several else ""
     parts = {", ".join(curves): _table([*curves] if several else [], facts)}
     parts |= {"Curves": f"{legend}<div class=charts>{charts}</div>", **written}
     if not several:
