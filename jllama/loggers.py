@@ -1,5 +1,6 @@
 """Where else a run's metrics go: TensorBoard, Weights & Biases, trackio; and how what fails is tried again."""
 
+import atexit
 import contextlib
 import functools
 import importlib
@@ -49,6 +50,7 @@ def _wandb(folder: Path, config: Mapping[str, Any], step: int, package: str = "w
     with contextlib.redirect_stdout(sys.stderr):
         module = importlib.import_module(package)
         run = module.init(project="jllama", name=folder.name, config=dict(config), **names)
+    atexit.register(lambda: setattr(sys, "stdout", sys.stderr))  # before what they say at the end: it is chatter
     return lambda step, values: run.log(values, step=step)
 
 

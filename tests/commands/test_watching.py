@@ -1,7 +1,9 @@
 """What is seen of a run, and what it survives: loggers, failures, steps left out, patience, the page of several."""
 
+import contextlib
 import json
 import re
+import sqlite3
 import struct
 
 import numpy as np
@@ -92,6 +94,19 @@ def test_a_restart_leaves_no_gap_in_samples_and_tensorboard(workshop, tmp_path, 
     assert cli.run("report", [str(run), "--logger", "tensorboard"]) == 0
     assert events(run) == drawn(lines)
     assert captured.out == capsys.readouterr().out == ""
+
+
+def test_trackio_has_it_too(workshop, small_run, tmp_path):
+    """By the command itself; what trackio says is chatter."""
+    variables = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    page = tmp_path / "page.html"
+    arguments = ("report", small_run.folder, "--output", page, "--logger", "trackio")
+    done = workshop.finish(workshop.start("-m", "jllama", *arguments, **variables))
+    assert (done.code, done.out) == (0, ""), done.err
+    with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "jllama.db")) as stored:
+        rows = stored.execute("select step, metrics from metrics order by id").fetchall()
+    found = [(step, name, np.float32(value)) for step, values in rows for name, value in json.loads(values).items()]
+    assert found == drawn(files.read_lines(small_run.folder / "metrics.jsonl"))
 
 
 def test_a_logger_that_fails_stops_nothing(workshop, tmp_path, read_run, capsys, monkeypatch):
