@@ -5,6 +5,8 @@ import json
 import numpy as np
 import tuning
 
+from jllama.config import LoraConfig
+from jllama.errors import UsageError
 from jllama.verify.equalities import MESHES, one_device_and
 
 ROWS, PAIRS = tuning.packed(tuning.conversations(0)), tuning.apart(tuning.conversations(1, 16))
@@ -21,6 +23,13 @@ def main():
         loss, rows = LOSSES[which]
         errors = tuning.first_errors(kind, rows, tuning.compiled(kind, one_device_and(MESHES[mesh])[1]), loss)
         report.append({"mesh": mesh, "kind": kind, "loss": which, "errors": errors})
+    tuning.KINDS["int8"] = LoraConfig(rank=4, base="int8")
+    try:
+        tuning.compiled("int8", one_device_and(MESHES[ALL_AXES])[1])
+    except UsageError as error:
+        assert "whose weights are whole on each device" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("a base in 8 bits was split")
     print(json.dumps(report))
 
 

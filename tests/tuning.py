@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import math
 
 import jax
@@ -28,6 +29,10 @@ KINDS = {
 }
 ROWS, WINDOW, STEPS = 8, 25, 20
 ONE_DEVICE = make_mesh(MeshConfig(), jax.devices()[:1])
+
+
+def digest(tree):
+    return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree))).hexdigest()
 
 
 def conversations(seed, count=ROWS):

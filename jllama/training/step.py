@@ -15,7 +15,7 @@ from jllama.data.batches import Rows
 from jllama.errors import UsageError, check_fields
 from jllama.functional import choose_attention
 from jllama.functional.linear import AdaptedMatrix
-from jllama.lora import adapted, adapter_shapes, dense, frozen, initial_adapter
+from jllama.lora import adapted, adapter_shapes, dense, frozen, initial_adapter, qwix
 from jllama.model import Parallel, abstract_params, build_model, check_attention, initial_params
 from jllama.parameters import Params, map_by_path, parameter_table, shape_of
 from jllama.sharding import BATCH, gather, gather_stages, make_mesh, row_spec, ruleset, spread_attention, state_sharding
@@ -106,6 +106,8 @@ def compile_training(
     stages, lora = gather_stages(mesh), config.lora
     if lora.rank:
         adapter_shapes(model, lora)
+        if lora.base == "nf4":
+            qwix()  # which may not be there
         split_by = [name for name in ("fsdp", "tensor") if mesh.shape[name] > 1]
         if split_by and lora.base in ("int8", "nf4"):
             said = f"lora.base is {lora.base}, whose weights are whole on each device"

@@ -1,6 +1,5 @@
 """Tuning on conversations: loss and gradient against the float64 oracle, what stays as it was, mistakes seen."""
 
-import hashlib
 import json
 import math
 import os
@@ -15,7 +14,7 @@ import pytest
 import torch
 import tuning
 from models import forward
-from tuning import CONFIG, KINDS, STEPS, WEIGHTS, apart, begun, compiled, conversations, first_step, packed
+from tuning import CONFIG, KINDS, STEPS, WEIGHTS, apart, begun, compiled, conversations, digest, first_step, packed
 
 import jllama.training.step
 from jllama import functional as F
@@ -42,10 +41,6 @@ def assert_right(kind, rows, training, loss=tuning.answers_loss):
 def assert_trees_close(actual, expected, tolerance):
     for found, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert relative_error(found, wanted) < tolerance
-
-
-def digest(tree):
-    return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree))).hexdigest()
 
 
 def test_the_batch_is_what_it_is_to_be():
