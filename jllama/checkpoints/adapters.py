@@ -49,7 +49,7 @@ class Adapter:
     config: LlamaConfig  # of the base
     source: Path
     base: str = ""  # where the base was, if that is known
-    base_fingerprint: str | None = None  # None if it was made elsewhere
+    base_fingerprint: str = ""  # empty if it was made elsewhere
     step: int | None = None
 
 
@@ -81,8 +81,7 @@ def merged(base: Checkpoint, adapter: Adapter) -> Checkpoint:
             raise JllamaError(f"{adapter.source} is an adapter for another base, by its fingerprint: give {own}")
     tensors = dict(base.tensors)
     tensors |= {key: AdaptedRows(tensors[key], adapter, key) for key in tensors if f"{key}/a" in adapter.tensors}
-    step = base.step if adapter.step is None else adapter.step
-    return dataclasses.replace(base, tensors=tensors, step=step, adapter=adapter)
+    return dataclasses.replace(base, tensors=tensors, step=adapter.step or base.step, adapter=adapter)
 
 
 def _layout(config: LlamaConfig, lora: LoraConfig, file_format: NamedFormat) -> dict[str, tuple[str, list[int], int]]:
@@ -140,7 +139,7 @@ def read_peft(path: Path, config: LlamaConfig) -> Adapter:
         usual = re.sub(r"\.default(?=\.|$)", "", name).replace("magnitude_vector.weight", "magnitude_vector")
         stored[re.sub(r"^(base_model\.model\.)?(model\.)?", _PREFIX, usual)] = tensor
     with safetensors.safe_open(path / WEIGHTS, "np") as file:
-        fingerprint = (file.metadata() or {}).get(FINGERPRINT)
+        fingerprint = (file.metadata() or {}).get(FINGERPRINT, "")
     with fault_of(source):
         lora = LoraConfig(**read_fields(fields, _FIELDS, source))
     base = str(fields.get("base_model_name_or_path", ""))
@@ -169,7 +168,7 @@ def read_gguf(path: Path, config: LlamaConfig) -> Adapter:
     rank = max([1, *(tensor.shape[0] for name, tensor in stored.items() if name.endswith(".lora_a"))])
     with fault_of(path, TypeError):
         lora = LoraConfig(rank, metadata.get(ALPHA) or float(rank))  # without alpha llama.cpp does not scale
-    return _read(stored, "gguf", Adapter(lora, {}, config, path, base_fingerprint=metadata.get(FINGERPRINT)))
+    return _read(stored, "gguf", Adapter(lora, {}, config, path, base_fingerprint=str(metadata.get(FINGERPRINT, ""))))
 
 
 def write_gguf(adapter: Adapter, target: Path, dtype: None, on_progress: OnProgress) -> None:

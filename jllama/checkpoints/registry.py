@@ -231,8 +231,8 @@ def open_checkpoint(
     source, own_step = _local(path), None if adapter else step
     if run.read_lora(source).rank:
         fields = run.read_config(source)
-        with fault_of(f"{source} has adapters of its init_from", JllamaError, KeyError, TypeError, RecursionError):
-            base = open_checkpoint(fields["init_from"], rope_factor or fields.get("rope_factor"))
+        with fault_of(f"{source} has adapters of its init_from", JllamaError, KeyError, RecursionError):
+            base = open_checkpoint(str(fields["init_from"]), rope_factor or fields.get("rope_factor"))
         checkpoint = adapters.merged(base, run.read_adapter(source, base.config, own_step))
     else:
         format = FORMATS[_format_of(source)]

@@ -5,7 +5,6 @@
 """
 
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +64,13 @@ def read_adapter(path: Path, config: LlamaConfig, step: int | None = None) -> Ad
         raise JllamaError(f"{path} is a run that trained no adapter: give it as the checkpoint itself")
     checkpoints, chosen = _opened(path, step)
     with fault_of(path / CONFIG):
-        fresh = functools.partial(initial_adapter, config=config, lora=lora)
-        shapes = jax.eval_shape(fresh, jax.random.key(0), abstract_params(config))
+        key = jax.random.key(0)
+        shapes = jax.eval_shape(lambda base: initial_adapter(key, base, config, lora), abstract_params(config))
     params, _, meta = checkpoints.restore(chosen, shapes, None)
     leaves = {name: np.asarray(leaf) for name, leaf in flatten_dict(params["layers"], sep="/").items()}
     tensors = {f"layers/{n}/{name}": stack[n].T for name, stack in leaves.items() for n in range(config.num_layers)}
-    base, fingerprint = str(read_config(path).get("init_from")), meta.get("base_fingerprint")
-    return Adapter(lora, tensors, config, path, base, fingerprint, chosen)
+    fingerprint = str(meta.get("base_fingerprint") or "")
+    return Adapter(lora, tensors, config, path, str(read_config(path).get("init_from", "")), fingerprint, chosen)
 
 
 def _opened(path: Path, step: int | None) -> tuple[Any, int]:

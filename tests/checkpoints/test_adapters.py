@@ -270,7 +270,7 @@ def test_an_adapter_knows_its_base(base, tmp_path):
         with pytest.raises(JllamaError, match=f"for another base, by its fingerprint: give ({base}|the model that it)"):
             open_checkpoint(tmp_path / "other", adapter=adapter)
     rewritten(tmp_path / "peft", str)  # without metadata
-    assert open_checkpoint(tmp_path / "other", adapter=tmp_path / "peft").adapter.base_fingerprint is None
+    assert open_checkpoint(tmp_path / "other", adapter=tmp_path / "peft").adapter.base_fingerprint == ""
 
 
 def test_an_adapter_on_a_run_that_trained_one(base, tmp_path):
