@@ -6,6 +6,7 @@ import json
 import re
 
 import gguf
+import jax
 import jax.numpy as jnp
 import numpy as np
 import peft
@@ -221,6 +222,25 @@ def test_a_mistake_in_a_file_would_be_seen(square, tmp_path, mistake):
         expected = logits(folder, adapter=tmp_path / "right.gguf")
     write_gguf_lora(tmp_path / "wrong.gguf", SQUARE, some, **mistake)
     assert relative_error(logits(folder, adapter=tmp_path / "wrong.gguf"), expected) > 100 * TOLERANCE
+
+
+def test_a_rank_over_the_width_is_read(square, tmp_path):
+    """Training refuses it, others do not."""
+    folder, params, expected = square
+    tiled = {
+        name: {"a": np.tile(part["a"], (1, 1, 12)), "b": np.tile(part["b"] / 12, (1, 12, 1))}
+        for name, part in params["layers"].items()
+    }
+    write_gguf_lora(tmp_path / "adapter.gguf", SQUARE, {"layers": tiled}, 12 * SQUARE_LORA.alpha)
+    assert relative_error(logits(folder, adapter=tmp_path / "adapter.gguf"), expected) < TOLERANCE
+
+
+def test_on_an_accelerator_the_dtype_is_the_bases(base, tmp_path, monkeypatch):
+    """And not that in which the adapter is merged."""
+    convert(base, tmp_path / "bfloat16", "hf", "bfloat16")
+    expected = load(tmp_path / "bfloat16", "bfloat16", layout="training", adapter=run_of(base, "lora")).params
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert_same_bits(load(tmp_path / "bfloat16", layout="training", adapter=run_of(base, "lora")).params, expected)
 
 
 def test_a_merged_model_goes_through_every_format(tmp_path):
