@@ -34,7 +34,7 @@ _SAMPLING = {name: _JSON_TYPES[hint] for name, hint in typing.get_type_hints(Sam
 _ENDS = {"max_new_tokens": _JSON_TYPES[int], "stop": _JSON_TYPES[str], "stop_ids": _JSON_TYPES[tuple[int, ...]]}
 OWN_SETTINGS = _SAMPLING | _ENDS
 """What a line may set for itself: what JSON must hold, in words, and the types of it and of what is in it."""
-_NOT_OF_RESULTS = ("checkpoint", "prompts_file", "output", "batch_size")  # options that no result depends on
+_NOT_OF_RESULTS = ("checkpoint", "adapter", "prompts_file", "output", "batch_size")  # beside the weights
 
 
 def complete_file(model: LanguageModel, default: Prompt, options: Any) -> tuple[list[Completion], list[str]]:
