@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from jllama.checkpoints.run import CONFIG, METRICS, SAMPLES, read_config, read_model_config, recognizes
 from jllama.config import LlamaConfig
 from jllama.data.chats import ChatDataset
-from jllama.data.tokens import SPLITS, Dataset
+from jllama.data.tokens import Dataset
 from jllama.errors import JllamaError
 from jllama.files import fault_of, read_lines, write_text_whole
 from jllama.parameters import count_parameters
@@ -41,8 +41,7 @@ _CHARTS |= {"grad_norm": "gradient norm", "tokens_per_s": "tokens per second"}
 _CHATS = "{conversations:,} conversations of {tokens:,} tokens, {share:.1%} count; {cut:,} cut, {dropped:,} left out"
 _NUMBERS = {"validation loss": "{validation_loss:.4f}", "perplexity": "{perplexity:.4f}"}
 _NUMBERS |= {"bits per byte": "{bits_per_byte:.4f}", "padding": "{padding:.1%}", "time": "{elapsed_s:.0f} s"}
-_NUMBERS |= {"speed": "{tokens_per_s:,.0f} tokens/s, {step_ms:,.1f} ms a step"}
-_NUMBERS |= {"share of the devices' peak (MFU)": "{mfu:.1%}"}
+_NUMBERS |= {"speed": "{tokens_per_s:,.0f} tokens/s, {step_ms:,.1f} ms a step", "share of peak (MFU)": "{mfu:.1%}"}
 
 
 def command(*words: object) -> str:
@@ -54,16 +53,14 @@ def run_facts(data: Dataset | ChatDataset, devices: str, trained: int, frozen: i
     """What a run's page says of its parameters, its data and its machine: logged with its metrics."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jllama", "jax", "flax", "optax")]
     facts = {"parameters": f"{trained:,} trained, {f'{frozen:,}' if frozen else 'none'} frozen"}
-    for split, title in zip(SPLITS, ("training", "validation"), strict=True):
+    kind, text = ("chats", _CHATS) if isinstance(data, ChatDataset) else ("text", "{bytes:,} bytes, {tokens:,} tokens")
+    for split, title in (("train", "training"), ("validation", "validation")):
         counts = data.counts[split]
-        if isinstance(data, ChatDataset):
-            share = counts["counted_tokens"] / counts["tokens"]
-            facts[f"{title} chats"] = _CHATS.format(**counts, share=share)
-        else:
-            facts[f"{title} text"] = f"{counts['bytes']:,} bytes, {counts['tokens']:,} tokens"
+        share = counts.get("counted_tokens", 0) / counts["tokens"]
+        facts[f"{title} {kind}"] = text.format(**counts, share=share)
     if isinstance(data, Dataset):
-        gzip = f"{data.gzip_bits_per_byte:.4f} (a model that beats gzip has learned something)"
-        facts["bits per byte of gzip -9"] = gzip
+        bits = f"{data.gzip_bits_per_byte:.4f}"
+        facts["bits per byte of gzip -9"] = f"{bits} (a model that beats gzip has learned something)"
     return {**facts, "devices": devices, "versions": ", ".join([f"Python {platform.python_version()}", *versions])}
 
 
@@ -82,8 +79,7 @@ def write_report(folders: Sequence[Path], target: Path) -> None:
             facts.append(_facts(read_model_config(folder), config["data"], curves[name]))
             for title, part in _written(folder, config["training"].get("questions", ())).items():
                 written[f"{title} of {name}" if several else title] = part
-    colored = zip(curves, _COLORS * len(curves), strict=False)
-    marks = [f"<b style='color:{color}'>&#9632;</b> {html.escape(name)}" for name, color in colored]
+    marks = [f"<b style='color:{_COLORS[at % 8]}'>&#9632;</b> {html.escape(name)}" for at, name in enumerate(curves)]
     charts = "".join(_chart(curves, key) for key in _CHARTS)
     legend = f"<p>{' &emsp; '.join(marks)} &emsp; validation is dashed</p>" if several else ""
     parts = {", ".join(curves): _table([*curves] if several else [], facts)}

@@ -35,7 +35,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     from jllama.loggers import LOGGERS, check_logger, numbers
     from jllama.report import REPORT, write_report
 
-    folders = [Path(run) for run in options.runs]
+    folders = [*dict.fromkeys(map(Path, options.runs))]
     target = Path(options.output or (folders[0] / REPORT if len(folders) == 1 else REPORT))
     check_logger(options.logger)
     check_writable(target)

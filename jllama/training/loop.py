@@ -275,8 +275,8 @@ class _Run:
         self.batches.set_state(meta["batches"])
         self.step, self.start_s, self.done[CHECKPOINTS] = step, self.start_s - meta["seconds"], step
         for name, key in ((METRICS, "validation_loss"), (SAMPLES, "text")):
-            steps = [line["step"] for line in files.read_lines(self.folder / name, key)]
-            self.done[name] = max((logged for logged in steps if logged <= step), default=0)
+            lines = files.read_lines(self.folder / name, key)
+            self.done[name] = max((line["step"] for line in lines if line["step"] <= step), default=0)
         base = self.state.base if self.config.lora.rank else None
         key, usual = jax.random.wrap_key_data(saved["key"]), saved.get("usual_norm")
         self.state = TrainState(saved["step"], params, saved["opt_state"], key, base, usual)
