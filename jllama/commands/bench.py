@@ -61,8 +61,8 @@ class BenchOptions(ModelOptions):
         super().__post_init__()
         if bool(self.checkpoint) == bool(self.preset):
             raise UsageError("give a checkpoint, or the preset whose shapes to take")
-        if self.first_token and not self.checkpoint:
-            raise UsageError("first_token needs a checkpoint to load")
+        if self.preset and (self.adapter or self.first_token):
+            raise UsageError(f"{'adapter' if self.adapter else 'first_token'} needs a checkpoint to load")
         check_fields(self, "", "prompt_tokens batch_size repeats", lambda value: value >= 1, "at least 1")
         check_fields(self, "", "new_tokens", lambda value: value >= 2, "at least 2")
 

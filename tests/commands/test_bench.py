@@ -74,6 +74,7 @@ def test_bytes_of_a_step(tied):
         (["decode"], "give a checkpoint, or the preset whose shapes to take"),
         (["decode", "x", "--preset", "llama3.2-1b"], "give a checkpoint, or the preset whose shapes to take"),
         (["decode", "--preset", "llama3.2-1b", "--first_token"], "first_token needs a checkpoint to load"),
+        (["decode", "--preset", "llama3.2-1b", "--adapter", "x"], "adapter needs a checkpoint to load"),
         (["decode", "x", "--repeats", "0"], "repeats is 0; it must be at least 1"),
         (["decode", "--preset", "no-such"], "no-such"),
     ],
