@@ -85,8 +85,9 @@ def write_report(folders: Sequence[Path], target: Path) -> None:
     parts = {", ".join(curves): _table([*curves] if several else [], facts)}
     parts |= {"Curves": f"{legend}<div class=charts>{charts}</div>", **written}
     if not several:
-        sampling = command("sample", "--checkpoint", folders[0], "--prompt", config["training"]["sample_prompt"])
-        following = {"sample": sampling, "go on": command("train", "--resume", folders[0])}
+        sample = "sample", "--checkpoint", folders[0], "--prompt", config["training"]["sample_prompt"]
+        words = ("chat", folders[0]) if "training chats" in facts[0] else sample
+        following = {words[0]: command(*words), "go on": command("train", "--resume", folders[0])}
         parts["Next"] = "".join(f"<h3>{what}</h3><pre>{html.escape(line)}</pre>" for what, line in following.items())
         parts["Configuration"] = f"<pre>{html.escape((folders[0] / CONFIG).read_text(encoding='utf-8'))}</pre>"
     page = "".join(f"<h2>{html.escape(title)}</h2>{part}" for title, part in parts.items() if part)

@@ -34,7 +34,7 @@ LOOK = """() => {
     const behind = [];
     for (let each = own; each; each = each.parentElement) behind.push(getComputedStyle(each).backgroundColor);
     const color = own.closest('svg') ? style.fill : style.color;
-    texts.push([node.textContent.trim().slice(0, 40), color, behind, parseFloat(style.fontSize)]);
+    texts.push([node.textContent.trim().slice(0, 200), color, behind, parseFloat(style.fontSize)]);
   }
   const wide = [...document.querySelectorAll('.wide')];
   const inside = (each) => wide.some((box) => box !== each && box.contains(each));

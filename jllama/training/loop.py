@@ -86,8 +86,10 @@ def train(config: TrainConfig) -> Evaluation:
             if final is None:
                 go_on = command("train", "--resume", run.folder)
                 raise Stopped(f"stopped at step {run.step:,} of {options.steps:,}; saved. Go on: {go_on}", run.stop)
-        sample = command("sample", "--checkpoint", run.folder, "--prompt", options.sample_prompt)
-        run.console.print(f"{run.seconds():.0f} s in all. Read {run.folder / REPORT}, or sample: {sample}")
+        sample = "sample", "--checkpoint", run.folder, "--prompt", options.sample_prompt
+        words = ("chat", run.folder) if isinstance(run.data, ChatDataset) else sample
+        read = f"{run.seconds():.0f} s in all. Read {run.folder / REPORT}"
+        run.console.print(f"{read}, or {words[0]}: {command(*words)}")
         return final
 
 
