@@ -156,9 +156,12 @@ def locked(folder: Path, process: int = 0) -> Iterator[None]:
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Add one JSON object to a ``.jsonl`` file."""
-    with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+    """Add one JSON object to a ``.jsonl`` file, or raise OSError and leave it as it was."""
+    line = json.dumps(record).encode() + b"\n"
+    with path.open("ab", buffering=0) as file:
+        if (size := file.tell()) + file.write(line) < size + len(line):
+            os.truncate(path, size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def read_lines(path: Path, key: str = "step") -> list[dict[str, Any]]:

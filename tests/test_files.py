@@ -1,9 +1,11 @@
 """Files and folders appear whole or not at all, and what stood there stays until then."""
 
+import resource
+
 import pytest
 
 from jllama.errors import UsageError
-from jllama.files import check_writable, write_text_whole, written_whole
+from jllama.files import append_line, check_writable, read_lines, write_text_whole, written_whole
 
 
 def left(folder):
@@ -75,3 +77,18 @@ def test_writable_is_asked_without_writing(tmp_path):
         with pytest.raises(UsageError, match=r"cannot write .*; choose another place"):
             check_writable(path)
     assert left(tmp_path) == {"file": "old"}
+
+
+@pytest.mark.parametrize("room_bytes", [0, 5])
+def test_a_line_that_does_not_fit_is_not_begun(tmp_path, room_bytes):
+    path, limits = tmp_path / "lines.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    append_line(path, {"step": 1})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room_bytes, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"No space left|File too large"):
+            append_line(path, {"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    append_line(path, {"step": 3})
+    assert path.read_text().count("\n") == 2
+    assert read_lines(path) == [{"step": 1}, {"step": 3}]
