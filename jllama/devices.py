@@ -14,8 +14,7 @@ from jax.sharding import Mesh
 class Accelerator(NamedTuple):
     """A kind of TPU or GPU; rates per second, those between devices as what one device can receive.
 
-    ``chip`` is what XLA is told of a GPU: capability, cores, clock in GHz, MiB of second-level cache, KiB of a core's
-    shared memory, its units, its threads.
+    ``chip`` is what XLA is told of a GPU: capability, cores, clock in GHz, MiB of second-level cache.
     """
 
     kind: str  # how ``jax.Device.device_kind`` begins
@@ -23,36 +22,29 @@ class Accelerator(NamedTuple):
     flops: float  # dense bfloat16 operations, two for each multiply-add
     bandwidth: float  # bytes from its memory
     links: float  # bytes over all links of a TPU in one direction, over NVLink or PCIe of a GPU
-    network: float = 50e9  # bytes from outside of a GPU's node, by the network cards of usual systems
     chip: tuple[float, ...] = ()
+    network: float = 50e9  # bytes from outside of a GPU's node, by the network cards of usual systems
     sides: int = 0  # of a TPU's torus; 0 for GPUs
     node: int = 8  # GPUs that links connect
 
 
 _GIB, _H100_BYTES = 2**30, 84942979072
-_AMPERE, _HOPPER, _ADA = (164, 64, 2048), (228, 128, 2048), (100, 128, 1536)
 ACCELERATORS = {
     "v4": Accelerator("TPU v4", 30.75 * _GIB, 275e12, 1.2e12, 300e9, sides=3),
     "v5e": Accelerator("TPU v5 lite", 15.75 * _GIB, 197e12, 0.819e12, 200e9, sides=2),
     "v5p": Accelerator("TPU v5", 95.74 * _GIB, 459e12, 2.765e12, 600e9, sides=3),
     "v6e": Accelerator("TPU v6 lite", 31.25 * _GIB, 918e12, 1.638e12, 400e9, sides=2),
-    "a100": Accelerator("NVIDIA A100", 85100068864, 312e12, 2.039e12, 300e9, 25e9, (8.0, 108, 1.41, 40, *_AMPERE)),
-    "h100-pcie": Accelerator(
-        "NVIDIA H100 PCIe", _H100_BYTES, 756e12, 2.039e12, 64e9, 50e9, (9.0, 114, 1.755, 50, *_HOPPER)
-    ),
-    "h100": Accelerator("NVIDIA H100", _H100_BYTES, 989e12, 3.352e12, 450e9, 50e9, (9.0, 132, 1.98, 50, *_HOPPER)),
-    "h200": Accelerator("NVIDIA H200", 151397597184, 989e12, 4.8e12, 450e9, 50e9, (9.0, 132, 1.98, 50, *_HOPPER)),
-    "b200": Accelerator(
-        "NVIDIA B200", 191514411008, 2250e12, 7.672e12, 900e9, 50e9, (10.0, 148, 1.965, 126.5, *_HOPPER)
-    ),
-    "gb200": Accelerator(
-        *("NVIDIA GB200", 197897748480, 2500e12, 7.928e12, 900e9, 50e9, (10.0, 152, 2.062, 129.25, *_HOPPER), 0, 72)
-    ),
+    "a100": Accelerator("NVIDIA A100", 85100068864, 312e12, 2.039e12, 300e9, (8.0, 108, 1.41, 40), 25e9),
+    "h100-pcie": Accelerator("NVIDIA H100 PCIe", _H100_BYTES, 756e12, 2.039e12, 64e9, (9.0, 114, 1.755, 50)),
+    "h100": Accelerator("NVIDIA H100", _H100_BYTES, 989e12, 3.352e12, 450e9, (9.0, 132, 1.98, 50)),
+    "h200": Accelerator("NVIDIA H200", 151397597184, 989e12, 4.8e12, 450e9, (9.0, 132, 1.98, 50)),
+    "b200": Accelerator("NVIDIA B200", 191514411008, 2250e12, 7.672e12, 900e9, (10.0, 148, 1.965, 126.5)),
+    "gb200": Accelerator("NVIDIA GB200", 197897748480, 2500e12, 7.928e12, 900e9, (10.0, 152, 2.062, 129.25), node=72),
     "rtx4090": Accelerator(
-        *("NVIDIA GeForce RTX 4090", 23.5 * _GIB, 165e12, 1.008e12, 32e9, 12.5e9, (8.9, 128, 2.52, 72, *_ADA))
+        "NVIDIA GeForce RTX 4090", 23.5 * _GIB, 165e12, 1.008e12, 32e9, (8.9, 128, 2.52, 72), 12.5e9
     ),
-    "l40s": Accelerator("NVIDIA L40S", 44.4 * _GIB, 362e12, 0.864e12, 32e9, 12.5e9, (8.9, 142, 2.52, 96, *_ADA)),
-    "l4": Accelerator("NVIDIA L4", 21.9 * _GIB, 121e12, 0.3e12, 32e9, 12.5e9, (8.9, 58, 2.04, 48, *_ADA)),
+    "l40s": Accelerator("NVIDIA L40S", 44.4 * _GIB, 362e12, 0.864e12, 32e9, (8.9, 142, 2.52, 96), 12.5e9),
+    "l4": Accelerator("NVIDIA L4", 21.9 * _GIB, 121e12, 0.3e12, 32e9, (8.9, 58, 2.04, 48), 12.5e9),
 }
 """By the names that topologies begin with, a longer ``kind`` first.
 

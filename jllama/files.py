@@ -59,13 +59,13 @@ def read_fields(fields: Mapping[str, Any], table: Mapping[str, tuple[str, Any]],
 
 
 @contextlib.contextmanager
-def fault_of(source: Path | str, *errors: type[Exception]) -> Iterator[None]:
-    """Inside, these errors and a ``UsageError`` (of a ``LlamaConfig``, say) are a ``JllamaError`` naming the source."""
+def fault_of(source: Path | str, *errors: type[Exception], kind: type[JllamaError] = JllamaError) -> Iterator[None]:
+    """Inside, these errors and a ``UsageError`` (of a ``LlamaConfig``, say) are one of a ``kind`` naming the source."""
     try:
         yield
     except (UsageError, *errors) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
-        raise JllamaError(f"{source}: {reason}") from error
+        raise kind(f"{source}: {reason}") from error
 
 
 def refuse_special_files(*paths: Path) -> None:

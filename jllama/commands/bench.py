@@ -67,7 +67,7 @@ class BenchOptions(ModelOptions):
         check_fields(self, "", "new_tokens", lambda value: value >= 2, "at least 2")
 
 
-def main(argv: Sequence[str], prog: str) -> int:
+def main(argv: list[str], prog: str) -> int:
     """Measure and print."""
     options = parse(BenchOptions, argv, prog, positional=("what", "checkpoint"))
     import jax  # not at the top: a mistake in the command line need not wait for it

@@ -8,7 +8,6 @@ import json
 import re
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -57,14 +56,13 @@ class ChatOptions(SamplingParams, ModelOptions):
 
 @dataclasses.dataclass
 class _Session:
-    argv: list[str]
     options: ChatOptions
     conversation: jllama.Conversation
     at_terminal: bool
     answers: int = 0
 
 
-def main(argv: Sequence[str], prog: str) -> int:
+def main(argv: list[str], prog: str) -> int:
     """Load a model and talk until the input ends. In a terminal a mistake is said and the conversation goes on."""
     options = parse(ChatOptions, argv, prog, ("checkpoint",), _COMMON)
     from jllama.conversation import chat_ids
@@ -75,8 +73,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         say(f"loading {options.checkpoint} ...")
     model = options.load_model()
     template = find_template(model.text_tokenizer, model.chat_template, options.template or None)
-    session = _Session([*argv], options, jllama.Conversation(model, template), at_terminal)
-    options.say_loaded(model)
+    session = _Session(options, jllama.Conversation(model, template), at_terminal)
     if not options.template and not model.chat_template:
         name = next(name for name, text in TEMPLATES.items() if text == template)
         missing = f"{options.checkpoint} has no chat template: it may not have been trained to chat"
@@ -176,9 +173,8 @@ def _set(session: _Session, rest: str) -> None:
     if name not in ["", *_SETTINGS]:
         raise unknown_name("setting", name, _SETTINGS)
     if value:
-        argv = [*session.argv, f"--{name}={value[0]}"]
-        session.options = parse(ChatOptions, argv, "/set", ("checkpoint",))
-        session.argv = argv
+        given = parse(ChatOptions, [f"--checkpoint={session.options.checkpoint}", f"--{name}={value[0]}"], "/set")
+        session.options = dataclasses.replace(session.options, **{name: getattr(given, name)})
         session.answers = 0 if name == "seed" else session.answers
     say("\n".join(f"{each} {getattr(session.options, each)}" for each in ([name] if name else _SETTINGS)))
 

@@ -227,7 +227,7 @@ def _kind(hint: Any) -> tuple[str, str]:
 
 def run(command: str, argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run a command. Returns its exit code: 0 done, 1 failed, 2 bad usage; a mistake of the user's is one sentence."""
-    argv, module = sys.argv[1:] if argv is None else argv, f"jllama.commands.{command}"
+    argv, module = sys.argv[1:] if argv is None else [*argv], f"jllama.commands.{command}"
     return _guarded(lambda: importlib.import_module(module).main(argv, prog or f"{_PROGRAM} {command}"))
 
 

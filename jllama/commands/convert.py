@@ -4,7 +4,6 @@ import dataclasses
 import shlex
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.filesize import decimal
@@ -44,7 +43,7 @@ class ConvertOptions:
     overwrite: bool = False
 
 
-def main(argv: Sequence[str], prog: str) -> int:
+def main(argv: list[str], prog: str) -> int:
     """Convert, on the CPU: no accelerator's memory is taken."""
     options = parse(ConvertOptions, argv, prog, positional=("source", "target"))
     import jax  # not at the top: a mistake in the options need not wait for it

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import itertools
 import json
-from collections.abc import Sequence
 from typing import Literal
 
 from rich.console import Console
@@ -44,7 +43,7 @@ class DataOptions:
         check_fields(self, "", "count seq_len", lambda value: value >= 0, "0 or more")
 
 
-def main(argv: Sequence[str], prog: str) -> int:
+def main(argv: list[str], prog: str) -> int:
     """Tokenize every conversation as training does, show some, and say how much of all counts."""
     options = parse(DataOptions, argv, prog, ("action", "path"))
     from jllama.checkpoints.registry import open_checkpoint

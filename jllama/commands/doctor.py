@@ -8,7 +8,6 @@ import math
 import platform
 import shutil
 import tempfile
-from collections.abc import Sequence
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -39,7 +38,7 @@ class DoctorOptions:
     preset: str = ""
 
 
-def main(argv: Sequence[str], prog: str) -> int:
+def main(argv: list[str], prog: str) -> int:
     """Print versions, devices, sizes and the result of the self-check; the exit code is 1 if that fails."""
     options = parse(DoctorOptions, argv, prog, ("checkpoint",))
     import jax

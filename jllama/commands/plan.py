@@ -5,8 +5,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -53,7 +52,7 @@ class PlanOptions(TrainConfig):
     batch_size: int = 0
     seq_len: int = 0
     decode: bool = False
-    quantize: str = ""
+    quantize: Literal["int8"] | None = None
     search: bool = False
     tokens: float = 15e12
     json: bool = False
@@ -64,13 +63,13 @@ class PlanOptions(TrainConfig):
             raise UsageError("topology is missing: give the devices, such as v5e:4x4 or h100:8")
         check_fields(self, "", "batch_size seq_len", lambda size: 0 <= size < 2**31, "positive, or 0 for the usual")
         check_fields(self, "", "tokens", lambda count: 0 < count < math.inf, "positive")
-        if self.quantize not in ("", "int8") or (self.quantize and not self.decode):
+        if self.quantize and not self.decode:
             raise UsageError("quantize is int8, and for --decode alone")
         if self.search and self.decode:
             raise UsageError("search is for training alone: leave out --search or --decode")
 
 
-def main(argv: Sequence[str], prog: str) -> int:
+def main(argv: list[str], prog: str) -> int:
     """Plan, and print the receipt; the exit code is 1 if it does not fit."""
     options = parse(PlanOptions, argv, prog, ("config",), _COMMON)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is run: the compilers alone are used
@@ -89,11 +88,9 @@ def main(argv: Sequence[str], prog: str) -> int:
     ways = mesh["data"] * mesh["fsdp"]
     batch_size = options.batch_size or (ways if options.preset else options.training.batch_size)
     loop = dataclasses.replace(options.training, seq_len=seq_len, batch_size=batch_size)
-    held = {name: getattr(options, name) for name in ("mesh", "optimizer", "lora", "init_from")}
-    config = TrainConfig(model=model, training=loop, **held)
+    config = dataclasses.replace(options, model=model, training=loop)
     if options.decode:
-        quantize = "int8" if options.quantize else None
-        receipt = plan_decoding(model, options.topology, options.mesh, batch_size, seq_len, quantize=quantize)
+        receipt = plan_decoding(model, options.topology, options.mesh, batch_size, seq_len, quantize=options.quantize)
     elif options.search:
         fixed = bool(options.batch_size or not options.preset)
         tried = search(config, options.topology, fixed, progress.print)

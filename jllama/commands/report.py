@@ -1,7 +1,6 @@
 """``python -m jllama report``."""
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 
 from jllama.commands.cli import parse
@@ -27,7 +26,7 @@ class ReportOptions:
     logger: str = ""
 
 
-def main(argv: Sequence[str], prog: str) -> int:
+def main(argv: list[str], prog: str) -> int:
     """Write the page, and replay the metrics if a logger is named."""
     options = parse(ReportOptions, argv, prog, ("runs",))
     from jllama.checkpoints.run import METRICS, read_config

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +15,7 @@ import jllama
 from jllama.commands.cli import parse
 from jllama.commands.model import ModelOptions, sampling_params
 from jllama.errors import JllamaError, UsageError, check_fields
+from jllama.files import fault_of
 from jllama.generation.sampling_params import SamplingParams
 
 COMPARED = {"greedy": SamplingParams(temperature=0.0)} | {
@@ -81,7 +81,7 @@ class SampleOptions(SamplingParams, ModelOptions):
             raise UsageError("compare prints a table of its own: leave out n, logprobs, json and echo")
 
 
-def main(argv: Sequence[str], prog: str) -> int:
+def main(argv: list[str], prog: str) -> int:
     """Load a model and generate."""
     options = parse(SampleOptions, argv, prog, ("checkpoint",), _COMMON)
     from jllama.commands.prompts_file import complete_file
@@ -89,17 +89,14 @@ def main(argv: Sequence[str], prog: str) -> int:
     from jllama.generation.text import encode_prompt
 
     if options.prompt == "-":
-        try:
+        with fault_of("the prompt on stdin is not UTF-8 text", UnicodeDecodeError, kind=UsageError):
             options = dataclasses.replace(options, prompt=sys.stdin.buffer.read().decode())
-        except UnicodeDecodeError as error:
-            raise UsageError(f"the prompt on stdin is not UTF-8 text: {error}") from error
     if options.prompts_file and not Path(options.prompts_file).is_file():  # known before a large model is loaded
         raise JllamaError(f"there is no prompts_file at {options.prompts_file}: give a .jsonl file")
     model = options.load_model()
     ends = options.max_new_tokens or None, options.stop, options.stop_ids
     prompt = encode_prompt(model, jllama.Prompt(options.prompt, sampling_params(options), *ends))
     check_batch(model.config, options.batch_size if options.prompts_file else options.n, options.speculate)
-    options.say_loaded(model)
     problems: list[str] = []
     if options.prompts_file:
         completions, problems = complete_file(model, prompt, options)

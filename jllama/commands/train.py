@@ -5,7 +5,6 @@ import dataclasses
 import itertools
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from jllama.commands.cli import parse
@@ -17,7 +16,7 @@ _FINE_TUNING = ["--training.batch_size=4", "--optimizer.learning_rate=2e-5"]
 _ADAPTERS = [_FINE_TUNING[0], "--optimizer.learning_rate=2e-4"]
 
 
-def main(argv: Sequence[str], prog: str) -> int:
+def main(argv: list[str], prog: str) -> int:
     """Train as the options say. A run that was stopped gives 130 (Ctrl-C) or 143 (SIGTERM), as shells have it."""
     config = read_config(argv, prog)
     from jllama.training.loop import train  # not at the top: a mistake in the options should not wait for JAX
@@ -31,7 +30,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     return 0
 
 
-def read_config(argv: Sequence[str], prog: str) -> TrainConfig:
+def read_config(argv: list[str], prog: str) -> TrainConfig:
     """The options as a configuration. Before the files and flags given come two sets of defaults that they override:
 
     with ``--resume FOLDER`` that run's own ``config.yaml``, and with ``init_from`` what suits a trained model. A file's
@@ -39,7 +38,7 @@ def read_config(argv: Sequence[str], prog: str) -> TrainConfig:
     """
     scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     scan.add_argument("--resume", nargs="?")
-    resume = scan.parse_known_args(list(argv))[0].resume
+    resume = scan.parse_known_args(argv)[0].resume
     if resume not in (None, "never", "auto") and (own := Path(resume) / "config.yaml").is_file():
         argv = ["--config", str(own), "--training.epochs", "0", "--run_dir", resume, *argv]  # they are resolved
     config = parse(TrainConfig, argv, prog, ("config",), _COMMON)

@@ -8,7 +8,7 @@ import io
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class VerifyOptions:
     html: str = ""
 
 
-def main(argv: Sequence[str], prog: str) -> int:
+def main(argv: list[str], prog: str) -> int:
     """Check, print the results, and say PASS or FAIL; the exit code is 1 if anything failed."""
     options = parse(VerifyOptions, argv, prog, positional=("checkpoint",))
     if options.checkpoint and options.only:

@@ -16,6 +16,8 @@ _ENVIRONMENT = {  # nothing is asked of a network, no driver is needed, and seve
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
 }
+_CORES = {8.0: (164, 64, 2048), 8.9: (100, 128, 1536), 9.0: (228, 128, 2048)}
+"""Of a GPU's core, by its capability: KiB of shared memory, units, threads."""
 
 
 def topology_devices(topology: str) -> tuple[Accelerator, list[Any]]:
@@ -67,7 +69,8 @@ def _check_packages(what: str, extra: str, *names: str) -> None:
 
 def _target_config(accelerator: Accelerator) -> str:
     """XLA's ``GpuTargetConfigProto`` of a GPU, as text."""
-    capability, cores, clock, cache_mib, shared_kib, units, threads = accelerator.chip
+    capability, cores, clock, cache_mib = accelerator.chip
+    shared_kib, units, threads = _CORES[min(capability, 9)]
     feature = "ACCELERATED_FEATURES" if capability >= 9 else "NONE"
     major, minor = divmod(round(10 * capability), 10)
     cache, shared = int(cache_mib * 2**20), shared_kib * 1024

@@ -35,9 +35,7 @@ def conversation_tokens(
         begins = (tokenizer.encode_with_special_tokens(text[:cut]) for cut in (start, end))
         first, last = (len(os.path.commonprefix([begin, ids])) for begin in begins)  # noqa: RUF071 - it takes any lists
         if first >= last:
-            wrong = f"answer {number} is no part of its own in what the chat template writes"
-            raise JllamaError(
-                f"{wrong}: fill it, leave it out, or give a template with {{% generation %}} around answers"
-            )
+            remedy = "fill it, leave it out, or give a template with {% generation %} around answers"
+            raise JllamaError(f"answer {number} is no part of its own in what the chat template writes: {remedy}")
         counted[first:last] = [True] * (last - first)
     return ids, counted

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jllama.errors import JllamaError
+from jllama.files import fault_of
 from jllama.tokenizers.base import Tokenizer
 from jllama.tokenizers.huggingface import PRE_TOKENIZERS, HuggingFaceTokenizer
 from jllama.tokenizers.sentencepiece import SentencePieceTokenizer
@@ -36,10 +37,8 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> SentencePieceTokenize
     bos_id, eos_id = value("bos_token_id", int, 1), value("eos_token_id", int, 2)
     check(len(kinds) == len(tokens), f"{len(tokens)} tokens but {len(kinds)} types of tokens")
     check(set(kinds) <= set(TokenType), "types of tokens other than 1 to 6")
-    try:
+    with fault_of(f"{source} has tokens that are not text in UTF-8", TypeError, UnicodeEncodeError):
         "".join(tokens).encode()
-    except (TypeError, UnicodeEncodeError):
-        raise JllamaError(f"{source} has tokens that are not text in UTF-8") from None
     count = max((id + 1 for id, kind in enumerate(kinds) if kind != TokenType.UNUSED), default=0)  # without padding
     ids = range(count)
     check(bos_id in ids and eos_id in ids, f"{count} tokens, but BOS and EOS are {bos_id} and {eos_id}")

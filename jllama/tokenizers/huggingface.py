@@ -234,10 +234,7 @@ def _comparable(form: Any) -> str:
 
 def _begin_with(id: int, text: str) -> dict[str, Any]:
     """The post-processor that puts a token before a text, or before each of two."""
-
-    def part(name: str, number: int) -> list[dict[str, Any]]:
-        return [{"SpecialToken": {"id": text, "type_id": number}}, {"Sequence": {"id": name, "type_id": number}}]
-
+    names = [{"SpecialToken": text, "Sequence": name} for name in "AB"]
+    pair = [{kind: {"id": each[kind], "type_id": number}} for number, each in enumerate(names) for kind in each]
     special = {text: {"id": text, "ids": [id], "tokens": [text]}}
-    single, second = part("A", 0), part("B", 1)
-    return {"type": "TemplateProcessing", "single": single, "pair": single + second, "special_tokens": special}
+    return {"type": "TemplateProcessing", "single": pair[:2], "pair": pair, "special_tokens": special}
