@@ -41,11 +41,6 @@ def chat(
 ) -> Completion:
     """The model's answer to a conversation; ``Conversation`` keeps one, and what was computed for it.
 
-    Example::
-
-        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a llama?"}]
-        print(jllama.chat(model, messages, max_new_tokens=200, temperature=0.7).text)
-
     ``template`` is Jinja, None is ``find_template``'s; the other arguments are those of ``generate``. Raises
     ``JllamaError`` as ``chat_ids`` does, and where the conversation exceeds the context.
     """

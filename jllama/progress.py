@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from rich import progress as bars
 from rich.console import Console
@@ -21,8 +20,4 @@ def progress(
     columns = bars.TextColumn("{task.description}"), bars.BarColumn(), *counts, bars.TimeRemainingColumn()
     with bars.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
-
-        def move(advance: int | None = None, **state: Any) -> None:
-            bar.update(task, advance=advance, **state)
-
-        yield move
+        yield lambda advance=None, **state: bar.update(task, advance=advance, **state)

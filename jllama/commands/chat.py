@@ -108,7 +108,11 @@ def _answer(session: _Session, text: str) -> None:
     pieces = conversation.answer(text, sampling, options.max_new_tokens or None)
     wrap = WordWrap(Console().width).push if session.at_terminal else lambda text, last=False: text
     note, first_s, context = "(stopped)", 0.0, f"{conversation.model.config.max_seq_len:,} tokens"
-    with stoppable() as pressed, contextlib.closing(pieces):
+    with (
+        stoppable() as pressed,
+        contextlib.closing(pieces),
+        contextlib.suppress(KeyboardInterrupt),
+    ):  # the second Ctrl-C
         try:
             with Console(stderr=True).status("answering ..." if conversation.prefix.ids else "compiling ..."):
                 piece = next(pieces)
@@ -127,8 +131,6 @@ def _answer(session: _Session, text: str) -> None:
                 note += f"\n[{end.value.prompt_tokens + end.value.new_tokens:,} of {context}, {speed:,.0f} tokens/s]"
         except JllamaError as error:
             raise JllamaError(f"{error} (/reset begins a new conversation, /undo takes back a turn)") from error
-        except KeyboardInterrupt:  # the second Ctrl-C
-            pass
     print(wrap("", last=True), flush=True)
     session.answers += 1
     if note:
