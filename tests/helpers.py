@@ -9,9 +9,9 @@ import numpy as np
 import tokenizers
 
 from jllama.tokenizers import HuggingFaceTokenizer, TiktokenTokenizer
+from jllama.tokenizers.base import BYTE_CHARS, TokenType, Vocabulary
 from jllama.tokenizers.huggingface import PRE_TOKENIZERS
 from jllama.tokenizers.tiktoken import write_ranks
-from jllama.tokenizers.vocabulary import BYTE_CHARS, TokenType, Vocabulary
 from jllama.verify.checks import relative_error
 
 

@@ -16,7 +16,7 @@ from jllama.data.tokens import cache_of, encode_rest, listing_of, sha256
 from jllama.errors import JllamaError
 from jllama.files import fault_of
 from jllama.progress import progress
-from jllama.templates.answers import conversation_tokens
+from jllama.templates.messages import conversation_tokens
 from jllama.tokenizers import Tokenizer
 
 CACHE_VERSION = 1  # raise it when the files below, or the tokens that count, change

@@ -10,10 +10,9 @@ from typing import Any
 
 from jllama.errors import JllamaError
 from jllama.files import fault_of
-from jllama.tokenizers.base import Tokenizer
+from jllama.tokenizers.base import Tokenizer, TokenType, Vocabulary
 from jllama.tokenizers.huggingface import PRE_TOKENIZERS, HuggingFaceTokenizer
 from jllama.tokenizers.sentencepiece import SentencePieceTokenizer
-from jllama.tokenizers.vocabulary import TokenType, Vocabulary
 
 _PREFIX = "tokenizer.ggml."
 _PRE = {name: name for name in PRE_TOKENIZERS}

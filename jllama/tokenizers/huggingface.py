@@ -14,9 +14,8 @@ from jaxtyping import Int
 from jllama.config import MAX_SIZES
 from jllama.errors import JllamaError
 from jllama.files import fault_of, read_json_object, write_json
-from jllama.tokenizers.base import Tokenizer, check_text
+from jllama.tokenizers.base import BYTE_PIECES, SPACE, Tokenizer, TokenType, Vocabulary, check_text, piece_bytes
 from jllama.tokenizers.tiktoken import PATTERN
-from jllama.tokenizers.vocabulary import BYTE_PIECES, SPACE, TokenType, Vocabulary, piece_bytes
 
 CONFIG_NAME = "tokenizer_config.json"
 _NOT_LLAMAS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")

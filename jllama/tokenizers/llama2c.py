@@ -8,9 +8,8 @@ import struct
 from pathlib import Path
 
 from jllama.errors import JllamaError
-from jllama.tokenizers.base import Tokenizer
+from jllama.tokenizers.base import BYTE_PIECES, SPACE, Tokenizer, TokenType, Vocabulary
 from jllama.tokenizers.sentencepiece import SentencePieceTokenizer
-from jllama.tokenizers.vocabulary import BYTE_PIECES, SPACE, TokenType, Vocabulary
 
 
 def load_llama2c_tokenizer(path: Path) -> SentencePieceTokenizer:

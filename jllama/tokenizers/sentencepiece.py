@@ -12,8 +12,7 @@ from jaxtyping import Int
 from sentencepiece import sentencepiece_model_pb2
 
 from jllama.errors import JllamaError
-from jllama.tokenizers.base import Tokenizer
-from jllama.tokenizers.vocabulary import BYTE_PIECES, SPACE, Vocabulary, piece_bytes
+from jllama.tokenizers.base import BYTE_PIECES, SPACE, Tokenizer, Vocabulary, piece_bytes
 
 SEGMENT = 1 << 16  # characters; the library needs 40 bytes of memory for each, and is 2 to 3 times slower on long texts
 MAX_LINES = 400_000  # training samples this many lines at most: about 3 seconds

@@ -11,8 +11,7 @@ import tiktoken
 from jaxtyping import Int
 
 from jllama.errors import JllamaError
-from jllama.tokenizers.base import Tokenizer
-from jllama.tokenizers.vocabulary import BYTE_CHARS, TokenType, Vocabulary, merges_of_ranks
+from jllama.tokenizers.base import BYTE_CHARS, Tokenizer, TokenType, Vocabulary, merges_of_ranks
 
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

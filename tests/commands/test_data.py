@@ -18,8 +18,7 @@ import jllama
 from jllama.commands import cli
 from jllama.config import LlamaConfig
 from jllama.model import initial_params
-from jllama.templates.answers import conversation_tokens
-from jllama.templates.messages import TEMPLATES
+from jllama.templates.messages import TEMPLATES, conversation_tokens
 
 TOKENIZER = trained_smollm(["the goats live in a lighthouse with the keeper, don't they? 12 héllo\n" * 20], 350)
 TURNS = "{% for m in messages %}{% if loop.index0 % 2 != (m.role == 'assistant') %}{{ raise_exception('take turns') }}"

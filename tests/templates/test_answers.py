@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from jllama.checkpoints.gguf_file import read_gguf_file
 from jllama.errors import JllamaError, UsageError
-from jllama.templates import answers
-from jllama.templates.answers import conversation_tokens
-from jllama.templates.messages import TEMPLATES, end_of_turn_ids
+from jllama.templates import messages as answers
+from jllama.templates.messages import TEMPLATES, conversation_tokens, end_of_turn_ids
 from jllama.templates.template import render
 from jllama.tokenizers import load_tokenizer, save_huggingface, train_sentencepiece
 from jllama.tokenizers.gguf import from_gguf

@@ -30,11 +30,11 @@ from jllama.tokenizers import (
     save_meta,
     train_sentencepiece,
 )
+from jllama.tokenizers.base import BYTE_CHARS, TokenType, Vocabulary
 from jllama.tokenizers.gguf import from_gguf, to_gguf
 from jllama.tokenizers.huggingface import PRE_TOKENIZERS
 from jllama.tokenizers.llama2c import load_llama2c_tokenizer, save_llama2c_tokenizer
 from jllama.tokenizers.tiktoken import PATTERN, SPECIAL_TOKENS, _parts, write_ranks
-from jllama.tokenizers.vocabulary import BYTE_CHARS, TokenType, Vocabulary
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog, don't they? 12 345 6789\n\n  def f(x):\n    return x\n" * 20,
