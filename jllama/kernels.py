@@ -40,12 +40,11 @@ def splash(query: Array, key: Array, value: Array, mask: Mask, *, interpret: boo
         q_seq_shards=1,
         interpret=interpret,
     )
-    segments, offsets = None, None
+    segments = None
     if mask.query_segments is not None and mask.key_segments is not None:
         pairs = zip((mask.query_segments, mask.key_segments), sides, strict=True)
         segments = splash_attention_kernel.SegmentIds(*(_pad(each, {1: side}, -1) for each, side in pairs))
-    if mask.offset is not None:
-        offsets = jnp.broadcast_to(mask.offset, query.shape[:1])
+    offsets = None if mask.offset is None else jnp.broadcast_to(mask.offset, query.shape[:1])
 
     def one_row(query: Array, key: Array, value: Array, segments: Any, offset: Any) -> Array:
         moved: Any = kernel
@@ -82,25 +81,18 @@ def triton(query: Array, key: Array, value: Array, mask: Mask, *, interpret: boo
     return mixed.swapaxes(1, 2)[:, :, :seq]
 
 
-def splash_refuses(query: Array, key: Array, mask: Mask) -> str | None:
-    """What splash attention cannot serve."""
-    return "a mask with lengths" if mask.lengths is not None else None
-
-
-def cudnn_refuses(query: Array, key: Array, mask: Mask) -> str | None:
+def _cudnn_refuses(query: Array, key: Array, mask: Mask) -> str:
     """What cuDNN cannot serve without all scores or a bias of their size in memory, or at all."""
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{query.dtype}: only bfloat16 and float16"
     if any(field is not None for field in mask):
         return "a mask with segments, an offset or lengths"
-    return None if query.shape[3] <= 128 else f"a head size of {query.shape[3]}: at most 128"
+    return f"a head size of {query.shape[3]}: at most 128" * (query.shape[3] > 128)
 
 
-def triton_refuses(query: Array, key: Array, mask: Mask) -> str | None:
-    """What Pallas' kernel for GPUs cannot serve."""
-    if mask.offset is not None or mask.lengths is not None or query.shape[2] != key.shape[2]:
-        return "a mask with an offset or lengths, or other numbers of keys than of queries"
-    return None
+def _triton_refuses(query: Array, key: Array, mask: Mask) -> str:
+    served = mask.offset is None and mask.lengths is None and query.shape[2] == key.shape[2]
+    return "a mask with an offset or lengths, or other numbers of keys than of queries" * (not served)
 
 
 def _up(size: int, multiple: int) -> int:
@@ -113,6 +105,8 @@ def _pad(array: Array, sizes: dict[int, int], value: int = 0) -> Array:
     return jnp.pad(array, widths, constant_values=value)
 
 
-ATTENTION["splash"] = AttentionImplementation(splash, splash_refuses, "tpu")
-ATTENTION["cudnn"] = AttentionImplementation(cudnn, cudnn_refuses, "gpu")
-ATTENTION["triton"] = AttentionImplementation(triton, triton_refuses, "gpu")
+ATTENTION["splash"] = AttentionImplementation(
+    splash, lambda query, key, mask: "a mask with lengths" * (mask.lengths is not None), "tpu"
+)
+ATTENTION["cudnn"] = AttentionImplementation(cudnn, _cudnn_refuses, "gpu")
+ATTENTION["triton"] = AttentionImplementation(triton, _triton_refuses, "gpu")

@@ -120,14 +120,14 @@ class AttentionImplementation(NamedTuple):
     """One way to compute ``attention``: the function, and what of some arguments it cannot serve."""
 
     function: Callable[[Array, Array, Array, Mask], Array]
-    refuses: Callable[[Array, Array, Mask], str | None] = lambda query, key, mask: None
+    refuses: Callable[[Array, Array, Mask], str] = lambda query, key, mask: ""
     platform: str = ""  # the only one that has it; empty: all do
 
 
 ATTENTION = {
     "reference": AttentionImplementation(_reference),
     "blocked": AttentionImplementation(_blocked),
-    "xla": AttentionImplementation(_xla, lambda query, *_: "float64" if query.dtype == jnp.float64 else None),
+    "xla": AttentionImplementation(_xla, lambda query, *_: "float64" * (query.dtype == jnp.float64)),
 }
 """The implementations of ``attention`` by name; one more is one more entry, as of ``jllama.kernels``."""
 

@@ -27,49 +27,30 @@ from jllama.training.step import check_batch, compile_training
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Receipt:
-    """A plan: bytes are those of one device, times those that it takes at least, at the device's published rates.
+    """A plan: bytes are those of one device, times those that it takes at least, at the device's published rates."""
 
-    Args:
-        device: the accelerator and how many there are: the topology.
-        mesh: the sizes of the mesh's axes.
-        settings: of ``training``, as planned.
-        arguments_bytes: what the step takes, and returns in the same memory: parameters, moments, the batch.
-        temporaries_bytes: gradients, activations and what the compiler needs besides; of a program that the compiler
-            refused, by what it says.
-        gradients_bytes: a part of it, by formula.
-        attention: the attention kernel in the program; empty if it has none.
-        flops: of a device in a step, by the formula of ``training_flops_per_token``.
-        recomputed: FLOPs with what ``training.remat`` computes again, over those without.
-        traffic_bytes: read and written in memory, by the program's text.
-        collectives: exchanges by kind and size, with how often a step does them and the bytes a device receives.
-        compute_s, memory_s, interconnect_s: what each of them alone would take.
-        tokens: of all devices in a step.
-        largest: the largest buffers of a program that does not fit, as ``(bytes, shape, name)``.
-        advice: what would make it fit, of what is not done yet.
-    """
-
-    device: str
+    device: str  # the topology: which accelerator, and how many
     devices: int
-    mesh: dict[str, int]
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-    arguments_bytes: int
+    mesh: dict[str, int]  # the sizes of its axes
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # of ``training``, as planned
+    arguments_bytes: int  # what the step takes, and returns in the same memory: parameters, moments, the batch
     parameters_bytes: int
     moments_bytes: int = 0
-    temporaries_bytes: int
-    gradients_bytes: int = 0
+    temporaries_bytes: int  # gradients, activations, what the compiler needs besides; if it refuses, by what it says
+    gradients_bytes: int = 0  # a part of it, by formula
     device_memory_bytes: int
-    attention: str
-    flops: float
-    recomputed: float = 1.0
-    traffic_bytes: float
+    attention: str  # the attention kernel in the program; empty if it has none
+    flops: float  # of a device in a step, by the formula of ``training_flops_per_token``
+    recomputed: float = 1.0  # FLOPs with what ``training.remat`` computes again, over those without
+    traffic_bytes: float  # read and written in memory, by the program's text
     collectives: Sequence[program.Collective]
-    compute_s: float
+    compute_s: float  # what each of the three alone would take
     memory_s: float
     interconnect_s: float
-    tokens: int
+    tokens: int  # of all devices in a step
     compile_s: float
-    largest: Sequence[tuple[float, str, str]] = ()
-    advice: Sequence[str] = ()
+    largest: Sequence[tuple[float, str, str]] = ()  # ``(bytes, shape, name)`` of buffers, of what does not fit
+    advice: Sequence[str] = ()  # what would make it fit, of what is not done yet
 
     @property
     def fits(self) -> bool:
@@ -192,18 +173,16 @@ def plan_decoding(
     def placed(leaf: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
-    def layout() -> DecodeParams:
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), abstract_params(config))
-        return decode_layout(zeros, config, quantize)
-
+    floats = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), abstract_params(config))
+    layout = jax.eval_shape(lambda params: decode_layout(params, config, quantize), floats)
     specs = {spec.key: matrix_sharding(split, spec.parameter, config).spec for spec in tensor_specs(config)}
 
     def weight(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
-        spec = next(specs["/".join(names[1:end])] for end in (4, 2) if "/".join(names[1:end]) in specs)
+        name = jax.tree_util.keystr(path[1:], simple=True, separator="/")
+        spec = specs[name if name in specs else name.rpartition("/")[0]]  # of a matrix: its values, or scale
         return placed(leaf, NamedSharding(split, PartitionSpec(*spec[: leaf.ndim])))
 
-    params = jax.tree_util.tree_map_with_path(weight, jax.eval_shape(layout))
+    params = jax.tree_util.tree_map_with_path(weight, layout)
     cache = jax.eval_shape(lambda: KVCache.zeros(config, batch_size, length, dtype))
     rows = jax.ShapeDtypeStruct((batch_size, 1), jnp.int32), cache
     tokens, cache = jax.tree.map(placed, rows, batch_shardings(split, rows))
@@ -236,6 +215,7 @@ def _receipt(
         temporaries -= sizes["arguments_bytes"] if used[1] == "Used" else 0
     parsed = program.parse(text)
     exchanges, traffic_bytes = program.collectives(parsed, accelerator.node), program.traffic_bytes(parsed)
+    received = ((row.devices, row.near, row.times * row.bytes_each) for row in exchanges)
     receipt = Receipt(
         device=topology,
         devices=mesh.size,
@@ -248,9 +228,7 @@ def _receipt(
         collectives=exchanges,
         compute_s=flops * sizes.get("recomputed", 1.0) / accelerator.flops,
         memory_s=traffic_bytes / accelerator.bandwidth,
-        interconnect_s=sum(
-            interconnect_s(accelerator, row.devices, row.near, row.times * row.bytes_each) for row in exchanges
-        ),
+        interconnect_s=sum(interconnect_s(accelerator, *row) for row in received),
         tokens=tokens,
         compile_s=time.perf_counter() - start_s,
         **sizes,

@@ -54,10 +54,7 @@ class CheckpointResult:
     perplexity: float | None = None  # the text's by the oracle's logits; None if none of its bytes is predicted
     bits_per_byte: float | None = None
 
-    @property
-    def passed(self) -> bool:
-        """Whether there is no problem."""
-        return not self.problems
+    passed = property(lambda self: not self.problems, doc="Whether there is no problem.")
 
 
 def verify_checkpoint(
@@ -70,13 +67,9 @@ def verify_checkpoint(
     """Examine a checkpoint of any format, and compare jllama's computation of it with the float64 oracle.
 
     Layers, logits, tokenizer and configuration are judged; perplexity is reported. Memory, besides the logits: one
-    layer, at 12 bytes a parameter (a run's own checkpoint is loaded whole).
-
-    Args:
-        path: as in ``jllama.load``.
-        text: what to run it on, up to ``MAX_TOKENS`` tokens or the model's context; None is the built-in ``PROSE``.
-        rope_factor: as in ``jllama.load``.
-        on_stage: called with each stage's name, such as ``layer 3 of 30``.
+    layer, at 12 bytes a parameter (a run's own checkpoint is loaded whole). ``path`` and ``rope_factor`` are as in
+    ``jllama.load``; ``text`` (None: the built-in ``PROSE``) is cut to ``MAX_TOKENS`` tokens or the model's context;
+    ``on_stage`` is called with each stage's name, such as ``layer 3 of 30``.
 
     Raises ``JllamaError`` if the checkpoint cannot be opened, ``UsageError`` if the text is empty or ``rope_factor``
     does not fit.
@@ -118,8 +111,7 @@ def verify_checkpoint(
     perplexity = bits_per_byte = None
     targets = np.asarray(tokens[1:], np.int64)
     if tokenizer and (text_bytes := int(tokenizer.token_bytes()[targets].sum())):
-        nats, count = oracle.cross_entropy(run.logits[:-1], targets, np.ones(len(targets), bool))
-        score = TextScore(nats, count, text_bytes)
+        score = TextScore(*oracle.cross_entropy(run.logits[:-1], targets, np.ones(len(targets), bool)), text_bytes)
         perplexity, bits_per_byte = score.perplexity, score.bits_per_byte
     elif tokenizer:
         findings.append(f"of the text's {len(tokens)} tokens none can be predicted: give a longer text")
