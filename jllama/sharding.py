@@ -88,17 +88,17 @@ def check_divides(mesh: Mesh | AbstractMesh, config: LlamaConfig, rules: Any = R
     """Raise ``UsageError`` if heads, width or vocabulary do not divide over ``tensor``, or a matrix over ``fsdp``."""
     tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
     for path, row in parameter_table(config).items():
-        for axis, size in zip(row.axes, shape_of(row, config), strict=True):
+        sizes = dict(zip(row.axes, shape_of(row, config), strict=True))
+        for axis, size in sizes.items():
             fits = size % tensor == 0 or (axis == "kv_heads" and tensor % size == 0)
             if (axis in ("heads", "kv_heads") or "tensor" in rules.get(axis, ())) and not fits:
                 nearest = max(ways for ways in range(1, tensor + 1) if size % ways == 0)
                 said = f"the {axis} axis of {path} has size {size}, which does not divide {tensor} ways"
                 raise UsageError(f"{said}: the nearest mesh.tensor that does is {nearest}")
-        pairs = zip(row.axes, shape_of(row, config), strict=True)
-        sizes = [size for axis, size in pairs if row.inputs and "fsdp" in rules.get(axis, ())]
-        if sizes and fsdp > 1 and "fsdp" not in row_spec(mesh, row, config, rules):
-            nearest = max(ways for ways in range(1, fsdp + 1) if any(size % ways == 0 for size in sizes))
-            said = f"no axis of {path}, of sizes {sizes}, divides {fsdp} ways"
+        split = [size for axis, size in sizes.items() if row.inputs and "fsdp" in rules.get(axis, ())]
+        if split and fsdp > 1 and "fsdp" not in row_spec(mesh, row, config, rules):
+            nearest = max(ways for ways in range(1, fsdp + 1) if any(size % ways == 0 for size in split))
+            said = f"no axis of {path}, of sizes {split}, divides {fsdp} ways"
             raise UsageError(f"{said}: the nearest mesh.fsdp that one does is {nearest}")
 
 
@@ -130,9 +130,8 @@ def batch_shardings(mesh: Mesh | AbstractMesh, tree: Any) -> Any:
 
     def sharding(leaf: Any) -> NamedSharding:
         rows = names if names and leaf.shape[0] % ways == 0 else None
-        if leaf.ndim == 4 and tensor > 1 and leaf.shape[1] % tensor == 0:
-            return NamedSharding(mesh, PartitionSpec(rows, "tensor"))
-        return NamedSharding(mesh, PartitionSpec(rows) if rows else PartitionSpec())
+        heads = ["tensor"] * (leaf.ndim == 4 and tensor > 1 and leaf.shape[1] % tensor == 0)
+        return NamedSharding(mesh, PartitionSpec(*([rows, *heads] if rows or heads else [])))
 
     return jax.tree.map(sharding, tree)
 
@@ -185,7 +184,7 @@ def gather_stages(mesh: Mesh) -> list[list[list[int]] | None]:
     On a TPU's torus a gather over all of its dimensions compiles to an all-reduce of a copy padded with zeros, which
     moves twice the bytes; over one dimension and then the others it stays a gather.
     """
-    line = mesh.devices.reshape([mesh.shape[name] for name in mesh.axis_names])[0, :, 0, 0]
+    line = mesh.devices[0, :, 0, 0]
     places = [tuple(device.coords) if device.platform == "tpu" else () for device in line]
     size = len(line)
     if size == 1:

@@ -105,11 +105,9 @@ def sliding_windows(length: int, window: int, stride: int) -> Iterator[tuple[int
     ``count`` tokens are scored: all of the first, then the next ``stride`` with as much before them as fits. ``stride``
     is from 1 (each token sees a whole window) to ``window`` (nothing is computed twice).
     """
-    end = min(window + 1, length)
-    if end > 1:
-        yield 0, end, end - 1
+    end = 1
     while end < length:
-        count = min(stride, length - end)
+        count = min(window if end == 1 else stride, length - end)
         end += count
         yield max(end - window - 1, 0), end, count
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import itertools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +32,7 @@ class PrefixCache:
 
     def take(self, ids: Sequence[int] = ()) -> tuple[KVCache | None, int]:
         """Take out the cache; also how many of ``ids`` it holds, from the first on. Without any, None."""
-        shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self.ids, ids, strict=False))))
+        shared = len(os.path.commonprefix([list(self.ids), list(ids)]))
         cache = self.cache if shared else None
         self.ids, self.cache = (), None
         return cache, shared
@@ -93,8 +93,7 @@ def _insert(batch: KVCache, row_cache: KVCache, row: Any) -> KVCache:
 def resized(cache: KVCache, max_len: int) -> KVCache:
     """The cache with room for ``max_len`` tokens a row; what is cut off, if anything, must be padding."""
     more = ((0, 0, 0), (0, 0, 0), (0, max_len - cache.keys[0].shape[2], 0), (0, 0, 0))
-    pad = functools.partial(jax.tree.map, lambda stored: jax.lax.pad(stored, jnp.zeros((), stored.dtype), more))
-    return KVCache(pad(cache.keys), pad(cache.values), cache.lengths)
+    return jax.tree.map(lambda leaf: jax.lax.pad(leaf, leaf.dtype.type(0), more) if leaf.ndim == 4 else leaf, cache)
 
 
 _zeros = jax.jit(KVCache.zeros, static_argnums=(0, 1, 2, 3))  # one program, not one for each layer's arrays

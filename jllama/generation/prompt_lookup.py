@@ -13,8 +13,10 @@ from jllama.model import Llama
 _SHORTEST_MATCH, _LONGEST_MATCH = 2, 3
 
 
-def lookup_step(llama: Llama, batch: DecodeBatch, draft_len: int) -> DecodeBatch:
+def decode_step(llama: Llama, batch: DecodeBatch, draft_len: int) -> DecodeBatch:
     """One token more for every unfinished row, or several, as long as its guesses are what is drawn."""
+    if not draft_len:
+        return _verified(llama, batch, jnp.zeros((len(batch.finished), 0), jnp.int32))
     drafts, matched = draft_tokens(batch.tokens, batch.cache.lengths + 1, draft_len)
     return jax.lax.cond(  # a pass over several tokens costs more than over one, where arithmetic is dear
         jnp.any(matched & ~batch.finished),
@@ -24,7 +26,10 @@ def lookup_step(llama: Llama, batch: DecodeBatch, draft_len: int) -> DecodeBatch
 
 
 def _verified(llama: Llama, batch: DecodeBatch, drafts: Int[Array, "batch draft_len"]) -> DecodeBatch:
-    """Feed each row its last token and its drafts (-1 for none); append tokens as long as the drafts are right."""
+    """Feed each row its last token and its drafts (-1 for none); append tokens as long as the drafts are right.
+
+    The new slots are counted as tokens are appended; rows that are finished will write theirs again.
+    """
     cache = batch.cache
     last = jnp.take_along_axis(batch.tokens, cache.lengths[:, None], axis=1)
     fed = jnp.maximum(jnp.concatenate([last, drafts], axis=1), 0)

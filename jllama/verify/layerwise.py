@@ -57,19 +57,18 @@ class _Reader:
         self.not_finite: dict[str, int] = {}
         self.zeros: list[str] = []
 
-    def blocks(self, spec: TensorSpec, again: bool = False) -> Iterator[tuple[slice, Float32[np.ndarray, "..."]]]:
-        """Some rows of a tensor at a time: which ones, and their values. Read ``again``, it counts once."""
+    def blocks(self, spec: TensorSpec) -> Iterator[tuple[slice, Float32[np.ndarray, "..."]]]:
+        """Some rows of a tensor at a time: which ones, and their values."""
         not_finite, any_set, start = 0, False, 0
-        digest = hashlib.sha256() if again else self.digest
-        digest.update(f"{spec.key} {list(spec.shape)}\n".encode())
+        self.digest.update(f"{spec.key} {list(spec.shape)}\n".encode())
         for block in blocks(self._checkpoint.tensors[spec.key], np.float32):
-            digest.update(block.data)
+            self.digest.update(block.data)
             finite, any_set = np.isfinite(block), any_set or bool(block.any())
             not_finite += int(np.count_nonzero(~finite))
             yield slice(start, start := start + len(block)), np.where(finite, block, np.float32(0))
         if not_finite:
             self.not_finite[spec.key] = not_finite
-        if not any_set and not again:
+        if not any_set:
             self.zeros.append(spec.key)
 
     def whole(self, spec: TensorSpec) -> Float32[np.ndarray, "..."]:
@@ -115,8 +114,8 @@ def run_layerwise(
     own = F.rms_norm(jnp.asarray(own), jnp.asarray(norm), config.norm_eps)
     logits, own_logits = (np.empty((seq, config.vocab_size), dtype) for dtype in (np.float64, np.float32))
     project = jax.jit(F.project)
-    head = specs["embed" if config.tie_embeddings else "lm_head"]
-    for rows, block in reader.blocks(head, again=config.tie_embeddings):
+    is_tied = config.tie_embeddings  # what is read again counts once
+    for rows, block in _Reader(checkpoint).blocks(specs["embed"]) if is_tied else reader.blocks(specs["lm_head"]):
         logits[:, rows] = hidden @ block.astype(np.float64).T
         own_logits[:, rows] = project(own, block.T)  # as ``Llama.logits``
     not_finite = [f"{key} ({n:,} of {math.prod(specs[key].shape):,} numbers)" for key, n in reader.not_finite.items()]
