@@ -41,11 +41,8 @@ class JllamaLM(TemplateLM):
     tokenizer adds it, and alone before a continuation without context. ``loglikelihood_rolling`` puts a prefix token
     in front of what the tokenizer gives, as there: a tokenizer that adds BOS thus gives two, and the second is scored.
 
-    Args:
-        pretrained: a checkpoint in any format, or a loaded model, which must have a tokenizer.
-        batch_size: how many rows go through the model at once.
-        max_length: the most tokens that the model sees at once; None is its context.
-        dtype: of the parameters, as for ``load``.
+    ``pretrained`` is a checkpoint in any format, or a loaded model, which must have a tokenizer; ``batch_size`` rows of
+    at most ``max_length`` tokens (None is the context) go through it at once; ``dtype`` is as for ``load``.
     """
 
     def __init__(

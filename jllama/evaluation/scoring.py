@@ -1,6 +1,7 @@
 """Log-probabilities of given tokens, and from them how well a model predicts a text."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -75,18 +76,15 @@ def token_log_probs(
         if not 0 <= count <= inputs:
             raise UsageError(f"{count} tokens of a row of {len(row)} are to be scored; there are {inputs}")
 
-    # Group rows by the power of two that they are padded to: one compilation each.
-    scores = [TokenScores(np.zeros(0, np.float32), np.zeros(0, bool))] * len(arrays)
-    buckets: dict[int, list[int]] = {}
-    for index in sorted((i for i, count in enumerate(counts) if count), key=lambda i: -len(arrays[i])):
-        buckets.setdefault(min(power_of_two_at_least(len(arrays[index]) - 1, 32), context), []).append(index)
-
-    done = 0
-    for bucket, indices in buckets.items():
+    scores, done = [TokenScores(np.zeros(0, np.float32), np.zeros(0, bool))] * len(arrays), 0
+    order = sorted((i for i, count in enumerate(counts) if count), key=lambda i: -len(arrays[i]))
+    widths = [min(power_of_two_at_least(len(row) - 1, 32), context) for row in arrays]  # one compilation each
+    for width, group in itertools.groupby(order, widths.__getitem__):
+        indices = list(group)
         size = math.ceil(len(indices) / math.ceil(len(indices) / batch_size))  # even batches: one shape, little padding
         for start in range(0, len(indices), size):
             batch = indices[start : start + size]
-            tokens = np.zeros((size, bucket + 1), np.int32)
+            tokens = np.zeros((size, width + 1), np.int32)
             for row, index in zip(tokens, batch, strict=False):
                 row[: len(arrays[index])] = arrays[index]
             results = map(np.asarray, _score(model.params, config, as_token_ids(tokens, config)))
@@ -101,9 +99,8 @@ def token_log_probs(
 def sliding_windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
     """Cut a sequence, BOS included, into windows that score each token but the first once: ``(start, end, count)``.
 
-    Of the row ``sequence[start:end]``, one longer than ``window`` as its last token is only predicted, the last
-    ``count`` tokens are scored: all of the first, then the next ``stride`` with as much before them as fits. ``stride``
-    is from 1 (each token sees a whole window) to ``window`` (nothing is computed twice).
+    Of ``sequence[start:end]``, one longer than ``window`` as its last token is only predicted, the last ``count``
+    tokens are scored: all of the first, then the next ``stride`` (1 to ``window``) with as much before them as fits.
     """
     end = 1
     while end < length:

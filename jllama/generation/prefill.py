@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import os
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,17 +32,14 @@ class PrefixCache:
 
     def take(self, ids: Sequence[int] = ()) -> tuple[KVCache | None, int]:
         """Take out the cache; also how many of ``ids`` it holds, from the first on. Without any, None."""
-        shared = len(os.path.commonprefix([list(self.ids), list(ids)]))
+        shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self.ids, ids, strict=False)))
         cache = self.cache if shared else None
         self.ids, self.cache = (), None
         return cache, shared
 
 
 def prefill(model: LanguageModel, prompts: Sequence[Prompt], prefix: PrefixCache | None = None) -> DecodeBatch:
-    """Compute the keys and values of encoded prompts; of equal ones once, of a single one what ``prefix`` has not.
-
-    Each row comes out as it would alone (in 16-bit floats near ties may fall otherwise).
-    """
+    """Compute the keys and values of encoded prompts; of equal ones once, of a single one what ``prefix`` has not."""
     params, config = model.decode_params, model.config
     room = max(min(prompt.limit(config.max_seq_len), len(prompt.ids) + _ROOM_TOKENS) for prompt in prompts)
     max_len = cache_len(room, config)

@@ -26,10 +26,7 @@ def decode_step(llama: Llama, batch: DecodeBatch, draft_len: int) -> DecodeBatch
 
 
 def _verified(llama: Llama, batch: DecodeBatch, drafts: Int[Array, "batch draft_len"]) -> DecodeBatch:
-    """Feed each row its last token and its drafts (-1 for none); append tokens as long as the drafts are right.
-
-    The new slots are counted as tokens are appended; rows that are finished will write theirs again.
-    """
+    """Feed each row its last token and its drafts (-1 for none); append tokens as long as the drafts are right."""
     cache = batch.cache
     last = jnp.take_along_axis(batch.tokens, cache.lengths[:, None], axis=1)
     fed = jnp.maximum(jnp.concatenate([last, drafts], axis=1), 0)

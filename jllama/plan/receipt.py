@@ -65,7 +65,7 @@ class Receipt:
     @property
     def tokens_per_s(self) -> float:
         """The tokens of all devices, at that limit."""
-        return self.tokens / max(getattr(self, f"{self.binds}_s"), 1e-12)
+        return self.tokens / max(self.compute_s, self.memory_s, self.interconnect_s, 1e-12)
 
     @property
     def mfu_limit(self) -> float:

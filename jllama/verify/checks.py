@@ -89,9 +89,8 @@ def worst_error(actual: Any, expected: Any) -> float:
 def random_params(config: LlamaConfig, seed: int, embed_std: float = 1.0, query_gain: float = 1.0) -> Params:
     """Float32 weights under which mistakes show: normal with fan-in scale, norm scales near one; layers stacked.
 
-    With the usual standard deviation of 0.02 attention is all but uniform, and doubling RoPE's base moves no logit.
-    A small ``embed_std`` makes the first norm's epsilon count; ``query_gain`` multiplies the queries, as sharp
-    attention tells small turns apart.
+    Under the usual 0.02 doubling RoPE's base moves no logit. A small ``embed_std`` makes the first norm's epsilon
+    count; ``query_gain`` multiplies the queries, as sharp attention tells small turns apart.
     """
     rng = np.random.default_rng(seed)
     params: Params = {"layers": {}}

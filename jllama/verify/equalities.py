@@ -1,7 +1,6 @@
 """What must come out the same however it is run: checks of jllama against itself, and of attention against the oracle.
 
-The functions take the code under test, so that deliberate mistakes can be planted, and return a relative error: the
-command calls them on one small model, the tests on whatever they draw.
+The functions take the code under test, so that deliberate mistakes can be planted, and return a relative error.
 """
 
 import functools
@@ -28,14 +27,9 @@ from jllama.verify.checks import TOLERANCE, Check, random_params, relative_error
 from jllama.verify.conformance import Implementation, small
 
 CLOSE = 1e-6  # relative error of float32 sums that are taken in nearly the same order
-BFLOAT16_TOLERANCE = 3e-2
-"""Relative error of logits from bfloat16 weights: a rounding is off by up to 2**-9 = 2e-3 of a value, and the dozen in
-a row that two blocks make come to about 1e-2 of the largest logit. What a mistake does is far more.
-"""
+BFLOAT16_TOLERANCE = 3e-2  # of logits: a rounding is off by up to 2e-3, the dozen of two blocks by about 1e-2
 DTYPES = ((jnp.float32, "", TOLERANCE), (jnp.bfloat16, " in bfloat16", 1e-2))
-"""The dtypes that attention is checked in, what they add to its name, and the largest error of right code: bfloat16
-inputs are the oracle's too, so only softmax's weights and the result are rounded.
-"""
+"""The dtypes that attention is checked in, what they add to its name, and the largest error of right code."""
 SEQ, LONG, FAR = 24, 300, 100_000
 CONFIG = small("llama3.2-1b", 8, 2, vocab_size=96, embed_dim=128, mlp_dim=160, max_seq_len=512, tie_embeddings=False)
 """The model that the command runs, on ``SEQ`` rows of ``SEQ`` tokens or two of ``LONG``, three blocks of attention."""
@@ -146,8 +140,7 @@ def _prompted(case: Case, lengths: Int[np.ndarray, "rows"], seed: int = 0) -> li
 def _fed(case: Case, chunks: Chunks, seed: int = 0) -> Float[np.ndarray, "rows seq vocab"]:
     """Logits of tokens fed to a cache in chunks; NaN for those that are never fed.
 
-    Chunks are padded with random tokens, and unused slots of the cache hold large values: both by ``seed``, to be
-    seen by nothing.
+    Chunks are padded with random tokens, and unused slots of the cache hold large values, for nothing to see.
     """
     rng, (rows, seq), config = np.random.default_rng(seed), case.tokens.shape, case.config
     cache = jax.tree.map(
@@ -270,8 +263,7 @@ def sharded_training_error(case: Case, sizes: MeshConfig) -> float:
 def short_training(config: LlamaConfig, mesh: Mesh) -> Training:
     """The programs of a training of three steps, compiled without optimization, as compiling takes most of its time.
 
-    Gradients on several devices differ by 1e-7 (2e-6 of the largest) from those on one: the order of the sums. Where
-    one is as small as epsilon, AdamW turns that into ``learning_rate * 1e-7 / epsilon``, so epsilon is large here.
+    Epsilon is large, as AdamW makes of a difference of 1e-7 (the order of the sums) ``learning_rate * 1e-7 / epsilon``.
     """
     optimizer, loop = OptimizerConfig(learning_rate=3e-2, epsilon=1e-2), LoopConfig(steps=3, dtype="float32")
     run = TrainConfig(config, optimizer=optimizer, training=loop)

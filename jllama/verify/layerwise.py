@@ -84,10 +84,8 @@ class _Reader:
 def run_layerwise(
     checkpoint: Checkpoint, tokens: Sequence[int], on_stage: Callable[[str], None] = lambda _: None
 ) -> LayerwiseRun:
-    """Run the oracle and jllama's own layers side by side over a checkpoint, reading each tensor once, in order.
-
-    Each of jllama's layers runs twice: on the oracle's input, which gives its own error, and on the output of jllama's
-    layers before it, which leads to ``own_logits``.
+    """Run the oracle on ``tokens``, and each of jllama's layers twice: on the oracle's input, which gives its own
+    error, and on the output of jllama's layers before it, which leads to ``own_logits``.
     """
     config, reader = checkpoint.config, _Reader(checkpoint)
     specs = {spec.key: spec for spec in tensor_specs(config)}

@@ -1,8 +1,4 @@
-"""Deliberate mistakes, each of which has shipped somewhere: how far does the matrix see them?
-
-Each is used twice: for the matrix's own figures of sensitivity, and by the tests, which plant it and look at which
-cells fail.
-"""
+"""Deliberate mistakes, each of which has shipped somewhere: how far the matrix sees them. The tests plant them too."""
 
 import dataclasses
 import functools
