@@ -70,9 +70,8 @@ class JllamaLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation; without a generation prompt its last message is left open, to be continued."""
-        text = render(
-            self.chat_template(True), **template_variables(self._tokenizer, chat_history, add_generation_prompt)
-        )
+        variables = template_variables(self._tokenizer, chat_history, add_generation_prompt)
+        text = render(self.chat_template(True), **variables)
         if add_generation_prompt:
             return text
         last = chat_history[-1]["content"].lstrip()
@@ -148,8 +147,7 @@ register_model("jllama")(JllamaLM)
 def generation_arguments(arguments: dict[str, Any]) -> tuple[list[str], int, SamplingParams]:
     """Turn a task's ``generation_kwargs`` into stop strings, the most new tokens, and how they are sampled.
 
-    Greedy unless ``do_sample`` is true or, where that is not said, ``temperature`` is positive. ``JllamaError`` if
-    jllama does not honor an argument or its value.
+    Greedy unless ``do_sample`` or, where that is not said, ``temperature > 0``. ``JllamaError`` for what is unknown.
     """
     remaining = {name: value for name, value in arguments.items() if value is not None}
     until, do_sample = remaining.pop("until", []), remaining.pop("do_sample", None)

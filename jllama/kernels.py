@@ -20,18 +20,15 @@ _BLOCKS = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "
 def splash(query: Array, key: Array, value: Array, mask: Mask, *, interpret: bool = False) -> Array:
     """Splash attention (Pallas, TPU): grouped heads, documents kept apart, blocks that causality hides left out.
 
-    With an offset, which is known only at run time, hidden blocks are computed, too, and masked. ``interpret`` runs it
-    on any device, slowly.
+    With an offset, known only at run time, hidden blocks are computed and masked. ``interpret``: on any device, slowly.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
     (_, heads, seq, head_dim), kv_seq = query.shape, key.shape[2]
     block = min(512, _up(min(seq, kv_seq), _LANES))
     padded_head = head_dim if head_dim == 64 else _up(head_dim, _LANES)
-    query, key, value = (
-        _pad(each, {2: _up(length, block), 3: padded_head})
-        for each, length in ((query * head_dim**-0.5, seq), (key, kv_seq), (value, kv_seq))
-    )
+    three = query * head_dim**-0.5, key, value
+    query, key, value = (_pad(each, {2: _up(each.shape[2], block), 3: padded_head}) for each in three)
     sides = query.shape[2], key.shape[2]
     kernel: Any = splash_attention_kernel.make_splash_mha(
         splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask(sides)] * heads),

@@ -106,8 +106,7 @@ def state_sharding(mesh: Mesh | AbstractMesh, config: LlamaConfig, state: Any, r
     """The sharding of every leaf of a training state (arrays or their shapes).
 
     A leaf whose path ends in a parameter's path and that has its shape (the parameter itself, its moments in an
-    optimizer) is split like that parameter; everything else is whole on every device. ``UsageError`` as
-    ``check_divides``.
+    optimizer) is split like it; everything else is whole on every device. ``UsageError`` as ``check_divides``.
     """
     check_divides(mesh, config, rules)
     table = parameter_table(config)
@@ -168,10 +167,9 @@ def gather(part: Array, kept: Any, axis: int | None, dtype: Any, stages: Sequenc
         if axis == 0 and stages:  # of other shapes XLA makes an all-reduce on TPUs: of [4096, 32, 128], [4096, 128256]
             gradient = gradient.reshape(len(gradient), -1)
             gradient = jnp.pad(gradient, ((0, 0), (0, -gradient.shape[1] % 1024 if gradient.shape[1] > 2**16 else 0)))
+        options: Any = {"scatter_dimension": axis or 0, "tiled": True}
         for groups in reversed(stages):
-            gradient = jax.lax.psum_scatter(
-                gradient, "fsdp", scatter_dimension=axis or 0, axis_index_groups=groups, tiled=True
-            )
+            gradient = jax.lax.psum_scatter(gradient, "fsdp", axis_index_groups=groups, **options)
         return None, gradient[:, : kept.size // len(kept)].reshape(kept.shape) if axis == 0 else gradient
 
     whole.defvjp(lambda part, kept: (whole(part, kept), None), backward)
@@ -184,10 +182,8 @@ def gather_stages(mesh: Mesh) -> list[list[list[int]] | None]:
     On a TPU's torus a gather over all of its dimensions compiles to an all-reduce of a copy padded with zeros, which
     moves twice the bytes; over one dimension and then the others it stays a gather.
     """
-    line = mesh.devices[0, :, 0, 0]
-    places = [tuple(device.coords) if device.platform == "tpu" else () for device in line]
-    size = len(line)
-    if size == 1:
+    places = [tuple(each.coords) if each.platform == "tpu" else () for each in mesh.devices[0, :, 0, 0]]
+    if (size := len(places)) == 1:
         return []
     moved = [[i for i, (one, two) in enumerate(zip(place, places[0], strict=True)) if one != two] for place in places]
     inner = next((n for n in range(1, size) if len({*moved[n]} | {*moved[1]}) > 1), size)

@@ -32,20 +32,9 @@ class TextScore(NamedTuple):
     tokens: int
     text_bytes: int  # of UTF-8, which the tokens stand for
 
-    @property
-    def loss(self) -> float:
-        """``nats / tokens``."""
-        return self.nats / self.tokens
-
-    @property
-    def perplexity(self) -> float:
-        """``exp(nats / tokens)``; it depends on the tokenizer."""
-        return math.exp(min(self.loss, 700.0))
-
-    @property
-    def bits_per_byte(self) -> float:
-        """``nats / ln(2) / text_bytes``: it does not depend on the tokenizer."""
-        return self.nats / math.log(2) / self.text_bytes
+    loss = property(lambda self: self.nats / self.tokens, doc="In nats a token.")
+    perplexity = property(lambda self: math.exp(min(self.loss, 700.0)), doc="It depends on the tokenizer.")
+    bits_per_byte = property(lambda self: self.nats / math.log(2) / self.text_bytes, doc="It does not depend on it.")
 
 
 def token_log_probs(
@@ -63,8 +52,7 @@ def token_log_probs(
     model at once, padded on the right up to a power of two: rows of any lengths take few compilations, and come out
     the same. After each batch ``on_progress`` gets the number of tokens scored so far and in all.
 
-    Raises ``UsageError``: a row but for its last token is longer than the context; there are fewer tokens than to be
-    scored; an id is outside the vocabulary.
+    Raises ``UsageError``: a row but for its last token exceeds the context, or its count; an id is no token's.
     """
     arrays = [np.asarray(row, np.int32) for row in rows]
     counts = [max(len(row) - 1, 0) for row in arrays] if counts is None else counts
@@ -121,12 +109,11 @@ def score_texts(
 ) -> TextScore:
     """How well a model predicts texts, each by itself, in sliding windows of at most ``window`` tokens, its context.
 
-    A text is its tokens behind one BOS (``tokenizer.bos_id``, the EOS of tokenizers that have no BOS), also where the
-    tokenizer adds none to a prompt: the first token needs something before it. EOS is not scored, and empty texts count
-    for nothing. Each window but a text's first scores ``stride`` tokens, at most ``window``; only the first
-    ``max_tokens`` of all are scored, unless it is None. ``batch_size`` windows go through the model at once;
-    ``on_progress`` is as for ``token_log_probs``. Raises ``UsageError`` if ``window``, ``stride`` or ``batch_size`` is
-    out of range; ``JllamaError``: the model has no tokenizer, the texts no tokens, or a log-probability is not finite.
+    A text is its tokens behind one BOS (``tokenizer.bos_id``), also where the tokenizer adds none to a prompt: the
+    first token needs something before it. EOS is not scored, empty texts count for nothing, and only the first
+    ``max_tokens`` of all are scored. The rest is as in ``sliding_windows`` and ``token_log_probs``. ``UsageError`` if
+    ``window``, ``stride`` or ``batch_size`` is out of range; ``JllamaError``: the model has no tokenizer, the texts no
+    tokens, or a log-probability is not finite.
     """
     tokenizer, context = model.text_tokenizer, model.config.max_seq_len
     for name, value, most, right in (
@@ -159,8 +146,6 @@ def score_texts(
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _score(
-    params: Params | DecodeParams, config: LlamaConfig, tokens: Int[Array, "batch window"]
-) -> tuple[Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
+def _score(params: Params | DecodeParams, config: LlamaConfig, tokens: Array) -> tuple[Array, Array]:
     llama = build_model(config, params)
     return llama.token_log_probs(llama.hidden(tokens[:, :-1]), tokens[:, 1:])

@@ -24,10 +24,7 @@ class DecodeMatrix:
     scale: Any  # Float[Array, "outputs"] of integers, which stand for values * scale[:, None]; None for floats
     shape: tuple[int, ...]  # of the matrix, whose axes may be several inputs or outputs
 
-    @property
-    def dtype(self) -> Any:
-        """Of the numbers that it stands for."""
-        return self.values.dtype if self.scale is None else self.scale.dtype
+    dtype = property(lambda self: (self.values if self.scale is None else self.scale).dtype, doc="Of its numbers.")
 
     @property
     def T(self) -> "DecodeMatrix":
@@ -71,8 +68,7 @@ class DecodeMatrix:
 class AdaptedMatrix:
     """Stands in for a matrix ``W`` with an adapter in products: ``x W + scale (x a) b`` (arXiv:2106.09685, eq. 3).
 
-    With ``magnitude``, each output of ``W + scale a b`` has that length, by which gradients do not pass (DoRA,
-    arXiv:2402.09353, eqs. 5 and 11).
+    With ``magnitude``, outputs of ``W + scale a b`` have that length, constant to gradients (arXiv:2402.09353, eq. 11).
     """
 
     base: Any  # Float[Array, "inputs outputs"], or with axes of several inputs or outputs
@@ -81,15 +77,8 @@ class AdaptedMatrix:
     magnitude: Any  # Float[Array, "outputs"], or None
     scale: float
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
-        return self.base.shape
-
-    @property
-    def dtype(self) -> Any:
-        """Of the matrix."""
-        return self.base.dtype
+    shape = property(lambda self: self.base.shape, doc="Of the matrix.")
+    dtype = property(lambda self: self.base.dtype, doc="Of the matrix.")
 
     def reshape(self, rows: int, columns: int) -> "AdaptedMatrix":
         """With its inputs joined to one axis, and its outputs; -1 as in NumPy."""

@@ -79,8 +79,7 @@ PENALTIES: dict[str, Callable[[Array, Array, Array, Array], Array]] = {
 """Setting -> ``(logits, value [batch], seen, counts) -> logits``, applied in this order. ``seen`` (in the prompt or
 generated) and ``counts`` (how often generated) are ``[batch, vocab]`` as the logits are."""
 
-Truncation = Callable[[Array, Array], Array]
-TRUNCATIONS: dict[str, Truncation] = {"top_k": top_k_mask, "top_p": top_p_mask, "min_p": min_p_mask}
+TRUNCATIONS: dict[str, Callable[..., Array]] = {"top_k": top_k_mask, "top_p": top_p_mask, "min_p": min_p_mask}
 """Setting -> ``(logits [batch, vocab], value [batch]) -> kept [batch, vocab]``, each of what those before it left."""
 
 

@@ -59,15 +59,11 @@ def _decode(
     """The loop on the device; it ends early when every row has finished."""
     llama = build_model(config, params)
     batch, first = batch._replace(finished=~jnp.asarray(running)), batch.cache.lengths[:, None] + 1
-
-    def step(carry: tuple[Array, DecodeBatch]) -> tuple[Array, DecodeBatch]:
-        done, batch = carry
-        return done + 1, decode_step(llama, batch, draft_len)
-
-    def unfinished(carry: tuple[Array, DecodeBatch]) -> Array:
-        return (carry[0] < steps) & ~jnp.all(carry[1].finished)
-
-    _, batch = jax.lax.while_loop(unfinished, step, (jnp.int32(0), batch))
+    _, batch = jax.lax.while_loop(
+        lambda carry: (carry[0] < steps) & ~jnp.all(carry[1].finished),
+        lambda carry: (carry[0] + 1, decode_step(llama, carry[1], draft_len)),
+        (jnp.int32(0), batch),
+    )
     if not (mesh := jax.typeof(batch.finished).sharding.mesh).empty:  # as it came, or the next call compiles again
         batch = jax.lax.with_sharding_constraint(batch, batch_shardings(mesh, batch))
     slots = first + jnp.arange(STEPS * (draft_len + 1), dtype=jnp.int32)  # where the new tokens may be

@@ -77,8 +77,7 @@ def array_bytes(shapes: str) -> float:
 def executed(program: Program) -> Iterator[tuple[Instruction, int, str]]:
     """Each instruction with how often a run executes it, and its computation.
 
-    Loops count as their conditions say, and every branch of a condition. What is inside fusions is left out, but for
-    the collectives that TPUs fuse with what is around them.
+    Loops count as their conditions say, and every branch of a condition; of fusions, the collectives inside them.
     """
 
     def walk(name: str, times: int) -> Iterator[tuple[Instruction, int, str]]:
@@ -146,8 +145,7 @@ def _first_group(attributes: str) -> list[int]:
 def traffic_bytes(program: Program) -> float:
     """The bytes that a run reads and writes in memory: each instruction's operands and results, of slices only those.
 
-    Arrays that a TPU holds closer than its memory are left out. What a cache keeps between two instructions, or a
-    fusion reads twice, is not known to the text.
+    Arrays that a TPU holds closer than its memory are left out; caches, and what a fusion reads twice, are not known.
     """
     total = 0.0
     sizes = {

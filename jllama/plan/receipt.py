@@ -170,9 +170,6 @@ def plan_decoding(
     split = make_mesh(mesh, devices)
     check_divides(split, config)
 
-    def placed(leaf: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-
     floats = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), abstract_params(config))
     layout = jax.eval_shape(lambda params: decode_layout(params, config, quantize), floats)
     specs = {spec.key: matrix_sharding(split, spec.parameter, config).spec for spec in tensor_specs(config)}
@@ -180,20 +177,20 @@ def plan_decoding(
     def weight(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         name = jax.tree_util.keystr(path[1:], simple=True, separator="/")
         spec = specs[name if name in specs else name.rpartition("/")[0]]  # of a matrix: its values, or scale
-        return placed(leaf, NamedSharding(split, PartitionSpec(*spec[: leaf.ndim])))
+        return leaf.update(sharding=NamedSharding(split, PartitionSpec(*spec[: leaf.ndim])))
 
     params = jax.tree_util.tree_map_with_path(weight, layout)
     cache = jax.eval_shape(lambda: KVCache.zeros(config, batch_size, length, dtype))
     rows = jax.ShapeDtypeStruct((batch_size, 1), jnp.int32), cache
-    tokens, cache = jax.tree.map(placed, rows, batch_shardings(split, rows))
+    shardings = batch_shardings(split, rows)
+    tokens, cache = jax.tree.map(lambda leaf, where: leaf.update(sharding=where), rows, shardings)
 
     def step(params: DecodeParams, tokens: Any, cache: KVCache) -> tuple[Any, KVCache]:
         llama = build_model(config, params)
         hidden, cache = llama.forward_with_cache(tokens, cache, jnp.ones(batch_size, jnp.int32), "reference")
         return jnp.argmax(llama.logits(hidden)[:, 0], axis=-1), cache
 
-    places = jax.tree.map(lambda leaf: leaf.sharding, cache)
-    lowered = jax.jit(step, donate_argnums=2, out_shardings=(None, places)).lower(params, tokens, cache)
+    lowered = jax.jit(step, donate_argnums=2, out_shardings=(None, shardings[1])).lower(params, tokens, cache)
     flops = training_flops_per_token(config, length) / 3 * batch_size / len(devices)
     sizes = {"parameters_bytes": device_bytes(params), "arguments_bytes": device_bytes((params, tokens, cache))}
     return _receipt(topology, accelerator, split, lowered, flops, batch_size, sizes)

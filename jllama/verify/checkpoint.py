@@ -71,8 +71,7 @@ def verify_checkpoint(
     ``jllama.load``; ``text`` (None: the built-in ``PROSE``) is cut to ``MAX_TOKENS`` tokens or the model's context;
     ``on_stage`` is called with each stage's name, such as ``layer 3 of 30``.
 
-    Raises ``JllamaError`` if the checkpoint cannot be opened, ``UsageError`` if the text is empty or ``rope_factor``
-    does not fit.
+    Raises ``JllamaError``: the checkpoint cannot be opened; ``UsageError``: an empty text, a wrong ``rope_factor``.
     """
     if text is not None and not text.strip():
         raise UsageError("the text is empty: give some of the kind that the model was trained on, or leave it out")

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jllama import functional as F
 from jllama import oracle
 from jllama.config import LlamaConfig
-from jllama.decode_params import DecodeParams, decode_layout
+from jllama.decode_params import decode_layout
 from jllama.errors import JllamaError
 from jllama.model import KVCache
 from jllama.parameters import Params
@@ -57,10 +57,7 @@ class Case(NamedTuple):
         arrays = (None if array is None else jnp.asarray(array) for array in (self.tokens, *where))
         return np.asarray(self.implementation.forward(self.config, self.decode_params, *arrays, **options))
 
-    @property
-    def decode_params(self) -> DecodeParams:
-        """The model in the decoding layout."""
-        return decode_layout(jax.tree.map(jnp.asarray, self.params), self.config)
+    decode_params = property(lambda self: decode_layout(jax.tree.map(jnp.asarray, self.params), self.config))
 
 
 def equality_checks(implementation: Implementation) -> list[Check]:

@@ -35,9 +35,6 @@ def model_with(**wrong: Any) -> types.ModuleType:
     return copy
 
 
-_COPY = model_with()
-
-
 class Mutation(NamedTuple):
     """One deliberate mistake. Nothing of its model is compiled, so run it on small inputs.
 
@@ -46,7 +43,7 @@ class Mutation(NamedTuple):
 
     name: str  # of the matrix's column
     misread: Callable[[LlamaConfig, Params], tuple[LlamaConfig, Params]] = lambda config, params: (config, params)
-    model: types.ModuleType = _COPY  # of ``jllama.model``, wrong or not
+    model: types.ModuleType = model_with()  # of ``jllama.model``, wrong or not
     applies: Callable[[LlamaConfig], bool] = lambda _: True  # whether it changes a model's logits
 
 

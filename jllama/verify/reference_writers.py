@@ -133,8 +133,7 @@ def meta_shards(tensors: Tensors, count: int, num_kv_heads: int, embed_axis: int
 def meta_params(config: LlamaConfig) -> dict[str, Any]:
     """The fields of ``params.json``, which leaves out the RoPE scaling factor.
 
-    The MLP's width is ``int(2 * 4 * dim / 3)``, times ``ffn_dim_multiplier``, up to a multiple of ``multiple_of``: the
-    width itself, to which any smaller one is rounded up.
+    The MLP's width is ``int(2 * 4 * dim / 3) * ffn_dim_multiplier``, up to a multiple of ``multiple_of``: of itself.
     """
     width = int(2 * 4 * config.embed_dim / 3)
     fields = {"dim": config.embed_dim, "n_layers": config.num_layers, "n_heads": config.num_heads}
@@ -288,10 +287,8 @@ def _llama2c_holds(config: LlamaConfig) -> bool:
 
 FORMAT_WRITERS = {
     "native": FormatWriter(lambda _: True, _write_native),
-    "meta x1": FormatWriter(partial(_meta_holds, count=1), partial(_write_meta, count=1)),
-    "meta x4": FormatWriter(partial(_meta_holds, count=4), partial(_write_meta, count=4)),
-    "hf v4": FormatWriter(_hugging_face_holds, partial(_write_hugging_face, version=4)),
-    "hf v5": FormatWriter(_hugging_face_holds, partial(_write_hugging_face, version=5)),
+    **{f"meta x{n}": FormatWriter(partial(_meta_holds, count=n), partial(_write_meta, count=n)) for n in (1, 4)},
+    **{f"hf v{n}": FormatWriter(_hugging_face_holds, partial(_write_hugging_face, version=n)) for n in (4, 5)},
     "gguf": FormatWriter(_gguf_holds, _write_gguf),
     "llama2c": FormatWriter(_llama2c_holds, _write_llama2c),
 }  # the formats, and variants of them, that ``jllama.load`` reads: the matrix's columns
