@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -114,10 +115,11 @@ def _read(stored: Mapping[str, FileTensor], file_format: NamedFormat, adapter: A
     return dataclasses.replace(adapter, lora=lora, tensors=tensors)
 
 
-def _to_write(adapter: Adapter, file_format: NamedFormat) -> list[tuple[str, FileTensor]]:
+def _to_write(adapter: Adapter, file_format: NamedFormat, dtype: Any) -> list[tuple[str, FileTensor, Any]]:
+    held, layout = adapter.tensors, _layout(adapter.config, adapter.lora, file_format)
     return [
-        (name, PermutedRows(adapter.tensors[key], turned, to_half_split=False) if turned else adapter.tensors[key])
-        for name, (key, _, turned) in _layout(adapter.config, adapter.lora, file_format).items()
+        (name, PermutedRows(held[key], turned, to_half_split=False) if turned else held[key], dtype)
+        for name, (key, _, turned) in layout.items()
     ]
 
 
@@ -148,9 +150,8 @@ def read_peft(path: Path, config: LlamaConfig) -> Adapter:
 
 def write_peft(adapter: Adapter, target: Path, dtype: None, on_progress: OnProgress) -> None:
     """Write a folder that ``peft.PeftModel.from_pretrained`` loads."""
-    tensors = [(name, tensor, _F32) for name, tensor in _to_write(adapter, "huggingface")]
     metadata = {FINGERPRINT: adapter.base_fingerprint} if adapter.base_fingerprint else {}
-    write_safetensors(target / WEIGHTS, tensors, on_progress, metadata)
+    write_safetensors(target / WEIGHTS, _to_write(adapter, "huggingface", _F32), on_progress, metadata)
     modules = [PARAMETERS[f"layers/{name}"].huggingface.rpartition(".")[2] for name in adapter.lora.targets]
     fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": adapter.base or None}
     fields |= {"target_modules": modules, "lora_dropout": 0.0, "bias": "none", "inference_mode": True}
@@ -162,9 +163,8 @@ def read_gguf(path: Path, config: LlamaConfig) -> Adapter:
     metadata, stored = read_gguf_file(path)
     wrong = [f"{key} {metadata.get(key)!r}" for key, value in _KIND.items() if metadata.get(key) != value]
     if wrong or INVOCATION in metadata:
-        raise JllamaError(
-            f"{path} has {(wrong or [INVOCATION])[0]}, so it is no plain LoRA of a Llama: give one that is"
-        )
+        what = (wrong or [INVOCATION])[0]
+        raise JllamaError(f"{path} has {what}, so it is no plain LoRA of a Llama: give one that is")
     rank = max([1, *(tensor.shape[0] for name, tensor in stored.items() if name.endswith(".lora_a"))])
     with fault_of(path, TypeError):
         lora = LoraConfig(rank, metadata.get(ALPHA) or float(rank))  # without alpha llama.cpp does not scale
@@ -177,5 +177,4 @@ def write_gguf(adapter: Adapter, target: Path, dtype: None, on_progress: OnProgr
         raise JllamaError(f"{adapter.source} has DoRA, which GGUF cannot carry: merge it (gguf), or take peft")
     alpha = shortest(adapter.lora.scale * adapter.lora.rank)  # llama.cpp divides it by the rank
     metadata = _KIND | {ALPHA: alpha} | ({FINGERPRINT: adapter.base_fingerprint} if adapter.base_fingerprint else {})
-    tensors = [(name, tensor, GGMLQuantizationType.F32) for name, tensor in _to_write(adapter, "gguf")]
-    write_gguf_file(target, metadata, tensors, on_progress)
+    write_gguf_file(target, metadata, _to_write(adapter, "gguf", GGMLQuantizationType.F32), on_progress)

@@ -56,7 +56,8 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "use_parallel_residual": (False,),
 }  # keys of which only these values describe a model that jllama has
 
-_UNUSED = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
+_UNUSED = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
+_UNUSED |= {f"rope.scaling.{key}" for kind in ROPE_SCALINGS.values() for key in kind.gguf.values()}  # of other types
 
 
 def recognizes(path: Path) -> bool:
@@ -153,14 +154,11 @@ def _read_rope_scaling(
     name = take("rope.scaling.type", str, "linear")
     if name not in ("none", *kinds):
         raise JllamaError(f"{source} has {key}type {reprlib.repr(name)}; jllama knows none, {' and '.join(kinds)}")
-    fields = [field for kind in kinds.values() for field in dataclasses.fields(kind)]
-    defaults: dict[str, Any] = {field.name: field.default for field in fields}
-    defaults |= {"factor": 1.0, "original_max_seq_len": config.max_seq_len}
-    values = {
-        ours: take(f"rope.scaling.{theirs}", type(defaults[ours]), defaults[ours]) or defaults[ours]
-        for ours, theirs in {item for kind in kinds.values() for item in kind.gguf.items()}
-    }
-    scaling = kinds[name](**{ours: values[ours] for ours in kinds[name].gguf}) if name in kinds else _UNSCALED
+    kind = kinds.get(name, LinearScaling)
+    defaults = vars(kind(1.0)) | {"original_max_seq_len": config.max_seq_len}
+    default_of = {theirs: defaults[ours] for ours, theirs in kind.gguf.items()}
+    taken = [take(f"rope.scaling.{key}", type(value), value) or value for key, value in default_of.items()]
+    scaling = kind(**dict(zip(kind.gguf, taken, strict=True))) if name in kinds else _UNSCALED
     usual = scaling.attention_factor
     # The converter puts the whole factor here, llama.cpp does not look: only where both agree is the meaning clear.
     whole = take("rope.scaling.yarn_attn_factor", float, usual)

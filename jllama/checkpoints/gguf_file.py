@@ -206,18 +206,13 @@ def _text(text: str) -> bytes:
 
 
 def _value(key: str, value: Any) -> bytes:
-    """A value after its type: unsigned 32-bit integers, float32 (float64 in keys that are ours alone), lists."""
+    """A value after its type, that of an empty list being strings."""
     is_array = isinstance(value, list)
     values: list[Any] = value if is_array else [value]
-    match values:
-        case [] | [str(), *_]:
-            type_ = GGUFValueType.STRING
-        case [bool(), *_]:
-            type_ = GGUFValueType.BOOL
-        case [float(), *_]:
-            type_ = GGUFValueType.FLOAT64 if key.startswith(OURS) else GGUFValueType.FLOAT32
-        case _:
-            type_ = GGUFValueType.INT32 if is_array else GGUFValueType.UINT32
+    types: dict[type, GGUFValueType] = {str: GGUFValueType.STRING, bool: GGUFValueType.BOOL}
+    types[float] = GGUFValueType.FLOAT64 if key.startswith(OURS) else GGUFValueType.FLOAT32
+    types[object] = GGUFValueType.INT32 if is_array else GGUFValueType.UINT32
+    type_ = next(types[kind] for kind in types if isinstance(values[0] if values else "", kind))
     is_inexact = type_ == GGUFValueType.FLOAT32 and not is_array and shortest(value) != value
     if is_inexact or (type_ == GGUFValueType.UINT32 and not 0 <= values[0] < 1 << 32):
         raise JllamaError(f"GGUF stores {key} as {type_.name}, which cannot hold {value!r}: convert to hf or orbax")

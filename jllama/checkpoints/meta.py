@@ -219,18 +219,15 @@ def _params_of(config: LlamaConfig) -> dict[str, Any]:
     if problem:
         raise JllamaError(f"Meta's format has {problem}, which cannot be written: save the model in another format")
     exact = (config.mlp_dim + 0.5) / llama_mlp_dim(config.embed_dim, multiple_of=1)  # gives any width
-    multiple_of, multiplier = next(
-        (multiple_of, multiplier)
-        for multiple_of, multiplier in (*_MLP_RULES, (1, exact))
-        if llama_mlp_dim(config.embed_dim, multiple_of=multiple_of, multiplier=multiplier) == config.mlp_dim
-    )
+    rules = (*_MLP_RULES, (1, exact))
+    widths = [llama_mlp_dim(config.embed_dim, multiple_of=each, multiplier=times) for each, times in rules]
+    multiple_of, multiplier = rules[widths.index(config.mlp_dim)]
     params = {theirs: getattr(config, ours) for ours, (theirs, _) in _FIELDS.items()}
     params |= {"multiple_of": multiple_of, "ffn_dim_multiplier": multiplier}
     if config.num_kv_heads == config.num_heads:
         del params["n_kv_heads"]
     if scaling:
-        values = {ours: getattr(scaling, ours) for ours in Llama3Scaling.meta}
-        stated = [ours for ours in values if ours == "factor" or values[ours] != getattr(Llama3Scaling, ours)]
-        params |= {"use_scaled_rope": True} | {Llama3Scaling.meta[ours]: values[ours] for ours in stated}
+        stated = {ours: value for ours, value in vars(scaling).items() if value != getattr(Llama3Scaling, ours, None)}
+        params |= {"use_scaled_rope": True} | {Llama3Scaling.meta[ours]: value for ours, value in stated.items()}
     # The code of Llama 1 knows neither n_kv_heads nor ffn_dim_multiplier, and fails at a field that it does not know.
     return {key: value for key, value in params.items() if value is not None}

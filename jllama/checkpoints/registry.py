@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -189,7 +189,7 @@ def save(
     check_names("format", format, dtype)
     saved = tensors.TensorsOfParams(model.config, model.params)
     checkpoint = Checkpoint(model.config, saved, model.tokenizer, model.chat_template, model.stop_ids)
-    _write(checkpoint, Path(path), format, dtype, overwrite)
+    _write(checkpoint, Path(path), format, dtype, overwrite, [])
 
 
 def convert(
@@ -214,13 +214,12 @@ def convert(
     check_names("to", to, dtype)
     local = _local(source)
     checkpoint = open_checkpoint(local, rope_factor, adapter=adapter)
-    if checkpoint.adapter:
-        for part in filter(None, (checkpoint.adapter.source, checkpoint.adapter.base)):
-            _check_target(Path(target).resolve(), Path(part), overwrite)
-    content = checkpoint.adapter if to in ADAPTER_FORMATS else checkpoint
+    adapter_read = checkpoint.adapter
+    content = adapter_read if to in ADAPTER_FORMATS else checkpoint
     if content is None:
         raise UsageError(f"{source} has no adapter to write as {to}: give one with adapter, or a run that trained one")
-    _write(content, Path(target), to, dtype, overwrite, local)
+    others = [adapter_read.source, adapter_read.base] if adapter_read else []
+    _write(content, Path(target), to, dtype, overwrite, [local, *map(Path, filter(None, others))])
     return checkpoint
 
 
@@ -303,11 +302,9 @@ def check_names(name: str, format: str, dtype: str | None) -> None:
         raise UsageError(f"{said}; for others, such as Q4_K_M, run llama.cpp's llama-quantize on a GGUF file")
 
 
-def _write(
-    content: Checkpoint | Adapter, target: Path, to: str, dtype: str | None, overwrite: bool, source: Path | None = None
-) -> None:
+def _write(content: Any, target: Path, to: str, dtype: str | None, overwrite: bool, sources: Sequence[Path]) -> None:
     format, target = (FORMATS | ADAPTER_FORMATS)[to], target.resolve()  # of a link, what it leads to is replaced
-    _check_target(target, source, overwrite)
+    _check_target(target, sources, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     each, count = format.dtypes.get(format.stored_dtype(dtype) or ""), count_parameters(content.config)
     needed_bytes = int(each * count) if each and isinstance(content, Checkpoint) else size_bytes(content, None)
@@ -321,14 +318,14 @@ def _write(
         format.write(content, partial, jnp.dtype(dtype) if dtype in FLOATS else dtype, on_progress)
 
 
-def _check_target(target: Path, source: Path | None, overwrite: bool) -> None:
-    """Refuse a target whose replacement would take away the source, or anything that is not a checkpoint's."""
+def _check_target(target: Path, sources: Sequence[Path], overwrite: bool) -> None:
+    """Refuse a target whose replacement would take away a source, or anything that is not a checkpoint's."""
     if target in (Path.cwd(), *Path.cwd().parents):
         raise UsageError(f"the target {target} is the folder you are in, or holds it: name a file or folder to make")
     put_back(target)
     if not target.exists():
         return
-    if source is not None:
+    for source in sources:
         paths = {file.resolve() for file in (source, *source.glob("*"))}
         if any(target in (path, *path.parents) for path in paths) or source.resolve() in target.parents:
             raise JllamaError(f"{target} is {source} itself, or holds or lies in it: choose another destination")
