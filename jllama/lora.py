@@ -16,12 +16,13 @@ from jaxtyping import Array, Key
 from jllama.config import LlamaConfig, LoraConfig
 from jllama.errors import UsageError
 from jllama.functional.linear import AdaptedMatrix, DecodeMatrix, decode_matrix, output_lengths
-from jllama.parameters import Parameter, Params, matrix_shape, parameter_table, shape_of
+from jllama.parameters import Params, map_by_path, matrix_shape, parameter_table, shape_of
 
 
 def adapter_shapes(config: LlamaConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
     """``(inputs, outputs)`` of each adapted matrix of a layer; ``UsageError`` for targets or a rank that do not fit."""
-    rows = {name: row for name, row in _layer_rows(config).items() if row.inputs}
+    table = parameter_table(config).items()
+    rows = {path.removeprefix("layers/"): row for path, row in table if path.startswith("layers/") and row.inputs}
     if wrong := [name for name in lora.targets if name not in rows]:
         raise UsageError(f"lora.targets has {wrong[0]}, and of a layer's matrices there are {', '.join(rows)}")
     shapes = {name: matrix_shape(rows[name], config)[::-1] for name in lora.targets}
@@ -50,8 +51,8 @@ def initial_adapter(key: Key[Array, ""], base: Params, config: LlamaConfig, lora
 def frozen(params: Params, config: LlamaConfig, lora: LoraConfig, dtype: Any) -> Params:
     """The weights to adapt as ``lora.base`` holds them; ``auto`` is ``dtype``. Layers' matrices alone are quantized."""
 
-    def held(name: str, stack: Array) -> Any:
-        inputs = rows[name].inputs if name in rows else ()
+    def held(path: str, stack: Array) -> Any:
+        inputs = table[path].inputs if path.startswith("layers/") else ()
         if lora.base not in ("int8", "nf4") or not inputs:
             return stack.astype(jnp.bfloat16 if lora.base == "bfloat16" else dtype)
         if lora.base == "int8":
@@ -60,9 +61,8 @@ def frozen(params: Params, config: LlamaConfig, lora: LoraConfig, dtype: Any) ->
         tile = math.gcd(64, joined.shape[1])
         return qwix().quantize(joined, "nf4", channelwise_axes=(0, 2), tiled_axes={1: tile})
 
-    rows = _layer_rows(config)
-    layers = {name: held(name, stack) for name, stack in params["layers"].items()}
-    return {**{name: held("", leaf) for name, leaf in params.items() if name != "layers"}, "layers": layers}
+    table = parameter_table(config)
+    return map_by_path(held, params)
 
 
 def dense(part: Any, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -81,9 +81,11 @@ def adapted(base: Params, adapter: Params, lora: LoraConfig) -> Params:
     return {**base, "layers": {**base["layers"], **matrices}}
 
 
+@functools.partial(jax.jit, static_argnums=(2, 3))
 def merged(base: Params, adapter: Params, config: LlamaConfig, lora: LoraConfig) -> Params:
     """Parameters in float32 that give the same products without an adapter; ``base`` as ``frozen`` holds it."""
-    shapes = {name: shape_of(row, config)[1:] for name, row in _layer_rows(config).items()}
+    table = parameter_table(config)
+    shapes = {name: shape_of(table[f"layers/{name}"], config)[1:] for name in base["layers"]}
 
     def layer(weights: Params, parts: Params) -> Params:
         weights = {name: dense(part, shapes[name], jnp.float32) for name, part in weights.items()}
@@ -92,11 +94,6 @@ def merged(base: Params, adapter: Params, config: LlamaConfig, lora: LoraConfig)
 
     others = {name: leaf.astype(jnp.float32) for name, leaf in base.items() if name != "layers"}
     return {**others, "layers": jax.vmap(layer)(base["layers"], adapter["layers"])}
-
-
-def _layer_rows(config: LlamaConfig) -> dict[str, Parameter]:
-    table = parameter_table(config)
-    return {path.removeprefix("layers/"): row for path, row in table.items() if path.startswith("layers/")}
 
 
 def qwix() -> Any:

@@ -17,7 +17,6 @@ from matplotlib.figure import Figure
 
 from jllama.checkpoints.run import CONFIG, METRICS, SAMPLES, read_config, read_model_config, recognizes
 from jllama.config import LlamaConfig
-from jllama.data.chats import ChatDataset
 from jllama.data.tokens import Dataset
 from jllama.errors import JllamaError
 from jllama.files import fault_of, read_lines, write_text_whole
@@ -49,16 +48,16 @@ def command(*words: object) -> str:
     return shlex.join(["python", "-m", "jllama", *map(str, words)])
 
 
-def run_facts(data: Dataset | ChatDataset, devices: str, trained: int, frozen: int) -> dict[str, str]:
+def run_facts(data: Dataset, devices: str, trained: int, frozen: int) -> dict[str, str]:
     """What a run's page says of its parameters, its data and its machine: logged with its metrics."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jllama", "jax", "flax", "optax")]
     facts = {"parameters": f"{trained:,} trained, {f'{frozen:,}' if frozen else 'none'} frozen"}
-    kind, text = ("chats", _CHATS) if isinstance(data, ChatDataset) else ("text", "{bytes:,} bytes, {tokens:,} tokens")
+    kind, text = ("text", "{bytes:,} bytes, {tokens:,} tokens") if data.is_text else ("chats", _CHATS)
     for split, title in (("train", "training"), ("validation", "validation")):
         counts = data.counts[split]
         share = counts.get("counted_tokens", 0) / counts["tokens"]
         facts[f"{title} {kind}"] = text.format(**counts, share=share)
-    if isinstance(data, Dataset):
+    if data.is_text:
         bits = f"{data.gzip_bits_per_byte:.4f}"
         facts["bits per byte of gzip -9"] = f"{bits} (a model that beats gzip has learned something)"
     return {**facts, "devices": devices, "versions": ", ".join([f"Python {platform.python_version()}", *versions])}

@@ -17,7 +17,7 @@ OPEN_ROWS = 256  # that a conversation may still be packed into
 
 _Tokens = Integer[np.ndarray, "tokens"]
 _RowsRead = slice | Sequence[int]
-_Reference = Float32[np.ndarray, "conversations"] | None
+_ALL = slice(None)
 
 
 class Rows(NamedTuple):
@@ -39,7 +39,7 @@ class Conversations:
     """Number ``i`` is the ``sizes[i]`` tokens from ``starts[i]`` on, of which those that ``counted`` marks are learned.
 
     Source ``sources[i]`` has the share ``weights[sources[i]]`` of what is drawn. With ``rows_each`` 2, numbers 2i and
-    2i + 1 are a preferred answer and a rejected one.
+    2i + 1 are a preferred answer and a rejected one, each with its ``reference``, see ``Rows``.
     """
 
     tokens: _Tokens
@@ -49,10 +49,11 @@ class Conversations:
     sources: Integer[np.ndarray, "conversations"]
     weights: Sequence[float] = (1.0,)
     rows_each: int = 1
+    reference: Float32[np.ndarray, "conversations"] | None = None
 
 
 def training_batches(
-    tokens: _Tokens, *, batch_size: int, seq_len: int, seed: int, rows: _RowsRead = slice(None)
+    tokens: _Tokens, *, batch_size: int, seq_len: int, seed: int, rows: _RowsRead = _ALL
 ) -> grain.DatasetIterator[Int32[np.ndarray, "rows window"]]:
     """Windows of ``seq_len + 1`` tokens (inputs, and the same shifted by one) forever, in int32.
 
@@ -106,53 +107,45 @@ def validation_batches(
 
 
 def chat_batches(
-    conversations: Conversations,
-    *,
-    batch_size: int,
-    seq_len: int,
-    seed: int,
-    rows: _RowsRead = slice(None),
-    packing: bool = True,
-    reference: _Reference = None,
+    data: Conversations, *, batch_size: int, seq_len: int, seed: int, rows: _RowsRead = _ALL, packing: bool = True
 ) -> grain.DatasetIterator[Rows]:
     """Batches of ``batch_size`` rows, or pairs of rows, forever; ``rows`` and the state are as in ``training_batches``.
 
     With ``packing`` a source's conversations share rows of ``seq_len + 1`` tokens; without, and in pairs, each has its
     own, as long as that or, where the batch's longest fits, about a quarter of it. Every epoch shuffles a source's rows
-    anew, and they are drawn by its weight. ``reference`` is of each conversation, see ``Rows``.
+    anew, and they are drawn by its weight.
     """
-    is_alone, short = conversations.rows_each > 1 or not packing, min(-(-seq_len // 32) * 8, seq_len) + 1
+    is_alone, short = data.rows_each > 1 or not packing, min(-(-seq_len // 32) * 8, seq_len) + 1
 
     def gather(chosen: Sequence[np.ndarray]) -> Rows:
-        fits = is_alone and conversations.sizes[np.concatenate(chosen)].max() <= short
-        return _rows(conversations, chosen, short if fits else seq_len + 1, reference, rows)
+        fits = is_alone and data.sizes[np.concatenate(chosen)].max() <= short
+        return _rows(data, chosen, short if fits else seq_len + 1, rows)
 
-    plans = _plans(conversations, seq_len, seed, packing)
+    plans = _plans(data, seq_len, seed, packing)
     streams = [grain.MapDataset.source(plan).seed(seed).shuffle().repeat(None) for plan in plans]
-    endless = grain.MapDataset.mix(streams, conversations.weights)
-    batches = endless.batch(batch_size, drop_remainder=True, batch_fn=gather)
+    batches = grain.MapDataset.mix(streams, data.weights).batch(batch_size, drop_remainder=True, batch_fn=gather)
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0)))
 
 
 def chat_validation_batches(
-    conversations: Conversations, *, batch_size: int, seq_len: int, max_tokens: int = 0, reference: _Reference = None
+    data: Conversations, *, batch_size: int, seq_len: int, max_tokens: int = 0
 ) -> Iterator[Rows]:
     """Each conversation once, in order, in rows of ``seq_len + 1`` tokens; those that the last batch lacks are padding.
 
     With ``max_tokens`` over 0, evenly spaced rows, or pairs of them, with about that many tokens, at least one.
     """
-    plan = _plan(conversations, np.arange(len(conversations.sizes)), seq_len, packing=True)
-    share = max_tokens / conversations.sizes.sum() if max_tokens else 1
+    plan = _plan(data, np.arange(len(data.sizes)), seq_len, packing=True)
+    share = max_tokens / data.sizes.sum() if max_tokens else 1
     count = min(len(plan), max(1, int(len(plan) * share)))
     chosen = [plan[index] for index in np.arange(count) * len(plan) // count]
     chosen += [np.zeros(0, int)] * (-count % batch_size)
     batches = (chosen[start : start + batch_size] for start in range(0, count, batch_size))
-    return (_rows(conversations, batch, seq_len + 1, reference, slice(None)) for batch in batches)
+    return (_rows(data, batch, seq_len + 1) for batch in batches)
 
 
-def rows_an_epoch(conversations: Conversations, *, seq_len: int, seed: int, packing: bool = True) -> int:
+def rows_an_epoch(data: Conversations, *, seq_len: int, seed: int, packing: bool = True) -> int:
     """How many rows, or pairs of them, ``chat_batches`` has of all conversations together."""
-    return sum(map(len, _plans(conversations, seq_len, seed, packing)))
+    return sum(map(len, _plans(data, seq_len, seed, packing)))
 
 
 def _plans(data: Conversations, seq_len: int, seed: int, packing: bool) -> list[list[np.ndarray]]:
@@ -174,7 +167,7 @@ def _plan(data: Conversations, order: np.ndarray, seq_len: int, packing: bool) -
     return np.split(order[np.argsort(row_of, kind="stable")], np.cumsum(np.bincount(row_of))[:-1])
 
 
-def _rows(data: Conversations, plan: Sequence[np.ndarray], window: int, reference: _Reference, read: _RowsRead) -> Rows:
+def _rows(data: Conversations, plan: Sequence[np.ndarray], window: int, read: _RowsRead = _ALL) -> Rows:
     """The rows as planned, a pair's one after the other; those not in ``read`` are zeros."""
     each_row = [unit[side :: data.rows_each] for unit in plan for side in range(data.rows_each)]
     tokens, segments, counted = (np.zeros((len(each_row), window), dtype) for dtype in (np.int32, np.int32, bool))
@@ -184,5 +177,6 @@ def _rows(data: Conversations, plan: Sequence[np.ndarray], window: int, referenc
             source = slice(data.starts[index], data.starts[index] + data.sizes[index])
             place, end = np.s_[row, end : end + data.sizes[index]], end + data.sizes[index]
             tokens[place], segments[place], counted[place] = data.tokens[source], segment, data.counted[source]
-    sums = None if reference is None else np.array([reference[inside].sum() for inside in each_row], np.float32)
-    return Rows(tokens, segments, counted, sums)
+    if data.reference is None:
+        return Rows(tokens, segments, counted)
+    return Rows(tokens, segments, counted, np.array([data.reference[own].sum() for own in each_row], np.float32))

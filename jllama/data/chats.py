@@ -1,6 +1,5 @@
 """Files of chats, and their tokens on disk: which of them are learned, and the split."""
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -12,7 +11,7 @@ import numpy as np
 from jllama.data.batches import Conversations
 from jllama.data.config import DataConfig
 from jllama.data.corpus import cached, corpus_files, has_rows, read_rows
-from jllama.data.tokens import cache_of, encode_rest, listing_of, sha256
+from jllama.data.tokens import Dataset, cache_of, encode_rest, listing_of, sha256
 from jllama.errors import JllamaError
 from jllama.files import fault_of
 from jllama.progress import progress
@@ -34,20 +33,6 @@ class Record(NamedTuple):
     where: str
     form: tuple[str, ...]
     fields: dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class ChatDataset:
-    """Tokenized chats, pairs of them if ``preference``. ``counts`` has of each split the ``conversations``, ``tokens``,
-    ``counted_tokens``, and how many conversations (of a pair, each) were too long and ``cut`` or ``dropped``.
-    """
-
-    tokenizer: Tokenizer
-    train: Conversations
-    validation: Conversations
-    fingerprint: str
-    counts: dict[str, dict[str, int]]
-    preference: bool
 
 
 def data_task(config: DataConfig) -> str:
@@ -115,7 +100,7 @@ def _messages(value: Any, role: str) -> list[Any]:
 
 def prepare_chats(
     config: DataConfig, tokenizer: Tokenizer, template: str | None, stop_ids: Sequence[int], seq_len: int
-) -> ChatDataset:
+) -> Dataset:
     """Tokenize chats, or find it done: the cache is keyed by the files' names, sizes and times, and all that has a say.
 
     What is longer than ``seq_len + 1`` tokens is cut, or dropped, also if nothing that counts is left. A record is held
@@ -164,4 +149,4 @@ def prepare_chats(
     if missing := [path for source, path in enumerate(sources) if source not in splits["train"].sources]:
         raise JllamaError(f"{missing[0]} has no conversation to train on; give more of it, or leave it out")
     fingerprint = sha256(key, config.validation_fraction, weights, config.packing)
-    return ChatDataset(tokenizer, **splits, fingerprint=fingerprint, counts=counts, preference=is_pairs)
+    return Dataset(tokenizer, **splits, fingerprint=fingerprint, counts=counts, preference=is_pairs)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Integer
 
 from jllama.data.config import DataConfig
 from jllama.data.corpus import Document, cached, corpus_files, read_corpus
@@ -42,18 +41,26 @@ class Block(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """A tokenized corpus: each document as BOS, its tokens, EOS, one after the other in a memory-mapped array.
+    """A tokenized corpus. ``fingerprint`` names its files, its split, its tokenizer and what else has a say.
 
-    ``fingerprint`` names corpus, split and tokenizer. ``counts`` is what ``counts.json`` holds: of each split the
-    ``tokens`` with BOS and EOS, ``documents`` and ``bytes`` of UTF-8 text, and ``gzip_bytes``, what ``gzip -9`` makes
-    of the first ``gzip_of_bytes`` bytes of the validation text.
+    Of text, a split is each document as BOS, its tokens, EOS, one after the other in a memory-mapped array, and
+    ``counts`` what ``counts.json`` holds: of each split the ``tokens`` with BOS and EOS, ``documents`` and ``bytes`` of
+    UTF-8 text, and ``gzip_bytes``, what ``gzip -9`` makes of the first ``gzip_of_bytes`` bytes of the validation text.
+    Of chats (pairs of them if ``preference``) a split is ``Conversations``, and ``counts`` has of each the
+    ``conversations``, ``tokens``, ``counted_tokens``, and how many were too long and ``cut`` or ``dropped``.
     """
 
     tokenizer: Tokenizer
-    train: Integer[np.ndarray, "train_tokens"]
-    validation: Integer[np.ndarray, "validation_tokens"]
+    train: Any  # Integer[np.ndarray, "tokens"], or Conversations
+    validation: Any
     fingerprint: str
     counts: dict[str, Any]
+    preference: bool = False
+
+    @property
+    def is_text(self) -> bool:
+        """Whether this is not of chats."""
+        return isinstance(self.train, np.ndarray)
 
     @property
     def gzip_bits_per_byte(self) -> float:

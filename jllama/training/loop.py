@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,18 +17,14 @@ from rich.console import Console
 
 from jllama import distributed, files
 from jllama.checkpoints.huggingface import write_chat_files
-from jllama.checkpoints.registry import open_checkpoint
 from jllama.checkpoints.run import CHECKPOINTS, CONFIG, METRICS, SAMPLES
 from jllama.checkpoints.run_checkpoints import RunCheckpoints
 from jllama.checkpoints.tensors import Checkpoint, base_fingerprint, load_params
-from jllama.config import LlamaConfig
-from jllama.data.batches import rows_an_epoch
-from jllama.data.chats import ChatDataset, data_task, prepare_chats
-from jllama.data.tokens import Dataset, prepare_data
+from jllama.data.tokens import Dataset
 from jllama.devices import describe_devices, idle_accelerator, peak_bytes, program_bytes
-from jllama.errors import JllamaError, UsageError, check_fields, no_tokenizer
+from jllama.errors import JllamaError, UsageError
 from jllama.generation.sampling_params import SamplingParams
-from jllama.generation.text import generate, prompt_ids
+from jllama.generation.text import generate
 from jllama.language_model import LanguageModel
 from jllama.loggers import LOGGERS, check_logger, numbers, persistent
 from jllama.lora import merged
@@ -40,13 +36,13 @@ from jllama.sharding import ruleset
 from jllama.stop import Stopped, stop_signals
 from jllama.templates.messages import conversing, template_variables
 from jllama.templates.template import render
-from jllama.tokenizers import Tokenizer, has_tokenizer, load_tokenizer
+from jllama.tokenizers import has_tokenizer
 from jllama.training import run_folder
 from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation, check_memory, evaluate, summarize
+from jllama.training.opening import batches_of, resolved, with_references
 from jllama.training.optimizer import learning_rate_at, make_optimizer
-from jllama.training.rows import batches_of, on_devices, reference_log_probs, validation_rows
-from jllama.training.step import StepMetrics, Training, TrainState, attention_of, compile_training
+from jllama.training.step import StepMetrics, Training, TrainState, attention_of, compile_training, on_devices
 
 
 def train(config: TrainConfig) -> Evaluation:
@@ -87,7 +83,7 @@ def train(config: TrainConfig) -> Evaluation:
                 go_on = command("train", "--resume", run.folder)
                 raise Stopped(f"stopped at step {run.step:,} of {options.steps:,}; saved. Go on: {go_on}", run.stop)
         sample = "sample", "--checkpoint", run.folder, "--prompt", options.sample_prompt
-        words = ("chat", run.folder) if isinstance(run.data, ChatDataset) else sample
+        words = sample if run.data.is_text else ("chat", run.folder)
         read = f"{run.seconds():.0f} s in all. Read {run.folder / REPORT}"
         run.console.print(f"{read}, or {words[0]}: {command(*words)}")
         return final
@@ -100,14 +96,13 @@ class _Run:
     config: TrainConfig
     folder: Path
     console: Console
-    data: Dataset | ChatDataset
+    data: Dataset
     origin: Checkpoint | None
     training: Training
     checkpoints: RunCheckpoints
     batches: Any = None
     state: TrainState = dataclasses.field(init=False)
     programs: dict[Any, Any] = dataclasses.field(default_factory=dict)  # of a step, by the shape of its rows
-    references: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  # of pairs of answers
     base_fingerprint: str | None = None
     step: int = 0
     start_s: float = dataclasses.field(default_factory=time.perf_counter)
@@ -162,7 +157,7 @@ class _Run:
         if not taken:
             return
         record = summarize(taken, elapsed_s * len(taken) / len(recent), self.config)
-        if isinstance(self.data, ChatDataset):
+        if not self.data.is_text:
             segments = [each.segments[each.segments.any(axis=1)].ravel() for _, each in recent]  # rows of this process
             record["padding"] = float(np.mean(np.concatenate(segments) == 0))
         rate = float(learning_rate_at(self.step - 1, self.config.optimizer, self.config.training.steps))
@@ -216,9 +211,9 @@ class _Run:
 
     def evaluate(self) -> Evaluation | None:
         """Evaluate on a part of the validation text, show and log it; None if that failed or a stop came in between."""
-        options, result = self.config.training, None
+        result, tokens = None, self.config.training.eval_tokens
         with self.attempt("evaluating"):
-            result = self.losses(self.state.params, options.eval_tokens)
+            result = evaluate(self.training, self.data, self.config, self.state, tokens, self.stopping)
         if result is not None:
             if not math.isfinite(result.validation_loss):
                 self.give_up(f"the validation loss is not a finite number at step {self.step}")
@@ -227,24 +222,20 @@ class _Run:
             self.console.print(f"step {self.step}: {result}", style="bold")
         return result
 
-    def losses(self, params: Params, tokens: int = 0) -> Evaluation | None:
-        batches = validation_rows(self.data, self.config, self.references, tokens)
-        return evaluate(self.training, self.data.tokenizer, batches, params, self.state.base, self.stopping)
-
     def evaluate_best(self) -> Evaluation | None:
         """Evaluate the best checkpoint on all of the validation text, show and log it; None if a stop came first."""
         self.show("saving")
         self.checkpoints.wait()
         self.show("evaluating")
-        best, params = self.checkpoints.best_step(), self.state.params
+        best, state = self.checkpoints.best_step(), self.state
         if not (self.stop or best is None or best == self.step):
-            params = self.restored(best)[0]
-        final = self.losses(params)
+            state = state._replace(params=self.restored(best)[0])
+        final = evaluate(self.training, self.data, self.config, state, 0, self.stopping)
         if final is not None:
             self.write(best_step=best, final=dataclasses.asdict(final))
             self.report()
             text = f"Best checkpoint (step {best}) on the whole validation text: {final}"
-            if isinstance(self.data, Dataset):
+            if self.data.is_text:
                 bits = f"{self.data.gzip_bits_per_byte:.3f}"
                 text += f"; gzip -9 needs {bits} (a model that beats gzip has learned something)"
             self.console.print(f"{text}.", style="bold")
@@ -285,11 +276,10 @@ class _Run:
 
     def model(self) -> LanguageModel:
         """The model as it is now, to talk with."""
-        config, state, lora = self.config.model, self.state, self.config.lora
-        params = state.params if state.base is None else _merged(state.base, state.params, config, lora)
-        origin, tokenizer = self.origin, self.data.tokenizer
+        config, state, origin, tokenizer = self.config, self.state, self.origin, self.data.tokenizer
+        params = state.params if state.base is None else merged(state.base, state.params, config.model, config.lora)
         talk = conversing(tokenizer, origin.chat_template, origin.stop_ids) if origin else (None, ())
-        return LanguageModel(config, params, tokenizer, *talk)
+        return LanguageModel(config.model, params, tokenizer, *talk)
 
     def sample(self) -> None:
         """Let the model go on from the prompt, or answer the questions; show and log what it writes."""
@@ -298,7 +288,7 @@ class _Run:
         if not options.questions:
             key = jax.random.fold_in(jax.random.fold_in(self.state.key, self.state.step), self.config.sampling.seed)
             sampling = dataclasses.replace(self.config.sampling, seed=int(jax.random.bits(key)))
-        elif model.chat_template and isinstance(self.data, ChatDataset):
+        elif model.chat_template and not self.data.is_text:
             tokenizer = model.text_tokenizer
             chats = [template_variables(tokenizer, [{"role": "user", "content": each}], True) for each in prompts]
             asked = [tokenizer.encode_with_special_tokens(render(model.chat_template, **chat)) for chat in chats]
@@ -341,9 +331,6 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
     distributed.check_same(flatten_dict(run_folder.as_written(config), sep="."))
     if config.resume not in ("never", "auto") and not (folder / CONFIG).is_file():
         raise UsageError(f"resume is {config.resume}, which is not a run's folder: give one, or never, or auto")
-    task = data_task(config.data)
-    if task != "text":
-        check_fields(config, "", "init_from", bool, f"a model to begin from, since data.task is {task}")
     make_optimizer(config.optimizer, config.model, config.training.steps)
     check_attention(config.training.attention)  # also before the text is read
     check_logger(config.logger)
@@ -351,34 +338,16 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
     if existing and config.resume == "never":
         go_on = command("train", "--resume", folder)
         raise UsageError(f"{folder} already holds a run: continue it with {go_on}, or choose another run_dir")
-
-    # The data. A vocabulary is trained once: a later version may train another on the same text.
-    origin = _origin(config, folder if existing and not config.lora.rank else None) if config.init_from else None
-    own_tokenizer = existing and not origin and config.data.tokenizer == "bpe"
-    if task == "text":
-        own = load_tokenizer(folder) if own_tokenizer else None
-        data = prepare_data(config.data, origin.tokenizer if origin else own)
-        config = _resolved(config, data.tokenizer, origin)
-        rows = len(data.train) / config.training.seq_len
-    else:
-        assert origin is not None and origin.tokenizer is not None  # noqa: PT018
-        config = _resolved(config, origin.tokenizer, origin)
-        talk = conversing(origin.tokenizer, origin.chat_template, origin.stop_ids)
-        data = prepare_chats(config.data, origin.tokenizer, *talk, config.training.seq_len)
-        size: Any = {"seq_len": config.training.seq_len, "packing": config.data.packing}
-        rows = rows_an_epoch(data.train, seed=config.seed, **size)
-    options, step = config.training, existing[-1] if existing else 0
-    steps = math.ceil(options.epochs * rows / options.batch_size) or options.steps
-    config = dataclasses.replace(config, training=dataclasses.replace(options, steps=steps, epochs=0.0))
+    config, data, origin = resolved(config, folder if existing else None)
+    step, steps = existing[-1] if existing else 0, config.training.steps
     if step:
         for change in run_folder.changes_on_resume(folder, config, step):
             console.print(change, style="yellow")
         final = files.read_lines(folder / METRICS, "final")
-        if final and (step >= steps or run_folder.out_of_patience(folder, options.patience)):
+        if final and (step >= steps or run_folder.out_of_patience(folder, config.training.patience)):
             longer = ("--training.steps", 2 * step, "--resume_with_changes", "true")
-            more = longer if step >= steps else ("--training.patience", 0)
-            go_on = command("train", "--resume", folder, *more)
-            console.print(f"{folder} is finished (step {step:,} of {config.training.steps:,}). To go on: {go_on}")
+            go_on = command("train", "--resume", folder, *(longer if step >= steps else ("--training.patience", 0)))
+            console.print(f"{folder} is finished (step {step:,} of {steps:,}). To go on: {go_on}")
             return Evaluation(**final[-1]["final"])
 
     # The devices, the programs, the state
@@ -395,9 +364,9 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
         dtype = None if config.lora.rank and config.lora.base != "auto" else jnp.float32
         params = load_params(origin, dtype, training.mesh, rules=ruleset(config.mesh)) if origin else None
         run.state = training.init(jax.random.key(config.seed), params)
-    if isinstance(data, ChatDataset) and data.preference:
-        run.references = reference_log_probs(folder, data, config, training, None if existing else run.state)
-    run.batches = batches_of(data, config, training, run.references)
+    if data.preference:
+        run.data = with_references(data, folder, config, training, None if existing else run.state)
+    run.batches = batches_of(run.data, config, training)
     if existing:
         run.restore(step)
     if index == 0:
@@ -420,37 +389,6 @@ def _announce(run: _Run) -> None:
     tokens = facts.get("training chats", f"{data.counts['train']['tokens']:,} training tokens")
     said = f"{run.folder}: {parameters}, {attention_of(config, run.training.mesh)} attention, {tokens}"
     run.console.print(f"{said}, step {run.step:,} of {config.training.steps:,}", style="bold")
-
-
-def _origin(config: TrainConfig, existing: Path | None) -> Checkpoint:
-    """The checkpoint to begin from, opened; an existing run's folder stands in for ``init_from``."""
-    path = existing or config.init_from
-    origin = open_checkpoint(path, None if existing else config.rope_factor)
-    for name, value in vars(origin.config).items():
-        allowed, said = (value, getattr(LlamaConfig(), name)), f"{value}, as in {path}, or left out with init_from"
-        check_fields(config.model, "model.", name, allowed.__contains__, said)
-    check_fields(config.data, "data.", "tokenizer", lambda name: name == "bpe", "left out: init_from brings its own")
-    if origin.tokenizer is None:
-        raise no_tokenizer(path)
-    return origin
-
-
-def _resolved(config: TrainConfig, tokenizer: Tokenizer, origin: Checkpoint | None) -> TrainConfig:
-    """The configuration with the architecture, the vocabulary and the window filled in."""
-    model, options = origin.config if origin else config.model, config.training
-    num_tokens, context = tokenizer.vocab_size, model.max_seq_len
-    said = f"0, or at least the {num_tokens} tokens of the tokenizer"
-    check_fields(model, "model.", "vocab_size", lambda size: size == 0 or size >= num_tokens, said)
-    seq_len = options.seq_len or min(context, 1024 if origin else context)
-    check_fields(options, "training.", "seq_len", lambda size: size <= context, f"at most model.max_seq_len, {context}")
-    sample_limit = context - len(prompt_ids(tokenizer, options.sample_prompt))
-    said = f"at most {sample_limit}, which is what training.sample_prompt leaves of model.max_seq_len"
-    check_fields(options, "training.", "sample_tokens", lambda count: count <= sample_limit, said)
-    model = dataclasses.replace(model, vocab_size=model.vocab_size or num_tokens)
-    return dataclasses.replace(config, model=model, training=dataclasses.replace(options, seq_len=seq_len))
-
-
-_merged = jax.jit(merged, static_argnums=(2, 3))
 
 
 def _others(state: Any, key: Any) -> dict[str, Any]:

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from jllama.data.batches import Rows, chat_validation_batches, validation_batches
+from jllama.data.tokens import Dataset
 from jllama.devices import describe_devices, device_bytes, device_memory_bytes, peak_flops
 from jllama.errors import UsageError
 from jllama.evaluation.scoring import TextScore
-from jllama.parameters import Params, training_flops_per_token
-from jllama.tokenizers import Tokenizer
+from jllama.parameters import training_flops_per_token
 from jllama.training.config import TrainConfig
-from jllama.training.rows import on_devices
-from jllama.training.step import StepMetrics, Training, check_batch
+from jllama.training.step import StepMetrics, Training, TrainState, check_batch, on_devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,20 +36,25 @@ class Evaluation:
 
 
 def evaluate(
-    training: Training, tokenizer: Tokenizer, batches: Any, params: Params, base: Params | None, stop: Any = bool
+    training: Training, data: Dataset, config: TrainConfig, state: TrainState, max_tokens: int, stop: Any
 ) -> Evaluation | None:
-    """The loss on the batches of ``validation_rows``; None as soon as ``stop()`` is true."""
-    sums, token_bytes, is_pairs = [], tokenizer.token_bytes(), False
+    """The loss on the validation split, or (over 0) about ``max_tokens`` of it; None as soon as ``stop()`` is true."""
+    size = {"batch_size": config.training.batch_size, "seq_len": config.training.seq_len, "max_tokens": max_tokens}
+    if data.is_text:
+        batches = validation_batches(data.validation, **size)
+    else:
+        batches = ((rows, None) for rows in chat_validation_batches(data.validation, **size))
+    sums, token_bytes = [], data.tokenizer.token_bytes()
     for batch, mask in batches:
         if stop():
             return None
-        sharding = training.batch_sharding
-        nats, count = jax.device_get(training.evaluate(params, *on_devices((batch, mask), sharding), base))
-        targets = batch[:, 1:][mask] if mask is not None else batch.tokens[batch.counted]
-        is_pairs = mask is None and batch.reference is not None
+        on_device = on_devices((batch, mask), training.batch_sharding)
+        nats, count = jax.device_get(training.evaluate(state.params, *on_device, state.base))
+        targets = batch.tokens[batch.counted] if isinstance(batch, Rows) else batch[:, 1:][mask]
         sums.append((float(nats), int(count), int(token_bytes[targets].sum())))
     nats, counts, text_bytes = zip(*sums, strict=True)
     score = TextScore(math.fsum(nats), sum(counts), sum(text_bytes))
+    is_pairs = data.preference
     return Evaluation(score.loss, *((None, None) if is_pairs else (score.perplexity, score.bits_per_byte)))
 
 

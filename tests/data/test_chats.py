@@ -191,7 +191,8 @@ def test_the_rows_of_processes_are_those_of_the_whole_batch(packing):
 def test_validation_has_every_conversation_once_in_order_and_one_shape(sizes, batch_size, rows_each):
     conversations = numbered(sizes * rows_each, rows_each=rows_each)
     reference = np.arange(1, len(conversations.sizes) + 1, dtype=np.float32)
-    found = list(chat_validation_batches(conversations, batch_size=batch_size, seq_len=15, reference=reference))
+    conversations = dataclasses.replace(conversations, reference=reference)
+    found = list(chat_validation_batches(conversations, batch_size=batch_size, seq_len=15))
     assert {rows.tokens.shape for rows in found} == {(batch_size * rows_each, 16)}
     order = [row for rows in found for row in inside(rows, conversations)]
     assert sorted(itertools.chain(*order)) == list(range(len(conversations.sizes)))
@@ -233,9 +234,9 @@ def test_rows_of_one_have_two_lengths_and_no_more():
 def test_pairs_stay_together_with_their_references():
     sizes = [5, 7, 30, 3, 9, 9, 2, 40] * 5
     conversations = numbered(sizes, rows_each=2)
-    reference = -np.arange(len(sizes), dtype=np.float32)
+    conversations = dataclasses.replace(conversations, reference=-np.arange(len(sizes), dtype=np.float32))
     assert rows_an_epoch(conversations, seq_len=63, seed=3) == 20
-    found = take(10, conversations, batch_size=2, seq_len=63, reference=reference)
+    found = take(10, conversations, batch_size=2, seq_len=63)
     assert {rows.tokens.shape for rows in found} == {(4, 17), (4, 64)}
     pairs = []
     for rows in found:

@@ -10,7 +10,6 @@ from rich.console import Console
 
 import jllama
 from jllama.conversation import chat_ids
-from jllama.data.chats import ChatDataset
 from jllama.language_model import LanguageModel
 from jllama.templates.messages import TEMPLATES
 from jllama.training import loop
@@ -34,7 +33,7 @@ def test_the_speed_logged_is_that_of_steps_that_are_done(monkeypatch):
         training=types.SimpleNamespace(mesh=types.SimpleNamespace(local_devices=[])),
         programs={},
         skipped=0,
-        data=None,
+        data=types.SimpleNamespace(is_text=True),
         seconds=lambda: 9.0,
         write=written.update,
         show=lambda: None,
@@ -56,10 +55,10 @@ def test_questions_of_a_run_on_chats_are_asked_through_its_template(monkeypatch)
 
     monkeypatch.setattr(loop, "generate", generate)
     options = jllama.LoopConfig(batch_size=2, seq_len=8, steps=10, sample_tokens=5, questions=questions)
-    for data in (object.__new__(ChatDataset), None):
+    for is_text in (False, True):
         run = types.SimpleNamespace(
             config=jllama.TrainConfig(SMALL, training=options),
-            data=data,
+            data=types.SimpleNamespace(is_text=is_text),
             model=lambda: model,
             console=Console(file=io.StringIO()),
             write=lambda name, **record: written.append((name, record)),
