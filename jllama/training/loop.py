@@ -100,8 +100,8 @@ class _Run:
     origin: Checkpoint | None
     training: Training
     checkpoints: RunCheckpoints
-    batches: Any = None
-    state: TrainState = dataclasses.field(init=False)
+    batches: Any
+    state: Any  # TrainState; of a run that goes on, what ``restore`` needs of it
     programs: dict[Any, Any] = dataclasses.field(default_factory=dict)  # of a step, by the shape of its rows
     base_fingerprint: str | None = None
     step: int = 0
@@ -356,17 +356,18 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
     distributed.check_same({"the corpus": data.fingerprint, "the last checkpoint": step})
     training = compile_training(config, bos_id=data.tokenizer.bos_id)
     check_memory(config, training)
-    checkpoints = RunCheckpoints(folder / CHECKPOINTS, config.training.keep_last)
-    run = _Run(config, folder, console, data, origin, training, checkpoints)
-    if config.lora.rank and origin:
-        run.base_fingerprint = base_fingerprint(origin)
+    state = None
     if config.lora.rank or not existing:
         dtype = None if config.lora.rank and config.lora.base != "auto" else jnp.float32
         params = load_params(origin, dtype, training.mesh, rules=ruleset(config.mesh)) if origin else None
-        run.state = training.init(jax.random.key(config.seed), params)
+        state = training.init(jax.random.key(config.seed), params)
     if data.preference:
-        run.data = with_references(data, folder, config, training, None if existing else run.state)
-    run.batches = batches_of(run.data, config, training)
+        data = with_references(data, folder, config, training, None if existing else state)
+    batches = batches_of(data, config, training)
+    checkpoints = RunCheckpoints(folder / CHECKPOINTS, config.training.keep_last)
+    run = _Run(config, folder, console, data, origin, training, checkpoints, batches, state)
+    if config.lora.rank and origin:
+        run.base_fingerprint = base_fingerprint(origin)
     if existing:
         run.restore(step)
     if index == 0:
