@@ -52,9 +52,8 @@ class DecodeMatrix:
         return (values if self.scale is None else values * self.scale[:, None].astype(dtype)).T.reshape(self.shape)
 
     def multiply(self, x: Float[Array, "tokens inputs"], dtype: Any) -> Float[Array, "tokens outputs"]:
-        """``x @ matrix``, a result in ``dtype``. By integers, which a CPU multiplies several times faster with integers
-        than with floats, few tokens become two rows each, ``x = s * (high + low / 254)``: an error of at most
-        ``max(abs(x)) / 64516``; integer products are exact.
+        """``x @ matrix`` in ``dtype``. By integers, which a CPU multiplies several times faster with integers, few
+        tokens become two rows each, ``x = s * (high + low / 254)``: an error of at most ``max(abs(x)) / 64516``.
         """
         wide = dtype if self.scale is None else jnp.float32
         plain = functools.partial(jnp.einsum, "ti,oi->to", preferred_element_type=wide)  # integers are widened like x

@@ -17,8 +17,7 @@ R = TypeVar("R")
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """``function`` raises ``ValueError`` for arrays whose shape or kind of number is not the annotated one.
 
-    The message says what was given and what is expected. Only shapes and dtypes are read, so under ``jit`` it happens
-    once, while tracing. NumPy arrays are as good as those of JAX, and unsigned integers as signed ones.
+    Only shapes and dtypes are read. NumPy arrays are as good as those of JAX, and unsigned integers as signed ones.
     """
     parameters, expected = inspect.signature(function).parameters, {}
     for name, parameter in parameters.items():

@@ -47,12 +47,10 @@ def prefill(model: LanguageModel, prompts: Sequence[Prompt], prefix: PrefixCache
         cache = _prompt_cache(params, config, prompts[0].ids[:-1], max_len, prefix)
     else:
         cache = _beside(params, _zeros(config, len(prompts), max_len, params.dtype))
-        rows: dict[tuple[int, ...], list[int]] = {}
-        for row, prompt in enumerate(prompts):
-            rows.setdefault(tuple(prompt.ids[:-1]), []).append(row)
-        for ids in filter(None, rows):
+        rows = [tuple(prompt.ids[:-1]) for prompt in prompts]
+        for ids in filter(None, dict.fromkeys(rows)):
             row_cache = _prompt_cache(params, config, ids, cache_len(len(ids), config))
-            for row in rows[ids]:
+            for row in (row for row, others in enumerate(rows) if others == ids):
                 cache = _insert(cache, row_cache, row)
     return _beside(params, make_batch(model, prompts, cache))
 

@@ -18,7 +18,7 @@ from jllama.language_model import LanguageModel
 from jllama.tokenizers import Tokenizer
 
 STEPS_SHOWN = 4  # decoding steps between two pieces of a stream
-_CONTEXT_TOKENS = 8  # decoded again before new ones
+_CONTEXT_TOKENS = 8  # decoded again before new ones, as the first token of a text may lose its space
 
 
 class Completion(NamedTuple):
@@ -232,7 +232,6 @@ class TextDecoder:
     """Turns the tokens of one row into text as they come, and in the end into a ``Completion``.
 
     Held back are an unfinished character, which decodes to U+FFFD, and what may be the beginning of a stop string.
-    Tokens are decoded behind a few earlier ones, as the first token of a text may lose its space.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:

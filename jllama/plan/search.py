@@ -23,14 +23,11 @@ _MOST, _MOST_TOKENS = 16, 2**24  # compilations, and tokens in a step, as the la
 
 
 class Trial(NamedTuple):
-    """A step to compile: the rows of a device at a time, and by formula the seconds of a token.
-
-    They are two: where compute and exchanges overlap, and where they do not.
-    """
+    """A step to compile."""
 
     config: TrainConfig
-    rows: int
-    token_s: tuple[float, float]
+    rows: int  # of a device at a time
+    token_s: tuple[float, float]  # of a token, by formula: where compute and exchanges overlap, and where they do not
 
 
 def search(

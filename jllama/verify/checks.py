@@ -36,8 +36,7 @@ _CELL_WIDTH = 10
 class Check:
     """One cell of the matrix: its row and column, what computes the relative error, and the most it may be.
 
-    Once run it has its ``error`` or, if nothing could be compared, NaN and the ``problem``, or the ``refusal`` of an
-    implementation of attention that is not for such arguments.
+    Once run it has its ``error``; or NaN and the ``problem``, or the ``refusal`` of attention not for such arguments.
     """
 
     group: Group

@@ -118,10 +118,7 @@ def ragged_error(case: Case, lengths: Int[np.ndarray, "rows"]) -> float:
 
 
 def padding_error(case: Case, lengths: Int[np.ndarray, "rows"]) -> float:
-    """A ragged batch with other padding and other values in unused slots; and its first row with other, full mates.
-
-    The same program runs on the same shapes, so that right code gives exactly zero.
-    """
+    """A ragged batch with other padding and unused slots, and its first row with other, full mates: exactly equal."""
     plain, padded = _prompted(case, lengths), _prompted(case, lengths, seed=1)
     mates, full = (case.tokens + 1) % case.config.vocab_size, np.full_like(lengths, case.tokens.shape[1])
     mates[0], full[0] = case.tokens[0], lengths[0]
@@ -135,10 +132,7 @@ def _prompted(case: Case, lengths: Int[np.ndarray, "rows"], seed: int = 0) -> li
 
 
 def _fed(case: Case, chunks: Chunks, seed: int = 0) -> Float[np.ndarray, "rows seq vocab"]:
-    """Logits of tokens fed to a cache in chunks; NaN for those that are never fed.
-
-    Chunks are padded with random tokens, and unused slots of the cache hold large values, for nothing to see.
-    """
+    """Logits of tokens fed to a cache in chunks, NaN if never fed; padding and unused slots hold what none may see."""
     rng, (rows, seq), config = np.random.default_rng(seed), case.tokens.shape, case.config
     cache = jax.tree.map(
         lambda leaf: jnp.asarray(1e4 * rng.standard_normal(leaf.shape), leaf.dtype) if leaf.ndim == 4 else leaf,

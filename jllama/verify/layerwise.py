@@ -25,15 +25,13 @@ Stream = Float[np.ndarray, "seq embed"]
 
 
 class LayerwiseRun(NamedTuple):
-    """The oracle's logits, jllama's own, each layer's ``update_error``, the SHA-256 of the weights, and a sentence for
-    the tensors that are not finite and one for those that are all zeros.
-    """
+    """What a checkpoint computes, and how it is damaged."""
 
-    logits: Float64[np.ndarray, "seq vocab"]
+    logits: Float64[np.ndarray, "seq vocab"]  # the oracle's
     own_logits: Float32[np.ndarray, "seq vocab"]
-    layer_errors: list[float]
-    fingerprint: str
-    damage: list[str]
+    layer_errors: list[float]  # each layer's ``update_error``
+    fingerprint: str  # the SHA-256 of the weights
+    damage: list[str]  # a sentence for the tensors that are not finite, and one for those that are all zeros
 
 
 def update_error(actual: Stream, expected: Stream, residual: Stream) -> float:
@@ -54,8 +52,7 @@ class _Reader:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint, self.digest = checkpoint, hashlib.sha256()
-        self.not_finite: dict[str, int] = {}
-        self.zeros: list[str] = []
+        self.not_finite, self.zeros = list[str](), list[str]()  # what to say of such tensors
 
     def blocks(self, spec: TensorSpec) -> Iterator[tuple[slice, Float32[np.ndarray, "..."]]]:
         """Some rows of a tensor at a time: which ones, and their values."""
@@ -67,7 +64,7 @@ class _Reader:
             not_finite += int(np.count_nonzero(~finite))
             yield slice(start, start := start + len(block)), np.where(finite, block, np.float32(0))
         if not_finite:
-            self.not_finite[spec.key] = not_finite
+            self.not_finite.append(f"{spec.key} ({not_finite:,} of {math.prod(spec.shape):,} numbers)")
         if not any_set:
             self.zeros.append(spec.key)
 
@@ -116,9 +113,8 @@ def run_layerwise(
     for rows, block in _Reader(checkpoint).blocks(specs["embed"]) if is_tied else reader.blocks(specs["lm_head"]):
         logits[:, rows] = hidden @ block.astype(np.float64).T
         own_logits[:, rows] = project(own, block.T)  # as ``Llama.logits``
-    not_finite = [f"{key} ({n:,} of {math.prod(specs[key].shape):,} numbers)" for key, n in reader.not_finite.items()]
     damage, nan = [], "NaN or infinity stands in {}; all else here takes 0 for it"
-    for keys, said in ((not_finite, nan), (reader.zeros, "nothing but zeros stands in {}")):
+    for keys, said in ((reader.not_finite, nan), (reader.zeros, "nothing but zeros stands in {}")):
         listed = ", ".join(keys[:9]) + f" and {len(keys) - 9} more" * (len(keys) > 9)  # 9: those of a layer
         damage += [f"{said.format(listed)}: fetch or convert the files again"] * bool(keys)
     return LayerwiseRun(logits, own_logits, errors, reader.digest.hexdigest(), damage)

@@ -24,10 +24,7 @@ from jllama.verify.conformance import VARIANTS, cached_error, implementation_of,
 
 
 def model_with(**wrong: Any) -> types.ModuleType:
-    """A copy of ``jllama.model`` in which some pure functions (such as ``rope_tables``) are replaced.
-
-    Its layers are not compiled by themselves: that would take longer, for each copy, than running them.
-    """
+    """A copy of ``jllama.model`` with some pure functions replaced, its layers not compiled: that would take longer."""
     copy = types.ModuleType("jllama.model_copy")
     exec(compile(Path(jllama.model.__file__).read_text(), jllama.model.__file__, "exec", dont_inherit=True), vars(copy))
     functions = types.SimpleNamespace(**vars(F) | wrong)
