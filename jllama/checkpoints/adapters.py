@@ -37,8 +37,7 @@ _FIELDS |= {"dora": ("use_dora", False)}  # the key and default of each field of
 _FIXED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, "gaussian", "eva", "orthogonal")}
 _FREE = """r lora_alpha use_rslora use_dora task_type auto_mapping peft_version base_model_name_or_path revision
     inference_mode target_modules exclude_modules lora_dropout layers_to_transform layers_pattern megatron_core
-    runtime_config eva_config qalora_group_size ensure_weight_tying"""
-"""What else PEFT's configuration may say: the tensors mean the same whatever it is."""
+    runtime_config eva_config qalora_group_size ensure_weight_tying"""  # whatever these are, tensors mean the same
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +65,6 @@ class AdaptedRows:
         self.rows_at_once = getattr(tensor, "rows_at_once", 1)
 
     def __getitem__(self, rows: slice, /) -> np.ndarray:
-        """The rows asked for."""
         whole = self.tensor[rows].astype(_F32) + self.scale * (self.b[rows] @ self.a)
         if self.magnitude is not None:
             whole *= (self.magnitude[rows] / np.linalg.norm(whole, axis=1))[:, None]

@@ -33,7 +33,7 @@ ROPE_FREQS = "rope_freqs.weight"
 STOP_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 CHAT_TEMPLATE, TOKENIZER, NO_TOKENIZER = "tokenizer.chat_template", "tokenizer.ggml.model", "no_vocab"
 _TOLERANCE = 1e-5  # of float32 divisors that were worked out in float32
-_TYPICAL = LlamaConfig()
+_KINDS = {name: type(value) for name, value in vars(LlamaConfig()).items()}
 Dtype = np.dtype[Any] | Literal["q8_0"] | None
 
 _TYPES = {dtype: type_ for type_, dtype in PLAIN.items() if type_ != GGMLQuantizationType.F64}  # llama.cpp's
@@ -130,8 +130,7 @@ def _read_config(metadata: Mapping[str, Any], tensors: Mapping[str, FileTensor],
     embed, lm_head = (PARAMETERS[path].name("gguf") for path in ("embed", "lm_head"))
     if embed not in tensors:
         raise JllamaError(f"{source} lacks the tensor {embed}")
-    kinds = {name: type(getattr(_TYPICAL, name)) for name in _FIELDS}
-    values: dict[str, Any] = {name: take(key, kinds[name], _DEFAULTS.get(name)) for name, key in _FIELDS.items()}
+    values: dict[str, Any] = {name: take(key, _KINDS[name], _DEFAULTS.get(name)) for name, key in _FIELDS.items()}
     config = LlamaConfig(**values, vocab_size=tensors[embed].shape[0], tie_embeddings=lm_head not in tensors)
     for key in _SAME_SIZE:
         if (size := take(key, int, config.head_dim)) != config.head_dim:
@@ -215,7 +214,7 @@ def write(checkpoint: Checkpoint, target: Path, dtype: Dtype, on_progress: OnPro
     file_type = LlamaFileType[f"{'ALL' if main_type == 'F32' else 'MOSTLY'}_{main_type}"]
     metadata: dict[str, Any] = {"general.architecture": ARCHITECTURE, "general.name": "Llama"}
     metadata |= {"general.quantization_version": GGML_QUANT_VERSION, "general.file_type": int(file_type)}
-    fields = {key: type(getattr(_TYPICAL, name))(getattr(config, name)) for name, key in _FIELDS.items()}
+    fields = {key: _KINDS[name](getattr(config, name)) for name, key in _FIELDS.items()}
     fields |= {"vocab_size": config.vocab_size} | dict.fromkeys(_SAME_SIZE, config.head_dim)
     metadata |= {f"{ARCHITECTURE}.{key}": value for key, value in fields.items()} | rope_keys
     metadata |= to_gguf(tokenizer, config.vocab_size) if tokenizer else {TOKENIZER: NO_TOKENIZER}

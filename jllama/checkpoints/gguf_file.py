@@ -35,7 +35,7 @@ _TensorInfo = tuple[GGMLQuantizationType, tuple[int, ...], int]  # type, shape, 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
-    """A tensor whose rows are stored as blocks of a GGML type, none across two. Reading gives float32."""
+    """A tensor whose rows are stored as blocks of a GGML type, none across two. Reading dequantizes to float32."""
 
     rows: np.ndarray
     type: GGMLQuantizationType
@@ -44,7 +44,6 @@ class QuantizedTensor:
     is_exact: ClassVar[bool] = False
 
     def __getitem__(self, rows: slice, /) -> np.ndarray:
-        """The requested rows, dequantized."""
         return dequantize(np.ascontiguousarray(self.rows[rows]), self.type).reshape(-1, *self.shape[1:])
 
 

@@ -42,9 +42,7 @@ _FIELDS: dict[str, tuple[str, Any]] = {
 }  # the key and default of each field of ``LlamaConfig``; 0 is worked out from the others or the weights
 
 _LLAMA = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
-_LLAMA |= dict.fromkeys(("num_local_experts", "num_experts", "quantization_config"), False)
-"""Options that change the architecture, as a Llama has them."""
-
+_LLAMA |= dict.fromkeys(("num_local_experts", "num_experts", "quantization_config"), False)  # as a Llama has them
 _ROPE_COMMON = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 
 

@@ -51,7 +51,6 @@ class ShardedTensor:
         self.shape = tuple(size * len(parts) if i == axis else size for i, size in enumerate(parts[0].shape))
 
     def __getitem__(self, rows: slice, /) -> np.ndarray:
-        """The requested rows, of those parts that have them."""
         starts = [0 if self.axis else i * self.parts[0].shape[0] for i in range(len(self.parts))]
         pairs = zip(self.parts, starts, strict=True)
         held = [part[max(rows.start - start, 0) : max(rows.stop - start, 0)] for part, start in pairs]

@@ -64,8 +64,7 @@ def read_adapter(path: Path, config: LlamaConfig, step: int | None = None) -> Ad
         raise JllamaError(f"{path} is a run that trained no adapter: give it as the checkpoint itself")
     checkpoints, chosen = _opened(path, step)
     with fault_of(path / CONFIG):
-        key = jax.random.key(0)
-        shapes = jax.eval_shape(lambda base: initial_adapter(key, base, config, lora), abstract_params(config))
+        shapes = jax.eval_shape(lambda p: initial_adapter(jax.random.key(0), p, config, lora), abstract_params(config))
     params, _, meta = checkpoints.restore(chosen, shapes, None)
     leaves = {name: np.asarray(leaf) for name, leaf in flatten_dict(params["layers"], sep="/").items()}
     tensors = {f"layers/{n}/{name}": stack[n].T for name, stack in leaves.items() for n in range(config.num_layers)}

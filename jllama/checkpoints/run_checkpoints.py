@@ -178,7 +178,6 @@ class _StoredTensor:
         self.rows_at_once = self.inner * chunk[row.outputs[0]] if whole_inputs else spec.shape[0]
 
     def __getitem__(self, rows: slice, /) -> np.ndarray:
-        """The rows asked for, a view of what is read."""
         row = self.spec.parameter
         first, last = rows.start // self.inner, -(-rows.stop // self.inner)
         parts = {"layers": self.spec.layer, row.outputs[0]: slice(first, last)}

@@ -296,26 +296,20 @@ def _copy(block: np.ndarray, out: np.ndarray) -> None:
             out[tile] = block[tile]
 
 
-class TensorsOfParams(Mapping[str, FileTensor]):
+class TensorsOfParams(dict[str, FileTensor]):
     """The tensors of parameters in memory, of either layout, each (on a CPU) a view. int8 raises ``JllamaError``."""
 
     def __init__(self, config: LlamaConfig, params: Params | DecodeParams) -> None:
+        super().__init__()
         if isinstance(params, DecodeParams) and params.quantized:
             raise JllamaError("the parameters are int8, which no format holds: load the model without quantize")
         self.params, weights = params, params.weights if isinstance(params, DecodeParams) else params
-        self._leaves: dict[str, Any] = flatten_dict(weights, sep="/")
-        self._specs = {spec.key: spec for spec in tensor_specs(config)}
-
-    def __getitem__(self, key: str) -> FileTensor:
-        spec = self._specs[key]
-        if isinstance(self.params, DecodeParams):
-            leaf = self._leaves[key]
-            return np.asarray(leaf.values if spec.parameter.inputs else leaf)
-        array = np.asarray(self._leaves[spec.path])
-        return as_matrix(spec.parameter, array[spec.layer] if spec.parameter.axes[0] == "layers" else array)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._specs)
-
-    def __len__(self) -> int:
-        return len(self._specs)
+        leaves: dict[str, Any] = flatten_dict(weights, sep="/")
+        for spec in tensor_specs(config):
+            if isinstance(params, DecodeParams):
+                leaf = leaves[spec.key]
+                self[spec.key] = np.asarray(leaf.values if spec.parameter.inputs else leaf)
+            else:
+                array = np.asarray(leaves[spec.path])
+                part = array[spec.layer] if spec.parameter.axes[0] == "layers" else array
+                self[spec.key] = as_matrix(spec.parameter, part)
