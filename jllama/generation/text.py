@@ -17,6 +17,7 @@ from jllama.generation.sampling_params import Prompt, SamplingFields, SamplingPa
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import Tokenizer
 
+Prompts = Sequence[Prompt]
 STEPS_SHOWN = 4  # decoding steps between two pieces of a stream
 _CONTEXT_TOKENS = 8  # decoded again before new ones, as the first token of a text may lose its space
 
@@ -186,7 +187,7 @@ def _encoded(model: LanguageModel, prompts: Any, settings: Prompt, fields: Sampl
 
 
 def generate_batches(
-    model: LanguageModel, prompts: Sequence[Prompt], speculate: int = 0, batch_size: int = 0
+    model: LanguageModel, prompts: Prompts, speculate: int = 0, batch_size: int = 0
 ) -> Iterator[dict[int, Completion]]:
     """Generate from encoded prompts a batch at a time, the longest first: completions by the prompts' indices."""
     model = model.for_decoding()  # once, if it is not in that layout
@@ -201,11 +202,7 @@ def generate_batches(
 
 
 def generate_batch(
-    model: LanguageModel,
-    prompts: Sequence[Prompt],
-    speculate: int = 0,
-    steps: int = STEPS,
-    prefix: PrefixCache | None = None,
+    model: LanguageModel, prompts: Prompts, speculate: int = 0, steps: int = STEPS, prefix: PrefixCache | None = None
 ) -> Iterator[tuple[int, str | Completion]]:
     """Generate from encoded prompts together: ``(row, piece)`` every few ``steps``; a row's last piece is all of it."""
     model = model.for_decoding()
