@@ -1,7 +1,5 @@
 """``python -m jllama bench``: how fast a model prefills and decodes here, beside what the memory allows."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random
@@ -106,7 +104,7 @@ def main(argv: list[str], prog: str) -> int:
     return 0
 
 
-def random_model(options: BenchOptions) -> jllama.LanguageModel:
+def random_model(options: BenchOptions) -> "jllama.LanguageModel":
     """A preset's model of random weights, by default in float32 on a CPU and in bfloat16 elsewhere."""
     import jax
 
@@ -122,7 +120,7 @@ def random_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
     return [draws.choices(range(vocab_size), k=length) for length in lengths]
 
 
-def generate_s(model: jllama.LanguageModel, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
+def generate_s(model: "jllama.LanguageModel", prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
     """Seconds to continue all prompts, together, by ``new_tokens`` tokens each, greedily and without a stop."""
     from jllama.generation.decode import decode
     from jllama.generation.prefill import prefill
@@ -135,7 +133,7 @@ def generate_s(model: jllama.LanguageModel, prompts: Sequence[Sequence[int]], ne
 
 
 def step_s(
-    model: jllama.LanguageModel, lengths: Sequence[int], new_tokens: int, repeats: int, *, prefill: bool
+    model: "jllama.LanguageModel", lengths: Sequence[int], new_tokens: int, repeats: int, *, prefill: bool
 ) -> float:
     """Seconds a step to continue prompts of these lengths together: the median, after a repeat that compiles.
 
@@ -148,7 +146,7 @@ def step_s(
     return statistics.median(seconds[1:]) / (new_tokens if prefill else new_tokens - 1)
 
 
-def bytes_per_step(model: jllama.LanguageModel, batch: int, context: int) -> int:
+def bytes_per_step(model: "jllama.LanguageModel", batch: int, context: int) -> int:
     """Bytes that a decoding step must read: every weight once, and the keys and values of ``context`` tokens a row; of
     an embedding that is not also the head only ``batch`` rows, which count for nothing.
     """

@@ -1,7 +1,5 @@
 """``jllama chat``."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -57,7 +55,7 @@ class ChatOptions(SamplingParams, ModelOptions):
 @dataclasses.dataclass
 class _Session:
     options: ChatOptions
-    conversation: jllama.Conversation
+    conversation: "jllama.Conversation"
     at_terminal: bool
     answers: int = 0
 

@@ -189,8 +189,7 @@ def _read_config(name: str) -> yaml.MappingNode:
             raise RecursionError  # aliases: ten of ten of ten ... is a file of a few lines
         root = yaml.compose(text)
     except RecursionError as error:
-        wrong = f"{name} is too large or nested too deep, or has aliases"
-        raise UsageError(f"{wrong}: it must hold options, such as 'seed: 1'") from error
+        raise UsageError(f"{name} is too large or nested too deep, or has aliases: give plain options") from error
     except OSError as error:
         shown, expected = " ".join(name.split())[:200], f"a file, or by its name one of {', '.join(shipped)}"
         raise UsageError(f"the configuration {shown} cannot be read: {error.strerror}; give {expected}") from error

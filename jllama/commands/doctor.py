@@ -1,7 +1,5 @@
 """``python -m jllama doctor``."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.metadata
 import math
@@ -78,7 +76,7 @@ def main(argv: list[str], prog: str) -> int:
     return 0
 
 
-def summary_table(config: jllama.LlamaConfig) -> Table:
+def summary_table(config: "jllama.LlamaConfig") -> Table:
     """Every parameter with its axes, shape and count; the totals and the training cost of a token below."""
     from jllama.parameters import count_parameters, parameter_table, shape_of, training_flops_per_token
 

@@ -25,9 +25,6 @@ from jllama.progress import progress
 class VerifyOptions:
     """Check that this machine computes every Llama as the oracle does, or check a checkpoint of your own.
 
-    Without one: every variant through every file format against the float64 NumPy oracle, how far deliberate mistakes
-    would be seen, and ways of running a model that must agree. With one: that checkpoint, layer by layer.
-
     Examples:
         --html report.html
         --only gguf,mutations/yarn

@@ -50,10 +50,8 @@ def _read(file: Path) -> Tokenizer:
         if read_json_object(file) != json.loads(BytesTokenizer.content):
             raise JllamaError(f"{file} is not a bytes tokenizer: it should hold {BytesTokenizer.content.decode()}")
         return BytesTokenizer()
-    if file.suffix == ".json":
-        return load_huggingface_tokenizer(file)
-    if file.suffix == ".bin":
-        return load_llama2c_tokenizer(file)
+    if read := {".json": load_huggingface_tokenizer, ".bin": load_llama2c_tokenizer}.get(file.suffix):
+        return read(file)
     model = file.read_bytes()
     is_list_of_ranks = re.match(rb"[A-Za-z0-9+/]+=* \d+\s", model)
     return (TiktokenTokenizer if is_list_of_ranks else SentencePieceTokenizer)(model, str(file))

@@ -8,6 +8,7 @@ import struct
 from pathlib import Path
 
 from jllama.errors import JllamaError
+from jllama.files import fault_of
 from jllama.tokenizers.base import BYTE_PIECES, SPACE, Tokenizer, TokenType, Vocabulary
 from jllama.tokenizers.sentencepiece import SentencePieceTokenizer
 
@@ -30,10 +31,8 @@ def load_llama2c_tokenizer(path: Path) -> SentencePieceTokenizer:
         tokens.append(data[offset : offset + length])
         scores.append(score)
         offset += length
-    try:
+    with fault_of(f"{path} has tokens that are not UTF-8, so it is no tokenizer.bin", UnicodeDecodeError):
         texts = [token.decode() for token in tokens]
-    except UnicodeDecodeError as error:
-        raise JllamaError(f"{path} has the token {error.object!r}, not UTF-8: it is no tokenizer.bin") from error
     if texts[3:259] != list(BYTE_PIECES):
         raise JllamaError(f"{path} has {len(texts)} tokens, and 3 to 258 are not the 256 bytes: run.c needs them")
     texts[:3] = "<unk>", "<s>", "</s>"
