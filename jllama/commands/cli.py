@@ -59,7 +59,6 @@ warmup_fraction=warmup,warmup_ratio,warmup_steps weight_decay=wd
 """  # What other tools call an option: never accepted, always answered with the name here.
 _SCALARS = {int: ("N", "a whole number"), float: ("X", "a finite number"), str: ("TEXT", "text")}
 _HELP = {
-    "config": "a YAML file with any of these options",
     "help": "show the usual options, or with --help all every one, and exit",
     "print_config": "print the configuration that the other arguments make, as YAML, and exit",
 }
@@ -122,7 +121,7 @@ def _parser(options: type, prog: str, positional: Sequence[str], usual: Sequence
     layout = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog=prog, formatter_class=layout, default_env=False, allow_abbrev=False)
     parser.usage, parser.description = " ".join([prog, *words, "[options]"]), "\n\n".join(parts)
-    parser.add_argument("--config", action="config")
+    parser.add_argument("--config", action="config", help="a YAML file with any of these options")
     parser.add_class_arguments(options)
     for group in parser._action_groups:
         if doc.startswith(group.title or ":"):

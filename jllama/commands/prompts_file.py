@@ -30,9 +30,8 @@ _JSON_TYPES: dict[Any, tuple[str, set[type], set[type]]] = {  # of which true is
     Mapping[int, float]: ("an object of numbers by token id", {dict}, {int, float}),
     str: ("a string or a list of strings", {str, list}, {str}),
 }
-_SAMPLING = {name: _JSON_TYPES[hint] for name, hint in typing.get_type_hints(SamplingParams).items()}
-_ENDS = {"max_new_tokens": _JSON_TYPES[int], "stop": _JSON_TYPES[str], "stop_ids": _JSON_TYPES[tuple[int, ...]]}
-OWN_SETTINGS = _SAMPLING | _ENDS
+_ENDS = {"max_new_tokens": int, "stop": str, "stop_ids": tuple[int, ...]}
+OWN_SETTINGS = {name: _JSON_TYPES[hint] for name, hint in (typing.get_type_hints(SamplingParams) | _ENDS).items()}
 """What a line may set for itself: what JSON must hold, in words, and the types of it and of what is in it."""
 _NOT_OF_RESULTS = ("checkpoint", "adapter", "prompts_file", "output", "batch_size")  # beside the weights
 
@@ -161,5 +160,5 @@ def _prompt(fields: dict[str, Any], default: Prompt) -> Prompt:
             raise UsageError(f"{name} is {json.dumps(value)}; it must be {expected}")
         if isinstance(value, list | dict):
             own[name] = tuple(value) if isinstance(value, list) else {int(id): value[id] for id in value}
-    sampling = dataclasses.replace(default.sampling, **{name: own.pop(name) for name in _SAMPLING if name in own})
+    sampling = dataclasses.replace(default.sampling, **{name: own.pop(name) for name in own.keys() - _ENDS.keys()})
     return dataclasses.replace(default, content=fields["prompt"], sampling=sampling, **own)

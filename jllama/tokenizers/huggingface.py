@@ -155,10 +155,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @classmethod
     def from_vocabulary(cls, vocabulary: Vocabulary, source: str = "the tokenizer") -> "HuggingFaceTokenizer":
-        """The ``tokenizer.json`` that gives the same ids.
-
-        But after a user-defined piece, which no Llama's own model has, it puts a space, as llama.cpp does.
-        """
+        """The ``tokenizer.json`` of the same ids, but for a space after user-defined pieces, as llama.cpp has it."""
         tokens, kinds, bos_id, eos_id, add_bos, scores, unk_id, prefix, merges, pre = vocabulary
         normalizer, split, ignore_merges, byte_fallback = _FORMS[pre if scores is None else prefix]
         decoder: dict[str, Any] = _BYTE_LEVEL
@@ -194,10 +191,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
-    """Read a ``tokenizer.json``, and from the files beside it which tokens are BOS and EOS and whether BOS is added.
-
-    ``tokenizer_config.json`` comes first, then ``generation_config.json`` and ``config.json``.
-    """
+    """Read a ``tokenizer.json``, and from the files beside it which tokens are BOS and EOS and whether BOS is added."""
     faults = ValueError, KeyError, TypeError, AttributeError, RecursionError
     with fault_of(f"{path} is not a tokenizer.json", *faults):
         text = path.read_text(encoding="utf-8")
