@@ -72,6 +72,7 @@ def main(argv: list[str], prog: str) -> int:
     model = options.load_model()
     template = find_template(model.text_tokenizer, model.chat_template, options.template or None)
     session = _Session(options, jllama.Conversation(model, template), at_terminal)
+    options.say_loaded(model)
     if not options.template and not model.chat_template:
         name = next(name for name, text in TEMPLATES.items() if text == template)
         missing = f"{options.checkpoint} has no chat template: it may not have been trained to chat"

@@ -73,6 +73,7 @@ def main(argv: list[str], prog: str) -> int:
     if not (path := Path(options.data)).is_file():
         raise JllamaError(f"there is no file at --data {options.data}: give a text file, or a .jsonl file")
     model = options.load_model()
+    options.say_loaded(model)
     window = options.window or min(model.config.max_seq_len, 2048)
     size = {"window": window, "stride": options.stride or max(window // 2, 1)}
     texts = ("".join(document()) for document in read_corpus([path], options.text_field))
@@ -93,6 +94,7 @@ def _evaluate_tasks(options: EvalOptions) -> int:
     names = [name.strip() for name in options.tasks.split(",") if name.strip()]
     manager = harness.task_manager(names, options.include_path)  # before the model is loaded
     model = options.load_model()
+    options.say_loaded(model)
     lm = harness.JllamaLM(model, options.batch_size, options.window or None)
     arguments = {name: getattr(options, name) for name in ("num_fewshot", "apply_chat_template")}
     results = harness.evaluate_tasks(lm, names, manager, limit=options.limit or None, log_samples=False, **arguments)

@@ -38,15 +38,18 @@ class ModelOptions:
         check_fields(self, "", "step", lambda value: value >= 0, "0 or more")
 
     def load_model(self, needs_tokenizer: bool = True) -> "jllama.LanguageModel":
-        """The model, in the layout for decoding; which one it is, is said on stderr."""
+        """The model, in the layout for decoding."""
         options = {"rope_factor": self.rope_factor, "step": self.step or None, "quantize": self.quantize}
         mesh = None if self.mesh == MeshConfig(data=1) else jllama.make_mesh(self.mesh)
         model = jllama.load(self.checkpoint, self.dtype, mesh, adapter=self.adapter, **options)
         if needs_tokenizer and model.tokenizer is None:
             raise no_tokenizer(self.checkpoint)
+        return model
+
+    def say_loaded(self, model: "jllama.LanguageModel") -> None:
+        """Which model it is, to stderr."""
         said = self.checkpoint + (f" with {self.adapter}" if self.adapter else "")
         say(said if model.step is None else f"{said}, step {model.step}")
-        return model
 
 
 def sampling_params(options: SamplingParams) -> SamplingParams:

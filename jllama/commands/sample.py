@@ -97,6 +97,7 @@ def main(argv: list[str], prog: str) -> int:
     ends = options.max_new_tokens or None, options.stop, options.stop_ids
     prompt = encode_prompt(model, jllama.Prompt(options.prompt, sampling_params(options), *ends))
     check_batch(model.config, options.batch_size if options.prompts_file else options.n, options.speculate)
+    options.say_loaded(model)
     problems: list[str] = []
     if options.prompts_file:
         completions, problems = complete_file(model, prompt, options)
