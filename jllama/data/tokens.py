@@ -79,8 +79,8 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
     files = corpus_files(config.path, cache)
     listing = listing_of(files)
     corpus = sha256(CACHE_VERSION, listing, config.text_field, config.validation_fraction)
-    packed = [name for name in files if name.endswith((".gz", ".zst", ".parquet"))]
-    size = None if packed else sum(size for _, size, _ in listing)
+    is_packed = any(name.endswith((".gz", ".zst", ".parquet")) for name in files)
+    size = None if is_packed else sum(size for _, size, _ in listing)
 
     def blocks(move: Callable[[int], None]) -> Iterator[Block]:
         for block in split_documents(read_corpus(files.values(), config.text_field), config.validation_fraction):

@@ -29,7 +29,7 @@ from jllama.language_model import LanguageModel
 from jllama.loggers import LOGGERS, check_logger, numbers, persistent
 from jllama.lora import merged
 from jllama.model import check_attention
-from jllama.parameters import Params, count_parameters
+from jllama.parameters import count_parameters
 from jllama.progress import progress
 from jllama.report import REPORT, command, run_facts, write_report
 from jllama.sharding import ruleset
@@ -229,7 +229,7 @@ class _Run:
         self.show("evaluating")
         best, state = self.checkpoints.best_step(), self.state
         if not (self.stop or best is None or best == self.step):
-            state = state._replace(params=self.restored(best)[0])
+            state = state._replace(params=self.restored(best)[0].params)
         final = evaluate(self.training, self.data, self.config, state, 0, self.stopping)
         if final is not None:
             self.write(best_step=best, final=dataclasses.asdict(final))
@@ -249,15 +249,17 @@ class _Run:
         loss, key = evaluation.validation_loss if evaluation else None, jax.random.key_data(self.state.key)
         self.checkpoints.save(self.step, self.state.params, _others(self.state, key), meta, loss)
 
-    def restored(self, step: int) -> tuple[Params, dict[str, Any], dict[str, Any]]:
-        """What was saved at a step: the parameters, the rest of the state, on their devices, and the notes."""
+    def restored(self, step: int) -> tuple[TrainState, dict[str, Any]]:
+        """The state saved at a step, on its devices, and the notes."""
         abstract = jax.eval_shape(self.training.init, jax.random.key(0))
         key = jax.eval_shape(jax.jit(jax.random.key_data, out_shardings=abstract.key.sharding), abstract.key)
-        return self.checkpoints.restore(step, abstract.params, _others(abstract, key))
+        params, others, meta = self.checkpoints.restore(step, abstract.params, _others(abstract, key))
+        others["key"] = jax.random.wrap_key_data(others["key"])
+        return TrainState(params=params, base=self.state and self.state.base, **others), meta
 
     def restore(self, step: int) -> None:
         """Take up the state saved at a step; the batches and the clock go on from there."""
-        params, saved, meta = self.restored(step)
+        state, meta = self.restored(step)
         corpora = (meta.get("corpus"), *meta.get("identity", {}).values())  # 0.1.0 wrote an identity
         if self.data.fingerprint not in corpora:
             said = f"changed since {self.checkpoints.folder / str(step)} was saved: the corpus or its tokenizer"
@@ -266,13 +268,11 @@ class _Run:
             said = f"{self.config.init_from} is not the model that {self.folder} began from"
             raise JllamaError(f"{said}: put that there again, or start a new run with another run_dir")
         self.batches.set_state(meta["batches"])
-        self.step, self.start_s, self.done[CHECKPOINTS] = step, self.start_s - meta["seconds"], step
+        self.state, self.step, self.start_s = state, step, self.start_s - meta["seconds"]
+        self.done[CHECKPOINTS] = step
         for name, key in ((METRICS, "validation_loss"), (SAMPLES, "text")):
             lines = files.read_lines(self.folder / name, key)
             self.done[name] = max((line["step"] for line in lines if line["step"] <= step), default=0)
-        base = self.state.base if self.config.lora.rank else None
-        key, usual = jax.random.wrap_key_data(saved["key"]), saved.get("usual_norm")
-        self.state = TrainState(saved["step"], params, saved["opt_state"], key, base, usual)
 
     def model(self) -> LanguageModel:
         """The model as it is now, to talk with."""

@@ -16,7 +16,7 @@ from jllama.data.batches import Rows
 from jllama.errors import UsageError, check_fields
 from jllama.functional import choose_attention
 from jllama.functional.linear import AdaptedMatrix
-from jllama.lora import adapted, adapter_shapes, dense, frozen, initial_adapter, qwix
+from jllama.lora import adapted, dense, frozen, initial_adapter
 from jllama.model import Parallel, build_model, check_attention, initial_params
 from jllama.parameters import Params, map_by_path, parameter_table, shape_of
 from jllama.sharding import BATCH, gather, gather_stages, make_mesh, row_spec, ruleset, spread_attention, state_sharding
@@ -103,14 +103,10 @@ def compile_training(
     if split and platform == "cpu":
         check_fields(options, "training.", "reduce_dtype", "float32".__eq__, "float32 on CPUs, where XLA sums no other")
     stages, lora = gather_stages(mesh), config.lora
-    if lora.rank:
-        adapter_shapes(model, lora)
-        if lora.base == "nf4":
-            qwix()  # which may not be there
-        split_by = [name for name in ("fsdp", "tensor") if mesh.shape[name] > 1]
-        if split_by and lora.base in ("int8", "nf4"):
-            said = f"lora.base is {lora.base}, whose weights are whole on each device"
-            raise UsageError(f"{said}, and mesh.{split_by[0]} would split them: make it 1")
+    split_by = [name for name in ("fsdp", "tensor") if mesh.shape[name] > 1 and lora.base in ("int8", "nf4")]
+    if lora.rank and split_by:
+        said = f"lora.base is {lora.base}, whose weights are whole on each device"
+        raise UsageError(f"{said}, and mesh.{split_by[0]} would split them: make it 1")
 
     def init(key: Key[Array, ""], params: Params | None = None) -> TrainState:
         init_key, run_key = jax.random.split(key)
@@ -133,13 +129,6 @@ def compile_training(
 
     def gather_layer(weights: Params, kept: Params) -> Params:
         return {name: whole(f"layers/{name}", part, kept.get(name)) for name, part in weights.items()}
-
-    def roles(params: Params, base: Params | None) -> tuple[Params, Params]:
-        """What gradients are taken by, and the weights: adapters and their base; or zeros, whose gradients are those of
-        the weights, and these.
-        """
-        zeros = functools.partial(jax.tree.map, lambda part: jnp.zeros(part.shape, options.reduce_dtype))
-        return (zeros(params), params) if base is None else (params, base)
 
     def forward(learned: Params, weights: Params, parts: Any) -> tuple[Params, Params, Array]:
         """Each parameter and what is kept of its gradient, and the last activations of this device's tokens."""
@@ -203,8 +192,12 @@ def compile_training(
         parts = parts_of(batch, mask)
         inputs = (*by_hand, *(tokens if part.ndim > 1 else BATCH for part in parts))
         split: Any = {"in_specs": inputs, "out_specs": outputs, "axis_names": {*_BY_HAND}, "check_vma": False}
-        local = jax.shard_map(lambda *own: function(*roles(*own[:2]), own[2:]), mesh=mesh, **split)
-        return local(params, base, *parts)
+
+        def local(params: Params, base: Params | None, *parts: Array) -> Any:  # zeros' gradients are the weights' own
+            zeros = jax.tree.map(lambda part: jnp.zeros(part.shape, options.reduce_dtype), params)
+            return function(zeros, params, parts) if base is None else function(params, base, parts)
+
+        return jax.shard_map(local, mesh=mesh, **split)(params, base, *parts)
 
     def parts_of(batch: Any, mask: Array | None) -> tuple[Array, ...]:
         """Inputs, targets, segments and which targets count; of pairs, too, each row's reference."""
