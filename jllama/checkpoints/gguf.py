@@ -27,9 +27,7 @@ from jllama.rope_scaling import ROPE_SCALINGS, LinearScaling, Llama3Scaling, Rop
 from jllama.tokenizers.gguf import from_gguf, to_gguf
 
 ARCHITECTURE = "llama"
-ROPE_FREQS = "rope_freqs.weight"
-"""Not a parameter: what each rotary frequency is divided by. It is how llama.cpp stores ``llama3`` scaling."""
-
+ROPE_FREQS = "rope_freqs.weight"  # no parameter but what frequencies are divided by: llama.cpp's ``llama3`` scaling
 STOP_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 CHAT_TEMPLATE, TOKENIZER, NO_TOKENIZER = "tokenizer.chat_template", "tokenizer.ggml.model", "no_vocab"
 _TOLERANCE = 1e-5  # of float32 divisors that were worked out in float32

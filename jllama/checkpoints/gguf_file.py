@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from gguf.quants import dequantize, quant_shape_to_byte_shape, quantize
 
 from jllama.checkpoints.tensors import FileTensor, OnProgress, blocks
@@ -27,8 +27,7 @@ OURS = "jllama.rope_scaling."
 
 _FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "F64": np.float64}
 PLAIN = {GGMLQuantizationType[name]: np.dtype(type_) for name, type_ in _FLOATS.items()}
-_NUMBERS = dict(zip([*range(8), *range(10, 13)], "BbHhIif?Qqd", strict=True))
-"""The struct codes of the numeric value types: UINT8 to BOOL, then UINT64 to FLOAT64."""
+_NUMBERS = GGUFReader.gguf_scalar_to_np  # the NumPy type of each numeric value type
 
 _TensorInfo = tuple[GGMLQuantizationType, tuple[int, ...], int]  # type, shape, offset from where the tensors begin
 
@@ -137,7 +136,7 @@ class _Header:
         if type_ == GGUFValueType.STRING:
             values: list[Any] = [self.text(errors) for _ in range(count)]
         else:
-            dtype = np.dtype("<" + _NUMBERS[type_])
+            dtype = np.dtype(_NUMBERS[type_])
             values = np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
         if is_array:
             return values
@@ -215,6 +214,6 @@ def _value(key: str, value: Any) -> bytes:
     is_inexact = type_ == GGUFValueType.FLOAT32 and not is_array and shortest(value) != value
     if is_inexact or (type_ == GGUFValueType.UINT32 and not 0 <= values[0] < 1 << 32):
         raise JllamaError(f"GGUF stores {key} as {type_.name}, which cannot hold {value!r}: convert to hf or orbax")
-    data = np.array(values, "<" + _NUMBERS[type_]).tobytes() if type_ in _NUMBERS else b"".join(map(_text, values))
+    data = np.array(values, _NUMBERS[type_]).tobytes() if type_ in _NUMBERS else b"".join(map(_text, values))
     head = (GGUFValueType.ARRAY, type_, len(values)) if is_array else (type_,)
     return struct.pack("<IIQ" if is_array else "<I", *head) + data
