@@ -62,8 +62,8 @@ def masked_softmax(scores: Scores, mask: Bool[Array, "*#lead kv_seq"]) -> Scores
 def grouped_query_attention(query: Queries, key: Keys, value: Keys, mask: Bool[Array, "#batch #seq kv_seq"]) -> Queries:
     """``softmax(q k^T / sqrt(head_dim)) v``: query head ``n`` uses key-value head ``n // (heads / kv_heads)``.
 
-    Heads come before the sequence, as in PyTorch; ``jax.nn`` and Flax have ``[batch, seq, heads, head_dim]``. A query
-    that sees no key gives zeros. Scores and softmax are float32; the result has the dtype of ``query``. Vaswani et al.
+    Heads come before the sequence, as in PyTorch; ``jax.nn`` and Flax have ``[batch, seq, heads, head_dim]``. The mask
+    is true where a query sees a key; a query that sees none gives zeros. Scores and softmax are float32; the result has the dtype of ``query``. Vaswani et al.
     2017, eq. 1 (arXiv:1706.03762); Shazeer 2019 (arXiv:1911.02150); Ainslie et al. 2023 (arXiv:2305.13245).
     """
     (batch, heads, seq, head_dim), kv_heads = query.shape, key.shape[1]

@@ -13,11 +13,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams
-from jllama.generation.decode_batch import DecodeBatch
+from jllama.generation.decode_batch import DecodeBatch, append_token
 from jllama.generation.prefill import cache_len, resized
-from jllama.generation.prompt_lookup import decode_step
+from jllama.generation.prompt_lookup import lookup_step
 from jllama.language_model import LanguageModel
-from jllama.model import build_model
+from jllama.model import Llama, build_model
 from jllama.sharding import batch_shardings
 
 STEPS = 16  # at most, between two synchronizations with the host
@@ -59,14 +59,25 @@ def _decode(
     """The loop on the device; it ends early when every row has finished."""
     llama = build_model(config, params)
     batch, first = batch._replace(finished=~jnp.asarray(running)), batch.cache.lengths[:, None] + 1
-    _, batch = jax.lax.while_loop(
-        lambda carry: (carry[0] < steps) & ~jnp.all(carry[1].finished),
-        lambda carry: (carry[0] + 1, decode_step(llama, carry[1], draft_len)),
-        (jnp.int32(0), batch),
-    )
+
+    def step(carry: tuple[Array, DecodeBatch]) -> tuple[Array, DecodeBatch]:
+        done, batch = carry
+        return done + 1, lookup_step(llama, batch, draft_len) if draft_len else decode_step(llama, batch)
+
+    def unfinished(carry: tuple[Array, DecodeBatch]) -> Array:
+        return (carry[0] < steps) & ~jnp.all(carry[1].finished)
+
+    _, batch = jax.lax.while_loop(unfinished, step, (jnp.int32(0), batch))
     if not (mesh := jax.typeof(batch.finished).sharding.mesh).empty:  # as it came, or the next call compiles again
         batch = jax.lax.with_sharding_constraint(batch, batch_shardings(mesh, batch))
     slots = first + jnp.arange(STEPS * (draft_len + 1), dtype=jnp.int32)  # where the new tokens may be
     is_new, slots = slots <= batch.cache.lengths[:, None], jnp.minimum(slots, batch.tokens.shape[1] - 1)
     tokens, log_probs = (jnp.take_along_axis(array, slots, axis=1) for array in (batch.tokens, batch.log_probs))
     return batch, jnp.where(is_new, tokens, -1), log_probs
+
+
+def decode_step(llama: Llama, batch: DecodeBatch) -> DecodeBatch:
+    """One token more for every unfinished row, whose new slot is then counted; the others will write theirs again."""
+    last = jnp.take_along_axis(batch.tokens, batch.cache.lengths[:, None], axis=1)
+    hidden, cache = llama.forward_with_cache(last, batch.cache, jnp.zeros_like(batch.cache.lengths))
+    return append_token(batch._replace(cache=cache), llama.logits(hidden)[:, 0], ~batch.finished)[0]

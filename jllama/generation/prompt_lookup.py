@@ -13,10 +13,8 @@ from jllama.model import Llama
 _SHORTEST_MATCH, _LONGEST_MATCH = 2, 3
 
 
-def decode_step(llama: Llama, batch: DecodeBatch, draft_len: int) -> DecodeBatch:
+def lookup_step(llama: Llama, batch: DecodeBatch, draft_len: int) -> DecodeBatch:
     """One token more for every unfinished row, or several, as long as its guesses are what is drawn."""
-    if not draft_len:
-        return _verified(llama, batch, jnp.zeros((len(batch.finished), 0), jnp.int32))
     drafts, matched = draft_tokens(batch.tokens, batch.cache.lengths + 1, draft_len)
     return jax.lax.cond(  # a pass over several tokens costs more than over one, where arithmetic is dear
         jnp.any(matched & ~batch.finished),

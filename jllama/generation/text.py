@@ -103,6 +103,11 @@ def stream(
     A piece is never half a character, nor the beginning of a stop string. The generator returns the ``Completion``;
     ``close()`` ends it early. Each thread may have its own. Arguments and errors (at the first piece) are those of
     ``generate``; with a ``prefix``, kept up to date, the next call computes only what is new in its prompt.
+
+    Example::
+
+        for piece in jllama.stream(model, "Once upon", max_new_tokens=50, temperature=0.8):
+            print(piece, end="", flush=True)
     """
     settings, piece = Prompt("", sampling or SamplingParams(), max_new_tokens, stop, stop_ids), None
     encoded = _encoded(model, [prompt], settings, fields)
