@@ -60,11 +60,12 @@ def masked_softmax(scores: Scores, mask: Bool[Array, "*#lead kv_seq"]) -> Scores
 
 @checked
 def grouped_query_attention(query: Queries, key: Keys, value: Keys, mask: Bool[Array, "#batch #seq kv_seq"]) -> Queries:
-    """``softmax(q k^T / sqrt(head_dim)) v``: query head ``n`` uses key-value head ``n // (heads / kv_heads)``.
+    """``softmax(q k^T / sqrt(head_dim)) v`` where each key-value head serves ``heads / kv_heads`` neighboring queries.
 
     Heads come before the sequence, as in PyTorch; ``jax.nn`` and Flax have ``[batch, seq, heads, head_dim]``. The mask
-    is true where a query sees a key; a query that sees none gives zeros. Scores and softmax are float32; the result has the dtype of ``query``. Vaswani et al.
-    2017, eq. 1 (arXiv:1706.03762); Shazeer 2019 (arXiv:1911.02150); Ainslie et al. 2023 (arXiv:2305.13245).
+    is boolean, true where a query sees a key; a query that sees none gives zeros. Query head ``n`` uses key-value head
+    ``n // (heads / kv_heads)``. Scores and softmax are float32; the result has the dtype of ``query``. Sources: Vaswani
+    et al. 2017, eq. 1 (arXiv:1706.03762); Shazeer 2019 (arXiv:1911.02150); Ainslie et al. 2023 (arXiv:2305.13245).
     """
     (batch, heads, seq, head_dim), kv_heads = query.shape, key.shape[1]
     if heads % kv_heads:
@@ -119,14 +120,14 @@ class AttentionImplementation(NamedTuple):
     """One way to compute ``attention``: the function, and what of some arguments it cannot serve."""
 
     function: Callable[[Array, Array, Array, Mask], Array]
-    refuses: Callable[[Array, Array, Mask], str] = lambda query, key, mask: ""
+    refuses: Callable[[Array, Array, Mask], str | None] = lambda query, key, mask: None
     platform: str = ""  # the only one that has it; empty: all do
 
 
 ATTENTION = {
     "reference": AttentionImplementation(_reference),
     "blocked": AttentionImplementation(_blocked),
-    "xla": AttentionImplementation(_xla, lambda query, *_: "float64" * (query.dtype == jnp.float64)),
+    "xla": AttentionImplementation(_xla, lambda query, *_: "float64" if query.dtype == jnp.float64 else None),
 }
 """The implementations of ``attention`` by name; one more is one more entry, as of ``jllama.kernels``."""
 
@@ -153,6 +154,10 @@ def attention(query: Queries, key: Keys, value: Keys, mask: Mask = _CAUSAL, impl
 
     With ``heads == kv_heads``, arrays of ``[batch, seq, heads, head_dim]`` can't be told from right ones by shape.
     ``ValueError`` if there is no such implementation, or it cannot serve these arguments: none stands in for it.
+
+    >>> x = jnp.ones((1, 2, 3, 8))
+    >>> print(attention(x, x, x).shape)
+    (1, 2, 3, 8)
     """
     if all(field is None for field in mask) and query.shape[2] > key.shape[2]:  # no sequence to itself
         said = f"attention: query is {list(query.shape)} and key {list(key.shape)}, for [batch, heads, seq, head_dim]"
