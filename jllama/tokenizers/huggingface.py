@@ -128,7 +128,8 @@ class HuggingFaceTokenizer(Tokenizer):
         forms = [*_FORMS.items(), *_OTHER_FORMS]
         names = [name for name, other in forms if _comparable(other) == _comparable(form)]
         if not names:
-            raise JllamaError(f"other formats cannot say how this tokenizer splits or changes text: {json.dumps(form)}")
+            said = "other formats have no name for how this tokenizer splits text or changes it (its normalizer, "
+            raise JllamaError(f"{said}pre_tokenizer, ignore_merges and byte_fallback: {json.dumps(form)})")
         kind_of = {"": TokenType.UNUSED} | dict.fromkeys(() if self.is_byte_level else BYTE_PIECES, TokenType.BYTE)
         kinds: list[int] = [kind_of.get(text, TokenType.NORMAL) for text in self.texts]
         for id, token in self.added.items():
