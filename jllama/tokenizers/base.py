@@ -86,6 +86,12 @@ class Tokenizer(ABC):
     """Text to token ids and back. ``decode(encode(text)) == text`` for every text whose bytes the vocabulary has.
 
     Llama's have every byte; SmolLM2's drops six control characters and U+40000 to U+BFFFF, whose bytes it lacks.
+
+    >>> tokenizer = BytesTokenizer()
+    >>> tokenizer.encode("Hi")
+    [75, 108]
+    >>> tokenizer.decode([75, 108])
+    'Hi'
     """
 
     vocab_size: int  # ids run from 0 to ``vocab_size - 1``

@@ -116,6 +116,10 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> SentencePi
     It learns from lines, as Llama 2's did, so a newline is the byte token 13. At most ``MAX_LINES`` lines and
     ``MAX_CHARACTERS`` characters are used, drawn evenly. A vocabulary that the text cannot fill, or too small for its
     characters, raises JllamaError.
+
+    >>> tokenizer = train_sentencepiece(["the cat sat on the mat"] * 9, vocab_size=270)
+    >>> tokenizer.decode(tokenizer.encode("the cat"))
+    'the cat'
     """
     lines, model = _sample_lines(documents), io.BytesIO()
     if not lines:
