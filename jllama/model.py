@@ -72,6 +72,7 @@ class Parallel(NamedTuple):
 
 _BLOCK_INPUT = "block_input"
 _policies = jax.checkpoint_policies
+_TO_HOST: Any = {"names_which_can_be_saved": [], "offload_src": "device", "offload_dst": "pinned_host"}
 
 
 def _products_with_weights(primitive: Any, *operands: Any, **how: Any) -> bool:
@@ -88,12 +89,7 @@ REMAT: dict[str, Callable[..., Any] | None] = {
     "none": _policies.everything_saveable,
     "dots": _products_with_weights,
     "block": None,
-    "offload": _policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=[_BLOCK_INPUT],
-        offload_src="device",
-        offload_dst="pinned_host",
-    ),
+    "offload": _policies.save_and_offload_only_these_names(names_which_can_be_offloaded=[_BLOCK_INPUT], **_TO_HOST),
 }
 """What a backward pass finds kept of each layer: everything; the results of products with weights; its input; its
 input, which is moved to the host's memory meanwhile.

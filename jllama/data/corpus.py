@@ -200,9 +200,8 @@ def _tinyshakespeare(target: Path) -> Path:
     """Download the file if it is not there; it appears only when whole and checked."""
     if not target.is_file():
         advice = f"tinyshakespeare must be downloaded elsewhere, from {SHAKESPEARE_URL}, and given as data.path"
-        with fault_of(advice, OSError):
-            with urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response:
-                data = response.read()
+        with fault_of(advice, OSError), urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response:
+            data = response.read()
             if hashlib.sha256(data).hexdigest() != SHAKESPEARE_SHA256:
                 raise OSError(f"these {len(data)} bytes are not the known file")
         with cached(target) as partial:

@@ -150,12 +150,11 @@ def compile_training(
             is_pair = jnp.any(parts[3], axis=1)[::2]  # and not padding
             return jnp.sum(jnp.where(is_pair, losses, 0.0)), jnp.sum(is_pair, dtype=jnp.float32)
         params, kept, hidden = forward(learned, weights, parts)
-
-        def last(hidden: Array, kept: Any, part: Array) -> tuple[Array, Array]:
-            llama = build_model(model, {**params, head: whole(head, part, kept)})
-            return llama.loss(hidden, parts[1], parts[3], z_loss)
-
-        return (with_early_gradient(last) if stages and not lora.rank else last)(hidden, kept[head], params[head])
+        scattered = kept[head]
+        if stages and not lora.rank:  # so is the head's gradient, before the backward pass of the layers begins
+            hidden, scattered = jax.lax.optimization_barrier((hidden, scattered))
+        llama = build_model(model, {**params, head: whole(head, params[head], scattered)})
+        return llama.loss(hidden, parts[1], parts[3], z_loss)
 
     def row_log_probs(learned: Params, weights: Params, parts: Any) -> Array:
         """The summed log-probability of the counted targets of each of this device's rows."""
@@ -248,26 +247,6 @@ def compile_training(
         scoring(row_log_probs, BATCH),
         *(mesh, shardings, batch),
     )
-
-
-def with_early_gradient(function: Any) -> Any:
-    """``function(*arrays) -> (total, other)``, whose gradient by the first two is computed with its value, and kept.
-
-    What the gradient needs, such as a head that was gathered for it, does not wait for the backward pass of what is
-    before.
-    """
-
-    def forward(*arrays: Array) -> Any:
-        total, pull, other = jax.vjp(lambda *first: function(*first, *arrays[2:]), *arrays[:2], has_aux=True)
-        total, gradients = jax.lax.optimization_barrier((total, pull(jnp.ones_like(total))))
-        return (total, other), gradients
-
-    def backward(gradients: tuple[Array, ...], scales: tuple[Array, Any]) -> Any:
-        return *((gradient * scales[0].astype(gradient.dtype)) for gradient in gradients), None
-
-    early = jax.custom_vjp(function)
-    early.defvjp(forward, backward)
-    return early
 
 
 def attention_of(config: TrainConfig, mesh: Mesh) -> str:
