@@ -17,7 +17,7 @@ from jllama.errors import UsageError, check_fields
 from jllama.functional import choose_attention
 from jllama.functional.linear import AdaptedMatrix
 from jllama.lora import adapted, dense, frozen, initial_adapter
-from jllama.model import Parallel, build_model, check_attention, initial_params
+from jllama.model import Llama, Parallel, build_model, check_attention, initial_params
 from jllama.parameters import Params, map_by_path, parameter_table, shape_of
 from jllama.sharding import BATCH, gather, gather_stages, make_mesh, row_spec, ruleset, spread_attention, state_sharding
 from jllama.training.config import TrainConfig
@@ -130,8 +130,8 @@ def compile_training(
     def gather_layer(weights: Params, kept: Params) -> Params:
         return {name: whole(f"layers/{name}", part, kept.get(name)) for name, part in weights.items()}
 
-    def forward(learned: Params, weights: Params, parts: Any) -> tuple[Params, Params, Array]:
-        """Each parameter and what is kept of its gradient, and the last activations of this device's tokens."""
+    def forward(learned: Params, weights: Params, parts: Any) -> tuple[Llama, Array]:
+        """The model with its whole head, and the last activations of this device's tokens."""
         inputs, _, segments = parts[:3]
         first = jax.lax.axis_index("sequence") * inputs.shape[1]
         kept = {**dict.fromkeys(weights), "layers": {}} if lora.rank else learned
@@ -140,7 +140,10 @@ def compile_training(
         parallel = Parallel(gather_layer, functools.partial(spread_attention, mesh), kept["layers"])
         how: Any = {"remat": str(options.remat), "attention": attention, "parallel": parallel}
         positions = (first + jnp.arange(inputs.shape[1]))[None]
-        return params, kept, build_model(model, ready).hidden(inputs, segments, positions, **how)
+        hidden, scattered = build_model(model, ready).hidden(inputs, segments, positions, **how), kept[head]
+        if stages and not lora.rank:  # so is the head's gradient, before the backward pass of the layers begins
+            hidden, scattered = jax.lax.optimization_barrier((hidden, scattered))
+        return build_model(model, {**params, head: whole(head, params[head], scattered)}), hidden
 
     def loss(learned: Params, weights: Params, parts: Any, z_loss: float) -> tuple[Array, Array]:
         """The summed loss of this device's tokens, and their number; of pairs that of DPO (arXiv:2305.18290, eq. 7)."""
@@ -149,17 +152,12 @@ def compile_training(
             losses = jax.nn.softplus(-options.dpo_beta * (ratios[:, 0] - ratios[:, 1]))
             is_pair = jnp.any(parts[3], axis=1)[::2]  # and not padding
             return jnp.sum(jnp.where(is_pair, losses, 0.0)), jnp.sum(is_pair, dtype=jnp.float32)
-        params, kept, hidden = forward(learned, weights, parts)
-        scattered = kept[head]
-        if stages and not lora.rank:  # so is the head's gradient, before the backward pass of the layers begins
-            hidden, scattered = jax.lax.optimization_barrier((hidden, scattered))
-        llama = build_model(model, {**params, head: whole(head, params[head], scattered)})
+        llama, hidden = forward(learned, weights, parts)
         return llama.loss(hidden, parts[1], parts[3], z_loss)
 
     def row_log_probs(learned: Params, weights: Params, parts: Any) -> Array:
         """The summed log-probability of the counted targets of each of this device's rows."""
-        params, kept, hidden = forward(learned, weights, parts)
-        llama = build_model(model, {**params, head: whole(head, params[head], kept[head])})
+        llama, hidden = forward(learned, weights, parts)
         return jnp.sum(jnp.where(parts[3], llama.token_log_probs(hidden, parts[1])[0], 0.0), axis=1)
 
     def gradients(learned: Params, weights: Params, parts: Any) -> tuple[tuple[Array, Array], Params]:
