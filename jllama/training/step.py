@@ -212,16 +212,21 @@ def compile_training(
         outputs = scalars, by_hand[0]
         (total, count), leaves = spread(gradients, outputs, state.params, batch, None, state.base)
         count = jnp.maximum(count, 1.0)
-        leaves = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) / count.astype(jnp.float32), leaves)
+
+        def means() -> Params:
+            return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) / count.astype(jnp.float32), leaves)
+
+        def updated() -> tuple[Params, optax.OptState]:
+            updates, opt_state = optimizer.update(means(), state.opt_state, state.params)
+            return jax.tree.map(jnp.add, state.params, updates), opt_state
+
         with jax.named_scope("optimizer"):
-            norm, usual = optax.tree.norm(leaves), state.usual_norm
+            norm, usual = optax.tree.norm(means()), state.usual_norm
             accepted = jnp.isfinite(total) & jnp.isfinite(norm)
             if usual is not None:
                 accepted &= (usual == 0) | (norm <= options.spike_factor * usual)
                 usual = jnp.where(accepted, jnp.where(usual == 0, norm, 0.98 * usual + 0.02 * norm), usual)
-            updates, opt_state = optimizer.update(leaves, state.opt_state, state.params)
-            params = jax.tree.map(lambda old, update: jnp.where(accepted, old + update, old), state.params, updates)
-            opt_state = jax.tree.map(lambda new, old: jnp.where(accepted, new, old), opt_state, state.opt_state)
+            params, opt_state = jax.lax.cond(accepted, updated, lambda: (state.params, state.opt_state))
         tokens = jnp.sum(batch.segments != 0, dtype=jnp.float32) if isinstance(batch, Rows) else count
         metrics = StepMetrics(total / count, norm, tokens, ~accepted)
         return TrainState(state.step + 1, params, opt_state, state.key, state.base, usual), metrics
