@@ -1,6 +1,7 @@
 """Messages, the text and token ids that a chat template makes of them, and which of those fine-tuning learns from."""
 
 import contextlib
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -90,6 +91,18 @@ def check_messages(messages: Sequence[Any], tools: Any = None) -> None:
         raise UsageError("the tools must be a list of objects, each the JSON schema of a function")
 
 
+def _check_order(messages: Sequence[Message]) -> None:
+    """Refuse what some templates would write all the same: a system message late, a result of a tool nobody called."""
+    for number, (before, message) in enumerate(itertools.pairwise(messages), 1):
+        if message["role"] == "system":
+            raise UsageError(
+                f"message {number} is the system's: the roles are out of order, since it must be the first"
+            )
+        if message["role"] == "tool" and before["role"] != "tool" and "tool_calls" not in before:
+            said = f"message {number} is a tool's and message {number - 1} calls none"
+            raise UsageError(f"{said}: the roles are out of order, since the assistant's tool_calls must come first")
+
+
 def _are_objects(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, Mapping) for each in value)
 
@@ -105,6 +118,7 @@ def conversation_tokens(
     ``JllamaError``: messages are not as ``Message`` says, none is an answer, or the template fails or leaves one out.
     """
     check_messages(messages, tools)
+    _check_order(messages)
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         raise JllamaError("no message is the assistant's, so there is nothing to learn: add an answer, or leave it out")

@@ -368,6 +368,8 @@ def says(*messages):
         (says({"role": "assistant", "tool_calls": ["a"]}), "message 1 has tool_calls that are not a list of objects"),
         (says({"role": "tool", "content": None}), "message 1 has a content of type NoneType, not text"),
         (says({"role": "user", "content": "a", "tool_calls": []}), "message 1 has 'role', 'content', 'tool_calls'"),
+        (says({"role": "system", "content": "a"}), "message 1 is the system's: the roles are out of order"),
+        (says({"role": "tool", "content": "a"}), "message 1 is a tool's and message 0 calls none: the roles"),
         (says({"role": "assistant", "content": "\ud83d"}), "lone surrogate U\\+D83D"),
     ],
 )  # fmt: skip
