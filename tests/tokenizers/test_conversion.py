@@ -11,11 +11,11 @@ import sentencepiece
 import tiktoken
 import tokenizers
 import transformers
-import transformers.convert_slow_tokenizer
 from hard_text import HARD
 from helpers import byte_level_bpe, trained_llama3, trained_smollm
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from jllama.errors import JllamaError
 from jllama.tokenizers import (
@@ -624,7 +624,7 @@ def test_merges_are_those_that_transformers_finds(tmp_path):
     tokens = [bytes([byte]) for byte in range(256)] + [b"cd", b"abc", b"ab", b"abcd"]
     tokenizer = TiktokenTokenizer(write_ranks(tokens))
     tokenizer.save(tmp_path)
-    converter = transformers.convert_slow_tokenizer.TikTokenConverter(str(tmp_path / "tokenizer.model"), METAS_PATTERN)
+    converter = TikTokenConverter(str(tmp_path / "tokenizer.model"), METAS_PATTERN)
     vocab, merges = converter.extract_vocab_merges_from_model(str(tmp_path / "tokenizer.model"))
     model = json.loads(as_huggingface(tokenizer).content)["model"]
     assert vocab == model["vocab"]
