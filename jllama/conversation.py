@@ -9,8 +9,7 @@ from jllama.generation.prefill import PrefixCache
 from jllama.generation.sampling_params import SamplingFields, SamplingParams
 from jllama.generation.text import Completion, generate, stream
 from jllama.language_model import LanguageModel
-from jllama.templates.messages import Message, check_messages, end_of_turn_ids, find_template, template_variables
-from jllama.templates.template import render
+from jllama.templates.messages import Message, check_messages, end_of_turn_ids, find_template, message_ids
 
 
 def chat_ids(
@@ -25,8 +24,7 @@ def chat_ids(
     check_messages(messages)
     tokenizer = model.text_tokenizer
     template = find_template(tokenizer, model.chat_template) if template is None else template
-    text = render(template, **template_variables(tokenizer, messages, add_generation_prompt))
-    return tokenizer.encode_with_special_tokens(text)
+    return message_ids(tokenizer, template, messages, add_generation_prompt)
 
 
 def chat(

@@ -36,8 +36,7 @@ def initial_adapter(key: Key[Array, ""], base: Params, config: LlamaConfig, lora
 
     ``a`` is uniform within ``1 / sqrt(inputs)``, as PEFT's; a magnitude is the length that each output has in ``base``.
     """
-    layers = {}
-    shapes = adapter_shapes(config, lora).items()
+    layers, shapes = {}, adapter_shapes(config, lora).items()
     for draw, (name, (inputs, outputs)) in zip(jax.random.split(key, len(shapes)), shapes, strict=True):
         bound, shape = 1 / math.sqrt(inputs), (config.num_layers, inputs, lora.rank)
         drawn = jax.random.uniform(draw, shape, jnp.float32, -bound, bound)

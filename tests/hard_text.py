@@ -1,5 +1,7 @@
 """Text that tokenizers get wrong."""
 
+from hypothesis import strategies as st
+
 HARD = [
     "",
     " ",
@@ -26,3 +28,9 @@ HARD = [
     "def f(x):\n    return x**2  # ½ of it\n",
 ]
 """What a special token's name spells out must be encoded as text."""
+
+
+def texts_with(words):
+    """Texts of these words and of any characters but U+2581, which SentencePiece has for a space."""
+    characters = st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")
+    return st.lists(st.sampled_from(words) | st.text(characters, max_size=5), max_size=6).map("".join)

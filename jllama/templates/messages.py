@@ -9,7 +9,7 @@ from typing import Any
 
 from jllama.errors import JllamaError, UsageError
 from jllama.files import fault_of
-from jllama.templates.template import render_answers
+from jllama.templates.template import render, render_answers
 from jllama.tokenizers import Tokenizer
 
 Message = Mapping[str, Any]
@@ -68,6 +68,14 @@ def template_variables(
     return given | {"add_bos": tokenizer.add_bos}  # whether a prompt begins with BOS: ours, not transformers'
 
 
+def message_ids(
+    tokenizer: Tokenizer, template: str, messages: Sequence[Message], add_generation_prompt: bool
+) -> list[int]:
+    """The token ids of what a template makes of messages, whatever these hold; special tokens in it become theirs."""
+    text = render(template, **template_variables(tokenizer, messages, add_generation_prompt))
+    return tokenizer.encode_with_special_tokens(text)
+
+
 def check_messages(messages: Sequence[Any], tools: Any = None) -> None:
     """Raise ``UsageError`` unless there are messages and each is as ``Message`` says, and tools are objects."""
     if not messages:
@@ -95,9 +103,8 @@ def _check_order(messages: Sequence[Message]) -> None:
     """Refuse what some templates would write all the same: a system message late, a result of a tool nobody called."""
     for number, (before, message) in enumerate(itertools.pairwise(messages), 1):
         if message["role"] == "system":
-            raise UsageError(
-                f"message {number} is the system's: the roles are out of order, since it must be the first"
-            )
+            said = f"message {number} is the system's"
+            raise UsageError(f"{said}: the roles are out of order, since it must be the first")
         if message["role"] == "tool" and before["role"] != "tool" and "tool_calls" not in before:
             said = f"message {number} is a tool's and message {number - 1} calls none"
             raise UsageError(f"{said}: the roles are out of order, since the assistant's tool_calls must come first")

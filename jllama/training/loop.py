@@ -34,8 +34,7 @@ from jllama.progress import progress
 from jllama.report import REPORT, command, run_facts, write_report
 from jllama.sharding import ruleset
 from jllama.stop import Stopped, stop_signals
-from jllama.templates.messages import conversing, template_variables
-from jllama.templates.template import render
+from jllama.templates.messages import conversing, message_ids
 from jllama.tokenizers import has_tokenizer
 from jllama.training import run_folder
 from jllama.training.config import TrainConfig
@@ -66,7 +65,8 @@ def train(config: TrainConfig) -> Evaluation:
                 if (shape := jax.tree.leaves(batch)[0].shape) not in run.programs:  # chats have rows of two lengths
                     run.show("compiling")
                     compile_s = time.perf_counter()
-                    run.programs[shape] = run.training.step.lower(run.state, batch).compile()
+                    run.programs[shape] = program = run.training.step.lower(run.state, batch).compile()
+                    run.planned_bytes = max(run.planned_bytes, sum(program_bytes(program)))
                     start_s += time.perf_counter() - compile_s  # so that no step's time has it in it
                 run.state, metrics = run.programs[shape](run.state, batch)
                 run.step += 1
@@ -84,8 +84,7 @@ def train(config: TrainConfig) -> Evaluation:
                 raise Stopped(f"stopped at step {run.step:,} of {options.steps:,}; saved. Go on: {go_on}", run.stop)
         sample = "sample", "--checkpoint", run.folder, "--prompt", options.sample_prompt
         words = sample if run.data.is_text else ("chat", run.folder)
-        read = f"{run.seconds():.0f} s in all. Read {run.folder / REPORT}"
-        run.console.print(f"{read}, or {words[0]}: {command(*words)}")
+        run.console.print(f"{run.seconds():.0f} s in all. Read {run.folder / REPORT}, or {words[0]}: {command(*words)}")
         return final
 
 
@@ -103,6 +102,7 @@ class _Run:
     batches: Any
     state: Any  # TrainState; of a run that goes on, what ``restore`` needs of it
     programs: dict[Any, Any] = dataclasses.field(default_factory=dict)  # of a step, by the shape of its rows
+    planned_bytes: int = 0  # of the largest
     base_fingerprint: str | None = None
     step: int = 0
     start_s: float = dataclasses.field(default_factory=time.perf_counter)
@@ -161,8 +161,7 @@ class _Run:
             segments = [each.segments[each.segments.any(axis=1)].ravel() for _, each in recent]  # rows of this process
             record["padding"] = float(np.mean(np.concatenate(segments) == 0))
         rate = float(learning_rate_at(self.step - 1, self.config.optimizer, self.config.training.steps))
-        peak = peak_bytes(self.training.mesh.local_devices)
-        planned = max(map(sum, map(program_bytes, self.programs.values())), default=0)
+        peak, planned = peak_bytes(self.training.mesh.local_devices), self.planned_bytes
         self.write(**record, learning_rate=rate, planned_bytes=planned, peak_bytes=peak, elapsed_s=self.seconds())
         self.note = f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s"
         if not self.console.is_terminal:
@@ -289,9 +288,8 @@ class _Run:
             key = jax.random.fold_in(jax.random.fold_in(self.state.key, self.state.step), self.config.sampling.seed)
             sampling = dataclasses.replace(self.config.sampling, seed=int(jax.random.bits(key)))
         elif model.chat_template and not self.data.is_text:
-            tokenizer = model.text_tokenizer
-            chats = [template_variables(tokenizer, [{"role": "user", "content": each}], True) for each in prompts]
-            asked = [tokenizer.encode_with_special_tokens(render(model.chat_template, **chat)) for chat in chats]
+            said = [[{"role": "user", "content": each}] for each in prompts]
+            asked = [message_ids(model.text_tokenizer, model.chat_template, each, True) for each in said]
         completions = generate(model, asked, sampling, max_new_tokens=options.sample_tokens)
         for prompt, completion in zip(prompts, completions, strict=True):
             self.write(SAMPLES, prompt=prompt, text=completion.text)

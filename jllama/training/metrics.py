@@ -29,10 +29,9 @@ class Evaluation:
     bits_per_byte: float | None
 
     def __str__(self) -> str:
-        loss = f"validation loss {self.validation_loss:.4f}"
-        if self.perplexity is None:
-            return loss
-        return f"{loss}, perplexity {self.perplexity:.2f}, {self.bits_per_byte:.3f} bits per byte"
+        perplexity, bits = self.perplexity, self.bits_per_byte
+        others = "" if perplexity is None else f", perplexity {perplexity:.2f}, {bits:.3f} bits per byte"
+        return f"validation loss {self.validation_loss:.4f}{others}"
 
 
 def evaluate(
@@ -54,8 +53,7 @@ def evaluate(
         sums.append((float(nats), int(count), int(token_bytes[targets].sum())))
     nats, counts, text_bytes = zip(*sums, strict=True)
     score = TextScore(math.fsum(nats), sum(counts), sum(text_bytes))
-    is_pairs = data.preference
-    return Evaluation(score.loss, *((None, None) if is_pairs else (score.perplexity, score.bits_per_byte)))
+    return Evaluation(score.loss, *((None, None) if data.preference else (score.perplexity, score.bits_per_byte)))
 
 
 def summarize(steps: Sequence[StepMetrics], elapsed_s: float, config: TrainConfig) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from hard_text import texts_with
 from helpers import trained_llama3, trained_smollm
 from helpers_real import real_file
 from hypothesis import example, given
@@ -142,11 +143,7 @@ WORDS = [
     "☀",
 ]
 SPECIALS = ["</s>", "<s>", "<|im_end|>", "<|eot_id|>", "<|im_", "|>", "<|im_start|>assistant\n"]
-texts = st.lists(
-    st.sampled_from(WORDS + SPECIALS)
-    | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"), max_size=5),
-    max_size=6,
-).map("".join)
+texts = texts_with(WORDS + SPECIALS)
 turns = st.lists(st.tuples(texts, texts), min_size=1, max_size=4)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import sentencepiece
 import transformers
+from hard_text import texts_with
 from helpers import trained_llama3, trained_smollm
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -49,11 +50,7 @@ def peers(tmp_path_factory):
 
 WORDS = ["the user", "é", "世界", "👩‍👩‍👧", "12", "[INST]", "{{ x }}", "don't", " ", "  ", "\n", "\n\n", "\t", "\0"]
 SPECIALS = ["</s>", "<s>", "<unk>", "<|im_end|>", "<|eot_id|>", "<|im_", "|>"]
-texts = st.lists(
-    st.sampled_from(WORDS + SPECIALS)
-    | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"), max_size=5),
-    max_size=6,
-).map("".join)
+texts = texts_with(WORDS + SPECIALS)
 
 
 @st.composite

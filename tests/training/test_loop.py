@@ -31,7 +31,7 @@ def test_the_speed_logged_is_that_of_steps_that_are_done(monkeypatch):
         config=jllama.TrainConfig(SMALL, training=jllama.LoopConfig(batch_size=2, seq_len=8, steps=10)),
         console=Console(file=io.StringIO()),
         training=types.SimpleNamespace(mesh=types.SimpleNamespace(local_devices=[])),
-        programs={},
+        planned_bytes=0,
         skipped=0,
         data=types.SimpleNamespace(is_text=True),
         seconds=lambda: 9.0,
