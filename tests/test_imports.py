@@ -16,7 +16,7 @@ FLOORS = [
     {"files", "kernels", "rope_scaling", "stop"},
     {"config"},
     {"presets", "parameters", "oracle", "tokenizers"},
-    {"templates"},
+    {"templates", "grammar"},
     {"sharding", "distributed", "decode_params", "lora", "data"},
     {"model"},
     {"language_model"},
@@ -24,7 +24,7 @@ FLOORS = [
     {"evaluation", "report", "loggers"},
     {"training"},
     {"conversation", "plan", "verify"},
-    {"check", "harness"},
+    {"check", "harness", "serve"},
     {"commands"},
     {"__main__"},
 ]

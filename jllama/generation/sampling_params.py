@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from jllama.errors import check_fields
+from jllama.grammar import Grammar
 
 _MOST = 1e30  # the logits stay finite in float32, whatever is added to them and however often
 
@@ -78,6 +79,7 @@ class Prompt:
     max_new_tokens: int | None = None  # None goes on to the end of the model's context
     stop: str | Sequence[str] = ()  # strings that end the text, and are not part of it
     stop_ids: Sequence[int] | None = None  # tokens that end the text; None takes the model's own
+    grammar: Grammar | None = None  # what the text must match
 
     @property
     def ids(self) -> Sequence[int]:

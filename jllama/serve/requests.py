@@ -1,0 +1,67 @@
+"""What goes into the engine, and what comes out of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+from jllama.generation.sampling_params import Prompt
+from jllama.generation.text import Completion
+
+MOST_TOP = 20
+"""How many of the likeliest tokens may be asked for beside each token, as OpenAI's API has it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One text to generate. OpenAI's ``n`` texts are so many requests, each with the next seed."""
+
+    prompt: Prompt  # as ``encode_prompt`` makes it
+    model: str = ""  # the name of a model that is served; empty is the first
+    top: int = 0  # how many of the likeliest tokens to report beside each token, at most ``MOST_TOP``
+    prompt_log_probs: bool = False  # report those of the prompt's tokens, too
+    caches: bool = True  # whether prefixes are taken from the cache and kept there; the same bits either way
+
+
+class Token(NamedTuple):
+    """A token of a prompt or an answer, with log-probabilities by the raw logits, in nats."""
+
+    id: int
+    log_prob: float | None  # None of a prompt's first
+    top: tuple[tuple[int, float], ...] = ()  # (id, log-probability) of the likeliest tokens there, likeliest first
+
+
+class Piece(NamedTuple):
+    """More of an answer: text that is certain, and the tokens that it came from; never half a character."""
+
+    text: str
+    tokens: tuple[Token, ...]
+
+
+class Answer(NamedTuple):
+    """The end of an answer, after its last ``Piece``: all of it again."""
+
+    completion: Completion
+    tokens: tuple[Token, ...]  # of ``completion.ids``
+    prompt_tokens: tuple[Token, ...] = ()  # if asked for
+    cached_tokens: int = 0  # of the prompt, that were taken from the cache
+
+
+class Failure(NamedTuple):
+    """The end of an answer that the server could not finish."""
+
+    message: str
+
+
+Event = Piece | Answer | Failure
+Deliver = Callable[[Event], None]
+"""Gets the events of one request in order, in the engine's thread: it must return at once, and not raise."""
+
+
+class Busy(Exception):
+    """The queue is full, or the server is shutting down; ``retry_after_s`` says when to come again."""
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
