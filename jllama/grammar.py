@@ -27,7 +27,7 @@ class Matcher:
     def __init__(self, grammar: Grammar, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> None: ...
 
     def allowed(self) -> Int32[np.ndarray, "words"]:
-        """A bit for each token of the vocabulary, 32 to a word, the lowest first; a stop id's where the text may end."""
+        """A bit for each token of the vocabulary, 32 to a word, lowest first; a stop id's where the text may end."""
         raise NotImplementedError
 
     def accept(self, token: int) -> None:

@@ -9,8 +9,8 @@ from jllama.functional.block import rope_tables as rope_tables, swiglu as swiglu
 from jllama.functional.linear import DecodeMatrix as DecodeMatrix, decode_matrix as decode_matrix, project as project
 from jllama.functional.loss import linear_cross_entropy as linear_cross_entropy, token_log_probs as token_log_probs
 from jllama.functional.sampling import PENALTIES as PENALTIES, TRUNCATIONS as TRUNCATIONS
-from jllama.functional.sampling import ban as ban, min_p_mask as min_p_mask, penalize_frequency as penalize_frequency
-from jllama.functional.sampling import penalize_presence as penalize_presence
+from jllama.functional.sampling import ban as ban, ban_unset as ban_unset, min_p_mask as min_p_mask
+from jllama.functional.sampling import penalize_frequency as penalize_frequency, penalize_presence as penalize_presence
 from jllama.functional.sampling import penalize_repetition as penalize_repetition, sample as sample
 from jllama.functional.sampling import top_k_mask as top_k_mask, top_p_mask as top_p_mask
 from jllama.functional.sampling import truncated_logits as truncated_logits

@@ -2,7 +2,7 @@
 
 The steps, in the field's order (that of transformers' ``generate``: processors first, then the samplers)::
 
-    logits + bias -> ban -> PENALTIES: repetition -> presence -> frequency     also when greedy
+    logits + bias -> bans -> PENALTIES: repetition -> presence -> frequency     also when greedy
     temperature -> TRUNCATIONS: top_k -> top_p -> min_p -> draw                all inside ``sample``
 
 A sampler of your own is a function in one of the two tables, under the name of its setting. Each truncation
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key, Num
+from jaxtyping import Array, Bool, Float, Int, Int32, Key, Num
 
 Logits = Float[Array, "batch vocab"]
 Chosen = Bool[Array, "batch vocab"]
@@ -27,6 +27,12 @@ _FLOAT32 = jnp.finfo(jnp.float32)
 def ban(logits: Logits, banned: Chosen) -> Logits:
     """Minus infinity where ``banned``."""
     return jnp.where(banned, -jnp.inf, logits.astype(jnp.float32))
+
+
+def ban_unset(logits: Logits, allowed: Int32[Array, "batch words"]) -> Logits:
+    """Minus infinity where a token's bit is 0: 32 tokens to a word, the lowest bit first."""
+    bits = (allowed[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
+    return ban(logits, bits.reshape(len(logits), -1)[:, : logits.shape[1]] == 0)
 
 
 def penalize_repetition(logits: Logits, seen: Chosen, penalty: Values) -> Logits:

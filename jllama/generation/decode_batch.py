@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 
 from jllama import functional as F
 from jllama.config import LlamaConfig
@@ -22,7 +22,7 @@ _BUILT_IN = {"temperature", "logit_bias", "banned_ids", "seed"}
 
 
 class DecodeBatch(NamedTuple):
-    """The rows of a batch on the device; the last four fields never change."""
+    """The rows of a batch on the device; the last five fields change on the host alone."""
 
     cache: KVCache  # of all tokens but each row's last
     tokens: Int[Array, "batch max_len"]  # the prompt and what was generated
@@ -35,6 +35,7 @@ class DecodeBatch(NamedTuple):
     settings: dict[str, Shaped[Array, "batch ..."]]  # fields of SamplingParams; those of token ids are [batch, vocab]
     stop_ids: Int[Array, "batch stops"]  # a row ends when it draws one; padded with -1
     limits: Int[Array, "batch"]  # the lengths at which the rows end
+    allowed: Int32[Array, "batch words"]  # a bit a token: what a grammar lets come next, set before each step
 
 
 def make_batch(model: LanguageModel, prompts: Sequence[Prompt], cache: KVCache) -> DecodeBatch:
@@ -53,7 +54,8 @@ def make_batch(model: LanguageModel, prompts: Sequence[Prompt], cache: KVCache) 
     settings["banned_ids"][:, model.tokenizer.vocab_size if model.tokenizer else config.vocab_size :] = True
     finished = [len(prompt.ids) for prompt in prompts] >= limits
     guessed = zeros(rows, np.int32), zeros(rows, np.int32)
-    return DecodeBatch(cache, tokens, log_probs, counts, finished, *guessed, seen, settings, stop_ids, limits)
+    allowed = zeros((rows, -(-config.vocab_size // 32)), np.int32) - 1  # everything
+    return DecodeBatch(cache, tokens, log_probs, counts, finished, *guessed, seen, settings, stop_ids, limits, allowed)
 
 
 def _setting_arrays(rows: Sequence[SamplingParams], vocab_size: int) -> dict[str, Any]:
@@ -92,6 +94,8 @@ def sample_tokens(logits: Float[Array, "batch vocab"], batch: DecodeBatch) -> In
     """The next token of each row by its settings; its own logits, seed and length decide, and no other row does."""
     settings, neutral = batch.settings, vars(SamplingParams())
     logits = F.ban(logits + settings["logit_bias"], settings["banned_ids"])
+    is_free = jnp.all(batch.allowed == -1)  # as with penalties below: no pass where no row has a grammar
+    logits = jax.lax.cond(is_free, lambda logits: logits, lambda logits: F.ban_unset(logits, batch.allowed), logits)
     penalties = {name: settings[name] for name in F.PENALTIES if name in settings}
     truncations = {name: settings[name] for name in F.TRUNCATIONS if name in settings}
 

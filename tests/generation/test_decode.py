@@ -589,6 +589,48 @@ def test_settings_that_mean_nothing_are_refused(changed, message):
         SamplingParams(**changed)
 
 
+# Masks
+
+
+def stepwise(prompts, masked):
+    """Each row's tokens and log-probabilities; before each step ``masked`` changes what [batch, vocab] allows."""
+    model, taken = LanguageModel(CONFIG, PARAMS), []
+    batch = prefill(model, prompts)
+    everything = np.ones((len(prompts), CONFIG.vocab_size), bool)
+    while not all_finished(batch):
+        bits = np.packbits(masked(len(taken), everything.copy()), axis=1, bitorder="little")
+        words = np.pad(bits, ((0, 0), (0, -bits.shape[1] % 4)), constant_values=255).view(np.int32)
+        allowed = jax.device_put(words, batch.allowed.sharding)
+        batch, tokens, log_probs = decode(model, batch._replace(allowed=allowed), 1)
+        taken.append((tokens[:, 0], log_probs[:, 0]))
+    return np.array(taken).transpose(1, 2, 0)
+
+
+@settings(max_examples=5)
+@given(options=options_of_rows, seed=st.integers(0, 9))
+def test_a_mask_leaves_its_tokens_and_no_other_row_knows_of_it(options, seed):
+    """Row 1 may take five tokens of each step alone; the others' bits are as without, and so are programs' number."""
+    random = np.random.default_rng(seed)
+    five = [random.choice(CONFIG.vocab_size, 5, replace=False) for _ in range(8)]
+    options[1]["banned_ids"] = ()
+    prompts = [prompt_of(ids, SamplingParams(**each), 8) for ids, each in zip(PROMPTS, options, strict=True)]
+
+    def masked(step, allowed):
+        allowed[1] = np.isin(np.arange(CONFIG.vocab_size), five[step])
+        return allowed
+
+    free, programs = stepwise(prompts, lambda step, allowed: allowed), compiled()
+    tokens, log_probs = stepwise(prompts, masked)
+    assert compiled() == programs
+    np.testing.assert_array_equal(tokens[[0, 2]], free[0, [0, 2]])
+    np.testing.assert_array_equal(log_probs[[0, 2]], free[1, [0, 2]])
+    drawn = tokens[1].astype(int).tolist()
+    assert all(token in allowed for token, allowed in zip(drawn, five, strict=True))
+    logits = oracle.forward(WEIGHTS, np.array([PROMPTS[1] + drawn]), CONFIG)[0, len(PROMPTS[1]) - 1 : -1]
+    raw = np.log(oracle.softmax(logits))[np.arange(8), drawn]
+    np.testing.assert_allclose(log_probs[1], raw, rtol=1e-4, atol=1e-5)
+
+
 class FiftyTokens(BytesTokenizer):
     vocab_size = 50
 
