@@ -2,32 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 
 from jllama.language_model import LanguageModel
+from jllama.serve.config import EngineConfig
 from jllama.serve.requests import Deliver, Request
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineConfig:
-    """Sizes that are fixed when the engine starts.
-
-    Args:
-        slots: how many texts are generated at once.
-        context: the most tokens of a prompt and its answer; 0 is the model's own.
-        cache_tokens: how many tokens of prefixes to keep.
-        queue: how many requests may wait for a slot.
-        prefill_budget: how many tokens of prompts to compute between two decoding steps of the others.
-        replay: the share of answers to generate again in idle slots and compare.
-    """
-
-    slots: int = 4
-    context: int = 0
-    cache_tokens: int = 16_384
-    queue: int = 256
-    prefill_budget: int = 256
-    replay: float = 0.0
 
 
 class Engine:
