@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from jllama.errors import JllamaError, UsageError
 from jllama.files import fault_of
-from jllama.templates.template import render, render_answers
+from jllama.templates.template import render_answers
 from jllama.tokenizers import Tokenizer
 
 Message = Mapping[str, Any]
@@ -59,21 +60,33 @@ def conversing(tokenizer: Tokenizer, own: str | None, stop_ids: Sequence[int]) -
 
 
 def template_variables(
-    tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool, tools: Any = None
+    tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool, tools: Any = None, /, **more: Any
 ) -> dict[str, Any]:
-    """What a template is given. ``add_generation_prompt`` asks it to end with what begins an answer."""
+    """What a template is given. ``add_generation_prompt`` asks it to end with what begins an answer.
+
+    ``more`` is for what else it asks for; ``UsageError`` if that is one of those which it is given anyhow.
+    """
     texts = {id: text for text, id in tokenizer.special_tokens.items()}
     given = {"messages": [*map(dict, messages)], "add_generation_prompt": add_generation_prompt, "tools": tools}
     given |= {"bos_token": texts[tokenizer.bos_id], "eos_token": texts[tokenizer.eos_id], "documents": None}
-    return given | {"add_bos": tokenizer.add_bos}  # whether a prompt begins with BOS: ours, not transformers'
+    given["add_bos"] = tokenizer.add_bos  # whether a prompt begins with BOS: ours, not transformers'
+    if taken := sorted(given.keys() & more):
+        raise UsageError(f"the chat template is given {taken[0]!r} in any case: leave it out")
+    return given | more
 
 
 def message_ids(
-    tokenizer: Tokenizer, template: str, messages: Sequence[Message], add_generation_prompt: bool
+    tokenizer: Tokenizer,
+    template: str,
+    messages: Sequence[Message],
+    add_generation_prompt: bool,
+    tools: Any = None,
+    /,
+    **more: Any,
 ) -> list[int]:
     """The token ids of what a template makes of messages, whatever these hold; special tokens in it become theirs."""
-    text = render(template, **template_variables(tokenizer, messages, add_generation_prompt))
-    return tokenizer.encode_with_special_tokens(text)
+    variables = template_variables(tokenizer, messages, add_generation_prompt, tools, **more)
+    return tokenizer.encode_with_special_tokens(render_answers(template, variables)[0])
 
 
 def check_messages(messages: Sequence[Any], tools: Any = None) -> None:
@@ -97,6 +110,47 @@ def check_messages(messages: Sequence[Any], tools: Any = None) -> None:
             raise UsageError(f"message {number} has tool_calls that are not a list of objects")
     if not _are_objects(tools or []):
         raise UsageError("the tools must be a list of objects, each the JSON schema of a function")
+
+
+def openai_messages(messages: Sequence[Any]) -> list[Message]:
+    """The messages of a request to OpenAI's API, as templates take them.
+
+    A developer's are the system's, parts of text are joined by line breaks, the arguments of calls are objects and no
+    longer JSON, and fields of null or an empty list are left out. Raises ``UsageError`` for a message that is not as
+    ``Message`` says (any may have a ``name``), and for the result of a call that no message before it makes.
+    """
+    found, called = [], []
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise UsageError(f"message {number} is of type {type(message).__name__}; it must have a role and a content")
+        given = {name: value for name, value in message.items() if value is not None and value != []}
+        if "tool_calls" in given:
+            given = {"content": "", **given, "tool_calls": _read_calls(number, given["tool_calls"])}
+            called += [call["id"] for call in given["tool_calls"]]
+        if isinstance(parts := given.get("content"), list):
+            texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+            if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
+                raise UsageError(f"message {number} has a part that is not text: leave out images, audio and files")
+            given["content"] = "\n".join(map(str, texts))
+        given |= {"role": "system"} if given.get("role") == "developer" else {}
+        if given.get("role") == "tool" and given.get("tool_call_id") not in called:
+            raise UsageError(f"message {number} answers no call: its tool_call_id must be that of an earlier tool call")
+        found.append(given)
+    check_messages(
+        [{key: given[key] for key in given if key != "name" or type(given[key]) is not str} for given in found]
+    )
+    return found
+
+
+def _read_calls(number: int, calls: Any) -> list[dict[str, Any]]:
+    with contextlib.suppress(LookupError, TypeError, ValueError, RecursionError):
+        said = [(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls]
+        read = [(id, name, json.loads(arguments) if arguments != "" else {}) for id, name, arguments in said]
+        if all((type(id), type(name), type(arguments)) == (str, str, dict) for id, name, arguments in read):
+            functions = [(id, {"name": name, "arguments": arguments}) for id, name, arguments in read]
+            return [{"id": id, "type": "function", "function": function} for id, function in functions]
+    wrong = f"message {number} has tool_calls that are none"
+    raise UsageError(f"{wrong}: each must have an id and a function with a name and arguments, an object as JSON")
 
 
 def _check_order(messages: Sequence[Message]) -> None:

@@ -1,0 +1,405 @@
+"""Calls of tools: templates that are shown them, grammars that let only calls through, answers read piece by piece."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+from helpers import trained_llama3, trained_smollm
+from hypothesis import example, given
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from jllama.errors import UsageError
+from jllama.serve.tools import ToolCall, ToolParser, check_tools, dialect, grammar
+from jllama.templates.messages import TEMPLATES, message_ids, openai_messages, template_variables
+from jllama.templates.template import render
+
+STOCK = {path.stem: path.read_text() for path in (Path(__file__).parent.parent / "templates/stock").glob("*.jinja")}
+SMOLLM2, HERMES, LLAMA = (dialect(STOCK[name]) for name in ("smollm2", "qwen2_5_training", "llama3_1"))
+DIALECTS = {"smollm2": SMOLLM2, "hermes": HERMES, "llama": LLAMA}
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now"}},
+]
+NAMES = ["weather", "now"]
+
+
+def written(dialect, calls):
+    """An answer of calls, (name, arguments), as a model of the dialect writes it."""
+    objects = [
+        json.dumps({"name": name, dialect.arguments: arguments}, ensure_ascii=False) for name, arguments in calls
+    ]
+    return dialect.before + dialect.between.join(objects) + dialect.after
+
+
+def read(dialect, pieces, **options):
+    """The text and the calls that come out, and what came before the end."""
+    parser = ToolParser(dialect, NAMES, "key", **options)
+    early = [each for piece in pieces for each in parser.push(piece)]
+    out = early + parser.end()
+    assert [each for each in out if isinstance(each, ToolCall)] == parser.calls
+    assert all(json.loads(call.arguments) is not None for call in parser.calls)
+    return "".join(each for each in out if isinstance(each, str)), parser.calls, early
+
+
+def test_dialects():
+    assert {name for name, template in STOCK.items() if dialect(template)} == {
+        "llama3_1",
+        "llama3_2",
+        "qwen2_5_training",
+        "smollm2",
+    }
+    assert [name for name, template in TEMPLATES.items() if dialect(template)] == []
+    assert (LLAMA.template, HERMES.template) == (STOCK["llama3_1"], STOCK["qwen2_5_training"])
+    assert dialect(LLAMA.template.replace("tools", "tolls")) is None
+
+
+# --- reading answers
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=9),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=9), values, max_size=3),
+    max_leaves=6,
+)
+call_lists = st.lists(
+    st.tuples(st.sampled_from(NAMES), st.dictionaries(st.text(max_size=9), json_values, max_size=3)),
+    min_size=1,
+    max_size=3,
+)
+FRAGMENTS = [
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<tool",
+        "_call>",
+        "<",
+        "{",
+        "}",
+        "[",
+        "]",
+        "[]",
+        '"',
+        "\\",
+        "\\u12",
+        "\n",
+        "  ",
+        ",",
+    ),
+    *('{"name": "now", "arguments": {}}', '{"name": "now", "parameters": {}}', '{"name": "nothing", "arguments": {}}'),
+    *(
+        '{"name": "now", "arguments": []}',
+        '{"name": "now"}',
+        '{"name": ["now"], "arguments": {}}',
+        "hello",
+        "é👩‍👩‍👧",
+        "NaN",
+    ),
+    *("-Infinity", "1e999", "-1.5e+", "9" * 5000, "tru", "true", '{"a": ', '{"name": "now", "arguments": {"a": '),
+]
+hard_texts = st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
+
+
+def cut(text, places):
+    edges = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
+    return [text[start:end] for start, end in itertools.pairwise(edges)]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
+@given(calls=call_lists, places=st.lists(st.integers(0, 999), max_size=9), before=st.sampled_from(["", "I look.\n "]))
+def test_calls_come_back(dialect, calls, places, before):
+    if not dialect.between:
+        calls, before = calls[:1], ""
+    text = before + written(dialect, calls)
+    out, found, early = read(dialect, cut(text, places))
+    assert out == before.rstrip()
+    assert [(call.name, json.loads(call.arguments)) for call in found] == calls
+    assert [call.place for call in found] == list(range(len(calls)))
+    assert found == [each for each in early if isinstance(each, ToolCall)]  # no later than its last character
+    assert len({call.id for call in found}) == len(calls)
+    assert all(re.fullmatch("call_[0-9a-f]{24}", call.id) for call in found)
+    assert read(dialect, list(text))[:2] == (out, found)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
+@given(text=hard_texts, places=st.lists(st.integers(0, 999), max_size=9))
+@example(text="<tool_call>" + "[" * 100_000, places=[])
+@example(text='<tool_call>[{"name": "now", "arguments": {}}', places=[])  # its end is missing
+@example(text=' {"name": "now", "parameters": {}}; {"name": "now", "parameters": {}} ', places=[2, 40])
+def test_no_text_is_lost_and_pieces_do_not_matter(dialect, text, places):
+    out, calls, _ = read(dialect, [text])
+    assert read(dialect, cut(text, places))[:2] == (out, calls)
+    if len(text) < 300:
+        assert read(dialect, list(text))[:2] == (out, calls)
+    if calls:
+        assert len(out) < len(text)
+    else:
+        assert out == text
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "early"),
+    [
+        ("smollm2", "Hello there", "Hello there"),
+        ("smollm2", "a < b", "a < b"),
+        ("smollm2", "a <tool", "a"),
+        ("smollm2", "a <tool_cat", "a <tool_cat"),
+        ("smollm2", "<tool_call>no", "<tool_call>no"),
+        ("smollm2", '<tool_call>[{"name": oh, my word', '<tool_call>[{"name": oh, my word'),
+        ("smollm2", '<tool_call>[{"name": "it", "arguments": {}}]', '<tool_call>[{"name": "it", "arguments": {}}]'),
+        ("smollm2", '<tool_call>[{"name": "now", "arg', ""),
+        ("llama", "Hello there", "Hello there"),
+        ("llama", '{"name": "it", "parameters": {}}', '{"name": "it", "parameters": {}}'),
+        ("llama", 'So: {"name"', 'So: {"name"'),
+        ("llama", '{"name"', ""),
+    ],
+)
+def test_text_waits_no_longer_than_it_must(name, text, early):
+    out, calls, found = read(DIALECTS[name], [text])
+    assert ("".join(found), out, calls) == (early, text, [])
+
+
+def test_one_call_where_no_more_are_wanted():
+    two = [("now", {}), ("weather", {"city": "Rome"})]
+    assert [call.name for call in read(SMOLLM2, [written(SMOLLM2, two)], parallel=False)[1]] == ["now"]
+    assert [call.name for call in read(SMOLLM2, [written(SMOLLM2, two)])[1]] == ["now", "weather"]
+    text = '{"name": "now", "parameters": {}}'
+    assert read(LLAMA, [f"{text}; {text}"])[0] == f"; {text}"
+
+
+def test_ids_are_those_of_the_key():
+    ids = [ToolParser(SMOLLM2, NAMES, key).push(written(SMOLLM2, [("now", {})]))[0].id for key in ("a", "a", "b")]
+    assert ids[0] == ids[1] != ids[2]
+
+
+# --- grammars
+
+
+@pytest.fixture(scope="module")
+def bytes_only():
+    """A tokenizer whose tokens are bytes, as llguidance has it."""
+
+    class Bytes:
+        eos_token_id, bos_token_id, special_token_ids = 256, None, (256,)
+        tokens = (*(bytes([byte]) for byte in range(256)), b"<|end|>")
+
+        def __call__(self, text):
+            return list(text.encode() if isinstance(text, str) else text)
+
+    return LLTokenizer(TokenizerWrapper(Bytes()))
+
+
+def accepts(tokenizer, grammar, text):
+    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar.text))
+    assert grammar.kind == "lark"
+    assert not matcher.is_error(), matcher.get_error()
+    ids = list(text.encode())
+    return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
+def test_a_grammar_accepts_valid_calls_and_nothing_else(bytes_only, dialect):
+    right = [("weather", {"city": 'Rome "<tool_call>" é', "days": 3}), ("weather", {"city": ""}), ("now", {})]
+    wrong = [("weather", {}), ("weather", {"city": 1}), ("weather", {"city": "", "days": 10}), ("nothing", {})]
+    wrong += [("weather", {"city": "", "more": 1}), ("now", {"a": 1}), ("now", [])]
+    named, required = {"type": "function", "function": {"name": "now"}}, grammar(TOOLS, "required", dialect)
+    for call in right:
+        assert accepts(bytes_only, required, written(dialect, [call]))
+        assert accepts(bytes_only, grammar(TOOLS, named, dialect), written(dialect, [call])) is (call[0] == "now")
+    for call in wrong:
+        assert not accepts(bytes_only, required, written(dialect, [call]))
+    assert not accepts(bytes_only, required, "")
+    assert not accepts(bytes_only, required, "hello")
+    assert not accepts(bytes_only, required, written(dialect, right[:1]) + " ")
+    assert accepts(bytes_only, required, written(dialect, right)) is bool(dialect.between)
+    assert not accepts(bytes_only, grammar(TOOLS, "required", dialect, parallel=False), written(dialect, right))
+
+
+@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
+def test_strict_tools_and_a_free_choice(bytes_only, dialect):
+    assert [grammar(TOOLS, choice, dialect) for choice in (None, "auto", "none")] == [None] * 3
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    assert grammar(strict, "none", dialect) is None
+    for choice in (None, "auto"):
+        free = grammar(strict, choice, dialect)
+        for text in ("", "hello {\n world", "a < b", written(dialect, [("weather", {"city": "Rome"})])):
+            assert accepts(bytes_only, free, text)
+        assert not accepts(bytes_only, free, written(dialect, [("weather", {"city": 1})]))
+        assert not accepts(bytes_only, free, written(dialect, [("now", {})]))
+
+
+@given(call_lists)
+def test_what_a_grammar_accepts_is_read_as_calls(bytes_only, calls):
+    schema = {"type": "object", "additionalProperties": True}
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in NAMES]
+    text = written(SMOLLM2, calls)
+    assert accepts(bytes_only, grammar(tools, "required", SMOLLM2), text)
+    assert [(call.name, json.loads(call.arguments)) for call in read(SMOLLM2, [text])[1]] == calls
+
+
+# --- templates
+
+CORPUS = ["the weather in Rome, please: 12 345 {} <tool_call> name arguments parameters\n"]
+TOKENIZERS = {"smollm2": trained_smollm(CORPUS, 350), "qwen2_5_training": trained_smollm(CORPUS, 350)}
+TOKENIZERS |= dict.fromkeys(["llama3_1", "llama3_2"], trained_llama3(CORPUS, 350))
+CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome", "days": 2}'}}
+CONVERSATION = [
+    {"role": "developer", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "The weather"}, {"type": "text", "text": "in Rome?"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None, "annotations": [], "audio": None},
+    {"role": "tool", "tool_call_id": "call_1", "content": '{"sun": true}'},
+    {"role": "assistant", "content": "It shines.", "tool_calls": None},
+    {"role": "user", "content": "Thanks", "name": "Ann"},
+]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["without tools", "with tools"])
+@pytest.mark.parametrize("more", [{}, {"date_string": "1 May 2030", "tools_in_user_message": False}])
+def test_templates_are_shown_what_transformers_shows_them(name, tools, more):
+    tokenizer, template, messages = TOKENIZERS[name], dialect(STOCK[name]).template, openai_messages(CONVERSATION)
+    texts = {id: text for text, id in tokenizer.special_tokens.items()}
+    tokens = {"bos_token": texts[tokenizer.bos_id], "eos_token": texts[tokenizer.eos_id]}
+    options = {"chat_template": template, "tools": tools, "add_generation_prompt": True, **tokens, **more}
+    (expected,), _ = render_jinja_template([messages], **options)
+    assert render(template, **template_variables(tokenizer, messages, True, tools, **more)) == expected
+    ids = tokenizer.encode_with_special_tokens(expected)
+    assert message_ids(tokenizer, template, messages, True, tools, **more) == ids
+    shown = '"name":"weather","description":"Theweather."' in re.sub(r"\s", "", expected)
+    assert shown is bool(tools)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be é."}]])
+@pytest.mark.parametrize("prompt", [True, False])
+def test_smollm2_without_tools_is_its_own_template(count, system, prompt):
+    turns = [{"role": ("user", "assistant")[i % 2], "content": f"turn {i}\n "} for i in range(count)]
+    variables = {"messages": system + turns, "add_generation_prompt": prompt, "tools": None}
+    assert render(SMOLLM2.template, **variables) == render(STOCK["smollm2"], **variables)
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen2_5_training", "llama3_1", "llama3_2"])
+def test_calls_in_a_template_are_as_models_write_them(name):
+    """An answer's calls, given back as OpenAI's clients do, stand in the next prompt as the model wrote them."""
+    its = dialect(STOCK[name])
+    calls = [("weather", {"city": "Rome", "days": 2}), ("now", {})][: 2 if its.between else 1]
+    text = written(its, calls)
+    given_back = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in read(its, [text])[1]
+    ]
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": given_back}]
+    variables = template_variables(TOKENIZERS[name], openai_messages(messages), False, TOOLS)
+    assert text in render(its.template, **variables)
+
+
+# --- bad input
+
+
+def function(**fields):
+    return [{"type": "function", "function": {"name": "now", **fields}}]
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "said"),
+    [
+        ([], None, "tools must be a list of 1 to 128 functions"),
+        ({}, None, "tools must be a list of 1 to 128 functions"),
+        (TOOLS * 65, None, "tools must be a list of 1 to 128 functions"),
+        (["now"], None, 'tool 0 must be {"type": "function"'),
+        ([{"type": "web_search"}], None, 'tool 0 must be {"type": "function"'),
+        ([{"type": "function", "function": "now"}], None, 'tool 0 must be {"type": "function"'),
+        ([*TOOLS, *function()], None, "tool 1 must be .* with a name of its own"),
+        (function(name="a b"), None, "a name of its own, 1 to 64 letters, digits, underscores and hyphens"),
+        (function(name="a" * 65), None, "a name of its own"),
+        (function(name=7), None, "a name of its own"),
+        (function(name="now\n"), None, "a name of its own"),
+        (function(description=7), None, "the tool now has a wrong 'description': its fields are name, description, p"),
+        (function(strict="yes"), None, "the tool now has a wrong 'strict'"),
+        (function(parameters=[]), None, "the tool now has a wrong 'parameters'"),
+        (function(more=1), None, "the tool now has a wrong 'more'"),
+        (function(parameters={"type": "string"}), None, "parameters that are not a JSON schema of"),
+        (TOOLS, "sometimes", 'tool_choice must be "auto", "none", "required" or'),
+        (TOOLS, {"type": "function", "function": {"name": "nothing"}}, "with the name of one of the tools"),
+        (TOOLS, {"type": "function", "function": {"name": ["now"]}}, "with the name of one of the tools"),
+        (TOOLS, {"type": "allowed_tools", "allowed_tools": {}}, "tool_choice must be"),
+        (TOOLS, ["auto"], "tool_choice must be"),
+    ],
+)
+def test_tools_that_are_none(tools, choice, said):
+    with pytest.raises(UsageError, match=said):
+        check_tools(tools, choice)
+
+
+@pytest.mark.parametrize(
+    "choice", [None, "auto", "none", "required", {"type": "function", "function": {"name": "now"}}]
+)
+def test_tools_that_are_right(choice):
+    check_tools(TOOLS, choice)
+    check_tools(function(description=None, parameters=None, strict=None), choice)
+    check_tools(function(parameters={}, strict=True), choice)
+
+
+ANSWER = {"role": "assistant", "content": None}
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([], "there are no messages"),
+        (["hello"], "message 0 is of type str; it must have a role and a content"),
+        ([{"role": "user", "content": None}], "message 0 has 'role'; it must have just 'role' and 'content'"),
+        ([{"role": "user", "content": ""}, ANSWER], "message 1 has 'role'; it must have just"),
+        ([{"role": "user", "content": 7}], "message 0 has a content of type int, not text"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            "message 0 has a part that is not text",
+        ),
+        ([{"role": "user", "content": [{"type": "text"}]}], "message 0 has a part that is not text"),
+        ([{"role": "user", "content": ["text"]}], "message 0 has a part that is not text"),
+        ([{"role": ["user"], "content": "a"}], "has the role"),
+        ([{"role": "user", "content": "a", "mood": "sad"}], "it must have just 'role' and 'content'"),
+        ([{**ANSWER, "audio": {"id": "a"}}], "message 0 has 'role', 'audio'; it must have just"),
+        ([{**ANSWER, "tool_calls": "now"}], "message 0 has tool_calls that are none: each must have an id"),
+        ([{**ANSWER, "tool_calls": 7}], "message 0 has tool_calls that are none: each must have an id"),
+        ([{**ANSWER, "tool_calls": [{**CALL, "id": 7}]}], "message 0 has tool_calls that are none"),
+        ([{**ANSWER, "tool_calls": [{"id": "a", "type": "function"}]}], "message 0 has tool_calls that are none"),
+        ([{"role": "tool", "content": "1", "tool_call_id": "call_1"}], "message 0 answers no call"),
+        ([*CONVERSATION[:3], {"role": "tool", "content": "1"}], "message 3 answers no call"),
+        ([*CONVERSATION[:3], {"role": "tool", "content": "1", "tool_call_id": []}], "message 3 answers no call"),
+        ([{"role": "user", "content": "a", "tool_calls": [CALL]}], "it must have just 'role' and 'content'"),
+    ],
+)
+def test_messages_of_openai_that_are_none(messages, said):
+    with pytest.raises(UsageError, match=said):
+        openai_messages(messages)
+
+
+@pytest.mark.parametrize("arguments", ["", "{}", "[]", "{", "7", "null", {}, None, "[" * 100_000, "9" * 5000])
+def test_arguments_are_an_object_as_json(arguments):
+    called = {**ANSWER, "tool_calls": [{**CALL, "function": {"name": "now", "arguments": arguments}}]}
+    if arguments in ("", "{}"):
+        assert openai_messages([called])[0]["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
+    else:
+        with pytest.raises(UsageError, match="arguments, an object as JSON"):
+            openai_messages([called])
+
+
+def test_a_name_that_is_no_text_is_refused():
+    with pytest.raises(UsageError, match="message 0 has 'role', 'content', 'name'; it must"):
+        openai_messages([{"role": "user", "content": "a", "name": 7}])
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "bos_token", "add_generation_prompt", "documents", "add_bos"])
+def test_a_template_is_given_nothing_twice(name):
+    with pytest.raises(UsageError, match=f"the chat template is given '{name}' in any case: leave it out"):
+        template_variables(TOKENIZERS["smollm2"], [], True, None, **{name: 1})
+    assert template_variables(TOKENIZERS["smollm2"], [], True, None, tokenizer=1)["tokenizer"] == 1
