@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -27,10 +28,11 @@ class Dialect(NamedTuple):
     arguments: str = "arguments"  # the name of the arguments
 
 
-class ToolCall(NamedTuple):
-    """A call that is complete: its place among those of the answer, and its arguments as JSON."""
+@dataclasses.dataclass(frozen=True)
+class ToolCall:
+    """A call that is complete: its index among those of the answer, and its arguments as JSON."""
 
-    place: int
+    index: int
     id: str
     name: str
     arguments: str
@@ -112,15 +114,8 @@ class ToolParser:
         self._most = 128 if parallel and dialect.between else 1
         self._held, self._is_start = "", True
 
-    def push(self, text: str) -> list[str | ToolCall]:
-        """What is certain with more of the answer."""
-        return self._read(text, False)
-
-    def end(self) -> list[str | ToolCall]:
-        """The rest, when the answer has ended."""
-        return self._read("", True)
-
-    def _read(self, text: str, is_end: bool) -> list[str | ToolCall]:
+    def push(self, text: str, is_end: bool = False) -> list[str | ToolCall]:
+        """What is certain with more of the answer; with its end, all the rest."""
         held, mark, found = self._held + text, self._mark, []
         while held:
             place = held.find(mark) if mark or self._is_start else -1
@@ -145,10 +140,10 @@ class ToolParser:
             return [], text
         try:
             value, size = json.JSONDecoder(strict=False).raw_decode(body)
-            for place, call in enumerate(value if isinstance(value, list) else [value], len(self.calls)):
-                id = hashlib.sha256(f"{self._key} {place}".encode()).hexdigest()[:24]
-                arguments = json.dumps(dict(**call[self._arguments]), allow_nan=False)
-                found.append(ToolCall(place, f"call_{id}", self._names[self._names.index(call["name"])], arguments))
+            for index, call in enumerate(value if isinstance(value, list) else [value], len(self.calls)):
+                id = f"call_{hashlib.sha256(f'{self._key} {index}'.encode()).hexdigest()[:24]}"
+                arguments = json.dumps({**call[self._arguments]}, allow_nan=False)  # an object
+                found.append(ToolCall(index, id, self._names[self._names.index(call["name"])], arguments))
         except json.JSONDecodeError as error:
             is_cut = error.msg.startswith("Unterminated string") or error.pos > len(body) - 8  # a literal, an escape
             return None if is_cut and not is_end else ([], text)

@@ -10,7 +10,7 @@ from typing import Any
 
 from jllama.errors import JllamaError, UsageError
 from jllama.files import fault_of
-from jllama.templates.template import render_answers
+from jllama.templates.template import render, render_answers
 from jllama.tokenizers import Tokenizer
 
 Message = Mapping[str, Any]
@@ -60,33 +60,27 @@ def conversing(tokenizer: Tokenizer, own: str | None, stop_ids: Sequence[int]) -
 
 
 def template_variables(
-    tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool, tools: Any = None, /, **more: Any
+    tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool, tools: Any = None, more: Any = None
 ) -> dict[str, Any]:
     """What a template is given. ``add_generation_prompt`` asks it to end with what begins an answer.
 
-    ``more`` is for what else it asks for; ``UsageError`` if that is one of those which it is given anyhow.
+    ``more`` are variables by their names, ``UsageError`` for one that every template is given.
     """
     texts = {id: text for text, id in tokenizer.special_tokens.items()}
     given = {"messages": [*map(dict, messages)], "add_generation_prompt": add_generation_prompt, "tools": tools}
     given |= {"bos_token": texts[tokenizer.bos_id], "eos_token": texts[tokenizer.eos_id], "documents": None}
     given["add_bos"] = tokenizer.add_bos  # whether a prompt begins with BOS: ours, not transformers'
-    if taken := sorted(given.keys() & more):
+    if taken := sorted(given.keys() & (more or {}).keys()):
         raise UsageError(f"the chat template is given {taken[0]!r} in any case: leave it out")
-    return given | more
+    return given | (more or {})
 
 
 def message_ids(
-    tokenizer: Tokenizer,
-    template: str,
-    messages: Sequence[Message],
-    add_generation_prompt: bool,
-    tools: Any = None,
-    /,
-    **more: Any,
+    tokenizer: Tokenizer, template: str, messages: Sequence[Message], add_generation_prompt: bool
 ) -> list[int]:
     """The token ids of what a template makes of messages, whatever these hold; special tokens in it become theirs."""
-    variables = template_variables(tokenizer, messages, add_generation_prompt, tools, **more)
-    return tokenizer.encode_with_special_tokens(render_answers(template, variables)[0])
+    text = render(template, **template_variables(tokenizer, messages, add_generation_prompt))
+    return tokenizer.encode_with_special_tokens(text)
 
 
 def check_messages(messages: Sequence[Any], tools: Any = None) -> None:
