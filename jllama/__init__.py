@@ -9,10 +9,11 @@ Load a model, let it write, talk with it::
     print(jllama.chat(model, [{"role": "user", "content": "Hello!"}]).text)
     logits = model([[1, 15, 8]])  # [batch, seq, vocab]
 
-``help(jllama.generate)`` explains the settings. ``Conversation`` keeps what was said, ``warm_up`` compiles ahead.
-``save``, ``convert`` and ``load_tokenizer`` work on files; ``LlamaConfig`` describes a model, ``Llama`` is its Flax
-module, ``train`` trains one, ``compile_training`` is for a training loop of your own. The pure functions are in
-``jllama.functional``, the same in NumPy in ``jllama.oracle``; ``jllama.check`` holds yours against them.
+``help(jllama.generate)`` explains the settings, ``Grammar`` is what a text must match. ``Conversation`` keeps what was
+said, ``warm_up`` compiles ahead. ``save``, ``convert`` and ``load_tokenizer`` work on files; ``LlamaConfig`` describes
+a model, ``Llama`` is its Flax module, ``train`` trains one, ``compile_training`` is for a training loop of your own.
+The pure functions are in ``jllama.functional``, the same in NumPy in ``jllama.oracle``; ``jllama.check`` holds yours
+against them.
 What goes wrong is a ``JllamaError``, a wrong argument its ``UsageError``.
 """
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a name is import
     from jllama.language_model import LanguageModel as LanguageModel
     from jllama.config import LlamaConfig as LlamaConfig
     from jllama.errors import JllamaError as JllamaError, UsageError as UsageError
+    from jllama.grammar import Grammar as Grammar
     from jllama.conversation import Conversation as Conversation, chat as chat
     from jllama.generation.sampling_params import Prompt as Prompt, SamplingParams as SamplingParams
     from jllama.generation.prefill import PrefixCache as PrefixCache

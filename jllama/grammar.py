@@ -2,33 +2,99 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import Int32
 
+from jllama.errors import JllamaError, UsageError, unknown_name
 from jllama.tokenizers import Tokenizer
+
+Kind = Literal["json_schema", "regex", "lark"]
+_WHITESPACE = r" |\n {0,40}"  # between JSON's signs: without a bound, a small model may go on with it forever
 
 
 class Grammar(NamedTuple):
     """What a text must match, from its first character to its end."""
 
-    kind: Literal["json_schema", "regex", "lark"]
+    kind: Kind
     text: str  # the schema as JSON, the regular expression, or the grammar in llguidance's dialect of Lark
 
 
 class Matcher:
     """A text under way that must match a grammar: ``allowed`` says what may come next, ``accept`` what came.
 
-    Raises ``UsageError`` if the grammar cannot be compiled, ``JllamaError`` without the package llguidance.
+    Special tokens are never part of the text; one that can neither go on nor end (a limit of llguidance's is reached,
+    or a token was accepted that was not allowed) may end. Raises ``UsageError`` if the grammar cannot be compiled or
+    there are no stop ids, ``JllamaError`` without the package llguidance.
     """
 
-    def __init__(self, grammar: Grammar, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> None: ...
+    def __init__(self, grammar: Grammar, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> None:
+        if not stop_ids:
+            raise UsageError("a text that must match a grammar ends with a stop id, and there is none: give stop_ids")
+        self._matcher, self._ended = _compiled(grammar, tokenizer).deep_copy(), False
+        inside, ends = np.zeros((2, -(-tokenizer.vocab_size // 32) * 32), bool)
+        inside[: tokenizer.vocab_size] = tokenizer.token_bytes() > 0
+        inside[list(stop_ids)], ends[list(stop_ids)] = False, True
+        self._stop_ids, self._inside, self._ends = frozenset(stop_ids), _words(inside), _words(ends)
 
     def allowed(self) -> Int32[np.ndarray, "words"]:
         """A bit for each token of the vocabulary, 32 to a word, lowest first; a stop id's where the text may end."""
-        raise NotImplementedError
+        if self._ended:
+            return self._ends
+        words = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(self._inside)] & self._inside
+        return words | self._ends if self._matcher.is_accepting() or not words.any() else words
 
     def accept(self, token: int) -> None:
-        """Go on behind a token."""
+        """Go on behind a token; behind a stop id there is nothing but it."""
+        self._ended = self._ended or token in self._stop_ids
+        if not self._ended:
+            self._matcher.consume_token(token)
+
+
+def _words(flags: np.ndarray) -> Int32[np.ndarray, "words"]:
+    return np.packbits(flags, bitorder="little").view(np.int32)
+
+
+@functools.lru_cache(32)
+def _compiled(grammar: Grammar, tokenizer: Tokenizer) -> Any:
+    """The matcher of llguidance at the beginning of a text: to be copied, as one that goes on changes."""
+    kind, text = grammar
+    if kind not in get_args(Kind):
+        raise unknown_name("kind of grammar", kind, get_args(Kind))
+    vocabulary = _vocabulary(tokenizer)
+    from llguidance import LLMatcher, LLParserLimits
+
+    try:
+        if kind == "json_schema":
+            made = LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": _WHITESPACE}, {"lenient": False})
+            text = f"start: %json {json.dumps(json.loads(made)['grammars'][0]['json_schema'])}"
+        elif kind == "regex":
+            text = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
+        text += '\n%llguidance {"no_forcing": true}'  # a text may be cut into tokens in all ways, not in one alone
+        matcher = LLMatcher(vocabulary, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        matcher.compute_bitmask()
+        if not (error := matcher.get_error()):
+            return matcher
+    except ValueError as fault:
+        error = str(fault)
+    lines = error.splitlines()
+    reason = next((line[7:] for line in lines if line.startswith("error: ")), lines[0]).rpartition("JSON schema: ")[2]
+    reason = "no text matches it" if reason == "NoExtensionBias" else reason[:200]
+    raise UsageError(f"the grammar ({kind}) cannot be compiled, give one that llguidance can serve: {reason}")
+
+
+@functools.lru_cache(4)
+def _vocabulary(tokenizer: Tokenizer) -> Any:
+    """The tokens as llguidance has them: large. It is never asked to cut a text into them."""
+    try:
+        from llguidance import LLTokenizer, TokenizerWrapper
+    except ImportError:
+        raise JllamaError("a grammar needs the package llguidance: pip install 'jllama[grammar]'") from None
+    pieces, ends = tokenizer.pieces(), {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    special_ids = [id for id, piece in enumerate(pieces) if not piece]
+    return LLTokenizer(TokenizerWrapper(SimpleNamespace(tokens=pieces, special_token_ids=special_ids, **ends)))

@@ -43,6 +43,8 @@ class SampleOptions(SamplingParams, ModelOptions):
         max_new_tokens: the most tokens to generate; 0 fills what is left of the model's context.
         stop: a string that ends the text, or a JSON list of them; it is not part of the text.
         stop_ids: a JSON list of token ids that end the text; without it the model's own.
+        json_schema: the text is JSON that this schema allows; it, or the .json file that it is in.
+        regex: the text matches this regular expression from beginning to end.
         speculate: tokens to guess at each step by prompt lookup; the text is the same, faster where it repeats itself.
         batch_size: how many texts of prompts_file to generate at once.
         logprobs: show each token and its log-probability, too.
@@ -58,6 +60,8 @@ class SampleOptions(SamplingParams, ModelOptions):
     max_new_tokens: int = 0
     stop: list[str] | str = dataclasses.field(default_factory=list)
     stop_ids: list[int] | None = None
+    json_schema: str = ""
+    regex: str = ""
     temperature: float = 0.8
     top_p: float = 0.95
     speculate: int = 0
@@ -77,6 +81,8 @@ class SampleOptions(SamplingParams, ModelOptions):
         for name in ("prompt", "compare", "json"):
             if self.prompts_file and getattr(self, name):
                 raise UsageError(f"{name} has no meaning with prompts_file: leave it out")
+        if bool(self.json_schema) + bool(self.regex) + bool(self.speculate) > 1:
+            raise UsageError("json_schema, regex and speculate do not go together: give one of them")
         if self.compare and (self.n > 1 or self.logprobs or self.json or self.echo is not None):
             raise UsageError("compare prints a table of its own: leave out n, logprobs, json and echo")
 
@@ -93,8 +99,9 @@ def main(argv: list[str], prog: str) -> int:
             options = dataclasses.replace(options, prompt=sys.stdin.buffer.read().decode())
     if options.prompts_file and not Path(options.prompts_file).is_file():  # known before a large model is loaded
         raise JllamaError(f"there is no prompts_file at {options.prompts_file}: give a .jsonl file")
+    grammar = _grammar(options)
     model = options.load_model()
-    ends = options.max_new_tokens or None, options.stop, options.stop_ids
+    ends = options.max_new_tokens or None, options.stop, options.stop_ids, grammar
     prompt = encode_prompt(model, jllama.Prompt(options.prompt, sampling_params(options), *ends))
     check_batch(model.config, options.batch_size if options.prompts_file else options.n, options.speculate)
     options.say_loaded(model)
@@ -110,6 +117,18 @@ def main(argv: list[str], prog: str) -> int:
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return 1 if problems else 0
+
+
+def _grammar(options: SampleOptions) -> jllama.Grammar | None:
+    """What the text must match, if anything."""
+    if options.regex or not options.json_schema:
+        return jllama.Grammar("regex", options.regex) if options.regex else None
+    schema = options.json_schema
+    if not schema.lstrip().startswith("{"):
+        said = f"json_schema is {schema[:100]}, which is neither a JSON object nor a file of one"
+        with fault_of(said, OSError, ValueError, kind=UsageError):
+            schema = Path(schema).read_text(encoding="utf-8")
+    return jllama.Grammar("json_schema", schema)
 
 
 def _print_texts(model: jllama.LanguageModel, prompt: jllama.Prompt, options: SampleOptions) -> list[jllama.Completion]:

@@ -58,6 +58,14 @@ def make_batch(model: LanguageModel, prompts: Sequence[Prompt], cache: KVCache) 
     return DecodeBatch(cache, tokens, log_probs, counts, finished, *guessed, seen, settings, stop_ids, limits, allowed)
 
 
+def restricted(batch: DecodeBatch, masks: Mapping[int, Int32[np.ndarray, "words"]]) -> DecodeBatch:
+    """The batch in which rows may take what their masks allow next, and those without one anything."""
+    allowed = np.full(batch.allowed.shape, -1, np.int32)
+    for row, words in masks.items():
+        allowed[row] = np.pad(words, (0, allowed.shape[1] - len(words)))  # to the model's vocabulary
+    return batch._replace(allowed=jax.device_put(allowed, batch.allowed.sharding))
+
+
 def _setting_arrays(rows: Sequence[SamplingParams], vocab_size: int) -> dict[str, Any]:
     """Each field as an array, with its default where a row's class does not have it; token ids over the vocabulary."""
     arrays: dict[str, np.ndarray] = {}

@@ -11,9 +11,10 @@ import numpy as np
 
 from jllama.errors import UsageError, unknown_name
 from jllama.generation.decode import STEPS, decode, with_room
-from jllama.generation.decode_batch import check_batch
+from jllama.generation.decode_batch import check_batch, restricted
 from jllama.generation.prefill import PrefixCache, prefill
 from jllama.generation.sampling_params import Prompt, SamplingFields, SamplingParams
+from jllama.grammar import Grammar, Matcher
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import Tokenizer
 
@@ -47,6 +48,7 @@ def generate(
     max_new_tokens: int | None = None,
     stop: str | Sequence[str] = (),
     stop_ids: Sequence[int] | None = None,
+    grammar: Grammar | None = None,
     speculate: int = 0,
     batch_size: int = 0,
     **fields: Unpack[SamplingFields],
@@ -69,6 +71,7 @@ def generate(
         max_new_tokens: the most tokens to generate from each prompt; None goes on to the end of the model's context.
         stop: a string that ends a text, or several; they are not part of it.
         stop_ids: tokens that end a text; None takes the model's own.
+        grammar: what the texts must match, such as ``Grammar("regex", "[0-9]+")`` (a stop id ends one that does).
         speculate: how many tokens to guess at each step from the text so far: what repeats itself comes faster.
         batch_size: how many to generate at once, those of like length together; 0 takes all at once.
         **fields: fields of ``SamplingParams``, which change ``sampling``: ``temperature`` (0 takes the likeliest
@@ -81,7 +84,7 @@ def generate(
     Raises:
         JllamaError: the model has no tokenizer, a prompt or a setting does not fit it, or there is no such setting.
     """
-    settings = Prompt("", sampling or SamplingParams(), max_new_tokens, stop, stop_ids)
+    settings = Prompt("", sampling or SamplingParams(), max_new_tokens, stop, stop_ids, grammar)
     batches = generate_batches(model, _encoded(model, prompts, settings, fields), speculate, batch_size)
     return [completion for _, completion in sorted(pair for batch in batches for pair in batch.items())]
 
@@ -94,6 +97,7 @@ def stream(
     max_new_tokens: int | None = None,
     stop: str | Sequence[str] = (),
     stop_ids: Sequence[int] | None = None,
+    grammar: Grammar | None = None,
     speculate: int = 0,
     prefix: PrefixCache | None = None,
     **fields: Unpack[SamplingFields],
@@ -109,7 +113,7 @@ def stream(
         for piece in jllama.stream(model, "Once upon", max_new_tokens=50, temperature=0.8):
             print(piece, end="", flush=True)
     """
-    settings, piece = Prompt("", sampling or SamplingParams(), max_new_tokens, stop, stop_ids), None
+    settings, piece = Prompt("", sampling or SamplingParams(), max_new_tokens, stop, stop_ids, grammar), None
     encoded = _encoded(model, [prompt], settings, fields)
     for _, piece in generate_batch(model, encoded, speculate, STEPS_SHOWN, prefix):
         if isinstance(piece, str):
@@ -169,6 +173,10 @@ def encode_prompt(model: LanguageModel, prompt: Prompt) -> Prompt:
             raise UsageError(f"the {name} {has} token {unknown[0]}; the ids run from 0 to {tokenizer.vocab_size - 1}")
     if len(set(sampling.banned_ids)) == tokenizer.vocab_size:
         raise UsageError("banned_ids bans every token: leave at least one")
+    if prompt.grammar:
+        if sampling.banned_ids:
+            raise UsageError("banned_ids could leave nothing of what a grammar allows: use logit_bias")
+        Matcher(prompt.grammar, tokenizer, stop_ids)  # it can be compiled
     return dataclasses.replace(prompt, content=ids, stop=stop, stop_ids=tuple(stop_ids))
 
 
@@ -213,19 +221,28 @@ def generate_batch(
     model = model.for_decoding()
     check_batch(model.config, len(prompts), speculate)
     rows = [TextDecoder(model.text_tokenizer, prompt) for prompt in prompts]
+    grammars = [(index, prompt.grammar, prompt.stop_ids or ()) for index, prompt in enumerate(prompts)]
+    matchers = {index: Matcher(each, model.text_tokenizer, stop_ids) for index, each, stop_ids in grammars if each}
+    if speculate and matchers:
+        raise UsageError("speculate guesses several tokens, and a grammar allows one after the other: leave one out")
     batch = prefill(model, prompts, prefix)
     prefix, cached_ids = prefix or PrefixCache(), list(prompts[0].ids)
     next_steps = 1  # the first token is shown as soon as it is there
     while not np.asarray(batch.finished).all():
         stopped = np.array([row.finish_reason != "" for row in rows])
         prefix.take()
+        if matchers:
+            batch = restricted(batch, {index: matcher.allowed() for index, matcher in matchers.items()})
         batch, tokens, log_probs = decode(model, batch, next_steps, stopped, speculate)
+        for index, matcher in matchers.items():
+            if (token := int(tokens[index, 0])) >= 0:
+                matcher.accept(token)
         cached_ids += tokens[0, tokens[0] >= 0].tolist()
         prefix.ids, prefix.cache = cached_ids[:-1], batch.cache  # the last token has not been through the model yet
         for index, (row, *new) in enumerate(zip(rows, tokens.tolist(), log_probs.tolist(), strict=True)):
             pieces = (row.push(token, log_prob) for token, log_prob in zip(*new, strict=True))
             yield from ((index, piece) for piece in pieces if piece)
-        next_steps = steps
+        next_steps = 1 if matchers else steps
     for index, counts in enumerate(zip(batch.drafted.tolist(), batch.accepted.tolist(), strict=True)):
         yield from ((index, piece) for piece in (rows[index].end(), rows[index].completion(*counts)) if piece)
 

@@ -27,6 +27,7 @@ _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 BYTE_CHARS = [chr(byte if byte in _PRINTABLE else 256 + _OTHERS.index(byte)) for byte in range(256)]
 """The character that stands for each byte: itself where it is printable, else the next one from U+0100."""
+_BYTE_OF_CHAR = {ord(char): chr(byte) for byte, char in enumerate(BYTE_CHARS)}
 
 
 class TokenType(enum.IntEnum):
@@ -77,9 +78,12 @@ def merges_of_ranks(texts: Iterable[str], ids: Mapping[str, int]) -> list[tuple[
     return merges
 
 
-def piece_bytes(piece: str) -> int:
-    """How many bytes of text a piece stands for."""
-    return 1 if piece in BYTE_PIECES else len(piece.replace(SPACE, " ").encode())
+def piece_bytes(piece: str, is_byte_level: bool = False) -> bytes:
+    """The bytes that a token's text in a file stands for; of a byte-level one with other characters, those it has."""
+    if is_byte_level:
+        is_bytes = {*map(ord, piece)} <= _BYTE_OF_CHAR.keys()
+        return piece.translate(_BYTE_OF_CHAR).encode("latin-1") if is_bytes else piece.encode()
+    return bytes([BYTE_PIECES[piece]]) if piece in BYTE_PIECES else piece.replace(SPACE, " ").encode()
 
 
 class Tokenizer(ABC):
@@ -141,6 +145,10 @@ class Tokenizer(ABC):
         return hashlib.sha256(self.content).hexdigest()
 
     @abstractmethod
+    def pieces(self) -> list[bytes]:
+        """The bytes that each token stands for; special tokens none."""
+
+    @abstractmethod
     def vocabulary(self) -> Vocabulary:
         """The tokenizer as data; one that gives ids as no other format can raises JllamaError."""
 
@@ -174,6 +182,10 @@ class BytesTokenizer(Tokenizer):
 
     def _decode(self, ids: Int[np.ndarray, "tokens"]) -> str:
         return bytes((ids - 3).tolist()).decode("utf-8", "replace")
+
+    def pieces(self) -> list[bytes]:
+        """Each byte."""
+        return [b""] * 3 + [bytes([byte]) for byte in range(256)]
 
     def vocabulary(self) -> Vocabulary:
         """A byte-level BPE without merges."""

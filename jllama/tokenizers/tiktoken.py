@@ -49,6 +49,10 @@ class TiktokenTokenizer(Tokenizer):
     def _decode(self, ids: Int[np.ndarray, "tokens"]) -> str:
         return b"".join(self.tokens[id] for id in ids).decode("utf-8", "replace")
 
+    def pieces(self) -> list[bytes]:
+        """The tokens of the file, which are bytes."""
+        return self.tokens + [b""] * len(SPECIAL_TOKENS)
+
     def vocabulary(self) -> Vocabulary:
         """A byte-level BPE in which every two tokens that join to a token merge, by the rank of what they join to."""
         ranks = {"".join(BYTE_CHARS[byte] for byte in token): rank for rank, token in enumerate(self.tokens)}
