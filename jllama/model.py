@@ -59,7 +59,7 @@ class AttentionInputs:
     positions: Any  # Int[Array, "#batch seq"]
     implementation: str = dataclasses.field(metadata={"static": True})
     attention: Callable[..., Array] = dataclasses.field(default=lambda *a: F.attention(*a), metadata={"static": True})
-    write: Callable[..., Array] = dataclasses.field(default=lambda *into: _write(*into), metadata={"static": True})
+    write: Callable[..., Array] = dataclasses.field(default=lambda *into: write_slots(*into), metadata={"static": True})
 
 
 class Parallel(NamedTuple):
@@ -245,7 +245,7 @@ class Llama(_Module):
         mask = F.Mask(offset=None if cache is None else lengths)
         attend, x = attention_inputs(self.config, positions, mask, implementation=attention), self._embed(tokens)
         if (mesh := jax.typeof(self.final_norm[...]).sharding.mesh).size > 1:
-            by_mesh = functools.partial(spread_attention, mesh), functools.partial(spread, mesh, _write)
+            by_mesh = functools.partial(spread_attention, mesh), functools.partial(spread, mesh, write_slots)
             attend = dataclasses.replace(attend, attention=by_mesh[0], write=by_mesh[1])
         updated = []
         for index in range(self.config.num_layers):
@@ -254,6 +254,23 @@ class Llama(_Module):
             updated.append(kept)
         keys, values = zip(*updated, strict=True)
         return F.rms_norm(x, self.final_norm[...], self.config.norm_eps), KVCache(keys, values, lengths + counts)
+
+    def forward_behind_cache(
+        self, tokens: Int[Array, "batch seq"], cache: KVCache, row: Int[Array, ""], lengths: Int[Array, "batch"]
+    ) -> tuple[Stream, tuple[KeysValues, ...]]:
+        """New tokens behind the first ``lengths`` of the cache's rows from ``row`` on: what ``hidden`` returns of them,
+        and each layer's new keys and values. The cache is read only, see ``functional.cached_attention``.
+        """
+        assert isinstance(self.layers, nnx.Dict), "decoding takes DecodeParams"
+        positions = lengths[:, None] + jnp.arange(tokens.shape[1])
+        attend = attention_inputs(self.config, positions, F.Mask(offset=lengths), implementation="reference")
+        attend, x = dataclasses.replace(attend, attention=_over_cache, write=_beside_cache), self._embed(tokens)
+        updated = []
+        for index in range(self.config.num_layers):
+            cached = (cache.keys[index], row), (cache.values[index], row)
+            x, ((_, key), (_, value)) = _run_layer(*nnx.split(self.layers[str(index)]), x, attend, cached)
+            updated.append((key, value))
+        return F.rms_norm(x, self.final_norm[...], self.config.norm_eps), tuple(updated)
 
     def logits(self, hidden: Float[Array, "*lead embed"]) -> Float[Array, "*lead vocab"]:
         """Float32 scores of every token in the vocabulary: ``hidden @ head``."""
@@ -374,13 +391,23 @@ def _graph(config: LlamaConfig, unrolled: bool) -> nnx.GraphDef[Llama]:
     return nnx.graphdef(llama)
 
 
-def _write(cached: Array, new: Array, positions: Array) -> Array:
+def write_slots(cached: Array, new: Array, positions: Array) -> Array:
     """Put ``new`` into each row's own slots. Unlike a dynamic slice, which would shift, it drops what does not fit."""
     batch, kv_heads, max_len, head_dim = cached.shape
     # Rows and heads are joined to one axis: where one of them is of size one, XLA would copy the whole cache on a CPU.
     rows, slots = jnp.arange(batch * kv_heads)[:, None], jnp.repeat(positions, kv_heads, axis=0)
     joined = new.reshape(batch * kv_heads, -1, head_dim).astype(cached.dtype)
     return cached.reshape(-1, max_len, head_dim).at[rows, slots].set(joined, mode="drop").reshape(cached.shape)
+
+
+def _beside_cache(cached: Any, new: Array, positions: Array) -> Any:
+    return cached, new
+
+
+def _over_cache(query: Array, key: Any, value: Any, mask: F.Mask, implementation: str) -> Array:
+    ((cached_key, row), key), ((cached_value, _), value) = key, value
+    assert mask.offset is not None
+    return F.cached_attention(query, key, value, (cached_key, cached_value), row, mask.offset)
 
 
 def power_of_two_at_least(number: int, least: int) -> int:

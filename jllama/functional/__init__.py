@@ -2,7 +2,8 @@
 
 from jllama.functional.attention import ATTENTION as ATTENTION, Mask as Mask, attention as attention
 from jllama.functional.attention import AttentionImplementation as AttentionImplementation, Refused as Refused
-from jllama.functional.attention import choose_attention as choose_attention, masked_softmax as masked_softmax
+from jllama.functional.attention import cached_attention as cached_attention, choose_attention as choose_attention
+from jllama.functional.attention import masked_softmax as masked_softmax
 from jllama.functional.attention import grouped_query_attention as grouped_query_attention
 from jllama.functional.block import apply_rope as apply_rope, rms_norm as rms_norm
 from jllama.functional.block import rope_tables as rope_tables, swiglu as swiglu

@@ -15,7 +15,7 @@ Queries = Float[Array, "batch heads seq head_dim"]
 Keys = Float[Array, "batch kv_heads kv_seq head_dim"]
 Scores = Float[Array, "*lead kv_seq"]
 
-_BLOCK, _MAX_SPANS = 128, 8
+_BLOCK, _MAX_SPANS, _CACHE_BLOCK = 128, 8, 256
 
 
 class Mask(NamedTuple):
@@ -110,6 +110,46 @@ def _xla(query: Array, key: Array, value: Array, mask: Mask) -> Array:
     dense, heads_last = mask.dense(query.shape[2], key.shape[2]), (each.swapaxes(1, 2) for each in (query, key, value))
     mixed = jax.nn.dot_product_attention(*heads_last, mask=dense[:, None], implementation="xla").swapaxes(1, 2)
     return jnp.where(dense.any(axis=-1)[:, None, :, None], mixed, 0)
+
+
+def cached_attention(
+    query: Queries, key: Keys, value: Keys, cached: tuple[Array, Array], row: Int[Array, ""], lengths: Int[Array, "batch"]
+) -> Queries:
+    """``grouped_query_attention`` of new tokens over what their rows hold already, and causally over each other.
+
+    ``cached`` are keys and values ``[rows, kv_heads, max_len, head_dim]``; the batch continues those from ``row`` on,
+    the first ``lengths`` of each. They are read in blocks, as many as the longest row has, with a running softmax; what
+    a row does not see leaves its result as it is, bit for bit: it depends on its own tokens and place alone, not on
+    other rows, nor on how long they are. Source: Milakov and Gimelshein 2018, algorithm 3 (arXiv:1805.02867).
+    """
+    (batch, heads, seq, head_dim), kv_heads = query.shape, key.shape[1]
+    accumulator = np.promote_types(query.dtype, np.float32)
+    grouped = query.reshape(batch, kv_heads, heads // kv_heads, seq, head_dim)
+
+    def attend(key: Array, value: Array, mask: Array) -> tuple[Array, Array, Array]:
+        scores = jnp.einsum("bkgth,bksh->bkgts", grouped, key, preferred_element_type=accumulator) * head_dim**-0.5
+        scores = jnp.where(mask[:, None, None], scores, jnp.finfo(accumulator).min)
+        largest = jnp.max(scores, axis=-1, keepdims=True)
+        weights = jnp.where(mask[:, None, None], jnp.exp(scores - largest), 0)
+        mixed = jnp.einsum("bkgts,bksh->bkgth", weights.astype(value.dtype), value, preferred_element_type=accumulator)
+        return largest, jnp.sum(weights, axis=-1, keepdims=True), mixed
+
+    block = min(_CACHE_BLOCK, cached[0].shape[2])
+
+    def add(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        start, size = (row, 0, index * block, 0), (batch, kv_heads, block, head_dim)
+        parts = (jax.lax.dynamic_slice(each, start, size) for each in cached)
+        seen = index * block + jnp.arange(block) < lengths[:, None]
+        more = attend(*parts, jnp.broadcast_to(seen[:, None], (batch, seq, block)))
+        largest = jnp.maximum(carry[0], more[0])
+        shares = jnp.exp(carry[0] - largest), jnp.exp(more[0] - largest)
+        total, mixed = (a * shares[0] + b * shares[1] for a, b in zip(carry[1:], more[1:], strict=True))
+        some = (index * block < lengths)[:, None, None, None, None]
+        return tuple(jnp.where(some, new, old) for new, old in zip((largest, total, mixed), carry, strict=True))
+
+    itself = attend(key, value, jnp.broadcast_to(jnp.tri(seq, dtype=bool), (batch, seq, seq)))
+    _, total, mixed = jax.lax.fori_loop(0, -(-jnp.max(lengths) // block), add, itself)
+    return (mixed / total).reshape(query.shape).astype(query.dtype)
 
 
 class Refused(ValueError):

@@ -38,10 +38,9 @@ class DecodeBatch(NamedTuple):
     allowed: Int32[Array, "batch words"]  # a bit a token: what a grammar lets come next, set before each step
 
 
-def make_batch(model: LanguageModel, prompts: Sequence[Prompt], cache: KVCache) -> DecodeBatch:
+def make_batch(model: LanguageModel, prompts: Sequence[Prompt], cache: KVCache, max_len: int) -> DecodeBatch:
     """The rows of these prompts, whose tokens but the last are in the cache; ids that no token has are banned."""
-    config = model.config
-    rows, max_len, stops = len(prompts), cache.keys[0].shape[2], [prompt.stop_ids or () for prompt in prompts]
+    config, rows, stops = model.config, len(prompts), [prompt.stop_ids or () for prompt in prompts]
     limits: Any = np.array([prompt.limit(config.max_seq_len) for prompt in prompts], np.int32)
     zeros: Any = np.zeros  # as good as those of JAX, which types do not say
     tokens, log_probs = zeros((rows, max_len), np.int32), zeros((rows, max_len), np.float32)

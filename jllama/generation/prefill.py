@@ -52,7 +52,7 @@ def prefill(model: LanguageModel, prompts: Sequence[Prompt], prefix: PrefixCache
             row_cache = _prompt_cache(params, config, ids, cache_len(len(ids), config))
             for row in (row for row, others in enumerate(rows) if others == ids):
                 cache = _insert(cache, row_cache, row)
-    return _beside(params, make_batch(model, prompts, cache))
+    return _beside(params, make_batch(model, prompts, cache, cache.keys[0].shape[2]))
 
 
 def _prompt_cache(
