@@ -1,9 +1,12 @@
 """A loaded model: architecture, parameters, tokenizer, chat template; what formats and generation share."""
 
 import dataclasses
+import hashlib
+import zlib
 from typing import get_args
 
 import jax
+import numpy as np
 from jaxtyping import Array, Float
 
 from jllama.config import LlamaConfig
@@ -75,6 +78,13 @@ def summary(config: LlamaConfig, dtype: str, tokenizer: Tokenizer | None) -> str
     tokens = f"tokenizer of {tokenizer.vocab_size:,} tokens" if tokenizer else "no tokenizer"
     sizes = f"{config.num_layers} layers, {count_parameters(config):,} parameters"
     return f"{nearest_preset(config) or 'llama'}, {sizes}, {dtype}, {tokens}"
+
+
+def weights_fingerprint(model: LanguageModel) -> str:
+    """SHA-256, in hexadecimal, of the names, types, shapes and CRC-32 of the parameters as they are loaded."""
+    leaves = [(jax.tree_util.keystr(at), np.asarray(leaf)) for at, leaf in jax.tree.leaves_with_path(model.params)]
+    parts = [(name, leaf.dtype.name, leaf.shape, zlib.crc32(leaf.ravel().view(np.uint8).data)) for name, leaf in leaves]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 _logits = jax.jit(lambda config, params, tokens: build_model(config, params)(tokens), static_argnums=0)

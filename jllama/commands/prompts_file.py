@@ -7,20 +7,16 @@ import os
 import sys
 import time
 import typing
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import jax
-import numpy as np
 
 from jllama.errors import JllamaError, UsageError
 from jllama.evaluation.scoring import token_log_probs
 from jllama.files import fault_of, write_text_whole
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import Completion, encode_prompt, generate_batches
-from jllama.language_model import LanguageModel
+from jllama.language_model import LanguageModel, weights_fingerprint
 from jllama.progress import progress
 
 _JSON_TYPES: dict[Any, tuple[str, set[type], set[type]]] = {  # of which true is no number
@@ -114,13 +110,6 @@ def with_seed(prompt: Prompt, offset: int) -> Prompt:
     """The prompt with a later seed, for another text."""
     seed = (prompt.sampling.seed + offset) % 2**32
     return dataclasses.replace(prompt, sampling=dataclasses.replace(prompt.sampling, seed=seed))
-
-
-def weights_fingerprint(model: LanguageModel) -> str:
-    """SHA-256, in hexadecimal, of the names, types, shapes and CRC-32 of the parameters as they are loaded."""
-    leaves = [(jax.tree_util.keystr(at), np.asarray(leaf)) for at, leaf in jax.tree.leaves_with_path(model.params)]
-    parts = [(name, leaf.dtype.name, leaf.shape, zlib.crc32(leaf.ravel().view(np.uint8).data)) for name, leaf in leaves]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _dumped(result: dict[str, Any]) -> str:

@@ -112,8 +112,21 @@ def _xla(query: Array, key: Array, value: Array, mask: Mask) -> Array:
     return jnp.where(dense.any(axis=-1)[:, None, :, None], mixed, 0)
 
 
+class _Softmax(NamedTuple):
+    """A softmax under way: the largest score, the sum of exponentials, and what these weigh; ``[..., seq, 1 or h]``."""
+
+    largest: Array
+    total: Array
+    mixed: Array
+
+
 def cached_attention(
-    query: Queries, key: Keys, value: Keys, cached: tuple[Array, Array], row: Int[Array, ""], lengths: Int[Array, "batch"]
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    cached: tuple[Array, Array],
+    row: Int[Array, ""],
+    lengths: Int[Array, "batch"],
 ) -> Queries:
     """``grouped_query_attention`` of new tokens over what their rows hold already, and causally over each other.
 
@@ -126,30 +139,30 @@ def cached_attention(
     accumulator = np.promote_types(query.dtype, np.float32)
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, seq, head_dim)
 
-    def attend(key: Array, value: Array, mask: Array) -> tuple[Array, Array, Array]:
+    def attend(key: Array, value: Array, mask: Array) -> _Softmax:
         scores = jnp.einsum("bkgth,bksh->bkgts", grouped, key, preferred_element_type=accumulator) * head_dim**-0.5
         scores = jnp.where(mask[:, None, None], scores, jnp.finfo(accumulator).min)
         largest = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.where(mask[:, None, None], jnp.exp(scores - largest), 0)
         mixed = jnp.einsum("bkgts,bksh->bkgth", weights.astype(value.dtype), value, preferred_element_type=accumulator)
-        return largest, jnp.sum(weights, axis=-1, keepdims=True), mixed
+        return _Softmax(largest, jnp.sum(weights, axis=-1, keepdims=True), mixed)
+
+    def add(index: Array, so_far: _Softmax) -> _Softmax:
+        start, size = (row, 0, index * block, 0), (batch, kv_heads, block, head_dim)
+        seen = index * block + jnp.arange(block) < lengths[:, None]
+        mask = jnp.broadcast_to(seen[:, None], (batch, seq, block))
+        keys, values = (jax.lax.dynamic_slice(each, start, size) for each in cached)
+        more = attend(keys, values, mask)
+        largest = jnp.maximum(so_far.largest, more.largest)
+        ours, theirs = jnp.exp(so_far.largest - largest), jnp.exp(more.largest - largest)
+        both = _Softmax(largest, so_far.total * ours + more.total * theirs, so_far.mixed * ours + more.mixed * theirs)
+        some = (index * block < lengths)[:, None, None, None, None]
+        return jax.tree.map(functools.partial(jnp.where, some), both, so_far)
 
     block = min(_CACHE_BLOCK, cached[0].shape[2])
-
-    def add(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        start, size = (row, 0, index * block, 0), (batch, kv_heads, block, head_dim)
-        parts = (jax.lax.dynamic_slice(each, start, size) for each in cached)
-        seen = index * block + jnp.arange(block) < lengths[:, None]
-        more = attend(*parts, jnp.broadcast_to(seen[:, None], (batch, seq, block)))
-        largest = jnp.maximum(carry[0], more[0])
-        shares = jnp.exp(carry[0] - largest), jnp.exp(more[0] - largest)
-        total, mixed = (a * shares[0] + b * shares[1] for a, b in zip(carry[1:], more[1:], strict=True))
-        some = (index * block < lengths)[:, None, None, None, None]
-        return tuple(jnp.where(some, new, old) for new, old in zip((largest, total, mixed), carry, strict=True))
-
     itself = attend(key, value, jnp.broadcast_to(jnp.tri(seq, dtype=bool), (batch, seq, seq)))
-    _, total, mixed = jax.lax.fori_loop(0, -(-jnp.max(lengths) // block), add, itself)
-    return (mixed / total).reshape(query.shape).astype(query.dtype)
+    whole = jax.lax.fori_loop(0, -(-jnp.max(lengths) // block), add, itself)
+    return (whole.mixed / whole.total).reshape(query.shape).astype(query.dtype)
 
 
 class Refused(ValueError):

@@ -1,5 +1,6 @@
 """From a prompt to text: encode and check it, generate, decode as the tokens come, and stop where the text says so."""
 
+import bisect
 import dataclasses
 import itertools
 import numbers
@@ -277,6 +278,11 @@ class TextDecoder:
         if self.finish_reason != "stop_string":
             self._decode(is_last=True)
         return self._show(0)
+
+    @property
+    def num_tokens_shown(self) -> int:
+        """How many tokens begin in the text that was shown."""
+        return bisect.bisect_left(self._tokens, self._num_shown, key=lambda token: token[2])
 
     def completion(self, drafted: int, accepted: int) -> Completion:
         """All of it, at the end."""

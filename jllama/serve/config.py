@@ -11,7 +11,8 @@ class EngineConfig:
 
     Args:
         slots: how many texts are generated at once.
-        context: the most tokens of a prompt and its answer; 0 is the model's own.
+        context: the most tokens of a prompt and its answer; 0 is the model's own, or what fits in half the memory.
+        memory_gib: memory for keys and values; 0 is what slots and context take.
         cache_tokens: how many tokens of prefixes to keep.
         queue: how many requests may wait for a slot.
         prefill_budget: how many tokens of prompts to compute between two decoding steps of the others.
@@ -20,10 +21,16 @@ class EngineConfig:
 
     slots: int = 4
     context: int = 0
+    memory_gib: float = 0.0
     cache_tokens: int = 16_384
     queue: int = 256
     prefill_budget: int = 256
     replay: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "", "slots prefill_budget", lambda value: value >= 1, "at least 1")
+        check_fields(self, "", "context memory_gib cache_tokens queue", lambda value: value >= 0, "0 or more")
+        check_fields(self, "", "replay", lambda value: 0 <= value <= 1, "between 0 and 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

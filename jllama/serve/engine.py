@@ -1,37 +1,376 @@
-"""The engine: a thread that owns the device and answers requests in the slots of one decoding program."""
+"""The engine: a thread that owns the device and answers requests in the slots of one decoding program.
 
-from __future__ import annotations
+Between two decoding steps it lets requests in, computes chunks of their prompts within a budget, and lets go of those
+that have finished or whose client left. What it does when depends on everything; what a request gets on itself alone.
+"""
 
+import dataclasses
+import hashlib
+import os
+import platform
+import random
+import sys
+import threading
+import time
+import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from typing import Any
 
-from jllama.language_model import LanguageModel
+import jax
+import numpy as np
+
+import jllama
+from jllama.devices import device_memory_bytes
+from jllama.errors import UsageError
+from jllama.generation.sampling_params import Prompt
+from jllama.generation.text import TextDecoder
+from jllama.grammar import Matcher
+from jllama.language_model import LanguageModel, weights_fingerprint
+from jllama.serve import metrics
 from jllama.serve.config import EngineConfig
-from jllama.serve.requests import Deliver, Request
+from jllama.serve.prefix_cache import PrefixCache, chunk_keys
+from jllama.serve.requests import Answer, Busy, Deliver, Failure, Piece, Request, Token
+from jllama.serve.slots import (
+    CHUNK,
+    CHUNK_SIZES,
+    STOPS,
+    Step,
+    choose,
+    chunk_size,
+    empty_batch,
+    forward,
+    join,
+    kv_bytes,
+    prefill_chunk,
+    score_chunk,
+    write_chunk,
+)
+
+_STEPS = 4  # between two synchronizations with the host, where no row has a grammar
+_SHARE_OF_MEMORY = 0.5  # for keys and values where nobody says how much
+
+
+@dataclasses.dataclass(eq=False)
+class _Row:
+    """A request on its way, from the queue to the end of its answer."""
+
+    request: Request
+    deliver: Deliver
+    text: TextDecoder
+    matcher: Matcher | None
+    keys: list[bytes]  # of the prompt's whole chunks
+    arrival_s: float
+    first_s: float = 0.0  # when its first token came
+    cancelled: bool = False
+    num_cached: int = 0  # tokens of the prompt whose keys and values are in the slot
+    num_hits: int = 0  # those of them that the prefix cache had
+    joined: bool = False  # whether it is being decoded
+    prompt_tokens: list[Token] = dataclasses.field(default_factory=list)
+    tokens: list[Token] = dataclasses.field(default_factory=list)
+    num_delivered: int = 0
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.request.prompt
 
 
 class Engine:
-    """Answers requests; ``start`` compiles everything first. Any thread may submit."""
+    """Answers requests; ``start`` compiles everything first. Any thread may submit.
+
+    Args:
+        models: those that are served, by name: the first is the base, the others have its shapes.
+        config: sizes. ``UsageError`` where the memory does not hold one chunk a slot, or a model has other shapes.
+    """
 
     def __init__(self, models: Mapping[str, LanguageModel], config: EngineConfig) -> None:
-        self.models, self.config, self.context = dict(models), config, config.context
+        self.models = {name: model.for_decoding() for name, model in models.items()}
+        self.config, base = config, next(iter(self.models.values()))
+        if any(model.config != base.config for model in self.models.values()):
+            raise UsageError("the models differ in shape: serve each by a server of its own")
+        self.context, self._max_len = _sizes(base, config)
+        self.kv_bytes = kv_bytes(base.config, base.decode_params.dtype, config.slots * self._max_len)
+        self._queue: deque[_Row] = deque()
+        self._rows: list[_Row | None] = [None] * config.slots
+        self._again: deque[tuple[Request, Answer]] = deque(maxlen=64)  # answers to compare, where slots are idle
+        self._prefixes, self._random = PrefixCache(config.cache_tokens), random.Random()
+        self._changed, self._closing, self._stopped = threading.Condition(), False, False
+        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
+        self._fingerprints: dict[str, str] = {}
+        metrics.SLOTS.set(config.slots)
 
-    def start(self) -> None:
-        """Reserve the memory, compile, and begin to serve in a thread of its own."""
+    def start(self, say: Callable[[str], None] = lambda _: None) -> None:
+        """Reserve the memory, compile every program, and begin to serve in a thread of its own."""
+        for name, model in self.models.items():
+            self._fingerprints[name] = self._fingerprint(model)
+        base, name = next(iter(self.models.values())), next(iter(self.models))
+        self._batch = empty_batch(base, self.config.slots, self._max_len)
+        self._everything = np.full(self._batch.allowed.shape, -1, np.int32)
+        for number, size in enumerate(CHUNK_SIZES, 1):
+            say(f"compiling, program {number} of {len(CHUNK_SIZES)}")
+            new = min(1, self.context - size)
+            prompt = Prompt([0] * min(size + 1, self.context), max_new_tokens=new, stop_ids=())
+            self._rows[0] = self._row(
+                Request(prompt, name, prompt_log_probs=size == CHUNK, caches=False), lambda _: None
+            )
+            while self._rows[0]:
+                self._work()
+        self._thread.start()
 
     def check(self, request: Request) -> None:
-        """Raise ``UsageError`` if the request can never be served: it exceeds the context."""
+        """Raise ``UsageError`` if the request can never be served."""
+        num_ids, new = len(request.prompt.ids), request.prompt.max_new_tokens
+        if num_ids + (1 if new is None else new) > self.context:
+            asked = f"the prompt's {num_ids} tokens and {1 if new is None else new} new ones"
+            raise UsageError(f"{asked} exceed the context of {self.context} tokens that this server has")
+        if len(request.prompt.stop_ids or ()) > STOPS:
+            raise UsageError(f"stop_ids has {len(request.prompt.stop_ids or ())} tokens; at most {STOPS} are served")
 
     def submit(self, request: Request, deliver: Deliver) -> Callable[[], None]:
         """Queue a request, whose events go to ``deliver``; returns what cancels it (no further event comes then).
 
         Raises ``UsageError`` as ``check`` does, and ``Busy`` if the queue is full or the engine is closing.
         """
-        raise NotImplementedError
+        self.check(request)
+        row = self._row(request, deliver)
+
+        def cancel() -> None:
+            row.cancelled = True
+            with self._changed:
+                self._changed.notify()
+
+        with self._changed:
+            if self._closing:
+                raise Busy("the server is shutting down: ask another one, or come again", 30)
+            if len(self._queue) >= self.config.queue:
+                raise Busy(f"{len(self._queue)} requests are waiting already, the most that this server lets wait")
+            self._queue.append(row)
+            self._changed.notify()
+        return cancel
 
     def fingerprint(self, model: str) -> str:
         """Names all that an answer depends on besides its request: weights, programs, sizes, versions, device."""
-        raise NotImplementedError
+        return self._fingerprints[model or next(iter(self.models))]
 
     def close(self, drain_s: float = 0.0) -> int:
         """Take no more requests, finish those under way within ``drain_s``; returns how many were broken off."""
-        raise NotImplementedError
+        with self._changed:
+            self._closing = True
+            self._changed.wait_for(lambda: not self._busy(), drain_s)
+            self._stopped = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+        left = [*self._queue, *filter(None, self._rows)]
+        for row in left:
+            row.deliver(Failure("the server is shutting down: the answer was broken off"))
+        return len(left)
+
+    def _row(self, request: Request, deliver: Deliver) -> _Row:
+        model, prompt = self.models[request.model or next(iter(self.models))], request.prompt
+        tokenizer, ends = model.text_tokenizer, prompt.stop_ids or ()
+        matcher = Matcher(prompt.grammar, tokenizer, ends) if prompt.grammar else None
+        keys = [*chunk_keys(request.model, prompt.ids[:-1])] if request.caches else []
+        return _Row(request, deliver, TextDecoder(tokenizer, prompt), matcher, keys, time.monotonic())
+
+    def _busy(self) -> bool:
+        return bool(self._queue or any(self._rows))
+
+    def _serve(self) -> None:
+        """The thread: work while there is any."""
+        while True:
+            with self._changed:
+                self._changed.notify_all()  # who waits for the end
+                self._changed.wait_for(lambda: self._stopped or self._busy() or self._again)
+                if self._stopped:
+                    return
+                self._let_in()
+            try:
+                self._work()
+            except Exception:  # what nobody foresaw: these requests fail, and the next ones find new slots
+                traceback.print_exc()
+                for row in filter(None, self._rows):
+                    row.deliver(Failure("the server failed at this request, and has said why in its log"))
+                self._rows = [None] * len(self._rows)
+                self._batch = empty_batch(next(iter(self.models.values())), len(self._rows), self._max_len)
+
+    def _let_in(self) -> None:
+        """Free the slots of clients that left, and fill them from the queue; what is left idle compares answers."""
+        for row in filter(None, self._rows):
+            if row.cancelled:
+                _count(row)
+                self._rows[self._rows.index(row)] = None
+        self._queue = deque(row for row in self._queue if not row.cancelled)
+        for slot in (slot for slot, row in enumerate(self._rows) if row is None):
+            if self._queue:
+                self._rows[slot] = self._queue.popleft()
+            elif self._again and not self._closing:
+                self._rows[slot] = self._replay(*self._again.popleft())
+        metrics.QUEUED.set(len(self._queue))
+        metrics.BUSY_SLOTS.set(sum(row is not None for row in self._rows))
+
+    def _work(self) -> None:
+        """Chunks of prompts within the budget, then a few decoding steps."""
+        budget = self.config.prefill_budget
+        for slot, row in sorted(self._occupied(joined=False), key=lambda pair: pair[1].arrival_s):
+            while budget > 0 and not row.joined and not row.cancelled:
+                budget -= self._prefill(slot, row)
+        jax.block_until_ready(self._batch.cache.keys[-1])  # not further ahead than what is decided now
+        decoding = [pair for pair in self._occupied(joined=True) if not pair[1].cancelled]
+        for name in dict.fromkeys(row.request.model for _, row in decoding):
+            self._decode(
+                self.models[name or next(iter(self.models))],
+                [pair for pair in decoding if pair[1].request.model == name],
+            )
+
+    def _occupied(self, joined: bool) -> list[tuple[int, _Row]]:
+        return [(slot, row) for slot, row in enumerate(self._rows) if row and row.joined == joined]
+
+    def _prefill(self, slot: int, row: _Row) -> int:
+        """The next chunk of a row's prompt, kept or computed, or its entrance; returns the tokens computed."""
+        model, start, ids = self.models[row.request.model or next(iter(self.models))], row.num_cached, row.prompt.ids
+        tokens = ids[start : min(start + CHUNK, len(ids) - 1)]
+        if not tokens:
+            return self._join(slot, row, model)
+        key = row.keys[start // CHUNK] if start // CHUNK < len(row.keys) else None
+        scored, computed = row.request.prompt_log_probs, 0
+        chunk = self._prefixes.get(key) if key and not scored else None
+        if chunk is None:
+            computed = CHUNK if scored else chunk_size(len(tokens))
+            padded = np.zeros((1, computed), np.int32)
+            padded[0, : len(tokens)] = tokens
+            at = model.decode_params, model.config, self._batch.cache, padded, np.int32(slot), np.int32(start)
+            hidden, chunk = prefill_chunk(*at)
+            if scored:
+                self._score(row, model, hidden, ids[start + 1 : start + 1 + len(tokens)])
+            if key:
+                self._prefixes.put(key, chunk)
+        else:
+            row.num_hits += len(tokens)
+        self._batch = write_chunk(self._batch, chunk, np.int32(slot), np.int32(start))
+        row.num_cached += len(tokens)
+        return computed
+
+    def _score(self, row: _Row, model: LanguageModel, hidden: Any, targets: Any) -> None:
+        """Log-probabilities of a chunk's next tokens."""
+        padded = np.zeros(CHUNK, np.int32)
+        padded[: len(targets)] = targets
+        log_probs, (ids, values) = jax.device_get(score_chunk(model.decode_params, model.config, hidden, padded))
+        for index, id in enumerate(targets):
+            top = zip(ids[index].tolist(), values[index].tolist(), strict=True)
+            row.prompt_tokens.append(Token(id, float(log_probs[index]), tuple(top)[: row.request.top]))
+
+    def _join(self, slot: int, row: _Row, model: LanguageModel) -> int:
+        if row.request.prompt_log_probs:
+            row.prompt_tokens.insert(0, Token(row.prompt.ids[0], None))
+        row.joined = True
+        if row.prompt.max_new_tokens == 0:
+            self._end(slot, row)
+        else:
+            self._batch = join(self._batch, model, row.prompt, slot)
+        return 0
+
+    def _decode(self, model: LanguageModel, rows: list[tuple[int, _Row]]) -> None:
+        """A few steps of one model's rows; with a grammar one, whose mask is made while the device computes."""
+        active, limited = np.zeros(len(self._rows), bool), [(slot, row) for slot, row in rows if row.matcher]
+        active[[slot for slot, _ in rows]] = True
+        tops, steps = np.bool_(any(row.request.top for _, row in rows)), []
+        for _ in range(1 if limited else _STEPS):
+            logits, new = forward(model.decode_params, model.config, self._batch, active)
+            allowed = self._everything.copy() if limited else self._everything
+            for slot, row in limited:
+                assert row.matcher is not None
+                allowed[slot] = row.matcher.allowed()
+            self._batch, step = choose(self._batch, new, logits, active, allowed, tops)
+            steps.append(step)
+        for step in jax.device_get(steps):
+            for slot, row in rows:
+                if self._rows[slot] is row and step.tokens[slot] >= 0:
+                    self._take(slot, row, step)
+
+    def _take(self, slot: int, row: _Row, step: Step) -> None:
+        """Give a row its next token."""
+        id, log_prob = int(step.tokens[slot]), float(step.log_probs[slot])
+        row.first_s = row.first_s or time.monotonic()
+        if row.matcher:
+            row.matcher.accept(id)
+        top = zip(step.top[0][slot].tolist(), step.top[1][slot].tolist(), strict=True) if row.request.top else ()
+        piece = row.text.push(id, log_prob)
+        row.tokens.append(Token(id, log_prob, tuple(top)[: row.request.top]))
+        if piece:
+            self._deliver(row, piece, row.text.num_tokens_shown)
+        full = len(row.prompt.ids) + len(row.tokens)
+        new = row.prompt.max_new_tokens
+        if row.text.finish_reason or full >= self.context or (new is not None and len(row.tokens) >= new):
+            self._end(slot, row)
+
+    def _deliver(self, row: _Row, text: str, num_tokens: int) -> None:
+        tokens = tuple(row.tokens[row.num_delivered : num_tokens])
+        row.num_delivered = max(num_tokens, row.num_delivered)
+        if (text or tokens) and not row.cancelled:
+            row.deliver(Piece(text, tokens))
+
+    def _end(self, slot: int, row: _Row) -> None:
+        """Free the slot and deliver what is left, and the whole."""
+        self._rows[slot] = None
+        rest, completion = row.text.end(), row.text.completion(0, 0)
+        self._deliver(row, rest, len(completion.ids))
+        answer = Answer(completion, tuple(row.tokens[: len(completion.ids)]), tuple(row.prompt_tokens), row.num_hits)
+        if not row.cancelled:
+            row.deliver(answer)
+        _count(row)
+        if row.request.caches and self._random.random() < self.config.replay:
+            self._again.append((dataclasses.replace(row.request, caches=False), answer))
+
+    def _replay(self, request: Request, before: Answer) -> _Row:
+        """A request once more, without the cache, to be compared with its answer."""
+
+        def compare(event: Any) -> None:
+            if isinstance(event, Answer):
+                metrics.REPLAYED.inc()
+                if event._replace(cached_tokens=0) != before._replace(cached_tokens=0):
+                    metrics.MISMATCHES.inc()
+                    print("error: an answer came out otherwise when it was generated again", file=sys.stderr)
+
+        return self._row(request, compare)
+
+    def _fingerprint(self, model: LanguageModel) -> str:
+        device = jax.devices()[0]
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        parts = (
+            *(weights_fingerprint(model), model.config, model.text_tokenizer.fingerprint(), model.chat_template),
+            *(model.stop_ids, self.config.slots, self._max_len, CHUNK),
+            *(jllama.__version__, jax.__version__, version("jaxlib"), os.environ.get("XLA_FLAGS")),
+            *(device.platform, device.device_kind, platform.machine(), cores),
+        )
+        return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _count(row: _Row) -> None:
+    """Count an answer at its end; not those that are made for the server's own sake."""
+    if not row.request.caches:
+        return
+    metrics.CANCELLED.inc(row.cancelled)
+    metrics.PROMPT_TOKENS.inc(row.num_cached + 1)
+    metrics.CACHED_TOKENS.inc(row.num_hits)
+    metrics.NEW_TOKENS.inc(len(row.tokens))
+    if row.first_s:
+        metrics.FIRST_TOKEN_S.observe(row.first_s - row.arrival_s)
+    if len(row.tokens) > 1:
+        metrics.BETWEEN_TOKENS_S.observe((time.monotonic() - row.first_s) / (len(row.tokens) - 1))
+
+
+def _sizes(model: LanguageModel, config: EngineConfig) -> tuple[int, int]:
+    """The context that is served, and the length of a slot: that, in whole chunks, which the memory must hold."""
+    context = min(config.context or model.config.max_seq_len, model.config.max_seq_len)
+    chunk_bytes = config.slots * kv_bytes(model.config, model.decode_params.dtype, CHUNK)
+    have = config.memory_gib * 2**30 or _SHARE_OF_MEMORY * (device_memory_bytes(jax.devices()[0]) or 2**60)
+    chunks = -(-context // CHUNK)
+    if (fits := int(have // chunk_bytes)) < chunks:
+        least = chunks if config.context else 1
+        if fits < least:
+            said = f"{config.slots} slots of {least * CHUNK} tokens take {least * chunk_bytes / 2**30:.2f} GiB"
+            raise UsageError(f"{said}, and there are {have / 2**30:.2f}: take fewer slots or a shorter context")
+        chunks = fits
+    return min(context, chunks * CHUNK), chunks * CHUNK

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from jllama import functional as F
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams
 from jllama.generation.decode_batch import DecodeBatch, append_token, make_batch

@@ -25,7 +25,7 @@ from jllama.commands.verify import VerifyOptions
 from jllama.config import LlamaConfig
 from jllama.generation.sampling_params import SamplingParams
 from jllama.generation.text import generate
-from jllama.language_model import LanguageModel
+from jllama.language_model import LanguageModel, weights_fingerprint
 from jllama.training.config import TrainConfig
 
 OPTIONS = {
@@ -282,7 +282,7 @@ def test_the_fingerprint_of_weights_sees_every_value_and_its_place(first, second
     values = (np.random.default_rng(0).normal(size=(10, 100)) * 50).astype(jnp.dtype(dtype))
 
     def fingerprint(values, name="w"):
-        return prompts_file.weights_fingerprint(LanguageModel(LlamaConfig(vocab_size=300), {"layers": {name: values}}))
+        return weights_fingerprint(LanguageModel(LlamaConfig(vocab_size=300), {"layers": {name: values}}))
 
     other, swapped = values.copy(), values.copy()
     other.flat[first] += 1
