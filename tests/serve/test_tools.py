@@ -7,15 +7,19 @@ from pathlib import Path
 
 import pytest
 from helpers import trained_llama3, trained_smollm
+from helpers_real import real_file
 from hypothesis import example, given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from transformers.utils.chat_template_utils import render_jinja_template
 
+import jllama
 from jllama.errors import UsageError
+from jllama.grammar import Matcher
 from jllama.serve.tools import ToolCall, ToolParser, check_tools, dialect, grammar
-from jllama.templates.messages import TEMPLATES, openai_messages, template_variables
+from jllama.templates.messages import TEMPLATES, end_of_turn_ids, openai_messages, template_variables
 from jllama.templates.template import render
+from jllama.tokenizers import BytesTokenizer
 
 STOCK = {path.stem: path.read_text() for path in (Path(__file__).parent.parent / "templates/stock").glob("*.jinja")}
 SMOLLM2, HERMES, LLAMA = (dialect(STOCK[name]) for name in ("smollm2", "qwen2_5_training", "llama3_1"))
@@ -245,6 +249,18 @@ def test_what_a_grammar_accepts_is_read_as_calls(bytes_only, calls):
     assert [(call.name, json.loads(call.arguments)) for call in read(SMOLLM2, [text])[1]] == calls
 
 
+def test_a_schema_that_cannot_be_served_is_refused():
+    for schema in (
+        {"properties": {"a": {"type": "string", "pattern": "(?=a)b"}}},
+        {"not": {}},
+        {"type": "object", "$ref": "#/$defs/a"},
+    ):
+        tools = [{"type": "function", "function": {"name": "now", "parameters": schema}}]
+        check_tools(tools)
+        with pytest.raises(UsageError, match=r"the grammar .* cannot be compiled"):
+            Matcher(grammar(tools, "required", SMOLLM2), BytesTokenizer(), (1,))
+
+
 # --- templates
 
 CORPUS = ["the weather in Rome, please: 12 345 {} <tool_call> name arguments parameters\n"]
@@ -400,3 +416,29 @@ def test_a_name_that_is_no_text_is_refused():
 def test_a_template_is_given_nothing_twice(name):
     with pytest.raises(UsageError, match=f"the chat template is given '{name}' in any case: leave it out"):
         template_variables(TOKENIZERS["smollm2"], [], True, None, {name: 1})
+
+
+@pytest.mark.real_weights
+def test_smollm2_calls_what_it_must():
+    """SmolLM2 would rather talk; where a call is required, one comes, with the arguments that the question gives."""
+    model = jllama.load(real_file("SmolLM2-135M-Instruct.Q4_1.gguf"))
+    assert dialect(model.chat_template) == SMOLLM2
+    tokenizer, ends = model.text_tokenizer, end_of_turn_ids(model.text_tokenizer, model.stop_ids)
+
+    def answer(question, choice, parallel):
+        messages = openai_messages([{"role": "user", "content": question}])
+        text = render(SMOLLM2.template, **template_variables(tokenizer, messages, True, TOOLS))
+        wanted = grammar(TOOLS, choice, SMOLLM2, parallel)
+        ids = tokenizer.encode_with_special_tokens(text)
+        return jllama.generate(model, ids, max_new_tokens=99, temperature=0, stop_ids=ends, grammar=wanted)[0]
+
+    now = {"type": "function", "function": {"name": "now"}}
+    for choice, parallel in (("required", True), ("required", False), (now, True)):
+        completion = answer("What is the weather in Paris for the next 3 days?", choice, parallel)
+        text, calls, _ = read(SMOLLM2, [completion.text])
+        assert (text, completion.finish_reason) == ("", "stop_id")
+        if choice == now:
+            assert [(call.name, call.arguments) for call in calls] == [("now", "{}")]
+        else:
+            assert calls[0].name == "weather"
+            assert json.loads(calls[0].arguments)["city"] == "Paris"
