@@ -1,9 +1,9 @@
-"""The architecture of one Llama, and how its work is split over devices, as data."""
+"""The architecture of one Llama, how its work is split over devices, what a text must match: as data."""
 
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jllama.errors import MAX_SEQ_LEN, UsageError, check_fields, check_size
 from jllama.rope_scaling import RopeScaling
@@ -170,3 +170,13 @@ class LlamaConfig:
             for name, least in scaling.least.items():
                 said = f"over {least} with rope_scaling of type {scaling.type}"
                 check_fields(self, "", name, lambda value, least=least: value > least, said)
+
+
+GrammarKind = Literal["json_schema", "regex", "lark"]
+
+
+class Grammar(NamedTuple):
+    """What a text must match, from its first character to its end."""
+
+    kind: GrammarKind
+    text: str  # the schema as JSON, the regular expression, or the grammar in llguidance's dialect of Lark

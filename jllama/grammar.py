@@ -6,23 +6,17 @@ import functools
 import json
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, get_args
 
 import numpy as np
 from jaxtyping import Int32
 
+from jllama.config import Grammar as Grammar
+from jllama.config import GrammarKind
 from jllama.errors import JllamaError, UsageError, unknown_name
 from jllama.tokenizers import Tokenizer
 
-Kind = Literal["json_schema", "regex", "lark"]
 _WHITESPACE = r" |\n {0,40}"  # between JSON's signs: without a bound, a small model may go on with it forever
-
-
-class Grammar(NamedTuple):
-    """What a text must match, from its first character to its end."""
-
-    kind: Kind
-    text: str  # the schema as JSON, the regular expression, or the grammar in llguidance's dialect of Lark
 
 
 class Matcher:
@@ -64,8 +58,8 @@ def _words(flags: np.ndarray) -> Int32[np.ndarray, "words"]:
 def _compiled(grammar: Grammar, tokenizer: Tokenizer) -> Any:
     """The matcher of llguidance at the beginning of a text: to be copied, as one that goes on changes."""
     kind, text = grammar
-    if kind not in get_args(Kind):
-        raise unknown_name("kind of grammar", kind, get_args(Kind))
+    if kind not in get_args(GrammarKind):
+        raise unknown_name("kind of grammar", kind, get_args(GrammarKind))
     vocabulary = _vocabulary(tokenizer)
     from llguidance import LLMatcher, LLParserLimits
 

@@ -33,6 +33,8 @@ COMMANDS = {
     "train": "train a Llama on text",
     "sample": "let a trained model write",
     "chat": "talk with a model in the terminal",
+    "serve": "answer over HTTP as OpenAI's API does, with a page to chat",
+    "replay": "have a server make an answer again, and compare",
     "convert": "turn a checkpoint of any format into another",
     "verify": "prove that jllama, or a checkpoint of yours, computes what the oracle does",
     "report": "show what runs have logged, together or into a logger",
@@ -164,6 +166,8 @@ def _named(parser: _Parser, argv: Sequence[str], positional: Sequence[str]) -> l
             own = ("true", "false", *(word for kind in kinds for word in typing.get_args(kind)))
             if nargs is None or (nargs == "?" and (words[0] in own or not names)):
                 equals, value = "=", words.pop(0)
+        is_list = typing.get_origin(getattr(parser._option_string_actions.get(name), "_typehint", None)) is list
+        name += "+" * bool(is_list and not name.endswith("+") and not value.startswith("["))  # one more of several
         is_file = name == "--config" and equals
         named += _flags(parser, _read_config(value), "--") if is_file else [name + equals + value]
     return named
@@ -220,6 +224,8 @@ def _kind(hint: Any) -> tuple[str, str]:
     if origin in (types.UnionType, typing.Union):
         return _kind(kinds[-1])
     json = 'a JSON object, such as {"5": 1.5}' if origin in (dict, Mapping) else "JSON, such as [1, 2]"
+    if origin is list and kinds == [str]:
+        return "TEXT", 'text, or JSON such as ["a", "b"]'
     return ("", "true or false") if hint is bool else _SCALARS.get(hint, ("JSON", json))
 
 

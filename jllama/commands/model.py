@@ -1,7 +1,7 @@
 """The model that a command works with: which one it is, and in what form it is loaded."""
 
 import dataclasses  # no postponed annotations here: jsonargparse resolves those of one base class only
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import jllama
 from jllama.commands.terminal import say
@@ -9,10 +9,13 @@ from jllama.config import MeshConfig
 from jllama.errors import check_fields, no_tokenizer
 from jllama.generation.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """Which model to load, and how.
+class CheckpointOptions:
+    """Which checkpoint to load, and how.
 
     Args:
         checkpoint: the folder of a run, or a model in any format: a Hugging Face or Meta folder, a GGUF or llama2.c
@@ -21,8 +24,6 @@ class ModelOptions:
         dtype: of the parameters; without it float32 on a CPU, and elsewhere the files' own.
         quantize: hold the weights as int8, a quarter of float32's memory; the results change a little.
         rope_factor: the RoPE scaling factor that Meta's params.json lacks.
-        mesh: how the model is split over all devices; without it the first one holds it whole.
-        adapter: what was trained beside these weights: a run (whose step is meant then), PEFT's folder, a GGUF LoRA.
     """
 
     checkpoint: str
@@ -30,18 +31,35 @@ class ModelOptions:
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     quantize: Literal["int8"] | None = None
     rope_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "", "step", lambda value: value >= 0, "0 or more")
+
+    def load_with(self, mesh: "Mesh | None", adapter: str | None) -> "jllama.LanguageModel":
+        """The model, in the layout for decoding, over a mesh and with an adapter if there are any."""
+        options = {"rope_factor": self.rope_factor, "step": self.step or None, "quantize": self.quantize}
+        return jllama.load(self.checkpoint, self.dtype, mesh, adapter=adapter, **options)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOptions(CheckpointOptions):
+    """Which model to load, and how.
+
+    Args:
+        mesh: how the model is split over all devices; without it the first one holds it whole.
+        adapter: what was trained beside these weights: a run (whose step is meant then), PEFT's folder, a GGUF LoRA.
+    """
+
     mesh: MeshConfig = dataclasses.field(default_factory=lambda: MeshConfig(data=1))
     adapter: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self.mesh, "mesh.", "rules", lambda rules: not rules, "left out, as they are for training")
-        check_fields(self, "", "step", lambda value: value >= 0, "0 or more")
+        super().__post_init__()
 
     def load_model(self, needs_tokenizer: bool = True) -> "jllama.LanguageModel":
         """The model, in the layout for decoding."""
-        options = {"rope_factor": self.rope_factor, "step": self.step or None, "quantize": self.quantize}
-        mesh = None if self.mesh == MeshConfig(data=1) else jllama.make_mesh(self.mesh)
-        model = jllama.load(self.checkpoint, self.dtype, mesh, adapter=self.adapter, **options)
+        model = self.load_with(None if self.mesh == MeshConfig(data=1) else jllama.make_mesh(self.mesh), self.adapter)
         if needs_tokenizer and model.tokenizer is None:
             raise no_tokenizer(self.checkpoint)
         return model

@@ -5,8 +5,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
+from jllama.config import Grammar
 from jllama.errors import check_fields
-from jllama.grammar import Grammar
 
 _MOST = 1e30  # the logits stay finite in float32, whatever is added to them and however often
 

@@ -38,15 +38,13 @@ class HttpConfig:
     """What is served to whom.
 
     Args:
-        keys: who has one of them in an Authorization header is served; none serves everybody.
         cors: origins whose pages may use the server from a browser, such as https://example.org, or * for all.
         max_body_bytes: a request's body may not be larger.
         body_timeout_s: and not take longer to arrive.
         log_text: log what is said, too.
     """
 
-    keys: tuple[str, ...] = ()
-    cors: tuple[str, ...] = ()
+    cors: list[str] = dataclasses.field(default_factory=list)
     max_body_bytes: int = 4 * 2**20
     body_timeout_s: float = 30.0
     log_text: bool = False

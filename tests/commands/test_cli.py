@@ -21,7 +21,7 @@ from jllama.commands.sample import SampleOptions
 from jllama.training.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
-BARE = ["train", "sample", "chat", "convert", "eval", "bench"]
+BARE = ["train", "sample", "chat", "serve", "replay", "convert", "eval", "bench"]
 """Commands that do nothing without an argument but show how they are used."""
 
 
@@ -129,7 +129,8 @@ def test_a_checkpoint_with_and_without_its_name(argv):
 
 
 @pytest.mark.parametrize(
-    ("command", "options"), [("eval", "--data x.txt"), ("chat", ""), ("sample", ""), ("doctor", ""), ("verify", "")]
+    ("command", "options"),
+    [("eval", "--data x.txt"), ("chat", ""), ("sample", ""), ("serve", "--port 0"), ("doctor", ""), ("verify", "")],
 )
 def test_every_command_takes_a_checkpoint_both_ways(command, options, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -257,7 +258,7 @@ def test_other_errors_keep_their_traceback(monkeypatch):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("jllama s", ["sample"]),
+        ("jllama s", ["sample", "serve"]),
         ("jllama sample --te", ["--temperature"]),
         ("jllama sample --min", ["--min_p"]),
         ("jllama train quickstart --optimizer.l", ["--optimizer.learning_rate"]),

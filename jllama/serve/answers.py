@@ -1,0 +1,116 @@
+"""OpenAI's protocol: answers, from what the engine gives to JSON, whole or in parts as they come."""
+
+from __future__ import annotations
+
+import codecs
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jllama.serve.protocol import Chat, Continuation, Job
+from jllama.serve.requests import Answer, Piece, Token
+from jllama.serve.tools import ToolCall, ToolParser
+
+_LEAST = -9999.0  # what OpenAI's API says of a token that cannot be drawn: JSON has no infinity
+_pieces = functools.lru_cache(4)(lambda tokenizer: tokenizer.pieces())
+
+
+class Choice:
+    """One text of an answer."""
+
+    def __init__(self, job: Job, index: int) -> None:
+        self._body, self._index, prompt = job.body, index, job.requests[index].prompt
+        tokenizer, self._parser = job.model.text_tokenizer, None
+        self._pieces, self._names = _pieces(tokenizer), {id: name for name, id in tokenizer.special_tokens.items()}
+        self._decoder, self._offset, self._echoed = codecs.getincrementaldecoder("utf-8")("replace"), 0, ""
+        if isinstance(job.body, Continuation) and job.body.echo:
+            given = job.body.prompts[index // job.body.n]
+            self._echoed = given if isinstance(given, str) else tokenizer.decode(given)
+        elif isinstance(job.body, Chat) and job.dialect:
+            key = f"{job.head['system_fingerprint']} {prompt.sampling.seed} {len(prompt.ids)}"
+            names = [tool["function"]["name"] for tool in job.body.tools]
+            self._parser = ToolParser(job.dialect, names, key, job.body.parallel_tool_calls)
+
+    def opening(self) -> dict[str, Any]:
+        """What a stream begins with: the role, or the prompt if it is echoed."""
+        is_chat = isinstance(self._body, Chat)
+        return self._part({"delta": {"role": "assistant", "content": ""}} if is_chat else {"text": self._echoed})
+
+    def parts(self, event: Piece | Answer) -> Iterator[dict[str, Any]]:
+        """What a stream says of an event; the reason of the end in a part of its own."""
+        text, tokens = (event.text, event.tokens) if isinstance(event, Piece) else ("", ())
+        log_probs, is_chat = self._log_probs(tokens), isinstance(self._body, Chat)
+        for found in self._certain(text, isinstance(event, Answer)) or ([""] if log_probs else []):
+            call = {"tool_calls": [{"index": found.index} | _call(found)]} if isinstance(found, ToolCall) else {}
+            yield self._part({"delta": call or {"content": found}} if is_chat else {"text": found}, log_probs)
+            log_probs = None
+        if isinstance(event, Answer):
+            yield self._part({"delta": {}} if is_chat else {"text": ""}, None, self._reason(event))
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """All of it."""
+        found = self._certain(answer.completion.text, True)
+        text, calls = "".join(each for each in found if isinstance(each, str)), self._parser and self._parser.calls
+        if isinstance(self._body, Continuation):
+            log_probs = self._log_probs([*(answer.prompt_tokens if self._body.echo else ()), *answer.tokens])
+            return self._part({"text": self._echoed + text}, log_probs, self._reason(answer))
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        message |= {"tool_calls": [*map(_call, calls)]} if calls else {}
+        return self._part({"message": message}, self._log_probs(answer.tokens), self._reason(answer))
+
+    def _part(self, content: Mapping[str, Any], log_probs: Any = None, reason: str | None = None) -> dict[str, Any]:
+        return {"index": self._index, **content, "logprobs": log_probs, "finish_reason": reason}
+
+    def _certain(self, text: str, is_end: bool) -> Sequence[str | ToolCall]:
+        return self._parser.push(text, is_end) if self._parser else [text] if text else []
+
+    def _reason(self, answer: Answer) -> str:
+        if self._parser and self._parser.calls:
+            return "tool_calls"
+        return "stop" if answer.completion.finish_reason.startswith("stop") else "length"
+
+    def _log_probs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        """Log-probabilities of tokens, as chats or as completions have them, if they are asked for."""
+        if not tokens or self._body.logprobs is None or self._body.logprobs is False:
+            return None
+        shown = [self._token(token.id, token.log_prob) for token in tokens]
+        tops = [[self._token(*each) for each in token.top] for token in tokens]
+        if isinstance(self._body, Chat):
+            both = zip(shown, tops, strict=True)
+            return {"content": [each | {"top_logprobs": top} for each, top in both], "refusal": None}
+        lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token, each, top in zip(tokens, shown, tops, strict=True):
+            best = {one["token"]: one["logprob"] for one in [*top, each]} if top else None
+            values = each["token"], each["logprob"], best, self._offset
+            for values_so_far, value in zip(lists.values(), values, strict=True):
+                values_so_far.append(value)
+            self._offset += len(self._decoder.decode(self._pieces[token.id]))
+        return lists
+
+    def _token(self, id: int, log_prob: float | None) -> dict[str, Any]:
+        text = self._pieces[id] or self._names.get(id, "").encode()
+        finite = None if log_prob is None else max(log_prob, _LEAST)
+        return {"token": text.decode("utf-8", "replace"), "logprob": finite, "bytes": [*text]}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def totals(job: Job, answers: Sequence[Answer]) -> dict[str, Any]:
+    """The counts of an answer's tokens, each prompt's once, and what it takes to make it again if that is asked for."""
+    prompt = sum(len(request.prompt.ids) for request in job.requests[:: job.body.n])
+    new = sum(answer.completion.new_tokens for answer in answers)
+    counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    cached = sum(answer.cached_tokens for answer in answers[:: job.body.n])
+    found: dict[str, Any] = {"usage": counts | {"prompt_tokens_details": {"cached_tokens": cached}}}
+    if job.body.receipt:
+        names = job.body.model_fields_set - {"stream", "stream_options"}
+        found["receipt"] = {
+            "path": "/v1/chat/completions" if isinstance(job.body, Chat) else "/v1/completions",
+            "request": {name: getattr(job.body, name) for name in sorted(names)},
+            "system_fingerprint": job.head["system_fingerprint"],
+            "ids": [answer.completion.ids for answer in answers],
+            "log_probs": [answer.completion.log_probs for answer in answers],
+        }
+    return found

@@ -1,0 +1,319 @@
+"""The server as an application: routes, keys, limits, streams, a line in the log for each request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import hmac
+import json
+import sys
+import time
+import urllib.parse
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import jllama
+from jllama.errors import JllamaError, UsageError
+from jllama.generation.text import prompt_ids
+from jllama.serve import metrics
+from jllama.serve.answers import Choice, totals
+from jllama.serve.config import HttpConfig
+from jllama.serve.engine import Engine
+from jllama.serve.protocol import (
+    Chat,
+    Continuation,
+    Conversation,
+    Job,
+    Refusal,
+    Text,
+    Tokens,
+    chat_job,
+    continuation_job,
+    conversation_text,
+    served,
+)
+from jllama.serve.requests import Answer, Busy, Event, Failure, Piece
+
+PING_S = 10.0
+"""After so long without news a stream gets a comment, so that nobody between server and client takes it for dead."""
+OPEN = ("/", "/health", "/openapi.json")
+"""Paths that need no key."""
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_PROBLEM = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
+_PROBLEMS = {"description": "what was wrong", "content": {"application/json": {"schema": _PROBLEM}}}
+
+
+@dataclasses.dataclass
+class Record:
+    """What becomes of a request, for its line in the log."""
+
+    status: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    first_token_s: float = 0.0
+    said: list[Any] = dataclasses.field(default_factory=list)
+    cancels: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+
+
+def make_app(engine: Engine | None, config: HttpConfig, keys: Sequence[str] = ()) -> FastAPI:
+    """The application; with ``keys``, for those who have one of them in an Authorization header.
+
+    Until ``app.state.engine`` is an engine, and while ``app.state.is_closing``, it answers 503.
+    """
+    app = FastAPI(title="jllama", version=jllama.__version__, docs_url=None, redoc_url=None)
+    app.state.engine, app.state.is_closing = engine, False
+    app.add_middleware(_front, config=config, keys=[f"Bearer {key}".encode() for key in keys])  # type: ignore[arg-type]
+    if config.cors:
+        app.add_middleware(CORSMiddleware, allow_origins=config.cors, allow_methods=["*"], allow_headers=["*"])
+    for kind in (HTTPException, RequestValidationError, JllamaError, Busy, RecursionError, Exception):
+        app.add_exception_handler(kind, _problem_of)
+
+    def ready() -> Engine:
+        if app.state.engine is None:
+            raise Busy("the model is still loading: come again soon", 5)
+        return app.state.engine
+
+    @app.post("/v1/chat/completions", responses=_responses("id object choices usage", "text/event-stream"))
+    async def chat(request: HttpRequest, body: Chat) -> Response:
+        return await _generate(request, ready(), await asyncio.to_thread(chat_job, ready(), body))
+
+    @app.post("/v1/completions", responses=_responses("id object choices usage", "text/event-stream"))
+    async def completions(request: HttpRequest, body: Continuation) -> Response:
+        return await _generate(request, ready(), await asyncio.to_thread(continuation_job, ready(), body))
+
+    @app.get("/v1/models", responses=_responses("object data"))
+    async def models() -> Response:
+        about = {"object": "model", "created": 0, "owned_by": "jllama", "max_model_len": ready().context}
+        return JSONResponse({"object": "list", "data": [{"id": name} | about for name in ready().models]})
+
+    @app.post("/tokenize", responses=_responses("tokens count"))
+    def tokenize(body: Text) -> Response:
+        tokenizer = served(ready(), body.model)[1].text_tokenizer
+        ids = prompt_ids(tokenizer, body.prompt) if body.add_special_tokens else tokenizer.encode(body.prompt)
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": ready().context})
+
+    @app.post("/detokenize", responses=_responses("prompt"))
+    def detokenize(body: Tokens) -> Response:
+        tokenizer = served(ready(), body.model)[1].text_tokenizer
+        outside = [id for id in body.tokens if not 0 <= id < tokenizer.vocab_size]
+        if outside:
+            raise UsageError(f"there is no token {outside[0]}: the ids run from 0 to {tokenizer.vocab_size - 1}")
+        return JSONResponse({"prompt": tokenizer.decode(body.tokens)})
+
+    @app.post("/apply-template", responses=_responses("prompt tokens"))
+    def apply_template(body: Conversation) -> Response:
+        model = served(ready(), body.model)[1]
+        text, _ = conversation_text(model, body)
+        return JSONResponse({"prompt": text, "tokens": model.text_tokenizer.encode_with_special_tokens(text)})
+
+    @app.get("/health", responses=_responses("status"))
+    async def health() -> Response:
+        if ready() and app.state.is_closing:
+            raise Busy("the server is shutting down")
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}, "4XX": _PROBLEMS})
+    async def metrics_page() -> Response:
+        return Response(generate_latest(metrics.REGISTRY), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/", response_class=HTMLResponse)
+    def page() -> Response:
+        return FileResponse(Path(__file__).with_name("page.html"), headers={"Content-Security-Policy": _POLICY})
+
+    return app
+
+
+def _responses(required: str, *others: str) -> dict[int | str, dict[str, Any]]:
+    """A route's answers, for the OpenAPI document: an object with these keys or other media, or what was wrong."""
+    content = {"application/json": {"schema": {"type": "object", "required": required.split()}}}
+    content |= {media: {"schema": {"type": "string"}} for media in others}
+    return {200: {"description": "as asked", "content": content}, "4XX": _PROBLEMS, 503: _PROBLEMS}
+
+
+def problem(
+    status: int,
+    message: str,
+    code: str | None = None,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
+    """What is wrong, in OpenAI's shape."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    about = {"message": message, "type": kind, "param": param, "code": code}
+    return JSONResponse({"error": about}, status, headers)
+
+
+def _problem_of(request: HttpRequest, error: Exception) -> JSONResponse:
+    """The answer to a request that raised."""
+    if isinstance(error, Busy):
+        return problem(503, str(error), "unavailable", None, {"Retry-After": str(error.retry_after_s)})
+    if isinstance(error, Refusal):
+        return problem(error.status, str(error), error.code)
+    if isinstance(error, JllamaError):
+        return problem(400, str(error))
+    if isinstance(error, RecursionError):
+        return problem(400, "the body is nested too deep")
+    if isinstance(error, HTTPException):
+        said = f"{request.method} {urllib.parse.quote(request.url.path)[:200]}: {error.detail}"
+        return problem(error.status_code, said, None, None, error.headers)
+    if isinstance(error, RequestValidationError):
+        first, *more = error.errors()
+        if first["type"] == "json_invalid":
+            return problem(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][1]}")
+        field = str(first["loc"][1])[:100] if len(first["loc"]) > 1 else None
+        said = " or ".join(
+            dict.fromkeys(each["msg"] for each in [first, *more] if each["loc"][1:2] == first["loc"][1:2])
+        )
+        return problem(400, f"{field or 'the body, which must be JSON'}: {said}", None, field)
+    return problem(500, "the server made a mistake, which its log shows")
+
+
+def _front(app: ASGIApp, config: HttpConfig, keys: Sequence[bytes]) -> ASGIApp:
+    """Around all routes: keys, limits of a body's size and time, and a line in the log."""
+
+    async def handle(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await app(scope, receive, send)
+        begin_s, received, is_whole = time.monotonic(), 0, False
+        record = scope["state"]["record"] = Record()
+
+        async def receive_limited() -> Message:
+            nonlocal received, is_whole
+            rest_s = None if is_whole else begin_s + config.body_timeout_s - time.monotonic()
+            try:
+                message = await asyncio.wait_for(receive(), rest_s)
+            except TimeoutError:
+                said = f"the body took over {config.body_timeout_s:g} seconds"
+                raise HTTPException(408, said, {"Connection": "close"}) from None
+            received += len(message.get("body", b""))
+            is_whole = is_whole or not message.get("more_body", False)
+            if received > config.max_body_bytes:
+                raise HTTPException(413, f"the body is larger than {config.max_body_bytes} bytes")
+            return message
+
+        async def send_noted(message: Message) -> None:
+            record.status = record.status or message.get("status", 0)
+            await send(message)
+
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        may = any([hmac.compare_digest(given, key) for key in keys])  # noqa: C419 - all, so that time tells nothing
+        try:
+            if keys and not may and scope["path"] not in OPEN:
+                said = "give a key of this server in the header Authorization: Bearer KEY"
+                refused = problem(401, said, "invalid_api_key", None, {"WWW-Authenticate": "Bearer"})
+                await refused(scope, receive, send_noted)
+            else:
+                await app(scope, receive_limited, send_noted)
+        finally:
+            for cancel in record.cancels:
+                cancel()
+            path = getattr(scope.get("route"), "path", "other")
+            metrics.REQUESTS.labels(path, record.status).inc()
+            line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {scope['method']} {urllib.parse.quote(scope['path'])[:200]} "
+            line += f"{record.status} prompt={record.prompt_tokens} new={record.new_tokens} "
+            line += f"seconds={time.monotonic() - begin_s:.3f} first_token={record.first_token_s:.3f}"
+            line += f" {json.dumps(record.said, ensure_ascii=False)}" if config.log_text and record.said else ""
+            print(line, file=sys.stderr, flush=True)
+
+    return handle
+
+
+async def _generate(request: HttpRequest, engine: Engine, job: Job) -> Response:
+    """Have the texts generated: the answer, whole or as a stream. A client that leaves ends it."""
+    loop, queue, begin_s = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]](), time.monotonic()
+    record: Record = request.state.record
+
+    def deliver(index: int, event: Event) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(queue.put_nowait, (index, event))
+
+    def submit() -> None:
+        for index, each in enumerate(job.requests):
+            record.cancels.append(engine.submit(each, functools.partial(deliver, index)))
+
+    await asyncio.to_thread(submit)  # a grammar may take a while to compile
+    record.prompt_tokens = sum(len(each.prompt.ids) for each in job.requests[:: job.body.n])
+    choices, answers = [Choice(job, index) for index in range(len(job.requests))], dict[int, Answer]()
+
+    async def events() -> AsyncIterator[tuple[int, Piece | Answer] | None]:
+        """Until all texts have ended; None after a while without news. ``Failure`` raises ``Busy``."""
+        while len(answers) < len(choices):
+            try:
+                index, event = await asyncio.wait_for(queue.get(), PING_S)
+            except TimeoutError:
+                yield None
+                continue
+            if isinstance(event, Failure):
+                raise Busy(event.message)
+            record.first_token_s = record.first_token_s or time.monotonic() - begin_s
+            if isinstance(event, Answer):
+                answers[index] = event
+                record.new_tokens += event.completion.new_tokens
+                prompt = job.model.text_tokenizer.decode(job.requests[index].prompt.ids)
+                record.said.append([prompt, event.completion.text])
+            yield index, event
+
+    async def stream() -> AsyncIterator[str]:
+        shows_usage = job.body.stream_options.get("include_usage", False)
+        chunk = job.head | ({"object": "chat.completion.chunk"} if isinstance(job.body, Chat) else {})
+        chunk |= {"usage": None} if shows_usage else {}
+        record.status = 499  # unless it comes to its end
+        try:
+            for choice in choices:
+                yield _event(chunk | {"choices": [choice.opening()]})
+            async for news in events():
+                if news is None:
+                    yield ": ping\n\n"
+                    continue
+                for part in choices[news[0]].parts(news[1]):
+                    yield _event(chunk | {"choices": [part]})
+            if shows_usage or job.body.receipt:
+                yield _event(chunk | {"choices": []} | totals(job, [answers[index] for index in range(len(choices))]))
+            yield "data: [DONE]\n\n"
+            record.status = 200
+        except Busy as error:
+            record.status = 503
+            yield f"data: {bytes(problem(503, str(error)).body).decode()}\n\n"
+
+    if job.body.stream:
+        return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+    async def whole() -> Response:
+        async for _ in events():
+            pass
+        shown = [choice.whole(answers[index]) for index, choice in enumerate(choices)]
+        return JSONResponse(
+            job.head | {"choices": shown} | totals(job, [answers[index] for index in range(len(choices))])
+        )
+
+    async def left() -> Response:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        return Response(status_code=499)
+
+    tasks = [asyncio.ensure_future(whole()), asyncio.ensure_future(left())]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return (tasks[0] if tasks[0] in done else tasks[1]).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _event(content: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -1,0 +1,269 @@
+"""OpenAI's protocol: requests, from JSON to what the engine takes.
+
+What becomes of a request's fields: one that is null counts as left out. One that is served is checked, in type and
+range. One of OpenAI's that is not served and could change the answer (``NOT_SERVED``) is refused, unless its value asks
+for what is done anyhow; one that cannot change it (``IGNORED``) is ignored. Any other name is refused, with the nearest
+one named. The fields of ``SamplingParams`` go by their own names and have its ranges and defaults; a seed that is left
+out is drawn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+
+from jllama.config import Grammar, GrammarKind
+from jllama.errors import UsageError, unknown_name
+from jllama.files import fault_of
+from jllama.generation.sampling_params import Prompt, SamplingParams
+from jllama.generation.text import encode_prompt, prompt_ids
+from jllama.language_model import LanguageModel
+from jllama.serve.engine import Engine
+from jllama.serve.requests import MOST_TOP, Request
+from jllama.serve.tools import Dialect, check_tools, dialect
+from jllama.serve.tools import grammar as grammar_of_tools
+from jllama.templates.messages import conversing, find_template, openai_messages, template_variables
+from jllama.templates.template import render
+
+NOT_SERVED = {"audio": [], "best_of": [1], "function_call": ["none"], "functions": [[]], "modalities": [["text"]]}
+NOT_SERVED |= {
+    "prediction": [],
+    "reasoning_effort": ["none"],
+    "suffix": [""],
+    "verbosity": [],
+    "web_search_options": [],
+}
+"""Fields of OpenAI's that are refused, and the values of each that change nothing."""
+IGNORED = {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
+"""Fields of OpenAI's that cannot change an answer."""
+_JSON = {float: float, int: int, tuple[int, ...]: list[int], Mapping[int, float]: dict[str, float]}
+_SAMPLING: dict[str, Any] = {
+    field.name: (_JSON[field.type], Field(default, description=field.metadata.get("check", ("", ""))[1] or None))
+    for field, default in zip(dataclasses.fields(SamplingParams), vars(SamplingParams()).values(), strict=True)
+}
+
+
+class Refusal(UsageError):
+    """A request that cannot be served, with a code of OpenAI's and a status of HTTP."""
+
+    def __init__(self, message: str, code: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.code, self.status = code, status
+
+
+class Body(BaseModel):
+    """What all requests have in common."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    model: str = Field("", description="the name of a model that is served; without it the first")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            raise UsageError("the body must be a JSON object, sent with the header Content-Type: application/json")
+        with fault_of("the body is not of text and finite numbers", ValueError, RecursionError):
+            json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
+        kept = {name: value for name, value in fields.items() if value is not None and name not in IGNORED}
+        for name in kept.keys() - cls.model_fields:
+            if name not in NOT_SERVED:
+                raise unknown_name("field", name[:100], cls.model_fields)
+            if kept.pop(name) not in NOT_SERVED[name]:
+                raise UsageError(f"{name} is not served here: leave it out")
+        return kept
+
+
+class Generation(create_model("Settings", __base__=Body, **_SAMPLING)):
+    """What both kinds of generation take beside ``SamplingParams``; regex, grammar and receipt are not OpenAI's."""
+
+    n: int = Field(1, ge=1, le=128, description="how many texts, each with the next seed")
+    max_tokens: int | None = Field(None, ge=0, description="the most new tokens; without it to the end of the context")
+    stop: str | Annotated[list[str], Field(max_length=16)] = Field(default_factory=list)
+    stream: bool = False
+    stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] = Field(default_factory=dict)
+    response_format: dict[str, Any] = Field({"type": "text"}, description="text, json_object or json_schema")
+    regex: str | None = Field(None, description="what the text must match")
+    grammar: str | None = Field(
+        None, description="a grammar, in llguidance's dialect of Lark, that the text must match"
+    )
+    receipt: bool = Field(False, description="add what it takes to make the answer again and to compare it")
+
+
+class Conversation(Body):
+    """Messages, and what else the model's template is given."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tool_choice: str | dict[str, Any] = "auto"
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_generation_prompt: bool = True
+
+
+class Chat(Generation, Conversation):
+    """A conversation to be continued."""
+
+    max_completion_tokens: int | None = Field(None, ge=0, description="the same as max_tokens")
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MOST_TOP)
+    parallel_tool_calls: bool = True
+
+
+class Continuation(Generation):
+    """A text or token ids to be continued, or several."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=5)
+
+    @property
+    def prompts(self) -> list[Any]:
+        """``prompt`` as a list, each text or ids."""
+        is_one = isinstance(self.prompt, str) or any(isinstance(each, int) for each in self.prompt[:1])
+        return [self.prompt] if is_one else [*self.prompt]
+
+
+class Text(Body):
+    """A text whose tokens are asked for."""
+
+    prompt: str
+    add_special_tokens: bool = Field(True, description="begin with BOS where the model's prompts do")
+
+
+class Tokens(Body):
+    """Tokens whose text is asked for."""
+
+    tokens: list[int]
+
+
+G = TypeVar("G", bound=Generation)
+
+
+class Job(NamedTuple):
+    """A request that can be served."""
+
+    body: Chat | Continuation  # with the model and the seed filled in
+    model: LanguageModel
+    requests: list[Request]  # the ``n`` texts of the first prompt, those of the next, ...
+    head: dict[str, Any]  # with which the answer begins, and each part of a stream
+    dialect: Dialect | None = None  # how the model calls tools, if it may
+
+
+def served(engine: Engine, name: str) -> tuple[str, LanguageModel]:
+    """A model by its name, the first without one; ``Refusal`` if there is none."""
+    name = name or next(iter(engine.models))
+    if name not in engine.models:
+        raise Refusal(str(unknown_name("model", name[:100], engine.models)), "model_not_found", 404)
+    return name, engine.models[name]
+
+
+def conversation_text(model: LanguageModel, body: Conversation) -> tuple[str, Dialect | None]:
+    """What the model's template makes of a conversation, and how the model calls tools, if it may."""
+    template, way = find_template(model.text_tokenizer, model.chat_template), None
+    if body.tools or body.tool_choice not in ("auto", "none"):
+        check_tools(body.tools, body.tool_choice)
+        if (way := dialect(template)) is None:
+            raise UsageError("the model's chat template takes no tools: leave them out, or serve another model")
+    way = None if body.tool_choice == "none" else way
+    about = body.add_generation_prompt, body.tools if way else None, body.chat_template_kwargs
+    given = template_variables(model.text_tokenizer, openai_messages(body.messages), *about)
+    return render(way.template if way else template, **given), way
+
+
+def chat_job(engine: Engine, body: Chat) -> Job:
+    """What a conversation asks of the engine; ``UsageError`` if it cannot be served."""
+    body, model = _completed(engine, body)
+    most = {each for each in (body.max_tokens, body.max_completion_tokens) if each is not None}
+    if len(most) > 1:
+        raise UsageError("max_tokens and max_completion_tokens mean the same and differ: give one of them")
+    if body.top_logprobs and not body.logprobs:
+        raise UsageError("top_logprobs are asked for without logprobs: set logprobs to true")
+    text, way = conversation_text(model, body)
+    calls = grammar_of_tools(body.tools, body.tool_choice, way, body.parallel_tool_calls) if way else None
+    _, ends = conversing(model.text_tokenizer, model.chat_template, model.stop_ids)
+    ids = model.text_tokenizer.encode_with_special_tokens(text)
+    prompt = Prompt(ids, max_new_tokens=max(most, default=None), stop_ids=ends, grammar=calls)
+    requests = _requests(engine, model, body, [Request(prompt, body.model, body.top_logprobs)])
+    return Job(body, model, requests, _head(engine, body.model, "chat.completion"), way)
+
+
+def continuation_job(engine: Engine, body: Continuation) -> Job:
+    """What texts to be continued ask of the engine; ``UsageError`` if one cannot be served."""
+    body, model = _completed(engine, body)
+    scored = body.echo and body.logprobs is not None
+    if scored and body.stream:
+        raise UsageError("echo with logprobs is not served as a stream: leave one of the three out")
+    prompts = (Prompt(content, max_new_tokens=body.max_tokens) for content in body.prompts)
+    like = [Request(prompt, body.model, body.logprobs or 0, scored) for prompt in prompts]
+    requests = _requests(engine, model, body, like)
+    return Job(body, model, requests, _head(engine, body.model, "text_completion"))
+
+
+def _completed(engine: Engine, body: G) -> tuple[G, LanguageModel]:
+    """The body with the model and the seed that it leaves to the server; and the model."""
+    name, model = served(engine, body.model)
+    drawn = {} if "seed" in body.model_fields_set else {"seed": random.getrandbits(32)}
+    return body.model_copy(update={"model": name} | drawn), model
+
+
+def _head(engine: Engine, model: str, kind: str) -> dict[str, Any]:
+    id = f"{'cmpl' if kind == 'text_completion' else 'chatcmpl'}-{uuid.uuid4().hex}"
+    about = {"id": id, "object": kind, "created": int(time.time())}
+    return about | {"model": model, "system_fingerprint": engine.fingerprint(model)}
+
+
+def _requests(engine: Engine, model: LanguageModel, body: Generation, like: Sequence[Request]) -> list[Request]:
+    """Those like the given ones for each text that is asked for, with what the body says of all."""
+    if body.stream_options and not body.stream:
+        raise UsageError("stream_options are for a stream: set stream to true, or leave them out")
+    if not like:
+        raise UsageError("prompt is an empty list: give a text, token ids or several")
+    if len(like) * body.n > engine.config.queue:
+        said = f"{len(like) * body.n} texts are asked for at once, and {engine.config.queue} may wait here"
+        raise UsageError(f"{said}: ask for fewer")
+    settings: dict[str, Any] = {name: getattr(body, name) for name in _SAMPLING}
+    with fault_of("logit_bias has a key that is no token id", ValueError):
+        settings["logit_bias"] = {int(id): bias for id, bias in settings["logit_bias"].items()}
+    settings["banned_ids"] = tuple(settings["banned_ids"])
+    sampling, requests = SamplingParams(**settings), []
+    for request in like:
+        content, new = request.prompt.content, request.prompt.max_new_tokens
+        ids = prompt_ids(model.text_tokenizer, content) if isinstance(content, str) else content
+        if len(ids) + (1 if new is None else new) > engine.context:
+            said = f"the prompt's {len(ids)} tokens and {1 if new is None else new} new ones exceed the context"
+            remedy = "shorten the prompt or lower max_tokens"
+            raise Refusal(f"{said} of {engine.context} tokens: {remedy}", "context_length_exceeded")
+        given = {"content": ids, "sampling": sampling, "stop": body.stop, "grammar": _grammar(body, request.prompt)}
+        prompt = encode_prompt(model, dataclasses.replace(request.prompt, **given))
+        for number in range(body.n):
+            seeded = dataclasses.replace(sampling, seed=(sampling.seed + number) % 2**32)
+            requests.append(dataclasses.replace(request, prompt=dataclasses.replace(prompt, sampling=seeded)))
+            engine.check(requests[-1])
+    return requests
+
+
+def _grammar(body: Generation, prompt: Prompt) -> Grammar | None:
+    """What a text must match: the prompt's own, of tools that must be called, or what the body says."""
+    given: dict[GrammarKind, str | None] = {"regex": body.regex, "lark": body.grammar}
+    found = [prompt.grammar, *(Grammar(kind, text) for kind, text in given.items() if text is not None)]
+    match body.response_format:
+        case {"type": "text"}:
+            pass
+        case {"type": "json_object"}:
+            found.append(Grammar("json_schema", '{"type": "object"}'))
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            found.append(Grammar("json_schema", json.dumps(schema)))
+        case _:
+            kinds = '"text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
+            raise UsageError(f'response_format must be {{"type": {kinds}')
+    if len(found := [each for each in found if each]) > 1:
+        raise UsageError(
+            "a text can match one of response_format, regex, grammar and calls of tools: leave out the others"
+        )
+    return found[0] if found else None
