@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import re
 import shutil
 import socket
@@ -55,6 +56,12 @@ A second line \\*with\\* escapes.
    - inner two
 
      with a paragraph
+
+     ```
+     in a list
+
+       and more
+     ```
 2. second
 ```python
 def f(x):
@@ -106,7 +113,7 @@ class Fake:
         self.seen.append(body)
         asked = body["messages"][-1]["content"]
         if asked == "busy":
-            return self.refuse(503, "The queue is full.", **{"Retry-After": "7"})
+            return self.refuse(503, "the queue is full", **{"Retry-After": "7"})
         if asked == "bad":
             return self.refuse(400, "The prompt has 9000 tokens, and the context holds 2048.")
         return StreamingResponse(self.stream(body, asked), media_type="text/event-stream")
@@ -404,9 +411,11 @@ def test_markdown_is_shown(person):
         "em > strong": "both",
         "s": "gone",
         "ol > li > ul > li:first-child": "inner x",
+        "ol > li > ul > li:nth-child(2) > p": "with a paragraph",
+        "li pre": "in a list\n\n  and more",
         "ol > li:nth-child(2)": "second",
-        "pre code": 'def f(x):\n    return "<b>" + x  # **not bold**',
-        ".code-head span": "python",
+        "div:not(li *) > pre code": 'def f(x):\n    return "<b>" + x  # **not bold**',
+        ".code:not(li *) .code-head span": "python",
         "blockquote > blockquote": "deeper",
         "tbody tr:first-child td:first-child": "a | b",
         "tbody tr:first-child em": "c",
@@ -446,10 +455,65 @@ def test_long_texts_of_marks_are_shown(person):
         one.page.evaluate(show, text)
 
 
+def test_a_text_that_grows_is_shown_as_if_it_came_at_once(person):
+    one = person()
+    draw = random.Random(0)
+    marks = [
+        "```",
+        "~~~",
+        "- ",
+        "1. ",
+        "2) ",
+        "> ",
+        "# ",
+        "|",
+        "|-",
+        ":-:|",
+        "**",
+        "*",
+        "_",
+        "`",
+        "~~",
+        "[a](",
+        "https://a.b/",
+        ")",
+        "\\",
+    ]
+    parts = [
+        *marks,
+        *marks,
+        "word",
+        "two words",
+        " ",
+        "  ",
+        "    ",
+        "<b>",
+        "&amp;",
+        "é🦙",
+        "---",
+        *["\n"] * 8,
+        "\n\n",
+        "\t",
+        "\r\n",
+    ]
+    texts = ["".join(draw.choices(parts, k=40)) for _ in range(300)] + [RICH, HOSTILE]
+    wrong = one.page.evaluate(
+        """(texts) => texts.filter((text) => {
+          const grown = make('div'), whole = make('div');
+          for (let end = 0; end < text.length; end += 3) showMarkdown(grown, text.slice(0, end));
+          showMarkdown(grown, text);
+          showMarkdown(whole, text);
+          return grown.outerHTML !== whole.outerHTML;
+        })""",
+        texts,
+    )
+    assert wrong == []
+
+
 def test_copy(person):
     one = person(permissions=["clipboard-read", "clipboard-write"])
     one.ask("rich")
-    one.answers.last.locator(".code-head button").click()
+    one.answers.last.locator(".code-head button").last.click()
     assert one.page.evaluate("navigator.clipboard.readText()") == 'def f(x):\n    return "<b>" + x  # **not bold**'
     one.answers.last.get_by_role("button", name="Copy", exact=True).last.click()
     wait_until(lambda: one.page.evaluate("navigator.clipboard.readText()") == RICH)
