@@ -30,7 +30,8 @@ Segments = Int[Array, "batch seq"] | None
 TokenIds = Integer[Array | np.ndarray, "batch seq"] | Sequence[Sequence[int]]
 Stream = Float[Array, "batch seq embed"]
 KeysValues = tuple[Float[Array, "batch kv_heads kv_seq head_dim"], Float[Array, "batch kv_heads kv_seq head_dim"]]
-Attended = tuple[Stream, KeysValues]
+Cached = tuple[Any, Any] | None  # ``KeysValues``, or what ``AttentionInputs.write`` and ``attention`` take for them
+Attended = tuple[Stream, tuple[Any, Any]]
 
 
 class KVCache(NamedTuple):
@@ -124,7 +125,7 @@ class Layer(_Module):
         self.norm_eps = config.norm_eps
         self.add_parameters(config, rngs, "layers/")
 
-    def __call__(self, x: Stream, attend: AttentionInputs, cached: KeysValues | None = None) -> Attended:
+    def __call__(self, x: Stream, attend: AttentionInputs, cached: Cached = None) -> Attended:
         """The block's output, and the keys and values attended to: the new ones written into ``cached``, if given."""
         with jax.named_scope("attention"):
             mixed, kept = self.attention(F.rms_norm(x, self.attn_norm[...], self.norm_eps), attend, cached)
@@ -133,7 +134,7 @@ class Layer(_Module):
             normed = F.rms_norm(x, self.mlp_norm[...], self.norm_eps)
             return x + F.swiglu(normed, self.w_gate[...], self.w_up[...], self.w_down[...]), kept
 
-    def attention(self, x: Stream, attend: AttentionInputs, cached: KeysValues | None = None) -> Attended:
+    def attention(self, x: Stream, attend: AttentionInputs, cached: Cached = None) -> Attended:
         """Queries, keys and values of ``x``, mixed and projected back; and the keys and values attended to."""
         query, key, value = self.heads(x)
         query, key = (F.apply_rope(each, attend.cos, attend.sin) for each in (query, key))

@@ -9,6 +9,8 @@ from jllama.checkpoints import registry
 from jllama.config import LlamaConfig
 from jllama.decode_params import decode_layout
 from jllama.language_model import LanguageModel
+from jllama.templates.messages import TEMPLATES
+from jllama.tokenizers import BytesTokenizer
 from jllama.verify.checks import random_params
 from jllama.verify.conformance import implementation_of, jllama_itself
 
@@ -22,6 +24,10 @@ LONG = LlamaConfig(
 """For what positions do: enough channels in a head, and enough positions, for a wrong angle to move the logits."""
 FILE = LlamaConfig(vocab_size=300, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, max_seq_len=64)
 """For what is written and read: as many tokens as a small SentencePiece model has, and sizes that llama2.c can hold."""
+SERVED = LlamaConfig(
+    vocab_size=259, num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=32, mlp_dim=96, max_seq_len=1024
+)
+"""For the server: the byte tokenizer's tokens, and a context of four chunks."""
 
 forward, forward_with_cache = jllama_itself().forward, jllama_itself().extend
 """``forward(config, params, tokens, ...)`` and ``forward_with_cache(config, decode_params, tokens, cache, counts)``."""
@@ -43,6 +49,14 @@ def params(config, dtype="float32"):
 def decode_params(config, dtype="float32", quantize=None):
     """The same in the layout for decoding."""
     return decode_layout(params(config, dtype), config, quantize)
+
+
+@functools.cache
+def served(seed=0, dtype="float32", quantize=None):
+    """A model of ``SERVED`` with a tokenizer, in the layout for decoding; other seeds are other weights."""
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), random_params(SERVED, seed))
+    model = LanguageModel(SERVED, params, BytesTokenizer(), TEMPLATES["chatml"], (BytesTokenizer.eos_id,))
+    return model.for_decoding(quantize)
 
 
 def planted(mutation):

@@ -109,8 +109,7 @@ class Engine:
         self._everything = np.full(self._batch.allowed.shape, -1, np.int32)
         for number, size in enumerate(CHUNK_SIZES, 1):
             say(f"compiling, program {number} of {len(CHUNK_SIZES)}")
-            new = min(1, self.context - size)
-            prompt = Prompt([0] * min(size + 1, self.context), max_new_tokens=new, stop_ids=())
+            prompt = Prompt([0] * min(size + 1, self._max_len), max_new_tokens=1, stop_ids=())
             self._rows[0] = self._row(
                 Request(prompt, name, prompt_log_probs=size == CHUNK, caches=False), lambda _: None
             )
@@ -143,7 +142,7 @@ class Engine:
         with self._changed:
             if self._closing:
                 raise Busy("the server is shutting down: ask another one, or come again", 30)
-            if len(self._queue) >= self.config.queue:
+            if len(self._queue) >= self.config.queue + self._rows.count(None):
                 raise Busy(f"{len(self._queue)} requests are waiting already, the most that this server lets wait")
             self._queue.append(row)
             self._changed.notify()

@@ -15,6 +15,7 @@ from jllama.functional import (
     AttentionImplementation,
     Mask,
     attention,
+    cached_attention,
     choose_attention,
     grouped_query_attention,
     masked_softmax,
@@ -329,3 +330,36 @@ def test_gradients():
     mask = jnp.asarray(draw_mask(0, shape, 0.6, batch=1)).at[0, 1].set(False)
     assert_gradients_match(lambda q, k, v: grouped_query_attention(q, k, v, mask), *draw(0, shape, batch=1))
     assert_gradients_match(lambda scores: masked_softmax(scores, mask[0]), draw(1, shape)[0][0, 0, :, :1] * np.ones(5))
+
+
+# Over a cache
+
+
+over_cache = jax.jit(cached_attention)
+
+
+@given(seed=seeds, seq=st.sampled_from([1, 5]), lengths=st.lists(st.integers(0, 768), min_size=2, max_size=2))
+def test_new_tokens_over_a_cache_are_the_end_of_whole_rows(seed, seq, lengths):
+    """Against the oracle over each row's own tokens; what stands behind them in the cache is never read."""
+    rng = np.random.default_rng(seed)
+    query, key, value = draw(seed, (4, 2, seq, seq, 64))
+    cached = [rng.standard_normal((3, 2, 768, 64)) for _ in range(2)]
+    mixed = over_cache(*single((query, key, value)), single(cached), jnp.int32(1), jnp.asarray(lengths))
+    for b, length in enumerate(lengths):
+        keys, values = (
+            np.concatenate([old[1 + b, :, :length], new[b]], axis=1)
+            for old, new in zip(cached, (key, value), strict=True)
+        )
+        mask = np.arange(length + seq) <= length + np.arange(seq)[:, None]
+        assert relative_error(mixed[b], oracle.attention(query[b], keys, values, mask)) < 1e-5
+
+
+@given(seed=seeds, lengths=st.tuples(st.integers(0, 768), st.integers(0, 768), st.integers(0, 768)))
+def test_a_row_over_a_cache_gets_the_same_bits_beside_any_other(seed, lengths):
+    rng = np.random.default_rng(seed)
+    (query, key, value), cached = draw(seed, (4, 2, 1, 1, 64), batch=3), rng.standard_normal((2, 3, 2, 768, 64))
+    mixed = over_cache(*single((query, key, value)), tuple(jnp.float32(cached)), jnp.int32(0), jnp.asarray(lengths))
+    moved = np.roll(cached, 1, axis=1), [np.roll(each, 1, axis=0) for each in (query, key, value)]
+    others = np.array([767, lengths[0], 0])
+    beside = over_cache(*single(moved[1]), tuple(jnp.float32(moved[0])), jnp.int32(0), jnp.asarray(others))
+    np.testing.assert_array_equal(mixed[0], beside[1])

@@ -1,0 +1,272 @@
+"""The engine: answers do not depend on company, cache, slot or restart, and nothing is lost."""
+
+import dataclasses
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from engine_load import PREFIX, Asked, alone, in_company, random_request
+from models import SERVED, served
+
+import jllama
+from jllama import oracle
+from jllama.errors import UsageError
+from jllama.generation.sampling_params import Prompt, SamplingParams
+from jllama.generation.text import encode_prompt
+from jllama.grammar import Grammar
+from jllama.serve import engine as engine_module
+from jllama.serve import metrics, slots
+from jllama.serve.config import EngineConfig
+from jllama.serve.engine import Engine
+from jllama.serve.requests import Answer, Busy, Failure, Request
+from jllama.serve.slots import CHUNK
+from jllama.verify.checks import random_params
+
+
+def started(models=None, **config):
+    engine = Engine(models or {"small": served(), "other": served(1)}, EngineConfig(**{"slots": 3, **config}))
+    engine.start()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def engine():
+    engine = started(cache_tokens=4 * CHUNK)
+    yield engine
+    assert engine.close() == 0
+
+
+def wait_for(condition):
+    end_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def num_compiled():
+    programs = (slots.prefill_chunk, slots.write_chunk, slots.score_chunk, slots.forward, slots.choose, slots._join)
+    return [program._cache_size() for program in programs]
+
+
+def request_of(text, max_new_tokens=10, top=0, prompt_log_probs=False, grammar=None, model=None, **sampling):
+    prompt = Prompt(text, SamplingParams(**sampling), max_new_tokens, grammar=grammar)
+    return Request(encode_prompt(model or served(), prompt), top=top, prompt_log_probs=prompt_log_probs)
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return [random_request(served(), number) for number in range(40)]
+
+
+@pytest.fixture(scope="module")
+def answers(engine, requests):
+    return alone(engine, requests)
+
+
+# Rule one and rule two
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_are_those_given_alone_bit_for_bit_and_nothing_compiles(engine, requests, answers, seed):
+    before = num_compiled()
+    assert in_company(engine, requests, seed) == answers
+    assert num_compiled() == before
+
+
+def test_answers_are_the_same_after_a_restart_with_other_slots_free_and_without_a_cache(engine, requests, answers):
+    again = started(cache_tokens=0)
+    assert again.fingerprint("small") == engine.fingerprint("") != engine.fingerprint("other")
+    assert in_company(again, requests, seed=5) == answers
+    assert again.close() == 0
+
+
+def test_every_slot_gives_the_same_bits(engine):
+    same = request_of(PREFIX[:100], 30, temperature=1.0, seed=3)
+    assert len({repr(asked.answer()) for asked in [Asked(engine, same) for _ in range(6)]}) == 1
+
+
+def test_ids_and_log_probabilities_are_those_of_generate_and_the_oracle(engine):
+    request = request_of(PREFIX, 30, top=5, temperature=0.9, top_p=0.9, seed=7, prompt_log_probs=True)
+    answer = Asked(engine, request).answer()
+    (expected,) = jllama.generate(served(), request.prompt)
+    assert answer.completion.ids == expected.ids
+    assert answer.completion.text == expected.text
+    whole = [*request.prompt.ids, *expected.ids]
+    logits = oracle.forward(random_params(SERVED, 0), np.array([whole]), SERVED)[0]
+    log_probs = np.log(oracle.softmax(logits))
+    tokens = [*answer.prompt_tokens, *answer.tokens]
+    assert [token.id for token in tokens] == whole
+    assert tokens[0].log_prob is None
+    for index, token in enumerate(tokens[1:]):
+        np.testing.assert_allclose(token.log_prob, log_probs[index, token.id], rtol=1e-4, atol=1e-5)
+        likeliest = np.sort(log_probs[index])[::-1][:5]
+        np.testing.assert_allclose([value for _, value in token.top], likeliest, rtol=1e-4, atol=1e-5)
+        assert token.top[0][0] == np.argmax(log_probs[index])
+
+
+@pytest.mark.parametrize(("dtype", "quantize"), [("bfloat16", None), ("float32", "int8")])
+def test_other_numbers_do_not_depend_on_company_either(dtype, quantize):
+    model = served(0, dtype, quantize)
+    engine = started({"small": model})
+    requests = [random_request(model, number) for number in range(12)]
+    assert in_company(engine, requests, seed=1) == alone(engine, requests)
+    engine.close()
+
+
+def test_several_models_are_served_at_once_and_share_no_prefix(engine):
+    requests = [dataclasses.replace(request_of(PREFIX, 20, seed=1), model=name) for name in ("small", "other") * 3]
+    expected = alone(engine, requests[:2])
+    assert expected[0].completion.ids != expected[1].completion.ids
+    assert in_company(engine, requests, seed=2) == expected * 3
+    assert expected[1].completion.ids == jllama.generate(served(1), requests[1].prompt)[0].ids
+
+
+def test_a_grammar_holds_in_company(engine, requests, answers):
+    choice = request_of("Say:", 20, grammar=Grammar("regex", "(yes|no|perhaps)!"), temperature=1.5, seed=4)
+    expected = Asked(engine, choice).answer()
+    assert expected.completion.text in ("yes!", "no!", "perhaps!")
+    assert in_company(engine, [choice, *requests[:20]], seed=8) == [expected, *answers[:20]]
+
+
+# The prefix cache
+
+
+def test_whole_chunks_are_kept_and_the_one_used_longest_ago_goes():
+    engine = started(cache_tokens=2 * CHUNK)
+    texts = ["a" * (2 * CHUNK + 9), "a" * CHUNK + "b" * CHUNK, "c" * (CHUNK + 1)]
+
+    def cached(text):
+        return Asked(engine, request_of(text, 1)).end().cached_tokens
+
+    assert [cached(texts[0]), cached(texts[0])] == [0, 2 * CHUNK]
+    assert cached(texts[1]) == CHUNK  # its second chunk takes the place of the first text's second
+    assert cached(texts[0]) == CHUNK
+    assert [cached(texts[2]), cached(texts[2])] == [0, CHUNK]
+    assert len(engine._prefixes._chunks) == 2
+    engine.close()
+
+
+# Coming and going
+
+
+def test_a_client_that_left_frees_its_slot(engine):
+    endless = request_of("", 1000, banned_ids=(2,))
+    leaving = [Asked(engine, endless, cancel_after=2) for _ in range(6)]
+    for asked in leaving:
+        asked.end()
+    last = Asked(engine, request_of("abc", 3))
+    last.answer()
+    assert all(len(asked.events) == 2 for asked in leaving)
+
+
+def test_no_new_tokens_are_an_answer_too(engine):
+    answer = Asked(engine, request_of("abc", 0, prompt_log_probs=True)).answer()
+    assert (answer.completion.text, answer.completion.finish_reason, len(answer.prompt_tokens)) == ("", "length", 4)
+
+
+def test_the_context_ends_an_answer(engine):
+    short = started({"small": served()}, context=40)
+    request = request_of("abcdefghij", None, banned_ids=(2,))
+    completion = Asked(short, request).answer().completion
+    assert (completion.finish_reason, completion.new_tokens) == ("context", 40 - 11)
+    assert completion.ids == Asked(engine, request_of("abcdefghij", 29, banned_ids=(2,))).answer().completion.ids
+    with pytest.raises(UsageError, match="11 tokens and 30 new ones exceed the context of 40 tokens"):
+        short.check(request_of("abcdefghij", 30))
+    short.close()
+
+
+def test_a_full_queue_is_busy_and_a_closing_engine_drains():
+    engine = started({"small": served()}, queue=2)
+    long = request_of("abc", 300, banned_ids=(2,))
+    first, *others = [Asked(engine, long) for _ in range(3)]
+    wait_for(lambda: all(asked.events for asked in (first, *others)))
+    waiting = [Asked(engine, request_of("abc", 3)) for _ in range(2)]
+    with pytest.raises(Busy, match="2 requests are waiting"):
+        engine.submit(long, print)
+    assert engine.close(drain_s=100) == 0
+    assert [asked.answer().completion.new_tokens for asked in (first, *waiting)] == [300, 3, 3]
+    with pytest.raises(Busy, match="shutting down"):
+        engine.submit(long, print)
+
+
+def test_what_is_not_finished_in_time_is_broken_off():
+    engine = started({"small": served()})
+    asked = [Asked(engine, request_of("abc", 1000, banned_ids=(2,))) for _ in range(5)]
+    wait_for(lambda: asked[0].events)
+    assert engine.close(drain_s=0) == 5
+    assert all("shutting down" in each.end().message for each in asked)
+
+
+def test_a_fault_fails_what_is_under_way_and_the_next_request_is_served(monkeypatch, capfd):
+    engine = started({"small": served()})
+    request = request_of("abc", 30, seed=2)
+    expected = Asked(engine, request).answer()
+    right, calls = engine_module.choose, []
+
+    def choose(*inputs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("planted")
+        return right(*inputs)
+
+    monkeypatch.setattr(engine_module, "choose", choose)
+    assert isinstance(Asked(engine, request).end(), Failure)
+    assert Asked(engine, request).answer() == expected
+    assert "planted" in capfd.readouterr().err
+    engine.close()
+
+
+def test_memory_decides_the_context():
+    chunk_gib = 2 * 2 * 2 * 32 * 4 * CHUNK * 3 / 2**30  # keys and values, layers, heads, head size, bytes, slots
+    config = {"slots": 3, "memory_gib": 2.5 * chunk_gib}
+    assert Engine({"small": served()}, EngineConfig(**config)).context == 2 * CHUNK
+    assert Engine({"small": served()}, EngineConfig(slots=3)).kv_bytes == round(4 * chunk_gib * 2**30)
+    with pytest.raises(UsageError, match=r"3 slots of 768 tokens take .* take fewer slots or a shorter context"):
+        Engine({"small": served()}, EngineConfig(**config, context=600))
+    with pytest.raises(UsageError, match="take fewer slots"):
+        Engine({"small": served()}, EngineConfig(slots=3, memory_gib=0.5 * chunk_gib))
+
+
+@pytest.mark.parametrize("field", ["slots", "prefill_budget", "replay", "queue", "context"])
+def test_sizes_that_mean_nothing_are_refused(field):
+    with pytest.raises(UsageError, match=field):
+        EngineConfig(**{field: -1})
+
+
+# Replay
+
+
+def test_a_share_of_answers_is_generated_again_and_compared(monkeypatch, requests, capfd):
+    engine = started({"small": served()}, replay=1.0)
+    count = metrics.REPLAYED._value.get(), metrics.MISMATCHES._value.get()
+    alone(engine, requests[:6])
+    wait_for(lambda: metrics.REPLAYED._value.get() >= count[0] + 6)
+    assert metrics.MISMATCHES._value.get() == count[1]
+    right = engine_module.prefill_chunk
+    answered = threading.Event()
+
+    def prefill_chunk(*inputs):
+        chunk = right(*inputs)
+        return jax.tree.map(lambda leaf: leaf * 1.01, chunk) if answered.is_set() else chunk
+
+    monkeypatch.setattr(engine_module, "prefill_chunk", prefill_chunk)
+    engine.submit(requests[6], lambda event: answered.set() if isinstance(event, Answer) else None)
+    wait_for(lambda: metrics.REPLAYED._value.get() >= count[0] + 7)
+    assert metrics.MISMATCHES._value.get() == count[1] + 1
+    assert "came out otherwise" in capfd.readouterr().err
+    engine.close()
+
+
+def test_metrics_count_what_was_served(engine):
+    def values():
+        return {sample.name: sample.value for family in metrics.REGISTRY.collect() for sample in family.samples}
+
+    before = values()
+    Asked(engine, request_of("abc", 5, banned_ids=(2,))).answer()
+    after = values()
+    changed = {name: after[name] - before[name] for name in after if not name.endswith(("_created", "_sum", "_bucket"))}
+    assert changed["jllama_prompt_tokens_total"] == 4
+    assert changed["jllama_new_tokens_total"] == 5
+    assert changed["jllama_time_to_first_token_seconds_count"] == 1
