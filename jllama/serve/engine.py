@@ -180,11 +180,13 @@ class Engine:
         """The thread: work while there is any."""
         while True:
             with self._changed:
+                self._let_in()
                 self._changed.notify_all()  # who waits for the end
-                self._changed.wait_for(lambda: self._stopped or self._busy() or self._again)
                 if self._stopped:
                     return
-                self._let_in()
+                if not any(self._rows):
+                    self._changed.wait()
+                    continue
             try:
                 self._work()
             except Exception:  # what nobody foresaw: these requests fail, and the next ones find new slots
