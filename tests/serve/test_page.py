@@ -1,6 +1,7 @@
 """The web page in a real browser, as people use it, against a server that answers as OpenAI's does."""
 
 import asyncio
+import contextlib
 import json
 import random
 import re
@@ -10,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import models
 import pytest
 import uvicorn
 from playwright.sync_api import expect, sync_playwright
@@ -18,6 +20,9 @@ from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 import jllama.serve
+from jllama.serve.app import make_app
+from jllama.serve.config import EngineConfig, HttpConfig
+from jllama.serve.engine import Engine
 
 pytestmark = pytest.mark.browser
 PAGE = Path(jllama.serve.__file__).with_name("page.html")
@@ -156,11 +161,22 @@ class Fake:
             raise
 
 
+@contextlib.contextmanager
+def listening(app):
+    """Its address while an application is served by a thread."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+    server.should_exit = True
+    thread.join()
+
+
 @pytest.fixture(scope="module")
 def served():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     holder = {}
     routes = [("/", "page"), ("/health", "health"), ("/v1/models", "list_models"), ("/v1/chat/completions", "chat")]
 
@@ -171,14 +187,8 @@ def served():
         return call
 
     app = Starlette(routes=[Route(path, endpoint(name), methods=["GET", "POST"]) for path, name in routes])
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{port}/", holder
-    server.should_exit = True
-    thread.join()
+    with listening(app) as url:
+        yield url, holder
 
 
 @pytest.fixture
@@ -249,8 +259,8 @@ def person(chromium, served, fake):
     """Opens the page, and looks in the end whether the browser had anything to complain about."""
     people = []
 
-    def come(*args, **settings):
-        people.append(Person(chromium, served[0], *args, **settings))
+    def come(*args, url=served[0], **settings):
+        people.append(Person(chromium, url, *args, **settings))
         return people[-1]
 
     yield come
@@ -812,3 +822,49 @@ def test_the_switch_of_colors_is_kept(person):
     assert luminance(channels(dark)[0]) < 0.1 < luminance(channels(light)[0])
     one.page.reload()
     assert one.page.evaluate(ground) == dark
+
+
+@pytest.fixture(scope="module")
+def real():
+    """The server itself, with a model that says anything, and the key "s3cret"."""
+    engine = Engine({"tiny": models.served()}, EngineConfig(slots=2))
+    engine.start()
+    with listening(make_app(engine, HttpConfig(), ["s3cret"])) as url:
+        yield url
+    engine.close()
+
+
+def test_with_the_server_itself(person, real):
+    one = person(url=real)
+    dialog = one.page.get_by_role("dialog")
+    dialog.get_by_label("Key").fill("s3cret")
+    dialog.get_by_label("Key").press("Enter")
+    expect(one.page.get_by_label("Model")).to_have_value("tiny")
+    one.page.get_by_role("button", name="Settings").click()
+    given = {"Temperature": 0.9, "Top p": 0.95, "Top k": 40, "Min p": 0.001, "Max tokens": 30, "Seed": 7}
+    penalties = {"Repetition": 1.1, "Presence": -0.5, "Frequency": 0.2}
+    for label, value in {**given, **penalties}.items():
+        one.page.get_by_role("spinbutton", name=label).fill(str(value))
+    one.page.get_by_label("System prompt").fill("Be brief.")
+    one.page.keyboard.press("Escape")
+    one.ask("What is your name?")
+    expect(one.answers.last).to_contain_text(re.compile(r"\d+ tokens · .* tokens/s"))
+    body = one.answers.last.locator(".body")
+    said = body.inner_text()
+    assert said
+    one.answers.last.get_by_role("button", name="Answer again").click()
+    expect(one.page.locator("#toast")).to_contain_text("The answer was replaced.")
+    expect(one.answers.last).to_contain_text("tokens/s")
+    assert body.inner_text() == said  # with a seed, the same
+    one.page.get_by_role("button", name="Settings").click()
+    one.page.get_by_role("spinbutton", name="Max tokens").fill("5000")
+    one.page.keyboard.press("Escape")
+    one.ask("And then?")
+    expect(one.answers.last).to_contain_text("exceed the context of 1024 tokens")
+    one.page.get_by_role("button", name="Settings").click()
+    one.page.get_by_role("spinbutton", name="Max tokens").fill("400")
+    one.page.get_by_role("spinbutton", name="Temperature").fill("0")
+    one.page.keyboard.press("Escape")
+    one.page.get_by_role("button", name="Try again").click()
+    one.page.keyboard.press("Escape")
+    expect(one.answers.last).to_contain_text(re.compile("Stopped|tokens/s"))
