@@ -848,13 +848,13 @@ def test_with_the_server_itself(person, real):
     one.page.get_by_label("System prompt").fill("Be brief.")
     one.page.keyboard.press("Escape")
     one.ask("What is your name?")
-    expect(one.answers.last).to_contain_text(re.compile(r"\d+ tokens · .* tokens/s"))
+    expect(one.answers.last).to_contain_text(re.compile(r"\d+ tokens"))
     body = one.answers.last.locator(".body")
     said = body.inner_text()
     assert said
     one.answers.last.get_by_role("button", name="Answer again").click()
     expect(one.page.locator("#toast")).to_contain_text("The answer was replaced.")
-    expect(one.answers.last).to_contain_text("tokens/s")
+    expect(one.answers.last).to_contain_text(re.compile(r"\d+ tokens"))
     assert body.inner_text() == said  # with a seed, the same
     one.page.get_by_role("button", name="Settings").click()
     one.page.get_by_role("spinbutton", name="Max tokens").fill("5000")
@@ -867,4 +867,4 @@ def test_with_the_server_itself(person, real):
     one.page.keyboard.press("Escape")
     one.page.get_by_role("button", name="Try again").click()
     one.page.keyboard.press("Escape")
-    expect(one.answers.last).to_contain_text(re.compile("Stopped|tokens/s"))
+    expect(one.answers.last).to_contain_text(re.compile(r"Stopped|\d+ tokens"))
