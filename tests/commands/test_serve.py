@@ -1,0 +1,169 @@
+"""``jllama serve`` in a process of its own: start, answer, stop; several adapters; what cannot be served."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from helpers_adapters import adapter_params, make_run
+from models import SERVED, served, weights
+
+import jllama
+from jllama.checkpoints.registry import open_checkpoint, save
+from jllama.checkpoints.tensors import base_fingerprint
+from jllama.commands import cli
+from jllama.config import LoraConfig
+
+ROOT = Path(__file__).parents[2]
+SIZES = ["--slots", "2", "--context", "512", "--port", "0"]
+LONG = {"prompt": "x", "max_tokens": 400, "regex": "[ab]{390,}", "stream": True}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A base and a run that trained an adapter."""
+    folder = tmp_path_factory.mktemp("served")
+    model = served()
+    save(jllama.LanguageModel(SERVED, weights(SERVED), model.tokenizer, model.chat_template), folder / "base", "hf")
+    save(jllama.LanguageModel(SERVED, weights(SERVED)), folder / "mute", "hf")
+    lora = LoraConfig(rank=3, alpha=8.0)
+    fingerprint = base_fingerprint(open_checkpoint(folder / "base"))
+    make_run(folder / "run", folder / "base", SERVED, lora, adapter_params(SERVED, lora), fingerprint)
+    (folder / "keys").write_text("one\n\n two \n")
+    (folder / "empty").write_text("\n")
+    return folder
+
+
+@pytest.fixture
+def serve(place):
+    """Starts the command; gives the process, its address and, in a list, the lines that it says."""
+    started = []
+
+    def start(*arguments):
+        command = [sys.executable, "-m", "jllama", "serve", *map(str, arguments), *SIZES]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "JLLAMA_CACHE": str(place / "cache")}
+        process = subprocess.Popen(command, cwd=place, env=environment, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        lines = [process.stderr.readline()]
+        threading.Thread(target=lambda: lines.extend(process.stderr), daemon=True).start()
+        return process, re.match(r"(http://\S+): loading ", lines[0])[1], lines
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def wait_until_ready(url):
+    statuses = set()
+    end_s = time.monotonic() + 120
+    while httpx.get(f"{url}/health").status_code != 200:
+        statuses.add(httpx.get(f"{url}/health").status_code)
+        assert time.monotonic() < end_s
+        time.sleep(0.1)
+    return statuses
+
+
+def test_a_server_from_start_to_stop(serve, tmp_path, capsys):
+    """Loading, a model and its adapter, a receipt that another process confirms, an answer finished after SIGTERM."""
+    process, url, lines = serve("base", "--adapter", "tuned=run", "--adapter", "again=run")
+    assert httpx.get(url).status_code == 200  # the page is there at once
+    assert wait_until_ready(url) <= {503, 200}
+    assert [each["id"] for each in httpx.get(f"{url}/v1/models").json()["data"]] == ["base", "tuned", "again"]
+    given = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "seed": 1, "receipt": True}
+    answers = {
+        name: httpx.post(f"{url}/v1/chat/completions", json=given | {"model": name}).json()
+        for name in ("base", "tuned", "again")
+    }
+    text = {name: answer["choices"][0]["message"]["content"] for name, answer in answers.items()}
+    assert text["base"] != text["tuned"] == text["again"]
+    (tmp_path / "answer.json").write_text(json.dumps(answers["tuned"]))
+    assert cli.run("replay", [str(tmp_path / "answer.json"), "--url", url]) == 0
+    capsys.readouterr()
+    with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60) as reply:
+        events = reply.iter_lines()
+        next(events)
+        process.send_signal(signal.SIGTERM)
+        refused = []
+        while not refused or refused[-1].status_code == 200:
+            refused.append(httpx.get(f"{url}/health"))
+        assert refused[-1].status_code == 503
+        assert [line for line in events if line][-1] == "data: [DONE]"
+    assert process.wait(60) == 0
+    said = "".join(lines)
+    assert f"{url}: ready, base, tuned, again, 2 slots of 512 tokens" in said
+    assert "stopping: answers under way have 30 s to finish; again to stop at once\n" in said
+    assert "\nstopped\n" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_answers_that_are_broken_off(serve):
+    """They are told so, by an event, when their time is over; Ctrl-C stops like SIGTERM."""
+    process, url, lines = serve("base", "--drain_s", "0", "--api_key_file", "keys")
+    wait_until_ready(url)
+    assert httpx.get(f"{url}/v1/models").status_code == 401
+    key = {"Authorization": "Bearer two"}
+    with httpx.stream("POST", f"{url}/v1/completions", json=LONG, headers=key, timeout=60) as reply:
+        events = reply.iter_lines()
+        next(events)
+        process.send_signal(signal.SIGINT)
+        last = [line for line in events if line][-1]
+    assert "broken off" in json.loads(last.removeprefix("data: "))["error"]["message"]
+    assert process.wait(60) == 0
+    assert "stopped; 1 answers were broken off" in "".join(lines)
+
+
+@pytest.mark.slow
+def test_a_server_stopped_while_it_loads(serve):
+    process, _, lines = serve("base")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    assert "Traceback" not in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ("nowhere", 1, "there is no checkpoint at nowhere"),
+        ("mute", 1, "mute has no tokenizer"),
+        ("base --adapter run", 2, "adapter is 'run'; it must be NAME=PATH"),
+        ("base --adapter a=run --adapter a=run", 2, "adapter is 'a=run'; it must be NAME=PATH, with a name of its own"),
+        ("base --adapter base=run", 2, "adapter is 'base=run'; it must be NAME=PATH, with a name of its own"),
+        ("base --adapter a=nowhere", 1, "nowhere"),
+        ("base --port 70000", 2, "port is 70000; it must be between 0 and 65,535"),
+        ("base --host nowhere.invalid", 1, "cannot be listened at"),
+        ("base --slots 0", 2, "slots is 0; it must be at least 1"),
+        ("base --replay 2", 2, "replay is 2.0; it must be between 0 and 1"),
+        ("base --max_body_bytes 0", 2, "max_body_bytes is 0; it must be over 0"),
+        ("base --drain_s nan", 2, "drain_s is 'nan'; it must be a finite number"),
+        ("base --api_key_file nowhere", 1, "the api_key_file nowhere cannot be read: No such file or directory"),
+        ("base --api_key_file empty", 1, "the api_key_file empty has no keys"),
+        ("base --mesh.data 2", 2, "there is no option mesh.data"),
+    ],
+)
+def test_what_cannot_be_served(arguments, code, said, place, capsys, monkeypatch):
+    monkeypatch.chdir(place)
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    assert cli.run("serve", ["--port=0", *arguments.split()]) == code
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert said in last
+    for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
+        signal.signal(number, handler)
+
+
+def test_a_port_that_is_taken(place, capsys, monkeypatch):
+    monkeypatch.chdir(place)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert cli.run("serve", ["base", "--port", str(port)]) == 1
+    assert f"port {port} of 127.0.0.1 cannot be listened at: Address already in use" in capsys.readouterr().err
