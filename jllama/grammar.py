@@ -31,10 +31,11 @@ class Matcher:
         if not stop_ids:
             raise UsageError("a text that must match a grammar ends with a stop id, and there is none: give stop_ids")
         self._matcher, self._ended = _compiled(grammar, tokenizer).deep_copy(), False
-        inside, ends = np.zeros((2, -(-tokenizer.vocab_size // 32) * 32), bool)
-        inside[: tokenizer.vocab_size] = tokenizer.token_bytes() > 0
-        inside[list(stop_ids)], ends[list(stop_ids)] = False, True
-        self._stop_ids, self._inside, self._ends = frozenset(stop_ids), _words(inside), _words(ends)
+        size, self._stop_ids = tokenizer.vocab_size, frozenset(stop_ids)
+        flags = np.zeros((2, -(-size // 32) * 32), bool)  # what may be within the text, and what may end it
+        flags[0, :size] = tokenizer.token_bytes() > 0
+        flags[:, list(stop_ids)] = [[False], [True]]
+        self._inside, self._ends = np.packbits(flags, axis=1, bitorder="little").view(np.int32)
 
     def allowed(self) -> Int32[np.ndarray, "words"]:
         """A bit for each token of the vocabulary, 32 to a word, lowest first; a stop id's where the text may end."""
@@ -50,10 +51,6 @@ class Matcher:
             self._matcher.consume_token(token)
 
 
-def _words(flags: np.ndarray) -> Int32[np.ndarray, "words"]:
-    return np.packbits(flags, bitorder="little").view(np.int32)
-
-
 @functools.lru_cache(32)
 def _compiled(grammar: Grammar, tokenizer: Tokenizer) -> Any:
     """The matcher of llguidance at the beginning of a text: to be copied, as one that goes on changes."""
@@ -66,6 +63,7 @@ def _compiled(grammar: Grammar, tokenizer: Tokenizer) -> Any:
     try:
         if kind == "json_schema":
             made = LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": _WHITESPACE}, {"lenient": False})
+            json.loads(text, object_hook=_check_properties, parse_int=_check_integer)
             text = f"start: %json {json.dumps(json.loads(made)['grammars'][0]['json_schema'])}"
         elif kind == "regex":
             text = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
@@ -82,6 +80,21 @@ def _compiled(grammar: Grammar, tokenizer: Tokenizer) -> Any:
     raise UsageError(f"the grammar ({kind}) cannot be compiled, give one that llguidance can serve: {reason}")
 
 
+def _check_integer(digits: str) -> int:
+    """Raise ValueError for what llguidance would round."""
+    if abs(number := int(digits)) > 2**53:
+        raise ValueError(f"{number} is beyond 2**53, where not every whole number is a double")
+    return number
+
+
+def _check_properties(schema: dict[str, Any]) -> dict[str, Any]:
+    """Raise ValueError for what llguidance counts wrongly: properties of which one may come twice."""
+    least, required = schema.get("minProperties"), schema.get("required")
+    if isinstance(least, int | float) and least > max(1, len(required) if isinstance(required, list) else 0):
+        raise ValueError(f"minProperties is {least}, and not as many are required")
+    return schema
+
+
 @functools.lru_cache(4)
 def _vocabulary(tokenizer: Tokenizer) -> Any:
     """The tokens as llguidance has them: large. It is never asked to cut a text into them."""
@@ -89,6 +102,6 @@ def _vocabulary(tokenizer: Tokenizer) -> Any:
         from llguidance import LLTokenizer, TokenizerWrapper
     except ImportError:
         raise JllamaError("a grammar needs the package llguidance: pip install 'jllama[grammar]'") from None
-    pieces, ends = tokenizer.pieces(), {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    pieces, ends = tokenizer.pieces, {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     special_ids = [id for id, piece in enumerate(pieces) if not piece]
     return LLTokenizer(TokenizerWrapper(SimpleNamespace(tokens=pieces, special_token_ids=special_ids, **ends)))

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jsonschema
 import numpy as np
 import pytest
 import torch
@@ -181,6 +182,26 @@ def test_a_stream_is_what_is_made_whole(model, prompts):
     (whole,) = generate(model, [prompts["chat"]], SamplingParams(seed=3), max_new_tokens=40)
     assert "".join(pieces) == whole.text
     assert len(pieces) > 3
+
+
+def test_an_answer_under_a_schema(model, prompts):
+    """Whatever is drawn, and however unlikely the schema is to the model."""
+    person = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 40},
+            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+            "knows": {"type": "array", "items": {"enum": ["Paris", "Lyon"]}, "minItems": 1, "maxItems": 3},
+        },
+        "required": ["name", "age", "knows"],
+        "additionalProperties": False,
+    }
+    grammar = jllama.Grammar("json_schema", json.dumps(person))
+    rows = [(prompts["chat"], 0.0), (prompts["plain"], 1.0), (prompts["chat"], 2.0)]
+    asked = [jllama.Prompt(ids, SamplingParams(temperature, seed=5), 200, grammar=grammar) for ids, temperature in rows]
+    for completion in generate(model, asked):
+        assert completion.finish_reason == "stop_id"
+        jsonschema.validate(json.loads(completion.text), person)
 
 
 def test_llama2c_refuses_it_by_name(gguf, tmp_path):

@@ -121,14 +121,12 @@ def main(argv: list[str], prog: str) -> int:
 
 def _grammar(options: SampleOptions) -> jllama.Grammar | None:
     """What the text must match, if anything."""
-    if options.regex or not options.json_schema:
-        return jllama.Grammar("regex", options.regex) if options.regex else None
-    schema = options.json_schema
-    if not schema.lstrip().startswith("{"):
+    if (schema := options.json_schema) and not schema.lstrip().startswith("{"):
         said = f"json_schema is {schema[:100]}, which is neither a JSON object nor a file of one"
         with fault_of(said, OSError, ValueError, kind=UsageError):
             schema = Path(schema).read_text(encoding="utf-8")
-    return jllama.Grammar("json_schema", schema)
+    kind = "json_schema" if schema else "regex"
+    return jllama.Grammar(kind, schema or options.regex) if schema or options.regex else None
 
 
 def _print_texts(model: jllama.LanguageModel, prompt: jllama.Prompt, options: SampleOptions) -> list[jllama.Completion]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ from jllama.serve.requests import Answer, Piece, Token
 from jllama.serve.tools import ToolCall, ToolParser
 
 _LEAST = -9999.0  # what OpenAI's API says of a token that cannot be drawn: JSON has no infinity
-_pieces = functools.lru_cache(4)(lambda tokenizer: tokenizer.pieces())
 
 
 class Choice:
@@ -21,7 +19,7 @@ class Choice:
     def __init__(self, job: Job, index: int) -> None:
         self._body, self._index, prompt = job.body, index, job.requests[index].prompt
         tokenizer, self._parser = job.model.text_tokenizer, None
-        self._pieces, self._names = _pieces(tokenizer), {id: name for name, id in tokenizer.special_tokens.items()}
+        self._pieces, self._names = tokenizer.pieces, {id: name for name, id in tokenizer.special_tokens.items()}
         self._decoder, self._offset, self._echoed = codecs.getincrementaldecoder("utf-8")("replace"), 0, ""
         if isinstance(job.body, Continuation) and job.body.echo:
             given = job.body.prompts[index // job.body.n]

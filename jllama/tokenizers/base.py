@@ -106,6 +106,7 @@ class Tokenizer(ABC):
     special_tokens: dict[str, int]  # texts that stand for a token in ``encode_with_special_tokens``, with BOS and EOS
     file_name: str  # of the file that holds it
     content: bytes
+    pieces: list[bytes]  # the bytes that each token stands for; special tokens none
     _token_bytes: np.ndarray
 
     def encode(self, text: str) -> list[int]:
@@ -145,10 +146,6 @@ class Tokenizer(ABC):
         return hashlib.sha256(self.content).hexdigest()
 
     @abstractmethod
-    def pieces(self) -> list[bytes]:
-        """The bytes that each token stands for; special tokens none."""
-
-    @abstractmethod
     def vocabulary(self) -> Vocabulary:
         """The tokenizer as data; one that gives ids as no other format can raises JllamaError."""
 
@@ -175,6 +172,7 @@ class BytesTokenizer(Tokenizer):
     special_tokens = {"<unk>": 0, "<s>": 1, "</s>": 2}  # noqa: RUF012
     file_name = "tokenizer.bytes.json"
     content = b'{"type": "bytes", "vocab_size": 259}'
+    pieces = [b""] * 3 + [bytes([byte]) for byte in range(256)]
     _token_bytes = (np.arange(vocab_size) >= 3).astype(np.int32)
 
     def _encode(self, text: str) -> list[int]:
@@ -182,10 +180,6 @@ class BytesTokenizer(Tokenizer):
 
     def _decode(self, ids: Int[np.ndarray, "tokens"]) -> str:
         return bytes((ids - 3).tolist()).decode("utf-8", "replace")
-
-    def pieces(self) -> list[bytes]:
-        """Each byte."""
-        return [b""] * 3 + [bytes([byte]) for byte in range(256)]
 
     def vocabulary(self) -> Vocabulary:
         """A byte-level BPE without merges."""

@@ -89,7 +89,10 @@ class HuggingFaceTokenizer(Tokenizer):
         self._library.add_special_tokens([self.texts[bos_id], self.texts[eos_id]])
         self.added = self._library.get_added_tokens_decoder()
         self.is_byte_level = "ByteLevel" in json.dumps(self.json["pre_tokenizer"])
-        self._token_bytes = np.array([*map(len, self.pieces())], np.int32)
+        self.pieces = [piece_bytes(text, self.is_byte_level) for text in self.texts]
+        for id, token in self.added.items():
+            self.pieces[id] = b"" if token.special else token.content.encode()
+        self._token_bytes = np.array([*map(len, self.pieces)], np.int32)
         self.special_tokens = {self.texts[id]: id for id in (*self.added, bos_id, eos_id)}
 
     def _encode(self, text: str, *, with_special_tokens: bool = False) -> list[int]:
@@ -113,13 +116,6 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _decode(self, ids: Int[np.ndarray, "tokens"]) -> str:
         return self._library.decode(ids.tolist())
-
-    def pieces(self) -> list[bytes]:
-        """What the texts stand for; added tokens stand for themselves."""
-        pieces = [piece_bytes(text, self.is_byte_level) for text in self.texts]
-        for id, token in self.added.items():
-            pieces[id] = b"" if token.special else token.content.encode()
-        return pieces
 
     def vocabulary(self) -> Vocabulary:
         """The tokenizer as data; of Llama 2's kind as SentencePiece has it, with scores from the order of the merges.

@@ -52,7 +52,8 @@ class SentencePieceTokenizer(Tokenizer):
         self._byte_ids = library.piece_to_id(list(BYTE_PIECES))
         special = [id for id in range(self.vocab_size) if library.is_control(id) or library.is_unknown(id)]
         self.special_tokens = {self.texts[id]: id for id in special}
-        self._token_bytes = np.array([*map(len, self.pieces())], np.int32)
+        self.pieces = [b"" if text in self.special_tokens else piece_bytes(text) for text in self.texts]
+        self._token_bytes = np.array([*map(len, self.pieces)], np.int32)
         newline = library.encode("\n")
         self._cut_at_newlines = (
             not any("\n" in text for text in self.texts)
@@ -80,10 +81,6 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _decode(self, ids: Int[np.ndarray, "tokens"]) -> str:
         return self._processor.decode(ids.tolist())
-
-    def pieces(self) -> list[bytes]:
-        """The pieces with their spaces, and single bytes."""
-        return [b"" if text in self.special_tokens else piece_bytes(text) for text in self.texts]
 
     def vocabulary(self) -> Vocabulary:
         """The model as data; one of another kind than Llama's, or that normalizes text, raises JllamaError."""

@@ -41,17 +41,14 @@ class TiktokenTokenizer(Tokenizer):
         self.special_tokens = special = {name: self.bos_id + number for number, name in enumerate(SPECIAL_TOKENS)}
         ranks = {token: rank for rank, token in enumerate(self.tokens)}
         self._encoding = tiktoken.Encoding("llama3", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special)
-        self._token_bytes = np.array([*map(len, self.tokens), *[0] * len(SPECIAL_TOKENS)], np.int32)
+        self.pieces = self.tokens + [b""] * len(SPECIAL_TOKENS)
+        self._token_bytes = np.array([*map(len, self.pieces)], np.int32)
 
     def _encode(self, text: str) -> list[int]:
         return [id for part in _parts(text) for id in self._encoding.encode_ordinary(part)]
 
     def _decode(self, ids: Int[np.ndarray, "tokens"]) -> str:
         return b"".join(self.tokens[id] for id in ids).decode("utf-8", "replace")
-
-    def pieces(self) -> list[bytes]:
-        """The tokens of the file, which are bytes."""
-        return self.tokens + [b""] * len(SPECIAL_TOKENS)
 
     def vocabulary(self) -> Vocabulary:
         """A byte-level BPE in which every two tokens that join to a token merge, by the rank of what they join to."""

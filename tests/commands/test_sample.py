@@ -4,6 +4,7 @@ import dataclasses
 import io
 import itertools
 import json
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -206,6 +207,26 @@ def test_a_file_of_prompts(complete_file, small_run, sample, tmp_path):
     code, results, _ = complete_file("-n", 2, "--logprobs", output=tmp_path / "two.jsonl")
     assert [(result["line"], result["sample"]) for result in results] == [(n, s) for n in (1, 2, 3, 4) for s in (0, 1)]
     assert all(len(result["tokens"]) == result["new_tokens"] for result in results)
+
+
+def test_texts_that_match(small_run, workshop, sample, complete_file, tmp_path):
+    several = sample("--prompt", "the ", "--regex", "[a-c]{3,5}", "-n", 3, "--json").splitlines()
+    assert all(re.fullmatch("[a-c]{3,5}", json.loads(line)["text"]) for line in several)
+    properties = {"é": {"type": "boolean"}}
+    schema = {"type": "object", "properties": properties, "required": ["é"], "additionalProperties": False}
+    path = tmp_path / "schema.json"
+    path.write_text(json.dumps(schema, ensure_ascii=False), encoding="utf-8")
+    arguments = ["--prompt", "", "--logit_bias", '{"35": -20, "13": -20}']  # few spaces: the context is short
+    text = sample(*arguments, "--json_schema", path)
+    assert json.loads(text).keys() == {"é"}
+    command = ["sample.py", "--checkpoint", small_run.folder, *arguments, "--json_schema", json.dumps(schema)]
+    done = workshop.finish(workshop.start(*command))
+    assert (done.code, done.out) == (0, text), done.err
+    code, results, said = complete_file("--regex", "[xyz]{3}")
+    assert code == 1
+    matched = [bool(re.fullmatch("[xyz]{3}", each.get("text", ""))) for each in results]
+    assert matched == [True, True, False, True]
+    assert "line 3: banned_ids could leave nothing of what a grammar allows" in said
 
 
 def test_an_interrupted_file_goes_on_where_it_was(complete_file, monkeypatch, tmp_path):

@@ -520,13 +520,20 @@ def test_a_text_that_grows_is_shown_as_if_it_came_at_once(person):
     assert wrong == []
 
 
-def test_copy(person):
+@pytest.mark.parametrize("is_secure", [True, False])  # a browser has no clipboard for pages of http elsewhere
+def test_copy(person, is_secure):
     one = person(permissions=["clipboard-read", "clipboard-write"])
+    if not is_secure:
+        one.page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
     one.ask("rich")
-    one.answers.last.locator(".code-head button").last.click()
-    assert one.page.evaluate("navigator.clipboard.readText()") == 'def f(x):\n    return "<b>" + x  # **not bold**'
-    one.answers.last.get_by_role("button", name="Copy", exact=True).last.click()
-    wait_until(lambda: one.page.evaluate("navigator.clipboard.readText()") == RICH)
+    field = one.page.get_by_role("textbox", name="Message", exact=True)
+    code, whole = (one.answers.last.locator(each).last for each in (".code-head button", ".foot [aria-label=Copy]"))
+    for button, text in ((code, 'def f(x):\n    return "<b>" + x  # **not bold**'), (whole, RICH)):
+        button.click()
+        expect(one.page.locator("#said")).to_have_text("Copied")
+        field.fill("")
+        field.press("Control+v")
+        expect(field).to_have_value(text)
 
 
 def test_the_key_is_asked_for_and_kept(person, fake):
@@ -848,13 +855,13 @@ def test_with_the_server_itself(person, real):
     one.page.get_by_label("System prompt").fill("Be brief.")
     one.page.keyboard.press("Escape")
     one.ask("What is your name?")
-    expect(one.answers.last).to_contain_text(re.compile(r"\d+ tokens · .* tokens/s"))
+    expect(one.answers.last).to_contain_text(re.compile(r"\d+ tokens"))
     body = one.answers.last.locator(".body")
     said = body.inner_text()
     assert said
     one.answers.last.get_by_role("button", name="Answer again").click()
     expect(one.page.locator("#toast")).to_contain_text("The answer was replaced.")
-    expect(one.answers.last).to_contain_text("tokens/s")
+    expect(one.answers.last).to_contain_text(re.compile(r"\d+ tokens"))
     assert body.inner_text() == said  # with a seed, the same
     one.page.get_by_role("button", name="Settings").click()
     one.page.get_by_role("spinbutton", name="Max tokens").fill("5000")
@@ -867,4 +874,4 @@ def test_with_the_server_itself(person, real):
     one.page.keyboard.press("Escape")
     one.page.get_by_role("button", name="Try again").click()
     one.page.keyboard.press("Escape")
-    expect(one.answers.last).to_contain_text(re.compile("Stopped|tokens/s"))
+    expect(one.answers.last).to_contain_text(re.compile(r"Stopped|\d+ tokens"))

@@ -1,0 +1,369 @@
+"""Texts that must match: masks against trying every token, texts against ``re`` and ``jsonschema``, nasty grammars."""
+
+import concurrent.futures
+import json
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import jsonschema
+import numpy as np
+import pytest
+from helpers import trained_llama3, trained_smollm
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from hypothesis_jsonschema import from_schema
+
+from jllama.config import LlamaConfig
+from jllama.decode_params import decode_layout
+from jllama.errors import JllamaError, UsageError
+from jllama.generation import decode as decoding
+from jllama.generation.sampling_params import Prompt, SamplingParams
+from jllama.generation.text import encode_prompt, generate, stream
+from jllama.grammar import Grammar, Matcher
+from jllama.language_model import LanguageModel
+from jllama.tokenizers import BytesTokenizer, as_huggingface, train_sentencepiece
+from jllama.verify.checks import random_params
+
+BYTES = BytesTokenizer()
+TEXTS = [
+    '{"name": "Ada", "age": 36, "tags": ["a", "b"]}\n',
+    "the cat sat on the mat 2024-01-31 true false null\n",
+    "né 世 🙂\n",
+]
+PIECES = train_sentencepiece(TEXTS * 9, 340)
+TOKENIZERS = {
+    "bytes": BYTES,
+    "sentencepiece": PIECES,
+    "byte fallback": as_huggingface(PIECES),
+    "byte-level": trained_smollm(TEXTS * 9, 340),
+    "tiktoken": trained_llama3(TEXTS * 9, 300),
+}
+CONFIG = LlamaConfig(vocab_size=270, num_layers=1, embed_dim=32, num_heads=2, max_seq_len=256)
+PARAMS = decode_layout(jax.tree.map(jnp.asarray, random_params(CONFIG, 0)), CONFIG)
+MODEL = LanguageModel(CONFIG, PARAMS, BYTES)
+ROWS, NEW = 8, 240
+REGEXES = [
+    r"[a-c]{1,3}(, [a-c]{1,3})*",
+    r"(the |cat |né|世|🙂){0,5}",
+    r"[0-9]{4}-[0-9]{2}|true|false",
+    r"(a|ab)(bc|c)?[^x]",
+]
+DATE = Grammar("regex", r"[0-9]{4}-[0-9]{2}")
+every_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+
+
+def flags(words, size):
+    return np.unpackbits(words.view(np.uint8), bitorder="little")[:size].astype(bool)
+
+
+def ids_of(matcher, tokenizer):
+    words = matcher.allowed()
+    assert words.dtype == np.int32
+    assert len(words) == -(-tokenizer.vocab_size // 32)
+    assert not flags(words, None)[tokenizer.vocab_size :].any()
+    return np.flatnonzero(flags(words, tokenizer.vocab_size)).tolist()
+
+
+def walk(matcher, tokenizer, seed, steps=30):
+    """Masks and tokens of a text of random tokens."""
+    random, seen = np.random.default_rng(seed), []
+    for _ in range(steps):
+        allowed = ids_of(matcher, tokenizer)
+        token = int(random.choice(allowed))
+        matcher.accept(token)
+        seen.append((allowed, token))
+    return seen
+
+
+def matches(regex, text):
+    try:
+        return bool(re.fullmatch(regex, text.decode()))
+    except UnicodeDecodeError:  # it ends within a character
+        return False
+
+
+# Masks
+
+
+@every_tokenizer
+@settings(max_examples=8)
+@given(regex=st.sampled_from(REGEXES), seed=st.integers(0, 2**32 - 1))
+def test_a_mask_holds_the_tokens_that_can_come_next_and_where_the_text_matches_the_stop_ids(tokenizer, regex, seed):
+    """Tried one by one; whether a text matches, and that each can still come to match, is what ``re`` says."""
+    stop_ids = (tokenizer.eos_id, tokenizer.bos_id)
+    matcher, random, pieces = Matcher(Grammar("regex", regex), tokenizer, stop_ids), np.random.default_rng(seed), []
+    text_of = tokenizer.pieces
+    for _ in range(40):
+        allowed = ids_of(matcher, tokenizer)
+        ordinary = [id for id in allowed if id not in stop_ids]
+        tried = [id for id, text in enumerate(text_of) if text and matcher._matcher.validate_tokens([id])]
+        assert ordinary == tried
+        may_end = len(set(stop_ids) & set(allowed)) == 2
+        assert may_end == matches(regex, b"".join(pieces))
+        token = int(random.choice(allowed))
+        matcher.accept(token)
+        if token in stop_ids:
+            break
+        pieces.append(text_of[token])
+
+
+@every_tokenizer
+def test_pieces_are_the_text_of_tokens(tokenizer):
+    pieces = tokenizer.pieces
+    assert [*map(len, pieces)] == tokenizer.token_bytes().tolist()
+    for text in TEXTS:
+        assert b"".join(pieces[id] for id in tokenizer.encode(text)).decode().removeprefix(" ") == text
+
+
+@every_tokenizer
+@settings(max_examples=5)
+@given(seeds=st.lists(st.integers(0, 99), min_size=2, max_size=4), order=st.randoms(use_true_random=False))
+def test_matchers_share_nothing(tokenizer, seeds, order):
+    """Each goes its way as alone, whatever the others of the same grammar have taken meanwhile, also in threads."""
+    grammar = Grammar("json_schema", '{"type": "array", "items": {"type": ["string", "integer"]}}')
+
+    def new():
+        return Matcher(grammar, tokenizer, (tokenizer.eos_id,))
+
+    alone = [walk(new(), tokenizer, seed) for seed in seeds]
+    matchers, seen = [new() for _ in seeds], [[] for _ in seeds]
+    turns = [row for row in range(len(seeds)) for _ in alone[row]]
+    order.shuffle(turns)
+    for row in turns:
+        allowed, (_, token) = ids_of(matchers[row], tokenizer), alone[row][len(seen[row])]
+        matchers[row].accept(token)
+        seen[row].append((allowed, token))
+    assert seen == alone
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(lambda seed: walk(new(), tokenizer, seed), seeds)] == alone
+
+
+def test_stop_ids_are_allowed_where_the_text_may_end_and_nothing_else_behind_one():
+    a, b, c = BYTES.encode("abc")
+    matcher = Matcher(Grammar("regex", "ab?c*"), BYTES, (2, 0, c))  # a token of text may be a stop id, too
+    assert ids_of(matcher, BYTES) == [a]
+    matcher.accept(a)
+    assert ids_of(matcher, BYTES) == [0, 2, b, c]
+    matcher.accept(b)
+    assert ids_of(matcher, BYTES) == [0, 2, c]
+    matcher.accept(2)
+    assert ids_of(matcher, BYTES) == [0, 2, c]
+    matcher.accept(a)
+    assert ids_of(matcher, BYTES) == [0, 2, c]
+
+
+def test_a_text_that_went_wrong_ends():
+    matcher = Matcher(DATE, BYTES, (2,))
+    matcher.accept(BYTES.encode("x")[0])
+    assert ids_of(matcher, BYTES) == [2]
+
+
+@pytest.mark.parametrize(
+    "lark", ["start: <[1]> | <[5]>", "start: <[*]>", '%llguidance {"no_forcing": false}\nstart: "true"']
+)
+def test_special_tokens_are_no_text_and_nothing_is_forced(lark):
+    allowed = ids_of(Matcher(Grammar("lark", lark), BYTES, (2,)), BYTES)
+    assert not {0, 1} & set(allowed)
+    assert not {5, *BYTES.encode("t")}.isdisjoint(allowed)
+
+
+# Grammars that cannot be served
+
+NASTY = {
+    "no text": ("json_schema", ""),
+    "no JSON": ("json_schema", '{"type": '),
+    "no schema": ("json_schema", "[1]"),
+    "no such type": ("json_schema", '{"type": "text"}'),
+    "unknown keyword": ("json_schema", '{"type": "integer", "not": {"const": 1}}'),
+    "unknown keyword, lenient by its own word": ("json_schema", '{"x-guidance": {"lenient": true}, "if": {}}'),
+    "unknown format": ("json_schema", '{"type": "string", "format": "nonsense"}'),
+    "impossible": ("json_schema", '{"type": "string", "minLength": 2, "maxLength": 1}'),
+    "false": ("json_schema", '{"type": "object", "properties": {"a": false}, "required": ["a"]}'),
+    "a number that is rounded": ("json_schema", '{"enum": [18014226710785025]}'),
+    "a huge one": ("json_schema", f'{{"maximum": 1{"0" * 5000}}}'),
+    "more properties than are required": ("json_schema", '{"type": "object", "minProperties": 2, "required": ["a"]}'),
+    "itself": ("json_schema", '{"$ref": "#"}'),
+    "a loop": (
+        "json_schema",
+        '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}',
+    ),
+    "elsewhere": ("json_schema", '{"$ref": "http://127.0.0.1:9/a.json"}'),
+    "a file": ("json_schema", '{"$ref": "file:///etc/hostname"}'),
+    "a megabyte": ("json_schema", json.dumps({"enum": [f"{number:08}" for number in range(90_000)]})),
+    "a megabyte of properties": ("json_schema", json.dumps({"properties": {f"{n:08}": {} for n in range(50_000)}})),
+    "deep": ("json_schema", '{"items":' * 10_000 + "{}" + "}" * 10_000),
+    "deep data": ("json_schema", '{"enum": [' + "[" * 10_000 + "]" * 10_000 + "]}"),
+    "two to the twentieth": (
+        "json_schema",
+        json.dumps({"allOf": [{"anyOf": [{"properties": {f"{c}{n}": {}}} for c in "ab"]} for n in range(20)]}),
+    ),
+    "a lone surrogate": ("json_schema", '{"const": "\ud800"}'),
+    "an escaped one": ("json_schema", '{"const": "\\ud800"}'),
+    "open": ("regex", "(a"),
+    "look-ahead": ("regex", "(?=a)b"),
+    "back-reference": ("regex", r"(a)\1"),
+    "parentheses": ("regex", "(" * 20_000 + "a" + ")" * 20_000),
+    "surrogate": ("regex", "\ud800"),
+    "no rules": ("lark", ""),
+    "unknown rule": ("lark", "start: other"),
+    "special token": ("lark", "start: </s> <s>"),
+    "nested": ("lark", "start: " + "(" * 20_000 + '"a"' + ")" * 20_000),
+}
+
+
+@pytest.mark.parametrize("grammar", NASTY.values(), ids=NASTY)
+def test_what_cannot_be_compiled_is_refused_in_a_sentence(grammar):
+    with pytest.raises(UsageError, match=f"^the grammar \\({grammar[0]}\\) cannot be compiled, .*: .") as caught:
+        Matcher(Grammar(*grammar), BYTES, (2,))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+LARGE = {
+    "explodes": ("regex", "(a{1,1000}){1,1000}"),
+    "many states": ("regex", ".*a.{500}"),
+    "long": ("regex", "a" * 100_000),
+    "a gigabyte": ("regex", "a{1000000000}"),
+    "stars": ("regex", "((a*)*)*b|(.*.*.*.*.*a){50}"),
+    "a long string": ("json_schema", '{"type": "string", "minLength": 1000000000}'),
+    "a pattern": ("json_schema", '{"type": "string", "pattern": "(a{1,1000}){1,1000}"}'),
+    "a long list": ("json_schema", '{"type": "array", "minItems": 1000000}'),
+    "ambiguous": ("lark", 'start: start start start | "a" | ""'),
+}
+
+
+@pytest.mark.parametrize("grammar", LARGE.values(), ids=LARGE)
+def test_what_explodes_is_refused_or_goes_on(grammar):
+    try:
+        matcher = Matcher(Grammar(*grammar), BYTES, (2,))
+    except UsageError:
+        return
+    assert all(allowed for allowed, _ in walk(matcher, BYTES, 0, 200))
+
+
+def test_wrong_use(monkeypatch):
+    with pytest.raises(UsageError, match="there is no kind of grammar regexp; did you mean regex"):
+        Matcher(Grammar("regexp", "a"), BYTES, (2,))
+    with pytest.raises(UsageError, match="ends with a stop id, and there is none"):
+        generate(MODEL, "a", grammar=DATE, stop_ids=())
+    with pytest.raises(UsageError, match="banned_ids could leave nothing of what a grammar allows"):
+        generate(MODEL, "a", grammar=DATE, banned_ids=(5,))
+    with pytest.raises(UsageError, match="speculate guesses several tokens"):
+        generate(MODEL, "a", grammar=DATE, speculate=3)
+    with pytest.raises(UsageError, match="cannot be compiled"):
+        encode_prompt(MODEL, Prompt("a", grammar=Grammar("regex", "(")))
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(JllamaError, match=r"a grammar needs the package llguidance: pip install 'jllama\[grammar\]'"):
+        Matcher(DATE, BytesTokenizer(), (2,))
+
+
+# Texts
+
+
+def drawn(grammar_of_rows, seed=0, **settings):
+    """Completions of a batch that has as many rows whatever is asked: the same program."""
+    rows = [*grammar_of_rows, *[None] * (ROWS - len(grammar_of_rows))]
+    prompts = [Prompt("x", SamplingParams(seed=seed + row, **settings), NEW, grammar=g) for row, g in enumerate(rows)]
+    return generate(MODEL, prompts)[: len(grammar_of_rows)]
+
+
+def test_texts_match_and_nothing_compiles_for_another_grammar():
+    regexes = [*REGEXES, r"[ -~]{3,9}", r"<b>(.|\n)*</b>", "", "(a|b)*"]
+    found = drawn([Grammar("regex", regex) for regex in regexes])
+    programs = decoding._decode._cache_size()
+    found += drawn([Grammar("regex", regex) for regex in reversed(regexes)], 50, top_p=0.9, repetition_penalty=1.2)
+    assert decoding._decode._cache_size() == programs
+    finished = [
+        (regex, each.text)
+        for regex, each in zip(regexes + regexes[::-1], found, strict=True)
+        if each.finish_reason == "stop_id"
+    ]
+    assert len(finished) > 10
+    assert [regex for regex, text in finished if not re.fullmatch(regex, text)] == []
+
+
+def test_greedy_texts_match_too():
+    (completion,) = drawn([DATE], temperature=0.0)
+    assert completion.finish_reason == "stop_id"
+    assert re.fullmatch(DATE.text, completion.text)
+
+
+def test_rows_without_a_grammar_do_not_know_of_it():
+    mixed, free = drawn([None, DATE, None]), drawn([None, None, None])
+    assert [mixed[0], mixed[2]] == [free[0], free[2]]  # log-probabilities, too
+    assert mixed[1] == drawn([None, DATE, DATE])[1]
+    assert re.fullmatch(DATE.text, mixed[1].text)
+
+
+def test_a_stream_is_what_is_made_whole():
+    settings = {"max_new_tokens": 30, "seed": 3, "grammar": Grammar("regex", "[a-f]{5,20}")}
+    (whole,) = generate(MODEL, "x", **settings)
+    assert "".join(stream(MODEL, "x", **settings)) == whole.text
+    assert re.fullmatch("[a-f]{5,20}", whole.text)
+
+
+def test_a_text_that_is_cut_says_so():
+    (completion,) = generate(MODEL, "x", grammar=DATE, max_new_tokens=6)
+    assert completion.finish_reason == "length"
+    assert re.fullmatch("[0-9]{4}-[0-9]", completion.text)
+
+
+def fields(**strategies):
+    return st.fixed_dictionaries(
+        {name: value if hasattr(value, "map") else st.just(value) for name, value in strategies.items()}
+    )
+
+
+SCALAR = {"type": ["string", "integer", "null", "boolean"], "maxLength": 5}
+FORMATS, PATTERNS = ["date", "time", "date-time", "uuid", "ipv4"], ["^[a-z]{2,5}$", "^[0-9]+$", "^(ab|cd)?$", "x{1,3}$"]
+leaves = st.one_of(
+    fields(type=st.sampled_from(["null", "boolean", "number", "integer"])),
+    fields(type="string", minLength=st.integers(0, 3), maxLength=st.integers(3, 6)),
+    fields(type="integer", minimum=st.integers(-99, 3), exclusiveMaximum=st.integers(5, 10**6)),
+    fields(type="number", exclusiveMinimum=st.integers(-9, 0), maximum=st.integers(1, 9)),
+    fields(type="string", format=st.sampled_from(FORMATS)),
+    fields(type="string", pattern=st.sampled_from(PATTERNS)),
+    fields(type=st.lists(st.sampled_from(["null", "boolean", "integer"]), min_size=1, unique=True)),
+    fields(enum=from_schema({"type": "array", "minItems": 1, "maxItems": 3, "items": SCALAR})),
+    fields(const=from_schema({"type": "array", "maxItems": 2, "items": SCALAR})),
+)
+
+
+def nested(inner):
+    """Objects, arrays and alternatives of schemas."""
+    required = st.lists(st.sampled_from("ab"), unique=True)
+    properties = fields(a=inner, b=inner) | fields(a=inner, b=inner, **{'é "\\\n': inner})
+    return st.one_of(
+        fields(type="object", properties=properties, required=required, additionalProperties=False),
+        fields(type="object", additionalProperties=inner, maxProperties=2),
+        fields(type="array", items=inner, minItems=st.integers(0, 1), maxItems=st.integers(1, 3)),
+        fields(type="array", prefixItems=st.lists(inner, min_size=1, max_size=2), items=False),
+        fields(anyOf=st.lists(inner, min_size=1, max_size=3)),
+    )
+
+
+schemas = st.recursive(leaves, nested, max_leaves=5)
+schemas |= fields(**{"$ref": "#/$defs/it", "$defs": fields(it=schemas)})
+FINISHED = []
+
+
+@settings(max_examples=8)
+@given(schemas=st.lists(schemas, min_size=ROWS, max_size=ROWS), seed=st.integers(0, 2**31))
+def test_a_finished_answer_is_json_that_its_schema_allows(schemas, seed):
+    asked = [Grammar("json_schema", json.dumps(schema)) for schema in schemas]
+    for grammar in asked:
+        try:
+            Matcher(grammar, BYTES, (2,))
+        except UsageError:
+            assume(False)
+    for schema, completion in zip(schemas, drawn(asked, seed), strict=True):
+        assert completion.finish_reason in ("stop_id", "length", "context")
+        FINISHED.append(completion.finish_reason == "stop_id")
+        if FINISHED[-1]:
+            jsonschema.validate(json.loads(completion.text), schema, jsonschema.Draft202012Validator)
+
+
+def test_most_answers_finished():
+    assert np.mean(FINISHED or [1]) > 0.7
