@@ -22,9 +22,8 @@ _WHITESPACE = r" |\n {0,40}"  # between JSON's signs: without a bound, a small m
 class Matcher:
     """A text under way that must match a grammar: ``allowed`` says what may come next, ``accept`` what came.
 
-    Special tokens are never part of the text; one that can neither go on nor end (a limit of llguidance's is reached,
-    or a token was accepted that was not allowed) may end. Raises ``UsageError`` if the grammar cannot be compiled or
-    there are no stop ids, ``JllamaError`` without the package llguidance.
+    Special tokens are never part of the text; one that can neither go on nor end may end, and has ``failed``. Raises
+    ``UsageError`` if the grammar cannot be compiled or there are no stop ids, ``JllamaError`` without llguidance.
     """
 
     def __init__(self, grammar: Grammar, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> None:
@@ -50,6 +49,11 @@ class Matcher:
         if not self._ended:
             self._matcher.consume_token(token)
 
+    @property
+    def failed(self) -> bool:
+        """Whether the text broke off: at a limit of llguidance's, or a token that was not allowed."""
+        return self._matcher.is_error()
+
 
 @functools.lru_cache(32)
 def _compiled(grammar: Grammar, tokenizer: Tokenizer) -> Any:
@@ -68,7 +72,8 @@ def _compiled(grammar: Grammar, tokenizer: Tokenizer) -> Any:
         elif kind == "regex":
             text = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
         text += '\n%llguidance {"no_forcing": true}'  # a text may be cut into tokens in all ways, not in one alone
-        matcher = LLMatcher(vocabulary, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        limits = LLParserLimits(max_items_in_row=20_000, verbose_errors=False)  # 2,000 are 500 optional properties
+        matcher = LLMatcher(vocabulary, text, log_level=0, limits=limits)
         matcher.compute_bitmask()
         if not (error := matcher.get_error()):
             return matcher

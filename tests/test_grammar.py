@@ -8,6 +8,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import jsonschema
+import llguidance
 import numpy as np
 import pytest
 from helpers import trained_llama3, trained_smollm
@@ -156,8 +157,20 @@ def test_stop_ids_are_allowed_where_the_text_may_end_and_nothing_else_behind_one
 
 def test_a_text_that_went_wrong_ends():
     matcher = Matcher(DATE, BYTES, (2,))
+    assert not matcher.failed
     matcher.accept(BYTES.encode("x")[0])
     assert ids_of(matcher, BYTES) == [2]
+    assert matcher.failed
+
+
+def test_a_text_that_comes_to_a_limit_does_not_end_as_if_it_matched(monkeypatch):
+    limits = llguidance.LLParserLimits
+    monkeypatch.setattr(llguidance, "LLParserLimits", lambda **given: limits(**given | {"max_items_in_row": 100}))
+    schema = {"type": "object", "properties": {f"k{n}": {} for n in range(60)}}
+    grammar = Grammar("json_schema", json.dumps(schema))
+    limited, free = drawn([grammar, None])
+    assert (limited.finish_reason, len(limited.text) < 9) == ("length", True)
+    assert free == drawn([None, None])[1]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ class Completion(NamedTuple):
 
     text: str  # what is new, without the prompt and the stop
     ids: list[int]  # what ``text`` came from, without a stop id; where a stop string cut a token, it is the last one
-    finish_reason: str  # stop_id, stop_string, length (max_new_tokens) or context (the end of the model's)
+    finish_reason: str  # stop_id, stop_string, length (max_new_tokens, a grammar's limit) or context (the model's)
     log_probs: list[float]  # of each of ``ids``, by the model's raw logits, in nats
     drafted: int = 0  # tokens guessed, with ``speculate``
     accepted: int = 0  # how many of them were right
@@ -243,6 +243,8 @@ def generate_batch(
         for index, (row, *new) in enumerate(zip(rows, tokens.tolist(), log_probs.tolist(), strict=True)):
             pieces = (row.push(token, log_prob) for token, log_prob in zip(*new, strict=True))
             yield from ((index, piece) for piece in pieces if piece)
+            if index in matchers and matchers[index].failed:
+                row.finish_reason = "length"
         next_steps = 1 if matchers else steps
     for index, counts in enumerate(zip(batch.drafted.tolist(), batch.accepted.tolist(), strict=True)):
         yield from ((index, piece) for piece in (rows[index].end(), rows[index].completion(*counts)) if piece)

@@ -282,7 +282,8 @@ class Engine:
             allowed = self._everything.copy() if limited else self._everything
             for slot, row in limited:
                 assert row.matcher is not None
-                allowed[slot] = row.matcher.allowed()
+                words = row.matcher.allowed()
+                allowed[slot] = np.pad(words, (0, allowed.shape[1] - len(words)))  # to the model's vocabulary
             self._batch, step = choose(self._batch, new, logits, active, allowed, tops)
             steps.append(step)
         for step in jax.device_get(steps):
@@ -298,6 +299,8 @@ class Engine:
             row.matcher.accept(id)
         top = zip(step.top[0][slot].tolist(), step.top[1][slot].tolist(), strict=True) if row.request.top else ()
         piece = row.text.push(id, log_prob)
+        if row.matcher and row.matcher.failed:
+            row.text.finish_reason = "length"
         row.tokens.append(Token(id, log_prob, tuple(top)[: row.request.top]))
         if piece:
             self._deliver(row, piece, row.text.num_tokens_shown)
