@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import jllama
 
-CORES, CONTEXT, LEAST_REQUESTS, START_LIMIT_S = 2, 2048, 4, 300
+CORES, CONTEXT, START_LIMIT_S = 2, 2048, 300
 WORDS = """
     river stone light garden winter music paper bridge silver forest morning window letter ocean candle mountain summer
     shadow voice village copper engine harbor island journey kitchen ladder market needle orange pencil
@@ -166,7 +166,7 @@ def summary(timings: Sequence[Timing], wall_s: float) -> dict[str, float]:
 
 def under_load(url: Url, clients: int, options: argparse.Namespace) -> dict[str, float]:
     """So many clients at once, each with one request after the other."""
-    count = max(clients, LEAST_REQUESTS // clients * clients)
+    count = max(clients, options.requests // clients * clients)
     prompts = [words(1000 * clients + request, options.prompt_tokens) for request in range(1, count + 1)]
     with ThreadPoolExecutor(clients) as pool:
         begun = time.perf_counter()
@@ -177,7 +177,7 @@ def under_load(url: Url, clients: int, options: argparse.Namespace) -> dict[str,
 def with_prefix(url: Url, options: argparse.Namespace) -> dict[str, float]:
     """Time to the first token behind a long prefix: at first, and then with other words behind the same prefix."""
     prefix = words(-1, options.prefix_tokens)
-    first, *later = (answer(url, f"{prefix} {words(-2 - turn, 16)}", 8).first_s for turn in range(LEAST_REQUESTS + 1))
+    first, *later = (answer(url, f"{prefix} {words(-2 - turn, 16)}", 8).first_s for turn in range(options.requests + 1))
     return {"first_s": first, "later_s": statistics.median(later)}
 
 
@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("--jllama", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--clients", type=int, nargs="*", default=[1, 4, 16])
     parser.add_argument("--slots", type=int, nargs="*", default=[1, 8], help="beside 4 and 16, with one client each")
-    for name, default in {"prompt_tokens": 64, "new_tokens": 64, "prefix_tokens": 1000}.items():
+    for name, default in {"requests": 4, "prompt_tokens": 64, "new_tokens": 64, "prefix_tokens": 1000}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--result", type=Path, default=Path(__file__).parent / "results" / "serve.json")
     options = parser.parse_args()
@@ -261,7 +261,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "device": f"{platform.machine()}, {os.cpu_count()} cores, cpu",
         "versions": {package: importlib.metadata.version(package) for package in ("jax", "transformers", "torch")},
-        **{name: getattr(options, name) for name in ("prompt_tokens", "new_tokens", "prefix_tokens")},
+        **{name: getattr(options, name) for name in ("requests", "prompt_tokens", "new_tokens", "prefix_tokens")},
         "servers": servers,
     }
     if options.llama_python:
