@@ -80,8 +80,8 @@ def grammar(tools: Sequence[Any], choice: Any, dialect: Dialect, parallel: bool 
     """What an answer must match: calls of these tools, or one of the tool that ``choice`` names, with valid arguments.
 
     Where the model may choose, calls or a text without any, if a tool is ``strict``; else None, as for ``"none"``, with
-    which the tools should not be shown to the template either. Without ``parallel`` there is one call. What
-    ``check_tools`` refuses must not come here.
+    which the tools should not be shown to the template either. Without ``parallel`` there is one call, else
+    at most eight, as small models do not stop. What ``check_tools`` refuses must not come here.
     """
     name, is_free = _function(choice).get("name"), choice in (None, "auto")
     if choice == "none" or (is_free and not any(tool["function"].get("strict") for tool in tools)):
@@ -94,7 +94,7 @@ def grammar(tools: Sequence[Any], choice: Any, dialect: Dialect, parallel: bool 
         rules.append(f'{calls[-1]}: {opening} {calls[-1]}_arguments "}}"')
         rules.append(f"{calls[-1]}_arguments: %json {json.dumps(schema | {'x-guidance': _SPACING})}")
     before, between, after = (json.dumps(each) for each in (dialect.before, dialect.between, dialect.after))
-    more = f"({between} call)*" if parallel and dialect.between and name is None else ""
+    more = f"({between} call){{0,7}}" if parallel and dialect.between and name is None else ""
     text = r"/(?s:.*)/ & ~/(?s:.*)<tool_call>(?s:.*)/" if dialect.before else r"/([^{\s](?s:.*))?/"
     rules += [f"call: {' | '.join(calls)}", f"calls: {before} call {more} {after}"]
     return Grammar("lark", "\n".join(["start: calls | TEXT" if is_free else "start: calls", *rules, f"TEXT: {text}"]))

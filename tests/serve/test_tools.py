@@ -224,6 +224,10 @@ def test_a_grammar_accepts_valid_calls_and_nothing_else(bytes_only, dialect):
     assert not accepts(bytes_only, required, "hello")
     assert not accepts(bytes_only, required, written(dialect, right[:1]) + " ")
     assert accepts(bytes_only, required, written(dialect, right)) is bool(dialect.between)
+    assert [accepts(bytes_only, required, written(dialect, right[-1:] * count)) for count in (8, 9)] == [
+        bool(dialect.between),
+        False,
+    ]
     assert not accepts(bytes_only, grammar(TOOLS, "required", dialect, parallel=False), written(dialect, right))
 
 
