@@ -2,6 +2,9 @@
 
 import re
 import shlex
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import jax
@@ -18,8 +21,10 @@ from jllama.commands.data import DataOptions
 from jllama.commands.doctor import DoctorOptions
 from jllama.commands.eval import EvalOptions
 from jllama.commands.plan import PlanOptions
+from jllama.commands.replay import ReplayOptions
 from jllama.commands.report import ReportOptions
 from jllama.commands.sample import SampleOptions
+from jllama.commands.serve import ServeOptions
 from jllama.commands.verify import VerifyOptions
 from jllama.config import LlamaConfig, LoraConfig
 from jllama.language_model import LanguageModel
@@ -31,6 +36,7 @@ from jllama.verify.conformance import VARIANTS
 from jllama.verify.mutations import mutation_checks
 from jllama.verify.reference_writers import FORMAT_WRITERS
 
+SERVER = "127.0.0.1:8000"
 ROOT = Path(__file__).parent.parent
 OPTIONS = {
     "train": TrainConfig,
@@ -44,6 +50,8 @@ OPTIONS = {
     "plan": PlanOptions,
     "doctor": DoctorOptions,
     "data": DataOptions,
+    "serve": ServeOptions,
+    "replay": ReplayOptions,
 }
 POSITIONAL = {
     "train": ("config",),
@@ -57,6 +65,8 @@ POSITIONAL = {
     "eval": ("checkpoint",),
     "bench": ("what", "checkpoint"),
     "plan": ("config",),
+    "serve": ("checkpoint",),
+    "replay": ("answer",),
 }
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
@@ -89,12 +99,43 @@ def folder_with_a_model(tmp_path, monkeypatch):
 def test_python_code_runs(page, folder_with_a_model):
     """Each block by itself, in a folder that holds a small model where they expect one."""
     for code in re.findall(r"```python\n(.*?)```", TEXTS[page], re.S):
+        if SERVER in code:
+            continue
         names = {}
         exec(code, names)
         if "logits" in names:
             assert names["logits"].shape in [(1, 3, 300), (1, 16, 1000)]
         if "smollm2.gguf" in code:
             assert load("smollm2.gguf").config == folder_with_a_model
+
+
+def test_what_is_asked_of_a_server_is_answered(tmp_path, monkeypatch, capfd):
+    """Python and curl of all pages, each block as it stands there, but for the port."""
+    monkeypatch.chdir(tmp_path)
+    config = LlamaConfig(vocab_size=300, num_layers=1, embed_dim=32, max_seq_len=4096)
+    template = (ROOT / "tests/templates/stock/smollm2.jinja").read_text()
+    save(LanguageModel(config, initial_params(jax.random.key(0), config), BytesTokenizer(), template), "smollm2", "hf")
+    argv = [sys.executable, "-m", "jllama", "serve", "smollm2/", "--port", "0", "--slots", "2"]
+    with open("log", "w+") as log, subprocess.Popen(argv, stderr=log) as server:
+        try:
+            while not (ready := re.search(r"(\S+): ready", Path("log").read_text())) and server.poll() is None:
+                time.sleep(0.1)
+            address = ready[1]
+            for text in TEXTS.values():
+                for language, block in re.findall(r"```(python|bash)\n(.*?)```", text, re.S):
+                    code = block.replace(SERVER, address.partition("//")[2])
+                    if SERVER in block and language == "python":
+                        exec(code, {})
+                    elif SERVER in block:
+                        shown = code.replace("curl ", "curl -fsS ").replace("python -m", f"{sys.executable} -m")
+                        subprocess.run(["bash", "-ec", shown], check=True)
+        finally:
+            server.terminate()
+    assert server.returncode == 0
+    said = capfd.readouterr().out
+    assert "the same answer: 16 tokens" in said
+    assert re.search(r"weather \{'city': '(Rome|Paris)'\}", said)
+    assert re.search(r'"content": ?"(Yes|No)"', said)
 
 
 def test_what_extends_jllama_is_what_the_tests_use():

@@ -165,15 +165,15 @@ def served(engine: Engine, name: str) -> tuple[str, LanguageModel]:
 
 def conversation_text(model: LanguageModel, body: Conversation) -> tuple[str, Dialect | None]:
     """What the model's template makes of a conversation, and how the model calls tools, if it may."""
-    template, way = find_template(model.text_tokenizer, model.chat_template), None
+    template = find_template(model.text_tokenizer, model.chat_template)
+    way, may = dialect(template), bool(body.tools) and body.tool_choice != "none"
     if body.tools or body.tool_choice not in ("auto", "none"):
         check_tools(body.tools, body.tool_choice)
-        if (way := dialect(template)) is None:
+        if way is None:
             raise UsageError("the model's chat template takes no tools: leave them out, or serve another model")
-    way = None if body.tool_choice == "none" else way
-    about = body.add_generation_prompt, body.tools if way else None, body.chat_template_kwargs
+    about = body.add_generation_prompt, body.tools if may else None, body.chat_template_kwargs
     given = template_variables(model.text_tokenizer, openai_messages(body.messages), *about)
-    return render(way.template if way else template, **given), way
+    return render(way.template if way else template, **given), way if may else None
 
 
 def chat_job(engine: Engine, body: Chat) -> Job:

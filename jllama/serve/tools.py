@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jllama.config import Grammar
 from jllama.errors import UsageError
-from jllama.grammar import Grammar
 
 _SMOLLM2 = Path(__file__).with_name("smollm2.jinja").read_text(encoding="utf-8")
 _FIELDS = {"name": str, "description": str | None, "parameters": dict | None, "strict": bool | None}  # of a function
