@@ -331,12 +331,12 @@ def ask_or_stop(server: Server, request: Mapping[str, Any]) -> dict[str, Any]:
     return found["answer"]
 
 
-def growth_mib(memory: Sequence[tuple[int, float]], begin: int, end: int) -> float:
-    """How much more memory a server holds in the last tenth of its requests than in the tenth around the middle."""
-    tenth, middle = (end - begin) / 10, (begin + end) / 2
-    around = [mib for issued, mib in memory if abs(issued - middle) <= tenth / 2]
-    last = [mib for issued, mib in memory if issued >= end - tenth]
-    return statistics.median(last) - statistics.median(around) if around and last else 0.0
+def by_tenths(memory: Sequence[tuple[int, float]], begin: int, end: int) -> list[float]:
+    """What a server holds in each tenth of its requests, in MiB; tenths without a sample are left out."""
+    tenths: dict[int, list[float]] = collections.defaultdict(list)
+    for issued, mib in memory:
+        tenths[min(10 * (issued - begin) // max(end - begin, 1), 9)].append(mib)
+    return [statistics.median(tenths[tenth]) for tenth in sorted(tenths)]
 
 
 def under_load(load: Load, total: int, seed: int) -> dict[str, Any]:
@@ -362,7 +362,8 @@ def under_load(load: Load, total: int, seed: int) -> dict[str, Any]:
         if all(load.server.metric(name) == wanted for name, wanted in idle.items()):
             break
         time.sleep(0.1)
-    grown = growth_mib(load.memory, kill_at, total)
+    rss_mib = by_tenths(load.memory, kill_at, total)
+    grown = rss_mib[-1] - rss_mib[len(rss_mib) // 2]
     for name, wanted in idle.items():
         if (found := load.server.metric(name)) != wanted:
             load.fault(f"{name} is {found} when all is done", -1)
@@ -375,7 +376,7 @@ def under_load(load: Load, total: int, seed: int) -> dict[str, Any]:
         "most_at_once": load.most_at_once,
         "made_again_by_the_server": load.server.metric("jllama_replayed_answers_total"),
         "cached_tokens": load.server.metric("jllama_cached_tokens_total"),
-        "rss_mib": load.memory[-1][1],
+        "rss_mib_by_tenths": rss_mib,
         "rss_growth_in_second_half_mib": grown,
     }
 
