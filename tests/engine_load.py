@@ -12,7 +12,7 @@ PREFIX = "All llamas that ever were, are or will be say: " * 12  # longer than t
 WAIT_S = 120
 
 
-def random_request(model, number, name=""):
+def random_request(model, number, name="small"):
     """The request of a number: long and short, greedy and not, with penalties, stops, biases and likeliest tokens."""
     draws = random.Random(number)
     text = PREFIX[: draws.choice([0, 0, 300, 555])] + "".join(

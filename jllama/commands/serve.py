@@ -86,7 +86,8 @@ def main(argv: list[str], prog: str) -> int:
         say(f"{said}: loading {options.checkpoint} ...")
         engine = _engine(options)
         app.state.engine = engine
-        say(f"{said}: ready, {', '.join(engine.models)}, {options.slots} slots of {engine.context:,} tokens")
+        slots = f"{options.slots} slots of {engine.context:,} tokens, {engine.kv_bytes / 2**30:.2f} GiB"
+        say(f"{said}: ready, {', '.join(engine.models)}, {slots}")
         while thread.is_alive():
             time.sleep(1)
     except KeyboardInterrupt:

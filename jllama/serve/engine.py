@@ -36,7 +36,6 @@ from jllama.serve.slots import (
     CHUNK,
     CHUNK_SIZES,
     STOPS,
-    Step,
     choose,
     chunk_size,
     empty_batch,
@@ -58,22 +57,20 @@ class _Row:
 
     request: Request
     deliver: Deliver
+    model: LanguageModel
     text: TextDecoder
     matcher: Matcher | None
     keys: list[bytes]  # of the prompt's whole chunks
     arrival_s: float
     first_s: float = 0.0  # when its first token came
     cancelled: bool = False
+    slot: int = -1
     num_cached: int = 0  # tokens of the prompt whose keys and values are in the slot
     num_hits: int = 0  # those of them that the prefix cache had
-    joined: bool = False  # whether it is being decoded
+    decodes: bool = False  # all of them are
     prompt_tokens: list[Token] = dataclasses.field(default_factory=list)
     tokens: list[Token] = dataclasses.field(default_factory=list)
     num_delivered: int = 0
-
-    @property
-    def prompt(self) -> Prompt:
-        return self.request.prompt
 
 
 class Engine:
@@ -110,10 +107,10 @@ class Engine:
         for number, size in enumerate(CHUNK_SIZES, 1):
             say(f"compiling, program {number} of {len(CHUNK_SIZES)}")
             prompt = Prompt([0] * min(size + 1, self._max_len), max_new_tokens=1, stop_ids=())
-            self._rows[0] = self._row(
-                Request(prompt, name, prompt_log_probs=size == CHUNK, caches=False), lambda _: None
-            )
-            while self._rows[0]:
+            request = Request(prompt, name, prompt_log_probs=size == CHUNK, caches=False)
+            self._queue.append(self._row(request, lambda _: None))
+            self._let_in()
+            while self._busy():
                 self._work()
         self._thread.start()
 
@@ -150,7 +147,7 @@ class Engine:
 
     def fingerprint(self, model: str) -> str:
         """Names all that an answer depends on besides its request: weights, programs, sizes, versions, device."""
-        return self._fingerprints[model or next(iter(self.models))]
+        return self._fingerprints[model]
 
     def close(self, drain_s: float = 0.0) -> int:
         """Take no more requests, finish those under way within ``drain_s``; returns how many were broken off."""
@@ -167,11 +164,11 @@ class Engine:
         return len(left)
 
     def _row(self, request: Request, deliver: Deliver) -> _Row:
-        model, prompt = self.models[request.model or next(iter(self.models))], request.prompt
+        model, prompt = self.models[request.model], request.prompt
         tokenizer, ends = model.text_tokenizer, prompt.stop_ids or ()
         matcher = Matcher(prompt.grammar, tokenizer, ends) if prompt.grammar else None
         keys = [*chunk_keys(request.model, prompt.ids[:-1])] if request.caches else []
-        return _Row(request, deliver, TextDecoder(tokenizer, prompt), matcher, keys, time.monotonic())
+        return _Row(request, deliver, model, TextDecoder(tokenizer, prompt), matcher, keys, time.monotonic())
 
     def _busy(self) -> bool:
         return bool(self._queue or any(self._rows))
@@ -198,42 +195,33 @@ class Engine:
 
     def _let_in(self) -> None:
         """Free the slots of clients that left, and fill them from the queue; what is left idle compares answers."""
-        for row in filter(None, self._rows):
-            if row.cancelled:
-                _count(row)
-                self._rows[self._rows.index(row)] = None
         self._queue = deque(row for row in self._queue if not row.cancelled)
-        for slot in (slot for slot, row in enumerate(self._rows) if row is None):
-            if self._queue:
-                self._rows[slot] = self._queue.popleft()
-            elif self._again and not self._closing:
-                self._rows[slot] = self._replay(*self._again.popleft())
+        for slot, row in enumerate(self._rows):
+            if row and row.cancelled:
+                self._free(row)
+            if self._rows[slot] is None and (self._queue or (self._again and not self._closing)):
+                row = self._queue.popleft() if self._queue else self._replay(*self._again.popleft())
+                self._rows[slot], row.slot = row, slot
         metrics.QUEUED.set(len(self._queue))
-        metrics.BUSY_SLOTS.set(sum(row is not None for row in self._rows))
+        metrics.BUSY_SLOTS.set(len(self._rows) - self._rows.count(None))
 
     def _work(self) -> None:
-        """Chunks of prompts within the budget, then a few decoding steps."""
+        """Chunks of prompts within the budget, then a few decoding steps of each model's rows."""
         budget = self.config.prefill_budget
-        for slot, row in sorted(self._occupied(joined=False), key=lambda pair: pair[1].arrival_s):
-            while budget > 0 and not row.joined and not row.cancelled:
-                budget -= self._prefill(slot, row)
+        for row in sorted(filter(None, self._rows), key=lambda row: row.arrival_s):
+            while budget > 0 and not row.decodes and not row.cancelled:
+                budget -= self._prefill(row)
         jax.block_until_ready(self._batch.cache.keys[-1])  # not further ahead than what is decided now
-        decoding = [pair for pair in self._occupied(joined=True) if not pair[1].cancelled]
-        for name in dict.fromkeys(row.request.model for _, row in decoding):
-            self._decode(
-                self.models[name or next(iter(self.models))],
-                [pair for pair in decoding if pair[1].request.model == name],
-            )
+        rows = [row for row in self._rows if row and row.decodes and not row.cancelled]
+        for name in dict.fromkeys(row.request.model for row in rows):
+            self._decode([row for row in rows if row.request.model == name])
 
-    def _occupied(self, joined: bool) -> list[tuple[int, _Row]]:
-        return [(slot, row) for slot, row in enumerate(self._rows) if row and row.joined == joined]
-
-    def _prefill(self, slot: int, row: _Row) -> int:
+    def _prefill(self, row: _Row) -> int:
         """The next chunk of a row's prompt, kept or computed, or its entrance; returns the tokens computed."""
-        model, start, ids = self.models[row.request.model or next(iter(self.models))], row.num_cached, row.prompt.ids
+        model, start, ids, at = row.model, row.num_cached, row.request.prompt.ids, np.int32(row.slot)
         tokens = ids[start : min(start + CHUNK, len(ids) - 1)]
         if not tokens:
-            return self._join(slot, row, model)
+            return self._enter(row)
         key = row.keys[start // CHUNK] if start // CHUNK < len(row.keys) else None
         scored, computed = row.request.prompt_log_probs, 0
         chunk = self._prefixes.get(key) if key and not scored else None
@@ -241,73 +229,65 @@ class Engine:
             computed = CHUNK if scored else chunk_size(len(tokens))
             padded = np.zeros((1, computed), np.int32)
             padded[0, : len(tokens)] = tokens
-            at = model.decode_params, model.config, self._batch.cache, padded, np.int32(slot), np.int32(start)
-            hidden, chunk = prefill_chunk(*at)
+            cache = self._batch.cache
+            hidden, chunk = prefill_chunk(model.decode_params, model.config, cache, padded, at, np.int32(start))
             if scored:
-                self._score(row, model, hidden, ids[start + 1 : start + 1 + len(tokens)])
+                targets = np.zeros(CHUNK, np.int32)
+                targets[: len(tokens)] = ids[start + 1 : start + 1 + len(tokens)]
+                scores = jax.device_get(score_chunk(model.decode_params, model.config, hidden, targets))
+                row.prompt_tokens += [_token(index, row.request.top, targets, *scores) for index in range(len(tokens))]
             if key:
                 self._prefixes.put(key, chunk)
         else:
             row.num_hits += len(tokens)
-        self._batch = write_chunk(self._batch, chunk, np.int32(slot), np.int32(start))
+        self._batch = write_chunk(self._batch, chunk, at, np.int32(start))
         row.num_cached += len(tokens)
         return computed
 
-    def _score(self, row: _Row, model: LanguageModel, hidden: Any, targets: Any) -> None:
-        """Log-probabilities of a chunk's next tokens."""
-        padded = np.zeros(CHUNK, np.int32)
-        padded[: len(targets)] = targets
-        log_probs, (ids, values) = jax.device_get(score_chunk(model.decode_params, model.config, hidden, padded))
-        for index, id in enumerate(targets):
-            top = zip(ids[index].tolist(), values[index].tolist(), strict=True)
-            row.prompt_tokens.append(Token(id, float(log_probs[index]), tuple(top)[: row.request.top]))
-
-    def _join(self, slot: int, row: _Row, model: LanguageModel) -> int:
+    def _enter(self, row: _Row) -> int:
+        """A row whose prompt is computed begins to decode, or has its end already; nothing is computed."""
+        row.decodes, prompt = True, row.request.prompt
         if row.request.prompt_log_probs:
-            row.prompt_tokens.insert(0, Token(row.prompt.ids[0], None))
-        row.joined = True
-        if row.prompt.max_new_tokens == 0:
-            self._end(slot, row)
+            row.prompt_tokens.insert(0, Token(prompt.ids[0], None))
+        if prompt.max_new_tokens == 0:
+            self._end(row)
         else:
-            self._batch = join(self._batch, model, row.prompt, slot)
+            self._batch = join(self._batch, row.model, prompt, row.slot)
         return 0
 
-    def _decode(self, model: LanguageModel, rows: list[tuple[int, _Row]]) -> None:
+    def _decode(self, rows: list[_Row]) -> None:
         """A few steps of one model's rows; with a grammar one, whose mask is made while the device computes."""
-        active, limited = np.zeros(len(self._rows), bool), [(slot, row) for slot, row in rows if row.matcher]
-        active[[slot for slot, _ in rows]] = True
-        tops, steps = np.bool_(any(row.request.top for _, row in rows)), []
+        model, active, limited = rows[0].model, np.zeros(len(self._rows), bool), [row for row in rows if row.matcher]
+        active[[row.slot for row in rows]] = True
+        tops, steps = np.bool_(any(row.request.top for row in rows)), []
         for _ in range(1 if limited else _STEPS):
             logits, new = forward(model.decode_params, model.config, self._batch, active)
             allowed = self._everything.copy() if limited else self._everything
-            for slot, row in limited:
+            for row in limited:
                 assert row.matcher is not None
                 words = row.matcher.allowed()
-                allowed[slot] = np.pad(words, (0, allowed.shape[1] - len(words)))  # to the model's vocabulary
+                allowed[row.slot, : len(words)] = words  # the model may have more tokens: they are banned
             self._batch, step = choose(self._batch, new, logits, active, allowed, tops)
             steps.append(step)
         for step in jax.device_get(steps):
-            for slot, row in rows:
-                if self._rows[slot] is row and step.tokens[slot] >= 0:
-                    self._take(slot, row, step)
+            for row in rows:
+                if self._rows[row.slot] is row and step.tokens[row.slot] >= 0:
+                    self._take(row, _token(row.slot, row.request.top, *step))
 
-    def _take(self, slot: int, row: _Row, step: Step) -> None:
+    def _take(self, row: _Row, token: Token) -> None:
         """Give a row its next token."""
-        id, log_prob = int(step.tokens[slot]), float(step.log_probs[slot])
         row.first_s = row.first_s or time.monotonic()
         if row.matcher:
-            row.matcher.accept(id)
-        top = zip(step.top[0][slot].tolist(), step.top[1][slot].tolist(), strict=True) if row.request.top else ()
-        piece = row.text.push(id, log_prob)
+            row.matcher.accept(token.id)
+        row.tokens.append(token)
+        piece = row.text.push(token.id, token.log_prob or 0.0)
         if row.matcher and row.matcher.failed:
             row.text.finish_reason = "length"
-        row.tokens.append(Token(id, log_prob, tuple(top)[: row.request.top]))
         if piece:
             self._deliver(row, piece, row.text.num_tokens_shown)
-        full = len(row.prompt.ids) + len(row.tokens)
-        new = row.prompt.max_new_tokens
-        if row.text.finish_reason or full >= self.context or (new is not None and len(row.tokens) >= new):
-            self._end(slot, row)
+        new, full = row.request.prompt.max_new_tokens, len(row.request.prompt.ids) + len(row.tokens) >= self.context
+        if row.text.finish_reason or full or len(row.tokens) == new:
+            self._end(row)
 
     def _deliver(self, row: _Row, text: str, num_tokens: int) -> None:
         tokens = tuple(row.tokens[row.num_delivered : num_tokens])
@@ -315,27 +295,39 @@ class Engine:
         if (text or tokens) and not row.cancelled:
             row.deliver(Piece(text, tokens))
 
-    def _end(self, slot: int, row: _Row) -> None:
-        """Free the slot and deliver what is left, and the whole."""
-        self._rows[slot] = None
+    def _end(self, row: _Row) -> None:
+        """Deliver what is left, and the whole."""
         rest, completion = row.text.end(), row.text.completion(0, 0)
         self._deliver(row, rest, len(completion.ids))
         answer = Answer(completion, tuple(row.tokens[: len(completion.ids)]), tuple(row.prompt_tokens), row.num_hits)
         if not row.cancelled:
             row.deliver(answer)
-        _count(row)
         if row.request.caches and self._random.random() < self.config.replay:
             self._again.append((dataclasses.replace(row.request, caches=False), answer))
+        self._free(row)
+
+    def _free(self, row: _Row) -> None:
+        """Free the slot, and count what was served; not what is made for the server's own sake."""
+        self._rows[row.slot] = None
+        if row.request.caches:
+            metrics.CANCELLED.inc(row.cancelled)
+            metrics.PROMPT_TOKENS.inc(row.num_cached + 1)
+            metrics.CACHED_TOKENS.inc(row.num_hits)
+            metrics.NEW_TOKENS.inc(len(row.tokens))
+            if row.first_s:
+                metrics.FIRST_TOKEN_S.observe(row.first_s - row.arrival_s)
+            if len(row.tokens) > 1:
+                metrics.BETWEEN_TOKENS_S.observe((time.monotonic() - row.first_s) / (len(row.tokens) - 1))
 
     def _replay(self, request: Request, before: Answer) -> _Row:
         """A request once more, without the cache, to be compared with its answer."""
 
         def compare(event: Any) -> None:
             if isinstance(event, Answer):
-                metrics.REPLAYED.inc()
                 if event._replace(cached_tokens=0) != before._replace(cached_tokens=0):
                     metrics.MISMATCHES.inc()
                     print("error: an answer came out otherwise when it was generated again", file=sys.stderr)
+                metrics.REPLAYED.inc()
 
         return self._row(request, compare)
 
@@ -351,18 +343,10 @@ class Engine:
         return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def _count(row: _Row) -> None:
-    """Count an answer at its end; not those that are made for the server's own sake."""
-    if not row.request.caches:
-        return
-    metrics.CANCELLED.inc(row.cancelled)
-    metrics.PROMPT_TOKENS.inc(row.num_cached + 1)
-    metrics.CACHED_TOKENS.inc(row.num_hits)
-    metrics.NEW_TOKENS.inc(len(row.tokens))
-    if row.first_s:
-        metrics.FIRST_TOKEN_S.observe(row.first_s - row.arrival_s)
-    if len(row.tokens) > 1:
-        metrics.BETWEEN_TOKENS_S.observe((time.monotonic() - row.first_s) / (len(row.tokens) - 1))
+def _token(index: int, num_top: int, ids: Any, log_probs: Any, top: Any) -> Token:
+    """One of arrays of ids and log-probabilities, with the likeliest ones beside it."""
+    best = zip(*(each[index, :num_top].tolist() for each in top), strict=True)
+    return Token(int(ids[index]), float(log_probs[index]), tuple(best))
 
 
 def _sizes(model: LanguageModel, config: EngineConfig) -> tuple[int, int]:

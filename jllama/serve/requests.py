@@ -18,7 +18,7 @@ class Request:
     """One text to generate. OpenAI's ``n`` texts are so many requests, each with the next seed."""
 
     prompt: Prompt  # as ``encode_prompt`` makes it
-    model: str = ""  # the name of a model that is served; empty is the first
+    model: str  # the name of a model that is served
     top: int = 0  # how many of the likeliest tokens to report beside each token, at most ``MOST_TOP``
     prompt_log_probs: bool = False  # report those of the prompt's tokens, too
     caches: bool = True  # whether prefixes are taken from the cache and kept there; the same bits either way

@@ -27,7 +27,7 @@ def engine():
 
 
 def request_of(text, **settings):
-    return Request(encode_prompt(served(), Prompt(text, SamplingParams(0.0), 12, **settings)))
+    return Request(encode_prompt(served(), Prompt(text, SamplingParams(0.0), 12, **settings)), "small")
 
 
 PLAIN = [random_request(served(), number) for number in range(10)]
