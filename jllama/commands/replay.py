@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jllama.commands.cli import parse
-from jllama.errors import JllamaError, UsageError
+from jllama.errors import JllamaError
 from jllama.files import fault_of, read_json_object
 
 
@@ -30,29 +30,23 @@ class ReplayOptions:
     url: str = "http://127.0.0.1:8000"
     api_key: str = ""
 
-    def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise UsageError(f"url is {self.url!r}; it must begin with http:// or https://")
-
 
 def main(argv: list[str], prog: str) -> int:
     """Ask again, compare, and say what differs."""
     options = parse(ReplayOptions, argv, prog, ("answer",))
     before = _receipt(read_json_object(Path(options.answer)), options.answer)
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {options.api_key}"}
-    body = json.dumps(before["request"] | {"receipt": True}).encode()
-    address = options.url.rstrip("/") + before["path"]
-    with fault_of(f"{options.url} gave no answer", OSError, ValueError, http.client.HTTPException):
+    with fault_of(f"{options.url} gave no answer", OSError, ValueError, TypeError, http.client.HTTPException):
+        address, body = f"{options.url.rstrip('/')}{before['path']}", json.dumps(before["request"]).encode()
         try:
             with urllib.request.urlopen(urllib.request.Request(address, body, headers)) as reply:
                 answer = json.load(reply)
         except urllib.error.HTTPError as error:
             raise ValueError(f"status {error.code}, {error.read(1000).decode(errors='replace')}") from error
     after = _receipt(answer, options.url)
-    differs = [name for name in ("system_fingerprint", "ids", "log_probs") if before[name] != after[name]]
-    if differs:
+    if differs := [name for name in ("system_fingerprint", "ids", "log_probs") if before[name] != after[name]]:
         raise JllamaError(f"the answer came out otherwise: {' and '.join(differs)} differ")
-    print(f"the same answer: {sum(map(len, before['ids']))} tokens, {before['system_fingerprint']}")
+    print(f"the same answer: {before['ids']!r:.60}, {before['system_fingerprint']}")
     return 0
 
 

@@ -74,8 +74,10 @@ def main(argv: list[str], prog: str) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
-    app = make_app(None, options, _keys(options.api_key_file) if options.api_key_file else [])
-    listener, engine = _listener(options.host, options.port), None
+    app, engine = make_app(None, options, _keys(options.api_key_file) if options.api_key_file else []), None
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    with fault_of(f"port {options.port} of {options.host} cannot be listened at, give others", OSError):
+        listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
     quiet = {"log_config": None, "log_level": "warning", "access_log": False, "lifespan": "off"}
     server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=5, **quiet))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)  # where it leaves signals alone
@@ -112,15 +114,6 @@ def _engine(options: ServeOptions) -> "Engine":
     engine = Engine(models, EngineConfig(**sizes))
     engine.start(say)
     return engine
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        said = f"port {port} of {host} cannot be listened at: {error.strerror or error}"
-        raise JllamaError(f"{said}; give another --port, or an address of this machine as --host") from error
 
 
 def _keys(path: str) -> list[str]:

@@ -95,8 +95,9 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def totals(job: Job, answers: Sequence[Answer]) -> dict[str, Any]:
+def totals(job: Job, by_index: Mapping[int, Answer]) -> dict[str, Any]:
     """The counts of an answer's tokens, each prompt's once, and what it takes to make it again if that is asked for."""
+    answers = [by_index[index] for index in range(len(job.requests))]
     prompt = sum(len(request.prompt.ids) for request in job.requests[:: job.body.n])
     new = sum(answer.completion.new_tokens for answer in answers)
     counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}

@@ -27,23 +27,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import jllama
 from jllama.errors import JllamaError, UsageError
 from jllama.generation.text import prompt_ids
-from jllama.serve import metrics
+from jllama.serve import metrics, protocol
 from jllama.serve.answers import Choice, totals
 from jllama.serve.config import HttpConfig
 from jllama.serve.engine import Engine
-from jllama.serve.protocol import (
-    Chat,
-    Continuation,
-    Conversation,
-    Job,
-    Refusal,
-    Text,
-    Tokens,
-    chat_job,
-    continuation_job,
-    conversation_text,
-    served,
-)
+from jllama.serve.protocol import Chat, Job, chat_job, continuation_job, conversation_text, served
 from jllama.serve.requests import Answer, Busy, Event, Failure, Piece
 
 PING_S = 10.0
@@ -62,11 +50,12 @@ _PROBLEMS = {"description": "what was wrong", "content": {"application/json": {"
 class Record:
     """What becomes of a request, for its line in the log."""
 
+    log_text: bool
     status: int = 0
     prompt_tokens: int = 0
     new_tokens: int = 0
     first_token_s: float = 0.0
-    said: list[Any] = dataclasses.field(default_factory=list)
+    said: str = ""
     cancels: list[Callable[[], None]] = dataclasses.field(default_factory=list)
 
 
@@ -93,7 +82,7 @@ def make_app(engine: Engine | None, config: HttpConfig, keys: Sequence[str] = ()
         return await _generate(request, ready(), await asyncio.to_thread(chat_job, ready(), body))
 
     @app.post("/v1/completions", responses=_responses("id object choices usage", "text/event-stream"))
-    async def completions(request: HttpRequest, body: Continuation) -> Response:
+    async def completions(request: HttpRequest, body: protocol.Continuation) -> Response:
         return await _generate(request, ready(), await asyncio.to_thread(continuation_job, ready(), body))
 
     @app.get("/v1/models", responses=_responses("object data"))
@@ -102,13 +91,13 @@ def make_app(engine: Engine | None, config: HttpConfig, keys: Sequence[str] = ()
         return JSONResponse({"object": "list", "data": [{"id": name} | about for name in ready().models]})
 
     @app.post("/tokenize", responses=_responses("tokens count"))
-    def tokenize(body: Text) -> Response:
+    def tokenize(body: protocol.Text) -> Response:
         tokenizer = served(ready(), body.model)[1].text_tokenizer
         ids = prompt_ids(tokenizer, body.prompt) if body.add_special_tokens else tokenizer.encode(body.prompt)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": ready().context})
 
     @app.post("/detokenize", responses=_responses("prompt"))
-    def detokenize(body: Tokens) -> Response:
+    def detokenize(body: protocol.Tokens) -> Response:
         tokenizer = served(ready(), body.model)[1].text_tokenizer
         outside = [id for id in body.tokens if not 0 <= id < tokenizer.vocab_size]
         if outside:
@@ -116,7 +105,7 @@ def make_app(engine: Engine | None, config: HttpConfig, keys: Sequence[str] = ()
         return JSONResponse({"prompt": tokenizer.decode(body.tokens)})
 
     @app.post("/apply-template", responses=_responses("prompt tokens"))
-    def apply_template(body: Conversation) -> Response:
+    def apply_template(body: protocol.Conversation) -> Response:
         model = served(ready(), body.model)[1]
         text, _ = conversation_text(model, body)
         return JSONResponse({"prompt": text, "tokens": model.text_tokenizer.encode_with_special_tokens(text)})
@@ -145,41 +134,32 @@ def _responses(required: str, *others: str) -> dict[int | str, dict[str, Any]]:
     return {200: {"description": "as asked", "content": content}, "4XX": _PROBLEMS, 503: _PROBLEMS}
 
 
-def problem(
-    status: int,
-    message: str,
-    code: str | None = None,
-    param: str | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> JSONResponse:
-    """What is wrong, in OpenAI's shape."""
+def problem(status: int, message: str, code: str | None = None, param: str | None = None, **headers: str) -> Response:
+    """What is wrong, in OpenAI's shape; of a header's name, ``_`` is written for ``-``."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     about = {"message": message, "type": kind, "param": param, "code": code}
-    return JSONResponse({"error": about}, status, headers)
+    return JSONResponse({"error": about}, status, {name.replace("_", "-"): value for name, value in headers.items()})
 
 
-def _problem_of(request: HttpRequest, error: Exception) -> JSONResponse:
+def _problem_of(request: HttpRequest, error: Exception) -> Response:
     """The answer to a request that raised."""
-    if isinstance(error, Busy):
-        return problem(503, str(error), "unavailable", None, {"Retry-After": str(error.retry_after_s)})
-    if isinstance(error, Refusal):
-        return problem(error.status, str(error), error.code)
-    if isinstance(error, JllamaError):
-        return problem(400, str(error))
-    if isinstance(error, RecursionError):
-        return problem(400, "the body is nested too deep")
-    if isinstance(error, HTTPException):
-        said = f"{request.method} {urllib.parse.quote(request.url.path)[:200]}: {error.detail}"
-        return problem(error.status_code, said, None, None, error.headers)
-    if isinstance(error, RequestValidationError):
-        first, *more = error.errors()
-        if first["type"] == "json_invalid":
-            return problem(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][1]}")
-        field = str(first["loc"][1])[:100] if len(first["loc"]) > 1 else None
-        said = " or ".join(
-            dict.fromkeys(each["msg"] for each in [first, *more] if each["loc"][1:2] == first["loc"][1:2])
-        )
-        return problem(400, f"{field or 'the body, which must be JSON'}: {said}", None, field)
+    match error:
+        case Busy():
+            return problem(503, str(error), "unavailable", Retry_After=str(error.retry_after_s))
+        case JllamaError():
+            return problem(getattr(error, "status", 400), str(error), getattr(error, "code", None))
+        case HTTPException():
+            said = f"{request.method} {urllib.parse.quote(request.url.path)[:200]}: {error.detail}"
+            return problem(error.status_code, said, **error.headers or {})
+        case RequestValidationError():
+            first, *_ = errors = error.errors()
+            if first["type"] == "json_invalid":
+                return problem(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][1]}")
+            field = str(first["loc"][1])[:100] if len(first["loc"]) > 1 else None
+            said = dict.fromkeys(each["msg"] for each in errors if each["loc"][1:2] == first["loc"][1:2])
+            return problem(400, f"{field or 'the body, which must be JSON'}: {' or '.join(said)}", None, field)
+        case RecursionError():
+            return problem(400, "the body is nested too deep")
     return problem(500, "the server made a mistake, which its log shows")
 
 
@@ -190,7 +170,7 @@ def _front(app: ASGIApp, config: HttpConfig, keys: Sequence[bytes]) -> ASGIApp:
         if scope["type"] != "http":
             return await app(scope, receive, send)
         begin_s, received, is_whole = time.monotonic(), 0, False
-        record = scope["state"]["record"] = Record()
+        record = scope.setdefault("state", {})["record"] = Record(config.log_text)
 
         async def receive_limited() -> Message:
             nonlocal received, is_whole
@@ -215,20 +195,19 @@ def _front(app: ASGIApp, config: HttpConfig, keys: Sequence[bytes]) -> ASGIApp:
         try:
             if keys and not may and scope["path"] not in OPEN:
                 said = "give a key of this server in the header Authorization: Bearer KEY"
-                refused = problem(401, said, "invalid_api_key", None, {"WWW-Authenticate": "Bearer"})
+                refused = problem(401, said, "invalid_api_key", WWW_Authenticate="Bearer")
                 await refused(scope, receive, send_noted)
             else:
                 await app(scope, receive_limited, send_noted)
         finally:
             for cancel in record.cancels:
                 cancel()
-            path = getattr(scope.get("route"), "path", "other")
-            metrics.REQUESTS.labels(path, record.status).inc()
-            line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {scope['method']} {urllib.parse.quote(scope['path'])[:200]} "
-            line += f"{record.status} prompt={record.prompt_tokens} new={record.new_tokens} "
-            line += f"seconds={time.monotonic() - begin_s:.3f} first_token={record.first_token_s:.3f}"
-            line += f" {json.dumps(record.said, ensure_ascii=False)}" if config.log_text and record.said else ""
-            print(line, file=sys.stderr, flush=True)
+            metrics.REQUESTS.labels(getattr(scope.get("route"), "path", "other"), record.status).inc()
+            asked = f"{scope['method']} {urllib.parse.quote(scope['path'])[:200]} {record.status}"
+            took = f"seconds={time.monotonic() - begin_s:.3f} first_token={record.first_token_s:.3f}"
+            counts = f"prompt={record.prompt_tokens} new={record.new_tokens} {took} {record.said}".rstrip()
+            line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {asked} {counts}\n"
+            sys.stderr.write(line)  # at once: other threads write there, too
 
     return handle
 
@@ -237,6 +216,8 @@ async def _generate(request: HttpRequest, engine: Engine, job: Job) -> Response:
     """Have the texts generated: the answer, whole or as a stream. A client that leaves ends it."""
     loop, queue, begin_s = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]](), time.monotonic()
     record: Record = request.state.record
+    choices, answers = [Choice(job, index) for index in range(len(job.requests))], dict[int, Answer]()
+    record.prompt_tokens = sum(len(each.prompt.ids) for each in job.requests[:: job.body.n])
 
     def deliver(index: int, event: Event) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has been closed
@@ -245,10 +226,6 @@ async def _generate(request: HttpRequest, engine: Engine, job: Job) -> Response:
     def submit() -> None:
         for index, each in enumerate(job.requests):
             record.cancels.append(engine.submit(each, functools.partial(deliver, index)))
-
-    await asyncio.to_thread(submit)  # a grammar may take a while to compile
-    record.prompt_tokens = sum(len(each.prompt.ids) for each in job.requests[:: job.body.n])
-    choices, answers = [Choice(job, index) for index in range(len(job.requests))], dict[int, Answer]()
 
     async def events() -> AsyncIterator[tuple[int, Piece | Answer] | None]:
         """Until all texts have ended; None after a while without news. ``Failure`` raises ``Busy``."""
@@ -264,8 +241,9 @@ async def _generate(request: HttpRequest, engine: Engine, job: Job) -> Response:
             if isinstance(event, Answer):
                 answers[index] = event
                 record.new_tokens += event.completion.new_tokens
-                prompt = job.model.text_tokenizer.decode(job.requests[index].prompt.ids)
-                record.said.append([prompt, event.completion.text])
+                if record.log_text:
+                    prompt = job.model.text_tokenizer.decode(job.requests[index].prompt.ids)
+                    record.said += json.dumps([prompt, event.completion.text])
             yield index, event
 
     async def stream() -> AsyncIterator[str]:
@@ -277,35 +255,32 @@ async def _generate(request: HttpRequest, engine: Engine, job: Job) -> Response:
             for choice in choices:
                 yield _event(chunk | {"choices": [choice.opening()]})
             async for news in events():
+                for part in choices[news[0]].parts(news[1]) if news else ():
+                    yield _event(chunk | {"choices": [part]})
                 if news is None:
                     yield ": ping\n\n"
-                    continue
-                for part in choices[news[0]].parts(news[1]):
-                    yield _event(chunk | {"choices": [part]})
             if shows_usage or job.body.receipt:
-                yield _event(chunk | {"choices": []} | totals(job, [answers[index] for index in range(len(choices))]))
+                yield _event(chunk | {"choices": []} | totals(job, answers))
             yield "data: [DONE]\n\n"
             record.status = 200
         except Busy as error:
             record.status = 503
-            yield f"data: {bytes(problem(503, str(error)).body).decode()}\n\n"
-
-    if job.body.stream:
-        return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+            yield f"data: {bytes(_problem_of(request, error).body).decode()}\n\n"
 
     async def whole() -> Response:
         async for _ in events():
             pass
         shown = [choice.whole(answers[index]) for index, choice in enumerate(choices)]
-        return JSONResponse(
-            job.head | {"choices": shown} | totals(job, [answers[index] for index in range(len(choices))])
-        )
+        return JSONResponse(job.head | {"choices": shown} | totals(job, answers))
 
     async def left() -> Response:
         while (await request.receive())["type"] != "http.disconnect":
             pass
         return Response(status_code=499)
 
+    await asyncio.to_thread(submit)  # a grammar may take a while to compile
+    if job.body.stream:
+        return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
     tasks = [asyncio.ensure_future(whole()), asyncio.ensure_future(left())]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

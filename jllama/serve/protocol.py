@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import random
+import secrets
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -178,7 +178,7 @@ def conversation_text(model: LanguageModel, body: Conversation) -> tuple[str, Di
 
 def chat_job(engine: Engine, body: Chat) -> Job:
     """What a conversation asks of the engine; ``UsageError`` if it cannot be served."""
-    body, model = _completed(engine, body)
+    body, model, head = _completed(engine, body, "chat.completion")
     most = {each for each in (body.max_tokens, body.max_completion_tokens) if each is not None}
     if len(most) > 1:
         raise UsageError("max_tokens and max_completion_tokens mean the same and differ: give one of them")
@@ -190,32 +190,27 @@ def chat_job(engine: Engine, body: Chat) -> Job:
     ids = model.text_tokenizer.encode_with_special_tokens(text)
     prompt = Prompt(ids, max_new_tokens=max(most, default=None), stop_ids=ends, grammar=calls)
     requests = _requests(engine, model, body, [Request(prompt, body.model, body.top_logprobs)])
-    return Job(body, model, requests, _head(engine, body.model, "chat.completion"), way)
+    return Job(body, model, requests, head, way)
 
 
 def continuation_job(engine: Engine, body: Continuation) -> Job:
     """What texts to be continued ask of the engine; ``UsageError`` if one cannot be served."""
-    body, model = _completed(engine, body)
+    body, model, head = _completed(engine, body, "text_completion")
     scored = body.echo and body.logprobs is not None
     if scored and body.stream:
         raise UsageError("echo with logprobs is not served as a stream: leave one of the three out")
     prompts = (Prompt(content, max_new_tokens=body.max_tokens) for content in body.prompts)
     like = [Request(prompt, body.model, body.logprobs or 0, scored) for prompt in prompts]
-    requests = _requests(engine, model, body, like)
-    return Job(body, model, requests, _head(engine, body.model, "text_completion"))
+    return Job(body, model, _requests(engine, model, body, like), head)
 
 
-def _completed(engine: Engine, body: G) -> tuple[G, LanguageModel]:
-    """The body with the model and the seed that it leaves to the server; and the model."""
+def _completed(engine: Engine, body: G, kind: str) -> tuple[G, LanguageModel, dict[str, Any]]:
+    """The body with the model and the seed that it leaves to the server, the model, and how the answer begins."""
     name, model = served(engine, body.model)
-    drawn = {} if "seed" in body.model_fields_set else {"seed": random.getrandbits(32)}
-    return body.model_copy(update={"model": name} | drawn), model
-
-
-def _head(engine: Engine, model: str, kind: str) -> dict[str, Any]:
-    id = f"{'cmpl' if kind == 'text_completion' else 'chatcmpl'}-{uuid.uuid4().hex}"
-    about = {"id": id, "object": kind, "created": int(time.time())}
-    return about | {"model": model, "system_fingerprint": engine.fingerprint(model)}
+    drawn = {} if "seed" in body.model_fields_set else {"seed": secrets.randbits(32)}
+    head = {"id": f"{kind.replace('.', '-')}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time())}
+    head |= {"model": name, "system_fingerprint": engine.fingerprint(name)}
+    return body.model_copy(update={"model": name} | drawn), model, head
 
 
 def _requests(engine: Engine, model: LanguageModel, body: Generation, like: Sequence[Request]) -> list[Request]:
@@ -224,9 +219,8 @@ def _requests(engine: Engine, model: LanguageModel, body: Generation, like: Sequ
         raise UsageError("stream_options are for a stream: set stream to true, or leave them out")
     if not like:
         raise UsageError("prompt is an empty list: give a text, token ids or several")
-    if len(like) * body.n > engine.config.queue:
-        said = f"{len(like) * body.n} texts are asked for at once, and {engine.config.queue} may wait here"
-        raise UsageError(f"{said}: ask for fewer")
+    if len(like) * body.n > (most := engine.config.queue + engine.config.slots):
+        raise UsageError(f"{len(like) * body.n} texts are asked for at once, and {most} fit here: ask for fewer")
     settings: dict[str, Any] = {name: getattr(body, name) for name in _SAMPLING}
     with fault_of("logit_bias has a key that is no token id", ValueError):
         settings["logit_bias"] = {int(id): bias for id, bias in settings["logit_bias"].items()}

@@ -166,4 +166,7 @@ def test_a_port_that_is_taken(place, capsys, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         assert cli.run("serve", ["base", "--port", str(port)]) == 1
-    assert f"port {port} of 127.0.0.1 cannot be listened at: Address already in use" in capsys.readouterr().err
+    assert (
+        f"port {port} of 127.0.0.1 cannot be listened at, give others: Address already in use"
+        in capsys.readouterr().err
+    )

@@ -278,7 +278,8 @@ def test_a_replay_without_a_server(tmp_path, capsys):
         port = listener.getsockname()[1]
     assert cli.run("replay", [str(tmp_path / "answer.json"), "--url", f"http://127.0.0.1:{port}"]) == 1
     assert "gave no answer" in capsys.readouterr().err
-    assert cli.run("replay", [str(tmp_path / "answer.json"), "--url", "ftp://x"]) == 2
+    assert cli.run("replay", [str(tmp_path / "answer.json"), "--url", "nonsense"]) == 1
+    assert "nonsense gave no answer: unknown url type" in capsys.readouterr().err
 
 
 # Structured output and tools
@@ -381,7 +382,7 @@ def body(**fields):
         ({"max_tokens": -1}, "max_tokens: Input should be greater than or equal to 0"),
         ({"max_completion_tokens": 3}, "max_tokens and max_completion_tokens mean the same and differ"),
         ({"n": 0}, "n: Input should be greater than or equal to 1"),
-        ({"n": 17}, "17 texts are asked for at once, and 16 may wait here"),
+        ({"n": 20}, "20 texts are asked for at once, and 19 fit here"),
         ({"stop": [""]}, "a stop string is empty"),
         ({"stop": ["a"] * 17}, "stop: "),
         ({"stop": 1}, "stop: Input should be a valid string or Input should be a valid list"),
