@@ -2,12 +2,12 @@
 
     python benchmarks/serve_load.py --requests 10000
 
-Distinct requests are answered alone, one after the other, by a server of a small random model. Then they come at random
-moments from up to 32 client processes: streamed or not, some clients leave before the first byte or in the middle, some
-are killed, and so is the server (SIGKILL), which is started again. Every answer that a client lived to see must have
-one end and be equal, to the last bit of its log-probabilities, to the one given alone; so must those of a server that
-keeps no prefixes. In the end no slot may be busy and the server's memory no larger. Writes
-benchmarks/results/serve_load.json.
+Distinct requests are answered alone, one after the other, by a server of a small random model and an adapter of it,
+which keeps few prefixes. Then they come at random moments from up to 32 client processes: streamed or not, some clients
+leave before the first byte or in the middle, some are killed, and so is the server (SIGKILL), which is started again.
+Every answer that a client lived to see must have one end and be equal, to the last bit of its log-probabilities, to the
+one given alone; so must those of a server that keeps no prefixes. In the end no slot may be busy and the server's
+memory no larger. Writes benchmarks/results/serve_load.json.
 """
 
 from __future__ import annotations
@@ -49,14 +49,27 @@ SCHEMA = {
 
 
 def save_small_model(folder: Path) -> None:
-    """A random model of bytes, with weights under which mistakes show, and a chat template."""
+    """A random model of bytes, with weights under which mistakes show, and a chat template; and an adapter of it."""
+    import numpy as np
+
     from jllama import LanguageModel, LlamaConfig, save
+    from jllama.checkpoints.adapters import Adapter, write_peft
+    from jllama.config import LoraConfig
     from jllama.tokenizers import BytesTokenizer
     from jllama.verify.checks import random_params
 
     sizes: dict[str, Any] = {"num_layers": 2, "embed_dim": 64, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 96}
     config = LlamaConfig(BytesTokenizer.vocab_size, **sizes, max_seq_len=CONTEXT)
-    save(LanguageModel(config, random_params(config, 0), BytesTokenizer(), TEMPLATE), folder, "hf")
+    save(LanguageModel(config, random_params(config, 0), BytesTokenizer(), TEMPLATE), folder / "small", "hf")
+    rng, lora = np.random.default_rng(1), LoraConfig(2, 2.0, targets=("w_up",))
+    shapes = {"a": (lora.rank, config.embed_dim), "b": (config.mlp_dim, lora.rank)}
+    tensors = {
+        f"layers/{layer}/w_up/{name}": rng.standard_normal(shape).astype(np.float32) / 4
+        for layer in range(config.num_layers)
+        for name, shape in shapes.items()
+    }
+    (folder / "adapter").mkdir()
+    write_peft(Adapter(lora, tensors, config, folder / "adapter"), folder / "adapter", None, lambda *_: None)
 
 
 def some_request(rng: random.Random) -> dict[str, Any]:
@@ -64,7 +77,8 @@ def some_request(rng: random.Random) -> dict[str, Any]:
     shared = f"{WORDS} " * 8
     shared = shared[: rng.choice([0, rng.randint(1, 100), rng.randint(250, 260), rng.randint(500, 800)])]
     text = shared + " ".join(rng.choices(WORDS.split(), k=rng.randint(1, 12)))
-    body: dict[str, Any] = {"model": "small", "max_tokens": rng.randint(1, 40), "seed": rng.randrange(2**32)}
+    model = rng.choice(["small", "small", "adapted"])
+    body: dict[str, Any] = {"model": model, "max_tokens": rng.randint(1, 40), "seed": rng.randrange(2**32)}
     body |= {"temperature": rng.choice([0, 0.7, 1, 1.5]), "receipt": True}
     options: dict[str, Any] = {
         "top_p": 0.9,
@@ -192,7 +206,8 @@ class Server:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         command = [sys.executable, "-m", "jllama", "serve", str(folder / "small"), "--port", str(self.port)]
-        self.command, self.log = [*command, "--context", str(CONTEXT), *options], folder / f"{self.port}.log"
+        command += ["--adapter", f"adapted={folder / 'adapter'}", "--context", str(CONTEXT)]
+        self.command, self.log = [*command, *options], folder / f"{self.port}.log"
         self.environment = os.environ | {"JLLAMA_CACHE": str(folder / "cache"), "JAX_PLATFORMS": "cpu"}
 
     def start(self) -> None:
@@ -404,8 +419,8 @@ def main() -> int:
     requests = [some_request(rng) for _ in range(options.distinct)]
     with tempfile.TemporaryDirectory() as name:
         folder, slots = Path(name), ("--slots", str(options.slots))
-        save_small_model(folder / "small")
-        with started(Server(folder, *slots, "--replay", "0.02")) as server:
+        save_small_model(folder)
+        with started(Server(folder, *slots, "--cache_tokens", "1024", "--replay", "0.02")) as server:
             begun = time.monotonic()
             alone = [ask_or_stop(server, request) for request in requests]
             say(f"{len(alone)} requests answered alone in {time.monotonic() - begun:.0f} s")
