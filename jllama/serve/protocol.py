@@ -139,7 +139,7 @@ class Text(Body):
 class Tokens(Body):
     """Tokens whose text is asked for."""
 
-    tokens: list[int]
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
 G = TypeVar("G", bound=Generation)
