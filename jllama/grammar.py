@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -17,6 +20,17 @@ from jllama.errors import JllamaError, UsageError, unknown_name
 from jllama.tokenizers import Tokenizer
 
 _WHITESPACE = r" |\n {0,40}"  # between JSON's signs: without a bound, a small model may go on with it forever
+_TRIAL = """
+import contextlib, sys
+sys.path += sys.argv[1:]
+from _lib import LLMatcher, LLTokenizer
+with contextlib.suppress(ImportError, ValueError, OSError):  # not every system has these limits
+    import resource
+    for name, most in (("CORE", 0), ("CPU", 2), ("STACK", 2**21), ("AS", 2**30)):
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
+LLMatcher(LLTokenizer("byte"), sys.stdin.buffer.read().decode(), log_level=0).compute_bitmask()
+"""
+"""Compiles a grammar in a process of its own, with limits: some nest too deep for any stack, or would take hours."""
 
 
 class Matcher:
@@ -62,6 +76,7 @@ def _compiled(grammar: Grammar, tokenizer: Tokenizer) -> Any:
     if kind not in get_args(GrammarKind):
         raise unknown_name("kind of grammar", kind, get_args(GrammarKind))
     vocabulary = _vocabulary(tokenizer)
+    import llguidance
     from llguidance import LLMatcher, LLParserLimits
 
     try:
@@ -71,6 +86,9 @@ def _compiled(grammar: Grammar, tokenizer: Tokenizer) -> Any:
             text = f"start: %json {json.dumps(json.loads(made)['grammars'][0]['json_schema'])}"
         elif kind == "regex":
             text = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
+        folder = Path(llguidance.__file__).parent
+        program = [sys.executable, "-I", "-S", "-c", _TRIAL, str(folder)]
+        subprocess.run(program, input=text.encode(), check=True, capture_output=True, timeout=20)
         text += '\n%llguidance {"no_forcing": true}'  # a text may be cut into tokens in all ways, not in one alone
         limits = LLParserLimits(max_items_in_row=20_000, verbose_errors=False)  # 2,000 are 500 optional properties
         matcher = LLMatcher(vocabulary, text, log_level=0, limits=limits)
@@ -79,6 +97,8 @@ def _compiled(grammar: Grammar, tokenizer: Tokenizer) -> Any:
             return matcher
     except ValueError as fault:
         error = str(fault)
+    except subprocess.SubprocessError:
+        error = "it takes over 2 s or 1 GiB, or is nested too deep"
     lines = error.splitlines()
     reason = next((line[7:] for line in lines if line.startswith("error: ")), lines[0]).rpartition("JSON schema: ")[2]
     reason = "no text matches it" if reason == "NoExtensionBias" else reason[:200]

@@ -202,6 +202,10 @@ NASTY = {
         "json_schema",
         '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}',
     ),
+    "a chain that no stack holds": (
+        "json_schema",
+        json.dumps({"$ref": "#/$defs/0", "$defs": {f"{n}": {"$ref": f"#/$defs/{n + 1}"} for n in range(20_000)}}),
+    ),
     "elsewhere": ("json_schema", '{"$ref": "http://127.0.0.1:9/a.json"}'),
     "a file": ("json_schema", '{"$ref": "file:///etc/hostname"}'),
     "a megabyte": ("json_schema", json.dumps({"enum": [f"{number:08}" for number in range(90_000)]})),
@@ -222,6 +226,7 @@ NASTY = {
     "no rules": ("lark", ""),
     "unknown rule": ("lark", "start: other"),
     "special token": ("lark", "start: </s> <s>"),
+    "rules that no stack holds": ("lark", "start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(20_000))),
     "nested": ("lark", "start: " + "(" * 20_000 + '"a"' + ")" * 20_000),
 }
 
@@ -232,6 +237,21 @@ def test_what_cannot_be_compiled_is_refused_in_a_sentence(grammar):
         Matcher(Grammar(*grammar), BYTES, (2,))
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        ("json_schema", json.dumps({"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 9949)]})),
+        ("json_schema", json.dumps({"allOf": [{"type": "string", "pattern": f".*a.{{{n}}}b"} for n in range(60)]})),
+        ("regex", "a*" * 50_000),  # and five gigabytes
+    ],
+    ids=["multiples", "patterns", "stars"],
+)
+def test_what_would_take_minutes_is_given_up(grammar):
+    with pytest.raises(UsageError, match="it takes over 2 s or 1 GiB, or is nested too deep"):
+        Matcher(Grammar(*grammar), BYTES, (2,))
 
 
 LARGE = {
