@@ -72,13 +72,12 @@ def save_small_model(folder: Path) -> None:
     write_peft(Adapter(lora, tensors, config, folder / "adapter"), folder / "adapter", None, lambda *_: None)
 
 
-def some_request(rng: random.Random) -> dict[str, Any]:
+def some_request(rng: random.Random, models: Sequence[str]) -> dict[str, Any]:
     """A path and a body with settings of every kind; many prompts begin with the same words."""
     shared = f"{WORDS} " * 8
     shared = shared[: rng.choice([0, rng.randint(1, 100), rng.randint(250, 260), rng.randint(500, 800)])]
     text = shared + " ".join(rng.choices(WORDS.split(), k=rng.randint(1, 12)))
-    model = rng.choice(["small", "small", "adapted"])
-    body: dict[str, Any] = {"model": model, "max_tokens": rng.randint(1, 40), "seed": rng.randrange(2**32)}
+    body: dict[str, Any] = {"model": rng.choice(models), "max_tokens": rng.randint(1, 40), "seed": rng.randrange(2**32)}
     body |= {"temperature": rng.choice([0, 0.7, 1, 1.5]), "receipt": True}
     options: dict[str, Any] = {
         "top_p": 0.9,
@@ -201,12 +200,12 @@ def differing(alone: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
 class Server:
     """A ``jllama serve`` of its own, on a port that stays the same when it is started again."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, checkpoint: str, *options: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        command = [sys.executable, "-m", "jllama", "serve", str(folder / "small"), "--port", str(self.port)]
-        command += ["--adapter", f"adapted={folder / 'adapter'}", "--context", str(CONTEXT)]
+        command = [sys.executable, "-m", "jllama", "serve", checkpoint, "--name", "model", "--port", str(self.port)]
+        command += ["--context", str(CONTEXT)]
         self.command, self.log = [*command, *options], folder / f"{self.port}.log"
         self.environment = os.environ | {"JLLAMA_CACHE": str(folder / "cache"), "JAX_PLATFORMS": "cpu"}
 
@@ -252,7 +251,7 @@ class Load:
         self.server, self.requests, self.alone = server, requests, alone
         self.lock, self.is_up = threading.Lock(), threading.Event()
         self.is_up.set()
-        self.deaths, self.issued, self.at_once, self.total = 0, 0, 1, 0
+        self.deaths, self.issued, self.at_once, self.total = 0, 0, CLIENTS, 0
         self.ways, self.counts = collections.Counter[str](), collections.Counter[str]()
         self.faults: list[str] = []
         self.memory: list[tuple[int, float]] = []  # (requests issued, MiB)
@@ -268,7 +267,7 @@ class Load:
                 takes = number < self.at_once
                 if takes:
                     self.issued += 1
-                    if self.issued % 50 == 0:
+                    if self.issued % 20 == 0:
                         self.at_once = rng.randint(1, CLIENTS)
                     self.under_way += 1
                     self.most_at_once = max(self.most_at_once, self.under_way)
@@ -409,6 +408,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for name, default in {"requests": 10_000, "distinct": 200, "slots": 8, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--checkpoint", help="serve this, without an adapter, instead of a small random model")
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, default=Path(__file__).parent / "results" / "serve_load.json")
     options = parser.parse_args()
@@ -416,11 +416,14 @@ def main() -> int:
         work_as_client()
         return 0
     rng = random.Random(options.seed)
-    requests = [some_request(rng) for _ in range(options.distinct)]
+    models = ["model"] if options.checkpoint else ["model", "model", "adapted"]
+    requests = [some_request(rng, models) for _ in range(options.distinct)]
     with tempfile.TemporaryDirectory() as name:
-        folder, slots = Path(name), ("--slots", str(options.slots))
-        save_small_model(folder)
-        with started(Server(folder, *slots, "--cache_tokens", "1024", "--replay", "0.02")) as server:
+        folder, served = Path(name), (options.checkpoint or f"{name}/small", "--slots", str(options.slots))
+        if not options.checkpoint:
+            save_small_model(folder)
+            served += ("--adapter", f"adapted={folder / 'adapter'}")
+        with started(Server(folder, *served, "--cache_tokens", "1024", "--replay", "0.02")) as server:
             begun = time.monotonic()
             alone = [ask_or_stop(server, request) for request in requests]
             say(f"{len(alone)} requests answered alone in {time.monotonic() - begun:.0f} s")
@@ -430,7 +433,7 @@ def main() -> int:
                 load.fault(f"the server ended with code {code}", -1)
             if "Traceback" in server.log.read_text():
                 load.fault(f"the server's log has a traceback: {server.log.read_text()[-2000:]}", -1)
-        with started(Server(folder, *slots, "--cache_tokens", "0")) as server, ThreadPoolExecutor(8) as pool:
+        with started(Server(folder, *served, "--cache_tokens", "0")) as server, ThreadPoolExecutor(8) as pool:
             for index, found in enumerate(pool.map(lambda request: ask_or_stop(server, request), requests)):
                 differ = differing(alone[index], found)
                 load.fault(f"without a cache: {', '.join(differ)} differ", index) if differ else load.count("no cache")
