@@ -12,6 +12,7 @@ import llguidance
 import numpy as np
 import pytest
 from helpers import trained_llama3, trained_smollm
+from helpers_real import real_file
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis_jsonschema import from_schema
@@ -24,7 +25,7 @@ from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import encode_prompt, generate, stream
 from jllama.grammar import Grammar, Matcher
 from jllama.language_model import LanguageModel
-from jllama.tokenizers import BytesTokenizer, as_huggingface, train_sentencepiece
+from jllama.tokenizers import BytesTokenizer, as_huggingface, load_tokenizer, train_sentencepiece
 from jllama.verify.checks import random_params
 
 BYTES = BytesTokenizer()
@@ -182,6 +183,21 @@ def test_special_tokens_are_no_text_and_nothing_is_forced(lark):
     assert not {5, *BYTES.encode("t")}.isdisjoint(allowed)
 
 
+@pytest.mark.real_weights
+@pytest.mark.parametrize("name", ["llama3_tokenizer.model", "mistral_tokenizer.model"])
+def test_released_tokenizers_write_json(name):
+    tokenizer = load_tokenizer(real_file(name))
+    schema = {"type": "array", "items": {"type": "string", "maxLength": 9}, "minItems": 2, "maxItems": 5}
+    for seed in range(5):
+        matcher = Matcher(Grammar("json_schema", json.dumps(schema)), tokenizer, (tokenizer.eos_id,))
+        seen = walk(matcher, tokenizer, seed, 200)
+        ids = [token for _, token in seen if token != tokenizer.eos_id]
+        assert len(ids) < 200
+        for allowed, _ in seen[: len(ids)]:
+            assert not set(allowed) - {tokenizer.eos_id} & set(tokenizer.special_tokens.values())
+        jsonschema.validate(json.loads(tokenizer.decode(ids)), schema)
+
+
 # Grammars that cannot be served
 
 NASTY = {
@@ -243,7 +259,10 @@ def test_what_cannot_be_compiled_is_refused_in_a_sentence(grammar):
 @pytest.mark.parametrize(
     "grammar",
     [
-        ("json_schema", json.dumps({"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 9949)]})),
+        (
+            "json_schema",
+            json.dumps({"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 9949, 9941)]}),
+        ),
         ("json_schema", json.dumps({"allOf": [{"type": "string", "pattern": f".*a.{{{n}}}b"} for n in range(60)]})),
         ("regex", "a*" * 50_000),  # and five gigabytes
     ],
