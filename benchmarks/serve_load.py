@@ -325,9 +325,9 @@ class Load:
             self.faults.append(f"request {index}, {message}"[:500])
         say(self.faults[-1])
 
-    def watch(self, until: int) -> None:
-        """Sample the server's memory until so many requests were taken."""
-        while self.issued < until:
+    def watch(self, until: int, threads: Sequence[threading.Thread]) -> None:
+        """Sample the server's memory until so many requests were taken, or nobody takes any more."""
+        while self.issued < until and any(thread.is_alive() for thread in threads):
             self.memory.append((self.issued, self.server.rss_mib()))
             time.sleep(0.2)
 
@@ -360,14 +360,14 @@ def under_load(load: Load, total: int, seed: int) -> dict[str, Any]:
     begun = time.monotonic()
     for thread in threads:
         thread.start()
-    load.watch(kill_at)
+    load.watch(kill_at, threads)
     load.is_up.clear()
     load.deaths += 1
     load.server.kill()
     load.server.start()
     load.is_up.set()
     load.memory.clear()
-    load.watch(total)
+    load.watch(total, threads)
     for thread in threads:
         thread.join()
     seconds = time.monotonic() - begun
