@@ -76,8 +76,7 @@ def _compiled(grammar: Grammar, tokenizer: Tokenizer) -> Any:
     if kind not in get_args(GrammarKind):
         raise unknown_name("kind of grammar", kind, get_args(GrammarKind))
     vocabulary = _vocabulary(tokenizer)
-    import llguidance
-    from llguidance import LLMatcher, LLParserLimits
+    from llguidance import LLMatcher, LLParserLimits, _lib
 
     try:
         if kind == "json_schema":
@@ -86,8 +85,7 @@ def _compiled(grammar: Grammar, tokenizer: Tokenizer) -> Any:
             text = f"start: %json {json.dumps(json.loads(made)['grammars'][0]['json_schema'])}"
         elif kind == "regex":
             text = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
-        folder = Path(llguidance.__file__).parent
-        program = [sys.executable, "-I", "-S", "-c", _TRIAL, str(folder)]
+        program = [sys.executable, "-I", "-S", "-c", _TRIAL, str(Path(_lib.__file__).parent)]
         subprocess.run(program, input=text.encode(), check=True, capture_output=True, timeout=20)
         text += '\n%llguidance {"no_forcing": true}'  # a text may be cut into tokens in all ways, not in one alone
         limits = LLParserLimits(max_items_in_row=20_000, verbose_errors=False)  # 2,000 are 500 optional properties
