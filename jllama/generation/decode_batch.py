@@ -57,11 +57,12 @@ def make_batch(model: LanguageModel, prompts: Sequence[Prompt], cache: KVCache, 
     return DecodeBatch(cache, tokens, log_probs, counts, finished, *guessed, seen, settings, stop_ids, limits, allowed)
 
 
-def restricted(batch: DecodeBatch, masks: Mapping[int, Int32[np.ndarray, "words"]]) -> DecodeBatch:
-    """The batch in which rows may take what their masks allow next, and those without one anything."""
+def restricted(batch: DecodeBatch, masks: Sequence[Int32[np.ndarray, "words"] | None]) -> DecodeBatch:
+    """The batch in which each row may take what its mask allows next, and one without a mask anything."""
     allowed = np.full(batch.allowed.shape, -1, np.int32)
-    for row, words in masks.items():
-        allowed[row] = np.pad(words, (0, allowed.shape[1] - len(words)))  # to the model's vocabulary
+    for row, words in enumerate(masks):
+        if words is not None:
+            allowed[row, : len(words)] = words  # the model may have more tokens: they are banned
     return batch._replace(allowed=jax.device_put(allowed, batch.allowed.sharding))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NamedTuple, Unpack, cast
 
 import numpy as np
+from jaxtyping import Int32
 
 from jllama.errors import UsageError, unknown_name
 from jllama.generation.decode import STEPS, decode, with_room
@@ -222,9 +223,8 @@ def generate_batch(
     model = model.for_decoding()
     check_batch(model.config, len(prompts), speculate)
     rows = [TextDecoder(model.text_tokenizer, prompt) for prompt in prompts]
-    grammars = [(index, prompt.grammar, prompt.stop_ids or ()) for index, prompt in enumerate(prompts)]
-    matchers = {index: Matcher(each, model.text_tokenizer, stop_ids) for index, each, stop_ids in grammars if each}
-    if speculate and matchers:
+    restricts = any(prompt.grammar for prompt in prompts)
+    if speculate and restricts:
         raise UsageError("speculate guesses several tokens, and a grammar allows one after the other: leave one out")
     batch = prefill(model, prompts, prefix)
     prefix, cached_ids = prefix or PrefixCache(), list(prompts[0].ids)
@@ -232,20 +232,15 @@ def generate_batch(
     while not np.asarray(batch.finished).all():
         stopped = np.array([row.finish_reason != "" for row in rows])
         prefix.take()
-        if matchers:
-            batch = restricted(batch, {index: matcher.allowed() for index, matcher in matchers.items()})
+        if restricts:
+            batch = restricted(batch, [row.allowed() for row in rows])
         batch, tokens, log_probs = decode(model, batch, next_steps, stopped, speculate)
-        for index, matcher in matchers.items():
-            if (token := int(tokens[index, 0])) >= 0:
-                matcher.accept(token)
         cached_ids += tokens[0, tokens[0] >= 0].tolist()
         prefix.ids, prefix.cache = cached_ids[:-1], batch.cache  # the last token has not been through the model yet
         for index, (row, *new) in enumerate(zip(rows, tokens.tolist(), log_probs.tolist(), strict=True)):
             pieces = (row.push(token, log_prob) for token, log_prob in zip(*new, strict=True))
             yield from ((index, piece) for piece in pieces if piece)
-            if index in matchers and matchers[index].failed:
-                row.finish_reason = "length"
-        next_steps = 1 if matchers else steps
+        next_steps = 1 if restricts else steps
     for index, counts in enumerate(zip(batch.drafted.tolist(), batch.accepted.tolist(), strict=True)):
         yield from ((index, piece) for piece in (rows[index].end(), rows[index].completion(*counts)) if piece)
 
@@ -258,6 +253,8 @@ class TextDecoder:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
         self._tokenizer, self._prompt = tokenizer, prompt
+        grammar, stop_ids = prompt.grammar, prompt.stop_ids or ()
+        self._matcher = Matcher(grammar, tokenizer, stop_ids) if grammar else None
         self._ids = list(prompt.ids[-_CONTEXT_TOKENS:])
         self._num_decoded, self._num_shown = len(self._ids), 0
         self._tokens: list[tuple[int, float, int]] = []  # id, log-probability, and the length of the text before it
@@ -267,6 +264,9 @@ class TextDecoder:
         """The text that is certain now and was not before."""
         if token in (self._prompt.stop_ids or ()):
             self.finish_reason = self.finish_reason or "stop_id"
+        if token >= 0 and self._matcher:
+            self._matcher.accept(token)
+            self.finish_reason = "length" if self._matcher.failed else self.finish_reason
         if token < 0 or self.finish_reason:
             return ""
         self._ids.append(token)
@@ -280,6 +280,10 @@ class TextDecoder:
         if self.finish_reason != "stop_string":
             self._decode(is_last=True)
         return self._show(0)
+
+    def allowed(self) -> Int32[np.ndarray, "words"] | None:
+        """A bit for each token that may come next, see ``Matcher``; None if there is no grammar."""
+        return self._matcher.allowed() if self._matcher else None
 
     @property
     def num_tokens_shown(self) -> int:

@@ -24,9 +24,9 @@ import numpy as np
 import jllama
 from jllama.devices import device_memory_bytes
 from jllama.errors import UsageError
+from jllama.generation.decode_batch import restricted
 from jllama.generation.sampling_params import Prompt
 from jllama.generation.text import TextDecoder
-from jllama.grammar import Matcher
 from jllama.language_model import LanguageModel, weights_fingerprint
 from jllama.serve import metrics
 from jllama.serve.config import EngineConfig
@@ -59,7 +59,6 @@ class _Row:
     deliver: Deliver
     model: LanguageModel
     text: TextDecoder
-    matcher: Matcher | None
     keys: list[bytes]  # of the prompt's whole chunks
     arrival_s: float
     first_s: float = 0.0  # when its first token came
@@ -103,7 +102,6 @@ class Engine:
             self._fingerprints[name] = self._fingerprint(model)
         base, name = next(iter(self.models.values())), next(iter(self.models))
         self._batch = empty_batch(base, self.config.slots, self._max_len)
-        self._everything = np.full(self._batch.allowed.shape, -1, np.int32)
         for number, size in enumerate(CHUNK_SIZES, 1):
             say(f"compiling, program {number} of {len(CHUNK_SIZES)}")
             prompt = Prompt([0] * min(size + 1, self._max_len), max_new_tokens=1, stop_ids=())
@@ -164,11 +162,9 @@ class Engine:
         return len(left)
 
     def _row(self, request: Request, deliver: Deliver) -> _Row:
-        model, prompt = self.models[request.model], request.prompt
-        tokenizer, ends = model.text_tokenizer, prompt.stop_ids or ()
-        matcher = Matcher(prompt.grammar, tokenizer, ends) if prompt.grammar else None
-        keys = [*chunk_keys(request.model, prompt.ids[:-1])] if request.caches else []
-        return _Row(request, deliver, model, TextDecoder(tokenizer, prompt), matcher, keys, time.monotonic())
+        model, ids = self.models[request.model], request.prompt.ids
+        keys = [*chunk_keys(request.model, ids[:-1])] if request.caches else []
+        return _Row(request, deliver, model, TextDecoder(model.text_tokenizer, request.prompt), keys, time.monotonic())
 
     def _busy(self) -> bool:
         return bool(self._queue or any(self._rows))
@@ -257,17 +253,15 @@ class Engine:
 
     def _decode(self, rows: list[_Row]) -> None:
         """A few steps of one model's rows; with a grammar one, whose mask is made while the device computes."""
-        model, active, limited = rows[0].model, np.zeros(len(self._rows), bool), [row for row in rows if row.matcher]
+        model, active, steps = rows[0].model, np.zeros(len(self._rows), bool), []
         active[[row.slot for row in rows]] = True
-        tops, steps = np.bool_(any(row.request.top for row in rows)), []
+        limited, tops = any(row.request.prompt.grammar for row in rows), any(row.request.top for row in rows)
         for _ in range(1 if limited else _STEPS):
             logits, new = forward(model.decode_params, model.config, self._batch, active)
-            allowed = self._everything.copy() if limited else self._everything
-            for row in limited:
-                assert row.matcher is not None
-                words = row.matcher.allowed()
-                allowed[row.slot, : len(words)] = words  # the model may have more tokens: they are banned
-            self._batch, step = choose(self._batch, new, logits, active, allowed, tops)
+            if limited:
+                masks = {row.slot: row.text.allowed() for row in rows}
+                self._batch = restricted(self._batch, [masks.get(slot) for slot in range(len(self._rows))])
+            self._batch, step = choose(self._batch, new, logits, active, np.bool_(tops))
             steps.append(step)
         for step in jax.device_get(steps):
             for row in rows:
@@ -277,13 +271,8 @@ class Engine:
     def _take(self, row: _Row, token: Token) -> None:
         """Give a row its next token."""
         row.first_s = row.first_s or time.monotonic()
-        if row.matcher:
-            row.matcher.accept(token.id)
         row.tokens.append(token)
-        piece = row.text.push(token.id, token.log_prob or 0.0)
-        if row.matcher and row.matcher.failed:
-            row.text.finish_reason = "length"
-        if piece:
+        if piece := row.text.push(token.id, token.log_prob or 0.0):
             self._deliver(row, piece, row.text.num_tokens_shown)
         new, full = row.request.prompt.max_new_tokens, len(row.request.prompt.ids) + len(row.tokens) >= self.context
         if row.text.finish_reason or full or len(row.tokens) == new:

@@ -102,11 +102,11 @@ def forward(
 
 @functools.partial(jax.jit, donate_argnames="batch")
 def choose(
-    batch: DecodeBatch, new: Chunk, logits: Float[Array, "batch vocab"], active: Any, allowed: Any, tops: Any
+    batch: DecodeBatch, new: Chunk, logits: Float[Array, "batch vocab"], active: Any, tops: Any
 ) -> tuple[DecodeBatch, Step]:
     """Write what ``forward`` gave and draw the next token of each ``active`` row that has not finished.
 
-    ``allowed`` are bits of the tokens that may come, ``tops`` says whether any row wants the likeliest ones.
+    ``tops`` says whether any row wants the likeliest tokens, too.
     """
     takes = active & ~batch.finished
     at = jnp.where(takes, batch.cache.lengths, batch.tokens.shape[1])[:, None]  # out of range, hence dropped
@@ -114,7 +114,7 @@ def choose(
         tuple(write_slots(*each, at) for each in zip(old, more, strict=True))
         for old, more in zip((batch.cache.keys, batch.cache.values), zip(*new, strict=True), strict=True)
     )
-    batch = batch._replace(cache=KVCache(keys, values, batch.cache.lengths), allowed=jnp.asarray(allowed))
+    batch = batch._replace(cache=KVCache(keys, values, batch.cache.lengths))
     batch, tokens = append_token(batch, logits, takes)
     shape = (len(takes), MOST_TOP)
     top = jax.lax.cond(
