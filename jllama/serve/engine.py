@@ -252,11 +252,13 @@ class Engine:
         return 0
 
     def _decode(self, rows: list[_Row]) -> None:
-        """A few steps of one model's rows; with a grammar one, whose mask is made while the device computes."""
+        """A few steps of one model's rows; one where a row has no token yet, which is shown at once, or a grammar, whose
+        mask is made while the device computes.
+        """
         model, active, steps = rows[0].model, np.zeros(len(self._rows), bool), []
         active[[row.slot for row in rows]] = True
         limited, tops = any(row.request.prompt.grammar for row in rows), any(row.request.top for row in rows)
-        for _ in range(1 if limited else _STEPS):
+        for _ in range(1 if limited or not all(row.tokens for row in rows) else _STEPS):
             logits, new = forward(model.decode_params, model.config, self._batch, active)
             if limited:
                 masks = {row.slot: row.text.allowed() for row in rows}
