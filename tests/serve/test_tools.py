@@ -299,7 +299,7 @@ def test_templates_are_shown_what_transformers_shows_them(name, tools, more):
 @pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be é."}]])
 @pytest.mark.parametrize("prompt", [True, False])
 def test_smollm2_without_tools_is_its_own_template(count, system, prompt):
-    turns = [{"role": ("user", "assistant")[i % 2], "content": f"turn {i}\n "} for i in range(count)]
+    turns = [{"role": ("user", "assistant", "tool")[i % 3], "content": f"turn {i}\n "} for i in range(count)]
     variables = {"messages": system + turns, "add_generation_prompt": prompt, "tools": None}
     assert render(SMOLLM2.template, **variables) == render(STOCK["smollm2"], **variables)
 
