@@ -252,8 +252,8 @@ class Engine:
         return 0
 
     def _decode(self, rows: list[_Row]) -> None:
-        """A few steps of one model's rows; one where a row has no token yet, which is shown at once, or a grammar, whose
-        mask is made while the device computes.
+        """A few steps of one model's rows; one where a row has no token yet, which is shown at once, or a grammar:
+        its mask is made while the device computes.
         """
         model, active, steps = rows[0].model, np.zeros(len(self._rows), bool), []
         active[[row.slot for row in rows]] = True
