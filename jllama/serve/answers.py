@@ -8,7 +8,7 @@ from typing import Any
 
 from jllama.serve.protocol import Chat, Continuation, Job
 from jllama.serve.requests import Answer, Piece, Token
-from jllama.serve.tools import ToolCall, ToolParser
+from jllama.serve.tools import ToolParser
 
 _LEAST = -9999.0  # what OpenAI's API says of a token that cannot be drawn: JSON has no infinity
 
@@ -39,8 +39,8 @@ class Choice:
         text, tokens = (event.text, event.tokens) if isinstance(event, Piece) else ("", ())
         log_probs, is_chat = self._log_probs(tokens), isinstance(self._body, Chat)
         for found in self._certain(text, isinstance(event, Answer)) or ([""] if log_probs else []):
-            call = {"tool_calls": [{"index": found.index} | _call(found)]} if isinstance(found, ToolCall) else {}
-            yield self._part({"delta": call or {"content": found}} if is_chat else {"text": found}, log_probs)
+            delta = {"content": found} if isinstance(found, str) else {"tool_calls": [found]}
+            yield self._part({"delta": delta} if is_chat else {"text": found}, log_probs)
             log_probs = None
         if isinstance(event, Answer):
             yield self._part({"delta": {}} if is_chat else {"text": ""}, None, self._reason(event))
@@ -53,13 +53,15 @@ class Choice:
             log_probs = self._log_probs([*(answer.prompt_tokens if self._body.echo else ()), *answer.tokens])
             return self._part({"text": self._echoed + text}, log_probs, self._reason(answer))
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-        message |= {"tool_calls": [*map(_call, calls)]} if calls else {}
+        message |= (
+            {"tool_calls": [{key: call[key] for key in call if key != "index"} for call in calls]} if calls else {}
+        )
         return self._part({"message": message}, self._log_probs(answer.tokens), self._reason(answer))
 
     def _part(self, content: Mapping[str, Any], log_probs: Any = None, reason: str | None = None) -> dict[str, Any]:
         return {"index": self._index, **content, "logprobs": log_probs, "finish_reason": reason}
 
-    def _certain(self, text: str, is_end: bool) -> Sequence[str | ToolCall]:
+    def _certain(self, text: str, is_end: bool) -> Sequence[str | dict[str, Any]]:
         return self._parser.push(text, is_end) if self._parser else [text] if text else []
 
     def _reason(self, answer: Answer) -> str:
@@ -89,10 +91,6 @@ class Choice:
         text = self._pieces[id] or self._names.get(id, "").encode()
         finite = None if log_prob is None else max(log_prob, _LEAST)
         return {"token": text.decode("utf-8", "replace"), "logprob": finite, "bytes": [*text]}
-
-
-def _call(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def totals(job: Job, by_index: Mapping[int, Answer]) -> dict[str, Any]:

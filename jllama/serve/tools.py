@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import re
@@ -14,7 +13,7 @@ from jllama.config import Grammar
 from jllama.errors import UsageError
 
 _SMOLLM2 = Path(__file__).with_name("smollm2.jinja").read_text(encoding="utf-8")
-_FIELDS = {"name": str, "description": str | None, "parameters": dict | None, "strict": bool | None}  # of a function
+_FIELDS = {"name": str, "description": str | None, "strict": bool | None, "parameters": dict | None}  # of a function
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # json.dumps', for llguidance
 
 
@@ -26,16 +25,6 @@ class Dialect(NamedTuple):
     after: str
     between: str = ""  # two calls; empty if the template takes one only
     arguments: str = "arguments"  # the name of the arguments
-
-
-@dataclasses.dataclass(frozen=True)
-class ToolCall:
-    """A call that is complete: its index among those of the answer, and its arguments as JSON."""
-
-    index: int
-    id: str
-    name: str
-    arguments: str
 
 
 def dialect(template: str) -> Dialect | None:
@@ -67,10 +56,10 @@ def check_tools(tools: Any, choice: Any = None) -> None:
         if not isinstance(name, str) or not re.fullmatch("[A-Za-z0-9_-]{1,64}", name) or names.count(name) > 1:
             wrong = f'tool {number} must be {{"type": "function", "function": {{"name": ...}}}}'
             raise UsageError(f"{wrong} with a name of its own, 1 to 64 letters, digits, underscores and hyphens")
-        if bad := [key for key, value in function.items() if not isinstance(value, _FIELDS.get(key, ()))]:
-            raise UsageError(f"the tool {name} has a wrong {bad[0]!r}: its fields are {', '.join(_FIELDS)}")
-        if (function.get("parameters") or {}).get("type", "object") != "object":
-            raise UsageError(f'the tool {name} has parameters that are not a JSON schema of "type": "object"')
+        bad = [key for key, value in function.items() if not isinstance(value, _FIELDS.get(key, ()))]
+        if bad or (function.get("parameters") or {}).get("type", "object") != "object":
+            wrong = f"the tool {name} has a wrong {(bad or ['parameters'])[0]!r}"
+            raise UsageError(f"{wrong}: its fields are {', '.join(_FIELDS)}, the schema of an object")
     if choice not in (None, "auto", "none", "required") and _function(choice).get("name") not in names:
         words = '"auto", "none", "required" or {"type": "function", "function": {"name": ...}}'
         raise UsageError(f"tool_choice must be {words} with the name of one of the tools")
@@ -88,7 +77,7 @@ def grammar(tools: Sequence[Any], choice: Any, dialect: Dialect, parallel: bool 
         return None
     rules, calls = [], []
     for function in (tool["function"] for tool in tools if name in (None, tool["function"]["name"])):
-        schema = {"type": "object", **(function.get("parameters") or {"additionalProperties": False})}
+        schema = {"type": "object"} | (function.get("parameters") or {"additionalProperties": False})
         opening = json.dumps(f'{{"name": "{function["name"]}", "{dialect.arguments}": ')
         calls.append(f"call{len(calls)}")
         rules.append(f'{calls[-1]}: {opening} {calls[-1]}_arguments "}}"')
@@ -101,20 +90,20 @@ def grammar(tools: Sequence[Any], choice: Any, dialect: Dialect, parallel: bool 
 
 
 class ToolParser:
-    """Reads an answer as it comes: text, and calls of the tools ``names``, each when it is complete.
+    """Reads an answer as it comes: text, and calls of the tools ``names`` as OpenAI streams them, each when complete.
 
     What only looks like a call comes out as text; white space around calls does not. Nothing depends on how the answer
     was cut into pieces. ``key`` decides the ids of ``calls``, all so far; without ``parallel`` there is at most one.
     """
 
     def __init__(self, dialect: Dialect, names: Sequence[str], key: str, parallel: bool = True) -> None:
-        self.calls: list[ToolCall] = []
+        self.calls: list[dict[str, Any]] = []
         self._names, self._key, self._arguments = names, key, dialect.arguments
         self._mark, self._end = ("<tool_call>", "</tool_call>") if dialect.before else ("", "")
         self._most = 128 if parallel and dialect.between else 1
         self._held, self._is_start = "", True
 
-    def push(self, text: str, is_end: bool = False) -> list[str | ToolCall]:
+    def push(self, text: str, is_end: bool = False) -> list[str | dict[str, Any]]:
         """What is certain with more of the answer; with its end, all the rest."""
         held, mark, found = self._held + text, self._mark, []
         while held:
@@ -133,7 +122,7 @@ class ToolParser:
         self._held = held
         return [each for each in found if each]
 
-    def _calls_in(self, text: str, is_end: bool) -> tuple[list[ToolCall], str] | None:
+    def _calls_in(self, text: str, is_end: bool) -> tuple[list[dict[str, Any]], str] | None:
         """The calls that a text begins with, perhaps none, and what follows them; None if that is not certain yet."""
         body, found = text.lstrip(), []
         if body[:1] not in ("", "{", "["):
@@ -143,7 +132,8 @@ class ToolParser:
             for index, call in enumerate(value if isinstance(value, list) else [value], len(self.calls)):
                 id = f"call_{hashlib.sha256(f'{self._key} {index}'.encode()).hexdigest()[:24]}"
                 arguments = json.dumps({**call[self._arguments]}, allow_nan=False)  # an object
-                found.append(ToolCall(index, id, self._names[self._names.index(call["name"])], arguments))
+                function = {"name": self._names[self._names.index(call["name"])], "arguments": arguments}
+                found.append({"index": index, "id": id, "type": "function", "function": function})
         except json.JSONDecodeError as error:
             is_cut = error.msg.startswith("Unterminated string") or error.pos > len(body) - 8  # a literal, an escape
             return None if is_cut and not is_end else ([], text)
