@@ -17,6 +17,12 @@ class UsageError(JllamaError):
     """The command line or the configuration is wrong (exit code 2)."""
 
 
+class ContextError(UsageError):
+    """A prompt and its new tokens exceed the context."""
+
+    code = "context_length_exceeded"  # as OpenAI calls it
+
+
 def check_fields(config: Any, group: str, names: str, is_right: Callable[[Any], bool], expected: str) -> None:
     """Raise ``UsageError`` for the first of a configuration's fields (``names``, with spaces) that is not right."""
     for name in names.split():

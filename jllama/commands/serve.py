@@ -110,8 +110,7 @@ def _engine(options: ServeOptions) -> "Engine":
     models = {name: options.load_with(None, path) for name, path in options.adapters().items()}
     if any(model.tokenizer is None for model in models.values()):
         raise no_tokenizer(options.checkpoint)
-    sizes = {field.name: getattr(options, field.name) for field in dataclasses.fields(EngineConfig)}
-    engine = Engine(models, EngineConfig(**sizes))
+    engine = Engine(models, options)
     engine.start(say)
     return engine
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Unpack, cast
 import numpy as np
 from jaxtyping import Int32
 
-from jllama.errors import UsageError, unknown_name
+from jllama.errors import ContextError, UsageError, unknown_name
 from jllama.generation.decode import STEPS, decode, with_room
 from jllama.generation.decode_batch import check_batch, restricted
 from jllama.generation.prefill import PrefixCache, prefill
@@ -167,7 +167,7 @@ def encode_prompt(model: LanguageModel, prompt: Prompt) -> Prompt:
     if len(ids) + new > context:
         less = f" or lower max_new_tokens to at most {context - len(ids)}" if context > len(ids) else ""
         wrong = f"the prompt's {len(ids)} tokens and {new} new ones exceed the model's context of {context}"
-        raise UsageError(f"{wrong}: shorten the prompt{less}")
+        raise ContextError(f"{wrong}: shorten the prompt{less}")
     given = {"prompt": ids, "stop_ids": stop_ids, "logit_bias": sampling.logit_bias, "banned_ids": sampling.banned_ids}
     for name, listed in given.items():
         if unknown := [id for id in listed if not 0 <= id < tokenizer.vocab_size]:

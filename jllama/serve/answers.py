@@ -78,14 +78,12 @@ class Choice:
         if isinstance(self._body, Chat):
             both = zip(shown, tops, strict=True)
             return {"content": [each | {"top_logprobs": top} for each, top in both], "refusal": None}
-        lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        names, rows = ("tokens", "token_logprobs", "top_logprobs", "text_offset"), []
         for token, each, top in zip(tokens, shown, tops, strict=True):
             best = {one["token"]: one["logprob"] for one in [*top, each]} if top else None
-            values = each["token"], each["logprob"], best, self._offset
-            for values_so_far, value in zip(lists.values(), values, strict=True):
-                values_so_far.append(value)
+            rows.append((each["token"], each["logprob"], best, self._offset))
             self._offset += len(self._decoder.decode(self._pieces[token.id]))
-        return lists
+        return {name: [*column] for name, column in zip(names, zip(*rows, strict=True), strict=True)}
 
     def _token(self, id: int, log_prob: float | None) -> dict[str, Any]:
         text = self._pieces[id] or self._names.get(id, "").encode()
@@ -93,21 +91,24 @@ class Choice:
         return {"token": text.decode("utf-8", "replace"), "logprob": finite, "bytes": [*text]}
 
 
-def totals(job: Job, by_index: Mapping[int, Answer]) -> dict[str, Any]:
-    """The counts of an answer's tokens, each prompt's once, and what it takes to make it again if that is asked for."""
-    answers = [by_index[index] for index in range(len(job.requests))]
+def totals(job: Job, answers: Mapping[int, Answer]) -> dict[str, Any]:
+    """The counts of an answer's tokens, each prompt's once, and what it takes to make it again if that is asked for.
+
+    ``answers`` are those of the texts that are there, by index.
+    """
     prompt = sum(len(request.prompt.ids) for request in job.requests[:: job.body.n])
-    new = sum(answer.completion.new_tokens for answer in answers)
+    new = sum(answer.completion.new_tokens for answer in answers.values())
+    cached = sum(answer.cached_tokens for index, answer in answers.items() if index % job.body.n == 0)
     counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-    cached = sum(answer.cached_tokens for answer in answers[:: job.body.n])
     found: dict[str, Any] = {"usage": counts | {"prompt_tokens_details": {"cached_tokens": cached}}}
     if job.body.receipt:
-        names = job.body.model_fields_set - {"stream", "stream_options"}
+        names = job.body.model_fields_set - {"stream", "stream_options"} | {"seed"}
+        completions = [answers[index].completion for index in sorted(answers)]
         found["receipt"] = {
             "path": "/v1/chat/completions" if isinstance(job.body, Chat) else "/v1/completions",
-            "request": {name: getattr(job.body, name) for name in sorted(names)},
+            "request": {name: getattr(job.body, name) for name in sorted(names)} | {"model": job.head["model"]},
             "system_fingerprint": job.head["system_fingerprint"],
-            "ids": [answer.completion.ids for answer in answers],
-            "log_probs": [answer.completion.log_probs for answer in answers],
+            "ids": [completion.ids for completion in completions],
+            "log_probs": [completion.log_probs for completion in completions],
         }
     return found

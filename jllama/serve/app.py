@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import hmac
 import json
@@ -31,32 +30,20 @@ from jllama.serve import metrics, protocol
 from jllama.serve.answers import Choice, totals
 from jllama.serve.config import HttpConfig
 from jllama.serve.engine import Engine
-from jllama.serve.protocol import Chat, Job, chat_job, continuation_job, conversation_text, served
+from jllama.serve.protocol import Chat, Continuation, Job, conversation_text, job_of, served
 from jllama.serve.requests import Answer, Busy, Event, Failure, Piece
 
 PING_S = 10.0
 """After so long without news a stream gets a comment, so that nobody between server and client takes it for dead."""
 OPEN = ("/", "/health", "/openapi.json")
 """Paths that need no key."""
-_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+}
 _PROBLEM = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
 _PROBLEMS = {"description": "what was wrong", "content": {"application/json": {"schema": _PROBLEM}}}
-
-
-@dataclasses.dataclass
-class Record:
-    """What becomes of a request, for its line in the log."""
-
-    log_text: bool
-    status: int = 0
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    first_token_s: float = 0.0
-    said: str = ""
-    cancels: list[Callable[[], None]] = dataclasses.field(default_factory=list)
 
 
 def make_app(engine: Engine | None, config: HttpConfig, keys: Sequence[str] = ()) -> FastAPI:
@@ -64,8 +51,9 @@ def make_app(engine: Engine | None, config: HttpConfig, keys: Sequence[str] = ()
 
     Until ``app.state.engine`` is an engine, and while ``app.state.is_closing``, it answers 503.
     """
-    app = FastAPI(title="jllama", version=jllama.__version__, docs_url=None, redoc_url=None)
-    app.state.engine, app.state.is_closing = engine, False
+    about = {"title": "jllama", "version": jllama.__version__, "docs_url": None, "redoc_url": None}
+    app = FastAPI(**about, responses={"4XX": _PROBLEMS, 503: _PROBLEMS})
+    app.state.engine, app.state.is_closing, app.state.log_text = engine, False, config.log_text
     app.add_middleware(_front, config=config, keys=[f"Bearer {key}".encode() for key in keys])  # type: ignore[arg-type]
     if config.cors:
         app.add_middleware(CORSMiddleware, allow_origins=config.cors, allow_methods=["*"], allow_headers=["*"])
@@ -79,16 +67,22 @@ def make_app(engine: Engine | None, config: HttpConfig, keys: Sequence[str] = ()
 
     @app.post("/v1/chat/completions", responses=_responses("id object choices usage", "text/event-stream"))
     async def chat(request: HttpRequest, body: Chat) -> Response:
-        return await _generate(request, ready(), await asyncio.to_thread(chat_job, ready(), body))
+        return await _generate(request, ready(), body)
 
     @app.post("/v1/completions", responses=_responses("id object choices usage", "text/event-stream"))
-    async def completions(request: HttpRequest, body: protocol.Continuation) -> Response:
-        return await _generate(request, ready(), await asyncio.to_thread(continuation_job, ready(), body))
+    async def completions(request: HttpRequest, body: Continuation) -> Response:
+        return await _generate(request, ready(), body)
+
+    def about_model(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": 0, "owned_by": "jllama", "max_model_len": ready().context}
 
     @app.get("/v1/models", responses=_responses("object data"))
     async def models() -> Response:
-        about = {"object": "model", "created": 0, "owned_by": "jllama", "max_model_len": ready().context}
-        return JSONResponse({"object": "list", "data": [{"id": name} | about for name in ready().models]})
+        return JSONResponse({"object": "list", "data": [*map(about_model, ready().models)]})
+
+    @app.get("/v1/models/{name:path}", responses=_responses("id object"))
+    async def model(name: str) -> Response:
+        return JSONResponse(about_model(served(ready(), name)[0]))
 
     @app.post("/tokenize", responses=_responses("tokens count"))
     def tokenize(body: protocol.Text) -> Response:
@@ -112,51 +106,50 @@ def make_app(engine: Engine | None, config: HttpConfig, keys: Sequence[str] = ()
             raise Busy("the server is shutting down")
         return JSONResponse({"status": "ok"})
 
-    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}, "4XX": _PROBLEMS})
+    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics_page() -> Response:
-        return Response(generate_latest(metrics.REGISTRY), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/", response_class=HTMLResponse)
     def page() -> Response:
-        return FileResponse(Path(__file__).with_name("page.html"), headers={"Content-Security-Policy": _POLICY})
+        return FileResponse(Path(__file__).with_name("page.html"), headers=_PAGE_HEADERS)
 
     return app
 
 
 def _responses(required: str, *others: str) -> dict[int | str, dict[str, Any]]:
-    """A route's answers, for the OpenAPI document: an object with these keys or other media, or what was wrong."""
+    """A route's answer, for the OpenAPI document: an object with these keys, or text of other media."""
     content = {"application/json": {"schema": {"type": "object", "required": required.split()}}}
     content |= {media: {"schema": {"type": "string"}} for media in others}
-    return {200: {"description": "as asked", "content": content}, "4XX": _PROBLEMS, 503: _PROBLEMS}
+    return {200: {"description": "as asked", "content": content}}
 
 
-def problem(status: int, message: str, code: str | None = None, param: str | None = None, **headers: str) -> Response:
-    """What is wrong, in OpenAI's shape; of a header's name, ``_`` is written for ``-``."""
+def _problem(status: int, message: str, code: Any = None, param: Any = None, headers: Any = None) -> Response:
+    """What is wrong, in OpenAI's shape."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    about = {"message": message, "type": kind, "param": param, "code": code}
-    return JSONResponse({"error": about}, status, {name.replace("_", "-"): value for name, value in headers.items()})
+    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code}}, status, headers)
 
 
 def _problem_of(request: HttpRequest, error: Exception) -> Response:
     """The answer to a request that raised."""
     match error:
         case Busy():
-            return problem(503, str(error), "unavailable", Retry_After=str(error.retry_after_s))
+            return _problem(503, str(error), "unavailable", None, {"Retry-After": str(error.retry_after_s)})
         case JllamaError():
-            return problem(getattr(error, "status", 400), str(error), getattr(error, "code", None))
+            return _problem(getattr(error, "status", 400), str(error), getattr(error, "code", None))
         case HTTPException():
             said = f"{request.method} {urllib.parse.quote(request.url.path)[:200]}: {error.detail}"
-            return problem(error.status_code, said, **error.headers or {})
+            return _problem(error.status_code, said, None, None, error.headers)
         case RequestValidationError():
             first, *_ = errors = error.errors()
             if first["type"] == "json_invalid":
-                return problem(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][1]}")
+                return _problem(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][1]}")
             field = str(first["loc"][1])[:100] if len(first["loc"]) > 1 else None
             said = dict.fromkeys(each["msg"] for each in errors if each["loc"][1:2] == first["loc"][1:2])
-            return problem(400, f"{field or 'the body, which must be JSON'}: {' or '.join(said)}", None, field)
+            return _problem(400, f"{field or 'the body, which must be JSON'}: {' or '.join(said)}", None, field)
         case RecursionError():
-            return problem(400, "the body is nested too deep")
-    return problem(500, "the server made a mistake, which its log shows")
+            return _problem(400, "the body is nested too deep")
+    return _problem(500, "the server made a mistake, which its log shows")
 
 
 def _front(app: ASGIApp, config: HttpConfig, keys: Sequence[bytes]) -> ASGIApp:
@@ -166,7 +159,8 @@ def _front(app: ASGIApp, config: HttpConfig, keys: Sequence[bytes]) -> ASGIApp:
         if scope["type"] != "http":
             return await app(scope, receive, send)
         begin_s, received, is_whole = time.monotonic(), 0, False
-        record = scope.setdefault("state", {})["record"] = Record(config.log_text)
+        log, ends = dict[str, Any](status=0), list[Callable[[], Any]]()  # what is said and called when it has ended
+        scope["state"] = scope.get("state", {}) | {"log": log, "ends": ends}
 
         async def receive_limited() -> Message:
             nonlocal received, is_whole
@@ -183,7 +177,7 @@ def _front(app: ASGIApp, config: HttpConfig, keys: Sequence[bytes]) -> ASGIApp:
             return message
 
         async def send_noted(message: Message) -> None:
-            record.status = record.status or message.get("status", 0)
+            log["status"] = log["status"] or message.get("status", 0)
             await send(message)
 
         given = dict(scope["headers"]).get(b"authorization", b"")
@@ -191,99 +185,94 @@ def _front(app: ASGIApp, config: HttpConfig, keys: Sequence[bytes]) -> ASGIApp:
         try:
             if keys and not may and scope["path"] not in OPEN:
                 said = "give a key of this server in the header Authorization: Bearer KEY"
-                refused = problem(401, said, "invalid_api_key", WWW_Authenticate="Bearer")
+                refused = _problem(401, said, "invalid_api_key", None, {"WWW-Authenticate": "Bearer"})
                 await refused(scope, receive, send_noted)
             else:
                 await app(scope, receive_limited, send_noted)
         finally:
-            for cancel in record.cancels:
-                cancel()
-            metrics.REQUESTS.labels(getattr(scope.get("route"), "path", "other"), record.status).inc()
-            asked = f"{scope['method']} {urllib.parse.quote(scope['path'])[:200]} {record.status}"
-            took = f"seconds={time.monotonic() - begin_s:.3f} first_token={record.first_token_s:.3f}"
-            counts = f"prompt={record.prompt_tokens} new={record.new_tokens} {took} {record.said}".rstrip()
-            line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {asked} {counts}\n"
-            sys.stderr.write(line)  # at once: other threads write there, too
+            for end in ends:
+                end()
+            metrics.REQUESTS.labels(getattr(scope.get("route"), "path", "other"), log["status"]).inc()
+            if scope["path"] != "/health":  # which is asked every few seconds
+                asked = f"{scope['method']} {urllib.parse.quote(scope['path'])[:200]}"
+                log["seconds"] = f"{time.monotonic() - begin_s:.3f}"
+                said = " ".join(f"{name}={value}" for name, value in log.items())
+                line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {asked} {said}\n"
+                sys.stderr.write(line)  # at once: other threads write there, too
 
     return handle
 
 
-async def _generate(request: HttpRequest, engine: Engine, job: Job) -> Response:
+async def _generate(request: HttpRequest, engine: Engine, body: Chat | Continuation) -> Response:
     """Have the texts generated: the answer, whole or as a stream. A client that leaves ends it."""
     loop, queue, begin_s = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]](), time.monotonic()
-    record: Record = request.state.record
-    choices, answers = [Choice(job, index) for index in range(len(job.requests))], dict[int, Answer]()
-    record.prompt_tokens = sum(len(each.prompt.ids) for each in job.requests[:: job.body.n])
+    log, ends, answers = request.state.log, request.state.ends, dict[int, Answer]()
 
-    def deliver(index: int, event: Event) -> None:
+    def put(index: int, event: Event) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has been closed
             loop.call_soon_threadsafe(queue.put_nowait, (index, event))
 
-    def submit() -> None:
+    def submit() -> Job:
+        job = job_of(engine, body)
         for index, each in enumerate(job.requests):
-            record.cancels.append(engine.submit(each, functools.partial(deliver, index)))
+            ends.append(engine.submit(each, functools.partial(put, index)))
+        return job
 
-    async def events() -> AsyncIterator[tuple[int, Piece | Answer] | None]:
-        """Until all texts have ended; None after a while without news. ``Failure`` raises ``Busy``."""
+    async def events() -> AsyncIterator[tuple[int, Piece | Answer]]:
+        """Until all texts have ended; an empty piece after a while without news. ``Failure`` raises ``Busy``."""
         while len(answers) < len(choices):
             try:
                 index, event = await asyncio.wait_for(queue.get(), PING_S)
             except TimeoutError:
-                yield None
+                yield 0, Piece("", ())
                 continue
             if isinstance(event, Failure):
                 raise Busy(event.message)
-            record.first_token_s = record.first_token_s or time.monotonic() - begin_s
+            log.setdefault("first_token", f"{time.monotonic() - begin_s:.3f}")
             if isinstance(event, Answer):
                 answers[index] = event
-                record.new_tokens += event.completion.new_tokens
-                if record.log_text:
+                counts = totals(job, answers)["usage"]
+                log["prompt"], log["new"] = counts["prompt_tokens"], counts["completion_tokens"]
+                if request.app.state.log_text:
                     prompt = job.model.text_tokenizer.decode(job.requests[index].prompt.ids)
-                    record.said += json.dumps([prompt, event.completion.text])
+                    log[f"text_{index}"] = json.dumps([prompt, event.completion.text])
             yield index, event
 
     async def stream() -> AsyncIterator[str]:
-        shows_usage = job.body.stream_options.get("include_usage", False)
-        chunk = job.head | ({"object": "chat.completion.chunk"} if isinstance(job.body, Chat) else {})
-        chunk |= {"usage": None} if shows_usage else {}
-        record.status = 499  # unless it comes to its end
+        """A comment stands where there is nothing to say of an event."""
+        shows_usage = body.stream_options.get("include_usage")
+        head = job.head | ({"object": "chat.completion.chunk"} if isinstance(body, Chat) else {})
+        head |= {"usage": None} if shows_usage else {}
+        log["status"] = 499  # unless it comes to its end
         try:
             for choice in choices:
-                yield _event(chunk | {"choices": [choice.opening()]})
-            async for news in events():
-                for part in choices[news[0]].parts(news[1]) if news else ():
-                    yield _event(chunk | {"choices": [part]})
-                if news is None:
-                    yield ": ping\n\n"
-            if shows_usage or job.body.receipt:
-                yield _event(chunk | {"choices": []} | totals(job, answers))
+                yield _event(head | {"choices": [choice.opening()]})
+            async for index, event in events():
+                parts = choices[index].parts(event)
+                yield "".join(_event(head | {"choices": [part]}) for part in parts) or ": ping\n\n"
+            if shows_usage or body.receipt:
+                yield _event(head | {"choices": []} | totals(job, answers))
             yield "data: [DONE]\n\n"
-            record.status = 200
+            log["status"] = 200
         except Busy as error:
-            record.status = 503
+            log["status"] = 503
             yield f"data: {bytes(_problem_of(request, error).body).decode()}\n\n"
 
-    async def whole() -> Response:
-        async for _ in events():
-            pass
-        shown = [choice.whole(answers[index]) for index, choice in enumerate(choices)]
-        return JSONResponse(job.head | {"choices": shown} | totals(job, answers))
-
-    async def left() -> Response:
+    async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        return Response(status_code=499)
+        log["status"] = log["status"] or 499
+        put(0, Failure("the client left"))
 
-    await asyncio.to_thread(submit)  # a grammar may take a while to compile
-    if job.body.stream:
+    job = await asyncio.to_thread(submit)  # a grammar may take a while to compile
+    choices = [Choice(job, index) for index in range(len(job.requests))]
+    if body.stream:  # which sees itself when its client leaves
         return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-    tasks = [asyncio.ensure_future(whole()), asyncio.ensure_future(left())]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return (tasks[0] if tasks[0] in done else tasks[1]).result()
-    finally:
-        for task in tasks:
-            task.cancel()
+    ends.append(asyncio.create_task(watch()).cancel)
+    async for _ in events():
+        pass
+    shown = [choice.whole(answers[index]) for index, choice in enumerate(choices)]
+    return JSONResponse(job.head | {"choices": shown} | totals(job, answers))
 
 
 def _event(content: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ import numpy as np
 
 import jllama
 from jllama.devices import device_memory_bytes
-from jllama.errors import UsageError
+from jllama.errors import ContextError, UsageError
 from jllama.generation.decode_batch import restricted
 from jllama.generation.sampling_params import Prompt
 from jllama.generation.text import TextDecoder
@@ -117,7 +117,8 @@ class Engine:
         num_ids, new = len(request.prompt.ids), request.prompt.max_new_tokens
         if num_ids + (1 if new is None else new) > self.context:
             asked = f"the prompt's {num_ids} tokens and {1 if new is None else new} new ones"
-            raise UsageError(f"{asked} exceed the context of {self.context} tokens that this server has")
+            said = f"{asked} exceed the context of {self.context} tokens that this server has"
+            raise ContextError(f"{said}: shorten the prompt or ask for fewer")
         if len(request.prompt.stop_ids or ()) > STOPS:
             raise UsageError(f"stop_ids has {len(request.prompt.stop_ids or ())} tokens; at most {STOPS} are served")
 
@@ -191,7 +192,9 @@ class Engine:
 
     def _let_in(self) -> None:
         """Free the slots of clients that left, and fill them from the queue; what is left idle compares answers."""
-        self._queue = deque(row for row in self._queue if not row.cancelled)
+        waiting = deque(row for row in self._queue if not row.cancelled)
+        metrics.CANCELLED.inc(len(self._queue) - len(waiting))
+        self._queue = waiting
         for slot, row in enumerate(self._rows):
             if row and row.cancelled:
                 self._free(row)

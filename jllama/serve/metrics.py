@@ -1,23 +1,18 @@
 """What is counted of a server, in Prometheus' format."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
-REGISTRY = CollectorRegistry()
 _TIMES_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
-REQUESTS = Counter("jllama_requests", "Requests by path and status", ["path", "status"], registry=REGISTRY)
-QUEUED = Gauge("jllama_queued_requests", "Requests that wait for a slot", registry=REGISTRY)
-SLOTS = Gauge("jllama_slots", "Slots of the decoding program", registry=REGISTRY)
-BUSY_SLOTS = Gauge("jllama_busy_slots", "Slots that hold a request", registry=REGISTRY)
-PROMPT_TOKENS = Counter("jllama_prompt_tokens", "Tokens of prompts", registry=REGISTRY)
-CACHED_TOKENS = Counter("jllama_cached_tokens", "Tokens of prompts taken from the prefix cache", registry=REGISTRY)
-NEW_TOKENS = Counter("jllama_new_tokens", "Tokens generated", registry=REGISTRY)
-CANCELLED = Counter("jllama_cancelled_requests", "Requests whose client left", registry=REGISTRY)
-FIRST_TOKEN_S = Histogram(
-    "jllama_time_to_first_token_seconds", "From a request's arrival", buckets=_TIMES_S, registry=REGISTRY
-)
-BETWEEN_TOKENS_S = Histogram(
-    "jllama_time_between_tokens_seconds", "Mean of an answer", buckets=_TIMES_S, registry=REGISTRY
-)
-REPLAYED = Counter("jllama_replayed_answers", "Answers generated again to compare", registry=REGISTRY)
-MISMATCHES = Counter("jllama_replay_mismatches", "Answers that differed when generated again", registry=REGISTRY)
+REQUESTS = Counter("jllama_requests", "Requests by path and status", ["path", "status"])
+QUEUED = Gauge("jllama_queued_requests", "Requests that wait for a slot")
+SLOTS = Gauge("jllama_slots", "Slots of the decoding program")
+BUSY_SLOTS = Gauge("jllama_busy_slots", "Slots that hold a request")
+PROMPT_TOKENS = Counter("jllama_prompt_tokens", "Tokens of prompts")
+CACHED_TOKENS = Counter("jllama_cached_tokens", "Tokens of prompts taken from the prefix cache")
+NEW_TOKENS = Counter("jllama_new_tokens", "Tokens generated")
+CANCELLED = Counter("jllama_cancelled_requests", "Requests whose client left")
+FIRST_TOKEN_S = Histogram("jllama_time_to_first_token_seconds", "From a request's arrival", buckets=_TIMES_S)
+BETWEEN_TOKENS_S = Histogram("jllama_time_between_tokens_seconds", "Mean of an answer", buckets=_TIMES_S)
+REPLAYED = Counter("jllama_replayed_answers", "Answers generated again to compare")
+MISMATCHES = Counter("jllama_replay_mismatches", "Answers that differed when generated again")

@@ -14,8 +14,8 @@ import json
 import secrets
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
@@ -23,7 +23,7 @@ from jllama.config import Grammar, GrammarKind
 from jllama.errors import UsageError, unknown_name
 from jllama.files import fault_of
 from jllama.generation.sampling_params import Prompt, SamplingParams
-from jllama.generation.text import encode_prompt, prompt_ids
+from jllama.generation.text import encode_prompt
 from jllama.language_model import LanguageModel
 from jllama.serve.engine import Engine
 from jllama.serve.requests import MOST_TOP, Request
@@ -32,22 +32,19 @@ from jllama.serve.tools import grammar as grammar_of_tools
 from jllama.templates.messages import conversing, find_template, openai_messages, template_variables
 from jllama.templates.template import render
 
-NOT_SERVED = {"audio": [], "best_of": [1], "function_call": ["none"], "functions": [[]], "modalities": [["text"]]}
-NOT_SERVED |= {
-    "prediction": [],
-    "reasoning_effort": ["none"],
-    "suffix": [""],
-    "verbosity": [],
-    "web_search_options": [],
-}
+NOT_SERVED = {"audio": [], "prediction": [], "verbosity": [], "web_search_options": [], "suffix": [""], "best_of": [1]}
+NOT_SERVED |= {"function_call": ["none"], "functions": [[]], "modalities": [["text"]], "reasoning_effort": ["none"]}
 """Fields of OpenAI's that are refused, and the values of each that change nothing."""
 IGNORED = {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
 """Fields of OpenAI's that cannot change an answer."""
-_JSON = {float: float, int: int, tuple[int, ...]: list[int], Mapping[int, float]: dict[str, float]}
+_LOOSE = Field(strict=False)  # JSON has neither tuples nor keys that are numbers
+_JSON: dict[Any, Any] = {tuple[int, ...]: Annotated[tuple[int, ...], _LOOSE]}
+_JSON[Mapping[int, float]] = dict[Annotated[int, _LOOSE], float]
 _SAMPLING: dict[str, Any] = {
-    field.name: (_JSON[field.type], Field(default, description=field.metadata.get("check", ("", ""))[1] or None))
+    field.name: (_JSON.get(field.type, field.type), Field(default, description=field.metadata.get("check", [""])[-1]))
     for field, default in zip(dataclasses.fields(SamplingParams), vars(SamplingParams()).values(), strict=True)
 }
+_SAMPLING["seed"] = (int, Field(default_factory=lambda: secrets.randbits(32), description="drawn if it is left out"))
 
 
 class Refusal(UsageError):
@@ -90,9 +87,7 @@ class Generation(create_model("Settings", __base__=Body, **_SAMPLING)):
     stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] = Field(default_factory=dict)
     response_format: dict[str, Any] = Field({"type": "text"}, description="text, json_object or json_schema")
     regex: str | None = Field(None, description="what the text must match")
-    grammar: str | None = Field(
-        None, description="a grammar, in llguidance's dialect of Lark, that the text must match"
-    )
+    grammar: str | None = Field(None, description="what it must match, in llguidance's dialect of Lark")
     receipt: bool = Field(False, description="add what it takes to make the answer again and to compare it")
 
 
@@ -142,16 +137,13 @@ class Tokens(Body):
     tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
-G = TypeVar("G", bound=Generation)
-
-
 class Job(NamedTuple):
     """A request that can be served."""
 
-    body: Chat | Continuation  # with the model and the seed filled in
+    body: Chat | Continuation
     model: LanguageModel
     requests: list[Request]  # the ``n`` texts of the first prompt, those of the next, ...
-    head: dict[str, Any]  # with which the answer begins, and each part of a stream
+    head: dict[str, Any]  # with which the answer begins
     dialect: Dialect | None = None  # how the model calls tools, if it may
 
 
@@ -176,9 +168,29 @@ def conversation_text(model: LanguageModel, body: Conversation) -> tuple[str, Di
     return render(way.template if way else template, **given), way if may else None
 
 
-def chat_job(engine: Engine, body: Chat) -> Job:
-    """What a conversation asks of the engine; ``UsageError`` if it cannot be served."""
-    body, model, head = _completed(engine, body, "chat.completion")
+def job_of(engine: Engine, body: Chat | Continuation) -> Job:
+    """What a body asks of the engine; ``UsageError`` if it cannot be served."""
+    name, model = served(engine, body.model)
+    if body.stream_options and not body.stream:
+        raise UsageError("stream_options are for a stream: set stream to true, or leave them out")
+    like, way = _of_chat(model, name, body) if isinstance(body, Chat) else (_of_texts(name, body), None)
+    if len(like) * body.n > (most := engine.config.queue + engine.config.slots):
+        raise UsageError(f"{len(like) * body.n} texts are asked for at once, and {most} fit here: ask for fewer")
+    sampling, requests = SamplingParams(**{name: getattr(body, name) for name in _SAMPLING}), []
+    for request in like:
+        given = {"sampling": sampling, "stop": body.stop, "grammar": _grammar(body, request.prompt)}
+        prompt = encode_prompt(model, dataclasses.replace(request.prompt, **given))
+        for number in range(body.n):
+            seeded = dataclasses.replace(sampling, seed=(sampling.seed + number) % 2**32)
+            requests.append(dataclasses.replace(request, prompt=dataclasses.replace(prompt, sampling=seeded)))
+            engine.check(requests[-1])
+    kind = "chat.completion" if isinstance(body, Chat) else "text_completion"
+    head = {"id": f"{kind.replace('.', '-')}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time())}
+    return Job(body, model, requests, head | {"model": name, "system_fingerprint": engine.fingerprint(name)}, way)
+
+
+def _of_chat(model: LanguageModel, name: str, body: Chat) -> tuple[list[Request], Dialect | None]:
+    """What is particular to a conversation, and how the model calls tools, if it may."""
     most = {each for each in (body.max_tokens, body.max_completion_tokens) if each is not None}
     if len(most) > 1:
         raise UsageError("max_tokens and max_completion_tokens mean the same and differ: give one of them")
@@ -189,57 +201,18 @@ def chat_job(engine: Engine, body: Chat) -> Job:
     _, ends = conversing(model.text_tokenizer, model.chat_template, model.stop_ids)
     ids = model.text_tokenizer.encode_with_special_tokens(text)
     prompt = Prompt(ids, max_new_tokens=max(most, default=None), stop_ids=ends, grammar=calls)
-    requests = _requests(engine, model, body, [Request(prompt, body.model, body.top_logprobs)])
-    return Job(body, model, requests, head, way)
+    return [Request(prompt, name, body.top_logprobs)], way
 
 
-def continuation_job(engine: Engine, body: Continuation) -> Job:
-    """What texts to be continued ask of the engine; ``UsageError`` if one cannot be served."""
-    body, model, head = _completed(engine, body, "text_completion")
+def _of_texts(name: str, body: Continuation) -> list[Request]:
+    """What is particular to texts to be continued."""
     scored = body.echo and body.logprobs is not None
     if scored and body.stream:
         raise UsageError("echo with logprobs is not served as a stream: leave one of the three out")
-    prompts = (Prompt(content, max_new_tokens=body.max_tokens) for content in body.prompts)
-    like = [Request(prompt, body.model, body.logprobs or 0, scored) for prompt in prompts]
-    return Job(body, model, _requests(engine, model, body, like), head)
-
-
-def _completed(engine: Engine, body: G, kind: str) -> tuple[G, LanguageModel, dict[str, Any]]:
-    """The body with the model and the seed that it leaves to the server, the model, and how the answer begins."""
-    name, model = served(engine, body.model)
-    drawn = {} if "seed" in body.model_fields_set else {"seed": secrets.randbits(32)}
-    head = {"id": f"{kind.replace('.', '-')}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time())}
-    head |= {"model": name, "system_fingerprint": engine.fingerprint(name)}
-    return body.model_copy(update={"model": name} | drawn), model, head
-
-
-def _requests(engine: Engine, model: LanguageModel, body: Generation, like: Sequence[Request]) -> list[Request]:
-    """Those like the given ones for each text that is asked for, with what the body says of all."""
-    if body.stream_options and not body.stream:
-        raise UsageError("stream_options are for a stream: set stream to true, or leave them out")
-    if not like:
+    if not body.prompts:
         raise UsageError("prompt is an empty list: give a text, token ids or several")
-    if len(like) * body.n > (most := engine.config.queue + engine.config.slots):
-        raise UsageError(f"{len(like) * body.n} texts are asked for at once, and {most} fit here: ask for fewer")
-    settings: dict[str, Any] = {name: getattr(body, name) for name in _SAMPLING}
-    with fault_of("logit_bias has a key that is no token id", ValueError):
-        settings["logit_bias"] = {int(id): bias for id, bias in settings["logit_bias"].items()}
-    settings["banned_ids"] = tuple(settings["banned_ids"])
-    sampling, requests = SamplingParams(**settings), []
-    for request in like:
-        content, new = request.prompt.content, request.prompt.max_new_tokens
-        ids = prompt_ids(model.text_tokenizer, content) if isinstance(content, str) else content
-        if len(ids) + (1 if new is None else new) > engine.context:
-            said = f"the prompt's {len(ids)} tokens and {1 if new is None else new} new ones exceed the context"
-            remedy = "shorten the prompt or lower max_tokens"
-            raise Refusal(f"{said} of {engine.context} tokens: {remedy}", "context_length_exceeded")
-        given = {"content": ids, "sampling": sampling, "stop": body.stop, "grammar": _grammar(body, request.prompt)}
-        prompt = encode_prompt(model, dataclasses.replace(request.prompt, **given))
-        for number in range(body.n):
-            seeded = dataclasses.replace(sampling, seed=(sampling.seed + number) % 2**32)
-            requests.append(dataclasses.replace(request, prompt=dataclasses.replace(prompt, sampling=seeded)))
-            engine.check(requests[-1])
-    return requests
+    prompts = (Prompt(content, max_new_tokens=body.max_tokens) for content in body.prompts)
+    return [Request(prompt, name, body.logprobs or 0, scored) for prompt in prompts]
 
 
 def _grammar(body: Generation, prompt: Prompt) -> Grammar | None:
@@ -257,7 +230,6 @@ def _grammar(body: Generation, prompt: Prompt) -> Grammar | None:
             kinds = '"text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
             raise UsageError(f'response_format must be {{"type": {kinds}')
     if len(found := [each for each in found if each]) > 1:
-        raise UsageError(
-            "a text can match one of response_format, regex, grammar and calls of tools: leave out the others"
-        )
+        said = "a text can match one of response_format, regex, grammar and calls of tools"
+        raise UsageError(f"{said}: leave out the others")
     return found[0] if found else None

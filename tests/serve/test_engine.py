@@ -6,6 +6,7 @@ import time
 
 import jax
 import numpy as np
+import prometheus_client
 import pytest
 from engine_load import PREFIX, Asked, alone, in_company, random_request
 from models import SERVED, served
@@ -153,12 +154,22 @@ def test_whole_chunks_are_kept_and_the_one_used_longest_ago_goes():
 
 def test_a_client_that_left_frees_its_slot(engine):
     endless = request_of("", 1000, banned_ids=(2,))
+    before = metrics.CANCELLED._value.get()
     leaving = [Asked(engine, endless, cancel_after=2) for _ in range(6)]
     for asked in leaving:
         asked.end()
     last = Asked(engine, request_of("abc", 3))
     last.answer()
     assert all(len(asked.events) == 2 for asked in leaving)
+    assert metrics.CANCELLED._value.get() == before + 6
+
+
+def test_a_client_that_left_while_it_waited_is_counted(engine):
+    endless, before = request_of("", 1000, banned_ids=(2,)), metrics.CANCELLED._value.get()
+    cancels = [engine.submit(endless, lambda event: None) for _ in range(9)]  # the engine has three slots
+    for cancel in reversed(cancels):
+        cancel()
+    wait_for(lambda: metrics.CANCELLED._value.get() == before + 9)
 
 
 def test_no_new_tokens_are_an_answer_too(engine):
@@ -261,7 +272,9 @@ def test_a_share_of_answers_is_generated_again_and_compared(monkeypatch, request
 
 def test_metrics_count_what_was_served(engine):
     def values():
-        return {sample.name: sample.value for family in metrics.REGISTRY.collect() for sample in family.samples}
+        return {
+            sample.name: sample.value for family in prometheus_client.REGISTRY.collect() for sample in family.samples
+        }
 
     before = values()
     Asked(engine, request_of("abc", 5, banned_ids=(2,))).answer()

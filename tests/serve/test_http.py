@@ -351,6 +351,9 @@ def test_tokens_and_templates(ask):
 
 def test_models_health_metrics_and_the_page(client, url):
     assert [model.id for model in client.models.list()] == ["small", "caller"]
+    assert client.models.retrieve("caller") == [*client.models.list()][1]
+    reply = httpx.get(f"{url}/v1/models/large/one")
+    assert "there is no model large/one" in refused((reply.status_code, reply.json()), 404, "model_not_found")
     assert httpx.get(f"{url}/health").json() == {"status": "ok"}
     metrics = httpx.get(f"{url}/metrics").text
     assert 'jllama_requests_total{path="/health",status="200"}' in metrics
@@ -358,6 +361,7 @@ def test_models_health_metrics_and_the_page(client, url):
     page = httpx.get(url)
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert page.headers["cache-control"] == "no-cache"
     assert httpx.get(f"{url}/openapi.json").json()["info"]["title"] == "jllama"
 
 
@@ -387,7 +391,7 @@ def body(**fields):
         ({"stop": [""]}, "a stop string is empty"),
         ({"stop": ["a"] * 17}, "stop: "),
         ({"stop": 1}, "stop: Input should be a valid string or Input should be a valid list"),
-        ({"logit_bias": {"x": 1}}, "logit_bias has a key that is no token id"),
+        ({"logit_bias": {"x": 1}}, "logit_bias: Input should be a valid integer"),
         ({"logit_bias": {"999": 1}}, "the logit_bias has token 999; the ids run from 0 to 258"),
         ({"top_logprobs": 1}, "top_logprobs are asked for without logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: Input should be less than or equal to 20"),
@@ -470,7 +474,7 @@ def test_a_prompt_over_the_context(ask):
     """The numbers are said; what just fits is served."""
     long = {"prompt": [5] * 1025}
     message = refused(ask(COMPLETIONS, long), 400, "context_length_exceeded")
-    assert "the prompt's 1025 tokens and 1 new ones exceed the context of 1024 tokens" in message
+    assert "the prompt's 1025 tokens and 1 new ones exceed the model's context of 1024: shorten" in message
     assert refused(ask(COMPLETIONS, {"prompt": [5] * 1000, "max_tokens": 25}), 400, "context_length_exceeded")
     assert refused(ask(CHAT, body(max_tokens=10**30)), 400, "context_length_exceeded")
     status, answer = ask(COMPLETIONS, {"prompt": [5] * 1020})
@@ -577,12 +581,15 @@ def test_other_origins(engine):
 def test_the_log_has_no_text_unless_asked(engine, capsys):
     quiet(engine).post(CHAT, json=body(seed=1))
     line = capsys.readouterr().err
-    pattern = r"\S+ \S+ POST /v1/chat/completions 200 prompt=56 new=[012] seconds=\d+\.\d+ first_token=\d+\.\d+\n"
+    counts = r"status=200 first_token=\d+\.\d+ prompt=56 new=[012] seconds=\d+\.\d+"
+    pattern = rf"\S+ \S+ POST /v1/chat/completions {counts}\n"
     assert re.fullmatch(pattern, line)
     quiet(engine, log_text=True).post(CHAT, json=body(seed=1))
     assert "hello" in capsys.readouterr().err
     quiet(engine).get("/a%0Ab%1b")
-    assert " GET /a%0Ab%1B 404 " in capsys.readouterr().err
+    assert " GET /a%0Ab%1B status=404 " in capsys.readouterr().err
+    quiet(engine).get("/health")
+    assert capsys.readouterr().err == ""
 
 
 def test_before_the_model_is_there_and_when_the_server_stops(engine):
