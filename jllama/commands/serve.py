@@ -86,8 +86,7 @@ def main(argv: list[str], prog: str) -> int:
     thread.start()
     try:
         say(f"{said}: loading {options.checkpoint} ...")
-        engine = _engine(options)
-        app.state.engine = engine
+        app.state.engine = engine = _engine(options)
         slots = f"{options.slots} slots of {engine.context:,} tokens, {engine.kv_bytes / 2**30:.2f} GiB"
         say(f"{said}: ready, {', '.join(engine.models)}, {slots}")
         while thread.is_alive():

@@ -48,14 +48,13 @@ class Choice:
     def whole(self, answer: Answer) -> dict[str, Any]:
         """All of it."""
         found = self._certain(answer.completion.text, True)
-        text, calls = "".join(each for each in found if isinstance(each, str)), self._parser and self._parser.calls
+        text = "".join(each for each in found if isinstance(each, str))
         if isinstance(self._body, Continuation):
             log_probs = self._log_probs([*(answer.prompt_tokens if self._body.echo else ()), *answer.tokens])
             return self._part({"text": self._echoed + text}, log_probs, self._reason(answer))
+        calls = [{key: call[key] for key in call if key != "index"} for call in found if isinstance(call, dict)]
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-        message |= (
-            {"tool_calls": [{key: call[key] for key in call if key != "index"} for call in calls]} if calls else {}
-        )
+        message |= {"tool_calls": calls} if calls else {}
         return self._part({"message": message}, self._log_probs(answer.tokens), self._reason(answer))
 
     def _part(self, content: Mapping[str, Any], log_probs: Any = None, reason: str | None = None) -> dict[str, Any]:

@@ -182,22 +182,20 @@ def _front(app: ASGIApp, config: HttpConfig, keys: Sequence[bytes]) -> ASGIApp:
 
         given = dict(scope["headers"]).get(b"authorization", b"")
         may = any([hmac.compare_digest(given, key) for key in keys])  # noqa: C419 - all, so that time tells nothing
+        said = "give a key of this server in the header Authorization: Bearer KEY"
+        refused = _problem(401, said, "invalid_api_key", None, {"WWW-Authenticate": "Bearer"})
         try:
-            if keys and not may and scope["path"] not in OPEN:
-                said = "give a key of this server in the header Authorization: Bearer KEY"
-                refused = _problem(401, said, "invalid_api_key", None, {"WWW-Authenticate": "Bearer"})
-                await refused(scope, receive, send_noted)
-            else:
-                await app(scope, receive_limited, send_noted)
+            await (app if may or not keys or scope["path"] in OPEN else refused)(scope, receive_limited, send_noted)
         finally:
             for end in ends:
                 end()
+            log["status"] = log["status"] or 500  # the answer to what raised is not sent from here
             metrics.REQUESTS.labels(getattr(scope.get("route"), "path", "other"), log["status"]).inc()
             if scope["path"] != "/health":  # which is asked every few seconds
                 asked = f"{scope['method']} {urllib.parse.quote(scope['path'])[:200]}"
                 log["seconds"] = f"{time.monotonic() - begin_s:.3f}"
-                said = " ".join(f"{name}={value}" for name, value in log.items())
-                line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {asked} {said}\n"
+                counts = " ".join(f"{name}={value}" for name, value in log.items())
+                line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {asked} {counts}\n"
                 sys.stderr.write(line)  # at once: other threads write there, too
 
     return handle
@@ -231,8 +229,7 @@ async def _generate(request: HttpRequest, engine: Engine, body: Chat | Continuat
             log.setdefault("first_token", f"{time.monotonic() - begin_s:.3f}")
             if isinstance(event, Answer):
                 answers[index] = event
-                counts = totals(job, answers)["usage"]
-                log["prompt"], log["new"] = counts["prompt_tokens"], counts["completion_tokens"]
+                log["new"] += event.completion.new_tokens
                 if request.app.state.log_text:
                     prompt = job.model.text_tokenizer.decode(job.requests[index].prompt.ids)
                     log[f"text_{index}"] = json.dumps([prompt, event.completion.text])
@@ -266,6 +263,7 @@ async def _generate(request: HttpRequest, engine: Engine, body: Chat | Continuat
 
     job = await asyncio.to_thread(submit)  # a grammar may take a while to compile
     choices = [Choice(job, index) for index in range(len(job.requests))]
+    log.update(prompt=totals(job, {})["usage"]["prompt_tokens"], new=0)
     if body.stream:  # which sees itself when its client leaves
         return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
     ends.append(asyncio.create_task(watch()).cancel)

@@ -47,12 +47,10 @@ _SAMPLING: dict[str, Any] = {
 _SAMPLING["seed"] = (int, Field(default_factory=lambda: secrets.randbits(32), description="drawn if it is left out"))
 
 
-class Refusal(UsageError):
-    """A request that cannot be served, with a code of OpenAI's and a status of HTTP."""
+class UnknownModelError(UsageError):
+    """There is no such model here."""
 
-    def __init__(self, message: str, code: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.code, self.status = code, status
+    code, status = "model_not_found", 404
 
 
 class Body(BaseModel):
@@ -148,10 +146,10 @@ class Job(NamedTuple):
 
 
 def served(engine: Engine, name: str) -> tuple[str, LanguageModel]:
-    """A model by its name, the first without one; ``Refusal`` if there is none."""
+    """A model by its name, the first without one; ``UnknownModelError`` if there is none."""
     name = name or next(iter(engine.models))
     if name not in engine.models:
-        raise Refusal(str(unknown_name("model", name[:100], engine.models)), "model_not_found", 404)
+        raise UnknownModelError(str(unknown_name("model", name[:100], engine.models)))
     return name, engine.models[name]
 
 
@@ -178,7 +176,7 @@ def job_of(engine: Engine, body: Chat | Continuation) -> Job:
         raise UsageError(f"{len(like) * body.n} texts are asked for at once, and {most} fit here: ask for fewer")
     sampling, requests = SamplingParams(**{name: getattr(body, name) for name in _SAMPLING}), []
     for request in like:
-        given = {"sampling": sampling, "stop": body.stop, "grammar": _grammar(body, request.prompt)}
+        given = {"sampling": sampling, "stop": body.stop, "grammar": _grammar(body, request.prompt.grammar)}
         prompt = encode_prompt(model, dataclasses.replace(request.prompt, **given))
         for number in range(body.n):
             seeded = dataclasses.replace(sampling, seed=(sampling.seed + number) % 2**32)
@@ -215,21 +213,21 @@ def _of_texts(name: str, body: Continuation) -> list[Request]:
     return [Request(prompt, name, body.logprobs or 0, scored) for prompt in prompts]
 
 
-def _grammar(body: Generation, prompt: Prompt) -> Grammar | None:
-    """What a text must match: the prompt's own, of tools that must be called, or what the body says."""
+def _grammar(body: Generation, calls: Grammar | None) -> Grammar | None:
+    """What a text must match: calls of tools that must be called, or what the body says."""
     given: dict[GrammarKind, str | None] = {"regex": body.regex, "lark": body.grammar}
-    found = [prompt.grammar, *(Grammar(kind, text) for kind, text in given.items() if text is not None)]
     match body.response_format:
         case {"type": "text"}:
             pass
         case {"type": "json_object"}:
-            found.append(Grammar("json_schema", '{"type": "object"}'))
+            given["json_schema"] = '{"type": "object"}'
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            found.append(Grammar("json_schema", json.dumps(schema)))
+            given["json_schema"] = json.dumps(schema)
         case _:
             kinds = '"text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
             raise UsageError(f'response_format must be {{"type": {kinds}')
-    if len(found := [each for each in found if each]) > 1:
+    found = [*filter(None, [calls]), *(Grammar(kind, text) for kind, text in given.items() if text is not None)]
+    if len(found) > 1:
         said = "a text can match one of response_format, regex, grammar and calls of tools"
         raise UsageError(f"{said}: leave out the others")
     return found[0] if found else None

@@ -62,25 +62,32 @@ def serve(place):
         process.wait()
 
 
-def wait_until_ready(url):
+@pytest.fixture(scope="module")
+def http():
+    """One client for all, as making one takes long."""
+    with httpx.Client(timeout=60) as client:
+        yield client
+
+
+def wait_until_ready(http, url):
     statuses = set()
     end_s = time.monotonic() + 120
-    while httpx.get(f"{url}/health").status_code != 200:
-        statuses.add(httpx.get(f"{url}/health").status_code)
+    while (status := http.get(f"{url}/health").status_code) != 200:
+        statuses.add(status)
         assert time.monotonic() < end_s
         time.sleep(0.1)
     return statuses
 
 
-def test_a_server_from_start_to_stop(serve, tmp_path, capsys):
+def test_a_server_from_start_to_stop(serve, http, tmp_path, capsys):
     """Loading, a model and its adapter, a receipt that another process confirms, an answer finished after SIGTERM."""
     process, url, lines = serve("base", "--adapter", "tuned=run", "--adapter", "again=run")
-    assert httpx.get(url).status_code == 200  # the page is there at once
-    assert wait_until_ready(url) <= {503, 200}
-    assert [each["id"] for each in httpx.get(f"{url}/v1/models").json()["data"]] == ["base", "tuned", "again"]
+    assert http.get(url).status_code == 200  # the page is there at once
+    assert wait_until_ready(http, url) <= {503}
+    assert [each["id"] for each in http.get(f"{url}/v1/models").json()["data"]] == ["base", "tuned", "again"]
     given = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "seed": 1, "receipt": True}
     answers = {
-        name: httpx.post(f"{url}/v1/chat/completions", json=given | {"model": name}).json()
+        name: http.post(f"{url}/v1/chat/completions", json=given | {"model": name}).json()
         for name in ("base", "tuned", "again")
     }
     text = {name: answer["choices"][0]["message"]["content"] for name, answer in answers.items()}
@@ -88,13 +95,13 @@ def test_a_server_from_start_to_stop(serve, tmp_path, capsys):
     (tmp_path / "answer.json").write_text(json.dumps(answers["tuned"]))
     assert cli.run("replay", [str(tmp_path / "answer.json"), "--url", url]) == 0
     capsys.readouterr()
-    with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60) as reply:
+    with http.stream("POST", f"{url}/v1/completions", json=LONG) as reply:
         events = reply.iter_lines()
         next(events)
         process.send_signal(signal.SIGTERM)
         refused = []
         while not refused or refused[-1].status_code == 200:
-            refused.append(httpx.get(f"{url}/health"))
+            refused.append(http.get(f"{url}/health"))
         assert refused[-1].status_code == 503
         assert [line for line in events if line][-1] == "data: [DONE]"
     assert process.wait(60) == 0
@@ -106,13 +113,13 @@ def test_a_server_from_start_to_stop(serve, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_answers_that_are_broken_off(serve):
+def test_answers_that_are_broken_off(serve, http):
     """They are told so, by an event, when their time is over; Ctrl-C stops like SIGTERM."""
     process, url, lines = serve("base", "--drain_s", "0", "--api_key_file", "keys")
-    wait_until_ready(url)
-    assert httpx.get(f"{url}/v1/models").status_code == 401
+    wait_until_ready(http, url)
+    assert http.get(f"{url}/v1/models").status_code == 401
     key = {"Authorization": "Bearer two"}
-    with httpx.stream("POST", f"{url}/v1/completions", json=LONG, headers=key, timeout=60) as reply:
+    with http.stream("POST", f"{url}/v1/completions", json=LONG, headers=key) as reply:
         events = reply.iter_lines()
         next(events)
         process.send_signal(signal.SIGINT)

@@ -581,7 +581,7 @@ def test_other_origins(engine):
 def test_the_log_has_no_text_unless_asked(engine, capsys):
     quiet(engine).post(CHAT, json=body(seed=1))
     line = capsys.readouterr().err
-    counts = r"status=200 first_token=\d+\.\d+ prompt=56 new=[012] seconds=\d+\.\d+"
+    counts = r"status=200 prompt=56 new=[012] first_token=\d+\.\d+ seconds=\d+\.\d+"
     pattern = rf"\S+ \S+ POST /v1/chat/completions {counts}\n"
     assert re.fullmatch(pattern, line)
     quiet(engine, log_text=True).post(CHAT, json=body(seed=1))
@@ -693,3 +693,4 @@ def test_a_mistake_of_the_server(capsys):
     engine.fingerprint = lambda model: {}["missing"]
     reply = quiet(engine).post(CHAT, json=body())
     assert "made a mistake" in refused((reply.status_code, reply.json()), 500)
+    assert " status=500 " in capsys.readouterr().err
