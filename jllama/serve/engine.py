@@ -114,11 +114,10 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise ``UsageError`` if the request can never be served."""
-        num_ids, new = len(request.prompt.ids), request.prompt.max_new_tokens
-        if num_ids + (1 if new is None else new) > self.context:
-            asked = f"the prompt's {num_ids} tokens and {1 if new is None else new} new ones"
-            said = f"{asked} exceed the context of {self.context} tokens that this server has"
-            raise ContextError(f"{said}: shorten the prompt or ask for fewer")
+        num_ids, most = len(request.prompt.ids), request.prompt.max_new_tokens
+        if num_ids + (new := 1 if most is None else most) > self.context:
+            said = f"the prompt's {num_ids} tokens and {new} new ones exceed the context of {self.context} tokens"
+            raise ContextError(f"{said} that this server has: shorten the prompt or ask for fewer")
         if len(request.prompt.stop_ids or ()) > STOPS:
             raise UsageError(f"stop_ids has {len(request.prompt.stop_ids or ())} tokens; at most {STOPS} are served")
 

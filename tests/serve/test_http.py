@@ -681,8 +681,8 @@ def test_a_full_queue():
 
 
 def test_pings_while_nothing_comes(monkeypatch):
-    monkeypatch.setattr(app_module, "PING_S", 0.05)
-    reply = quiet(FakeEngine([PIECE, ANSWER], wait_s=0.3)).post(CHAT, json=body(stream=True))
+    monkeypatch.setattr(app_module, "PING_S", 0.02)
+    reply = quiet(FakeEngine([PIECE, ANSWER], wait_s=0.15)).post(CHAT, json=body(stream=True))
     lines = reply.text.split("\n\n")
     assert lines.count(": ping") >= 4
     assert lines[-2:] == ["data: [DONE]", ""]
