@@ -133,7 +133,7 @@ def test_what_is_asked_of_a_server_is_answered(tmp_path, monkeypatch, capfd):
             server.terminate()
     assert server.returncode == 0
     said = capfd.readouterr().out
-    assert "the same answer: " in said
+    assert "the same answer, bit for bit" in said
     assert re.search(r"weather \{'city': '(Rome|Paris)'\}", said)
     assert re.search(r'"content": ?"(Yes|No)"', said)
 

@@ -196,7 +196,8 @@ def _front(app: ASGIApp, config: HttpConfig, keys: Sequence[bytes]) -> ASGIApp:
                 log["seconds"] = f"{time.monotonic() - begin_s:.3f}"
                 counts = " ".join(f"{name}={value}" for name, value in log.items())
                 line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {asked} {counts}\n"
-                sys.stderr.write(line)  # at once: other threads write there, too
+                with contextlib.suppress(OSError, ValueError):  # it may be closed
+                    sys.stderr.write(line)  # at once: other threads write there, too
 
     return handle
 

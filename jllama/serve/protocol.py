@@ -182,8 +182,8 @@ def job_of(engine: Engine, body: Chat | Continuation) -> Job:
             seeded = dataclasses.replace(sampling, seed=(sampling.seed + number) % 2**32)
             requests.append(dataclasses.replace(request, prompt=dataclasses.replace(prompt, sampling=seeded)))
             engine.check(requests[-1])
-    kind = "chat.completion" if isinstance(body, Chat) else "text_completion"
-    head = {"id": f"{kind.replace('.', '-')}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time())}
+    kind, prefix = ("chat.completion", "chatcmpl") if isinstance(body, Chat) else ("text_completion", "cmpl")
+    head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time())}
     return Job(body, model, requests, head | {"model": name, "system_fingerprint": engine.fingerprint(name)}, way)
 
 

@@ -235,7 +235,7 @@ def test_a_receipt_makes_the_answer_again(path, ask, url, tmp_path, capsys):
     file = tmp_path / "answer.json"
     file.write_text(json.dumps(answer))
     assert cli.run("replay", [str(file), "--url", url]) == 0
-    assert "the same answer: " in capsys.readouterr().out
+    assert "the same answer, bit for bit" in capsys.readouterr().out
     changes = {"ids": lambda old: [[1], *old[1:]], "system_fingerprint": lambda old: "fp_0"}
     changes["log_probs"] = lambda old: [[old[0][0] + 1e-6, *old[0][1:]], *old[1:]]
     for name, change in changes.items():
