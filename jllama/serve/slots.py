@@ -55,9 +55,14 @@ def chunk_size(num_tokens: int) -> int:
 def prefill_chunk(
     params: DecodeParams, config: LlamaConfig, cache: KVCache, tokens: Any, row: Any, start: Any
 ) -> tuple[Float[Array, "1 seq embed"], Chunk]:
-    """The chunk ``[1, seq]`` of a row's tokens behind its first ``start``: final activations, keys and values."""
+    """The chunk ``[1, seq]`` of a row's tokens behind its first ``start``: final activations, and keys and values.
+
+    These are padded to ``CHUNK`` tokens, so that one program writes them; what decodes writes over the padding.
+    """
     llama, start = build_model(config, params), jnp.asarray(start, jnp.int32)
-    return llama.forward_behind_cache(jnp.asarray(tokens), cache, jnp.asarray(row, jnp.int32), start[None])
+    hidden, chunk = llama.forward_behind_cache(jnp.asarray(tokens), cache, jnp.asarray(row, jnp.int32), start[None])
+    more = ((0, 0), (0, 0), (0, CHUNK - tokens.shape[1]), (0, 0))
+    return hidden, jax.tree.map(lambda leaf: jnp.pad(leaf, more), chunk)
 
 
 @functools.partial(jax.jit, donate_argnames="batch")
