@@ -272,7 +272,7 @@ class TextDecoder:
         self._ids.append(token)
         self._tokens.append((token, log_prob, len(self.text)))
         self._decode(is_last=False)
-        beginnings = (n for stop in self._prompt.stop for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
+        beginnings = (_overlap(self.text, stop) for stop in self._prompt.stop)
         return self._show(0 if self.finish_reason else max(beginnings, default=0))
 
     def end(self) -> str:
@@ -313,3 +313,11 @@ class TextDecoder:
         found = (self.text.find(stop, max(searched - len(stop), 0)) for stop in self._prompt.stop)
         if ends := [index for index in found if index >= 0]:
             self.text, self.finish_reason = self.text[: min(ends)], "stop_string"
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How long the longest end of a text is with which a stop string begins."""
+    start = max(len(text) - len(stop) + 1, 0)
+    while (start := text.find(stop[0], start)) >= 0 and not stop.startswith(text[start:]):
+        start += 1
+    return len(text) - start if start >= 0 else 0

@@ -44,6 +44,7 @@ _SAMPLING: dict[str, Any] = {
     field.name: (_JSON.get(field.type, field.type), Field(default, description=field.metadata.get("check", [""])[-1]))
     for field, default in zip(dataclasses.fields(SamplingParams), vars(SamplingParams()).values(), strict=True)
 }
+_Stop = Annotated[str, Field(max_length=1000)]
 _SAMPLING["seed"] = (int, Field(default_factory=lambda: secrets.randbits(32), description="drawn if it is left out"))
 
 
@@ -80,7 +81,7 @@ class Generation(create_model("Settings", __base__=Body, **_SAMPLING)):
 
     n: int = Field(1, ge=1, le=128, description="how many texts, each with the next seed")
     max_tokens: int | None = Field(None, ge=0, description="the most new tokens; without it to the end of the context")
-    stop: str | Annotated[list[str], Field(max_length=16)] = Field(default_factory=list)
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] = Field(default_factory=list)
     stream: bool = False
     stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] = Field(default_factory=dict)
     response_format: dict[str, Any] = Field({"type": "text"}, description="text, json_object or json_schema")

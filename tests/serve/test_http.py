@@ -389,6 +389,7 @@ def body(**fields):
         ({"n": 0}, "n: Input should be greater than or equal to 1"),
         ({"n": 20}, "20 texts are asked for at once, and 19 fit here"),
         ({"stop": [""]}, "a stop string is empty"),
+        ({"stop": "x" * 1001}, "at most 1000 characters"),
         ({"stop": ["a"] * 17}, "stop: "),
         ({"stop": 1}, "stop: Input should be a valid string or Input should be a valid list"),
         ({"logit_bias": {"x": 1}}, "logit_bias: Input should be a valid integer"),

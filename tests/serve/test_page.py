@@ -302,6 +302,7 @@ def test_send_stream_and_what_is_sent(person, fake):
     for part in ("tiny", f"seed {body['seed']}", "prompt of 12 tokens, 8 from the cache", "fp_0123"):
         assert part in details
     assert body.pop("seed") >= 0
+    assert (body.pop("temperature"), body.pop("top_p")) == (0.7, 0.95)
     assert body == {
         "model": "tiny",
         "messages": [{"role": "user", "content": "wait"}],
@@ -642,7 +643,9 @@ def test_settings_are_sent_and_kept(person, fake):
     one.page.get_by_role("button", name="Reset to defaults").click()
     one.page.get_by_role("button", name="Close").click()
     one.ask("plain")
-    assert set(fake.seen[-1]) == {"model", "messages", "seed", "stream", "stream_options"}
+    plain = {"model", "messages", "seed", "temperature", "top_p", "stream", "stream_options"}
+    assert set(fake.seen[-1]) == plain
+    assert (fake.seen[-1]["temperature"], fake.seen[-1]["top_p"]) == (0.7, 0.95)
 
 
 def test_refusals_and_failures_are_said_and_can_be_tried_again(person, fake):
