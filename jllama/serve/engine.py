@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 import jllama
-from jllama.devices import device_memory_bytes
+from jllama.devices import device_bytes, device_memory_bytes
 from jllama.errors import ContextError, UsageError
 from jllama.generation.decode_batch import restricted
 from jllama.generation.sampling_params import Prompt
@@ -48,7 +48,7 @@ from jllama.serve.slots import (
 )
 
 _STEPS = 4  # between two synchronizations with the host, where no row has a grammar
-_SHARE_OF_MEMORY = 0.5  # for keys and values where nobody says how much
+_SHARE_OF_MEMORY = 0.5  # of what weights leave, for keys and values where nobody says how much
 
 
 @dataclasses.dataclass(eq=False)
@@ -70,6 +70,7 @@ class _Row:
     prompt_tokens: list[Token] = dataclasses.field(default_factory=list)
     tokens: list[Token] = dataclasses.field(default_factory=list)
     num_delivered: int = 0
+    again: tuple[Request, Answer] | None = None  # what is made once more, to be compared
 
 
 class Engine:
@@ -85,7 +86,8 @@ class Engine:
         self.config, base = config, next(iter(self.models.values()))
         if any(model.config != base.config for model in self.models.values()):
             raise UsageError("the models differ in shape: serve each by a server of its own")
-        self.context, self._max_len = _sizes(base, config)
+        weights_bytes = sum(device_bytes(model.params) for model in self.models.values())
+        self.context, self._max_len = _sizes(base, config, weights_bytes)
         self.kv_bytes = kv_bytes(base.config, base.decode_params.dtype, config.slots * self._max_len)
         self._queue: deque[_Row] = deque()
         self._rows: list[_Row | None] = [None] * config.slots
@@ -195,7 +197,8 @@ class Engine:
         metrics.CANCELLED.inc(len(self._queue) - len(waiting))
         self._queue = waiting
         for slot, row in enumerate(self._rows):
-            if row and row.cancelled:
+            if row and (row.cancelled or (row.again and self._queue)):  # who waits comes before what is made again
+                self._again += [row.again] if row.again else []
                 self._free(row)
             if self._rows[slot] is None and (self._queue or (self._again and not self._closing)):
                 row = self._queue.popleft() if self._queue else self._replay(*self._again.popleft())
@@ -322,7 +325,9 @@ class Engine:
                     print("error: an answer came out otherwise when it was generated again", file=sys.stderr)
                 metrics.REPLAYED.inc()
 
-        return self._row(request, compare)
+        row = self._row(request, compare)
+        row.again = request, before
+        return row
 
     def _fingerprint(self, model: LanguageModel) -> str:
         device = jax.devices()[0]
@@ -342,11 +347,12 @@ def _token(index: int, num_top: int, ids: Any, log_probs: Any, top: Any) -> Toke
     return Token(int(ids[index]), float(log_probs[index]), tuple(best))
 
 
-def _sizes(model: LanguageModel, config: EngineConfig) -> tuple[int, int]:
+def _sizes(model: LanguageModel, config: EngineConfig, weights_bytes: int) -> tuple[int, int]:
     """The context that is served, and the length of a slot: that, in whole chunks, which the memory must hold."""
     context = min(config.context or model.config.max_seq_len, model.config.max_seq_len)
     chunk_bytes = config.slots * kv_bytes(model.config, model.decode_params.dtype, CHUNK)
-    have = config.memory_gib * 2**30 or _SHARE_OF_MEMORY * (device_memory_bytes(jax.devices()[0]) or 2**60)
+    free_bytes = (device_memory_bytes(jax.devices()[0]) or 2**60) - weights_bytes
+    have = config.memory_gib * 2**30 or _SHARE_OF_MEMORY * free_bytes
     chunks = -(-context // CHUNK)
     if (fits := int(have // chunk_bytes)) < chunks:
         least = chunks if config.context else 1

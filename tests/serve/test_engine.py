@@ -270,6 +270,19 @@ def test_a_share_of_answers_is_generated_again_and_compared(monkeypatch, request
     engine.close()
 
 
+def test_who_waits_comes_before_what_is_made_again():
+    engine = started({"small": served()}, replay=1.0)
+    again, long = metrics.REPLAYED._value.get(), request_of("abc", 400, banned_ids=(2,))
+    asked = [Asked(engine, long) for _ in range(3)]
+    expected = [each.answer() for each in asked]
+    wait_for(lambda: engine._rows.count(None) < 3)  # all three are made again
+    assert Asked(engine, request_of("abc", 2)).answer().completion.new_tokens == 2
+    assert metrics.REPLAYED._value.get() < again + 3
+    wait_for(lambda: metrics.REPLAYED._value.get() >= again + 4)
+    assert expected[0] == expected[1] == expected[2]
+    engine.close()
+
+
 def test_metrics_count_what_was_served(engine):
     def values():
         return {
