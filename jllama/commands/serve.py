@@ -14,6 +14,7 @@ from jllama.commands.terminal import say
 from jllama.errors import JllamaError, UsageError, check_fields, no_tokenizer
 from jllama.files import fault_of
 from jllama.serve.config import EngineConfig, HttpConfig
+from jllama.stop import end
 
 if TYPE_CHECKING:
     from jllama.serve.engine import Engine
@@ -72,9 +73,7 @@ def main(argv: list[str], prog: str) -> int:
 
         from jllama.serve.app import make_app
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.default_int_handler)
-    app, engine = make_app(None, options, _keys(options.api_key_file) if options.api_key_file else []), None
+    app, received = make_app(None, options, _keys(options.api_key_file) if options.api_key_file else []), list[int]()
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with fault_of(f"port {options.port} of {options.host} cannot be listened at, give others", OSError):
         listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
@@ -83,18 +82,25 @@ def main(argv: list[str], prog: str) -> int:
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)  # where it leaves signals alone
     host = f"[{options.host}]" if ":" in options.host else options.host
     said = f"http://{host}:{listener.getsockname()[1]}"
+
+    def stop(number: int, _: object) -> None:
+        if app.state.engine is None or received:
+            end("stopped at once", 0)
+        received.append(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
     thread.start()
     try:
         say(f"{said}: loading {options.checkpoint} ...")
         app.state.engine = engine = _engine(options)
         slots = f"{options.slots} slots of {engine.context:,} tokens, {engine.kv_bytes / 2**30:.2f} GiB"
         say(f"{said}: ready, {', '.join(engine.models)}, {slots}")
-        while thread.is_alive():
-            time.sleep(1)
-    except KeyboardInterrupt:
+        while thread.is_alive() and not received:
+            time.sleep(0.2)
         app.state.is_closing = True
         say(f"stopping: answers under way have {options.drain_s:g} s to finish; again to stop at once")
-        broken = engine.close(options.drain_s) if engine else 0
+        broken = engine.close(options.drain_s)
         say(f"stopped; {broken} answers were broken off" if broken else "stopped")
     finally:
         server.should_exit = True
