@@ -293,6 +293,7 @@ def test_send_stream_and_what_is_sent(person, fake):
     expect(one.answers.last).to_contain_text("The lighthouse keeper")
     expect(one.answers.last).not_to_contain_text("counted")
     expect(one.page.get_by_role("button", name="Stop")).to_be_visible()
+    one.page.wait_for_timeout(600)  # an answer that takes less has no speed to speak of
     fake.hold.set()
     expect(one.answers.last.locator(".body")).to_have_text(WORDS)
     expect(one.answers.last).to_contain_text("18 tokens")
