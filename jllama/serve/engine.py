@@ -83,7 +83,7 @@ class Engine:
 
     def __init__(self, models: Mapping[str, LanguageModel], config: EngineConfig) -> None:
         self.models = {name: model.for_decoding() for name, model in models.items()}
-        self.config, base = config, next(iter(self.models.values()))
+        self.config, self._base = config, (base := next(iter(self.models.values())))
         if any(model.config != base.config for model in self.models.values()):
             raise UsageError("the models differ in shape: serve each by a server of its own")
         weights_bytes = sum(device_bytes(model.params) for model in self.models.values())
@@ -102,8 +102,8 @@ class Engine:
         """Reserve the memory, compile every program, and begin to serve in a thread of its own."""
         for name, model in self.models.items():
             self._fingerprints[name] = self._fingerprint(model)
-        base, name = next(iter(self.models.values())), next(iter(self.models))
-        self._batch = empty_batch(base, self.config.slots, self._max_len)
+        name = next(iter(self.models))
+        self._batch = empty_batch(self._base, self.config.slots, self._max_len)
         for number, size in enumerate(CHUNK_SIZES, 1):
             say(f"compiling, program {number} of {len(CHUNK_SIZES)}")
             prompt = Prompt([0] * min(size + 1, self._max_len), max_new_tokens=1, stop_ids=())
@@ -189,7 +189,8 @@ class Engine:
                 for row in filter(None, self._rows):
                     row.deliver(Failure("the server failed at this request, and has said why in its log"))
                 self._rows = [None] * len(self._rows)
-                self._batch = empty_batch(next(iter(self.models.values())), len(self._rows), self._max_len)
+                del self._batch  # there may be no room for two
+                self._batch = empty_batch(self._base, len(self._rows), self._max_len)
 
     def _let_in(self) -> None:
         """Free the slots of clients that left, and fill them from the queue; what is left idle compares answers."""
