@@ -8,6 +8,7 @@ import itertools
 import math
 import platform
 import shlex
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def write_report(folders: Sequence[Path], target: Path) -> None:
     marks = [f"<b style='color:{_COLORS[at % 8]}'>&#9632;</b> {html.escape(name)}" for at, name in enumerate(curves)]
     charts = "".join(_chart(curves, key) for key in _CHARTS)
     legend = f"<p>{' &emsp; '.join(marks)} &emsp; validation is dashed</p>" if several else ""
-    parts = {", ".join(curves): _table([*curves] if several else [], facts)}
+    parts = {", ".join(curves): table([*curves] if several else [], facts)}
     parts |= {"Curves": f"{legend}<div class=charts>{charts}</div>", **written}
     if not several:
         sample = "sample", "--checkpoint", folders[0], "--prompt", config["training"]["sample_prompt"]
@@ -89,8 +90,27 @@ def write_report(folders: Sequence[Path], target: Path) -> None:
         following = {words[0]: command(*words), "go on": command("train", "--resume", folders[0])}
         parts["Next"] = "".join(f"<h3>{what}</h3><pre>{html.escape(line)}</pre>" for what, line in following.items())
         parts["Configuration"] = f"<pre>{html.escape((folders[0] / CONFIG).read_text(encoding='utf-8'))}</pre>"
-    page = "".join(f"<h2>{html.escape(title)}</h2>{part}" for title, part in parts.items() if part)
-    write_text_whole(target, f"{_HEAD}<title>{html.escape(', '.join(curves))}</title>{page}</html>")
+    write_page(target, ", ".join(curves), parts)
+
+
+def write_page(target: Path, title: str, parts: Mapping[str, str]) -> None:
+    """Write a page of parts, HTML by their titles; empty ones are left out."""
+    page = "".join(f"<h2>{html.escape(name)}</h2>{part}" for name, part in parts.items() if part)
+    write_text_whole(target, f"{_HEAD}<title>{html.escape(title)}</title>{page}</html>")
+
+
+def bars(measured: Mapping[str, Sequence[float]], label: str) -> str:
+    """A figure with a bar for each name, its median, and the range of what was measured, as an SVG element."""
+    with matplotlib.rc_context(_LOOK):
+        figure = Figure(figsize=(8.4, 0.5 + 0.4 * len(measured)))
+        axis = figure.add_axes((0.17, 0.5 / figure.get_figheight(), 0.81, 0.4 * len(measured) / figure.get_figheight()))
+        for place, (name, values) in enumerate(measured.items()):
+            middle = statistics.median(values)
+            errors = [[middle - min(values)], [max(values) - middle]]
+            axis.barh(name, middle, 0.6, xerr=errors, color=_COLORS[place % len(_COLORS)], ecolor="#888")
+        axis.invert_yaxis()
+        axis.set_xlabel(label)
+        return _svg(figure)
 
 
 def _facts(model: LlamaConfig, data: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -114,10 +134,10 @@ def _written(folder: Path, questions: Sequence[str]) -> dict[str, str]:
             answers.setdefault(step, {})[line["prompt"]] = line["text"]
         else:
             samples = f"<h3>{step}</h3><pre>{html.escape(line['prompt'] + line['text'])}</pre>{samples}"
-    return {"Answers": _table([*answers], [*answers.values()]) if answers else "", "Samples": samples}
+    return {"Answers": table([*answers], [*answers.values()]) if answers else "", "Samples": samples}
 
 
-def _table(heads: Sequence[str], columns: Sequence[Mapping[str, object]]) -> str:
+def table(heads: Sequence[str], columns: Sequence[Mapping[str, object]]) -> str:
     """A table with a row for each name that a column has; where it is too wide, it scrolls by itself."""
     rows = [[name, *(column.get(name, "") for column in columns)] for name in dict.fromkeys(itertools.chain(*columns))]
     lines = ["".join(f"<td>{html.escape(str(cell))}" for cell in row) for row in rows]
@@ -128,7 +148,7 @@ def _table(heads: Sequence[str], columns: Sequence[Mapping[str, object]]) -> str
 def _chart(runs: Mapping[str, Sequence[Mapping[str, Any]]], key: str) -> str:
     """One figure against the step, of a run or several, as an SVG element in the colors of the page."""
     with matplotlib.rc_context(_LOOK):
-        figure, drawing = Figure(figsize=(4.2, 2.8)), io.StringIO()
+        figure = Figure(figsize=(4.2, 2.8))
         axis = figure.add_axes((0.17, 0.15, 0.81, 0.74), title=_CHARTS[key], xlabel="step")  # layouts are slow
         for index, metrics in enumerate(runs.values()):
             for name, style, label in ((key, "-", "training"), (f"validation_{key}", "o--", "validation")):
@@ -138,5 +158,11 @@ def _chart(runs: Mapping[str, Sequence[Mapping[str, Any]]], key: str) -> str:
                 axis.plot(*points, style, label=label, color=color, linewidth=1.2, markersize=4)
         if key == "loss" and len(runs) == 1:
             axis.legend(frameon=False)
-        figure.savefig(drawing, format="svg")
+        return _svg(figure)
+
+
+def _svg(figure: Figure) -> str:
+    """A figure as an SVG element in the colors of the page."""
+    drawing = io.StringIO()
+    figure.savefig(drawing, format="svg")
     return drawing.getvalue()[drawing.getvalue().index("<svg") :].replace("#000000", "currentColor")

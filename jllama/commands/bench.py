@@ -1,185 +1,338 @@
-"""``python -m jllama bench``: how fast a model prefills and decodes here, beside what the memory allows."""
+"""``python -m jllama bench``: how fast this machine trains, reads, writes and starts, and how fast it could."""
 
+import contextlib
 import dataclasses
+import importlib.metadata
+import itertools
 import json
-import random
+import os
+import platform
+import re
+import shlex
 import statistics
 import sys
+import tempfile
 import time
-import timeit
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from subprocess import PIPE, Popen
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, Literal, NamedTuple, cast
 
+from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
 import jllama
 from jllama.commands.cli import parse
 from jllama.commands.model import ModelOptions
-from jllama.errors import JllamaError, UsageError, check_fields
+from jllama.config import LlamaConfig
+from jllama.errors import JllamaError, UsageError, check_fields, unknown_name
+from jllama.files import check_writable
 
 RAGGED_TOKENS = (10, 20, 37, 50, 64, 70, 100, 120)  # lengths of the eight prompts that are continued together
 CONTEXT_TOKENS = 32  # length of the prompts whose prefill is left out
-_BANDWIDTH_SHAPE = (1 << 15, 1 << 12)
+PEERS = {"transformers": "transformers torch", "torch-compile": "transformers torch", "llama.cpp": "llama-cpp-python"}
+"""Who can be measured beside jllama, and what is to be installed for it."""
+_SMALL: Any = {"num_layers": 8, "embed_dim": 512, "num_heads": 8, "num_kv_heads": 4, "mlp_dim": 1376}
+PROMPT = "The capital of France is"
+_COLUMNS = ("ms (least to most)", "tokens/s", "share of limit", "jllama is")
+_COMMON = ("against", "quantize", "preset", "batch_size", "repeats", "threads", "json", "html")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchOptions(ModelOptions):
-    """Measure how fast a model decodes here, beside what the memory's bandwidth allows.
+    """Measure how fast this machine trains, reads, writes and starts, beside what it could and beside others.
 
     Examples:
-        decode model.gguf --quantize int8
-        decode --preset llama3.2-1b
+        train --against transformers,torch-compile --html train.html
+        train quickstart --against transformers
+        decode model.gguf --quantize int8 --against transformers
+        prefill --preset llama3.2-1b
 
     Args:
-        what: decode, for prefill, decoding one text, decoding a batch, and eight prompts of different lengths.
-        checkpoint: a model in any format; without it random weights of a preset.
+        what: a step of train; prefill of a prompt; decode, one text, a batch, and eight prompts of different lengths;
+            startup, from a new process to its first character; load, once all is imported, to a first token.
+        checkpoint: a model in any format; of train a configuration, such as quickstart, or nothing.
         preset: a released Llama's name, as in jllama.PRESETS, whose shapes to take with random weights.
+        model: the architecture that train has without a configuration or a preset.
+        seq_len: how many tokens a row of train has.
         prompt_tokens: how long the prompt is that prefill reads.
         new_tokens: how many tokens to generate.
-        batch_size: how many texts the batch has.
-        repeats: how often to take each figure; the median counts.
-        first_token: measure also the time from the start of a process to its first token, with a checkpoint; twice, as
-            the second finds everything compiled.
+        batch_size: how many rows train has, and how many texts the batch of decode.
+        repeats: how often to take each figure, after one that does not count; the median counts.
+        threads: how many cores to take; 0 for all that this process may use.
+        against: transformers, torch-compile (train) or llama.cpp, which take turns with jllama, on the CPU.
+        llama_python: the Python that has llama-cpp-python.
         json: print the figures as JSON.
+        html: a page to write, with bars.
     """
 
-    what: Literal["decode"]
+    what: Literal["train", "prefill", "decode", "startup", "load"]
     checkpoint: str = ""
     preset: str = ""
+    model: LlamaConfig = dataclasses.field(default_factory=lambda: LlamaConfig(4096, **_SMALL))
+    seq_len: int = 256
     prompt_tokens: int = 512
     new_tokens: int = 128
     batch_size: int = 8
     repeats: int = 5
-    first_token: bool = False
+    threads: int = 0
+    against: list[str] = dataclasses.field(default_factory=list)
+    llama_python: str = sys.executable
     json: bool = False
+    html: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if bool(self.checkpoint) == bool(self.preset):
-            raise UsageError("give a checkpoint, or the preset whose shapes to take")
-        if self.preset and (self.adapter or self.first_token):
-            raise UsageError(f"{'adapter' if self.adapter else 'first_token'} needs a checkpoint to load")
-        check_fields(self, "", "prompt_tokens batch_size repeats", lambda value: value >= 1, "at least 1")
+        object.__setattr__(self, "against", [name for names in self.against for name in names.split(",")])
+        trains = self.what == "train"
+        if self.checkpoint and self.preset:
+            raise UsageError(f"give a {'configuration' if trains else 'checkpoint'} or a preset, not both")
+        if not (trains or self.checkpoint or (self.preset and self.what in ("prefill", "decode"))):
+            raise UsageError(
+                f"{self.what} needs a checkpoint, or of prefill and decode the preset whose shapes to take"
+            )
+        unused = "adapter quantize dtype" if trains else "" if self.checkpoint else "adapter against"
+        said = f"left out {'for train' if trains else 'without a checkpoint to load'}"
+        check_fields(self, "", unused, lambda given: not given, said)
+        check_fields(self, "", "prompt_tokens batch_size seq_len repeats", lambda value: value >= 1, "at least 1")
         check_fields(self, "", "new_tokens", lambda value: value >= 2, "at least 2")
+        check_fields(self, "", "threads", range(len(_cores()) + 1).__contains__, f"0, or up to {len(_cores())}")
+        for name in self.against:
+            if name not in PEERS:
+                raise unknown_name("peer", name, PEERS)
+            if name == ("llama.cpp" if trains else "torch-compile"):
+                said = "does not train" if trains else "is for train: it would compile anew for each length of a text"
+                raise UsageError(f"{name} {said}; leave it out")
+
+
+class Case(NamedTuple):
+    """Work: prompts of some ``lengths``, continued together by ``new_tokens`` each."""
+
+    tokens: int  # that are read or written
+    lengths: Sequence[int] = (CONTEXT_TOKENS,)
+    new_tokens: int = 1
+    with_prefill: bool = True
+    steps: int = 0  # of decoding, which the memory's bandwidth limits, other work the rate of products
+
+
+def cases_of(options: BenchOptions) -> dict[str, Case]:
+    """What is measured, by its title."""
+    new, rows, prompt, context = options.new_tokens, options.batch_size, options.prompt_tokens, [CONTEXT_TOKENS]
+    if options.what == "train":
+        training = train_config(options).training
+        batch, seq_len = training.batch_size, training.seq_len
+        return {f"training step, {batch} x {seq_len}": Case(batch * seq_len, [seq_len] * batch)}
+    if options.what == "prefill":
+        return {f"prefill, {prompt} tokens": Case(prompt, [prompt])}
+    if options.what == "decode":
+        return {
+            "decode, 1 text": Case(new - 1, context, new, False, new - 1),
+            f"decode, {rows} texts": Case(rows * (new - 1), context * rows, new, False, new - 1),
+            f"8 ragged prompts, {new} tokens each": Case(8 * new, RAGGED_TOKENS, new, True, new),
+        }
+    return {"start to first character" if options.what == "startup" else "load to first token": Case(0)}
+
+
+def train_config(options: BenchOptions) -> "jllama.TrainConfig":
+    """What is trained: the sizes of a configuration, a preset or the options, at a constant learning rate."""
+    from jllama.commands.train import read_config
+    from jllama.tokenizers import BytesTokenizer
+
+    steady, longest = jllama.OptimizerConfig(warmup_fraction=0.0, final_fraction=1.0), options.seq_len
+    if not options.checkpoint:
+        model = jllama.preset(options.preset) if options.preset else options.model
+        model = dataclasses.replace(model, max_seq_len=max(model.max_seq_len, longest))
+        return jllama.TrainConfig(model, optimizer=steady, training=jllama.LoopConfig(options.batch_size, longest))
+    config = read_config([options.checkpoint], "bench")
+    check_fields(config, "", "init_from", lambda path: not path, "left out: the benchmark trains from scratch")
+    tokens = config.data.vocab_size if config.data.tokenizer == "bpe" else BytesTokenizer().vocab_size
+    model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or tokens)
+    sizes: Any = {"seq_len": config.training.seq_len or model.max_seq_len, "steps": 1000, "epochs": 0.0}
+    training = dataclasses.replace(config.training, **sizes)
+    return dataclasses.replace(config, model=model, optimizer=steady, training=training)
+
+
+def parse_options(argv: list[str], prog: str = "bench") -> BenchOptions:
+    """The options, also as jllama's own contestant reads them."""
+    return parse(BenchOptions, argv, prog, ("what", "checkpoint"), _COMMON)
 
 
 def main(argv: list[str], prog: str) -> int:
-    """Measure and print."""
-    options = parse(BenchOptions, argv, prog, positional=("what", "checkpoint"))
-    import jax  # not at the top: a mistake in the command line need not wait for it
+    """Measure, print, and write the page."""
+    options = parse_options(argv, prog)
+    if options.html:
+        check_writable(Path(options.html))
+    result = {"command": shlex.join([*prog.split(), *argv]), **measure(options, argv)}
+    shown = {f"{title}: {name}": _cells(row) for title, rows in result["work"].items() for name, row in rows.items()}
+    facts = {name: value for name, value in result.items() if isinstance(value, str)}
+    if options.html:
+        from jllama import report  # not at the top: matplotlib takes a while
 
-    model = options.load_model(needs_tokenizer=False) if options.checkpoint else random_model(options)
-    prompt, new, rows, context = options.prompt_tokens, options.new_tokens, options.batch_size, model.config.max_seq_len
-    if (longest := max(prompt + 1, max(RAGGED_TOKENS) + new)) > context:
-        raise UsageError(f"the benchmark needs {longest} tokens of context, and the model has {context}")
-    devices = len(model.decode_params.weights["final_norm"].sharding.device_set)  # of the mesh, if there is one
-    bandwidth = devices * memory_bandwidth(model.decode_params.dtype)
-    device, speeds = jax.devices()[0].device_kind, {}
-    figures = {"model": options.checkpoint or options.preset, "device": device, "bandwidth_bytes_per_s": bandwidth}
-    columns = (Column(name, justify="right") for name in ("tokens/s", "ms a step", "memory's limit", "share of it"))
-    table = Table("", *columns, title=f"{figures['model']} on {device}, {bandwidth / 1e9:.1f} GB/s of memory bandwidth")
-    for title, lengths, new_tokens, prefill in (
-        (f"prefill, {prompt} tokens", [prompt], 1, True),
-        ("decode, 1 text", [CONTEXT_TOKENS], new, False),
-        (f"decode, {rows} texts", [CONTEXT_TOKENS] * rows, new, False),
-        (f"8 ragged prompts, {new} tokens each", RAGGED_TOKENS, new, True),
-    ):
-        print(f"measuring {title}", file=sys.stderr)
-        batch, seconds = len(lengths), step_s(model, lengths, new_tokens, options.repeats, prefill=prefill)
-        speed = (sum(lengths) if new_tokens == 1 else batch) / seconds
-        step_bytes = bytes_per_step(model, batch, sum(lengths) // batch + new_tokens // 2)
-        limit = batch * bandwidth / step_bytes if new_tokens > 1 else None  # prefill is limited by arithmetic
-        speeds[title] = {"tokens_per_s": speed, "ms_per_step": 1e3 * seconds, "limit_tokens_per_s": limit}
-        shares = (f"{limit:,.1f}", f"{speed / limit:.0%}") if limit else ("-", "-")
-        table.add_row(title, f"{speed:,.1f}", f"{1e3 * seconds:,.1f}", *shares)
-    firsts = [first_token_s(options) for _ in range(2 * options.first_token)]
+        parts = {"jllama bench": report.table([], [facts])}
+        for title, rows in result["work"].items():
+            parts[title] = report.bars({name: row["seconds"] for name, row in rows.items()}, "seconds")
+        columns = [{name: cells[at] for name, cells in shown.items()} for at in range(len(_COLUMNS))]
+        report.write_page(Path(options.html), "jllama bench", {**parts, "Figures": report.table(_COLUMNS, columns)})
     if options.json:
-        print(json.dumps({**figures, "speeds": speeds, "first_token_s": firsts}))
+        print(json.dumps(result))
         return 0
-    Console().print(table)
-    for number, seconds in enumerate(firsts, 1):
-        print(f"first token of process {number}: {seconds:.1f} s")
+    table = Table("", *(Column(name, justify="right") for name in _COLUMNS), box=box.MARKDOWN)
+    for title, cells in shown.items():
+        table.add_row(title, *cells)
+    print(*facts.values(), sep="\n")
+    Console(width=max(Console().width, 120)).print(table)
     return 0
 
 
-def random_model(options: BenchOptions) -> "jllama.LanguageModel":
-    """A preset's model of random weights, by default in float32 on a CPU and in bfloat16 elsewhere."""
-    import jax
-
-    config = jllama.preset(options.preset)
-    dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    make = jax.jit(lambda key: jax.tree.map(lambda leaf: leaf.astype(dtype), jllama.initial_params(key, config)))
-    return jllama.LanguageModel(config, jllama.decode_layout(make(jax.random.key(0)), config, options.quantize))
-
-
-def random_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
-    """Prompts of random tokens, the same each time."""
-    draws = random.Random(0)
-    return [draws.choices(range(vocab_size), k=length) for length in lengths]
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    """A contestant's figures as the table has them."""
+    middle, least, most = (f"{1e3 * each(row['seconds']):,.1f}" for each in (statistics.median, min, max))
+    forms = {"tokens_per_s": "{:,.1f}", "share_of_limit": "{:.0%}", "ratio": "{:.2f}"}
+    return [
+        f"{middle} ({least} to {most})",
+        *(form.format(row[name]) if row[name] else "-" for name, form in forms.items()),
+    ]
 
 
-def generate_s(model: "jllama.LanguageModel", prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
-    """Seconds to continue all prompts, together, by ``new_tokens`` tokens each, greedily and without a stop."""
-    from jllama.generation.decode import decode
-    from jllama.generation.prefill import prefill
-
-    greedy, start_s = jllama.SamplingParams(temperature=0.0), time.perf_counter()
-    batch = prefill(model, [jllama.Prompt(prompt, greedy, new_tokens) for prompt in prompts])
-    while not batch.finished.all():
-        batch, *_ = decode(model, batch)
-    return time.perf_counter() - start_s
-
-
-def step_s(
-    model: "jllama.LanguageModel", lengths: Sequence[int], new_tokens: int, repeats: int, *, prefill: bool
-) -> float:
-    """Seconds a step to continue prompts of these lengths together: the median, after a repeat that compiles.
-
-    With ``prefill`` false, which takes at least two new tokens, its time is left out.
+def measure(options: BenchOptions, argv: list[str]) -> dict[str, Any]:
+    """The machine, and as ``work`` the figures by title and contestant: in each repeat the seconds of a step, or of all
+    where there are none; tokens a second; the share of what the machine's rates allow; as ``ratio`` how many times as
+    fast as this contestant jllama was.
     """
-    prompts, seconds = random_prompts(lengths, model.config.vocab_size), []
-    for _ in range(1 + repeats):
-        left_out_s = 0.0 if prefill else generate_s(model, prompts, 1)
-        seconds.append(generate_s(model, prompts, new_tokens) - left_out_s)
-    return statistics.median(seconds[1:]) / (new_tokens if prefill else new_tokens - 1)
+    names, cases, cores = ["jllama", *options.against], cases_of(options), _cores()[: options.threads or None]
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)  # XLA goes by it, and what starts from here has it, too
+    seconds: dict[str, dict[str, list[float]]] = {title: {name: [] for name in names} for title in cases}
+    asks, rates, facts, losses = {}, [], {}, {}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
+        work = {"what": options.what, "argv": argv, "threads": len(cores), **_prepare(options, cases, folder)}
+        for name in names if options.what in ("train", "prefill", "decode") else []:
+            asks[name] = running.enter_context(_contestant(name, work, options))
+            facts[name] = asks[name]()  # ready: the next one may begin
+        for repeat in range(1 + options.repeats):
+            print(f"round {repeat} of {options.repeats}", file=sys.stderr)
+            rates += [asks["jllama"]({})] if asks else []
+            for (title, case), name in itertools.product(cases.items(), names):
+                answer = asks[name](case._asdict()) if asks else _begin(name, work, options, case)
+                seconds[title][name].append(answer["seconds"] / max(case.steps, 1))
+                losses[name] = answer.get("loss")
+    machine = {"machine": _machine(len(cores)), "versions": _versions(options)}
+    medians = {name: statistics.median(rate[name] for rate in rates[1:]) for name in (rates[0] if rates else ())}
+    figures: dict[str, dict[str, Any]] = {title: {} for title in cases}
+    for (title, case), name in itertools.product(cases.items(), names):
+        taken, own = (seconds[title][each][1:] for each in (name, "jllama"))  # the first round compiles
+        kind, needed = "bytes_per_s" if case.steps else "flops_per_s", facts["jllama"]["needed"][title] if rates else {}
+        shares = [needed[name] / rate[kind] / each for rate, each in zip(rates[1:], taken, strict=False)]
+        figures[title][name] = {
+            "seconds": taken,
+            "median_s": (middle := statistics.median(taken)),
+            "tokens_per_s": case.tokens / max(case.steps, 1) / middle,
+            "share_of_limit": statistics.median(shares or [0.0]),
+            "ratio": statistics.median(theirs / ours for theirs, ours in zip(taken, own, strict=True)),
+            "loss": losses[name],
+        }
+    return {**machine, "machine_rates": medians, "repeats": options.repeats, "work": figures}
 
 
-def bytes_per_step(model: "jllama.LanguageModel", batch: int, context: int) -> int:
-    """Bytes that a decoding step must read: every weight once, and the keys and values of ``context`` tokens a row; of
-    an embedding that is not also the head only ``batch`` rows, which count for nothing.
-    """
-    import jax
-
-    config, params = model.config, model.decode_params
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    if not config.tie_embeddings:
-        weights -= sum(leaf.nbytes for leaf in jax.tree.leaves(params.weights["embed"]))
-    cached_values = 2 * config.num_layers * config.num_kv_heads * config.head_dim * context
-    return weights + batch * cached_values * params.dtype.itemsize
-
-
-def memory_bandwidth(dtype: Any = "float32", repeats: int = 7) -> float:
-    """Bytes a second at which this device reads a matrix to multiply it with a vector: the best of some repeats."""
-    import jax.numpy as jnp
-
-    matrix, vector = jnp.ones(_BANDWIDTH_SHAPE, dtype), jnp.ones(_BANDWIDTH_SHAPE[1], dtype)
-    times_s = timeit.repeat(lambda: (matrix @ vector).block_until_ready(), number=1, repeat=repeats + 1)
-    return matrix.nbytes / min(times_s)
-
-
-def first_token_s(options: ModelOptions) -> float:
-    """Seconds from starting ``jllama sample`` with this model to the first character that it writes."""
+def _prepare(options: BenchOptions, cases: Mapping[str, Case], folder: str) -> dict[str, Any]:
+    """What contestants are told of the work; for peers the model, or the one that training begins with, is written."""
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(ModelOptions)}
     given |= {f"mesh.{name}": size for name, size in vars(given.pop("mesh")).items() if name != "rules"}
-    given |= {"prompt": "The capital of France is", "echo": "false", "temperature": 0, "max_new_tokens": 8}
-    flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    given |= {"prompt": PROMPT, "echo": "false", "temperature": 0, "max_new_tokens": 8}
+    work: dict[str, Any] = {"hf": f"{folder}/hf", "gguf": f"{folder}/model.gguf", "titles": [*cases], "prompt": PROMPT}
+    work |= {"sample": [f"--{name}={value}" for name, value in given.items() if value is not None]}
+    work |= {"context": max(max(case.lengths) + case.new_tokens for case in cases.values())}
+    work |= {"rows": max(len(case.lengths) for case in cases.values())}
+    config = train_config(options) if options.what == "train" else None
+    if config:
+        work |= {"optimizer": vars(config.optimizer), "vocab_size": config.model.vocab_size}
+        work |= {"batch": [config.training.batch_size, config.training.seq_len + 1]}
+    if options.against:
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")
+        if config:
+            model = jllama.LanguageModel(config.model, jllama.initial_params(jax.random.key(0), config.model))
+        else:
+            model = dataclasses.replace(options, dtype="float32", quantize=None).load_model(needs_tokenizer=False)
+        for format in {"gguf" if name == "llama.cpp" else "hf" for name in options.against}:
+            jllama.save(model, work[format], format, "q8_0" if options.quantize and format == "gguf" else "float32")
+    return work
+
+
+def _machine(threads: int) -> str:
+    """The processor, and how much of it is taken."""
+    told = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    found = re.findall(r"model name\s*: (.*)", told)[:1] or [platform.processor() or platform.machine()]
+    vectors = ", AVX-512" if "avx512f" in told else ", no AVX-512" * bool(told)
+    return f"{found[0]}{vectors}, {threads} threads"
+
+
+def _versions(options: BenchOptions) -> str:
+    """The packages that were measured; llama.cpp's may be another Python's."""
+    found = [f"Python {platform.python_version()}"]
+    for name in dict.fromkeys(["jllama", "jax", *itertools.chain(*(PEERS[peer].split() for peer in options.against))]):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return ", ".join(found)
+
+
+def _begin(name: str, work: dict[str, Any], options: BenchOptions, case: Case) -> dict[str, float]:
+    """A turn of a process of its own: from its start to a first character, or of loading once it has imported all."""
     start_s = time.perf_counter()
-    with Popen([sys.executable, "-m", "jllama", "sample", *flags], stdout=PIPE, stderr=PIPE) as process:
-        cast(IO[bytes], process.stdout).read(1)
-        seconds = time.perf_counter() - start_s
-        problem = process.communicate()[1].decode().strip()
-    if process.returncode:
-        raise JllamaError(f"the process that generates the first token failed: {problem.splitlines()[-1]}")
-    return seconds
+    with _contestant(name, work, options) as ask:
+        ask()
+        return ask(case._asdict()) if options.what == "load" else {"seconds": time.perf_counter() - start_s}
+
+
+@contextlib.contextmanager
+def _contestant(name: str, work: dict[str, Any], options: BenchOptions) -> Iterator[Callable[..., Any]]:
+    """A process, and how to ask it: to take a turn, or whether it is ready. What goes wrong there is raised here."""
+    package, environment = Path(__file__).parents[1], {**os.environ, "OMP_NUM_THREADS": str(work["threads"])}
+    places = [package / "contestants", package.parent / "benchmarks" / "contestants"]  # the wheel's, the repository's
+    python, script = sys.executable, next(path for path in places if path.exists()) / "contestant.py"
+    if name == "llama.cpp":
+        python = options.llama_python
+    else:
+        paths = [str(package.parent), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if options.against:
+        environment["JAX_PLATFORMS"] = "cpu"  # where the peers are
+    command = [python, str(script), json.dumps({**work, "name": name})]
+    streams: Any = {"stdin": PIPE, "stdout": PIPE, "bufsize": 0, "env": environment}
+    with tempfile.TemporaryFile() as log, Popen(command, stderr=log, **streams) as process:
+        stdin, stdout = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
+
+        def ask(turn: Any = None) -> Any:
+            with contextlib.suppress(BrokenPipeError):  # it has ended, and answers no more
+                stdin.write(b"" if turn is None else json.dumps(turn).encode() + b"\n")
+            if not (answer := stdout.read(1) if options.what == "startup" else stdout.readline()):
+                log.seek(0)
+                raise _failure(name, process.wait(), log.read().decode(errors="replace").strip())
+            return None if options.what == "startup" else json.loads(answer)
+
+        try:
+            yield ask
+            stdin.close()  # so it ends
+            stdout.read()
+        except BaseException:
+            process.kill()
+            raise
+
+
+def _failure(name: str, code: int, log: str) -> JllamaError:
+    """The error of a contestant that has ended, by the last line that it wrote."""
+    last = (log.splitlines() or [f"it ended with code {code}"])[-1]
+    kind, _, said = last.partition(": ")
+    if kind == "ModuleNotFoundError":
+        where = ", or name the Python that has it with --llama_python" * (name == "llama.cpp")
+        return JllamaError(f"{name} is not installed here ({said}): pip install {PEERS.get(name, name)}{where}")
+    if kind == "error" or kind.startswith("jllama.errors."):
+        return UsageError(said) if code == 2 or kind.endswith("UsageError") else JllamaError(said)
+    return JllamaError(f"{name} failed: {last}")
+
+
+def _cores() -> list[int]:
+    """The cores that this process may use."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]

@@ -40,7 +40,7 @@ COMMANDS = {
     "report": "show what runs have logged, together or into a logger",
     "eval": "measure how well a model predicts a text",
     "data": "show which tokens of a file of chats a model learns from",
-    "bench": "measure how fast a model decodes here",
+    "bench": "measure training, decoding and start-up here, beside limits and peers",
     "plan": "compile a step for TPUs or GPUs that are not there, and say what it needs",
     "doctor": "show what this machine has, and check that it computes rightly",
 }  # each is a module of ``jllama.commands`` with a function ``main(argv, prog) -> exit code``

@@ -1,6 +1,10 @@
 """``python -m jllama bench``: figures of the right kind; how large they are is not a test's business."""
 
+import importlib.util
 import json
+import re
+import signal
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,14 +12,25 @@ import pytest
 
 from jllama.checkpoints.registry import save
 from jllama.commands import bench, cli
-from jllama.commands.model import ModelOptions
 from jllama.config import LlamaConfig
-from jllama.errors import JllamaError
 from jllama.language_model import LanguageModel
+from jllama.parameters import training_flops_per_token
 from jllama.tokenizers import BytesTokenizer
 from jllama.verify.checks import random_params
 
+ROOT = Path(__file__).parents[2]
 SMALL = LlamaConfig(vocab_size=259, num_layers=1, embed_dim=32, num_heads=2, max_seq_len=256)
+SHAPE = ["--model.num_layers=1", "--model.embed_dim=32", "--model.mlp_dim=64", "--model.vocab_size=99", "--seq_len=16"]
+FEW = ["--prompt_tokens", "16", "--new_tokens", "4", "--repeats", "1"]
+
+
+@pytest.fixture(scope="module")
+def contestant():
+    path = ROOT / "benchmarks" / "contestants" / "contestant.py"
+    spec = importlib.util.spec_from_file_location("contestant", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
@@ -25,58 +40,99 @@ def checkpoint(tmp_path_factory):
     return path
 
 
-def test_figures(checkpoint, capsys, monkeypatch):
-    monkeypatch.setattr(bench, "_BANDWIDTH_SHAPE", (256, 256))
-    few = ["--prompt_tokens", "16", "--new_tokens", "4", "--batch_size", "8", "--repeats", "1"]
-    assert cli.run("bench", ["decode", str(checkpoint), *few, "--json"]) == 0
+def test_decoding(checkpoint, capsys):
+    assert cli.run("bench", ["decode", str(checkpoint), *FEW, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert list(found["speeds"]) == [
-        "prefill, 16 tokens",
-        "decode, 1 text",
-        "decode, 8 texts",
-        "8 ragged prompts, 4 tokens each",
+    titles = ["decode, 1 text", "decode, 8 texts", "8 ragged prompts, 4 tokens each"]
+    assert list(found["work"]) == titles
+    for title in titles:
+        own = found["work"][title]["jllama"]
+        assert len(own["seconds"]) == 1
+        assert own["tokens_per_s"] != 0
+        assert own["share_of_limit"] != 0
+        assert own["ratio"] == 1.0
+    assert min(found["machine_rates"].values()) > 0
+    assert found["command"].endswith("--json")
+    assert "threads" in found["machine"]
+
+
+@pytest.mark.slow
+def test_training_beside_a_peer_is_the_same_work(workshop, tmp_path):
+    """Both begin with the same weights and take the same rows through the same optimizer: so their losses say."""
+    page = tmp_path / "page.html"
+    arguments = ["train", *SHAPE, "--batch_size=2", "--against=transformers", "--repeats=2", "--html", page]
+    done = workshop.finish(workshop.start("-m", "jllama", "bench", *arguments, "--json"))
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    own, theirs = found["work"]["training step, 2 x 16"].values()
+    assert own["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    ratios = sorted(other / mine for mine, other in zip(own["seconds"], theirs["seconds"], strict=True))
+    assert theirs["ratio"] == pytest.approx(sum(ratios) / 2)
+    html = page.read_text()
+    assert html.count("<svg") == 1
+    assert "transformers" in html
+    assert found["machine"] in html
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["prefill", "startup", "load"])
+def test_other_work_beside_a_peer(what, checkpoint, workshop):
+    arguments = [what, checkpoint, "--prompt_tokens=16", "--against=transformers", "--repeats=1"]
+    done = workshop.finish(workshop.start("-m", "jllama", "bench", *arguments))
+    assert done.code == 0, done.err
+    assert re.search(r"\| .*: transformers +\| +[\d.,]+ \(", done.out)
+
+
+def test_a_configuration_and_a_preset_to_train():
+    named = bench.train_config(bench.parse_options(["train", "quickstart"]))
+    assert (named.model.vocab_size, named.model.embed_dim, named.training.batch_size) == (2048, 128, 8)
+    assert named.training.seq_len == 128
+    yardstick = bench.train_config(bench.parse_options(["train", "shakespeare_char"]))
+    assert yardstick.model.vocab_size == BytesTokenizer().vocab_size
+    released = bench.train_config(bench.parse_options(["train", "--preset", "llama3.2-1b", "--seq_len", "64"]))
+    assert (released.model.embed_dim, released.training.seq_len) == (2048, 64)
+    assert bench.parse_options(["train", "--against", "transformers,torch-compile"]).against == [
+        "transformers",
+        "torch-compile",
     ]
-    for title, speed in found["speeds"].items():
-        assert speed["tokens_per_s"] != 0
-        assert (speed["limit_tokens_per_s"] is None) == title.startswith("prefill")
-    assert found["bandwidth_bytes_per_s"] > 0
-    assert cli.run("bench", ["decode", str(checkpoint), *few]) == 0
-    table = " ".join(capsys.readouterr().out.split())
-    assert "GB/s of" in table
-    assert "decode, 8 texts" in table
-
-
-def test_the_first_token_is_that_of_the_ordinary_command(checkpoint, monkeypatch):
-    monkeypatch.setattr(bench.time, "perf_counter", iter([2.0, 5.0]).__next__)
-    assert bench.first_token_s(ModelOptions(checkpoint=str(checkpoint), quantize="int8")) == 3.0
-
-
-def test_the_process_of_the_first_token_fails():
-    with pytest.raises(JllamaError, match="first token failed: error: there is no checkpoint at nowhere"):
-        bench.first_token_s(ModelOptions(checkpoint="nowhere"))
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_bytes_of_a_step(tied):
+def test_what_work_needs(tied, contestant):
     config = LlamaConfig(vocab_size=100, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, tie_embeddings=tied)
     params = jax.tree.map(jnp.asarray, random_params(config, 0))
     weights = sum(leaf.size for leaf in jax.tree.leaves(params)) - (0 if tied else 100 * 32)
     keys_and_values = 3 * 50 * 2 * 2 * 2 * 8
     model = LanguageModel(config, params)
-    assert bench.bytes_per_step(model.for_decoding(), 3, 50) == 4 * (weights + keys_and_values)
-    assert bench.bytes_per_step(model.for_decoding("int8"), 3, 50) < 2 * weights + 4 * keys_and_values
+    assert contestant.bytes_per_step(model.for_decoding(), 3, 50) == 4 * (weights + keys_and_values)
+    small = model.for_decoding("int8")
+    assert contestant.bytes_per_step(small, 3, 50) < 2 * weights + 4 * keys_and_values
+    options = bench.parse_options(["decode", "x", "--new_tokens", "11"])
+    one = contestant.generation_facts(small, options)["needed"]["decode, 1 text"]
+    assert one["jllama"] == contestant.bytes_per_step(small, 1, 37)
+    assert one["transformers"] == contestant.bytes_per_step(model.for_decoding(), 1, 37)
+    options = bench.parse_options(["prefill", "x", "--prompt_tokens", "11"])
+    (prompt,) = contestant.generation_facts(small, options)["needed"].values()
+    assert prompt["jllama"] == 11 * (training_flops_per_token(config, 11) / 3 - 2 * 100 * 32)
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["encode", "x"], "what is 'encode'; it must be one of decode"),
-        (["decode"], "give a checkpoint, or the preset whose shapes to take"),
-        (["decode", "x", "--preset", "llama3.2-1b"], "give a checkpoint, or the preset whose shapes to take"),
-        (["decode", "--preset", "llama3.2-1b", "--first_token"], "first_token needs a checkpoint to load"),
-        (["decode", "--preset", "llama3.2-1b", "--adapter", "x"], "adapter needs a checkpoint to load"),
+        (["encode", "x"], "what is 'encode'; it must be one of train, prefill, decode, startup, load"),
+        (["decode"], "decode needs a checkpoint"),
+        (["startup", "--preset", "llama3.2-1b"], "startup needs a checkpoint"),
+        (["decode", "x", "--preset", "llama3.2-1b"], "give a checkpoint or a preset, not both"),
+        (["decode", "--preset", "llama3.2-1b", "--adapter", "x"], "adapter is x; it must be left out without a ch"),
         (["decode", "x", "--repeats", "0"], "repeats is 0; it must be at least 1"),
-        (["decode", "--preset", "no-such"], "no-such"),
+        (["decode", "x", "--threads", "9999"], "threads is 9999; it must be 0, or up to "),
+        (["decode", "x", "--against", "transformer"], "there is no peer transformer; did you mean transformers?"),
+        (["decode", "x", "--against", "torch-compile"], "torch-compile is for train: "),
+        (["train", "--against", "llama.cpp"], "llama.cpp does not train; leave it out"),
+        (["train", "chat_lora"], "init_from is Hugging"),
+        (["train", "--quantize", "int8"], "quantize is int8; it must be left out for train"),
+        (["train", "--html", "nowhere/page.html"], "cannot write nowhere/page.html"),
+        (["prefill", "--preset", "no-such"], "no-such"),
     ],
 )
 def test_bad_usage(arguments, said, capsys):
@@ -84,6 +140,37 @@ def test_bad_usage(arguments, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_a_context_that_is_too_short(checkpoint, capsys):
-    assert cli.run("bench", ["decode", str(checkpoint), "--new_tokens", "200"]) == 2
-    assert "the benchmark needs 513 tokens of context, and the model has 256" in capsys.readouterr().err
+ABSENT = "error: llama.cpp is not installed here (No module named 'llama_cpp'): pip install llama-cpp-python, or name"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["startup", "nowhere"], 1, "error: there is no checkpoint at nowhere"),
+        (
+            ["load", "MODEL", "--against", "llama.cpp", "--llama_python", "/no"],
+            1,
+            "error: No such file or directory: /no",
+        ),
+        pytest.param(["decode", "MODEL", "--new_tokens", "200"], 2, "needs 320 tokens of", marks=pytest.mark.slow),
+        pytest.param(["load", "MODEL", "--against", "llama.cpp"], 1, ABSENT, marks=pytest.mark.slow),
+    ],
+)
+def test_what_goes_wrong_in_a_contestant_is_one_sentence(arguments, code, said, checkpoint, capsys):
+    assert cli.run("bench", [word.replace("MODEL", str(checkpoint)) for word in arguments]) == code
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert said in error
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_processes(workshop):
+    started = workshop.start("-m", "jllama", "bench", "train", *SHAPE, "--repeats=100000")
+    while "round 3" not in started.stderr.readline():
+        assert started.poll() is None
+    (child,) = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
+    started.send_signal(signal.SIGINT)
+    done = workshop.finish(started)
+    assert done.code == 1
+    assert done.err.endswith("stopped\n")
+    assert not Path(f"/proc/{child}").exists()

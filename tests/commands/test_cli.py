@@ -164,8 +164,8 @@ def test_the_wheel_holds_the_configurations_and_every_package():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "jllama").rglob("__init__.py")}
     built = settings["tool"]["setuptools"]
-    assert set(built["packages"]) == {*packages, "jllama.configs"}
-    assert built["package-dir"] == {"jllama.configs": "configs"}
+    assert set(built["packages"]) == {*packages, "jllama.configs", "jllama.contestants"}
+    assert built["package-dir"] == {"jllama.configs": "configs", "jllama.contestants": "benchmarks/contestants"}
     assert built["package-data"]["jllama.configs"] == ["*.yaml"]
     assert settings["project"]["scripts"] == {"jllama": "jllama.commands.cli:main"}
     assert {path.parent for path in shipped_configs().values()} == {ROOT / "configs"}

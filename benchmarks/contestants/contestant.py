@@ -1,0 +1,327 @@
+"""Whom ``jllama bench`` measures, jllama itself and its peers: a process each, which works whenever it is told to.
+
+    python contestant.py WORK
+
+It makes ready, says so in a line of JSON with what the figures are to be compared with, and then takes a turn for each
+line of stdin and answers with its seconds. Only what is measured is imported: the Python that has llama.cpp may have
+nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+import timeit
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jllama
+    from jllama.commands.bench import BenchOptions
+
+BANDWIDTH_SHAPE, SQUARE = (1 << 15, 1 << 12), 2048
+Work = dict[str, Any]
+Prompts = Sequence[Sequence[int]]
+Generate = Callable[[Prompts, int], Any]
+"""Continues all prompts together by so many tokens each, greedily and without a stop."""
+Load = Callable[[], tuple[Generate, int, Work]]
+"""Loads a model, all it needs having been imported; gives the size of its vocabulary, too, and its facts."""
+Step = Callable[[Any], float]
+"""Takes a step of training on a batch of tokens, and gives its loss."""
+
+
+def jllama_loader(work: Work) -> Load:
+    """The model of jllama, as the options say it."""
+    import jax
+
+    import jllama
+    from jllama.commands.bench import parse_options
+    from jllama.errors import UsageError
+    from jllama.generation.decode import decode
+    from jllama.generation.prefill import prefill
+
+    options, greedy, context = parse_options(work["argv"]), jllama.SamplingParams(temperature=0.0), work["context"]
+    jax.devices()  # starts them
+
+    def load() -> tuple[Generate, int, Work]:
+        model = options.load_model(needs_tokenizer=False) if options.checkpoint else random_model(options)
+        if context > (most := model.config.max_seq_len):
+            raise UsageError(f"the benchmark needs {context} tokens of context, and the model has {most}")
+
+        def generate(prompts: Prompts, new_tokens: int) -> None:
+            batch = prefill(model, [jllama.Prompt(prompt, greedy, new_tokens) for prompt in prompts])
+            while not batch.finished.all():
+                batch, *_ = decode(model, batch)
+
+        return generate, model.config.vocab_size, {} if work["what"] == "load" else generation_facts(model, options)
+
+    return load
+
+
+def random_model(options: BenchOptions) -> jllama.LanguageModel:
+    """A preset's model of random weights, by default in float32 on a CPU and in bfloat16 elsewhere."""
+    import jax
+
+    import jllama
+
+    config = jllama.preset(options.preset)
+    dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    make = jax.jit(lambda key: jax.tree.map(lambda leaf: leaf.astype(dtype), jllama.initial_params(key, config)))
+    params = jllama.decode_layout(make(jax.random.key(0)), config, options.quantize)
+    return jllama.LanguageModel(config, params)
+
+
+def generation_facts(model: jllama.LanguageModel, options: BenchOptions) -> Work:
+    """What each contestant needs at least: operations for a prompt, whose last token alone has logits; bytes a step."""
+    from jllama.commands.bench import cases_of
+    from jllama.parameters import count_parameters, training_flops_per_token
+
+    config, params, needed = model.config, model.decode_params, {}
+    head = config.vocab_size * config.embed_dim
+    in_float32 = 4 * (count_parameters(config) - (0 if config.tie_embeddings else head))
+    for title, case in cases_of(options).items():
+        rows, more = len(case.lengths), 0
+        amount = case.tokens * (training_flops_per_token(config, case.tokens) / 3 - 2 * head)
+        if case.steps:
+            amount = bytes_per_step(model, rows, sum(case.lengths) // rows + case.new_tokens // 2)
+            more = in_float32 - bytes_per_step(model, 0, 0)
+        needed[title] = {"jllama": amount, "llama.cpp": amount, "transformers": amount + more}
+    devices = len(params.weights["final_norm"].sharding.device_set)  # of the mesh, if there is one
+    return {"needed": needed, "dtype": params.dtype.name, "devices": devices}
+
+
+def bytes_per_step(model: jllama.LanguageModel, batch: int, context: int) -> int:
+    """Bytes that a decoding step must read: every weight once, and the keys and values of ``context`` tokens a row; of
+    an embedding that is not also the head only ``batch`` rows, which count for nothing.
+    """
+    import jax
+
+    config, params = model.config, model.decode_params
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    if not config.tie_embeddings:
+        weights -= sum(leaf.nbytes for leaf in jax.tree.leaves(params.weights["embed"]))
+    cached_values = 2 * config.num_layers * config.num_kv_heads * config.head_dim * context
+    return weights + batch * cached_values * params.dtype.itemsize
+
+
+def jllama_trainer(work: Work) -> tuple[Step, Work]:
+    """The step of ``compile_training``."""
+    import jax
+
+    import jllama
+    from jllama.commands.bench import parse_options, train_config
+    from jllama.parameters import training_flops_per_token
+
+    config = train_config(parse_options(work["argv"]))
+    training = jllama.compile_training(config, bos_id=-1)  # no document begins in what is drawn
+    params = (
+        jllama.load(work["hf"], layout="training").params if os.path.exists(work["hf"]) else None
+    )  # as the peers have it
+    state = training.init(jax.random.key(0), params)
+
+    def step(tokens: Any) -> float:
+        nonlocal state
+        state, metrics = jax.block_until_ready(training.step(state, tokens))
+        return float(metrics.loss)
+
+    batch_size, seq_len = config.training.batch_size, config.training.seq_len
+    flops = batch_size * seq_len * training_flops_per_token(config.model, seq_len)
+    needed = {title: dict.fromkeys(("jllama", "transformers", "torch-compile"), flops) for title in work["titles"]}
+    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return step, {"needed": needed, "dtype": dtype, "devices": training.mesh.size}
+
+
+def machine_rates(dtype: str = "float32", devices: int = 1, repeats: int = 7) -> dict[str, float]:
+    """What so many of these devices can do in a second: operations of a square product, and bytes that one with a
+    vector reads; the best of some repeats each.
+    """
+    import jax.numpy as jnp
+
+    def best_s(left: Any, right: Any) -> float:
+        return min(timeit.repeat(lambda: (left @ right).block_until_ready(), number=1, repeat=repeats))
+
+    square, matrix = jnp.ones((SQUARE, SQUARE), dtype), jnp.ones(BANDWIDTH_SHAPE, dtype)
+    flops_per_s, bytes_per_s = 2 * SQUARE**3 / best_s(square, square), matrix.nbytes / best_s(matrix, matrix[0])
+    return {"flops_per_s": devices * flops_per_s, "bytes_per_s": devices * bytes_per_s}
+
+
+def transformers_loader(work: Work) -> Load:
+    """The model of transformers in float32; prompts are padded on the left."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    torch.set_num_threads(work["threads"])
+
+    def load() -> tuple[Generate, int, Work]:
+        model = LlamaForCausalLM.from_pretrained(work["hf"], dtype=torch.float32).eval()
+
+        def generate(prompts: Prompts, new_tokens: int) -> None:
+            padding = [[0] * (max(map(len, prompts)) - len(prompt)) for prompt in prompts]
+            ids = torch.tensor([[*zeros, *prompt] for zeros, prompt in zip(padding, prompts, strict=True)])
+            mask = torch.tensor([zeros + [1] * len(prompt) for zeros, prompt in zip(padding, prompts, strict=True)])
+            length: Any = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "pad_token_id": 0}
+            with torch.inference_mode():
+                model.generate(ids, attention_mask=mask, do_sample=False, **length)
+
+        return generate, model.config.vocab_size, {}
+
+    return load
+
+
+def transformers_trainer(work: Work) -> tuple[Step, Work]:
+    """The loss of transformers and torch's fused AdamW; with ``torch-compile`` the model is compiled."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    torch.set_num_threads(work["threads"])
+    model, rates = LlamaForCausalLM.from_pretrained(work["hf"], dtype=torch.float32).train(), work["optimizer"]
+    forward = torch.compile(model) if work["name"] == "torch-compile" else model
+    matrices = {"params": [each for each in model.parameters() if each.ndim > 1]}
+    norms = {"params": [each for each in model.parameters() if each.ndim < 2], "weight_decay": 0.0}
+    adamw: Any = {"lr": rates["learning_rate"], "betas": (rates["beta1"], rates["beta2"]), "eps": rates["epsilon"]}
+    optimizer = torch.optim.AdamW([matrices, norms], **adamw, weight_decay=rates["weight_decay"], fused=True)
+
+    def step(tokens: Any) -> float:
+        ids = torch.from_numpy(tokens).long()
+        targets = ids[:, 1:].contiguous()
+        loss = forward(input_ids=ids[:, :-1], labels=targets, shift_labels=targets, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), rates["clip_norm"])
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step, {}
+
+
+def stream_jllama(work: Work) -> None:
+    """What ``jllama sample`` does."""
+    from jllama.commands import cli
+
+    sys.exit(cli.run("sample", work["sample"]))
+
+
+def stream_transformers(work: Work) -> None:
+    """Load and write, as a script with transformers would."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+
+    tokenizer = AutoTokenizer.from_pretrained(work["hf"])
+    model = AutoModelForCausalLM.from_pretrained(work["hf"], dtype="float32")
+    prompt, streamer = tokenizer(work["prompt"], return_tensors="pt"), TextStreamer(tokenizer, skip_prompt=True)
+    model.generate(**prompt, max_new_tokens=8, do_sample=False, streamer=streamer)
+
+
+def llama_cpp_loader(work: Work) -> Load:
+    """The model of llama.cpp, with keys and values in float32; NumPy finds the likeliest token."""
+    import llama_cpp as cpp
+    import numpy as np
+
+    rows, most_tokens = work["rows"], work["rows"] * -(-work["context"] // 256) * 256
+
+    def load() -> tuple[Generate, int, Work]:
+        model = cpp.llama_model_load_from_file(work["gguf"].encode(), cpp.llama_model_default_params())
+        options = cpp.llama_context_default_params()
+        options.n_ctx, options.n_seq_max, options.n_batch = most_tokens, rows, most_tokens
+        options.n_threads = options.n_threads_batch = work["threads"]
+        options.type_k = options.type_v = 0  # float32
+        vocab_size = cpp.llama_vocab_n_tokens(cpp.llama_model_get_vocab(model))
+        context, batch = cpp.llama_init_from_model(model, options), cpp.llama_batch_init(most_tokens, 0, 1)
+
+        def feed(fed: Prompts, starts: Sequence[int]) -> Prompts:
+            """Take in each row's tokens, from its start on, and give its next one."""
+            batch.n_tokens, ends = 0, []
+            for row, (tokens, start) in enumerate(zip(fed, starts, strict=True)):
+                for position, token in enumerate(tokens, start):
+                    at = batch.n_tokens
+                    batch.token[at], batch.pos[at], batch.n_seq_id[at], batch.seq_id[at][0] = token, position, 1, row
+                    batch.logits[at] = position == start + len(tokens) - 1
+                    batch.n_tokens += 1
+                ends.append(batch.n_tokens - 1)
+            if code := cpp.llama_decode(context, batch):
+                raise RuntimeError(f"llama_decode gave {code}")
+            logits = [np.ctypeslib.as_array(cpp.llama_get_logits_ith(context, at), (vocab_size,)) for at in ends]
+            return [[int(row.argmax())] for row in logits]
+
+        def generate(prompts: Prompts, new_tokens: int) -> None:
+            cpp.llama_memory_clear(cpp.llama_get_memory(context), True)
+            fed, starts = prompts, [0] * len(prompts)
+            for _ in range(new_tokens):
+                following = feed(fed, starts)
+                starts = [start + len(tokens) for start, tokens in zip(starts, fed, strict=True)]
+                fed = following
+
+        return generate, vocab_size, {}
+
+    return load
+
+
+def stream_llama_cpp(work: Work) -> None:
+    """Load and write, as a script with llama-cpp-python would."""
+    import llama_cpp
+
+    model = llama_cpp.Llama(work["gguf"], n_ctx=512, n_threads=work["threads"], verbose=False)
+    for piece in model(work["prompt"], max_tokens=8, temperature=0.0, stream=True):
+        print(piece["choices"][0]["text"], end="", flush=True)
+
+
+LOADERS = {"jllama": jllama_loader, "transformers": transformers_loader, "llama.cpp": llama_cpp_loader}
+TRAINERS = {"jllama": jllama_trainer, "transformers": transformers_trainer, "torch-compile": transformers_trainer}
+STREAMERS = {"jllama": stream_jllama, "transformers": stream_transformers, "llama.cpp": stream_llama_cpp}
+
+
+def random_prompts(lengths: Sequence[int], vocab_size: int) -> Prompts:
+    """Prompts of random tokens, the same each time."""
+    draws = random.Random(0)
+    return [draws.choices(range(vocab_size), k=length) for length in lengths]
+
+
+def training(work: Work) -> tuple[Callable[[Work], dict[str, float]], Work]:
+    """What takes a step on other rows in each turn, the same for all, and the facts."""
+    import numpy as np
+
+    step, facts = TRAINERS[work["name"]](work)
+    draws = np.random.default_rng(0)
+
+    def take(_: Work) -> dict[str, float]:
+        tokens = draws.integers(0, work["vocab_size"], work["batch"], np.int32)
+        start_s = time.perf_counter()
+        return {"loss": step(tokens), "seconds": time.perf_counter() - start_s}
+
+    return take, facts
+
+
+def generation(work: Work) -> tuple[Callable[[Work], dict[str, float]], Work]:
+    """What continues the prompts of a case, and the facts; to measure ``load``, it loads the model in its turn."""
+    load = LOADERS[work["name"]](work)
+    loaded = None if work["what"] == "load" else load()
+
+    def take(case: Work) -> dict[str, float]:
+        def generate_s(new_tokens: int) -> float:
+            start_s = time.perf_counter()
+            generate, vocab_size, _ = loaded or load()
+            generate(random_prompts(case["lengths"], vocab_size), new_tokens)
+            return time.perf_counter() - start_s
+
+        return {"seconds": generate_s(case["new_tokens"]) - (0.0 if case["with_prefill"] else generate_s(1))}
+
+    return take, loaded[2] if loaded else {}
+
+
+def main(work: Work) -> None:
+    if work["what"] == "startup":
+        return STREAMERS[work["name"]](work)
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what packages print is no answer
+    take, facts = (training if work["what"] == "train" else generation)(work)
+    print(json.dumps(facts), file=answers)
+    for line in sys.stdin:
+        turn = json.loads(line)
+        answer = take(turn) if turn else machine_rates(facts["dtype"], facts["devices"])
+        print(json.dumps(answer), file=answers)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
