@@ -14,7 +14,7 @@ PACKAGE = Path(jllama.__file__).parent
 FLOORS = [
     {"devices", "errors", "functional", "progress", "typecheck"},
     {"files", "kernels", "rope_scaling", "stop"},
-    {"config"},
+    {"config", "cache"},
     {"presets", "parameters", "oracle", "tokenizers"},
     {"templates", "grammar"},
     {"sharding", "distributed", "decode_params", "lora", "data"},

@@ -36,14 +36,14 @@ _TensorInfo = tuple[GGMLQuantizationType, tuple[int, ...], int]  # type, shape, 
 class QuantizedTensor:
     """A tensor whose rows are stored as blocks of a GGML type, none across two. Reading dequantizes to float32."""
 
-    rows: np.ndarray
+    stored: np.ndarray  # its rows
     type: GGMLQuantizationType
     shape: tuple[int, ...]
     dtype: np.dtype[Any] = PLAIN[GGMLQuantizationType.F32]
     is_exact: ClassVar[bool] = False
 
     def __getitem__(self, rows: slice, /) -> np.ndarray:
-        return dequantize(np.ascontiguousarray(self.rows[rows]), self.type).reshape(-1, *self.shape[1:])
+        return dequantize(np.ascontiguousarray(self.stored[rows]), self.type).reshape(-1, *self.shape[1:])
 
 
 def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:

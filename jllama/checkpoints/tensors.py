@@ -19,6 +19,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from jllama import cache
 from jllama import functional as F
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams, Quantization
@@ -39,7 +40,8 @@ OnProgress = Callable[[int], None]  # is called with the number of bytes read or
 class FileTensor(Protocol):
     """A matrix ``[outputs, inputs]`` or a vector, read by rows. A NumPy array or memory map is one.
 
-    Where rows are stored many together, ``rows_at_once`` says how many: fewer cost as much to read.
+    Where rows are stored many together, ``rows_at_once`` says how many: fewer cost as much to read. What takes work to
+    read has the array that it is made of as ``stored``.
     """
 
     @property
@@ -212,20 +214,27 @@ def load_decode_params(
 
     Each tensor goes straight to its place. With ``quantize`` it is rounded as it is read, so that only a few blocks are
     ever in memory as floats. On a mesh, a matrix is split by the first axis of its outputs, and of its inputs.
+    On one device, what was made of quantized tensors is kept (``jllama.cache``), and mapped the next time.
     Arguments and errors are those of ``load_params``.
     """
     config, dtypes = checkpoint.config, _dtypes(checkpoint, dtype, mesh)
+    key = None if mesh else _content_key(checkpoint, dtypes, quantize)
+    kept = _recall(key, config, dtypes, quantize) if key else {}
 
     def read(spec: TensorSpec) -> Any:
         row, own = spec.parameter, dtypes[spec.path]
         split = matrix_sharding(mesh, row, config) if mesh else None
         sharding = split or SingleDeviceSharding(jax.devices()[0])
-        scale = np.empty(spec.shape[0], own) if quantize and row.inputs else None
+        scale = kept.get(f"{spec.key}/scale", np.empty(spec.shape[0], own)) if quantize and row.inputs else None
 
         def fill(part: list[slice], out: np.ndarray) -> None:
             _read(checkpoint.tensors[spec.key], part, out, on_progress, scale)
 
-        values = _filled(spec.shape, own if scale is None else np.dtype(np.int8), sharding, fill)
+        if kept:
+            values = jax.make_array_from_callback(spec.shape, sharding, kept[spec.key].__getitem__)
+            on_progress(values.size * own.itemsize)
+        else:
+            values = _filled(spec.shape, own if scale is None else np.dtype(np.int8), sharding, fill)
         if not row.inputs:
             return values
         scales = None
@@ -237,7 +246,47 @@ def load_decode_params(
     largest_first = sorted(tensor_specs(config), key=lambda spec: -math.prod(spec.shape))
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
         leaves = dict(zip([spec.key for spec in largest_first], threads.map(read, largest_first), strict=True))
-    return DecodeParams(unflatten_dict(leaves, sep="/"))
+    params = DecodeParams(unflatten_dict(leaves, sep="/"))
+    if key and not kept:
+        arrays = [leaf for spec in tensor_specs(config) for leaf in jax.tree.leaves(leaves[spec.key])]
+        cache.keep("weights", key, [np.asarray(leaf) for leaf in arrays])
+    return params
+
+
+def _content_key(
+    checkpoint: Checkpoint, dtypes: Mapping[str, np.dtype[Any]], quantize: Quantization | None
+) -> str | None:
+    """The key of decoding weights by the bytes that they are made of; None if no tensor, or another one, takes work."""
+    inner = {key: each.tensor if isinstance(each, PermutedRows) else each for key, each in checkpoint.tensors.items()}
+    arrays = {key: getattr(each, "stored", each) for key, each in inner.items()}
+    has_work = any(hasattr(each, "stored") for each in inner.values())
+    if not has_work or not all(isinstance(array, np.ndarray) for array in arrays.values()):
+        return None
+
+    def digest(key: str) -> Any:
+        array, kinds = arrays[key], (type(checkpoint.tensors[key]).__name__, getattr(inner[key], "type", None))
+        return key, kinds, array.dtype, array.shape, hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
+
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
+        return cache.key_of(checkpoint.config, dtypes, quantize, [*threads.map(digest, sorted(arrays))])
+
+
+def _recall(
+    key: str, config: LlamaConfig, dtypes: Mapping[str, np.dtype[Any]], quantize: Quantization | None
+) -> dict[str, np.ndarray]:
+    """What was kept of each tensor, by ``TensorSpec.key`` and, of int8, also with ``/scale``; or nothing."""
+    arrays, offset = {}, 0
+    if (mapped := cache.recall("weights", key)) is None:
+        return arrays
+    for spec in tensor_specs(config):
+        is_int8, own = quantize and spec.parameter.inputs, dtypes[spec.path]
+        layout = {spec.key: (spec.shape, np.dtype(np.int8) if is_int8 else own)}
+        layout |= {f"{spec.key}/scale": (spec.shape[:1], own)} if is_int8 else {}
+        for name, (shape, dtype) in layout.items():
+            num_bytes = math.prod(shape) * dtype.itemsize
+            arrays[name] = mapped[offset : offset + num_bytes].view(dtype).reshape(shape)
+            offset += cache.padded(num_bytes)
+    return arrays
 
 
 def _dtypes(checkpoint: Checkpoint, dtype: Any, mesh: Mesh | None, rules: Any = RULES) -> dict[str, np.dtype[Any]]:

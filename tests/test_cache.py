@@ -1,0 +1,181 @@
+"""What is kept for later processes is what would be made without it, or is made again."""
+
+import concurrent.futures
+import os
+import types
+
+import jax
+import models
+import numpy as np
+import pytest
+
+import jllama
+from jllama import cache
+from jllama.checkpoints import adapters, gguf_file, registry, tensors
+from jllama.language_model import LanguageModel, weights_fingerprint
+from jllama.lora import LoraConfig
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("JLLAMA_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "weights"
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A GGUF file whose matrices are quantized."""
+    return write(tmp_path / "model.gguf")
+
+
+def write(path, scale=1.0):
+    params = jax.tree.map(lambda leaf: leaf * scale, models.params(models.FILE))
+    jllama.save(LanguageModel(models.FILE, params), path, "gguf", "q8_0", overwrite=True)
+    return path
+
+
+def without_cache(path, monkeypatch, **options):
+    with monkeypatch.context() as context:
+        context.setenv("JLLAMA_CACHE_GIB", "0")
+        return weights_fingerprint(jllama.load(path, **options))
+
+
+def no_work(monkeypatch):
+    """From here on nothing can be dequantized, but for the try of each type when a file is opened."""
+    real = gguf_file.dequantize
+    monkeypatch.setattr(gguf_file, "dequantize", lambda rows, type_: real(rows, type_) if len(rows) == 1 else 1 / 0)
+
+
+@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"dtype": "bfloat16"}], ids=str)
+def test_kept_weights_have_the_bits_of_fresh_ones(options, file, folder, monkeypatch):
+    expected = without_cache(file, monkeypatch, **options)
+    assert not folder.exists()
+    assert weights_fingerprint(jllama.load(file, **options)) == expected
+    no_work(monkeypatch)
+    model = jllama.load(file, **options)
+    assert weights_fingerprint(model) == expected
+    assert np.isfinite(model([[1, 2, 3]])).all()
+
+
+def test_each_form_of_a_file_has_its_own(file, folder):
+    for options in ({}, {"quantize": "int8"}, {"dtype": "bfloat16"}, {}):
+        jllama.load(file, **options)
+    jllama.load(file, layout="training")
+    assert len([*folder.iterdir()]) == 3
+
+
+def test_a_copy_of_a_file_has_the_same(file, folder, tmp_path, monkeypatch):
+    jllama.load(file)
+    (tmp_path / "copy.gguf").write_bytes(file.read_bytes())
+    no_work(monkeypatch)
+    jllama.load(tmp_path / "copy.gguf")
+
+
+def test_a_file_that_changed_unnoticed_is_read_again(file, monkeypatch):
+    """Size and times are as before: the content counts."""
+    jllama.load(file)
+    before = file.stat()
+    write(file, 0.5)
+    assert file.stat().st_size == before.st_size
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert weights_fingerprint(jllama.load(file)) == without_cache(file, monkeypatch)
+
+
+def test_another_source_is_another_key(file, folder, monkeypatch):
+    jllama.load(file)
+    monkeypatch.setattr(cache, "_code", lambda: ["a later version"])
+    jllama.load(file)
+    assert len([*folder.iterdir()]) == 2
+
+
+def _flipped(data):
+    return data[:1000] + bytes([data[1000] ^ 1]) + data[1001:]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [_flipped, lambda data: data[:-64], lambda data: data[:5], lambda data: b"", lambda data: bytes(len(data))],
+)
+def test_a_damaged_entry_is_made_again(damage, file, folder):
+    expected = weights_fingerprint(jllama.load(file))
+    (entry,) = folder.iterdir()
+    whole = entry.read_bytes()
+    entry.write_bytes(damage(whole))
+    assert weights_fingerprint(jllama.load(file)) == expected
+    assert entry.read_bytes() == whole
+
+
+def test_an_entry_under_the_key_of_another_is_none(folder):
+    cache.keep("weights", "a" * 64, [np.arange(9)])
+    (folder / ("a" * 64)).rename(folder / ("b" * 64))
+    assert cache.recall("weights", "b" * 64) is None
+
+
+def test_exact_tensors_are_not_kept(folder, tmp_path):
+    model = LanguageModel(models.FILE, models.params(models.FILE))
+    for format in ("hf", "gguf"):
+        jllama.save(model, tmp_path / format, format)
+        jllama.load(tmp_path / format)
+    assert not folder.exists()
+
+
+def test_what_an_adapter_changes_is_not_kept(file, folder):
+    base, key = registry.open_checkpoint(file), "layers/0/wq"
+    outputs, inputs = base.tensors[key].shape
+    parts = {f"{key}/a": np.ones((1, inputs), np.float32), f"{key}/b": np.ones((outputs, 1), np.float32)}
+    jllama.load(file)
+    (entry,) = folder.iterdir()
+    adapted = adapters.merged(base, adapters.Adapter(LoraConfig(rank=1), parts, base.config, file))
+    plain, changed = (
+        tensors.load_decode_params(each, np.dtype(np.float32)).weights["layers"]["0"] for each in (base, adapted)
+    )
+    assert np.abs(changed["wq"].values - plain["wq"].values).min() > 0.5
+    assert [*folder.iterdir()] == [entry]
+
+
+def test_where_nothing_can_be_written_nothing_is_kept(file, folder, monkeypatch):
+    expected = without_cache(file, monkeypatch)
+    with monkeypatch.context() as context:  # a full disk
+        context.setattr(cache.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=0))
+        assert weights_fingerprint(jllama.load(file)) == expected
+    assert not [*folder.iterdir()]
+    folder.rmdir()
+    folder.parent.rmdir()
+    folder.parent.write_text("no folder")
+    assert weights_fingerprint(jllama.load(file)) == expected
+
+
+def test_a_disk_that_fills_up_leaves_nothing_behind(folder, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache, "_checksum", fail)
+    cache.keep("weights", "a" * 64, [np.arange(9)])
+    assert not [*folder.iterdir()]
+
+
+def test_what_was_used_last_stays(folder, monkeypatch):
+    keys = [letter * 64 for letter in "abcd"]
+    monkeypatch.setenv("JLLAMA_CACHE_GIB", str(3 * 1032 / 2**30))
+    for age, key in enumerate(keys[:3]):
+        cache.keep("weights", key, [np.zeros(1024, np.uint8)])
+        os.utime(folder / key, (age, age))
+    assert cache.recall("weights", keys[0]) is not None
+    cache.keep("weights", keys[3], [np.zeros(1024, np.uint8)])
+    assert sorted(path.name for path in folder.iterdir()) == [keys[0], keys[2], keys[3]]
+    cache.keep("weights", "e" * 64, [np.zeros(4096, np.uint8)])  # more than all may be
+    assert len([*folder.iterdir()]) == 3
+
+
+def test_many_writers_at_once(folder):
+    arrays = [np.arange(100_000), np.ones(7, np.int8), np.ones((), np.float32)]
+
+    def keep(_):
+        cache.keep("weights", "a" * 64, arrays)
+        found = cache.recall("weights", "a" * 64)
+        return found[:800_000].view(np.int64)
+
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        for found in threads.map(keep, range(24)):
+            assert np.array_equal(found, arrays[0])
+    assert [path.name for path in folder.iterdir()] == ["a" * 64]
