@@ -27,7 +27,7 @@ _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 BYTE_CHARS = [chr(byte if byte in _PRINTABLE else 256 + _OTHERS.index(byte)) for byte in range(256)]
 """The character that stands for each byte: itself where it is printable, else the next one from U+0100."""
-_BYTE_OF_CHAR = {ord(char): chr(byte) for byte, char in enumerate(BYTE_CHARS)}
+_BYTE_OF_CHAR = dict.fromkeys(range(256), SPACE) | {ord(char): chr(byte) for byte, char in enumerate(BYTE_CHARS)}
 
 
 class TokenType(enum.IntEnum):
@@ -81,8 +81,10 @@ def merges_of_ranks(texts: Iterable[str], ids: Mapping[str, int]) -> list[tuple[
 def piece_bytes(piece: str, is_byte_level: bool = False) -> bytes:
     """The bytes that a token's text in a file stands for; of a byte-level one with other characters, those it has."""
     if is_byte_level:
-        is_bytes = {*map(ord, piece)} <= _BYTE_OF_CHAR.keys()
-        return piece.translate(_BYTE_OF_CHAR).encode("latin-1") if is_bytes else piece.encode()
+        try:
+            return piece.translate(_BYTE_OF_CHAR).encode("latin-1")
+        except UnicodeEncodeError:
+            return piece.encode()
     return bytes([BYTE_PIECES[piece]]) if piece in BYTE_PIECES else piece.replace(SPACE, " ").encode()
 
 

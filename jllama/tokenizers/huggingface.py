@@ -66,12 +66,11 @@ class HuggingFaceTokenizer(Tokenizer):
             self._library = tokenizers.Tokenizer.from_str(text)
             self._library.no_truncation()
             self._library.no_padding()
-        self.json: dict[str, Any] = json.loads(self._library.to_str())  # with every default filled in
-        model = self.json["model"]
-        if model["type"] != "BPE":
-            raise JllamaError(f"{source} is a {model['type']} tokenizer; a Llama's is a BPE")
-        if odd := [name for name in _NOT_LLAMAS if model[name]]:
-            raise JllamaError(f"{source} is a BPE with {odd[0]} {model[odd[0]]!r}, which no Llama has")
+        model = self._library.model
+        if not isinstance(model, tokenizers.models.BPE):
+            raise JllamaError(f"{source} is a {type(model).__name__} tokenizer; a Llama's is a BPE")
+        if odd := [name for name in _NOT_LLAMAS if getattr(model, name)]:
+            raise JllamaError(f"{source} is a BPE with {odd[0]} {getattr(model, odd[0])!r}, which no Llama has")
         self.vocab_size = max(self._library.get_vocab(with_added_tokens=True).values(), default=0) + 1
         if self.vocab_size > MAX_SIZES["vocab_size"]:
             raise JllamaError(f"{source} has the token id {self.vocab_size - 1}, which no Llama has: it is damaged")
@@ -88,12 +87,18 @@ class HuggingFaceTokenizer(Tokenizer):
         self._library.encode_special_tokens = True  # the text of a special token is text like any other
         self._library.add_special_tokens([self.texts[bos_id], self.texts[eos_id]])
         self.added = self._library.get_added_tokens_decoder()
-        self.is_byte_level = "ByteLevel" in json.dumps(self.json["pre_tokenizer"])
+        split = self._library.pre_tokenizer
+        self.is_byte_level = split is not None and b"ByteLevel" in split.__getstate__()
         self.pieces = [piece_bytes(text, self.is_byte_level) for text in self.texts]
         for id, token in self.added.items():
             self.pieces[id] = b"" if token.special else token.content.encode()
         self._token_bytes = np.array([*map(len, self.pieces)], np.int32)
         self.special_tokens = {self.texts[id]: id for id in (*self.added, bos_id, eos_id)}
+
+    @functools.cached_property
+    def json(self) -> dict[str, Any]:
+        """The file's content with every default filled in."""
+        return json.loads(self._library.to_str())
 
     def _encode(self, text: str, *, with_special_tokens: bool = False) -> list[int]:
         library = self._with_special_tokens if with_special_tokens else self._library
