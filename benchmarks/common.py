@@ -23,7 +23,6 @@ _STYLE = {
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlesize": 10,
-    "font.family": "DejaVu Sans",
     "font.size": 9,
     "grid.alpha": 0.25,
     "legend.frameon": False,
@@ -59,7 +58,8 @@ def write(name: str, result: dict[str, Any], figure: Figure, text: str, packages
     (ROOT / "benchmarks" / "results" / f"{name}.json").write_text(written + "\n")
     drawn = io.StringIO()
     figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
-    short = re.sub(r"(\d\.\d\d)\d+", r"\1", re.sub(r"<!--.*?-->|^ +", "", drawn.getvalue(), flags=re.MULTILINE))
+    named = re.sub('font-family: [^;"]*', "font-family: sans-serif", drawn.getvalue())
+    short = re.sub(r"(\d\.\d\d)\d+", r"\1", re.sub(r"<!--.*?-->|^ +", "", named, flags=re.MULTILINE))
     (ROOT / "docs" / "results" / f"{name}.svg").write_text(re.sub(r"\n\n+", "\n", short))
     page = ROOT / "docs" / "results.md"
     before, rest = page.read_text().split(f"<!-- {name} -->\n")
@@ -71,6 +71,6 @@ def write(name: str, result: dict[str, Any], figure: Figure, text: str, packages
 def _processor() -> str:
     """The processor's name; what Python calls it where the system keeps no list."""
     info = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    wide = "AVX-512" if "avx512f" in info.read_text() else "no AVX-512"
-    return f"{names[0]}, {wide}" if names else platform.platform()
+    told = info.read_text() if info.exists() else ""
+    names = [line.partition(":")[2].strip() for line in told.splitlines() if line.startswith("model name")]
+    return f"{names[0]}, {'AVX-512' if 'avx512f' in told else 'no AVX-512'}" if names else platform.platform()

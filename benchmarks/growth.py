@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from common import ROOT, panels, table, write
+from matplotlib.ticker import EngFormatter
 
 import jllama
 from jllama.devices import program_bytes
@@ -90,9 +91,11 @@ def draw(curves: dict[str, list[dict[str, Any]]]) -> Any:
         for chart in charts[:, column]:
             chart.set(xscale="log", yscale="log", xlabel=NAMES[axis])
             chart.minorticks_off()
+            chart.xaxis.set_major_formatter(EngFormatter(sep=""))
+            chart.yaxis.set_major_formatter("{x:g}")
     charts[0][0].set_ylabel("seconds a step")
     charts[1][0].set_ylabel("MiB")
-    charts[0][0].legend()
+    charts[0][0].legend(loc="lower right")
     charts[1][0].legend()
     return figure
 

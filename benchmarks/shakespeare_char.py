@@ -113,14 +113,16 @@ def draw(runs: dict[str, list[dict[str, Any]]]) -> Any:
         run = sorted(several, key=lambda each: each["wall_s"])[(len(several) - 1) // 2]
         for chart, axis in zip(charts, (1, 0), strict=True):
             for kind, style in (("loss", "-"), ("validation_loss", "o--")):
-                x, y = [point[axis] for point in run[kind]], [point[2] for point in run[kind]]
+                x = [point[axis] * (1 if axis else 1e-6) for point in run[kind]]
                 label = f"{name}, {'training' if kind == 'loss' else 'validation'}"
+                y = [point[2] for point in run[kind]]
                 chart.plot(x, y, style, color=f"C{color}", label=label, markersize=4, alpha=0.6 if style == "-" else 1)
-            chart.axhline(PUBLISHED_LOSS, color="#8b8b8b", linewidth=0.8, linestyle=":")
-            chart.set(ylim=(1.4, 2.7), xlim=(0, None), ylabel="nats a character")
+    for chart in charts:
+        chart.axhline(PUBLISHED_LOSS, color="#8b8b8b", linewidth=0.8, linestyle=":")
+        chart.set(ylim=(1.4, 2.7), xlim=(0, None), ylabel="nats a character")
     charts[0].set(xlabel="seconds since the process began")
-    charts[1].set(xlabel="tokens")
-    charts[0].legend()
+    charts[1].set(xlabel="million tokens")
+    charts[1].legend()
     return figure
 
 

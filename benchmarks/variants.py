@@ -167,12 +167,12 @@ def draw(comparison: Comparison, runs: dict[str, dict[str, Any]]) -> Any:
         several = [run for key, run in runs.items() if key.startswith(name)]
         for chart, kind in zip(charts, ("loss", "validation_loss"), strict=True):
             columns = list(zip(*(run[kind] for run in several), strict=True))
-            x, y = [column[0][0] for column in columns], [[loss for _, loss in column] for column in columns]
+            x, y = [column[0][0] / 1e6 for column in columns], [[loss for _, loss in column] for column in columns]
             style = "-" if kind == "loss" else "o-"
             chart.plot(x, [statistics.fmean(each) for each in y], style, color=f"C{color}", label=name, markersize=3)
             chart.fill_between(x, [*map(min, y)], [*map(max, y)], color=f"C{color}", alpha=0.25, linewidth=0)
-    charts[0].set(title="training", xlabel="tokens", ylabel="nats a token")
-    charts[1].set(title="validation", xlabel="tokens")
+    charts[0].set(title="training", xlabel="million tokens", ylabel="nats a token")
+    charts[1].set(title="validation", xlabel="million tokens")
     charts[0].legend()
     return figure
 
