@@ -9,19 +9,27 @@ nothing else.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import importlib.metadata
 import json
 import os
+import platform
 import random
+import re
+import subprocess
 import sys
 import time
 import timeit
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import jllama
     from jllama.commands.bench import BenchOptions
 
+PROMPT = "The capital of France is"
 BANDWIDTH_SHAPE, SQUARE = (1 << 15, 1 << 12), 2048
 Work = dict[str, Any]
 Prompts = Sequence[Sequence[int]]
@@ -31,6 +39,59 @@ Load = Callable[[], tuple[Generate, int, Work]]
 """Loads a model, all it needs having been imported; gives the size of its vocabulary, too, and its facts."""
 Step = Callable[[Any], float]
 """Takes a step of training on a batch of tokens, and gives its loss."""
+
+
+def prepare(work: Work) -> Work:
+    """What all contestants are told; for peers the model, or the one that training begins with, is written first."""
+    from jllama.commands.bench import cases_of, parse_options, train_config
+    from jllama.commands.model import ModelOptions
+
+    options = parse_options(work["argv"])
+    cases, own = cases_of(options), Path(options.checkpoint)
+    told = {name: f"{work['folder']}/model.{name}" for name in ("hf", "gguf")} | {"titles": [*cases], "prompt": PROMPT}
+    told |= {"context": max(max(case.lengths) + case.new_tokens for case in cases.values())}
+    told |= {"rows": max(len(case.lengths) for case in cases.values())}
+    told |= {"facts": machine_facts(work["threads"], options.llama_python if "llama.cpp" in options.against else "")}
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(ModelOptions)}
+    given |= {f"mesh.{name}": size for name, size in vars(given.pop("mesh")).items() if name != "rules"}
+    given |= {"prompt": PROMPT, "echo": "false", "temperature": 0, "max_new_tokens": 8}
+    told |= {"sample": [f"--{name}={value}" for name, value in given.items() if value is not None]}
+    config = train_config(options) if options.what == "train" else None
+    if config:
+        told |= {"optimizer": vars(config.optimizer), "vocab_size": config.model.vocab_size}
+        told |= {"batch": [config.training.batch_size, config.training.seq_len + 1]}
+    formats = {"gguf" if name == "llama.cpp" else "hf" for name in options.against}
+    if options.what in ("startup", "load") and not options.adapter:  # from the same file, who can read it
+        readable = ["hf", "gguf"] if own.suffix == ".gguf" else ["hf"] if (own / "config.json").exists() else []
+        told, formats = told | dict.fromkeys(readable, str(own)), formats - {*readable}
+    if formats:
+        import jax
+
+        import jllama
+
+        if config:
+            model = jllama.LanguageModel(config.model, jllama.initial_params(jax.random.key(0), config.model))
+        else:
+            model = dataclasses.replace(options, dtype="float32", quantize=None).load_model(needs_tokenizer=False)
+        for format in formats:
+            jllama.save(model, told[format], format, "q8_0" if options.quantize and format == "gguf" else "float32")
+    return told
+
+
+def machine_facts(threads: int, llama_python: str) -> dict[str, str]:
+    """The processor, how much of it is taken, and the packages that this Python has and llama.cpp's, if any."""
+    told = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    found = re.findall(r"model name\s*: (.*)", told)[:1] or [platform.processor() or platform.machine()]
+    found += ["AVX-512" if "avx512f" in told else "no AVX-512"] if told else []
+    versions = [f"Python {platform.python_version()}"]
+    for name in ("jllama", "jax", "torch", "transformers"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+    if llama_python:  # what is wrong with it, its own contestant says
+        asked = [llama_python, "-c", "import llama_cpp; print('llama-cpp-python', llama_cpp.__version__)"]
+        with contextlib.suppress(OSError):
+            versions += subprocess.run(asked, capture_output=True, text=True).stdout.splitlines()[-1:]
+    return {"machine": ", ".join([*found, f"{threads} threads"]), "versions": ", ".join(versions)}
 
 
 def jllama_loader(work: Work) -> Load:
@@ -148,6 +209,14 @@ def machine_rates(dtype: str = "float32", devices: int = 1, repeats: int = 7) ->
     return {"flops_per_s": devices * flops_per_s, "bytes_per_s": devices * bytes_per_s}
 
 
+def hf_files(work: Work) -> dict[str, str]:
+    """What ``from_pretrained`` is given: a folder, or a GGUF file."""
+    folder, name = os.path.split(work["hf"])
+    if name.endswith(".gguf"):
+        return {"pretrained_model_name_or_path": folder or ".", "gguf_file": name}
+    return {"pretrained_model_name_or_path": work["hf"]}
+
+
 def transformers_loader(work: Work) -> Load:
     """The model of transformers in float32; prompts are padded on the left."""
     import torch
@@ -156,7 +225,7 @@ def transformers_loader(work: Work) -> Load:
     torch.set_num_threads(work["threads"])
 
     def load() -> tuple[Generate, int, Work]:
-        model = LlamaForCausalLM.from_pretrained(work["hf"], dtype=torch.float32).eval()
+        model = LlamaForCausalLM.from_pretrained(**hf_files(work), dtype=torch.float32).eval()
 
         def generate(prompts: Prompts, new_tokens: int) -> None:
             padding = [[0] * (max(map(len, prompts)) - len(prompt)) for prompt in prompts]
@@ -177,7 +246,7 @@ def transformers_trainer(work: Work) -> tuple[Step, Work]:
     from transformers import LlamaForCausalLM
 
     torch.set_num_threads(work["threads"])
-    model, rates = LlamaForCausalLM.from_pretrained(work["hf"], dtype=torch.float32).train(), work["optimizer"]
+    model, rates = LlamaForCausalLM.from_pretrained(**hf_files(work), dtype=torch.float32).train(), work["optimizer"]
     forward = torch.compile(model) if work["name"] == "torch-compile" else model
     matrices = {"params": [each for each in model.parameters() if each.ndim > 1]}
     norms = {"params": [each for each in model.parameters() if each.ndim < 2], "weight_decay": 0.0}
@@ -208,8 +277,8 @@ def stream_transformers(work: Work) -> None:
     """Load and write, as a script with transformers would."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-    tokenizer = AutoTokenizer.from_pretrained(work["hf"])
-    model = AutoModelForCausalLM.from_pretrained(work["hf"], dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(**hf_files(work))
+    model = AutoModelForCausalLM.from_pretrained(**hf_files(work), dtype="float32")
     prompt, streamer = tokenizer(work["prompt"], return_tensors="pt"), TextStreamer(tokenizer, skip_prompt=True)
     model.generate(**prompt, max_new_tokens=8, do_sample=False, streamer=streamer)
 
@@ -311,10 +380,12 @@ def generation(work: Work) -> tuple[Callable[[Work], dict[str, float]], Work]:
 
 
 def main(work: Work) -> None:
-    if work["what"] == "startup":
+    if work["what"] == "startup" and work["name"] in STREAMERS:
         return STREAMERS[work["name"]](work)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what packages print is no answer
+    if work["name"] == "prepare":
+        return print(json.dumps(prepare(work)), file=answers)
     take, facts = (training if work["what"] == "train" else generation)(work)
     print(json.dumps(facts), file=answers)
     for line in sys.stdin:

@@ -2,12 +2,10 @@
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import itertools
 import json
+import operator
 import os
-import platform
-import re
 import shlex
 import statistics
 import sys
@@ -34,8 +32,7 @@ CONTEXT_TOKENS = 32  # length of the prompts whose prefill is left out
 PEERS = {"transformers": "transformers torch", "torch-compile": "transformers torch", "llama.cpp": "llama-cpp-python"}
 """Who can be measured beside jllama, and what is to be installed for it."""
 _SMALL: Any = {"num_layers": 8, "embed_dim": 512, "num_heads": 8, "num_kv_heads": 4, "mlp_dim": 1376}
-PROMPT = "The capital of France is"
-_COLUMNS = ("ms (least to most)", "tokens/s", "share of limit", "jllama is")
+_COLUMNS = ("ms (least to most)", "tokens/s", "share of limit", "jllama is times as fast")
 _COMMON = ("against", "quantize", "preset", "batch_size", "repeats", "threads", "json", "html")
 
 
@@ -165,13 +162,13 @@ def main(argv: list[str], prog: str) -> int:
         check_writable(Path(options.html))
     result = {"command": shlex.join([*prog.split(), *argv]), **measure(options, argv)}
     shown = {f"{title}: {name}": _cells(row) for title, rows in result["work"].items() for name, row in rows.items()}
-    facts = {name: value for name, value in result.items() if isinstance(value, str)}
+    facts = {name: value for name, value in result.items() if value and isinstance(value, str)}
     if options.html:
         from jllama import report  # not at the top: matplotlib takes a while
 
         parts = {"jllama bench": report.table([], [facts])}
         for title, rows in result["work"].items():
-            parts[title] = report.bars({name: row["seconds"] for name, row in rows.items()}, "seconds")
+            parts[title] = report.bars({name: row["seconds"] for name, row in rows.items()}, "seconds (less is faster)")
         columns = [{name: cells[at] for name, cells in shown.items()} for at in range(len(_COLUMNS))]
         report.write_page(Path(options.html), "jllama bench", {**parts, "Figures": report.table(_COLUMNS, columns)})
     if options.json:
@@ -189,10 +186,8 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     """A contestant's figures as the table has them."""
     middle, least, most = (f"{1e3 * each(row['seconds']):,.1f}" for each in (statistics.median, min, max))
     forms = {"tokens_per_s": "{:,.1f}", "share_of_limit": "{:.0%}", "ratio": "{:.2f}"}
-    return [
-        f"{middle} ({least} to {most})",
-        *(form.format(row[name]) if row[name] else "-" for name, form in forms.items()),
-    ]
+    others = (form.format(row[name]) if row[name] else "-" for name, form in forms.items())
+    return [f"{middle} ({least} to {most})", *others]
 
 
 def measure(options: BenchOptions, argv: list[str]) -> dict[str, Any]:
@@ -203,10 +198,12 @@ def measure(options: BenchOptions, argv: list[str]) -> dict[str, Any]:
     names, cases, cores = ["jllama", *options.against], cases_of(options), _cores()[: options.threads or None]
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)  # XLA goes by it, and what starts from here has it, too
-    seconds: dict[str, dict[str, list[float]]] = {title: {name: [] for name in names} for title in cases}
-    asks, rates, facts, losses = {}, [], {}, {}
+    asks, rates, facts = {}, [], {}
+    answers: dict[str, dict[str, list[Any]]] = {title: {name: [] for name in names} for title in cases}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
-        work = {"what": options.what, "argv": argv, "threads": len(cores), **_prepare(options, cases, folder)}
+        work = {"what": options.what, "argv": argv, "threads": len(cores), "folder": folder}
+        with _contestant("prepare", work, options) as ask:
+            work |= ask()
         for name in names if options.what in ("train", "prefill", "decode") else []:
             asks[name] = running.enter_context(_contestant(name, work, options))
             facts[name] = asks[name]()  # ready: the next one may begin
@@ -215,67 +212,23 @@ def measure(options: BenchOptions, argv: list[str]) -> dict[str, Any]:
             rates += [asks["jllama"]({})] if asks else []
             for (title, case), name in itertools.product(cases.items(), names):
                 answer = asks[name](case._asdict()) if asks else _begin(name, work, options, case)
-                seconds[title][name].append(answer["seconds"] / max(case.steps, 1))
-                losses[name] = answer.get("loss")
-    machine = {"machine": _machine(len(cores)), "versions": _versions(options)}
-    medians = {name: statistics.median(rate[name] for rate in rates[1:]) for name in (rates[0] if rates else ())}
+                answers[title][name].append(answer)
     figures: dict[str, dict[str, Any]] = {title: {} for title in cases}
     for (title, case), name in itertools.product(cases.items(), names):
-        taken, own = (seconds[title][each][1:] for each in (name, "jllama"))  # the first round compiles
-        kind, needed = "bytes_per_s" if case.steps else "flops_per_s", facts["jllama"]["needed"][title] if rates else {}
-        shares = [needed[name] / rate[kind] / each for rate, each in zip(rates[1:], taken, strict=False)]
+        steps, kind = max(case.steps, 1), "bytes_per_s" if case.steps else "flops_per_s"
+        taken, own = ([turn["seconds"] / steps for turn in answers[title][each][1:]] for each in (name, "jllama"))
+        limits_s = [facts["jllama"]["needed"][title][name] / rate[kind] for rate in rates[1:]]  # round 0 compiles
         figures[title][name] = {
             "seconds": taken,
             "median_s": (middle := statistics.median(taken)),
-            "tokens_per_s": case.tokens / max(case.steps, 1) / middle,
-            "share_of_limit": statistics.median(shares or [0.0]),
-            "ratio": statistics.median(theirs / ours for theirs, ours in zip(taken, own, strict=True)),
-            "loss": losses[name],
+            "tokens_per_s": case.tokens / steps / middle,
+            "share_of_limit": statistics.median(map(operator.truediv, limits_s, taken)) if limits_s else 0.0,
+            "ratio": statistics.median(map(operator.truediv, taken, own)),
+            "loss": answers[title][name][-1].get("loss"),
         }
-    return {**machine, "machine_rates": medians, "repeats": options.repeats, "work": figures}
-
-
-def _prepare(options: BenchOptions, cases: Mapping[str, Case], folder: str) -> dict[str, Any]:
-    """What contestants are told of the work; for peers the model, or the one that training begins with, is written."""
-    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(ModelOptions)}
-    given |= {f"mesh.{name}": size for name, size in vars(given.pop("mesh")).items() if name != "rules"}
-    given |= {"prompt": PROMPT, "echo": "false", "temperature": 0, "max_new_tokens": 8}
-    work: dict[str, Any] = {"hf": f"{folder}/hf", "gguf": f"{folder}/model.gguf", "titles": [*cases], "prompt": PROMPT}
-    work |= {"sample": [f"--{name}={value}" for name, value in given.items() if value is not None]}
-    work |= {"context": max(max(case.lengths) + case.new_tokens for case in cases.values())}
-    work |= {"rows": max(len(case.lengths) for case in cases.values())}
-    config = train_config(options) if options.what == "train" else None
-    if config:
-        work |= {"optimizer": vars(config.optimizer), "vocab_size": config.model.vocab_size}
-        work |= {"batch": [config.training.batch_size, config.training.seq_len + 1]}
-    if options.against:
-        import jax
-
-        jax.config.update("jax_platforms", "cpu")
-        if config:
-            model = jllama.LanguageModel(config.model, jllama.initial_params(jax.random.key(0), config.model))
-        else:
-            model = dataclasses.replace(options, dtype="float32", quantize=None).load_model(needs_tokenizer=False)
-        for format in {"gguf" if name == "llama.cpp" else "hf" for name in options.against}:
-            jllama.save(model, work[format], format, "q8_0" if options.quantize and format == "gguf" else "float32")
-    return work
-
-
-def _machine(threads: int) -> str:
-    """The processor, and how much of it is taken."""
-    told = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    found = re.findall(r"model name\s*: (.*)", told)[:1] or [platform.processor() or platform.machine()]
-    vectors = ", AVX-512" if "avx512f" in told else ", no AVX-512" * bool(told)
-    return f"{found[0]}{vectors}, {threads} threads"
-
-
-def _versions(options: BenchOptions) -> str:
-    """The packages that were measured; llama.cpp's may be another Python's."""
-    found = [f"Python {platform.python_version()}"]
-    for name in dict.fromkeys(["jllama", "jax", *itertools.chain(*(PEERS[peer].split() for peer in options.against))]):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {importlib.metadata.version(name)}")
-    return ", ".join(found)
+    medians = {name: statistics.median(rate[name] for rate in rates[1:]) for name in (rates[0] if rates else ())}
+    said = ", ".join(f"{rate / 1e9:,.1f}e9 {name.replace('_per_', '/')}" for name, rate in medians.items())
+    return {**work["facts"], "rates": said, "machine_rates": medians, "repeats": options.repeats, "work": figures}
 
 
 def _begin(name: str, work: dict[str, Any], options: BenchOptions, case: Case) -> dict[str, float]:
@@ -289,6 +242,7 @@ def _begin(name: str, work: dict[str, Any], options: BenchOptions, case: Case) -
 @contextlib.contextmanager
 def _contestant(name: str, work: dict[str, Any], options: BenchOptions) -> Iterator[Callable[..., Any]]:
     """A process, and how to ask it: to take a turn, or whether it is ready. What goes wrong there is raised here."""
+    streams_text = options.what == "startup" and name != "prepare"
     package, environment = Path(__file__).parents[1], {**os.environ, "OMP_NUM_THREADS": str(work["threads"])}
     places = [package / "contestants", package.parent / "benchmarks" / "contestants"]  # the wheel's, the repository's
     python, script = sys.executable, next(path for path in places if path.exists()) / "contestant.py"
@@ -307,10 +261,10 @@ def _contestant(name: str, work: dict[str, Any], options: BenchOptions) -> Itera
         def ask(turn: Any = None) -> Any:
             with contextlib.suppress(BrokenPipeError):  # it has ended, and answers no more
                 stdin.write(b"" if turn is None else json.dumps(turn).encode() + b"\n")
-            if not (answer := stdout.read(1) if options.what == "startup" else stdout.readline()):
+            if not (answer := stdout.read(1) if streams_text else stdout.readline()):
                 log.seek(0)
                 raise _failure(name, process.wait(), log.read().decode(errors="replace").strip())
-            return None if options.what == "startup" else json.loads(answer)
+            return None if streams_text else json.loads(answer)
 
         try:
             yield ask
