@@ -32,7 +32,7 @@ CONTEXT_TOKENS = 32  # length of the prompts whose prefill is left out
 PEERS = {"transformers": "transformers torch", "torch-compile": "transformers torch", "llama.cpp": "llama-cpp-python"}
 """Who can be measured beside jllama, and what is to be installed for it."""
 _SMALL: Any = {"num_layers": 8, "embed_dim": 512, "num_heads": 8, "num_kv_heads": 4, "mlp_dim": 1376}
-_COLUMNS = ("ms (least to most)", "tokens/s", "share of limit", "jllama is times as fast")
+_COLUMNS = ("ms (least to most)", "tokens/s", "share of limit", "times as fast")
 _COMMON = ("against", "quantize", "preset", "batch_size", "repeats", "threads", "json", "html")
 
 
@@ -178,7 +178,7 @@ def main(argv: list[str], prog: str) -> int:
     for title, cells in shown.items():
         table.add_row(title, *cells)
     print(*facts.values(), sep="\n")
-    Console(width=max(Console().width, 120)).print(table)
+    Console(width=max(Console().width, 160)).print(table)
     return 0
 
 
