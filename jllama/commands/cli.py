@@ -188,8 +188,11 @@ def _read_config(name: str) -> yaml.MappingNode:
             path = shipped.get(path.name.removesuffix(".yaml"), path)
         with path.open(encoding="utf-8") as file:
             text = file.read(1_000_001)
-        if len(text) > 1_000_000 or any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-            raise RecursionError  # aliases: ten of ten of ten ... is a file of a few lines
+        depth = 0
+        for event in yaml.parse(text):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if len(text) > 1_000_000 or depth > 50 or isinstance(event, yaml.AliasEvent):
+                raise RecursionError  # aliases: ten of ten of ten ... is a file of a few lines
         root = yaml.compose(text)
     except RecursionError as error:
         raise UsageError(f"{name} is too large or nested too deep, or has aliases: give plain options") from error
