@@ -59,7 +59,11 @@ class ModelOptions(CheckpointOptions):
 
     def load_model(self, needs_tokenizer: bool = True) -> "jllama.LanguageModel":
         """The model, in the layout for decoding."""
-        model = self.load_with(None if self.mesh == MeshConfig(data=1) else jllama.make_mesh(self.mesh), self.adapter)
+        from jllama.generation import programs
+
+        if (mesh := None if self.mesh == MeshConfig(data=1) else jllama.make_mesh(self.mesh)) is None:
+            programs.keep()
+        model = self.load_with(mesh, self.adapter)
         if needs_tokenizer and model.tokenizer is None:
             raise no_tokenizer(self.checkpoint)
         return model

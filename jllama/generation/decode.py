@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams
+from jllama.generation import programs
 from jllama.generation.decode_batch import DecodeBatch, append_token
 from jllama.generation.prefill import cache_len, resized
 from jllama.generation.prompt_lookup import lookup_step
@@ -38,7 +39,8 @@ def decode(
     longest = int(np.minimum(lengths + 1 + steps * (draft_len + 1), limits).max(where=running, initial=0))
     if longest > batch.tokens.shape[1]:
         batch = with_room(batch, longest, model.config)
-    batch, *new = _decode(model.decode_params, model.config, batch, running, np.int32(steps), draft_len)
+    args = model.decode_params, model.config, batch, running, np.int32(steps), draft_len
+    batch, *new = programs.call(_decode, *args)
     tokens, log_probs = jax.device_get(new)
     most = int((tokens >= 0).sum(axis=1).max())
     return batch, tokens[:, :most], log_probs[:, :most]

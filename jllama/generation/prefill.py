@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams
+from jllama.generation import programs
 from jllama.generation.decode_batch import DecodeBatch, make_batch
 from jllama.generation.sampling_params import Prompt
 from jllama.language_model import LanguageModel
@@ -67,7 +68,7 @@ def _prompt_cache(
         chunk = ids[first : first + _PREFILL_TOKENS]
         padded = np.zeros((1, power_of_two_at_least(len(chunk), _SHORTEST_PREFILL)), np.int32)
         padded[0, : len(chunk)] = chunk
-        longer = _prefill(params, config, cache, padded, np.array([len(chunk)], np.int32))
+        longer = programs.call(_prefill, params, config, cache, padded, np.array([len(chunk)], np.int32))
         cache = resized(longer, max_len) if cache is None else longer
     return _beside(params, _zeros(config, 1, max_len, params.dtype)) if cache is None else cache
 

@@ -1,0 +1,153 @@
+"""A program from an earlier process gives the bits of one that was traced here, and is never one of other code."""
+
+import dataclasses
+import functools
+import threading
+
+import jax
+import models
+import numpy as np
+import pytest
+from jax.experimental import serialize_executable
+
+import jllama
+from jllama import cache
+from jllama import functional as F
+from jllama.generation import programs
+from jllama.language_model import LanguageModel
+from jllama.model import LAYER_CLASSES, Layer
+from jllama.tokenizers import BytesTokenizer
+
+ASKED = {"max_new_tokens": 6, "seed": 3, "temperature": 0.9, "top_k": 40}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("JLLAMA_CACHE", str(tmp_path))
+    later_process(monkeypatch)
+    return tmp_path / "programs"
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """What was loaded; each is a program that was neither traced nor compiled."""
+    found, load = [], serialize_executable.deserialize_and_load
+    monkeypatch.setattr(serialize_executable, "deserialize_and_load", lambda *a: found.append(load(*a)) or found[-1])
+    return found
+
+
+@functools.cache
+def model():
+    config = dataclasses.replace(models.SERVED, num_layers=1, max_seq_len=64)
+    return LanguageModel(config, models.decode_params(config), BytesTokenizer())
+
+
+def generate(**settings):
+    (completion,) = jllama.generate(model(), "Once", **ASKED | settings)
+    return completion
+
+
+def later_process(monkeypatch, keeps=True):
+    monkeypatch.setattr(programs, "_keeps", threading.Event())
+    monkeypatch.setattr(programs, "_programs", {})
+    monkeypatch.setattr(programs, "_loading", {})
+    if keeps:
+        programs.keep()
+
+
+def test_a_later_process_loads_what_this_one_compiled(folder, loaded, monkeypatch):
+    later_process(monkeypatch, keeps=False)
+    expected = generate()
+    assert not folder.exists()
+    programs.keep()
+    assert generate() == expected
+    assert len([*folder.iterdir()]) == 2
+    assert not loaded
+    later_process(monkeypatch)
+    assert generate() == expected
+    assert len(loaded) == 2
+    assert generate(seed=4, temperature=0.0, top_k=0) != expected  # settings are data
+    assert len(loaded) == len([*folder.iterdir()]) == 2
+
+
+def test_what_can_be_damaged_is_compiled_again(folder, loaded, monkeypatch):
+    expected = generate()
+    for path in folder.iterdir():
+        path.write_bytes(path.read_bytes()[:-500])
+    later_process(monkeypatch)
+    assert generate() == expected
+    for path in [*folder.iterdir()]:  # whole, and still no program
+        path.unlink()
+        cache.keep("programs", path.name, [np.arange(99)])
+    later_process(monkeypatch)
+    assert generate() == expected
+    assert not loaded
+    later_process(monkeypatch)
+    assert generate() == expected
+    assert len(loaded) == 2
+
+
+@pytest.mark.parametrize(
+    ("table", "name", "entry"),
+    [
+        (F.TRUNCATIONS, "top_k", lambda logits, k: F.top_k_mask(logits, k * 0 + 1)),
+        (F.PENALTIES, "mine", lambda logits, value, seen, counts: logits),
+        (F.ATTENTION, "reference", F.AttentionImplementation(lambda *a: F.ATTENTION["xla"].function(*a))),
+        (LAYER_CLASSES, jllama.LlamaConfig, type("Mine", (Layer,), {"__module__": "mine"})),
+    ],
+    ids=["truncation", "penalty", "attention", "layer"],
+)
+def test_with_code_of_others_nothing_is_kept_or_loaded(table, name, entry, folder, loaded, monkeypatch):
+    monkeypatch.setitem(table, name, entry)
+    call = jax.jit(lambda x: x + 1)
+    assert programs.call(call, jax.numpy.zeros(3)).tolist() == [1, 1, 1]
+    assert not folder.exists()
+
+
+def test_a_configuration_of_others_is_left_to_jax(folder):
+    @dataclasses.dataclass(frozen=True)
+    class Mine(jllama.LlamaConfig):
+        pass
+
+    call = jax.jit(lambda config, x: x + config.num_layers, static_argnums=0)
+    assert programs.call(call, Mine(num_layers=4), jax.numpy.zeros(3)).tolist() == [4, 4, 4]
+    assert not folder.exists()
+    assert programs.call(call, models.SMALL, jax.numpy.zeros(3)).tolist() == [2, 2, 2]
+    assert folder.exists()
+
+
+def test_everything_that_a_program_depends_on_is_in_its_key(folder, monkeypatch):
+    def kept():
+        later_process(monkeypatch)
+        programs.call(jax.jit(lambda config, x: x + 1, static_argnums=0), *args).block_until_ready()
+        return len([*folder.iterdir()])
+
+    args = [models.SMALL, jax.numpy.zeros(3)]
+    assert kept() == kept() == 1
+    args[1] = jax.numpy.zeros(3, jax.numpy.bfloat16)
+    assert kept() == 2
+    args[0] = dataclasses.replace(models.SMALL, rope_theta=7.0)
+    assert kept() == 3
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=1")
+    assert kept() == 4
+    monkeypatch.setattr(cache, "_code", lambda: "a later version")
+    assert kept() == 5
+    jax.config.update("jax_numpy_rank_promotion", "warn")
+    try:
+        assert kept() == 6
+    finally:
+        jax.config.update("jax_numpy_rank_promotion", "allow")
+
+
+def test_donated_arguments_are_consumed_and_others_stay(monkeypatch):
+    call = jax.jit(lambda x, y: x + y, donate_argnums=0)
+    for _ in range(2):
+        x, y = jax.numpy.ones(64), jax.numpy.ones(64)
+        assert programs.call(call, x, y)[0] == 2
+        assert (x.is_deleted(), y.is_deleted()) == (True, False)
+        later_process(monkeypatch)
+
+
+def test_arguments_on_another_device_are_left_to_jax(folder):
+    call, device = jax.jit(lambda x: x + 1), jax.devices()[-1]
+    assert programs.call(call, jax.device_put(jax.numpy.zeros(3), device)).devices() == {device}
