@@ -1,5 +1,7 @@
 """The devices of this machine and what is published of others: memory, rates, and what to say of them."""
 
+import contextlib
+import ctypes
 import math
 import os
 from collections.abc import Iterable
@@ -28,6 +30,7 @@ class Accelerator(NamedTuple):
     node: int = 8  # GPUs that links connect
 
 
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of <malloc.h>
 _GIB, _H100_BYTES = 2**30, 84942979072
 ACCELERATORS = {
     "v4": Accelerator("TPU v4", 30.75 * _GIB, 275e12, 1.2e12, 300e9, sides=3),
@@ -56,6 +59,17 @@ Sources: Google's documentation of each TPU version, NVIDIA's data sheets, and w
 def peak_flops(device_kind: str) -> float | None:
     """The published bfloat16 operations a second of a device; None where they are not known."""
     return next((row.flops for row in ACCELERATORS.values() if device_kind.startswith(row.kind)), None)
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep the memory that it frees, for the next step of a program on a CPU.
+
+    Otherwise glibc gives each large temporary back to the system, which clears its pages anew for every step.
+    """
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def device_bytes(tree: Any) -> int:

@@ -200,6 +200,8 @@ def spread_attention(
 
     Key-value heads that are fewer than ``tensor`` are whole everywhere, and each device takes those of its queries.
     """
+    if mesh.size == 1:  # an exchange with nobody would still copy
+        return F.attention(query, key, value, mask, implementation)
     if mesh.shape["sequence"] > 1 and "sequence" in jax.sharding.get_abstract_mesh().manual_axes:
         seq = query.shape[2]
         whole = functools.partial(jax.lax.all_gather, axis_name="sequence", tiled=True)

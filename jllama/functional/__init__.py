@@ -1,6 +1,7 @@
 """Pure functions on arrays, each with its formula and source; nothing here imports the rest of jllama."""
 
-from jllama.functional.attention import ATTENTION as ATTENTION, Mask as Mask, attention as attention
+from jllama.functional.attention import ATTENDED as ATTENDED, ATTENTION as ATTENTION, Mask as Mask
+from jllama.functional.attention import attention as attention
 from jllama.functional.attention import AttentionImplementation as AttentionImplementation, Refused as Refused
 from jllama.functional.attention import cached_attention as cached_attention, choose_attention as choose_attention
 from jllama.functional.attention import masked_softmax as masked_softmax

@@ -1,12 +1,13 @@
 """Attention: who sees whom, the formula, and the table of implementations."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jllama.functional.shapes import checked
@@ -15,7 +16,8 @@ Queries = Float[Array, "batch heads seq head_dim"]
 Keys = Float[Array, "batch kv_heads kv_seq head_dim"]
 Scores = Float[Array, "*lead kv_seq"]
 
-_BLOCK, _MAX_SPANS, _CACHE_BLOCK = 128, 8, 256
+_BLOCK, _MAX_SPANS, _SHORT, _CACHE_BLOCK = 64, 8, 128, 256
+ATTENDED = "attended"  # what the backward pass of blocks needs, for ``jax.checkpoint`` to keep
 
 
 class Mask(NamedTuple):
@@ -67,16 +69,20 @@ def grouped_query_attention(query: Queries, key: Keys, value: Keys, mask: Bool[A
     ``n // (heads / kv_heads)``. Scores and softmax are float32; the result has the dtype of ``query``. Sources: Vaswani
     et al. 2017, eq. 1 (arXiv:1706.03762); Shazeer 2019 (arXiv:1911.02150); Ainslie et al. 2023 (arXiv:2305.13245).
     """
-    (batch, heads, seq, head_dim), kv_heads = query.shape, key.shape[1]
+    accumulator = np.promote_types(query.dtype, np.float32)
+    scores = jnp.einsum("bkgth,bksh->bkgts", _grouped(query, key), key, preferred_element_type=accumulator)
+    weights = masked_softmax(scores * query.shape[3] ** -0.5, mask[:, None, None])
+    mixed = jnp.einsum("bkgts,bksh->bkgth", weights.astype(value.dtype), value, preferred_element_type=accumulator)
+    return mixed.reshape(query.shape).astype(query.dtype)
+
+
+def _grouped(query: Array, key: Array) -> Array:
+    """Queries ``[batch, heads, seq, head_dim]`` as ``[batch, kv_heads, group, seq, head_dim]``."""
+    (batch, heads, *rest), kv_heads = query.shape, key.shape[1]
     if heads % kv_heads:
         counts = f"query has {heads} heads and key {kv_heads}; the first must be a multiple of the second"
         raise ValueError(f"grouped_query_attention: {counts}, in arrays of [batch, heads, seq, head_dim]")
-    grouped = query.reshape(batch, kv_heads, heads // kv_heads, seq, head_dim)
-    accumulator = np.promote_types(query.dtype, np.float32)
-    scores = jnp.einsum("bkgth,bksh->bkgts", grouped, key, preferred_element_type=accumulator)
-    weights = masked_softmax(scores * head_dim**-0.5, mask[:, None, None])
-    mixed = jnp.einsum("bkgts,bksh->bkgth", weights.astype(value.dtype), value, preferred_element_type=accumulator)
-    return mixed.reshape(query.shape).astype(query.dtype)
+    return query.reshape(batch, kv_heads, heads // kv_heads, *rest)
 
 
 def _reference(query: Array, key: Array, value: Array, mask: Mask, first: int | Array = 0) -> Array:
@@ -84,25 +90,106 @@ def _reference(query: Array, key: Array, value: Array, mask: Mask, first: int | 
 
 
 def _blocked(query: Array, key: Array, value: Array, mask: Mask) -> Array:
-    """Queries in blocks of at most 128, of which one's scores are there at once; the backward pass makes them again."""
-    (batch, heads, seq, head_dim), kv_seq = query.shape, key.shape[2]
-    num_blocks = -(-seq // _BLOCK)
-    size = -(-seq // num_blocks)
-    padding = num_blocks * size - seq
-    blocks = jnp.pad(query, ((0, 0), (0, 0), (0, padding), (0, 0))).reshape(batch, heads, num_blocks, size, head_dim)
-    blocks = jnp.moveaxis(blocks, 2, 0)
-    if mask.query_segments is not None:
-        mask = mask._replace(query_segments=jnp.pad(mask.query_segments, ((0, 0), (0, padding))))
-    # From the start of a row, a span takes no more keys than its last query sees: in all about half of the products.
-    span = num_blocks if mask.offset is not None else -(-num_blocks // _MAX_SPANS)
-    parts = []
-    for start in range(0, num_blocks, span):
-        end = min(start + span, num_blocks)
-        seen = min(end * size, kv_seq) if mask.offset is None else kv_seq
-        attend = functools.partial(_reference, key=key[:, :, :seen], value=value[:, :, :seen], mask=mask)
-        run = jax.checkpoint(lambda block, attend=attend: attend(block[1], first=block[0]))
-        parts.append(jax.lax.map(run, (size * jnp.arange(start, end), blocks[start:end])))
-    return jnp.moveaxis(jnp.concatenate(parts), 0, 2).reshape(batch, heads, -1, head_dim)[:, :, :seq]
+    """Queries in blocks, of which one's scores are there at once; the backward pass makes them again."""
+    return _in_blocks(_grouped(query, key), key, value, mask).reshape(query.shape)
+
+
+@jax.custom_vjp
+def _in_blocks(query: Array, key: Array, value: Array, mask: Mask) -> Array:
+    """Of queries ``[batch, kv_heads, group, seq, head_dim]``."""
+    return _in_blocks_forward(query, key, value, mask, 2 * _BLOCK)[0]  # with no backward pass the faster size
+
+
+def _in_blocks_forward(
+    query: Array, key: Array, value: Array, mask: Mask, most: int | None = None
+) -> tuple[Array, tuple[Any, ...]]:
+    """The result, and what the backward pass needs: it, the arguments, the logarithm of each sum of exponentials."""
+    parts, wide = [], np.promote_types(query.dtype, np.float32)
+    for first, count, size, kv_seq in _spans(query.shape[3], key.shape[2], mask, most or _BLOCK):
+        keys, values = key[:, :, :kv_seq], value[:, :, :kv_seq]
+
+        def attend(first: Array, size: int = size, keys: Array = keys, values: Array = values) -> tuple[Array, Array]:
+            scores, seen = _block_scores(_block(query, first, size), keys, mask, first)
+            largest = jnp.max(scores, axis=-1, keepdims=True)
+            weights = jnp.where(seen, jnp.exp(scores - largest), 0)
+            total = jnp.sum(weights, axis=-1, keepdims=True)
+            mixed = jnp.einsum("bkgts,bksh->bkgth", weights.astype(value.dtype), values, preferred_element_type=wide)
+            log_total = jnp.where(total > 0, largest + jnp.log(total), jnp.inf)  # of no keys: all weights are zero
+            return (mixed / jnp.where(total > 0, total, 1)).astype(query.dtype), log_total
+
+        parts.append(jax.tree.map(_side_by_side, jax.lax.map(attend, first + size * jnp.arange(count))))
+    results = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=3), *parts)
+    query, key, value, mixed, log_total = (checkpoint_name(each, ATTENDED) for each in (query, key, value, *results))
+    return mixed, (query, key, value, mask, mixed, log_total)
+
+
+def _in_blocks_backward(kept: tuple[Any, ...], d_mixed: Array) -> tuple[Array, Array, Array, None]:
+    """The gradients, by weights made again from the logarithms. Source: Dao et al. 2022, algorithm 4
+    (arXiv:2205.14135).
+    """
+    query, key, value, mask, mixed, log_total = kept
+    wide, d_queries = log_total.dtype, []
+    product = functools.partial(jnp.einsum, preferred_element_type=wide)
+    mean = jnp.sum(d_mixed.astype(wide) * mixed.astype(wide), axis=-1, keepdims=True)  # of the weights' gradients
+    d_key, d_value = (jnp.zeros(each.mT.shape, wide) for each in (key, value))
+    for first, count, size, kv_seq in _spans(query.shape[3], key.shape[2], mask, _BLOCK):
+        keys, values = key[:, :, :kv_seq], value[:, :, :kv_seq]
+
+        def add(
+            sums: tuple[Array, Array], first: Array, size: int = size, keys: Array = keys, values: Array = values
+        ) -> tuple[tuple[Array, Array], Array]:
+            ours, d_ours, log_ours, mine = (_block(each, first, size) for each in (query, d_mixed, log_total, mean))
+            scores, seen = _block_scores(ours, keys, mask, first)
+            weights = jnp.where(seen, jnp.exp(scores - log_ours), 0)
+            d_scores = weights * (product("bkgth,bksh->bkgts", d_ours, values) - mine) * query.shape[-1] ** -0.5
+            weights, d_scores = weights.astype(value.dtype), d_scores.astype(query.dtype)
+            # Channels before keys: XLA:CPU copies the first factor to transpose it, and this is the smaller one.
+            d_keys = product("bkgth,bkgts->bkhs", ours, d_scores)
+            d_values = product("bkgth,bkgts->bkhs", d_ours, weights)
+            return (sums[0] + d_keys, sums[1] + d_values), product("bkgts,bksh->bkgth", d_scores, keys)
+
+        zeros = jnp.zeros(keys.mT.shape, wide), jnp.zeros(values.mT.shape, wide)
+        (d_keys, d_values), blocks = jax.lax.scan(add, zeros, first + size * jnp.arange(count))
+        d_queries.append(_side_by_side(blocks))
+        d_key, d_value = d_key.at[..., :kv_seq].add(d_keys), d_value.at[..., :kv_seq].add(d_values)
+    d_query = jnp.concatenate(d_queries, axis=3)
+    return d_query.astype(query.dtype), d_key.mT.astype(key.dtype), d_value.mT.astype(value.dtype), None
+
+
+_in_blocks.defvjp(_in_blocks_forward, _in_blocks_backward)
+
+
+def _spans(seq: int, kv_seq: int, mask: Mask, most: int) -> Iterator[tuple[int, int, int, int]]:
+    """Queries in at most nine spans: the first one, how many blocks of what size, and how many keys they may see.
+
+    From the start of a row a span takes no more keys than its last query sees: in all about half of the products.
+    """
+    size = -(-seq // -(-seq // most))
+    num_blocks = seq // size
+    span = max(-(-num_blocks // _MAX_SPANS), min(2, num_blocks // 4))  # fewer spans compile sooner
+    span = num_blocks if mask.offset is not None else span
+    spans = [(start * size, min(span, num_blocks - start), size) for start in range(0, num_blocks, span)]
+    if seq % size:
+        spans.append((num_blocks * size, 1, seq % size))
+    for first, count, rows in spans:
+        yield first, count, rows, kv_seq if mask.offset is not None else min(first + count * rows, kv_seq)
+
+
+def _block(array: Array, first: Array, size: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(array, first, size, axis=3)
+
+
+def _side_by_side(blocks: Array) -> Array:
+    """Blocks ``[count, batch, kv_heads, group, size, ...]`` as ``[batch, kv_heads, group, count * size, ...]``."""
+    return jnp.moveaxis(blocks, 0, 3).reshape(*blocks.shape[1:4], -1, *blocks.shape[5:])
+
+
+def _block_scores(query: Array, key: Array, mask: Mask, first: Array) -> tuple[Array, Array]:
+    """The scores of a block of queries, least where a key is not seen, and where one is."""
+    wide = np.promote_types(query.dtype, np.float32)
+    scores = jnp.einsum("bkgth,bksh->bkgts", query, key, preferred_element_type=wide) * query.shape[-1] ** -0.5
+    seen = mask.dense(query.shape[3], key.shape[2], first)[:, None, None]
+    return jnp.where(seen, scores, jnp.finfo(wide).min), seen
 
 
 def _xla(query: Array, key: Array, value: Array, mask: Mask) -> Array:
@@ -191,14 +278,14 @@ def choose_attention(
     """The name that ``auto`` stands for: a kernel for whole sequences where the platform has one, else plain formulas.
 
     ``packed`` says whether documents must be kept apart, which cuDNN cannot; kernels for GPUs want 16-bit numbers.
-    Blocks cost their scores twice backward: they are taken over 1,024 tokens, else over 128.
+    Without a ``backward`` pass, blocks are taken over 128 tokens.
     """
-    if seq == kv_seq and seq >= _BLOCK:
+    if seq == kv_seq and seq >= _SHORT:
         if platform == "tpu":
             return "splash"
         if platform == "gpu" and jnp.dtype(dtype).itemsize == 2:
             return "triton" if packed else "cudnn"
-    return "blocked" if seq == kv_seq and seq > (1024 if backward else _BLOCK) else "reference"
+    return "blocked" if 0 < seq == kv_seq and (backward or seq > _SHORT) else "reference"
 
 
 @checked

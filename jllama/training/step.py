@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jllama.data.batches import Rows
+from jllama.devices import keep_freed_memory
 from jllama.errors import UsageError, check_fields
 from jllama.functional import choose_attention
 from jllama.functional.linear import AdaptedMatrix
@@ -100,6 +101,8 @@ def compile_training(
     specs = {path: row_spec(mesh, row, model, rules) for path, row in table.items()}
     head = "embed" if model.tie_embeddings else "lm_head"
     split = [name for name in _BY_HAND if mesh.shape[name] > 1]
+    if platform == "cpu":
+        keep_freed_memory()
     if split and platform == "cpu":
         check_fields(options, "training.", "reduce_dtype", "float32".__eq__, "float32 on CPUs, where XLA sums no other")
     stages, lora = gather_stages(mesh), config.lora

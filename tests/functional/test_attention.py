@@ -165,8 +165,10 @@ def test_blocks_hold_no_more_than_a_block_of_scores():
 def test_auto_goes_by_the_shapes_alone():
     assert choose_attention(1, 4096) == "reference"
     assert choose_attention(512, 4096, backward=False) == "reference"
-    assert choose_attention(512, 512) == "reference"
+    assert choose_attention(100, 100, backward=False) == "reference"
     assert choose_attention(512, 512, backward=False) == "blocked"
+    assert choose_attention(100, 100) == "blocked"
+    assert choose_attention(0, 0) == "reference"
     assert choose_attention(8192, 8192) == "blocked"
 
 
