@@ -55,10 +55,13 @@ class DecodeMatrix:
         """``x @ matrix`` in ``dtype``. By integers, which a CPU multiplies several times faster with integers, few
         tokens become two rows each, ``x = s * (high + low / 254)``: an error of at most ``max(abs(x)) / 64516``.
         """
-        wide = dtype if self.scale is None else jnp.float32
+        wide, is_few = dtype if self.scale is None else jnp.float32, len(x) <= 32
         plain = functools.partial(jnp.einsum, "ti,oi->to", preferred_element_type=wide)  # integers are widened like x
-        quick = functools.partial(_product_from_the_left, dtype=dtype) if self.scale is None else _split_product
-        product = jax.lax.platform_dependent(x, self.values, cpu=quick if len(x) <= 32 else plain, default=plain)
+        if self.scale is None:
+            quick = functools.partial(_product_from_the_left, dtype=dtype) if is_few else plain
+        else:
+            quick = _split_product if is_few else lambda x, values: plain(x, _late(values, x))
+        product = jax.lax.platform_dependent(x, self.values, cpu=quick, default=plain)
         return product if self.scale is None else (product * self.scale.astype(product.dtype)).astype(dtype)
 
 
@@ -142,11 +145,26 @@ def _product_from_the_left(x: Array, values: Array, dtype: Any) -> Array:
     return jax.lax.optimization_barrier(jnp.matmul(values, columns, preferred_element_type=dtype)).T
 
 
+def _late(values: Int8[Array, "outputs inputs"], x: Array) -> Array:
+    """The same values, changed (by nothing) once ``x`` is there: XLA would widen those of all layers at first, into
+    memory whose pages take as long as the products of 64 tokens.
+    """
+    return values ^ (x[0, 0] > jnp.inf).astype(jnp.int8)
+
+
 def _split_product(x: Float[Array, "tokens inputs"], values: Int8[Array, "outputs inputs"]) -> Array:
-    wide = x.astype(jnp.float32)
+    wide, rows = x.astype(jnp.float32), len(x)
     unit = jnp.maximum(jnp.max(jnp.abs(wide), axis=1, keepdims=True) / _LARGEST, jnp.finfo(jnp.float32).tiny)
     high = jnp.round(wide / unit)
-    low = jnp.round((wide / unit - high) * 2 * _LARGEST)
-    parts = jnp.concatenate([high, low]).astype(jnp.int8)
-    sums = jnp.einsum("ti,oi->to", parts, values, preferred_element_type=jnp.int32).astype(jnp.float32)
-    return (sums[: len(x)] + sums[len(x) :] / (2 * _LARGEST)) * unit
+    parts = jnp.concatenate([high, jnp.round((wide / unit - high) * 2 * _LARGEST)])
+    if rows == 1:  # a loop, 1.4 times as fast
+        # By the identity, as a product is never fused: XLA would split x again for each output.
+        parts = jnp.eye(2, dtype=jnp.int32) @ parts.astype(jnp.int32)
+        products = [part.astype(jnp.int16) * _late(values, x).astype(jnp.int32) for part in parts]
+        # Both sums at once, as XLA would cut one by itself in pieces of 32.
+        sums = jax.lax.reduce(products, [np.int32(0)] * 2, functools.partial(jax.tree.map, jnp.add), [1])
+        sums = jnp.stack(sums)
+    else:
+        sums = jnp.einsum("ti,oi->to", parts.astype(jnp.int8), values, preferred_element_type=jnp.int32)
+    high, low = sums[:rows].astype(jnp.float32), sums[rows:].astype(jnp.float32)
+    return (high + low / (2 * _LARGEST)) * unit

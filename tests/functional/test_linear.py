@@ -52,6 +52,31 @@ def test_a_product_is_that_of_what_the_matrix_stands_for(tokens, seed, outlier):
     assert np.all(np.abs(found - expected) <= bound)
 
 
+@settings(max_examples=10)
+@given(seed=st.integers(0, 99), tokens=st.sampled_from([2, 5, 8, 32]))
+def test_a_row_by_itself_has_the_same_bits(seed, tokens):
+    matrix = int8(jnp.asarray(draw(seed, SHAPE)), (0,)).reshape(48, -1)
+    x = draw(seed + 1, (tokens, 48))
+    alone = [multiply(jnp.asarray(x[row : row + 1]), matrix) for row in range(tokens)]
+    np.testing.assert_array_equal(multiply(jnp.asarray(x), matrix), np.concatenate(alone))
+
+
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_matrices_are_not_widened_before_they_are_needed(tokens):
+    matrices = [int8(jnp.asarray(draw(layer, (256, 256))), (0,)) for layer in range(8)]
+
+    @jax.jit
+    def layers(x, matrices):
+        for matrix in matrices:
+            x = jnp.tanh(x @ matrix)
+        return x
+
+    needed = layers.lower(jnp.ones((tokens, 256)), matrices).compile().memory_analysis()
+    in_float32, activations = 4 * 256 * 256, 4 * 256 * tokens
+    assert needed
+    assert needed.temp_size_in_bytes < 2 * in_float32 + 4 * activations
+
+
 def test_several_input_axes():
     weights = draw(0, (4, 16, 48))  # heads and channels to the stream
     matrix = int8(jnp.asarray(weights), (0, 1))
