@@ -8,6 +8,7 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiling is most of what the tests do
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's and NumPy's threads wait for each other on busy cores
 
 os.environ["JLLAMA_CHECK_SHAPES"] = "1"
 
