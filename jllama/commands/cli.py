@@ -1,5 +1,6 @@
 """What every command shares: dataclasses as options, help, errors as one sentence, exit codes. It imports no JAX."""
 
+import _thread
 import argparse
 import contextlib
 import dataclasses
@@ -13,6 +14,7 @@ import platform
 import re
 import sys
 import textwrap
+import threading
 import types
 import typing
 import warnings
@@ -323,8 +325,14 @@ def _prepare_process() -> None:
     for name in ("absl", "asyncio"):  # Orbax raises what goes wrong in its threads: hundreds of lines would drown that
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-    if sys.unraisablehook is sys.__unraisablehook__:  # tensorstore's closed event loop, after each failed write
-        sys.unraisablehook = lambda problem: None
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = _unraisable
+
+
+def _unraisable(problem: Any) -> None:
+    """Silent on tensorstore's closed event loop, after each failed write; a Ctrl-C that met a callback comes again."""
+    if problem.exc_type is KeyboardInterrupt:  # JAX has one that Python calls at each collection of garbage
+        threading.Timer(0.05, _thread.interrupt_main).start()
 
 
 def _nearest(name: str, options: Iterable[str]) -> str:

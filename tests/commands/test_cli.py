@@ -100,6 +100,24 @@ def test_the_version(capsys):
     assert f"jllama {jllama.__version__} (jax {importlib.metadata.version('jax')}" in capsys.readouterr().out
 
 
+def test_ctrl_c_in_a_collection_of_garbage_is_not_lost():
+    """JAX has a callback there, and Python drops what is raised in one."""
+    code = """
+import gc, signal, sys, time, types
+from jllama.commands import cli
+def work(argv, prog):
+    gc.callbacks.append(lambda phase, info: phase == "start" and signal.raise_signal(signal.SIGINT))
+    gc.collect()
+    gc.callbacks.clear()
+    for _ in range(500):
+        time.sleep(0.01)
+    return 0
+sys.modules["jllama.commands.data"] = types.SimpleNamespace(main=work)
+print(cli.main(["data"]))
+"""
+    assert python(code) == "1\n"
+
+
 def test_the_page_of_all_commands(capsys):
     assert cli.main([]) == 2
     page = capsys.readouterr().err
