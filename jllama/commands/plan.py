@@ -96,7 +96,7 @@ def main(argv: list[str], prog: str) -> int:
         tried = search(config, options.topology, fixed, progress.print)
         for _, each in tried:
             speed = f"MFU {each.mfu_limit:6.1%}, {each.tokens_per_s:,.0f} tokens/s" if each.fits else "does not fit"
-            console.print(f"{_needs(each) / _GIB:8.2f} GiB  {speed:33}  {describe(each.mesh, each.settings)}")
+            console.print(f"{each.needed_bytes / _GIB:8.2f} GiB  {speed:33}  {describe(each.mesh, each.settings)}")
         receipt = tried[0][1]
     else:
         receipt = plan_training(config, options.topology)
@@ -110,7 +110,7 @@ def main(argv: list[str], prog: str) -> int:
 
 def lines(receipt: "Receipt", title: str, decode: bool, tokens: float) -> list[str]:
     """The receipt for people."""
-    needs, has = _needs(receipt), receipt.device_memory_bytes
+    needs, has = receipt.needed_bytes, receipt.device_memory_bytes
     state, temporaries = receipt.parameters_bytes + receipt.moments_bytes, receipt.temporaries_bytes
     too_much = f"does not fit: {(needs - has) / _GIB:.2f} GiB too much"
     verdict = f"fits, {(has - needs) / _GIB:.2f} GiB to spare" if receipt.fits else too_much
@@ -127,9 +127,8 @@ def lines(receipt: "Receipt", title: str, decode: bool, tokens: float) -> list[s
         received: Counter[str] = Counter()
         for row in receipt.collectives:
             received[row.kind] += int(row.times * row.bytes_each)
-        times = {name: getattr(receipt, f"{name}_s") for name in ("compute", "memory", "interconnect")}
-        said = ", ".join(f"{name} {1e3 * seconds:,.1f} ms" for name, seconds in times.items())
-        bandwidth = receipt.arguments_bytes / receipt.traffic_bytes * receipt.memory_s / times[receipt.binds]
+        said = ", ".join(f"{name} {1e3 * seconds:,.1f} ms" for name, seconds in receipt.times_s.items())
+        bandwidth = receipt.arguments_bytes / receipt.traffic_bytes * receipt.memory_s / max(receipt.times_s.values())
         share = f"{bandwidth:.1%} of the memory's rate" if decode else f"{receipt.mfu_limit:.1%} MFU"
         rows["attention kernel"] = receipt.attention or "none"
         rows["FLOPs of a device in a step"] = f"{receipt.flops:.3g}, computed {receipt.recomputed:.2f} times"
@@ -146,7 +145,3 @@ def lines(receipt: "Receipt", title: str, decode: bool, tokens: float) -> list[s
         *(f"  to make it fit: {tip}" for tip in receipt.advice),
         f"compiled in {receipt.compile_s:.0f} s",
     ]
-
-
-def _needs(receipt: "Receipt") -> int:
-    return receipt.arguments_bytes + receipt.temporaries_bytes

@@ -52,20 +52,11 @@ class Receipt:
     largest: Sequence[tuple[float, str, str]] = ()  # ``(bytes, shape, name)`` of buffers, of what does not fit
     advice: Sequence[str] = ()  # what would make it fit, of what is not done yet
 
-    @property
-    def fits(self) -> bool:
-        """Whether arguments and temporaries are within the device's memory."""
-        return self.arguments_bytes + self.temporaries_bytes <= self.device_memory_bytes
-
-    @property
-    def binds(self) -> str:
-        """What takes longest, if all overlap: ``compute``, ``memory`` or ``interconnect``."""
-        return max(("compute", "memory", "interconnect"), key=lambda name: getattr(self, f"{name}_s"))
-
-    @property
-    def tokens_per_s(self) -> float:
-        """The tokens of all devices, at that limit."""
-        return self.tokens / max(self.compute_s, self.memory_s, self.interconnect_s, 1e-12)
+    needed_bytes = property(lambda it: it.arguments_bytes + it.temporaries_bytes, doc="Of a device, all together.")
+    fits = property(lambda it: it.needed_bytes <= it.device_memory_bytes, doc="Whether that is within its memory.")
+    times_s = property(lambda it: {name: getattr(it, f"{name}_s") for name in ("compute", "memory", "interconnect")})
+    binds = property(lambda it: max(it.times_s, key=it.times_s.get), doc="Which of these takes longest: all overlap.")
+    tokens_per_s = property(lambda it: it.tokens / max(*it.times_s.values(), 1e-12), doc="Of all devices, so limited.")
 
     @property
     def mfu_limit(self) -> float:

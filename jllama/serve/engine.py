@@ -28,24 +28,11 @@ from jllama.generation.decode_batch import restricted
 from jllama.generation.sampling_params import Prompt
 from jllama.generation.text import TextDecoder
 from jllama.language_model import LanguageModel, weights_fingerprint
-from jllama.serve import metrics
+from jllama.serve import metrics, slots
 from jllama.serve.config import EngineConfig
 from jllama.serve.prefix_cache import PrefixCache, chunk_keys
 from jllama.serve.requests import Answer, Busy, Deliver, Failure, Piece, Request, Token
-from jllama.serve.slots import (
-    CHUNK,
-    CHUNK_SIZES,
-    STOPS,
-    choose,
-    chunk_size,
-    empty_batch,
-    forward,
-    join,
-    kv_bytes,
-    prefill_chunk,
-    score_chunk,
-    write_chunk,
-)
+from jllama.serve.slots import CHUNK, CHUNK_SIZES, STOPS
 
 _STEPS = 4  # between two synchronizations with the host, where no row has a grammar
 _SHARE_OF_MEMORY = 0.5  # of what weights leave, for keys and values where nobody says how much
@@ -88,7 +75,7 @@ class Engine:
             raise UsageError("the models differ in shape: serve each by a server of its own")
         weights_bytes = sum(device_bytes(model.params) for model in self.models.values())
         self.context, self._max_len = _sizes(base, config, weights_bytes)
-        self.kv_bytes = kv_bytes(base.config, base.decode_params.dtype, config.slots * self._max_len)
+        self.kv_bytes = slots.kv_bytes(base.config, base.decode_params.dtype, config.slots * self._max_len)
         self._queue: deque[_Row] = deque()
         self._rows: list[_Row | None] = [None] * config.slots
         self._again: deque[tuple[Request, Answer]] = deque(maxlen=64)  # answers to compare, where slots are idle
@@ -103,7 +90,7 @@ class Engine:
         for name, model in self.models.items():
             self._fingerprints[name] = self._fingerprint(model)
         name = next(iter(self.models))
-        self._batch = empty_batch(self._base, self.config.slots, self._max_len)
+        self._batch = slots.empty_batch(self._base, self.config.slots, self._max_len)
         for number, size in enumerate(CHUNK_SIZES, 1):
             say(f"compiling, program {number} of {len(CHUNK_SIZES)}")
             prompt = Prompt([0] * min(size + 1, self._max_len), max_new_tokens=1, stop_ids=())
@@ -190,7 +177,7 @@ class Engine:
                     row.deliver(Failure("the server failed at this request, and has said why in its log"))
                 self._rows = [None] * len(self._rows)
                 del self._batch  # there may be no room for two
-                self._batch = empty_batch(self._base, len(self._rows), self._max_len)
+                self._batch = slots.empty_batch(self._base, len(self._rows), self._max_len)
 
     def _let_in(self) -> None:
         """Free the slots of clients that left, and fill them from the queue; what is left idle compares answers."""
@@ -228,21 +215,21 @@ class Engine:
         scored, computed = row.request.prompt_log_probs, 0
         chunk = self._prefixes.get(key) if key and not scored else None
         if chunk is None:
-            computed = CHUNK if scored else chunk_size(len(tokens))
+            computed = CHUNK if scored else next(size for size in CHUNK_SIZES if size >= len(tokens))
             padded = np.zeros((1, computed), np.int32)
             padded[0, : len(tokens)] = tokens
             cache = self._batch.cache
-            hidden, chunk = prefill_chunk(model.decode_params, model.config, cache, padded, at, np.int32(start))
+            hidden, chunk = slots.prefill_chunk(model.decode_params, model.config, cache, padded, at, np.int32(start))
             if scored:
                 targets = np.zeros(CHUNK, np.int32)
                 targets[: len(tokens)] = ids[start + 1 : start + 1 + len(tokens)]
-                scores = jax.device_get(score_chunk(model.decode_params, model.config, hidden, targets))
+                scores = jax.device_get(slots.score_chunk(model.decode_params, model.config, hidden, targets))
                 row.prompt_tokens += [_token(index, row.request.top, targets, *scores) for index in range(len(tokens))]
             if key:
                 self._prefixes.put(key, chunk)
         else:
             row.num_hits += len(tokens)
-        self._batch = write_chunk(self._batch, chunk, at, np.int32(start))
+        self._batch = slots.write_chunk(self._batch, chunk, at, np.int32(start))
         row.num_cached += len(tokens)
         return computed
 
@@ -254,7 +241,7 @@ class Engine:
         if prompt.max_new_tokens == 0:
             self._end(row)
         else:
-            self._batch = join(self._batch, row.model, prompt, row.slot)
+            self._batch = slots.join(self._batch, row.model, prompt, row.slot)
         return 0
 
     def _decode(self, rows: list[_Row]) -> None:
@@ -265,11 +252,11 @@ class Engine:
         active[[row.slot for row in rows]] = True
         limited, tops = any(row.request.prompt.grammar for row in rows), any(row.request.top for row in rows)
         for _ in range(1 if limited or not all(row.tokens for row in rows) else _STEPS):
-            logits, new = forward(model.decode_params, model.config, self._batch, active)
+            logits, new = slots.forward(model.decode_params, model.config, self._batch, active)
             if limited:
                 masks = {row.slot: row.text.allowed() for row in rows}
                 self._batch = restricted(self._batch, [masks.get(slot) for slot in range(len(self._rows))])
-            self._batch, step = choose(self._batch, new, logits, active, np.bool_(tops))
+            self._batch, step = slots.choose(self._batch, new, logits, active, np.bool_(tops))
             steps.append(step)
         for step in jax.device_get(steps):
             for row in rows:
@@ -351,7 +338,7 @@ def _token(index: int, num_top: int, ids: Any, log_probs: Any, top: Any) -> Toke
 def _sizes(model: LanguageModel, config: EngineConfig, weights_bytes: int) -> tuple[int, int]:
     """The context that is served, and the length of a slot: that, in whole chunks, which the memory must hold."""
     context = min(config.context or model.config.max_seq_len, model.config.max_seq_len)
-    chunk_bytes = config.slots * kv_bytes(model.config, model.decode_params.dtype, CHUNK)
+    chunk_bytes = config.slots * slots.kv_bytes(model.config, model.decode_params.dtype, CHUNK)
     free_bytes = (device_memory_bytes(jax.devices()[0]) or 2**60) - weights_bytes
     have = config.memory_gib * 2**30 or _SHARE_OF_MEMORY * free_bytes
     chunks = -(-context // CHUNK)

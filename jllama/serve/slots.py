@@ -19,11 +19,10 @@ from jllama.decode_params import DecodeParams
 from jllama.generation.decode_batch import DecodeBatch, append_token, make_batch
 from jllama.generation.sampling_params import Prompt
 from jllama.language_model import LanguageModel
-from jllama.model import KeysValues, KVCache, build_model, power_of_two_at_least, write_slots
+from jllama.model import KeysValues, KVCache, build_model, write_slots
 from jllama.serve.requests import MOST_TOP
 
-CHUNK, _SHORTEST = 256, 16
-CHUNK_SIZES = tuple(_SHORTEST << doubled for doubled in range((CHUNK // _SHORTEST).bit_length()))
+CHUNK, CHUNK_SIZES = 256, (16, 32, 64, 128, 256)  # tokens; a prompt's last chunk is padded to one of these
 STOPS = 16  # at most, of a request's stop ids
 Chunk = tuple[KeysValues, ...]
 """Keys and values of a chunk of one row's tokens, a pair a layer."""
@@ -46,11 +45,6 @@ def empty_batch(model: LanguageModel, slots: int, max_len: int) -> DecodeBatch:
     return jax.tree.map(lambda leaf: jax.device_put(leaf, where), batch)
 
 
-def chunk_size(num_tokens: int) -> int:
-    """The length to which a chunk is padded."""
-    return power_of_two_at_least(num_tokens, _SHORTEST)
-
-
 @functools.partial(jax.jit, static_argnames="config")
 def prefill_chunk(
     params: DecodeParams, config: LlamaConfig, cache: KVCache, tokens: Any, row: Any, start: Any
@@ -70,13 +64,8 @@ def write_chunk(batch: DecodeBatch, chunk: Chunk, row: Any, start: Any) -> Decod
     """Put a chunk, computed or kept, behind a row's first ``start`` tokens."""
     copy = functools.partial(jax.lax.dynamic_update_slice, start_indices=(row, 0, start, 0))
     keys, values = zip(*chunk, strict=True)
-    cache = batch.cache
-    return batch._replace(
-        cache=cache._replace(
-            keys=tuple(map(copy, cache.keys, keys)),
-            values=tuple(map(copy, cache.values, values)),
-        )
-    )
+    keys, values = tuple(map(copy, batch.cache.keys, keys)), tuple(map(copy, batch.cache.values, values))
+    return batch._replace(cache=batch.cache._replace(keys=keys, values=values))
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -91,7 +80,8 @@ def score_chunk(
 
 def join(batch: DecodeBatch, model: LanguageModel, prompt: Prompt, row: int) -> DecodeBatch:
     """Let a request take a row, whose keys and values of all its tokens but the last are there."""
-    return _join(batch, _rows(model, [prompt], KVCache((), (), _lengths([prompt])), batch.tokens.shape[1]), row)
+    lengths: Any = np.array([len(prompt.ids) - 1], np.int32)
+    return _join(batch, _rows(model, [prompt], KVCache((), (), lengths), batch.tokens.shape[1]), row)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -139,10 +129,6 @@ def kv_bytes(config: LlamaConfig, dtype: Any, num_tokens: int) -> int:
 def _top(log_probs: Float[Array, "batch vocab"]) -> tuple[Int[Array, "batch top"], Float[Array, "batch top"]]:
     values, ids = jax.lax.top_k(log_probs, MOST_TOP)
     return ids.astype(jnp.int32), values.astype(jnp.float32)
-
-
-def _lengths(prompts: Sequence[Prompt]) -> Any:
-    return np.array([len(prompt.ids) - 1 for prompt in prompts], np.int32)
 
 
 def _rows(model: LanguageModel, prompts: Sequence[Prompt], cache: KVCache, max_len: int) -> DecodeBatch:

@@ -17,7 +17,6 @@ from jllama.errors import UsageError
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import encode_prompt
 from jllama.grammar import Grammar
-from jllama.serve import engine as engine_module
 from jllama.serve import metrics, slots
 from jllama.serve.config import EngineConfig
 from jllama.serve.engine import Engine
@@ -214,7 +213,7 @@ def test_a_fault_fails_what_is_under_way_and_the_next_request_is_served(monkeypa
     engine = started({"small": served()})
     request = request_of("abc", 30, seed=2)
     expected = Asked(engine, request).answer()
-    right, calls = engine_module.choose, []
+    right, calls = slots.choose, []
 
     def choose(*inputs):
         calls.append(1)
@@ -222,7 +221,7 @@ def test_a_fault_fails_what_is_under_way_and_the_next_request_is_served(monkeypa
             raise RuntimeError("planted")
         return right(*inputs)
 
-    monkeypatch.setattr(engine_module, "choose", choose)
+    monkeypatch.setattr(slots, "choose", choose)
     assert isinstance(Asked(engine, request).end(), Failure)
     assert Asked(engine, request).answer() == expected
     assert "planted" in capfd.readouterr().err
@@ -255,14 +254,14 @@ def test_a_share_of_answers_is_generated_again_and_compared(monkeypatch, request
     alone(engine, requests[:6])
     wait_for(lambda: metrics.REPLAYED._value.get() >= count[0] + 6)
     assert metrics.MISMATCHES._value.get() == count[1]
-    right = engine_module.prefill_chunk
+    right = slots.prefill_chunk
     answered = threading.Event()
 
     def prefill_chunk(*inputs):
         chunk = right(*inputs)
         return jax.tree.map(lambda leaf: leaf * 1.01, chunk) if answered.is_set() else chunk
 
-    monkeypatch.setattr(engine_module, "prefill_chunk", prefill_chunk)
+    monkeypatch.setattr(slots, "prefill_chunk", prefill_chunk)
     engine.submit(requests[6], lambda event: answered.set() if isinstance(event, Answer) else None)
     wait_for(lambda: metrics.REPLAYED._value.get() >= count[0] + 7)
     assert metrics.MISMATCHES._value.get() == count[1] + 1

@@ -12,6 +12,7 @@ from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import encode_prompt
 from jllama.grammar import Grammar
 from jllama.serve import engine as engine_module
+from jllama.serve import slots
 from jllama.serve.config import EngineConfig
 from jllama.serve.engine import Engine
 from jllama.serve.requests import Request
@@ -44,24 +45,24 @@ def neighbors_mask(monkeypatch):
 
 def stale_rows(monkeypatch):
     """The end of a prompt is not written over what the slot's last request left there."""
-    write_chunk = engine_module.write_chunk
+    write_chunk = slots.write_chunk
 
     def leaking(batch, chunk, row, start):
         is_whole = np.any(chunk[0][0][:, :, -1])  # not padded
         return write_chunk(batch, chunk, row, start) if is_whole else batch
 
-    monkeypatch.setattr(engine_module, "write_chunk", leaking)
+    monkeypatch.setattr(slots, "write_chunk", leaking)
 
 
 def key_of_the_slot(monkeypatch):
     """What is drawn depends on the slot."""
-    join = engine_module.join
+    join = slots.join
 
     def leaking(batch, model, prompt, row):
         sampling = dataclasses.replace(prompt.sampling, seed=prompt.sampling.seed ^ row)
         return join(batch, model, dataclasses.replace(prompt, sampling=sampling), row)
 
-    monkeypatch.setattr(engine_module, "join", leaking)
+    monkeypatch.setattr(slots, "join", leaking)
 
 
 def chunks_by_themselves(monkeypatch):
