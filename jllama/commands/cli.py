@@ -44,6 +44,7 @@ COMMANDS = {
     "data": "show which tokens of a file of chats a model learns from",
     "bench": "measure training, decoding and start-up here, beside limits and peers",
     "plan": "compile a step for TPUs or GPUs that are not there, and say what it needs",
+    "cache": "show what is kept to be made only once, or remove it",
     "doctor": "show what this machine has, and check that it computes rightly",
 }  # each is a module of ``jllama.commands`` with a function ``main(argv, prog) -> exit code``
 

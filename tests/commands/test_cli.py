@@ -21,7 +21,7 @@ from jllama.commands.sample import SampleOptions
 from jllama.training.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
-BARE = ["train", "sample", "chat", "serve", "replay", "convert", "eval", "bench"]
+BARE = ["train", "sample", "chat", "serve", "replay", "convert", "eval", "bench", "cache"]
 """Commands that do nothing without an argument but show how they are used."""
 
 
