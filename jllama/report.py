@@ -24,15 +24,7 @@ from jllama.files import fault_of, read_lines, write_text_whole
 from jllama.parameters import count_parameters
 
 REPORT = "report.html"
-_HEAD = """<!doctype html><html lang=en><meta charset=utf-8>
-<meta name=viewport content='width=device-width, initial-scale=1'><style>
-:root { color-scheme: light dark } svg { width: 100%; height: auto } svg text { fill: currentColor }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
-pre { background: #8881; padding: 1rem; white-space: pre-wrap; font-size: 13px }
-td, th { padding: .15rem 1.5rem .15rem 0; vertical-align: top; text-align: left; overflow-wrap: anywhere }
-td:first-child { min-width: 8rem } td + td { min-width: 10rem; white-space: pre-wrap }
-.wide { overflow-x: auto }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(18rem, 100%), 1fr)); gap: 1rem }</style>"""
+_HEAD = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
 _LOOK: dict[Any, Any] = {"axes.facecolor": "none", "figure.facecolor": "none", "font.size": 9, "svg.fonttype": "none"}
 _COLORS = ["#2a78c2", "#d0611c", "#2c8f5a", "#b0568f", "#8c7300", "#7d6bc4", "#c24b4b", "#2b8a97"]  # on light and dark
 _LOOK |= {"axes.spines.top": False, "axes.spines.right": False}
@@ -162,7 +154,6 @@ def _chart(runs: Mapping[str, Sequence[Mapping[str, Any]]], key: str) -> str:
 
 
 def _svg(figure: Figure) -> str:
-    """A figure as an SVG element in the colors of the page."""
     drawing = io.StringIO()
     figure.savefig(drawing, format="svg")
     return drawing.getvalue()[drawing.getvalue().index("<svg") :].replace("#000000", "currentColor")

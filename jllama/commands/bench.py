@@ -183,7 +183,6 @@ def main(argv: list[str], prog: str) -> int:
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    """A contestant's figures as the table has them."""
     middle, least, most = (f"{1e3 * each(row['seconds']):,.1f}" for each in (statistics.median, min, max))
     forms = {"tokens_per_s": "{:,.1f}", "share_of_limit": "{:.0%}", "ratio": "{:.2f}"}
     others = (form.format(row[name]) if row[name] else "-" for name, form in forms.items())
@@ -288,5 +287,4 @@ def _failure(name: str, code: int, log: str) -> JllamaError:
 
 
 def _cores() -> list[int]:
-    """The cores that this process may use."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]

@@ -109,7 +109,6 @@ def main(argv: list[str], prog: str) -> int:
 
 
 def _engine(options: ServeOptions) -> "Engine":
-    """The engine, with its models loaded and its programs compiled."""
     from jllama.serve.engine import Engine
 
     models = {name: options.load_with(None, path) for name, path in options.adapters().items()}

@@ -81,7 +81,6 @@ def lines(at_terminal: bool) -> Iterator[str]:
 
 
 def _typed(prompt: str) -> str:
-    """A line or a paste, in a color of its own."""
     color = Console().color_system is not None
     marks_paste = "GNU" in (getattr(sys.modules.get("readline"), "__doc__", None) or "")
     start = "\001\033[1;36m\002" if marks_paste else "\033[1;36m"  # marked as taking no room

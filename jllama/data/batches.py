@@ -149,7 +149,6 @@ def rows_an_epoch(data: Conversations, *, seq_len: int, seed: int, packing: bool
 
 
 def _plans(data: Conversations, seq_len: int, seed: int, packing: bool) -> list[list[np.ndarray]]:
-    """Of each source its plan."""
     owns = (np.flatnonzero(data.sources == source) for source in range(len(data.weights)))
     return [_plan(data, np.random.default_rng(seed).permutation(own), seq_len, packing) for own in owns]
 

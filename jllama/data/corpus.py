@@ -148,7 +148,6 @@ def _opened(path: Path) -> Iterator[tuple[str | None, Any]]:
 
 
 def _extra(path: Path, kind: str) -> Any:
-    """The module that reads a kind of files."""
     extra, *modules = _EXTRAS[kind]
     for name in modules:
         with contextlib.suppress(ImportError):

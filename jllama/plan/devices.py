@@ -68,7 +68,6 @@ def _check_packages(what: str, extra: str, *names: str) -> None:
 
 
 def _target_config(accelerator: Accelerator) -> str:
-    """XLA's ``GpuTargetConfigProto`` of a GPU, as text."""
     capability, cores, clock, cache_mib = accelerator.chip
     shared_kib, units, threads = _CORES[min(capability, 9)]
     feature = "ACCELERATED_FEATURES" if capability >= 9 else "NONE"

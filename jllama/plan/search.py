@@ -70,7 +70,6 @@ def _settles(tried: Trial, receipt: Receipt, trial: Trial) -> bool:
 
 
 def _trials(config: TrainConfig, accelerator: Accelerator, devices: list, fixed_batch: bool) -> Iterator[Trial]:
-    """The steps that divide over the devices and that could fit."""
     options, model = config.training, config.model
     seq_len, query = options.seq_len or model.max_seq_len, jnp.zeros((1, 1, 1, model.head_dim), jnp.bfloat16)
     sizes = [size for size in range(1, len(devices) + 1) if len(devices) % size == 0]

@@ -125,13 +125,11 @@ def _responses(required: str, *others: str) -> dict[int | str, dict[str, Any]]:
 
 
 def _problem(status: int, message: str, code: Any = None, param: Any = None, headers: Any = None) -> Response:
-    """What is wrong, in OpenAI's shape."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code}}, status, headers)
 
 
 def _problem_of(request: HttpRequest, error: Exception) -> Response:
-    """The answer to a request that raised."""
     match error:
         case Busy():
             return _problem(503, str(error), "unavailable", None, {"Retry-After": str(error.retry_after_s)})

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -30,7 +30,6 @@ from jllama.generation.text import TextDecoder
 from jllama.language_model import LanguageModel, weights_fingerprint
 from jllama.serve import metrics, slots
 from jllama.serve.config import EngineConfig
-from jllama.serve.prefix_cache import PrefixCache, chunk_keys
 from jllama.serve.requests import Answer, Busy, Deliver, Failure, Piece, Request, Token
 from jllama.serve.slots import CHUNK, CHUNK_SIZES, STOPS
 
@@ -79,8 +78,9 @@ class Engine:
         self._queue: deque[_Row] = deque()
         self._rows: list[_Row | None] = [None] * config.slots
         self._again: deque[tuple[Request, Answer]] = deque(maxlen=64)  # answers to compare, where slots are idle
-        self._prefixes, self._random = PrefixCache(config.cache_tokens), random.Random()
-        self._changed, self._closing, self._stopped = threading.Condition(), False, False
+        self._prefixes: dict[bytes, slots.Chunk] = {}  # kept, by ``chunk_keys``; the one used longest ago goes first
+        self._random, self._changed = random.Random(), threading.Condition()
+        self._closing = self._stopped = False
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self._fingerprints: dict[str, str] = {}
         metrics.SLOTS.set(config.slots)
@@ -159,7 +159,6 @@ class Engine:
         return bool(self._queue or any(self._rows))
 
     def _serve(self) -> None:
-        """The thread: work while there is any."""
         while True:
             with self._changed:
                 self._let_in()
@@ -213,7 +212,7 @@ class Engine:
             return self._enter(row)
         key = row.keys[start // CHUNK] if start // CHUNK < len(row.keys) else None
         scored, computed = row.request.prompt_log_probs, 0
-        chunk = self._prefixes.get(key) if key and not scored else None
+        chunk = self._prefixes.pop(key, None) if key and not scored else None
         if chunk is None:
             computed = CHUNK if scored else next(size for size in CHUNK_SIZES if size >= len(tokens))
             padded = np.zeros((1, computed), np.int32)
@@ -225,10 +224,12 @@ class Engine:
                 targets[: len(tokens)] = ids[start + 1 : start + 1 + len(tokens)]
                 scores = jax.device_get(slots.score_chunk(model.decode_params, model.config, hidden, targets))
                 row.prompt_tokens += [_token(index, row.request.top, targets, *scores) for index in range(len(tokens))]
-            if key:
-                self._prefixes.put(key, chunk)
         else:
             row.num_hits += len(tokens)
+        if key:
+            self._prefixes[key] = chunk  # the last one to go: the one used longest ago is the first
+            if len(self._prefixes) > self.config.cache_tokens // CHUNK:
+                del self._prefixes[next(iter(self._prefixes))]
         self._batch = slots.write_chunk(self._batch, chunk, at, np.int32(start))
         row.num_cached += len(tokens)
         return computed
@@ -264,7 +265,6 @@ class Engine:
                     self._take(row, _token(row.slot, row.request.top, *step))
 
     def _take(self, row: _Row, token: Token) -> None:
-        """Give a row its next token."""
         row.first_s = row.first_s or time.monotonic()
         row.tokens.append(token)
         if piece := row.text.push(token.id, token.log_prob or 0.0):
@@ -280,7 +280,6 @@ class Engine:
             row.deliver(Piece(text, tokens))
 
     def _end(self, row: _Row) -> None:
-        """Deliver what is left, and the whole."""
         rest, completion = row.text.end(), row.text.completion(0, 0)
         self._deliver(row, rest, len(completion.ids))
         answer = Answer(completion, tuple(row.tokens[: len(completion.ids)]), tuple(row.prompt_tokens), row.num_hits)
@@ -327,6 +326,16 @@ class Engine:
             *(device.platform, device.device_kind, platform.machine(), cores),
         )
         return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def chunk_keys(model: str, ids: Sequence[int]) -> Iterator[bytes]:
+    """The key of each whole chunk of a prompt: a hash of the model's name and of all tokens up to the chunk's end, so
+    what is kept under it is what computing it again would give.
+    """
+    running = hashlib.sha256(model.encode())
+    for start in range(0, len(ids) - CHUNK + 1, CHUNK):
+        running.update(np.array(ids[start : start + CHUNK], np.uint32).tobytes())
+        yield running.digest()
 
 
 def _token(index: int, num_top: int, ids: Any, log_probs: Any, top: Any) -> Token:

@@ -204,7 +204,6 @@ def _of_chat(model: LanguageModel, name: str, body: Chat) -> tuple[list[Request]
 
 
 def _of_texts(name: str, body: Continuation) -> list[Request]:
-    """What is particular to texts to be continued."""
     scored = body.echo and body.logprobs is not None
     if scored and body.stream:
         raise UsageError("echo with logprobs is not served as a stream: leave one of the three out")

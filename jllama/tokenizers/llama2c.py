@@ -55,7 +55,6 @@ def save_llama2c_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
 
 
 def _vocabulary(texts: list[str], scores: list[float]) -> Vocabulary:
-    """What ``run.c`` takes these pieces for."""
     kinds = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL, *[TokenType.BYTE] * 256]
     kinds += [TokenType.NORMAL] * (len(texts) - len(kinds))
     return Vocabulary(texts, kinds, 1, 2, True, scores, 0, add_space_prefix=True)

@@ -90,8 +90,6 @@ def train(config: TrainConfig) -> Evaluation:
 
 @dataclasses.dataclass
 class _Run:
-    """An opened run, and what is done in it now and then."""
-
     config: TrainConfig
     folder: Path
     console: Console

@@ -45,8 +45,6 @@ class Mutation(NamedTuple):
 
 
 def _wrong_field(name: str, field: str, change: Callable[[Any], Any]) -> Mutation:
-    """A reader that gets a field of the configuration wrong."""
-
     def misread(config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Params]:
         return dataclasses.replace(config, **{field: change(getattr(config, field))}), params
 

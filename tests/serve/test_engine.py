@@ -144,7 +144,7 @@ def test_whole_chunks_are_kept_and_the_one_used_longest_ago_goes():
     assert cached(texts[1]) == CHUNK  # its second chunk takes the place of the first text's second
     assert cached(texts[0]) == CHUNK
     assert [cached(texts[2]), cached(texts[2])] == [0, CHUNK]
-    assert len(engine._prefixes._chunks) == 2
+    assert len(engine._prefixes) == 2
     engine.close()
 
 
