@@ -21,10 +21,8 @@ Write = Callable[[Any, Any], None]
 
 
 def _tensorboard(folder: Path, config: Mapping[str, Any], step: int) -> Write:
-    """Events in the run's folder ``tensorboard``; earlier ones from ``step`` on are void.
-
-    Not through ``SummaryWriter``, whose thread ends at the first full disk and is then waited for forever.
-    """
+    """Events in the run's folder ``tensorboard``; earlier ones from ``step`` on are void."""
+    # Not through ``SummaryWriter``, whose thread ends at the first full disk and is then waited for forever.
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.summary import scalar
 

@@ -90,7 +90,7 @@ def main(argv: list[str], prog: str) -> int:
     loop = dataclasses.replace(options.training, seq_len=seq_len, batch_size=batch_size)
     config = dataclasses.replace(options, model=model, training=loop)
     if options.decode:
-        receipt = plan_decoding(model, options.topology, options.mesh, batch_size, seq_len, quantize=options.quantize)
+        receipt = plan_decoding(model, options.topology, options.mesh, batch_size, seq_len, options.quantize)
     elif options.search:
         fixed = bool(options.batch_size or not options.preset)
         tried = search(config, options.topology, fixed, progress.print)

@@ -145,15 +145,9 @@ def _advice(config: TrainConfig, receipt: Receipt) -> list[str]:
 
 
 def plan_decoding(
-    config: LlamaConfig,
-    topology: str,
-    mesh: MeshConfig,
-    batch_size: int,
-    length: int,
-    dtype: Any = jnp.bfloat16,
-    quantize: Quantization | None = None,
+    config: LlamaConfig, topology: str, mesh: MeshConfig, batch_size: int, length: int, quantize: Quantization | None
 ) -> Receipt:
-    """Compile a decoding step of ``batch_size`` rows with ``length`` tokens each, in the layout for decoding.
+    """Compile a decoding step of ``batch_size`` rows with ``length`` tokens each, for decoding, in bfloat16.
 
     Keys and values are split as ``batch_shardings`` has it. ``UsageError`` as ``plan_training``.
     """
@@ -161,7 +155,7 @@ def plan_decoding(
     split = make_mesh(mesh, devices)
     check_divides(split, config)
 
-    floats = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), abstract_params(config))
+    floats = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), abstract_params(config))
     layout = jax.eval_shape(lambda params: decode_layout(params, config, quantize), floats)
     specs = {spec.key: matrix_sharding(split, spec.parameter, config).spec for spec in tensor_specs(config)}
 
@@ -171,7 +165,7 @@ def plan_decoding(
         return leaf.update(sharding=NamedSharding(split, PartitionSpec(*spec[: leaf.ndim])))
 
     params = jax.tree_util.tree_map_with_path(weight, layout)
-    cache = jax.eval_shape(lambda: KVCache.zeros(config, batch_size, length, dtype))
+    cache = jax.eval_shape(lambda: KVCache.zeros(config, batch_size, length, jnp.bfloat16))
     rows = jax.ShapeDtypeStruct((batch_size, 1), jnp.int32), cache
     shardings = batch_shardings(split, rows)
     tokens, cache = jax.tree.map(lambda leaf, where: leaf.update(sharding=where), rows, shardings)

@@ -246,9 +246,7 @@ class Engine:
         return 0
 
     def _decode(self, rows: list[_Row]) -> None:
-        """A few steps of one model's rows; one where a row has no token yet, which is shown at once, or a grammar:
-        its mask is made while the device computes.
-        """
+        """A few steps of one model's rows; one where a row has no token yet, or a grammar: masks are made meanwhile."""
         model, active, steps = rows[0].model, np.zeros(len(self._rows), bool), []
         active[[row.slot for row in rows]] = True
         limited, tops = any(row.request.prompt.grammar for row in rows), any(row.request.top for row in rows)

@@ -67,9 +67,7 @@ def _render(template: str, variables: dict[str, Any]) -> str:
 
 
 def _answer_spans(text: str, template: str, variables: dict[str, Any], answers: list[int]) -> Iterator[Any]:
-    """Where in the text each of the messages ``answers`` stands: what changes when it says something else, and white
-    space between that and what asks for it. One that the template does not write as a part of its own is empty.
-    """
+    """Where each of the messages ``answers`` stands: what changes with it, and white space before that; or nowhere."""
 
     def attempt(messages: list[Any], prompt: bool) -> str:
         with contextlib.suppress(jinja2.TemplateError):
@@ -87,9 +85,7 @@ def _answer_spans(text: str, template: str, variables: dict[str, Any], answers: 
 
 
 def _reply(template: str, variables: dict[str, Any], answers: list[int]) -> dict[str, Any]:
-    """The ``text`` and its ``spans`` that are ``tagged`` or, without such, of the messages ``answers``; or why there is
-    none: it was ``refused``, or an ``error``. Out of memory, this process ends.
-    """
+    """The ``text`` and its ``spans``, ``tagged`` or of ``answers``; or ``refused`` or ``error``, why there is none."""
     try:
         text, tagged = _render(template, variables), _Generation.spans
         spans = tagged or [*_answer_spans(text, template, variables, answers)]

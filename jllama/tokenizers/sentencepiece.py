@@ -141,9 +141,7 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> SentencePi
 
 
 def _sample_lines(documents: Iterable[str]) -> list[str]:
-    """Every line if they are within MAX_LINES and MAX_CHARACTERS, else a uniform sample of at least a quarter of that:
-    as the library's own would be, but the same in every process.
-    """
+    """Every line, or of too many a uniform sample of at least a quarter of the limits, the same in every process."""
     draw = random.Random(0)
     lines, characters, kept = [], 0, 1.0
     for document in documents:
