@@ -63,10 +63,7 @@ class Matcher:
         if not self._ended:
             self._matcher.consume_token(token)
 
-    @property
-    def failed(self) -> bool:
-        """Whether the text broke off: at a limit of llguidance's, or a token that was not allowed."""
-        return self._matcher.is_error()
+    failed = property(lambda self: self._matcher.is_error(), doc="Whether it broke off: at a limit, or a wrong token.")
 
 
 @functools.lru_cache(32)

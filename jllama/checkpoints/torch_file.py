@@ -8,7 +8,6 @@ looks up no name, so a file can call nothing. (It is the one written in Python: 
 gigabytes or hash nested tuples forever by a few bytes, before it looks up any name.)
 """
 
-import dataclasses
 import io
 import math
 import pickle
@@ -18,7 +17,7 @@ import struct
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -107,8 +106,7 @@ class _Dict(dict[str, Any]):
         super().__setitem__(key, value)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Storage:
+class _Storage(NamedTuple):
     data: np.ndarray
     dtype: np.dtype[Any]
 

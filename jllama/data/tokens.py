@@ -57,15 +57,11 @@ class Dataset:
     counts: dict[str, Any]
     preference: bool = False
 
-    @property
-    def is_text(self) -> bool:
-        """Whether this is not of chats."""
-        return isinstance(self.train, np.ndarray)
-
-    @property
-    def gzip_bits_per_byte(self) -> float:
-        """What ``gzip -9`` needs for a byte of the validation text, in bits: a model that beats it has learned."""
-        return 8 * self.counts["gzip_bytes"] / self.counts["gzip_of_bytes"]
+    is_text = property(lambda self: isinstance(self.train, np.ndarray), doc="Whether this is not of chats.")
+    gzip_bits_per_byte = property(
+        lambda self: 8 * self.counts["gzip_bytes"] / self.counts["gzip_of_bytes"],
+        doc="What ``gzip -9`` needs for a byte of the validation text: a model that beats it has learned.",
+    )
 
 
 def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Dataset:
