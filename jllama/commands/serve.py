@@ -109,8 +109,10 @@ def main(argv: list[str], prog: str) -> int:
 
 
 def _engine(options: ServeOptions) -> "Engine":
+    from jllama.generation import programs
     from jllama.serve.engine import Engine
 
+    programs.keep(6)
     models = {name: options.load_with(None, path) for name, path in options.adapters().items()}
     if any(model.tokenizer is None for model in models.values()):
         raise no_tokenizer(options.checkpoint)

@@ -31,14 +31,14 @@ _programs: dict[Any, Any] = {}  # by function, static arguments and shapes; None
 _ANEW: Any = {"xla_llvm_disable_expensive_passes": False}  # as ever; given, JAX does not take what it has compiled
 
 
-def keep() -> None:
-    """From now on ``call`` keeps programs for one CPU; the two that were used last are loaded in threads already."""
+def keep(loads: int = 2) -> None:
+    """From now on ``call`` keeps programs for one CPU; so many that were used last are loaded in threads already."""
     if jax.default_backend() == "cpu" and cache.most_bytes():
         _keeps.set()
         with contextlib.suppress(OSError):
             paths = sorted((cache_folder() / "programs").iterdir(), key=lambda path: -path.stat().st_mtime)
             threads = concurrent.futures.ThreadPoolExecutor(2)
-            _loading.update({path.name: threads.submit(_loaded, path.name) for path in paths[:2]})
+            _loading.update({path.name: threads.submit(_loaded, path.name) for path in paths[:loads]})
 
 
 def call(function: Any, *args: Any) -> Any:

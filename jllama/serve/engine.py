@@ -24,6 +24,7 @@ import numpy as np
 import jllama
 from jllama.devices import device_bytes, device_memory_bytes
 from jllama.errors import ContextError, UsageError
+from jllama.generation import programs
 from jllama.generation.decode_batch import restricted
 from jllama.generation.sampling_params import Prompt
 from jllama.generation.text import TextDecoder
@@ -218,7 +219,8 @@ class Engine:
             padded = np.zeros((1, computed), np.int32)
             padded[0, : len(tokens)] = tokens
             cache = self._batch.cache
-            hidden, chunk = slots.prefill_chunk(model.decode_params, model.config, cache, padded, at, np.int32(start))
+            args = model.decode_params, model.config, cache, padded, at, np.int32(start)
+            hidden, chunk = programs.call(slots.prefill_chunk, *args)
             if scored:
                 targets = np.zeros(CHUNK, np.int32)
                 targets[: len(tokens)] = ids[start + 1 : start + 1 + len(tokens)]
@@ -251,7 +253,7 @@ class Engine:
         active[[row.slot for row in rows]] = True
         limited, tops = any(row.request.prompt.grammar for row in rows), any(row.request.top for row in rows)
         for _ in range(1 if limited or not all(row.tokens for row in rows) else _STEPS):
-            logits, new = slots.forward(model.decode_params, model.config, self._batch, active)
+            logits, new = programs.call(slots.forward, model.decode_params, model.config, self._batch, active)
             if limited:
                 masks = {row.slot: row.text.allowed() for row in rows}
                 self._batch = restricted(self._batch, [masks.get(slot) for slot in range(len(self._rows))])
