@@ -7,6 +7,7 @@ is one printable character. Sources: Kudo and Richardson 2018 (arXiv:1808.06226)
 """
 
 import enum
+import functools
 import hashlib
 import itertools
 import re
@@ -109,7 +110,7 @@ class Tokenizer(ABC):
     file_name: str  # of the file that holds it
     content: bytes
     pieces: list[bytes]  # the bytes that each token stands for; special tokens none
-    _token_bytes: np.ndarray
+    _token_bytes = functools.cached_property(lambda self: np.array([*map(len, self.pieces)], np.int32))
 
     def encode(self, text: str) -> list[int]:
         """The ids of ``text``, special tokens in it encoded as text; a lone surrogate raises JllamaError."""
@@ -175,7 +176,6 @@ class BytesTokenizer(Tokenizer):
     file_name = "tokenizer.bytes.json"
     content = b'{"type": "bytes", "vocab_size": 259}'
     pieces = [b""] * 3 + [bytes([byte]) for byte in range(256)]
-    _token_bytes = (np.arange(vocab_size) >= 3).astype(np.int32)
 
     def _encode(self, text: str) -> list[int]:
         return (np.frombuffer(text.encode(), np.uint8).astype(np.int32) + 3).tolist()

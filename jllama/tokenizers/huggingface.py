@@ -92,7 +92,6 @@ class HuggingFaceTokenizer(Tokenizer):
         self.pieces = [piece_bytes(text, self.is_byte_level) for text in self.texts]
         for id, token in self.added.items():
             self.pieces[id] = b"" if token.special else token.content.encode()
-        self._token_bytes = np.array([*map(len, self.pieces)], np.int32)
         self.special_tokens = {self.texts[id]: id for id in (*self.added, bos_id, eos_id)}
 
     @functools.cached_property

@@ -53,7 +53,6 @@ class SentencePieceTokenizer(Tokenizer):
         special = [id for id in range(self.vocab_size) if library.is_control(id) or library.is_unknown(id)]
         self.special_tokens = {self.texts[id]: id for id in special}
         self.pieces = [b"" if text in self.special_tokens else piece_bytes(text) for text in self.texts]
-        self._token_bytes = np.array([*map(len, self.pieces)], np.int32)
         newline = library.encode("\n")
         self._cut_at_newlines = (
             not any("\n" in text for text in self.texts)

@@ -42,7 +42,6 @@ class TiktokenTokenizer(Tokenizer):
         ranks = {token: rank for rank, token in enumerate(self.tokens)}
         self._encoding = tiktoken.Encoding("llama3", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special)
         self.pieces = self.tokens + [b""] * len(SPECIAL_TOKENS)
-        self._token_bytes = np.array([*map(len, self.pieces)], np.int32)
 
     def _encode(self, text: str) -> list[int]:
         return [id for part in _parts(text) for id in self._encoding.encode_ordinary(part)]
