@@ -109,9 +109,9 @@ def _in_blocks_forward(
         keys, values = key[:, :, :kv_seq], value[:, :, :kv_seq]
 
         def attend(first: Array, size: int = size, keys: Array = keys, values: Array = values) -> tuple[Array, Array]:
-            scores, seen = _block_scores(_block(query, first, size), keys, mask, first)
-            largest = jnp.max(scores, axis=-1, keepdims=True)
-            weights = jnp.where(seen, jnp.exp(scores - largest), 0)
+            scores = _block_scores(_block(query, first, size), keys, mask, first)
+            largest = jnp.max(scores, axis=-1, keepdims=True, initial=jnp.finfo(wide).min)
+            weights = jnp.exp(scores - largest)
             total = jnp.sum(weights, axis=-1, keepdims=True)
             mixed = jnp.einsum("bkgts,bksh->bkgth", weights.astype(value.dtype), values, preferred_element_type=wide)
             log_total = jnp.where(total > 0, largest + jnp.log(total), jnp.inf)  # of no keys: all weights are zero
@@ -139,8 +139,7 @@ def _in_blocks_backward(kept: tuple[Any, ...], d_mixed: Array) -> tuple[Array, A
             sums: tuple[Array, Array], first: Array, size: int = size, keys: Array = keys, values: Array = values
         ) -> tuple[tuple[Array, Array], Array]:
             ours, d_ours, log_ours, mine = (_block(each, first, size) for each in (query, d_mixed, log_total, mean))
-            scores, seen = _block_scores(ours, keys, mask, first)
-            weights = jnp.where(seen, jnp.exp(scores - log_ours), 0)
+            weights = jnp.exp(_block_scores(ours, keys, mask, first) - log_ours)
             d_scores = weights * (product("bkgth,bksh->bkgts", d_ours, values) - mine) * query.shape[-1] ** -0.5
             weights, d_scores = weights.astype(value.dtype), d_scores.astype(query.dtype)
             # Channels before keys: XLA:CPU copies the first factor to transpose it, and this is the smaller one.
@@ -184,12 +183,11 @@ def _side_by_side(blocks: Array) -> Array:
     return jnp.moveaxis(blocks, 0, 3).reshape(*blocks.shape[1:4], -1, *blocks.shape[5:])
 
 
-def _block_scores(query: Array, key: Array, mask: Mask, first: Array) -> tuple[Array, Array]:
-    """The scores of a block of queries, least where a key is not seen, and where one is."""
+def _block_scores(query: Array, key: Array, mask: Mask, first: Array) -> Array:
+    """The scores of a block of queries, minus infinity where a key is not seen."""
     wide = np.promote_types(query.dtype, np.float32)
     scores = jnp.einsum("bkgth,bksh->bkgts", query, key, preferred_element_type=wide) * query.shape[-1] ** -0.5
-    seen = mask.dense(query.shape[3], key.shape[2], first)[:, None, None]
-    return jnp.where(seen, scores, jnp.finfo(wide).min), seen
+    return jnp.where(mask.dense(query.shape[3], key.shape[2], first)[:, None, None], scores, -jnp.inf)
 
 
 def _xla(query: Array, key: Array, value: Array, mask: Mask) -> Array:
