@@ -3,7 +3,6 @@
 It saves time and decides nothing: what cannot be kept or read, for whatever reason, is made again.
 """
 
-import concurrent.futures
 import contextlib
 import functools
 import hashlib
@@ -20,7 +19,7 @@ import numpy as np
 from jllama.files import cache_folder, written_whole
 
 ALIGNMENT = 64  # of each array: JAX takes one that begins so, on a CPU, without copying it
-_CHUNK_WORDS, _DAY_SECONDS = 1 << 23, 86_400
+_DAY_SECONDS = 86_400
 
 
 def most_bytes() -> int:
@@ -48,17 +47,15 @@ def recall(kind: str, key: str) -> np.ndarray | None:
     """The bytes that were kept, mapped and read-only; None if there are none, or not those that were written."""
     path = cache_folder() / kind / key
     with contextlib.suppress(OSError, ValueError):
-        if most_bytes():
-            mapped = np.memmap(path, np.uint8, "r").view(np.ndarray)
-            if mapped.size % ALIGNMENT == 8 and _checksum(key, mapped[:-8]) == mapped[-8:].tobytes():
-                with contextlib.suppress(OSError):
-                    os.utime(path)  # for ``_forget``
-                return mapped[:-8]
-            path.unlink()
+        mapped = np.memmap(path, np.uint8, "r").view(np.ndarray)
+        if most_bytes() and _checksum(key, mapped[:-8]) == mapped[-8:].tobytes():
+            with contextlib.suppress(OSError):
+                os.utime(path)  # for ``_forget``
+            return mapped[:-8]
     return None
 
 
-def keep(kind: str, key: str, arrays: Sequence[np.ndarray]) -> None:
+def keep(kind: str, key: str, arrays: Sequence[Any]) -> None:
     """Keep the bytes of arrays, each from a multiple of ``ALIGNMENT`` on; what was used least recently goes.
 
     Whole or not at all, whoever else does the same; on a full disk, or one that cannot be written, nothing is kept.
@@ -72,14 +69,12 @@ def keep(kind: str, key: str, arrays: Sequence[np.ndarray]) -> None:
         if 2 * size > shutil.disk_usage(path.parent).free:
             return
         _forget(path.parent, most_bytes() - size)
-        with written_whole(path, shared=True) as partial:
-            with partial.open("wb") as file:
-                for array in arrays:
-                    file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-                    file.write(bytes(-array.nbytes % ALIGNMENT))
-            checksum = _checksum(key, np.memmap(partial, np.uint8, "r"))
-            with partial.open("ab") as file:
-                file.write(checksum)
+        with written_whole(path, shared=True) as partial, partial.open("wb+") as file:
+            for array in arrays:
+                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+                file.write(bytes(-array.nbytes % ALIGNMENT))
+            file.flush()
+            file.write(_checksum(key, np.memmap(file, np.uint8, "r")))
 
 
 def padded(num_bytes: int) -> int:
@@ -89,11 +84,7 @@ def padded(num_bytes: int) -> int:
 
 def _checksum(key: str, content: np.ndarray) -> bytes:
     """Eight bytes: the sum of all words, and of the key, so that a file of zeros is none. Made at memory speed."""
-    words = content.view(np.uint64)
-    chunks = [words[first : first + _CHUNK_WORDS] for first in range(0, words.size, _CHUNK_WORDS)]
-    with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
-        total = sum(int(each) for each in threads.map(np.add.reduce, chunks)) + int(key[:16], 16)
-    return (total % 2**64).to_bytes(8, "little")
+    return ((int(content.view(np.uint64).sum()) + int(key[:16], 16)) % 2**64).to_bytes(8, "little")
 
 
 def _forget(folder: Path, most: int) -> None:

@@ -218,23 +218,32 @@ def load_decode_params(
     Arguments and errors are those of ``load_params``.
     """
     config, dtypes = checkpoint.config, _dtypes(checkpoint, dtype, mesh)
-    key = None if mesh else _content_key(checkpoint, dtypes, quantize)
-    kept = _recall(key, config, dtypes, quantize) if key else {}
+    key = None if mesh else _content_key(checkpoint, config, dtypes, quantize)
+    content: Any = cache.recall("weights", key) if key else None
+
+    def mapped(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        """The next array of what was kept."""
+        nonlocal content
+        num_bytes = math.prod(shape) * dtype.itemsize
+        part, content = content[:num_bytes], content[cache.padded(num_bytes) :]
+        return part.view(dtype).reshape(shape)
 
     def read(spec: TensorSpec) -> Any:
         row, own = spec.parameter, dtypes[spec.path]
         split = matrix_sharding(mesh, row, config) if mesh else None
         sharding = split or SingleDeviceSharding(jax.devices()[0])
-        scale = kept.get(f"{spec.key}/scale", np.empty(spec.shape[0], own)) if quantize and row.inputs else None
+        scale = np.empty(spec.shape[0], own) if quantize and row.inputs else None
+        held = own if scale is None else np.dtype(np.int8)
 
         def fill(part: list[slice], out: np.ndarray) -> None:
             _read(checkpoint.tensors[spec.key], part, out, on_progress, scale)
 
-        if kept:
-            values = jax.make_array_from_callback(spec.shape, sharding, kept[spec.key].__getitem__)
-            on_progress(values.size * own.itemsize)
+        if content is None:
+            values = _filled(spec.shape, held, sharding, fill)
         else:
-            values = _filled(spec.shape, own if scale is None else np.dtype(np.int8), sharding, fill)
+            values = jax.make_array_from_callback(spec.shape, sharding, mapped(spec.shape, held).__getitem__)
+            scale = None if scale is None else mapped(scale.shape, own)
+            on_progress(values.size * own.itemsize)
         if not row.inputs:
             return values
         scales = None
@@ -245,17 +254,14 @@ def load_decode_params(
 
     largest_first = sorted(tensor_specs(config), key=lambda spec: -math.prod(spec.shape))
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
-        leaves = dict(zip([spec.key for spec in largest_first], threads.map(read, largest_first), strict=True))
-    params = DecodeParams(unflatten_dict(leaves, sep="/"))
-    if key and not kept:
-        arrays = [leaf for spec in tensor_specs(config) for leaf in jax.tree.leaves(leaves[spec.key])]
-        cache.keep("weights", key, [np.asarray(leaf) for leaf in arrays])
-    return params
+        found = (threads.map if content is None else map)(read, largest_first)
+        leaves = dict(zip([spec.key for spec in largest_first], found, strict=True))
+    if key and content is None:
+        cache.keep("weights", key, jax.tree.leaves([*leaves.values()]))
+    return DecodeParams(unflatten_dict(leaves, sep="/"))
 
 
-def _content_key(
-    checkpoint: Checkpoint, dtypes: Mapping[str, np.dtype[Any]], quantize: Quantization | None
-) -> str | None:
+def _content_key(checkpoint: Checkpoint, *how: Any) -> str | None:
     """The key of decoding weights by the bytes that they are made of; None if no tensor, or another one, takes work."""
     inner = {key: each.tensor if isinstance(each, PermutedRows) else each for key, each in checkpoint.tensors.items()}
     arrays = {key: getattr(each, "stored", each) for key, each in inner.items()}
@@ -268,25 +274,7 @@ def _content_key(
         return key, kinds, array.dtype, array.shape, hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
 
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
-        return cache.key_of(checkpoint.config, dtypes, quantize, [*threads.map(digest, sorted(arrays))])
-
-
-def _recall(
-    key: str, config: LlamaConfig, dtypes: Mapping[str, np.dtype[Any]], quantize: Quantization | None
-) -> dict[str, np.ndarray]:
-    """What was kept of each tensor, by ``TensorSpec.key`` and, of int8, also with ``/scale``; or nothing."""
-    arrays, offset = {}, 0
-    if (mapped := cache.recall("weights", key)) is None:
-        return arrays
-    for spec in tensor_specs(config):
-        is_int8, own = quantize and spec.parameter.inputs, dtypes[spec.path]
-        layout = {spec.key: (spec.shape, np.dtype(np.int8) if is_int8 else own)}
-        layout |= {f"{spec.key}/scale": (spec.shape[:1], own)} if is_int8 else {}
-        for name, (shape, dtype) in layout.items():
-            num_bytes = math.prod(shape) * dtype.itemsize
-            arrays[name] = mapped[offset : offset + num_bytes].view(dtype).reshape(shape)
-            offset += cache.padded(num_bytes)
-    return arrays
+        return cache.key_of(how, [*threads.map(digest, sorted(arrays))])
 
 
 def _dtypes(checkpoint: Checkpoint, dtype: Any, mesh: Mesh | None, rules: Any = RULES) -> dict[str, np.dtype[Any]]:
