@@ -93,15 +93,13 @@ def write_page(target: Path, title: str, parts: Mapping[str, str]) -> None:
 
 def bars(measured: Mapping[str, Sequence[float]], label: str) -> str:
     """A figure with a bar for each name, its median, and the range of what was measured, as an SVG element."""
+    middles, height = [*map(statistics.median, measured.values())], 0.5 + 0.4 * len(measured)
+    ranges = [(middle - min(each), max(each) - middle) for middle, each in zip(middles, measured.values(), strict=True)]
     with matplotlib.rc_context(_LOOK):
-        figure = Figure(figsize=(8.4, 0.5 + 0.4 * len(measured)))
-        axis = figure.add_axes((0.17, 0.5 / figure.get_figheight(), 0.81, 0.4 * len(measured) / figure.get_figheight()))
-        for place, (name, values) in enumerate(measured.items()):
-            middle = statistics.median(values)
-            errors = [[middle - min(values)], [max(values) - middle]]
-            axis.barh(name, middle, 0.6, xerr=errors, color=_COLORS[place % len(_COLORS)], ecolor="#888")
+        figure = Figure(figsize=(8.4, height))
+        axis = figure.add_axes((0.17, 0.5 / height, 0.81, 1 - 0.5 / height), xlabel=label)
+        axis.barh([*measured], middles, 0.6, xerr=[*zip(*ranges, strict=True)], color=_COLORS, ecolor="#888")
         axis.invert_yaxis()
-        axis.set_xlabel(label)
         return _svg(figure)
 
 

@@ -23,13 +23,15 @@ import time
 import timeit
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import jllama
     from jllama.commands.bench import BenchOptions
 
 PROMPT = "The capital of France is"
+RAGGED_TOKENS = (10, 20, 37, 50, 64, 70, 100, 120)  # lengths of the eight prompts that are continued together
+CONTEXT_TOKENS = 32  # length of the prompts whose prefill is left out
 BANDWIDTH_SHAPE, SQUARE = (1 << 15, 1 << 12), 2048
 Work = dict[str, Any]
 Prompts = Sequence[Sequence[int]]
@@ -41,14 +43,45 @@ Step = Callable[[Any], float]
 """Takes a step of training on a batch of tokens, and gives its loss."""
 
 
+class Case(NamedTuple):
+    """Work: prompts of some ``lengths``, continued together by ``new_tokens`` each."""
+
+    tokens: int  # that are read or written
+    lengths: Sequence[int] = (CONTEXT_TOKENS,)
+    new_tokens: int = 1
+    with_prefill: bool = True
+    steps: int = 0  # of decoding, which the memory's bandwidth limits, other work the rate of products
+
+
+def cases_of(options: BenchOptions) -> dict[str, Case]:
+    """What is measured, by its title."""
+    new, rows, prompt, context = options.new_tokens, options.batch_size, options.prompt_tokens, [CONTEXT_TOKENS]
+    if options.what == "train":
+        from jllama.commands.bench import train_config
+
+        training = train_config(options).training
+        batch, seq_len = training.batch_size, training.seq_len
+        return {f"training step, {batch} x {seq_len}": Case(batch * seq_len, [seq_len] * batch)}
+    if options.what == "prefill":
+        return {f"prefill, {prompt} tokens": Case(prompt, [prompt])}
+    if options.what == "decode":
+        return {
+            "decode, 1 text": Case(new - 1, context, new, False, new - 1),
+            f"decode, {rows} texts": Case(rows * (new - 1), context * rows, new, False, new - 1),
+            f"8 ragged prompts, {new} tokens each": Case(8 * new, RAGGED_TOKENS, new, True, new),
+        }
+    return {"start to first character" if options.what == "startup" else "load to first token": Case(0)}
+
+
 def prepare(work: Work) -> Work:
     """What all contestants are told; for peers the model, or the one that training begins with, is written first."""
-    from jllama.commands.bench import cases_of, parse_options, train_config
+    from jllama.commands.bench import parse_options, train_config
     from jllama.commands.model import ModelOptions
 
     options = parse_options(work["argv"])
     cases, own = cases_of(options), Path(options.checkpoint)
-    told = {name: f"{work['folder']}/model.{name}" for name in ("hf", "gguf")} | {"titles": [*cases], "prompt": PROMPT}
+    told = {name: f"{work['folder']}/model.{name}" for name in ("hf", "gguf")} | {"prompt": PROMPT}
+    told |= {"cases": {title: case._asdict() for title, case in cases.items()}}
     told |= {"context": max(max(case.lengths) + case.new_tokens for case in cases.values())}
     told |= {"rows": max(len(case.lengths) for case in cases.values())}
     told |= {"facts": machine_facts(work["threads"], options.llama_python if "llama.cpp" in options.against else "")}
@@ -137,7 +170,6 @@ def random_model(options: BenchOptions) -> jllama.LanguageModel:
 
 def generation_facts(model: jllama.LanguageModel, options: BenchOptions) -> Work:
     """What each contestant needs at least: operations for a prompt, whose last token alone has logits; bytes a step."""
-    from jllama.commands.bench import cases_of
     from jllama.parameters import count_parameters, training_flops_per_token
 
     config, params, needed = model.config, model.decode_params, {}
@@ -190,7 +222,7 @@ def jllama_trainer(work: Work) -> tuple[Step, Work]:
 
     batch_size, seq_len = config.training.batch_size, config.training.seq_len
     flops = batch_size * seq_len * training_flops_per_token(config.model, seq_len)
-    needed = {title: dict.fromkeys(("jllama", "transformers", "torch-compile"), flops) for title in work["titles"]}
+    needed = {title: dict.fromkeys(("jllama", "transformers", "torch-compile"), flops) for title in work["cases"]}
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return step, {"needed": needed, "dtype": dtype, "devices": training.mesh.size}
 

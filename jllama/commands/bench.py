@@ -11,10 +11,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from subprocess import PIPE, Popen
-from typing import IO, Any, Literal, NamedTuple, cast
+from typing import IO, Any, Literal, cast
 
 from rich import box
 from rich.console import Console
@@ -27,8 +27,6 @@ from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError, check_fields, unknown_name
 from jllama.files import check_writable
 
-RAGGED_TOKENS = (10, 20, 37, 50, 64, 70, 100, 120)  # lengths of the eight prompts that are continued together
-CONTEXT_TOKENS = 32  # length of the prompts whose prefill is left out
 PEERS = {"transformers": "transformers torch", "torch-compile": "transformers torch", "llama.cpp": "llama-cpp-python"}
 """Who can be measured beside jllama, and what is to be installed for it."""
 _SMALL: Any = {"num_layers": 8, "embed_dim": 512, "num_heads": 8, "num_kv_heads": 4, "mlp_dim": 1376}
@@ -103,50 +101,23 @@ class BenchOptions(ModelOptions):
                 raise UsageError(f"{name} {said}; leave it out")
 
 
-class Case(NamedTuple):
-    """Work: prompts of some ``lengths``, continued together by ``new_tokens`` each."""
-
-    tokens: int  # that are read or written
-    lengths: Sequence[int] = (CONTEXT_TOKENS,)
-    new_tokens: int = 1
-    with_prefill: bool = True
-    steps: int = 0  # of decoding, which the memory's bandwidth limits, other work the rate of products
-
-
-def cases_of(options: BenchOptions) -> dict[str, Case]:
-    """What is measured, by its title."""
-    new, rows, prompt, context = options.new_tokens, options.batch_size, options.prompt_tokens, [CONTEXT_TOKENS]
-    if options.what == "train":
-        training = train_config(options).training
-        batch, seq_len = training.batch_size, training.seq_len
-        return {f"training step, {batch} x {seq_len}": Case(batch * seq_len, [seq_len] * batch)}
-    if options.what == "prefill":
-        return {f"prefill, {prompt} tokens": Case(prompt, [prompt])}
-    if options.what == "decode":
-        return {
-            "decode, 1 text": Case(new - 1, context, new, False, new - 1),
-            f"decode, {rows} texts": Case(rows * (new - 1), context * rows, new, False, new - 1),
-            f"8 ragged prompts, {new} tokens each": Case(8 * new, RAGGED_TOKENS, new, True, new),
-        }
-    return {"start to first character" if options.what == "startup" else "load to first token": Case(0)}
-
-
 def train_config(options: BenchOptions) -> "jllama.TrainConfig":
     """What is trained: the sizes of a configuration, a preset or the options, at a constant learning rate."""
     from jllama.commands.train import read_config
     from jllama.tokenizers import BytesTokenizer
 
-    steady, longest = jllama.OptimizerConfig(warmup_fraction=0.0, final_fraction=1.0), options.seq_len
-    if not options.checkpoint:
+    if options.checkpoint:
+        config = read_config([options.checkpoint], "bench")
+    else:
         model = jllama.preset(options.preset) if options.preset else options.model
-        model = dataclasses.replace(model, max_seq_len=max(model.max_seq_len, longest))
-        return jllama.TrainConfig(model, optimizer=steady, training=jllama.LoopConfig(options.batch_size, longest))
-    config = read_config([options.checkpoint], "bench")
+        model = dataclasses.replace(model, max_seq_len=max(model.max_seq_len, options.seq_len))
+        config = jllama.TrainConfig(model, training=jllama.LoopConfig(options.batch_size, options.seq_len))
     check_fields(config, "", "init_from", lambda path: not path, "left out: the benchmark trains from scratch")
     tokens = config.data.vocab_size if config.data.tokenizer == "bpe" else BytesTokenizer().vocab_size
     model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or tokens)
-    sizes: Any = {"seq_len": config.training.seq_len or model.max_seq_len, "steps": 1000, "epochs": 0.0}
-    training = dataclasses.replace(config.training, **sizes)
+    seq_len = config.training.seq_len or model.max_seq_len
+    training = dataclasses.replace(config.training, seq_len=seq_len, steps=1000, epochs=0.0)
+    steady = jllama.OptimizerConfig(warmup_fraction=0.0, final_fraction=1.0)
     return dataclasses.replace(config, model=model, optimizer=steady, training=training)
 
 
@@ -169,7 +140,7 @@ def main(argv: list[str], prog: str) -> int:
         parts = {"jllama bench": report.table([], [facts])}
         for title, rows in result["work"].items():
             parts[title] = report.bars({name: row["seconds"] for name, row in rows.items()}, "seconds (less is faster)")
-        columns = [{name: cells[at] for name, cells in shown.items()} for at in range(len(_COLUMNS))]
+        columns = [dict(zip(shown, cells, strict=True)) for cells in zip(*shown.values(), strict=True)]
         report.write_page(Path(options.html), "jllama bench", {**parts, "Figures": report.table(_COLUMNS, columns)})
     if options.json:
         print(json.dumps(result))
@@ -194,11 +165,9 @@ def measure(options: BenchOptions, argv: list[str]) -> dict[str, Any]:
     where there are none; tokens a second; the share of what the machine's rates allow; as ``ratio`` how many times as
     fast as this contestant jllama was.
     """
-    names, cases, cores = ["jllama", *options.against], cases_of(options), _cores()[: options.threads or None]
+    names, cores, asks, facts, rates = ["jllama", *options.against], _cores()[: options.threads or None], {}, {}, []
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)  # XLA goes by it, and what starts from here has it, too
-    asks, rates, facts = {}, [], {}
-    answers: dict[str, dict[str, list[Any]]] = {title: {name: [] for name in names} for title in cases}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
         work = {"what": options.what, "argv": argv, "threads": len(cores), "folder": folder}
         with _contestant("prepare", work, options) as ask:
@@ -206,36 +175,35 @@ def measure(options: BenchOptions, argv: list[str]) -> dict[str, Any]:
         for name in names if options.what in ("train", "prefill", "decode") else []:
             asks[name] = running.enter_context(_contestant(name, work, options))
             facts[name] = asks[name]()  # ready: the next one may begin
+        turns, figures = {title: {name: [] for name in names} for title in work["cases"]}, {}
         for repeat in range(1 + options.repeats):
             print(f"round {repeat} of {options.repeats}", file=sys.stderr)
             rates += [asks["jllama"]({})] if asks else []
-            for (title, case), name in itertools.product(cases.items(), names):
-                answer = asks[name](case._asdict()) if asks else _begin(name, work, options, case)
-                answers[title][name].append(answer)
-    figures: dict[str, dict[str, Any]] = {title: {} for title in cases}
-    for (title, case), name in itertools.product(cases.items(), names):
-        steps, kind = max(case.steps, 1), "bytes_per_s" if case.steps else "flops_per_s"
-        taken, own = ([turn["seconds"] / steps for turn in answers[title][each][1:]] for each in (name, "jllama"))
+            for (title, case), name in itertools.product(work["cases"].items(), names):
+                turns[title][name].append(asks[name](case) if asks else _begin(name, work, options, case))
+    for (title, case), name in itertools.product(work["cases"].items(), names):
+        steps, kind = max(case["steps"], 1), "bytes_per_s" if case["steps"] else "flops_per_s"
+        taken, own = ([turn["seconds"] / steps for turn in turns[title][each][1:]] for each in (name, "jllama"))
         limits_s = [facts["jllama"]["needed"][title][name] / rate[kind] for rate in rates[1:]]  # round 0 compiles
-        figures[title][name] = {
+        figures.setdefault(title, {})[name] = {
             "seconds": taken,
             "median_s": (middle := statistics.median(taken)),
-            "tokens_per_s": case.tokens / steps / middle,
+            "tokens_per_s": case["tokens"] / steps / middle,
             "share_of_limit": statistics.median(map(operator.truediv, limits_s, taken)) if limits_s else 0.0,
             "ratio": statistics.median(map(operator.truediv, taken, own)),
-            "loss": answers[title][name][-1].get("loss"),
+            "loss": turns[title][name][-1].get("loss"),
         }
     medians = {name: statistics.median(rate[name] for rate in rates[1:]) for name in (rates[0] if rates else ())}
     said = ", ".join(f"{rate / 1e9:,.1f}e9 {name.replace('_per_', '/')}" for name, rate in medians.items())
     return {**work["facts"], "rates": said, "machine_rates": medians, "repeats": options.repeats, "work": figures}
 
 
-def _begin(name: str, work: dict[str, Any], options: BenchOptions, case: Case) -> dict[str, float]:
+def _begin(name: str, work: dict[str, Any], options: BenchOptions, case: dict[str, Any]) -> dict[str, float]:
     """A turn of a process of its own: from its start to a first character, or of loading once it has imported all."""
     start_s = time.perf_counter()
     with _contestant(name, work, options) as ask:
         ask()
-        return ask(case._asdict()) if options.what == "load" else {"seconds": time.perf_counter() - start_s}
+        return ask(case) if options.what == "load" else {"seconds": time.perf_counter() - start_s}
 
 
 @contextlib.contextmanager
@@ -243,17 +211,15 @@ def _contestant(name: str, work: dict[str, Any], options: BenchOptions) -> Itera
     """A process, and how to ask it: to take a turn, or whether it is ready. What goes wrong there is raised here."""
     streams_text = options.what == "startup" and name != "prepare"
     package, environment = Path(__file__).parents[1], {**os.environ, "OMP_NUM_THREADS": str(work["threads"])}
-    places = [package / "contestants", package.parent / "benchmarks" / "contestants"]  # the wheel's, the repository's
-    python, script = sys.executable, next(path for path in places if path.exists()) / "contestant.py"
-    if name == "llama.cpp":
-        python = options.llama_python
-    else:
-        paths = [str(package.parent), os.environ.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    homes = package / "contestants", package.parent / "benchmarks" / "contestants"  # the wheel's, the repository's
+    python, script = options.llama_python, next(filter(Path.exists, homes)) / "contestant.py"
+    if name != "llama.cpp":
+        paths = filter(None, [str(package.parent), os.environ.get("PYTHONPATH")])
+        python, environment["PYTHONPATH"] = sys.executable, os.pathsep.join(paths)
     if options.against:
         environment["JAX_PLATFORMS"] = "cpu"  # where the peers are
-    command = [python, str(script), json.dumps({**work, "name": name})]
     streams: Any = {"stdin": PIPE, "stdout": PIPE, "bufsize": 0, "env": environment}
+    command = [python, str(script), json.dumps({**work, "name": name})]
     with tempfile.TemporaryFile() as log, Popen(command, stderr=log, **streams) as process:
         stdin, stdout = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
 
