@@ -19,7 +19,6 @@ import numpy as np
 from jllama.files import cache_folder, written_whole
 
 ALIGNMENT = 64  # of each array: JAX takes one that begins so, on a CPU, without copying it
-_DAY_SECONDS = 86_400
 
 
 def most_bytes() -> int:
@@ -36,11 +35,10 @@ def key_of(*parts: Any) -> str:
 
 @functools.cache
 def _code() -> list[Any]:
-    libraries = ("jax", "jaxlib", "flax", "numpy", "gguf")
     digest, package = hashlib.sha256(), Path(__file__).parent
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
-    return [digest.hexdigest(), *map(importlib.metadata.version, libraries)]
+    return [digest.hexdigest(), *map(importlib.metadata.version, ("jax", "jaxlib", "flax", "numpy", "gguf"))]
 
 
 def recall(kind: str, key: str) -> np.ndarray | None:
@@ -61,7 +59,7 @@ def keep(kind: str, key: str, arrays: Sequence[Any]) -> None:
     Whole or not at all, whoever else does the same; on a full disk, or one that cannot be written, nothing is kept.
     """
     path = cache_folder() / kind / key
-    size = sum(padded(array.nbytes) for array in arrays) + 8
+    size = sum(array.nbytes + -array.nbytes % ALIGNMENT for array in arrays) + 8
     with contextlib.suppress(OSError):
         if size > most_bytes():
             return
@@ -77,11 +75,6 @@ def keep(kind: str, key: str, arrays: Sequence[Any]) -> None:
             file.write(_checksum(key, np.memmap(file, np.uint8, "r")))
 
 
-def padded(num_bytes: int) -> int:
-    """The bytes that an array takes in what is kept: the next multiple of ``ALIGNMENT``."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
 def _checksum(key: str, content: np.ndarray) -> bytes:
     """Eight bytes: the sum of all words, and of the key, so that a file of zeros is none. Made at memory speed."""
     return ((int(content.view(np.uint64).sum()) + int(key[:16], 16)) % 2**64).to_bytes(8, "little")
@@ -90,6 +83,6 @@ def _checksum(key: str, content: np.ndarray) -> bytes:
 def _forget(folder: Path, most: int) -> None:
     """Leave at most so many bytes, those used last; what a killed process left half written goes after a day."""
     for path in sorted(folder.iterdir(), key=lambda path: -path.stat().st_mtime):
-        used, most = path.stat(), most - path.stat().st_size
-        if most < 0 or (path.name.startswith(".") and used.st_mtime < time.time() - _DAY_SECONDS):
+        most -= path.stat().st_size
+        if most < 0 or (path.name.startswith(".") and path.stat().st_mtime < time.time() - 86_400):
             path.unlink(missing_ok=True)

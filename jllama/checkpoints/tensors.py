@@ -225,7 +225,7 @@ def load_decode_params(
         """The next array of what was kept."""
         nonlocal content
         num_bytes = math.prod(shape) * dtype.itemsize
-        part, content = content[:num_bytes], content[cache.padded(num_bytes) :]
+        part, content = content[:num_bytes], content[num_bytes + -num_bytes % cache.ALIGNMENT :]
         return part.view(dtype).reshape(shape)
 
     def read(spec: TensorSpec) -> Any:

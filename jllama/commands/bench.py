@@ -80,13 +80,11 @@ class BenchOptions(ModelOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "against", [name for names in self.against for name in names.split(",")])
-        trains = self.what == "train"
+        what, trains = self.what, self.what == "train"
         if self.checkpoint and self.preset:
             raise UsageError(f"give a {'configuration' if trains else 'checkpoint'} or a preset, not both")
-        if not (trains or self.checkpoint or (self.preset and self.what in ("prefill", "decode"))):
-            raise UsageError(
-                f"{self.what} needs a checkpoint, or of prefill and decode the preset whose shapes to take"
-            )
+        if not (trains or self.checkpoint or (self.preset and what in ("prefill", "decode"))):
+            raise UsageError(f"{what} needs a checkpoint, or of prefill and decode the preset whose shapes to take")
         unused = "adapter quantize dtype" if trains else "" if self.checkpoint else "adapter against"
         said = f"left out {'for train' if trains else 'without a checkpoint to load'}"
         check_fields(self, "", unused, lambda given: not given, said)
@@ -235,9 +233,8 @@ def _contestant(name: str, work: dict[str, Any], options: BenchOptions) -> Itera
             yield ask
             stdin.close()  # so it ends
             stdout.read()
-        except BaseException:
+        finally:
             process.kill()
-            raise
 
 
 def _failure(name: str, code: int, log: str) -> JllamaError:
