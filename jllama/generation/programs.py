@@ -62,12 +62,10 @@ def _program(function: Any, args: Any, shapes: Any) -> Any:
     key = cache.key_of(function.__module__, function.__qualname__, shapes, _machine())
     if program := _loading.pop(key).result() if key in _loading else _loaded(key):
         return program
-    is_used = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue] - made at run time
-    try:
+    with contextlib.ExitStack() as after:
+        after.callback(_use_jax_cache, jax.config.values["jax_enable_compilation_cache"])
         _use_jax_cache(False)  # a program that was loaded from there is written without its machine code
         program = function.lower(*args).compile(_ANEW)
-    finally:
-        _use_jax_cache(is_used)
     with contextlib.suppress(Exception):  # whatever JAX cannot write
         cache.keep("programs", key, [np.frombuffer(pickle.dumps(serialize_executable.serialize(program)), np.uint8)])
     return program
