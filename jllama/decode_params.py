@@ -23,15 +23,8 @@ class DecodeParams:
 
     weights: dict[str, Any]  # embed, final_norm, lm_head (unless tied), and layers: a dictionary by "0", "1", ...
 
-    @property
-    def dtype(self) -> Any:
-        """The dtype of the activations."""
-        return self.weights["final_norm"].dtype
-
-    @property
-    def quantized(self) -> bool:
-        """Whether the matrices are int8."""
-        return self.weights["embed"].scale is not None
+    dtype = property(lambda self: self.weights["final_norm"].dtype, doc="The dtype of the activations.")
+    quantized = property(lambda self: self.weights["embed"].scale is not None, doc="Whether the matrices are int8.")
 
 
 def decode_layout(params: Params, config: LlamaConfig, quantize: Quantization | None = None) -> DecodeParams:

@@ -46,8 +46,7 @@ def _wandb(folder: Path, config: Mapping[str, Any], step: int, package: str = "w
     if package == "trackio":
         names = {"resume": "allow" if step else "never", "embed": False}
     with contextlib.redirect_stdout(sys.stderr):
-        module = importlib.import_module(package)
-        run = module.init(project="jllama", name=folder.name, config=dict(config), **names)
+        run = importlib.import_module(package).init(project="jllama", name=folder.name, config=dict(config), **names)
     atexit.register(lambda: setattr(sys, "stdout", sys.stderr))  # before what they say at the end: it is chatter
     return lambda step, values: run.log(values, step=step)
 

@@ -57,8 +57,7 @@ def frozen(params: Params, config: LlamaConfig, lora: LoraConfig, dtype: Any) ->
         if lora.base == "int8":
             return jax.vmap(functools.partial(decode_matrix, inputs=range(len(inputs)), quantize="int8"))(stack)
         joined = stack.reshape(len(stack), math.prod(stack.shape[1 : 1 + len(inputs)]), -1).astype(jnp.float32)
-        tile = math.gcd(64, joined.shape[1])
-        return qwix().quantize(joined, "nf4", channelwise_axes=(0, 2), tiled_axes={1: tile})
+        return qwix().quantize(joined, "nf4", channelwise_axes=(0, 2), tiled_axes={1: math.gcd(64, joined.shape[1])})
 
     table = parameter_table(config)
     return map_by_path(held, params)

@@ -292,9 +292,8 @@ class Llama(_Module):
         with jax.named_scope("head"):
             return F.token_log_probs(hidden, self.head, targets, self._chunk_tokens)
 
-    @property
-    def _chunk_tokens(self) -> int:
-        return min(2048, max(2**28 // (4 * self.config.vocab_size), 1))  # at most 256 MiB of float32 logits
+    # At most 256 MiB of float32 logits
+    _chunk_tokens = property(lambda self: min(2048, max(2**28 // (4 * self.config.vocab_size), 1)))
 
     @property
     def head(self) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import mesh_utils
+from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -55,8 +55,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     try:
         return jax.make_mesh(shape, AXES, axis_types=kinds, devices=devices)
     except NotImplementedError:  # an axis of the mesh takes a part of a side of the torus
-        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-        return Mesh(grid, AXES, axis_types=kinds)
+        return Mesh(create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES, axis_types=kinds)
 
 
 def ruleset(config: MeshConfig) -> Mapping[str, Sequence[str]]:
@@ -203,11 +202,10 @@ def spread_attention(
     if mesh.size == 1:  # an exchange with nobody would still copy
         return F.attention(query, key, value, mask, implementation)
     if mesh.shape["sequence"] > 1 and "sequence" in jax.sharding.get_abstract_mesh().manual_axes:
-        seq = query.shape[2]
         whole = functools.partial(jax.lax.all_gather, axis_name="sequence", tiled=True)
         key, value = whole(key, axis=2), whole(value, axis=2)
         segments = None if mask.key_segments is None else whole(mask.key_segments, axis=1)
-        offset = jnp.reshape(jax.lax.axis_index("sequence") * seq, 1).astype(jnp.int32)
+        offset = jnp.reshape(jax.lax.axis_index("sequence") * query.shape[2], 1).astype(jnp.int32)
         mask = F.Mask(offset, mask.query_segments, segments)
     groups, divides = query.shape[1] // key.shape[1], key.shape[1] % mesh.shape["tensor"] == 0
 

@@ -97,8 +97,7 @@ def read(path: Path) -> Checkpoint:
             raise JllamaError(f"{file} has {key} {reprlib.repr(token)}; it must be an id below {config.vocab_size}")
     if TOKENIZER not in metadata:
         print(f"note: {file} has no {TOKENIZER}, so the model is without a tokenizer", file=sys.stderr)
-    has_tokenizer = metadata.get(TOKENIZER) not in (None, NO_TOKENIZER, "none")
-    tokenizer = from_gguf(metadata, str(file)) if has_tokenizer else None
+    tokenizer = from_gguf(metadata, str(file)) if metadata.get(TOKENIZER) not in (None, NO_TOKENIZER, "none") else None
     return Checkpoint(config, tensors, tokenizer, template, tuple(dict.fromkeys(stops.values())))
 
 
@@ -162,8 +161,7 @@ def _read_rope_scaling(
     if not math.isclose(whole, usual, rel_tol=_TOLERANCE):
         raise JllamaError(f"{source} has {key}yarn_attn_factor {whole}, which llama.cpp ignores: it must be {usual}")
     if isinstance(scaling, YarnScaling):
-        attention = take("rope.scaling.attn_factor", float, 1.0)
-        scaling = dataclasses.replace(scaling, attention_factor=attention * usual)
+        scaling = dataclasses.replace(scaling, attention_factor=take("rope.scaling.attn_factor", float, 1.0) * usual)
     # What llama.cpp divides frequencies by, whatever its keys say.
     half = config.head_dim // 2
     stored = tensors.get(ROPE_FREQS, np.ones(half, np.float32))

@@ -250,8 +250,7 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_
     write_json(target / CONFIG, config | no_ids | ids)
     if template is not None and (target / TOKENIZER_CONFIG).is_file():
         # transformers 4.45, for one, and tools of its time know no chat_template.jinja.
-        fields = read_json_object(target / TOKENIZER_CONFIG) | {"chat_template": template}
-        write_json(target / TOKENIZER_CONFIG, fields)
+        write_json(target / TOKENIZER_CONFIG, read_json_object(target / TOKENIZER_CONFIG) | {"chat_template": template})
     split = huggingface_hub.split_state_dict_into_shards_factory(
         {tensor[0]: tensor for tensor in tensors},
         get_storage_size=lambda tensor: math.prod(tensor[1].shape) * tensor[2].itemsize,

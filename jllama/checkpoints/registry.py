@@ -311,11 +311,10 @@ def _write(content: Any, target: Path, to: str, dtype: str | None, overwrite: bo
     if needed_bytes > (free_bytes := shutil.disk_usage(target.parent).free):
         space = f"{needed_bytes:,} bytes but {free_bytes:,} are free there"
         raise JllamaError(f"{target} needs {space}: make room, or choose another destination or a smaller dtype")
-    bar = progress(f"writing {target.name}", needed_bytes, of_bytes=True)
-    with written_whole(target) as partial, bar as on_progress:
+    with written_whole(target) as partial, progress(f"writing {target.name}", needed_bytes, of_bytes=True) as move:
         if not format.is_file:
             partial.mkdir()
-        format.write(content, partial, jnp.dtype(dtype) if dtype in FLOATS else dtype, on_progress)
+        format.write(content, partial, jnp.dtype(dtype) if dtype in FLOATS else dtype, move)
 
 
 def _check_target(target: Path, sources: Sequence[Path], overwrite: bool) -> None:

@@ -128,8 +128,7 @@ class RunCheckpoints:
             self._check(step, {"params": abstract_params(config)}, dtypes=False)
             stores = {}
             for path in parameter_table(config):  # in tensorstore's zarr format, by the path with dots
-                array = f"{path.replace('/', '.')}/"
-                store = {"driver": "ocdbt", "base": f"file://{source}/params/", "path": array}
+                store = {"driver": "ocdbt", "base": f"file://{source}/params/", "path": f"{path.replace('/', '.')}/"}
                 stores[path] = tensorstore.open({"driver": "zarr", "kvstore": store}, read=True).result()
         return {spec.key: _StoredTensor(spec, stores[spec.path], source) for spec in tensor_specs(config)}
 

@@ -138,8 +138,7 @@ _GLOBALS: dict[str, Any] = _STORAGES | {
 
 class _Dispatch(dict[int, Any]):
     def __missing__(self, code: int) -> Any:
-        name = _OPERATION_NAMES[code]
-        raise JllamaError(f"uses the pickle operation {name}, which no tensors need: do not trust it")
+        raise JllamaError(f"uses the pickle operation {_OPERATION_NAMES[code]}, which no tensors need: do not trust it")
 
 
 class _Unpickler(pickle._Unpickler):

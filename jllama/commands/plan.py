@@ -85,15 +85,13 @@ def main(argv: list[str], prog: str) -> int:
     seq_len = options.seq_len or options.training.seq_len or model.max_seq_len
     model = dataclasses.replace(model, max_seq_len=max(seq_len, model.max_seq_len))
     mesh = make_mesh(options.mesh, topology_devices(options.topology)[1]).shape
-    ways = mesh["data"] * mesh["fsdp"]
-    batch_size = options.batch_size or (ways if options.preset else options.training.batch_size)
+    batch_size = options.batch_size or (mesh["data"] * mesh["fsdp"] if options.preset else options.training.batch_size)
     loop = dataclasses.replace(options.training, seq_len=seq_len, batch_size=batch_size)
     config = dataclasses.replace(options, model=model, training=loop)
     if options.decode:
         receipt = plan_decoding(model, options.topology, options.mesh, batch_size, seq_len, options.quantize)
     elif options.search:
-        fixed = bool(options.batch_size or not options.preset)
-        tried = search(config, options.topology, fixed, progress.print)
+        tried = search(config, options.topology, bool(options.batch_size or not options.preset), progress.print)
         for _, each in tried:
             speed = f"MFU {each.mfu_limit:6.1%}, {each.tokens_per_s:,.0f} tokens/s" if each.fits else "does not fit"
             console.print(f"{each.needed_bytes / _GIB:8.2f} GiB  {speed:33}  {describe(each.mesh, each.settings)}")

@@ -126,8 +126,7 @@ def _read_unfinished(unfinished: Path, identity: dict[str, Any]) -> dict[tuple[i
     whole = unfinished.read_bytes() if unfinished.exists() else b""
     whole = whole[: whole.rfind(b"\n") + 1]
     remedy = "remove it, or give another --output"
-    fault = f"{unfinished} does not hold what was written there, so {remedy}"
-    with fault_of(fault, ValueError, KeyError, TypeError):
+    with fault_of(f"{unfinished} does not hold what was written there, so {remedy}", ValueError, KeyError, TypeError):
         first, *results = [json.loads(line) for line in whole.splitlines()] or [{"of": identity}]
         existing, done = dict(first["of"]), {_key(result): result for result in results}
     if changed := [name for name in identity if existing.get(name) != identity[name]]:

@@ -100,8 +100,7 @@ def validation_batches(
     def batch(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         positions = starts[:, None] + np.arange(seq_len + 1)
         inside = positions < len(tokens)
-        rows = np.where(inside, tokens[np.minimum(positions, len(tokens) - 1)], 0)
-        return rows.astype(np.int32), inside[:, 1:]
+        return np.where(inside, tokens[np.minimum(positions, len(tokens) - 1)], 0).astype(np.int32), inside[:, 1:]
 
     return map(batch, starts)
 

@@ -39,8 +39,7 @@ def decode(
     longest = int(np.minimum(lengths + 1 + steps * (draft_len + 1), limits).max(where=running, initial=0))
     if longest > batch.tokens.shape[1]:
         batch = with_room(batch, longest, model.config)
-    args = model.decode_params, model.config, batch, running, np.int32(steps), draft_len
-    batch, *new = programs.call(_decode, *args)
+    batch, *new = programs.call(_decode, model.decode_params, model.config, batch, running, np.int32(steps), draft_len)
     tokens, log_probs = jax.device_get(new)
     most = int((tokens >= 0).sum(axis=1).max())
     return batch, tokens[:, :most], log_probs[:, :most]

@@ -98,8 +98,7 @@ _zeros = jax.jit(KVCache.zeros, static_argnums=(0, 1, 2, 3))  # one program, not
 def _beside(params: DecodeParams, tree: Any) -> Any:
     """Arrays of rows on the devices of the parameters, split: where they are is part of what is compiled."""
     where = params.weights["final_norm"].sharding
-    split = batch_shardings(where.mesh, tree) if isinstance(where, NamedSharding) else where
-    return jax.device_put(tree, split)
+    return jax.device_put(tree, batch_shardings(where.mesh, tree) if isinstance(where, NamedSharding) else where)
 
 
 def cache_len(tokens: int, config: LlamaConfig) -> int:

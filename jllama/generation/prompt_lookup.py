@@ -57,9 +57,8 @@ def draft_tokens(
     matched = jnp.zeros((batch, max_len), jnp.int32)  # how many tokens up to each slot equal the last ones
     matches = slots < last
     for back in range(_LONGEST_MATCH):
-        expected = tokens[rows, jnp.maximum(last - back, 0)]
         shifted = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, :max_len]
-        matches = matches & (shifted == expected) & (slots >= back)
+        matches = matches & (shifted == tokens[rows, jnp.maximum(last - back, 0)]) & (slots >= back)
         matched = matched + matches.astype(jnp.int32)
     enough = matched >= _SHORTEST_MATCH
     best = jnp.argmax(jnp.where(enough, matched * max_len + slots, -1), axis=1)[:, None]

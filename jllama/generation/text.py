@@ -36,10 +36,7 @@ class Completion(NamedTuple):
     accepted: int = 0  # how many of them were right
     prompt_tokens: int = 0
 
-    @property
-    def new_tokens(self) -> int:
-        """How many tokens were generated."""
-        return len(self.ids)
+    new_tokens = property(lambda self: len(self.ids), doc="How many tokens were generated.")
 
 
 def generate(
@@ -116,8 +113,7 @@ def stream(
             print(piece, end="", flush=True)
     """
     settings, piece = Prompt("", sampling or SamplingParams(), max_new_tokens, stop, stop_ids, grammar), None
-    encoded = _encoded(model, [prompt], settings, fields)
-    for _, piece in generate_batch(model, encoded, speculate, STEPS_SHOWN, prefix):
+    for _, piece in generate_batch(model, _encoded(model, [prompt], settings, fields), speculate, STEPS_SHOWN, prefix):
         if isinstance(piece, str):
             yield piece
     return cast(Completion, piece)

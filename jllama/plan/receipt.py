@@ -80,8 +80,7 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
     check_batch(config, mesh)
     training = compile_training(config, mesh, bos_id=1)
     state, seq_len = jax.eval_shape(training.init, jax.random.key(0)), options.seq_len or config.model.max_seq_len
-    shape = options.batch_size, seq_len + 1
-    windows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=training.batch_sharding)
+    windows = jax.ShapeDtypeStruct((options.batch_size, seq_len + 1), jnp.int32, sharding=training.batch_sharding)
     tokens, trained = options.batch_size * seq_len, device_bytes(state.params)
     flops = training_flops_per_token(config.model, seq_len, frozen=bool(config.lora.rank)) * tokens / len(devices)
     sizes = {

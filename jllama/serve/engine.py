@@ -218,8 +218,7 @@ class Engine:
             computed = CHUNK if scored else next(size for size in CHUNK_SIZES if size >= len(tokens))
             padded = np.zeros((1, computed), np.int32)
             padded[0, : len(tokens)] = tokens
-            cache = self._batch.cache
-            args = model.decode_params, model.config, cache, padded, at, np.int32(start)
+            args = model.decode_params, model.config, self._batch.cache, padded, at, np.int32(start)
             hidden, chunk = programs.call(slots.prefill_chunk, *args)
             if scored:
                 targets = np.zeros(CHUNK, np.int32)

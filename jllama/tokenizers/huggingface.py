@@ -197,8 +197,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
     """Read a ``tokenizer.json``, and from the files beside it which tokens are BOS and EOS and whether BOS is added."""
-    faults = ValueError, KeyError, TypeError, AttributeError, RecursionError
-    with fault_of(f"{path} is not a tokenizer.json", *faults):
+    with fault_of(f"{path} is not a tokenizer.json", ValueError, KeyError, TypeError, AttributeError, RecursionError):
         text = path.read_text(encoding="utf-8")
         content = json.loads(text)
         ids_by_text = dict(content["model"]["vocab"])

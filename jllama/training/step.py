@@ -136,13 +136,12 @@ def compile_training(
     def forward(learned: Params, weights: Params, parts: Any) -> tuple[Llama, Array]:
         """The model with its whole head, and the last activations of this device's tokens."""
         inputs, _, segments = parts[:3]
-        first = jax.lax.axis_index("sequence") * inputs.shape[1]
         kept = {**dict.fromkeys(weights), "layers": {}} if lora.rank else learned
         params = adapted(weights, learned, lora) if lora.rank else weights
         ready = {**params, **{name: whole(name, params[name], kept[name]) for name in ("embed", "final_norm")}}
         parallel = Parallel(gather_layer, functools.partial(spread_attention, mesh), kept["layers"])
         how: Any = {"remat": str(options.remat), "attention": attention, "parallel": parallel}
-        positions = (first + jnp.arange(inputs.shape[1]))[None]
+        positions = (jax.lax.axis_index("sequence") * inputs.shape[1] + jnp.arange(inputs.shape[1]))[None]
         hidden, scattered = build_model(model, ready).hidden(inputs, segments, positions, **how), kept[head]
         if stages and not lora.rank:  # so is the head's gradient, before the backward pass of the layers begins
             hidden, scattered = jax.lax.optimization_barrier((hidden, scattered))
@@ -212,8 +211,7 @@ def compile_training(
         return inputs, targets, batch.segments[:, :-1], batch.counted[:, 1:] & same, *reference
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
-        outputs = scalars, by_hand[0]
-        (total, count), leaves = spread(gradients, outputs, state.params, batch, None, state.base)
+        (total, count), leaves = spread(gradients, (scalars, by_hand[0]), state.params, batch, None, state.base)
         count = jnp.maximum(count, 1.0)
 
         def means() -> Params:

@@ -122,6 +122,5 @@ def run_layerwise(
 
 @functools.partial(jax.jit, static_argnames="config")
 def _layer(weights: Params, x: Array, config: LlamaConfig) -> Array:
-    positions = jnp.arange(x.shape[1])[None]
-    attend = attention_inputs(config, positions, F.Mask(), x.shape[1])
+    attend = attention_inputs(config, jnp.arange(x.shape[1])[None], F.Mask(), x.shape[1])
     return build_layer(config, weights)(x, attend)[0]

@@ -67,8 +67,7 @@ class FormatWriter(NamedTuple):
 
 def interleave(matrix: np.ndarray, heads: int) -> np.ndarray:
     """Rows ``[heads * head_dim, embed]`` of a half-split query or key, in pairs: 0, half, 1, half + 1, ..."""
-    half = len(matrix) // heads // 2
-    return matrix.reshape(heads, 2, half, -1).swapaxes(1, 2).reshape(matrix.shape)
+    return matrix.reshape(heads, 2, -1, *matrix.shape[1:]).swapaxes(1, 2).reshape(matrix.shape)
 
 
 def _tensors(config: LlamaConfig, params: Params, file_format: int) -> Tensors:
@@ -79,8 +78,7 @@ def _tensors(config: LlamaConfig, params: Params, file_format: int) -> Tensors:
     tensors = {_NAMES["embed"][file_format]: params["embed"]}
     for name, layer, array in stacked:
         if array.ndim > 1:
-            inputs_and_outputs = (-1, config.embed_dim) if name in ("wo", "w_down") else (config.embed_dim, -1)
-            array = array.reshape(inputs_and_outputs).T
+            array = array.reshape((-1, config.embed_dim) if name in ("wo", "w_down") else (config.embed_dim, -1)).T
         array = interleave(array, heads[name]) if name in heads else array
         tensors[_NAMES[name][file_format].format(layer)] = array
     return {f"{name}.weight": np.ascontiguousarray(array, "<f4") for name, array in tensors.items()}
@@ -100,9 +98,8 @@ def _write_native(path: Path, config: LlamaConfig, params: Params) -> None:
     path.mkdir()
     (path / "config.yaml").write_text(yaml.safe_dump({"model": dataclasses.asdict(config)}))
     handlers = {"params": ocp.PyTreeCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
-    items = ocp.args.Composite(params=ocp.args.PyTreeSave(params), meta=ocp.args.JsonSave({}))
     with ocp.CheckpointManager(path.resolve() / "checkpoints", item_handlers=handlers) as manager:
-        manager.save(0, args=items)
+        manager.save(0, args=ocp.args.Composite(params=ocp.args.PyTreeSave(params), meta=ocp.args.JsonSave({})))
 
 
 def meta_tensors(config: LlamaConfig, params: Params) -> Tensors:
