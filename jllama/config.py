@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jllama.errors import MAX_SEQ_LEN, UsageError, check_fields, check_size
@@ -98,10 +97,7 @@ class LoraConfig:
         check_fields(self, "lora.", "alpha", lambda alpha: 0 < alpha < 1e9, "positive")
         object.__setattr__(self, "targets", tuple(self.targets))  # YAML and JSON have lists
 
-    @property
-    def scale(self) -> float:
-        """What the product of ``A`` and ``B`` is multiplied by."""
-        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+    scale = property(lambda self: self.alpha / self.rank ** (0.5 if self.rank_stabilized else 1), doc="Multiplies A B.")
 
 
 def llama_mlp_dim(embed_dim: int, *, multiple_of: int = 256, multiplier: float | None = None) -> int:

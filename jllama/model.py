@@ -77,9 +77,7 @@ _TO_HOST: Any = {"names_which_can_be_saved": [], "offload_src": "device", "offlo
 
 
 def _products_with_weights(primitive: Any, *operands: Any, **how: Any) -> bool:
-    """Whether to keep a result: of a product with a weight, unless it is a sum over so few (an adapter's rank) that
-    making it again costs less than its memory.
-    """
+    """Whether to keep a result: of a product with a weight, unless (an adapter's) making it costs less than keeping."""
     if not _policies.dots_with_no_batch_dims_saveable(primitive, *operands, **how):
         return False
     summed = math.prod(operands[1].shape[axis] for axis in how["dimension_numbers"][0][1])
@@ -292,8 +290,7 @@ class Llama(_Module):
         with jax.named_scope("head"):
             return F.token_log_probs(hidden, self.head, targets, self._chunk_tokens)
 
-    # At most 256 MiB of float32 logits
-    _chunk_tokens = property(lambda self: min(2048, max(2**28 // (4 * self.config.vocab_size), 1)))
+    _chunk_tokens = property(lambda self: min(2048, max(2**28 // (4 * self.config.vocab_size), 1)))  # 256 MiB of logits
 
     @property
     def head(self) -> Any:

@@ -142,9 +142,6 @@ def spread(mesh: Mesh | AbstractMesh, function: Callable[..., Array], *arrays: A
     return jax.shard_map(function, mesh=where, **options)(*arrays)
 
 
-# What devices exchange inside ``jax.shard_map`` over data, fsdp and sequence
-
-
 def gather(part: Array, kept: Any, axis: int | None, dtype: Any, stages: Sequence[Any]) -> Array:
     """The whole weight, in ``dtype``, of its parts along ``axis`` on the devices of ``fsdp``.
 

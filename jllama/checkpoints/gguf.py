@@ -205,7 +205,6 @@ def write(checkpoint: Checkpoint, target: Path, dtype: Dtype, on_progress: OnPro
     matrix_types = collections.Counter(type_.name for _, tensor, type_ in tensors if len(tensor.shape) > 1)
     if divisors is not None:
         tensors.append((ROPE_FREQS, divisors.astype(np.float32), GGMLQuantizationType.F32))
-    # The keys: the file's, the architecture's, the tokenizer's.
     main_type = matrix_types.most_common(1)[0][0]
     file_type = LlamaFileType[f"{'ALL' if main_type == 'F32' else 'MOSTLY'}_{main_type}"]
     metadata: dict[str, Any] = {"general.architecture": ARCHITECTURE, "general.name": "Llama"}

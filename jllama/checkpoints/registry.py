@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 
 from jllama import tokenizers
 from jllama.checkpoints import adapters, gguf, huggingface, llama2c, meta, run, tensors
-from jllama.checkpoints.adapters import Adapter
 from jllama.checkpoints.tensors import Checkpoint, OnProgress, size_bytes
 from jllama.config import LlamaConfig
 from jllama.decode_params import Quantization
@@ -91,14 +90,6 @@ ADAPTER_FORMATS: dict[str, Format] = {
 """Those of adapters by themselves, besides the run that trained one."""
 
 
-def _keep_compiled() -> None:
-    """Keep compiled programs, also small ones: most of a model's start. JAX may be told of another folder and rules."""
-    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue] - made at run time
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        compilation_cache.reset_cache()  # whether there is one is asked once, at the first compilation
-
-
 def load(
     path: str | Path,
     dtype: Any = None,
@@ -128,7 +119,11 @@ def load(
         adapter: what has been trained beside these weights, and is merged as they are read: PEFT's folder (or hub id),
             a GGUF LoRA file, or a run, whose ``step`` is meant then. A run that trained one is a checkpoint, too.
     """
-    _keep_compiled()
+    # Also small programs are kept, most of a model's start. JAX may have been told of another folder and rules.
+    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue] - made at run time
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        compilation_cache.reset_cache()  # whether there is one is asked once, at the first compilation
     if dtype is None and jax.default_backend() == "cpu":
         dtype = jnp.float32
     dtype = None if dtype is None else _float_dtype(dtype)
@@ -250,7 +245,7 @@ def open_checkpoint(
     return checkpoint
 
 
-def _read_adapter(source: Path, config: LlamaConfig, step: int | None) -> Adapter:
+def _read_adapter(source: Path, config: LlamaConfig, step: int | None) -> adapters.Adapter:
     refuse_special_files(source)
     if run.recognizes(source):
         return run.read_adapter(source, config, step)

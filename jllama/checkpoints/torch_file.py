@@ -184,8 +184,7 @@ def write_torch_file(path: Path, tensors: Sequence[NamedTensor], on_progress: On
             archive.writestr(zipfile.ZipInfo(f"archive/{name}"), content)
         for number, (_, tensor, dtype) in enumerate(tensors):
             info = zipfile.ZipInfo(f"archive/data/{number}")
-            # An extra field of the right length puts the numbers at a multiple of 64 bytes, as torch has them. What is
-            # before the name takes 30 bytes, and zip64's field always 20: the sizes are known only afterwards.
+            # Numbers begin at multiples of 64 bytes, as torch's; 30 bytes precede the name, and zip64's field has 20.
             padding = -(file.tell() + 30 + len(info.filename) + 4 + 20) % 64
             info.extra = struct.pack("<2sH", b"FB", padding) + bytes(padding)
             with archive.open(info, "w", force_zip64=True) as entry:

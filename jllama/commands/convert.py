@@ -53,8 +53,7 @@ def main(argv: list[str], prog: str) -> int:
 
     jax.config.update("jax_platforms", "cpu")
     target, dtype = Path(options.target), options.dtype or None
-    by_suffix = {format.suffix: name for name, format in FORMATS.items() if format.suffix}
-    to = options.to or by_suffix.get(target.suffix, "")
+    to = options.to or {format.suffix: name for name, format in FORMATS.items() if format.suffix}.get(target.suffix, "")
     start_s, names = time.perf_counter(), ("overwrite", "rope_factor", "adapter")
     checkpoint = convert(options.source, target, to, dtype, **{name: getattr(options, name) for name in names})
     seconds = time.perf_counter() - start_s

@@ -6,10 +6,9 @@ import json
 import os
 import sys
 import time
-import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from jllama.errors import JllamaError, UsageError
 from jllama.evaluation.scoring import token_log_probs
@@ -27,7 +26,7 @@ _JSON_TYPES: dict[Any, tuple[str, set[type], set[type]]] = {  # of which true is
     str: ("a string or a list of strings", {str, list}, {str}),
 }
 _ENDS = {"max_new_tokens": int, "stop": str, "stop_ids": tuple[int, ...]}
-OWN_SETTINGS = {name: _JSON_TYPES[hint] for name, hint in (typing.get_type_hints(SamplingParams) | _ENDS).items()}
+OWN_SETTINGS = {name: _JSON_TYPES[hint] for name, hint in (get_type_hints(SamplingParams) | _ENDS).items()}
 """What a line may set for itself: what JSON must hold, in words, and the types of it and of what is in it."""
 _NOT_OF_RESULTS = ("checkpoint", "adapter", "prompts_file", "output", "batch_size")  # beside the weights
 

@@ -40,7 +40,6 @@ _KINDS |= {b"\x89PNG": "PNG", b"\x93NUMPY": "NumPy", b"GGUF": "GGUF"}
 _TEXT = re.compile("(large_|dictionary<values=)?str(?!uct)")  # how its types begin, in Python and in Parquet
 _EXTRAS = {"Zstandard": ("zstd", "compression.zstd", "backports.zstd"), "Parquet": ("parquet", "pyarrow.parquet")}
 
-
 Document = Callable[[], Iterator[str]]
 """A text, never empty, in parts of about ``BLOCK`` characters that end as ``CUTS`` says, or of ``LONGEST_BLOCK``."""
 

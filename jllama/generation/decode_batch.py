@@ -1,8 +1,7 @@
 """A batch of rows that are being generated: what the device keeps of them, and how each gets its next token."""
 
-import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +69,7 @@ def _setting_arrays(rows: Sequence[SamplingParams], vocab_size: int) -> dict[str
     """Each field as an array, with its default where a row's class does not have it; token ids over the vocabulary."""
     arrays: dict[str, np.ndarray] = {}
     for params in set(map(type, rows)):
-        for name, hint in typing.get_type_hints(params).items():
+        for name, hint in get_type_hints(params).items():
             if name not in {*_BUILT_IN, *F.TRUNCATIONS, *F.PENALTIES}:
                 raise UsageError(f"nothing applies {name} of {params.__name__}: register a function under its name")
             values = [getattr(row, name, getattr(params(), name)) for row in rows]
@@ -88,8 +87,7 @@ def check_batch(config: LlamaConfig, rows: int, draft_len: int = 0) -> None:
     if not 0 <= draft_len < config.max_seq_len:
         context = f"the model's context, {config.max_seq_len}"
         raise UsageError(f"speculate is {draft_len}; it must be from 0 to below {context}")
-    # The least that a row takes: a short text's keys and values in 2 bytes a number, and for each token of the
-    # vocabulary a bias, a count and, of each token fed, a float32 logit.
+    # The least: a short text's keys and values in 2 bytes, and by token id a bias, a count and, of each fed, a logit.
     cached = 4 * config.num_layers * config.num_kv_heads * config.head_dim * min(config.max_seq_len, 128)
     needed = rows * (cached + config.vocab_size * (8 + 4 * (draft_len + 1))) / 2**30
     have = (device_memory_bytes(jax.devices()[0]) or 0) / 2**30

@@ -249,8 +249,7 @@ class TextDecoder:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
         self._tokenizer, self._prompt = tokenizer, prompt
-        grammar, stop_ids = prompt.grammar, prompt.stop_ids or ()
-        self._matcher = Matcher(grammar, tokenizer, stop_ids) if grammar else None
+        self._matcher = Matcher(prompt.grammar, tokenizer, prompt.stop_ids or ()) if prompt.grammar else None
         self._ids = list(prompt.ids[-_CONTEXT_TOKENS:])
         self._num_decoded, self._num_shown = len(self._ids), 0
         self._tokens: list[tuple[int, float, int]] = []  # id, log-probability, and the length of the text before it

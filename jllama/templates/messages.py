@@ -130,9 +130,7 @@ def openai_messages(messages: Sequence[Any]) -> list[Message]:
         if given.get("role") == "tool" and given.get("tool_call_id") not in called:
             raise UsageError(f"message {number} answers no call: its tool_call_id must be that of an earlier tool call")
         found.append(given)
-    check_messages(
-        [{key: given[key] for key in given if key != "name" or type(given[key]) is not str} for given in found]
-    )
+    check_messages([{key: each[key] for key in each if key != "name" or type(each[key]) is not str} for each in found])
     return found
 
 

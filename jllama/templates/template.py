@@ -63,8 +63,7 @@ def _ask(request: bytes) -> dict[str, Any]:
     worker = _workers.get(os.getpid())
     if worker is None or worker.poll() is not None:
         _stop()
-        # It imports only the standard library and jinja2, not what the user's folder or path holds. Its session is its
-        # own, as Ctrl-C in the terminal means the parent.
+        # It imports the standard library and jinja2 alone. Its session is its own: Ctrl-C means the parent.
         specs = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
         folders = [str(Path(spec.origin).parents[1]) for spec in specs if spec is not None and spec.origin]
         script = Path(__file__).with_name("template_worker.py")

@@ -181,10 +181,7 @@ class _Run:
             self.give_up(f"{wrong} at step {step}" + f", the {self.skipped}th in a row" * (self.skipped > 1))
 
     def pause(self) -> bool:
-        """Evaluate, save, sample and report what is due or owed, unless the last step was left out and others follow.
-
-        Whether the patience with the validation loss is over.
-        """
+        """Do what is due or owed, unless the last step was left out and others follow; whether patience is over."""
         options = self.config.training
         if self.skipped and not (self.stop or self.step == options.steps):
             return False

@@ -163,8 +163,7 @@ def compile_training(
         return jnp.sum(jnp.where(parts[3], llama.token_log_probs(hidden, parts[1])[0], 0.0), axis=1)
 
     def gradients(learned: Params, weights: Params, parts: Any) -> tuple[tuple[Array, Array], Params]:
-        # A batch is taken in parts, whose sums are added in float32 and divided once by the number of targets, so that
-        # parts with different numbers of them weigh as they should.
+        # The parts' sums are added in float32 and divided once, so that parts weigh by their numbers of targets.
         gradient = jax.value_and_grad(lambda kept, parts: loss(kept, weights, parts, options.z_loss), has_aux=True)
         if options.accumulation == 1:
             totals, leaves = gradient(learned, parts)

@@ -122,9 +122,7 @@ def _untied(config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Params]:
 MUTATIONS = [
     _wrong_field("theta x2", "rope_theta", lambda theta: 2 * theta),
     _wrong_field("no scaling", "rope_scaling", lambda _: None),
-    _wrong_field(
-        "factor 8 for 32", "rope_scaling", lambda it: it and dataclasses.replace(it, factor=min(it.factor, 8.0))
-    ),
+    _wrong_field("factor 8 for 32", "rope_scaling", lambda s: s and dataclasses.replace(s, factor=min(s.factor, 8.0))),
     _wrong_field("eps x10", "norm_eps", lambda eps: 10 * eps),
     Mutation("post-norm", model=_post_norm()),
     Mutation(
