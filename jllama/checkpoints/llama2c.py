@@ -25,7 +25,6 @@ from jllama.tokenizers.llama2c import load_llama2c_tokenizer, save_llama2c_token
 MODEL, TOKENIZER = "model.bin", "tokenizer.bin"
 _SIZES = ("embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "vocab_size", "max_seq_len")
 _HEADER = struct.Struct("<7i")
-_LATER_VERSIONS = b"24ka"  # what versions 1 and 2 begin with
 _FIXED = {"norm_eps": 1e-5, "rope_theta": 10_000.0, "rope_scaling": None}  # what run.c has in its code
 
 
@@ -48,7 +47,7 @@ def _config(file: Path) -> LlamaConfig | None:
     """The architecture in a file's header; None if that is of a later version."""
     with file.open("rb") as opened:
         header = opened.read(_HEADER.size)
-    if header.startswith(_LATER_VERSIONS):
+    if header.startswith(b"24ka"):  # as versions 1 and 2 do
         return None
     if len(header) < _HEADER.size:
         raise JllamaError(f"{file} is truncated: it has {len(header)} bytes, less than a llama2.c header")

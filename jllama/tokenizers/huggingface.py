@@ -21,23 +21,21 @@ CONFIG_NAME = "tokenizer_config.json"
 _NOT_LLAMAS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
 
 _SPLIT = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
-_DIGITS = {"type": "Digits", "individual_digits": True}
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
     "llama-bpe": {"type": "Sequence", "pretokenizers": [_SPLIT, _BYTE_LEVEL | {"use_regex": False}]},
-    "smollm": {"type": "Sequence", "pretokenizers": [_DIGITS, _BYTE_LEVEL]},
+    "smollm": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _BYTE_LEVEL]},
     "gpt-2": _BYTE_LEVEL,
 }  # llama.cpp's name of each known way to split text, and how it is configured in Hugging Face's library
 
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-_PREPEND = {"type": "Prepend", "prepend": SPACE}
 _METASPACE = {"type": "Metaspace", "replacement": SPACE, "split": False}  # of transformers 5
 
 # A part of the text that is a token is taken as it is, unmerged, where ``ignore_merges``: by Llama 3's alone.
 _FORMS: dict[str | bool, tuple[Any, Any, bool, bool]]
 _FORMS = {name: (None, split, name == "llama-bpe", False) for name, split in PRE_TOKENIZERS.items()}
 _FORMS[False] = {"type": "Sequence", "normalizers": [_REPLACE]}, None, False, True
-_FORMS[True] = {"type": "Sequence", "normalizers": [_PREPEND, _REPLACE]}, None, False, True
+_FORMS[True] = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, _REPLACE]}, None, False, True
 """Normalizer, pre-tokenizer, ``ignore_merges`` and ``byte_fallback`` of each ``pre`` or else ``add_space_prefix``."""
 
 _SCHEMES = {"never": False, "first": True, "always": True}
