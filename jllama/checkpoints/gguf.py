@@ -169,7 +169,6 @@ def _read_rope_scaling(
         what = f"{stored.dtype.name}{list(stored.shape)}"
         raise JllamaError(f"{source} has {ROPE_FREQS} as {what}, expected float32{[half]}")
     divisors = np.asarray(stored[0:half], np.float64)
-    # The first scaling that is both.
     candidates = [scaling]
     noted = {name.removeprefix(OURS): value for name, value in metadata.items() if name.startswith(OURS)}
     with contextlib.suppress(UsageError):

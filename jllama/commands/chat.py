@@ -107,8 +107,7 @@ def _answer(session: _Session, text: str) -> None:
     pieces = conversation.answer(text, sampling, options.max_new_tokens or None)
     wrap = WordWrap(Console().width).push if session.at_terminal else lambda text, last=False: text
     note, first_s, context = "(stopped)", 0.0, f"{conversation.model.config.max_seq_len:,} tokens"
-    # A second Ctrl-C is a KeyboardInterrupt.
-    with stoppable() as pressed, contextlib.closing(pieces), contextlib.suppress(KeyboardInterrupt):
+    with stoppable() as pressed, contextlib.closing(pieces), contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C
         try:
             with Console(stderr=True).status("answering ..." if conversation.prefix.ids else "compiling ..."):
                 piece = next(pieces)

@@ -93,8 +93,7 @@ def _ask(request: bytes) -> dict[str, Any]:
 
 @atexit.register
 def _stop() -> None:
-    worker = _workers.pop(os.getpid(), None)
-    if worker is not None:
+    if worker := _workers.pop(os.getpid(), None):
         worker.kill()
         with contextlib.suppress(OSError):  # what it was never given is still to be flushed
             worker.__exit__(None, None, None)

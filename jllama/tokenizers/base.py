@@ -53,8 +53,7 @@ class Vocabulary(NamedTuple):
 
     def check_pieces(self, source: str) -> None:
         """Raise JllamaError unless a SentencePiece model has what each of Llama's kind has."""
-        unknown = [id for id, kind in enumerate(self.token_type) if kind == TokenType.UNKNOWN]
-        if self.unknown_token_id not in unknown:
+        if self.unknown_token_id not in [id for id, kind in enumerate(self.token_type) if kind == TokenType.UNKNOWN]:
             raise JllamaError(f"{source} lacks an unknown token, which a Llama's SentencePiece model has")
         if missing := 256 - self.token_type.count(TokenType.BYTE):
             raise JllamaError(f"{source} lacks {missing} of the 256 byte tokens of a Llama's SentencePiece model")

@@ -127,8 +127,7 @@ class HuggingFaceTokenizer(Tokenizer):
         """
         model, ids = self.json["model"], {text: id for id, text in enumerate(self.texts)}
         form = self.json["normalizer"], self.json["pre_tokenizer"], model["ignore_merges"], model["byte_fallback"]
-        forms = [*_FORMS.items(), *_OTHER_FORMS]
-        names = [name for name, other in forms if _comparable(other) == _comparable(form)]
+        names = [name for name, other in [*_FORMS.items(), *_OTHER_FORMS] if _comparable(other) == _comparable(form)]
         if not names:
             said = "other formats have no name for how this tokenizer splits text or changes it (its normalizer, "
             raise JllamaError(f"{said}pre_tokenizer, ignore_merges and byte_fallback: {json.dumps(form)})")

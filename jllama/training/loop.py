@@ -343,7 +343,6 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
             console.print(f"{folder} is finished (step {step:,} of {steps:,}). To go on: {go_on}")
             return Evaluation(**final[-1]["final"])
 
-    # The devices, the programs, the state
     if warning := idle_accelerator():
         console.print(f"warning: {warning}", style="yellow")
     distributed.check_same({"the corpus": data.fingerprint, "the last checkpoint": step})
