@@ -16,7 +16,7 @@ Queries = Float[Array, "batch heads seq head_dim"]
 Keys = Float[Array, "batch kv_heads kv_seq head_dim"]
 Scores = Float[Array, "*lead kv_seq"]
 
-_BLOCK, _MAX_SPANS, _SHORT, _CACHE_BLOCK = 64, 8, 128, 256
+_BLOCK, _MAX_SPANS, _SHORT, _FEW, _CACHE_BLOCK = 64, 8, 128, 16, 256
 ATTENDED = "attended"  # what the backward pass of blocks needs, for ``jax.checkpoint`` to keep
 
 
@@ -70,10 +70,13 @@ def grouped_query_attention(query: Queries, key: Keys, value: Keys, mask: Bool[A
     et al. 2017, eq. 1 (arXiv:1706.03762); Shazeer 2019 (arXiv:1911.02150); Ainslie et al. 2023 (arXiv:2305.13245).
     """
     accumulator = np.promote_types(query.dtype, np.float32)
-    scores = jnp.einsum("bkgth,bksh->bkgts", _grouped(query, key), key, preferred_element_type=accumulator)
+    product, grouped = functools.partial(jnp.einsum, preferred_element_type=accumulator), _grouped(query, key)
+    if query.shape[2] < _FEW:  # XLA:CPU multiplies from the left faster: eight rows of one query take a tenth less
+        scores = jnp.moveaxis(jax.lax.optimization_barrier(product("bksh,bkgth->bksgt", key, grouped)), 2, 4)
+    else:
+        scores = product("bkgth,bksh->bkgts", grouped, key)
     weights = masked_softmax(scores * query.shape[3] ** -0.5, mask[:, None, None])
-    mixed = jnp.einsum("bkgts,bksh->bkgth", weights.astype(value.dtype), value, preferred_element_type=accumulator)
-    return mixed.reshape(query.shape).astype(query.dtype)
+    return product("bkgts,bksh->bkgth", weights.astype(value.dtype), value).reshape(query.shape).astype(query.dtype)
 
 
 def _grouped(query: Array, key: Array) -> Array:
@@ -220,15 +223,14 @@ def cached_attention(
     a row does not see leaves its result as it is, bit for bit: it depends on its own tokens and place alone, not on
     other rows, nor on how long they are. Source: Milakov and Gimelshein 2018, algorithm 3 (arXiv:1805.02867).
     """
-    (batch, heads, seq, head_dim), kv_heads = query.shape, key.shape[1]
-    accumulator = np.promote_types(query.dtype, np.float32)
-    grouped = query.reshape(batch, kv_heads, heads // kv_heads, seq, head_dim)
+    accumulator, grouped = np.promote_types(query.dtype, np.float32), _grouped(query, key)
+    batch, kv_heads, _, seq, head_dim = grouped.shape
 
     def attend(key: Array, value: Array, mask: Array) -> _Softmax:
         scores = jnp.einsum("bkgth,bksh->bkgts", grouped, key, preferred_element_type=accumulator) * head_dim**-0.5
-        scores = jnp.where(mask[:, None, None], scores, jnp.finfo(accumulator).min)
-        largest = jnp.max(scores, axis=-1, keepdims=True)
-        weights = jnp.where(mask[:, None, None], jnp.exp(scores - largest), 0)
+        scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
+        largest = jnp.max(scores, axis=-1, keepdims=True, initial=jnp.finfo(accumulator).min)
+        weights = jnp.exp(scores - largest)
         mixed = jnp.einsum("bkgts,bksh->bkgth", weights.astype(value.dtype), value, preferred_element_type=accumulator)
         return _Softmax(largest, jnp.sum(weights, axis=-1, keepdims=True), mixed)
 
