@@ -33,7 +33,7 @@ def count_lines(*rooms: str) -> int:
 
 @pytest.mark.parametrize(
     ("rooms", "most"),
-    [(CORE, 5_380), (["checkpoints"], 2_900), (["tokenizers"], 1_200), (["verify"], 1_800), ([""], 16_680)],
+    [(CORE, 5_545), (["checkpoints"], 2_900), (["tokenizers"], 1_200), (["verify"], 1_800), ([""], 16_980)],
     ids=["core", "checkpoints", "tokenizers", "verify", "everything"],
 )
 def test_the_code_stays_short(rooms, most):

@@ -127,9 +127,7 @@ def _in_blocks_forward(
 
 
 def _in_blocks_backward(kept: tuple[Any, ...], d_mixed: Array) -> tuple[Array, Array, Array, None]:
-    """The gradients, by weights made again from the logarithms. Source: Dao et al. 2022, algorithm 4
-    (arXiv:2205.14135).
-    """
+    """The gradients, by weights made again from the logarithms. Source: Dao et al. 2022, alg. 4 (arXiv:2205.14135)."""
     query, key, value, mask, mixed, log_total = kept
     wide, d_queries = log_total.dtype, []
     product = functools.partial(jnp.einsum, preferred_element_type=wide)
@@ -168,8 +166,7 @@ def _spans(seq: int, kv_seq: int, mask: Mask, most: int) -> Iterator[tuple[int, 
     """
     size = -(-seq // -(-seq // most))
     num_blocks = seq // size
-    span = max(-(-num_blocks // _MAX_SPANS), min(2, num_blocks // 4))  # fewer spans compile sooner
-    span = num_blocks if mask.offset is not None else span
+    span = num_blocks if mask.offset is not None else max(-(-num_blocks // _MAX_SPANS), min(2, num_blocks // 4))
     spans = [(start * size, min(span, num_blocks - start), size) for start in range(0, num_blocks, span)]
     if seq % size:
         spans.append((num_blocks * size, 1, seq % size))

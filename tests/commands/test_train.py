@@ -62,7 +62,7 @@ def wait_for_step(read_run, process, run, step):
 def test_the_folder_of_a_run(small_run, read_run):
     run, lines = small_run.folder, read_run.lines(small_run.folder)
     assert small_run.out == ""  # chatter goes to stderr
-    assert re.search(r"[\d,]+ parameters on one CPU, reference attention, ", small_run.err)  # what auto chose
+    assert re.search(r"[\d,]+ parameters on one CPU, blocked attention, ", small_run.err)  # what auto chose
     steps = [line for line in lines if "loss" in line]
     model = parse(TrainConfig, ["--config", str(run / "config.yaml")], "train.py").model
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
