@@ -14,8 +14,9 @@ os.environ["JLLAMA_CHECK_SHAPES"] = "1"
 
 import hypothesis
 import jax
+import pytest
 
-import jllama  # noqa: F401
+from jllama.generation import programs
 
 del os.environ["JLLAMA_CHECK_SHAPES"]  # processes that the tests start run as a user's do
 
@@ -29,6 +30,14 @@ COMPILED_DAYS = 14
 jax.config.update("jax_compilation_cache_dir", str(COMPILED))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(autouse=True)
+def no_kept_programs():
+    """A command that ran in this process does not change how later tests' programs are called."""
+    yield
+    programs._keeps.clear()
+
 
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=25, print_blob=True)
 hypothesis.settings.load_profile("ci")

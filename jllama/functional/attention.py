@@ -164,8 +164,7 @@ def _spans(seq: int, kv_seq: int, mask: Mask, most: int) -> Iterator[tuple[int, 
 
     From the start of a row a span takes no more keys than its last query sees: in all about half of the products.
     """
-    size = -(-seq // -(-seq // most))
-    num_blocks = seq // size
+    num_blocks = seq // (size := -(-seq // -(-seq // most)))
     span = num_blocks if mask.offset is not None else max(-(-num_blocks // _MAX_SPANS), min(2, num_blocks // 4))
     spans = [(start * size, min(span, num_blocks - start), size) for start in range(0, num_blocks, span)]
     if seq % size:
@@ -185,6 +184,7 @@ def _side_by_side(blocks: Array) -> Array:
 
 def _block_scores(query: Array, key: Array, mask: Mask, first: Array) -> Array:
     """The scores of a block of queries, minus infinity where a key is not seen."""
+    query, first = jax.lax.optimization_barrier((query, first))  # or JAX makes all blocks' masks before all layers
     wide = np.promote_types(query.dtype, np.float32)
     scores = jnp.einsum("bkgth,bksh->bkgts", query, key, preferred_element_type=wide) * query.shape[-1] ** -0.5
     return jnp.where(mask.dense(query.shape[3], key.shape[2], first)[:, None, None], scores, -jnp.inf)

@@ -162,6 +162,21 @@ def test_blocks_hold_no_more_than_a_block_of_scores():
     assert temporaries("blocked") < scores / 2
 
 
+def test_no_masks_of_all_blocks_are_kept_for_all_layers():
+    """JAX computes ahead of a scan over layers what does not depend on them: masks would be as large as the scores."""
+
+    def temporaries(seq):
+        def objective(arrays):
+            layer = jax.checkpoint(lambda x, _: (attention(x, *arrays[1:], implementation="blocked"), None))
+            return jnp.sum(jax.lax.scan(layer, arrays[0], length=2)[0])
+
+        shapes = [jax.ShapeDtypeStruct((1, 4, seq, 16), jnp.float32)] * 3
+        compiled = jax.jit(jax.grad(objective)).lower(shapes).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(8192) < 2.2 * temporaries(4096)
+
+
 def test_auto_goes_by_the_shapes_alone():
     assert choose_attention(1, 4096) == "reference"
     assert choose_attention(512, 4096, backward=False) == "reference"
