@@ -43,3 +43,10 @@ def test_the_server_does_what_its_document_says(document, mode):
         check()
         tried.append(operation.path)
     assert "/v1/chat/completions" in tried
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_is_what_the_document_says(document, path):
+    prompt = {"prompt": "words"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "words"}]}
+    case = document[path]["POST"].Case(body={**prompt, "stream": True}, media_type="application/json")
+    assert case.call_and_validate(checks=CHECKS).status_code == 200
