@@ -210,9 +210,8 @@ def jllama_trainer(work: Work) -> tuple[Step, Work]:
 
     config = train_config(parse_options(work["argv"]))
     training = jllama.compile_training(config, bos_id=-1)  # no document begins in what is drawn
-    params = (
-        jllama.load(work["hf"], layout="training").params if os.path.exists(work["hf"]) else None
-    )  # as the peers have it
+    # From the weights that the peers begin with, too, if there are any.
+    params = jllama.load(work["hf"], layout="training").params if os.path.exists(work["hf"]) else None
     state = training.init(jax.random.key(0), params)
 
     def step(tokens: Any) -> float:
