@@ -1,6 +1,7 @@
 """Topologies of accelerators that are not there: devices that programs can be compiled for, not run on."""
 
 import importlib.metadata
+import itertools
 import math
 import os
 import re
@@ -27,7 +28,7 @@ def topology_devices(topology: str) -> tuple[Accelerator, list[Any]]:
     """
     from jax.experimental import topologies
 
-    kind, _, shape = topology.partition(":")
+    kind, _, shape = usual_topology(topology).partition(":")
     if kind not in ACCELERATORS:
         raise unknown_name("accelerator", kind, ACCELERATORS)
     accelerator = ACCELERATORS[kind]
@@ -40,11 +41,14 @@ def topology_devices(topology: str) -> tuple[Accelerator, list[Any]]:
         raise UsageError(f"{topology} is no topology: give {what}, such as {kind}:{example}")
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    options: dict[str, Any] = {"platform": "tpu", "topology_name": topology}
+    options: dict[str, Any]
     if is_tpu:
         _check_packages("TPUs", "plan-tpu", "libtpu")
-        options |= {"chip_config_name": "megacore"} if kind == "v4" else {}
-        options |= {"chips_per_host_bounds": [1, 1, 1]} if count == 1 else {}
+        options = {"platform": "tpu", "topology_name": f"{kind}:{shape}"}
+        if kind == "v4":
+            options["chip_config_name"] = "megacore"
+        if count == 1:
+            options["chips_per_host_bounds"] = [1, 1, 1]
     else:
         _check_packages("GPUs", "cuda", "jax-cuda13-plugin", "jax-cuda12-plugin")
         nodes = f"1x{max(1, count // node)}x{min(count, node)}"
@@ -54,6 +58,24 @@ def topology_devices(topology: str) -> tuple[Accelerator, list[Any]]:
     except Exception as error:  # of many types: what the compiler's library says of names and versions
         said = " ".join(str(error).split())[:300]
         raise UsageError(f"{topology} cannot be planned for, so give another topology: {said}") from error
+
+
+def usual_topology(topology: str) -> str:
+    """A topology with the sides of the usual slice where a number of TPU chips is given: ``v5e:16`` is ``v5e:4x4``.
+
+    Each side is 1, 2 or a multiple of 4, and the longest is as short as can be. What has no such slice stays as it is.
+
+    >>> usual_topology("v5p:32")
+    'v5p:2x4x4'
+    """
+    kind, _, chips = topology.partition(":")
+    if kind not in ACCELERATORS or not re.fullmatch(r"\d{1,5}", chips):
+        return topology
+    sides = [side for side in (1, 2, *range(4, int(chips) + 1, 4)) if int(chips) % side == 0]
+    slices = itertools.combinations_with_replacement(reversed(sides), ACCELERATORS[kind].sides)
+    usual = min((each for each in slices if math.prod(each) == int(chips)), default=())
+    ordered = sorted(usual, key=lambda side: (side == 1, side))  # 2x2x1, 2x4x4, as their makers write them
+    return f"{kind}:{'x'.join(map(str, ordered)) or chips}"
 
 
 def _check_packages(what: str, extra: str, *names: str) -> None:

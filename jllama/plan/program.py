@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-_BITS = {"pred": 8, "token": 0, "opaque": 0}
-_ARRAY = re.compile(r"\b(pred|[a-z]+\d+[a-z0-9]*)\[([\d,]*)\]")
+_ARRAY = re.compile(r"\b(?:pred|[a-z]+\d+[a-z0-9]*)\[[\d,]*\]")
 _CLOSER = re.compile(r"\w+\[[\d,]*\]\{[^}]*S\(\d\)[^}]*\}")
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
@@ -68,8 +67,9 @@ def parse(text: str) -> Program:
 def array_bytes(shapes: str) -> float:
     """The bytes of all arrays in a result's text, such as ``(bf16[8,128]{1,0}, f32[])``."""
     total = 0.0
-    for kind, dims in _ARRAY.findall(shapes):
-        bits = _BITS[kind] if kind in _BITS else int(re.findall(r"\d+", kind)[0])
+    for array in _ARRAY.findall(shapes):
+        kind, dims = array.removesuffix("]").split("[")
+        bits = 8 if kind == "pred" else int(re.findall(r"\d+", kind)[0])
         total += math.prod(int(dim) for dim in dims.split(",") if dim) * bits / 8
     return total
 
@@ -106,10 +106,11 @@ def _trips(program: Program, attributes: str, condition: str) -> int:
 
 
 def _kind(operation: str) -> str | None:
-    return next((kind for kind in _COLLECTIVES if operation in (kind, f"{kind}-start")), None)
+    kind = operation.removesuffix("-start")
+    return kind if kind in _COLLECTIVES else None
 
 
-def collectives(program: Program, node: int = 8) -> list[Collective]:
+def collectives(program: Program, node: int) -> list[Collective]:
     """All exchanges between devices in nodes of so many, equal ones added up, the largest in bytes first."""
     counts: Counter[tuple[str, str, int, int, float]] = Counter()
     chains: set[str] = set()  # an exchange that a TPU takes in several fusions, each of which shows it
@@ -120,9 +121,9 @@ def collectives(program: Program, node: int = 8) -> list[Collective]:
         chains |= {chain[0]} if chain else set()
         arrays = _ARRAY.findall(instruction.result)
         if instruction.operation.endswith("-start") and kind != "all-reduce":  # (operands, results, scalars)
-            arrays = [array for array in arrays if array[1]]
+            arrays = [array for array in arrays if "[]" not in array]
             arrays = arrays[len(arrays) // 2 :]
-        result = ", ".join("{}[{}]".format(*array) for array in arrays)
+        result = ", ".join(arrays)
         group = _first_group(instruction.others) or range(program.devices)
         devices, near, size = len(group), sum(each // node == group[0] // node for each in group), array_bytes(result)
         if kind == "all-reduce" and "all-reduce-scatter" in computation:  # the form that reduce-scatter has on TPUs
@@ -156,7 +157,7 @@ def traffic_bytes(program: Program) -> float:
         if instruction.operation in _FREE or _kind(instruction.operation) or instruction.operation.endswith("-done"):
             continue
         if instruction.operation.endswith("-start"):  # of a copy: the result begins with both of its ends
-            total += times * sum(array_bytes("{}[{}]".format(*one)) for one in _ARRAY.findall(instruction.result)[1:2])
+            total += times * sum(map(array_bytes, _ARRAY.findall(instruction.result)[1:2]))
             continue
         operands = re.findall(r"%([\w.-]+)", instruction.others.split("), ")[0])
         moved = [sizes[computation].get(name, 0.0) for name in operands] + [sizes[computation][instruction.name]]
@@ -176,17 +177,16 @@ def kernels(text: str) -> list[str]:
     return [name for name, mark in ATTENTION_KERNELS.items() if mark in text]
 
 
-def largest_buffers(program: Program, count: int = 10) -> list[tuple[float, str, str]]:
-    """``(bytes, shape, name)`` of the largest arguments and results: what fills the memory."""
+def largest_buffers(program: Program) -> list[tuple[float, str, str]]:
+    """``(bytes, shape, name)`` of the ten largest arguments and results: what fills the memory."""
     rows: dict[str, tuple[float, str, str]] = {}
     for instruction, _, computation in executed(program):
         argument = instruction.operation == "parameter" and computation == program.entry
         if argument or instruction.operation not in _FREE:
             named = re.search(r'op_name="([^"]*)"', instruction.others)
             name = re.sub(r"jit\(\w+\)/|shard_map/|while/body/|closed_call/|\\", "", named[1] if named else "")
-            for array in _ARRAY.findall(_CLOSER.sub("", instruction.result)):
-                shape = "{}[{}]".format(*array)
+            for shape in _ARRAY.findall(_CLOSER.sub("", instruction.result)):
                 key = name if argument else shape
                 if "/" not in rows.get(key, ("", "", ""))[2]:  # what makes it, better than where it begins as zeros
                     rows[key] = array_bytes(shape), shape, name or instruction.name
-    return sorted(rows.values(), reverse=True)[:count]
+    return sorted(rows.values(), reverse=True)[:10]

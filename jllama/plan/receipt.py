@@ -15,6 +15,7 @@ from jllama.config import LlamaConfig, MeshConfig
 from jllama.decode_params import DecodeParams, Quantization, decode_layout
 from jllama.devices import Accelerator, device_bytes, program_bytes
 from jllama.errors import JllamaError, UsageError
+from jllama.files import Json
 from jllama.functional import Refused
 from jllama.model import KVCache, abstract_params, build_model
 from jllama.parameters import tensor_specs, training_flops_per_token
@@ -32,7 +33,7 @@ class Receipt:
     device: str  # the topology: which accelerator, and how many
     devices: int
     mesh: dict[str, int]  # the sizes of its axes
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # of ``training``, as planned
+    settings: Json = dataclasses.field(default_factory=dict)  # of ``training``, as planned
     arguments_bytes: int  # what the step takes, and returns in the same memory: parameters, moments, the batch
     parameters_bytes: int
     moments_bytes: int = 0
@@ -63,7 +64,7 @@ class Receipt:
         """The share of peak FLOP/s that this leaves, by the model's own FLOPs."""
         return self.compute_s / self.recomputed * self.tokens_per_s / self.tokens
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         """All of it, as ``--json`` prints it."""
         derived = {name: getattr(self, name) for name in ("fits", "binds", "mfu_limit", "tokens_per_s")}
         derived["activations_bytes"] = self.temporaries_bytes - self.gradients_bytes
@@ -99,7 +100,7 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
     return receipt if receipt.fits else dataclasses.replace(receipt, advice=_advice(config, receipt))
 
 
-def settings(config: TrainConfig) -> dict[str, Any]:
+def settings(config: TrainConfig) -> Json:
     """What a search changes of a step, but for the mesh."""
     return {name: getattr(config.training, name) for name in ("batch_size", "accumulation", "remat", "attention")}
 
@@ -181,7 +182,7 @@ def plan_decoding(
 
 
 def _receipt(
-    topology: str, accelerator: Accelerator, mesh: Any, lowered: Any, flops: float, tokens: int, sizes: dict[str, Any]
+    topology: str, accelerator: Accelerator, mesh: Any, lowered: Any, flops: float, tokens: int, sizes: Json
 ) -> Receipt:
     start_s, text = time.perf_counter(), ""
     try:

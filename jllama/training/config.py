@@ -13,20 +13,27 @@ from jllama.generation.sampling_params import SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """An optimizer under a warm-up and a cosine.
+    """An optimizer and the schedule of its learning rate.
 
     Args:
         name: ``adamw`` (arXiv:1711.05101), ``lion`` (arXiv:2302.06675, at a fifth of the rate) or ``adafactor``
             (arXiv:1804.04235), which hold two moments, one, and rows and columns of one alone.
-        learning_rate: the peak, reached at the end of the warm-up.
+        learning_rate: the peak, after the warm-up.
         final_fraction: the learning rate ends at this share of the peak.
-        warmup_fraction: the share of all steps over which the learning rate rises linearly.
+        warmup_fraction: the share of all steps over which the learning rate rises linearly, unless ``warmup_steps`` is
+            given.
         beta1: decay of the gradient's running mean (``adamw``), or its share in a step (``lion``).
         beta2: decay of the squared gradient's running mean (``adamw``), or of the gradient's (``lion``).
         epsilon: added to the root of the squared gradient's mean (``adamw``).
         weight_decay: per unit of learning rate, on matrices only (never on norms).
         clip_norm: gradients are scaled down to this global norm if theirs is larger.
         moment_dtype: in which moments are kept between steps; bfloat16, with ``beta2`` up to 0.99, halves their memory.
+        schedule: after the warm-up the learning rate falls as half a ``cosine``, stays ``constant``, or stays and
+            falls in a straight line at the end (``wsd``: warm-up, stable, decay). With the last two a run can go on
+            with more steps.
+        decay_fraction: the share of all steps over which it falls at the end, with ``wsd``.
+        warmup_steps: the steps of the warm-up; 0 takes ``warmup_fraction`` of all. A run that is not on a ``cosine``
+            keeps the number that it began with.
     """
 
     name: str = "adamw"
@@ -39,13 +46,16 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+    decay_fraction: float = 0.1
+    warmup_steps: int = 0
 
     def __post_init__(self) -> None:
         check = functools.partial(check_fields, self, "optimizer.")
         check("learning_rate epsilon clip_norm", lambda value: 0 < value < math.inf, "positive and finite")
-        check("final_fraction warmup_fraction", lambda value: 0 <= value <= 1, "between 0 and 1")
+        check("final_fraction warmup_fraction decay_fraction", lambda value: 0 <= value <= 1, "between 0 and 1")
         check("beta1 beta2", lambda value: 0 <= value < 1, "at least 0 and below 1")
-        check("weight_decay", lambda value: 0 <= value < math.inf, "0 or positive, and finite")
+        check("weight_decay warmup_steps", lambda value: 0 <= value < math.inf, "0 or positive, and finite")
         if self.moment_dtype == "bfloat16":  # whose 8 bits would round a decay of 1 in 1,000 away
             check("beta2", lambda value: value <= 0.99, "at most 0.99 with optimizer.moment_dtype bfloat16")
 
@@ -55,9 +65,9 @@ class LoopConfig:
     """How long to train and on how much at a time.
 
     Args:
-        batch_size: windows of ``seq_len`` tokens in each step, over all devices.
-        seq_len: tokens in each window; 0 means ``model.max_seq_len``, with ``init_from`` at most 1,024.
-        steps: optimizer updates, unless ``epochs`` is given.
+        batch_size: windows in each step, over all devices.
+        seq_len: tokens in each window; 0 means ``model.max_seq_len``, with ``init_from`` or ``preset`` at most 1,024.
+        steps: updates, unless ``epochs`` is given.
         epochs: passes over the training text, in place of ``steps``.
         accumulation: parts that a batch is taken in, one after the other, to save memory; the result is the same.
         eval_every: steps between evaluations, each followed by a sample; the last step has one too.
@@ -74,8 +84,9 @@ class LoopConfig:
             with weights, ``block`` the whole layer, ``offload`` too, from inputs kept in the host's memory.
         reduce_dtype: in which gradients are summed over devices and kept; bfloat16 halves what is exchanged.
         compiler_options: XLA's, by name, such as ``{"xla_gpu_enable_pipelined_reduce_scatter": false}``.
-        sample_prompt: what the text sampled at each evaluation begins with.
-        sample_tokens: how many tokens to sample then; 0 for none.
+        sample_prompt: what the text sampled at each evaluation begins with; in a run on chats what is asked then,
+            without it a question that is held out.
+        sample_tokens: how many tokens to sample then, 0 for none; without it 128, or as many as the context leaves.
         questions: what is asked at each evaluation instead, answered with the likeliest tokens.
         patience: end after so many evaluations without a lower validation loss; 0 never does.
         max_skipped: end with an error after so many steps in a row that had to be left out, as not finite or a spike.
@@ -100,7 +111,7 @@ class LoopConfig:
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     compiler_options: dict[str, bool | int | float | str] = dataclasses.field(default_factory=dict)
     sample_prompt: str = ""
-    sample_tokens: int = 128
+    sample_tokens: int | None = None
     questions: list[str] = dataclasses.field(default_factory=list)
     patience: int = 0
     max_skipped: int = 10
@@ -112,7 +123,7 @@ class LoopConfig:
         counts = "batch_size accumulation eval_every log_every keep_last max_skipped"
         check(counts, lambda value: value >= 1, "at least 1")
         sizes = "seq_len steps epochs eval_tokens save_every z_loss sample_tokens patience"
-        check(sizes, lambda value: 0 <= value < 2**31, "from 0 to below 2**31")
+        check(sizes, lambda value: value is None or 0 <= value < 2**31, "from 0 to below 2**31")
         check("steps", lambda steps: bool(steps or self.epochs), "positive, or training.epochs")
         if self.epochs:
             check("steps", (0, LoopConfig.steps).__contains__, f"0 or left out, since training.epochs is {self.epochs}")
@@ -128,19 +139,21 @@ class TrainConfig:
 
     Examples:
         quickstart
-        configs/quickstart.yaml --data.path my_texts/ --run_dir runs/mine
+        configs/quickstart.yaml --data.path my_texts/ --run_dir runs/mine --overwrite
         --init_from smollm2.gguf --data.path chats.txt --training.steps 100
 
     Args:
         model: the architecture; with ``init_from`` the checkpoint's own is taken, and this one is not.
-        init_from: begin from the weights, architecture and tokenizer of a checkpoint: a folder, a file or a hub id;
-            ``training.batch_size`` is 4 then at the command line, and ``optimizer.learning_rate`` 2e-5, unless given.
+        init_from: begin from a checkpoint, by folder, file or hub id; at the command line with batch size 4 and
+            learning rate 2e-5, unless they are given.
+        preset: a released Llama in place of ``model``: ``llama3.2-1b``.
         rope_factor: with ``init_from``, the RoPE scaling factor that Meta's params.json leaves out.
-        run_dir: the folder that will hold the run: configuration, tokenizer, metrics, checkpoints, samples, report.
+        run_dir: the folder of the run.
         seed: of the initial weights, the order of the data and the samples.
-        resume: ``auto`` continues the run in ``run_dir`` from its last checkpoint, if there is one; ``never`` refuses
-            a folder that already holds checkpoints; a run's folder continues it (at the command line, as configured).
+        resume: ``auto`` continues the run in ``run_dir``, if any, a folder the run in it; ``never`` refuses.
         resume_with_changes: go on although the learning rate, the steps or another option of the outcome has changed.
+        overwrite: remove the run in ``run_dir``, unless it is resumed; its name is asked for, or give ``yes``.
+        yes: overwrite without asking.
         sampling: how the text sampled at each evaluation is drawn.
         logger: where else metrics go as they come: ``tensorboard``, ``wandb``, ``trackio``, or nowhere.
         lora: train adapters of the weights that ``init_from`` brings, in place of the weights.
@@ -148,11 +161,14 @@ class TrainConfig:
 
     model: LlamaConfig
     init_from: str = ""
+    preset: str = ""
     rope_factor: float | None = None
     run_dir: str = "runs/default"
     seed: int = 0
     resume: str = "never"
     resume_with_changes: bool = False
+    overwrite: bool = False
+    yes: bool = False
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     training: LoopConfig = dataclasses.field(default_factory=LoopConfig)

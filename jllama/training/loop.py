@@ -38,8 +38,8 @@ from jllama.templates.messages import conversing, message_ids
 from jllama.tokenizers import has_tokenizer
 from jllama.training import run_folder
 from jllama.training.config import TrainConfig
-from jllama.training.metrics import Evaluation, check_memory, evaluate, summarize
-from jllama.training.opening import batches_of, resolved, with_references
+from jllama.training.metrics import Evaluation, check_memory, evaluate, preference_words, summarize
+from jllama.training.opening import batches_of, first_question, resolved, with_references
 from jllama.training.optimizer import learning_rate_at, make_optimizer
 from jllama.training.step import StepMetrics, Training, TrainState, attention_of, compile_training, on_devices
 
@@ -61,6 +61,7 @@ def train(config: TrainConfig) -> Evaluation:
             recent, start_s = [], time.perf_counter()
             while run.step < options.steps and not (run.stop or ended):
                 rows = next(run.batches)
+                run.training.step.check(rows)
                 batch = on_devices(rows, run.training.batch_sharding)
                 if (shape := jax.tree.leaves(batch)[0].shape) not in run.programs:  # chats have rows of two lengths
                     run.show("compiling")
@@ -161,7 +162,8 @@ class _Run:
         rate = float(learning_rate_at(self.step - 1, self.config.optimizer, self.config.training.steps))
         peak, planned = peak_bytes(self.training.mesh.local_devices), self.planned_bytes
         self.write(**record, learning_rate=rate, planned_bytes=planned, peak_bytes=peak, elapsed_s=self.seconds())
-        self.note = f"loss {record['loss']:.3f}  {record['tokens_per_s']:,.0f} tokens/s"
+        self.note = f"loss {record['loss']:.3f}{preference_words(record.get('preference'))}"
+        self.note += f"  {record['tokens_per_s']:,.0f} tokens/s"
         if not self.console.is_terminal:
             mfu = f"  MFU {record['mfu']:.1%}" if record["mfu"] else ""
             memory = f"  {peak / 2**30:.2f} GiB, planned {planned / 2**30:.2f}" if peak else ""
@@ -276,16 +278,30 @@ class _Run:
         return LanguageModel(config.model, params, tokenizer, *talk)
 
     def sample(self) -> None:
-        """Let the model go on from the prompt, or answer the questions; show and log what it writes."""
-        options, model, sampling = self.config.training, self.model(), SamplingParams(temperature=0.0)
-        prompts = asked = options.questions or [options.sample_prompt]
+        """Let the model go on from the prompt, or answer the questions; show and log what it writes.
+
+        In a run on chats all of them go through the template, and without any it is asked what the first held-out
+        conversation begins with.
+        """
+        options: Any = self.config.training
+        model, sampling = self.model(), SamplingParams(temperature=0.0)
+        prompts = options.questions or [options.sample_prompt]
+        asked: list[Any] = prompts
         if not options.questions:
             key = jax.random.fold_in(jax.random.fold_in(self.state.key, self.state.step), self.config.sampling.seed)
             sampling = dataclasses.replace(self.config.sampling, seed=int(jax.random.bits(key)))
+        if not (self.data.is_text or any(prompts)):
+            asked = [first_question(self.data)]
+            prompts = [model.text_tokenizer.decode(asked[0])]
         elif model.chat_template and not self.data.is_text:
-            said = [[{"role": "user", "content": each}] for each in prompts]
-            asked = [message_ids(model.text_tokenizer, model.chat_template, each, True) for each in said]
-        completions = generate(model, asked, sampling, max_new_tokens=options.sample_tokens)
+            asked = [
+                message_ids(model.text_tokenizer, model.chat_template, [{"role": "user", "content": each}], True)
+                for each in prompts
+            ]
+        count = options.sample_tokens
+        if asked is not prompts:  # but ids
+            count = min(count, model.config.max_seq_len - max(map(len, asked)))
+        completions = generate(model, asked, sampling, max_new_tokens=count)
         for prompt, completion in zip(prompts, completions, strict=True):
             self.write(SAMPLES, prompt=prompt, text=completion.text)
             self.console.print(f"{prompt}{' ' * bool(options.questions)}{completion.text}\n", style="dim")
@@ -324,13 +340,18 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
     distributed.check_same(flatten_dict(run_folder.as_written(config), sep="."))
     if config.resume not in ("never", "auto") and not (folder / CONFIG).is_file():
         raise UsageError(f"resume is {config.resume}, which is not a run's folder: give one, or never, or auto")
-    make_optimizer(config.optimizer, config.model, config.training.steps)
+    make_optimizer(config.optimizer, config.training.steps)
     check_attention(config.training.attention)  # also before the text is read
     check_logger(config.logger)
     existing = (folder / CHECKPOINTS).exists() and RunCheckpoints(folder / CHECKPOINTS, read_only=True).steps()
-    if existing and config.resume == "never":
-        go_on = command("train", "--resume", folder)
-        raise UsageError(f"{folder} already holds a run: continue it with {go_on}, or choose another run_dir")
+    replaces = existing and config.resume == "never"
+    if replaces:
+        if not config.overwrite:
+            go_on = command("train", "--resume", folder)
+            advice = f"continue it with {go_on}, or choose another run_dir, or replace it with --overwrite"
+            raise UsageError(f"{folder} already holds a run: {advice}")
+        run_folder.ask_to_overwrite(config)
+        existing = []
     config, data, origin = resolved(config, folder if existing else None)
     step, steps = existing[-1] if existing else 0, config.training.steps
     if step:
@@ -353,6 +374,8 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
         dtype = None if config.lora.rank and config.lora.base != "auto" else jnp.float32
         params = load_params(origin, dtype, training.mesh, rules=ruleset(config.mesh)) if origin else None
         state = training.init(jax.random.key(config.seed), params)
+    if replaces:
+        run_folder.clear(folder)
     if data.preference:
         data = with_references(data, folder, config, training, None if existing else state)
     batches = batches_of(data, config, training)
@@ -382,6 +405,8 @@ def _announce(run: _Run) -> None:
     tokens = facts.get("training chats", f"{data.counts['train']['tokens']:,} training tokens")
     said = f"{run.folder}: {parameters}, {attention_of(config, run.training.mesh)} attention, {tokens}"
     run.console.print(f"{said}, step {run.step:,} of {config.training.steps:,}", style="bold")
+    for note in data.notes:
+        run.console.print(f"note: {note}", style="yellow")
 
 
 def _others(state: Any, key: Any) -> dict[str, Any]:

@@ -21,17 +21,35 @@ from jllama.training.step import StepMetrics, Training, TrainState, check_batch,
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     """Validation loss in nats a token, or of pairs of answers a pair; and unless those are pairs, its exponential, and
-    the loss over the bytes of the text, in bits.
+    the loss over the bytes of the text, in bits; of pairs ``preference_means``.
     """
 
     validation_loss: float
     perplexity: float | None
     bits_per_byte: float | None
+    validation_preference: dict[str, float] | None = None
 
     def __str__(self) -> str:
         perplexity, bits = self.perplexity, self.bits_per_byte
         others = "" if perplexity is None else f", perplexity {perplexity:.2f}, {bits:.3f} bits per byte"
-        return f"validation loss {self.validation_loss:.4f}{others}"
+        return f"validation loss {self.validation_loss:.4f}{others}{preference_words(self.validation_preference)}"
+
+
+def preference_means(sums: Sequence[Any]) -> dict[str, float]:
+    """The means over pairs of answers, from sums as ``StepMetrics.preference`` has them.
+
+    ``accuracy`` is the share of pairs whose chosen answer has the larger reward. A reward is ``dpo_beta`` times the
+    answer's log-probability over that before training; ``margin`` is how much larger that of the chosen answer is.
+    """
+    pairs, right, chosen, rejected = np.sum(sums, axis=0).tolist()
+    means = {"accuracy": right, "margin": chosen - rejected, "chosen_reward": chosen, "rejected_reward": rejected}
+    return {name: value / pairs for name, value in means.items()}
+
+
+def preference_words(means: dict[str, float] | None) -> str:
+    """The means for people; nothing if there are none."""
+    text = ", accuracy {accuracy:.1%}, margin {margin:.3f}, rewards {chosen_reward:.3f} and {rejected_reward:.3f}"
+    return text.format(**means) if means else ""
 
 
 def evaluate(
@@ -43,17 +61,22 @@ def evaluate(
         batches = validation_batches(data.validation, **size)
     else:
         batches = ((rows, None) for rows in chat_validation_batches(data.validation, **size))
-    sums, token_bytes = [], data.tokenizer.token_bytes()
+    sums, pairs, token_bytes = [], [], data.tokenizer.token_bytes()
     for batch, mask in batches:
         if stop():
             return None
         on_device = on_devices((batch, mask), training.batch_sharding)
         nats, count = jax.device_get(training.evaluate(state.params, *on_device, state.base))
+        if data.preference:
+            pairs.append(count)
+            count = count[0]
         targets = batch.tokens[batch.counted] if isinstance(batch, Rows) else batch[:, 1:][mask]
         sums.append((float(nats), int(count), int(token_bytes[targets].sum())))
     nats, counts, text_bytes = zip(*sums, strict=True)
     score = TextScore(math.fsum(nats), sum(counts), sum(text_bytes))
-    return Evaluation(score.loss, *((None, None) if data.preference else (score.perplexity, score.bits_per_byte)))
+    if data.preference:
+        return Evaluation(score.loss, None, None, preference_means(pairs))
+    return Evaluation(score.loss, score.perplexity, score.bits_per_byte)
 
 
 def summarize(steps: Sequence[StepMetrics], elapsed_s: float, config: TrainConfig) -> dict[str, Any]:
@@ -62,12 +85,14 @@ def summarize(steps: Sequence[StepMetrics], elapsed_s: float, config: TrainConfi
     flops_per_token = training_flops_per_token(config.model, config.training.seq_len, frozen=bool(config.lora.rank))
     flops_per_s = tokens_per_s * flops_per_token
     peak = peak_flops(jax.devices()[0].device_kind)
+    pairs = [step.preference for step in steps if step.preference is not None]
     return {
         **{name: float(np.mean([float(getattr(step, name)) for step in steps])) for name in ("loss", "grad_norm")},
         "tokens_per_s": tokens_per_s,
         "step_s": elapsed_s / len(steps),
         "flops_per_s": flops_per_s,
         "mfu": flops_per_s / (peak * jax.device_count()) if peak else None,
+        **({"preference": preference_means(pairs)} if pairs else {}),
     }
 
 

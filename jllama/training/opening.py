@@ -10,6 +10,7 @@ from jax.experimental import multihost_utils
 
 from jllama import distributed
 from jllama.checkpoints.registry import open_checkpoint
+from jllama.checkpoints.run import read_config
 from jllama.checkpoints.tensors import Checkpoint
 from jllama.config import LlamaConfig
 from jllama.data.batches import chat_batches, chat_validation_batches, rows_an_epoch, training_batches
@@ -18,8 +19,9 @@ from jllama.data.tokens import SPLITS, Dataset, prepare_data
 from jllama.errors import check_fields, no_tokenizer
 from jllama.files import fault_of, written_whole
 from jllama.generation.text import prompt_ids
+from jllama.presets import preset
 from jllama.progress import progress
-from jllama.templates.messages import conversing
+from jllama.templates.messages import conversing, find_template
 from jllama.tokenizers import Tokenizer, load_tokenizer
 from jllama.training.config import TrainConfig
 from jllama.training.step import Training, TrainState, on_devices
@@ -36,6 +38,16 @@ def resolved(config: TrainConfig, folder: Path | None) -> tuple[TrainConfig, Dat
         check_fields(config, "", "init_from", bool, f"a model to begin from, since data.task is {task}")
     origin = _origin(config, None if config.lora.rank else folder) if config.init_from else None
     tokenizer = origin.tokenizer if origin else None
+    check_fields(config, "", "preset", lambda name: not (name and origin), "left out with init_from")
+    model = config.model
+    if config.preset:
+        model = preset(config.preset)
+    if origin:
+        model = origin.config
+    for name, value in vars(model).items():
+        allowed, said = (value, getattr(LlamaConfig(), name)), f"{value}, as in {config.init_from or config.preset}"
+        check_fields(config.model, "model.", name, allowed.__contains__, f"{said}, or left out with it")
+    config = dataclasses.replace(config, model=model)
     if folder and not origin and config.data.tokenizer == "bpe":  # a later version may train another on the same text
         tokenizer = load_tokenizer(folder)
     if task == "text":
@@ -50,7 +62,12 @@ def resolved(config: TrainConfig, folder: Path | None) -> tuple[TrainConfig, Dat
         rows = rows_an_epoch(data.train, seq_len=seq_len, seed=config.seed, packing=config.data.packing)
     steps = math.ceil(config.training.epochs * rows / config.training.batch_size) or config.training.steps
     options = dataclasses.replace(config.training, steps=steps, epochs=0.0)
-    return dataclasses.replace(config, training=options), data, origin
+    optimizer = config.optimizer
+    if optimizer.schedule != "cosine" and not optimizer.warmup_steps:
+        # The rate will stay, so the warm-up keeps its steps: going on with more steps changes no past rate.
+        begun = read_config(folder).get("optimizer", {}).get("warmup_steps") if folder else 0
+        optimizer = dataclasses.replace(optimizer, warmup_steps=begun or math.ceil(optimizer.warmup_fraction * steps))
+    return dataclasses.replace(config, training=options, optimizer=optimizer), data, origin
 
 
 def batches_of(data: Dataset, config: TrainConfig, training: Training) -> Any:
@@ -63,6 +80,14 @@ def batches_of(data: Dataset, config: TrainConfig, training: Training) -> Any:
     if data.is_text:
         return training_batches(data.train, **size)
     return chat_batches(data.train, **size, packing=config.data.packing)
+
+
+def first_question(data: Dataset) -> list[int]:
+    """The ids before the first token that counts in the first conversation that is held out."""
+    held_out = data.validation
+    start, size = held_out.starts[0], held_out.sizes[0]
+    counted = held_out.counted[start : start + size]
+    return held_out.tokens[start : start + counted.argmax()].tolist()
 
 
 def with_references(
@@ -99,24 +124,26 @@ def _origin(config: TrainConfig, existing: Path | None) -> Checkpoint:
     """The checkpoint to begin from, opened; an existing run's folder stands in for ``init_from``."""
     path = existing or config.init_from
     origin = open_checkpoint(path, None if existing else config.rope_factor)
-    for name, value in vars(origin.config).items():
-        allowed, said = (value, getattr(LlamaConfig(), name)), f"{value}, as in {path}, or left out with init_from"
-        check_fields(config.model, "model.", name, allowed.__contains__, said)
     check_fields(config.data, "data.", "tokenizer", lambda name: name == "bpe", "left out: init_from brings its own")
     if origin.tokenizer is None:
         raise no_tokenizer(path)
+    if config.data.chat_template and not existing:  # an existing run's folder has it
+        template = find_template(origin.tokenizer, None, config.data.chat_template)
+        origin = dataclasses.replace(origin, chat_template=template)
     return origin
 
 
 def _with_sizes(config: TrainConfig, tokenizer: Tokenizer, origin: Checkpoint | None) -> TrainConfig:
     """The configuration with the architecture, the vocabulary and the window filled in."""
-    model, options = origin.config if origin else config.model, config.training
+    model, options = config.model, config.training
     num_tokens, context = tokenizer.vocab_size, model.max_seq_len
     said = f"0, or at least the {num_tokens} tokens of the tokenizer"
     check_fields(model, "model.", "vocab_size", lambda size: size == 0 or size >= num_tokens, said)
-    seq_len = options.seq_len or min(context, 1024 if origin else context)
+    seq_len = options.seq_len or min(context, 1024 if origin or config.preset else context)
     check_fields(options, "training.", "seq_len", lambda size: size <= context, f"at most model.max_seq_len, {context}")
     sample_limit = context - len(prompt_ids(tokenizer, options.sample_prompt))
+    if options.sample_tokens is None:
+        options = dataclasses.replace(options, sample_tokens=max(min(128, sample_limit), 0))
     said = f"at most {sample_limit}, which is what training.sample_prompt leaves of model.max_seq_len"
     check_fields(options, "training.", "sample_tokens", lambda count: count <= sample_limit, said)
     model = dataclasses.replace(model, vocab_size=model.vocab_size or num_tokens)

@@ -5,16 +5,19 @@ import dataclasses
 import functools
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
 from flax.traverse_util import flatten_dict
 
+from jllama import distributed
+from jllama.checkpoints.registry import check_target
 from jllama.checkpoints.run import CONFIG, METRICS, SAMPLES, read_config
 from jllama.config import DistributedConfig
 from jllama.errors import JllamaError, UsageError
-from jllama.files import append_line, read_lines, write_text_whole
+from jllama.files import append_line, read_lines, remove, write_text_whole
 from jllama.training.config import OptimizerConfig, TrainConfig
 from jllama.training.optimizer import learning_rate_at
 
@@ -22,11 +25,33 @@ HISTORY, SKIPPED = "config.history.jsonl", "skipped.jsonl"
 
 # How the names of options begin that may, or must not, differ when a run goes on; all others do when that is asked for.
 # The fingerprint that checkpoints hold speaks for the data, epochs are resolved to steps.
-_IGNORED = r"run_dir|resume|distributed|training\.epochs"
-_FIXED = r"model|init_from|rope_factor|seed|lora|optimizer\.name|training\.(batch_size|seq_len|spike_factor)|"
+_IGNORED = r"run_dir|resume|overwrite|yes|distributed|training\.epochs"
+_FIXED = r"model|init_from|preset|rope_factor|seed|lora|optimizer\.name|training\.(batch_size|seq_len|spike_factor)|"
 _FIXED += r"data\.(tokenizer|vocab_size|packing)"
 _FREE = r"mesh|sampling|logger|data|training\.(accumulation|attention|compiler_|remat|log_every|keep_|save_|eval_|"
 _FREE += r"sample_|questions|patience|max_skipped)"
+
+
+def ask_to_overwrite(config: TrainConfig) -> None:
+    """Have a run's name typed on the terminal, unless ``config.yes``.
+
+    Raises ``JllamaError`` if the name is not typed, if the folder holds what no run writes, or what is read.
+    """
+    folder = Path(config.run_dir).resolve()
+    check_target(folder, [Path(path) for path in (config.init_from, config.data.path) if path], True)
+    if not config.yes:
+        print(f"{folder} and its checkpoints will be removed. To go on, type its name, {folder.name}:", file=sys.stderr)
+        if not sys.stdin.isatty() or sys.stdin.readline().strip() != folder.name:
+            raise UsageError(f"{folder} stays as it is: its name must be typed on a terminal, or --yes be given")
+
+
+def clear(folder: Path) -> None:
+    """Remove all that a run's folder holds but its locks, in process 0; the others wait for it."""
+    if distributed.process_index() == 0:
+        for path in folder.iterdir():
+            if not path.name.startswith("in_use"):
+                remove(path)
+    distributed.largest(0)
 
 
 def write_config(folder: Path, config: TrainConfig, step: int) -> None:
@@ -48,7 +73,8 @@ def out_of_patience(folder: Path, patience: int) -> bool:
 
 def as_written(config: TrainConfig) -> dict[str, Any]:
     """A configuration as ``config.yaml`` has it: enough to start the same run again."""
-    plain = dataclasses.replace(config, resume="never", resume_with_changes=False, distributed=DistributedConfig())
+    asked: Any = dict.fromkeys(["resume_with_changes", "overwrite", "yes"], False)
+    plain = dataclasses.replace(config, resume="never", distributed=DistributedConfig(), **asked)
     return yaml.safe_load(yaml.safe_dump(dataclasses.asdict(plain), sort_keys=False))
 
 

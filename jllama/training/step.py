@@ -12,13 +12,14 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from jllama.config import LlamaConfig
 from jllama.data.batches import Rows
 from jllama.devices import keep_freed_memory
 from jllama.errors import UsageError, check_fields
 from jllama.functional import choose_attention
 from jllama.functional.linear import AdaptedMatrix
 from jllama.lora import adapted, dense, frozen, initial_adapter
-from jllama.model import Llama, Parallel, build_model, check_attention, initial_params
+from jllama.model import Llama, Parallel, build_model, check_attention, check_ids, initial_params
 from jllama.parameters import Params, map_by_path, parameter_table, shape_of
 from jllama.sharding import BATCH, gather, gather_stages, make_mesh, row_spec, ruleset, spread_attention, state_sharding
 from jllama.training.config import TrainConfig
@@ -52,6 +53,7 @@ class StepMetrics(NamedTuple):
     grad_norm: Float[Array, ""]
     tokens: Float[Array, ""]
     skipped: Bool[Array, ""]
+    preference: Float[Array, "4"] | None = None  # of pairs: sums for ``metrics.preference_means``
 
 
 class Training(NamedTuple):
@@ -59,9 +61,11 @@ class Training(NamedTuple):
 
     ``init(key, params=None)`` gives the ``TrainState`` before the first step, from fresh or given parameters;
     ``step(state, batch)`` one update, ``(state, StepMetrics)``, where the state given is donated: use the one returned;
-    a batch is int32 windows of text ``[batch, seq + 1]``, each token predicting the next, or ``Rows``;
+    a batch is int32 windows of text ``[batch, seq + 1]``, each token predicting the next, or ``Rows``; an id that is no
+    token's is refused (``UsageError``) in NumPy's arrays, and in JAX's makes the step one that is left out;
     ``evaluate(params, batch, mask=None, base=None)`` ``(nats, tokens)``, the summed loss of a batch's targets (of
-    windows those in ``mask`` ``[batch, seq]``), without z-loss, and their number; ``log_probs``, of the same arguments,
+    windows those in ``mask`` ``[batch, seq]``), without z-loss, and their number, or of pairs the sums of
+    ``StepMetrics.preference``, which begin with it; ``log_probs``, of the same arguments,
     the summed log-probability of each row's targets. ``base`` is the state's.
     """
 
@@ -95,7 +99,7 @@ def compile_training(
     mesh = make_mesh(config.mesh) if mesh is None else mesh
     model, options, platform = config.model, config.training, mesh.devices.flat[0].platform
     dtype = compute_dtype(config, mesh)
-    optimizer, rules = make_optimizer(config.optimizer, model, options.steps), ruleset(config.mesh)
+    optimizer, rules = make_optimizer(config.optimizer, options.steps), ruleset(config.mesh)
     attention, xla = attention_of(config, mesh), {**options.compiler_options, **(compiler_options or {})}
     table = parameter_table(model)
     specs = {path: row_spec(mesh, row, model, rules) for path, row in table.items()}
@@ -145,15 +149,21 @@ def compile_training(
         hidden, scattered = build_model(model, ready).hidden(inputs, segments, positions, **how), kept[head]
         if stages and not lora.rank:  # so is the head's gradient, before the backward pass of the layers begins
             hidden, scattered = jax.lax.optimization_barrier((hidden, scattered))
-        return build_model(model, {**params, head: whole(head, params[head], scattered)}), hidden
+        return build_model(model, {**ready, head: whole(head, params[head], scattered)}), hidden
 
     def loss(learned: Params, weights: Params, parts: Any, z_loss: float) -> tuple[Array, Array]:
-        """The summed loss of this device's tokens, and their number; of pairs that of DPO (arXiv:2305.18290, eq. 7)."""
+        """The summed loss of this device's tokens, and their number.
+
+        Of pairs the loss of DPO (arXiv:2305.18290, eq. 7), and the sums of ``StepMetrics.preference``.
+        """
         if len(parts) > 4:
             ratios = (row_log_probs(learned, weights, parts) - parts[4]).reshape(-1, 2)
-            losses = jax.nn.softplus(-options.dpo_beta * (ratios[:, 0] - ratios[:, 1]))
+            margins = options.dpo_beta * (ratios[:, 0] - ratios[:, 1])
             is_pair = jnp.any(parts[3], axis=1)[::2]  # and not padding
-            return jnp.sum(jnp.where(is_pair, losses, 0.0)), jnp.sum(is_pair, dtype=jnp.float32)
+            rewards = options.dpo_beta * ratios.T
+            figures = jnp.stack([jnp.ones_like(margins), margins > 0, *rewards])
+            losses = jax.nn.softplus(-margins)
+            return jnp.sum(jnp.where(is_pair, losses, 0.0)), jnp.sum(jnp.where(is_pair, figures, 0.0), axis=1)
         llama, hidden = forward(learned, weights, parts)
         return llama.loss(hidden, parts[1], parts[3], z_loss)
 
@@ -169,7 +179,8 @@ def compile_training(
             totals, leaves = gradient(learned, parts)
         else:
             pieces = tuple(part.reshape(options.accumulation, -1, *part.shape[1:]) for part in parts)
-            none = jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), jnp.float32), ((0.0, 0.0), learned))
+            figures = np.zeros(4) if len(parts) > 4 else 0.0
+            none = jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), jnp.float32), ((0.0, figures), learned))
             (totals, leaves), _ = jax.lax.scan(
                 lambda sums, part: (jax.tree.map(jnp.add, sums, gradient(learned, part)), None), none, pieces
             )
@@ -210,25 +221,31 @@ def compile_training(
         return inputs, targets, batch.segments[:, :-1], batch.counted[:, 1:] & same, *reference
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
-        (total, count), leaves = spread(gradients, (scalars, by_hand[0]), state.params, batch, None, state.base)
-        count = jnp.maximum(count, 1.0)
+        (total, figures), leaves = spread(gradients, (scalars, by_hand[0]), state.params, batch, None, state.base)
+        preference = figures if figures.ndim else None
+        count = jnp.maximum(figures if preference is None else figures[0], 1.0)
 
-        def means() -> Params:
-            return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) / count.astype(jnp.float32), leaves)
+        def means(sums: Params) -> Params:
+            return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) / count.astype(jnp.float32), sums)
 
-        def updated() -> tuple[Params, optax.OptState]:
-            updates, opt_state = optimizer.update(means(), state.opt_state, state.params)
-            return jax.tree.map(jnp.add, state.params, updates), opt_state
+        def update(turn: Array, old: tuple[Params, optax.OptState]) -> tuple[Params, optax.OptState]:
+            params, opt_state = old
+            sums, _ = jax.lax.optimization_barrier((leaves, turn))  # keeps its products in the loop
+            updates, opt_state = optimizer.update(means(sums), opt_state, params)
+            return jax.tree.map(jnp.add, params, updates), opt_state
 
         with jax.named_scope("optimizer"):
-            norm, usual = optax.tree.norm(means()), state.usual_norm
+            norm, usual = optax.tree.norm(means(leaves)), state.usual_norm
             accepted = jnp.isfinite(total) & jnp.isfinite(norm)
             if usual is not None:
                 accepted &= (usual == 0) | (norm <= options.spike_factor * usual)
                 usual = jnp.where(accepted, jnp.where(usual == 0, norm, 0.98 * usual + 0.02 * norm), usual)
-            params, opt_state = jax.lax.cond(accepted, updated, lambda: (state.params, state.opt_state))
+            # A loop of one turn, or of none, changes its carry in place. A cond copies all of it on GPUs with jax 0.10,
+            # and a where after the update does on CPUs.
+            turns = accepted.astype(jnp.int32)
+            params, opt_state = jax.lax.fori_loop(0, turns, update, (state.params, state.opt_state))
         tokens = jnp.sum(batch.segments != 0, dtype=jnp.float32) if isinstance(batch, Rows) else count
-        metrics = StepMetrics(total / count, norm, tokens, ~accepted)
+        metrics = StepMetrics(total / count, norm, tokens, ~accepted, preference)
         return TrainState(state.step + 1, params, opt_state, state.key, state.base, usual), metrics
 
     shapes = jax.eval_shape(init, jax.random.key(0))
@@ -245,11 +262,37 @@ def compile_training(
     where = {"in_shardings": (shardings, batch), "out_shardings": (shardings, None)}
     return Training(
         jax.jit(init, out_shardings=shardings, donate_argnums=1, compiler_options=quick),
-        jax.jit(step, **where, donate_argnums=0, compiler_options=xla),
+        CheckedStep(jax.jit(step, **where, donate_argnums=0, compiler_options=xla), model),
         scoring(lambda learned, weights, parts: jax.lax.psum(loss(learned, weights, parts, 0.0), _BY_HAND), scalars),
         scoring(row_log_probs, BATCH),
         *(mesh, shardings, batch),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedStep:
+    """A compiled step, before which ``check`` looks at the batch."""
+
+    program: Any
+    config: LlamaConfig
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
+        """Take the step."""
+        self.check(batch)
+        return self.program(state, batch)
+
+    def check(self, batch: Any) -> None:
+        """Raise ``UsageError`` for an id that is no token's in a batch of NumPy arrays.
+
+        Arrays of JAX are not looked at: they would have to be waited for, and copied from their device.
+        """
+        tokens = getattr(batch, "tokens", batch)
+        if isinstance(tokens, np.ndarray):
+            check_ids(tokens, self.config)
+
+    def lower(self, state: Any, batch: Any) -> Any:
+        """Lower the program for arrays of these shapes, as ``jax.jit(...).lower`` does."""
+        return self.program.lower(state, batch)
 
 
 def attention_of(config: TrainConfig, mesh: Mesh) -> str:

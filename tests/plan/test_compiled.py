@@ -28,13 +28,19 @@ def plan(arguments, code=0):
     return json.loads(done.stdout) if code != 2 else done.stderr
 
 
+def compiled(what, platform):
+    """What one of the functions below returns in a process of its own, which compiles as a user's does."""
+    paths = os.pathsep.join(filter(None, sys.path))
+    environment = ENVIRONMENT | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, __file__, what, platform], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 @pytest.fixture(scope="module")
 def lowered(request):
     """Attention forward and backward by name, head size and documents: the program's text."""
-    run = [sys.executable, __file__, request.param]
-    done = subprocess.run(run, env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return compiled("attention_programs", request.param)
 
 
 @pytest.mark.parametrize("lowered", PLATFORMS, indirect=True)
@@ -44,6 +50,11 @@ def test_attention_is_a_kernel_both_ways_and_no_dense_scores(lowered):
         name = case.split()[0]
         assert text.count(ATTENTION_KERNELS[name]) >= 2, case  # forward and backward
         assert not re.search(r"\[(\d+,)*(640|768|1024),(640|768|1024)\]", text), case
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_a_step_copies_nothing_of_the_state(platform):
+    assert compiled("step_copies", platform) == []
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
@@ -109,7 +120,7 @@ def test_topologies_and_meshes_on_them():
     assert "does not divide 16 ways: the nearest mesh.tensor that does is" in said
 
 
-def main():
+def attention_programs(platform):
     """Compile attention for one device of a platform."""
     import jax
     import jax.numpy as jnp
@@ -118,9 +129,9 @@ def main():
     from jllama.kernels import ATTENTION
     from jllama.plan.devices import topology_devices
 
-    device, found = topology_devices(ON[sys.argv[1]])[1][0], {}
+    device, found = topology_devices(ON[platform])[1][0], {}
     sharding = jax.sharding.SingleDeviceSharding(device)
-    names = [name for name, row in ATTENTION.items() if row.platform == sys.argv[1]]
+    names = [name for name, row in ATTENTION.items() if row.platform == platform]
     for name, head_dim, packed in itertools.product(names, (64, 128, 100), (False, True)):
         query, key, segments = (
             jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -138,9 +149,26 @@ def main():
         if not (packed and name == "cudnn"):
             program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(query, key, key, segments).compile()
             found[f"{name} {head_dim} {packed}"] = program.as_text()
-    print(json.dumps(found))
+    return found
+
+
+def step_copies(platform):
+    """Compile a training step for the devices of a platform: what it copies of the state."""
+    import jax
+    import jax.numpy as jnp
+    from helpers import copies_of_state
+
+    from jllama.commands.cli import parse
+    from jllama.plan.devices import topology_devices
+    from jllama.sharding import make_mesh
+    from jllama.training.config import TrainConfig
+    from jllama.training.step import compile_training
+
+    config = parse(TrainConfig, TINY.replace("--json", "").split(), "", ("config",))
+    training = compile_training(config, make_mesh(config.mesh, topology_devices(ON[platform])[1]), bos_id=1)
+    windows = jax.ShapeDtypeStruct((config.training.batch_size, SEQ + 1), jnp.int32, sharding=training.batch_sharding)
+    return copies_of_state(training.step, jax.eval_shape(training.init, jax.random.key(0)), windows)
 
 
 if __name__ == "__main__":
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    main()
+    print(json.dumps(globals()[sys.argv[1]](sys.argv[2])))

@@ -32,6 +32,38 @@ def test_without_the_right_compiler_it_is_named(topology, installed, said, monke
         devices.topology_devices(topology)
 
 
+@pytest.mark.parametrize(
+    ("given", "usual"),
+    [
+        *zip(
+            [f"v5e:{chips}" for chips in (1, 4, 8, 16, 32, 64, 128, 256)],
+            ["v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:4x4", "v5e:4x8", "v5e:8x8", "v5e:8x16", "v5e:16x16"],
+            strict=True,
+        ),
+        ("v6e:8", "v6e:2x4"),
+        ("v4:4", "v4:2x2x1"),
+        ("v4:64", "v4:4x4x4"),
+        ("v5p:8", "v5p:2x2x2"),
+        ("v5p:16", "v5p:2x2x4"),
+        ("v5p:32", "v5p:2x4x4"),
+        ("v5p:192", "v5p:4x4x12"),
+        ("v5p:256", "v5p:4x8x8"),
+        ("v5p:768", "v5p:8x8x12"),
+        ("v5p:6144", "v5p:16x16x24"),
+        # as they are
+        ("v5e:2x8", "v5e:2x8"),
+        ("v5e:3", "v5e:3"),
+        ("v5e:99999", "v5e:99999"),
+        ("v5e:0", "v5e:0"),
+        ("v5e:", "v5e:"),
+        ("h100:16", "h100:16"),
+        ("h101:16", "h101:16"),
+    ],
+)
+def test_a_number_of_chips_is_the_usual_slice_of_them(given, usual):
+    assert devices.usual_topology(given) == usual
+
+
 def test_an_exchange_that_leaves_its_node_takes_the_network_cards_of_those_within():
     h100, v5p = ACCELERATORS["h100"], ACCELERATORS["v5p"]
     assert devices.interconnect_s(h100, 8, 8, 450e9) == 1

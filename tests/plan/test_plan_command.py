@@ -28,6 +28,11 @@ TINY = """
             "there is no accelerator cerebras; there are v4, v5e, v5p, v6e, a100, h100-pcie, h100",
         ),
         ("--topology v5p:4x4", "v5p:4x4 is no topology: give the sides of the slice, such as v5p:4x4x4"),
+        ("--topology v5e:3", "v5e:3 is no topology: give the sides of the slice, such as v5e:4x4"),
+        (
+            "llama3.1-8b --topology h100:8",
+            "the configuration llama3.1-8b cannot be read: No such file or directory; give --preset llama3.1-8b\n",
+        ),
         ("--topology h100:12", "h100:12 is no topology: give the number of GPUs, to 8 or a multiple of 8, such as"),
         ("--topology h100:8 --quantize int8", "quantize is int8, and for --decode alone"),
         ("--topology h100:8 --search --decode", "search is for training alone: leave out --search or --decode"),

@@ -40,10 +40,10 @@ def their_tuning(kind):
 
 
 def their_losses(kind, batches):
-    """Losses of steps with AdamW, the gradient clipped to a global norm, matrices alone decayed."""
+    """Losses of steps with AdamW, the gradient clipped to a global norm, matrices alone decayed (no norm or magnitude)."""
     model = their_tuning(kind)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    is_decayed = [parameter.ndim > 1 or kind != "full" for parameter in trained]
+    is_decayed = [parameter.ndim > 1 for parameter in trained]
     groups = [
         {"params": [p for p, is_one in zip(trained, is_decayed, strict=True) if is_one], "weight_decay": 0.1},
         {"params": [p for p, is_one in zip(trained, is_decayed, strict=True) if not is_one], "weight_decay": 0.0},

@@ -23,6 +23,7 @@ from jllama.config import LoraConfig
 from jllama.functional.linear import AdaptedMatrix
 from jllama.model import Llama
 from jllama.sharding import spread_attention
+from jllama.training.metrics import preference_means
 from jllama.verify.checks import relative_error
 
 LOSS, SLOPE = 1e-6, 1e-5
@@ -78,9 +79,9 @@ def test_so_they_are_on_eight_devices():
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(map(str, SCRIPT.parents[:2])),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
     }
-    done = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert len({row["mesh"] for row in report}) == 4
@@ -177,6 +178,25 @@ def test_the_preference_gradient_is_the_oracles():
     pairs = preferred(training)
     moved = pairs._replace(reference=pairs.reference + np.float32([3, -4, 10, 2, -20, 5, 9, 1]))
     assert_right("lora", moved, training, tuning.preference_loss)
+
+
+def test_the_figures_of_pairs_are_the_oracles():
+    """Of a step in one part and in two, and of an evaluation; padding is no pair."""
+    pairs = preferred(compiled("lora"))
+    moved = pairs._replace(reference=pairs.reference + np.float32([3, -4, 10, 20, -20, 5, 9, 1]))
+    found = tuning.log_probs(tuning.merged("lora", ADAPTER), moved)
+    rewards = 0.1 * (found - moved.reference).reshape(-1, 2)[:3]
+    expected = [3, np.sum(rewards[:, 0] > rewards[:, 1]), *rewards.sum(axis=0)]
+    assert 0 < expected[1] < 3
+    for accumulation in (1, 2):
+        training = compiled("lora", accumulation=accumulation)
+        _, metrics = training.step(begun("lora", training), moved)
+        np.testing.assert_allclose(metrics.preference, expected, rtol=1e-5)
+    state = begun("lora", training)
+    np.testing.assert_allclose(training.evaluate(state.params, moved, None, state.base)[1], expected, rtol=1e-5)
+    means = preference_means([metrics.preference] * 2)
+    assert means["accuracy"] == pytest.approx(expected[1] / 3)
+    assert means["margin"] == pytest.approx((expected[2] - expected[3]) / 3, rel=1e-5)
 
 
 def test_preference_steps_raise_the_margin_as_torch_has_it():

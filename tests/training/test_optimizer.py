@@ -10,7 +10,9 @@ import pytest
 
 from jllama.config import LlamaConfig
 from jllama.errors import UsageError
+from jllama.model import abstract_params
 from jllama.parameters import map_by_path
+from jllama.presets import preset
 from jllama.training.optimizer import OPTIMIZERS, OptimizerConfig, learning_rate_at, make_optimizer
 from jllama.verify.checks import random_params, relative_error
 
@@ -47,6 +49,56 @@ def test_golden_learning_rates(step, expected):
     assert float(traced) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "step", "expected"),
+    [
+        ("constant", 0, 2e-4),  # 100 steps, 10 of them warm-up, to a peak of 2e-3
+        ("constant", 8, 1.8e-3),
+        ("constant", 9, 2e-3),
+        ("constant", 99, 2e-3),
+        ("constant", 10**6, 2e-3),
+        ("wsd", 0, 2e-4),
+        ("wsd", 9, 2e-3),
+        ("wsd", 79, 2e-3),  # 20 steps of decay to a tenth of the peak
+        ("wsd", 80, 2e-3 - 1.8e-3 / 20),
+        ("wsd", 89, 1.1e-3),
+        ("wsd", 98, 2e-4 + 1.8e-3 / 20),
+        ("wsd", 99, 2e-4),
+        ("wsd", 10**6, 2e-4),
+    ],
+)
+def test_golden_learning_rates_of_the_schedules_that_stay(schedule, step, expected):
+    decay = {"decay_fraction": 0.2} if schedule == "wsd" else {}
+    config = OptimizerConfig(learning_rate=2e-3, warmup_fraction=0.1, schedule=schedule, **decay)
+    assert float(learning_rate_at(step, config, 100)) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "wsd"])
+@pytest.mark.parametrize("warmup", [0, 7, 10])
+def test_schedules_that_stay_have_any_warm_up(schedule, warmup):
+    """None, one that ends where the decay of half of the steps would begin, and one over all steps."""
+    config = OptimizerConfig(
+        learning_rate=1.0,
+        warmup_fraction=warmup / 10,
+        schedule=schedule,
+        **({"decay_fraction": 0.5} if schedule == "wsd" else {}),
+    )
+    found = [float(learning_rate_at(step, config, 10)) for step in range(10)]
+    rising = min(warmup, 9)
+    start = max(5, rising) if schedule == "wsd" else 10
+    expected = [(step + 1) / rising if step < rising else 1.0 for step in range(10)]
+    for step in range(start, 10):
+        expected[step] = 1.0 - 0.9 * (step + 1 - start) / (10 - start)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "wsd"])
+def test_more_steps_change_no_rate_before_the_decay(schedule):
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=3, schedule=schedule)
+    for step in range(18):  # of 20 steps, the last two are the decay
+        assert learning_rate_at(step, config, 20) == learning_rate_at(step, config, 1000)
+
+
 def test_learning_rates_without_a_warm_up():
     config = OptimizerConfig(learning_rate=1.0, final_fraction=0.0, warmup_fraction=0.0)
     found = [float(learning_rate_at(step, config, 4)) for step in range(5)]
@@ -63,7 +115,7 @@ def test_a_warm_up_over_all_steps_still_ends_at_the_floor():
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_warm_up_is_rounded_up_and_the_optimizer_counts_its_own_updates(name):
     config = OptimizerConfig(name, learning_rate=0.5, warmup_fraction=0.15, weight_decay=0.0)  # 1.5 of 10 steps: 2
-    optimizer = make_optimizer(config, MODEL, 10)
+    optimizer = make_optimizer(config, 10)
     params = jax.tree.map(jnp.asarray, random_params(MODEL, 0))
     state, moved, update = optimizer.init(params), [], jax.jit(optimizer.update)
     for _ in range(3):
@@ -77,7 +129,7 @@ def test_the_warm_up_is_rounded_up_and_the_optimizer_counts_its_own_updates(name
 def test_a_step_without_gradient_decays_the_matrices_alone(name):
     config = OptimizerConfig(name, learning_rate=0.2, final_fraction=1.0, warmup_fraction=0.0, weight_decay=0.3)
     before = random_params(MODEL, 0)
-    optimizer = make_optimizer(config, MODEL, 10)
+    optimizer = make_optimizer(config, 10)
     params = jax.tree.map(jnp.asarray, before)
     updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
     before, after = by_path(before), by_path(optax.apply_updates(params, updates))
@@ -98,7 +150,7 @@ def test_adamw_against_numpy():
     start = dict(expected)
 
     params = jax.tree.map(jnp.asarray, random_params(MODEL, 0))
-    optimizer = make_optimizer(config, MODEL, steps)
+    optimizer = make_optimizer(config, steps)
     state, clipped, compiled_update = optimizer.init(params), [], jax.jit(optimizer.update)
     for step in range(steps):
         size = 10.0 ** (step % 3 - 2)  # some gradients are longer than the clip, some are not
@@ -127,7 +179,7 @@ def test_adamw_against_numpy():
 @pytest.mark.parametrize("name", ["adamw", "lion"])
 def test_moments_in_bfloat16_are_float32_ones_rounded_between_steps(name):
     dtypes = ("bfloat16", "float32")
-    narrow, wide = (make_optimizer(OptimizerConfig(name, moment_dtype=dtype), MODEL, 9) for dtype in dtypes)
+    narrow, wide = (make_optimizer(OptimizerConfig(name, moment_dtype=dtype), 9) for dtype in dtypes)
 
     def rounded(state):
         return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(leaf.dtype) if leaf.ndim else leaf, state)
@@ -149,7 +201,7 @@ def test_lion_against_numpy():
     """Chen et al. 2023, algorithm 2: the sign of one average, and another that is kept."""
     config = OptimizerConfig("lion", 0.1, 1.0, 0.0, beta1=0.8, beta2=0.6, weight_decay=0.0, clip_norm=1e30)
     rng, params = np.random.default_rng(0), {"final_norm": jnp.ones(8)}
-    optimizer, kept, expected = make_optimizer(config, MODEL, 10), np.zeros(8), np.ones(8)
+    optimizer, kept, expected = make_optimizer(config, 10), np.zeros(8), np.ones(8)
     state = optimizer.init(params)
     for _ in range(5):
         gradient = rng.standard_normal(8)
@@ -164,7 +216,7 @@ def test_adafactor_against_numpy():
     """Shazeer and Stern 2018, algorithm 4: second moments as rows and columns; no step is longer than one unit."""
     config = OptimizerConfig("adafactor", 0.1, 1.0, 0.0, weight_decay=0.0, clip_norm=1e30)
     rng, params = np.random.default_rng(0), {"embed": jnp.ones((256, 128))}
-    optimizer, rows, columns, expected = make_optimizer(config, MODEL, 10), 0.0, 0.0, np.ones((256, 128))
+    optimizer, rows, columns, expected = make_optimizer(config, 10), 0.0, 0.0, np.ones((256, 128))
     state = optimizer.init(params)
     assert {leaf.shape for leaf in jax.tree.leaves(state)} == {(), (1,), (256,), (128,)}  # no second moment is whole
     for step in range(1, 5):
@@ -179,15 +231,114 @@ def test_adafactor_against_numpy():
     assert relative_error(params["embed"] - 1, expected - 1) < 1e-5
 
 
+def adafactor_direction(gradient, moments, step):
+    """Shazeer and Stern 2018: algorithm 4 for a matrix, algorithm 5 for a vector; ``moments`` change in place."""
+    decay = 1 - step**-0.8
+    square = gradient**2 + 1e-30
+    if gradient.ndim == 2:
+        rows, columns = moments.setdefault("factors", [0.0, 0.0])
+        rows = decay * rows + (1 - decay) * square.sum(axis=1)
+        columns = decay * columns + (1 - decay) * square.sum(axis=0)
+        moments["factors"] = [rows, columns]
+        second = np.outer(rows, columns) / rows.sum()
+    else:
+        second = moments["whole"] = decay * moments.get("whole", 0.0) + (1 - decay) * square
+    update = gradient / np.sqrt(second)
+    return update / max(1.0, np.sqrt(np.mean(update**2)))
+
+
+def matrices_of(path, stack):
+    """Each layer's matrix, or vector, of a parameter, with the axes of inputs and of outputs joined."""
+    shapes = {"wq": (8, 8), "wk": (8, 4), "wv": (8, 4), "wo": (8, 8)}  # embed 8, two heads of 4, one for keys
+    if not path.startswith("layers/"):
+        return [stack]
+    return [layer.reshape(shapes.get(path.removeprefix("layers/"), layer.shape)) for layer in stack]
+
+
+def test_adafactor_takes_each_matrix_of_each_layer_by_itself():
+    """Against the paper's algorithm in float64; gradients of one layer are far larger than those of the other."""
+    config = OptimizerConfig("adafactor", 0.1, 1.0, 0.0, weight_decay=0.0, clip_norm=1e30)
+    rng, optimizer = np.random.default_rng(0), make_optimizer(config, 10)
+    params = jax.tree.map(jnp.asarray, random_params(MODEL, 0))
+    state, moments, update = optimizer.init(params), {}, jax.jit(optimizer.update)
+    for step in range(1, 5):
+        gradients = jax.tree.map(
+            lambda leaf: rng.standard_normal(leaf.shape) * rng.random(leaf.shape[:1] + (1,) * (leaf.ndim - 1)) ** 3,
+            params,
+        )
+        updates, state = update(jax.tree.map(jnp.float32, gradients), state, params)
+        for path, leaf in by_path(gradients).items():
+            found = matrices_of(path, np.asarray(by_path(updates)[path]))
+            for index, gradient in enumerate(matrices_of(path, leaf)):
+                kept = moments.setdefault((path, index), {})
+                expected = -0.1 * adafactor_direction(gradient, kept, step)
+                assert relative_error(found[index], expected) < 1e-5, (path, index, step)
+        params = optax.apply_updates(params, updates)
+
+
+def test_adafactor_keeps_rows_and_columns_of_every_matrix():
+    """For Llama 3.2 1B, whose heads are 64 wide: not a second moment of any matrix is kept whole."""
+    model = preset("llama3.2-1b")
+    state = jax.eval_shape(make_optimizer(OptimizerConfig("adafactor"), 10).init, abstract_params(model))
+    factors = sum(rows + columns for rows, columns in [(2048, 2048), (2048, 512), (2048, 512), (2048, 2048)])
+    factors += 3 * (2048 + 8192)
+    norms = 2 * 2048
+    placeholders = 7 + 2 * 2  # of optax, one number each: a factored matrix has no whole moment, a norm no factors
+    embedding, final_norm, counts = 128_256 + 2048 + 1, 2048 + 2, 2 + 16  # of steps, one for each layer too
+    expected = 16 * (factors + norms + placeholders) + embedding + final_norm + counts
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state)) == expected == 902_597
+
+
+@pytest.mark.parametrize("trained", ["adamw", "adafactor"])
+def test_a_parameter_that_an_added_optimizer_freezes_keeps_its_bits(monkeypatch, trained):
+    """No weight decay moves it, while all others move as the optimizer that they have says."""
+
+    def labels(params):
+        return {name: "frozen" if name == "embed" else "trained" for name in params}
+
+    def frozen_embedding(config):
+        parts = {"frozen": optax.set_to_zero(), "trained": OPTIMIZERS[trained](config)}
+        return optax.multi_transform(parts, labels)
+
+    monkeypatch.setitem(OPTIMIZERS, "frozen_embedding", frozen_embedding)
+    params = jax.tree.map(jnp.asarray, random_params(MODEL, 0))
+    gradients, moved = jax.tree.map(jnp.ones_like, params), {}
+    for name in ("frozen_embedding", trained):
+        optimizer = make_optimizer(OptimizerConfig(name, learning_rate=0.1, clip_norm=1e30), 10)
+        updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+        moved[name] = by_path(optax.apply_updates(params, updates))
+    for path, before in by_path(params).items():
+        expected = before if path == "embed" else moved[trained][path]
+        np.testing.assert_array_equal(moved["frozen_embedding"][path], expected, path)
+        assert not np.array_equal(moved[trained][path], before)
+
+
+def test_the_magnitudes_of_dora_do_not_decay():
+    matrix, magnitude = jnp.ones((2, 8, 4)), jnp.ones((2, 8))
+    params = {"layers": {"wq": {"a": matrix, "b": matrix, "magnitude": magnitude}}}
+    config = OptimizerConfig(learning_rate=0.2, final_fraction=1.0, warmup_fraction=0.0, weight_decay=0.5)
+    optimizer = make_optimizer(config, 10)
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    moved = updates["layers"]["wq"]
+    np.testing.assert_array_equal(moved["magnitude"], jnp.zeros((2, 8)))
+    np.testing.assert_allclose(moved["a"], -0.1 * matrix, rtol=1e-6)
+    np.testing.assert_allclose(moved["b"], -0.1 * matrix, rtol=1e-6)
+
+
 def test_unknown_names_and_options_that_an_optimizer_does_not_have_are_refused():
     for config, said in [
         (OptimizerConfig("adamv"), "there is no optimizer adamv; did you mean adamw?"),
         (OptimizerConfig("x"), "there is no optimizer x; there are adamw, lion, adafactor"),
         (OptimizerConfig("lion", epsilon=1e-6), "optimizer.epsilon is given but lion has none: leave it out"),
+        (OptimizerConfig(decay_fraction=0.5), "optimizer.decay_fraction is given but cosine has none: leave it out"),
+        (
+            OptimizerConfig(final_fraction=0.5, schedule="constant"),
+            "optimizer.final_fraction is given but constant has none: leave it out",
+        ),
         (OptimizerConfig("adafactor", beta1=0.5), "optimizer.beta1 is given but adafactor has none: leave it out"),
     ]:
         with pytest.raises(UsageError, match=f"^{said}"):
-            make_optimizer(config, MODEL, 10)
+            make_optimizer(config, 10)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +351,8 @@ def test_unknown_names_and_options_that_an_optimizer_does_not_have_are_refused()
         ("warmup_fraction", [-0.1, 1.1]),
         ("beta1", [-0.1, 1.0, math.nan]),  # at 1 the bias correction divides by zero
         ("beta2", [-0.1, 1.0]),
+        ("decay_fraction", [-0.1, 1.1]),
+        ("warmup_steps", [-1]),
         ("weight_decay", [-0.1, math.nan, math.inf]),
     ],
 )

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import assert_same_bits, copies_of_state
 from models import SMALL, weights
 
 from jllama import oracle
+from jllama.data.batches import Rows
 from jllama.errors import UsageError
 from jllama.functional import ATTENTION
 from jllama.sharding import MeshConfig, make_mesh
@@ -126,7 +128,7 @@ def test_accumulation_in_64_bit_mode():
             training = compiled(OptimizerConfig(), accumulation=2, dtype=dtype)
             state = jax.eval_shape(training.init, jax.random.key(0))
             assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
-            after, metrics = jax.eval_shape(training.step, state, WINDOWS)
+            after, metrics = training.step.lower(state, WINDOWS).out_info
             assert jax.tree.map(lambda leaf: leaf.dtype, after) == jax.tree.map(lambda leaf: leaf.dtype, state)
             assert metrics.loss.dtype == jnp.float32
 
@@ -205,6 +207,40 @@ def test_a_donated_state_is_used_up_without_a_warning(recwarn):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((before.params, before.opt_state)))
     assert int(after.step) == 1
     assert not [warning for warning in recwarn if "donated" in str(warning.message)]
+
+
+@pytest.mark.parametrize("id", [-1, CONFIG.vocab_size])
+def test_an_id_of_no_token_is_refused_before_the_step(id):
+    """In one sentence, and the state is not donated; arrays on a device are not waited for."""
+    training, wrong = compiled(), WINDOWS.copy()
+    wrong[5, 3] = id
+    state = initial_state(training)
+    rows = Rows(wrong, np.ones_like(wrong), np.ones(wrong.shape, bool))
+    for batch in (wrong, rows):
+        with pytest.raises(UsageError, match=rf"^tokens holds the id {id}; this model's are 0 to 60$"):
+            training.step(state, batch)
+    state, metrics = training.step(state, WINDOWS)
+    assert not metrics.skipped
+
+    training.step.check(jnp.asarray(wrong))
+
+
+def test_gradients_that_are_nan_change_no_bit_of_the_state():
+    training = compiled(OptimizerConfig(), accumulation=2)
+    state, _ = training.step(initial_state(training), WINDOWS)
+    broken = state.params["final_norm"].at[0].set(jnp.nan)
+    state = state._replace(params=state.params | {"final_norm": broken})
+    before = jax.tree.map(np.array, (state.params, state.opt_state))
+    after, metrics = training.step(state, WINDOWS)
+    assert metrics.skipped
+    assert jnp.isnan(metrics.grad_norm)
+    assert_same_bits((after.params, after.opt_state), before)
+
+
+def test_a_step_copies_nothing_of_the_state():
+    training = compiled(OptimizerConfig())
+    state = jax.eval_shape(training.init, jax.random.key(0))
+    assert not copies_of_state(training.step, state, WINDOWS)
 
 
 def test_a_profile_is_readable():
