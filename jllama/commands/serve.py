@@ -1,6 +1,7 @@
 """``jllama serve``."""
 
 import dataclasses
+import os
 import signal
 import socket
 import threading
@@ -13,6 +14,7 @@ from jllama.commands.model import CheckpointOptions
 from jllama.commands.terminal import say
 from jllama.errors import JllamaError, UsageError, check_fields, no_tokenizer
 from jllama.files import fault_of
+from jllama.generation.sampling_params import Prompt
 from jllama.serve.config import EngineConfig, HttpConfig
 from jllama.stop import end
 
@@ -69,16 +71,16 @@ def main(argv: list[str], prog: str) -> int:
     """Load a model and serve it until SIGTERM or Ctrl-C comes, and the answers under way are finished."""
     options = parse(ServeOptions, argv, prog, ("checkpoint",), _COMMON)
     with fault_of("serving needs packages that are not installed, pip install 'jllama[serve]'", ImportError):
-        import uvicorn
-
         from jllama.serve.app import make_app
+        from jllama.serve.connections import make_server
 
-    app, received = make_app(None, options, _keys(options.api_key_file) if options.api_key_file else []), list[int]()
+    keys = _keys(options.api_key_file) if options.api_key_file else []
+    app = make_app(None, options, keys)
+    received = list[int]()
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with fault_of(f"port {options.port} of {options.host} cannot be listened at, give others", OSError):
         listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
-    quiet = {"log_config": None, "log_level": "warning", "access_log": False, "lifespan": "off"}
-    server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=5, **quiet))
+    server = make_server(app, options)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)  # where it leaves signals alone
     host = f"[{options.host}]" if ":" in options.host else options.host
     said = f"http://{host}:{listener.getsockname()[1]}"
@@ -110,12 +112,15 @@ def main(argv: list[str], prog: str) -> int:
 
 def _engine(options: ServeOptions) -> "Engine":
     from jllama.generation import programs
+    from jllama.generation.text import encode_prompt
     from jllama.serve.engine import Engine
 
-    programs.keep(6)
+    programs.keep("serve", options.checkpoint)
     models = {name: options.load_with(None, path) for name, path in options.adapters().items()}
     if any(model.tokenizer is None for model in models.values()):
         raise no_tokenizer(options.checkpoint)
+    for model in models.values():
+        encode_prompt(model, Prompt([0], options.default, 0))  # the default settings fit the model
     engine = Engine(models, options)
     engine.start(say)
     return engine
@@ -124,6 +129,9 @@ def _engine(options: ServeOptions) -> "Engine":
 def _keys(path: str) -> list[str]:
     with fault_of(f"the api_key_file {path} cannot be read", OSError, UnicodeDecodeError):
         keys = Path(path).read_text(encoding="ascii").split()
+        mode = Path(path).stat().st_mode
     if not keys:
         raise JllamaError(f"the api_key_file {path} has no keys: write one on each line")
+    if os.name == "posix" and mode & 0o077:
+        say(f"warning: other users may read or write the api_key_file {path}: chmod 600 {path}")
     return keys

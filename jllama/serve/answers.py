@@ -1,12 +1,16 @@
 """OpenAI's protocol: answers, from what the engine gives to JSON, whole or in parts as they come."""
 
-from __future__ import annotations
-
+import base64
 import codecs
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jllama.serve.protocol import Chat, Continuation, Job
+import numpy as np
+
+from jllama.errors import UsageError
+from jllama.files import Json
+from jllama.serve.protocol import Chat, Continuation, Embedding, Job
 from jllama.serve.requests import Answer, Piece, Token
 from jllama.serve.tools import ToolParser
 
@@ -29,12 +33,12 @@ class Choice:
             names = [tool["function"]["name"] for tool in job.body.tools]
             self._parser = ToolParser(job.dialect, names, key, job.body.parallel_tool_calls)
 
-    def opening(self) -> dict[str, Any]:
+    def opening(self) -> Json:
         """What a stream begins with: the role, or the prompt if it is echoed."""
         is_chat = isinstance(self._body, Chat)
         return self._part({"delta": {"role": "assistant", "content": ""}} if is_chat else {"text": self._echoed})
 
-    def parts(self, event: Piece | Answer) -> Iterator[dict[str, Any]]:
+    def parts(self, event: Piece | Answer) -> Iterator[Json]:
         """What a stream says of an event; the reason of the end in a part of its own."""
         text, tokens = (event.text, event.tokens) if isinstance(event, Piece) else ("", ())
         log_probs, is_chat = self._log_probs(tokens), isinstance(self._body, Chat)
@@ -45,22 +49,24 @@ class Choice:
         if isinstance(event, Answer):
             yield self._part({"delta": {}} if is_chat else {"text": ""}, None, self._reason(event))
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
+    def whole(self, answer: Answer) -> Json:
         """All of it."""
+        if answer.pooled:
+            return self._part({"embedding": answer.pooled})
         found = self._certain(answer.completion.text, True)
         text = "".join(each for each in found if isinstance(each, str))
         if isinstance(self._body, Continuation):
             log_probs = self._log_probs([*(answer.prompt_tokens if self._body.echo else ()), *answer.tokens])
             return self._part({"text": self._echoed + text}, log_probs, self._reason(answer))
         calls = [{key: call[key] for key in call if key != "index"} for call in found if isinstance(call, dict)]
-        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        message: Json = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         message |= {"tool_calls": calls} if calls else {}
         return self._part({"message": message}, self._log_probs(answer.tokens), self._reason(answer))
 
-    def _part(self, content: Mapping[str, Any], log_probs: Any = None, reason: str | None = None) -> dict[str, Any]:
+    def _part(self, content: Json, log_probs: Any = None, reason: str | None = None) -> Json:
         return {"index": self._index, **content, "logprobs": log_probs, "finish_reason": reason}
 
-    def _certain(self, text: str, is_end: bool) -> Sequence[str | dict[str, Any]]:
+    def _certain(self, text: str, is_end: bool) -> Sequence[str | Json]:
         return self._parser.push(text, is_end) if self._parser else [text] if text else []
 
     def _reason(self, answer: Answer) -> str:
@@ -68,7 +74,7 @@ class Choice:
             return "tool_calls"
         return "stop" if answer.completion.finish_reason.startswith("stop") else "length"
 
-    def _log_probs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+    def _log_probs(self, tokens: Sequence[Token]) -> Json | None:
         """Log-probabilities of tokens, as chats or as completions have them, if they are asked for."""
         if not tokens or self._body.logprobs is None or self._body.logprobs is False:
             return None
@@ -84,13 +90,36 @@ class Choice:
             self._offset += len(self._decoder.decode(self._pieces[token.id]))
         return {name: [*column] for name, column in zip(names, zip(*rows, strict=True), strict=True)}
 
-    def _token(self, id: int, log_prob: float | None) -> dict[str, Any]:
+    def _token(self, id: int, log_prob: float | None) -> Json:
         text = self._pieces[id] or self._names.get(id, "").encode()
+        try:
+            name = text.decode()
+        except UnicodeDecodeError:  # a part of a character; as OpenAI writes it, so that each part has its own name
+            name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in text)
         finite = None if log_prob is None else max(log_prob, _LEAST)
-        return {"token": text.decode("utf-8", "replace"), "logprob": finite, "bytes": [*text]}
+        return {"token": name, "logprob": finite, "bytes": [*text]}
 
 
-def totals(job: Job, answers: Mapping[int, Answer]) -> dict[str, Any]:
+def embeddings(body: Embedding, answer: Json) -> Json:
+    """What a body asks for of the answer to its ``Pooled``: each as float32, of length 1."""
+    vectors = np.array([choice["embedding"] for choice in answer["choices"]])
+    size = vectors.shape[1]
+    if body.dimensions not in (None, size):
+        raise UsageError(f"dimensions is {body.dimensions}; the model's embeddings have {size}: leave it out")
+    vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype("<f4")
+    shown = vectors.tolist()
+    if body.encoding_format == "base64":
+        shown = [base64.b64encode(vector.tobytes()).decode() for vector in vectors]
+    data = [{"object": "embedding", "index": index, "embedding": each} for index, each in enumerate(shown)]
+    return {"object": "list", "data": data, "model": answer["model"], "usage": answer["usage"]}
+
+
+def stream_event(content: Json) -> str:
+    """An event of a stream, without a name."""
+    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def totals(job: Job, answers: Mapping[int, Answer]) -> Json:
     """The counts of an answer's tokens, each prompt's once, and what it takes to make it again if that is asked for.
 
     ``answers`` are those of the texts that are there, by index.
@@ -99,7 +128,7 @@ def totals(job: Job, answers: Mapping[int, Answer]) -> dict[str, Any]:
     new = sum(answer.completion.new_tokens for answer in answers.values())
     cached = sum(answer.cached_tokens for index, answer in answers.items() if index % job.body.n == 0)
     counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-    found: dict[str, Any] = {"usage": counts | {"prompt_tokens_details": {"cached_tokens": cached}}}
+    found: Json = {"usage": counts | {"prompt_tokens_details": {"cached_tokens": cached}}}
     if job.body.receipt:
         names = job.body.model_fields_set - {"stream", "stream_options"} | {"seed"}
         completions = [answers[index].completion for index in sorted(answers)]

@@ -1,40 +1,46 @@
 """The server as an application: routes, keys, limits, streams, a line in the log for each request."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import hmac
 import json
 import sys
 import time
 import urllib.parse
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import weakref
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import jllama
 from jllama.errors import JllamaError
+from jllama.files import Json
+from jllama.generation.sampling_params import SamplingParams
 from jllama.generation.text import prompt_ids
 from jllama.serve import metrics, protocol
-from jllama.serve.answers import Choice, totals
-from jllama.serve.config import HttpConfig
+from jllama.serve.answers import Choice, embeddings, stream_event, totals
+from jllama.serve.config import MAX_HEAD_BYTES, MAX_HEADERS, HttpConfig
 from jllama.serve.engine import Engine
 from jllama.serve.protocol import Chat, Continuation, Job, conversation_text, job_of, served
 from jllama.serve.requests import Answer, Busy, Event, Failure, Piece
+from jllama.serve.responses import Respond, Responding, chat_of
 
 PING_S = 10.0
 """After so long without news a stream gets a comment, so that nobody between server and client takes it for dead."""
+AT_ONCE = 3
+"""For so many requests of a client at once prompts are made, in threads; there are more, for other clients."""
 OPEN = ("/", "/health", "/openapi.json")
 """Paths that need no key."""
 _PAGE_HEADERS = {
@@ -54,6 +60,9 @@ def make_app(engine: Engine | None, config: HttpConfig, keys: Sequence[str] = ()
     about = {"title": "jllama", "version": jllama.__version__, "docs_url": None, "redoc_url": None}
     app = FastAPI(**about, responses={"4XX": _PROBLEMS, 503: _PROBLEMS})
     app.state.engine, app.state.is_closing, app.state.log_text = engine, False, config.log_text
+    app.state.turns = weakref.WeakValueDictionary[str, asyncio.Semaphore]()
+    usual = vars(SamplingParams())
+    app.state.defaults = {name: value for name, value in vars(config.default).items() if value != usual[name]}
     app.add_middleware(_front, config=config, keys=[f"Bearer {key}".encode() for key in keys])  # type: ignore[arg-type]
     if config.cors:
         app.add_middleware(CORSMiddleware, allow_origins=config.cors, allow_methods=["*"], allow_headers=["*"])
@@ -73,8 +82,20 @@ def make_app(engine: Engine | None, config: HttpConfig, keys: Sequence[str] = ()
     async def completions(request: HttpRequest, body: Continuation) -> Response:
         return await _generate(request, ready(), body)
 
-    def about_model(name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": 0, "owned_by": "jllama", "max_model_len": ready().context}
+    @app.post("/v1/responses", responses=_responses("id object output usage", "text/event-stream"))
+    async def responses(request: HttpRequest, body: Respond) -> Response:
+        response = Responding(body)
+        return await _generate(request, ready(), chat_of(body), response.whole, response.events)
+
+    @app.post("/v1/embeddings", responses=_responses("object data model usage"))
+    async def embed(request: HttpRequest, body: protocol.Embedding) -> Response:
+        given = {"model": body.model, "prompt": body.input, "max_tokens": 0, "pooling": body.pooling}
+        pooled = protocol.Pooled.model_validate(given)
+        return await _generate(request, ready(), pooled, functools.partial(embeddings, body))
+
+    def about_model(name: str) -> Json:
+        about = {"id": name, "object": "model", "created": ready().loaded_s, "owned_by": "jllama"}
+        return about | {"max_model_len": ready().context}
 
     @app.get("/v1/models", responses=_responses("object data"))
     async def models() -> Response:
@@ -84,17 +105,17 @@ def make_app(engine: Engine | None, config: HttpConfig, keys: Sequence[str] = ()
     async def model(name: str) -> Response:
         return JSONResponse(about_model(served(ready(), name)[0]))
 
-    @app.post("/tokenize", responses=_responses("tokens count"))
+    @app.post("/tokenize", dependencies=[Depends(_in_turn)], responses=_responses("tokens count"))
     def tokenize(body: protocol.Text) -> Response:
         tokenizer = served(ready(), body.model)[1].text_tokenizer
         ids = prompt_ids(tokenizer, body.prompt) if body.add_special_tokens else tokenizer.encode(body.prompt)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": ready().context})
 
-    @app.post("/detokenize", responses=_responses("prompt"))
+    @app.post("/detokenize", dependencies=[Depends(_in_turn)], responses=_responses("prompt"))
     def detokenize(body: protocol.Tokens) -> Response:
         return JSONResponse({"prompt": served(ready(), body.model)[1].text_tokenizer.decode(body.tokens)})
 
-    @app.post("/apply-template", responses=_responses("prompt tokens"))
+    @app.post("/apply-template", dependencies=[Depends(_in_turn)], responses=_responses("prompt tokens"))
     def apply_template(body: protocol.Conversation) -> Response:
         model = served(ready(), body.model)[1]
         text, _ = conversation_text(model, body)
@@ -117,7 +138,7 @@ def make_app(engine: Engine | None, config: HttpConfig, keys: Sequence[str] = ()
     return app
 
 
-def _responses(required: str, *others: str) -> dict[int | str, dict[str, Any]]:
+def _responses(required: str, *others: str) -> dict[int | str, Json]:
     """A route's answer, for the OpenAPI document: an object with these keys, or text of other media."""
     content = {"application/json": {"schema": {"type": "object", "required": required.split()}}}
     content |= {media: {} for media in others}  # a schema would be that of an event
@@ -151,14 +172,19 @@ def _problem_of(request: HttpRequest, error: Exception) -> Response:
 
 
 def _front(app: ASGIApp, config: HttpConfig, keys: Sequence[bytes]) -> ASGIApp:
-    """Around all routes: keys, limits of a body's size and time, and a line in the log."""
+    """Around all routes: what ``_refusal`` refuses, limits of a body, fields ignored, and a line in the log."""
 
     async def handle(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await app(scope, receive, send)
         begin_s, received, is_whole = time.monotonic(), 0, False
-        log, ends = dict[str, Any](status=0), list[Callable[[], Any]]()  # what is said and called when it has ended
-        scope["state"] = scope.get("state", {}) | {"log": log, "ends": ends}
+        log, ends = Json(status=0), list[Callable[[], Any]]()  # what is said and called when it has ended
+        key = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1") if keys else ""
+        address, _ = scope["client"] or ("", None)
+        about = {"log": log, "ends": ends, "key": key, "client": key or address}
+        scope["state"] = scope.get("state", {}) | about
+        ignored = set[str]() if config.ignore_unknown else None
+        protocol.IGNORED_HERE.set(ignored)
 
         async def receive_limited() -> Message:
             nonlocal received, is_whole
@@ -176,14 +202,13 @@ def _front(app: ASGIApp, config: HttpConfig, keys: Sequence[bytes]) -> ASGIApp:
 
         async def send_noted(message: Message) -> None:
             log["status"] = log["status"] or message.get("status", 0)
+            if ignored and message["type"] == "http.response.start":
+                names = urllib.parse.quote(", ".join(sorted(ignored)), ", ")[:1000]
+                message["headers"] = [*message["headers"], (b"x-jllama-ignored", names.encode())]
             await send(message)
 
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        may = any([hmac.compare_digest(given, key) for key in keys])  # noqa: C419 - all, so that time tells nothing
-        said = "give a key of this server in the header Authorization: Bearer KEY"
-        refused = _problem(401, said, "invalid_api_key", None, {"WWW-Authenticate": "Bearer"})
         try:
-            await (app if may or not keys or scope["path"] in OPEN else refused)(scope, receive_limited, send_noted)
+            await (_refusal(scope, config, keys) or app)(scope, receive_limited, send_noted)
         finally:
             for end in ends:
                 end()
@@ -200,8 +225,65 @@ def _front(app: ASGIApp, config: HttpConfig, keys: Sequence[bytes]) -> ASGIApp:
     return handle
 
 
-async def _generate(request: HttpRequest, engine: Engine, body: Chat | Continuation) -> Response:
-    """Have the texts generated: the answer, whole or as a stream. A client that leaves ends it."""
+def _refusal(scope: Scope, config: HttpConfig, keys: Sequence[bytes]) -> Response | None:
+    """What answers a request whose head says already that it is not served."""
+    headers = scope["headers"]
+    num_bytes = sum(len(name) + len(value) for name, value in headers)
+    if len(headers) > MAX_HEADERS or num_bytes > MAX_HEAD_BYTES:
+        said = f"there are {len(headers)} headers of {num_bytes} bytes; send at most {MAX_HEADERS} of {MAX_HEAD_BYTES}"
+        return _problem(431, said, headers={"Connection": "close"})
+    values = dict(headers)
+    host = values.get(b"host", b"").decode("latin-1")
+    if not _is_served_host(scope, host, config.allowed_host):
+        said = f"this server is not asked by the name {host[:100]!r}: use localhost, or start it with --allowed_host"
+        return _problem(421, said)
+    given = values.get(b"authorization", b"")
+    may = any([hmac.compare_digest(given, key) for key in keys])  # noqa: C419 - all, so that time tells nothing
+    if keys and not may and scope["path"] not in OPEN:
+        said = "give a key of this server in the header Authorization: Bearer KEY"
+        return _problem(401, said, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+    return None
+
+
+def _is_served_host(scope: Scope, host: str, allowed: Sequence[str]) -> bool:
+    """Whether a request may ask for ``host``, its header Host.
+
+    A page from anywhere can have its own name lead to 127.0.0.1; for a browser this server is then part of the page.
+    """
+    address, _ = scope["server"] or ("", None)
+    if not allowed and not address.startswith("127.") and address != "::1":
+        return True
+    try:
+        name = urllib.parse.urlsplit(f"//{host}").hostname
+    except ValueError:
+        return False
+    served = {"localhost", "127.0.0.1", "::1", address, *map(str.lower, allowed)}
+    return name is None or name in served  # browsers always give a name
+
+
+def _turn(request: HttpRequest) -> asyncio.Semaphore:
+    """What a client must hold while its prompt is made."""
+    return request.app.state.turns.setdefault(request.state.client, asyncio.Semaphore(AT_ONCE))
+
+
+async def _in_turn(request: HttpRequest) -> AsyncIterator[None]:
+    async with _turn(request):
+        yield
+
+
+async def _generate(
+    request: HttpRequest,
+    engine: Engine,
+    body: Chat | Continuation,
+    whole: Callable[[Json], Json] = dict,
+    show: Callable[[Json], str] = stream_event,
+) -> Response:
+    """Have the texts generated: the answer, as it is shown ``whole``, or as each of its chunks is in a stream.
+
+    What the body leaves out is the server's default. A client that leaves ends it.
+    """
+    defaults = request.app.state.defaults
+    body = body.model_copy(update={name: defaults[name] for name in defaults.keys() - body.model_fields_set})
     loop, queue, begin_s = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]](), time.monotonic()
     log, ends, answers = request.state.log, request.state.ends, dict[int, Answer]()
 
@@ -212,7 +294,10 @@ async def _generate(request: HttpRequest, engine: Engine, body: Chat | Continuat
     def submit() -> Job:
         job = job_of(engine, body)
         for index, each in enumerate(job.requests):
-            ends.append(engine.submit(each, functools.partial(put, index)))
+            owned = dataclasses.replace(
+                each, client=request.state.client, salt=f"{request.state.key}\0{body.cache_salt}"
+            )
+            ends.append(engine.submit(owned, functools.partial(put, index)))
         return job
 
     async def events() -> AsyncIterator[tuple[int, Piece | Answer]]:
@@ -242,17 +327,18 @@ async def _generate(request: HttpRequest, engine: Engine, body: Chat | Continuat
         log["status"] = 499  # unless it comes to its end
         try:
             for choice in choices:
-                yield _event(head | {"choices": [choice.opening()]})
+                yield show(head | {"choices": [choice.opening()]})
             async for index, event in events():
                 parts = choices[index].parts(event)
-                yield "".join(_event(head | {"choices": [part]}) for part in parts) or ": ping\n\n"
+                yield "".join(show(head | {"choices": [part]}) for part in parts) or ": ping\n\n"
             if shows_usage or body.receipt:
-                yield _event(head | {"choices": []} | totals(job, answers))
-            yield "data: [DONE]\n\n"
+                yield show(head | {"choices": []} | totals(job, answers))
+            if show is stream_event:
+                yield "data: [DONE]\n\n"
             log["status"] = 200
         except Busy as error:
             log["status"] = 503
-            yield f"data: {bytes(_problem_of(request, error).body).decode()}\n\n"
+            yield stream_event({"type": "error"} | json.loads(bytes(_problem_of(request, error).body)))
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -260,7 +346,8 @@ async def _generate(request: HttpRequest, engine: Engine, body: Chat | Continuat
         log["status"] = log["status"] or 499
         put(0, Failure("the client left"))
 
-    job = await asyncio.to_thread(submit)  # a grammar may take a while to compile
+    async with _turn(request):
+        job = await run_in_threadpool(submit)  # to tokenize a text or to compile a grammar may take a while
     choices = [Choice(job, index) for index in range(len(job.requests))]
     log.update(prompt=totals(job, {})["usage"]["prompt_tokens"], new=0)
     if body.stream:  # which sees itself when its client leaves
@@ -269,8 +356,4 @@ async def _generate(request: HttpRequest, engine: Engine, body: Chat | Continuat
     async for _ in events():
         pass
     shown = [choice.whole(answers[index]) for index, choice in enumerate(choices)]
-    return JSONResponse(job.head | {"choices": shown} | totals(job, answers))
-
-
-def _event(content: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return JSONResponse(whole(job.head | {"choices": shown} | totals(job, answers)))

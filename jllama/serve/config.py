@@ -3,6 +3,12 @@
 import dataclasses
 
 from jllama.errors import check_fields
+from jllama.generation.sampling_params import SamplingParams
+
+MAX_HEADERS = 100
+"""How many headers a request may have."""
+MAX_HEAD_BYTES = 16 * 2**10
+"""How long its headers may be together."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,7 +20,7 @@ class EngineConfig:
         context: the most tokens of a prompt and its answer; 0 is the model's own, or what fits in half the memory.
         memory_gib: memory for keys and values; 0 is what slots and context take.
         cache_tokens: how many tokens of prefixes to keep.
-        queue: how many requests may wait for a slot.
+        queue: how many requests of one client may wait for a slot; of all clients, four times as many.
         prefill_budget: how many tokens of prompts to compute between two decoding steps of the others.
         replay: the share of answers to generate again in idle slots and compare.
     """
@@ -39,15 +45,27 @@ class HttpConfig:
 
     Args:
         cors: origins whose pages may use the server from a browser, such as https://example.org, or * for all.
+        allowed_host: a name by which the server may be asked; besides these localhost, 127.0.0.1 and [::1]. Without it
+            every name, but at a loopback address (127.0.0.1, ::1) never others.
+        max_connections: how many connections may be open; another one closes the one that has been idle for longest.
+        idle_timeout_s: a connection is closed that sends no whole head of a request for so long, or twice that.
         max_body_bytes: a request's body may not be larger.
         body_timeout_s: and not take longer to arrive.
         log_text: log what is said, too.
+        default: sampling of requests that do not set it; a seed of 0 is drawn for each.
+        ignore_unknown: ignore fields of requests that are not served, and name them in a header of the answer.
     """
 
     cors: list[str] = dataclasses.field(default_factory=list)
+    allowed_host: list[str] = dataclasses.field(default_factory=list)
+    max_connections: int = 512
+    idle_timeout_s: float = 10.0
     max_body_bytes: int = 4 * 2**20
     body_timeout_s: float = 30.0
     log_text: bool = False
+    default: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    ignore_unknown: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, "", "max_body_bytes body_timeout_s", lambda value: value > 0, "over 0")
+        positive = "max_connections idle_timeout_s max_body_bytes body_timeout_s"
+        check_fields(self, "", positive, lambda value: value > 0, "over 0")

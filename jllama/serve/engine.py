@@ -34,6 +34,8 @@ from jllama.serve.config import EngineConfig
 from jllama.serve.requests import Answer, Busy, Deliver, Failure, Piece, Request, Token
 from jllama.serve.slots import CHUNK, CHUNK_SIZES, STOPS
 
+CLIENTS = 4
+"""So many times ``EngineConfig.queue`` may wait in all, so that one client's requests do not fill the queue."""
 _STEPS = 4  # between two synchronizations with the host, where no row has a grammar
 _SHARE_OF_MEMORY = 0.5  # of what weights leave, for keys and values where nobody says how much
 
@@ -54,6 +56,7 @@ class _Row:
     num_cached: int = 0  # tokens of the prompt whose keys and values are in the slot
     num_hits: int = 0  # those of them that the prefix cache had
     decodes: bool = False  # all of them are
+    pooled: Any = ()  # of its prompt's activations, as ``Request.pooling`` says
     prompt_tokens: list[Token] = dataclasses.field(default_factory=list)
     tokens: list[Token] = dataclasses.field(default_factory=list)
     num_delivered: int = 0
@@ -75,21 +78,20 @@ class Engine:
             raise UsageError("the models differ in shape: serve each by a server of its own")
         weights_bytes = sum(device_bytes(model.params) for model in self.models.values())
         self.context, self._max_len = _sizes(base, config, weights_bytes)
-        self.kv_bytes = slots.kv_bytes(base.config, base.decode_params.dtype, config.slots * self._max_len)
-        self._queue: deque[_Row] = deque()
+        self.kv_bytes = slots.kv_bytes(base, config.slots * self._max_len)
+        self._queue: deque[_Row] = deque()  # first the rows of the client that got a slot longest ago
         self._rows: list[_Row | None] = [None] * config.slots
         self._again: deque[tuple[Request, Answer]] = deque(maxlen=64)  # answers to compare, where slots are idle
         self._prefixes: dict[bytes, slots.Chunk] = {}  # kept, by ``chunk_keys``; the one used longest ago goes first
         self._random, self._changed = random.Random(), threading.Condition()
         self._closing = self._stopped = False
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
-        self._fingerprints: dict[str, str] = {}
+        self.loaded_s = int(time.time())  # since 1970
         metrics.SLOTS.set(config.slots)
 
     def start(self, say: Callable[[str], None] = lambda _: None) -> None:
         """Reserve the memory, compile every program, and begin to serve in a thread of its own."""
-        for name, model in self.models.items():
-            self._fingerprints[name] = self._fingerprint(model)
+        self._fingerprints = {name: self._fingerprint(model) for name, model in self.models.items()}
         name = next(iter(self.models))
         self._batch = slots.empty_batch(self._base, self.config.slots, self._max_len)
         for number, size in enumerate(CHUNK_SIZES, 1):
@@ -111,10 +113,22 @@ class Engine:
         if len(request.prompt.stop_ids or ()) > STOPS:
             raise UsageError(f"stop_ids has {len(request.prompt.stop_ids or ())} tokens; at most {STOPS} are served")
 
+    def check_text(self, model: LanguageModel, text: str) -> None:
+        """Raise ``ContextError`` if a text is too long whatever its tokens are: to count them may take seconds."""
+        tokenizer = model.text_tokenizer
+        longest = max(int(tokenizer.token_bytes().max()), *map(len, tokenizer.special_tokens))
+        most = self.context * longest
+        if len(text) > most:
+            said = (
+                f"the prompt has {len(text)} characters, and {self.context} tokens, the context that this server has,"
+            )
+            raise ContextError(f"{said} hold at most {most}: shorten the prompt")
+
     def submit(self, request: Request, deliver: Deliver) -> Callable[[], None]:
         """Queue a request, whose events go to ``deliver``; returns what cancels it (no further event comes then).
 
-        Raises ``UsageError`` as ``check`` does, and ``Busy`` if the queue is full or the engine is closing.
+        Clients take turns: the next free slot goes to the one that has the fewest, and of those to the one that got one
+        longest ago. Raises ``UsageError`` as ``check`` does, ``Busy`` if the queue is full or the engine is closing.
         """
         self.check(request)
         row = self._row(request, deliver)
@@ -127,8 +141,11 @@ class Engine:
         with self._changed:
             if self._closing:
                 raise Busy("the server is shutting down: ask another one, or come again", 30)
-            if len(self._queue) >= self.config.queue + self._rows.count(None):
-                raise Busy(f"{len(self._queue)} requests are waiting already, the most that this server lets wait")
+            most = self.config.queue + self._rows.count(None)
+            mine = sum(row.request.client == request.client for row in self._queue)
+            if mine >= most or len(self._queue) >= CLIENTS * most:
+                said = f"{len(self._queue)} requests are waiting already, {mine} of them yours"
+                raise Busy(f"{said}, the most that this server lets wait")
             self._queue.append(row)
             self._changed.notify()
         return cancel
@@ -153,7 +170,8 @@ class Engine:
 
     def _row(self, request: Request, deliver: Deliver) -> _Row:
         model, ids = self.models[request.model], request.prompt.ids
-        keys = [*chunk_keys(request.model, ids[:-1])] if request.caches else []
+        caches = request.caches and not request.pooling
+        keys = [*chunk_keys(f"{request.model}\0{request.salt}", ids[:-1])] if caches else []
         return _Row(request, deliver, model, TextDecoder(model.text_tokenizer, request.prompt), keys, time.monotonic())
 
     def _busy(self) -> bool:
@@ -189,10 +207,18 @@ class Engine:
                 self._again += [row.again] if row.again else []
                 self._free(row)
             if self._rows[slot] is None and (self._queue or (self._again and not self._closing)):
-                row = self._queue.popleft() if self._queue else self._replay(*self._again.popleft())
+                row = self._next() if self._queue else self._replay(*self._again.popleft())
                 self._rows[slot], row.slot = row, slot
         metrics.QUEUED.set(len(self._queue))
         metrics.BUSY_SLOTS.set(len(self._rows) - self._rows.count(None))
+
+    def _next(self) -> _Row:
+        """Take the next row from the queue: of the client with the fewest slots, whose other rows go to the end."""
+        clients = [row.request.client for row in self._rows if row]
+        next_row = min(self._queue, key=lambda row: clients.count(row.request.client))
+        self._queue.remove(next_row)
+        self._queue = deque(sorted(self._queue, key=lambda row: row.request.client == next_row.request.client))
+        return next_row
 
     def _work(self) -> None:
         """Chunks of prompts within the budget, then a few decoding steps of each model's rows."""
@@ -208,7 +234,9 @@ class Engine:
     def _prefill(self, row: _Row) -> int:
         """The next chunk of a row's prompt, kept or computed, or its entrance; returns the tokens computed."""
         model, start, ids, at = row.model, row.num_cached, row.request.prompt.ids, np.int32(row.slot)
-        tokens = ids[start : min(start + CHUNK, len(ids) - 1)]
+        pooling = row.request.pooling
+        end = len(ids) if pooling else len(ids) - 1
+        tokens = ids[start : min(start + CHUNK, end)]
         if not tokens:
             return self._enter(row)
         key = row.keys[start // CHUNK] if start // CHUNK < len(row.keys) else None
@@ -220,6 +248,10 @@ class Engine:
             padded[0, : len(tokens)] = tokens
             args = model.decode_params, model.config, self._batch.cache, padded, at, np.int32(start)
             hidden, chunk = programs.call(slots.prefill_chunk, *args)
+            if pooling:
+                states = np.asarray(hidden, np.float64)[0, : len(tokens)]
+                before = row.pooled if start else 0
+                row.pooled = states[-1] if pooling == "last" else before + states.sum(axis=0)
             if scored:
                 targets = np.zeros(CHUNK, np.int32)
                 targets[: len(tokens)] = ids[start + 1 : start + 1 + len(tokens)]
@@ -281,7 +313,8 @@ class Engine:
     def _end(self, row: _Row) -> None:
         rest, completion = row.text.end(), row.text.completion(0, 0)
         self._deliver(row, rest, len(completion.ids))
-        answer = Answer(completion, tuple(row.tokens[: len(completion.ids)]), tuple(row.prompt_tokens), row.num_hits)
+        tokens = tuple(row.tokens[: len(completion.ids)])
+        answer = Answer(completion, tokens, tuple(row.prompt_tokens), row.num_hits, tuple(row.pooled))
         if not row.cancelled:
             row.deliver(answer)
         if row.request.caches and self._random.random() < self.config.replay:
@@ -293,7 +326,7 @@ class Engine:
         self._rows[row.slot] = None
         if row.request.caches:
             metrics.CANCELLED.inc(row.cancelled)
-            metrics.PROMPT_TOKENS.inc(row.num_cached + 1)
+            metrics.PROMPT_TOKENS.inc(min(row.num_cached + 1, len(row.request.prompt.ids)))
             metrics.CACHED_TOKENS.inc(row.num_hits)
             metrics.NEW_TOKENS.inc(len(row.tokens))
             if row.first_s:
@@ -327,11 +360,11 @@ class Engine:
         return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def chunk_keys(model: str, ids: Sequence[int]) -> Iterator[bytes]:
-    """The key of each whole chunk of a prompt: a hash of the model's name and of all tokens up to the chunk's end, so
-    what is kept under it is what computing it again would give.
+def chunk_keys(owner: str, ids: Sequence[int]) -> Iterator[bytes]:
+    """The key of each whole chunk of a prompt: a hash of its owner (the model and the salt of the request) and of all
+    tokens up to the chunk's end, so what is kept under it is what computing it again would give.
     """
-    running = hashlib.sha256(model.encode())
+    running = hashlib.sha256(owner.encode())
     for start in range(0, len(ids) - CHUNK + 1, CHUNK):
         running.update(np.array(ids[start : start + CHUNK], np.uint32).tobytes())
         yield running.digest()
@@ -346,7 +379,7 @@ def _token(index: int, num_top: int, ids: Any, log_probs: Any, top: Any) -> Toke
 def _sizes(model: LanguageModel, config: EngineConfig, weights_bytes: int) -> tuple[int, int]:
     """The context that is served, and the length of a slot: that, in whole chunks, which the memory must hold."""
     context = min(config.context or model.config.max_seq_len, model.config.max_seq_len)
-    chunk_bytes = config.slots * slots.kv_bytes(model.config, model.decode_params.dtype, CHUNK)
+    chunk_bytes = config.slots * slots.kv_bytes(model, CHUNK)
     free_bytes = (device_memory_bytes(jax.devices()[0]) or 2**60) - weights_bytes
     have = config.memory_gib * 2**30 or _SHARE_OF_MEMORY * free_bytes
     chunks = -(-context // CHUNK)

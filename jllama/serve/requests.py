@@ -1,14 +1,13 @@
 """What goes into the engine, and what comes out of it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jllama.generation.sampling_params import Prompt
 from jllama.generation.text import Completion
 
+Pooling = Literal["mean", "last"]
 MOST_TOP = 20
 """How many of the likeliest tokens may be asked for beside each token, as OpenAI's API has it."""
 
@@ -21,6 +20,9 @@ class Request:
     model: str  # the name of a model that is served
     top: int = 0  # how many of the likeliest tokens to report beside each token, at most ``MOST_TOP``
     prompt_log_probs: bool = False  # report those of the prompt's tokens, too
+    client: str = ""  # who asked: clients take turns
+    salt: str = ""  # prefixes are taken from the cache if they were kept under the same one
+    pooling: Pooling | None = None  # what to report of the prompt's final activations
     caches: bool = True  # whether prefixes are taken from the cache and kept there; the same bits either way
 
 
@@ -46,6 +48,7 @@ class Answer(NamedTuple):
     tokens: tuple[Token, ...]  # of ``completion.ids``
     prompt_tokens: tuple[Token, ...] = ()  # if asked for
     cached_tokens: int = 0  # of the prompt, that were taken from the cache
+    pooled: tuple[float, ...] = ()  # the sum of its activations, or the last one, if asked for
 
 
 class Failure(NamedTuple):

@@ -6,7 +6,7 @@ reads the batch, and ``choose`` writes it: XLA would copy the cache where one pr
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -41,7 +41,7 @@ def empty_batch(model: LanguageModel, slots: int, max_len: int) -> DecodeBatch:
     where = model.decode_params.weights["final_norm"].sharding
     zeros = jax.jit(KVCache.zeros, static_argnums=(0, 1, 2, 3), out_shardings=where)
     cache = zeros(model.config, slots, max_len, model.decode_params.dtype)
-    batch = _rows(model, [Prompt([0], max_new_tokens=0)] * slots, cache, max_len)
+    batch = make_batch(model, [Prompt([0], max_new_tokens=0)] * slots, cache, max_len, STOPS)
     return jax.tree.map(lambda leaf: jax.device_put(leaf, where), batch)
 
 
@@ -63,9 +63,7 @@ def prefill_chunk(
 def write_chunk(batch: DecodeBatch, chunk: Chunk, row: Any, start: Any) -> DecodeBatch:
     """Put a chunk, computed or kept, behind a row's first ``start`` tokens."""
     copy = functools.partial(jax.lax.dynamic_update_slice, start_indices=(row, 0, start, 0))
-    keys, values = zip(*chunk, strict=True)
-    keys, values = tuple(map(copy, batch.cache.keys, keys)), tuple(map(copy, batch.cache.values, values))
-    return batch._replace(cache=batch.cache._replace(keys=keys, values=values))
+    return _written(batch, chunk, copy)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -81,7 +79,7 @@ def score_chunk(
 def join(batch: DecodeBatch, model: LanguageModel, prompt: Prompt, row: int) -> DecodeBatch:
     """Let a request take a row, whose keys and values of all its tokens but the last are there."""
     lengths: Any = np.array([len(prompt.ids) - 1], np.int32)
-    return _join(batch, _rows(model, [prompt], KVCache((), (), lengths), batch.tokens.shape[1]), row)
+    return _join(batch, make_batch(model, [prompt], KVCache((), (), lengths), batch.tokens.shape[1], STOPS), row)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -105,11 +103,7 @@ def choose(
     """
     takes = active & ~batch.finished
     at = jnp.where(takes, batch.cache.lengths, batch.tokens.shape[1])[:, None]  # out of range, hence dropped
-    keys, values = (
-        tuple(write_slots(*each, at) for each in zip(old, more, strict=True))
-        for old, more in zip((batch.cache.keys, batch.cache.values), zip(*new, strict=True), strict=True)
-    )
-    batch = batch._replace(cache=KVCache(keys, values, batch.cache.lengths))
+    batch = _written(batch, new, lambda old, more: write_slots(old, more, at))
     batch, tokens = append_token(batch, logits, takes)
     shape = (len(takes), MOST_TOP)
     top = jax.lax.cond(
@@ -121,20 +115,22 @@ def choose(
     return batch, Step(jnp.where(takes, tokens, -1), log_probs, top)
 
 
-def kv_bytes(config: LlamaConfig, dtype: Any, num_tokens: int) -> int:
+def _written(batch: DecodeBatch, new: Chunk, write: Callable[[Array, Array], Array]) -> DecodeBatch:
+    """The batch with each layer's keys and values as ``write`` makes them of the old and the new ones."""
+    keys, values = zip(*new, strict=True)
+    keys, values = tuple(map(write, batch.cache.keys, keys)), tuple(map(write, batch.cache.values, values))
+    return batch._replace(cache=batch.cache._replace(keys=keys, values=values))
+
+
+def kv_bytes(model: LanguageModel, num_tokens: int) -> int:
     """What the keys and values of so many tokens take."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize * num_tokens
+    config, dtype = model.config, jnp.dtype(model.decode_params.dtype)
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize * num_tokens
 
 
 def _top(log_probs: Float[Array, "batch vocab"]) -> tuple[Int[Array, "batch top"], Float[Array, "batch top"]]:
     values, ids = jax.lax.top_k(log_probs, MOST_TOP)
     return ids.astype(jnp.int32), values.astype(jnp.float32)
-
-
-def _rows(model: LanguageModel, prompts: Sequence[Prompt], cache: KVCache, max_len: int) -> DecodeBatch:
-    rows = make_batch(model, prompts, cache, max_len)
-    more = ((0, 0), (0, STOPS - rows.stop_ids.shape[1]))
-    return rows._replace(stop_ids=np.pad(rows.stop_ids, more, constant_values=-1))
 
 
 @functools.partial(jax.jit, donate_argnames="batch")

@@ -1,18 +1,16 @@
 """Calls of tools: how the models of a chat template write them, what lets only calls through, and reading them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jllama.config import Grammar
 from jllama.errors import UsageError
+from jllama.files import Json
+from jllama.templates.messages import SMOLLM2_TOOLS, with_tools
 
-_SMOLLM2 = Path(__file__).with_name("smollm2.jinja").read_text(encoding="utf-8")
 _FIELDS = {"name": str, "description": str | None, "strict": bool | None, "parameters": dict | None}  # of a function
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # json.dumps', for llguidance
 
@@ -31,10 +29,11 @@ def dialect(template: str) -> Dialect | None:
     """How models with this chat template write calls; None if it takes no tools, or writes calls in another way.
 
     Llama 3.1's and 3.2's are an answer of their own; those of Hermes, Qwen and others each stand in ``<tool_call>``
-    tags. SmolLM2's stand there as a list; its own template takes no tools, so another takes its place.
+    tags. SmolLM2's stand there as a list, in the template that takes its own's place (``with_tools``).
     """
-    if "assistant named SmolLM" in template and "tools" not in template:
-        return Dialect(_SMOLLM2, "<tool_call>[", "]</tool_call>", ", ")
+    template = with_tools(template)
+    if template == SMOLLM2_TOOLS:
+        return Dialect(template, "<tool_call>[", "]</tool_call>", ", ")
     if "tools" in template and "<tool_call>" in template and re.search(r'"arguments\\?": ', template):
         return Dialect(template, "<tool_call>\n", "\n</tool_call>", "\n</tool_call>\n<tool_call>\n")
     return Dialect(template, "", "", "", "parameters") if "tools" in template and '"parameters": ' in template else None
@@ -97,13 +96,13 @@ class ToolParser:
     """
 
     def __init__(self, dialect: Dialect, names: Sequence[str], key: str, parallel: bool = True) -> None:
-        self.calls: list[dict[str, Any]] = []
+        self.calls: list[Json] = []
         self._names, self._key, self._arguments = names, key, dialect.arguments
         self._mark, self._end = ("<tool_call>", "</tool_call>") if dialect.before else ("", "")
         self._most = 128 if parallel and dialect.between else 1
         self._held, self._is_start = "", True
 
-    def push(self, text: str, is_end: bool = False) -> list[str | dict[str, Any]]:
+    def push(self, text: str, is_end: bool = False) -> list[str | Json]:
         """What is certain with more of the answer; with its end, all the rest."""
         held, mark, found = self._held + text, self._mark, []
         while held:
@@ -122,7 +121,7 @@ class ToolParser:
         self._held = held
         return [each for each in found if each]
 
-    def _calls_in(self, text: str, is_end: bool) -> tuple[list[dict[str, Any]], str] | None:
+    def _calls_in(self, text: str, is_end: bool) -> tuple[list[Json], str] | None:
         """The calls that a text begins with, perhaps none, and what follows them; None if that is not certain yet."""
         body, found = text.lstrip(), []
         if body[:1] not in ("", "{", "["):

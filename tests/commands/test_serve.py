@@ -38,6 +38,7 @@ def place(tmp_path_factory):
     fingerprint = base_fingerprint(open_checkpoint(folder / "base"))
     make_run(folder / "run", folder / "base", SERVED, lora, adapter_params(SERVED, lora), fingerprint)
     (folder / "keys").write_text("one\n\n two \n")
+    (folder / "keys").chmod(0o600)
     (folder / "empty").write_text("\n")
     return folder
 
@@ -65,13 +66,13 @@ def serve(place):
 @pytest.fixture(scope="module")
 def http():
     """One client for all, as making one takes long."""
-    with httpx.Client(timeout=60) as client:
+    with httpx.Client(timeout=600) as client:
         yield client
 
 
 def wait_until_ready(http, url):
     statuses = set()
-    end_s = time.monotonic() + 120
+    end_s = time.monotonic() + 600
     while (status := http.get(f"{url}/health").status_code) != 200:
         statuses.add(status)
         assert time.monotonic() < end_s
@@ -81,7 +82,7 @@ def wait_until_ready(http, url):
 
 def test_a_server_from_start_to_stop(serve, http, tmp_path, capsys):
     """Loading, a model and its adapter, a receipt that another process confirms, an answer finished after SIGTERM."""
-    process, url, lines = serve("base", "--adapter", "tuned=run", "--adapter", "again=run")
+    process, url, lines = serve("base", "--adapter", "tuned=run", "--adapter", "again=run", "--default.top_k=9")
     assert http.get(url).status_code == 200  # the page is there at once
     assert wait_until_ready(http, url) <= {503}
     assert [each["id"] for each in http.get(f"{url}/v1/models").json()["data"]] == ["base", "tuned", "again"]
@@ -92,6 +93,7 @@ def test_a_server_from_start_to_stop(serve, http, tmp_path, capsys):
     }
     text = {name: answer["choices"][0]["message"]["content"] for name, answer in answers.items()}
     assert text["base"] != text["tuned"] == text["again"]
+    assert answers["tuned"]["receipt"]["request"]["top_k"] == 9
     (tmp_path / "answer.json").write_text(json.dumps(answers["tuned"]))
     assert cli.run("replay", [str(tmp_path / "answer.json"), "--url", url]) == 0
     capsys.readouterr()
@@ -104,7 +106,7 @@ def test_a_server_from_start_to_stop(serve, http, tmp_path, capsys):
             refused.append(http.get(f"{url}/health"))
         assert refused[-1].status_code == 503
         assert [line for line in events if line][-1] == "data: [DONE]"
-    assert process.wait(60) == 0
+    assert process.wait(600) == 0
     said = "".join(lines)
     assert f"{url}: ready, base, tuned, again, 2 slots of 512 tokens" in said
     assert "stopping: answers under way have 30 s to finish; again to stop at once\n" in said
@@ -126,7 +128,7 @@ def test_answers_that_are_broken_off(serve, http):
         process.send_signal(signal.SIGINT)
         last = [line for line in events if line][-1]
     assert "broken off" in json.loads(last.removeprefix("data: "))["error"]["message"]
-    assert process.wait(60) == 0
+    assert process.wait(600) == 0
     assert re.search("stopped; [1-8] answers were broken off", "".join(lines))
 
 
@@ -134,7 +136,7 @@ def test_answers_that_are_broken_off(serve, http):
 def test_a_server_stopped_while_it_loads(serve):
     process, _, lines = serve("base")
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0
+    assert process.wait(600) == 0
     assert "Traceback" not in "".join(lines)
 
 
@@ -153,6 +155,9 @@ def test_a_server_stopped_while_it_loads(serve):
         ("base --replay 2", 2, "replay is 2.0; it must be between 0 and 1"),
         ("base --max_body_bytes 0", 2, "max_body_bytes is 0; it must be over 0"),
         ("base --drain_s nan", 2, "drain_s is 'nan'; it must be a finite number"),
+        ("base --default.top_p 0", 2, "top_p is 0.0; it must be over 0 and at most 1"),
+        ("base --default.temprature 1", 2, "there is no option default.temprature; did you mean default.temperature?"),
+        ("base --default.banned_ids [999]", 2, "the banned_ids have token 999; the ids run from 0 to 258"),
         ("base --api_key_file nowhere", 1, "the api_key_file nowhere cannot be read: No such file or directory"),
         ("base --api_key_file empty", 1, "the api_key_file empty has no keys"),
         ("base --mesh.data 2", 2, "there is no option mesh.data"),

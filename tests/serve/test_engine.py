@@ -39,7 +39,7 @@ def engine():
 
 
 def wait_for(condition):
-    end_s = time.monotonic() + 60
+    end_s = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < end_s
         time.sleep(0.01)

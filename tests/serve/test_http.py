@@ -12,7 +12,6 @@ import httpx
 import jsonschema
 import openai
 import pytest
-import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import served
@@ -25,6 +24,7 @@ from jllama.generation.text import Completion
 from jllama.serve import app as app_module
 from jllama.serve.app import make_app
 from jllama.serve.config import EngineConfig, HttpConfig
+from jllama.serve.connections import make_server
 from jllama.serve.engine import Engine
 from jllama.serve.protocol import IGNORED, NOT_SERVED
 from jllama.serve.requests import Answer, Busy, Failure, Piece, Token
@@ -54,12 +54,12 @@ def engine():
     assert engine.close() == 0
 
 
-@pytest.fixture(scope="module")
-def url(engine):
-    """A real server, for all tests."""
+@contextlib.contextmanager
+def listening(engine, **config):
+    """The address of a real server."""
     listener = socket.create_server(("127.0.0.1", 0))
-    app = make_app(engine, HttpConfig(max_body_bytes=100_000, body_timeout_s=0.5))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", access_log=False))
+    config = HttpConfig(**config)
+    server = make_server(make_app(engine, config), config)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -68,9 +68,16 @@ def url(engine):
 
 
 @pytest.fixture(scope="module")
+def url(engine):
+    """A real server, for all tests."""
+    with listening(engine, max_body_bytes=100_000, body_timeout_s=600) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
 def ask(url):
     """Post a body, or bytes; gives the status and the JSON that came."""
-    with httpx.Client(base_url=url, timeout=60) as client:
+    with httpx.Client(base_url=url, timeout=600) as client:
 
         def post(path, body, **headers):
             content = body if isinstance(body, bytes) else json.dumps(body)
@@ -205,7 +212,7 @@ def test_log_probabilities_of_a_prompt(client):
     (choice,) = client.completions.create(**given, logprobs=1).choices
     scores = choice.logprobs
     assert (choice.text, choice.finish_reason) == ("hé!", "length")
-    assert scores.tokens == ["<s>", "h", "\ufffd", "\ufffd", "!"]
+    assert scores.tokens == ["<s>", "h", r"bytes:\xc3", r"bytes:\xa9", "!"]
     assert scores.text_offset == [0, 0, 1, 1, 2]
     assert scores.token_logprobs[0] is None
     log_probs = jllama.score(served(), "hé!") if hasattr(jllama, "score") else None
@@ -214,6 +221,16 @@ def test_log_probabilities_of_a_prompt(client):
     (without,) = client.completions.create(**given, logprobs=0).choices
     assert without.logprobs.token_logprobs == scores.token_logprobs
     assert without.logprobs.top_logprobs == [None] * 5
+
+
+def test_parts_of_characters_are_kept_apart(client):
+    """So that the likeliest token is the one whose name has the highest value, as lm-eval takes it."""
+    given = {"model": "small", "prompt": "é世🙂" * 4, "max_tokens": 0, "echo": True, "logprobs": 5}
+    scores = client.completions.create(**given).choices[0].logprobs
+    assert scores.tokens[1:6] == [rf"bytes:\x{byte:02x}" for byte in "é世".encode()]
+    for name, log_prob, top in [*zip(scores.tokens, scores.token_logprobs, scores.top_logprobs, strict=True)][1:]:
+        assert top[name] == log_prob
+        assert len(top) == (5 if name in [*top][:5] else 6)
 
 
 def test_a_seed_is_drawn_and_told(ask):
@@ -384,7 +401,7 @@ def body(**fields):
         ({"seed": -1}, "seed is -1; it must be between 0 and 2**32 - 1"),
         ({"seed": 10**400}, "seed is 1000"),
         ({"max_tokens": 1.0}, "max_tokens: Input should be a valid integer"),
-        ({"max_tokens": -1}, "max_tokens: Input should be greater than or equal to 0"),
+        ({"max_tokens": -2}, "max_tokens: Input should be greater than or equal to 0"),
         ({"max_completion_tokens": 3}, "max_tokens and max_completion_tokens mean the same and differ"),
         ({"n": 0}, "n: Input should be greater than or equal to 1"),
         ({"n": 20}, "20 texts are asked for at once, and 19 fit here"),
@@ -509,15 +526,20 @@ def test_a_body_that_is_too_large(ask, url):
             yield b" " * 100_000
 
     assert "larger than 100000 bytes" in refused(ask(CHAT, b" " * 100_001), 413)
-    reply = httpx.post(url + CHAT, content=endless(), timeout=60)
+    reply = httpx.post(url + CHAT, content=endless(), timeout=600)
     assert "larger than 100000 bytes" in refused((reply.status_code, reply.json()), 413)
 
 
-def test_a_client_that_sends_a_byte_a_minute(url):
+def connected(url):
     host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
+    return socket.create_connection((host, int(port)))
+
+
+def test_a_client_that_sends_a_byte_a_minute(engine):
+    with listening(engine, body_timeout_s=0.5) as url, connected(url) as connection:
         head = (
-            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            "Content-Length: 99\r\n\r\n"
         )
         connection.sendall(head.encode() + b"{")
         reply = b""
@@ -608,27 +630,30 @@ def busy_slots(url):
     return float(re.search(r"^jllama_busy_slots (\S+)", httpx.get(f"{url}/metrics").text, re.MULTILINE)[1])
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_slot(stream, url):
-    given = {"prompt": "x", "stream": stream, "seed": 1, "n": 3, "regex": "(a|b){900}"}
-    with (
-        contextlib.suppress(httpx.ReadTimeout),
-        httpx.stream("POST", url + COMPLETIONS, json=given, timeout=0.2) as reply,
-    ):
-        next(reply.iter_lines())
-    end_s = time.monotonic() + 60
-    while busy_slots(url):
+def wait_for(condition):
+    end_s = time.monotonic() + 600
+    while not condition():
         assert time.monotonic() < end_s
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_slot(stream, url):
+    given = json.dumps({"prompt": "x", "stream": stream, "seed": 1, "n": 3, "regex": "(a|b){900}"})
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+    with connected(url) as connection:
+        connection.sendall(f"{head}{len(given)}\r\n\r\n{given}".encode())
+        wait_for(lambda: busy_slots(url))
+    wait_for(lambda: not busy_slots(url))
     assert "jllama_cancelled_requests_total 0.0" not in httpx.get(f"{url}/metrics").text
 
 
 class FakeEngine(Engine):
     """Gives each request the same events, each after a while."""
 
-    def __init__(self, events, wait_s=0.0, takes=99):
+    def __init__(self, events, wait=lambda: None, takes=99):
         self.models, self.config, self.context = {"small": served()}, EngineConfig(), 1024
-        self.events, self.wait_s, self.takes, self.cancelled = events, wait_s, takes, 0
+        self.events, self.wait, self.takes, self.cancelled = events, wait, takes, 0
 
     def check(self, request):
         pass
@@ -643,7 +668,7 @@ class FakeEngine(Engine):
 
         def run():
             for event in self.events:
-                time.sleep(self.wait_s)
+                self.wait()
                 deliver(event)
 
         threading.Thread(target=run).start()
@@ -681,12 +706,25 @@ def test_a_full_queue():
         assert engine.cancelled == 2
 
 
-def test_pings_while_nothing_comes(monkeypatch):
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
+def test_pings_while_nothing_comes(path, monkeypatch):
     monkeypatch.setattr(app_module, "PING_S", 0.02)
-    reply = quiet(FakeEngine([PIECE, ANSWER], wait_s=0.15)).post(CHAT, json=body(stream=True))
-    lines = reply.text.split("\n\n")
+    pinged = threading.Event()
+    given = body(stream=True) if path == CHAT else {"input": "x", "stream": True}
+    lines = []
+    with (
+        listening(FakeEngine([PIECE, ANSWER], pinged.wait)) as url,
+        httpx.stream("POST", url + path, json=given, timeout=600) as reply,
+    ):
+        for line in reply.iter_lines():
+            lines.append(line)
+            if lines.count(": ping") >= 4:
+                pinged.set()
     assert lines.count(": ping") >= 4
-    assert lines[-2:] == ["data: [DONE]", ""]
+    if path == CHAT:
+        assert lines[-2:] == ["data: [DONE]", ""]
+    else:
+        assert [line for line in lines if line.startswith("event: ")][-1] == "event: response.incomplete"
 
 
 def test_a_mistake_of_the_server(capsys):
@@ -695,3 +733,14 @@ def test_a_mistake_of_the_server(capsys):
     reply = quiet(engine).post(CHAT, json=body())
     assert "made a mistake" in refused((reply.status_code, reply.json()), 500)
     assert " status=500 " in capsys.readouterr().err
+
+
+def test_a_response_that_fails_later():
+    http = quiet(FakeEngine([PIECE, Failure("the device is gone")]))
+    with openai.OpenAI(base_url="http://x/v1", api_key="none", http_client=http, max_retries=0) as client:
+        events = client.responses.create(model="small", input="x", stream=True)
+        assert [next(events).type for _ in range(5)][-1] == "response.output_text.delta"
+        with pytest.raises(openai.APIError, match="the device is gone"):
+            next(events)
+        with pytest.raises(openai.InternalServerError, match="the device is gone"):
+            client.responses.create(model="small", input="x")

@@ -223,7 +223,7 @@ class Person:
 
     def tab(self, at=""):
         page = self.context.new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(300_000)
         page.on("console", lambda message: self.problems.append(message.text))
         page.on("pageerror", lambda error: self.problems.append(str(error)))
         page.goto(self.url + at)
@@ -272,7 +272,7 @@ def person(chromium, served, fake):
 
 
 def wait_until(condition):
-    end = time.monotonic() + 10
+    end = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)

@@ -1,0 +1,62 @@
+"""Connections of clients: how many there may be, and how long one may take to ask."""
+
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from jllama.serve.config import MAX_HEAD_BYTES, HttpConfig
+
+
+class Connection(H11Protocol):
+    """HTTP/1.1 on one connection, which is closed when no request comes, or to make room for another connection.
+
+    ``H11Protocol`` bounds the bytes of a head, but lets a client take any time to send it.
+    """
+
+    limit_concurrency: int
+    seen: object = None
+    """The last request at the last look; the connection itself if that was being answered."""
+
+    def connection_made(self, transport: Any) -> None:  # uvloop's transports are not asyncio's
+        """Make room if there are too many connections, and begin to watch this one."""
+        super().connection_made(transport)
+        self.opened_s = self.loop.time()
+        self.loop.call_later(self.timeout_keep_alive, self.close_if_idle)
+        others: set[Any] = self.connections - {self}
+        idle = [each for each in others if each.is_idle()]
+        if idle and len(others) >= self.limit_concurrency - 1:
+            oldest = min(idle, key=lambda each: each.opened_s)
+            self.connections.discard(oldest)
+            oldest.transport.abort()
+
+    def is_idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def close_if_idle(self) -> None:
+        """Close the connection if it has been idle since the last look; otherwise look again later."""
+        if self.transport.is_closing():
+            return
+        if self.is_idle() and self.seen is self.cycle:
+            self.transport.abort()
+            return
+        self.seen = self.cycle if self.is_idle() else self
+        self.loop.call_later(self.timeout_keep_alive, self.close_if_idle)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what h11 cannot read."""
+        super().send_400_response(f"{msg} Send HTTP/1.1 with a head of at most {MAX_HEAD_BYTES} bytes.\n")
+
+
+def make_server(app: FastAPI, config: HttpConfig) -> uvicorn.Server:
+    """The server of an application, to be run by a thread; it leaves signals alone there."""
+    limits = {
+        "h11_max_incomplete_event_size": MAX_HEAD_BYTES,
+        "limit_concurrency": config.max_connections,
+        "timeout_keep_alive": config.idle_timeout_s,
+        "timeout_graceful_shutdown": 5,
+    }
+    quiet = {"log_config": None, "log_level": "warning", "access_log": False, "lifespan": "off"}
+    return uvicorn.Server(uvicorn.Config(app, http=Connection, ws="none", **limits, **quiet))

@@ -1,0 +1,166 @@
+"""OpenAI's Responses: a request becomes a chat, and what the chat answers becomes a response and its events."""
+
+import itertools
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field
+
+from jllama.errors import UsageError
+from jllama.files import Json
+from jllama.serve.answers import stream_event
+from jllama.serve.protocol import IGNORED_HERE, Chat, Fields, Settings, Tools
+
+_NONE = {"reasoning_tokens": 0}
+
+
+class Text(Fields):
+    """What the text must be."""
+
+    format: Json = Field(default={"type": "text"}, description="text, json_object or json_schema")
+
+
+class Respond(Tools, Settings):
+    """A text, or the items of a conversation, to be answered. Nothing is kept from one request to the next."""
+
+    input: str | Annotated[list[Json], Field(min_length=1)]
+    instructions: str = Field("", description="the system's message, before the input")
+    max_output_tokens: int | None = Field(None, ge=0)
+    stream: bool = False
+    text: Text = Text()
+
+
+def chat_of(body: Respond) -> Chat:
+    """The chat that a request means."""
+    common = body.model_dump(include={*Chat.model_fields})
+    format, choice = body.text.format, body.tool_choice
+    own = {
+        "messages": _messages(body),
+        "max_tokens": body.max_output_tokens,
+        "response_format": format | {"json_schema": format},
+        "tools": [_nested(tool) for tool in body.tools],
+        "tool_choice": choice if isinstance(choice, str) else _nested(choice),
+        "stream_options": {"include_usage": True} if body.stream else None,
+    }
+    return Chat(**common | own)
+
+
+def _nested(tool: Json) -> Json:
+    """A function, or the choice of one, as chats have it."""
+    function = {**tool}
+    return {"type": function.pop("type", None), "function": function}
+
+
+def _messages(body: Respond) -> list[Json]:
+    """The messages that the items of a conversation are; calls belong to the assistant's message before them."""
+    messages = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    ignored = IGNORED_HERE.get()
+    for item in [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input:
+        match item:
+            case {"role": role, "content": content}:
+                messages.append({"role": role, "content": content})
+            case {"type": "function_call", "call_id": id}:
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant"})
+                messages[-1].setdefault("tool_calls", []).append({"id": id, "function": item})
+            case {"type": "function_call_output", "call_id": id, "output": output}:
+                messages.append({"role": "tool", "tool_call_id": id, "content": output})
+            case {"type": "reasoning"} if ignored is not None:
+                ignored.add("input.reasoning")
+            case _:
+                expected = "a whole message, function_call or function_call_output: no other items are kept"
+                raise UsageError(f"an item of the input is {str(item)[:50]}; it must be {expected}")
+    return messages
+
+
+class Responding:
+    """Makes a response, and the events of its stream, of what a chat answers."""
+
+    def __init__(self, body: Respond) -> None:
+        self._numbers = itertools.count()
+        self._response = body.model_dump(exclude={"input", "stream"}) | {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "output": [],
+            "store": False,
+        }
+
+    def whole(self, answer: Json) -> Json:
+        """The response that a chat's whole answer is."""
+        (choice,) = answer["choices"]
+        self.events(answer | {"choices": [choice | {"delta": choice["message"]}]})
+        self.events(answer | {"choices": []})
+        return self._response
+
+    def events(self, chunk: Json) -> str:
+        """What a stream says of a chunk of a chat's, of which the last has no choices; perhaps nothing."""
+        said = ""
+        items = self._response["output"]
+        for name, fields in _events(self._response, chunk):
+            where = {"output_index": len(items) - 1, "item_id": items[-1]["id"], "content_index": 0} if items else {}
+            event = {"type": f"response.{name}", "sequence_number": next(self._numbers)} | where | fields
+            said += f"event: {event['type']}\n{stream_event(event)}"
+        return said
+
+
+def _events(response: Json, chunk: Json) -> Iterator[tuple[str, Json]]:
+    """Bring a response up to date by a chunk; the names of the events, and what is in each."""
+    items = response["output"]
+    item: Json = items[-1] if items else {}
+    is_open = item.get("status") == "in_progress"
+    part = item["content"][0] if is_open else {}
+    for choice in chunk["choices"]:
+        delta = choice["delta"]
+        reason = choice["finish_reason"]
+        text = delta.get("content")
+        calls = delta.get("tool_calls", [])
+        if "role" in delta:
+            response["model"] = chunk["model"]
+            yield "created", {"response": response}
+            yield "in_progress", {"response": response}
+        if reason:
+            response["status"] = "incomplete" if reason == "length" else "completed"
+        # 1) Text begins an item, or goes on with the last one
+        if text and not is_open:
+            is_open = True
+            id = f"msg_{response['id'][5:]}_{len(items)}"
+            item = {"id": id, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
+            items.append(item)
+            yield "output_item.added", {"item": item}
+            part = {"type": "output_text", "text": "", "annotations": []}
+            yield "content_part.added", {"part": part}
+            item["content"].append(part)
+        if text:
+            part["text"] += text
+            yield "output_text.delta", {"delta": text, "logprobs": []}
+        # 2) A call or the end ends it
+        if (calls or reason) and is_open:
+            item["status"] = "completed" if calls else response["status"]
+            yield "output_text.done", {"text": part["text"], "logprobs": []}
+            yield "content_part.done", {"part": part}
+            yield "output_item.done", {"item": item}
+        # 3) A call comes in one piece
+        for call in calls:
+            function = call["function"]
+            item = {"type": "function_call", "status": "in_progress", "call_id": call["id"], "id": f"fc_{call['id']}"}
+            items.append(item | function | {"arguments": ""})
+            yield "output_item.added", {"item": items[-1]}
+            yield "function_call_arguments.delta", {"delta": function["arguments"]}
+            yield "function_call_arguments.done", function
+            items[-1] |= function | {"status": "completed"}
+            yield "output_item.done", {"item": items[-1]}
+    # 4) Behind the end come the counts of tokens, of which the prompt's are the input's
+    if not chunk["choices"]:
+        if response["status"] == "incomplete":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        counts = {name.replace("prompt", "input"): count for name, count in chunk["usage"].items()}
+        response["usage"] = counts | {"output_tokens": counts.pop("completion_tokens"), "output_tokens_details": _NONE}
+        yield response["status"], {"response": response}

@@ -1,0 +1,241 @@
+"""What a server bears before anybody has shown a key: heads, connections, names. Through sockets to 127.0.0.1."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+from jllama.commands.serve import _keys
+from jllama.serve.app import _is_served_host, make_app
+from jllama.serve.config import MAX_HEAD_BYTES, MAX_HEADERS, HttpConfig
+from jllama.serve.connections import make_server
+
+KEY = "secret"
+
+
+@contextlib.contextmanager
+def listening(**config):
+    """The address and the server of an application with a key, whose model is still loading."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    config = HttpConfig(**config)
+    server = make_server(make_app(None, config, [KEY]), config)
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread.start()
+    try:
+        yield listener.getsockname(), server
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def address():
+    with listening() as (address, _):
+        yield address
+
+
+def connected(address):
+    return socket.create_connection(address, timeout=60)
+
+
+def reply_to(address, parts):
+    """What comes until the server closes; what is sent may be cut off before."""
+    with connected(address) as connection:
+        reply = b""
+        with contextlib.suppress(ConnectionError):
+            for part in parts:
+                connection.sendall(part)
+        with contextlib.suppress(ConnectionError):
+            while part := connection.recv(10_000):
+                reply += part
+    return reply
+
+
+def get(connection, path="/", method="GET", more=""):
+    """The status of one more request on a connection."""
+    connection.sendall(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{more}\r\n".encode())
+    head = b""
+    while b"\r\n\r\n" not in head:
+        head += some(connection, 1)
+    length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+    while length:
+        length -= len(some(connection, length))
+    return int(head.split()[1])
+
+
+def some(connection, most):
+    if part := connection.recv(most):
+        return part
+    raise ConnectionError
+
+
+def connected_and_asked(address, status=200, **request):
+    """A connection with one request answered; a new one if the test was too slow for the server's patience."""
+    while True:
+        connection = connected(address)
+        try:
+            assert get(connection, **request) == status
+        except ConnectionError:
+            connection.close()
+        else:
+            return connection
+
+
+def drip_until_closed(connection):
+    with contextlib.suppress(ConnectionError):
+        while True:
+            connection.sendall(b"G")
+            time.sleep(0.01)
+
+
+def is_closed(connection):
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [b"a: b\r\n" * 10_000, b"a" * 60_000],
+    ids=["many headers", "one long header"],
+)
+def test_headers_without_end_are_cut_off(part, address):
+    """60 MB of them: the connection ends long before."""
+    sent = 0
+
+    def parts():
+        nonlocal sent
+        yield HEAD
+        for _ in range(1000):
+            yield part
+            sent += len(part)
+
+    reply = reply_to(address, parts())
+    assert reply == b"" or reply.startswith(b"HTTP/1.1 4")
+    assert sent < 20_000_000  # what the system's buffers take, too
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{f"a{number}": "b" for number in range(MAX_HEADERS)}, {"a": "b" * MAX_HEAD_BYTES}],
+    ids=["count", "bytes"],
+)
+def test_a_head_that_comes_at_once_has_the_same_limits(headers, address):
+    """Before a key is asked for."""
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    reply = reply_to(address, [b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n" + lines.encode() + b"\r\n"])
+    if reply.startswith(b"HTTP/1.1 431 "):
+        message = json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["message"]
+        assert message.endswith(f"send at most {MAX_HEADERS} of {MAX_HEAD_BYTES}")
+    else:  # it came in two pieces
+        assert b"with a head of at most 16384 bytes" in reply
+
+
+def test_usual_heads_are_read(address):
+    lines = "".join(f"a{number}: {'b' * 100}\r\n" for number in range(MAX_HEADERS - 2))
+    reply = reply_to(address, [HEAD + lines.encode() + b"Connection: close\r\n\r\n"])
+    assert reply.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("connect", [connected, connected_and_asked])
+def test_who_sends_nothing_is_cut_off(connect):
+    with listening(idle_timeout_s=0.3) as (address, _), connect(address) as connection:
+        assert is_closed(connection)
+
+
+@pytest.mark.parametrize("connect", [connected, connected_and_asked])
+def test_who_drips_a_head_is_cut_off(connect):
+    with listening(idle_timeout_s=0.3) as (address, _), connect(address) as connection:
+        drip_until_closed(connection)
+
+
+def test_a_body_that_nobody_reads_is_cut_off():
+    """Without a key the answer comes at once; what is dripped after it does not keep the connection."""
+    request = {"path": "/v1/completions", "method": "POST", "more": "Content-Length: 100000\r\n"}
+    with listening(idle_timeout_s=0.3) as (address, _), connected_and_asked(address, 401, **request) as connection:
+        drip_until_closed(connection)
+
+
+def test_another_connection_closes_the_one_that_was_idle_for_longest():
+    with listening(max_connections=20, idle_timeout_s=60) as (address, server), contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(connected(address)) for _ in range(60)]
+        for connection in idle[-5:]:
+            assert get(connection) == 200
+        with connected(address) as another:
+            assert get(another) == 200
+        assert len(server.server_state.connections) <= 20
+        assert all(is_closed(connection) for connection in idle[:30])
+
+
+def test_many_idle_connections_do_not_hold_up_anybody():
+    with listening(idle_timeout_s=0.3) as (address, _), contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(connected(address)) for _ in range(200)]
+        connected_and_asked(address, 503, path="/health").close()  # as it is still loading
+        assert all(is_closed(connection) for connection in idle)
+
+
+# Names
+
+
+def asked(address, host, path="/", **headers):
+    return httpx.get(f"http://127.0.0.1:{address[1]}{path}", headers={"Host": host} | headers)
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:8731", "[::1]", "[::1]:9", "127.0.0.1:"]
+)
+def test_names_of_this_machine_are_served(host, address):
+    assert asked(address, host).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8731", "localhost.evil.example", "[::1", "127.0.0.1.x"])
+@pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/v1/models", "/openapi.json"])
+def test_a_page_whose_name_leads_to_this_machine_is_not_served(host, path, address):
+    reply = asked(address, host, path, Origin=f"http://{host}", Authorization=f"Bearer {KEY}")
+    assert reply.status_code == 421
+    assert "--allowed_host" in reply.json()["error"]["message"]
+    assert host in reply.json()["error"]["message"]
+
+
+def test_names_that_are_given_are_served():
+    with listening(allowed_host=["Model.example"]) as (address, _):
+        assert asked(address, "model.example:443").status_code == 200
+        assert asked(address, "localhost").status_code == 200
+        assert asked(address, "other.example").status_code == 421
+
+
+def test_a_request_without_a_name_comes_from_no_browser(address):
+    assert reply_to(address, [b"GET / HTTP/1.0\r\n\r\n"]).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "is_served"),
+    [
+        ("::1", "[::1]:8000", True),
+        ("::1", "evil.example", False),
+        ("127.0.1.1", "127.0.1.1", True),
+        ("127.0.1.1", "evil.example", False),
+        ("192.168.1.5", "llama.lan", True),
+    ],
+)
+def test_names_at_other_addresses(address, host, is_served):
+    assert _is_served_host({"server": (address, 8000)}, host, []) is is_served
+
+
+def test_keys_that_others_may_read(tmp_path, capsys):
+    file = tmp_path / "keys"
+    file.write_text("one\ntwo")
+    file.chmod(0o644)
+    assert _keys(str(file)) == ["one", "two"]
+    assert f"other users may read or write the api_key_file {file}: chmod 600" in capsys.readouterr().err
+    file.chmod(0o600)
+    assert _keys(str(file)) == ["one", "two"]
+    assert capsys.readouterr().err == ""
