@@ -34,8 +34,11 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "fuzz_files.json"
-FORMATS = ("gguf", "hf", "meta", "llama2c", "orbax")
-OUTCOMES = ("refused", "loaded", "other exception", "hang", "crash", "memory")
+ADAPTERS = ("peft", "gguf-lora")
+"""Formats of adapters, of which the base is a whole model."""
+
+FORMATS = ("gguf", "hf", "meta", "llama2c", "orbax", *ADAPTERS)
+OUTCOMES = ("refused", "loaded", "other exception", "hang", "crash", "memory", "unprintable")
 """The first two are as they should be."""
 
 TIME_LIMIT_S = 30
@@ -46,6 +49,7 @@ Random = random.Random
 NASTY: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2, 3, 7, 1.5, -0.0, 1e-300, 1e308, float("nan"), float("inf")),
     *(2**15, 2**31 - 1, 2**31, 2**32 - 2, 2**63 - 1, 2**64, 10**30, "", "a", "\0", "é" * 1000, "../../etc/passwd"),
+    *("\x1b[2J\x1b]0;title\x07", "n" * 100_000),
     *([], {}, [[]], {"": {}}, [1, 2], ["x"] * 1000, {"content": []}, "0x10", "1e400", "(a+)+$"),
 )
 """What a value in a JSON or YAML file is replaced by."""
@@ -54,14 +58,13 @@ NUMBERS = (0, 1, 2, 3, 5, 31, 255, 2**15, 2**16 + 1, 2**31 - 1, 2**31, 2**32 - 1
 
 
 def write_models(folder: Path) -> None:
-    """One model in each format, and with each kind of tokenizer that the format can hold."""
-    from jllama.tokenizers.byte_level import BYTE_CHARS, byte_level_json, merges_of_ranks
-
+    """One model in each format, and with each kind of tokenizer that the format can hold; and adapters of one."""
     from jllama.checkpoints.registry import save
     from jllama.config import LlamaConfig
     from jllama.language_model import LanguageModel
     from jllama.rope_scaling import Llama3Scaling
     from jllama.tokenizers import HuggingFaceTokenizer, train_sentencepiece
+    from jllama.tokenizers.base import BYTE_CHARS, TokenType, Vocabulary, merges_of_ranks
     from jllama.verify.checks import random_params
 
     text = (ROOT / "README.md").read_text()
@@ -71,16 +74,42 @@ def write_models(folder: Path) -> None:
     pieces = train_sentencepiece([text], 400)
     names = ["<unk>", "<s>", "</s>"]
     tokens = [*names, *BYTE_CHARS, "th", "the", "in", "ing", "\u0120the"]
-    added = [(id, name, True) for id, name in enumerate(names)]
-    merges = merges_of_ranks(tokens)
-    whole = byte_level_json({token: id for id, token in enumerate(tokens)}, merges, added, "llama-bpe", (1, "<s>"))
-    byte_level = HuggingFaceTokenizer(whole, 1, 2)
-    for format in FORMATS:
+    kinds = [TokenType.CONTROL] * len(names) + [TokenType.NORMAL] * (len(tokens) - len(names))
+    merges = merges_of_ranks(tokens, {token: id for id, token in enumerate(tokens)})
+    vocabulary = Vocabulary(tokens, kinds, 1, 2, merges=merges, pre="llama-bpe")
+    byte_level = HuggingFaceTokenizer.from_vocabulary(vocabulary)
+    for format in FORMATS[: -len(ADAPTERS)]:
         save(LanguageModel(plain, random_params(plain, 0), pieces, None, (2,)), folder / format / "pieces", format)
         if format != "llama2c":  # which holds neither scaling nor another tokenizer
             template = "{% for message in messages %}{{ message.content }}{% endfor %}"
             model = LanguageModel(scaled, random_params(scaled, 1), byte_level, template, (2, 5))
             save(model, folder / format / "byte_level", format, "bfloat16")
+    write_adapters(folder, plain)
+
+
+def write_adapters(folder: Path, config: Any) -> None:
+    """An adapter of the model with pieces, in each format: of rank 4, and in PEFT's with DoRA's magnitudes."""
+    import numpy as np
+
+    from jllama.checkpoints.adapters import Adapter
+    from jllama.checkpoints.registry import ADAPTER_FORMATS
+    from jllama.config import LoraConfig
+    from jllama.parameters import tensor_specs
+
+    rng = np.random.default_rng(0)
+    for format, is_dora in (("peft", True), ("gguf-lora", False)):
+        lora, tensors = LoraConfig(rank=4, targets=("wq", "wv", "w_down"), dora=is_dora), {}
+        for spec in tensor_specs(config):
+            if spec.path.removeprefix("layers/") in lora.targets:
+                outputs, inputs = spec.shape
+                sizes = {"a": (4, inputs), "b": (outputs, 4)} | ({"magnitude": (outputs,)} if is_dora else {})
+                for name, size in sizes.items():
+                    tensors[f"{spec.key}/{name}"] = rng.standard_normal(size).astype(np.float32)
+        target = folder / format / "adapter"
+        target.parent.mkdir()
+        if not ADAPTER_FORMATS[format].is_file:
+            target.mkdir()
+        ADAPTER_FORMATS[format].write(Adapter(lora, tensors, config, target), target, None, lambda _: None)
 
 
 # Mutations: each takes the chance to draw from and a file, and changes it.
@@ -160,7 +189,7 @@ def change_tree(rng: Random, tree: Any) -> Any:
         case 0:
             del node[key]
         case 1 if isinstance(node, dict):
-            node[str(key) + rng.choice(["x", " ", "_2"])] = node.pop(key)
+            node[str(key) + rng.choice(["x", " ", "_2", "\x1b[2J", "n" * 100_000])] = node.pop(key)
         case 2:
             other, name = rng.choice(places)
             node[key] = json.loads(json.dumps(other[name], default=str))
@@ -319,10 +348,10 @@ def work(connection: Connection) -> None:
 
     connection.send("ready")
     while True:
-        path = connection.recv()
+        path, base = connection.recv()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         try:
-            model = jllama.load(path, layout="training")
+            model = jllama.load(base or path, layout="training", adapter=path if base else None)
             if model.tokenizer:
                 text = "The quick brown fox, 1 é\n\U0001f999" + "a" * 40 + "b"
                 model.tokenizer.decode(model.tokenizer.encode(text))
@@ -333,6 +362,8 @@ def work(connection: Connection) -> None:
             outcome, said = "loaded", ""
         except JllamaError as error:
             outcome, said = "refused", str(error)
+            if len(said) > 10_000 or not said.isprintable():
+                outcome = "unprintable"
         except MemoryError as error:
             outcome, said = "memory", repr(error)
         except BaseException as error:  # a panic of Rust's is no Exception
@@ -350,8 +381,8 @@ class Worker:
     def __init__(self) -> None:
         self._process: Any = None
 
-    def load(self, path: Path) -> tuple[str, str]:
-        """How loading a path went: one of ``OUTCOMES``, and what was said."""
+    def load(self, path: Path, base: Path | None) -> tuple[str, str]:
+        """How loading a path went, an adapter's with its base: one of ``OUTCOMES``, and what was said."""
         if self._process is None:
             context = multiprocessing.get_context("spawn")
             self._connection, theirs = context.Pipe()
@@ -359,7 +390,7 @@ class Worker:
             self._process.start()
             theirs.close()
             self._connection.recv()
-        self._connection.send(str(path))
+        self._connection.send((str(path), base and str(base)))
         try:
             if self._connection.poll(TIME_LIMIT_S):
                 return self._connection.recv()
@@ -394,12 +425,13 @@ def main() -> None:
             for number in range(options.first, options.first + options.mutations):
                 rng = Random(f"{format} {number}")
                 source, place = rng.choice(models), Path(scratch) / "mutated"
-                copy = place / f"model{'.gguf' if format == 'gguf' else ''}"
+                copy = place / f"model{'.gguf' if format.startswith('gguf') else ''}"
+                base = Path(scratch) / "models" / "hf" / "pieces" if format in ADAPTERS else None
                 place.mkdir()
                 shutil.copytree(source, copy) if source.is_dir() else shutil.copy(source, copy)
                 done = mutate(rng, copy)
                 began_s = time.perf_counter()
-                outcome, said = worker.load(copy)
+                outcome, said = worker.load(copy, base)
                 slowest_s = max(slowest_s, time.perf_counter() - began_s)
                 counts[outcome] += 1
                 if outcome not in OUTCOMES[:2]:

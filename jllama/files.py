@@ -20,10 +20,12 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
+Json = dict[str, Any]
+"""An object of JSON, such as a request's body or an answer."""
 _MAX_BYTES, _MAX_DEPTH = 100_000_000, 50
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> Json:
     """The object that a JSON file holds. One that cannot be read, or is absurdly large or nested, is a JllamaError."""
     refuse_special_files(path)
     with fault_of(f"{path} cannot be read", OSError), fault_of(f"{path} is not JSON", ValueError, RecursionError):
@@ -41,7 +43,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_fields(fields: Mapping[str, Any], table: Mapping[str, tuple[str, Any]], source: Path) -> dict[str, Any]:
+def read_fields(fields: Mapping[str, Any], table: Mapping[str, tuple[str, Any]], source: Path) -> Json:
     """Values of a file that describes a model, by our names; ``table`` has the file's key for each, and a default.
 
     A value that is not of the default's type (without a default, None: not whole), or a number that is not positive and
@@ -60,10 +62,16 @@ def read_fields(fields: Mapping[str, Any], table: Mapping[str, tuple[str, Any]],
 
 @contextlib.contextmanager
 def fault_of(source: Path | str, *errors: type[Exception], kind: type[JllamaError] = JllamaError) -> Iterator[None]:
-    """Inside, these errors and a ``UsageError`` (of a ``LlamaConfig``, say) are one of a ``kind`` naming the source."""
+    """Inside, these errors and a ``UsageError`` (of a ``LlamaConfig``, say) are one of a ``kind`` naming the source.
+
+    So is a panic of a library in Rust, which is no ``Exception``.
+    """
     try:
         yield
-    except (UsageError, *errors) as error:
+    except BaseException as error:
+        is_panic = type(error).__name__ == "PanicException"
+        if not (is_panic or isinstance(error, (UsageError, *errors))):
+            raise
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
         raise kind(f"{source}: {reason}") from error
 
@@ -73,6 +81,14 @@ def refuse_special_files(*paths: Path) -> None:
     for path in paths:
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise JllamaError(f"{path} is a pipe, a socket or a device: put a file there")
+
+
+def has_file(path: Path) -> bool:
+    """Whether there is a file to read at ``path``; anything else there, also a link to nothing, is a JllamaError."""
+    refuse_special_files(path)
+    if path.is_dir() or (path.is_symlink() and not path.exists()):
+        raise JllamaError(f"{path} is a folder, or a link to nothing: put a file there, or remove it")
+    return path.is_file()
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -90,16 +106,16 @@ def written_whole(target: Path, *, shared: bool = False) -> Iterator[Path]:
     partial, old = _beside(target, f"{uuid.uuid4().hex[:8]}.partial" if shared else "partial"), _beside(target, "old")
     put_back(target)
     try:
-        _remove(partial)
+        remove(partial)
         yield partial
         if not shared and target.exists() and (target.is_dir() or partial.is_dir()):
-            _remove(old)
+            remove(old)
             target.rename(old)
         partial.replace(target)
     finally:
         put_back(target)
-        _remove(partial)
-        _remove(old)
+        remove(partial)
+        remove(old)
 
 
 def put_back(target: Path) -> None:
@@ -112,7 +128,8 @@ def _beside(target: Path, what: str) -> Path:
     return target.with_name(f".{target.name}.{what}")
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all that it holds."""
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
@@ -155,7 +172,7 @@ def locked(folder: Path, process: int = 0) -> Iterator[None]:
                     folder.rmdir()
 
 
-def append_line(path: Path, record: dict[str, Any]) -> None:
+def append_line(path: Path, record: Json) -> None:
     """Add one JSON object to a ``.jsonl`` file, or raise OSError and leave it as it was."""
     line = json.dumps(record).encode() + b"\n"
     with path.open("ab", buffering=0) as file:
@@ -164,10 +181,10 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def read_lines(path: Path, key: str = "step") -> list[dict[str, Any]]:
+def read_lines(path: Path, key: str = "step") -> list[Json]:
     """The objects of a ``.jsonl`` file that have a key; a last line that a killed process left half is passed over."""
     lines = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text().splitlines() if has_file(path) else ():
         with contextlib.suppress(json.JSONDecodeError):
             lines.append(json.loads(line))
     return [line for line in lines if isinstance(line, dict) and key in line]

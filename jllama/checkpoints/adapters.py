@@ -32,8 +32,12 @@ _SUFFIXES = {
     "huggingface": {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"},
     "gguf": {"a": "weight.lora_a", "b": "weight.lora_b"},
 }
-_FIELDS = {"rank": ("r", 8), "alpha": ("lora_alpha", 8.0), "rank_stabilized": ("use_rslora", False)}
-_FIELDS |= {"dora": ("use_dora", False)}  # the key and default of each field of ``LoraConfig``
+_FIELDS = {
+    "rank": ("r", 8),
+    "alpha": ("lora_alpha", 8.0),
+    "rank_stabilized": ("use_rslora", False),
+    "dora": ("use_dora", False),
+}  # the key and default of each field of ``LoraConfig``
 _FIXED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, "gaussian", "eva", "orthogonal")}
 _FREE = """r lora_alpha use_rslora use_dora task_type auto_mapping peft_version base_model_name_or_path revision
     inference_mode target_modules exclude_modules lora_dropout layers_to_transform layers_pattern megatron_core
@@ -78,6 +82,9 @@ def merged(base: Checkpoint, adapter: Adapter) -> Checkpoint:
         if any(actual != wanted for actual, wanted in pairs):
             own = adapter.base or "the model that it was trained on"
             raise JllamaError(f"{adapter.source} is an adapter for another base, by its fingerprint: give {own}")
+    for key, tensor in adapter.tensors.items():
+        if not np.isfinite(tensor).all():
+            raise JllamaError(f"{adapter.source} has NaN or infinity in {key}: give another copy, or an earlier one")
     tensors = dict(base.tensors)
     tensors |= {key: AdaptedRows(tensors[key], adapter, key) for key in tensors if f"{key}/a" in adapter.tensors}
     return dataclasses.replace(base, tensors=tensors, step=adapter.step or base.step, adapter=adapter)
@@ -137,7 +144,10 @@ def read_peft(path: Path, config: LlamaConfig) -> Adapter:
     stored = {}
     for name, tensor in read_safetensors(path / WEIGHTS).items():
         usual = re.sub(r"\.default(?=\.|$)", "", name).replace("magnitude_vector.weight", "magnitude_vector")
-        stored[re.sub(r"^(base_model\.model\.)?(model\.)?", _PREFIX, usual)] = tensor
+        full = re.sub(r"^(base_model\.model\.)?(model\.)?", _PREFIX, usual)
+        if full in stored:
+            raise JllamaError(f"{path / WEIGHTS} holds {full} twice, once as {name}: remove one of them")
+        stored[full] = tensor
     with safetensors.safe_open(path / WEIGHTS, "np") as file:
         fingerprint = (file.metadata() or {}).get(FINGERPRINT, "")
     with fault_of(source):
@@ -151,8 +161,15 @@ def write_peft(adapter: Adapter, target: Path, dtype: None, on_progress: OnProgr
     metadata = {FINGERPRINT: adapter.base_fingerprint} if adapter.base_fingerprint else {}
     write_safetensors(target / WEIGHTS, _to_write(adapter, "huggingface", _F32), on_progress, metadata)
     modules = [PARAMETERS[f"layers/{name}"].huggingface.rpartition(".")[2] for name in adapter.lora.targets]
-    fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": adapter.base or None}
-    fields |= {"target_modules": modules, "lora_dropout": 0.0, "bias": "none", "inference_mode": True}
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapter.base or None,
+        "target_modules": modules,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
     write_json(target / CONFIG, fields | {key: getattr(adapter.lora, name) for name, (key, _) in _FIELDS.items()})
 
 

@@ -36,9 +36,15 @@ Dtype = np.dtype[Any] | Literal["q8_0"] | None
 
 _TYPES = {dtype: type_ for type_, dtype in PLAIN.items() if type_ != GGMLQuantizationType.F64}  # llama.cpp's
 _FIELDS = {
-    **{"num_layers": "block_count", "embed_dim": "embedding_length", "num_heads": "attention.head_count"},
-    **{"num_kv_heads": "attention.head_count_kv", "head_dim": "attention.key_length", "mlp_dim": "feed_forward_length"},
-    **{"max_seq_len": "context_length", "norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base"},
+    "num_layers": "block_count",
+    "embed_dim": "embedding_length",
+    "num_heads": "attention.head_count",
+    "num_kv_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "mlp_dim": "feed_forward_length",
+    "max_seq_len": "context_length",
+    "norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
 }  # the key of each field of ``LlamaConfig``
 
 _UNSCALED = LinearScaling(1.0)
@@ -206,12 +212,17 @@ def write(checkpoint: Checkpoint, target: Path, dtype: Dtype, on_progress: OnPro
         tensors.append((ROPE_FREQS, divisors.astype(np.float32), GGMLQuantizationType.F32))
     main_type = matrix_types.most_common(1)[0][0]
     file_type = LlamaFileType[f"{'ALL' if main_type == 'F32' else 'MOSTLY'}_{main_type}"]
-    metadata: dict[str, Any] = {"general.architecture": ARCHITECTURE, "general.name": "Llama"}
-    metadata |= {"general.quantization_version": GGML_QUANT_VERSION, "general.file_type": int(file_type)}
     fields = {key: _KINDS[name](getattr(config, name)) for name, key in _FIELDS.items()}
     fields |= {"vocab_size": config.vocab_size} | dict.fromkeys(_SAME_SIZE, config.head_dim)
-    metadata |= {f"{ARCHITECTURE}.{key}": value for key, value in fields.items()} | rope_keys
-    metadata |= to_gguf(tokenizer, config.vocab_size) if tokenizer else {TOKENIZER: NO_TOKENIZER}
+    metadata: dict[str, Any] = {
+        "general.architecture": ARCHITECTURE,
+        "general.name": "Llama",
+        "general.quantization_version": GGML_QUANT_VERSION,
+        "general.file_type": int(file_type),
+        **{f"{ARCHITECTURE}.{key}": value for key, value in fields.items()},
+        **rope_keys,
+        **(to_gguf(tokenizer, config.vocab_size) if tokenizer else {TOKENIZER: NO_TOKENIZER}),
+    }
     if checkpoint.chat_template is not None:
         metadata[CHAT_TEMPLATE] = checkpoint.chat_template
     metadata |= _stop_ids_to_write(checkpoint, metadata.get("tokenizer.ggml.tokens", ()))

@@ -9,7 +9,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,7 +40,6 @@ class QuantizedTensor:
     type: GGMLQuantizationType
     shape: tuple[int, ...]
     dtype: np.dtype[Any] = PLAIN[GGMLQuantizationType.F32]
-    is_exact: ClassVar[bool] = False
 
     def __getitem__(self, rows: slice, /) -> np.ndarray:
         return dequantize(np.ascontiguousarray(self.stored[rows]), self.type).reshape(-1, *self.shape[1:])

@@ -23,7 +23,7 @@ from jllama.checkpoints.safetensors_file import DTYPES, read_safetensors, write_
 from jllama.checkpoints.tensors import Checkpoint, NamedTensor, OnProgress, differences, matched, same_bits
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
-from jllama.files import fault_of, read_fields, read_json_object, write_json
+from jllama.files import Json, fault_of, has_file, read_fields, read_json_object, write_json
 from jllama.parameters import PARAMETERS, tensor_specs
 from jllama.rope_scaling import ROPE_SCALINGS, RopeScaling
 from jllama.tokenizers import Tokenizer, has_tokenizer, load_tokenizer, save_huggingface
@@ -34,11 +34,17 @@ WEIGHTS, INDEX, CHAT_TEMPLATE = "model.safetensors", "model.safetensors.index.js
 MAX_SHARD_BYTES = 5_000_000_000  # of tensors; a larger one has a shard of its own
 
 _FIELDS: dict[str, tuple[str, Any]] = {
-    **{"vocab_size": ("vocab_size", 0), "num_layers": ("num_hidden_layers", 32), "embed_dim": ("hidden_size", 4096)},
-    **{"num_heads": ("num_attention_heads", 32), "num_kv_heads": ("num_key_value_heads", 0)},
-    **{"head_dim": ("head_dim", 0), "mlp_dim": ("intermediate_size", 11_008)},
-    **{"max_seq_len": ("max_position_embeddings", 2048), "norm_eps": ("rms_norm_eps", 1e-6)},
-    **{"rope_theta": ("rope_theta", 10_000.0), "tie_embeddings": ("tie_word_embeddings", False)},
+    "vocab_size": ("vocab_size", 0),
+    "num_layers": ("num_hidden_layers", 32),
+    "embed_dim": ("hidden_size", 4096),
+    "num_heads": ("num_attention_heads", 32),
+    "num_kv_heads": ("num_key_value_heads", 0),
+    "head_dim": ("head_dim", 0),
+    "mlp_dim": ("intermediate_size", 11_008),
+    "max_seq_len": ("max_position_embeddings", 2048),
+    "norm_eps": ("rms_norm_eps", 1e-6),
+    "rope_theta": ("rope_theta", 10_000.0),
+    "tie_embeddings": ("tie_word_embeddings", False),
 }  # the key and default of each field of ``LlamaConfig``; 0 is worked out from the others or the weights
 
 _LLAMA = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
@@ -83,7 +89,7 @@ def _refuse_other_models(fields: Mapping[str, Any], source: Path) -> None:
         raise JllamaError(f"{source} asks for what jllama's Llama does not have: {options}")
 
 
-def _rope(fields: Mapping[str, Any], source: Path) -> dict[str, Any]:
+def _rope(fields: Mapping[str, Any], source: Path) -> Json:
     """All that is said of RoPE. A file may say it in both spellings, for readers old and new, if they agree."""
     readings = [{key: fields[key] for key in _ROPE_COMMON if key in fields}]
     for spelling in [key for key in ("rope_scaling", "rope_parameters") if fields.get(key)]:
@@ -118,7 +124,7 @@ def _rope_scaling(rope: Mapping[str, Any], max_seq_len: int, source: Path) -> Ro
         return RopeScaling.from_fields({"type": rope["rope_type"]} | numbers)
 
 
-def config_to_huggingface(config: LlamaConfig, dtype: str) -> dict[str, Any]:
+def config_to_huggingface(config: LlamaConfig, dtype: str) -> Json:
     """A ``config.json`` that transformers 4 and 5 both read as this architecture in ``dtype``, or a JllamaError."""
     if config.embed_dim % config.num_heads:
         sizes = f"embed_dim ({config.embed_dim}) is not a multiple of num_heads ({config.num_heads})"
@@ -133,10 +139,14 @@ def config_to_huggingface(config: LlamaConfig, dtype: str) -> dict[str, Any]:
         raise JllamaError(f"in transformers' {scaling.type} RoPE {lengths}: save it in another format")
     values = {theirs: type(default)(getattr(config, ours)) for ours, (theirs, default) in _FIELDS.items()}
     return {
-        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": dtype, "torch_dtype": dtype},
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": dtype,
+        "torch_dtype": dtype,
         **{key: _LLAMA[key] for key in ("hidden_act", "attention_bias", "mlp_bias")},
         **values,
-        **{"rope_scaling": rope if scaling else None, "rope_parameters": rope | {"rope_theta": values["rope_theta"]}},
+        "rope_scaling": rope if scaling else None,
+        "rope_parameters": rope | {"rope_theta": values["rope_theta"]},
     }
 
 
@@ -171,8 +181,8 @@ def read_text_files(folder: Path) -> tuple[Tokenizer | None, str | None, tuple[i
     tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
     template, generation = folder / CHAT_TEMPLATE, folder / GENERATION_CONFIG
     with fault_of(f"{template} is not UTF-8 text", UnicodeDecodeError):
-        text = template.read_text(encoding="utf-8") if template.is_file() else None
-    fields = read_json_object(generation) if generation.is_file() else {}
+        text = template.read_text(encoding="utf-8") if has_file(template) else None
+    fields = read_json_object(generation) if has_file(generation) else {}
     return tokenizer, text, _stop_ids(fields.get("eos_token_id"), generation)
 
 
@@ -184,7 +194,7 @@ def _stop_ids(value: Any, source: Path) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def write_chat_files(folder: Path, chat_template: str | None, stops: tuple[int, ...], **others: Any) -> dict[str, Any]:
+def write_chat_files(folder: Path, chat_template: str | None, stops: tuple[int, ...], **others: Any) -> Json:
     """Write what there is; returns the fields of ``generation_config.json``, of which ``others`` are some."""
     if chat_template is not None:
         (folder / CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
@@ -196,10 +206,10 @@ def write_chat_files(folder: Path, chat_template: str | None, stops: tuple[int, 
 
 def _weights(path: Path) -> dict[str, np.ndarray]:
     """Every tensor of a folder: of the one file if there is one (as transformers does), else of the index's shards."""
-    if (path / WEIGHTS).is_file():
+    if has_file(path / WEIGHTS):
         return read_safetensors(path / WEIGHTS)
     index = path / INDEX
-    if not index.is_file():
+    if not has_file(index):
         names = ", ".join(sorted(file.name for file in path.glob("*.*")))
         raise JllamaError(f"{path} has {names} instead of {WEIGHTS} or {INDEX}; no pickle is opened: save safetensors")
     shard_of = read_json_object(index).get("weight_map")
@@ -221,7 +231,7 @@ def _weights(path: Path) -> dict[str, np.ndarray]:
 
 def _old_chat_template(path: Path) -> str | None:
     """The template where files of before 2025 have it: a string, or a list of named ones, one of them ``default``."""
-    template = read_json_object(path).get("chat_template") if path.is_file() else None
+    template = read_json_object(path).get("chat_template") if has_file(path) else None
     if isinstance(template, list):
         entries = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
         template = entries[0].get("template") if entries else None

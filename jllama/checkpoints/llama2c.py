@@ -17,7 +17,7 @@ import numpy as np
 from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, blocks, reordered
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
-from jllama.files import fault_of
+from jllama.files import fault_of, has_file
 from jllama.parameters import TensorSpec, count_parameters, tensor_specs
 from jllama.rope_scaling import inverse_frequencies
 from jllama.tokenizers.llama2c import load_llama2c_tokenizer, save_llama2c_tokenizer
@@ -86,7 +86,7 @@ def read(path: Path) -> Checkpoint:
         tensor, numbers = np.split(numbers, [math.prod(spec.shape)])
         tensors[spec.key] = reordered(spec, tensor.reshape(spec.shape), config, to_half_split=True)
     tokenizer = file.parent / TOKENIZER
-    return Checkpoint(config, tensors, load_llama2c_tokenizer(tokenizer) if tokenizer.is_file() else None)
+    return Checkpoint(config, tensors, load_llama2c_tokenizer(tokenizer) if has_file(tokenizer) else None)
 
 
 def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_progress: OnProgress) -> None:

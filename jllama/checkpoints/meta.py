@@ -19,7 +19,7 @@ from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, diffe
 from jllama.checkpoints.torch_file import read_torch_file, write_torch_file
 from jllama.config import LlamaConfig, llama_mlp_dim
 from jllama.errors import JllamaError, UsageError
-from jllama.files import fault_of, read_fields, read_json_object, write_json
+from jllama.files import fault_of, has_file, read_fields, read_json_object, write_json
 from jllama.parameters import PARAMETERS, tensor_specs
 from jllama.presets import PRESETS, SHAPE, differing
 from jllama.rope_scaling import Llama3Scaling, RopeScaling
@@ -30,9 +30,13 @@ Shards = dict[str, dict[str, np.ndarray]]  # the tensors of each shard, by the n
 OURS = "jllama.json"  # with ``max_seq_len``, which Meta's files have not, where ``_family_max_seq_len`` says another
 
 _FIELDS: dict[str, tuple[str, Any]] = {
-    **{"embed_dim": ("dim", None), "num_layers": ("n_layers", None), "num_heads": ("n_heads", None)},
-    **{"num_kv_heads": ("n_kv_heads", 0), "vocab_size": ("vocab_size", 0)},
-    **{"norm_eps": ("norm_eps", 1e-5), "rope_theta": ("rope_theta", 10_000.0)},
+    "embed_dim": ("dim", None),
+    "num_layers": ("n_layers", None),
+    "num_heads": ("n_heads", None),
+    "num_kv_heads": ("n_kv_heads", 0),
+    "vocab_size": ("vocab_size", 0),
+    "norm_eps": ("norm_eps", 1e-5),
+    "rope_theta": ("rope_theta", 10_000.0),
 }  # the key and default of each field of ``LlamaConfig``; 0 is worked out from the others or the weights
 
 _MLP: dict[str, tuple[str, Any]] = {"multiple_of": ("multiple_of", 256), "multiplier": ("ffn_dim_multiplier", 1.0)}
@@ -87,13 +91,13 @@ def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
         joined.pop(names[1], None)
     tensors = matched(joined, config, "meta", path)
     ours = path / OURS
-    stated = read_json_object(ours) if ours.is_file() else {}
+    stated = read_json_object(ours) if has_file(ours) else {}
     with fault_of(ours):
         length = read_fields(stated, {"max_seq_len": ("max_seq_len", _family_max_seq_len(config))}, ours)
         config = dataclasses.replace(config, **length)
     tokenizer, template, stops = read_text_files(path)
     beside = path.resolve().parent / "tokenizer.model"  # Llama 1 and 2 were released with it there
-    if tokenizer is None and beside.exists():
+    if tokenizer is None and has_file(beside):
         tokenizer = load_tokenizer(beside)
     return Checkpoint(config, tensors, tokenizer, template, stops)
 

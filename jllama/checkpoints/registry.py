@@ -17,13 +17,13 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
-from jllama import tokenizers
+from jllama import cache, tokenizers
 from jllama.checkpoints import adapters, gguf, huggingface, llama2c, meta, run, tensors
 from jllama.checkpoints.tensors import Checkpoint, OnProgress, size_bytes
 from jllama.config import LlamaConfig
 from jllama.decode_params import Quantization
 from jllama.errors import JllamaError, UsageError, no_tokenizer
-from jllama.files import cache_folder, fault_of, put_back, refuse_special_files, written_whole
+from jllama.files import fault_of, put_back, refuse_special_files, written_whole
 from jllama.language_model import LanguageModel
 from jllama.parameters import count_parameters
 from jllama.progress import progress
@@ -36,7 +36,8 @@ _FLOAT32 = {"float32": 4.0}
 _OF_CHECKPOINTS = (  # names of files that a checkpoint of some format, or a run, has in its folder
     r".*\.safetensors(\.index\.json)?|.*\.(gguf|bin|pth)|tokenizer.*\.(json|model)|(generation_|adapter_)?config\.json|"
     r"(special_tokens_map|added_tokens|vocab|params|jllama)\.json|merges\.txt|checklist\.chk|chat_template\.(jinja|json)|"
-    r"config\.yaml|checkpoints|(metrics|samples|config\.history)\.jsonl|report\.html|in_use|\.gitattributes"
+    r"config\.yaml|checkpoints|(metrics|samples|skipped|config\.history)\.jsonl|report\.html|reference\.npz|"
+    r"tensorboard|wandb|in_use.*|\.gitattributes"
 )
 
 
@@ -121,7 +122,8 @@ def load(
     """
     # Also small programs are kept, most of a model's start. JAX may have been told of another folder and rules.
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue] - made at run time
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+        if folder := cache.private_folder("compiled"):
+            jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         compilation_cache.reset_cache()  # whether there is one is asked once, at the first compilation
     if dtype is None and jax.default_backend() == "cpu":
@@ -157,7 +159,6 @@ def _float_dtype(dtype: Any) -> np.dtype[Any]:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a checkpoint of any format or of a hub id; or of a file or folder of a tokenizer's own."""
     source = _local(path)
-    refuse_special_files(source, *source.glob("*"))
     if has_tokenizer(source) or not _recognized(source):
         return tokenizers.load_tokenizer(source)
     tokenizer = open_checkpoint(source).tokenizer
@@ -203,7 +204,7 @@ def convert(
     ``peft`` or ``gguf-lora``, the adapter is written alone.
 
     (Writing jllama's own format does take its size in memory.) Arguments and errors are those of ``load`` and ``save``;
-    without ``dtype`` every tensor keeps its own. A target that holds the source, or lies in it and exists, is refused.
+    without ``dtype`` every tensor keeps its own. A target that is the source, holds it or lies in it is refused.
     Returns what was converted.
     """
     check_names("to", to, dtype)
@@ -246,7 +247,6 @@ def open_checkpoint(
 
 
 def _read_adapter(source: Path, config: LlamaConfig, step: int | None) -> adapters.Adapter:
-    refuse_special_files(source)
     if run.recognizes(source):
         return run.read_adapter(source, config, step)
     if step is not None:
@@ -258,9 +258,13 @@ def _read_adapter(source: Path, config: LlamaConfig, step: int | None) -> adapte
 
 
 def _local(path: str | Path, kind: str = "checkpoint") -> Path:
-    """The path itself, or where the hub's copy of ``org/name`` lies."""
+    """The path itself, or where the hub's copy of ``org/name`` lies. Whatever is read, is read through here.
+
+    A pipe, a socket or a device there raises ``JllamaError``.
+    """
     source = Path(path)
     if source.exists():
+        refuse_special_files(source, *source.glob("*"))  # of a file the latter are none
         return source
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)) and not source.parent.exists():
         return huggingface.download(str(path))
@@ -277,7 +281,6 @@ def _recognized(source: Path) -> str | None:
 
 
 def _format_of(source: Path) -> str:
-    refuse_special_files(source, *source.glob("*"))  # of a file the latter are none
     if name := _recognized(source):
         return name
     if wholes := [parent for parent in source.resolve().parents[:3] if _recognized(parent)]:
@@ -299,7 +302,7 @@ def check_names(name: str, format: str, dtype: str | None) -> None:
 
 def _write(content: Any, target: Path, to: str, dtype: str | None, overwrite: bool, sources: Sequence[Path]) -> None:
     format, target = (FORMATS | ADAPTER_FORMATS)[to], target.resolve()  # of a link, what it leads to is replaced
-    _check_target(target, sources, overwrite)
+    check_target(target, sources, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     each, count = format.dtypes.get(format.stored_dtype(dtype) or ""), count_parameters(content.config)
     needed_bytes = int(each * count) if each and isinstance(content, Checkpoint) else size_bytes(content, None)
@@ -312,17 +315,24 @@ def _write(content: Any, target: Path, to: str, dtype: str | None, overwrite: bo
         format.write(content, partial, jnp.dtype(dtype) if dtype in FLOATS else dtype, move)
 
 
-def _check_target(target: Path, sources: Sequence[Path], overwrite: bool) -> None:
+def _lies_in(path: Path, other: Path) -> bool:
+    """Whether a path is another one, which exists, or lies in it, whatever mount, link or spelling leads there."""
+    path = path.resolve()
+    return any(other.exists() and place.exists() and place.samefile(other) for place in (path, *path.parents))
+
+
+def check_target(target: Path, sources: Sequence[Path], overwrite: bool) -> None:
     """Refuse a target whose replacement would take away a source, or anything that is not a checkpoint's."""
     if target in (Path.cwd(), *Path.cwd().parents):
         raise UsageError(f"the target {target} is the folder you are in, or holds it: name a file or folder to make")
     put_back(target)
+    refuse_special_files(target)
+    for source in sources:
+        for own in (source, *source.glob("*")):
+            if _lies_in(target, own) or _lies_in(own, target):
+                raise JllamaError(f"{target} is {source} itself, or holds or lies in it: choose another destination")
     if not target.exists():
         return
-    for source in sources:
-        paths = {file.resolve() for file in (source, *source.glob("*"))}
-        if any(target in (path, *path.parents) for path in paths) or source.resolve() in target.parents:
-            raise JllamaError(f"{target} is {source} itself, or holds or lies in it: choose another destination")
     if not overwrite:
         raise JllamaError(f"{target} exists: choose another destination, or set overwrite to replace it")
     held = sorted(entry.name for entry in target.glob("*"))  # none of a file

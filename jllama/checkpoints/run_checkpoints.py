@@ -24,7 +24,7 @@ from jllama.checkpoints.tensors import FileTensor, differences
 from jllama.config import LlamaConfig
 from jllama.distributed import process_index
 from jllama.errors import JllamaError
-from jllama.files import read_json_object, refuse_special_files
+from jllama.files import Json, read_json_object, refuse_special_files
 from jllama.model import abstract_params
 from jllama.parameters import Params, TensorSpec, as_matrix, parameter_table, tensor_specs
 
@@ -53,7 +53,7 @@ class RunCheckpoints:
         latest = checkpoint_managers.LatestN(keep_last)
         loss = operator.itemgetter("validation_loss")
         best = checkpoint_managers.BestN(get_metric_fn=loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
-        reading: dict[str, Any] = {"read_only": True, "create": False, "save_interval_steps": 0}
+        reading: Json = {"read_only": True, "create": False, "save_interval_steps": 0}
         options = ocp.CheckpointManagerOptions(
             best_fn=loss,
             best_mode="min",
@@ -74,7 +74,7 @@ class RunCheckpoints:
             best = self._manager.best_step()
             return self._manager.latest_step() if best is None else best
 
-    def save(self, step: int, params: Params, state: Any, meta: dict[str, Any], validation_loss: float | None) -> None:
+    def save(self, step: int, params: Params, state: Any, meta: Json, validation_loss: float | None) -> None:
         """Begin to save; the arrays are copied first, so they may be donated as soon as this returns.
 
         ``state`` is the rest of what training needs; None for a model that is not being trained. If this or the save
@@ -105,7 +105,7 @@ class RunCheckpoints:
         if process_index() == 0:
             shutil.rmtree(self.folder / _UNWANTED, ignore_errors=True)
 
-    def restore(self, step: int, params: Params, state: Any) -> tuple[Params, Any, dict[str, Any]]:
+    def restore(self, step: int, params: Params, state: Any) -> tuple[Params, Any, Json]:
         """The saved parameters, training state (None: left out) and metadata of a step, placed as the shapes say.
 
         If the files are damaged, or the arrays are not the ones expected, a JllamaError lists what differs.
@@ -132,15 +132,22 @@ class RunCheckpoints:
                 stores[path] = tensorstore.open({"driver": "zarr", "kvstore": store}, read=True).result()
         return {spec.key: _StoredTensor(spec, stores[spec.path], source) for spec in tensor_specs(config)}
 
-    def _check(self, step: int, expected: dict[str, Any], *, dtypes: bool = True) -> None:
+    def _check(self, step: int, expected: Json, *, dtypes: bool = True) -> None:
         """Refuse another model's arrays (by item), and JSON, nested too deep, that orbax would crash on."""
         for path in _files_below(self.folder / str(step)):
             if not path.suffix and path.parent.name != "d":  # the arrays are in folders of that name
                 read_json_object(path)
         metadata = self._manager.item_metadata(step)
         saved = _shapes({item: metadata[item].tree for item in expected}, dtypes)
-        if problems := differences(saved, _shapes(expected, dtypes)):
-            raise JllamaError(f"the checkpoint {self.folder / str(step)} is of another model: {problems}")
+        problems = differences(saved, _shapes(expected, dtypes))
+        if problems:
+            kind = "of another model"
+            if "params/" not in problems:
+                kind = (
+                    "of another version, whose optimizer kept another state: "
+                    "begin a new run from its weights, with init_from"
+                )
+            raise JllamaError(f"the checkpoint {self.folder / str(step)} is {kind} ({problems})")
 
     def _save_error(self, error: Exception) -> JllamaError:
         kept = self.steps()

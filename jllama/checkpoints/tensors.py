@@ -25,7 +25,16 @@ from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams, Quantization
 from jllama.errors import JllamaError
 from jllama.functional.linear import int8_rows
-from jllama.parameters import NamedFormat, Params, TensorSpec, as_matrix, parameter_table, shape_of, tensor_specs
+from jllama.parameters import (
+    NamedFormat,
+    Params,
+    TensorSpec,
+    as_matrix,
+    axis_sizes,
+    parameter_table,
+    shape_of,
+    tensor_specs,
+)
 from jllama.sharding import RULES, check_divides, matrix_sharding, row_spec
 from jllama.tokenizers import Tokenizer
 
@@ -33,6 +42,7 @@ BLOCK_BYTES = 16 << 20
 _TILE = 256
 _THREADS = min(4, os.cpu_count() or 1)
 
+Dtype = np.dtype[Any] | type
 OnProgress = Callable[[int], None]  # is called with the number of bytes read or written since the last call
 
 
@@ -90,7 +100,7 @@ def reordered(spec: TensorSpec, tensor: FileTensor, config: LlamaConfig, to_half
     return PermutedRows(tensor, config.head_dim, to_half_split) if spec.parameter.rotary else tensor
 
 
-def blocks(tensor: FileTensor, dtype: np.dtype[Any] | type) -> Iterator[np.ndarray]:
+def blocks(tensor: FileTensor, dtype: Dtype) -> Iterator[np.ndarray]:
     """A tensor's rows from first to last, contiguous and in ``dtype``, in blocks of about ``BLOCK_BYTES``.
 
     A number too large for the dtype (float16 ends at 65,504) raises JllamaError.
@@ -99,7 +109,7 @@ def blocks(tensor: FileTensor, dtype: np.dtype[Any] | type) -> Iterator[np.ndarr
         yield np.ascontiguousarray(block)
 
 
-def _row_blocks(tensor: FileTensor, rows: slice, dtype: np.dtype[Any] | type) -> Iterator[tuple[slice, np.ndarray]]:
+def _row_blocks(tensor: FileTensor, rows: slice, dtype: Dtype) -> Iterator[tuple[slice, np.ndarray]]:
     """Some rows in blocks, each with where it is: of a multiple of those that are stored or permuted together."""
     multiple = getattr(tensor, "rows_at_once", 1)
     step = multiple * max(1, BLOCK_BYTES // (4 * math.prod(tensor.shape[1:])) // multiple)
@@ -145,7 +155,7 @@ def matched(
     return {spec.key: reordered(spec, tensors[name], config, to_half_split=True) for name, spec in specs.items()}
 
 
-def size_bytes(checkpoint: Checkpoint | Any, dtype: np.dtype[Any] | type | None) -> int:
+def size_bytes(checkpoint: Checkpoint | Any, dtype: Dtype | None) -> int:
     """The bytes of all tensors, in ``dtype`` or (None) each in its own."""
     tensors = checkpoint.tensors.values()
     return sum(math.prod(tensor.shape) * np.dtype(dtype or tensor.dtype).itemsize for tensor in tensors)
@@ -161,13 +171,13 @@ def base_fingerprint(checkpoint: Checkpoint) -> str:
         digest, end = (rows, 1) if spec.parameter.inputs else (norms, spec.shape[0])
         digest.update(checkpoint.tensors[spec.key][0:end].astype(jnp.bfloat16).tobytes())
     tensors = checkpoint.tensors.values()
-    is_rounded = any(each.dtype == np.float16 or not getattr(each, "is_exact", True) for each in tensors)
+    is_rounded = any(each.dtype == np.float16 or hasattr(each, "stored") for each in tensors)
     return norms.hexdigest() if is_rounded else f"{norms.hexdigest()}:{rows.hexdigest()}"
 
 
 def load_params(
     checkpoint: Checkpoint,
-    dtype: np.dtype[Any] | type | None = None,
+    dtype: Dtype | None = None,
     mesh: Mesh | None = None,
     on_progress: OnProgress = lambda _: None,
     rules: Mapping[str, Sequence[str]] = RULES,
@@ -184,7 +194,7 @@ def load_params(
     def fill(path: str, slices: list[slice], out: np.ndarray) -> None:
         """Read a part of a parameter from the tensors of its layers."""
         row = table[path]
-        sizes = dict(zip(row.axes, shape_of(row, config), strict=True))
+        sizes = axis_sizes(row, config)
         bounds = dict(zip(row.axes, slices, strict=True))
         part = []
         for first, *others in filter(None, (row.outputs, row.inputs)):  # joined axes, of which the first alone is cut
@@ -197,15 +207,15 @@ def load_params(
     arrays = {}
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
         for path, row in table.items():
-            split = NamedSharding(mesh, row_spec(mesh, row, config, rules)) if mesh else None
-            sharding = split or SingleDeviceSharding(jax.devices()[0])
+            own_devices = SingleDeviceSharding(jax.devices()[0])
+            sharding = NamedSharding(mesh, row_spec(mesh, row, config, rules)) if mesh else own_devices
             arrays[path] = _filled(shape_of(row, config), dtypes[path], sharding, functools.partial(fill, path))
     return unflatten_dict(arrays, sep="/")
 
 
 def load_decode_params(
     checkpoint: Checkpoint,
-    dtype: np.dtype[Any] | type | None = None,
+    dtype: Dtype | None = None,
     mesh: Mesh | None = None,
     on_progress: OnProgress = lambda _: None,
     quantize: Quantization | None = None,

@@ -124,9 +124,11 @@ def _tensor(storage: _Storage, offset: Any, shape: Any, strides: Any, *_: Any) -
         in_bytes = [stride * width if size > 1 else 0 for size, stride in zip(shape, strides, strict=True)]
         return np.ndarray(shape, storage.dtype, storage.data, offset * width, in_bytes)
     except (ValueError, OverflowError) as error:
-        start, size, step = map(reprlib.repr, (offset, shape, strides))
-        what = f"a tensor of shape {size} and strides {step} from number {start} on"
-        raise JllamaError(f"describes {what}, which is empty or not inside its storage of {count} numbers") from error
+        where = (
+            f"of shape {reprlib.repr(shape)} and strides {reprlib.repr(strides)} from number {reprlib.repr(offset)} on"
+        )
+        fault = f"is empty or not inside its storage of {count} numbers"
+        raise JllamaError(f"describes a tensor {where}, which {fault}") from error
 
 
 _GLOBALS: dict[str, Any] = _STORAGES | {

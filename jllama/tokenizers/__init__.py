@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from jllama.errors import JllamaError
-from jllama.files import read_json_object, refuse_special_files
+from jllama.files import has_file, read_json_object
 from jllama.tokenizers.base import BytesTokenizer
 from jllama.tokenizers.base import Tokenizer as Tokenizer
 from jllama.tokenizers.huggingface import HuggingFaceTokenizer, load_huggingface_tokenizer
@@ -20,7 +20,7 @@ FILE_NAMES = ("tokenizer.json", "tokenizer.model", "tokenizer.bytes.json", "toke
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether ``load_tokenizer`` finds a file to read in a folder."""
-    return any((folder / name).is_file() for name in FILE_NAMES)
+    return any(has_file(folder / name) for name in FILE_NAMES)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -32,8 +32,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     path = Path(path)
     paths = [path / name for name in FILE_NAMES] if path.is_dir() else [path]
-    refuse_special_files(*paths)
-    files = [file for file in paths if file.is_file()]
+    files = [file for file in paths if has_file(file)]
     if not files and path.is_dir():
         raise JllamaError(f"{path} holds no tokenizer: give a folder with one of {', '.join(FILE_NAMES)}")
     if not files:

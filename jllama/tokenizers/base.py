@@ -31,6 +31,9 @@ BYTE_CHARS = [chr(byte if byte in _PRINTABLE else 256 + _OTHERS.index(byte)) for
 _BYTE_OF_CHAR = dict.fromkeys(range(256), SPACE) | {ord(char): chr(byte) for byte, char in enumerate(BYTE_CHARS)}
 
 
+Ids = Int[np.ndarray, "tokens"]
+
+
 class TokenType(enum.IntEnum):
     """The type of a token, as SentencePiece and GGUF number it."""
 
@@ -155,7 +158,7 @@ class Tokenizer(ABC):
     def _encode(self, text: str) -> list[int]: ...
 
     @abstractmethod
-    def _decode(self, ids: Int[np.ndarray, "tokens"]) -> str: ...
+    def _decode(self, ids: Ids) -> str: ...
 
 
 def check_text(text: str) -> None:
@@ -179,7 +182,7 @@ class BytesTokenizer(Tokenizer):
     def _encode(self, text: str) -> list[int]:
         return (np.frombuffer(text.encode(), np.uint8).astype(np.int32) + 3).tolist()
 
-    def _decode(self, ids: Int[np.ndarray, "tokens"]) -> str:
+    def _decode(self, ids: Ids) -> str:
         return bytes((ids - 3).tolist()).decode("utf-8", "replace")
 
     def vocabulary(self) -> Vocabulary:

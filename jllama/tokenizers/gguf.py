@@ -15,8 +15,7 @@ from jllama.tokenizers.huggingface import PRE_TOKENIZERS, HuggingFaceTokenizer
 from jllama.tokenizers.sentencepiece import SentencePieceTokenizer
 
 _PREFIX = "tokenizer.ggml."
-_PRE = {name: name for name in PRE_TOKENIZERS}
-_PRE |= {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "default": "gpt-2"}
+_PRE = {name: name for name in PRE_TOKENIZERS} | {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "default": "gpt-2"}
 
 
 def from_gguf(metadata: Mapping[str, Any], source: str) -> SentencePieceTokenizer | HuggingFaceTokenizer:
@@ -28,7 +27,7 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> SentencePieceTokenize
 
     def value(name: str, kind: type, default: Any = None) -> Any:
         field = metadata.get(_PREFIX + name, default)
-        check(isinstance(field, kind), f"{'no' if field is None else 'an odd'} {_PREFIX}{name}")
+        check(type(field) is kind, f"{'no' if field is None else 'an odd'} {_PREFIX}{name}")
         return field
 
     model, tokens, pre = value("model", str), value("tokens", list), value("pre", str, "default")
@@ -49,7 +48,7 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> SentencePieceTokenize
     vocabulary = Vocabulary(tokens, kinds, bos_id, eos_id, add_bos)
     if model == "llama":
         scores = value("scores", list)[:count]
-        are_numbers = all(isinstance(score, (int, float)) for score in scores)
+        are_numbers = all(type(score) in (int, float) for score in scores)
         check(are_numbers and len(scores) == count, f"{count} tokens but {len(scores)} scores")
         unk_id, prefix = value("unknown_token_id", int, 0), value("add_space_prefix", bool, True)
         vocabulary = vocabulary._replace(scores=scores, unknown_token_id=unk_id, add_space_prefix=prefix)

@@ -7,14 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tokenizers
-from jaxtyping import Int
 
 from jllama.config import MAX_SIZES
-from jllama.errors import JllamaError
-from jllama.files import fault_of, read_json_object, write_json
-from jllama.tokenizers.base import BYTE_PIECES, SPACE, Tokenizer, TokenType, Vocabulary, check_text, piece_bytes
+from jllama.errors import JllamaError, silent_stderr
+from jllama.files import Json, fault_of, has_file, read_json_object, write_json
+from jllama.tokenizers.base import BYTE_PIECES, SPACE, Ids, Tokenizer, TokenType, Vocabulary, check_text, piece_bytes
 from jllama.tokenizers.tiktoken import PATTERN
 
 CONFIG_NAME = "tokenizer_config.json"
@@ -22,7 +20,7 @@ _NOT_LLAMAS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
 
 _SPLIT = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
+PRE_TOKENIZERS: dict[str, Json] = {
     "llama-bpe": {"type": "Sequence", "pretokenizers": [_SPLIT, _BYTE_LEVEL | {"use_regex": False}]},
     "smollm": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _BYTE_LEVEL]},
     "gpt-2": _BYTE_LEVEL,
@@ -60,10 +58,12 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(
         self, text: str, bos_id: int, eos_id: int, add_bos: bool | None = None, source: str = "the tokenizer"
     ) -> None:
-        with fault_of(f"{source} is not a tokenizer.json", Exception):  # the library raises nothing more special
+        # The library raises nothing more special. Encoding a text, as is done once here, can make it panic.
+        with fault_of(f"{source} is not a tokenizer.json", Exception), silent_stderr():
             self._library = tokenizers.Tokenizer.from_str(text)
             self._library.no_truncation()
             self._library.no_padding()
+            begins_with_bos = self._library.encode("").ids[:1] == [bos_id]
         model = self._library.model
         if not isinstance(model, tokenizers.models.BPE):
             raise JllamaError(f"{source} is a {type(model).__name__} tokenizer; a Llama's is a BPE")
@@ -76,7 +76,6 @@ class HuggingFaceTokenizer(Tokenizer):
             raise JllamaError(f"{source} has {self.vocab_size} tokens, but BOS and EOS are {bos_id} and {eos_id}")
         self.bos_id, self.eos_id = bos_id, eos_id
         self.texts = [self._library.id_to_token(id) or "" for id in range(self.vocab_size)]
-        begins_with_bos = self._library.encode("").ids[:1] == [bos_id]
         self.add_bos = begins_with_bos if add_bos is None else add_bos
         if self.add_bos != begins_with_bos:  # other readers of the saved file ask the post-processor
             processor = {"post_processor": _begin_with(bos_id, self.texts[bos_id]) if self.add_bos else None}
@@ -93,18 +92,15 @@ class HuggingFaceTokenizer(Tokenizer):
         self.special_tokens = {self.texts[id]: id for id in (*self.added, bos_id, eos_id)}
 
     @functools.cached_property
-    def json(self) -> dict[str, Any]:
+    def json(self) -> Json:
         """The file's content with every default filled in."""
         return json.loads(self._library.to_str())
 
     def _encode(self, text: str, *, with_special_tokens: bool = False) -> list[int]:
-        library = self._with_special_tokens if with_special_tokens else self._library
-        try:
-            return library.encode(text, add_special_tokens=False).ids
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of Rust, and not an Exception
-                raise
-            raise JllamaError(f"the tokenizer.json cannot split a text of {len(text)} characters: {error}") from error
+        with fault_of(f"the tokenizer.json cannot split a text of {len(text)} characters"):
+            library = self._with_special_tokens if with_special_tokens else self._library
+            (encoding,) = library.encode_batch_fast([text], add_special_tokens=False)  # other threads may run meanwhile
+            return encoding.ids
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
         """The ids of a text, in which special tokens spelled out become their ids."""
@@ -116,8 +112,9 @@ class HuggingFaceTokenizer(Tokenizer):
         """A second one, as the setting that differs is not an argument of the library's ``encode``."""
         return copy.deepcopy(self._library)  # files do not hold that setting, nor copies
 
-    def _decode(self, ids: Int[np.ndarray, "tokens"]) -> str:
-        return self._library.decode(ids.tolist())
+    def _decode(self, ids: Ids) -> str:
+        with fault_of(f"the tokenizer.json cannot turn {len(ids)} tokens into text"):
+            return self._library.decode(ids.tolist())
 
     def vocabulary(self) -> Vocabulary:
         """The tokenizer as data; of Llama 2's kind as SentencePiece has it, with scores from the order of the merges.
@@ -160,7 +157,7 @@ class HuggingFaceTokenizer(Tokenizer):
         """The ``tokenizer.json`` of the same ids, but for a space after user-defined pieces, as llama.cpp has it."""
         tokens, kinds, bos_id, eos_id, add_bos, scores, unk_id, prefix, merges, pre = vocabulary
         normalizer, split, ignore_merges, byte_fallback = _FORMS[pre if scores is None else prefix]
-        decoder: dict[str, Any] = _BYTE_LEVEL
+        decoder: Json = _BYTE_LEVEL
         if scores is not None:
             spaces = _REPLACE | {"pattern": {"String": SPACE}, "content": " "}
             strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
@@ -171,13 +168,27 @@ class HuggingFaceTokenizer(Tokenizer):
         added = [(id, special[kind]) for id, kind in enumerate(map(TokenType, kinds)) if kind in special]
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         last = max(id for id, kind in enumerate(kinds) if kind not in (TokenType.CONTROL, TokenType.USER_DEFINED))
-        model = {"type": "BPE", "unk_token": None if unk_id is None else tokens[unk_id]} | dict.fromkeys(_NOT_LLAMAS)
-        model |= {"fuse_unk": byte_fallback, "byte_fallback": byte_fallback, "ignore_merges": ignore_merges}
-        model |= {"vocab": {text: id for id, text in enumerate(tokens[: last + 1])}, "merges": merges}
-        content = {"version": "1.0", "truncation": None, "padding": None}
-        content["added_tokens"] = [{"id": id, "content": tokens[id], "special": flag} | flags for id, flag in added]
-        content |= {"normalizer": normalizer, "pre_tokenizer": split, "decoder": decoder, "model": model}
-        content["post_processor"] = _begin_with(bos_id, tokens[bos_id]) if add_bos else None
+        model = {
+            "type": "BPE",
+            "unk_token": None if unk_id is None else tokens[unk_id],
+            **dict.fromkeys(_NOT_LLAMAS),
+            "fuse_unk": byte_fallback,
+            "byte_fallback": byte_fallback,
+            "ignore_merges": ignore_merges,
+            "vocab": {text: id for id, text in enumerate(tokens[: last + 1])},
+            "merges": merges,
+        }
+        content = {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [{"id": id, "content": tokens[id], "special": flag} | flags for id, flag in added],
+            "normalizer": normalizer,
+            "pre_tokenizer": split,
+            "decoder": decoder,
+            "model": model,
+            "post_processor": _begin_with(bos_id, tokens[bos_id]) if add_bos else None,
+        }
         return cls(json.dumps(content, ensure_ascii=False), bos_id, eos_id, add_bos, source)
 
     def save(self, folder: Path) -> None:
@@ -200,7 +211,7 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
         ids_by_text = dict(content["model"]["vocab"])
         ids_by_text |= {token["content"]: token["id"] for token in content.get("added_tokens", ())}
     files = [path.with_name(name) for name in (CONFIG_NAME, "generation_config.json", "config.json")]
-    config, *others = [read_json_object(file) if file.is_file() else {} for file in files]
+    config, *others = [read_json_object(file) if has_file(file) else {} for file in files]
 
     def special_id(name: str) -> int | None:
         token = config.get(f"{name}_token")
@@ -209,7 +220,10 @@ def load_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
             raise JllamaError(f"{files[0]} has {name}_token {str(token)[:100]}; it must be a text")
         values = [other.get(f"{name}_token_id") for other in others]
         ids = [ids_by_text.get(token), *(value[0] if isinstance(value, list) and value else value for value in values)]
-        return next((id for id in ids if isinstance(id, int)), None)
+        id = next((id for id in ids if isinstance(id, int)), None)
+        if isinstance(id, bool):
+            raise JllamaError(f"{files[1]} or {files[2]} has {name}_token_id {id}; it must be the id of a token")
+        return id
 
     eos_id, bos_id, add_bos = special_id("eos"), special_id("bos"), config.get("add_bos_token")
     if eos_id is None:
@@ -225,7 +239,7 @@ def _comparable(form: Any) -> str:
     return json.dumps(form, sort_keys=True).replace('"trim_offsets": false', '"trim_offsets": true')
 
 
-def _begin_with(id: int, text: str) -> dict[str, Any]:
+def _begin_with(id: int, text: str) -> Json:
     """The post-processor that puts a token before a text, or before each of two."""
     names = [{"SpecialToken": text, "Sequence": name} for name in "AB"]
     pair = [{kind: {"id": each[kind], "type_id": number}} for number, each in enumerate(names) for kind in each]

@@ -6,13 +6,11 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import sentencepiece
-from jaxtyping import Int
 from sentencepiece import sentencepiece_model_pb2
 
 from jllama.errors import JllamaError
-from jllama.tokenizers.base import BYTE_PIECES, SPACE, Tokenizer, Vocabulary, piece_bytes
+from jllama.tokenizers.base import BYTE_PIECES, SPACE, Ids, Tokenizer, Vocabulary, piece_bytes
 
 SEGMENT = 1 << 16  # characters; the library needs 40 bytes of memory for each, and is 2 to 3 times slower on long texts
 MAX_LINES = 400_000  # training samples this many lines at most: about 3 seconds
@@ -78,7 +76,7 @@ class SentencePieceTokenizer(Tokenizer):
             first += ids[1:]  # without the space that the library puts in front of every text
         return first
 
-    def _decode(self, ids: Int[np.ndarray, "tokens"]) -> str:
+    def _decode(self, ids: Ids) -> str:
         return self._processor.decode(ids.tolist())
 
     def vocabulary(self) -> Vocabulary:
@@ -103,8 +101,12 @@ class SentencePieceTokenizer(Tokenizer):
         trainer = {"model_type": "BPE", "byte_fallback": True, "vocab_size": len(tokens), "pad_id": -1}
         for name, id in (("unk", unk_id or 0), ("bos", bos_id), ("eos", eos_id)):
             trainer |= {f"{name}_id": id, f"{name}_piece": tokens[id]}
-        normalizer = {"name": "identity", "escape_whitespaces": True, "remove_extra_whitespaces": False}
-        normalizer |= {"add_dummy_prefix": vocabulary.add_space_prefix}
+        normalizer = {
+            "name": "identity",
+            "escape_whitespaces": True,
+            "remove_extra_whitespaces": False,
+            "add_dummy_prefix": vocabulary.add_space_prefix,
+        }
         model = _ModelProto(pieces=pieces, trainer_spec=trainer, normalizer_spec=normalizer)
         return cls(model.SerializeToString(), source)
 
@@ -123,14 +125,27 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> SentencePi
     lines, model = _sample_lines(documents), io.BytesIO()
     if not lines:
         raise JllamaError("there is no text to train a tokenizer on: give documents that are not empty")
-    options: dict[str, Any] = {"unk_id": 0, "bos_id": 1, "eos_id": 2, "pad_id": -1}
-    options |= {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": True}
-    options |= {"byte_fallback": True, "split_digits": True, "allow_whitespace_only_pieces": True}
-    options |= {"model_type": "bpe", "character_coverage": 0.99995, "minloglevel": 2}
-    options["num_threads"] = 2  # stands in the model file, so it is a constant
     try:
         train = sentencepiece.SentencePieceTrainer.train  # pyright: ignore[reportAttributeAccessIssue]
-        train(sentence_iterator=iter(lines), model_writer=model, vocab_size=vocab_size, **options)
+        train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            vocab_size=vocab_size,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=True,
+            byte_fallback=True,
+            split_digits=True,
+            allow_whitespace_only_pieces=True,
+            model_type="bpe",
+            character_coverage=0.99995,
+            minloglevel=2,
+            num_threads=2,  # stands in the model file, so it is a constant
+        )
     except RuntimeError as error:
         for pattern, said in ((r"value <= (\d+)", _TOO_MANY), (r"required_chars. \d+ vs (\d+)", _TOO_FEW)):
             if match := re.search(pattern, str(error)):

@@ -6,12 +6,10 @@ import contextlib
 import re
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import tiktoken
-from jaxtyping import Int
 
 from jllama.errors import JllamaError
-from jllama.tokenizers.base import BYTE_CHARS, Tokenizer, TokenType, Vocabulary, merges_of_ranks
+from jllama.tokenizers.base import BYTE_CHARS, Ids, Tokenizer, TokenType, Vocabulary, merges_of_ranks, piece_bytes
 
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -46,7 +44,7 @@ class TiktokenTokenizer(Tokenizer):
     def _encode(self, text: str) -> list[int]:
         return [id for part in _parts(text) for id in self._encoding.encode_ordinary(part)]
 
-    def _decode(self, ids: Int[np.ndarray, "tokens"]) -> str:
+    def _decode(self, ids: Ids) -> str:
         return b"".join(self.tokens[id] for id in ids).decode("utf-8", "replace")
 
     def vocabulary(self) -> Vocabulary:
@@ -61,8 +59,7 @@ class TiktokenTokenizer(Tokenizer):
         """Llama 3's to the last merge, with any of Meta's names for its reserved tokens; another raises JllamaError."""
         count = len(vocabulary.tokens) - len(SPECIAL_TOKENS)
         texts, special = vocabulary.tokens[:count], vocabulary.tokens[count:]
-        bytes_of = {char: bytes([byte]) for byte, char in enumerate(BYTE_CHARS)}
-        tokenizer = cls(write_ranks([b"".join(bytes_of.get(char, b"") for char in text) for text in texts]))
+        tokenizer = cls(write_ranks([piece_bytes(text, is_byte_level=True) for text in texts]))
         expected, eos_id = tokenizer.vocabulary(), vocabulary.eos_token_id
         expected = expected._replace(tokens=[*expected.tokens[:count], *special], eos_token_id=eos_id)
         reserved = "<|reserved_special_token_"  # Meta has numbered these otherwise over time

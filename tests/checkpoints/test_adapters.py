@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import os
 import re
 
 import gguf
@@ -20,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import FILE, SMALL, forward, weights
 
-from jllama.checkpoints import adapters
+from jllama.checkpoints import adapters, registry
 from jllama.checkpoints.gguf_file import read_gguf_file
 from jllama.checkpoints.registry import ADAPTER_FORMATS, convert, load, open_checkpoint, save
 from jllama.checkpoints.tensors import base_fingerprint
@@ -389,3 +390,50 @@ def test_what_cannot_be_written_is_refused_and_nothing_is(base, tmp_path):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     convert(run, tmp_path / "peft", to="peft", overwrite=True)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("to", ["peft", "gguf-lora"])
+def test_a_pipe_in_an_adapter_is_refused_at_once(base, to, tmp_path):
+    """Reading one would wait for ever."""
+    convert(run_of(base, "lora"), tmp_path / "adapter", to=to)
+    for path in [tmp_path / "adapter"] if to == "gguf-lora" else sorted((tmp_path / "adapter").iterdir()):
+        whole = path.read_bytes()
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(JllamaError, match=f"{re.escape(str(path))} is a pipe, a socket or a device"):
+            open_checkpoint(base, adapter=tmp_path / "adapter")
+        path.unlink()
+        path.symlink_to("/dev/zero")
+        with pytest.raises(JllamaError, match=f"{re.escape(str(path))} is a pipe, a socket or a device"):
+            open_checkpoint(base, adapter=tmp_path / "adapter")
+        path.unlink()
+        path.write_bytes(whole)
+    open_checkpoint(base, adapter=tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("to", ["peft", "gguf-lora", "run"])
+def test_numbers_that_are_not_finite_are_refused(base, number, to, tmp_path):
+    lora = LoraConfig(rank=2, targets=("wv",))
+    params = adapter_params(CONFIG, lora)
+    params["layers"]["wv"]["b"][1, 0, 3] = number
+    adapter = make_run(tmp_path / "run", base, CONFIG, lora, params)
+    message = r"has NaN or infinity in layers/1/wv/b: give another copy, or an earlier one"
+    if to != "run":
+        read = registry._read_adapter(adapter, CONFIG, None)
+        (tmp_path / "peft").mkdir()
+        adapter = tmp_path / "peft" if to == "peft" else tmp_path / "adapter.gguf"
+        ADAPTER_FORMATS[to].write(read, adapter, None, lambda _: None)
+    with pytest.raises(JllamaError, match=message):
+        open_checkpoint(base, adapter=adapter)
+
+
+def test_two_names_for_one_matrix_are_refused(base, tmp_path):
+    convert(run_of(base, "lora"), tmp_path / "peft", to="peft")
+    path = tmp_path / "peft" / adapters.WEIGHTS
+    tensors = safetensors.numpy.load_file(path)
+    name = next(name for name in tensors if "lora_A" in name)
+    other = name.replace("lora_A", "lora_A.default")
+    safetensors.numpy.save_file(tensors | {other: 2 * tensors[name]}, path)
+    with pytest.raises(JllamaError, match=f"holds {re.escape(name)} twice, once as .*: remove one of them"):
+        open_checkpoint(base, adapter=tmp_path / "peft")

@@ -7,6 +7,8 @@ import math
 import os
 import re
 import shutil
+import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -278,6 +280,63 @@ def test_overwriting_never_takes_the_source_away(tmp_path, written, to):
         assert left(tmp_path) == before
 
 
+def test_nothing_is_written_into_the_source(tmp_path, written):
+    """Also where nothing is yet."""
+    shutil.copytree(written / "hf", tmp_path / "hf")
+    (tmp_path / "link").symlink_to("hf")
+    before = left(tmp_path)
+    for target in ("hf/sub", "hf/sub/deeper", "link/model.gguf"):
+        with pytest.raises(JllamaError, match="hf itself, or holds or lies in it: choose another destination"):
+            convert(tmp_path / "hf", tmp_path / target, "gguf")
+        assert left(tmp_path) == before
+    convert(tmp_path / "hf", tmp_path / "hf2", "gguf")  # beside it
+
+
+def test_source_and_target_are_compared_as_files(tmp_path, written, monkeypatch):
+    """And not by their paths, which under a bind mount, or in a file system without case, differ for one folder.
+
+    Links that ``resolve`` does not follow look just so: another path to the same file.
+    """
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        shutil.copytree(written / "hf", tmp_path / name / "hf")
+        shutil.copy(written / "gguf", tmp_path / name / "model.gguf")
+    (tmp_path / "mount").symlink_to("a")
+    before = left(tmp_path)
+    monkeypatch.setattr(Path, "resolve", lambda path, strict=False: path.absolute())
+    for source, target in [
+        ("a/hf", "mount/hf"),
+        ("mount/hf", "a/hf"),
+        ("a/model.gguf", "mount/model.gguf"),
+        ("mount/model.gguf", "a/model.gguf"),
+        ("mount/hf/config.json", "a/hf"),
+        ("mount/hf", "a/hf/sub"),
+        ("a/hf", "mount/hf/sub/deeper"),
+        ("a", "mount/hf/sub"),
+    ]:
+        with pytest.raises(JllamaError, match="itself, or holds or lies in it: choose another destination"):
+            registry._write(
+                open_checkpoint(tmp_path / "b/hf"), tmp_path / target, "hf", None, True, [tmp_path / source]
+            )
+        assert left(tmp_path) == before
+    convert(tmp_path / "mount" / "hf", tmp_path / "b" / "hf", "gguf", overwrite=True)
+
+
+@pytest.mark.parametrize("to", ["gguf", "hf"])
+def test_no_pipe_socket_or_device_is_replaced(tmp_path, written, to):
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as opened:
+        opened.bind(str(tmp_path / "socket"))
+    (tmp_path / "device").symlink_to("/dev/null")
+    for name in ("pipe", "socket", "device"):
+        kind = stat.S_IFMT((tmp_path / name).stat().st_mode)
+        for overwrite in (False, True):
+            with pytest.raises(JllamaError, match="is a pipe, a socket or a device"):
+                convert(written / "hf", tmp_path / name, to, overwrite=overwrite)
+        assert stat.S_IFMT((tmp_path / name).stat().st_mode) == kind
+    assert {path.name for path in tmp_path.iterdir()} == {"pipe", "socket", "device"}
+
+
 def test_only_a_checkpoint_is_overwritten(tmp_path, written):
     for to in FORMATS:
         shutil.copytree(written / to, tmp_path / to) if to != "gguf" else shutil.copy(written / to, tmp_path / to)
@@ -334,6 +393,23 @@ def test_a_pipe_in_place_of_a_file_is_refused_at_once(tmp_path, written, to):
     assert load(tmp_path / "in" / "m").config == CONFIG
     with pytest.raises(JllamaError, match="/dev/zero is a pipe, a socket or a device"):
         load("/dev/zero")
+
+
+@pytest.mark.parametrize("to", ["orbax", "hf", "meta", "llama2c"])
+def test_what_stands_in_a_tokenizers_place_is_not_taken_for_none(tmp_path, written, to):
+    """A model without its tokenizer would be loaded without a word."""
+    shutil.copytree(written / to, tmp_path / "m")
+    (path,) = (tmp_path / "m").glob("tokenizer.model" if to != "llama2c" else "tokenizer.bin")
+    for other in (tmp_path / "m").glob("tokenizer*"):
+        other.unlink()
+    path.symlink_to("nowhere")
+    for replace in (path.mkdir, path.rmdir):
+        with pytest.raises(JllamaError, match=f"{path} is a folder, or a link to nothing: put a file there, or remove"):
+            load(tmp_path / "m")
+        if path.is_symlink():
+            path.unlink()
+        replace()
+    assert load(tmp_path / "m").tokenizer is None
 
 
 def test_deep_json_of_a_run_never_reaches_orbax(tmp_path, written):

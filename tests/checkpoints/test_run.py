@@ -30,7 +30,7 @@ META = {"batches": {"next_index": 7}, "seconds": 1.5, "text": "é"}
 def contents(seed):
     """Parameters and the rest of a training state, with values that no rounding survives."""
     params = jax.tree.map(jnp.asarray, random_params(CONFIG, seed))
-    optimizer = make_optimizer(OptimizerConfig(), CONFIG, 10)
+    optimizer = make_optimizer(OptimizerConfig(), 10)
     rng = np.random.default_rng(seed)
     moments = jax.tree.map(
         lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape) * 1e-30, leaf.dtype), optimizer.init(params)
@@ -131,6 +131,20 @@ def test_every_difference_is_listed(finished):
     assert "\n" not in message
     with pytest.raises(JllamaError, match=r"final_norm is \[8\], expected \[16\]"):
         checkpoints.tensors(20, dataclasses.replace(CONFIG, embed_dim=16))
+
+
+def test_a_state_of_the_optimizer_in_another_form_is_told_from_another_model(finished):
+    """Adafactor's moments had other shapes in 0.1.0: the weights are as good as ever."""
+    checkpoints, (params, state) = RunCheckpoints(finished, read_only=True), map(abstract, contents(20))
+    embed = state["opt_state"][1][0].mu["embed"]
+    state["opt_state"][1][0].mu["embed"] = jax.ShapeDtypeStruct((3,), jnp.float32)
+    with pytest.raises(JllamaError) as caught:
+        checkpoints.restore(20, params, state)
+    assert str(caught.value) == (
+        f"the checkpoint {finished.resolve() / '20'} is of another version, whose optimizer kept another state: begin "
+        f"a new run from its weights, with init_from "
+        f"(state/opt_state/1/0/mu/embed is float32{[*embed.shape]}, expected float32[3])"
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

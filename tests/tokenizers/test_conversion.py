@@ -3,7 +3,11 @@
 import base64
 import io
 import json
+import os
 import struct
+import threading
+import time
+import types
 from pathlib import Path
 
 import pytest
@@ -277,6 +281,18 @@ def test_each_part_of_a_long_run_is_encoded_alone(monkeypatch):
     assert tokenizer.encode("the") == tokenizer.encode("th") + tokenizer.encode("e")
 
 
+@pytest.mark.parametrize("name", ["sentencepiece", "tiktoken", "smollm"])
+def test_other_threads_run_while_a_long_text_is_encoded(name):
+    """The server answers others meanwhile. A library that holds the interpreter's lock allows one round or two."""
+    text, rounds = "the cat sat " * 50_000, 0
+    thread = threading.Thread(target=MADE[name].encode_with_special_tokens, args=[text])
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.001)
+        rounds += 1
+    assert rounds > 5
+
+
 @pytest.mark.parametrize("run", [" " * 60_000, "a" * 60_000, "ab" * 20_000 + " " * 30_000 + "c" * 450_000])
 def test_tiktoken_and_very_long_runs(run):
     tokenizer = MADE["tiktoken"]
@@ -312,6 +328,8 @@ def test_ranks_that_are_none(tmp_path, change, said):
         ({"tokenizer.ggml.eos_token_id": 405}, r"has \d+ tokens, but BOS and EOS are 1 and 405"),
         ({"tokenizer.ggml.merges": [None]}, "which are no tokens"),
         ({"tokenizer.ggml.bos_token_id": 10_000}, "BOS and EOS are 10000"),
+        ({"tokenizer.ggml.bos_token_id": True}, "an odd tokenizer.ggml.bos_token_id"),
+        ({"tokenizer.ggml.eos_token_id": False}, "an odd tokenizer.ggml.eos_token_id"),
         ({"tokenizer.ggml.merges": ["a"]}, "which are no tokens"),
         ({"tokenizer.ggml.merges": ["zz zz"]}, "which are no tokens"),
     ],
@@ -395,6 +413,45 @@ def test_a_json_whose_pattern_never_ends(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
     with pytest.raises(JllamaError, match="cannot split a text of 41 characters"):
         load_tokenizer(tmp_path).encode("a" * 40 + "b")
+
+
+def test_a_json_that_makes_the_library_panic(tmp_path, capfd):
+    """Which is no Exception, and which Rust prints before it is raised."""
+    HuggingFaceTokenizer.from_vocabulary(BytesTokenizer().vocabulary()).save(tmp_path)
+    whole = json.loads((tmp_path / "tokenizer.json").read_text())
+    whole["post_processor"]["special_tokens"] = {}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    with pytest.raises(JllamaError, match=r"tokenizer\.json is not a tokenizer\.json: no entry found for key"):
+        load_tokenizer(tmp_path)
+    os.write(2, b"still here")
+    assert capfd.readouterr().err == "still here"
+
+
+def test_a_json_that_makes_the_library_panic_when_it_decodes():
+    """None is known; the rule is that of encoding."""
+
+    class PanicException(BaseException):
+        pass
+
+    def panic(ids):
+        raise PanicException("range end index 9 out of range")
+
+    tokenizer = HuggingFaceTokenizer.from_vocabulary(BytesTokenizer().vocabulary())
+    tokenizer._library = types.SimpleNamespace(decode=panic)
+    with pytest.raises(JllamaError, match="cannot turn 2 tokens into text: range end index 9 out of range"):
+        tokenizer.decode([7, 8])
+
+
+@pytest.mark.parametrize("name", ["bos", "eos"])
+def test_a_boolean_is_no_token(name, tmp_path):
+    MADE["smollm"].save(tmp_path)
+    fields = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del fields[f"{name}_token"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    for file in ("config.json", "generation_config.json"):
+        (tmp_path / file).write_text(json.dumps({f"{name}_token_id": True}))
+        with pytest.raises(JllamaError, match=f"has {name}_token_id True; it must be the id of a token"):
+            load_tokenizer(tmp_path)
 
 
 def test_characters_that_a_vocabulary_lacks_are_dropped():
