@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a name is import
     from jllama.language_model import LanguageModel as LanguageModel
     from jllama.config import LlamaConfig as LlamaConfig
     from jllama.errors import JllamaError as JllamaError, UsageError as UsageError
+    from jllama.evaluation.scoring import perplexity as perplexity
     from jllama.grammar import Grammar as Grammar
     from jllama.conversation import Conversation as Conversation, chat as chat
     from jllama.generation.sampling_params import Prompt as Prompt, SamplingParams as SamplingParams

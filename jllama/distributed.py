@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import json
+import os
 import re
 import signal
 import socket
@@ -16,7 +17,7 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
 from jllama.config import DistributedConfig
-from jllama.errors import UsageError
+from jllama.errors import UsageError, silent_stderr
 from jllama.files import fault_of, locked
 from jllama.stop import end
 
@@ -24,8 +25,11 @@ _SILENT_S = 30
 _GONE = (
     f"error: a process has died, failed, not come or been silent for {_SILENT_S} s: see what each said; start all anew"
 )
+_NOT_MET = "error: not all processes have come within {} s: see what each one printed, then start all of them again"
+_NO_CLUSTER = "JAX finds no cluster here: give distributed.coordinator as HOST:PORT"
 _SIGNS = r"Gloo|NCCL|[Cc]oordination|[Bb]arrier|UNAVAILABLE"  # of that, in what JAX raises
-_ABORTED = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: end(_GONE, 1))
+_fate = {"said": _GONE}
+_ABORTED = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: end(_fate["said"], 1))
 
 
 def process_index() -> int:
@@ -60,8 +64,16 @@ def _connect(options: DistributedConfig, *address: Any) -> None:
     ctypes.CDLL(None).signal(signal.SIGABRT, _ABORTED)  # by JAX's runtime, from a thread that Python does not know
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     seconds = {"heartbeat_timeout_seconds": _SILENT_S, "shutdown_timeout_seconds": _SILENT_S}
-    with fault_of("JAX finds no cluster here: give distributed.coordinator as HOST:PORT", ValueError):
+    _fate["said"] = _NOT_MET.format(options.timeout_s)
+    # C++ prints a stack before it aborts, which would bury the sentence: Python's stderr alone goes on, as a copy.
+    with (
+        open(os.dup(2), "w") as copy,
+        contextlib.redirect_stderr(copy),
+        silent_stderr(),
+        fault_of(_NO_CLUSTER, ValueError),
+    ):
         jax.distributed.initialize(*address, initialization_timeout=options.timeout_s, **seconds)
+    _fate["said"] = _GONE
 
 
 def _find_coordinator(options: DistributedConfig) -> None:

@@ -6,6 +6,7 @@ import functools
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,12 @@ from jllama.config import GrammarKind
 from jllama.errors import JllamaError, UsageError, unknown_name
 from jllama.tokenizers import Tokenizer
 
+MAX_CHARACTERS = 2**17
+"""How long a grammar may be: compiled, one takes up to 160 bytes a character, and a part of that for each text."""
+MAX_KEPT = 2**18
+"""How many characters the grammars have together whose compiled forms are kept, which then take up to 40 MiB."""
+_kept: dict[tuple[Grammar, Tokenizer], Any] = {}
+_kept_lock = threading.Lock()
 _WHITESPACE = r" |\n {0,40}"  # between JSON's signs: without a bound, a small model may go on with it forever
 _TRIAL = """
 import contextlib, sys
@@ -66,9 +73,25 @@ class Matcher:
     failed = property(lambda self: self._matcher.is_error(), doc="Whether it broke off: at a limit, or a wrong token.")
 
 
-@functools.lru_cache(32)
 def _compiled(grammar: Grammar, tokenizer: Tokenizer) -> Any:
-    """The matcher of llguidance at the beginning of a text: to be copied, as one that goes on changes."""
+    """The matcher of llguidance at the beginning of a text: to be copied, as one that goes on changes.
+
+    Those used last are kept, as many as have ``MAX_KEPT`` characters together.
+    """
+    key = grammar, tokenizer
+    with _kept_lock:
+        matcher = _kept.get(key)
+    if matcher is None:
+        matcher = _compile(grammar, tokenizer)
+    with _kept_lock:
+        _kept.pop(key, None)
+        _kept[key] = matcher  # as the last one
+        while sum(len(kept.text) for kept, _ in _kept) > MAX_KEPT:
+            del _kept[next(iter(_kept))]
+    return matcher
+
+
+def _compile(grammar: Grammar, tokenizer: Tokenizer) -> Any:
     kind, text = grammar
     if kind not in get_args(GrammarKind):
         raise unknown_name("kind of grammar", kind, get_args(GrammarKind))
@@ -76,6 +99,8 @@ def _compiled(grammar: Grammar, tokenizer: Tokenizer) -> Any:
     from llguidance import LLMatcher, LLParserLimits, _lib
 
     try:
+        if len(text) > MAX_CHARACTERS:
+            raise ValueError(f"it has {len(text)} characters, and at most {MAX_CHARACTERS} are served")
         if kind == "json_schema":
             made = LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": _WHITESPACE}, {"lenient": False})
             json.loads(text, object_hook=_check_properties, parse_int=_check_integer)

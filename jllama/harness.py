@@ -12,6 +12,7 @@ from typing import Any, cast
 from jllama.checkpoints.registry import load
 from jllama.errors import JllamaError, UsageError
 from jllama.evaluation.scoring import sliding_windows, token_log_probs
+from jllama.files import Json
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import encode_prompt, generate_batches
 from jllama.language_model import LanguageModel
@@ -111,8 +112,13 @@ class JllamaLM(TemplateLM):
     def _score(self, rows: list[list[int]], counts: list[int]) -> list[tuple[float, bool]]:
         """The summed log-probability of the last tokens of each row, and whether all are the likeliest."""
         with progress("tokens scored") as move:
-            options = {"on_progress": lambda done, total: move(completed=done, total=total)}
-            scores = token_log_probs(self.model, rows, counts, batch_size=self.batch_size, **options)
+            scores = token_log_probs(
+                self.model,
+                rows,
+                counts,
+                batch_size=self.batch_size,
+                on_progress=lambda done, total: move(completed=done, total=total),
+            )
         return [(float(row.log_probs.sum(dtype=float)), bool(row.is_likeliest.all())) for row in scores]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -128,7 +134,7 @@ class JllamaLM(TemplateLM):
                 move(len(batch))
         return texts
 
-    def _prompt(self, context: str, arguments: dict[str, Any]) -> Prompt:
+    def _prompt(self, context: str, arguments: Json) -> Prompt:
         """A context, cut on the left to leave room for new tokens; a stop string may be the name of a special token."""
         stop, max_new_tokens, sampling = generation_arguments(arguments)
         room = self.max_length - max_new_tokens
@@ -144,7 +150,7 @@ class JllamaLM(TemplateLM):
 register_model("jllama")(JllamaLM)
 
 
-def generation_arguments(arguments: dict[str, Any]) -> tuple[list[str], int, SamplingParams]:
+def generation_arguments(arguments: Json) -> tuple[list[str], int, SamplingParams]:
     """Turn a task's ``generation_kwargs`` into stop strings, the most new tokens, and how they are sampled.
 
     Greedy unless ``do_sample`` or, where that is not said, ``temperature > 0``. ``JllamaError`` for what is unknown.
@@ -184,7 +190,7 @@ def task_manager(names: Sequence[str], include_path: str = "") -> TaskManager:
     return manager
 
 
-def evaluate_tasks(lm: JllamaLM, tasks: Sequence[str], manager: TaskManager, **arguments: Any) -> dict[str, Any]:
+def evaluate_tasks(lm: JllamaLM, tasks: Sequence[str], manager: TaskManager, **arguments: Any) -> Json:
     """The results of ``lm_eval.simple_evaluate``, whose ``arguments`` these are. Its prints go to stderr.
 
     ``JllamaError`` with lm-eval's own message if it fails, for example because it cannot download a task's data.
@@ -199,6 +205,6 @@ def evaluate_tasks(lm: JllamaLM, tasks: Sequence[str], manager: TaskManager, **a
     return dict(results or {})  # only processes other than the first get nothing
 
 
-def table(results: dict[str, Any]) -> str:
+def table(results: Json) -> str:
     """lm-eval's own table of what ``evaluate_tasks`` gives."""
     return make_table(results) + (make_table(results, "groups") if results.get("groups") else "")

@@ -313,11 +313,16 @@ def as_token_ids(tokens: Any, config: LlamaConfig) -> Integer[Array, "batch seq"
         raise UsageError(f"{given}; it must be [batch, seq]; of a row alone, take tokens[None]")
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise UsageError(f"{given}; token ids are integers")
-    if tokens.size and not isinstance(tokens, Tracer) and getattr(tokens, "is_fully_addressable", True):
-        ends = np.min(np.asarray(tokens)), np.max(np.asarray(tokens))
-        if wrong := [id for id in ends if not 0 <= id < config.vocab_size]:
-            raise UsageError(f"tokens holds the id {wrong[0]}; this model's are 0 to {config.vocab_size - 1}")
+    if not isinstance(tokens, Tracer) and getattr(tokens, "is_fully_addressable", True):
+        check_ids(np.asarray(tokens), config)
     return jnp.asarray(tokens)
+
+
+def check_ids(tokens: np.ndarray, config: LlamaConfig) -> None:
+    """Raise ``UsageError`` for an id that is no token's; embedding it would give NaN, or another token's row."""
+    for id in (tokens.min(), tokens.max()) if tokens.size else ():
+        if not 0 <= id < config.vocab_size:
+            raise UsageError(f"tokens holds the id {id}; this model's are 0 to {config.vocab_size - 1}")
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -359,9 +364,17 @@ def rope_frequencies(config: LlamaConfig, seq_len: int = 0) -> np.ndarray:
 
 
 def build_model(config: LlamaConfig, params: Params | DecodeParams) -> Llama:
-    """The module with these parameters in it, of either layout: the first line of a compiled function."""
+    """Put parameters of either layout into the module: the first line of a compiled function.
+
+    Raises ``UsageError`` if the embedding has not one row for each id of the vocabulary.
+    """
     unrolled = isinstance(params, DecodeParams)
-    return nnx.merge(_graph(config, unrolled), params.weights if unrolled else params)
+    weights = params.weights if unrolled else params
+    rows = jax.tree.leaves(weights["embed"])[0].shape[0]
+    if rows != config.vocab_size:
+        said = f"embed has {rows} rows, and vocab_size is {config.vocab_size}"
+        raise UsageError(f"{said}: take the configuration that the parameters were made with")
+    return nnx.merge(_graph(config, unrolled), weights)
 
 
 def build_layer(config: LlamaConfig, weights: Params) -> Layer:

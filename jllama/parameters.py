@@ -85,9 +85,14 @@ def parameter_table(config: LlamaConfig) -> dict[str, Parameter]:
     return {path: row for path, row in PARAMETERS.items() if row.when(config)}
 
 
+def axis_sizes(parameter: Parameter, config: LlamaConfig) -> dict[str, int]:
+    """The size of each of a parameter's axes, by its name."""
+    return {axis: getattr(config, _SIZES[axis]) for axis in parameter.axes}
+
+
 def shape_of(parameter: Parameter, config: LlamaConfig) -> tuple[int, ...]:
     """The sizes of a parameter's axes."""
-    return tuple(getattr(config, _SIZES[axis]) for axis in parameter.axes)
+    return tuple(axis_sizes(parameter, config).values())
 
 
 class TensorSpec(NamedTuple):
@@ -117,7 +122,7 @@ def tensor_specs(config: LlamaConfig) -> list[TensorSpec]:
 
 def matrix_shape(parameter: Parameter, config: LlamaConfig) -> tuple[int, ...]:
     """One layer's share of a parameter as files have it: ``[outputs, inputs]``, or ``[embed]`` for a norm."""
-    sizes = dict(zip(parameter.axes, shape_of(parameter, config), strict=True))
+    sizes = axis_sizes(parameter, config)
     return tuple(math.prod(sizes[axis] for axis in group) for group in (parameter.outputs, parameter.inputs) if group)
 
 
@@ -125,10 +130,18 @@ def as_matrix(parameter: Parameter, array: np.ndarray) -> np.ndarray:
     """A view of one layer's share of a parameter (or of a part of it) as ``[outputs, inputs]``; others are flat."""
     if not parameter.inputs:
         return array.reshape(-1)
-    outputs_first = parameter.outputs[0] == parameter.axes[parameter.axes[0] == "layers"]
-    first = len(parameter.outputs if outputs_first else parameter.inputs)
-    matrix = array.reshape(math.prod(array.shape[:first]), -1)
-    return matrix if outputs_first else matrix.T
+    matrix = joined(parameter, array)
+    return matrix.T if _inputs_first(parameter) else matrix
+
+
+def joined(parameter: Parameter, array: Any) -> Any:
+    """Join the axes of one layer's share of a matrix to two, inputs and outputs in their order."""
+    first = len(parameter.inputs if _inputs_first(parameter) else parameter.outputs)
+    return array.reshape(math.prod(array.shape[:first]), -1)
+
+
+def _inputs_first(parameter: Parameter) -> bool:
+    return parameter.axes[parameter.axes[0] == "layers"] in parameter.inputs
 
 
 def initial_std(parameter: Parameter, config: LlamaConfig) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+import jllama
 from jllama.checkpoints.run import CONFIG, METRICS, SAMPLES, read_config, read_model_config, recognizes
 from jllama.config import LlamaConfig
 from jllama.data.tokens import Dataset
@@ -25,15 +26,31 @@ from jllama.parameters import count_parameters
 
 REPORT = "report.html"
 _HEAD = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-_LOOK: dict[Any, Any] = {"axes.facecolor": "none", "figure.facecolor": "none", "font.size": 9, "svg.fonttype": "none"}
 _COLORS = ["#2a78c2", "#d0611c", "#2c8f5a", "#b0568f", "#8c7300", "#7d6bc4", "#c24b4b", "#2b8a97"]  # on light and dark
-_LOOK |= {"axes.spines.top": False, "axes.spines.right": False}
-_CHARTS = {"loss": "loss (nats per token)", "learning_rate": "learning rate"}
-_CHARTS |= {"grad_norm": "gradient norm", "tokens_per_s": "tokens per second"}
+_LOOK: dict[Any, Any] = {
+    "axes.facecolor": "none",
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "figure.facecolor": "none",
+    "font.size": 9,
+    "svg.fonttype": "none",
+}
+_CHARTS = {
+    "loss": "loss (nats per token)",
+    "learning_rate": "learning rate",
+    "grad_norm": "gradient norm",
+    "tokens_per_s": "tokens per second",
+}
 _CHATS = "{conversations:,} conversations of {tokens:,} tokens, {share:.1%} count; {cut:,} cut, {dropped:,} left out"
-_NUMBERS = {"validation loss": "{validation_loss:.4f}", "perplexity": "{perplexity:.4f}"}
-_NUMBERS |= {"bits per byte": "{bits_per_byte:.4f}", "padding": "{padding:.1%}", "time": "{elapsed_s:.0f} s"}
-_NUMBERS |= {"speed": "{tokens_per_s:,.0f} tokens/s, {step_ms:,.1f} ms a step", "share of peak (MFU)": "{mfu:.1%}"}
+_NUMBERS = {
+    "validation loss": "{validation_loss:.4f}",
+    "perplexity": "{perplexity:.4f}",
+    "bits per byte": "{bits_per_byte:.4f}",
+    "padding": "{padding:.1%}",
+    "time": "{elapsed_s:.0f} s",
+    "speed": "{tokens_per_s:,.0f} tokens/s, {step_ms:,.1f} ms a step",
+    "share of peak (MFU)": "{mfu:.1%}",
+}
 
 
 def command(*words: object) -> str:
@@ -43,7 +60,8 @@ def command(*words: object) -> str:
 
 def run_facts(data: Dataset, devices: str, trained: int, frozen: int) -> dict[str, str]:
     """What a run's page says of its parameters, its data and its machine: logged with its metrics."""
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jllama", "jax", "flax", "optax")]
+    versions = [f"jllama {jllama.__version__}"]  # which need not be installed
+    versions += [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax", "optax")]
     facts = {"parameters": f"{trained:,} trained, {f'{frozen:,}' if frozen else 'none'} frozen"}
     kind, text = ("text", "{bytes:,} bytes, {tokens:,} tokens") if data.is_text else ("chats", _CHATS)
     for split, title in (("train", "training"), ("validation", "validation")):
@@ -123,7 +141,7 @@ def _written(folder: Path, questions: Sequence[str]) -> dict[str, str]:
         if line["prompt"] in questions:
             answers.setdefault(step, {})[line["prompt"]] = line["text"]
         else:
-            samples = f"<h3>{step}</h3><pre>{html.escape(line['prompt'] + line['text'])}</pre>{samples}"
+            samples = f"<h3>{html.escape(step)}</h3><pre>{html.escape(line['prompt'] + line['text'])}</pre>{samples}"
     return {"Answers": table([*answers], [*answers.values()]) if answers else "", "Samples": samples}
 
 

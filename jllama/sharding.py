@@ -20,7 +20,7 @@ from jaxtyping import Array
 from jllama import functional as F
 from jllama.config import LlamaConfig, MeshConfig
 from jllama.errors import UsageError, unknown_name
-from jllama.parameters import Parameter, parameter_table, shape_of
+from jllama.parameters import Parameter, axis_sizes, parameter_table, shape_of
 
 AXES = ("data", "fsdp", "sequence", "tensor")
 RULES: dict[str, tuple[str, ...]] = {
@@ -71,7 +71,7 @@ def ruleset(config: MeshConfig) -> Mapping[str, Sequence[str]]:
 def row_spec(mesh: Mesh | AbstractMesh, row: Parameter, config: LlamaConfig, rules: Any = RULES) -> PartitionSpec:
     """How a parameter is split in the layout for training: by the rules, as far as sizes divide."""
     names: list[str | None] = []
-    for axis, size in zip(row.axes, shape_of(row, config), strict=True) if row.inputs else ():
+    for axis, size in axis_sizes(row, config).items() if row.inputs else ():
         fitting = (n for n in rules.get(axis, ()) if mesh.shape[n] > 1 and n not in names and size % mesh.shape[n] == 0)
         names.append(next(fitting, None))
     return PartitionSpec(*names)
@@ -87,7 +87,7 @@ def check_divides(mesh: Mesh | AbstractMesh, config: LlamaConfig, rules: Any = R
     """Raise ``UsageError`` if heads, width or vocabulary do not divide over ``tensor``, or a matrix over ``fsdp``."""
     tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
     for path, row in parameter_table(config).items():
-        sizes = dict(zip(row.axes, shape_of(row, config), strict=True))
+        sizes = axis_sizes(row, config)
         for axis, size in sizes.items():
             fits = size % tensor == 0 or (axis == "kv_heads" and tensor % size == 0)
             if (axis in ("heads", "kv_heads") or "tensor" in rules.get(axis, ())) and not fits:
@@ -138,8 +138,8 @@ def spread(mesh: Mesh | AbstractMesh, function: Callable[..., Array], *arrays: A
     """``function(*arrays)``, by each device for its rows and heads; the result is split as the first array is."""
     outer, inputs = jax.sharding.get_abstract_mesh(), jax.tree.map(lambda at: at.spec, batch_shardings(mesh, arrays))
     names, where = {*AXES} - {*outer.manual_axes}, mesh if outer.empty else outer
-    options: Any = {"in_specs": inputs, "out_specs": inputs[0], "axis_names": names, "check_vma": False}
-    return jax.shard_map(function, mesh=where, **options)(*arrays)
+    local = jax.shard_map(function, mesh=where, in_specs=inputs, out_specs=inputs[0], axis_names=names, check_vma=False)
+    return local(*arrays)
 
 
 def gather(part: Array, kept: Any, axis: int | None, dtype: Any, stages: Sequence[Any]) -> Array:
@@ -163,9 +163,10 @@ def gather(part: Array, kept: Any, axis: int | None, dtype: Any, stages: Sequenc
         if axis == 0 and stages:  # of other shapes XLA makes an all-reduce on TPUs: of [4096, 32, 128], [4096, 128256]
             gradient = gradient.reshape(len(gradient), -1)
             gradient = jnp.pad(gradient, ((0, 0), (0, -gradient.shape[1] % 1024 if gradient.shape[1] > 2**16 else 0)))
-        options: Any = {"scatter_dimension": axis or 0, "tiled": True}
         for groups in reversed(stages):
-            gradient = jax.lax.psum_scatter(gradient, "fsdp", axis_index_groups=groups, **options)
+            gradient = jax.lax.psum_scatter(
+                gradient, "fsdp", scatter_dimension=axis or 0, axis_index_groups=groups, tiled=True
+            )
         return None, gradient[:, : kept.size // len(kept)].reshape(kept.shape) if axis == 0 else gradient
 
     whole.defvjp(lambda part, kept: (whole(part, kept), None), backward)

@@ -9,7 +9,7 @@ from jllama.generation.text import encode_prompt
 from jllama.serve.requests import Answer, Failure, Piece, Request
 
 PREFIX = "All llamas that ever were, are or will be say: " * 12  # longer than two chunks of bytes
-WAIT_S = 120
+WAIT_S = 600
 
 
 def random_request(model, number, name="small"):

@@ -1,6 +1,8 @@
 """What several tests share."""
 
 import json
+import os
+import re
 from collections.abc import Callable, Sequence
 
 import jax
@@ -13,6 +15,10 @@ from jllama.tokenizers.base import BYTE_CHARS, TokenType, Vocabulary
 from jllama.tokenizers.huggingface import PRE_TOKENIZERS
 from jllama.tokenizers.tiktoken import write_ranks
 from jllama.verify.checks import relative_error
+
+QUICK_GENERATOR = "--xla_cpu_use_fusion_emitters=false" in os.environ["XLA_FLAGS"]
+USERS_GENERATOR = {"xla_cpu_use_fusion_emitters": True} if QUICK_GENERATOR else None
+"""Compiler options under which a program has the bits that it has for users, whatever compiles the tests quickly."""
 
 
 def byte_level_bpe(texts: Sequence[str], vocab_size: int, pre: str) -> tuple[list[str], list[tuple[str, str]]]:
@@ -47,6 +53,24 @@ def assert_same_bits(actual, expected) -> None:
     for found, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert found.dtype == wanted.dtype
         assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
+
+
+def copies_of_state(step, state, batch) -> list[str]:
+    """Compile a training step: the lines that copy an array of the state, or make one as large too early.
+
+    ``state`` and ``batch`` may be abstract. A copy into a TPU's fast memory is how it reads, and copied zeros are where
+    gradients are summed: neither copies the state. Too early is before the loop that takes the update or leaves it.
+    """
+    program = step.lower(state, batch).compile().as_text()
+    leaves = [leaf for leaf in jax.tree.leaves((state.params, state.opt_state)) if leaf.size > 1]
+    shapes = {leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape for leaf in leaves}
+    assert {leaf.dtype.name for leaf in leaves} == {"float32"}
+    arrays = "|".join(re.escape(f"f32[{','.join(map(str, shape))}]") for shape in shapes)
+    copied = re.compile(rf" = \(?({arrays}).* (copy|copy-start)\(%(?!\S*broadcast)")
+    entry = program[program.index("\nENTRY ") :].splitlines()
+    early = [line for line in entry if re.search(rf"= ({arrays}).*optimizer/while/body", line)]
+    assert all(f"f32[{','.join(map(str, shape))}]" in program for shape in shapes)
+    return early + [line for line in program.splitlines() if copied.search(line) and "S(1)" not in line]
 
 
 def assert_gradients_match(function: Callable[..., jax.Array], *arguments: np.ndarray) -> None:

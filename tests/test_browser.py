@@ -170,6 +170,15 @@ def test_a_page_is_whole_and_readable(pages, browser, name, size, scheme, tmp_pa
         assert near.sum() > 150
 
 
+def test_a_script_that_got_into_a_page_does_not_run(pages, browser, tmp_path):
+    """Escaping keeps it out; this is what is left if it ever does not."""
+    attack = "<script>console.log('ran')</script><img src=x: onerror=\"console.log('ran')\">"
+    (tmp_path / "page.html").write_text(pages["run"].read_text() + attack)
+    *_, problems = browser(tmp_path / "page.html", "desk", "light")
+    assert "ran" not in problems
+    assert len([each for each in problems if "violates the following Content Security Policy directive" in each]) >= 2
+
+
 def test_every_color_of_a_curve_can_be_seen_on_both_grounds():
     for color in _COLORS:
         for ground in ("ffffff", "121212"):

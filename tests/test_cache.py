@@ -2,12 +2,14 @@
 
 import concurrent.futures
 import os
+import stat
 import types
 
 import jax
 import models
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import jllama
 from jllama import cache
@@ -179,3 +181,63 @@ def test_many_writers_at_once(folder):
         for found in threads.map(keep, range(24)):
             assert np.array_equal(found, arrays[0])
     assert [path.name for path in folder.iterdir()] == ["a" * 64]
+
+
+KEY = "a" * 64
+
+
+def give_away(path, monkeypatch):
+    """Let a file or folder be another user's: by root, or by being that user."""
+    user = os.geteuid()
+    if user == 0:
+        os.chown(path, 65_534, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077])
+def test_what_is_kept_is_for_this_user_alone(folder, umask):
+    before = os.umask(umask)
+    try:
+        cache.keep("weights", KEY, [np.arange(9)])
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (folder.parent, folder, folder / KEY)]
+    assert modes == [0o700, 0o700, 0o600]
+    assert cache.recall("weights", KEY) is not None
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, None], ids=["others_write", "group_writes", "anothers"])
+@pytest.mark.parametrize("place", [".", "weights", f"weights/{KEY}"], ids=["cache", "kind", "file"])
+def test_what_others_may_have_written_is_not_read(folder, place, mode, monkeypatch, capfd):
+    cache.keep("weights", KEY, [np.arange(9)])
+    path = folder.parent / place
+    give_away(path, monkeypatch) if mode is None else path.chmod(mode)
+    for _ in range(3):
+        assert cache.recall("weights", KEY) is None
+    (note,) = capfd.readouterr().err.splitlines()
+    assert note.startswith("note: ")
+    assert " is not used, since other users may have written to it" in note
+    assert note.endswith("remove it, or set JLLAMA_CACHE to a folder of your own")
+    cache.keep("weights", "b" * 64, [np.arange(9)])  # where it would never be read
+    assert len([*folder.iterdir()]) == (2 if mode and path.is_file() else 1)
+
+
+@pytest.mark.parametrize("is_foreign", [False, True])
+def test_jax_has_the_folder_only_if_all_in_it_is_ours(is_foreign, folder, file, monkeypatch):
+    compiled = folder.parent / "compiled"
+    assert cache.private_folder("compiled") == compiled
+    (compiled / "jit_f-0a-cache").touch()
+    (compiled / "jit_f-0a-cache").chmod(0o664)  # JAX writes by the umask, in a folder that nobody else enters
+    if is_foreign:
+        give_away(compiled / "jit_f-0a-cache", monkeypatch)
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = {name: jax.config.values[name] for name in names}
+    jax.config.update(names[0], None)
+    try:
+        jllama.load(file)
+        assert jax.config.values[names[0]] == (None if is_foreign else str(compiled))
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()

@@ -1,6 +1,7 @@
 """Every known mistake is told by its name, and right components of any library pass."""
 
 import doctest
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jllama import check, oracle
 from jllama import functional as F
 
 FLOAT32 = 1e-4
+DRAWN = 3e-2
 
 
 def float32(array):
@@ -57,6 +59,49 @@ def torch_cross_entropy(logits, tokens, mask):
     return torch.nn.functional.cross_entropy(torch.from_numpy(logits)[:, :-1].flatten(0, 1), targets.flatten())
 
 
+def jax_block(x, weights, config):
+    x, weights = jax.tree.map(jnp.asarray, (x, weights))
+
+    def rotate(heads):
+        frequencies = config.rope_theta ** (-np.arange(config.head_dim // 2) * 2 / config.head_dim)
+        return F.apply_rope(heads, *F.rope_tables(jnp.arange(x.shape[1])[None], frequencies))
+
+    h = F.rms_norm(x, weights["attn_norm"], config.norm_eps)
+    q, k, v = (jnp.einsum("bte,enh->bnth", h, weights[name]) for name in ("wq", "wk", "wv"))
+    x = x + jnp.einsum("bnth,nhe->bte", F.attention(rotate(q), rotate(k), v), weights["wo"])
+    h = F.rms_norm(x, weights["mlp_norm"], config.norm_eps)
+    return x + F.swiglu(h, weights["w_gate"], weights["w_up"], weights["w_down"])
+
+
+def jax_model(params, tokens, config):
+    return jllama.build_model(config, jax.tree.map(jnp.asarray, params))(jnp.asarray(tokens))
+
+
+def jax_cache(params, tokens, config, cache):
+    """jllama's own cache, which takes a whole prompt and then a token at a time."""
+    decoding = jllama.build_model(config, jllama.decode_layout(jax.tree.map(jnp.asarray, params), config))
+    cache = jllama.KVCache.zeros(config, len(tokens), 16) if cache is None else cache
+    counts = jnp.full(len(tokens), tokens.shape[1])
+    hidden, cache = decoding.forward_with_cache(jnp.asarray(tokens), cache, counts)
+    return decoding.logits(hidden), cache
+
+
+def jax_sampler(logits, temperature, top_k, top_p):
+    rows = len(logits)
+    settings = {"top_k": jnp.full(rows, top_k), "top_p": jnp.full(rows, top_p)}
+    keys = jax.random.split(jax.random.key(0), rows)
+    return F.sample(jnp.asarray(float32(logits)), keys, jnp.full(rows, temperature), **settings)
+
+
+def torch_adamw(w, gradients, learning_rate, beta1, beta2, eps, weight_decay):
+    parameter = torch.nn.Parameter(torch.from_numpy(w))
+    steps = torch.optim.AdamW([parameter], learning_rate, (beta1, beta2), eps, weight_decay)
+    for gradient in gradients:
+        parameter.grad = torch.from_numpy(gradient)
+        steps.step()
+    return parameter
+
+
 @pytest.mark.parametrize(
     ("component", "mine", "tolerance"),
     [
@@ -71,6 +116,11 @@ def torch_cross_entropy(logits, tokens, mask):
         ("cross_entropy", torch_cross_entropy, FLOAT32),
         ("swiglu", oracle.swiglu, FLOAT32),
         ("cross_entropy", lambda *arrays: float(torch_cross_entropy(*arrays)), FLOAT32),
+        ("block", jax_block, FLOAT32),
+        ("model", jax_model, FLOAT32),
+        ("cache", jax_cache, FLOAT32),
+        ("sampler", jax_sampler, DRAWN),
+        ("adamw", torch_adamw, FLOAT32),
     ],
 )
 def test_right_components_pass(component, mine, tolerance):
@@ -81,11 +131,34 @@ def test_right_components_pass(component, mine, tolerance):
     assert str(verdict) == f"{component}: equal to the oracle (tolerance {tolerance:.0e})."
 
 
+def a_part_at_a_time(forward):
+    """A cache whose logits are those that ``forward`` gives for whole rows."""
+
+    def mine(params, tokens, config, seen):
+        begin = seen or 0
+        end = begin + tokens.shape[1]
+        return forward(params, check._small_model()[1], config, None)[:, begin:end], end
+
+    return mine
+
+
+def drawing(shares):
+    """A sampler that draws with these probabilities."""
+
+    def mine(logits, *settings):
+        probs = np.float64(shares(logits, *settings))
+        return np.random.default_rng(0).choice(len(probs), len(logits), p=probs / probs.sum())
+
+    return mine
+
+
 @pytest.mark.parametrize(("component", "mistake"), [(c, m) for c, table in check.MISTAKES.items() for m in table])
 def test_every_mistake_is_told_by_its_name(component, mistake):
     wrong = check.MISTAKES[component][mistake]
+    written = {"cache": a_part_at_a_time, "sampler": drawing}.get(component, lambda right: right)
     with np.errstate(all="ignore"):
         for mine in (wrong, lambda *arrays: np.float32(wrong(*map(float32, arrays)))):
+            mine = written(mine)
             verdict = getattr(check, component)(mine)
             assert not verdict
             assert verdict.mistake == mistake
@@ -96,17 +169,17 @@ def test_every_mistake_is_told_by_its_name(component, mistake):
 
 
 @pytest.mark.parametrize("component", check.MISTAKES)
-def test_no_two_mistakes_are_alike(component):
-    table, results = check.MISTAKES[component], {}
-
-    def mine(*arrays):
-        results.update({name: wrong(*arrays) for name, wrong in table.items()})
-        return next(iter(results.values()))
-
+def test_no_two_mistakes_are_alike(component, monkeypatch):
+    table, inputs = check.MISTAKES[component], []
+    right_verdict = check.Verdict(component, 0.0, FLOAT32)
+    with monkeypatch.context() as patch:
+        patch.setattr(check, "_verdict", lambda _, mine, right, *given: inputs.extend(given) or right_verdict)
+        getattr(check, component)(lambda *arrays: None)
+    least = 2 * (DRAWN if component == "sampler" else FLOAT32)
     with np.errstate(all="ignore"):
-        getattr(check, component)(mine)
+        results = {name: np.asarray(wrong(*inputs)) for name, wrong in table.items()}
         for name, result in results.items():
-            near = [other for other in table if check._distance(np.asarray(result), results[other]) < 2 * FLOAT32]
+            near = [other for other in table if check._distance(result, results[other]) < least]
             assert near == [name]
 
 
@@ -140,6 +213,13 @@ def test_another_shape_is_said(mine, sentence):
     verdict = check.rms_norm(mine)
     assert not verdict
     assert str(verdict).splitlines() == ["rms_norm: differs from the oracle.", sentence]
+
+
+@pytest.mark.parametrize("component", check.MISTAKES)
+def test_a_wrong_signature_shows_the_call(component):
+    form = {"rms_norm": "mine(x, scale, eps)", "cache": "mine(params, tokens, config, cache)"}.get(component, "mine(")
+    with pytest.raises(jllama.UsageError, match=re.escape(f"{component} is called as ``{form}")):
+        getattr(check, component)(lambda one: one)
 
 
 def test_errors_pass_through_and_inputs_may_be_overwritten():

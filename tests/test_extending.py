@@ -1,42 +1,57 @@
-"""What people add from outside the package, each in at most 30 lines, and used end to end."""
+"""What people add from outside the package, as docs/extend.md shows it, used end to end."""
 
 import dataclasses
+import importlib.util
 import json
-import zipfile
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from helpers import assert_same_bits
 
 import jllama
 from jllama import functional as F
 from jllama import oracle
-from jllama.checkpoints.tensors import Checkpoint, blocks
 from jllama.commands import cli
-from jllama.model import LAYER_CLASSES, Layer
-from jllama.parameters import PARAMETERS, Parameter, tensor_specs
-from jllama.rope_scaling import ROPE_SCALINGS, inverse_frequencies
+from jllama.model import LAYER_CLASSES
+from jllama.parameters import PARAMETERS
+from jllama.rope_scaling import ROPE_SCALINGS
 from jllama.tokenizers import BytesTokenizer
 from jllama.verify.checks import random_params
 
-
-def add_an_optimizer():
-    """LAMB (You et al. 2020, arXiv:1904.00962): Adam's direction, as long as the parameter that it moves."""
-
-    def lamb(config):
-        direction = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
-        return optax.chain(direction, optax.scale_by_trust_ratio())
-
-    jllama.OPTIMIZERS["lamb"] = lamb
+PAGE = Path(__file__).parent.parent / "docs" / "extend.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+REGISTRIES = [ROPE_SCALINGS, F.TRUNCATIONS, F.ATTENTION, jllama.OPTIMIZERS, jllama.FORMATS, PARAMETERS, LAYER_CLASSES]
 
 
-def test_an_optimizer(tmp_path, monkeypatch):
+@pytest.fixture
+def additions(tmp_path):
+    """The page's code in its order, as a module of its own; what it registers is gone afterwards."""
+    before = [dict(registry) for registry in REGISTRIES]
+    path = tmp_path / "my_additions.py"
+    path.write_text("\n\n".join(BLOCKS))
+    spec = importlib.util.spec_from_file_location("my_additions", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    for registry, entries in zip(REGISTRIES, before, strict=True):
+        registry.clear()
+        registry.update(entries)
+
+
+def test_the_page_adds_to_every_registry(additions):
+    """And says in at most 30 lines how each of its additions is made."""
+    names = ["ntk", "typical_p", "window", "lamb", "npz", "layers/q_norm", additions.QKNormConfig]
+    for name, registry in zip(names, REGISTRIES, strict=True):
+        assert name in registry
+    assert max(len(block.splitlines()) for block in BLOCKS) <= 30
+
+
+def test_an_optimizer(tmp_path, additions):
     """It is trained with under the schedule, the clip and the weight decay of all, and its runs are resumed."""
-    monkeypatch.setitem(jllama.OPTIMIZERS, "lamb", None)  # gone afterwards
-    add_an_optimizer()
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
 
     def train(steps, **changes):
@@ -58,25 +73,21 @@ def test_an_optimizer(tmp_path, monkeypatch):
     assert losses[-1] < losses[19] < losses[0] - 1
 
 
-@dataclasses.dataclass(frozen=True)
-class TypicalParams(jllama.SamplingParams):
-    """SamplingParams, and ``typical_p``: draw among the tokens whose surprise is nearest the entropy; 1 is all."""
-
-    typical_p: float = 1.0
-
-
-def typical_mask(logits, p):
-    """Locally typical sampling (Meister et al. 2022, arXiv:2202.00666)."""
-    log_probs = jax.nn.log_softmax(logits)
-    probs = jnp.exp(log_probs)
-    entropy = -jnp.sum(probs * log_probs, axis=-1, keepdims=True, where=probs > 0)
-    order = jnp.argsort(jnp.abs(-log_probs - entropy), axis=-1)
-    ranked = jnp.take_along_axis(probs, order, axis=-1)
-    kept = jnp.cumsum(ranked, axis=-1) - ranked < p[:, None]  # what comes before does not reach p
-    return jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1) | (p[:, None] >= 1)
+def test_a_frozen_parameter(additions):
+    """It has the same bits after steps that moved all others."""
+    loop = jllama.LoopConfig(batch_size=4, seq_len=16, steps=4)
+    config = jllama.TrainConfig(SMALL, optimizer=jllama.OptimizerConfig("frozen_embedding", 0.02), training=loop)
+    training = jllama.compile_training(config, bos_id=257)
+    state = training.init(jax.random.key(0))
+    before = jax.tree.map(np.array, state.params)
+    for _ in range(2):
+        state, _ = training.step(state, np.random.default_rng(0).integers(0, 256, (4, 17)))
+    np.testing.assert_array_equal(state.params.pop("embed"), before.pop("embed"))
+    moved = jax.tree.map(lambda one, other: not np.array_equal(one, other), state.params, before)
+    assert all(jax.tree.leaves(moved))
 
 
-def test_a_sampler(monkeypatch):
+def test_a_sampler(additions):
     """It draws what NumPy would leave, also beside a row that does not know its field; its default changes nothing."""
     config = jllama.LlamaConfig(
         vocab_size=259, num_layers=1, embed_dim=64, num_heads=2, num_kv_heads=1, head_dim=32, mlp_dim=96, max_seq_len=64
@@ -84,9 +95,11 @@ def test_a_sampler(monkeypatch):
     weights, prompt = random_params(config, 0), [1, 70, 80]
     params = jllama.decode_layout(jax.tree.map(jnp.asarray, weights), config)
     model, options = jllama.LanguageModel(config, params, BytesTokenizer()), {"max_new_tokens": 30, "stop_ids": ()}
+    TypicalParams = additions.TypicalParams
+    del F.TRUNCATIONS["typical_p"]
     with pytest.raises(jllama.UsageError, match="nothing applies typical_p of TypicalParams: register a function"):
         jllama.generate(model, prompt, TypicalParams())
-    monkeypatch.setitem(F.TRUNCATIONS, "typical_p", typical_mask)
+    F.TRUNCATIONS["typical_p"] = additions.typical_mask
 
     plain, typical = jllama.SamplingParams(seed=1), TypicalParams(seed=1, typical_p=0.2)
     (plain_text,) = jllama.generate(model, prompt, plain, **options)
@@ -101,32 +114,8 @@ def test_a_sampler(monkeypatch):
         assert token in order[: 1 + np.searchsorted(np.cumsum(probs[order]), 0.2 + 1e-6)]
 
 
-def add_a_format():
-    """One NumPy archive: the tensors by their keys, and the configuration as JSON."""
-
-    def read(path):
-        arrays = np.load(path)
-        config = jllama.LlamaConfig(**json.loads(str(arrays["config"])))
-        return Checkpoint(config, {spec.key: arrays[spec.key] for spec in tensor_specs(config)})
-
-    def write(checkpoint, target, dtype, on_progress):
-        arrays = {"config": np.array(json.dumps(dataclasses.asdict(checkpoint.config)))}
-        for key, tensor in checkpoint.tensors.items():
-            arrays[key] = np.concatenate(list(blocks(tensor, dtype or np.float32)))
-            on_progress(arrays[key].nbytes)
-        with target.open("wb") as file:
-            np.savez(file, **arrays)
-
-    dtypes = {"float32": 4, "float16": 2}  # an archive has no bfloat16
-    jllama.FORMATS["npz"] = jllama.Format(
-        "a NumPy archive", zipfile.is_zipfile, read, write, dtypes, is_file=True, suffix=".npz"
-    )
-
-
-def test_a_format(tmp_path, monkeypatch, capsys):
+def test_a_format(tmp_path, additions, capsys):
     """It is loaded, saved and converted like any other, from Python and at the command line."""
-    monkeypatch.setitem(jllama.FORMATS, "npz", None)  # gone afterwards
-    add_a_format()
     config = jllama.LlamaConfig(vocab_size=259, num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=1, mlp_dim=48)
     weights = random_params(config, 0)
     jllama.save(jllama.LanguageModel(config, weights), tmp_path / "hf", "hf")
@@ -150,23 +139,9 @@ SMALL = jllama.LlamaConfig(
 )
 
 
-def add_a_rope_type():
-    """NTK-aware scaling of any length by one factor: the last pair is slowed by it, the first one kept."""
-
-    @dataclasses.dataclass(frozen=True)
-    class NtkScaling(jllama.RopeScaling):
-        type = "ntk"
-
-        def frequencies(self, head_dim, theta, length):
-            return inverse_frequencies(head_dim, theta * self.factor ** (head_dim / (head_dim - 2)))
-
-    return NtkScaling
-
-
-def test_a_rope_type(tmp_path, monkeypatch):
+def test_a_rope_type(tmp_path, additions):
     """It is read from options, computed with, and kept by Hugging Face's files."""
-    monkeypatch.setitem(ROPE_SCALINGS, "ntk", None)
-    NtkScaling = add_a_rope_type()
+    NtkScaling = additions.NtkScaling
     scaling = {"type": "ntk", "factor": 4.0}
     config = dataclasses.replace(SMALL, rope_scaling=scaling)
     assert config.rope_scaling == NtkScaling(4.0)
@@ -180,25 +155,8 @@ def test_a_rope_type(tmp_path, monkeypatch):
     np.testing.assert_allclose(model(tokens), oracle.forward(params, tokens, turned), rtol=1e-4, atol=1e-4)
 
 
-def sliding_window(query, key, value, mask):
-    """Each token sees no further back than eight tokens."""
-    near = jnp.arange(query.shape[2])[:, None] - jnp.arange(key.shape[2]) < 8
-    return F.grouped_query_attention(query, key, value, mask.dense(query.shape[2], key.shape[2]) & near)
-
-
-def not_with_a_cache(query, key, mask):
-    return None if mask.offset is None else "a cache"
-
-
-def add_a_sliding_window():
-    F.ATTENTION["window"] = F.AttentionImplementation(sliding_window, not_with_a_cache)
-
-
-def test_an_attention_implementation(monkeypatch):
+def test_an_attention_implementation(additions):
     """It is called by name in training and prefill; with a cache, which it does not know, it is an error."""
-
-    monkeypatch.setitem(F.ATTENTION, "window", None)
-    add_a_sliding_window()
     params = jllama.initial_params(jax.random.key(0), SMALL)
     tokens = jnp.arange(20)[None]
 
@@ -216,38 +174,9 @@ def test_an_attention_implementation(monkeypatch):
         decoding.forward_with_cache(tokens[:, :1], cache, jnp.array([1]), "window")
 
 
-@dataclasses.dataclass(frozen=True)
-class QKNormConfig(jllama.LlamaConfig):
-    """A Llama whose queries and keys are normalized (as in Qwen 3)."""
-
-
-def add_qk_norm():
-    """A scale for each, and the block that uses them."""
-    for name in ("q_norm", "k_norm"):
-        PARAMETERS[f"layers/{name}"] = Parameter(
-            ("layers", "head_dim"),
-            huggingface=f"self_attn.{name}",
-            role="scale",
-            init="ones",
-            when=lambda config: isinstance(config, QKNormConfig),
-        )
-
-    class QKNormLayer(Layer):
-        def heads(self, x):
-            query, key, value = super().heads(x)
-            scales = self.q_norm[...], self.k_norm[...]
-            return *(F.rms_norm(h, s, self.norm_eps) for h, s in zip((query, key), scales, strict=True)), value
-
-    LAYER_CLASSES[QKNormConfig] = QKNormLayer
-
-
-def test_rows_of_parameters(monkeypatch):
+def test_rows_of_parameters(additions):
     """They are initialized, trained without decay, laid out for decoding and decoded with; other models have none."""
-    for name in ("layers/q_norm", "layers/k_norm"):
-        monkeypatch.setitem(PARAMETERS, name, None)
-    monkeypatch.setitem(LAYER_CLASSES, QKNormConfig, None)
-    add_qk_norm()
-    config = QKNormConfig(**vars(SMALL))
+    config = additions.QKNormConfig(**vars(SMALL))
     params = jllama.initial_params(jax.random.key(0), config)
     assert params["layers"].keys() - jllama.initial_params(jax.random.key(0), SMALL)["layers"].keys() == {
         "q_norm",

@@ -1,11 +1,12 @@
 """Files and folders appear whole or not at all, and what stood there stays until then."""
 
+import os
 import resource
 
 import pytest
 
-from jllama.errors import UsageError
-from jllama.files import append_line, check_writable, read_lines, write_text_whole, written_whole
+from jllama.errors import JllamaError, UsageError
+from jllama.files import append_line, check_writable, has_file, read_lines, write_text_whole, written_whole
 
 
 def left(folder):
@@ -92,3 +93,17 @@ def test_a_line_that_does_not_fit_is_not_begun(tmp_path, room_bytes):
     append_line(path, {"step": 3})
     assert path.read_text().count("\n") == 2
     assert read_lines(path) == [{"step": 1}, {"step": 3}]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link to nothing", "link in a circle"])
+def test_what_is_no_file_is_not_taken_for_none(tmp_path, kind):
+    assert not has_file(tmp_path / "file")
+    (tmp_path / "file").touch()
+    assert has_file(tmp_path / "file")
+    path = tmp_path / "lines.jsonl"
+    make = {"pipe": os.mkfifo, "folder": os.mkdir, "link to nothing": lambda path: path.symlink_to("nowhere")}
+    make["link in a circle"] = lambda path: path.symlink_to(path.name)
+    make[kind](path)
+    for read in (has_file, read_lines):
+        with pytest.raises(JllamaError, match=r"lines\.jsonl is a .*: put a file there"):
+            read(path)

@@ -17,6 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis_jsonschema import from_schema
 
+from jllama import grammar as module
 from jllama.config import LlamaConfig
 from jllama.decode_params import decode_layout
 from jllama.errors import JllamaError, UsageError
@@ -293,6 +294,26 @@ def test_what_explodes_is_refused_or_goes_on(grammar):
     except UsageError:
         return
     assert all(allowed for allowed, _ in walk(matcher, BYTES, 0, 200))
+
+
+def test_a_grammar_has_a_greatest_length():
+    Matcher(Grammar("regex", "a" * module.MAX_CHARACTERS), BYTES, (2,))
+    with pytest.raises(UsageError, match="it has 131073 characters, and at most 131072 are served"):
+        Matcher(Grammar("regex", "a" * (module.MAX_CHARACTERS + 1)), BYTES, (2,))
+
+
+def test_what_is_kept_is_bounded_and_used_last(monkeypatch):
+    """A few long grammars push the others out, a long one that is used all the time stays."""
+    compiled, compile_ = [], module._compile
+    monkeypatch.setattr(module, "_compile", lambda *given: compiled.append(given[0].text[:1]) or compile_(*given))
+    monkeypatch.setattr(module, "_kept", {})
+    monkeypatch.setattr(module, "MAX_KEPT", 3000)
+    for char in "abcdefg":
+        for text in ("z" * 1000, char * 1000):
+            assert Matcher(Grammar("regex", text), BYTES, (2,)).allowed().any()
+        assert sum(len(kept.text) for kept, _ in module._kept) <= 3000
+    assert "".join(compiled) == "zabcdefg"
+    assert [kept.text[0] for kept, _ in module._kept] == ["f", "z", "g"]
 
 
 def test_wrong_use(monkeypatch):

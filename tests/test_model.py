@@ -26,6 +26,7 @@ import jllama.model
 from jllama import functional as F
 from jllama import oracle
 from jllama.config import LlamaConfig
+from jllama.decode_params import decode_layout
 from jllama.errors import UsageError
 from jllama.model import KVCache, abstract_params, as_token_ids, build_model, rope_frequencies
 from jllama.parameters import as_matrix, parameter_table
@@ -242,6 +243,15 @@ def test_a_model_needs_a_vocabulary():
 
 
 # Layouts, remat, causality, documents
+
+
+@pytest.mark.parametrize("layout", ["training", "decode"])
+def test_an_embedding_that_does_not_fit_the_vocabulary_is_refused(layout):
+    """As many rows as there are ids, in both layouts."""
+    params = {**weights(models.SMALL), "embed": weights(models.SMALL)["embed"][:50]}
+    params = params if layout == "training" else decode_layout(params, models.SMALL)
+    with pytest.raises(UsageError, match="embed has 50 rows, and vocab_size is 61: take the conf"):
+        build_model(models.SMALL, params)
 
 
 def test_unstacked_layers_are_the_stacked_ones_in_order():

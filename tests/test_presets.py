@@ -158,7 +158,7 @@ def abstract_state(name, optimizer):
     """The shapes of a preset's parameters and of its optimizer's state."""
     config = preset(name)
     params = abstract_params(config)
-    chain = make_optimizer(OptimizerConfig(optimizer), config, 10)
+    chain = make_optimizer(OptimizerConfig(optimizer), 10)
     return params, jax.eval_shape(chain.init, params)
 
 

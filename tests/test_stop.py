@@ -1,21 +1,21 @@
 """The first signal is answered at once and obeyed later, several at once are one, and a later one ends the process."""
 
 import contextlib
-import hashlib
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
 
-import pytest
-
 from jllama.stop import Stopped, stop_signals
 
 BUSY = """
-import sys, time
+import itertools, sys, time, types
+from jllama import stop as module
 from jllama.stop import stop_signals
+module.time = types.SimpleNamespace(monotonic=itertools.count(0, float(sys.argv[1])).__next__)
 with stop_signals(lambda: "finishing step 3 and saving") as stop:
     print("ready", flush=True)
     while not stop:
@@ -26,39 +26,42 @@ print("saved", flush=True)
 """
 
 
-@pytest.fixture
-def busy():
+@contextlib.contextmanager
+def busy(clock_step_s):
+    """A process whose clock goes on by so much each time that it is read, and not otherwise."""
     process = subprocess.Popen(
-        [sys.executable, "-c", BUSY],
+        [sys.executable, "-c", BUSY, str(clock_step_s)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    with contextlib.closing(process.stdin):
+    try:
         assert process.stdout.readline() == "ready\n"
         yield process
-    process.kill()
-    process.wait()
+    finally:
+        process.kill()
+        process.communicate()
 
 
-def test_a_hail_of_signals_is_one(busy):
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT):
-        busy.send_signal(number)
-        time.sleep(0.01)
-    out, err = busy.communicate("\n")
+def test_a_hail_of_signals_is_one():
+    with busy(clock_step_s=0) as process:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+            process.send_signal(number)
+            time.sleep(0.01)
+        out, err = process.communicate("\n")
     assert out.splitlines()[1:] == ["saved"]
     assert err == "Ctrl-C: finishing step 3 and saving; again to quit now\n"
-    assert busy.returncode == 0
+    assert process.returncode == 0
 
 
-def test_a_second_signal_later_ends_the_process(busy):
-    busy.send_signal(signal.SIGTERM)
-    assert busy.stdout.readline() == "15\n"
-    time.sleep(1.2)
-    busy.send_signal(signal.SIGTERM)
-    out, err = busy.communicate()
-    assert (out, busy.returncode) == ("", 128 + signal.SIGTERM)
+def test_a_second_signal_later_ends_the_process():
+    with busy(clock_step_s=1.2) as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "15\n"
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate()
+    assert (out, process.returncode) == ("", 128 + signal.SIGTERM)
     assert err.splitlines() == [
         "SIGTERM: finishing step 3 and saving; again to quit now",
         "stopped at once; the last checkpoint stays as it was",
@@ -68,14 +71,20 @@ def test_a_second_signal_later_ends_the_process(busy):
 def test_the_answer_does_not_wait_for_python(capfd):
     """The main thread is in one long call that takes no notice of signals, as while compiling."""
     events = []
+    asked, ask = os.pipe()
 
     def doing():
         events.append("asked")
+        os.write(ask, b"!")
         return "finishing"
 
     with stop_signals(doing) as stop:
         threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGTERM]).start()
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 3_000_000)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        try:
+            select.select([asked], [], [], 600)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         events.append("returned")
         assert events == ["asked", "returned"]
     assert stop == [signal.SIGTERM]

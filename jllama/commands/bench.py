@@ -25,7 +25,7 @@ from jllama.commands.cli import parse
 from jllama.commands.model import ModelOptions
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError, check_fields, unknown_name
-from jllama.files import check_writable
+from jllama.files import Json, check_writable
 
 PEERS = {"transformers": "transformers torch", "torch-compile": "transformers torch", "llama.cpp": "llama-cpp-python"}
 """Who can be measured beside jllama, and what is to be installed for it."""
@@ -158,7 +158,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     return [f"{middle} ({least} to {most})", *others]
 
 
-def measure(options: BenchOptions, argv: list[str]) -> dict[str, Any]:
+def measure(options: BenchOptions, argv: list[str]) -> Json:
     """The machine, and as ``work`` the figures by title and contestant: in each repeat the seconds of a step, or of all
     where there are none; tokens a second; the share of what the machine's rates allow; as ``ratio`` how many times as
     fast as this contestant jllama was.
@@ -196,7 +196,7 @@ def measure(options: BenchOptions, argv: list[str]) -> dict[str, Any]:
     return {**work["facts"], "rates": said, "machine_rates": medians, "repeats": options.repeats, "work": figures}
 
 
-def _begin(name: str, work: dict[str, Any], options: BenchOptions, case: dict[str, Any]) -> dict[str, float]:
+def _begin(name: str, work: Json, options: BenchOptions, case: Json) -> dict[str, float]:
     """A turn of a process of its own: from its start to a first character, or of loading once it has imported all."""
     start_s = time.perf_counter()
     with _contestant(name, work, options) as ask:
@@ -205,7 +205,7 @@ def _begin(name: str, work: dict[str, Any], options: BenchOptions, case: dict[st
 
 
 @contextlib.contextmanager
-def _contestant(name: str, work: dict[str, Any], options: BenchOptions) -> Iterator[Callable[..., Any]]:
+def _contestant(name: str, work: Json, options: BenchOptions) -> Iterator[Callable[..., Any]]:
     """A process, and how to ask it: to take a turn, or whether it is ready. What goes wrong there is raised here."""
     streams_text = options.what == "startup" and name != "prepare"
     package, environment = Path(__file__).parents[1], {**os.environ, "OMP_NUM_THREADS": str(work["threads"])}

@@ -10,7 +10,7 @@ from jllama.commands.cli import parse
 from jllama.files import cache_folder
 
 _HEX = "[0-9a-f]"
-_KINDS = {kind: f"{kind}/{_HEX * 64}" for kind in ("weights", "programs")} | {"compiled": "compiled/*-cache"}
+_KINDS = {kind: f"{kind}*/{_HEX * 64}" for kind in ("weights", "programs")} | {"compiled": "compiled/*-cache"}
 _KINDS |= {kind: f"{kind}-{_HEX * 16}" for kind in ("tokens", "chats", "bpe")}
 
 

@@ -27,7 +27,7 @@ import jsonargparse
 import yaml
 
 import jllama
-from jllama.errors import JllamaError, UsageError, unknown_name
+from jllama.errors import JllamaError, UsageError, printable, unknown_name
 
 T = TypeVar("T")
 
@@ -39,6 +39,7 @@ COMMANDS = {
     "replay": "have a server make an answer again, and compare",
     "convert": "turn a checkpoint of any format into another",
     "verify": "prove that jllama, or a checkpoint of yours, computes what the oracle does",
+    "check": "find out what is wrong in the components that a class has written",
     "report": "show what runs have logged, together or into a logger",
     "eval": "measure how well a model predicts a text",
     "data": "show which tokens of a file of chats a model learns from",
@@ -74,6 +75,10 @@ class _Parser(jsonargparse.ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         message = " ".join(message.split())
+        # An option that is one value was given a part, such as --data.task.
+        message = re.sub(
+            r"Parser key \"(.+?)\": .*NestedArg\(key='(.+?)'.*", r"unrecognized arguments: --\1.\2", message
+        )
         if unknown := re.search(r"unrecognized arguments: -+([\w.-]+)", message):
             message = f"there is no option {unknown[1]}{_nearest(unknown[1], self._option_string_actions)}"
         elif missing := re.search(r"the following arguments are required: (.*)", message):
@@ -172,7 +177,7 @@ def _named(parser: _Parser, argv: Sequence[str], positional: Sequence[str]) -> l
         is_list = typing.get_origin(getattr(parser._option_string_actions.get(name), "_typehint", None)) is list
         name += "+" * bool(is_list and not name.endswith("+") and not value.startswith("["))  # one more of several
         is_file = name == "--config" and equals
-        named += _flags(parser, _read_config(value), "--") if is_file else [name + equals + value]
+        named += _flags(parser, _read_config(parser, value), "--") if is_file else [name + equals + value]
     return named
 
 
@@ -183,7 +188,7 @@ def shipped_configs() -> dict[str, Path]:
     return {path.stem: path for path in sorted(paths)}
 
 
-def _read_config(name: str) -> yaml.MappingNode:
+def _read_config(parser: _Parser, name: str) -> yaml.MappingNode:
     """What a ``--config`` file holds, or a shipped configuration by its name."""
     path, shipped = Path(name), shipped_configs()
     try:
@@ -201,6 +206,8 @@ def _read_config(name: str) -> yaml.MappingNode:
         raise UsageError(f"{name} is too large or nested too deep, or has aliases: give plain options") from error
     except OSError as error:
         shown, expected = " ".join(name.split())[:200], f"a file, or by its name one of {', '.join(shipped)}"
+        if name in jllama.PRESETS and "--preset" in parser._option_string_actions:
+            expected = f"--preset {name}"
         raise UsageError(f"the configuration {shown} cannot be read: {error.strerror}; give {expected}") from error
     except (ValueError, yaml.YAMLError) as error:
         raise UsageError(f"{name} is not YAML: {' '.join(str(error).split())}") from error
@@ -294,11 +301,11 @@ def _guarded(work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         problem = "stopped"
     except MemoryError as error:
-        problem = ": ".join(filter(None, ("error: there is not enough memory", str(error))))
+        problem = printable(": ".join(filter(None, ("error: there is not enough memory", str(error)))))
     except BrokenPipeError:  # the reader of our output has gone
         pass
     except OSError as error:  # a full disk, a file where a folder should be
-        problem = ": ".join(filter(None, ("error", error.strerror or str(error), str(error.filename or ""))))
+        problem = printable(": ".join(filter(None, ("error", error.strerror or str(error), str(error.filename or "")))))
     except RuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -330,10 +337,19 @@ def _prepare_process() -> None:
         sys.unraisablehook = _unraisable
 
 
+_in_hook = threading.RLock()
+
+
 def _unraisable(problem: Any) -> None:
     """Silent on tensorstore's closed event loop, after each failed write; a Ctrl-C that met a callback comes again."""
     if problem.exc_type is KeyboardInterrupt:  # JAX has one that Python calls at each collection of garbage
-        threading.Timer(0.05, _thread.interrupt_main).start()
+        with _in_hook:
+            threading.Timer(0.05, _interrupt).start()
+
+
+def _interrupt() -> None:
+    with _in_hook:  # Python would drop it in the hook, too
+        _thread.interrupt_main()
 
 
 def _nearest(name: str, options: Iterable[str]) -> str:

@@ -54,8 +54,9 @@ def main(argv: list[str], prog: str) -> int:
     jax.config.update("jax_platforms", "cpu")
     target, dtype = Path(options.target), options.dtype or None
     to = options.to or {format.suffix: name for name, format in FORMATS.items() if format.suffix}.get(target.suffix, "")
-    start_s, names = time.perf_counter(), ("overwrite", "rope_factor", "adapter")
-    checkpoint = convert(options.source, target, to, dtype, **{name: getattr(options, name) for name in names})
+    start_s = time.perf_counter()
+    others = {"overwrite": options.overwrite, "rope_factor": options.rope_factor, "adapter": options.adapter}
+    checkpoint = convert(options.source, target, to, dtype, **others)
     seconds = time.perf_counter() - start_s
     size_bytes = sum(file.stat().st_size for file in ([target] if target.is_file() else target.rglob("*")))
     written = (FORMATS | ADAPTER_FORMATS)[to].stored_dtype(dtype) or checkpoint.tensors["embed"].dtype.name

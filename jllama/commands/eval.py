@@ -1,32 +1,39 @@
 """``python -m jllama eval``."""
 
 import dataclasses
+import itertools
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 from jllama.commands.cli import parse
 from jllama.commands.model import ModelOptions
 from jllama.errors import JllamaError, UsageError, check_fields
 from jllama.progress import progress
 
-_ONLY = {"data": "text_field stride max_tokens", "tasks": "include_path num_fewshot limit apply_chat_template"}
+_ONLY = {
+    "data": "text_field chat_template stride max_tokens",
+    "tasks": "include_path num_fewshot limit apply_chat_template",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalOptions(ModelOptions):
-    """Measure how well a model predicts a text, or how it does on tasks of EleutherAI's lm-eval.
+    """Measure how well a model predicts text or chats, or does on tasks of lm-eval.
 
     Examples:
         runs/quickstart --data text.txt
+        runs/chat_lora --data chats.jsonl
         model.gguf --tasks arc_easy,hellaswag --limit 100
 
     Args:
-        data: the text: a UTF-8 file, or a .jsonl file, whose documents are scored each by itself.
-        text_field: where the text is in each object of a .jsonl file.
+        data: a text file, a .jsonl file of texts, which are scored each by itself, or one of chats: their answers.
+        text_field: where a .jsonl file has its texts.
+        chat_template: for chats in place of the model's own: a file, or a name.
         window: the most tokens that the model sees at once; 0 is its context, with --data at most 2048.
-        stride: new tokens that each window scores, the remaining ones being context; 0 is half a window.
-        max_tokens: score only the first so many tokens; 0 is all.
+        stride: new tokens that each window scores; 0 is half a window.
+        max_tokens: score only the first so many; 0 is all.
         tasks: names of lm-eval's tasks, with a comma between several, in place of --data; needs its package.
         include_path: a folder with tasks of your own, as YAML files.
         num_fewshot: how many solved examples a task's question comes after; without it what the task says.
@@ -38,6 +45,7 @@ class EvalOptions(ModelOptions):
 
     data: str = ""
     text_field: str = "text"
+    chat_template: str = ""
     window: int = 0
     stride: int = 0
     max_tokens: int = 0
@@ -67,17 +75,27 @@ def main(argv: list[str], prog: str) -> int:
     options = parse(EvalOptions, argv, prog, positional=("checkpoint",))
     if options.tasks:
         return _evaluate_tasks(options)
+    from jllama.data.chats import FORMS, data_task, read_records, record_tokens
+    from jllama.data.config import DataConfig
     from jllama.data.corpus import read_corpus
-    from jllama.evaluation.scoring import score_texts
+    from jllama.evaluation.scoring import score_texts, window_sizes
+    from jllama.templates.messages import conversing
 
     if not (path := Path(options.data)).is_file():
         raise JllamaError(f"there is no file at --data {options.data}: give a text file, or a .jsonl file")
+    is_chat = data_task(DataConfig(path=options.data, text_field=options.text_field)) != "text"
+    if options.chat_template and not is_chat:
+        raise UsageError(f"--chat_template is for chats, and {options.data} is text: leave it out")
     model = options.load_model()
     options.say_loaded(model)
-    window = options.window or min(model.config.max_seq_len, 2048)
-    size = {"window": window, "stride": options.stride or max(window // 2, 1)}
-    texts = ("".join(document()) for document in read_corpus([path], options.text_field))
+    size = window_sizes(model, options.window, options.stride)
     limits, start_s = {"batch_size": options.batch_size, "max_tokens": options.max_tokens or None}, time.perf_counter()
+    texts: Any = ("".join(document()) for document in read_corpus([path], options.text_field))
+    if is_chat:
+        tokenizer = model.text_tokenizer
+        talk = conversing(tokenizer, model.chat_template, model.stop_ids, options.chat_template)
+        records = read_records([path], FORMS[1:])
+        texts = itertools.chain.from_iterable(record_tokens(record, tokenizer, *talk) for record in records)
     with progress("tokens scored") as move:
         score = score_texts(model, texts, on_progress=lambda n, total: move(completed=n, total=total), **size, **limits)
     tokens_per_s = round(score.tokens / (time.perf_counter() - start_s), 1)

@@ -62,7 +62,7 @@ class ModelOptions(CheckpointOptions):
         from jllama.generation import programs
 
         if (mesh := None if self.mesh == MeshConfig(data=1) else jllama.make_mesh(self.mesh)) is None:
-            programs.keep()
+            programs.keep(self.checkpoint)
         model = self.load_with(mesh, self.adapter)
         if needs_tokenizer and model.tokenizer is None:
             raise no_tokenizer(self.checkpoint)

@@ -33,8 +33,8 @@ class PlanOptions(TrainConfig):
         --preset llama3.1-405b --topology h200:16 --decode --quantize int8 --batch_size 32 --seq_len 8192
 
     Args:
-        topology: the devices: v5e:4x4, v5p:8x8x8, v6e:..., v4:... (TPUs, by the slice's sides), or a100, h100, h200,
-            b200, gb200 with their number, as h100:64.
+        topology: the devices: v5e:4x4, v5p:8x8x8, v6e:..., v4:... (TPUs, by the slice's sides or, as v5e:16, by the
+            number of chips), or a100, h100, h200, b200, gb200 with their number, as h100:64.
         preset: a released Llama, as in jllama.PRESETS, in place of the configuration's model.
         batch_size: rows in a step, over all devices; 0 takes the configuration's, with a preset one for each share.
         seq_len: tokens of each row; 0 takes the configuration's.
@@ -74,11 +74,12 @@ def main(argv: list[str], prog: str) -> int:
     options = parse(PlanOptions, argv, prog, ("config",), _COMMON)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is run: the compilers alone are used
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # of what they say, the receipt holds what counts
-    from jllama.plan.devices import topology_devices
+    from jllama.plan.devices import topology_devices, usual_topology
     from jllama.plan.receipt import describe, plan_decoding, plan_training
     from jllama.plan.search import search
     from jllama.sharding import make_mesh
 
+    options = dataclasses.replace(options, topology=usual_topology(options.topology))
     console = Console(stderr=options.json, highlight=False, soft_wrap=True)
     progress = Console(stderr=True, highlight=False, soft_wrap=True)
     model = jllama.preset(options.preset) if options.preset else options.model

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from jllama.errors import JllamaError, UsageError
 from jllama.evaluation.scoring import token_log_probs
-from jllama.files import fault_of, write_text_whole
+from jllama.files import Json, fault_of, write_text_whole
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import Completion, encode_prompt, generate_batches
 from jllama.language_model import LanguageModel, weights_fingerprint
@@ -57,7 +57,7 @@ def complete_file(model: LanguageModel, default: Prompt, options: Any) -> tuple[
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
-        fields: dict[str, Any] = {}
+        fields: Json = {}
         try:
             with fault_of("it is not JSON", ValueError, RecursionError):
                 read = json.loads(line)
@@ -90,14 +90,14 @@ def complete_file(model: LanguageModel, default: Prompt, options: Any) -> tuple[
     return completions, [f"{path}, line {each['line']}: {each['error']}" for each in bad]
 
 
-def result(model: LanguageModel, options: Any, text: str, prompt: Prompt, completion: Completion) -> dict[str, Any]:
+def result(model: LanguageModel, options: Any, text: str, prompt: Prompt, completion: Completion) -> Json:
     """What is said in JSON of a text, the prompt that it was encoded to, and its completion."""
     fields = {"text": (text if options.echo else "") + completion.text, "finish_reason": completion.finish_reason}
     tokens = {"tokens": log_probs(model, prompt, completion, echo=bool(options.echo))} if options.logprobs else {}
     return fields | {"new_tokens": completion.new_tokens} | tokens
 
 
-def log_probs(model: LanguageModel, prompt: Prompt, completion: Completion, *, echo: bool) -> list[dict[str, Any]]:
+def log_probs(model: LanguageModel, prompt: Prompt, completion: Completion, *, echo: bool) -> list[Json]:
     """Each token with its text and its log-probability; the prompt's first has none."""
     ids, values, decode = completion.ids, completion.log_probs, model.text_tokenizer.decode
     if echo:
@@ -111,16 +111,16 @@ def with_seed(prompt: Prompt, offset: int) -> Prompt:
     return dataclasses.replace(prompt, sampling=dataclasses.replace(prompt.sampling, seed=seed))
 
 
-def _dumped(result: dict[str, Any]) -> str:
+def _dumped(result: Json) -> str:
     """A line of JSON in UTF-8, in which a lone surrogate, which that has not, is an escape."""
     return json.dumps(result, ensure_ascii=False).encode("utf-8", "backslashreplace").decode() + "\n"
 
 
-def _key(result: dict[str, Any]) -> tuple[int, int]:
+def _key(result: Json) -> tuple[int, int]:
     return result["line"], result.get("sample", 0)
 
 
-def _read_unfinished(unfinished: Path, identity: dict[str, Any]) -> dict[tuple[int, int], dict[str, Any]]:
+def _read_unfinished(unfinished: Path, identity: Json) -> dict[tuple[int, int], Json]:
     """The results of an interrupted call; a last line that was cut short is dropped from the file."""
     whole = unfinished.read_bytes() if unfinished.exists() else b""
     whole = whole[: whole.rfind(b"\n") + 1]
@@ -136,10 +136,10 @@ def _read_unfinished(unfinished: Path, identity: dict[str, Any]) -> dict[tuple[i
     return done
 
 
-def _prompt(fields: dict[str, Any], default: Prompt) -> Prompt:
+def _prompt(fields: Json, default: Prompt) -> Prompt:
     if not isinstance(fields.get("prompt"), str):
         raise UsageError('it must be an object with a "prompt", such as {"prompt": "Once"}')
-    own: dict[str, Any] = {name: fields[name] for name in OWN_SETTINGS if name in fields}
+    own: Json = {name: fields[name] for name in OWN_SETTINGS if name in fields}
     for name, value in own.items():
         expected, outer, inner = OWN_SETTINGS[name]
         ids, each = (value, value.values()) if type(value) is dict else ((), value if type(value) is list else [value])

@@ -114,6 +114,9 @@ def main(argv: list[str], prog: str) -> int:
         drafted, accepted = sum(each.drafted for each in completions), sum(each.accepted for each in completions)
         share = f", {accepted / drafted:.0%}" if drafted else ""
         print(f"speculation: {accepted} of {drafted} guessed tokens were right{share}", file=sys.stderr)
+    if model.chat_template and any(each.finish_reason == "stop_id" and not each.ids for each in completions):
+        said = "a text ended at once: the model was trained to answer messages, so talk with it: jllama chat"
+        print(said, options.checkpoint, file=sys.stderr)
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return 1 if problems else 0

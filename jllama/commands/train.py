@@ -11,7 +11,10 @@ from jllama.commands.cli import parse
 from jllama.stop import Stopped
 from jllama.training.config import TrainConfig
 
-_COMMON = ("run_dir", "resume", "init_from", "data.path", "training.steps", "optimizer.learning_rate", "seed")
+_COMMON = (
+    "run_dir resume overwrite init_from preset data.path model.num_layers model.embed_dim training.batch_size "
+    "training.seq_len training.steps optimizer.learning_rate"
+)
 _FINE_TUNING = ["--training.batch_size=4", "--optimizer.learning_rate=2e-5"]
 _ADAPTERS = [_FINE_TUNING[0], "--optimizer.learning_rate=2e-4"]
 
@@ -41,7 +44,7 @@ def read_config(argv: list[str], prog: str) -> TrainConfig:
     resume = scan.parse_known_args(argv)[0].resume
     if resume not in (None, "never", "auto") and (own := Path(resume) / "config.yaml").is_file():
         argv = ["--config", str(own), "--training.epochs", "0", "--run_dir", resume, *argv]  # they are resolved
-    config = parse(TrainConfig, argv, prog, ("config",), _COMMON)
+    config = parse(TrainConfig, argv, prog, ("config",), _COMMON.split())
     if not config.init_from:
         return config
     suited = _ADAPTERS if config.lora.rank else _FINE_TUNING

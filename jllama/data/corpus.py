@@ -17,9 +17,10 @@ import re
 import sysconfig
 import urllib.request
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jllama.errors import JllamaError
 from jllama.files import fault_of, written_whole
@@ -30,13 +31,23 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 
 BLOCK = 1 << 18  # characters
 LONGEST_BLOCK = 1 << 20  # characters, where there is no place to cut
-LONGEST_LINE = 1 << 28  # bytes of one line of JSON: it is in memory as a whole
+LONGEST_LINE = 1 << 28  # bytes of one line of JSON, or an array: it is in memory as a whole
+MOST_NAMED = 20  # of the rows and files that cannot be learned from
 CUTS = (re.compile(r".*\S\n(?=\S)", re.DOTALL), re.compile(r".*[^\W\d_](?= [^\W\d_])", re.DOTALL))
 """Where a block may end: after a line that no white space follows, or else after a word that one space follows."""
 
-_KINDS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "Zstandard", b"PAR1": "Parquet"}  # these are read
-_KINDS |= {b"PK\x03\x04": "ZIP", b"BZh91AY&SY": "bzip2", b"\xfd7zXZ": "xz", b"%PDF-": "PDF"}
-_KINDS |= {b"\x89PNG": "PNG", b"\x93NUMPY": "NumPy", b"GGUF": "GGUF"}
+_KINDS = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "Zstandard",
+    b"PAR1": "Parquet",  # up to here these are read
+    b"PK\x03\x04": "ZIP",
+    b"BZh91AY&SY": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"%PDF-": "PDF",
+    b"\x89PNG": "PNG",
+    b"\x93NUMPY": "NumPy",
+    b"GGUF": "GGUF",
+}
 _TEXT = re.compile("(large_|dictionary<values=)?str(?!uct)")  # how its types begin, in Python and in Parquet
 _EXTRAS = {"Zstandard": ("zstd", "compression.zstd", "backports.zstd"), "Parquet": ("parquet", "pyarrow.parquet")}
 
@@ -44,11 +55,49 @@ Document = Callable[[], Iterator[str]]
 """A text, never empty, in parts of about ``BLOCK`` characters that end as ``CUTS`` says, or of ``LONGEST_BLOCK``."""
 
 
-def corpus_files(path: str, cache_dir: Path) -> dict[str, Path]:
-    """The files of a corpus by their name within it, sorted; JllamaError if there is none.
+class Findings:
+    """What is wrong in data, and what may not be meant.
+
+    Rows and files that cannot be learned from are refused at the first, or together, or left out. ``notes`` counts the
+    rest by what it is.
+    """
+
+    def __init__(self, policy: Literal["first", "refuse", "skip"] = "first") -> None:
+        self.policy = policy
+        self.named: list[str] = []
+        self.notes = Counter[str]()
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Inside, a JllamaError is a row or file that cannot be learned from."""
+        try:
+            yield
+        except JllamaError as error:
+            if self.policy == "first":
+                raise
+            self.named.append(str(error))
+
+    def finish(self) -> list[str]:
+        """Return what to say, a line each; what is refused is one JllamaError."""
+        notes = [f"{what}: {count:,}" for what, count in self.notes.items() if count]
+        if not self.named:
+            return notes
+        said = f"{len(self.named):,} rows or files cannot be learned from: data.bad_rows skip leaves them out"
+        lines = [said, *self.named[:MOST_NAMED]]
+        if self.policy == "refuse":
+            raise JllamaError(*(lines if len(self.named) > 1 else self.named))
+        return lines + notes
+
+
+AT_ONCE = Findings()
+
+
+def corpus_files(path: str, cache_dir: Path, follow_links: bool = False) -> dict[str, Path]:
+    """Return the files of a corpus by their name within it, sorted; JllamaError if there is none.
 
     ``path`` is ``stdlib``, ``tinyshakespeare`` (downloaded into ``cache_dir`` if it is not there), ``persona``, a file,
-    a folder (every file below it, hidden ones left out) or a glob.
+    a folder (every file below it, hidden ones left out) or a glob. Links that lead out of a folder are refused, but for
+    ``follow_links``.
     """
     if path == "stdlib":
         walked = _walk(Path(sysconfig.get_paths()["stdlib"]), STDLIB_LEFT_OUT)
@@ -61,6 +110,10 @@ def corpus_files(path: str, cache_dir: Path) -> dict[str, Path]:
         files = {root.name: root}
     elif root.is_dir():
         files = dict(_walk(root))
+        for file in files.values():
+            if not follow_links and root.resolve() not in file.resolve().parents:
+                said = f"{file} is a link out of the folder, to {file.resolve()}"
+                raise JllamaError(f"{said}: set data.follow_links to true, or remove such links")
     else:
         files = {file.as_posix(): file for file in map(Path, glob.glob(str(root), recursive=True)) if file.is_file()}
     if not files:
@@ -77,22 +130,29 @@ def _walk(root: Path, left_out: Collection[str] = ()) -> Iterator[tuple[str, Pat
         yield from ((file.relative_to(root).as_posix(), file) for file in files if file.is_file())
 
 
-def read_corpus(files: Iterable[Path], text_field: str = "text") -> Iterator[Document]:
+def read_corpus(
+    files: Iterable[Path], text_field: str = "text", encoding: str = "utf-8", findings: Findings = AT_ONCE
+) -> Iterator[Document]:
     """Yield the documents of ``corpus_files`` that are not empty.
 
     A ``.jsonl`` file has an object on each line, and a Parquet file a row each, with the text in ``text_field``; any
-    other file is one document. All but Parquet may be packed with gzip or Zstandard, with ``.gz`` or ``.zst`` behind
-    the name or without. What is not UTF-8 text (also while a document is read) raises JllamaError.
+    other file is one document, in ``encoding``. All but Parquet may be packed with gzip or Zstandard, with ``.gz`` or
+    ``.zst`` behind the name or without. What is no text of that encoding (also while a document is read) raises
+    JllamaError, or is what ``findings`` make of it.
     """
     for path in files:
-        if has_rows(path):
-            for where, fields in read_rows(path, [text_field], functools.partial(_check_text, text_field)):
-                if text := fields[text_field]:
-                    with fault_of(f"{where} is not a JSON object", UnicodeEncodeError):
+        with findings.noted():
+            if has_rows(path):
+                for where, fields in read_rows(
+                    path, [text_field], functools.partial(_check_text, text_field), findings
+                ):
+                    text = fields[text_field] or ""
+                    with findings.noted(), fault_of(f"{where} is not a JSON object", UnicodeEncodeError):
                         text.encode()  # not so a lone surrogate
-                    yield functools.partial(cut, [text])
-        elif any(_decoded(path)):
-            yield lambda path=path: cut(_decoded(path))
+                        if text:
+                            yield functools.partial(cut, [text])
+            elif sum(map(len, _decoded(path, encoding))):  # all of it is text
+                yield lambda path=path: cut(_decoded(path, encoding))
 
 
 def has_rows(path: Path) -> bool:
@@ -102,13 +162,14 @@ def has_rows(path: Path) -> bool:
 
 
 def read_rows(
-    path: Path, names: Collection[str], check: Callable[[str, dict[str, str]], object]
+    path: Path, names: Collection[str], check: Callable[[str, dict[str, str]], object], findings: Findings = AT_ONCE
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The object of each line that is not blank, or each row's columns that ``names`` has, and where it stands.
+    """Yield each JSON object, of a line that is not blank or of an array, or each row's columns that ``names`` has.
 
-    ``check``, called with such a place, or a Parquet file's path, and the types of the fields there, may refuse it.
+    Before it comes where it stands. ``check``, called with such a place, or a Parquet file's path, and the types of the
+    fields there, may refuse it.
     """
-    with _opened(path) as (kind, file):
+    with findings.noted(), _opened(path) as (kind, file):
         if kind == "Parquet":
             table = _extra(path, "Parquet").ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
             kinds = {field.name: str(field.type) for field in table.schema_arrow}
@@ -117,22 +178,35 @@ def read_rows(
             rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
             yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, 1))
         else:
-            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
-                where = f"{path} line {number}"
-                if len(line) == LONGEST_LINE:
-                    raise JllamaError(f"{where} has over {LONGEST_LINE:,} bytes: write its text to a file")
-                if line.strip():
+            for where, value in _json_values(path, file):
+                with findings.noted():
                     with fault_of(f"{where} is not a JSON object", ValueError, TypeError, RecursionError):
-                        fields = {**json.loads(line.decode())}
+                        fields = {**(json.loads(value.decode()) if isinstance(value, bytes) else value)}
                     check(where, {name: type(each).__name__ for name, each in fields.items()})
                     yield where, fields
+
+
+def _json_values(path: Path, file: Any) -> Iterator[tuple[str, Any]]:
+    """Each line that is not blank, as bytes, or each value of a file that is one JSON array; and where it stands."""
+    for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
+        where = f"{path} line {number}"
+        if len(line) == LONGEST_LINE:
+            raise JllamaError(f"{where} has over {LONGEST_LINE:,} bytes: write its text to a file")
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        if number == 1 and line.lstrip().startswith(b"["):
+            with fault_of(f"{path} is no JSON array of up to {LONGEST_LINE:,} bytes", ValueError, RecursionError):
+                values = json.loads(line + file.read(LONGEST_LINE - len(line)))
+            yield from ((f"{path} element {place}", value) for place, value in enumerate(values, 1))
+        elif line.strip():
+            yield where, line
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[str | None, Any]]:
     """Which of ``_KINDS`` a file is, and its content unpacked; what goes wrong meanwhile is a JllamaError."""
-    advice = f"{path} must be converted to UTF-8 text, fetched again or left out of data.path"
-    with fault_of(advice, OSError, EOFError, ValueError, zlib.error), path.open("rb") as file:
+    advice = f"{path} must be converted to UTF-8 text, read by another data.encoding, fetched again or left out"
+    with fault_of(advice, OSError, EOFError, ValueError, LookupError, zlib.error), path.open("rb") as file:
         kind = next((kind for magic, kind in _KINDS.items() if file.peek(16).startswith(magic)), None)
         if kind == "gzip":
             yield kind, gzip.GzipFile(fileobj=file)
@@ -154,18 +228,25 @@ def _extra(path: Path, kind: str) -> Any:
     raise JllamaError(f"{path} is a {kind} file, and what reads those is not installed: pip install 'jllama[{extra}]'")
 
 
-def _decoded(path: Path) -> Iterator[str]:
-    """The UTF-8 text of a file; NUL is none."""
-    data, offset = b"", 0
+def _decoded(path: Path, encoding: str) -> Iterator[str]:
+    """The text of a file, without a byte order mark; NUL is none."""
+    read_bytes = 0
     with _opened(path) as (_, file):
+        "".encode(encoding)  # LookupError, unless it is one of text
+        is_utf8 = encoding == "utf-8"
+        decoder = codecs.getincrementaldecoder("utf-8-sig" if is_utf8 else encoding)()
         for chunk in itertools.chain(iter(lambda: file.read(BLOCK), b""), [b""]):
-            data += chunk
+            read_bytes += len(chunk)
             try:
-                text, used = codecs.utf_8_decode(data.replace(b"\0", b"\xff"), "strict", not chunk)  # no text has 0xFF
+                # No UTF-8 text has 0xFF.
+                text = decoder.decode(chunk.replace(b"\0", b"\xff") if is_utf8 else chunk, not chunk)
+                if "\0" in text:
+                    raise ValueError("it has a NUL, which no text has")
             except UnicodeDecodeError as error:
-                byte, at = data[error.start], offset + error.start
-                raise ValueError(f"byte 0x{byte:02X} at offset {at} is not UTF-8 text") from None
-            data, offset = data[used:], offset + used
+                place = error.start - len(error.object)  # from the end of what was read
+                byte = chunk[place] if -place <= len(chunk) else error.object[place]
+                said = f"byte 0x{byte:02X} at offset {read_bytes + place}"
+                raise ValueError(f"{said} is not {encoding.upper()} text") from None
             yield text
 
 

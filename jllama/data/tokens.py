@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jllama.data.config import DataConfig
-from jllama.data.corpus import Document, cached, corpus_files, read_corpus
+from jllama.data.corpus import Document, Findings, cached, corpus_files, read_corpus
 from jllama.errors import JllamaError
 from jllama.files import cache_folder, fault_of
 from jllama.progress import progress
@@ -56,6 +56,7 @@ class Dataset:
     fingerprint: str
     counts: dict[str, Any]
     preference: bool = False
+    notes: tuple[str, ...] = ()  # what was seen in the data that may not be meant, a line each
 
     is_text = property(lambda self: isinstance(self.train, np.ndarray), doc="Whether this is not of chats.")
     gzip_bits_per_byte = property(
@@ -72,16 +73,22 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
     be another. What cannot be read or cached, or is too short, raises JllamaError; ``tokenizer`` replaces ``config``'s.
     """
     cache = cache_of(config)
-    files = corpus_files(config.path, cache)
+    files = corpus_files(config.path, cache, config.follow_links)
     listing = listing_of(files)
-    corpus = sha256(CACHE_VERSION, listing, config.text_field, config.validation_fraction)
+    others = [value for value in (config.encoding, config.bad_rows) if value not in ("utf-8", "refuse")]
+    corpus = sha256(CACHE_VERSION, listing, config.text_field, config.validation_fraction, *others)
     is_packed = any(name.endswith((".gz", ".zst", ".parquet")) for name in files)
     size = None if is_packed else sum(size for _, size, _ in listing)
 
+    notes: list[str] = []
+
     def blocks(move: Callable[[int], None]) -> Iterator[Block]:
-        for block in split_documents(read_corpus(files.values(), config.text_field), config.validation_fraction):
+        findings = Findings(config.bad_rows)
+        documents = read_corpus(files.values(), config.text_field, config.encoding, findings)
+        for block in split_documents(documents, config.validation_fraction):
             move(len(block.text.encode()))
             yield block
+        notes[:] = findings.finish()
 
     if tokenizer is None and config.tokenizer == "bytes":
         tokenizer = BytesTokenizer()
@@ -101,13 +108,13 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
     if not folder.exists():
         with cached(folder) as partial, progress("tokenizing", size, of_bytes=True) as move:
             partial.mkdir()
-            _write_tokens(blocks(move), tokenizer, partial, fingerprint)
+            _write_tokens(blocks(move), tokenizer, partial, fingerprint, notes)
     advice = f"{folder} must be deleted, since it does not hold what was written there"
     with fault_of(advice, OSError, ValueError, KeyError, TypeError):
         counts = json.loads((folder / "counts.json").read_text())
         sizes = {folder / f"{split}.bin": counts[split]["tokens"] for split in SPLITS}
         train, validation = (np.memmap(path, counts["dtype"], "r", shape=(size,)) for path, size in sizes.items())
-        return Dataset(tokenizer, train, validation, fingerprint, counts)
+        return Dataset(tokenizer, train, validation, fingerprint, counts, notes=tuple(counts.get("notes", ())))
 
 
 def split_documents(documents: Iterable[Document], validation_fraction: float) -> Iterator[Block]:
@@ -157,13 +164,27 @@ def encode_rest(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids[len(newline) :] if ids[: len(newline)] == newline else tokenizer.encode(text)
 
 
-def _write_tokens(blocks: Iterable[Block], tokenizer: Tokenizer, folder: Path, fingerprint: str) -> None:
-    """Write the documents in their order, and their counts. Threads tokenize: the libraries release Python's lock."""
+def _groups(blocks: Iterable[Block]) -> Iterator[list[Block]]:
+    """Blocks that follow each other, of ``CHUNK_CHARS`` characters or more together; the last ones may have fewer."""
+    group, chars = [], 0
+    for block in blocks:
+        group.append(block)
+        chars += len(block.text)
+        if chars >= CHUNK_CHARS:
+            yield group
+            group, chars = [], 0
+    yield group
+
+
+def _write_tokens(
+    blocks: Iterable[Block], tokenizer: Tokenizer, folder: Path, fingerprint: str, notes: list[str]
+) -> None:
+    """Write the documents in their order, their counts, and the notes that there are at the end.
+
+    Threads tokenize: the libraries release Python's lock.
+    """
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     counts = {split: collections.Counter(tokens=0, documents=0, bytes=0) for split in SPLITS}
-    sized = ((len(block.text), block) for block in blocks)  # no tee: it would hold 57 blocks
-    ends = itertools.accumulate(sized, lambda before, pair: (before[0] + pair[0], pair[1]))
-    groups = ([pair[1] for pair in each] for _, each in itertools.groupby(ends, lambda pair: pair[0] // CHUNK_CHARS))
     held_out = bytearray()
 
     def tokenize(group: list[Block]) -> dict[str, np.ndarray]:
@@ -175,7 +196,7 @@ def _write_tokens(blocks: Iterable[Block], tokenizer: Tokenizer, folder: Path, f
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         waiting, most = collections.deque(), 2 * (os.cpu_count() or 1)  # so that the corpus is never all in memory
-        for group in itertools.chain(groups, itertools.repeat([], most)):  # empty ones push the last ones out
+        for group in itertools.chain(_groups(blocks), itertools.repeat([], most)):  # empty ones push the last ones out
             for block in group:
                 data = block.text.encode()
                 counts[block.split].update(documents=int(block.starts), bytes=len(data))
@@ -191,7 +212,7 @@ def _write_tokens(blocks: Iterable[Block], tokenizer: Tokenizer, folder: Path, f
         said = f"the {empty[0]} split is empty: the corpus has {sum(c['documents'] for c in counts.values())} documents"
         raise JllamaError(f"{said}, so give more text or another data.validation_fraction")
     gzipped = {"gzip_bytes": len(gzip.compress(held_out)), "gzip_of_bytes": len(held_out)}
-    report = {"fingerprint": fingerprint, "dtype": dtype.name, **counts, **gzipped}
+    report = {"fingerprint": fingerprint, "dtype": dtype.name, **counts, **gzipped, "notes": notes}
     (folder / "counts.json").write_text(json.dumps(report, indent=2) + "\n")
 
 

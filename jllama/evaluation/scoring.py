@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -97,9 +97,35 @@ def sliding_windows(length: int, window: int, stride: int) -> Iterator[tuple[int
         yield max(end - window - 1, 0), end, count
 
 
+def perplexity(model: LanguageModel, text: str, *, window: int = 0, stride: int = 0, batch_size: int = 8) -> float:
+    """Measure how well a model predicts a text: the exponential of its loss in nats a token, lower is better.
+
+    It depends on the tokenizer: models with different ones are compared by ``TextScore.bits_per_byte`` of
+    ``score_texts``, which has the same arguments and raises the same errors. Source: Jelinek et al. 1977.
+
+    Args:
+        model: what ``load`` gives, with its tokenizer.
+        text: scored from its first token to its last.
+        window: the most tokens that the model sees at once; 0 is its context, at most 2,048.
+        stride: new tokens that each window scores, the others being context; 0 is half a window.
+        batch_size: how many windows go through the model at once.
+
+    Example::
+
+        print(jllama.perplexity(jllama.load("runs/quickstart"), "To be, or not to be"))
+    """
+    return score_texts(model, [text], batch_size=batch_size, **window_sizes(model, window, stride)).perplexity
+
+
+def window_sizes(model: LanguageModel, window: int, stride: int) -> dict[str, Any]:
+    """Fill in the ``window`` and ``stride`` of ``score_texts``: 0 is the context, at most 2,048, or half a window."""
+    window = window or min(model.config.max_seq_len, 2048)
+    return {"window": window, "stride": stride or max(window // 2, 1)}
+
+
 def score_texts(
     model: LanguageModel,
-    texts: Iterable[str],
+    texts: Iterable[str | tuple[Sequence[int], Sequence[bool]]],
     *,
     window: int,
     stride: int,
@@ -107,13 +133,13 @@ def score_texts(
     max_tokens: int | None = None,
     on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> TextScore:
-    """How well a model predicts texts, each by itself, in sliding windows of at most ``window`` tokens, its context.
+    """Measure how well a model predicts texts, each by itself, in sliding windows of at most ``window`` tokens.
 
     A text is its tokens behind one BOS (``tokenizer.bos_id``), also where the tokenizer adds none to a prompt: the
-    first token needs something before it. EOS is not scored, empty texts count for nothing, and only the first
-    ``max_tokens`` of all are scored. The rest is as in ``sliding_windows`` and ``token_log_probs``. ``UsageError`` if
-    ``window``, ``stride`` or ``batch_size`` is out of range; ``JllamaError``: the model has no tokenizer, the texts no
-    tokens, or a log-probability is not finite.
+    first token needs something before it. EOS is not scored, and empty texts count for nothing. A conversation is its
+    ids, and which of them are scored. Only the first ``max_tokens`` of all that is scored are. The rest is as in
+    ``sliding_windows`` and ``token_log_probs``. ``UsageError`` if ``window``, ``stride`` or ``batch_size`` is out of
+    range; ``JllamaError``: the model has no tokenizer, nothing is to be scored, or a log-probability is not finite.
     """
     tokenizer, context = model.text_tokenizer, model.config.max_seq_len
     for name, value, most, right in (
@@ -123,22 +149,31 @@ def score_texts(
     ):
         if not 1 <= value <= most:
             raise UsageError(f"{name} is {value}; it must be {right}")
-    rows, counts = [], []
+    rows, counts, masks = [], [], []
     total, text_bytes, token_bytes = 0, 0, tokenizer.token_bytes()
     for text in texts:
-        ids = np.array([tokenizer.bos_id, *tokenizer.encode(text)], np.int32)
-        kept = len(ids) if max_tokens is None else min(len(ids), 1 + max_tokens - total)
-        text_bytes += len(text.encode()) - int(token_bytes[ids[kept:]].sum())
+        if isinstance(text, str):
+            ids = np.array([tokenizer.bos_id, *tokenizer.encode(text)], np.int32)
+            scored = np.arange(len(ids)) > 0
+            text_bytes += len(text.encode())
+        else:
+            ids, scored = map(np.array, text)
+            text_bytes += int(token_bytes[ids[scored]].sum())
+        # What is over max_tokens is cut off.
+        left = len(ids) if max_tokens is None else max_tokens - total
+        kept = int(np.searchsorted(np.cumsum(scored), left, side="right"))
+        text_bytes -= int(token_bytes[ids[kept:]][scored[kept:]].sum())
         for start, end, count in sliding_windows(kept, window, stride):
             rows.append(ids[start:end])
             counts.append(count)
-        total += kept - 1
+            masks.append(scored[end - count : end])
+        total += int(scored[:kept].sum())
         if total == max_tokens:
             break
     if not total:
         raise JllamaError("the texts have no tokens to score: give some that are not empty")
     scores = token_log_probs(model, rows, counts, batch_size=batch_size, on_progress=on_progress)
-    nats = -math.fsum(float(row.log_probs.sum(dtype=np.float64)) for row in scores)
+    nats = -math.fsum(row.log_probs[mask].sum(dtype=np.float64) for row, mask in zip(scores, masks, strict=True))
     if not math.isfinite(nats):
         advice = "the weights hold damaged numbers (jllama verify finds them), or overflow their dtype"
         raise JllamaError(f"the loss is {nats}: {advice}")

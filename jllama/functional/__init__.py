@@ -1,18 +1,36 @@
 """Pure functions on arrays, each with its formula and source; nothing here imports the rest of jllama."""
 
-from jllama.functional.attention import ATTENDED as ATTENDED, ATTENTION as ATTENTION, Mask as Mask
-from jllama.functional.attention import attention as attention
-from jllama.functional.attention import AttentionImplementation as AttentionImplementation, Refused as Refused
-from jllama.functional.attention import cached_attention as cached_attention, choose_attention as choose_attention
-from jllama.functional.attention import masked_softmax as masked_softmax
-from jllama.functional.attention import grouped_query_attention as grouped_query_attention
-from jllama.functional.block import apply_rope as apply_rope, rms_norm as rms_norm
-from jllama.functional.block import rope_tables as rope_tables, swiglu as swiglu
+from jllama.functional.attention import (
+    ATTENDED as ATTENDED,
+    ATTENTION as ATTENTION,
+    Mask as Mask,
+    attention as attention,
+    AttentionImplementation as AttentionImplementation,
+    Refused as Refused,
+    cached_attention as cached_attention,
+    choose_attention as choose_attention,
+    masked_softmax as masked_softmax,
+    grouped_query_attention as grouped_query_attention,
+)
+from jllama.functional.block import (
+    apply_rope as apply_rope,
+    rms_norm as rms_norm,
+    rope_tables as rope_tables,
+    swiglu as swiglu,
+)
 from jllama.functional.linear import DecodeMatrix as DecodeMatrix, decode_matrix as decode_matrix, project as project
 from jllama.functional.loss import linear_cross_entropy as linear_cross_entropy, token_log_probs as token_log_probs
-from jllama.functional.sampling import PENALTIES as PENALTIES, TRUNCATIONS as TRUNCATIONS
-from jllama.functional.sampling import ban as ban, ban_unset as ban_unset, min_p_mask as min_p_mask
-from jllama.functional.sampling import penalize_frequency as penalize_frequency, penalize_presence as penalize_presence
-from jllama.functional.sampling import penalize_repetition as penalize_repetition, sample as sample
-from jllama.functional.sampling import top_k_mask as top_k_mask, top_p_mask as top_p_mask
-from jllama.functional.sampling import truncated_logits as truncated_logits
+from jllama.functional.sampling import (
+    PENALTIES as PENALTIES,
+    TRUNCATIONS as TRUNCATIONS,
+    ban as ban,
+    ban_unset as ban_unset,
+    min_p_mask as min_p_mask,
+    penalize_frequency as penalize_frequency,
+    penalize_presence as penalize_presence,
+    penalize_repetition as penalize_repetition,
+    sample as sample,
+    top_k_mask as top_k_mask,
+    top_p_mask as top_p_mask,
+    truncated_logits as truncated_logits,
+)

@@ -88,8 +88,8 @@ def _grouped(query: Array, key: Array) -> Array:
     return query.reshape(batch, kv_heads, heads // kv_heads, *rest)
 
 
-def _reference(query: Array, key: Array, value: Array, mask: Mask, first: int | Array = 0) -> Array:
-    return grouped_query_attention(query, key, value, mask.dense(query.shape[2], key.shape[2], first))
+def _reference(query: Array, key: Array, value: Array, mask: Mask) -> Array:
+    return grouped_query_attention(query, key, value, mask.dense(query.shape[2], key.shape[2]))
 
 
 def _blocked(query: Array, key: Array, value: Array, mask: Mask) -> Array:
@@ -107,16 +107,13 @@ def _in_blocks_forward(
     query: Array, key: Array, value: Array, mask: Mask, most: int | None = None
 ) -> tuple[Array, tuple[Any, ...]]:
     """The result, and what the backward pass needs: it, the arguments, the logarithm of each sum of exponentials."""
-    parts, wide = [], np.promote_types(query.dtype, np.float32)
+    parts = []
     for first, count, size, kv_seq in _spans(query.shape[3], key.shape[2], mask, most or _BLOCK):
         keys, values = key[:, :, :kv_seq], value[:, :, :kv_seq]
 
         def attend(first: Array, size: int = size, keys: Array = keys, values: Array = values) -> tuple[Array, Array]:
             scores = _block_scores(_block(query, first, size), keys, mask, first)
-            largest = jnp.max(scores, axis=-1, keepdims=True, initial=jnp.finfo(wide).min)
-            weights = jnp.exp(scores - largest)
-            total = jnp.sum(weights, axis=-1, keepdims=True)
-            mixed = jnp.einsum("bkgts,bksh->bkgth", weights.astype(value.dtype), values, preferred_element_type=wide)
+            largest, total, mixed = _partial_softmax(scores, values)
             log_total = jnp.where(total > 0, largest + jnp.log(total), jnp.inf)  # of no keys: all weights are zero
             return (mixed / jnp.where(total > 0, total, 1)).astype(query.dtype), log_total
 
@@ -190,19 +187,28 @@ def _block_scores(query: Array, key: Array, mask: Mask, first: Array) -> Array:
     return jnp.where(mask.dense(query.shape[3], key.shape[2], first)[:, None, None], scores, -jnp.inf)
 
 
-def _xla(query: Array, key: Array, value: Array, mask: Mask) -> Array:
-    """``jax.nn``'s own; what it gives a query that sees no key is made zero."""
-    dense, heads_last = mask.dense(query.shape[2], key.shape[2]), (each.swapaxes(1, 2) for each in (query, key, value))
-    mixed = jax.nn.dot_product_attention(*heads_last, mask=dense[:, None], implementation="xla").swapaxes(1, 2)
-    return jnp.where(dense.any(axis=-1)[:, None, :, None], mixed, 0)
-
-
 class _Softmax(NamedTuple):
     """A softmax under way: the largest score, the sum of exponentials, and what these weigh; ``[..., seq, 1 or h]``."""
 
     largest: Array
     total: Array
     mixed: Array
+
+
+def _partial_softmax(scores: Array, value: Array) -> _Softmax:
+    """The softmax of some scores, minus infinity where a key is not seen, before it is divided by its sum."""
+    largest = jnp.max(scores, axis=-1, keepdims=True, initial=jnp.finfo(scores.dtype).min)
+    weights = jnp.exp(scores - largest)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    mixed = jnp.einsum("bkgts,bksh->bkgth", weights.astype(value.dtype), value, preferred_element_type=scores.dtype)
+    return _Softmax(largest, total, mixed)
+
+
+def _xla(query: Array, key: Array, value: Array, mask: Mask) -> Array:
+    """``jax.nn``'s own; what it gives a query that sees no key is made zero."""
+    dense, heads_last = mask.dense(query.shape[2], key.shape[2]), (each.swapaxes(1, 2) for each in (query, key, value))
+    mixed = jax.nn.dot_product_attention(*heads_last, mask=dense[:, None], implementation="xla").swapaxes(1, 2)
+    return jnp.where(dense.any(axis=-1)[:, None, :, None], mixed, 0)
 
 
 def cached_attention(
@@ -225,11 +231,7 @@ def cached_attention(
 
     def attend(key: Array, value: Array, mask: Array) -> _Softmax:
         scores = jnp.einsum("bkgth,bksh->bkgts", grouped, key, preferred_element_type=accumulator) * head_dim**-0.5
-        scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
-        largest = jnp.max(scores, axis=-1, keepdims=True, initial=jnp.finfo(accumulator).min)
-        weights = jnp.exp(scores - largest)
-        mixed = jnp.einsum("bkgts,bksh->bkgth", weights.astype(value.dtype), value, preferred_element_type=accumulator)
-        return _Softmax(largest, jnp.sum(weights, axis=-1, keepdims=True), mixed)
+        return _partial_softmax(jnp.where(mask[:, None, None], scores, -jnp.inf), value)
 
     def add(index: Array, so_far: _Softmax) -> _Softmax:
         start, size = (row, 0, index * block, 0), (batch, kv_heads, block, head_dim)

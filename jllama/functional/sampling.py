@@ -46,10 +46,10 @@ def penalize_repetition(logits: Logits, seen: Chosen, penalty: Values) -> Logits
 
 def penalize_presence(logits: Logits, counts: Counts, penalty: Values) -> Logits:
     """``logits - penalty * (counts > 0)``, of how often each token was generated. Source: OpenAI's API reference."""
-    return logits.astype(jnp.float32) - penalty[:, None] * (counts > 0).astype(penalty.dtype)
+    return penalize_frequency(logits, counts > 0, penalty)
 
 
-def penalize_frequency(logits: Logits, counts: Counts, penalty: Values) -> Logits:
+def penalize_frequency(logits: Logits, counts: Counts | Chosen, penalty: Values) -> Logits:
     """``logits - penalty * counts``, of how often each token was generated. Source: OpenAI's API reference."""
     return logits.astype(jnp.float32) - penalty[:, None] * counts.astype(penalty.dtype)
 

@@ -37,14 +37,19 @@ class DecodeBatch(NamedTuple):
     allowed: Int32[Array, "batch words"]  # a bit a token: what a grammar lets come next, set before each step
 
 
-def make_batch(model: LanguageModel, prompts: Sequence[Prompt], cache: KVCache, max_len: int) -> DecodeBatch:
-    """The rows of these prompts, whose tokens but the last are in the cache; ids that no token has are banned."""
+def make_batch(
+    model: LanguageModel, prompts: Sequence[Prompt], cache: KVCache, max_len: int, min_stops: int = 1
+) -> DecodeBatch:
+    """The rows of these prompts, whose tokens but the last are in the cache; ids that no token has are banned.
+
+    There is room for the stop ids of each prompt, and for ``min_stops`` at least.
+    """
     config, rows, stops = model.config, len(prompts), [prompt.stop_ids or () for prompt in prompts]
     limits: Any = np.array([prompt.limit(config.max_seq_len) for prompt in prompts], np.int32)
     zeros: Any = np.zeros  # as good as those of JAX, which types do not say
     tokens, log_probs = zeros((rows, max_len), np.int32), zeros((rows, max_len), np.float32)
     counts, seen = zeros((rows, config.vocab_size), np.int32), zeros((rows, config.vocab_size), bool)
-    stop_ids = zeros((rows, -(-max(1, *map(len, stops)) // _STOP_MULTIPLE) * _STOP_MULTIPLE), np.int32) - 1
+    stop_ids = zeros((rows, -(-max(min_stops, *map(len, stops)) // _STOP_MULTIPLE) * _STOP_MULTIPLE), np.int32) - 1
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt.ids)], seen[row, list(prompt.ids)] = prompt.ids, True
         stop_ids[row, : len(stops[row])] = stops[row]

@@ -51,8 +51,9 @@ def prefill(model: LanguageModel, prompts: Sequence[Prompt], prefix: PrefixCache
         rows = [tuple(prompt.ids[:-1]) for prompt in prompts]
         for ids in filter(None, dict.fromkeys(rows)):
             row_cache = _prompt_cache(params, config, ids, cache_len(len(ids), config))
-            for row in (row for row, others in enumerate(rows) if others == ids):
-                cache = _insert(cache, row_cache, row)
+            for row, others in enumerate(rows):
+                if others == ids:
+                    cache = _insert(cache, row_cache, row)
     return _beside(params, make_batch(model, prompts, cache, cache.keys[0].shape[2]))
 
 
@@ -81,8 +82,8 @@ def _prefill(params: DecodeParams, config: LlamaConfig, cache: KVCache | None, t
 @functools.partial(jax.jit, donate_argnames="batch")
 def _insert(batch: KVCache, row_cache: KVCache, row: Any) -> KVCache:
     """Copy a cache of one row into a batch whose rows have at least as much room."""
-    copy = jax.lax.dynamic_update_slice
-    return jax.tree.map(lambda into, values: copy(into, values, (row, *[0] * (into.ndim - 1))), batch, row_cache)
+    copy = jax.lax.dynamic_update_slice_in_dim
+    return jax.tree.map(lambda into, values: copy(into, values, row, axis=0), batch, row_cache)
 
 
 @functools.partial(jax.jit, static_argnames="max_len")

@@ -22,23 +22,28 @@ from jax.experimental.compilation_cache import compilation_cache
 from jllama import cache
 from jllama import functional as F
 from jllama.config import LlamaConfig
-from jllama.files import cache_folder
 from jllama.model import LAYER_CLASSES
 
 _keeps = threading.Event()
 _loading: dict[str, concurrent.futures.Future[Any]] = {}  # by key
+_recorded: list[str] = []  # the key of the record of those that were asked for first, and then their keys
+_RECORDS = "programs_asked"
 _programs: dict[Any, Any] = {}  # by function, static arguments and shapes; None where ``call`` leaves it to JAX
 _ANEW: Any = {"xla_llvm_disable_expensive_passes": False}  # as ever; given, JAX does not take what it has compiled
 
 
-def keep(loads: int = 2) -> None:
-    """From now on ``call`` keeps programs for one CPU; so many that were used last are loaded in threads already."""
+def keep(*task: str) -> None:
+    """From now on ``call`` keeps programs for one CPU.
+
+    Those that the last process with this ``task`` (a command and its model) asked for are loaded in threads already.
+    """
     if jax.default_backend() == "cpu" and cache.most_bytes():
         _keeps.set()
-        with contextlib.suppress(OSError):
-            paths = sorted((cache_folder() / "programs").iterdir(), key=lambda path: -path.stat().st_mtime)
-            threads = concurrent.futures.ThreadPoolExecutor(2)
-            _loading.update({path.name: threads.submit(_loaded, path.name) for path in paths[:loads]})
+        _recorded[:] = [cache.key_of(task)]
+        record = cache.recall(_RECORDS, _recorded[0])
+        keys = [] if record is None else re.findall("[0-9a-f]{64}", record.tobytes().decode("latin-1"))
+        threads = concurrent.futures.ThreadPoolExecutor(2)
+        _loading.update({key: threads.submit(_loaded, key) for key in keys})
 
 
 def call(function: Any, *args: Any) -> Any:
@@ -60,15 +65,25 @@ def call(function: Any, *args: Any) -> Any:
 def _program(function: Any, args: Any, shapes: Any) -> Any:
     """The program that was kept, or that is compiled and kept now."""
     key = cache.key_of(function.__module__, function.__qualname__, shapes, _machine())
+    _record(key)
     if program := _loading.pop(key).result() if key in _loading else _loaded(key):
         return program
-    with contextlib.ExitStack() as after:
-        after.callback(_use_jax_cache, jax.config.values["jax_enable_compilation_cache"])
-        _use_jax_cache(False)  # a program that was loaded from there is written without its machine code
+    was_used = jax.config.values["jax_enable_compilation_cache"]
+    _use_jax_cache(False)  # a program that was loaded from there is written without its machine code
+    try:
         program = function.lower(*args).compile(_ANEW)
+    finally:
+        _use_jax_cache(was_used)
     with contextlib.suppress(Exception):  # whatever JAX cannot write
         cache.keep("programs", key, [np.frombuffer(pickle.dumps(serialize_executable.serialize(program)), np.uint8)])
     return program
+
+
+def _record(key: str) -> None:
+    """Add a program to those, six at most, that the next process with this task loads ahead."""
+    if len(_recorded) < 7:
+        _recorded.append(key)
+        cache.keep(_RECORDS, _recorded[0], [np.frombuffer("".join(_recorded[1:]).encode(), np.uint8)])
 
 
 def _loaded(key: str) -> Any:

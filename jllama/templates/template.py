@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jllama.errors import JllamaError, UsageError
 
@@ -23,9 +23,11 @@ CLOCK_SECONDS = 20.0  # by the clock, whatever else the machine does
 MEMORY_BYTES = 512 * 2**20  # of the whole process, where the system can limit it
 MAX_BYTES = 16_000_000  # of the text in UTF-8: about four million tokens
 
-_lock = threading.Lock()
-_workers: dict[int, subprocess.Popen[bytes]] = {}
-"""The one worker, by the id of the process that started it: a fork of that process needs its own."""
+MAX_WORKERS = 4  # a slow template holds up only those who render when all of them are busy
+
+_free_workers = threading.BoundedSemaphore(MAX_WORKERS)
+_workers: dict[int, list[subprocess.Popen[bytes]]] = {}
+"""The idle workers, by the id of the process that started them: a fork of that process needs its own."""
 
 
 def render(template: str, **variables: Any) -> str:
@@ -33,13 +35,27 @@ def render(template: str, **variables: Any) -> str:
     return render_answers(template, variables)[0]
 
 
-def render_answers(
-    template: str, variables: Mapping[str, Any], answers: Sequence[int] = ()
-) -> tuple[str, list[Any], bool]:
-    """The text that a template makes of ``variables``, spans (start, end) of characters, and whether they are tagged.
+class Rendered(NamedTuple):
+    """What a template makes of messages, and where the answers are in it."""
 
-    They are what is in ``{% generation %}`` tags. Where there are no tags, they are those of the messages ``answers``
-    (by index), empty for one that the template does not write as a part of its own.
+    text: str
+    spans: list[Any]
+    """Of each answer the start and end in characters, what the template writes before it, and whether the template's
+    own text stands at its end, too."""
+
+    is_tagged: bool
+    """Whether the spans are those of ``{% generation %}`` tags."""
+
+    left_out: list[str]
+    """The parts of the conversation that the text would be the same without."""
+
+
+def render_answers(template: str, variables: Mapping[str, Any], answers: Sequence[int] = ()) -> Rendered:
+    """Render a template, and find the messages ``answers`` (by index) in the text.
+
+    Spans are what is in ``{% generation %}`` tags. Where there are no tags, or not all of the assistant's messages are
+    asked for, they are those of the answers, empty for one that the template does not write as a part of its own.
+    Without answers, ``left_out`` is not looked for.
 
     Raises ``UsageError`` for a variable that JSON cannot hold, and ``JllamaError`` where the template is not Jinja,
     refuses (``raise_exception``), fails, reaches for what it must not, or goes beyond the limits above.
@@ -48,10 +64,10 @@ def render_answers(
         request = json.dumps([template, variables, [*answers], SECONDS]).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"a chat template takes text, numbers, lists and objects, as JSON does: {error}") from error
-    with _lock:
+    with _free_workers:
         reply = _ask(request)
     if "text" in reply:
-        return reply["text"], reply["spans"], reply["tagged"]
+        return Rendered(**reply)
     said = f"refuses these messages: {reply['refused']}" if "refused" in reply else reply["error"]
     line = "".join(char if char.isprintable() else " " for char in said[:1000])  # the template may have written it
     remedy = "" if "refused" in reply else "; give another template"
@@ -59,18 +75,9 @@ def render_answers(
 
 
 def _ask(request: bytes) -> dict[str, Any]:
-    """The worker's reply. One that gives none is ended: the next call starts another."""
-    worker = _workers.get(os.getpid())
-    if worker is None or worker.poll() is not None:
-        _stop()
-        # It imports the standard library and jinja2 alone. Its session is its own: Ctrl-C means the parent.
-        specs = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
-        folders = [str(Path(spec.origin).parents[1]) for spec in specs if spec is not None and spec.origin]
-        script = Path(__file__).with_name("template_worker.py")
-        program = [sys.executable, "-I", "-S", str(script), str(MEMORY_BYTES), *folders]
-        pipe, null = subprocess.PIPE, subprocess.DEVNULL
-        worker = subprocess.Popen(program, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True)
-        _workers[os.getpid()] = worker
+    """The reply of an idle worker, or of a new one. A worker that gives no reply is ended."""
+    idle = _workers.setdefault(os.getpid(), [])
+    worker = _take(idle)
     assert worker.stdin is not None and worker.stdout is not None  # noqa: PT018
     clock, reply = threading.Timer(CLOCK_SECONDS, worker.kill), {}
     clock.start()
@@ -87,13 +94,41 @@ def _ask(request: bytes) -> dict[str, Any]:
         return {"error": f"was stopped: it takes too much time or memory (over {limits}); perhaps it loops without end"}
     finally:
         clock.cancel()
-        if not reply:
-            _stop()
+        if reply:
+            idle.append(worker)
+        else:
+            _end(worker)
+
+
+def _take(idle: list[subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+    """The last idle worker that lives, or a new one."""
+    while True:
+        try:
+            worker = idle.pop()
+        except IndexError:
+            return _start()
+        if worker.poll() is None:
+            return worker
+        _end(worker)
+
+
+def _start() -> subprocess.Popen[bytes]:
+    """A new worker, which imports the standard library and jinja2 alone. Ctrl-C means the parent, not its session."""
+    specs = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
+    folders = [str(Path(spec.origin).parents[1]) for spec in specs if spec is not None and spec.origin]
+    script = Path(__file__).with_name("template_worker.py")
+    program = [sys.executable, "-I", "-S", str(script), str(MEMORY_BYTES), *folders]
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    return subprocess.Popen(program, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True)
+
+
+def _end(worker: subprocess.Popen[bytes]) -> None:
+    worker.kill()
+    with contextlib.suppress(OSError):  # what it was never given is still to be flushed
+        worker.__exit__(None, None, None)
 
 
 @atexit.register
 def _stop() -> None:
-    if worker := _workers.pop(os.getpid(), None):
-        worker.kill()
-        with contextlib.suppress(OSError):  # what it was never given is still to be flushed
-            worker.__exit__(None, None, None)
+    for worker in _workers.pop(os.getpid(), []):
+        _end(worker)

@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import functools
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -27,6 +28,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 class _Environment(ImmutableSandboxedEnvironment):
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
         raise SecurityError(f"it reaches for {attribute!r} of a {type(obj).__name__}")
+
+
+class _Arguments(dict[str, Any]):
+    """The arguments of a call: an object, and its JSON for templates that add it to a text."""
+
+    def __radd__(self, text: str) -> str:
+        return text + json.dumps(self, ensure_ascii=False)
+
+
+def _with_arguments(fields: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(fields.get("arguments"), dict):
+        fields["arguments"] = _Arguments(fields["arguments"])
+    return fields
 
 
 class _Generation(jinja2.ext.Extension):
@@ -66,30 +80,85 @@ def _render(template: str, variables: dict[str, Any]) -> str:
     return "".join(parts)
 
 
-def _answer_spans(text: str, template: str, variables: dict[str, Any], answers: list[int]) -> Iterator[Any]:
-    """Where each of the messages ``answers`` stands: what changes with it, and white space before that; or nowhere."""
+def _attempt(template: str, variables: dict[str, Any], **others: Any) -> str:
+    """The text with other variables, or none where the template refuses them."""
+    with contextlib.suppress(jinja2.TemplateError, AttributeError, LookupError, TypeError, ValueError):
+        return _render(template, variables | others)
+    return ""
 
-    def attempt(messages: list[Any], prompt: bool) -> str:
-        with contextlib.suppress(jinja2.TemplateError):
-            return _render(template, variables | {"messages": messages, "add_generation_prompt": prompt})
-        return ""
 
-    mark = next(char for char in map(chr, range(0x2600, sys.maxunicode)) if char not in text)
+def _answer_spans(
+    text: str, mark: str, messages: list[Any], answers: list[int], attempt: Callable[..., str]
+) -> Iterator[Any]:
+    """Find where each of the messages ``answers`` stands in the text, and what the template writes before it.
+
+    That is what changes with the answer, and white space before that; nowhere if it is no part of its own. ``mark`` is
+    a character that is not in the text.
+    """
     for index in answers:
-        earlier, (answer, *later) = variables["messages"][:index], variables["messages"][index:]
-        asked, other = attempt(earlier, True), {"role": answer["role"], "content": mark}
-        before, found, after = attempt([*earlier, other, *later], False).partition(mark)
+        earlier, (answer, *later) = messages[:index], messages[index:]
+        other = {"role": answer["role"], "content": mark}
+        before, found, after = attempt(messages=[*earlier, other, *later]).partition(mark)
         is_apart = found and text.startswith(before) and text[len(before) :].endswith(after)
-        start = asked if before.startswith(asked) and not before[len(asked) :].strip() else before
-        yield (len(start), len(text) - len(after)) if is_apart else (len(text), len(text))
+        is_open = not is_apart and "tool_calls" in answer
+        if is_open:
+            # A result may be refused where its call is gone: find the beginning without the results, and the end by
+            # what stays the same when all calls are others. More of the template's own text may stand before the end.
+            rest = later
+            while rest and rest[0]["role"] != "user":
+                rest = rest[1:]
+            before, begins, _ = attempt(messages=[*earlier, other, *rest]).partition(mark)
+            common = os.path.commonprefix([before, text])  # noqa: RUF071 - of texts
+            before = before if before[len(common) :].strip() else common
+            calls = [call | {"function": {"name": mark, "arguments": {mark: 0}}} for call in answer["tool_calls"]]
+            changed = attempt(messages=[*earlier, answer | {"tool_calls": calls}, *later])
+            after = os.path.commonprefix([changed[::-1], text[::-1]])[::-1]  # noqa: RUF071
+            is_apart = begins and mark in changed and text.startswith(before)
+        asked = attempt(messages=earlier, add_generation_prompt=True)
+        written = before[len(asked) :].strip() if before.startswith(asked) else ""
+        start = asked if before.startswith(asked) and not written else before
+        if is_apart:
+            yield len(start), len(text) - len(after), written, is_open
+        else:
+            yield len(text), len(text), "", False
+
+
+def _left_out(
+    text: str, mark: str, variables: dict[str, Any], answers: list[int], attempt: Callable[..., str]
+) -> Iterator[str]:
+    """Name the parts of a conversation that make no difference to the text; ``answers`` are looked at elsewhere."""
+    messages = variables["messages"]
+    if variables["tools"] and attempt(tools=None) == text:
+        yield "the tools"
+    for number, message in enumerate(messages):
+        part = f"message {number}"
+        other = message | {"content": mark}
+        if message.get("tool_calls"):
+            part = f"the tool_calls of message {number}"
+            other = {name: value for name, value in message.items() if name != "tool_calls"}
+        elif number in answers:
+            continue
+        if attempt(messages=[*messages[:number], other, *messages[number + 1 :]]) == text:
+            yield part
 
 
 def _reply(template: str, variables: dict[str, Any], answers: list[int]) -> dict[str, Any]:
-    """The ``text`` and its ``spans``, ``tagged`` or of ``answers``; or ``refused`` or ``error``, why there is none."""
+    """The ``text`` and its ``spans``, of tags or of ``answers``; or ``refused`` or ``error``, why there is none.
+
+    With ``answers``, ``left_out`` names the parts of the conversation that are not in the text.
+    """
     try:
         text, tagged = _render(template, variables), _Generation.spans
-        spans = tagged or [*_answer_spans(text, template, variables, answers)]
-        return {"text": text, "spans": spans, "tagged": bool(tagged)}
+        left_out = []
+        if answers and len(answers) < sum(message["role"] == "assistant" for message in variables["messages"]):
+            tagged = []  # nothing tells whose they are
+        spans = [(*span, "", False) for span in tagged]
+        if answers:
+            attempt = functools.partial(_attempt, template, variables)
+            mark = next(char for char in map(chr, range(0x2600, sys.maxunicode)) if char not in text)
+            spans = spans or [*_answer_spans(text, mark, variables["messages"], answers, attempt)]
+            left_out = [*_left_out(text, mark, variables, answers, attempt)]
+        return {"text": text, "spans": spans, "is_tagged": bool(tagged), "left_out": left_out}
     except jinja2.TemplateSyntaxError as error:
         return {"error": f"is not Jinja: {error.message} in line {error.lineno}"}
     except SecurityError as error:
@@ -112,7 +181,7 @@ if __name__ == "__main__":
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # what the timer sends: the end of the process
         resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
     for line in sys.stdin.buffer:
-        template, variables, answers, seconds = json.loads(line)
+        template, variables, answers, seconds = json.loads(line, object_hook=_with_arguments)
         set_timer(getattr(signal, "ITIMER_PROF", 0), seconds)  # of processor time
         reply = json.dumps(_reply(template, variables, answers), ensure_ascii=False)
         set_timer(getattr(signal, "ITIMER_PROF", 0), 0)

@@ -99,13 +99,15 @@ def verify_checkpoint(
     logits_error = worst_error(run.own_logits, run.logits)
     divergent = [index for index, error in enumerate(run.layer_errors) if not error < TOLERANCE]
     problems += run.damage
-    differs = "not the float64 oracle's{}: relative error {:.1e}, tolerance " + f"{TOLERANCE:.0e}"
-    if divergent:
-        told = differs.format(f", first of layers/{divergent[0]}", run.layer_errors[divergent[0]])
-        problems.append(f"the output of {len(divergent)} of {config.num_layers} layers is {told}")
+    first = divergent[0] if divergent else None
+    if first is not None:
+        layers = f"{len(divergent)} of {config.num_layers} layers is not the float64 oracle's, first of layers/{first}"
+        error = run.layer_errors[first]
+        problems.append(f"the output of {layers}: relative error {error:.1e}, tolerance {TOLERANCE:.0e}")
     if not logits_error < TOLERANCE:
         alone = "" if divergent else "; every layer by itself is right, so these weights amplify float32's rounding"
-        problems.append(f"the logits are {differs.format('', logits_error)}{alone}")
+        error = f"relative error {logits_error:.1e}, tolerance {TOLERANCE:.0e}"
+        problems.append(f"the logits are not the float64 oracle's: {error}{alone}")
 
     perplexity = bits_per_byte = None
     targets = np.asarray(tokens[1:], np.int64)
@@ -114,10 +116,22 @@ def verify_checkpoint(
         perplexity, bits_per_byte = score.perplexity, score.bits_per_byte
     elif tokenizer:
         findings.append(f"of the text's {len(tokens)} tokens none can be predicted: give a longer text")
-    model, sizes = (str(path), config, nearest_preset(config)), (count_parameters(config), len(tokens))
-    errors = run.layer_errors, divergent[0] if divergent else None, logits_error, TOLERANCE
-    told = findings, problems, run.fingerprint
-    return CheckpointResult(*model, *told, *sizes, *errors, perplexity, bits_per_byte)
+    return CheckpointResult(
+        str(path),
+        config,
+        nearest_preset(config),
+        findings,
+        problems,
+        run.fingerprint,
+        count_parameters(config),
+        len(tokens),
+        run.layer_errors,
+        first,
+        logits_error,
+        TOLERANCE,
+        perplexity,
+        bits_per_byte,
+    )
 
 
 def checkpoint_lines(result: CheckpointResult, seconds: float) -> Iterator[str]:

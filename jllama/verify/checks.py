@@ -14,6 +14,7 @@ from rich.console import RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+import jllama
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.functional import Refused
@@ -142,8 +143,7 @@ def _grid(cells: dict[tuple[str, str], Check], width: int) -> Iterator[Table]:
     fitting = max((width - label) // _CELL_WIDTH, 1)
     for first in range(0, len(columns), fitting):
         part = columns[first : first + fitting]
-        options = {"justify": "right", "width": _CELL_WIDTH - 1, "vertical": "bottom"}
-        headers = (Column(column, **options) for column in part)
+        headers = (Column(column, justify="right", width=_CELL_WIDTH - 1, vertical="bottom") for column in part)
         table = Table(Column(width=label - 1, no_wrap=True), *headers, box=None, padding=(0, 0, 0, 1), pad_edge=False)
         for row in rows:
             table.add_row(row, *(_cell(cells.get((row, column))) for column in part))
@@ -168,7 +168,8 @@ def matrix_json(checks: Sequence[Check]) -> dict[str, Any]:
 def results_json(passed: bool, **results: Any) -> dict[str, Any]:
     """Results, and the device, Python and packages that the checks ran on; null for numbers that JSON cannot hold."""
     device = jax.devices()[0]
-    packages = ("jllama", "jax", "jaxlib", "flax", "numpy", "gguf", "orbax-checkpoint")
+    packages = ("jax", "jaxlib", "flax", "numpy", "gguf", "orbax-checkpoint")
     machine = {"device": f"{device.platform} {device.device_kind}", "python": platform.python_version()}
+    machine["jllama"] = jllama.__version__  # which need not be installed
     machine |= {name: importlib.metadata.version(name) for name in packages}
     return json.loads(json.dumps({"passed": passed, "machine": machine} | results), parse_constant=lambda _: None)

@@ -32,6 +32,7 @@ from jllama.verify.reference_writers import FORMAT_WRITERS
 SEQ = 512
 FAR = (9_000, 100_000)  # positions past the original context of RoPE, and far past it
 _CHUNK = 16
+Tokens = Int[np.ndarray, "rows seq"]
 
 
 class Implementation(NamedTuple):
@@ -105,7 +106,7 @@ VARIANTS: dict[str, LlamaConfig] = {
 }  # released Llamas made small, with every field that can go wrong left as it is
 
 
-def tokens_and_positions(config: LlamaConfig) -> tuple[Int[np.ndarray, "rows seq"], Int[np.ndarray, "rows seq"]]:
+def tokens_and_positions(config: LlamaConfig) -> tuple[Tokens, Tokens]:
     """Rows of random tokens, and their positions.
 
     The first row is at 0 to 511. Half of each other row is at the start and half around a position of ``FAR`` that the

@@ -24,7 +24,7 @@ from jllama.sharding import BATCH, MeshConfig, make_mesh, state_sharding
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
 from jllama.training.step import Training, TrainState, compile_training
 from jllama.verify.checks import TOLERANCE, Check, random_params, relative_error, worst_error
-from jllama.verify.conformance import Implementation, small
+from jllama.verify.conformance import Implementation, Tokens, small
 
 CLOSE = 1e-6  # relative error of float32 sums that are taken in nearly the same order
 BFLOAT16_TOLERANCE = 3e-2  # of logits: a rounding is off by up to 2e-3, the dozen of two blocks by about 1e-2
@@ -33,14 +33,19 @@ DTYPES = ((jnp.float32, "", TOLERANCE), (jnp.bfloat16, " in bfloat16", 1e-2))
 SEQ, LONG, FAR = 24, 300, 100_000
 CONFIG = small("llama3.2-1b", 8, 2, vocab_size=96, embed_dim=128, mlp_dim=160, max_seq_len=512, tie_embeddings=False)
 """The model that the command runs, on ``SEQ`` rows of ``SEQ`` tokens or two of ``LONG``, three blocks of attention."""
-MESHES = {"data=8": MeshConfig(), "fsdp=8": MeshConfig(1, 8, 1), "data=2 fsdp=2 tensor=2": MeshConfig(2, 2, 2)}
-MESHES |= {"fsdp=2 tensor=2 sequence=2": MeshConfig(1, 2, 2, 2)}  # how eight devices share the work
+MESHES = {
+    "data=8": MeshConfig(),
+    "fsdp=8": MeshConfig(1, 8, 1),
+    "data=2 fsdp=2 tensor=2": MeshConfig(2, 2, 2),
+    "fsdp=2 tensor=2 sequence=2": MeshConfig(1, 2, 2, 2),
+}  # how eight devices share the work
 HEADS, HEAD_DIM, KV_HEADS = 8, 64, (8, 2, 1)  # multi-head, grouped-query and multi-query attention
 
 Attention = Callable[[Array, Array, Array, F.Mask], Array]
 """``(query, key, value, mask) -> mixed``, shaped as in ``functional.attention``."""
 Dense = Bool[np.ndarray, "rows seq kv_seq"]
-Chunks = Iterable[tuple[int, Int[np.ndarray, "rows"] | int]]
+Lengths = Int[np.ndarray, "rows"]
+Chunks = Iterable[tuple[int, Lengths | int]]
 """The width of each chunk of tokens, and how many of them are fed to each row, if that many are left."""
 
 
@@ -50,7 +55,7 @@ class Case(NamedTuple):
     implementation: Implementation
     config: LlamaConfig
     params: Params
-    tokens: Int[np.ndarray, "rows seq"]
+    tokens: Tokens
 
     def forward(self, *where: Int[np.ndarray, "_ seq"] | None, **options: Any) -> Float[np.ndarray, "rows seq vocab"]:
         """Logits of one pass in the decoding layout, which runs without a compiler too; arguments as in ``hidden``."""
@@ -110,14 +115,14 @@ def cache_error(case: Case, chunks: Chunks) -> float:
     return worst_error(_fed(case, chunks), case.forward())
 
 
-def ragged_error(case: Case, lengths: Int[np.ndarray, "rows"]) -> float:
+def ragged_error(case: Case, lengths: Lengths) -> float:
     """Rows of several lengths prefilled together and continued by a token each, against one forward of each alone."""
     together = _prompted(case, lengths)
     alone = (case._replace(tokens=row[None]).forward()[0] for row in case.tokens)
     return worst_error(together, [logits[: len(row)] for logits, row in zip(alone, together, strict=True)])
 
 
-def padding_error(case: Case, lengths: Int[np.ndarray, "rows"]) -> float:
+def padding_error(case: Case, lengths: Lengths) -> float:
     """A ragged batch with other padding and unused slots, and its first row with other, full mates: exactly equal."""
     plain, padded = _prompted(case, lengths), _prompted(case, lengths, seed=1)
     mates, full = (case.tokens + 1) % case.config.vocab_size, np.full_like(lengths, case.tokens.shape[1])
@@ -125,7 +130,7 @@ def padding_error(case: Case, lengths: Int[np.ndarray, "rows"]) -> float:
     return worst_error([*padded, _prompted(case._replace(tokens=mates), full)[0]], [*plain, plain[0]])
 
 
-def _prompted(case: Case, lengths: Int[np.ndarray, "rows"], seed: int = 0) -> list[Float[np.ndarray, "_ vocab"]]:
+def _prompted(case: Case, lengths: Lengths, seed: int = 0) -> list[Float[np.ndarray, "_ vocab"]]:
     """Each row's logits for its first ``lengths[b]`` tokens, prefilled, and for the next one, decoded."""
     logits = _fed(case, [(case.tokens.shape[1], lengths), (1, 1)], seed)
     return [row[: length + 1] for row, length in zip(logits, lengths, strict=True)]
@@ -152,7 +157,7 @@ def _fed(case: Case, chunks: Chunks, seed: int = 0) -> Float[np.ndarray, "rows s
     return logits
 
 
-def packed_error(case: Case, segments: Int[np.ndarray, "rows seq"]) -> float:
+def packed_error(case: Case, segments: Tokens) -> float:
     """Documents packed in rows, each a run of one number in ``segments``, against each at the start of a row."""
     packed, errors = case.forward(segments), []
     for number in np.unique(segments):
@@ -165,7 +170,7 @@ def packed_error(case: Case, segments: Int[np.ndarray, "rows seq"]) -> float:
     return float(np.max(errors))
 
 
-def choice_error(case: Case, segments: Int[np.ndarray, "rows seq"], attention: str) -> float:
+def choice_error(case: Case, segments: Tokens, attention: str) -> float:
     """Packed documents by an attention implementation, against the reference."""
     return worst_error(*(case.forward(segments, attention=name) for name in (attention, "reference")))
 
@@ -176,7 +181,7 @@ def layouts_error(case: Case) -> float:
     return relative_error(scanned, case.forward())
 
 
-def bfloat16_error(case: Case, positions: Int[np.ndarray, "rows seq"]) -> float:
+def bfloat16_error(case: Case, positions: Tokens) -> float:
     """Logits from weights rounded to bfloat16, and so activations in bfloat16, against those from the weights."""
     rounded = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), case.params)
     return worst_error(*(each.forward(None, positions) for each in (case._replace(params=rounded), case)))

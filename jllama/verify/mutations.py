@@ -21,6 +21,8 @@ from jllama.parameters import Params
 from jllama.verify.checks import Check, random_params
 from jllama.verify.conformance import VARIANTS, cached_error, implementation_of, weights, whole_error
 
+Model = tuple[LlamaConfig, Params]  # an architecture and its parameters in the training layout
+
 
 def model_with(**wrong: Any) -> types.ModuleType:
     """A copy of ``jllama.model`` with some pure functions replaced, its layers not compiled: that would take longer."""
@@ -38,13 +40,13 @@ class Mutation(NamedTuple):
     """
 
     name: str  # of the matrix's column
-    misread: Callable[[LlamaConfig, Params], tuple[LlamaConfig, Params]] = lambda config, params: (config, params)
+    misread: Callable[[LlamaConfig, Params], Model] = lambda config, params: (config, params)
     model: types.ModuleType = model_with()  # of ``jllama.model``, wrong or not
     applies: Callable[[LlamaConfig], bool] = lambda _: True  # whether it changes a model's logits
 
 
 def _wrong_field(name: str, field: str, change: Callable[[Any], Any]) -> Mutation:
-    def misread(config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Params]:
+    def misread(config: LlamaConfig, params: Params) -> Model:
         return dataclasses.replace(config, **{field: change(getattr(config, field))}), params
 
     return Mutation(name, misread, applies=lambda config: misread(config, {})[0] != config)
@@ -60,12 +62,12 @@ def _keys_divide_as_queries(config: LlamaConfig) -> bool:
     return config.num_kv_heads < config.num_heads and rows % (2 * config.num_heads) == 0
 
 
-def _not_permuted(config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Params]:
+def _not_permuted(config: LlamaConfig, params: Params) -> Model:
     layers = params["layers"]
     return config, params | {"layers": layers | {name: interleaved(layers[name]) for name in ("wq", "wk")}}
 
 
-def _keys_permuted_as_queries(config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Params]:
+def _keys_permuted_as_queries(config: LlamaConfig, params: Params) -> Model:
     """Put keys in half-split order as if there were as many heads of them as of queries, where they divide so."""
     keys = params["layers"]["wk"]
     in_heads = interleaved(keys).reshape(*keys.shape[:2], config.num_heads, -1, 2)
@@ -113,7 +115,7 @@ def _cache_one_on() -> types.ModuleType:
     return model
 
 
-def _untied(config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Params]:
+def _untied(config: LlamaConfig, params: Params) -> Model:
     """Take a tied head for a separate one, which the file does not have."""
     separate = dataclasses.replace(config, tie_embeddings=False)
     return separate, {"lm_head": random_params(separate, 1)["lm_head"]} | params

@@ -133,12 +133,23 @@ def meta_params(config: LlamaConfig) -> dict[str, Any]:
     The MLP's width is ``int(2 * 4 * dim / 3) * ffn_dim_multiplier``, up to a multiple of ``multiple_of``: of itself.
     """
     width = int(2 * 4 * config.embed_dim / 3)
-    fields = {"dim": config.embed_dim, "n_layers": config.num_layers, "n_heads": config.num_heads}
-    fields |= {"vocab_size": config.vocab_size, "norm_eps": config.norm_eps, "multiple_of": config.mlp_dim}
-    fields |= {"ffn_dim_multiplier": (config.mlp_dim + 0.5) / width} if width > config.mlp_dim else {}
-    fields |= {"n_kv_heads": config.num_kv_heads} if config.num_kv_heads != config.num_heads else {}
-    fields |= {"rope_theta": config.rope_theta} if config.rope_theta != 10_000 else {}
-    return fields | ({"use_scaled_rope": True} if config.rope_scaling else {})
+    fields = {
+        "dim": config.embed_dim,
+        "n_layers": config.num_layers,
+        "n_heads": config.num_heads,
+        "vocab_size": config.vocab_size,
+        "norm_eps": config.norm_eps,
+        "multiple_of": config.mlp_dim,
+    }
+    if width > config.mlp_dim:
+        fields["ffn_dim_multiplier"] = (config.mlp_dim + 0.5) / width
+    if config.num_kv_heads != config.num_heads:
+        fields["n_kv_heads"] = config.num_kv_heads
+    if config.rope_theta != 10_000:
+        fields["rope_theta"] = config.rope_theta
+    if config.rope_scaling:
+        fields["use_scaled_rope"] = True
+    return fields
 
 
 def _write_meta(path: Path, config: LlamaConfig, params: Params, count: int) -> None:
@@ -190,7 +201,8 @@ def _write_hugging_face(path: Path, config: LlamaConfig, params: Params, version
     names = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow", "attention_factor")}
     if scaling and scaling.type in names:
         rope["original_max_position_embeddings"] = scaling.original_max_seq_len
-        rope |= {} if _is_papers_yarn(scaling) else {name: getattr(scaling, name) for name in names[scaling.type]}
+        if not _is_papers_yarn(scaling):
+            rope |= {name: getattr(scaling, name) for name in names[scaling.type]}
     fields = {name: getattr(config, field) for field, (name, _) in _FIELDS.items()}
     fields |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
     fields["tie_word_embeddings"] = config.tie_embeddings

@@ -3,7 +3,9 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
+import safetensors.numpy
 import yaml
 
 from jllama.commands import cli
@@ -331,3 +333,33 @@ def test_for_real(workshop):
         assert (done.code, done.out) == (code, "")
         assert done.err.startswith("error: ")
         assert done.err.count("\n") == 1
+
+
+ESCAPE = "\x1b[2J\x1b]0;title\x07"
+
+
+def test_no_escape_code_reaches_the_terminal(place, fails, small_run):
+    """Of a folder's name, or of a key in a file."""
+    (place / "rows.jsonl").write_text(json.dumps({ESCAPE: "text"}) + "\n")
+    shutil.copytree(small_run.folder, place / ESCAPE.replace("/", ""))
+    (place / ESCAPE / "config.yaml").unlink()
+    for arguments in (
+        ("report", place / ESCAPE),
+        ("sample", "--checkpoint", place / ESCAPE),
+        ("train", place / "good.yaml", f"--{ESCAPE}", "1"),
+        ("train", place / "good.yaml", "--data.path", place / "rows.jsonl"),
+        ("convert", place / ESCAPE / "metrics.jsonl" / "x", place / "out.gguf"),
+    ):
+        _, message = fails(*arguments)
+        assert message.isprintable(), message
+    _, message = fails("report", place / ESCAPE)
+    assert "\\x1b[2J" in message
+
+
+def test_a_name_of_100_000_characters_is_cut(tmp_path, fails):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    tensors = {"n" * 100_000: np.zeros(1, np.int64)}
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    _, message = fails("sample", "--checkpoint", tmp_path)
+    assert len(message) < 2000
+    assert f"{'n' * 50}..." in message

@@ -36,6 +36,11 @@ from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 CONTEXT = 128
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
 SHORT = ["--max_new_tokens", "6"]
+OWN_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that its Ctrl-C is a signal, in one step with what the terminal forgets then
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 def save_model(folder, params, max_seq_len=CONTEXT):
@@ -366,18 +371,26 @@ def test_a_paste_is_one_turn_where_nothing_marks_it(monkeypatch, capfd):
         assert next(said) == "four"
 
 
+def test_a_sample_that_ends_at_once_names_chat(monotone, capfd):
+    (letter,) = BytesTokenizer().encode("a")
+    assert cli.run("sample", [str(monotone), "--prompt", "hello", "--max_new_tokens", "2"]) == 0
+    assert capfd.readouterr() == ("helloaa\n", f"{monotone}\n")
+    assert cli.run("sample", [str(monotone), "--prompt", "hello", "-n", "2", "--stop_ids", f"[{letter}]"]) == 0
+    told = "a text ended at once: the model was trained to answer messages, so talk with it: jllama chat"
+    assert capfd.readouterr().err == f"{monotone}\n{told} {monotone}\n"
+
+
 def test_at_a_terminal(monotone, tmp_path):
     """In a process of its own: Ctrl-C in an answer, a paste, earlier lines, Ctrl-D; what is waited for is said."""
     (tmp_path / "chat_history").write_text("earlier\n")
     environment = os.environ | {
         "JLLAMA_CACHE": str(tmp_path),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
         "TERM": "xterm-256color",
     }
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "jllama", "chat", str(monotone), "--max_new_tokens", "0"],
+        [sys.executable, "-c", OWN_TERMINAL, sys.executable, "-m", "jllama", "chat", monotone, "--max_new_tokens", "0"],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
@@ -389,7 +402,7 @@ def test_at_a_terminal(monotone, tmp_path):
 
     def until(wanted):
         nonlocal shown
-        end = time.monotonic() + 60
+        end = time.monotonic() + 600
         while wanted not in shown:
             assert select.select([ours], [], [], max(end - time.monotonic(), 0))[0], shown
             shown += os.read(ours, 4096)
@@ -403,7 +416,6 @@ def test_at_a_terminal(monotone, tmp_path):
     def stop_answer():
         until(b"aaaa")
         os.write(ours, b"typed meanwhile\x03")
-        process.send_signal(signal.SIGINT)  # the terminal would, if it were the process's own
         assert set(until(b"\x1b[2m")) <= set(b"a\r\n")  # and no ^C
         until(b"(stopped)")
 
@@ -426,7 +438,7 @@ def test_at_a_terminal(monotone, tmp_path):
         ask(f"/save {tmp_path}/said".encode())
         until(b"(saved ")
         ask(b"\x04")
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=600) == 0
     finally:
         process.kill()
         process.wait()

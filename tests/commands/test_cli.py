@@ -100,16 +100,24 @@ def test_the_version(capsys):
     assert f"jllama {jllama.__version__} (jax {importlib.metadata.version('jax')}" in capsys.readouterr().out
 
 
-def test_ctrl_c_in_a_collection_of_garbage_is_not_lost():
-    """JAX has a callback there, and Python drops what is raised in one."""
-    code = """
-import gc, signal, sys, time, types
+@pytest.mark.parametrize("slow_s", [0, 0.3])
+def test_ctrl_c_in_a_collection_of_garbage_is_not_lost(slow_s):
+    """JAX has a callback there, and Python drops what is raised in one; also where the machine is busy meanwhile."""
+    code = f"""
+import gc, signal, sys, threading, time, types
 from jllama.commands import cli
+start = threading.Timer.start
+threading.Timer.start = lambda timer: (start(timer), time.sleep({slow_s}))
+pressed = []
+def press_once(phase, info):
+    if not pressed:
+        pressed.append(True)
+        signal.raise_signal(signal.SIGINT)
 def work(argv, prog):
-    gc.callbacks.append(lambda phase, info: phase == "start" and signal.raise_signal(signal.SIGINT))
+    gc.callbacks.append(press_once)
     gc.collect()
     gc.callbacks.clear()
-    for _ in range(500):
+    for _ in range(60_000):
         time.sleep(0.01)
     return 0
 sys.modules["jllama.commands.data"] = types.SimpleNamespace(main=work)

@@ -353,15 +353,16 @@ def test_the_format_is_read_off_the_target(place, capsys):
 
 
 SLOWLY = """
-import signal, sys, time
+import itertools, signal, sys, time
 from jllama.checkpoints import safetensors_file
 from jllama.commands import cli
 
 blocks = safetensors_file.blocks
+written = itertools.count()
 
 def slow_blocks(*arguments):
     for block in blocks(*arguments):
-        time.sleep(1)
+        time.sleep(600 if next(written) else 0)
         yield block
 
 safetensors_file.blocks = slow_blocks
@@ -372,12 +373,12 @@ sys.exit(cli.main(sys.argv[1:]))
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_interrupted_it_leaves_nothing_that_looks_finished(workshop, models, tmp_path, number):
-    """Caught in the middle of its writing, which takes a second a tensor here; then done once more."""
+    """Caught in the middle of its writing, which would take hours here; then done once more."""
     (tmp_path / "out").mkdir()
     target = tmp_path / "out" / "model"
     arguments = ["convert", models / "gguf", target, "--to", "hf"]
     process = workshop.start("-c", SLOWLY, *arguments)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline and not list((tmp_path / "out").rglob("*.safetensors")):
         time.sleep(0.01)
     process.send_signal(number)

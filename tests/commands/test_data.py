@@ -118,6 +118,17 @@ def test_at_a_terminal_there_is_color(place, monkeypatch, capsys):
     assert "⟦" not in out
 
 
+def test_another_template_than_the_checkpoints(place, tmp_path, capsys):
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}")
+    arguments = ["show", str(place / "chat.jsonl"), "--model", str(place / "model"), "--count", "2", "--chat_template"]
+    assert cli.run("data", [*arguments, str(tmp_path / "mine.jinja")]) == 0
+    assert "user: Where?assistant: ⟦In a lighthouse.⟧" in capsys.readouterr().out
+    assert cli.run("data", [*arguments, "chatml"]) == 0
+    assert "<|im_start|>user\nWhere?<|im_end|>" in capsys.readouterr().out
+    assert cli.run("data", [*arguments, "nowhere.jinja"]) == 1
+    assert "the template 'nowhere.jinja' cannot be read: give a file or one of chatml, " in capsys.readouterr().err
+
+
 def answer(shown):
     """The text that counts."""
     return TOKENIZER.decode(list(itertools.compress(shown["tokens"], shown["counted"])))
@@ -139,12 +150,48 @@ def test_every_kind_of_file_and_pairs(place, tmp_path, capsys):
     assert sums["conversations"] == 4
 
 
+def test_pairs_are_numbered_and_what_may_not_be_meant_is_said(place, tmp_path, capsys):
+    pairs = [{"prompt": "Who?", "chosen": "The keeper.", "rejected": "Nobody."}]
+    pairs += [{"prompt": "Why " * 50, "chosen": "", "rejected": "12"}, {"prompt": "q", "chosen": "a", "rejected": "a"}]
+    pairs[1]["chosen"] = [assistant("")]
+    path = write(tmp_path / "c.jsonl", pairs)
+    arguments = ["show", str(path), "--model", str(place / "model"), "--count", "3", "--seq_len", "40"]
+    assert cli.run("data", arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(": ")[0] for line in lines if line.endswith("tokens count")] == [
+        f"pair 1, chosen, {path} line 1",
+        f"pair 1, rejected, {path} line 1",
+        f"pair 2, chosen, {path} line 2",
+    ]
+    said = lines.index(next(line for line in lines if line.startswith("6 conversations in 3 pairs: ")))
+    assert sorted(lines[said + 1 :]) == [
+        "answers that are empty: 1",
+        "left out, as no token to learn is among the first training.seq_len + 1: 1",
+        "pairs of two equal answers: 1",
+    ]
+    assert cli.run("data", [*arguments, "--json"]) == 0
+    chosen, rejected, _, sums = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (chosen["side"], rejected["side"], sums["pairs"]) == ("chosen", "rejected", 3)
+    assert "pairs of two equal answers: 1" in sums["notes"]
+
+
+def test_all_bad_rows_are_named(place, tmp_path, capsys):
+    deep = {"messages": CHATS[0]["messages"], "tools": "[" * 100_000}
+    path = write(tmp_path / "bad.jsonl", [{"messages": [user("a")]}, CHATS[0], deep])
+    assert cli.run("data", ["show", str(path), "--model", str(place / "model"), "--count", "0"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    first, *named = err.splitlines()
+    assert first.startswith("error: 2 rows or files cannot be learned from: data.bad_rows skip")
+    assert [line.removeprefix(f"{path} ")[:8] for line in named] == ["line 1: ", "line 3: "]
+
+
 @pytest.mark.parametrize(
     ("records", "line", "said"),
     [
         ([CHATS[0], {"messages": [user("a")]}], 2, "no message is the assistant's, so there is nothing to learn"),
         ([{"messages": [{"role": "robot", "content": "a"}]}], 1, "message 0 has the role 'robot'; it must be one of"),
-        ([{"messages": [user("a"), assistant(["a"])]}], 1, "message 1 has a content of type list, not text"),
+        ([{"messages": [user("a"), assistant(["a"])]}], 1, "message 1 has a part that is not text: leave out images"),
         ([{"messages": [user("a"), {"role": "assistant"}]}], 1, "message 1 has 'role'; it must have just 'role' and"),
         ([{"messages": []}], 1, "there are no messages: a conversation needs at least one"),
         ([{"message": "a"}], 1, "has message, where "),

@@ -13,6 +13,7 @@ import jllama
 from jllama import oracle
 from jllama.commands import cli
 from jllama.config import LlamaConfig
+from jllama.evaluation.scoring import sliding_windows
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import BytesTokenizer
 from jllama.verify.checks import random_params
@@ -114,7 +115,7 @@ def test_the_table(place, capsys):
         ("model --data missing.txt", 1, "there is no file at --data missing.txt: give a text file, or a .jsonl file"),
         ("model --data .", 1, "there is no file at --data .: give a text file"),
         ("model --data empty.txt", 1, "the texts have no tokens to score"),
-        ("model --data latin.txt", 1, "data.path: byte 0xE9 at offset 3 is not UTF-8 text"),
+        ("model --data latin.txt", 1, "left out: byte 0xE9 at offset 3 is not UTF-8 text"),
         ("model --data bad.jsonl", 1, "bad.jsonl line 2 is not a JSON object: "),
         ("model --data documents.jsonl --text_field body", 1, "line 1 has no field 'body'"),
         ("bare --data text.txt", 1, "bare has no tokenizer: put the one it was trained with beside its weights"),
@@ -140,6 +141,57 @@ def test_mistakes_are_one_sentence(place, monkeypatch, capsys, arguments, code, 
     assert printed.out == ""
     assert printed.err.rpartition("error: ")[2].count("\n") == 1
     assert said in printed.err.rpartition("error: ")[2]
+
+
+CHATS = [
+    {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "The keeper."}]},
+    {"prompt": "How many questions fit into a window of 32 tokens?", "completion": "Füße! " * 12},
+]
+
+
+@pytest.fixture
+def chats(place):
+    """A file of chats, and what of them the oracle makes: log-probabilities of the answers, window by window."""
+    (place / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
+    (place / "template.jinja").write_text(
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    nats, tokens, tokenizer = 0.0, 0, BytesTokenizer()
+    for question, answer in (("Who?", "The keeper."), (CHATS[1]["prompt"], CHATS[1]["completion"])):
+        text, end = f"user: {question}\nassistant: {answer}\n".encode(), len(answer.encode())
+        ids = np.array(tokenizer.encode(text.decode()))
+        is_answer = np.zeros(len(ids), bool)
+        is_answer[len(ids) - 1 - end : len(ids) - 1] = True
+        for start, stop, count in sliding_windows(len(ids), 32, 16):
+            logits = oracle.forward(PARAMS, ids[None, start : stop - 1], CONFIG)[0]
+            mask = is_answer[start + 1 : stop] & (np.arange(stop - start - 1) >= stop - start - 1 - count)
+            nats += oracle.cross_entropy(logits, ids[start + 1 : stop], mask)[0]
+        tokens += int(is_answer.sum())
+    return nats, tokens
+
+
+def test_the_answers_of_chats_are_scored(place, measure, chats):
+    """Through the template that is given, in windows that slide over what is longer than the context."""
+    nats, tokens = chats
+    found = measure("chats.jsonl", "--chat_template", place / "template.jinja")
+    assert (found["tokens"], found["bytes"]) == (tokens, tokens)
+    assert found["loss"] == pytest.approx(nats / tokens, rel=1e-5)
+    first = measure("chats.jsonl", "--chat_template", place / "template.jinja", "--max_tokens", "11")
+    assert (first["tokens"], first["bytes"]) == (11, 11)  # all of the first answer
+
+
+def test_what_cannot_be_scored_of_chats_is_one_sentence(place, chats, capsys):
+    (place / "pairs.jsonl").write_text('{"prompt": "q", "chosen": "a", "rejected": "b"}\n')
+    for arguments, code, said in [
+        (["text.txt", "--chat_template", "chatml"], 2, "--chat_template is for chats, and "),
+        (["chats.jsonl"], 1, "line 1: the model has no chat template: give a prompt and an answer that are texts"),
+        (["pairs.jsonl"], 1, "where messages, or prompt and completion, or text should be"),
+        (["chats.jsonl", "--data.task", "chat"], 2, "there is no option data.task"),
+    ]:
+        data, *others = arguments
+        assert cli.run("eval", [str(place / "model"), "--data", str(place / data), *others]) == code
+        assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_tasks_without_lm_eval(place, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+import io
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import resource
 import shlex
 import shutil
 import signal
+import sys
 import time
 
 import jax
@@ -25,16 +27,19 @@ from jllama.commands import cli
 from jllama.commands.cli import parse
 from jllama.commands.train import read_config
 from jllama.config import LlamaConfig
+from jllama.data.config import DataConfig
 from jllama.errors import UsageError
 from jllama.files import locked
 from jllama.language_model import LanguageModel
 from jllama.model import abstract_params
 from jllama.parameters import count_parameters
+from jllama.presets import preset
 from jllama.tokenizers import BytesTokenizer
 from jllama.training import loop
 from jllama.training.config import LoopConfig, TrainConfig
 from jllama.training.loop import train
 from jllama.training.metrics import Evaluation
+from jllama.training.opening import resolved
 from jllama.training.optimizer import learning_rate_at
 
 STEPS, EPOCH = 20, 6
@@ -50,7 +55,7 @@ def one_error(err):
 
 def wait_for_step(read_run, process, run, step):
     """Until the run has logged a step; its last line may be half written."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline and process.poll() is None:
         path = run / "metrics.jsonl"
         if path.exists() and path.read_text().count('"grad_norm"') >= step:
@@ -270,6 +275,97 @@ def test_what_a_run_cannot_go_on_with_is_refused_with_what_was_and_what_is(works
     assert everything(copied) == before
 
 
+SHORT = ("--training.steps", 2, "--training.eval_every", 2, "--training.sample_tokens", 0)
+
+
+def typed(monkeypatch, text, *, is_terminal=True):
+    """What is typed on the terminal, or comes through a pipe."""
+    stdin = io.StringIO(text)
+    stdin.isatty = lambda: is_terminal
+    monkeypatch.setattr(sys, "stdin", stdin)
+
+
+def test_a_run_is_overwritten_when_its_name_is_typed(workshop, copied, capsys, monkeypatch, read_run):
+    """Nothing of the old one is left, and it is removed when all else has been found in order."""
+    before = everything(copied)
+    typed(monkeypatch, "run\n")
+    assert cli.run("train", options(workshop, copied, "--overwrite", "--data.path", "nowhere", *SHORT)) == 1
+    capsys.readouterr()
+    assert everything(copied) == before
+    typed(monkeypatch, "run\n")
+    assert cli.run("train", options(workshop, copied, "--overwrite", *SHORT)) == 0
+    assert f"{copied} and its checkpoints will be removed. To go on, type its name, run:\n" in capsys.readouterr().err
+    assert read_run.steps(copied) == [2]
+    assert len(read_run.losses(copied)) == 2
+    assert not (copied / "samples.jsonl").read_text()
+    assert not (copied / "config.history.jsonl").exists()
+    written = yaml.safe_load((copied / "config.yaml").read_text())
+    assert (written["overwrite"], written["yes"]) == (False, False)  # asked once, not for good
+
+
+def test_a_run_is_overwritten_without_asking_by_yes(workshop, copied, read_run):
+    assert cli.run("train", options(workshop, copied, "--overwrite", "--yes", *SHORT)) == 0
+    assert read_run.steps(copied) == [2]
+    more = ("--resume", "auto", "--overwrite", "--yes", "--resume_with_changes", "--training.steps", 3)
+    assert cli.run("train", options(workshop, copied, *SHORT, *more)) == 0
+    assert read_run.steps(copied)[-1] == 3  # continued, not removed
+
+
+@pytest.mark.parametrize(("text", "is_terminal"), [("other\n", True), ("", True), ("run\n", False)])
+def test_without_its_name_a_run_stays(workshop, copied, capsys, monkeypatch, text, is_terminal):
+    before = everything(copied)
+    typed(monkeypatch, text, is_terminal=is_terminal)
+    assert cli.run("train", options(workshop, copied, "--overwrite", *SHORT)) == 2
+    said = capsys.readouterr().err.rpartition("error: ")[2]
+    assert said == f"{copied} stays as it is: its name must be typed on a terminal, or --yes be given\n"
+    assert everything(copied) == before
+
+
+def test_only_runs_are_overwritten(workshop, copied, capsys):
+    """A folder with a file that no run writes stays as it is, and so does one with the text to train on."""
+    before = everything(copied)
+    (copied / "thesis.txt").write_text("a year of work " * 100)
+    for changes, what in [([], "holds thesis.txt, more or less than a checkpoint"), (["--data.path", copied], "is ")]:
+        code, message = refused(workshop, copied, capsys, "--overwrite", "--yes", *changes)
+        assert code == 1
+        assert what in message
+    (copied / "thesis.txt").unlink()
+    assert everything(copied) == before
+
+
+def test_a_preset_is_the_architecture(workshop, tmp_path, capsys):
+    """In the run's configuration; where its context is long, windows of 1,024 tokens are the default."""
+    run = tmp_path / "run"
+    arguments = [f"--run_dir={run}", f"--data.path={workshop.data['path']}", f"--data.cache_dir={tmp_path}"]
+    arguments += ["--data.tokenizer=bytes", "--training.steps=1", "--training.sample_tokens=0"]
+    small = ["--preset=stories-260k", "--training.batch_size=2", "--training.seq_len=16"]
+    assert cli.run("train", [*arguments, *small]) == 0
+    config = parse(TrainConfig, ["--config", str(run / "config.yaml")], "train.py")
+    assert config.model == preset("stories-260k")
+    assert cli.run("train", ["--resume", str(run)]) == 0  # it is finished
+    capsys.readouterr()
+    for changes, said in [
+        (
+            ["--preset=llama3.2-1b", "--model.num_layers=2"],
+            "model.num_layers is 2; it must be 16, as in llama3.2-1b, or",
+        ),
+        (["--preset=llama3.2-1c"], "there is no preset llama3.2-1c; did you mean llama3.2-1b?"),
+    ]:
+        assert cli.run("train", [*arguments, f"--run_dir={tmp_path / 'other'}", *changes]) in (1, 2)
+        assert said in one_error(capsys.readouterr().err)
+    assert not (tmp_path / "other").exists()
+    data = DataConfig(workshop.data["path"], tokenizer="bytes", cache_dir=str(tmp_path))
+    config, *_ = resolved(TrainConfig(LlamaConfig(), preset="llama3.2-1b", data=data), None)
+    assert (config.model, config.training.seq_len) == (preset("llama3.2-1b"), 1024)
+
+
+def test_the_short_help_has_the_sizes(capsys):
+    assert cli.run("train", ["--help"]) == 0
+    page = capsys.readouterr().out
+    for name in ("preset", "model.num_layers", "model.embed_dim", "training.batch_size", "training.seq_len"):
+        assert f"--{name} " in page
+
+
 def test_another_corpus_is_refused(workshop, copied, capsys, tmp_path):
     before = everything(copied)
     other = tmp_path / "other.txt"
@@ -304,6 +400,18 @@ def test_a_change_of_the_schedule_is_said_and_asked_for(workshop, copied, capsys
     code, message = refused(workshop, copied, capsys, "--resume", "auto", "--training.dtype", "bfloat16")
     assert (code, message.startswith("error: training.dtype was auto and is bfloat16: ")) == (1, True)
     assert everything(copied) == before
+
+
+def test_a_constant_rate_goes_on_with_more_steps_as_if_it_had_had_them_from_the_start(workshop, tmp_path, read_run):
+    """Its warm-up keeps the steps that it had, though they were a share of fewer steps."""
+    run, steps = tmp_path / "run", ("--training.steps", 6, "--training.eval_every", 6, "--training.sample_tokens", 0)
+    constant = ("--optimizer.schedule", "constant", "--optimizer.warmup_fraction", 0.5)
+    assert cli.run("train", options(workshop, run, *steps, *constant)) == 0
+    more = ("--resume", "auto", "--resume_with_changes", "true", "--training.steps", 12, "--training.eval_every", 12)
+    assert cli.run("train", options(workshop, run, *steps, *constant, *more)) == 0
+    rates = [line["learning_rate"] for line in read_run.lines(run) if "learning_rate" in line]
+    assert rates == pytest.approx([0.01 / 3, 0.02 / 3] + [0.01] * 10)
+    assert yaml.safe_load((run / "config.yaml").read_text())["optimizer"]["warmup_steps"] == 3
 
 
 def test_a_finished_run_goes_on_when_asked_and_keeps_its_history(workshop, copied, capsys, read_run):

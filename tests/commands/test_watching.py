@@ -2,12 +2,14 @@
 
 import contextlib
 import json
+import os
 import re
 import sqlite3
 import struct
 
 import numpy as np
 import pytest
+import yaml
 from tensorboardX.proto.event_pb2 import Event
 
 from jllama import files
@@ -224,6 +226,34 @@ def test_a_page_for_several_runs(workshop, small_run, tmp_path, capsys, monkeypa
         .replace("run_dir: one", f"run_dir: {small_run.folder}")
     )
     assert capsys.readouterr().out == ""
+
+
+def test_a_page_runs_nothing_of_what_a_run_holds(small_run, tmp_path):
+    """Whoever made it: all is escaped, and no script is allowed."""
+    run, attack = tmp_path / "run", "<script>alert(1)</script>"
+    run.mkdir()
+    config = yaml.safe_load((small_run.folder / "config.yaml").read_text())
+    config["training"] |= {"sample_prompt": attack, "questions": [attack]}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    lines = [{"step": 1, "loss": 2.0, "facts": {attack: attack, "devices": attack}}, {"step": attack}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    samples = [{"step": attack, "prompt": prompt, "text": attack} for prompt in ("p", attack)]
+    (run / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
+    assert cli.run("report", [str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;alert(1)") > 5
+    assert "Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline';" in " ".join(page.split())
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "samples.jsonl"])
+def test_a_pipe_in_a_runs_folder_is_no_wait(name, small_run, tmp_path, capsys):
+    for file in ("config.yaml", "metrics.jsonl", "samples.jsonl"):
+        (tmp_path / file).write_bytes((small_run.folder / file).read_bytes())
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    assert cli.run("report", [str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}")
 
 
 def test_folders_that_hold_no_run_are_refused_in_a_sentence(workshop, tmp_path, small_run, capsys):

@@ -22,6 +22,7 @@ from models import FILE, weights
 
 import jllama
 from jllama.checkpoints.registry import open_checkpoint
+from jllama.config import LlamaConfig
 from jllama.data import batches, chats
 from jllama.data.batches import Conversations, chat_batches, chat_validation_batches, rows_an_epoch
 from jllama.data.chats import data_task, prepare_chats, read_records, record_tokens
@@ -29,6 +30,8 @@ from jllama.data.config import DataConfig
 from jllama.data.corpus import corpus_files
 from jllama.errors import JllamaError, UsageError
 from jllama.templates.messages import end_of_turn_ids, find_template
+from jllama.training.config import LoopConfig, TrainConfig
+from jllama.training.opening import resolved
 
 try:
     from compression import zstd
@@ -38,6 +41,7 @@ except ImportError:
 TOKENIZER = trained_smollm(["user and assistant, system, hello!\n" * 3], 300)
 STOP_IDS = end_of_turn_ids(TOKENIZER, ())
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+PROMPTED = CHATML + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 BOS, EOS, END = TOKENIZER.bos_id, TOKENIZER.eos_id, TOKENIZER.special_tokens["<|im_end|>"]
 
 
@@ -407,6 +411,138 @@ def test_tools_reach_the_template(tmp_path):
         assert TOKENIZER.decode(ids).startswith("weather")
 
 
+def test_exactly_the_completion_is_learned(tmp_path):
+    """Not the answers in a prompt; and a prompt stays that recurs in the completion."""
+    prompt = [user("a?"), assistant("earlier"), user("b?")]
+    for answer in ("the end", [assistant("the end")], [*prompt, assistant("the end")]):
+        ((ids, counted),) = tokens_of({"prompt": prompt, "completion": answer}, tmp_path)
+        assert counted == [*TOKENIZER.encode("the end"), END]
+        assert ids == tokens_of({"messages": [*prompt, assistant("the end")]}, tmp_path)[0][0]
+    for asked in ("more", [user("more")]):
+        record = {"prompt": asked, "completion": [assistant("one"), user("more"), assistant("two")]}
+        ((ids, counted),) = tokens_of(record, tmp_path)
+        whole = [user("more"), *record["completion"]]
+        assert (ids, counted) == tokens_of({"messages": whole}, tmp_path)[0]
+
+
+def test_what_both_sides_of_a_pair_begin_with_is_not_learned(tmp_path):
+    prompt = [user("a?"), assistant("earlier"), user("b?")]
+    yes, no = ([*TOKENIZER.encode(text), END] for text in ("yes", "no"))
+    for record in (
+        {"prompt": prompt, "chosen": "yes", "rejected": "no"},
+        {"chosen": [*prompt, assistant("yes")], "rejected": [*prompt, assistant("no")]},
+        {
+            "conversations": prompt,
+            "chosen": {"from": "gpt", "value": "yes"},
+            "rejected": {"from": "gpt", "value": "no"},
+        },
+    ):
+        assert [counted for _, counted in tokens_of(record, tmp_path)] == [yes, no]
+    same = {"chosen": [*prompt, assistant("yes")], "rejected": [*prompt, assistant("yes")]}
+    assert [counted for _, counted in tokens_of(same, tmp_path)] == [yes, yes]
+
+
+OWN = {"messages": [{"role": "system", "content": "Be brief."}, user("q\nmore"), assistant("a")]}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "q\nmore"},
+                           {"from": "gpt", "value": "a"}]},
+        {"conversations": OWN["messages"][1:], "system": "Be brief."},
+        {"instruction": "q", "input": "more", "output": "a", "system": "Be brief.", "text": "no"},
+        {"instruction": "q\nmore", "input": "", "output": "a", "system": "Be brief."},
+        {"messages": [{"role": "developer", "content": "Be brief."},
+                      {"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "text", "text": "more"}],
+                       "name": "Ann"},
+                      {"role": "assistant", "content": "a", "weight": 1, "refusal": None}]},
+    ],
+    ids=["sharegpt", "conversations", "alpaca", "alpaca without input", "openai"],
+)  # fmt: skip
+def test_the_fields_of_others(tmp_path, record):
+    assert tokens_of(record, tmp_path) == tokens_of(OWN, tmp_path)
+    write(tmp_path / "b.jsonl", [record])
+    assert data_task(config(tmp_path / "b.jsonl", text_field="body")) == "chat"
+    ((expected, _),) = tokens_of(record, tmp_path)
+    for name, content in {
+        "array.json": json.dumps([record], indent=1),
+        "array.jsonl": json.dumps([record]),
+        "bom.jsonl": "\ufeff" + json.dumps(record) + "\r\n",
+        "bom.json": "\ufeff " + json.dumps([record]),
+    }.items():
+        (tmp_path / name).write_text(content)
+        (found,) = read_records([tmp_path / name])
+        assert record_tokens(found, TOKENIZER, CHATML, STOP_IDS)[0][0] == expected
+        assert data_task(config(tmp_path / name, text_field="body")) == "chat"
+
+
+def test_a_weight_of_0_is_not_learned(tmp_path):
+    said = [user("a"), assistant("one") | {"weight": 0}, user("b"), assistant("two") | {"weight": 1}]
+    ((_, counted),) = tokens_of({"messages": said}, tmp_path)
+    assert counted == [*TOKENIZER.encode("two"), END]
+    with pytest.raises(JllamaError, match=r"line 1: message 1 has 'role', 'content', 'weight'; it must have just"):
+        tokens_of({"messages": [user("a"), assistant("one") | {"weight": 0.5}]}, tmp_path)
+    with pytest.raises(JllamaError, match=r"line 1: no answer has a weight of 1, so there is nothing to learn"):
+        tokens_of({"messages": said[:2]}, tmp_path)
+
+
+def test_arguments_are_learned_once_encoded(tmp_path):
+    """OpenAI has them as JSON in a string: as that, and as an object, they are the same."""
+    template = "{% for m in messages %}{{ m.role + m.content }}{% for c in m.tool_calls %}{{ c.function | tojson }}"
+    template += "{% endfor %}<|im_end|>{% endfor %}"
+    found = []
+    for arguments in ({"city": "Rome"}, '{"city": "Rome"}'):
+        calls = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+        record = {"messages": [user("q"), {"role": "assistant", "tool_calls": calls}]}
+        found += tokens_of(record, tmp_path, template)
+    assert found[0] == found[1]
+    assert TOKENIZER.decode(found[0][1]) == '{"name": "f", "arguments": {"city": "Rome"}}'
+    for wrong in ("[1]", "{", 3):
+        calls[0]["function"]["arguments"] = wrong
+        with pytest.raises(JllamaError, match=r"line 1: message 1 has tool_calls that are none: each must have"):
+            tokens_of(record, tmp_path, template)
+
+
+# Bad rows, and what is noted
+
+
+def test_all_bad_rows_are_named_or_left_out(tmp_path):
+    path = write(tmp_path / "a.jsonl", [*map(chat, range(30)), *[{"messages": [user("q")]}] * 30])
+    with path.open("a") as file:
+        file.write('{"messages": \n')
+    with pytest.raises(
+        JllamaError, match=r"^31 rows or files cannot be learned from: data.bad_rows skip leaves"
+    ) as caught:
+        prepare(path)
+    first, *named = str(caught.value).split("\n")
+    assert [line.partition(":")[0] for line in named] == [f"{path} line {number}" for number in range(31, 51)]
+    assert not list((tmp_path / ".cache").iterdir())
+    data = prepare(path, bad_rows="skip")
+    assert answers(data) == sorted(f"fine {number}" for number in range(30))
+    assert data.notes[0] == first
+    assert data.notes[1] == named[0]
+    assert prepare(path, bad_rows="skip").notes == data.notes
+
+
+def test_what_may_not_be_meant_is_noted(tmp_path):
+    odd = [
+        {"messages": [user("a"), assistant(" ")]},
+        {"messages": [user("b"), assistant(""), user("c")]},
+        {"messages": [user("long " * 99), assistant("late")]},
+    ]
+    data = prepare(write(tmp_path / "a.jsonl", [*map(chat, range(30)), *odd]), seq_len=60, template=PROMPTED)
+    assert set(data.notes) == {
+        "answers that are empty: 2",
+        "conversations that end without an answer: 1",
+        "left out, as no token to learn is among the first training.seq_len + 1: 1",
+    }
+    pairs = [{"prompt": f"q{number}", "chosen": "yes", "rejected": "no"} for number in range(20)]
+    pairs += [{"prompt": "q", "chosen": "same", "rejected": "same"}]
+    assert prepare(write(tmp_path / "b.jsonl", pairs), template=PROMPTED).notes == ("pairs of two equal answers: 1",)
+    assert prepare(write(tmp_path / "c.jsonl", pairs[:20]), template=PROMPTED).notes == ()
+
+
 # Tokens on disk
 
 
@@ -532,6 +668,16 @@ def test_tokens_are_kept_and_found_again(tmp_path, monkeypatch):
         ('{"messages": [{"role": "assistant", "content": "\\ud83d"}]}', "line 4: the text has the lone surrogate U"),
         ('{"messages": [{"role": "assistant", "content": "x"}], "tools": "{"}', "line 4: Expecting property name"),
         (
+            '{"messages": [{"role": "assistant", "content": "x"}], "tools": "%s"}' % ("[" * 100_000),
+            "line 4: maximum rec",
+        ),
+        (
+            '{"messages": [{"content": "x"}]}',
+            "line 4: message 0 has no role; it must be one of system, user, assistant",
+        ),
+        ('{"conversations": [{"from": "moss", "value": "x"}]}', "line 4: message 0 has the role 'moss'; it must be"),
+        ('{"instruction": 3, "output": "x"}', "line 4: message 0 has a content of type int, not text"),
+        (
             '{"messages": [{"role": "assistant", "content": "x"}]}',
             "line 4: the chat template refuses .*: not you first$",
         ),
@@ -560,7 +706,7 @@ def test_other_bad_input(tmp_path):
         JllamaError, match=r"a.jsonl line 1: the model has no chat template: give a prompt and an answer"
     ):
         prepare(path, template=None)
-    with pytest.raises(JllamaError, match=r"a.jsonl line 1 has messages, where chosen and rejected should be$"):
+    with pytest.raises(JllamaError, match=r"(?m)a.jsonl line 1 has messages, where chosen and rejected should be$"):
         prepare(path, task="preference")
     pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
     with pytest.raises(
@@ -642,10 +788,24 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
+def test_another_template_than_the_checkpoints(checkpoint, tmp_path):
+    """The data is made with it, and the run keeps it as its own."""
+    template = tmp_path / "mine.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}")
+    data = config(write(tmp_path / "a.jsonl", map(chat, range(30))), chat_template=str(template))
+    options = TrainConfig(LlamaConfig(), init_from=str(checkpoint), data=data, training=LoopConfig(sample_tokens=0))
+    _, prepared, origin = resolved(options, None)
+    (found,) = {TOKENIZER.decode(ids).split(" ")[0] for ids, _ in conversations_of(prepared.train)}
+    assert (found, origin.chat_template) == ("user:", template.read_text())
+    template.unlink()
+    with pytest.raises(JllamaError, match=r"mine.jinja' cannot be read: give a file or one of chatml"):
+        resolved(options, None)
+
+
 def train(checkpoint, folder, path, *options):
     command = [sys.executable, "-m", "jllama", "train", "--init_from", checkpoint, "--run_dir", folder / "run"]
     command += ["--data.path", path, "--data.cache_dir", folder / "cache", "--training.sample_tokens", 0, *options]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=900)
     assert done.stdout == ""
     return done.returncode, done.stderr
 

@@ -137,6 +137,85 @@ def test_a_large_file_is_read_again_and_again(tmp_path, monkeypatch):
         list(document())
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\ufeffé\n".encode())
+    (tmp_path / "b.jsonl").write_bytes('\ufeff{"text": "b"}\r\n'.encode())
+    (tmp_path / "c.txt").write_bytes("é\ufeff".encode())
+    assert read(tmp_path) == ["é\n", "b", "é\ufeff"]
+
+
+def test_another_encoding(tmp_path):
+    (tmp_path / "a.txt").write_bytes("é\n".encode("latin-1"))
+    (tmp_path / "b.txt").write_bytes("é".encode("utf-16"))
+    files = corpus_files(str(tmp_path), tmp_path)
+    for name, encoding in {"a.txt": "latin-1", "b.txt": "utf-16"}.items():
+        (document,) = read_corpus([files[name]], encoding=encoding)
+        assert "".join(document()).strip() == "é"
+    with pytest.raises(JllamaError, match=r"b.txt must .*: byte 0xFF at offset 0 is not ASCII text"):
+        list(read_corpus([files["b.txt"]], encoding="ascii"))
+    for name in ("utf-9", "hex"):
+        with pytest.raises(
+            JllamaError, match=r"b.txt must .*another data.encoding.*: ('hex' is not a|unknown) .*encoding"
+        ):
+            list(read_corpus([files["b.txt"]], encoding=name))
+    (tmp_path / "b.txt").write_bytes(b"a\0")
+    with pytest.raises(JllamaError, match=r"b.txt must .*: it has a NUL, which no text has"):
+        list(read_corpus([files["b.txt"]], encoding="latin-1"))
+
+
+def test_all_bad_files_are_named_or_left_out(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"text " * 100 + b"\xe9")
+    (tmp_path / "b.bin").write_bytes(b"\0")
+    (tmp_path / "c.jsonl").write_text('{"text": "c"}\n{"text": 3}\n{"text": "\\ud83d"}\n{"text": "d"}\n')
+    (tmp_path / "e.txt").write_text("e")
+    for policy in ("refuse", "skip"):
+        bad = corpus.Findings(policy)
+        documents = read_corpus(corpus_files(str(tmp_path), tmp_path).values(), findings=bad)
+        assert ["".join(document()) for document in documents] == ["c", "d", "e"]
+        assert [line.removeprefix(f"{tmp_path}/").split()[:3] for line in bad.named] == [
+            ["a.txt", "must", "be"],
+            ["b.bin", "must", "be"],
+            ["c.jsonl", "line", "2"],
+            ["c.jsonl", "line", "3"],
+        ]
+        if policy == "refuse":
+            with pytest.raises(JllamaError, match=r"^4 rows or files cannot be learned from: (?s:.*)a.txt must .*\n"):
+                bad.finish()
+        else:
+            assert bad.finish() == [
+                "4 rows or files cannot be learned from: data.bad_rows skip leaves them out",
+                *bad.named,
+            ]
+
+
+def test_links_that_lead_out_of_a_folder(tmp_path):
+    (tmp_path / "corpus" / "a").mkdir(parents=True)
+    (tmp_path / "corpus" / "a" / "own.txt").write_text("own")
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / "corpus" / "inside.txt").symlink_to("a/own.txt")
+    (tmp_path / "link").symlink_to("corpus")
+    assert read(tmp_path / "corpus") == read(tmp_path / "link") == ["own", "own"]
+    (tmp_path / "corpus" / "out.txt").symlink_to("../secret.txt")
+    for folder in ("corpus", "link"):
+        with pytest.raises(JllamaError, match=r"out.txt is a link out of the folder, to .*secret.txt: set data.follow"):
+            read(tmp_path / folder)
+    assert list(corpus_files(str(tmp_path / "corpus"), tmp_path, True)) == ["a/own.txt", "inside.txt", "out.txt"]
+
+
+@pytest.mark.parametrize("text", ['[{"text": "a"}, 3]', "[{"])
+def test_an_array_that_is_bad(tmp_path, text):
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(JllamaError, match=r"a.jsonl (element 2 is not a JSON object: 'int'|is no JSON array of up to)"):
+        read(tmp_path)
+
+
+def test_an_array_that_is_too_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "LONGEST_LINE", 30)
+    (tmp_path / "a.jsonl").write_text('[\n{"text": "a"},\n{"text": "b"}]')
+    with pytest.raises(JllamaError, match=r"a.jsonl is no JSON array of up to 30 bytes: "):
+        read(tmp_path)
+
+
 # Packed files
 
 PACK = {"gz": gzip.compress, "zst": zstd.compress}

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jllama
 from jllama import oracle
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
@@ -45,6 +46,19 @@ def expected(row):
 
 def assert_close(actual, wanted):
     np.testing.assert_allclose(actual, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_perplexity_of_a_text():
+    """What the windows that ``jllama eval`` takes by default come to."""
+    text = "The quick brown fox jumps over the lazy dog. " * 4
+    whole = score_texts(MODEL, [text], window=48, stride=24)
+    assert jllama.perplexity(MODEL, text) == whole.perplexity
+    narrow = score_texts(MODEL, [text], window=16, stride=8, batch_size=3)
+    assert jllama.perplexity(MODEL, text, window=16, batch_size=3) == narrow.perplexity
+    log_probs = expected([BYTES.bos_id, *BYTES.encode("The dog")])[0]
+    assert jllama.perplexity(MODEL, "The dog") == pytest.approx(math.exp(-log_probs.mean()), rel=1e-5)
+    with pytest.raises(UsageError, match="window is 49; it must be between 1 and the model's context of 48"):
+        jllama.perplexity(MODEL, text, window=49)
 
 
 # Rows

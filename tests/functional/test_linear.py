@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import USERS_GENERATOR
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jllama.functional import DecodeMatrix, decode_matrix
 
 SHAPE = (48, 4, 16)  # like a projection to heads: 48 inputs, 64 outputs
-multiply = jax.jit(lambda x, matrix: x @ matrix)
+multiply = jax.jit(lambda x, matrix: x @ matrix, compiler_options=USERS_GENERATOR)
 
 
 def int8(matrix, inputs):

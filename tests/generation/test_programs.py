@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import os
+import pickle
 import threading
 
 import jax
@@ -151,3 +153,54 @@ def test_donated_arguments_are_consumed_and_others_stay(monkeypatch):
 def test_arguments_on_another_device_are_left_to_jax(folder):
     call, device = jax.jit(lambda x: x + 1), jax.devices()[-1]
     assert programs.call(call, jax.device_put(jax.numpy.zeros(3), device)).devices() == {device}
+
+
+class Planted:
+    """A pickle that leaves a mark when it is read."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+def plant(folder, key, mark, mode):
+    cache.keep("programs", key, [np.frombuffer(pickle.dumps(Planted(mark)), np.uint8)])
+    (folder / key).chmod(mode)
+
+
+def test_nothing_is_run_but_what_is_asked_for(folder, tmp_path, monkeypatch):
+    """However new it is, and whatever its name; and not what others can write, though it is asked for."""
+    expected, mark = generate(), tmp_path / "mark"
+    for number, key in enumerate([*(path.name for path in folder.iterdir()), "f" * 64]):
+        plant(folder, key, mark, 0o600 if key == "f" * 64 else 0o666)
+        os.utime(folder / key, (4e9 + number, 4e9 + number))
+    later_process(monkeypatch)
+    assert generate() == expected
+    for found in programs._loading.values():
+        found.result()
+    assert not mark.exists()
+    plant(folder, "f" * 64, mark, 0o600)
+    programs._loaded("f" * 64)
+    assert mark.exists()  # so it would have been seen
+
+
+def test_what_the_last_process_with_a_task_asked_for_is_loaded_ahead(folder, loaded, monkeypatch):
+    programs.keep("sample", "one")
+    expected = generate()
+    later_process(monkeypatch, keeps=False)
+    programs.keep("sample", "two")
+    assert not programs._loading
+    assert generate() == expected
+    for task in ("one", "two"):
+        later_process(monkeypatch, keeps=False)
+        loaded.clear()
+        programs.keep("sample", task)
+        assert {*programs._loading} == {path.name for path in folder.iterdir()}
+        for found in programs._loading.values():
+            found.result()
+        assert len(loaded) == 2
+        assert generate() == expected
+        assert len(loaded) == 2
+        assert not programs._loading

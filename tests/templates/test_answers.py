@@ -3,6 +3,7 @@
 Stock templates have no ``{% generation %}`` tags. Here each gets them, by hand, and transformers says what is in them.
 """
 
+import collections
 import json
 from pathlib import Path
 
@@ -17,7 +18,14 @@ from hypothesis import strategies as st
 from jllama.checkpoints.gguf_file import read_gguf_file
 from jllama.errors import JllamaError, UsageError
 from jllama.templates import messages as answers
-from jllama.templates.messages import TEMPLATES, conversation_tokens, end_of_turn_ids
+from jllama.templates import template as limits
+from jllama.templates.messages import (
+    TEMPLATES,
+    conversation_tokens,
+    end_of_turn_ids,
+    find_template,
+    openai_messages,
+)
 from jllama.templates.template import render
 from jllama.tokenizers import load_tokenizer, save_huggingface, train_sentencepiece
 from jllama.tokenizers.gguf import from_gguf
@@ -303,8 +311,8 @@ def counting(roles):
 
 
 def with_headers(template, variables, indices):
-    text, spans, tagged = render_original(template, variables, indices)
-    return text, [(start - len("assistant\n"), end) for start, end in spans], tagged
+    rendered = render_original(template, variables, indices)
+    return rendered._replace(spans=[(start - len("assistant\n"), *rest) for start, *rest in rendered.spans])
 
 
 render_original = answers.render_answers
@@ -324,7 +332,7 @@ def test_mistakes_are_seen(tokenizers, mistake, monkeypatch):
     elif mistake in ("user", "system"):
         monkeypatch.setattr(answers, "render_answers", counting(["assistant", mistake]))
     elif mistake == "end":
-        stop_ids = ()
+        monkeypatch.setattr(answers, "_special_at", lambda *_: "")
     elif mistake == "tail":  # what follows the end
         template = (
             tagged(name)
@@ -405,3 +413,175 @@ def test_tools_that_are_none(tokenizers, tools):
 def test_tags_as_transformers_has_them_in_text():
     template = "{% set a %}x{% endset %}é{% generation %}{{ a }}{% set a = 'y' %}{{ a }}{% endgeneration %}{{ a }}"
     assert render(template) == "éxyx"
+
+
+# --- what a template leaves out, adds, or ends with
+
+
+def call(city, id="call12345"):
+    return {"id": id, "type": "function", "function": {"name": "weather", "arguments": {"city": city}}}
+
+
+def tokens_and_notes(tokenizer, template, messages, stop_ids=(2,), tools=None, **options):
+    """The texts that count, and what is noted."""
+    notes = collections.Counter()
+    found = conversation_tokens(tokenizer, template, messages, stop_ids, tools, notes=notes, **options)
+    return [text.strip() for text in counted_texts(tokenizer, *found)], dict(notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "tools", "said"),
+    [
+        ("smollm2", ASKED, None, "leaves out the tool_calls of message 2, which would be lost"),
+        ("smollm2", says({"role": "assistant", "content": "b"}), TOOLS, "leaves out the tools, which would be lost"),
+        ("smollm2", ASKED, TOOLS, "leaves out the tools and the tool_calls of message 2, which"),
+        ("no system", conversation(PLAIN, "the system"), None, "leaves out message 0, which would be lost"),
+        ("no results", ASKED, None, "leaves out message 3, which would be lost"),
+    ],
+)
+def test_what_a_template_leaves_out_is_refused(tokenizers, name, messages, tools, said):
+    loop = (
+        "{% for m in messages if m.role != 'ROLE' %}<|im_start|>{{ m.content or m.tool_calls }}<|im_end|>{% endfor %}"
+    )
+    templates = {"no system": loop.replace("ROLE", "system"), "no results": loop.replace("ROLE", "tool")}
+    messages = [message | {"content": message["content"] or ""} for message in messages]
+    with pytest.raises(JllamaError, match=f"the chat template {said}"):
+        ours(tokenizers["smollm2"][0], templates.get(name) or STOCK[name], messages, tools)
+
+
+def test_no_part_is_missed_that_is_there(tokenizers):
+    """Contents that are blank, twice the same, or those that a template writes in any case."""
+    tokenizer, _ = tokenizers["smollm2"]
+    default = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    for system in (default, "", " "):
+        messages = conversation([("a", "b"), ("a", "b"), (" ", "c")], system)
+        assert counted_texts(tokenizer, *ours(tokenizer, STOCK["smollm2"], messages)) == [
+            "b<|im_end|>",
+            "b<|im_end|>",
+            "c<|im_end|>",
+        ]
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_smollm2_learns_calls_as_the_server_reads_them(tokenizers, content):
+    """Its own template has no tools: the one that takes its place does, for messages as OpenAI has them."""
+    tokenizer, _ = tokenizers["smollm2"]
+    arguments = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    asks = {"role": "assistant", **content, "tool_calls": [{"id": "a", "type": "function", "function": arguments}]}
+    given = [*ASKED[:2], asks, {"role": "tool", "tool_call_id": "a", "content": "22"}, ASKED[4]]
+    template, messages = find_template(tokenizer, STOCK["smollm2"]), openai_messages(given, is_request=False)
+    texts, notes = tokens_and_notes(tokenizer, template, messages, tools=TOOLS)
+    assert texts == [
+        '<tool_call>[{"name": "weather", "arguments": {"city": "Rome"}}]</tool_call><|im_end|>',
+        "the user says 22<|im_end|>",
+    ]
+    assert notes == {}
+    assert messages == openai_messages(given) or content == {"content": None}
+
+
+MISTRAL_CALLS = """{{ bos_token }}{% set ns = namespace(turn=0, last=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}{% if m.role != 'tool' and not m.tool_calls %}{% if (m.role == 'user') != (ns.turn % 2 == 0) %}
+{{- raise_exception('roles must alternate') }}{% endif %}{% set ns.turn = ns.turn + 1 %}{% endif %}
+{%- if m.role == 'user' %}{% if tools and loop.index0 == ns.last %}[TOOLS]{{ tools | tojson }}{% endif %}
+{{- '[INST]' + m.content + '[/INST]' }}
+{%- elif m.tool_calls %}[CALLS] [{% for call in m.tool_calls %}{% if call.id | length != 9 %}
+{{- raise_exception('IDs must have a length of 9') }}{% endif %}
+{{- (call.function | tojson)[:-1] + ', "id": "' + call.id }}"}
+{%- endfor %}]{{ eos_token }}{% elif m.role == 'tool' %}[RESULT]{{ m.content }}[/RESULT]
+{%- else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"""
+"""What Mistral's third template does: calls are no turns, their ids have nine characters, tools stand last."""
+
+
+def test_calls_where_a_template_takes_turns_without_them(tokenizers):
+    tokenizer, _ = tokenizers["llama2"]
+    two = {"role": "assistant", "tool_calls": [call("Rome"), call("Oslo")]}
+    one = {"role": "assistant", "tool_calls": [call(12)]}
+    result = {"role": "tool", "content": "22"}
+    asked = {"role": "user", "content": "the user"}
+    messages = [asked, two, result, result, one, result, {"role": "assistant", "content": "hello"}]
+    written = "[CALLS] [{}]</s>"
+    rome, oslo, twelve = (
+        f'{{"name": "weather", "arguments": {{"city": {city}}}, "id": "call12345"}}'
+        for city in ('"Rome"', '"Oslo"', 12)
+    )
+    expected = [written.format(rome + oslo), written.format(twelve), "hello</s>"]
+    for count, questions in [(7, []), (7, [asked, {"role": "assistant", "content": "12"}]), (5, []), (2, [])]:
+        texts, notes = tokens_and_notes(tokenizer, MISTRAL_CALLS, messages[:count] + questions, [2], TOOLS)
+        answers_before = sum(message["role"] == "assistant" for message in messages[:count])
+        assert texts == expected[:answers_before] + ["12</s>"] * bool(questions)
+        assert notes == {}
+    (_, counted), text = ours(tokenizer, MISTRAL_CALLS, messages), "[INST]the user[/INST]"
+    assert not any(counted[: len(tokenizer.encode_with_special_tokens(f"<s>{text}")) - 1])
+
+
+PHI = """{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role + '\n' + m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% else %}{{ eos_token }}{% endif %}"""
+
+
+def test_the_end_that_a_template_writes_counts_though_it_is_no_stop_id(tokenizers):
+    tokenizer, _ = tokenizers["smollm2"]
+    tokenizer_stop = tokenizer.special_tokens["<|endoftext|>"]
+    messages = conversation(PLAIN)
+    ends = [f"{answer}<|im_end|>" for _, answer in PLAIN]
+    assert tokens_and_notes(tokenizer, PHI, messages, [tokenizer_stop]) == (ends, {})
+    # Where a conversation ends with a question, nothing tells whether the token ends an answer or begins a question.
+    texts, notes = tokens_and_notes(tokenizer, PHI, messages[:3], [tokenizer_stop])
+    assert texts == [PLAIN[0][1]]
+    assert notes == {
+        "answers followed by '<|im_end|>', which is no stop id and is not learned": 1,
+        "conversations that end without an answer": 1,
+    }
+
+
+def test_what_a_template_writes_or_cuts_out_of_answers_is_noted(tokenizers):
+    """Qwen3's empty thoughts, and R1's, which are cut out."""
+    tokenizer, _ = tokenizers["smollm2"]
+    answer = (
+        "{{ '<think>\n\n</think>\n\n' if m.role == 'assistant' and loop.last }}{{ m.content.split('</think>')[-1] }}"
+    )
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\nANSWER<|im_end|>\n{% endfor %}"
+    template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    template = template.replace("ANSWER", answer.replace("loop.last }}", "loop.last else '' }}"))
+    messages = conversation([("a", "<think>hm</think>b"), ("c", "")])
+    texts, notes = tokens_and_notes(tokenizer, template, messages)
+    assert texts == ["b<|im_end|>", "<|im_end|>"]
+    assert notes == {
+        "answers behind '<think>\\n\\n</think>', which the template writes and is not learned": 1,
+        "answers of which the template leaves out or changes a part": 1,
+        "answers that are empty": 1,
+    }
+
+
+@pytest.mark.parametrize("name", ["chatml", "tagged"])
+def test_only_the_answers_asked_for_count(tokenizers, name):
+    tokenizer, _ = tokenizers["smollm2"]
+    template = tagged("chatml") if name == "tagged" else STOCK[name]
+    messages = conversation([*PLAIN, ("a", "b")])
+    texts, _ = tokens_and_notes(tokenizer, template, messages, learned={3})
+    assert texts == [f"{PLAIN[1][1]}<|im_end|>"]
+    with pytest.raises(JllamaError, match="no answer has a weight of 1, so there is nothing"):
+        tokens_and_notes(tokenizer, template, messages, learned={0})
+
+
+def test_arguments_are_text_to_templates_that_want_it(tokenizers):
+    """DeepSeek's adds them to a text, others write them as JSON."""
+    tokenizer, _ = tokenizers["smollm2"]
+    template = (
+        "{% for m in messages %}<|im_start|>{% for c in m.tool_calls %}{{ ARGUMENTS }}{% endfor %}{{ m.content }}"
+    )
+    template += "<|im_end|>{% endfor %}"
+    found = []
+    for written in ("'' + c.function.arguments", "c.function.arguments | tojson"):
+        messages = [message | {"content": message["content"] or ""} for message in ASKED]
+        found += [ours(tokenizer, template.replace("ARGUMENTS", written), messages)]
+    assert found[0] == found[1]
+    assert counted_texts(tokenizer, *found[0])[0] == '{"city": "Zürich"}<|im_end|>'
+
+
+def test_a_conversation_is_one_request(tokenizers, monkeypatch):
+    asked, original = [], limits._ask
+    monkeypatch.setattr(limits, "_ask", lambda request: asked.append(request) or original(request))
+    ours(tokenizers["smollm2"][0], STOCK["smollm2"], conversation(PLAIN, "the system"))
+    assert len(asked) == 1
