@@ -40,7 +40,7 @@ def their_tuning(kind):
 
 
 def their_losses(kind, batches):
-    """Losses of steps with AdamW, the gradient clipped to a global norm, matrices alone decayed (no norm or magnitude)."""
+    """Losses of steps with AdamW, the gradient clipped to a global norm, matrices alone decayed."""
     model = their_tuning(kind)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     is_decayed = [parameter.ndim > 1 for parameter in trained]
