@@ -479,16 +479,16 @@ def test_smollm2_learns_calls_as_the_server_reads_them(tokenizers, content):
     assert messages == openai_messages(given) or content == {"content": None}
 
 
-MISTRAL_CALLS = """{{ bos_token }}{% set ns = namespace(turn=0, last=0) %}
+MISTRAL_CALLS = r"""{{ bos_token }}{% set ns = namespace(turn=0, last=0) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
 {%- for m in messages %}{% if m.role != 'tool' and not m.tool_calls %}{% if (m.role == 'user') != (ns.turn % 2 == 0) %}
 {{- raise_exception('roles must alternate') }}{% endif %}{% set ns.turn = ns.turn + 1 %}{% endif %}
 {%- if m.role == 'user' %}{% if tools and loop.index0 == ns.last %}[TOOLS]{{ tools | tojson }}{% endif %}
-{{- '[INST]' + m.content + '[/INST]' }}
+{{- '[INST]' + m.content + '[/INST]\n' }}
 {%- elif m.tool_calls %}[CALLS] [{% for call in m.tool_calls %}{% if call.id | length != 9 %}
 {{- raise_exception('IDs must have a length of 9') }}{% endif %}
 {{- (call.function | tojson)[:-1] + ', "id": "' + call.id }}"}
-{%- endfor %}]{{ eos_token }}{% elif m.role == 'tool' %}[RESULT]{{ m.content }}[/RESULT]
+{%- endfor %}]{{ eos_token }}{% elif m.role == 'tool' %}{{- '[RESULT]' + m.content + '[/RESULT]\n' }}
 {%- else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"""
 """What Mistral's third template does: calls are no turns, their ids have nine characters, tools stand last."""
 
@@ -511,7 +511,7 @@ def test_calls_where_a_template_takes_turns_without_them(tokenizers):
         answers_before = sum(message["role"] == "assistant" for message in messages[:count])
         assert texts == expected[:answers_before] + ["12</s>"] * bool(questions)
         assert notes == {}
-    (_, counted), text = ours(tokenizer, MISTRAL_CALLS, messages), "[INST]the user[/INST]"
+    (_, counted), text = ours(tokenizer, MISTRAL_CALLS, messages), "[INST]the user[/INST]\n"
     assert not any(counted[: len(tokenizer.encode_with_special_tokens(f"<s>{text}")) - 1])
 
 
