@@ -10,6 +10,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from jllama.commands.cli import parse
+from jllama.errors import UsageError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,8 @@ def main(argv: list[str], prog: str) -> int:
         for path in sorted(Path(options.folder).iterdir())
         if path.suffix == ".py" or any(path.glob("*.py"))
     }
+    if not results:
+        raise UsageError(f"{options.folder} holds no submissions: give a folder of .py files, or of folders of them")
     reasons = [f"{who}: {each}" for who in results for each in dict.fromkeys(results[who].values()) if each]
     if options.json:
         print(json.dumps(results))

@@ -74,3 +74,10 @@ def test_the_table(submissions, tmp_path):
 def test_a_folder_that_is_not_there(tmp_path, capsys):
     assert cli.run("check", [str(tmp_path / "none")]) == 1
     assert capsys.readouterr().err.startswith("error: No such file or directory: ")
+
+
+def test_a_folder_without_submissions(tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("")
+    assert cli.run("check", [str(tmp_path)]) == 2
+    told = f"{tmp_path} holds no submissions: give a folder of .py files, or of folders of them"
+    assert capsys.readouterr().err == f"error: {told}\n"
