@@ -115,6 +115,8 @@ class Engine:
 
     def check_text(self, model: LanguageModel, text: str) -> None:
         """Raise ``ContextError`` if a text is too long whatever its tokens are: to count them may take seconds."""
+        if len(text) <= self.context:  # of a character each
+            return
         tokenizer = model.text_tokenizer
         longest = max(int(tokenizer.token_bytes().max()), *map(len, tokenizer.special_tokens))
         most = self.context * longest
