@@ -10,8 +10,9 @@ Load a model, let it write, talk with it::
     logits = model([[1, 15, 8]])  # [batch, seq, vocab]
 
 ``help(jllama.generate)`` explains the settings, ``Grammar`` is what a text must match. ``Conversation`` keeps what was
-said, ``warm_up`` compiles ahead. ``save``, ``convert`` and ``load_tokenizer`` work on files; ``LlamaConfig`` describes
-a model, ``Llama`` is its Flax module, ``train`` trains one, ``compile_training`` is for a training loop of your own.
+said, ``warm_up`` compiles ahead, ``Engine`` is the batch that texts come into and leave. ``save``, ``convert`` and
+``load_tokenizer`` work on files; ``LlamaConfig`` describes a model, ``Llama`` is its Flax module, ``train`` trains one,
+``compile_training`` is for a training loop of your own.
 The pure functions are in ``jllama.functional``, the same in NumPy in ``jllama.oracle``; ``jllama.check`` holds yours
 against them.
 What goes wrong is a ``JllamaError``, a wrong argument its ``UsageError``.
@@ -35,9 +36,9 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a name is import
     from jllama.grammar import Grammar as Grammar
     from jllama.conversation import Conversation as Conversation, chat as chat
     from jllama.generation.sampling_params import Prompt as Prompt, SamplingParams as SamplingParams
-    from jllama.generation.prefill import PrefixCache as PrefixCache
-    from jllama.generation.text import Completion as Completion, generate as generate
-    from jllama.generation.text import stream as stream, warm_up as warm_up
+    from jllama.generation.engine import Engine as Engine
+    from jllama.generation.generate import generate as generate, stream as stream, warm_up as warm_up
+    from jllama.generation.text import Completion as Completion
     from jllama.model import KVCache as KVCache, Llama as Llama, initial_params as initial_params
     from jllama.decode_params import DecodeParams as DecodeParams, decode_layout as decode_layout
     from jllama.model import build_model as build_model

@@ -1,13 +1,15 @@
 """Conversations with a model: from messages to an answer."""
 
+import contextlib
 import dataclasses
 from collections.abc import Generator, Sequence
 from typing import Any, Unpack
 
 from jllama.errors import JllamaError, UsageError
-from jllama.generation.prefill import PrefixCache
+from jllama.generation.engine import Engine
+from jllama.generation.generate import BLOCK_S, generate, stream
 from jllama.generation.sampling_params import SamplingFields, SamplingParams
-from jllama.generation.text import Completion, generate, stream
+from jllama.generation.text import Completion
 from jllama.language_model import LanguageModel
 from jllama.templates.messages import Message, check_messages, end_of_turn_ids, find_template, message_ids
 
@@ -60,7 +62,7 @@ class Conversation:
     model: LanguageModel
     template: str | None = None  # None is find_template's
     messages: list[Message] = dataclasses.field(default_factory=list)  # what has been said, as in ``chat``
-    prefix: PrefixCache = dataclasses.field(default_factory=PrefixCache)  # what has been computed
+    engine: Engine | None = None  # which keeps what has been computed
 
     def answer(
         self,
@@ -76,16 +78,19 @@ class Conversation:
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         ids, ends = _answerable(self.model, messages, self.template, max_new_tokens)
-        pieces, heard = stream(self.model, ids, sampling, prefix=self.prefix, **ends, **fields), ""
-        while True:
-            try:
-                piece = next(pieces)
-            except StopIteration as end:
+        if self.engine is None or self.engine.busy:  # with another answer that is not at its end
+            self.engine = Engine(self.model, 1, block_s=BLOCK_S, resumes=True)
+        heard = ""
+        with contextlib.closing(stream(self.model, ids, sampling, engine=self.engine, **ends, **fields)) as pieces:
+            while True:
+                try:
+                    piece = next(pieces)
+                except StopIteration as end:
+                    self.messages = [*messages, {"role": "assistant", "content": heard}]
+                    return end.value
+                heard += piece
                 self.messages = [*messages, {"role": "assistant", "content": heard}]
-                return end.value
-            heard += piece
-            self.messages = [*messages, {"role": "assistant", "content": heard}]
-            yield piece
+                yield piece
 
     def undo(self) -> str:
         """Take back the last question and its answer; returns the question (``UsageError`` if there is none)."""

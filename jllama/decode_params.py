@@ -4,11 +4,12 @@ import dataclasses
 from typing import Any, Literal
 
 import jax
+from jax.core import Tracer
 from jaxtyping import Array
 
 from jllama import functional as F
 from jllama.config import LlamaConfig
-from jllama.parameters import Params, parameter_table
+from jllama.parameters import Params, joined_groups, parameter_table
 
 Quantization = Literal["int8"]
 
@@ -18,7 +19,8 @@ Quantization = Literal["int8"]
 class DecodeParams:
     """Parameters in the layout for decoding: each layer by itself, its matrices outputs first, in floats or int8.
 
-    Norms are arrays, matrices are ``jllama.functional.DecodeMatrix``.
+    Norms are arrays, matrices are ``jllama.functional.DecodeMatrix``. On one device those that the parameter table says
+    so of are joined to one (``JoinedMatrix``), which few tokens are multiplied by faster than by several.
     """
 
     weights: dict[str, Any]  # embed, final_norm, lm_head (unless tied), and layers: a dictionary by "0", "1", ...
@@ -27,8 +29,13 @@ class DecodeParams:
     quantized = property(lambda self: self.weights["embed"].scale is not None, doc="Whether the matrices are int8.")
 
 
-def decode_layout(params: Params, config: LlamaConfig, quantize: Quantization | None = None) -> DecodeParams:
-    """Parameters of the training layout in that for decoding; with ``quantize`` as integers, one scale an output."""
+def decode_layout(
+    params: Params, config: LlamaConfig, quantize: Quantization | None = None, joins: bool | None = None
+) -> DecodeParams:
+    """Parameters of the training layout in that for decoding; with ``quantize`` as integers, one scale an output.
+
+    ``joins`` says whether to join matrices; None: where they are on one device.
+    """
     table = parameter_table(config)
 
     def laid_out(path: str, leaf: Array) -> Any:
@@ -41,7 +48,24 @@ def decode_layout(params: Params, config: LlamaConfig, quantize: Quantization | 
         str(i): {name: laid_out(f"layers/{name}", stack[i]) for name, stack in params["layers"].items()}
         for i in range(config.num_layers)
     }
+    if joins is None:
+        leaf = jax.tree.leaves(params)[0]
+        joins = isinstance(leaf, Tracer) or len(leaf.devices()) == 1
+    if joins:
+        weights["layers"] = {index: join_matrices(layer, config) for index, layer in weights["layers"].items()}
     return DecodeParams(weights)
+
+
+def join_matrices(layer: dict[str, Any], config: LlamaConfig) -> dict[str, Any]:
+    """A layer's parameters, with those joined that the parameter table says so of."""
+    layer = dict(layer)
+    for joined, parts in joined_groups(config).items():
+        matrices = [layer.pop(part.removeprefix("layers/")) for part in parts]
+        layer[joined.removeprefix("layers/")] = _joined_matrix(matrices)
+    return layer
+
+
+_joined_matrix = jax.jit(F.joined_matrix)
 
 
 _decode_matrix = jax.jit(F.decode_matrix, static_argnums=(1, 2))

@@ -13,8 +13,9 @@ from jllama.checkpoints.registry import load
 from jllama.errors import JllamaError, UsageError
 from jllama.evaluation.scoring import sliding_windows, token_log_probs
 from jllama.files import Json
+from jllama.generation.generate import completions
 from jllama.generation.sampling_params import Prompt, SamplingParams
-from jllama.generation.text import encode_prompt, generate_batches
+from jllama.generation.text import encode_prompt
 from jllama.language_model import LanguageModel
 from jllama.progress import progress
 from jllama.templates.messages import find_template, template_variables
@@ -125,13 +126,12 @@ class JllamaLM(TemplateLM):
         """The continuation of each context, without the stop string that ended it; greedy unless the task samples."""
         texts, prompts = [""] * len(requests), [self._prompt(*cast(Any, request.args)) for request in requests]
         with progress("texts generated", len(requests)) as move:
-            for batch in generate_batches(self.model, prompts, batch_size=self.batch_size):
-                for index, completion in batch.items():
-                    # As lm-eval's models decode: by itself, so that SentencePiece leaves out a leading space.
-                    loses_space = not self._tokenizer.decode(completion.ids).startswith(" ")
-                    texts[index] = completion.text.removeprefix(" " * loses_space)
-                    self.cache_hook.add_partial("generate_until", requests[index].args, texts[index])
-                move(len(batch))
+            for index, completion in completions(self.model, prompts, batch_size=self.batch_size):
+                # As lm-eval's models decode: by itself, so that SentencePiece leaves out a leading space.
+                loses_space = not self._tokenizer.decode(completion.ids).startswith(" ")
+                texts[index] = completion.text.removeprefix(" " * loses_space)
+                self.cache_hook.add_partial("generate_until", requests[index].args, texts[index])
+                move(1)
         return texts
 
     def _prompt(self, context: str, arguments: Json) -> Prompt:

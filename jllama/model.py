@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jllama import functional as F
@@ -22,7 +23,7 @@ from jllama import kernels as kernels  # which adds to F.ATTENTION
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams
 from jllama.errors import UsageError, unknown_name
-from jllama.parameters import Params, initial_std, parameter_table, shape_of
+from jllama.parameters import PARAMETERS, Params, initial_std, joined_groups, parameter_table, shape_of
 from jllama.rope_scaling import inverse_frequencies
 from jllama.sharding import spread, spread_attention
 
@@ -30,8 +31,7 @@ Segments = Int[Array, "batch seq"] | None
 TokenIds = Integer[Array | np.ndarray, "batch seq"] | Sequence[Sequence[int]]
 Stream = Float[Array, "batch seq embed"]
 KeysValues = tuple[Float[Array, "batch kv_heads kv_seq head_dim"], Float[Array, "batch kv_heads kv_seq head_dim"]]
-Cached = tuple[Any, Any] | None  # ``KeysValues``, or what ``AttentionInputs.write`` and ``attention`` take for them
-Attended = tuple[Stream, tuple[Any, Any]]
+Attended = tuple[Stream, KeysValues | None]
 
 
 class KVCache(NamedTuple):
@@ -57,17 +57,17 @@ class AttentionInputs:
     cos: Any  # Float[Array, "#batch seq half"]; JAX puts trees together from leaves that are no arrays, too
     sin: Any  # Float[Array, "#batch seq half"]
     mask: F.Mask
-    positions: Any  # Int[Array, "#batch seq"]
-    implementation: str = dataclasses.field(metadata={"static": True})
-    attention: Callable[..., Array] = dataclasses.field(default=lambda *a: F.attention(*a), metadata={"static": True})
-    write: Callable[..., Array] = dataclasses.field(default=lambda *into: write_slots(*into), metadata={"static": True})
+    slots: Any = None  # Int[Array, "batch seq"], of a cache that new keys and values are written into
+    implementation: str = dataclasses.field(default="reference", metadata={"static": True})
+    mesh: Mesh | AbstractMesh | None = dataclasses.field(default=None, metadata={"static": True})  # None: one device
+    begins: bool = dataclasses.field(default=False, metadata={"static": True})  # nothing in the cache is seen
 
 
 class Parallel(NamedTuple):
     """How a pass over stacked layers is spread over devices, see ``jllama.sharding``."""
 
     gather: Callable[[Params, Params], Params]  # a layer's weights, from this device's parts of them and of ``kept``
-    attention: Callable[..., Array]  # as ``functional.attention``, beyond this device's tokens and heads
+    mesh: Mesh | AbstractMesh
     kept: Params  # zeros like the stacked parts: their gradients are those of the parts
 
 
@@ -123,34 +123,50 @@ class Layer(_Module):
         self.norm_eps = config.norm_eps
         self.add_parameters(config, rngs, "layers/")
 
-    def __call__(self, x: Stream, attend: AttentionInputs, cached: Cached = None) -> Attended:
-        """The block's output, and the keys and values attended to: the new ones written into ``cached``, if given."""
+    def __call__(self, x: Stream, attend: AttentionInputs, cached: KeysValues | None = None) -> Attended:
+        """The block's output, and ``cached`` with the new keys and values in it, if given."""
         with jax.named_scope("attention"):
-            mixed, kept = self.attention(F.rms_norm(x, self.attn_norm[...], self.norm_eps), attend, cached)
+            mixed, cached = self.attention(F.rms_norm(x, self.attn_norm[...], self.norm_eps), attend, cached)
             x = x + mixed
         with jax.named_scope("feed_forward"):
             normed = F.rms_norm(x, self.mlp_norm[...], self.norm_eps)
-            return x + F.swiglu(normed, self.w_gate[...], self.w_up[...], self.w_down[...]), kept
+            return x + self.feed_forward(normed), cached
 
-    def attention(self, x: Stream, attend: AttentionInputs, cached: Cached = None) -> Attended:
-        """Queries, keys and values of ``x``, mixed and projected back; and the keys and values attended to."""
+    def attention(self, x: Stream, attend: AttentionInputs, cached: KeysValues | None = None) -> Attended:
+        """Queries, keys and values of ``x``, mixed and projected back; and ``cached`` with the new ones in it."""
         query, key, value = self.heads(x)
         query, key = (F.apply_rope(each, attend.cos, attend.sin) for each in (query, key))
-        kept = key, value
+        seen = key, value
         if cached is not None:
-            kept = attend.write(cached[0], key, attend.positions), attend.write(cached[1], value, attend.positions)
-        mixed = attend.attention(query, *kept, attend.mask, attend.implementation).swapaxes(1, 2)
+            key_cache, value_cache = cached
+            key_cache = spread(attend.mesh, write_slots, key_cache, key, attend.slots)
+            value_cache = spread(attend.mesh, write_slots, value_cache, value, attend.slots)
+            cached = key_cache, value_cache
+            seen = seen if attend.begins else cached
+        attention = F.attention if attend.mesh is None else functools.partial(spread_attention, attend.mesh)
+        mixed = attention(query, *seen, attend.mask, attend.implementation).swapaxes(1, 2)
         wo = self.wo[...]
-        return (mixed.reshape(x.shape[0] * x.shape[1], -1) @ wo.reshape(-1, wo.shape[-1])).reshape(x.shape), kept
+        flat = mixed.reshape(x.shape[0] * x.shape[1], -1)
+        return (flat @ wo.reshape(-1, wo.shape[-1])).reshape(x.shape), cached
 
-    def heads(self, x: Stream) -> tuple[Array, Array, Array]:
+    def heads(self, x: Stream) -> tuple[Array, ...]:
         """Queries, keys and values, each ``[batch, heads or kv_heads, seq, head_dim]``, before the rotary embedding."""
-        batch, seq, embed = x.shape
+        products = self.products(x, "wq", "wk", "wv")
+        return tuple(each.reshape(*x.shape[:2], *each.shape[1:]).swapaxes(1, 2) for each in products)
 
-        def to_heads(w: Any) -> Array:
-            return (x.reshape(-1, embed) @ w.reshape(embed, -1)).reshape(batch, seq, *w.shape[1:]).swapaxes(1, 2)
+    def feed_forward(self, x: Stream) -> Stream:
+        """``functional.swiglu`` by this layer's matrices."""
+        gate, up = self.products(x, "w_gate", "w_up")
+        return (F.gated(gate, up) @ self.w_down[...]).reshape(x.shape)
 
-        return to_heads(self.wq[...]), to_heads(self.wk[...]), to_heads(self.wv[...])
+    def products(self, x: Stream, *names: str) -> list[Array]:
+        """Each token of ``x`` times each of these matrices, which are joined in the decoding layout."""
+        flat = x.reshape(-1, x.shape[-1])  # XLA:CPU makes the weights' gradients 1.8 times faster from two axes
+        joined = PARAMETERS[f"layers/{names[0]}"].joined
+        if hasattr(self, joined):
+            return getattr(self, joined)[...].products(flat)
+        matrices = [getattr(self, name)[...] for name in names]
+        return [(flat @ w.reshape(x.shape[-1], -1)).reshape(len(flat), *w.shape[1:]) for w in matrices]
 
 
 LAYER_CLASSES: dict[type[LlamaConfig], type[Layer]] = {LlamaConfig: Layer}
@@ -211,7 +227,7 @@ class Llama(_Module):
         if isinstance(self.layers, Layer):
             graph, stacked = nnx.split(self.layers)
             if parallel:
-                attend = dataclasses.replace(attend, attention=parallel.attention)
+                attend = dataclasses.replace(attend, mesh=parallel.mesh)
 
             def step(x: Array, parts: tuple[Params, ...]) -> tuple[Array, None]:
                 x = checkpoint_name(x, _BLOCK_INPUT)
@@ -224,52 +240,53 @@ class Llama(_Module):
                 x, _ = self.layers[str(index)](x, attend)
         return F.rms_norm(x, self.final_norm[...], self.config.norm_eps)
 
-    def forward_with_cache(
-        self, tokens: TokenIds, cache: KVCache | None, counts: Int[Array, "batch"], attention: str = "auto"
+    def decode(
+        self,
+        tokens: TokenIds,
+        cache: KVCache,
+        counts: Int[Array, "batch"],
+        *,
+        begins: bool = False,
+        attention: str = "auto",
     ) -> tuple[Stream, KVCache]:
-        """Continue each row of the cache by its first ``counts`` tokens: prefill, or one step of decoding.
+        """Continue each row of a cache by its first ``counts`` tokens: prefill, or one step of decoding.
 
-        Tokens past a row's count are padding, which no real token ever sees. Slots past the end of the cache are not
-        written; the caller checks that ``lengths + counts`` fit. With no cache, the tokens begin a new one, as long as
-        they are. Needs ``DecodeParams``. Returns what ``hidden`` does, with its errors, and the longer cache.
+        Tokens past a row's count are padding: they are not written, and no real token sees them; nor are those past the
+        end of the cache, so the caller checks that ``lengths + counts`` fit. Needs ``DecodeParams``.
+
+        Args:
+            tokens: ids, ``[batch, seq]``.
+            cache: keys and values of the tokens so far; donated to a compiled function, it is updated in place.
+            counts: how many of each row's tokens are real.
+            begins: all rows are empty. Attention then has whole sequences, which kernels are made for.
+            attention: one of ``functional.ATTENTION``; ``auto`` takes ``cached``, or what is best for whole sequences.
+
+        Returns:
+            What ``hidden`` does, with its errors, and the longer cache.
         """
         assert isinstance(self.layers, nnx.Dict), "decoding takes DecodeParams"
-        tokens, counts = as_token_ids(tokens, self.config), counts.astype(jnp.int32)
-        lengths = jnp.zeros_like(counts) if cache is None else cache.lengths
-        positions = lengths[:, None] + jnp.arange(tokens.shape[1])
-        kv_seq = tokens.shape[1] if cache is None else cache.keys[0].shape[2]
+        tokens = as_token_ids(tokens, self.config)
+        counts = counts.astype(jnp.int32)
+        seq, max_len = tokens.shape[1], cache.keys[0].shape[2]
         if attention == "auto":
             options = {"backward": False, "platform": jax.default_backend(), "dtype": self.final_norm[...].dtype}
-            attention = F.choose_attention(tokens.shape[1], kv_seq, packed=False, **options)
-        mask = F.Mask(offset=None if cache is None else lengths)
-        attend, x = attention_inputs(self.config, positions, mask, implementation=attention), self._embed(tokens)
-        if (mesh := jax.typeof(self.final_norm[...]).sharding.mesh).size > 1:
-            by_mesh = functools.partial(spread_attention, mesh), functools.partial(spread, mesh, write_slots)
-            attend = dataclasses.replace(attend, attention=by_mesh[0], write=by_mesh[1])
+            attention = F.choose_attention(seq, seq, packed=False, **options) if begins else "cached"
+        # Where the tokens stand, and the slots that they are written to: padding to none.
+        positions = cache.lengths[:, None] + jnp.arange(seq, dtype=jnp.int32)
+        slots = jnp.where(jnp.arange(seq) < counts[:, None], positions, max_len)
+        # A row that takes none reads nothing, however long it is.
+        mask = F.Mask() if begins else F.Mask(offset=jnp.where(counts > 0, cache.lengths, 0))
+        mesh = jax.typeof(self.final_norm[...]).sharding.mesh
+        attend = attention_inputs(self.config, positions, mask, implementation=attention)
+        attend = dataclasses.replace(attend, slots=slots, mesh=mesh if mesh.size > 1 else None, begins=begins)
+        x = self._embed(tokens)
         updated = []
         for index in range(self.config.num_layers):
-            cached = None if cache is None else (cache.keys[index], cache.values[index])
+            cached = cache.keys[index], cache.values[index]
             x, kept = _run_layer(*nnx.split(self.layers[str(index)]), x, attend, cached)
             updated.append(kept)
         keys, values = zip(*updated, strict=True)
-        return F.rms_norm(x, self.final_norm[...], self.config.norm_eps), KVCache(keys, values, lengths + counts)
-
-    def forward_behind_cache(
-        self, tokens: Int[Array, "batch seq"], cache: KVCache, row: Int[Array, ""], lengths: Int[Array, "batch"]
-    ) -> tuple[Stream, tuple[KeysValues, ...]]:
-        """New tokens behind the first ``lengths`` of the cache's rows from ``row`` on: what ``hidden`` returns of them,
-        and each layer's new keys and values. The cache is read only, see ``functional.cached_attention``.
-        """
-        assert isinstance(self.layers, nnx.Dict), "decoding takes DecodeParams"
-        positions = lengths[:, None] + jnp.arange(tokens.shape[1])
-        attend = attention_inputs(self.config, positions, F.Mask(offset=lengths), implementation="reference")
-        attend, x = dataclasses.replace(attend, attention=_over_cache, write=_beside_cache), self._embed(tokens)
-        updated = []
-        for index in range(self.config.num_layers):
-            cached = (cache.keys[index], row), (cache.values[index], row)
-            x, ((_, key), (_, value)) = _run_layer(*nnx.split(self.layers[str(index)]), x, attend, cached)
-            updated.append((key, value))
-        return F.rms_norm(x, self.final_norm[...], self.config.norm_eps), tuple(updated)
+        return F.rms_norm(x, self.final_norm[...], self.config.norm_eps), KVCache(keys, values, cache.lengths + counts)
 
     def logits(self, hidden: Float[Array, "*lead embed"]) -> Float[Array, "*lead vocab"]:
         """Float32 scores of every token in the vocabulary: ``hidden @ head``."""
@@ -331,11 +348,18 @@ def _run_layer(graph: nnx.GraphDef[Layer], weights: Any, *where: Any) -> Attende
     return nnx.merge(graph, weights)(*where)
 
 
-def check_attention(name: str, platform: str = "") -> None:
-    """Raise ``UsageError`` unless this is ``auto`` or one of ``functional.ATTENTION`` (for this platform, if given)."""
-    if name not in ("auto", *F.ATTENTION):
+def check_attention(name: str, platform: str = "", *, backward: bool = False) -> None:
+    """Raise ``UsageError`` unless this is ``auto`` or one of ``functional.ATTENTION`` (for this platform, if given).
+
+    With ``backward`` it must have a backward pass, too.
+    """
+    if name == "auto":
+        return
+    if name not in F.ATTENTION:
         raise unknown_name("attention implementation", name, F.ATTENTION)
-    needs = F.ATTENTION[name].platform if name != "auto" else ""
+    if backward and not F.ATTENTION[name].backward:
+        raise UsageError(f"attention is {name}, which has no backward pass: take another to train with")
+    needs = F.ATTENTION[name].platform
     if platform and needs not in ("", platform):
         raise UsageError(f"attention is {name}, which needs a {needs}; these devices are of platform {platform}")
 
@@ -348,7 +372,7 @@ def attention_inputs(
     cos, sin = F.rope_tables(positions, rope_frequencies(config, seq_len))
     if scaling := config.rope_scaling:
         cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
-    return AttentionInputs(cos, sin, mask, positions, implementation)
+    return AttentionInputs(cos, sin, mask, implementation=implementation)
 
 
 def rope_frequencies(config: LlamaConfig, seq_len: int = 0) -> np.ndarray:
@@ -374,7 +398,7 @@ def build_model(config: LlamaConfig, params: Params | DecodeParams) -> Llama:
     if rows != config.vocab_size:
         said = f"embed has {rows} rows, and vocab_size is {config.vocab_size}"
         raise UsageError(f"{said}: take the configuration that the parameters were made with")
-    return nnx.merge(_graph(config, unrolled), weights)
+    return nnx.merge(_graph(config, tuple(sorted(weights["layers"]["0"])) if unrolled else ()), weights)
 
 
 def build_layer(config: LlamaConfig, weights: Params) -> Layer:
@@ -393,10 +417,18 @@ def abstract_params(config: LlamaConfig) -> Params:
 
 
 @functools.cache
-def _graph(config: LlamaConfig, unrolled: bool) -> nnx.GraphDef[Llama]:
+def _graph(config: LlamaConfig, names: tuple[str, ...]) -> nnx.GraphDef[Llama]:
+    """The module's structure; with the ``names`` of a layer's parameters in the decoding layout, or stacked."""
     llama = nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0)))
-    if unrolled:
+    if names:
         layer = nnx.eval_shape(lambda: _layer(config, 0))
+        for joined, parts in joined_groups(config).items():
+            name = joined.removeprefix("layers/")
+            if name not in names:
+                continue
+            for part in parts:
+                delattr(layer, part.removeprefix("layers/"))
+            setattr(layer, name, nnx.Param(jax.ShapeDtypeStruct((), jnp.float32)))
         llama.layers = nnx.Dict({str(i): nnx.clone(layer) for i in range(config.num_layers)})
     return nnx.graphdef(llama)
 
@@ -408,16 +440,6 @@ def write_slots(cached: Array, new: Array, positions: Array) -> Array:
     rows, slots = jnp.arange(batch * kv_heads)[:, None], jnp.repeat(positions, kv_heads, axis=0)
     joined = new.reshape(batch * kv_heads, -1, head_dim).astype(cached.dtype)
     return cached.reshape(-1, max_len, head_dim).at[rows, slots].set(joined, mode="drop").reshape(cached.shape)
-
-
-def _beside_cache(cached: Any, new: Array, positions: Array) -> Any:
-    return cached, new
-
-
-def _over_cache(query: Array, key: Any, value: Any, mask: F.Mask, implementation: str) -> Array:
-    ((cached_key, row), key), ((cached_value, _), value) = key, value
-    assert mask.offset is not None
-    return F.cached_attention(query, key, value, (cached_key, cached_value), row, mask.offset)
 
 
 def power_of_two_at_least(number: int, least: int) -> int:

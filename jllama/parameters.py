@@ -38,6 +38,7 @@ class Parameter:
     gain: float = 1.0
     residual: bool = False  # its product is added to the residual stream: gain / sqrt(2 * num_layers) (GPT-2, sec. 2.3)
     rotary: bool = False  # its head_dim axis is turned: half-split here and in Hugging Face's files, else interleaved
+    joined: str = ""  # what decoding calls the matrix of this one and the others of that name, outputs behind outputs
     when: Callable[[LlamaConfig], bool] = lambda config: True  # whether a model of a configuration has it
 
     def name(self, file_format: NamedFormat, layer: int = 0) -> str:
@@ -66,13 +67,17 @@ PARAMETERS = {
     # a row is read, not summed; the logits it gives when tied must start near zero (loss = ln vocab): hence the gain
     "embed": _row("vocab *embed", "tok_embeddings model.embed_tokens token_embd", 0, gain=0.25),
     "layers/attn_norm": _row("layers embed", "attention_norm input_layernorm attn_norm", 1),
-    "layers/wq": _row("layers *embed heads head_dim", "attention.wq self_attn.q_proj attn_q", 2, rotary=True),
-    "layers/wk": _row("layers *embed kv_heads head_dim", "attention.wk self_attn.k_proj attn_k", 3, rotary=True),
-    "layers/wv": _row("layers *embed kv_heads head_dim", "attention.wv self_attn.v_proj attn_v", 4),
+    "layers/wq": _row(
+        "layers *embed heads head_dim", "attention.wq self_attn.q_proj attn_q", 2, rotary=True, joined="wqkv"
+    ),
+    "layers/wk": _row(
+        "layers *embed kv_heads head_dim", "attention.wk self_attn.k_proj attn_k", 3, rotary=True, joined="wqkv"
+    ),
+    "layers/wv": _row("layers *embed kv_heads head_dim", "attention.wv self_attn.v_proj attn_v", 4, joined="wqkv"),
     "layers/wo": _row("layers *heads *head_dim embed", "attention.wo self_attn.o_proj attn_output", 5, residual=True),
     "layers/mlp_norm": _row("layers embed", "ffn_norm post_attention_layernorm ffn_norm", 6),
-    "layers/w_gate": _row("layers *embed mlp", "feed_forward.w1 mlp.gate_proj ffn_gate", 7),
-    "layers/w_up": _row("layers *embed mlp", "feed_forward.w3 mlp.up_proj ffn_up", 9),
+    "layers/w_gate": _row("layers *embed mlp", "feed_forward.w1 mlp.gate_proj ffn_gate", 7, joined="w_gate_up"),
+    "layers/w_up": _row("layers *embed mlp", "feed_forward.w3 mlp.up_proj ffn_up", 9, joined="w_gate_up"),
     "layers/w_down": _row("layers *mlp embed", "feed_forward.w2 mlp.down_proj ffn_down", 8, residual=True),
     "final_norm": _row("embed", "norm model.norm output_norm", 10),
     "lm_head": _row("*embed vocab", "output lm_head output", 11, gain=0.25, when=lambda it: not it.tie_embeddings),
@@ -83,6 +88,15 @@ PARAMETERS = {
 def parameter_table(config: LlamaConfig) -> dict[str, Parameter]:
     """The rows that a model of this configuration has, by path; tied embeddings have no ``lm_head``."""
     return {path: row for path, row in PARAMETERS.items() if row.when(config)}
+
+
+def joined_groups(config: LlamaConfig) -> dict[str, list[str]]:
+    """The paths of the matrices of a layer that decoding multiplies by at once, by the path of the joined one."""
+    groups: dict[str, list[str]] = {}
+    for path, row in parameter_table(config).items():
+        if row.joined:
+            groups.setdefault(f"layers/{row.joined}", []).append(path)
+    return groups
 
 
 def axis_sizes(parameter: Parameter, config: LlamaConfig) -> dict[str, int]:
@@ -103,6 +117,12 @@ class TensorSpec(NamedTuple):
     parameter: Parameter
     layer: int  # 0 outside the layers
     shape: tuple[int, ...]  # as every file format has it: [outputs, inputs], axes flattened, or [embed] for a norm
+
+    @property
+    def joined_key(self) -> str:
+        """The path among unstacked parameters of the joined matrix that it is a part of, if any: else its own."""
+        joined = self.parameter.joined
+        return f"layers/{self.layer}/{joined}" if joined else self.key
 
     def name(self, file_format: NamedFormat) -> str:
         """What files of a format call it."""

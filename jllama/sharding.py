@@ -134,8 +134,10 @@ def batch_shardings(mesh: Mesh | AbstractMesh, tree: Any) -> Any:
     return jax.tree.map(sharding, tree)
 
 
-def spread(mesh: Mesh | AbstractMesh, function: Callable[..., Array], *arrays: Any) -> Array:
+def spread(mesh: Mesh | AbstractMesh | None, function: Callable[..., Array], *arrays: Any) -> Array:
     """``function(*arrays)``, by each device for its rows and heads; the result is split as the first array is."""
+    if mesh is None:
+        return function(*arrays)
     outer, inputs = jax.sharding.get_abstract_mesh(), jax.tree.map(lambda at: at.spec, batch_shardings(mesh, arrays))
     names, where = {*AXES} - {*outer.manual_axes}, mesh if outer.empty else outer
     local = jax.shard_map(function, mesh=where, in_specs=inputs, out_specs=inputs[0], axis_names=names, check_vma=False)

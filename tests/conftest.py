@@ -60,7 +60,7 @@ hypothesis.settings.load_profile("ci")
 
 VERSIONS = (
     "functional commands/test_cli.py commands/test_train.py checkpoints/test_run.py data/test_batches.py "
-    "data/test_chats.py serve/test_engine.py evaluation/test_scoring.py generation/test_decode.py "
+    "data/test_chats.py serve/test_engine.py evaluation/test_scoring.py generation/test_engine.py "
     "training/test_optimizer.py training/test_step.py test_64_bits.py test_config.py test_decode_layout.py "
     "test_model.py test_sharding.py test_typecheck.py"
 )
@@ -69,7 +69,7 @@ VERSIONS = (
 
 LONGEST_FIRST = [
     "commands/test_train",
-    "generation/test_decode",
+    "generation/test_engine",
     "commands/test_distributed",
     "functional/test_attention",
     "commands",

@@ -17,8 +17,9 @@ import numpy as np
 import jllama
 from jllama.config import LlamaConfig, MeshConfig
 from jllama.errors import UsageError
-from jllama.generation import decode
-from jllama.generation.prefill import prefill
+from jllama.generation import steps
+from jllama.generation.engine import Engine
+from jllama.generation.requests import Answer, Request
 from jllama.sharding import make_mesh, state_sharding
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
 from jllama.training.step import check_batch, compile_training
@@ -109,20 +110,28 @@ def sample(path, mesh):
     model = jllama.load(path, mesh=mesh)
     lengths, drawing = [5, 9, 1, 20] * 2, [jllama.SamplingParams(temperature=0.8, seed=seed) for seed in range(8)]
     prompts = [jllama.Prompt([2 + n] * length, drawing[n], 20) for n, length in enumerate(lengths)]
-    batch, decode_jit = prefill(model, prompts), decode._decode
-    shape = batch.cache.keys[0].shape
-    batch, tokens, _ = decode.decode(model, batch)
-    programs = decode_jit._cache_size()
-    shares = {each.addressable_shards[0].data.shape for each in (*batch.cache.keys, *batch.cache.values)}
-    arguments = model.decode_params, model.config, batch, np.ones(8, bool), np.int32(1), 0
-    text = decode_jit.lower(*arguments).compile().as_text()
-    gathered = [math.prod(map(int, found.split(","))) for found in re.findall(r"= f32\[([\d,]+)\]\S* all-gather", text)]
-    _, others, _ = decode.decode(model, batch)
+    engine, found = Engine(model, len(prompts)), {}
+    rows = [engine.submit(Request(prompt)) for prompt in prompts]
+    engine.step()
+    programs = [compiled._cache_size() for compiled in (steps.prefill_chunk, steps.join, steps.decode_block)]
+    rows += [engine.submit(Request(prompt)) for prompt in prompts[:3]]  # which join later
+    while engine.busy:
+        found.update((row, event.completion.ids) for row, event in engine.step() if isinstance(event, Answer))
+    again = [compiled._cache_size() for compiled in (steps.prefill_chunk, steps.join, steps.decode_block)]
+    cache = engine._batch.cache
+    shape = cache.keys[0].shape
+    shares = {each.addressable_shards[0].data.shape for each in (*cache.keys, *cache.values)}
+    arguments = model.decode_params, model.config, engine._batch, np.ones(8, np.int32), np.int32(1), np.bool_(False), 0
+    joins = engine._batch, engine._rows_of(model, prompts[:1], engine._staging), np.int32(0)
+    texts = [steps.decode_block.lower(*arguments).compile().as_text(), steps.join.lower(*joins).compile().as_text()]
+    gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather", "".join(texts))
+    sizes = [math.prod(map(int, each.split(","))) for each in gathered]
     return {
-        "ids": np.concatenate([tokens, others], axis=1).tolist(),
+        "ids": [found[row] for row in rows[:8]],
+        "joined_later": [found[row] for row in rows[8:]],
         "split": [[whole // part for whole, part in zip(shape, share, strict=True)] for share in shares],
-        "gathered": max(gathered, default=0) / math.prod(shape),
-        "compiled_again": decode_jit._cache_size() - programs,
+        "gathered": max(sizes, default=0) / math.prod(shape),
+        "compiled_again": sum(again) - sum(programs),
     }
 
 

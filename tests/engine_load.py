@@ -4,9 +4,10 @@ import random
 import threading
 import time
 
+from jllama.generation.requests import Answer, Piece, Request
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import encode_prompt
-from jllama.serve.requests import Answer, Failure, Piece, Request
+from jllama.serve.requests import Failure
 
 PREFIX = "All llamas that ever were, are or will be say: " * 12  # longer than two chunks of bytes
 WAIT_S = 600

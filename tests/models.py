@@ -29,8 +29,8 @@ SERVED = LlamaConfig(
 )
 """For the server: the byte tokenizer's tokens, and a context of four chunks."""
 
-forward, forward_with_cache = jllama_itself().forward, jllama_itself().extend
-"""``forward(config, params, tokens, ...)`` and ``forward_with_cache(config, decode_params, tokens, cache, counts)``."""
+forward, extend = jllama_itself().forward, jllama_itself().extend
+"""``forward(config, params, tokens, ...)``, ``extend(config, decode_params, tokens, cache, counts)``."""
 
 
 @functools.cache

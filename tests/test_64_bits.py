@@ -9,8 +9,8 @@ import pytest
 from models import SMALL, decode_params, params, weights
 
 from jllama import oracle
-from jllama.generation.decode import decode
-from jllama.generation.prefill import prefill
+from jllama.generation.engine import Engine
+from jllama.generation.requests import Answer, Request
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.language_model import LanguageModel
 from jllama.model import KVCache, build_model, initial_params
@@ -32,7 +32,7 @@ def test_forward_and_cache_equal_the_oracle(dtype):
         llama = build_model(CONFIG, decode_params(CONFIG, dtype))
         cache, parts = KVCache.zeros(CONFIG, 2, 16, jnp.dtype(dtype)), []
         for first, counts in ((0, jnp.array([8, 8])), (8, jnp.array([4, 4], jnp.int32))):
-            hidden, cache = llama.forward_with_cache(TOKENS[:, first : first + counts[0]], cache, counts)
+            hidden, cache = llama.decode(TOKENS[:, first : first + counts[0]], cache, counts, begins=first == 0)
             parts.append(llama.logits(hidden))
         assert relative_error(np.concatenate(parts, axis=1), expected) < 1e-5
         assert cache.lengths.dtype == jnp.int32
@@ -48,9 +48,12 @@ def test_fresh_parameters_are_float32():
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_same_tokens_are_generated(draft_len, temperature):
     def generated(dtype):
-        prompts = [Prompt(tuple(map(int, row)), SamplingParams(temperature=temperature)) for row in TOKENS]
-        model = LanguageModel(CONFIG, decode_params(CONFIG, dtype))
-        return decode(model, prefill(model, prompts), draft_len=draft_len)[1][:, :16]
+        prompts = [Prompt(tuple(map(int, row)), SamplingParams(temperature=temperature), 16) for row in TOKENS]
+        engine, found = Engine(LanguageModel(CONFIG, decode_params(CONFIG, dtype)), 2, draft_len=draft_len), {}
+        rows = [engine.submit(Request(prompt)) for prompt in prompts]
+        while engine.busy:
+            found.update((row, event.completion.ids) for row, event in engine.step() if isinstance(event, Answer))
+        return np.array([found[row] for row in rows])
 
     expected = generated("float32")
     with jax.enable_x64(True):

@@ -82,7 +82,7 @@ def jax_cache(params, tokens, config, cache):
     decoding = jllama.build_model(config, jllama.decode_layout(jax.tree.map(jnp.asarray, params), config))
     cache = jllama.KVCache.zeros(config, len(tokens), 16) if cache is None else cache
     counts = jnp.full(len(tokens), tokens.shape[1])
-    hidden, cache = decoding.forward_with_cache(jnp.asarray(tokens), cache, counts)
+    hidden, cache = decoding.decode(jnp.asarray(tokens), cache, counts)
     return decoding.logits(hidden), cache
 
 

@@ -9,27 +9,40 @@ from jllama import oracle
 from jllama.config import LlamaConfig
 from jllama.decode_params import decode_layout
 from jllama.functional import DecodeMatrix
-from jllama.generation.decode import decode
-from jllama.generation.prefill import prefill
+from jllama.generation.generate import completions
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.language_model import LanguageModel
 from jllama.model import build_model
+from jllama.parameters import joined_groups
 from jllama.verify.checks import random_params
 
 SIZES = {"vocab_size": 61, "num_layers": 2, "embed_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_seq_len": 64}
 
 
+def taken_apart(params, config):
+    """The weights with each joined matrix as those that it is made of."""
+    layers = {index: dict(layer) for index, layer in params.weights["layers"].items()}
+    for layer in layers.values():
+        for joined, names in joined_groups(config).items():
+            if matrix := layer.pop(joined.removeprefix("layers/"), None):
+                layer.update(zip([name.removeprefix("layers/") for name in names], matrix.parts(), strict=True))
+    return params.weights | {"layers": layers}
+
+
+@pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_logits_are_those_of_the_rounded_weights(tied):
+def test_logits_are_those_of_the_rounded_weights(tied, joins):
     config = LlamaConfig(**SIZES, head_dim=32, mlp_dim=96, tie_embeddings=tied)
     weights = random_params(config, 0)
-    params = decode_layout(jax.tree.map(jnp.asarray, weights), config, "int8")
-    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, DecodeMatrix))
+    params = decode_layout(jax.tree.map(jnp.asarray, weights), config, "int8", joins)
+    apart = taken_apart(params, config)
+    assert (apart["layers"]["0"].keys() == params.weights["layers"]["0"].keys()) == (not joins)
+    leaves = jax.tree.leaves(apart, is_leaf=lambda leaf: isinstance(leaf, DecodeMatrix))
     assert sum(isinstance(leaf, DecodeMatrix) for leaf in leaves) == 7 * 2 + (1 if tied else 2)
 
     def rounded(leaf, number, name):
         """What the matrix stands for, in the oracle's shape."""
-        matrix = params.weights["layers"][number][name] if number else params.weights[name]
+        matrix = apart["layers"][number][name] if number else apart[name]
         if not isinstance(matrix, DecodeMatrix):
             return leaf
         outputs_first = np.asarray(matrix.values, np.float64) * np.asarray(matrix.scale, np.float64)[:, None]
@@ -47,15 +60,17 @@ def test_logits_are_those_of_the_rounded_weights(tied):
     assert 1e-3 < np.abs(np.asarray(found) - exact).max() / np.abs(exact).max() < 0.1
 
 
+@pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_decoding(quantize):
+def test_decoding(quantize, joins):
     config = LlamaConfig(**SIZES, head_dim=32, mlp_dim=96)
     weights = random_params(config, 0)
-    params = decode_layout(jax.tree.map(jnp.asarray, weights), config, quantize)
+    params = decode_layout(jax.tree.map(jnp.asarray, weights), config, quantize, joins)
     model = LanguageModel(config, params)
-    _, tokens, _ = decode(model, prefill(model, [Prompt([1, 2, 3], SamplingParams(temperature=0.0), 9)]))
-    logits = jax.jit(lambda ids: build_model(config, params)(ids))(jnp.array([[1, 2, 3, *tokens[0]]]))
-    assert tokens[0].tolist() == np.argmax(logits[0, 2:-1], axis=-1).tolist()
+    ((_, written),) = completions(model, [Prompt([1, 2, 3], SamplingParams(temperature=0.0), 9)])
+    logits = jax.jit(lambda ids: build_model(config, params)(ids))(jnp.array([[1, 2, 3, *written.ids]]))
+    assert len(written.ids) == 9
+    assert written.ids == np.argmax(logits[0, 2:-1], axis=-1).tolist()
     if quantize is None:
-        expected = oracle.forward(weights, np.array([[1, 2, 3, *tokens[0]]]), config)
+        expected = oracle.forward(weights, np.array([[1, 2, 3, *written.ids]]), config)
         np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)

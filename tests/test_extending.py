@@ -16,7 +16,7 @@ import jllama
 from jllama import functional as F
 from jllama import oracle
 from jllama.commands import cli
-from jllama.model import LAYER_CLASSES
+from jllama.model import LAYER_CLASSES, KVCache
 from jllama.parameters import PARAMETERS
 from jllama.rope_scaling import ROPE_SCALINGS
 from jllama.tokenizers import BytesTokenizer
@@ -168,10 +168,11 @@ def test_an_attention_implementation(additions):
         assert np.allclose(window, full, atol=1e-5) == equal
     assert np.isfinite(jax.grad(lambda params: hidden(params, "window", tokens).sum())(params)["embed"]).all()
     decoding = jllama.build_model(SMALL, jllama.decode_layout(params, SMALL))
-    first, cache = decoding.forward_with_cache(tokens, None, jnp.array([20]), "window")
+    cache = KVCache.zeros(SMALL, 1, 32, jnp.float32)
+    first, cache = decoding.decode(tokens, cache, jnp.array([20]), begins=True, attention="window")
     np.testing.assert_allclose(first, hidden(params, "window", tokens), atol=1e-4)
     with pytest.raises(ValueError, match="the attention implementation 'window' cannot serve a cache"):
-        decoding.forward_with_cache(tokens[:, :1], cache, jnp.array([1]), "window")
+        decoding.decode(tokens[:, :1], cache, jnp.array([1]), attention="window")
 
 
 def test_rows_of_parameters(additions):

@@ -21,9 +21,10 @@ from jllama import grammar as module
 from jllama.config import LlamaConfig
 from jllama.decode_params import decode_layout
 from jllama.errors import JllamaError, UsageError
-from jllama.generation import decode as decoding
+from jllama.generation import steps
+from jllama.generation.generate import generate, stream
 from jllama.generation.sampling_params import Prompt, SamplingParams
-from jllama.generation.text import encode_prompt, generate, stream
+from jllama.generation.text import encode_prompt
 from jllama.grammar import Grammar, Matcher
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import BytesTokenizer, as_huggingface, load_tokenizer, train_sentencepiece
@@ -345,9 +346,9 @@ def drawn(grammar_of_rows, seed=0, **settings):
 def test_texts_match_and_nothing_compiles_for_another_grammar():
     regexes = [*REGEXES, r"[ -~]{3,9}", r"<b>(.|\n)*</b>", "", "(a|b)*"]
     found = drawn([Grammar("regex", regex) for regex in regexes])
-    programs = decoding._decode._cache_size()
+    programs = steps.decode_block._cache_size()
     found += drawn([Grammar("regex", regex) for regex in reversed(regexes)], 50, top_p=0.9, repetition_penalty=1.2)
-    assert decoding._decode._cache_size() == programs
+    assert steps.decode_block._cache_size() == programs
     finished = [
         (regex, each.text)
         for regex, each in zip(regexes + regexes[::-1], found, strict=True)

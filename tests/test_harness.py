@@ -207,7 +207,7 @@ def test_until_and_the_number_of_tokens_are_honored(model, peer):
 
 def test_until_may_name_a_special_token(model, monkeypatch):
     seen = []
-    monkeypatch.setattr(harness, "generate_batches", lambda _, prompts, batch_size: seen.extend(prompts) or ())
+    monkeypatch.setattr(harness, "completions", lambda _, prompts, batch_size: seen.extend(prompts) or ())
     name = next(text for text, id in model.tokenizer.special_tokens.items() if id == 0)
     arguments = [{"until": until, "max_gen_toks": 9} for until in (name, ["x"])]
     JllamaLM(model).generate_until(instances("generate_until", *(("a", each) for each in arguments)))

@@ -42,6 +42,7 @@ def test_a_mesh_samples_the_ids_of_one_device(report):
     one, *meshes = report["sampled"]
     assert len({tuple(row) for row in one["ids"]}) == 8
     assert [mesh["ids"] for mesh in meshes] == [one["ids"]] * 3
+    assert [each["joined_later"] for each in report["sampled"]] == [one["ids"][:3]] * 4
 
 
 @pytest.mark.slow

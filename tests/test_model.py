@@ -18,8 +18,7 @@ from helpers import half_split_from_interleaved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import decode_params as unstacked
-from models import forward
-from models import forward_with_cache as extend
+from models import extend, forward
 from models import params as weights
 
 import jllama.model
@@ -199,7 +198,7 @@ for call in (
     jllama.LanguageModel(config, params),
     jllama.build_model(config, params),
     jllama.build_model(config, params).hidden,
-    lambda tokens: unstacked.forward_with_cache(tokens, None, jnp.array([1])),
+    lambda tokens: unstacked.decode(tokens, jllama.KVCache.zeros(config, 1, 16), jnp.array([1])),
 ):
     for tokens in (jnp.full((1, 8), 10), jnp.ones((1, 8)), jnp.ones(8, int)):
         try:
@@ -233,8 +232,9 @@ def test_an_attention_implementation_that_is_not_there():
     tokens, sentence = jnp.asarray(TOKENS[:, :SHORT]), "there is no attention implementation refrence; did you mean"
     with pytest.raises(UsageError, match=sentence):
         build_model(BASE, weights(BASE)).hidden(tokens, attention="refrence")
+    cache = KVCache.zeros(BASE, 3, SHORT)
     with pytest.raises(UsageError, match=sentence):
-        build_model(BASE, unstacked(BASE)).forward_with_cache(tokens, None, jnp.full(3, SHORT), "refrence")
+        build_model(BASE, unstacked(BASE)).decode(tokens, cache, jnp.full(3, SHORT), attention="refrence")
 
 
 def test_a_model_needs_a_vocabulary():
@@ -255,7 +255,7 @@ def test_an_embedding_that_does_not_fit_the_vocabulary_is_refused(layout):
 
 
 def test_unstacked_layers_are_the_stacked_ones_in_order():
-    stacked, apart = weights(BASE), unstacked(BASE).weights
+    stacked, apart = weights(BASE), decode_layout(weights(BASE), BASE, joins=False).weights
     assert list(apart["layers"]) == ["0", "1"]
     layers = [
         (f"layers/{name}", leaf, stacked["layers"][name][int(index)])
@@ -398,6 +398,31 @@ def test_writes_past_the_end_are_dropped_and_shift_nothing(used):
     for small, large in zip(jax.tree.leaves(caches[8]), jax.tree.leaves(caches[SHORT + 8]), strict=True):
         if small.ndim == 4:
             assert relative_error(small, large[:, :, :8]) < TOLERANCE
+
+
+@functools.partial(jax.jit, static_argnames="begins")
+def decoded(params, tokens, cache, counts, begins):
+    llama = build_model(BASE, params)
+    hidden, cache = llama.decode(tokens, cache, counts, begins=begins)
+    return llama.logits(hidden), cache
+
+
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("seq", [SHORT, 300])
+def test_rows_that_begin_equal_the_oracle_and_their_padding_is_not_written(seq, begins):
+    """Whether attention goes by the cache or by whole sequences, which are long enough here for blocks, or not."""
+    assert F.choose_attention(seq, seq, backward=False) == ("reference" if seq == SHORT else "blocked")
+    counts = np.array([seq, seq // 2, 0])
+    cache = jax.tree.map(lambda leaf: leaf + 7 if leaf.ndim == 4 else leaf, KVCache.zeros(BASE, 3, LONG))
+    logits, after = decoded(unstacked(BASE), TOKENS[:, :seq], cache, jnp.asarray(counts), begins)
+    expected = oracle.forward(random_params(BASE, 0), TOKENS[:, :seq], BASE)
+    np.testing.assert_array_equal(after.lengths, counts)
+    for row, count in enumerate(counts):
+        if count:
+            assert relative_error(logits[row, :count], expected[row, :count]) < TOLERANCE
+        for leaf in (*after.keys, *after.values):
+            np.testing.assert_array_equal(leaf[row, :, count:], 7)
+            assert not np.any(np.asarray(leaf)[row, :, :count] == 7)
 
 
 def test_a_full_cache_stays_as_it_is():

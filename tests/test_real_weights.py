@@ -25,8 +25,8 @@ from jllama.commands import cli
 from jllama.conversation import chat_ids
 from jllama.errors import JllamaError
 from jllama.evaluation.scoring import score_texts
+from jllama.generation.generate import generate, stream
 from jllama.generation.sampling_params import SamplingParams
-from jllama.generation.text import generate, stream
 from jllama.verify.checkpoint import PROSE, verify_checkpoint
 
 pytestmark = pytest.mark.real_weights

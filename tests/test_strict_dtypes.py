@@ -3,6 +3,8 @@
 Training's update does not: optax multiplies whole numbers by floats.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +12,8 @@ import pytest
 from models import SMALL, decode_params, params
 
 from jllama.evaluation.scoring import token_log_probs
-from jllama.generation.decode import decode
-from jllama.generation.prefill import prefill
+from jllama.generation.engine import Engine
+from jllama.generation.requests import Request
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.language_model import LanguageModel
 from jllama.model import KVCache, build_model
@@ -39,12 +41,13 @@ def test_a_forward_pass_and_the_gradients_of_the_loss(dtype):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(gradients)} == {dtype}
 
 
+@pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("quantize", [None, "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_forward_pass_with_a_cache(dtype, quantize):
+def test_a_forward_pass_with_a_cache(dtype, quantize, begins):
     def forward(weights):
         llama, cache = build_model(SMALL, weights), KVCache.zeros(SMALL, 2, 16, jnp.dtype(dtype))
-        hidden, cache = llama.forward_with_cache(TOKENS, cache, jnp.array([8, 8], jnp.int32))
+        hidden, cache = llama.decode(TOKENS, cache, jnp.array([8, 8], jnp.int32), begins=begins)
         return llama.logits(hidden), cache.keys[0]
 
     logits, keys = jax.eval_shape(forward, decode_params(SMALL, dtype, quantize))
@@ -54,9 +57,15 @@ def test_a_forward_pass_with_a_cache(dtype, quantize):
 @pytest.mark.parametrize("draft_len", [0, 2])
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), EVERYTHING], ids=["greedy", "everything"])
 def test_generation(sampling, draft_len):
-    model = LanguageModel(SMALL, decode_params(SMALL))
-    batch = prefill(model, [Prompt((1, 2, 3), sampling, 4)])
-    decode(model, batch, draft_len=draft_len)
+    """Through every program: chunks that are computed and kept ones, rows that join, a cache that grows, scores."""
+    model = LanguageModel(dataclasses.replace(SMALL, max_seq_len=256), decode_params(SMALL))
+    engine = Engine(model, 2, draft_len=draft_len, chunk_tokens=16, prefix_tokens=64)
+    top = 0 if draft_len else 3
+    for ids, scores in (((3,) * 20, False), ((1, 2, 3), False), ((3,) * 20, False), ((4,) * 20, True)):
+        engine.submit(Request(Prompt(ids, sampling, 4), top=top, prompt_log_probs=scores))
+    while engine.busy:
+        engine.step()
+        engine.make_room(200)
 
 
 def test_scoring():

@@ -134,8 +134,8 @@ def jllama_loader(work: Work) -> Load:
     import jllama
     from jllama.commands.bench import parse_options
     from jllama.errors import UsageError
-    from jllama.generation.decode import decode
-    from jllama.generation.prefill import prefill
+    from jllama.generation.engine import Engine
+    from jllama.generation.requests import Request
 
     options, greedy, context = parse_options(work["argv"]), jllama.SamplingParams(temperature=0.0), work["context"]
     jax.devices()  # starts them
@@ -146,9 +146,11 @@ def jllama_loader(work: Work) -> Load:
             raise UsageError(f"the benchmark needs {context} tokens of context, and the model has {most}")
 
         def generate(prompts: Prompts, new_tokens: int) -> None:
-            batch = prefill(model, [jllama.Prompt(prompt, greedy, new_tokens) for prompt in prompts])
-            while not batch.finished.all():
-                batch, *_ = decode(model, batch)
+            engine = Engine(model, len(prompts))
+            for prompt in prompts:
+                engine.submit(Request(jllama.Prompt(prompt, greedy, new_tokens)))
+            while engine.busy:
+                engine.step()
 
         return generate, model.config.vocab_size, {} if work["what"] == "load" else generation_facts(model, options)
 

@@ -31,6 +31,7 @@ from jllama.parameters import (
     TensorSpec,
     as_matrix,
     axis_sizes,
+    joined_groups,
     parameter_table,
     shape_of,
     tensor_specs,
@@ -228,7 +229,7 @@ def load_decode_params(
     Arguments and errors are those of ``load_params``.
     """
     config, dtypes = checkpoint.config, _dtypes(checkpoint, dtype, mesh)
-    key = None if mesh else _content_key(checkpoint, config, dtypes, quantize)
+    key = None if mesh else _content_key(checkpoint, config, dtypes, quantize, joined_groups(config))
     content: Any = cache.recall("weights", key) if key else None
 
     def mapped(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
@@ -238,20 +239,31 @@ def load_decode_params(
         part, content = content[:num_bytes], content[num_bytes + -num_bytes % cache.ALIGNMENT :]
         return part.view(dtype).reshape(shape)
 
-    def read(spec: TensorSpec) -> Any:
-        row, own = spec.parameter, dtypes[spec.path]
+    def read(group: list[TensorSpec]) -> Any:
+        """A tensor, or on one device several whose outputs are to stand behind each other."""
+        row = group[0].parameter
+        own = functools.reduce(np.promote_types, [dtypes[spec.path] for spec in group])
         split = matrix_sharding(mesh, row, config) if mesh else None
         sharding = split or SingleDeviceSharding(jax.devices()[0])
-        scale = np.empty(spec.shape[0], own) if quantize and row.inputs else None
+        shape = sum(spec.shape[0] for spec in group), *group[0].shape[1:]
+        scale = np.empty(shape[0], own) if quantize and row.inputs else None
         held = own if scale is None else np.dtype(np.int8)
 
         def fill(part: list[slice], out: np.ndarray) -> None:
-            _read(checkpoint.tensors[spec.key], part, out, on_progress, scale)
+            if len(group) == 1:
+                return _read(checkpoint.tensors[group[0].key], part, out, on_progress, scale)
+            start = 0
+            for spec in group:
+                here = slice(start, start + spec.shape[0])
+                rows = [slice(0, spec.shape[0]), *part[1:]]
+                scales = None if scale is None else scale[here]
+                _read(checkpoint.tensors[spec.key], rows, out[here], on_progress, scales)
+                start += spec.shape[0]
 
         if content is None:
-            values = _filled(spec.shape, held, sharding, fill)
+            values = _filled(shape, held, sharding, fill)
         else:
-            values = jax.make_array_from_callback(spec.shape, sharding, mapped(spec.shape, held).__getitem__)
+            values = jax.make_array_from_callback(shape, sharding, mapped(shape, held).__getitem__)
             scale = None if scale is None else mapped(scale.shape, own)
             on_progress(values.size * own.itemsize)
         if not row.inputs:
@@ -260,12 +272,19 @@ def load_decode_params(
         if scale is not None:  # filled by now, as far as this process has its rows
             along_rows = NamedSharding(split.mesh, PartitionSpec(*split.spec[:1])) if split else sharding
             scales = jax.make_array_from_callback(scale.shape, along_rows, scale.__getitem__)
-        return F.DecodeMatrix(values, scales, shape_of(row, config)[row.axes[0] == "layers" :])
+        shapes = [shape_of(spec.parameter, config)[spec.parameter.axes[0] == "layers" :] for spec in group]
+        if len(group) == 1:
+            return F.DecodeMatrix(values, scales, shapes[0])
+        return F.JoinedMatrix(F.DecodeMatrix(values, scales, values.shape[::-1]), tuple(shapes))
 
-    largest_first = sorted(tensor_specs(config), key=lambda spec: -math.prod(spec.shape))
+    joins = mesh is None or mesh.size == 1
+    groups: dict[str, list[TensorSpec]] = {}
+    for spec in tensor_specs(config):
+        groups.setdefault(spec.joined_key if joins else spec.key, []).append(spec)
+    largest_first = sorted(groups, key=lambda key: -sum(math.prod(spec.shape) for spec in groups[key]))
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
-        found = (threads.map if content is None else map)(read, largest_first)
-        leaves = dict(zip([spec.key for spec in largest_first], found, strict=True))
+        found = (threads.map if content is None else map)(read, [groups[key] for key in largest_first])
+        leaves = dict(zip(largest_first, found, strict=True))
     if key and content is None:
         cache.keep("weights", key, jax.tree.leaves([*leaves.values()]))
     return DecodeParams(unflatten_dict(leaves, sep="/"))
@@ -352,8 +371,14 @@ class TensorsOfParams(dict[str, FileTensor]):
             raise JllamaError("the parameters are int8, which no format holds: load the model without quantize")
         self.params, weights = params, params.weights if isinstance(params, DecodeParams) else params
         leaves: dict[str, Any] = flatten_dict(weights, sep="/")
+        joined_starts: dict[str, int] = {}  # behind what is taken of each joined matrix
         for spec in tensor_specs(config):
-            if isinstance(params, DecodeParams):
+            if spec.joined_key != spec.key and spec.joined_key in leaves:
+                joined = leaves[spec.joined_key]
+                start = joined_starts.get(spec.joined_key, 0)
+                joined_starts[spec.joined_key] = end = start + spec.shape[0]
+                self[spec.key] = np.asarray(joined.matrix.values)[start:end]
+            elif isinstance(params, DecodeParams):
                 leaf = leaves[spec.key]
                 self[spec.key] = np.asarray(leaf.values if spec.parameter.inputs else leaf)
             else:

@@ -109,7 +109,7 @@ def _answer(session: _Session, text: str) -> None:
     note, first_s, context = "(stopped)", 0.0, f"{conversation.model.config.max_seq_len:,} tokens"
     with stoppable() as pressed, contextlib.closing(pieces), contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C
         try:
-            with Console(stderr=True).status("answering ..." if conversation.prefix.ids else "compiling ..."):
+            with Console(stderr=True).status("answering ..." if conversation.engine else "compiling ..."):
                 piece = next(pieces)
             first_s = time.perf_counter()
             print(wrap(piece), end="", flush=True)

@@ -61,8 +61,8 @@ def main(argv: list[str], prog: str) -> int:
     console.print(f"{memory} of memory, {free} free in {folder}")
     console.print(f"cache: {cache_folder()}, which may be removed at any time")
     length = config.max_seq_len
-    train, decode = (F.choose_attention(seq, length, backward=seq > 1) for seq in (length, 1))
-    print(f"attention over {length:,} tokens: training by {train}, decoding by {decode}")
+    train = F.choose_attention(length, length)
+    print(f"attention over {length:,} tokens: training by {train}, decoding by cached")
     console.print(summary_table(config))
     takes = {"float32": 4, "bfloat16": 2, "int8": 1, "training (float32 and Adam)": 16}
     print(", ".join(f"{what} {decimal(size * count_parameters(config))}" for what, size in takes.items()), "at least")

@@ -13,8 +13,9 @@ from typing import Any, get_type_hints
 from jllama.errors import JllamaError, UsageError
 from jllama.evaluation.scoring import token_log_probs
 from jllama.files import Json, fault_of, write_text_whole
+from jllama.generation.generate import completions
 from jllama.generation.sampling_params import Prompt, SamplingParams
-from jllama.generation.text import Completion, encode_prompt, generate_batches
+from jllama.generation.text import Completion, encode_prompt
 from jllama.language_model import LanguageModel, weights_fingerprint
 from jllama.progress import progress
 
@@ -53,7 +54,7 @@ def complete_file(model: LanguageModel, default: Prompt, options: Any) -> tuple[
         **{name: value for name, value in dataclasses.asdict(options).items() if name not in _NOT_OF_RESULTS},
     }
     done = _read_unfinished(unfinished, json.loads(json.dumps(identity)))
-    num_done, remaining, completions, bad = len(done), [], [], []
+    num_done, remaining, made, bad = len(done), [], [], []
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
@@ -75,19 +76,18 @@ def complete_file(model: LanguageModel, default: Prompt, options: Any) -> tuple[
         if not file.tell():
             file.write(json.dumps({"of": identity}) + "\n")
         prompts = [prompt for _, prompt in remaining]
-        for batch in generate_batches(model, prompts, options.speculate, options.batch_size):
-            for index, completion in batch.items():
-                fields, prompt = remaining[index]
-                done[_key(fields)] = fields | result(model, options, fields["prompt"], prompt, completion)
-                file.write(_dumped(done[_key(fields)]))
+        for index, completion in completions(model, prompts, options.speculate, options.batch_size):
+            fields, prompt = remaining[index]
+            done[_key(fields)] = fields | result(model, options, fields["prompt"], prompt, completion)
+            file.write(_dumped(done[_key(fields)]))
             file.flush()
-            move(len(batch))
-            completions += batch.values()
+            move(1)
+            made.append(completion)
     write_text_whole(output, "".join(map(_dumped, sorted([*done.values(), *bad], key=_key))))
     unfinished.unlink()
-    seconds, tokens = time.perf_counter() - start_s, sum(completion.new_tokens for completion in completions)
+    seconds, tokens = time.perf_counter() - start_s, sum(completion.new_tokens for completion in made)
     print(f"{output}: {tokens} new tokens in {seconds:.1f} s, {tokens / seconds:.1f} a second", file=sys.stderr)
-    return completions, [f"{path}, line {each['line']}: {each['error']}" for each in bad]
+    return made, [f"{path}, line {each['line']}: {each['error']}" for each in bad]
 
 
 def result(model: LanguageModel, options: Any, text: str, prompt: Prompt, completion: Completion) -> Json:

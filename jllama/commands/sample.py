@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 from rich.console import Console
@@ -135,19 +136,18 @@ def _grammar(options: SampleOptions) -> jllama.Grammar | None:
 def _print_texts(model: jllama.LanguageModel, prompt: jllama.Prompt, options: SampleOptions) -> list[jllama.Completion]:
     """The continuations of an encoded prompt by consecutive seeds; a single one is shown as it comes."""
     from jllama.commands.prompts_file import log_probs, result, with_seed
-    from jllama.generation.text import STEPS, STEPS_SHOWN, generate_batch
+    from jllama.generation.generate import completions as generated
+    from jllama.generation.generate import stream
 
     echo = options.prompt if (not options.json if options.echo is None else options.echo) else ""
     streams = options.n == 1 and not options.json
     prompts = [with_seed(prompt, number) for number in range(options.n)]
     if streams:
         print(echo, end="")
-    completions = []
-    for _, piece in generate_batch(model, prompts, options.speculate, STEPS_SHOWN if streams else STEPS):
-        if isinstance(piece, jllama.Completion):
-            completions.append(piece)
-        elif streams:
-            print(piece, end="", flush=True)
+        completions = [_shown(stream(model, prompts[0], speculate=options.speculate))]
+    else:
+        done = dict(generated(model, prompts, options.speculate))
+        completions = [done[index] for index in range(options.n)]
     for number, (each, completion) in enumerate(zip(prompts, completions, strict=True), 1):
         seed = each.sampling.seed
         if options.json:
@@ -161,6 +161,15 @@ def _print_texts(model: jllama.LanguageModel, prompt: jllama.Prompt, options: Sa
                 value = "        -" if token["log_prob"] is None else f"{token['log_prob']:9.4f}"
                 print(f"{value} {token['id']:7}  {token['text']!r}")
     return completions
+
+
+def _shown(pieces: Generator[str, None, jllama.Completion]) -> jllama.Completion:
+    """Print a text as it comes."""
+    while True:
+        try:
+            print(next(pieces), end="", flush=True)
+        except StopIteration as end:
+            return end.value
 
 
 def _compare(model: jllama.LanguageModel, prompt: jllama.Prompt, options: SampleOptions) -> list[jllama.Completion]:

@@ -19,7 +19,7 @@ from jllama.serve.config import EngineConfig, HttpConfig
 from jllama.stop import end
 
 if TYPE_CHECKING:
-    from jllama.serve.engine import Engine
+    from jllama.serve.engine import EngineThread
 
 _COMMON = ("adapter", "host", "port", "api_key_file", "slots", "context", "memory_gib", "quantize", "drain_s")
 
@@ -110,10 +110,10 @@ def main(argv: list[str], prog: str) -> int:
     return 0
 
 
-def _engine(options: ServeOptions) -> "Engine":
+def _engine(options: ServeOptions) -> "EngineThread":
     from jllama.generation import programs
     from jllama.generation.text import encode_prompt
-    from jllama.serve.engine import Engine
+    from jllama.serve.engine import EngineThread
 
     programs.keep("serve", options.checkpoint)
     models = {name: options.load_with(None, path) for name, path in options.adapters().items()}
@@ -121,7 +121,7 @@ def _engine(options: ServeOptions) -> "Engine":
         raise no_tokenizer(options.checkpoint)
     for model in models.values():
         encode_prompt(model, Prompt([0], options.default, 0))  # the default settings fit the model
-    engine = Engine(models, options)
+    engine = EngineThread(models, options)
     engine.start(say)
     return engine
 

@@ -7,18 +7,24 @@ from jllama.functional.attention import (
     attention as attention,
     AttentionImplementation as AttentionImplementation,
     Refused as Refused,
-    cached_attention as cached_attention,
     choose_attention as choose_attention,
     masked_softmax as masked_softmax,
     grouped_query_attention as grouped_query_attention,
 )
 from jllama.functional.block import (
     apply_rope as apply_rope,
+    gated as gated,
     rms_norm as rms_norm,
     rope_tables as rope_tables,
     swiglu as swiglu,
 )
-from jllama.functional.linear import DecodeMatrix as DecodeMatrix, decode_matrix as decode_matrix, project as project
+from jllama.functional.linear import (
+    DecodeMatrix as DecodeMatrix,
+    JoinedMatrix as JoinedMatrix,
+    decode_matrix as decode_matrix,
+    joined_matrix as joined_matrix,
+    project as project,
+)
 from jllama.functional.loss import linear_cross_entropy as linear_cross_entropy, token_log_probs as token_log_probs
 from jllama.functional.sampling import (
     PENALTIES as PENALTIES,

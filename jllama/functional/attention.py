@@ -16,7 +16,9 @@ Queries = Float[Array, "batch heads seq head_dim"]
 Keys = Float[Array, "batch kv_heads kv_seq head_dim"]
 Scores = Float[Array, "*lead kv_seq"]
 
-_BLOCK, _MAX_SPANS, _SHORT, _FEW, _CACHE_BLOCK = 64, 8, 128, 16, 256
+_BLOCK, _MAX_SPANS, _SHORT, _FEW = 64, 8, 128, 16
+_CACHE_BLOCK = 256  # keys
+_CACHE_QUERIES = 128
 ATTENDED = "attended"  # what the backward pass of blocks needs, for ``jax.checkpoint`` to keep
 
 
@@ -28,19 +30,23 @@ class Mask(NamedTuple):
     key_segments: Int[Array, "batch kv_seq"] | None = None
     lengths: Int[Array, "#batch"] | None = None  # how many keys of a row are real; None: all
 
-    def dense(self, seq: int, kv_seq: int, first: int | Int[Array, ""] = 0) -> Bool[Array, "#batch seq kv_seq"]:
-        """True where a query sees a key, for ``seq`` queries from ``first`` on and the first ``kv_seq`` keys.
+    def dense(
+        self, seq: int, kv_seq: int, first: int | Int[Array, ""] = 0, first_key: int | Int[Array, ""] = 0
+    ) -> Bool[Array, "#batch seq kv_seq"]:
+        """True where a query sees a key, for ``seq`` queries from ``first`` on and ``kv_seq`` keys from ``first_key``.
 
         >>> print(Mask().dense(2, 3).astype(int))
         [[[1 0 0]
           [1 1 0]]]
         """
-        keys, queries = jnp.arange(kv_seq), first + jnp.arange(seq)
+        keys = first_key + jnp.arange(kv_seq)
+        queries = first + jnp.arange(seq)
         places = queries[None] if self.offset is None else self.offset[:, None] + queries
         seen = keys <= places[..., None]
         if self.query_segments is not None and self.key_segments is not None:
-            segments = jax.lax.dynamic_slice_in_dim(self.query_segments, first, seq, axis=1)
-            seen &= segments[:, :, None] == self.key_segments[:, None, :kv_seq]
+            query_segments = jax.lax.dynamic_slice_in_dim(self.query_segments, first, seq, axis=1)
+            key_segments = jax.lax.dynamic_slice_in_dim(self.key_segments, first_key, kv_seq, axis=1)
+            seen &= query_segments[:, :, None] == key_segments[:, None]
         if self.lengths is not None:
             seen &= (keys < self.lengths[:, None])[:, None]
         return seen
@@ -179,12 +185,16 @@ def _side_by_side(blocks: Array) -> Array:
     return jnp.moveaxis(blocks, 0, 3).reshape(*blocks.shape[1:4], -1, *blocks.shape[5:])
 
 
-def _block_scores(query: Array, key: Array, mask: Mask, first: Array) -> Array:
-    """The scores of a block of queries, minus infinity where a key is not seen."""
+def _block_scores(query: Array, key: Array, mask: Mask, first: Array | int, first_key: Array | int = 0) -> Array:
+    """The scores of a block of queries over a block of keys, minus infinity where a query does not see a key."""
     query, first = jax.lax.optimization_barrier((query, first))  # or JAX makes all blocks' masks before all layers
-    wide = np.promote_types(query.dtype, np.float32)
-    scores = jnp.einsum("bkgth,bksh->bkgts", query, key, preferred_element_type=wide) * query.shape[-1] ** -0.5
-    return jnp.where(mask.dense(query.shape[3], key.shape[2], first)[:, None, None], scores, -jnp.inf)
+    product = functools.partial(jnp.einsum, preferred_element_type=np.promote_types(query.dtype, np.float32))
+    if query.shape[3] < _FEW:  # XLA:CPU multiplies from the left faster
+        scores = jnp.moveaxis(jax.lax.optimization_barrier(product("bksh,bkgth->bksgt", key, query)), 2, 4)
+    else:
+        scores = product("bkgth,bksh->bkgts", query, key)
+    seen = mask.dense(query.shape[3], key.shape[2], first, first_key)
+    return jnp.where(seen[:, None, None], scores * query.shape[-1] ** -0.5, -jnp.inf)
 
 
 class _Softmax(NamedTuple):
@@ -211,44 +221,51 @@ def _xla(query: Array, key: Array, value: Array, mask: Mask) -> Array:
     return jnp.where(dense.any(axis=-1)[:, None, :, None], mixed, 0)
 
 
-def cached_attention(
-    query: Queries,
-    key: Keys,
-    value: Keys,
-    cached: tuple[Array, Array],
-    row: Int[Array, ""],
-    lengths: Int[Array, "batch"],
-) -> Queries:
-    """``grouped_query_attention`` of new tokens over what their rows hold already, and causally over each other.
+def _merged(one: _Softmax, other: _Softmax) -> _Softmax:
+    """The softmax over the keys of both. Source: Milakov and Gimelshein 2018, algorithm 3 (arXiv:1805.02867)."""
+    largest = jnp.maximum(one.largest, other.largest)
+    share = jnp.exp(one.largest - largest)
+    other_share = jnp.exp(other.largest - largest)
+    total = one.total * share + other.total * other_share
+    return _Softmax(largest, total, one.mixed * share + other.mixed * other_share)
 
-    ``cached`` are keys and values ``[rows, kv_heads, max_len, head_dim]``; the batch continues those from ``row`` on,
-    the first ``lengths`` of each. They are read in blocks, as many as the longest row has, with a running softmax; what
-    a row does not see leaves its result as it is, bit for bit: it depends on its own tokens and place alone, not on
-    other rows, nor on how long they are. Source: Milakov and Gimelshein 2018, algorithm 3 (arXiv:1805.02867).
+
+def _cached(query: Array, key: Array, value: Array, mask: Mask) -> Array:
+    """Keys of a cache in blocks, as many as the longest row has, with a running softmax; queries in blocks, too.
+
+    A block that a row does not see leaves its result as it is, bit for bit: it depends on the row's own tokens and
+    places alone, not on other rows, nor on how long they or the cache (of whole blocks) are.
     """
-    accumulator, grouped = np.promote_types(query.dtype, np.float32), _grouped(query, key)
-    batch, kv_heads, _, seq, head_dim = grouped.shape
+    grouped = _grouped(query, key)
+    seq = grouped.shape[3]
+    size = _CACHE_QUERIES if seq % _CACHE_QUERIES == 0 else seq
+    if size == seq:
+        return _over_key_blocks(grouped, key, value, mask, 0).reshape(query.shape)
 
-    def attend(key: Array, value: Array, mask: Array) -> _Softmax:
-        scores = jnp.einsum("bkgth,bksh->bkgts", grouped, key, preferred_element_type=accumulator) * head_dim**-0.5
-        return _partial_softmax(jnp.where(mask[:, None, None], scores, -jnp.inf), value)
+    def of_block(first: Array) -> Array:
+        return _over_key_blocks(_block(grouped, first, size), key, value, mask, first)
+
+    blocks = jax.lax.map(of_block, jnp.arange(0, seq, size))
+    return _side_by_side(blocks).reshape(query.shape)
+
+
+def _over_key_blocks(query: Array, key: Array, value: Array, mask: Mask, first: Array | int) -> Array:
+    """Attention of a block of queries ``[batch, kv_heads, group, seq, head_dim]`` from ``first`` on."""
+    kv_seq = key.shape[2]
+    size = _CACHE_BLOCK if kv_seq % _CACHE_BLOCK == 0 else kv_seq
+
+    def over(start: Array | int) -> _Softmax:
+        keys = jax.lax.dynamic_slice_in_dim(key, start, size, axis=2)
+        values = jax.lax.dynamic_slice_in_dim(value, start, size, axis=2)
+        return _partial_softmax(_block_scores(query, keys, mask, first, start), values)
 
     def add(index: Array, so_far: _Softmax) -> _Softmax:
-        start, size = (row, 0, index * block, 0), (batch, kv_heads, block, head_dim)
-        seen = index * block + jnp.arange(block) < lengths[:, None]
-        mask = jnp.broadcast_to(seen[:, None], (batch, seq, block))
-        keys, values = (jax.lax.dynamic_slice(each, start, size) for each in cached)
-        more = attend(keys, values, mask)
-        largest = jnp.maximum(so_far.largest, more.largest)
-        ours, theirs = jnp.exp(so_far.largest - largest), jnp.exp(more.largest - largest)
-        both = _Softmax(largest, so_far.total * ours + more.total * theirs, so_far.mixed * ours + more.mixed * theirs)
-        some = (index * block < lengths)[:, None, None, None, None]
-        return jax.tree.map(functools.partial(jnp.where, some), both, so_far)
+        return _merged(so_far, over(index * size))
 
-    block = min(_CACHE_BLOCK, cached[0].shape[2])
-    itself = attend(key, value, jnp.broadcast_to(jnp.tri(seq, dtype=bool), (batch, seq, seq)))
-    whole = jax.lax.fori_loop(0, -(-jnp.max(lengths) // block), add, itself)
-    return (whole.mixed / whole.total).reshape(query.shape).astype(query.dtype)
+    seen = kv_seq if mask.offset is None else first + jnp.max(mask.offset) + query.shape[3]
+    num_blocks = jnp.minimum(-(-seen // size), kv_seq // size)
+    whole = jax.lax.fori_loop(1, num_blocks, add, over(0))
+    return (whole.mixed / jnp.where(whole.total > 0, whole.total, 1)).astype(query.dtype)
 
 
 class Refused(ValueError):
@@ -261,11 +278,13 @@ class AttentionImplementation(NamedTuple):
     function: Callable[[Array, Array, Array, Mask], Array]
     refuses: Callable[[Array, Array, Mask], str | None] = lambda query, key, mask: None
     platform: str = ""  # the only one that has it; empty: all do
+    backward: bool = True  # whether it can be differentiated
 
 
 ATTENTION = {
     "reference": AttentionImplementation(_reference),
     "blocked": AttentionImplementation(_blocked),
+    "cached": AttentionImplementation(_cached, backward=False),
     "xla": AttentionImplementation(_xla, lambda query, *_: "float64" if query.dtype == jnp.float64 else None),
 }
 """The implementations of ``attention`` by name; one more is one more entry, as of ``jllama.kernels``."""
@@ -305,7 +324,7 @@ def attention(query: Queries, key: Keys, value: Keys, mask: Mask = _CAUSAL, impl
         implementation = choose_attention(query.shape[2], key.shape[2])
     if implementation not in ATTENTION:
         raise ValueError(f"there is no attention implementation {implementation!r}; there are {', '.join(ATTENTION)}")
-    function, refuses, _ = ATTENTION[implementation]
+    function, refuses, *_ = ATTENTION[implementation]
     if reason := refuses(query, key, mask):
         raise Refused(f"the attention implementation {implementation!r} cannot serve {reason}")
     return function(query, key, value, mask)

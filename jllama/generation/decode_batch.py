@@ -38,14 +38,22 @@ class DecodeBatch(NamedTuple):
 
 
 def make_batch(
-    model: LanguageModel, prompts: Sequence[Prompt], cache: KVCache, max_len: int, min_stops: int = 1
+    model: LanguageModel,
+    prompts: Sequence[Prompt],
+    cache: KVCache,
+    max_len: int,
+    min_stops: int = 1,
+    sampling_types: Sequence[type[SamplingParams]] = (),
+    context: int = 0,
 ) -> DecodeBatch:
     """The rows of these prompts, whose tokens but the last are in the cache; ids that no token has are banned.
 
-    There is room for the stop ids of each prompt, and for ``min_stops`` at least.
+    There is room for the stop ids of each prompt, and for ``min_stops`` at least; and settings of ``sampling_types``
+    beside those of the prompts. Rows end at ``context`` tokens, which may be more than there is room for yet; 0: the
+    model's.
     """
     config, rows, stops = model.config, len(prompts), [prompt.stop_ids or () for prompt in prompts]
-    limits: Any = np.array([prompt.limit(config.max_seq_len) for prompt in prompts], np.int32)
+    limits: Any = np.array([prompt.limit(context or config.max_seq_len) for prompt in prompts], np.int32)
     zeros: Any = np.zeros  # as good as those of JAX, which types do not say
     tokens, log_probs = zeros((rows, max_len), np.int32), zeros((rows, max_len), np.float32)
     counts, seen = zeros((rows, config.vocab_size), np.int32), zeros((rows, config.vocab_size), bool)
@@ -53,7 +61,7 @@ def make_batch(
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt.ids)], seen[row, list(prompt.ids)] = prompt.ids, True
         stop_ids[row, : len(stops[row])] = stops[row]
-    settings = _setting_arrays([prompt.sampling for prompt in prompts], config.vocab_size)
+    settings = _setting_arrays([prompt.sampling for prompt in prompts], config.vocab_size, sampling_types)
     settings["banned_ids"][:, model.tokenizer.vocab_size if model.tokenizer else config.vocab_size :] = True
     finished = [len(prompt.ids) for prompt in prompts] >= limits
     guessed = zeros(rows, np.int32), zeros(rows, np.int32)
@@ -70,13 +78,22 @@ def restricted(batch: DecodeBatch, masks: Sequence[Int32[np.ndarray, "words"] | 
     return batch._replace(allowed=jax.device_put(allowed, batch.allowed.sharding))
 
 
-def _setting_arrays(rows: Sequence[SamplingParams], vocab_size: int) -> dict[str, Any]:
+def setting_types(params: type[SamplingParams]) -> dict[str, Any]:
+    """The type of each field; ``UsageError`` if there is one that nothing applies."""
+    hints = get_type_hints(params)
+    for name in hints:
+        if name not in {*_BUILT_IN, *F.TRUNCATIONS, *F.PENALTIES}:
+            raise UsageError(f"nothing applies {name} of {params.__name__}: register a function under its name")
+    return hints
+
+
+def _setting_arrays(
+    rows: Sequence[SamplingParams], vocab_size: int, types: Sequence[type[SamplingParams]]
+) -> dict[str, Any]:
     """Each field as an array, with its default where a row's class does not have it; token ids over the vocabulary."""
     arrays: dict[str, np.ndarray] = {}
-    for params in set(map(type, rows)):
-        for name, hint in get_type_hints(params).items():
-            if name not in {*_BUILT_IN, *F.TRUNCATIONS, *F.PENALTIES}:
-                raise UsageError(f"nothing applies {name} of {params.__name__}: register a function under its name")
+    for params in {*types, *map(type, rows)}:
+        for name, hint in setting_types(params).items():
             values = [getattr(row, name, getattr(params(), name)) for row in rows]
             if hint in (int, float):
                 arrays[name] = np.array(values, np.float32 if hint is float else np.int64)
@@ -119,21 +136,20 @@ def sample_tokens(logits: Float[Array, "batch vocab"], batch: DecodeBatch) -> In
     # On a CPU a pass over [batch, vocab] takes time: none where every penalty is neutral.
     is_penalized = [name not in neutral or jnp.any(value != neutral[name]) for name, value in penalties.items()]
     logits = jax.lax.cond(jnp.any(jnp.array(is_penalized)), penalized, lambda logits: logits, logits)
-    keys = jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(settings["seed"]), batch.cache.lengths + 1)
+    keys = jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(settings["seed"]), batch.cache.lengths)
     return F.sample(logits, keys, settings["temperature"], **truncations)
 
 
 def append_token(
     batch: DecodeBatch, logits: Float[Array, "batch vocab"], takes: Bool[Array, "batch"]
 ) -> tuple[DecodeBatch, Int[Array, "batch"]]:
-    """Draw a token for each row, and write it behind the others of the rows that take it."""
-    rows, lengths = jnp.arange(len(takes)), batch.cache.lengths + 1
+    """Draw a token for each row, and write it behind those in the cache where the row takes it."""
+    rows, lengths = jnp.arange(len(takes)), batch.cache.lengths
     token = sample_tokens(logits, batch)
     log_prob = (logits[rows, token] - jax.nn.logsumexp(logits, axis=-1)).astype(jnp.float32)
     ends = jnp.any(token[:, None] == batch.stop_ids, axis=1) | (lengths + 1 >= batch.limits)
     slot = jnp.where(takes, lengths, batch.tokens.shape[1])  # out of range, hence dropped, where a row takes none
     batch = batch._replace(
-        cache=batch.cache._replace(lengths=batch.cache.lengths + takes.astype(jnp.int32)),
         tokens=batch.tokens.at[rows, slot].set(token, mode="drop"),
         log_probs=batch.log_probs.at[rows, slot].set(log_prob, mode="drop"),
         counts=batch.counts.at[rows, token].add(takes.astype(jnp.int32)),

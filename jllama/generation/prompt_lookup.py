@@ -13,34 +13,37 @@ from jllama.model import Llama
 _SHORTEST_MATCH, _LONGEST_MATCH = 2, 3
 
 
-def lookup_step(llama: Llama, batch: DecodeBatch, draft_len: int) -> DecodeBatch:
-    """One token more for every unfinished row, or several, as long as its guesses are what is drawn."""
+def lookup_step(llama: Llama, batch: DecodeBatch, takes: Bool[Array, "batch"], draft_len: int) -> DecodeBatch:
+    """One token more for every row that takes one, or several, as long as its guesses are what is drawn."""
     drafts, matched = draft_tokens(batch.tokens, batch.cache.lengths + 1, draft_len)
     return jax.lax.cond(  # a pass over several tokens costs more than over one, where arithmetic is dear
-        jnp.any(matched & ~batch.finished),
-        lambda: _verified(llama, batch, jnp.where(matched[:, None], drafts, -1)),
-        lambda: _verified(llama, batch, drafts[:, :0]),
+        jnp.any(matched & takes),
+        lambda: _verified(llama, batch, takes, jnp.where(matched[:, None], drafts, -1)),
+        lambda: _verified(llama, batch, takes, drafts[:, :0]),
     )._replace(seen=batch.seen, settings=batch.settings)  # large and unchanged: nothing to copy out of the branches
 
 
-def _verified(llama: Llama, batch: DecodeBatch, drafts: Int[Array, "batch draft_len"]) -> DecodeBatch:
+def _verified(
+    llama: Llama, batch: DecodeBatch, takes: Bool[Array, "batch"], drafts: Int[Array, "batch draft_len"]
+) -> DecodeBatch:
     """Feed each row its last token and its drafts (-1 for none); append tokens as long as the drafts are right."""
-    cache = batch.cache
-    last = jnp.take_along_axis(batch.tokens, cache.lengths[:, None], axis=1)
+    lengths = batch.cache.lengths
+    last = jnp.take_along_axis(batch.tokens, lengths[:, None], axis=1)
     fed = jnp.maximum(jnp.concatenate([last, drafts], axis=1), 0)
-    hidden, cache = llama.forward_with_cache(fed, cache, jnp.zeros_like(cache.lengths))
+    hidden, cache = llama.decode(fed, batch.cache, takes.astype(jnp.int32) * fed.shape[1])
     logits = llama.logits(hidden)
-    drafted = jnp.sum((drafts >= 0) & ~batch.finished[:, None], axis=1, dtype=jnp.int32)
+    drafted = jnp.sum((drafts >= 0) & takes[:, None], axis=1, dtype=jnp.int32)
     guesses = jnp.pad(drafts, ((0, 0), (0, 1)), constant_values=-1)  # what each position's draw is held against
 
     def take(carry: tuple[DecodeBatch, Array], position: Array) -> tuple[tuple[DecodeBatch, Array], None]:
         batch, takes = carry
-        batch, token = append_token(batch, logits[:, position], takes)
+        longer = batch.cache._replace(lengths=batch.cache.lengths + takes.astype(jnp.int32))
+        batch, token = append_token(batch._replace(cache=longer), logits[:, position], takes)
         right = takes & (guesses[:, position] == token)
         return (batch._replace(accepted=batch.accepted + right.astype(jnp.int32)), right & ~batch.finished), None
 
-    batch = batch._replace(cache=cache, drafted=batch.drafted + drafted)
-    (batch, _), _ = jax.lax.scan(take, (batch, ~batch.finished), jnp.arange(fed.shape[1]))
+    batch = batch._replace(cache=cache._replace(lengths=lengths), drafted=batch.drafted + drafted)
+    (batch, _), _ = jax.lax.scan(take, (batch, takes), jnp.arange(fed.shape[1]))
     return batch
 
 

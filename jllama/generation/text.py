@@ -1,27 +1,19 @@
-"""From a prompt to text: encode and check it, generate, decode as the tokens come, and stop where the text says so."""
+"""From a prompt to tokens and back: encode and check it, decode tokens as they come, stop where the text says so."""
 
 import bisect
 import dataclasses
-import itertools
-import numbers
 import operator
-from collections.abc import Generator, Iterator, Sequence
-from typing import Any, NamedTuple, Unpack, cast
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
 
-from jllama.errors import ContextError, UsageError, unknown_name
-from jllama.generation.decode import STEPS, decode, with_room
-from jllama.generation.decode_batch import check_batch, restricted
-from jllama.generation.prefill import PrefixCache, prefill
-from jllama.generation.sampling_params import Prompt, SamplingFields, SamplingParams
-from jllama.grammar import Grammar, Matcher
+from jllama.errors import ContextError, UsageError
+from jllama.generation.sampling_params import Prompt
+from jllama.grammar import Matcher
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import Tokenizer
 
-Prompts = Sequence[Prompt]
-STEPS_SHOWN = 4  # decoding steps between two pieces of a stream
 _CONTEXT_TOKENS = 8  # decoded again before new ones, as the first token of a text may lose its space
 
 
@@ -37,111 +29,6 @@ class Completion(NamedTuple):
     prompt_tokens: int = 0
 
     new_tokens = property(lambda self: len(self.ids), doc="How many tokens were generated.")
-
-
-def generate(
-    model: LanguageModel,
-    prompts: str | Sequence[int] | Prompt | Sequence[str | Sequence[int] | Prompt],
-    sampling: SamplingParams | None = None,
-    *,
-    max_new_tokens: int | None = None,
-    stop: str | Sequence[str] = (),
-    stop_ids: Sequence[int] | None = None,
-    grammar: Grammar | None = None,
-    speculate: int = 0,
-    batch_size: int = 0,
-    **fields: Unpack[SamplingFields],
-) -> list[Completion]:
-    """Continue one prompt or several, each as it would come out alone and with any ``speculate``.
-
-    In bfloat16 and float16, which round otherwise in another batch size, a near tie may fall otherwise.
-
-    Example::
-
-        model = jllama.load("runs/quickstart")
-        (completion,) = jllama.generate(model, "Once upon", max_new_tokens=50, temperature=0.8, top_p=0.95, seed=1)
-        print(completion.text, completion.finish_reason, completion.new_tokens)
-        stories = jllama.generate(model, ["Once upon", "Long ago"], max_new_tokens=200, stop="The end")
-
-    Args:
-        model: what ``jllama.load`` gives.
-        prompts: text, token ids, or a ``Prompt``, which brings all its settings; or a list of those.
-        sampling: how tokens are chosen; None draws from the model as it is (temperature 1, nothing cut off).
-        max_new_tokens: the most tokens to generate from each prompt; None goes on to the end of the model's context.
-        stop: a string that ends a text, or several; they are not part of it.
-        stop_ids: tokens that end a text; None takes the model's own.
-        grammar: what the texts must match, such as ``Grammar("regex", "[0-9]+")`` (a stop id ends one that does).
-        speculate: how many tokens to guess at each step from the text so far: what repeats itself comes faster.
-        batch_size: how many to generate at once, those of like length together; 0 takes all at once.
-        **fields: fields of ``SamplingParams``, which change ``sampling``: ``temperature`` (0 takes the likeliest
-            token), ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``, ``presence_penalty``,
-            ``frequency_penalty``, ``logit_bias``, ``banned_ids``, ``seed`` (the same one gives the same text).
-
-    Returns:
-        A ``Completion`` of each prompt, in order.
-
-    Raises:
-        JllamaError: the model has no tokenizer, a prompt or a setting does not fit it, or there is no such setting.
-    """
-    settings = Prompt("", sampling or SamplingParams(), max_new_tokens, stop, stop_ids, grammar)
-    batches = generate_batches(model, _encoded(model, prompts, settings, fields), speculate, batch_size)
-    return [completion for _, completion in sorted(pair for batch in batches for pair in batch.items())]
-
-
-def stream(
-    model: LanguageModel,
-    prompt: str | Sequence[int] | Prompt,
-    sampling: SamplingParams | None = None,
-    *,
-    max_new_tokens: int | None = None,
-    stop: str | Sequence[str] = (),
-    stop_ids: Sequence[int] | None = None,
-    grammar: Grammar | None = None,
-    speculate: int = 0,
-    prefix: PrefixCache | None = None,
-    **fields: Unpack[SamplingFields],
-) -> Generator[str, None, Completion]:
-    """The continuation of one prompt in pieces as they come: together what ``generate`` gives.
-
-    A piece is never half a character, nor the beginning of a stop string. The generator returns the ``Completion``;
-    ``close()`` ends it early. Each thread may have its own. Arguments and errors (at the first piece) are those of
-    ``generate``; with a ``prefix``, kept up to date, the next call computes only what is new in its prompt.
-
-    Example::
-
-        for piece in jllama.stream(model, "Once upon", max_new_tokens=50, temperature=0.8):
-            print(piece, end="", flush=True)
-    """
-    settings, piece = Prompt("", sampling or SamplingParams(), max_new_tokens, stop, stop_ids, grammar), None
-    for _, piece in generate_batch(model, _encoded(model, [prompt], settings, fields), speculate, STEPS_SHOWN, prefix):
-        if isinstance(piece, str):
-            yield piece
-    return cast(Completion, piece)
-
-
-def warm_up(
-    model: LanguageModel,
-    lengths: Sequence[int],
-    batches: Sequence[int] = (1,),
-    *,
-    max_new_tokens: int | None = None,
-    speculate: int = 0,
-) -> None:
-    """Compile ahead what ``generate`` and ``stream`` will need (not the later turns of a ``Conversation``).
-
-    Each of the ``lengths``, in tokens, stands for those padded to the same power of two (from 16; chunks of 512);
-    ``batches`` are how many prompts at once, ``max_new_tokens`` the most asked for (None: to the end of the context).
-    """
-    model = model.for_decoding()
-    prompts = [encode_prompt(model, Prompt([0] * length, max_new_tokens=max_new_tokens)) for length in lengths]
-    longest = max((prompt.limit(model.config.max_seq_len) for prompt in prompts), default=0)
-    ends = sorted({min(128 << doubled, longest) for doubled in range(longest.bit_length())})  # one for each cache
-    for size, end, prompt in itertools.product(batches, ends, prompts):
-        row = dataclasses.replace(prompt, max_new_tokens=max(end - len(prompt.ids), 0))
-        batch, *_ = decode(model, prefill(model, [row] * size), 1, draft_len=speculate)
-        while batch.tokens.shape[1] < end:
-            batch = with_room(batch, batch.tokens.shape[1] + 1, model.config)
-            batch, *_ = decode(model, batch, 1, draft_len=speculate)
 
 
 def encode_prompt(model: LanguageModel, prompt: Prompt) -> Prompt:
@@ -184,72 +71,18 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     return [tokenizer.bos_id, *ids] if tokenizer.add_bos or not ids else ids
 
 
-def _encoded(model: LanguageModel, prompts: Any, settings: Prompt, fields: SamplingFields) -> list[Prompt]:
-    """One prompt or a list of them, encoded; those that bring no settings of their own have these."""
-    if unknown := fields.keys() - vars(settings.sampling):
-        raise unknown_name("setting", min(unknown), [*vars(settings.sampling), "max_new_tokens", "stop", "stop_ids"])
-    settings = dataclasses.replace(settings, sampling=dataclasses.replace(settings.sampling, **fields))
-    if isinstance(prompts, str | Prompt) or (len(prompts) and isinstance(prompts[0], numbers.Integral)):
-        prompts = [prompts]
-    if settings != Prompt("") and len(prompts) and all(isinstance(prompt, Prompt) for prompt in prompts):
-        raise UsageError("a Prompt brings its own settings, and others are given beside it: set them in the Prompt")
-    each = (one if isinstance(one, Prompt) else dataclasses.replace(settings, content=one) for one in prompts)
-    return [encode_prompt(model, prompt) for prompt in each]
-
-
-def generate_batches(
-    model: LanguageModel, prompts: Prompts, speculate: int = 0, batch_size: int = 0
-) -> Iterator[dict[int, Completion]]:
-    """Generate from encoded prompts a batch at a time, the longest first: completions by the prompts' indices."""
-    model = model.for_decoding()  # once, if it is not in that layout
-    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index].ids))
-    size = batch_size or max(len(prompts), 1)
-    for first in range(0, len(order), size):
-        indices = order[first : first + size]
-        batch = [prompts[index] for index in indices]
-        batch += [Prompt(batch[0].ids[:1], max_new_tokens=0)] * (size - len(batch))  # so that nothing new compiles
-        pieces = ((row, piece) for row, piece in generate_batch(model, batch, speculate) if row < len(indices))
-        yield {indices[row]: piece for row, piece in pieces if isinstance(piece, Completion)}
-
-
-def generate_batch(
-    model: LanguageModel, prompts: Prompts, speculate: int = 0, steps: int = STEPS, prefix: PrefixCache | None = None
-) -> Iterator[tuple[int, str | Completion]]:
-    """Generate from encoded prompts together: ``(row, piece)`` every few ``steps``; a row's last piece is all of it."""
-    model = model.for_decoding()
-    check_batch(model.config, len(prompts), speculate)
-    rows = [TextDecoder(model.text_tokenizer, prompt) for prompt in prompts]
-    restricts = any(prompt.grammar for prompt in prompts)
-    if speculate and restricts:
-        raise UsageError("speculate guesses several tokens, and a grammar allows one after the other: leave one out")
-    batch = prefill(model, prompts, prefix)
-    prefix, cached_ids = prefix or PrefixCache(), list(prompts[0].ids)
-    next_steps = 1  # the first token is shown as soon as it is there
-    while not np.asarray(batch.finished).all():
-        stopped = np.array([row.finish_reason != "" for row in rows])
-        prefix.take()
-        if restricts:
-            batch = restricted(batch, [row.allowed() for row in rows])
-        batch, tokens, log_probs = decode(model, batch, next_steps, stopped, speculate)
-        cached_ids += tokens[0, tokens[0] >= 0].tolist()
-        prefix.ids, prefix.cache = cached_ids[:-1], batch.cache  # the last token has not been through the model yet
-        for index, (row, *new) in enumerate(zip(rows, tokens.tolist(), log_probs.tolist(), strict=True)):
-            pieces = (row.push(token, log_prob) for token, log_prob in zip(*new, strict=True))
-            yield from ((index, piece) for piece in pieces if piece)
-        next_steps = 1 if restricts else steps
-    for index, counts in enumerate(zip(batch.drafted.tolist(), batch.accepted.tolist(), strict=True)):
-        yield from ((index, piece) for piece in (rows[index].end(), rows[index].completion(*counts)) if piece)
-
-
 class TextDecoder:
     """Turns the tokens of one row into text as they come, and in the end into a ``Completion``.
 
     Held back are an unfinished character, which decodes to U+FFFD, and what may be the beginning of a stop string.
+    Without a tokenizer the text stays empty.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, prompt: Prompt) -> None:
         self._tokenizer, self._prompt = tokenizer, prompt
-        self._matcher = Matcher(prompt.grammar, tokenizer, prompt.stop_ids or ()) if prompt.grammar else None
+        self._matcher = None
+        if prompt.grammar and tokenizer:
+            self._matcher = Matcher(prompt.grammar, tokenizer, prompt.stop_ids or ())
         self._ids = list(prompt.ids[-_CONTEXT_TOKENS:])
         self._num_decoded, self._num_shown = len(self._ids), 0
         self._tokens: list[tuple[int, float, int]] = []  # id, log-probability, and the length of the text before it
@@ -299,6 +132,8 @@ class TextDecoder:
 
     def _decode(self, *, is_last: bool) -> None:
         """Add the text of new tokens, if it is certain; the text ends where a stop string begins."""
+        if self._tokenizer is None:
+            return
         start, searched = max(self._num_decoded - _CONTEXT_TOKENS, 0), len(self.text)
         before = self._tokenizer.decode(self._ids[start : self._num_decoded])
         new = self._tokenizer.decode(self._ids[start:])[len(before) :]

@@ -156,7 +156,7 @@ def plan_decoding(
     check_divides(split, config)
 
     floats = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), abstract_params(config))
-    layout = jax.eval_shape(lambda params: decode_layout(params, config, quantize), floats)
+    layout = jax.eval_shape(lambda params: decode_layout(params, config, quantize, joins=False), floats)
     specs = {spec.key: matrix_sharding(split, spec.parameter, config).spec for spec in tensor_specs(config)}
 
     def weight(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -166,14 +166,16 @@ def plan_decoding(
 
     params = jax.tree_util.tree_map_with_path(weight, layout)
     cache = jax.eval_shape(lambda: KVCache.zeros(config, batch_size, length, jnp.bfloat16))
-    rows = jax.ShapeDtypeStruct((batch_size, 1), jnp.int32), cache
+    rows = jax.ShapeDtypeStruct((batch_size, 1), jnp.int32), cache._replace(lengths=None)
     shardings = batch_shardings(split, rows)
     tokens, cache = jax.tree.map(lambda leaf, where: leaf.update(sharding=where), rows, shardings)
 
-    def step(params: DecodeParams, tokens: Any, cache: KVCache) -> tuple[Any, KVCache]:
+    def step(params: DecodeParams, tokens: Any, cache: Any) -> tuple[Any, Any]:
         llama = build_model(config, params)
-        hidden, cache = llama.forward_with_cache(tokens, cache, jnp.ones(batch_size, jnp.int32), "reference")
-        return jnp.argmax(llama.logits(hidden)[:, 0], axis=-1), cache
+        # Lengths that the compiler knows: how often attention's loop runs is then in the program's text.
+        cache = cache._replace(lengths=jnp.full(batch_size, length - 1, jnp.int32))
+        hidden, cache = llama.decode(tokens, cache, jnp.ones(batch_size, jnp.int32))
+        return jnp.argmax(llama.logits(hidden)[:, 0], axis=-1), cache._replace(lengths=None)
 
     lowered = jax.jit(step, donate_argnums=2, out_shardings=(None, shardings[1])).lower(params, tokens, cache)
     flops = training_flops_per_token(config, length) / 3 * batch_size / len(devices)

@@ -10,8 +10,8 @@ import numpy as np
 
 from jllama.errors import UsageError
 from jllama.files import Json
+from jllama.generation.requests import Answer, Piece, Token
 from jllama.serve.protocol import Chat, Continuation, Embedding, Job
-from jllama.serve.requests import Answer, Piece, Token
 from jllama.serve.tools import ToolParser
 
 _LEAST = -9999.0  # what OpenAI's API says of a token that cannot be drawn: JSON has no infinity

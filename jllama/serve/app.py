@@ -27,14 +27,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import jllama
 from jllama.errors import JllamaError
 from jllama.files import Json
+from jllama.generation.requests import Answer, Piece
 from jllama.generation.sampling_params import SamplingParams
 from jllama.generation.text import prompt_ids
 from jllama.serve import metrics, protocol
 from jllama.serve.answers import Choice, embeddings, stream_event, totals
 from jllama.serve.config import MAX_HEAD_BYTES, MAX_HEADERS, HttpConfig
-from jllama.serve.engine import Engine
+from jllama.serve.engine import EngineThread
 from jllama.serve.protocol import Chat, Continuation, Job, conversation_text, job_of, served
-from jllama.serve.requests import Answer, Busy, Event, Failure, Piece
+from jllama.serve.requests import Busy, Event, Failure
 from jllama.serve.responses import Respond, Responding, chat_of
 
 PING_S = 10.0
@@ -52,7 +53,7 @@ _PROBLEM = {"type": "object", "required": ["error"], "properties": {"error": {"t
 _PROBLEMS = {"description": "what was wrong", "content": {"application/json": {"schema": _PROBLEM}}}
 
 
-def make_app(engine: Engine | None, config: HttpConfig, keys: Sequence[str] = ()) -> FastAPI:
+def make_app(engine: EngineThread | None, config: HttpConfig, keys: Sequence[str] = ()) -> FastAPI:
     """The application; with ``keys``, for those who have one of them in an Authorization header.
 
     Until ``app.state.engine`` is an engine, and while ``app.state.is_closing``, it answers 503.
@@ -69,7 +70,7 @@ def make_app(engine: Engine | None, config: HttpConfig, keys: Sequence[str] = ()
     for kind in (HTTPException, RequestValidationError, JllamaError, Busy, RecursionError, Exception):
         app.add_exception_handler(kind, _problem_of)
 
-    def ready() -> Engine:
+    def ready() -> EngineThread:
         if app.state.engine is None:
             raise Busy("the model is still loading: come again soon", 5)
         return app.state.engine
@@ -273,7 +274,7 @@ async def _in_turn(request: HttpRequest) -> AsyncIterator[None]:
 
 async def _generate(
     request: HttpRequest,
-    engine: Engine,
+    engine: EngineThread,
     body: Chat | Continuation,
     whole: Callable[[Json], Json] = dict,
     show: Callable[[Json], str] = stream_event,

@@ -21,11 +21,11 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 from jllama.config import Grammar, GrammarKind
 from jllama.errors import UsageError, unknown_name
 from jllama.files import Json, fault_of
+from jllama.generation.requests import MOST_TOP, Pooling, Request
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import encode_prompt
 from jllama.language_model import LanguageModel
-from jllama.serve.engine import Engine
-from jllama.serve.requests import MOST_TOP, Pooling, Request
+from jllama.serve.engine import EngineThread
 from jllama.serve.tools import Dialect, check_tools, dialect
 from jllama.serve.tools import grammar as grammar_of_tools
 from jllama.templates.messages import conversing, find_template, openai_messages, template_variables
@@ -229,7 +229,7 @@ class Job(NamedTuple):
     dialect: Dialect | None = None  # how the model calls tools, if it may
 
 
-def served(engine: Engine, name: str) -> tuple[str, LanguageModel]:
+def served(engine: EngineThread, name: str) -> tuple[str, LanguageModel]:
     """A model by its name, the first without one; ``UnknownModelError`` if there is none."""
     name = name or next(iter(engine.models))
     if name not in engine.models:
@@ -266,7 +266,7 @@ def conversation_text(model: LanguageModel, body: Conversation) -> tuple[str, Di
     return text, way if may else None
 
 
-def job_of(engine: Engine, body: Chat | Continuation) -> Job:
+def job_of(engine: EngineThread, body: Chat | Continuation) -> Job:
     """What a body asks of the engine; ``UsageError`` if it cannot be served."""
     name, model = served(engine, body.model)
     if body.stream_options and not body.stream:
@@ -289,7 +289,7 @@ def job_of(engine: Engine, body: Chat | Continuation) -> Job:
     return Job(body, model, requests, head | {"model": name, "system_fingerprint": engine.fingerprint(name)}, way)
 
 
-def _of_chat(engine: Engine, model: LanguageModel, name: str, body: Chat) -> tuple[list[Request], Dialect | None]:
+def _of_chat(engine: EngineThread, model: LanguageModel, name: str, body: Chat) -> tuple[list[Request], Dialect | None]:
     """What is particular to a conversation, and how the model calls tools, if it may."""
     most = {each for each in (body.max_tokens, body.max_completion_tokens) if each is not None}
     if len(most) > 1:

@@ -23,8 +23,8 @@ from jllama.checkpoints.tensors import Checkpoint, base_fingerprint, load_params
 from jllama.data.tokens import Dataset
 from jllama.devices import describe_devices, idle_accelerator, peak_bytes, program_bytes
 from jllama.errors import JllamaError, UsageError
+from jllama.generation.generate import generate
 from jllama.generation.sampling_params import SamplingParams
-from jllama.generation.text import generate
 from jllama.language_model import LanguageModel
 from jllama.loggers import LOGGERS, check_logger, numbers, persistent
 from jllama.lora import merged
@@ -341,7 +341,7 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
     if config.resume not in ("never", "auto") and not (folder / CONFIG).is_file():
         raise UsageError(f"resume is {config.resume}, which is not a run's folder: give one, or never, or auto")
     make_optimizer(config.optimizer, config.training.steps)
-    check_attention(config.training.attention)  # also before the text is read
+    check_attention(config.training.attention, backward=True)  # also before the text is read
     check_logger(config.logger)
     existing = (folder / CHECKPOINTS).exists() and RunCheckpoints(folder / CHECKPOINTS, read_only=True).steps()
     replaces = existing and config.resume == "never"

@@ -21,7 +21,7 @@ from jllama.functional.linear import AdaptedMatrix
 from jllama.lora import adapted, dense, frozen, initial_adapter
 from jllama.model import Llama, Parallel, build_model, check_attention, check_ids, initial_params
 from jllama.parameters import Params, map_by_path, parameter_table, shape_of
-from jllama.sharding import BATCH, gather, gather_stages, make_mesh, row_spec, ruleset, spread_attention, state_sharding
+from jllama.sharding import BATCH, gather, gather_stages, make_mesh, row_spec, ruleset, state_sharding
 from jllama.training.config import TrainConfig
 from jllama.training.optimizer import make_optimizer
 
@@ -143,7 +143,7 @@ def compile_training(
         kept = {**dict.fromkeys(weights), "layers": {}} if lora.rank else learned
         params = adapted(weights, learned, lora) if lora.rank else weights
         ready = {**params, **{name: whole(name, params[name], kept[name]) for name in ("embed", "final_norm")}}
-        parallel = Parallel(gather_layer, functools.partial(spread_attention, mesh), kept["layers"])
+        parallel = Parallel(gather_layer, mesh, kept["layers"])
         how: Any = {"remat": str(options.remat), "attention": attention, "parallel": parallel}
         positions = (jax.lax.axis_index("sequence") * inputs.shape[1] + jnp.arange(inputs.shape[1]))[None]
         hidden, scattered = build_model(model, ready).hidden(inputs, segments, positions, **how), kept[head]
@@ -298,7 +298,7 @@ class CheckedStep:
 def attention_of(config: TrainConfig, mesh: Mesh) -> str:
     """The attention implementation of a configuration, ``auto`` resolved for a mesh; UsageError if it has none such."""
     platform, dtype = mesh.devices.flat[0].platform, compute_dtype(config, mesh)
-    check_attention(config.training.attention, platform)
+    check_attention(config.training.attention, platform, backward=True)
     seq_len = config.training.seq_len or config.model.max_seq_len
     chosen = choose_attention(seq_len, seq_len, platform=platform, dtype=dtype)
     if mesh.shape["sequence"] > 1 and chosen == "triton":  # which takes no queries from inside a row

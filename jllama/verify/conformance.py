@@ -53,7 +53,7 @@ def implementation_of(model: types.ModuleType) -> Implementation:
 
     def extend(config: LlamaConfig, params: DecodeParams, *inputs: Any) -> tuple[Array, KVCache]:
         llama = model.build_model(config, params)
-        hidden, cache = llama.forward_with_cache(*inputs)
+        hidden, cache = llama.decode(*inputs)
         return llama.logits(hidden), cache
 
     def loss(config: LlamaConfig, params: Params, tokens: Array, mask: Array, remat: bool = False) -> Array:

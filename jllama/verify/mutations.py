@@ -106,12 +106,12 @@ def _bfloat16_tables(*arguments: Any) -> list[Array]:
 def _cache_one_on() -> types.ModuleType:
     """Write to the cache, after the first tokens, one slot and one position too far on."""
     model = model_with()
-    right = model.Llama.forward_with_cache
+    right = model.Llama.decode
 
-    def forward_with_cache(llama: Any, tokens: Array, cache: KVCache, counts: Array) -> tuple:
+    def decode(llama: Any, tokens: Array, cache: KVCache, counts: Array) -> tuple:
         return right(llama, tokens, cache._replace(lengths=cache.lengths + (cache.lengths > 0)), counts)
 
-    model.Llama.forward_with_cache = forward_with_cache
+    model.Llama.decode = decode
     return model
 
 

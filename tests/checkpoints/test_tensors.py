@@ -171,7 +171,7 @@ for array, expected, sharding in zip(*map(jax.tree.leaves, trees), strict=True):
 assert largest == 12, largest  # half of wq's 24 rows: no device's slice is ever longer
 for quantize in (None, "int8"):
     loaded = load_decode_params(checkpoint, mesh=mesh, quantize=quantize)
-    trees = loaded, decode_layout(jax.tree.map(jnp.asarray, params), config, quantize)
+    trees = loaded, decode_layout(jax.tree.map(jnp.asarray, params), config, quantize, joins=False)
     for array, expected in zip(*map(jax.tree.leaves, trees), strict=True):
         for shard in array.addressable_shards:
             np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])

@@ -27,9 +27,8 @@ from jllama.commands import cli, terminal
 from jllama.commands.terminal import WordWrap
 from jllama.config import LlamaConfig
 from jllama.conversation import chat_ids
-from jllama.generation.prefill import PrefixCache
+from jllama.generation.generate import stream
 from jllama.generation.sampling_params import SamplingParams
-from jllama.generation.text import stream
 from jllama.model import initial_params
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 
@@ -116,8 +115,7 @@ def expected_answers(babbler, questions, system=None, **settings):
     for turn, question in enumerate(questions):
         messages.append({"role": "user", "content": question})
         sampling = SamplingParams(**settings | {"seed": settings["seed"] + turn})
-        nothing_kept = PrefixCache()
-        pieces = stream(model, chat_ids(model, messages), sampling, max_new_tokens=6, prefix=nothing_kept)
+        pieces = stream(model, chat_ids(model, messages), sampling, max_new_tokens=6)
         answers.append("".join(pieces))
         messages.append({"role": "assistant", "content": answers[-1]})
     return answers, messages

@@ -24,8 +24,8 @@ from jllama.commands.eval import EvalOptions
 from jllama.commands.sample import COMPARED, SampleOptions
 from jllama.commands.verify import VerifyOptions
 from jllama.config import LlamaConfig
+from jllama.generation.generate import generate
 from jllama.generation.sampling_params import SamplingParams
-from jllama.generation.text import generate
 from jllama.language_model import LanguageModel, weights_fingerprint
 from jllama.training.config import TrainConfig
 
@@ -231,20 +231,21 @@ def test_texts_that_match(small_run, workshop, sample, complete_file, tmp_path):
 
 def test_an_interrupted_file_goes_on_where_it_was(complete_file, monkeypatch, tmp_path):
     expected = complete_file()[1]
-    other = tmp_path / "again.jsonl"
-    original, calls = prompts_file.generate_batches, []
+    other, unfinished = tmp_path / "again.jsonl", tmp_path / "again.jsonl.unfinished"
+    original, begun, made = prompts_file.completions, [], []
 
-    def interrupted(*arguments, **options):
-        for batch in original(*arguments, **options):
-            calls.append(len(batch))
-            if len(calls) == 2:
+    def interrupted(model, prompts, *options):
+        begun.append(len(prompts))
+        for completion in original(model, prompts, *options):
+            if len(begun) == 1 and len(made) == 2:
                 raise KeyboardInterrupt
-            yield batch
+            yield completion
+            made.append(completion)
+            assert len(unfinished.read_text().splitlines()) == 1 + len(made)  # it is in the file by now
 
-    monkeypatch.setattr(prompts_file, "generate_batches", interrupted)
+    monkeypatch.setattr(prompts_file, "completions", interrupted)
     code, results, said = complete_file(output=other)
     assert (code, results, "stopped" in said) == (1, [], True)
-    unfinished = tmp_path / "again.jsonl.unfinished"
     with unfinished.open("a") as file:
         file.write('{"prompt": "cut sho')  # as by kill -9
     assert complete_file("--temperature", 1, output=other)[0] == 1
@@ -254,7 +255,7 @@ def test_an_interrupted_file_goes_on_where_it_was(complete_file, monkeypatch, tm
         "remove it, or give another --output"
     ) in said
     assert complete_file(output=other)[:2] == (0, expected)
-    assert calls == [2, 2, 2]
+    assert (begun, len(made)) == ([4, 2], 4)
     assert not unfinished.exists()
 
 
@@ -281,7 +282,7 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prompts_file, "generate_batches", interrupted)
+    monkeypatch.setattr(prompts_file, "completions", interrupted)
     complete_file()
     begun = (tmp_path / "out.jsonl.unfinished").read_bytes()
     code, _, said = complete_file(*options.split())

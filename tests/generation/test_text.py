@@ -15,20 +15,13 @@ from hypothesis import strategies as st
 from jllama.config import LlamaConfig
 from jllama.conversation import Conversation, chat, chat_ids
 from jllama.errors import JllamaError, UsageError
-from jllama.generation import text as generation
-from jllama.generation.prefill import PrefixCache
+from jllama.generation import engine as engines
+from jllama.generation import steps
+from jllama.generation.engine import Engine
+from jllama.generation.generate import completions, generate, stream, warm_up
+from jllama.generation.requests import Answer, Request
 from jllama.generation.sampling_params import Prompt, SamplingFields, SamplingParams
-from jllama.generation.text import (
-    Completion,
-    TextDecoder,
-    encode_prompt,
-    generate,
-    generate_batch,
-    generate_batches,
-    prompt_ids,
-    stream,
-    warm_up,
-)
+from jllama.generation.text import Completion, TextDecoder, encode_prompt, prompt_ids
 from jllama.language_model import LanguageModel
 from jllama.templates.messages import end_of_turn_ids
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
@@ -285,6 +278,17 @@ def test_after_warming_up_nothing_compiles(caplog):
         warm_up(model, [16, 250], max_new_tokens=20)
 
 
+def test_after_warming_up_nothing_compiles_for_prompts_of_many_chunks_that_begin_alike(monkeypatch, caplog):
+    monkeypatch.setitem(engines.CHUNK_TOKENS, "cpu", 16)
+    model = dataclasses.replace(MODEL, params=jax.device_put(MODEL.params, jax.devices()[0])).for_decoding()
+    warm_up(model, [16, 40], [2], max_new_tokens=9)
+    caplog.set_level(logging.WARNING)
+    with jax.log_compiles():
+        prompts = [[7] * 40, [8] * 38, [*[7] * 20, *[5] * 16], [3] * 12]  # the third finds a chunk of the first
+        generate(model, prompts, SAMPLING[1], max_new_tokens=9, batch_size=2)
+        assert [record for record in caplog.records if record.message.startswith("Compiling")] == []
+
+
 def test_batches_give_what_one_batch_gives():
     prompts = ["the", "cat sat on", "", "a mat", "où est le garçon?"]
     together = generate(MODEL, prompts, SAMPLING[1], max_new_tokens=9)
@@ -293,9 +297,10 @@ def test_batches_give_what_one_batch_gives():
         np.testing.assert_allclose(found.log_probs, wanted.log_probs, rtol=1e-6, atol=1e-6)
         assert found._replace(log_probs=wanted.log_probs) == wanted
     encoded = [encode_prompt(MODEL, Prompt(each, SAMPLING[1], 9)) for each in prompts]
-    batches = list(generate_batches(MODEL, encoded, batch_size=2))
-    assert [len(batch) for batch in batches] == [2, 2, 1]
-    assert 4 in batches[0]  # the longest first
+    done = list(completions(MODEL, encoded, batch_size=2))
+    assert dict(done) == dict(enumerate(two_by_two))
+    assert 4 in [index for index, _ in done[:2]]  # the longest first
+    assert list(completions(MODEL, [])) == []
     assert generate(MODEL, []) == []
 
 
@@ -354,44 +359,61 @@ def test_no_new_tokens_are_no_text():
 
 
 def test_a_kept_prefix_changes_nothing():
-    prefix = PrefixCache()
+    engine = Engine(MODEL, 1, resumes=True)
     conversation = prompt_ids(BPE, "the cat")
     for turn in range(3):
         settings_ = SamplingParams(seed=turn)
-        pieces = stream(MODEL, conversation, settings_, max_new_tokens=7, prefix=prefix)
+        pieces = stream(MODEL, conversation, settings_, max_new_tokens=7, engine=engine)
         text = "".join(pieces)
         (alone,) = generate(MODEL, [conversation], settings_, max_new_tokens=7)
         assert text == alone.text
-        assert prefix.ids == [*conversation, *alone.ids[:-1]]
+        assert engine._staged[1] == [*conversation, *alone.ids[:-1]]  # so all of the next one but what is said then
         conversation = [*conversation, *alone.ids, *BPE.encode("mat")]
 
 
 def test_an_interrupted_step_leaves_no_prefix(monkeypatch):
     """Its cache was consumed; what comes next is computed anew, and the same."""
-    prefix, ids = PrefixCache(), prompt_ids(BPE, "the cat")
-    pieces = stream(MODEL, ids, SAMPLING[1], prefix=prefix)
+    engine, ids = Engine(MODEL, 1, resumes=True), prompt_ids(BPE, "the cat")
+    pieces = stream(MODEL, ids, SAMPLING[1], engine=engine)
     next(pieces)
-    assert prefix.cache is not None
+    assert engine._staged[1] == ids[:-1]
+    right = steps.decode_block
+
+    def broken(*arguments):
+        right(*arguments)
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patch:
-        patch.setattr(generation, "decode", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(steps, "decode_block", broken)
         with pytest.raises(KeyboardInterrupt):
             list(pieces)
-    assert (prefix.ids, prefix.cache) == ((), None)
-    again = "".join(stream(MODEL, ids, SAMPLING[1], max_new_tokens=7, prefix=prefix))
+    assert (engine._staged[1], engine.busy) == ([], False)
+    again = "".join(stream(MODEL, ids, SAMPLING[1], max_new_tokens=7, engine=engine))
     assert again == generate(MODEL, [ids], SAMPLING[1], max_new_tokens=7)[0].text
 
 
-def test_a_batch_yields_every_rows_pieces():
+def test_an_engine_yields_every_rows_pieces(monkeypatch):
+    monkeypatch.setattr(engines, "STEPS", 3)
     prompts = [encode_prompt(MODEL, Prompt(*each, NEW)) for each in zip(PROMPTS, SAMPLING, strict=True)]
-    texts, completions = [""] * len(prompts), []
-    for row, piece in generate_batch(MODEL, prompts, steps=3):
-        if isinstance(piece, str):
-            texts[row] += piece
-        else:
-            assert row == len(completions)
-            completions.append(piece)
-    assert texts == [completion.text for completion in completions]
-    assert texts == [completion.text for completion in generate(MODEL, prompts)]
+    engine = Engine(MODEL, len(prompts))
+    rows = [engine.submit(Request(prompt)) for prompt in prompts]
+    pieces, answers = {row: [] for row in rows}, {}
+    while engine.busy:
+        for row, event in engine.step():
+            assert row not in answers
+            if isinstance(event, Answer):
+                answers[row] = event
+            else:
+                pieces[row].append(event)
+    expected = generate(MODEL, prompts)
+    assert [answers[row].completion for row in rows] == expected
+    for row, completion in zip(rows, expected, strict=True):
+        assert "".join(piece.text for piece in pieces[row]) == completion.text
+        assert len(pieces[row]) > NEW / 6
+        tokens = tuple(token for piece in pieces[row] for token in piece.tokens)
+        assert tokens == answers[row].tokens
+        assert [token.id for token in tokens] == completion.ids
+        assert [token.log_prob for token in tokens] == completion.log_probs
 
 
 def test_decoding_params_are_used_as_they_are():
@@ -430,6 +452,16 @@ def test_a_conversation_is_what_was_said():
     with pytest.raises(UsageError, match="nothing was said that could be taken back"):
         conversation.undo()
     assert chat(model, expected, template="{{ bos_token }}a", **fields).text == generate(model, "a", **fields)[0].text
+
+
+def test_there_are_no_more_rows_than_texts(monkeypatch):
+    """Each row takes time, also one that nobody has."""
+    numbers, zeros = [], engines._zeros
+    monkeypatch.setattr(
+        engines, "_zeros", lambda config, rows, *others: numbers.append(rows) or zeros(config, rows, *others)
+    )
+    generate(MODEL, PROMPTS[:2], max_new_tokens=1, batch_size=8)
+    assert max(numbers) == 2
 
 
 def test_what_cannot_be_done_is_refused():

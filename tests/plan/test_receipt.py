@@ -1,12 +1,13 @@
 """A plan for the CPU, whose memory can be counted: what the receipt says is what a step holds."""
 
+import dataclasses
 import json
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jllama.config import LlamaConfig
+from jllama.config import LlamaConfig, MeshConfig
 from jllama.devices import Accelerator
 from jllama.parameters import count_parameters, training_flops_per_token
 from jllama.plan import receipt
@@ -79,3 +80,13 @@ def test_what_does_not_fit_says_what_fills_the_memory_and_what_would_help(planne
     tiny = receipt.plan_training(CONFIG, "cpu:100000")
     assert tiny.advice[-1].startswith("at least ")
     assert "devices: parameters, moments and gradients alone take" in tiny.advice[-1]
+
+
+def test_decoding_reads_every_block_of_the_cache():
+    """Attention's loop over them counts as often as it runs: what more tokens add is their keys and values at least."""
+    model, rows = dataclasses.replace(MODEL, max_seq_len=2048), 4
+    few, many = (receipt.plan_decoding(model, "cpu", MeshConfig(1), rows, length, None) for length in (512, 2048))
+    keys_and_values = 2 * 2 * model.num_layers * model.num_kv_heads * model.head_dim  # bytes of a token, in bfloat16
+    more = rows * (2048 - 512) * keys_and_values
+    assert many.arguments_bytes - few.arguments_bytes == more
+    assert many.traffic_bytes - few.traffic_bytes >= more

@@ -20,15 +20,15 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 import jllama
 from jllama.errors import ContextError, UsageError
+from jllama.generation.requests import Request
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import encode_prompt
 from jllama.serve.app import make_app
 from jllama.serve.config import EngineConfig, HttpConfig
 from jllama.serve.connections import make_server
-from jllama.serve.engine import Engine
+from jllama.serve.engine import CHUNK, EngineThread
 from jllama.serve.protocol import Conversation, conversation_text
-from jllama.serve.requests import Busy, Request
-from jllama.serve.slots import CHUNK
+from jllama.serve.requests import Busy
 from jllama.tokenizers import BytesTokenizer
 
 STOCK = {path.stem: path.read_text() for path in (Path(__file__).parent.parent / "templates/stock").glob("*.jinja")}
@@ -252,7 +252,7 @@ def test_one_client_does_not_fill_the_queue_for_others(engine):
 
 
 def test_all_clients_together_do_not_wait_without_a_limit():
-    engine = Engine({"small": served()}, EngineConfig(slots=1, queue=2))  # is never started
+    engine = EngineThread({"small": served()}, EngineConfig(slots=1, queue=2))  # is never started
     for number in range(12):
         engine.submit(request_of(f"client {number}"), lambda event: None)
     with pytest.raises(Busy, match="12 requests are waiting already, 0 of them yours, the most"):

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from jllama.model import build_model
 from jllama.serve.app import make_app
 from jllama.serve.config import EngineConfig, HttpConfig
-from jllama.serve.engine import Engine
+from jllama.serve.engine import EngineThread
 
 EMBEDDINGS = "/v1/embeddings"
 LENGTHS = [1, 2, 17, 255, 256, 257, 600, 1024]
@@ -94,7 +94,7 @@ def test_company_changes_no_bit(http):
 
 def test_they_are_made_again_to_be_compared():
     """The check of answers in idle slots covers them."""
-    engine = Engine({"small": served()}, EngineConfig(slots=3, queue=16, replay=1.0))
+    engine = EngineThread({"small": served()}, EngineConfig(slots=3, queue=16, replay=1.0))
     engine.start()
     http = TestClient(make_app(engine, HttpConfig()))
     before = http.get("/metrics").text  # of all servers of this process: another test plants a mismatch

@@ -12,21 +12,24 @@ from engine_load import PREFIX, Asked, alone, in_company, random_request
 from models import SERVED, served
 
 import jllama
+from jllama import functional as F
 from jllama import oracle
 from jllama.errors import UsageError
+from jllama.generation import steps
+from jllama.generation.engine import Engine
+from jllama.generation.requests import Answer, Request
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import encode_prompt
 from jllama.grammar import Grammar
-from jllama.serve import metrics, slots
+from jllama.serve import metrics
 from jllama.serve.config import EngineConfig
-from jllama.serve.engine import Engine
-from jllama.serve.requests import Answer, Busy, Failure, Request
-from jllama.serve.slots import CHUNK
+from jllama.serve.engine import CHUNK, EngineThread
+from jllama.serve.requests import Busy, Failure
 from jllama.verify.checks import random_params
 
 
 def started(models=None, **config):
-    engine = Engine(models or {"small": served(), "other": served(1)}, EngineConfig(**{"slots": 3, **config}))
+    engine = EngineThread(models or {"small": served(), "other": served(1)}, EngineConfig(**{"slots": 3, **config}))
     engine.start()
     return engine
 
@@ -45,9 +48,15 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
+COMPILED = []  # one entry for each program that XLA has compiled, whoever asked for it
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, seconds, **_: COMPILED.append(event) if event.endswith("/backend_compile_duration") else None
+)
+
+
 def num_compiled():
-    programs = (slots.prefill_chunk, slots.write_chunk, slots.score_chunk, slots.forward, slots.choose, slots._join)
-    return [program._cache_size() for program in programs]
+    names = "prefill_chunk read_chunk write_chunk score_chunk join decode_block resized resized_cache"
+    return [len(COMPILED), *(getattr(steps, name)._cache_size() for name in names.split())]
 
 
 def request_of(text, max_new_tokens=10, top=0, prompt_log_probs=False, grammar=None, model=None, **sampling):
@@ -73,6 +82,46 @@ def test_answers_are_those_given_alone_bit_for_bit_and_nothing_compiles(engine, 
     before = num_compiled()
     assert in_company(engine, requests, seed) == answers
     assert num_compiled() == before
+
+
+@pytest.mark.parametrize(("slots", "context"), [(5, 700), (1, 420), (2, 60)])
+def test_nothing_compiles_after_the_start(slots, context):
+    """Whatever is asked: rows as long as no other test's, so that no program has been compiled for them before."""
+    before = num_compiled()
+    engine = started(slots=slots, context=context, cache_tokens=4 * CHUNK)
+    compiled = num_compiled()
+    assert compiled[0] > before[0]
+    assert compiled[-2:] == before[-2:]
+    lengths = [length for power in range(10) for length in (2**power, 2**power + 1, CHUNK + 2**power + 1)]
+    prompts = [Prompt([0] * length) for length in lengths if length < context]
+    few = [prompts[0], prompts[len(prompts) // 2], prompts[-1]]
+    kinds = [
+        (prompts, {}),
+        (few, {"model": "other"}),
+        (few, {"top": 20}),
+        (few, {"prompt_log_probs": True, "top": 3}),
+        (few, {"salt": "another"}),
+        (few, {}),  # the chunks are there, and another prompt was computed since
+    ]
+    requests = [
+        dataclasses.replace(request_of(prompt.content, 1 + number % 3, model=served()), **kind)
+        for given, kind in kinds
+        for number, prompt in enumerate(given)
+        if len(prompt.content) + 1 + number % 3 <= context
+    ]
+    requests += [
+        dataclasses.replace(request_of([0] * length, 0), pooling=pooling)
+        for length in (*(length for length in lengths if length < context), context)
+        for pooling in ("mean", "last")
+    ]
+    requests += [
+        request_of("abc", 9, grammar=Grammar("regex", "(yes|no)!"), temperature=1.5),
+        request_of("abc", 9, repetition_penalty=1.3, top_p=0.5, top_k=9, logit_bias={70: 3.0}, banned_ids=(2,)),
+    ]
+    in_company(engine, requests, seed=1)
+    alone(engine, requests)
+    assert num_compiled() == compiled
+    assert engine.close() == 0
 
 
 def test_answers_are_the_same_after_a_restart_with_other_slots_free_and_without_a_cache(engine, requests, answers):
@@ -144,7 +193,7 @@ def test_whole_chunks_are_kept_and_the_one_used_longest_ago_goes():
     assert cached(texts[1]) == CHUNK  # its second chunk takes the place of the first text's second
     assert cached(texts[0]) == CHUNK
     assert [cached(texts[2]), cached(texts[2])] == [0, CHUNK]
-    assert len(engine._prefixes) == 2
+    assert len(engine._engine._prefixes) == 2
     engine.close()
 
 
@@ -213,30 +262,116 @@ def test_a_fault_fails_what_is_under_way_and_the_next_request_is_served(monkeypa
     engine = started({"small": served()})
     request = request_of("abc", 30, seed=2)
     expected = Asked(engine, request).answer()
-    right, calls = slots.choose, []
+    right, calls, held = steps.decode_block, [], []
+    reserve = Engine.reserve
 
-    def choose(*inputs):
+    def decode_block(*inputs):
         calls.append(1)
         if len(calls) == 3:
+            held.append(live_bytes())
             raise RuntimeError("planted")
         return right(*inputs)
 
-    monkeypatch.setattr(slots, "choose", choose)
+    def watched(self):
+        if self._batch is None:
+            held.append(live_bytes())
+        reserve(self)
+
+    monkeypatch.setattr(steps, "decode_block", decode_block)
+    monkeypatch.setattr(Engine, "reserve", watched)
     assert isinstance(Asked(engine, request).end(), Failure)
     assert Asked(engine, request).answer() == expected
     assert "planted" in capfd.readouterr().err
+    at_fault, before_the_next = held
+    assert at_fault - before_the_next > engine.kv_bytes  # what there was is gone, and there is room for it again
     engine.close()
 
 
+def live_bytes():
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def test_a_prompt_waits_for_those_that_came_before_alone():
+    """In whatever slots: a short one that takes a slot which was left goes behind."""
+    engine = Engine(served(), 2, context=1024, chunk_tokens=CHUNK, prefill_budget=CHUNK)
+    prompt = encode_prompt(served(), Prompt("a" * 2 * CHUNK, SamplingParams(), 0))
+    rows, ended = [engine.submit(Request(prompt, salt=salt)) for salt in "ab"], []
+    while len(ended) < 6:
+        for row, event in engine.step():
+            if isinstance(event, Answer):
+                ended.append(row)
+                rows.append(engine.submit(Request(prompt, salt=str(len(rows)))))
+    assert ended == rows[:6]
+
+
+def test_rows_that_are_idle_are_not_read(monkeypatch):
+    """What a long answer left in its slot makes no step of another longer."""
+    cached, offsets = F.ATTENTION["cached"], []
+
+    def spy(query, key, value, mask):
+        jax.debug.callback(lambda offset: offsets.append(int(offset.max())), mask.offset)
+        return cached.function(query, key, value, mask)
+
+    monkeypatch.setitem(F.ATTENTION, "cached", cached._replace(function=spy))
+    engine = Engine(served(), 7, context=900, chunk_tokens=CHUNK)  # of other sizes than those of other tests
+    for length, new in ((800, 5), (3, 40)):
+        engine.submit(Request(encode_prompt(served(), Prompt([5] * length, SamplingParams(banned_ids=(2,)), new))))
+    while engine.busy:
+        engine.step()
+    jax.effects_barrier()
+    assert max(offsets) >= 800
+    assert offsets[-1] < 43
+
+
+def test_a_row_under_a_grammar_does_not_wait_for_long_blocks_of_others():
+    engine = Engine(served(), 2, context=256)  # with blocks of any length
+    plain = engine.submit(Request(encode_prompt(served(), Prompt("a", SamplingParams(banned_ids=(2,)), 60))))
+    limited = engine.submit(
+        Request(encode_prompt(served(), Prompt("a", max_new_tokens=20, grammar=Grammar("regex", "a{99}"))))
+    )
+    ended = []
+    while engine.busy:
+        ended += [row for row, event in engine.step() if isinstance(event, Answer)]
+    assert ended == [limited, plain]
+
+
+def test_what_was_computed_for_nobody_is_not_taken_for_slow():
+    """A row that ends by itself leaves a block behind, which the next request finds when it comes much later."""
+    engine = Engine(served(), 2, context=256, block_s=0.025)
+    ends = Request(encode_prompt(served(), Prompt("abc", SamplingParams(), 100, stop_ids=[*range(259)])))
+    engine.submit(ends)
+    while engine.busy:
+        engine.step()
+    assert engine._dispatched
+    engine._dispatched = [each._replace(start_s=-1e9) for each in engine._dispatched]
+    engine._read_s = -1e9
+    engine.submit(ends)
+    while engine.busy:
+        engine.step()
+    assert engine._step_s < 1e6
+
+
 def test_memory_decides_the_context():
-    chunk_gib = 2 * 2 * 2 * 32 * 4 * CHUNK * 3 / 2**30  # keys and values, layers, heads, head size, bytes, slots
+    rows = 3 + 1  # of the slots, and one that prompts are computed in
+    chunk_gib = 2 * 2 * 2 * 32 * 4 * CHUNK * rows / 2**30  # keys and values, layers, heads, head size, bytes
     config = {"slots": 3, "memory_gib": 2.5 * chunk_gib}
-    assert Engine({"small": served()}, EngineConfig(**config)).context == 2 * CHUNK
-    assert Engine({"small": served()}, EngineConfig(slots=3)).kv_bytes == round(4 * chunk_gib * 2**30)
+    assert EngineThread({"small": served()}, EngineConfig(**config)).context == 2 * CHUNK
+    assert EngineThread({"small": served()}, EngineConfig(slots=3)).kv_bytes == round(4 * chunk_gib * 2**30)
     with pytest.raises(UsageError, match=r"3 slots of 768 tokens take .* take fewer slots or a shorter context"):
-        Engine({"small": served()}, EngineConfig(**config, context=600))
+        EngineThread({"small": served()}, EngineConfig(**config, context=600))
+    assert EngineThread({"small": served()}, EngineConfig(slots=1)).kv_bytes == round(chunk_gib * 2**30)
     with pytest.raises(UsageError, match="take fewer slots"):
-        Engine({"small": served()}, EngineConfig(slots=3, memory_gib=0.5 * chunk_gib))
+        EngineThread({"small": served()}, EngineConfig(slots=3, memory_gib=0.5 * chunk_gib))
+
+
+@pytest.mark.parametrize(("slots", "context"), [(1, 1024), (3, 1024), (3, 600), (2, 300), (2, 100)])
+def test_what_is_said_to_be_reserved_is(slots, context):
+    engine = EngineThread({"small": served()}, EngineConfig(slots=slots, context=context))
+    engine._engine.reserve()
+    caches = [engine._engine._batch.cache, engine._engine._staging]
+    leaves = [leaf for leaf in jax.tree.leaves(caches) if leaf.ndim == 4]
+    assert sum(leaf.nbytes for leaf in leaves) == engine.kv_bytes
+    assert all(leaf.shape[2] >= context for leaf in leaves)
 
 
 @pytest.mark.parametrize("field", ["slots", "prefill_budget", "replay", "queue", "context"])
@@ -254,14 +389,16 @@ def test_a_share_of_answers_is_generated_again_and_compared(monkeypatch, request
     alone(engine, requests[:6])
     wait_for(lambda: metrics.REPLAYED._value.get() >= count[0] + 6)
     assert metrics.MISMATCHES._value.get() == count[1]
-    right = slots.prefill_chunk
+    right = steps.prefill_chunk
     answered = threading.Event()
 
     def prefill_chunk(*inputs):
-        chunk = right(*inputs)
-        return jax.tree.map(lambda leaf: leaf * 1.01, chunk) if answered.is_set() else chunk
+        hidden, cache = right(*inputs)
+        if answered.is_set():
+            cache = cache._replace(values=tuple(values * 1.01 for values in cache.values))
+        return hidden, cache
 
-    monkeypatch.setattr(slots, "prefill_chunk", prefill_chunk)
+    monkeypatch.setattr(steps, "prefill_chunk", prefill_chunk)
     engine.submit(requests[6], lambda event: answered.set() if isinstance(event, Answer) else None)
     wait_for(lambda: metrics.REPLAYED._value.get() >= count[0] + 7)
     assert metrics.MISMATCHES._value.get() == count[1] + 1
@@ -274,7 +411,7 @@ def test_who_waits_comes_before_what_is_made_again():
     again, long = metrics.REPLAYED._value.get(), request_of("abc", 400, banned_ids=(2,))
     asked = [Asked(engine, long) for _ in range(3)]
     expected = [each.answer() for each in asked]
-    wait_for(lambda: engine._rows.count(None) < 3)  # all three are made again
+    wait_for(lambda: sum(bool(asked.again) for asked in [*engine._asked.values()]) == 3)  # all are made again
     assert Asked(engine, request_of("abc", 2)).answer().completion.new_tokens == 2
     assert metrics.REPLAYED._value.get() < again + 3
     wait_for(lambda: metrics.REPLAYED._value.get() >= again + 4)

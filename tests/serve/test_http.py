@@ -20,14 +20,15 @@ from starlette.testclient import TestClient
 import jllama
 from jllama.commands import cli
 from jllama.conversation import chat_ids
+from jllama.generation.requests import Answer, Piece, Token
 from jllama.generation.text import Completion
 from jllama.serve import app as app_module
 from jllama.serve.app import make_app
 from jllama.serve.config import EngineConfig, HttpConfig
 from jllama.serve.connections import make_server
-from jllama.serve.engine import Engine
+from jllama.serve.engine import EngineThread
 from jllama.serve.protocol import IGNORED, NOT_SERVED
-from jllama.serve.requests import Answer, Busy, Failure, Piece, Token
+from jllama.serve.requests import Busy, Failure
 
 CALLING = """{% if tools %}{{ tools | tojson }}<tool_call>{"name": "f", "arguments": {}}</tool_call>{% endif %}
 {% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls %}
@@ -45,7 +46,7 @@ TOOLS = [
 
 @pytest.fixture(scope="module")
 def engine():
-    engine = Engine(
+    engine = EngineThread(
         {"small": served(), "caller": dataclasses.replace(served(), chat_template=CALLING)},
         EngineConfig(slots=3, queue=16),
     )
@@ -648,7 +649,7 @@ def test_a_client_that_leaves_frees_its_slot(stream, url):
     assert "jllama_cancelled_requests_total 0.0" not in httpx.get(f"{url}/metrics").text
 
 
-class FakeEngine(Engine):
+class FakeEngine(EngineThread):
     """Gives each request the same events, each after a while."""
 
     def __init__(self, events, wait=lambda: None, takes=99):

@@ -22,7 +22,7 @@ from starlette.routing import Route
 import jllama.serve
 from jllama.serve.app import make_app
 from jllama.serve.config import EngineConfig, HttpConfig
-from jllama.serve.engine import Engine
+from jllama.serve.engine import EngineThread
 
 pytestmark = pytest.mark.browser
 PAGE = Path(jllama.serve.__file__).with_name("page.html")
@@ -838,7 +838,7 @@ def test_the_switch_of_colors_is_kept(person):
 @pytest.fixture(scope="module")
 def real():
     """The server itself, with a model that says anything, and the key "s3cret"."""
-    engine = Engine({"tiny": models.served()}, EngineConfig(slots=2))
+    engine = EngineThread({"tiny": models.served()}, EngineConfig(slots=2))
     engine.start()
     with listening(make_app(engine, HttpConfig(), ["s3cret"])) as url:
         yield url

@@ -8,20 +8,20 @@ import pytest
 from engine_load import alone, in_company, random_request
 from models import served
 
+from jllama.generation import engine as engine_module
+from jllama.generation import steps
+from jllama.generation.engine import Engine
+from jllama.generation.requests import Request
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.generation.text import encode_prompt
 from jllama.grammar import Grammar
-from jllama.serve import engine as engine_module
-from jllama.serve import slots
 from jllama.serve.config import EngineConfig
-from jllama.serve.engine import Engine
-from jllama.serve.requests import Request
-from jllama.serve.slots import CHUNK
+from jllama.serve.engine import CHUNK, EngineThread
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def engine():
-    serving = Engine({"small": served()}, EngineConfig(slots=3))
+    serving = EngineThread({"small": served(), "other": served(1)}, EngineConfig(slots=3))
     serving.start()
     yield serving
     serving.close()
@@ -34,6 +34,7 @@ def request_of(text, **settings):
 PLAIN = [random_request(served(), number) for number in range(10)]
 BEHIND_OTHERS = [request_of(first * (CHUNK - 1) + "abc" * 100) for first in "xyz"] * 3
 GRAMMARS = [None, Grammar("regex", "[ab]{4,12}"), Grammar("regex", "([0-9]+ )*"), Grammar("regex", "yes|no")]
+OF_TWO_MODELS = [dataclasses.replace(BEHIND_OTHERS[0], model=name) for name in ("small", "other") * 3]
 WITH_GRAMMARS = [request_of("abc", grammar=grammar) for grammar in GRAMMARS * 3]
 
 
@@ -45,41 +46,63 @@ def neighbors_mask(monkeypatch):
 
 def stale_rows(monkeypatch):
     """The end of a prompt is not written over what the slot's last request left there."""
-    write_chunk = slots.write_chunk
+    join = steps.join
 
-    def leaking(batch, chunk, row, start):
-        is_whole = np.any(chunk[0][0][:, :, -1])  # not padded
-        return write_chunk(batch, chunk, row, start) if is_whole else batch
+    def leaking(batch, one, row):
+        whole = one.cache.lengths // CHUNK * CHUNK
+        joined = join(batch, one._replace(cache=one.cache._replace(lengths=whole)), row)
+        lengths = joined.cache.lengths.at[row].set(one.cache.lengths[0])
+        return joined._replace(cache=joined.cache._replace(lengths=lengths))
 
-    monkeypatch.setattr(slots, "write_chunk", leaking)
+    monkeypatch.setattr(steps, "join", leaking)
+
+
+def stale_prompts(monkeypatch):
+    """What the last prompt left where prompts are computed is taken for this one's beginning."""
+    begin = Engine._begin
+
+    def leaking(self, row):
+        staged = self._staged[1]
+        self._staged = engine_module._owner(row.request), [*row.request.prompt.ids[: len(staged)]]
+        begin(self, row)
+
+    monkeypatch.setattr(Engine, "_begin", leaking)
 
 
 def key_of_the_slot(monkeypatch):
     """What is drawn depends on the slot."""
-    join = slots.join
+    join = steps.join
 
-    def leaking(batch, model, prompt, row):
-        sampling = dataclasses.replace(prompt.sampling, seed=prompt.sampling.seed ^ row)
-        return join(batch, model, dataclasses.replace(prompt, sampling=sampling), row)
+    def leaking(batch, one, row):
+        seed = one.settings["seed"] ^ np.uint32(row)
+        return join(batch, one._replace(settings=one.settings | {"seed": seed}), row)
 
-    monkeypatch.setattr(slots, "join", leaking)
+    monkeypatch.setattr(steps, "join", leaking)
 
 
 def chunks_by_themselves(monkeypatch):
     """A kept chunk is found by its own tokens, whatever stands before them."""
 
-    def leaking(model, ids):
-        for start in range(0, len(ids) - CHUNK + 1, CHUNK):
-            yield hashlib.sha256(np.array(ids[start : start + CHUNK], np.uint32).tobytes()).digest()
+    def leaking(owner, ids, size):
+        for start in range(0, len(ids) - size + 1, size):
+            yield hashlib.sha256(np.array(ids[start : start + size], np.uint32).tobytes()).digest()
 
     monkeypatch.setattr(engine_module, "chunk_keys", leaking)
+
+
+def chunks_of_any_model(monkeypatch):
+    """A kept chunk is found by its tokens, whichever model computed it."""
+    chunk_keys = engine_module.chunk_keys
+    monkeypatch.setattr(engine_module, "chunk_keys", lambda owner, ids, size: chunk_keys("", ids, size))
 
 
 LEAKS = [
     (neighbors_mask, WITH_GRAMMARS),
     (stale_rows, PLAIN),
+    (stale_prompts, BEHIND_OTHERS),
     (key_of_the_slot, PLAIN),
     (chunks_by_themselves, BEHIND_OTHERS),
+    (chunks_of_any_model, OF_TWO_MODELS),
 ]
 
 

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from jllama.serve.app import make_app
 from jllama.serve.config import EngineConfig, HttpConfig
-from jllama.serve.engine import Engine
+from jllama.serve.engine import EngineThread
 from jllama.serve.protocol import conversation_text
 from jllama.serve.responses import Respond, chat_of
 
@@ -31,7 +31,7 @@ TOOLS = [{"type": "function", "name": name, "parameters": SCHEMA} for name in ("
 @pytest.fixture(scope="module")
 def engine():
     models = {"small": served(), "caller": dataclasses.replace(served(), chat_template=CALLING)}
-    engine = Engine(models, EngineConfig(slots=3, queue=16))
+    engine = EngineThread(models, EngineConfig(slots=3, queue=16))
     engine.start()
     yield engine
     assert engine.close() == 0

@@ -13,7 +13,7 @@ from schemathesis.specs.openapi.checks import (
 
 from jllama.serve.app import make_app
 from jllama.serve.config import EngineConfig, HttpConfig
-from jllama.serve.engine import Engine
+from jllama.serve.engine import EngineThread
 
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
 pytestmark = pytest.mark.slow
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def document():
-    engine = Engine({"small": served()}, EngineConfig(slots=3, context=64, queue=8))
+    engine = EngineThread({"small": served()}, EngineConfig(slots=3, context=64, queue=8))
     engine.start()
     yield schemathesis.openapi.from_asgi("/openapi.json", make_app(engine, HttpConfig()))
     engine.close()

@@ -16,7 +16,7 @@ import tuning
 from models import forward
 from tuning import CONFIG, KINDS, STEPS, WEIGHTS, apart, begun, compiled, conversations, digest, first_step, packed
 
-import jllama.training.step
+import jllama.model
 from jllama import functional as F
 from jllama import lora
 from jllama.config import LoraConfig
@@ -265,7 +265,7 @@ PLANTED = {
     ),
     "A and B swapped": lambda patch: patch(AdaptedMatrix, "__rmatmul__", lambda matrix, x: swapped(x, matrix)),
     "a neighbor attended": lambda patch: patch(
-        jllama.training.step,
+        jllama.model,
         "spread_attention",
         lambda mesh, q, k, v, mask, name: spread_attention(mesh, q, k, v, F.Mask(), name),
     ),

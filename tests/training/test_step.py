@@ -139,10 +139,12 @@ def test_remat_changes_nothing():
 
 def test_every_attention_gives_the_same_gradients():
     whole = gradients()[0]
-    for name in (name for name, each in ATTENTION.items() if not each.platform):
+    for name in (name for name, each in ATTENTION.items() if each.backward and not each.platform):
         assert_trees_close(gradients(attention=name)[0], whole, 1e-5)
     with pytest.raises(UsageError, match=r"^there is no attention implementation blockt; did you mean blocked\?$"):
         compiled(attention="blockt")
+    with pytest.raises(UsageError, match=r"^attention is cached, which has no backward pass: take another to train"):
+        compiled(attention="cached")
 
 
 def test_z_loss_is_the_squared_log_normalizer():
@@ -175,11 +177,12 @@ def test_small_steps_move_the_float32_masters_under_bfloat16():
         assert {leaf.dtype for leaf in jax.tree.leaves(state.opt_state)} == {jnp.dtype("float32"), jnp.dtype("int32")}
         moved[dtype] = jax.tree.map(lambda before, after: np.asarray(after, np.float64) - before, WEIGHTS, state.params)
     assert relative_error(losses["bfloat16"], losses["float32"]) < 0.03
-    assert 1e-5 < relative_error(norms["bfloat16"], norms["float32"]) < 0.03  # losses may be near by chance
+    assert relative_error(norms["bfloat16"], norms["float32"]) < 0.03
     for low, high in zip(jax.tree.leaves(moved["bfloat16"]), jax.tree.leaves(moved["float32"]), strict=True):
         # Under an all but constant gradient Adam moves by its learning rate: 100 times 1e-6.
         assert np.median(np.abs(low)) == pytest.approx(1e-4, rel=0.1)
         assert np.mean(np.sign(low) == np.sign(high)) > 0.95
+        assert relative_error(low, high) > 1e-2  # bfloat16 is really used: losses and norms may be near by chance
 
 
 def test_eval_sums_do_not_depend_on_the_batching():

@@ -173,8 +173,8 @@ def moved(by):
 
 def and_the_last_slot(offset=None, **segments):
     class AndTheLastSlot(F.Mask):
-        def dense(self, seq, kv_seq, first=0):
-            return F.Mask.dense(self, seq, kv_seq, first).at[..., -1].set(True)
+        def dense(self, *where):
+            return F.Mask.dense(self, *where).at[..., -1].set(True)
 
     return AndTheLastSlot(offset, **segments)
 

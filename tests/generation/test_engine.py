@@ -1,4 +1,4 @@
-"""Prefill and decode against the oracle run token by token; rows on their own; nothing compiled twice."""
+"""The engine against the oracle run token by token; rows that know of no others; nothing compiled twice."""
 
 import dataclasses
 import functools
@@ -14,17 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import SMALL, decode_params, weights
 
+from jllama import functional as F
 from jllama import oracle
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams, decode_layout
 from jllama.errors import UsageError
-from jllama.generation import decode as decoding
-from jllama.generation import prefill as prefilling
-from jllama.generation.decode import STEPS, decode
-from jllama.generation.prefill import PrefixCache, prefill
+from jllama.generation import engine as engines
+from jllama.generation import steps
+from jllama.generation.engine import MAX_STOPS, Engine
+from jllama.generation.generate import completions
 from jllama.generation.prompt_lookup import draft_tokens
+from jllama.generation.requests import Answer, Piece, Request
 from jllama.generation.sampling_params import Prompt, SamplingParams
+from jllama.generation.steps import STEPS
 from jllama.generation.text import encode_prompt
+from jllama.grammar import Grammar
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import BytesTokenizer
 from jllama.verify.checks import random_params
@@ -70,25 +74,50 @@ def prompt_of(ids, sampling=GREEDY, new=None, stop_ids=()):
     return Prompt(ids, sampling, new, stop_ids=tuple(stop_ids))
 
 
-def all_finished(batch):
-    return np.asarray(batch.finished).all()
+def answers_of(engine, prompts):
+    """Each prompt's row, and its answer once the engine is done; the pieces before it are all of it."""
+    rows = [engine.submit(Request(prompt)) for prompt in prompts]
+    pieces, answers = run(engine)
+    for row in rows:
+        assert tuple(token for piece in pieces.get(row, []) for token in piece.tokens) == answers[row].tokens
+    return rows, [answers[row] for row in rows]
 
 
-def generated_by(prompts, config=CONFIG, params=PARAMS, draft_len=0, tokenizer=None):
+def run(engine):
+    """Pieces and answers of all rows that are under way, until the engine has nothing to do."""
+    pieces, answers = {}, {}
+    while engine.busy:
+        for row, event in engine.step():
+            assert row not in answers
+            if isinstance(event, Piece):
+                pieces.setdefault(row, []).append(event)
+            else:
+                answers[row] = event
+    return pieces, answers
+
+
+def tokens_of(row, answer):
+    """The tokens of a row, with the stop id that ended it, and their log-probabilities."""
+    ids = [token.id for token in answer.tokens]
+    log_probs = [token.log_prob for token in answer.tokens]
+    assert (answer.completion.ids, answer.completion.log_probs) == (ids, log_probs)
+    if answer.completion.finish_reason == "stop_id":
+        stop = row.tokens[-1]
+        assert stop.id in row.request.prompt.stop_ids
+        ids.append(stop.id)
+        log_probs.append(stop.log_prob)
+    return ids, log_probs
+
+
+def generated_by(prompts, config=CONFIG, params=PARAMS, draft_len=0, tokenizer=None, **sizes):
     """The new tokens of each row, and their log-probabilities."""
-    model = LanguageModel(config, params, tokenizer)
-    batch = prefill(model, prompts)
-    rows, log_probs = [[] for _ in prompts], [[] for _ in prompts]
-    while not all_finished(batch):
-        batch, tokens, its_log_probs = decode(model, batch, draft_len=draft_len)
-        for row in range(len(prompts)):
-            count = int((tokens[row] >= 0).sum())
-            assert np.all(tokens[row, count:] == -1)
-            rows[row] += tokens[row, :count].tolist()
-            log_probs[row] += its_log_probs[row, :count].tolist()
-    lengths = [len(prompt.ids) + len(row) for prompt, row in zip(prompts, rows, strict=True)]
-    assert (np.asarray(batch.cache.lengths) + 1).tolist() == lengths
-    return rows, log_probs
+    engine = Engine(LanguageModel(config, params, tokenizer), len(prompts), draft_len=draft_len, **sizes)
+    rows, answers = answers_of(engine, prompts)
+    lengths = np.asarray(engine._batch.cache.lengths)
+    found = [tokens_of(*pair) for pair in zip(rows, answers, strict=True)]
+    for row, (ids, _) in zip(rows, found, strict=True):  # the device computed no more than it had to
+        assert not ids or lengths[row.slot] + 1 == len(row.request.prompt.ids) + len(ids)
+    return [ids for ids, _ in found], [log_probs for _, log_probs in found]
 
 
 def generated(prompts, sampling, new, stops=(), config=CONFIG, params=PARAMS, **options):
@@ -279,7 +308,7 @@ def test_a_prompt_that_leaves_next_to_nothing(length):
 
 
 def compiled():
-    return prefilling._prefill._cache_size(), decoding._decode._cache_size()
+    return steps.prefill_chunk._cache_size(), steps.decode_block._cache_size()
 
 
 class Ids:
@@ -346,26 +375,174 @@ def test_a_stop_at_any_step(index):
     assert actual == [cut(row, {stop, CONFIG.vocab_size - 1}) for row in rows]
 
 
-def test_nothing_more_is_computed_when_every_row_has_ended():
+@pytest.fixture
+def blocks(monkeypatch):
+    """The rows that each block of steps is for."""
+    rows = []
+    original = steps.decode_block
+
+    def record(params, config, batch, quotas, *others):
+        rows.append(np.flatnonzero(quotas).tolist())
+        return original(params, config, batch, quotas, *others)
+
+    monkeypatch.setattr(steps, "decode_block", record)
+    return rows
+
+
+def test_nothing_more_is_computed_when_every_row_has_ended(blocks):
     first = [likeliest(tuple(prompt), 35)[0] for prompt in PROMPTS]
-    batch = prefill(MODEL, [prompt_of(prompt, GREEDY, 35, first) for prompt in PROMPTS])
-    batch, tokens, _ = decode(MODEL, batch)
-    assert tokens.tolist() == [[token] for token in first]
-    assert all_finished(batch)
-    assert decode(MODEL, batch)[1].shape == (MATES, 0)
+    engine = Engine(MODEL, MATES)
+    rows, answers = answers_of(engine, [prompt_of(prompt, GREEDY, 35, first) for prompt in PROMPTS])
+    assert [tokens_of(*pair)[0] for pair in zip(rows, answers, strict=True)] == [[token] for token in first]
+    assert np.asarray(engine._batch.finished).all()
+    lengths = [len(prompt) for prompt in PROMPTS]  # those of the prompts but the last tokens, and one step
+    assert np.asarray(engine._batch.cache.lengths).tolist() == lengths
+    assert blocks == [[0, 1, 2]] * 2  # the second before the first was read
+    assert engine.step() == []
+    assert len(blocks) == 2
+    arguments = np.full(MATES, STEPS, np.int32), np.int32(STEPS), np.bool_(False), 0
+    batch, block = steps.decode_block(PARAMS, CONFIG, engine._batch, *arguments)
+    assert np.all(np.asarray(block.tokens) == -1)
+    assert np.asarray(batch.cache.lengths).tolist() == lengths
 
 
-def test_a_row_that_the_host_stops_stays_stopped():
-    batch = prefill(MODEL, [prompt_of(prompt, GREEDY, 35) for prompt in PROMPTS])
-    batch, *_ = decode(MODEL, batch, 5)
-    chunks = []
-    for stopped in ([False, True, False], [False, False, False]):
-        batch, tokens, _ = decode(MODEL, batch, 7, stopped=np.array(stopped))
-        chunks.append(tokens.tolist())
-    for tokens, part in zip(chunks, (slice(5, 12), slice(12, 19)), strict=True):
-        assert tokens[1] == [-1] * 7
-        for row in (0, 2):
-            assert tokens[row] == likeliest(tuple(PROMPTS[row]), 35)[part]
+def test_a_row_that_is_cancelled_stays_stopped_and_the_others_go_on(monkeypatch, blocks):
+    monkeypatch.setattr(engines, "STEPS", 5)
+    engine = Engine(MODEL, MATES)
+    rows = [engine.submit(Request(prompt_of(prompt, GREEDY, 35))) for prompt in PROMPTS]
+    while not rows[1].tokens:
+        engine.step()
+    engine.cancel(rows[1])
+    num_blocks = len(blocks)
+    pieces, answers = run(engine)
+    assert rows[1] not in answers
+    assert rows[1] not in pieces
+    assert len(rows[1].tokens) == 5
+    assert len(blocks) == 7
+    assert blocks[num_blocks:] == [[0, 2]] * (7 - num_blocks)
+    assert np.asarray(engine._batch.cache.lengths)[1] == len(PROMPTS[1]) - 1 + 5 * num_blocks
+    for row in (0, 2):
+        assert answers[rows[row]].completion.ids == likeliest(tuple(PROMPTS[row]), 35)
+
+
+def test_a_row_that_is_cancelled_while_it_waits_leaves_the_queue():
+    engine = Engine(MODEL, 1)
+    first, second, third = (engine.submit(Request(prompt_of(prompt, GREEDY, 3))) for prompt in PROMPTS)
+    assert engine.num_free == -2
+    engine.cancel(second)
+    assert engine.num_free == -1
+    assert run(engine)[1].keys() == {first, third}
+    assert (engine.num_free, engine.busy) == (1, False)
+
+
+# Coming and going
+
+
+def answers_in_company(engine, prompts, arrivals, cancelled=()):
+    """The answers of prompts that come in before the steps of these numbers; some are broken off after a while."""
+    rows = {}
+    answers = {}
+    for number in range(10**6):
+        for index, arrival in enumerate(arrivals):
+            if arrival == number:
+                rows[index] = engine.submit(Request(prompts[index]))
+        if number >= max(arrivals) and not engine.busy:
+            break
+        answers.update((row, event) for row, event in engine.step() if isinstance(event, Answer))
+        for index in cancelled:
+            if index in rows and arrivals[index] + 2 == number:
+                engine.cancel(rows[index])
+    return {index: answers[row] for index, row in rows.items() if row in answers}
+
+
+@settings(max_examples=10)
+@given(data=st.data(), block_s=st.sampled_from([None, 1e-9]), context=st.sampled_from([0, 60]))
+def test_a_row_that_joins_others_gets_the_bits_that_it_has_alone_in_as_many_slots(data, block_s, context):
+    """Log-probabilities, too; whenever it comes, whatever leaves, and whether the cache has its prompt or not."""
+    num = 2 * MATES
+    shared = data.draw(st.lists(tokens, min_size=18, max_size=18))
+    prompts = []
+    for options in data.draw(st.lists(sampling_options, min_size=num, max_size=num)):
+        ids = data.draw(st.sampled_from([[], shared])) + data.draw(st.lists(tokens, min_size=1, max_size=20))
+        stops = data.draw(st.lists(tokens, max_size=3))
+        prompts.append(prompt_of(ids, SamplingParams(**options), data.draw(st.integers(0, 20)), stops))
+    arrivals = data.draw(st.lists(st.integers(0, 12), min_size=num, max_size=num))
+    cancelled = data.draw(st.sets(st.integers(0, num - 1), max_size=2))
+
+    def engine(**changed):
+        return Engine(MODEL, MATES, **{"context": context, "chunk_tokens": 16, "block_s": block_s, **changed})
+
+    together = engine(prefix_tokens=48, prefill_budget=16)
+    found = answers_in_company(together, prompts, arrivals, cancelled)
+    assert {*range(num)} - cancelled <= found.keys()
+    for index, answer in found.items():
+        _, (alone,) = answers_of(engine(), [prompts[index]])
+        assert answer._replace(cached_tokens=0) == alone
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstTokens(SamplingParams):
+    """Of a field that the others do not know: only so many tokens of the vocabulary may be drawn, 0 for all."""
+
+    first_tokens: int = 0
+
+
+@pytest.fixture
+def first_tokens(monkeypatch):
+    def mask(logits, count):
+        return (jnp.arange(logits.shape[-1]) < count[:, None]) | (count[:, None] == 0)
+
+    monkeypatch.setitem(F.TRUNCATIONS, "first_tokens", mask)
+
+
+def test_a_row_with_settings_of_its_own_joins_others_that_have_none(first_tokens):
+    plain = [prompt_of(prompt, SamplingParams(seed=seed), 40) for seed, prompt in enumerate(PROMPTS[:2])]
+    own = prompt_of(PROMPTS[2], FirstTokens(seed=7, first_tokens=9), 20)
+    engine = Engine(MODEL, MATES)
+    found = answers_in_company(engine, [*plain, own, plain[0]], [0, 0, 2, 3])
+    alone = [answers_of(Engine(MODEL, MATES), [prompt])[1][0] for prompt in (*plain, own)]
+    for index, expected in enumerate([*alone, alone[0]]):
+        assert found[index].completion.ids == expected.completion.ids
+        np.testing.assert_allclose(
+            found[index].completion.log_probs, expected.completion.log_probs, rtol=1e-5, atol=1e-5
+        )
+    assert max(found[2].completion.ids) < 9 < max(found[0].completion.ids)
+    free = dataclasses.replace(own, sampling=SamplingParams(seed=7))
+    before, after = (answers_of(each, [free])[1][0].completion.ids for each in (Engine(MODEL, MATES), engine))
+    assert before == after
+
+
+def test_settings_that_nothing_applies_are_refused_at_the_door():
+    engine = Engine(MODEL, 1)
+    with pytest.raises(UsageError, match="nothing applies first_tokens of FirstTokens: register a function"):
+        engine.submit(Request(prompt_of([1], FirstTokens())))
+    assert not engine.busy
+    (answer,) = answers_of(engine, [prompt_of(PROMPTS[0], GREEDY, 5)])[1]
+    assert answer.completion.ids == likeliest(tuple(PROMPTS[0]), 5)
+
+
+def test_a_row_may_have_more_stop_ids_than_there_is_room_for_and_the_others_keep_theirs():
+    sampling = [SamplingParams(seed=seed) for seed in range(MATES)]
+    free = generated(PROMPTS, sampling, 35).tolist()
+    few = [max(free[0], key=free[0].index)]  # which comes late
+    assert free[0].index(few[0]) > STEPS
+    never = [token for token in range(CONFIG.vocab_size) if token not in free[2]]
+    many = [*never[: MAX_STOPS + 4], free[2][9]]
+    assert len(many) == MAX_STOPS + 5
+    stops = [few, [], many]
+    prompts = [prompt_of(*parts[:2], 35, parts[2]) for parts in zip(PROMPTS, sampling, stops, strict=True)]
+    engine = Engine(MODEL, MATES)
+    rows = [engine.submit(Request(prompt)) for prompt in prompts[:2]]
+    while not rows[0].tokens:
+        engine.step()
+    assert not rows[0].ended
+    rows.append(engine.submit(Request(prompts[2])))
+    _, answers = run(engine)
+    found = [tokens_of(row, answers[row])[0] for row in rows]
+    expected = [[token for token in cut(row, stop) if token >= 0] for row, stop in zip(free, stops, strict=True)]
+    assert found == expected
+    (last,) = answers_of(engine, prompts[:1])[1]
+    assert last.completion == answers[rows[0]].completion
 
 
 # Long texts, kept prefixes
@@ -376,15 +553,15 @@ LONG_PROMPT = rng.integers(0, CONFIG.vocab_size, 150).tolist()
 
 @pytest.fixture
 def prefilled(monkeypatch):
-    """How many tokens each prefill was given."""
+    """How many tokens each chunk of a prompt had."""
     counts = []
-    original = prefilling._prefill
+    original = steps.prefill_chunk
 
-    def record(params, config, cache, tokens, count):
+    def record(params, config, cache, tokens, count, begins):
         counts.append(int(count[0]))
-        return original(params, config, cache, tokens, count)
+        return original(params, config, cache, tokens, count, begins)
 
-    monkeypatch.setattr(prefilling, "_prefill", record)
+    monkeypatch.setattr(steps, "prefill_chunk", record)
     return counts
 
 
@@ -392,12 +569,30 @@ def test_a_long_prompt_is_prefilled_in_chunks_and_the_cache_grows_as_it_must(mon
     requests = [prompt_of(LONG_PROMPT, SamplingParams(seed=1), 200), prompt_of(LONG_PROMPT[:9], GREEDY, None)]
     expected = generated_by(requests, LONG, PARAMS_OF_ONE_LAYER)[0]
     assert prefilled == [149, 8]
-    monkeypatch.setattr(prefilling, "_PREFILL_TOKENS", 64)
-    monkeypatch.setattr(prefilling, "_ROOM_TOKENS", 16)
-    assert prefill(LanguageModel(LONG, PARAMS_OF_ONE_LAYER), requests).tokens.shape == (2, 256)
-    assert generated_by(requests, LONG, PARAMS_OF_ONE_LAYER)[0] == expected
+    del prefilled[:]
+    monkeypatch.setattr(engines, "_ROOM_TOKENS", 16)
+    engine = Engine(LanguageModel(LONG, PARAMS_OF_ONE_LAYER), 2, chunk_tokens=64)
+    rows = [engine.submit(Request(prompt)) for prompt in requests]
+    engine.step()
+    assert engine._batch.tokens.shape == (2, 256)
+    _, answers = run(engine)
+    assert engine._batch.tokens.shape == (2, 512)
+    assert [answers[row].completion.ids for row in rows] == expected
     assert [len(row) for row in expected] == [200, 391]
-    assert prefilled[6:] == [64, 64, 21, 8]
+    assert [answers[row].completion.finish_reason for row in rows] == ["length", "context"]
+    assert prefilled == [64, 64, 21, 8]
+
+
+def test_a_text_outgrows_the_room_that_it_was_given_by_far():
+    """Without a number of tokens it goes on to the end of the context, with drafts and beside a row that joins."""
+    config = dataclasses.replace(ONE_LAYER, max_seq_len=1500)
+    whole, late = prompt_of([1, 2, 3], GREEDY, None), prompt_of(LONG_PROMPT, GREEDY, 700)
+    model = LanguageModel(config, PARAMS_OF_ONE_LAYER)
+    expected = [answers_of(Engine(model, 1), [prompt])[1][0].completion.ids for prompt in (whole, late)]
+    assert [*map(len, expected)] == [1497, 700]
+    for draft_len in (0, 3):
+        found = answers_in_company(Engine(model, 2, draft_len=draft_len), [whole, late], [0, 20])
+        assert [found[index].completion.ids for index in range(2)] == expected
 
 
 def test_a_prompt_whose_padding_would_pass_the_end_of_the_context():
@@ -410,40 +605,58 @@ def test_a_prompt_whose_padding_would_pass_the_end_of_the_context():
     assert alone[0] == int(oracle.forward(weights, np.array([prompt]), LONG)[0, -1].argmax())
 
 
-def test_equal_prompts_are_prefilled_once(prefilled):
+@pytest.mark.parametrize("batch_size", [0, 1, 2])
+def test_equal_prompts_are_prefilled_once(prefilled, batch_size):
     requests = [prompt_of(PROMPTS[row], SamplingParams(seed=seed), 20) for seed, row in enumerate((1, 2, 1, 1))]
-    rows, _ = generated_by(requests)
+    found = dict(completions(MODEL, requests, batch_size=batch_size))
     assert prefilled == [19, 10]
-    assert rows == [generated_by([request])[0][0] for request in requests]
+    assert [found[row].ids for row in range(4)] == [generated_by([request])[0][0] for request in requests]
 
 
-def test_a_prefix_cache_computes_only_what_is_new(prefilled):
-    prefix = PrefixCache()
+def test_an_engine_computes_only_what_is_new_in_a_conversation(monkeypatch, prefilled):
+    engine = Engine(MODEL, 1, resumes=True)
     first = generated_by([prompt_of(PROMPTS[1], GREEDY, 5)])[0][0]
     del prefilled[:]
 
-    def run(ids, new):
-        batch = prefill(MODEL, [prompt_of(ids, GREEDY, new)], prefix=prefix)
-        assert prefix.cache is None
-        generated = []
-        while not all_finished(batch):
-            batch, tokens, _ = decode(MODEL, batch)
-            generated += tokens[0].tolist()
-        prefix.ids, prefix.cache = [*ids, *generated[:-1]], batch.cache
-        return generated
+    def continued(ids, new):
+        (answer,) = answers_of(engine, [prompt_of(ids, GREEDY, new)])[1]
+        return answer.completion.ids
 
-    assert run(PROMPTS[1], 5) == first
+    assert continued(PROMPTS[1], 5) == first
     longer = [*PROMPTS[1], *first, 7, 8, 9]
-    assert run(longer, 6) == generated_by([prompt_of(longer, GREEDY, 6)])[0][0]
+    assert continued(longer, 6) == generated_by([prompt_of(longer, GREEDY, 6)])[0][0]
     assert prefilled[:2] == [19, 3]  # the answer's last token was not in the cache; the new last one need not be
     other = [*PROMPTS[1][:12], 1, 2, 3]
     del prefilled[:]
-    assert run(other, 6) == generated_by([prompt_of(other, GREEDY, 6)])[0][0]
+    assert continued(other, 6) == generated_by([prompt_of(other, GREEDY, 6)])[0][0]
     assert prefilled[0] == 2
+    expected = generated_by([prompt_of(other, GREEDY, 30)])[0][0]
     del prefilled[:]
-    prefix.take()  # as when an answer is cut off in the middle of a step
-    assert run(other, 6) == generated_by([prompt_of(other, GREEDY, 6)])[0][0]
-    assert prefilled[0] == len(other) - 1
+    row = engine.submit(Request(prompt_of(other, GREEDY, 30)))
+    while not row.tokens:
+        engine.step()
+    engine.cancel(row)  # as when somebody stops listening
+    assert prefilled == []
+    heard = [token.id for token in row.tokens]
+    longer = [*other, *heard, 5]
+    assert heard == expected[: len(heard)]
+    assert continued(longer, 6) == generated_by([prompt_of(longer, GREEDY, 6)])[0][0]
+    assert prefilled[0] == 1
+    del prefilled[:]
+
+    def broken(*arguments):
+        steps_of(*arguments)
+        raise KeyboardInterrupt
+
+    steps_of = steps.decode_block
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "decode_block", broken)
+        with pytest.raises(KeyboardInterrupt):
+            continued(other, 30)
+    assert not engine.busy
+    del prefilled[:]
+    assert continued(other, 6) == expected[:6]  # what was in the cache went with the step
+    assert prefilled == [len(other) - 1]
 
 
 # Drafts
@@ -489,14 +702,12 @@ def test_drafts_leave_the_distribution_as_it_is():
     """Three tokens, equally likely, whatever came before: of all runs of three, each is as frequent as another."""
     uniform = DecodeParams(PARAMS.weights | {"lm_head": jax.tree.map(jnp.zeros_like, PARAMS.weights["lm_head"])})
     rows = [prompt_of([0, 1, 2], SamplingParams(seed=seed, banned_ids=tuple(range(3, 61))), 60) for seed in range(100)]
-    batch, chunks = prefill(LanguageModel(CONFIG, uniform), rows), []
-    while not all_finished(batch):
-        batch, tokens, _ = decode(LanguageModel(CONFIG, uniform), batch, draft_len=3)
-        chunks.append(tokens)
-    drafted, accepted = int(batch.drafted.sum()), int(batch.accepted.sum())
+    _, answers = answers_of(Engine(LanguageModel(CONFIG, uniform), 100, draft_len=3), rows)
+    drafted = sum(answer.completion.drafted for answer in answers)
+    accepted = sum(answer.completion.accepted for answer in answers)
     assert drafted > 1000
     assert accepted / drafted == pytest.approx((1 / 3 + 1 / 9 + 1 / 27) / 3, abs=0.02)
-    texts = [[token for part in chunks for token in part[row] if token >= 0] for row in range(100)]
+    texts = [answer.completion.ids for answer in answers]
     assert {len(text) for text in texts} == {60}
     counts = np.bincount([9 * a + 3 * b + c for text in texts for a, b, c in zip(*[iter(text)] * 3, strict=True)])
     expected = 100 * 20 / 27
@@ -504,12 +715,24 @@ def test_drafts_leave_the_distribution_as_it_is():
     assert abs(chi_square - 26) < 5 * np.sqrt(2 * 26)
 
 
-def test_a_text_that_repeats_itself_takes_fewer_steps():
+def test_a_text_that_repeats_itself_takes_fewer_steps(monkeypatch):
     biased = SamplingParams(temperature=0.0, banned_ids=tuple(token for token in range(61) if token != 7))
-    batch = prefill(MODEL, [prompt_of([7, 7], biased, 33)])
-    batch, tokens, _ = decode(MODEL, batch, 9, draft_len=3)
-    assert tokens.tolist() == [[7] * 33]  # one, and eight times four
-    assert (int(batch.drafted[0]), int(batch.accepted[0])) == (24, 24)
+    monkeypatch.setattr(engines, "STEPS", 9)
+    engine = Engine(MODEL, 1, draft_len=3)
+    row = engine.submit(Request(prompt_of([7, 7], biased, 33)))
+    engine.step()
+    (_, answer) = engine.step()[-1]  # the first block had all of it
+    assert [token.id for token in row.tokens] == answer.completion.ids == [7] * 33  # one, and eight times four
+    assert (answer.completion.drafted, answer.completion.accepted) == (24, 24)
+
+
+def test_with_drafts_neither_grammars_nor_the_likeliest_tokens_are_served():
+    engine = Engine(MODEL, 1, draft_len=3)
+    with pytest.raises(UsageError, match="speculate guesses several tokens, and a grammar allows one after the other"):
+        engine.submit(Request(dataclasses.replace(prompt_of([1], GREEDY, 3), grammar=Grammar("regex", "a"))))
+    with pytest.raises(UsageError, match="speculate guesses tokens, and of those the likeliest others are not kept"):
+        engine.submit(Request(prompt_of([1], GREEDY, 3), top=2))
+    assert not engine.busy
 
 
 # Compilations
@@ -592,18 +815,32 @@ def test_settings_that_mean_nothing_are_refused(changed, message):
 # Masks
 
 
-def stepwise(prompts, masked):
-    """Each row's tokens and log-probabilities; before each step ``masked`` changes what [batch, vocab] allows."""
-    model, taken = LanguageModel(CONFIG, PARAMS), []
-    batch = prefill(model, prompts)
-    everything = np.ones((len(prompts), CONFIG.vocab_size), bool)
-    while not all_finished(batch):
-        bits = np.packbits(masked(len(taken), everything.copy()), axis=1, bitorder="little")
-        words = np.pad(bits, ((0, 0), (0, -bits.shape[1] % 4)), constant_values=255).view(np.int32)
-        allowed = jax.device_put(words, batch.allowed.sharding)
-        batch, tokens, log_probs = decode(model, batch._replace(allowed=allowed), 1)
-        taken.append((tokens[:, 0], log_probs[:, 0]))
-    return np.array(taken).transpose(1, 2, 0)
+class AllowedTokens:
+    """What the engine asks of a grammar's matcher: before each token those that may come next."""
+
+    failed = False
+
+    def __init__(self, of_steps):
+        self.of_steps, self.accepted = of_steps, []
+
+    def allowed(self):
+        flags = np.isin(np.arange(-(-CONFIG.vocab_size // 32) * 32), self.of_steps[len(self.accepted)])
+        return np.packbits(flags, bitorder="little").view(np.int32)
+
+    def accept(self, token):
+        self.accepted.append(token)
+
+
+def under_masks(prompts, of_steps=None):
+    """The answers of rows of which the second may take only what is allowed at each step, if anything is said."""
+    engine = Engine(MODEL, MATES)
+    if of_steps is not None:
+        prompts = [prompts[0], dataclasses.replace(prompts[1], grammar=Grammar("regex", ".*")), prompts[2]]
+    rows = [engine.submit(Request(prompt)) for prompt in prompts]
+    if of_steps is not None:
+        rows[1].text._matcher = AllowedTokens(of_steps)
+    _, answers = run(engine)
+    return [answers[row] for row in rows]
 
 
 @settings(max_examples=5)
@@ -611,24 +848,19 @@ def stepwise(prompts, masked):
 def test_a_mask_leaves_its_tokens_and_no_other_row_knows_of_it(options, seed):
     """Row 1 may take five tokens of each step alone; the others' bits are as without, and so are programs' number."""
     random = np.random.default_rng(seed)
-    five = [random.choice(CONFIG.vocab_size, 5, replace=False) for _ in range(8)]
+    five = [random.choice(CONFIG.vocab_size, 5, replace=False) for _ in range(9)]
     options[1]["banned_ids"] = ()
     prompts = [prompt_of(ids, SamplingParams(**each), 8) for ids, each in zip(PROMPTS, options, strict=True)]
-
-    def masked(step, allowed):
-        allowed[1] = np.isin(np.arange(CONFIG.vocab_size), five[step])
-        return allowed
-
-    free, programs = stepwise(prompts, lambda step, allowed: allowed), compiled()
-    tokens, log_probs = stepwise(prompts, masked)
+    free, programs = under_masks(prompts), compiled()
+    masked = under_masks(prompts, five)
     assert compiled() == programs
-    np.testing.assert_array_equal(tokens[[0, 2]], free[0, [0, 2]])
-    np.testing.assert_array_equal(log_probs[[0, 2]], free[1, [0, 2]])
-    drawn = tokens[1].astype(int).tolist()
-    assert all(token in allowed for token, allowed in zip(drawn, five, strict=True))
+    assert [masked[row] for row in (0, 2)] == [free[row] for row in (0, 2)]
+    drawn = masked[1].completion.ids
+    assert len(drawn) == 8
+    assert all(token in allowed for token, allowed in zip(drawn, five[:8], strict=True))
     logits = oracle.forward(WEIGHTS, np.array([PROMPTS[1] + drawn]), CONFIG)[0, len(PROMPTS[1]) - 1 : -1]
     raw = np.log(oracle.softmax(logits))[np.arange(8), drawn]
-    np.testing.assert_allclose(log_probs[1], raw, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(masked[1].completion.log_probs, raw, rtol=1e-4, atol=1e-5)
 
 
 class FiftyTokens(BytesTokenizer):

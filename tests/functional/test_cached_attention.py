@@ -1,0 +1,103 @@
+"""Attention over a cache, the entry ``cached``: right wherever blocks end, and the same bits beside any other row."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jllama import oracle
+from jllama.functional import Mask, attention
+from jllama.verify.checks import relative_error
+
+seeds = st.integers(0, 2**32 - 1)
+CASES = [(seq, max_len) for seq, max_len in itertools.product((1, 5, 128, 256), (128, 333, 768)) if seq <= max_len]
+"""Queries, and keys that there is room for: one block of each, several, and lengths that are no whole blocks."""
+
+
+def draw(seed, seq, lengths, max_len, heads=4, kv_heads=2, head_dim=64):
+    """Queries, and caches of keys and values: theirs follow ``lengths`` others, and behind them is what none sees."""
+    rng, rows = np.random.default_rng(seed), len(lengths)
+    sizes = ((heads, seq), (kv_heads, max_len), (kv_heads, max_len))
+    query, key, value = (rng.standard_normal((rows, *size, head_dim)).astype(np.float32) for size in sizes)
+    for row, length in enumerate(lengths):
+        for array in (key, value):
+            array[row, :, length + seq :] *= 1e30
+    return query, key, value
+
+
+def draw_lengths(seed, rows, most):
+    """How many tokens the rows hold already: none and as many as fit, too."""
+    rng = np.random.default_rng(seed)
+    return [int(rng.choice([0, most, *rng.integers(0, most + 1, 2)])) for _ in range(rows)]
+
+
+@jax.jit
+def cached(query, key, value, lengths):
+    return attention(query, key, value, Mask(lengths), "cached")
+
+
+def over_cache(query, key, value, lengths):
+    return np.asarray(cached(query, key, value, jnp.asarray(lengths, jnp.int32)))
+
+
+def with_room(arrays, more):
+    """The same in a longer cache."""
+    query, *others = arrays
+    return query, *(np.pad(array, ((0, 0), (0, 0), (0, more), (0, 0))) for array in others)
+
+
+@pytest.mark.parametrize(("seq", "max_len"), CASES)
+@settings(max_examples=6)
+@given(seed=seeds)
+def test_new_tokens_over_a_cache_are_the_end_of_whole_rows(seq, max_len, seed):
+    """Against the oracle over each row's own tokens; what stands behind them in the cache is never read."""
+    lengths = draw_lengths(seed, 2, max_len - seq)
+    arrays = draw(seed, seq, lengths, max_len)
+    mixed = over_cache(*arrays, lengths)
+    query, key, value = map(np.float64, arrays)
+    for row, length in enumerate(lengths):
+        keys, values = (array[row, :, : length + seq] for array in (key, value))
+        mask = np.arange(length + seq) <= length + np.arange(seq)[:, None]
+        assert relative_error(mixed[row], oracle.attention(query[row], keys, values, mask)) < 1e-5
+
+
+@pytest.mark.parametrize("seq", [1, 5, 128, 256])
+@settings(max_examples=6)
+@given(seed=seeds)
+def test_a_row_gets_the_same_bits_beside_any_other(seq, seed):
+    """At another place in the batch, too, and in a cache of more blocks."""
+    lengths, others = (draw_lengths(each, 3, 768 - seq) for each in (seed, seed + 1))
+    arrays = draw(seed, seq, lengths, 768)
+    mixed = over_cache(*arrays, lengths)
+    beside = draw(seed + 1, seq, others, 768)
+    for array, mine in zip(beside, arrays, strict=True):
+        array[1] = mine[0]
+    np.testing.assert_array_equal(over_cache(*beside, [others[0], lengths[0], others[2]])[1], mixed[0])
+    np.testing.assert_array_equal(over_cache(*with_room(arrays, 256), lengths), mixed)
+
+
+@pytest.mark.parametrize(("rows", "seq"), [(1, 1), (8, 1), (1, 16), (1, 64), (1, 128)])
+@settings(max_examples=6)
+@given(seed=seeds)
+def test_a_row_gets_the_same_bits_where_a_short_cache_grows(rows, seq, seed):
+    """In shapes that the engine has: a chunk of a prompt, or a step of all rows, one of which needs more room."""
+    lengths = draw_lengths(seed, rows, 128 - seq)
+    arrays = draw(seed, seq, lengths, 128)
+    mixed = over_cache(*arrays, lengths)
+    for more in (128, 384, 896):
+        np.testing.assert_array_equal(over_cache(*with_room(arrays, more), lengths), mixed)
+
+
+@pytest.mark.parametrize("seq", [1, 128])
+def test_a_cache_is_read_only_as_far_as_its_longest_row(seq):
+    """In blocks of 256: what is behind the last of them may be anything."""
+    lengths = [3, 300]
+    arrays = draw(0, seq, lengths, 1024)
+    expected = over_cache(*arrays, lengths)
+    for array in arrays[1:]:
+        array[:, :, 512:] = np.nan
+    np.testing.assert_array_equal(over_cache(*arrays, lengths), expected)
