@@ -43,7 +43,7 @@ def make_batch(
     cache: KVCache,
     max_len: int,
     min_stops: int = 1,
-    sampling_types: Sequence[type[SamplingParams]] = (),
+    sampling_types: frozenset[type[SamplingParams]] = frozenset(),
     context: int = 0,
 ) -> DecodeBatch:
     """The rows of these prompts, whose tokens but the last are in the cache; ids that no token has are banned.
@@ -88,7 +88,7 @@ def setting_types(params: type[SamplingParams]) -> dict[str, Any]:
 
 
 def _setting_arrays(
-    rows: Sequence[SamplingParams], vocab_size: int, types: Sequence[type[SamplingParams]]
+    rows: Sequence[SamplingParams], vocab_size: int, types: frozenset[type[SamplingParams]]
 ) -> dict[str, Any]:
     """Each field as an array, with its default where a row's class does not have it; token ids over the vocabulary."""
     arrays: dict[str, np.ndarray] = {}

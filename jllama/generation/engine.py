@@ -8,7 +8,6 @@ program has one shape, and prompts are computed in chunks that begin at multiple
 
 import dataclasses
 import hashlib
-import itertools
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +36,7 @@ _OTHER_CHUNK_TOKENS = 4096
 _SHORTEST_CHUNK = 16
 _SHORTEST_CACHE = 128
 _BLOCK_TOKENS = 256  # that attention over a cache reads at once
-_ROOM_TOKENS = 512  # for new ones, in a cache that can grow
+_ROOM_TOKENS = 512  # for new ones, in a cache that can grow: two blocks take less
 
 
 @dataclasses.dataclass(eq=False)
@@ -47,13 +46,10 @@ class Row:
     request: Request
     text: TextDecoder
     keys: list[bytes]  # of the prompt's whole chunks
-    number: int = -1  # in the order in which they were submitted
     slot: int = -1  # in the batch, once it has one
     num_computed: int = 0  # tokens of the prompt whose keys and values are there
     num_hits: int = 0  # those of them that were there already
     num_asked: int = 0  # decoding steps that were dispatched for it
-    num_unread: int = 0  # those of them whose tokens are not here yet
-    decodes: bool = False  # its prompt is computed
     ended: bool = False
     pooled: Any = ()  # of its prompt's activations, as ``Request.pooling`` says
     prompt_tokens: list[Token] = dataclasses.field(default_factory=list)
@@ -69,7 +65,6 @@ class _Dispatched(NamedTuple):
     rows: list[Row]
     num_steps: int
     start_s: float
-    follows_prompt: bool  # which is part of the time until it is there
     block: steps.Block
 
 
@@ -129,7 +124,6 @@ class Engine:
         if any(model.config != self._base.config for model in self.models.values()):
             raise UsageError("the models differ in shape: serve each by a server of its own")
         self._num_slots = num_slots
-        self._numbers = itertools.count()
         platform = jax.default_backend()
         self.chunk_tokens = chunk_tokens or CHUNK_TOKENS.get(platform, _OTHER_CHUNK_TOKENS)
         self._grows = not context
@@ -140,24 +134,22 @@ class Engine:
         self._block_s = block_s
         self._draft_len = draft_len
         self._resumes = resumes
-        self._num_stops = MAX_STOPS
-        self._sampling_types: dict[type[SamplingParams], None] = {SamplingParams: None}
+        self._kinds: tuple[frozenset[type[SamplingParams]], int] = frozenset([SamplingParams]), MAX_STOPS
         self.reset()
 
     def reset(self) -> None:
         """Let go of all rows and of all memory, as after a fault; the next step reserves it anew."""
         self.waiting: deque[Row] = deque()
         self.rows: list[Row | None] = [None] * self._num_slots
-        self._step_s = 0.0  # how long a step took lately
+        self._prompts: list[Row] = []  # of the rows, those whose prompts are not computed yet, in their order
+        self._step_s = 0.0  # how long a step takes
         self._read_s = 0.0  # when the last block was read
-        self._computed = False  # whether this step has computed a chunk of a prompt
         self._prefixes: dict[bytes, steps.Chunk] = {}  # kept, by ``chunk_keys``; the one used longest ago goes first
         self._dispatched: list[_Dispatched] = []
-        self._num_types = 1  # that the batch has settings of
-        self._restricts = False  # whether the batch has masks of grammars
-        self._batch: DecodeBatch | None = None
-        self._staging: KVCache | None = None  # of the row whose prompt is computed; with one slot, the batch's
-        self._staged: tuple[Any, list[int]] = None, []  # whose tokens are there, and which
+        # The batch, and one row beside it that prompts are computed in; with one slot that is the batch itself.
+        self._batches: list[DecodeBatch] = []
+        self._made_for = self._kinds  # the settings and the number of stop ids that the batch has room for
+        self._staged: tuple[Any, list[int]] = None, []  # whose tokens are where prompts are computed, and which
 
     @property
     def busy(self) -> bool:
@@ -172,7 +164,9 @@ class Engine:
     def submit(self, request: Request | Row) -> Row:
         """Queue a request, or what ``row_of`` made of it."""
         row = request if isinstance(request, Row) else self.row_of(request)
-        row.number = next(self._numbers)
+        prompt = row.request.prompt
+        types, num_stops = self._kinds
+        self._kinds = types | {type(prompt.sampling)}, max(num_stops, len(prompt.stop_ids or ()))
         self.waiting.append(row)
         return row
 
@@ -192,10 +186,13 @@ class Engine:
 
     def cancel(self, row: Row) -> None:
         """End a row without an answer."""
+        if row.ended:
+            return
         row.ended = True
-        if row in self.waiting:
-            self.waiting.remove(row)
-        if row.slot < 0 or self.rows[row.slot] is not row:
+        for rows in (self.waiting, self._prompts):
+            if row in rows:
+                rows.remove(row)
+        if row not in self.rows:
             return
         self.rows[row.slot] = None
         if self._resumes and row.tokens:  # of the last one there are no keys and values yet
@@ -209,80 +206,61 @@ class Engine:
         """
         events: Events = []
         try:
-            self._computed = False
             self._let_in()
             self._prefill_rows(events)
             upcoming = self._dispatch()
             if not (upcoming or self._dispatched):  # there is nothing to read that would wait for what was computed
-                jax.block_until_ready(self._cache_of_one().lengths)
+                jax.block_until_ready(self._batches[-1].cache.lengths)
             for dispatched in self._dispatched:
                 self._read(dispatched, events)
-            self._dispatched = upcoming
-            if not upcoming:  # rows under a grammar waited for their last token
-                self._dispatched = self._dispatch()
+            self._dispatched = upcoming or self._dispatch()  # rows under a grammar waited for their last token
         except BaseException:
             self.reset()
             raise
         return events
 
     def _let_in(self) -> None:
-        """Fill free slots from the queue, and let the batch have room for what comes in."""
+        """Fill free slots from the queue, and let the batch have room for all rows."""
         for slot, row in enumerate(self.rows):
             if row is None and self.waiting:
                 row = self.rows[slot] = self.waiting.popleft()
                 row.slot = slot
-        rows = [row for row in self.rows if row and not row.decodes]
-        if self._grows:
-            self.make_room(max((self._first_room(row) for row in rows), default=0))
-        for row in rows:
-            prompt = row.request.prompt
-            self._sampling_types[type(prompt.sampling)] = None
-            self._num_stops = max(self._num_stops, len(prompt.stop_ids or ()))
+                self._prompts.append(row)
+        self.make_room(max((self._room(row) for row in self.rows if row), default=0))
         self.reserve()
+
+    def _room(self, row: Row) -> int:
+        """How many tokens a row may have before the engine looks at it again, and some more."""
+        prompt = row.request.prompt
+        upcoming = _ROOM_TOKENS * (self._draft_len + 1)
+        return min(prompt.limit(self._context), len(prompt.ids) + len(row.tokens) + upcoming)
+
+    def make_room(self, num_tokens: int) -> None:
+        """Let the rows have at least so many tokens."""
+        needed = cache_len(num_tokens, self._context)
+        if needed > self._max_len:
+            self._max_len = needed
+            self._batches = [steps.resized(batch, needed) for batch in self._batches]
 
     def reserve(self) -> None:
         """Make the batch, or give it what new rows need."""
-        batch = self._batch
-        if batch is None:
-            cache = self._zeros(len(self.rows))
-            batch = self._batch = self._put(self._rows_of(self._base, [_NOBODY] * len(self.rows), cache))
-            if len(self.rows) > 1:
-                self._staging = self._zeros(1)
-        has_room = self._num_stops <= batch.stop_ids.shape[1]
-        if has_room and self._num_types == len(self._sampling_types):
-            return
-        new = self._rows_of(self._base, [_NOBODY] * len(self.rows), batch.cache)
-        stop_ids = np.array(new.stop_ids)
-        old = np.asarray(batch.stop_ids)
-        stop_ids[:, : old.shape[1]] = old
-        settings = new.settings | batch.settings
-        self._num_types = len(self._sampling_types)
-        self._batch = self._put(batch._replace(settings=settings, stop_ids=stop_ids))
-
-    def _first_room(self, row: Row) -> int:
-        prompt = row.request.prompt
-        return min(prompt.limit(self._context), len(prompt.ids) + _ROOM_TOKENS)
-
-    def make_room(self, num_tokens: int) -> None:
-        """Let the rows of an engine that grows have at least so many tokens."""
-        needed = cache_len(num_tokens, self._context)
-        if needed <= self._max_len:
-            return
-        self._max_len = needed
-        if self._batch is not None:
-            self._batch = steps.resized(self._batch, needed)
-        if self._staging is not None:
-            self._staging = steps.resized_cache(self._staging, needed)
+        if not self._batches:
+            self._batches = [self._nobody(size) for size in sorted({len(self.rows), 1}, reverse=True)]
+        elif self._made_for != self._kinds:
+            batch = self._batches[0]
+            new = self._rows_of(self._base, [_NOBODY] * len(self.rows), batch.cache)
+            stop_ids = np.array(new.stop_ids)
+            stop_ids[:, : batch.stop_ids.shape[1]] = batch.stop_ids
+            self._batches[0] = self._put(batch._replace(settings=new.settings | batch.settings, stop_ids=stop_ids))
+        self._made_for = self._kinds
 
     # Prompts
 
     def _prefill_rows(self, events: Events) -> None:
         """Compute chunks of prompts within the budget, one prompt after the other; rows that are ready join."""
         budget = self._prefill_budget
-        # In the order in which they came; but one that has begun stays the first: there is one cache to compute in.
-        rows = [row for row in self.rows if row and not row.decodes]
-        rows.sort(key=lambda row: (-row.num_computed, row.number))
-        for row in rows:
+        while self._prompts:
+            row = self._prompts[0]
             if not row.num_computed:
                 self._begin(row)
             end = len(row.request.prompt.ids) - (0 if row.request.pooling else 1)
@@ -290,27 +268,28 @@ class Engine:
                 budget -= self._prefill(row, end)
             if row.num_computed < end:
                 return
+            self._prompts.remove(row)
             self._enter(row, events)
 
     def _begin(self, row: Row) -> None:
-        """Take the cache to compute in, with what it holds of the prompt already."""
+        """Take the row to compute in, with what it holds of the prompt already.
+
+        That is an equal prompt, or where the engine ``resumes``, what a text before has in common with this one.
+        """
         request = row.request
-        owner = _owner(request)
         ids = [*request.prompt.ids[:-1]]
-        staged_owner, staged = self._staged
+        owner, held = self._staged
         shared = 0
-        if staged_owner == owner and request.caches and not (request.pooling or request.prompt_log_probs):
-            equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(staged, ids, strict=False))
-            shared = sum(1 for _ in equal)
-            if not self._resumes and shared < max(len(staged), len(ids)):
-                shared -= shared % self.chunk_tokens  # as computing the prompt by itself would have it
-        row.num_computed = shared
-        row.num_hits = shared - (0 if self._resumes else shared % self.chunk_tokens)
-        for key in row.keys[: shared // self.chunk_tokens]:
-            if key in self._prefixes:
-                self._prefixes[key] = self._prefixes.pop(key)  # used, though it need not be copied
-        self._staged = owner, ids[:shared]
-        self._set_cache_of_one(self._cache_of_one()._replace(lengths=self._put(np.array([shared], np.int32))))
+        if owner == _owner(request) and request.caches and not (request.pooling or request.prompt_log_probs):
+            if self._resumes:
+                while shared < min(len(ids), len(held)) and ids[shared] == held[shared]:
+                    shared += 1
+            elif held == ids:
+                shared = len(ids)
+        row.num_computed = row.num_hits = shared
+        self._staged = _owner(request), ids[:shared]
+        cache = self._batches[-1].cache
+        self._set_cache(cache._replace(lengths=self._put(np.array([shared], np.int32))))
 
     def _prefill(self, row: Row, end: int) -> int:
         """The next chunk of a row's prompt, kept or computed; returns how many tokens were computed."""
@@ -323,17 +302,16 @@ class Engine:
         computed = 0
         if chunk is not None:
             row.num_hits += len(tokens)
-            self._set_cache_of_one(steps.write_chunk(self._cache_of_one(), chunk, np.int32(start)))
+            self._set_cache(steps.write_chunk(self._batches[-1].cache, chunk, np.int32(start)))
         else:
             computed = size if request.prompt_log_probs else power_of_two_at_least(len(tokens), _SHORTEST_CHUNK)
             padded = np.zeros((1, computed), np.int32)
             padded[0, : len(tokens)] = tokens
             counts = np.array([len(tokens)], np.int32)
             begins = self._grows and start == 0  # one program for each length, where all are compiled ahead
-            args = model.decode_params, model.config, self._cache_of_one(), padded, counts, begins
+            args = model.decode_params, model.config, self._batches[-1].cache, padded, counts, begins
             hidden, cache = programs.call(steps.prefill_chunk, *args)
-            self._computed = True
-            self._set_cache_of_one(cache)
+            self._set_cache(cache)
             self._report(row, model, hidden, tokens, start)
             chunk = steps.read_chunk(cache, np.int32(start), size) if key else None
         if key and chunk:
@@ -360,37 +338,26 @@ class Engine:
 
     def _enter(self, row: Row, events: Events) -> None:
         """A row whose prompt is computed begins to decode, or has its end already."""
-        row.decodes = True
         prompt = row.request.prompt
         if row.request.prompt_log_probs:
             row.prompt_tokens.insert(0, Token(prompt.ids[0], None))
         if prompt.max_new_tokens == 0:
             return self._end(row, events)
-        assert self._batch is not None
-        cache = self._cache_of_one()
-        if len(self.rows) == 1:  # it is there already
-            cache = KVCache((), (), self._put(np.array([row.num_computed], np.int32)))
-        one = self._rows_of(self.models[row.request.model], [prompt], cache)
-        self._batch = steps.join(self._batch, one, np.int32(row.slot))
+        one = self._rows_of(self.models[row.request.model], [prompt], self._batches[-1].cache)
+        joined = self._put(one) if len(self.rows) == 1 else steps.join(self._batches[0], one, np.int32(row.slot))
+        self._batches[0] = joined
 
-    def _cache_of_one(self) -> KVCache:
-        """The cache that prompts are computed in."""
-        assert self._batch is not None
-        return self._batch.cache if self._staging is None else self._staging
+    def _set_cache(self, cache: KVCache) -> None:
+        self._batches[-1] = self._batches[-1]._replace(cache=cache)
 
-    def _set_cache_of_one(self, cache: KVCache) -> None:
-        assert self._batch is not None
-        if self._staging is None:
-            self._batch = self._batch._replace(cache=cache)
-        else:
-            self._staging = cache
+    def _nobody(self, size: int) -> DecodeBatch:
+        """A batch of so many rows that nobody has yet."""
+        cache = _zeros(self._base.config, size, self._max_len, self._base.decode_params.dtype)
+        return self._put(self._rows_of(self._base, [_NOBODY] * size, cache))
 
     def _rows_of(self, model: LanguageModel, prompts: Sequence[Prompt], cache: KVCache) -> DecodeBatch:
-        types = tuple(self._sampling_types)
-        return make_batch(model, prompts, cache, self._max_len, self._num_stops, types, self._context)
-
-    def _zeros(self, rows: int) -> KVCache:
-        return self._put(_zeros(self._base.config, rows, self._max_len, self._base.decode_params.dtype))
+        types, num_stops = self._kinds
+        return make_batch(model, prompts, cache, self._max_len, num_stops, types, self._context)
 
     def _put(self, tree: Any) -> Any:
         """Arrays of rows on the devices of the parameters, split: where they are is part of what is compiled."""
@@ -402,53 +369,40 @@ class Engine:
     def _dispatch(self) -> list[_Dispatched]:
         """The next block of each model's rows, but not of those that must wait for their last token."""
         unread = [row for dispatched in self._dispatched for row in dispatched.rows]
-        rows = []
+        by_model: dict[str, list[Row]] = {}
         for row in self.rows:
-            if row is None or not row.decodes:
+            if row is None or row in self._prompts or row.num_asked >= self._num_new(row):
                 continue
-            is_asked = row.num_asked >= self._num_new(row)
-            waits = row.request.prompt.grammar is not None and row in unread
-            if not (is_asked or waits):
-                rows.append(row)
-        names = dict.fromkeys(row.request.model for row in rows)
-        return [self._dispatch_rows([row for row in rows if row.request.model == name]) for name in names]
+            must_wait = row.request.prompt.grammar is not None and row in unread
+            if not must_wait:
+                by_model.setdefault(row.request.model, []).append(row)
+        return [self._dispatch_rows(*pair) for pair in by_model.items()]
 
-    def _dispatch_rows(self, rows: list[Row]) -> _Dispatched:
+    def _dispatch_rows(self, name: str, rows: list[Row]) -> _Dispatched:
         """A block of one model's rows: one step where one has no token yet, or a row is under a grammar."""
-        assert self._batch is not None
-        model = self.models[rows[0].request.model]
         remaining = max(self._num_new(row) - row.num_asked for row in rows)
         num_steps = min(self._num_steps(), remaining)
         shows_first = self._block_s is not None and not all(row.num_asked for row in rows)
-        if shows_first or any(row and row.decodes and row.request.prompt.grammar for row in self.rows):
+        if shows_first or any(row and row.request.prompt.grammar for row in self.rows):
             num_steps = 1  # a first token is shown as soon as it is there; and who has a grammar waits for this block
-        most = num_steps * (self._draft_len + 1)
         quotas = np.zeros(len(self.rows), np.int32)
         for row in rows:
-            quotas[row.slot] = 1 if row.request.prompt.grammar else most
-            row.num_asked += 1 if row.request.prompt.grammar else num_steps
-            row.num_unread += num_steps
-        if self._grows:
-            self.make_room(max(self._longest(row) for row in rows))
-        if self._restricts or any(row.request.prompt.grammar for row in rows):
-            masks: dict[int, Any] = {row.slot: row.text.allowed() for row in rows}
-            self._batch = restricted(self._batch, [masks.get(slot) for slot in range(len(self.rows))])
-            self._restricts = any(row.request.prompt.grammar for row in rows)
+            quotas[row.slot] = num_steps * (self._draft_len + 1)
+            row.num_asked += num_steps
+        batch = self._batches[0]
+        if any(row.request.prompt.grammar for row in rows):
+            masks = {row.slot: row.text.allowed() for row in rows}
+            batch = restricted(batch, [masks.get(slot) for slot in range(len(self.rows))])
+        model = self.models[name]
         tops = np.bool_(any(row.request.top for row in rows))
-        args = model.decode_params, model.config, self._batch, quotas, np.int32(num_steps), tops, self._draft_len
-        self._batch, block = programs.call(steps.decode_block, *args)
-        return _Dispatched(rows, num_steps, time.monotonic(), self._computed, block)
+        args = model.decode_params, model.config, batch, quotas, np.int32(num_steps), tops, self._draft_len
+        self._batches[0], block = programs.call(steps.decode_block, *args)
+        return _Dispatched(rows, num_steps, time.monotonic(), block)
 
     def _num_new(self, row: Row) -> int:
         """How many new tokens a row may have."""
         prompt = row.request.prompt
         return prompt.limit(self._context) - len(prompt.ids)
-
-    def _longest(self, row: Row) -> int:
-        """How long a row may be after all blocks that were dispatched."""
-        prompt = row.request.prompt
-        new = len(row.tokens) + row.num_unread * (self._draft_len + 1)
-        return min(len(prompt.ids) + new, prompt.limit(self._context))
 
     def _num_steps(self) -> int:
         """How many steps the next block may take."""
@@ -466,14 +420,11 @@ class Engine:
         tokens, log_probs, drafted, accepted, *top = jax.device_get(arrays)
         now_s = time.monotonic()
         took_s = (now_s - max(dispatched.start_s, self._read_s)) / dispatched.num_steps
-        if not self._step_s:
-            self._step_s = took_s
-        elif not dispatched.follows_prompt:
-            self._step_s = 0.8 * self._step_s + 0.2 * took_s
+        # A prompt before it may be a part of that: what is slower than it was is believed slowly.
+        self._step_s = min(took_s, 1.25 * self._step_s) if self._step_s else took_s
         self._read_s = now_s
         for row in dispatched.rows:
             slot, num_top = row.slot, row.request.top
-            row.num_unread -= dispatched.num_steps
             row.drafted, row.accepted = int(drafted[slot]), int(accepted[slot])
             for index, id in enumerate(tokens[slot]):
                 if row.ended or id < 0:

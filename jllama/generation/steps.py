@@ -149,19 +149,17 @@ def decode_step(llama: Llama, batch: DecodeBatch, takes: Array) -> tuple[DecodeB
 @functools.partial(jax.jit, static_argnames="max_len")
 def resized(batch: DecodeBatch, max_len: int) -> DecodeBatch:
     """The batch with room for ``max_len`` tokens a row."""
-    more = ((0, 0), (0, max_len - batch.tokens.shape[1]))
-    tokens, log_probs = jnp.pad(batch.tokens, more), jnp.pad(batch.log_probs, more)
-    return _as_it_came(batch._replace(cache=resized_cache(batch.cache, max_len), tokens=tokens, log_probs=log_probs))
 
+    def longer(leaf: Array, axis: int) -> Array:
+        more = [(0, 0)] * leaf.ndim
+        more[axis] = 0, max_len - leaf.shape[axis]
+        return jnp.pad(leaf, more)
 
-@functools.partial(jax.jit, static_argnames="max_len")
-def resized_cache(cache: KVCache, max_len: int) -> KVCache:
-    """The cache with room for ``max_len`` tokens a row."""
-
-    def longer(leaf: Array) -> Array:
-        return jnp.pad(leaf, ((0, 0), (0, 0), (0, max_len - leaf.shape[2]), (0, 0)))
-
-    return jax.tree.map(lambda leaf: longer(leaf) if leaf.ndim == 4 else leaf, cache)
+    cache = batch.cache
+    keys, values = (tuple(longer(leaf, 2) for leaf in leaves) for leaves in (cache.keys, cache.values))
+    tokens, log_probs = longer(batch.tokens, 1), longer(batch.log_probs, 1)
+    cache = KVCache(keys, values, cache.lengths)
+    return _as_it_came(batch._replace(cache=cache, tokens=tokens, log_probs=log_probs))
 
 
 def kv_bytes(config: LlamaConfig, dtype: Any, num_tokens: int) -> int:

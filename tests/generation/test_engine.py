@@ -113,7 +113,7 @@ def generated_by(prompts, config=CONFIG, params=PARAMS, draft_len=0, tokenizer=N
     """The new tokens of each row, and their log-probabilities."""
     engine = Engine(LanguageModel(config, params, tokenizer), len(prompts), draft_len=draft_len, **sizes)
     rows, answers = answers_of(engine, prompts)
-    lengths = np.asarray(engine._batch.cache.lengths)
+    lengths = np.asarray(engine._batches[0].cache.lengths)
     found = [tokens_of(*pair) for pair in zip(rows, answers, strict=True)]
     for row, (ids, _) in zip(rows, found, strict=True):  # the device computed no more than it had to
         assert not ids or lengths[row.slot] + 1 == len(row.request.prompt.ids) + len(ids)
@@ -394,14 +394,14 @@ def test_nothing_more_is_computed_when_every_row_has_ended(blocks):
     engine = Engine(MODEL, MATES)
     rows, answers = answers_of(engine, [prompt_of(prompt, GREEDY, 35, first) for prompt in PROMPTS])
     assert [tokens_of(*pair)[0] for pair in zip(rows, answers, strict=True)] == [[token] for token in first]
-    assert np.asarray(engine._batch.finished).all()
+    assert np.asarray(engine._batches[0].finished).all()
     lengths = [len(prompt) for prompt in PROMPTS]  # those of the prompts but the last tokens, and one step
-    assert np.asarray(engine._batch.cache.lengths).tolist() == lengths
+    assert np.asarray(engine._batches[0].cache.lengths).tolist() == lengths
     assert blocks == [[0, 1, 2]] * 2  # the second before the first was read
     assert engine.step() == []
     assert len(blocks) == 2
     arguments = np.full(MATES, STEPS, np.int32), np.int32(STEPS), np.bool_(False), 0
-    batch, block = steps.decode_block(PARAMS, CONFIG, engine._batch, *arguments)
+    batch, block = steps.decode_block(PARAMS, CONFIG, engine._batches[0], *arguments)
     assert np.all(np.asarray(block.tokens) == -1)
     assert np.asarray(batch.cache.lengths).tolist() == lengths
 
@@ -420,7 +420,7 @@ def test_a_row_that_is_cancelled_stays_stopped_and_the_others_go_on(monkeypatch,
     assert len(rows[1].tokens) == 5
     assert len(blocks) == 7
     assert blocks[num_blocks:] == [[0, 2]] * (7 - num_blocks)
-    assert np.asarray(engine._batch.cache.lengths)[1] == len(PROMPTS[1]) - 1 + 5 * num_blocks
+    assert np.asarray(engine._batches[0].cache.lengths)[1] == len(PROMPTS[1]) - 1 + 5 * num_blocks
     for row in (0, 2):
         assert answers[rows[row]].completion.ids == likeliest(tuple(PROMPTS[row]), 35)
 
@@ -570,13 +570,13 @@ def test_a_long_prompt_is_prefilled_in_chunks_and_the_cache_grows_as_it_must(mon
     expected = generated_by(requests, LONG, PARAMS_OF_ONE_LAYER)[0]
     assert prefilled == [149, 8]
     del prefilled[:]
-    monkeypatch.setattr(engines, "_ROOM_TOKENS", 16)
+    monkeypatch.setattr(engines, "_ROOM_TOKENS", 2 * STEPS)
     engine = Engine(LanguageModel(LONG, PARAMS_OF_ONE_LAYER), 2, chunk_tokens=64)
     rows = [engine.submit(Request(prompt)) for prompt in requests]
     engine.step()
-    assert engine._batch.tokens.shape == (2, 256)
+    assert engine._batches[0].tokens.shape == (2, 256)
     _, answers = run(engine)
-    assert engine._batch.tokens.shape == (2, 512)
+    assert engine._batches[0].tokens.shape == (2, 512)
     assert [answers[row].completion.ids for row in rows] == expected
     assert [len(row) for row in expected] == [200, 391]
     assert [answers[row].completion.finish_reason for row in rows] == ["length", "context"]

@@ -62,8 +62,7 @@ def stale_prompts(monkeypatch):
     begin = Engine._begin
 
     def leaking(self, row):
-        staged = self._staged[1]
-        self._staged = engine_module._owner(row.request), [*row.request.prompt.ids[: len(staged)]]
+        self._staged = engine_module._owner(row.request), [*row.request.prompt.ids[:-1]]
         begin(self, row)
 
     monkeypatch.setattr(Engine, "_begin", leaking)
