@@ -23,7 +23,7 @@ import hypothesis
 import jax
 import pytest
 
-from jllama.generation import programs
+from jllama import programs
 
 del os.environ["JLLAMA_CHECK_SHAPES"]  # processes that the tests start run as a user's do
 

@@ -59,7 +59,7 @@ class ModelOptions(CheckpointOptions):
 
     def load_model(self, needs_tokenizer: bool = True) -> "jllama.LanguageModel":
         """The model, in the layout for decoding."""
-        from jllama.generation import programs
+        from jllama import programs
 
         if (mesh := None if self.mesh == MeshConfig(data=1) else jllama.make_mesh(self.mesh)) is None:
             programs.keep(self.checkpoint)

@@ -111,7 +111,7 @@ def main(argv: list[str], prog: str) -> int:
 
 
 def _engine(options: ServeOptions) -> "EngineThread":
-    from jllama.generation import programs
+    from jllama import programs
     from jllama.generation.text import encode_prompt
     from jllama.serve.engine import EngineThread
 

@@ -17,8 +17,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jllama import programs
 from jllama.errors import UsageError
-from jllama.generation import programs, steps
+from jllama.generation import steps
 from jllama.generation.decode_batch import DecodeBatch, make_batch, restricted, setting_types
 from jllama.generation.requests import Answer, Piece, Request, Token
 from jllama.generation.sampling_params import Prompt, SamplingParams

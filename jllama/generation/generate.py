@@ -155,13 +155,10 @@ def warm_up(
     longest = max((prompt.limit(model.config.max_seq_len) for prompt in prompts), default=0)
     ends = sorted({min(128 << doubled, longest) for doubled in range(longest.bit_length())})  # one for each cache
     for size, prompt in itertools.product(batches, prompts):
-        sizes: Any = {"draft_len": speculate, "prefix_tokens": _PREFIX_TOKENS if size > 1 else 0}
-        growing = Engine(model, size, **sizes)
+        engine = Engine(model, size, draft_len=speculate, prefix_tokens=_PREFIX_TOKENS if size > 1 else 0)
         for end in ends:
-            growing.make_room(end)
-            growing.reserve()
-            engine = Engine(model, size, **sizes)
-            engine.make_room(max(end, len(prompt.ids)))
+            engine.make_room(end)  # by growing from the one before
+            engine.reset()
             keeps_chunks = size > 1 and len(prompt.ids) > engine.chunk_tokens
             for first in (0, 1, 0) if keeps_chunks else (0,):  # the last one finds what the first one kept
                 ids = [first, *prompt.ids[1:]]

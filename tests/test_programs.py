@@ -13,9 +13,8 @@ import pytest
 from jax.experimental import serialize_executable
 
 import jllama
-from jllama import cache
+from jllama import cache, programs
 from jllama import functional as F
-from jllama.generation import programs
 from jllama.language_model import LanguageModel
 from jllama.model import LAYER_CLASSES, Layer
 from jllama.tokenizers import BytesTokenizer
