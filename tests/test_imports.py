@@ -19,7 +19,7 @@ FLOORS = [
     {"templates", "grammar"},
     {"sharding", "distributed", "decode_params", "lora", "data"},
     {"model"},
-    {"language_model"},
+    {"language_model", "programs"},
     {"generation", "checkpoints"},
     {"evaluation", "report", "loggers"},
     {"training"},
