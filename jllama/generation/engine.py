@@ -425,20 +425,21 @@ class Engine:
         self._step_s = min(took_s, 1.25 * self._step_s) if self._step_s else took_s
         self._read_s = now_s
         for row in dispatched.rows:
-            slot, num_top = row.slot, row.request.top
+            if row.ended:
+                continue
+            slot = row.slot
             row.drafted, row.accepted = int(drafted[slot]), int(accepted[slot])
-            for index, id in enumerate(tokens[slot]):
-                if row.ended or id < 0:
+            text = ""
+            for index, id in enumerate(tokens[slot].tolist()):
+                if id < 0 or row.text.finish_reason:
                     break
-                likeliest = zip(*(each[index, slot, :num_top].tolist() for each in top), strict=True)
-                self._take(row, Token(int(id), float(log_probs[slot, index]), tuple(likeliest)), events)
-
-    def _take(self, row: Row, token: Token, events: Events) -> None:
-        row.tokens.append(token)
-        if piece := row.text.push(token.id, token.log_prob or 0.0):
-            self._deliver(row, piece, row.text.num_tokens_shown, events)
-        if row.text.finish_reason or len(row.tokens) >= self._num_new(row):
-            self._end(row, events)
+                likeliest = zip(*(each[index, slot, : row.request.top].tolist() for each in top), strict=True)
+                log_prob = float(log_probs[slot, index])
+                row.tokens.append(Token(id, log_prob, tuple(likeliest)))
+                text += row.text.push(id, log_prob)
+            self._deliver(row, text, row.text.num_tokens_shown, events)
+            if row.text.finish_reason or len(row.tokens) >= self._num_new(row):
+                self._end(row, events)
 
     def _deliver(self, row: Row, text: str, num_tokens: int, events: Events) -> None:
         tokens = tuple(row.tokens[row.num_delivered : num_tokens])

@@ -84,7 +84,11 @@ class TextDecoder:
         if prompt.grammar and tokenizer:
             self._matcher = Matcher(prompt.grammar, tokenizer, prompt.stop_ids or ())
         self._ids = list(prompt.ids[-_CONTEXT_TOKENS:])
-        self._num_decoded, self._num_shown = len(self._ids), 0
+        self._decoded = ""  # the text of all ``_ids`` whose text is certain
+        if tokenizer:
+            self._decoded = tokenizer.decode(self._ids)
+        self._num_decoded = len(self._ids)  # how many those are
+        self._num_shown = 0
         self._tokens: list[tuple[int, float, int]] = []  # id, log-probability, and the length of the text before it
         self.text, self.finish_reason = "", ""  # the latter once it is stop_id or stop_string
 
@@ -92,10 +96,10 @@ class TextDecoder:
         """The text that is certain now and was not before."""
         if token in (self._prompt.stop_ids or ()):
             self.finish_reason = self.finish_reason or "stop_id"
-        if token >= 0 and self._matcher:
+        if self._matcher:
             self._matcher.accept(token)
             self.finish_reason = "length" if self._matcher.failed else self.finish_reason
-        if token < 0 or self.finish_reason:
+        if self.finish_reason:
             return ""
         self._ids.append(token)
         self._tokens.append((token, log_prob, len(self.text)))
@@ -134,12 +138,18 @@ class TextDecoder:
         """Add the text of new tokens, if it is certain; the text ends where a stop string begins."""
         if self._tokenizer is None:
             return
-        start, searched = max(self._num_decoded - _CONTEXT_TOKENS, 0), len(self.text)
-        before = self._tokenizer.decode(self._ids[start : self._num_decoded])
-        new = self._tokenizer.decode(self._ids[start:])[len(before) :]
+        if self._num_decoded > 2 * _CONTEXT_TOKENS:  # begin anew, or each token would decode the whole text again
+            self._ids = self._ids[self._num_decoded - _CONTEXT_TOKENS :]
+            self._num_decoded = _CONTEXT_TOKENS
+            self._decoded = self._tokenizer.decode(self._ids[:_CONTEXT_TOKENS])
+        searched = len(self.text)
+        decoded = self._tokenizer.decode(self._ids)
+        new = decoded[len(self._decoded) :]
         if not new or (new.endswith("\ufffd") and not is_last):
             return
-        self._num_decoded, self.text = len(self._ids), self.text + new
+        self._num_decoded = len(self._ids)
+        self._decoded = decoded
+        self.text += new
         found = (self.text.find(stop, max(searched - len(stop), 0)) for stop in self._prompt.stop)
         if ends := [index for index in found if index >= 0]:
             self.text, self.finish_reason = self.text[: min(ends)], "stop_string"
