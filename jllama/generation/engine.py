@@ -415,9 +415,9 @@ class Engine:
         """Give the rows that are still under way what a block brought them."""
         if all(row.ended for row in dispatched.rows):
             return  # it may have been computed long ago
-        tops = any(row.request.top for row in dispatched.rows)
+        has_top = any(row.request.top for row in dispatched.rows)
         block = dispatched.block
-        arrays = block.tokens, block.log_probs, block.drafted, block.accepted, *(block.top if tops else ())
+        arrays = block.tokens, block.log_probs, block.drafted, block.accepted, *(block.top if has_top else ())
         tokens, log_probs, drafted, accepted, *top = jax.device_get(arrays)
         now_s = time.monotonic()
         took_s = (now_s - max(dispatched.start_s, self._read_s)) / dispatched.num_steps
@@ -430,13 +430,13 @@ class Engine:
             slot = row.slot
             row.drafted, row.accepted = int(drafted[slot]), int(accepted[slot])
             text = ""
-            for index, id in enumerate(tokens[slot].tolist()):
-                if id < 0 or row.text.finish_reason:
+            for index in range(np.count_nonzero(tokens[slot] >= 0)):
+                if row.text.finish_reason:
                     break
-                likeliest = zip(*(each[index, slot, : row.request.top].tolist() for each in top), strict=True)
-                log_prob = float(log_probs[slot, index])
-                row.tokens.append(Token(id, log_prob, tuple(likeliest)))
-                text += row.text.push(id, log_prob)
+                tops = [each[:, slot] for each in top]
+                token = _token(index, row.request.top, tokens[slot], log_probs[slot], tops)
+                row.tokens.append(token)
+                text += row.text.push(token.id, token.log_prob or 0.0)
             self._deliver(row, text, row.text.num_tokens_shown, events)
             if row.text.finish_reason or len(row.tokens) >= self._num_new(row):
                 self._end(row, events)
