@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array
 
@@ -20,7 +21,7 @@ class DecodeParams:
     """Parameters in the layout for decoding: each layer by itself, its matrices outputs first, in floats or int8.
 
     Norms are arrays, matrices are ``jllama.functional.DecodeMatrix``. On one device those that the parameter table says
-    so of are joined to one (``JoinedMatrix``), which few tokens are multiplied by faster than by several.
+    so of are joined to one, outputs behind outputs, which few tokens are multiplied by faster than by several.
     """
 
     weights: dict[str, Any]  # embed, final_norm, lm_head (unless tied), and layers: a dictionary by "0", "1", ...
@@ -43,29 +44,21 @@ def decode_layout(
         inputs = tuple(axes.index(axis) for axis in table[path].inputs)
         return _decode_matrix(leaf, inputs, quantize) if inputs else leaf
 
-    weights = {name: laid_out(name, leaf) for name, leaf in params.items() if name != "layers"}
-    weights["layers"] = {
-        str(i): {name: laid_out(f"layers/{name}", stack[i]) for name, stack in params["layers"].items()}
-        for i in range(config.num_layers)
-    }
     if joins is None:
         leaf = jax.tree.leaves(params)[0]
         joins = isinstance(leaf, Tracer) or len(leaf.devices()) == 1
-    if joins:
-        weights["layers"] = {index: join_matrices(layer, config) for index, layer in weights["layers"].items()}
+    weights = {name: laid_out(name, leaf) for name, leaf in params.items() if name != "layers"}
+    weights["layers"] = {}
+    for index in range(config.num_layers):
+        layer = {name: stack[index] for name, stack in params["layers"].items()}
+        joined = {}
+        for name, parts in joined_groups(config).items() if joins else ():
+            matrices = [layer.pop(part) for part in parts]
+            flat = jnp.concatenate([matrix.reshape(len(matrix), -1) for matrix in matrices], axis=1)
+            joined[name] = _decode_matrix(flat, (0,), quantize)
+        layer = {name: laid_out(f"layers/{name}", leaf) for name, leaf in layer.items()}
+        weights["layers"][str(index)] = layer | joined
     return DecodeParams(weights)
-
-
-def join_matrices(layer: dict[str, Any], config: LlamaConfig) -> dict[str, Any]:
-    """A layer's parameters, with those joined that the parameter table says so of."""
-    layer = dict(layer)
-    for joined, parts in joined_groups(config).items():
-        matrices = [layer.pop(part.removeprefix("layers/")) for part in parts]
-        layer[joined.removeprefix("layers/")] = _joined_matrix(matrices)
-    return layer
-
-
-_joined_matrix = jax.jit(F.joined_matrix)
 
 
 _decode_matrix = jax.jit(F.decode_matrix, static_argnums=(1, 2))

@@ -91,11 +91,11 @@ def parameter_table(config: LlamaConfig) -> dict[str, Parameter]:
 
 
 def joined_groups(config: LlamaConfig) -> dict[str, list[str]]:
-    """The paths of the matrices of a layer that decoding multiplies by at once, by the path of the joined one."""
+    """The names of the matrices of a layer that decoding multiplies by at once, by the name of the joined one."""
     groups: dict[str, list[str]] = {}
     for path, row in parameter_table(config).items():
         if row.joined:
-            groups.setdefault(f"layers/{row.joined}", []).append(path)
+            groups.setdefault(row.joined, []).append(path.removeprefix("layers/"))
     return groups
 
 

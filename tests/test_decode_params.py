@@ -1,5 +1,7 @@
 """A model laid out for decoding: the same logits; and in eight bits, those of the rounded weights."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from jllama.generation.generate import completions
 from jllama.generation.sampling_params import Prompt, SamplingParams
 from jllama.language_model import LanguageModel
 from jllama.model import build_model
-from jllama.parameters import joined_groups
+from jllama.parameters import PARAMETERS, joined_groups, shape_of
 from jllama.verify.checks import random_params
 
 SIZES = {"vocab_size": 61, "num_layers": 2, "embed_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_seq_len": 64}
@@ -24,8 +26,14 @@ def taken_apart(params, config):
     layers = {index: dict(layer) for index, layer in params.weights["layers"].items()}
     for layer in layers.values():
         for joined, names in joined_groups(config).items():
-            if matrix := layer.pop(joined.removeprefix("layers/"), None):
-                layer.update(zip([name.removeprefix("layers/") for name in names], matrix.parts(), strict=True))
+            if joined not in layer:
+                continue
+            matrix = layer.pop(joined)
+            for name in names:
+                shape = shape_of(PARAMETERS[f"layers/{name}"], config)[1:]
+                size = math.prod(shape[1:])
+                layer[name] = DecodeMatrix(matrix.values[:size], matrix.scale[:size], shape)
+                matrix = DecodeMatrix(matrix.values[size:], matrix.scale[size:], matrix.shape)
     return params.weights | {"layers": layers}
 
 

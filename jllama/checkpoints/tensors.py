@@ -96,6 +96,27 @@ class PermutedRows:
         return heads.swapaxes(1, 2).reshape(-1, self.shape[1])[rows.start - first : rows.stop - first]
 
 
+class RowsBehindRows:
+    """Matrices of the same inputs as one, the rows of each behind those of the one before."""
+
+    def __init__(self, tensors: Sequence[FileTensor]) -> None:
+        self.tensors = tensors
+        self.shape = sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:]
+        self.dtype = functools.reduce(jnp.promote_types, [tensor.dtype for tensor in tensors])
+        self.rows_at_once = math.lcm(*(getattr(tensor, "rows_at_once", 1) for tensor in tensors))
+
+    def __getitem__(self, rows: slice, /) -> np.ndarray:
+        """The rows asked for, of each tensor that has some."""
+        parts = []
+        start = 0
+        for tensor in self.tensors:
+            first, last = (min(max(bound - start, 0), tensor.shape[0]) for bound in (rows.start, rows.stop))
+            if first < last:
+                parts.append(tensor[first:last])
+            start += tensor.shape[0]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
 def reordered(spec: TensorSpec, tensor: FileTensor, config: LlamaConfig, to_half_split: bool) -> FileTensor:
     """A tensor of ``Checkpoint`` as formats with interleaved rotary pairs have it, or (``to_half_split``) back."""
     return PermutedRows(tensor, config.head_dim, to_half_split) if spec.parameter.rotary else tensor
@@ -243,22 +264,15 @@ def load_decode_params(
         """A tensor, or on one device several whose outputs are to stand behind each other."""
         row = group[0].parameter
         own = functools.reduce(np.promote_types, [dtypes[spec.path] for spec in group])
+        tensor = RowsBehindRows([checkpoint.tensors[spec.key] for spec in group])
         split = matrix_sharding(mesh, row, config) if mesh else None
         sharding = split or SingleDeviceSharding(jax.devices()[0])
-        shape = sum(spec.shape[0] for spec in group), *group[0].shape[1:]
+        shape = tensor.shape
         scale = np.empty(shape[0], own) if quantize and row.inputs else None
         held = own if scale is None else np.dtype(np.int8)
 
         def fill(part: list[slice], out: np.ndarray) -> None:
-            if len(group) == 1:
-                return _read(checkpoint.tensors[group[0].key], part, out, on_progress, scale)
-            start = 0
-            for spec in group:
-                here = slice(start, start + spec.shape[0])
-                rows = [slice(0, spec.shape[0]), *part[1:]]
-                scales = None if scale is None else scale[here]
-                _read(checkpoint.tensors[spec.key], rows, out[here], on_progress, scales)
-                start += spec.shape[0]
+            _read(tensor, part, out, on_progress, scale)
 
         if content is None:
             values = _filled(shape, held, sharding, fill)
@@ -272,10 +286,9 @@ def load_decode_params(
         if scale is not None:  # filled by now, as far as this process has its rows
             along_rows = NamedSharding(split.mesh, PartitionSpec(*split.spec[:1])) if split else sharding
             scales = jax.make_array_from_callback(scale.shape, along_rows, scale.__getitem__)
-        shapes = [shape_of(spec.parameter, config)[spec.parameter.axes[0] == "layers" :] for spec in group]
-        if len(group) == 1:
-            return F.DecodeMatrix(values, scales, shapes[0])
-        return F.JoinedMatrix(F.DecodeMatrix(values, scales, values.shape[::-1]), tuple(shapes))
+        is_one = len(group) == 1
+        matrix_shape = shape_of(row, config)[row.axes[0] == "layers" :] if is_one else shape[::-1]
+        return F.DecodeMatrix(values, scales, matrix_shape)
 
     joins = mesh is None or mesh.size == 1
     groups: dict[str, list[TensorSpec]] = {}
@@ -377,7 +390,7 @@ class TensorsOfParams(dict[str, FileTensor]):
                 joined = leaves[spec.joined_key]
                 start = joined_starts.get(spec.joined_key, 0)
                 joined_starts[spec.joined_key] = end = start + spec.shape[0]
-                self[spec.key] = np.asarray(joined.matrix.values)[start:end]
+                self[spec.key] = np.asarray(joined.values)[start:end]
             elif isinstance(params, DecodeParams):
                 leaf = leaves[spec.key]
                 self[spec.key] = np.asarray(leaf.values if spec.parameter.inputs else leaf)

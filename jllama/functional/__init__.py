@@ -20,9 +20,7 @@ from jllama.functional.block import (
 )
 from jllama.functional.linear import (
     DecodeMatrix as DecodeMatrix,
-    JoinedMatrix as JoinedMatrix,
     decode_matrix as decode_matrix,
-    joined_matrix as joined_matrix,
     project as project,
 )
 from jllama.functional.loss import linear_cross_entropy as linear_cross_entropy, token_log_probs as token_log_probs

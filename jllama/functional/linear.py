@@ -65,45 +65,6 @@ class DecodeMatrix:
         return product if self.scale is None else (product * self.scale.astype(product.dtype)).astype(dtype)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["matrix"], meta_fields=["shapes"])
-@dataclasses.dataclass(frozen=True)
-class JoinedMatrix:
-    """Several matrices of the same inputs, as one whose outputs stand behind each other: one product for all."""
-
-    matrix: DecodeMatrix
-    shapes: tuple[tuple[int, ...], ...]  # of each matrix
-
-    def __getitem__(self, rows: Any) -> "JoinedMatrix":
-        """All that is (``...``): the matrix itself."""
-        return self
-
-    def products(self, x: Float[Array, "tokens inputs"]) -> list[Float[Array, "tokens ..."]]:
-        """``x`` times each matrix, with the axes of its outputs."""
-        product = self.matrix.multiply(x, x.dtype)
-        parts = jnp.split(product, self._ends()[:-1], axis=1)
-        return [part.reshape(len(x), *shape[1:]) for part, shape in zip(parts, self.shapes, strict=True)]
-
-    def parts(self) -> list[DecodeMatrix]:
-        """The matrices."""
-        matrix, ends = self.matrix, self._ends()
-        return [
-            DecodeMatrix(matrix.values[start:end], None if matrix.scale is None else matrix.scale[start:end], shape)
-            for start, end, shape in zip([0, *ends], ends, self.shapes, strict=False)
-        ]
-
-    def _ends(self) -> list[int]:
-        """Behind the last output of each."""
-        return np.cumsum([math.prod(shape[1:]) for shape in self.shapes]).tolist()
-
-
-def joined_matrix(matrices: Sequence[DecodeMatrix]) -> JoinedMatrix:
-    """Put matrices of one axis of inputs together."""
-    values = jnp.concatenate([each.values for each in matrices])
-    scale = None if matrices[0].scale is None else jnp.concatenate([each.scale for each in matrices])
-    shapes = tuple(each.shape for each in matrices)
-    return JoinedMatrix(DecodeMatrix(values, scale, values.shape[::-1]), shapes)
-
-
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["base", "a", "b", "magnitude"], meta_fields=["scale"])
 @dataclasses.dataclass(frozen=True)
 class AdaptedMatrix:
