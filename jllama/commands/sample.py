@@ -136,7 +136,6 @@ def _grammar(options: SampleOptions) -> jllama.Grammar | None:
 def _print_texts(model: jllama.LanguageModel, prompt: jllama.Prompt, options: SampleOptions) -> list[jllama.Completion]:
     """The continuations of an encoded prompt by consecutive seeds; a single one is shown as it comes."""
     from jllama.commands.prompts_file import log_probs, result, with_seed
-    from jllama.generation.generate import completions as generated
     from jllama.generation.generate import stream
 
     echo = options.prompt if (not options.json if options.echo is None else options.echo) else ""
@@ -146,8 +145,7 @@ def _print_texts(model: jllama.LanguageModel, prompt: jllama.Prompt, options: Sa
         print(echo, end="")
         completions = [_shown(stream(model, prompts[0], speculate=options.speculate))]
     else:
-        done = dict(generated(model, prompts, options.speculate))
-        completions = [done[index] for index in range(options.n)]
+        completions = jllama.generate(model, prompts, speculate=options.speculate)
     for number, (each, completion) in enumerate(zip(prompts, completions, strict=True), 1):
         seed = each.sampling.seed
         if options.json:

@@ -34,7 +34,8 @@ MAX_STOPS = 16
 CHUNK_TOKENS = {"cpu": 512}
 """How many tokens of a prompt to compute at once, by platform."""
 _OTHER_CHUNK_TOKENS = 4096
-_SHORTEST_CHUNK = 16
+SHORTEST_CHUNK = 16
+"""How many tokens a chunk of a prompt is padded to at least, and else to a power of two."""
 _SHORTEST_CACHE = 128
 _BLOCK_TOKENS = 256  # that attention over a cache reads at once
 _ROOM_TOKENS = 512  # for new ones, in a cache that can grow: two blocks take less
@@ -127,7 +128,9 @@ class Engine:
         self._num_slots = num_slots
         platform = jax.default_backend()
         self.chunk_tokens = chunk_tokens or CHUNK_TOKENS.get(platform, _OTHER_CHUNK_TOKENS)
-        self._grows = not context
+        # Whether a prompt's first chunk is a whole sequence, which kernels are made for, with programs of its own: not
+        # where all are compiled ahead for a CPU, which computes them all alike.
+        self.begins_whole = not context or platform != "cpu"
         self._context = context or self._base.config.max_seq_len
         self._max_len = cache_len(context, self._context)
         self._prefix_tokens = prefix_tokens
@@ -305,11 +308,11 @@ class Engine:
             row.num_hits += len(tokens)
             self._set_cache(steps.write_chunk(self._batches[-1].cache, chunk, np.int32(start)))
         else:
-            computed = size if request.prompt_log_probs else power_of_two_at_least(len(tokens), _SHORTEST_CHUNK)
+            computed = size if request.prompt_log_probs else power_of_two_at_least(len(tokens), SHORTEST_CHUNK)
             padded = np.zeros((1, computed), np.int32)
             padded[0, : len(tokens)] = tokens
             counts = np.array([len(tokens)], np.int32)
-            begins = self._grows and start == 0  # one program for each length, where all are compiled ahead
+            begins = self.begins_whole and start == 0
             args = model.decode_params, model.config, self._batches[-1].cache, padded, counts, begins
             hidden, cache = programs.call(steps.prefill_chunk, *args)
             self._set_cache(cache)

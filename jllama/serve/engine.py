@@ -19,7 +19,7 @@ import jax
 import jllama
 from jllama.devices import device_bytes, device_memory_bytes
 from jllama.errors import ContextError, UsageError
-from jllama.generation.engine import MAX_STOPS, Engine, Row, cache_len
+from jllama.generation.engine import MAX_STOPS, SHORTEST_CHUNK, Engine, Row, cache_len
 from jllama.generation.requests import Answer, Piece, Request
 from jllama.generation.sampling_params import Prompt
 from jllama.generation.steps import kv_bytes
@@ -31,8 +31,8 @@ from jllama.serve.requests import Busy, Deliver, Failure
 CLIENTS = 4
 """So many times ``EngineConfig.queue`` may wait in all, so that one client's requests do not fill the queue."""
 CHUNK = 256
-"""How many tokens of a prompt are computed at once."""
-_CHUNK_SIZES = (16, 32, 64, 128, CHUNK)  # a prompt's last chunk is padded to one of these
+"""How many tokens of a prompt are computed at once on a CPU; memory is reserved for so many at once."""
+_OTHER_CHUNK = 1024  # elsewhere: the more at once the faster, and the fewer beginnings are found among those kept
 _BLOCK_S = 0.025  # who comes in waits for so long
 _SHARE_OF_MEMORY = 0.5  # of what weights leave, for keys and values where nobody says how much
 
@@ -70,7 +70,7 @@ class EngineThread:
             self.models,
             config.slots,
             context=self.context,
-            chunk_tokens=CHUNK,
+            chunk_tokens=CHUNK if jax.default_backend() == "cpu" else _OTHER_CHUNK,
             prefix_tokens=config.cache_tokens,
             prefill_budget=config.prefill_budget,
             block_s=_BLOCK_S,
@@ -104,17 +104,23 @@ class EngineThread:
         def request(num_ids: int, num_new: int = 0, **more: Any) -> Request:
             return Request(Prompt([0] * num_ids, max_new_tokens=num_new, stop_ids=()), name, **more)
 
-        shorter = 0
-        for size in _CHUNK_SIZES:
-            if shorter < self.context:
-                yield request(min(size, self.context), pooling="last")
-            shorter = size
+        chunk = self._engine.chunk_tokens
+        # Lengths of the first chunk, padded to powers of two; and of those behind it, where they are other programs.
+        starts = (0, chunk) if self._engine.begins_whole else (0,)
+        for start in starts:
+            longest = min(start + chunk, self.context)
+            length = start + SHORTEST_CHUNK
+            while length < longest:
+                yield request(length, pooling="last")
+                length = start + 2 * (length - start)
+            if start < longest:
+                yield request(longest, pooling="last")
         yield request(1, min(1, self.context - 1), top=1)
-        yield request(min(CHUNK + 2, self.context), prompt_log_probs=True)
-        if self.context > CHUNK:
-            yield request(CHUNK + 1)  # is kept
+        yield request(min(chunk + 2, self.context), prompt_log_probs=True)
+        if self.context > chunk:
+            yield request(chunk + 1)  # is kept
             yield request(1)  # takes its place where prompts are computed
-            yield request(CHUNK + 1)
+            yield request(chunk + 1)
 
     def check(self, request: Request) -> None:
         """Raise ``UsageError`` if the request can never be served."""
@@ -277,7 +283,7 @@ class EngineThread:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         parts = (
             *(weights_fingerprint(model), model.config, model.text_tokenizer.fingerprint(), model.chat_template),
-            *(model.stop_ids, self.config.slots, self._max_len, CHUNK),
+            *(model.stop_ids, self.config.slots, self._max_len, self._engine.chunk_tokens),
             *(jllama.__version__, jax.__version__, version("jaxlib"), os.environ.get("XLA_FLAGS")),
             *(device.platform, device.device_kind, platform.machine(), cores),
         )

@@ -480,6 +480,15 @@ def test_a_row_that_joins_others_gets_the_bits_that_it_has_alone_in_as_many_slot
         assert answer._replace(cached_tokens=0) == alone
 
 
+def test_in_bfloat16_a_row_beside_others_has_the_bits_that_it_has_alone_in_as_many_slots():
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS_OF_ONE_LAYER)
+    model = LanguageModel(ONE_LAYER, params)
+    prompts = [prompt_of(ids, SamplingParams(seed=seed), 30) for seed, ids in enumerate([*PROMPTS, PROMPTS[1][:5]])]
+    found = answers_in_company(Engine(model, MATES), prompts, [0, 2, 0, 1])
+    for index, prompt in enumerate(prompts):
+        assert found[index] == answers_of(Engine(model, MATES), [prompt])[1][0]
+
+
 @dataclasses.dataclass(frozen=True)
 class FirstTokens(SamplingParams):
     """Of a field that the others do not know: only so many tokens of the vocabulary may be drawn, 0 for all."""
