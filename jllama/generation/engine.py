@@ -290,7 +290,8 @@ class Engine:
                     shared += 1
             elif held == ids:
                 shared = len(ids)
-        row.num_computed = row.num_hits = shared
+        row.num_computed = shared
+        row.num_hits = shared - shared % self.chunk_tokens  # as if they were among those kept
         self._staged = _owner(request), ids[:shared]
         cache = self._batches[-1].cache
         self._set_cache(cache._replace(lengths=self._put(np.array([shared], np.int32))))
