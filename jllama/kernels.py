@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jllama.functional import ATTENTION, AttentionImplementation, Mask
+from jllama.functional import ATTENTION, CACHE_ATTENTION, AttentionImplementation, Mask
 
 _LANES = 128
+_PAGE = 256  # keys of a cache
 _BLOCKS = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
 
 
@@ -57,6 +58,23 @@ def splash(query: Array, key: Array, value: Array, mask: Mask, *, interpret: boo
     return jax.vmap(one_row)(query, key, value, segments, offsets)[:, :, :seq, :head_dim].astype(value.dtype)
 
 
+def paged(query: Array, key: Array, value: Array, mask: Mask) -> Array:
+    """JAX's paged attention (Pallas, TPU) over a cache, for one new token a row: each is read as far as its own tokens.
+
+    To the kernel every key-value head of a row is a text of its own, whose blocks of keys are pages in their order: a
+    view of the cache. It adds up page by page, so that neither other rows nor the cache's length change a bit.
+    """
+    from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+
+    batch, kv_heads, kv_seq, head_dim = key.shape
+    places = jnp.arange(batch * kv_heads * kv_seq // _PAGE, dtype=jnp.int32).reshape(batch * kv_heads, -1)
+    pages = (each.reshape(1, places.size, _PAGE, head_dim) for each in (key, value))
+    lengths = jnp.broadcast_to(jnp.sum(mask.dense(1, kv_seq), axis=2, dtype=jnp.int32), (batch, kv_heads))
+    queries = query.astype(jnp.float32).reshape(len(places), -1, head_dim) * head_dim**-0.5
+    mixed = paged_attention(queries, *pages, lengths.ravel(), places, pages_per_compute_block=1)
+    return mixed.reshape(query.shape).astype(query.dtype)
+
+
 def cudnn(query: Array, key: Array, value: Array, mask: Mask) -> Array:
     """CuDNN's flash attention (NVIDIA): grouped heads, causal from the start of a row."""
     head_dim = query.shape[3]
@@ -76,6 +94,12 @@ def triton(query: Array, key: Array, value: Array, mask: Mask, *, interpret: boo
     segments = None if mask.query_segments is None else _pad(mask.query_segments, {1: side}, -1)
     mixed: Any = attention.mha(*heads_last, segments, head_dim**-0.5, True, interpret=interpret)
     return mixed.swapaxes(1, 2)[:, :, :seq]
+
+
+def _paged_refuses(query: Any, key: Any, mask: Mask) -> str:
+    served = query.shape[2] == 1 and all(field is None for field in mask[1:])
+    fits = key.dtype == jnp.bfloat16 and not (key.shape[3] % _LANES or key.shape[2] % _PAGE)
+    return "all but one new token a row, over bfloat16 keys in blocks of 256, of heads of 128" * (not (served and fits))
 
 
 def _cudnn_refuses(query: Array, key: Array, mask: Mask) -> str:
@@ -107,3 +131,5 @@ ATTENTION["splash"] = AttentionImplementation(
 )
 ATTENTION["cudnn"] = AttentionImplementation(cudnn, _cudnn_refuses, "gpu")
 ATTENTION["triton"] = AttentionImplementation(triton, _triton_refuses, "gpu")
+ATTENTION["paged"] = AttentionImplementation(paged, _paged_refuses, "tpu", backward=False)
+CACHE_ATTENTION["tpu"].insert(0, "paged")

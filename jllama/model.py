@@ -265,7 +265,8 @@ class Llama(_Module):
             cache: keys and values of the tokens so far; donated to a compiled function, it is updated in place.
             counts: how many of each row's tokens are real.
             begins: all rows are empty. Attention then has whole sequences, which kernels are made for.
-            attention: one of ``functional.ATTENTION``; ``auto`` takes ``cached``, or what is best for whole sequences.
+            attention: one of ``functional.ATTENTION``; ``auto`` asks ``functional.choose_cache_attention`` or, where
+                it ``begins``, ``choose_attention``.
 
         Returns:
             What ``hidden`` does, with its errors, and the longer cache.
@@ -274,9 +275,12 @@ class Llama(_Module):
         tokens = as_token_ids(tokens, self.config)
         counts = counts.astype(jnp.int32)
         seq, max_len = tokens.shape[1], cache.keys[0].shape[2]
-        if attention == "auto":
-            options = {"backward": False, "platform": jax.default_backend(), "dtype": self.final_norm[...].dtype}
-            attention = F.choose_attention(seq, seq, packed=False, **options) if begins else "cached"
+        platform = jax.default_backend()
+        if attention == "auto" and begins:
+            dtype = self.final_norm[...].dtype
+            attention = F.choose_attention(seq, seq, backward=False, platform=platform, dtype=dtype, packed=False)
+        elif attention == "auto":
+            attention = F.choose_cache_attention(seq, cache.keys[0], platform)
         # Where the tokens stand, and the slots that they are written to: padding to none.
         positions = cache.lengths[:, None] + jnp.arange(seq, dtype=jnp.int32)
         slots = jnp.where(jnp.arange(seq) < counts[:, None], positions, max_len)

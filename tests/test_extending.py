@@ -175,6 +175,27 @@ def test_an_attention_implementation(additions):
         decoding.decode(tokens[:, :1], cache, jnp.array([1]), attention="window")
 
 
+def test_attention_over_a_cache(additions, monkeypatch):
+    """A step of decoding takes it: the tokens are those of whole sequences in the window, and without it others."""
+    config = dataclasses.replace(SMALL, max_seq_len=48)
+    model = jllama.LanguageModel(config, jax.tree.map(jnp.asarray, random_params(config, 0)), BytesTokenizer())
+
+    def written():
+        return jllama.generate(model, [257, 70], max_new_tokens=30, temperature=0.0, stop_ids=())[0].ids
+
+    def likeliest(ids):
+        hidden = jllama.build_model(config, model.params)
+        return jnp.argmax(hidden.logits(hidden.hidden(jnp.array([ids]), attention="window")), axis=-1)[0].tolist()
+
+    everything = written()
+    jax.clear_caches()  # of programs that were traced without it
+    monkeypatch.setitem(F.CACHE_ATTENTION, "cpu", ["cached_window"])
+    windowed = written()
+    jax.clear_caches()
+    assert windowed == likeliest([257, 70, *windowed])[1:-1]
+    assert windowed != everything
+
+
 def test_rows_of_parameters(additions):
     """They are initialized, trained without decay, laid out for decoding and decoded with; other models have none."""
     config = additions.QKNormConfig(**vars(SMALL))

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllama.functional import ATTENTION, Mask, attention
-from jllama.kernels import splash, triton
+from jllama import oracle
+from jllama.functional import ATTENTION, Mask, attention, choose_cache_attention
+from jllama.kernels import paged, splash, triton
 from jllama.verify.checks import relative_error
 
 KERNELS = {"splash": splash, "triton": triton}
@@ -52,9 +53,38 @@ def test_splash_goes_on_behind_other_tokens():
     assert compare(splash, arrays, Mask(offset=jnp.array([100, 37]))) < 1e-5
 
 
+def test_paged_reads_each_row_as_far_as_its_own_tokens():
+    """Against the oracle; what stands behind them, other rows and a longer cache change no bit."""
+    pallas = pytest.importorskip("jax.experimental.pallas.tpu")
+    lengths = np.array([300, 3])
+    query, key, value = draw(4, 2, 1, 768, 128)
+    key, value = (each.astype(jnp.bfloat16) for each in (key, value))
+    behind = jnp.arange(768) > lengths[:, None, None, None]
+    key, value = (jnp.where(jnp.moveaxis(behind, 3, 2), 1e30, each) for each in (key, value))
+    with pallas.force_tpu_interpret_mode():
+        mixed = paged(query, key, value, Mask(offset=jnp.asarray(lengths)))
+        longer = (jnp.pad(each[1:], ((0, 0), (0, 0), (0, 256), (0, 0))) for each in (key, value))
+        alone = paged(query[1:], *longer, Mask(offset=jnp.asarray(lengths[1:])))
+    np.testing.assert_array_equal(alone[0], mixed[1])
+    for row, length in enumerate(lengths):
+        own = (np.float64(each[row, :, : length + 1]) for each in (key, value))
+        expected = oracle.attention(np.float64(query[row]), *own, np.ones((1, length + 1), bool))
+        assert relative_error(np.asarray(mixed[row]), expected) < 1e-5
+
+
+def test_auto_over_a_cache_goes_by_platform_and_shapes():
+    def chosen(platform, seq=1, head_dim=128, dtype=jnp.bfloat16):
+        return choose_cache_attention(seq, jax.ShapeDtypeStruct((2, 2, 512, head_dim), dtype), platform)
+
+    assert [chosen(platform) for platform in ("cpu", "gpu", "tpu")] == ["cached", "split", "paged"]
+    assert [chosen("tpu", head_dim=64), chosen("tpu", dtype=jnp.float32), chosen("tpu", 5)] == ["split"] * 3
+    assert [chosen(platform, 512) for platform in ("cpu", "gpu", "tpu")] == ["cached"] * 3
+
+
 @pytest.mark.parametrize(
     ("name", "mask", "dtype", "said"),
     [
+        ("paged", Mask(offset=jnp.array([3])), jnp.float32, "all but one new token a row, over bfloat16 keys"),
         ("splash", Mask(lengths=jnp.array([3, 3])), jnp.float32, "a mask with lengths"),
         ("triton", Mask(offset=jnp.array([3])), jnp.float32, "a mask with an offset or lengths"),
         ("cudnn", Mask(), jnp.float32, "float32: only bfloat16 and float16"),

@@ -3,11 +3,13 @@
 from jllama.functional.attention import (
     ATTENDED as ATTENDED,
     ATTENTION as ATTENTION,
+    CACHE_ATTENTION as CACHE_ATTENTION,
     Mask as Mask,
     attention as attention,
     AttentionImplementation as AttentionImplementation,
     Refused as Refused,
     choose_attention as choose_attention,
+    choose_cache_attention as choose_cache_attention,
     masked_softmax as masked_softmax,
     grouped_query_attention as grouped_query_attention,
 )

@@ -75,14 +75,20 @@ def grouped_query_attention(query: Queries, key: Keys, value: Keys, mask: Bool[A
     ``n // (heads / kv_heads)``. Scores and softmax are float32; the result has the dtype of ``query``. Sources: Vaswani
     et al. 2017, eq. 1 (arXiv:1706.03762); Shazeer 2019 (arXiv:1911.02150); Ainslie et al. 2023 (arXiv:2305.13245).
     """
-    accumulator = np.promote_types(query.dtype, np.float32)
-    product, grouped = functools.partial(jnp.einsum, preferred_element_type=accumulator), _grouped(query, key)
-    if query.shape[2] < _FEW:  # XLA:CPU multiplies from the left faster: eight rows of one query take a tenth less
-        scores = jnp.moveaxis(jax.lax.optimization_barrier(product("bksh,bkgth->bksgt", key, grouped)), 2, 4)
+    scores = _scores(_grouped(query, key), key)
+    weights = masked_softmax(scores, mask[:, None, None]).astype(value.dtype)
+    mixed = jnp.einsum("bkgts,bksh->bkgth", weights, value, preferred_element_type=scores.dtype)
+    return mixed.reshape(query.shape).astype(query.dtype)
+
+
+def _scores(query: Array, key: Array) -> Array:
+    """``q k^T / sqrt(head_dim)`` of ``[..., group, seq, head_dim]`` and ``[..., kv_seq, head_dim]``."""
+    product = functools.partial(jnp.einsum, preferred_element_type=np.promote_types(query.dtype, np.float32))
+    if query.shape[-2] < _FEW:  # XLA:CPU multiplies from the left faster: eight rows of one query take a tenth less
+        scores = jnp.moveaxis(jax.lax.optimization_barrier(product("...sh,...gth->...sgt", key, query)), -3, -1)
     else:
-        scores = product("bkgth,bksh->bkgts", grouped, key)
-    weights = masked_softmax(scores * query.shape[3] ** -0.5, mask[:, None, None])
-    return product("bkgts,bksh->bkgth", weights.astype(value.dtype), value).reshape(query.shape).astype(query.dtype)
+        scores = product("...gth,...sh->...gts", query, key)
+    return scores * query.shape[-1] ** -0.5
 
 
 def _grouped(query: Array, key: Array) -> Array:
@@ -188,13 +194,8 @@ def _side_by_side(blocks: Array) -> Array:
 def _block_scores(query: Array, key: Array, mask: Mask, first: Array | int, first_key: Array | int = 0) -> Array:
     """The scores of a block of queries over a block of keys, minus infinity where a query does not see a key."""
     query, first = jax.lax.optimization_barrier((query, first))  # or JAX makes all blocks' masks before all layers
-    product = functools.partial(jnp.einsum, preferred_element_type=np.promote_types(query.dtype, np.float32))
-    if query.shape[3] < _FEW:  # XLA:CPU multiplies from the left faster
-        scores = jnp.moveaxis(jax.lax.optimization_barrier(product("bksh,bkgth->bksgt", key, query)), 2, 4)
-    else:
-        scores = product("bkgth,bksh->bkgts", query, key)
     seen = mask.dense(query.shape[3], key.shape[2], first, first_key)
-    return jnp.where(seen[:, None, None], scores * query.shape[-1] ** -0.5, -jnp.inf)
+    return jnp.where(seen[:, None, None], _scores(query, key), -jnp.inf)
 
 
 class _Softmax(NamedTuple):
@@ -210,7 +211,7 @@ def _partial_softmax(scores: Array, value: Array) -> _Softmax:
     largest = jnp.max(scores, axis=-1, keepdims=True, initial=jnp.finfo(scores.dtype).min)
     weights = jnp.exp(scores - largest)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    mixed = jnp.einsum("bkgts,bksh->bkgth", weights.astype(value.dtype), value, preferred_element_type=scores.dtype)
+    mixed = jnp.einsum("...gts,...sh->...gth", weights.astype(value.dtype), value, preferred_element_type=scores.dtype)
     return _Softmax(largest, total, mixed)
 
 
@@ -252,7 +253,7 @@ def _cached(query: Array, key: Array, value: Array, mask: Mask) -> Array:
 def _over_key_blocks(query: Array, key: Array, value: Array, mask: Mask, first: Array | int) -> Array:
     """Attention of a block of queries ``[batch, kv_heads, group, seq, head_dim]`` from ``first`` on."""
     kv_seq = key.shape[2]
-    size = _CACHE_BLOCK if kv_seq % _CACHE_BLOCK == 0 else kv_seq
+    size = _key_block(kv_seq)
 
     def over(start: Array | int) -> _Softmax:
         keys = jax.lax.dynamic_slice_in_dim(key, start, size, axis=2)
@@ -265,7 +266,38 @@ def _over_key_blocks(query: Array, key: Array, value: Array, mask: Mask, first: 
     seen = kv_seq if mask.offset is None else first + jnp.max(mask.offset) + query.shape[3]
     num_blocks = jnp.minimum(-(-seen // size), kv_seq // size)
     whole = jax.lax.fori_loop(1, num_blocks, add, over(0))
-    return (whole.mixed / jnp.where(whole.total > 0, whole.total, 1)).astype(query.dtype)
+    return _divided(whole, query)
+
+
+def _key_block(kv_seq: int) -> int:
+    return _CACHE_BLOCK if kv_seq % _CACHE_BLOCK == 0 else kv_seq
+
+
+def _divided(whole: _Softmax, query: Array) -> Array:
+    """What the softmax weighs, in the shape and dtype of the queries; zeros for those that see no key."""
+    return (whole.mixed / jnp.where(whole.total > 0, whole.total, 1)).reshape(query.shape).astype(query.dtype)
+
+
+def _split(query: Array, key: Array, value: Array, mask: Mask) -> Array:
+    """All keys of a cache at once, without a loop: a softmax of each block, merged in pairs, and these in pairs.
+
+    As with ``cached``, a block that a row does not see changes no bit, so neither do other rows, nor a longer cache:
+    its blocks are merged with each other first.
+    """
+    grouped, seq, kv_seq = _grouped(query, key), query.shape[2], key.shape[2]
+    size = _key_block(kv_seq)
+    keys, values = (each.reshape(*each.shape[:2], -1, size, each.shape[3]) for each in (key, value))
+    # The queries for each block, so that no product has another shape in a longer cache.
+    queries = jnp.broadcast_to(grouped[:, :, None], (*keys.shape[:3], *grouped.shape[2:]))
+    seen = mask.dense(seq, kv_seq)
+    seen = seen.reshape(len(seen), seq, -1, size).swapaxes(1, 2)[:, None, :, None]
+    parts = _partial_softmax(jnp.where(seen, _scores(queries, keys), -jnp.inf), values)
+    nobody = jnp.finfo(parts.total.dtype).min, 0, 0  # the softmax of a block that no query sees
+    while (count := parts.total.shape[2]) > 1:
+        behind = [(0, count % 2 * (axis == 2)) for axis in range(6)]
+        even = [jnp.pad(part, behind, constant_values=fill) for part, fill in zip(parts, nobody, strict=True)]
+        parts = _merged(*(_Softmax(*(part[:, :, first::2] for part in even)) for first in (0, 1)))
+    return _divided(parts, query)
 
 
 class Refused(ValueError):
@@ -276,7 +308,7 @@ class AttentionImplementation(NamedTuple):
     """One way to compute ``attention``: the function, and what of some arguments it cannot serve."""
 
     function: Callable[[Array, Array, Array, Mask], Array]
-    refuses: Callable[[Array, Array, Mask], str | None] = lambda query, key, mask: None
+    refuses: Callable[[Any, Any, Mask], str | None] = lambda query, key, mask: None
     platform: str = ""  # the only one that has it; empty: all do
     backward: bool = True  # whether it can be differentiated
 
@@ -286,8 +318,12 @@ ATTENTION = {
     "blocked": AttentionImplementation(_blocked),
     "cached": AttentionImplementation(_cached, backward=False),
     "xla": AttentionImplementation(_xla, lambda query, *_: "float64" if query.dtype == jnp.float64 else None),
+    "split": AttentionImplementation(_split, backward=False),
 }
 """The implementations of ``attention`` by name; one more is one more entry, as of ``jllama.kernels``."""
+
+CACHE_ATTENTION = {"gpu": ["split"], "tpu": ["split"]}
+"""What ``auto`` takes by platform for a few tokens behind a cache: the first that serves them, else ``cached``."""
 
 
 def choose_attention(
@@ -304,6 +340,17 @@ def choose_attention(
         if platform == "gpu" and jnp.dtype(dtype).itemsize == 2:
             return "triton" if packed else "cudnn"
     return "blocked" if 0 < seq == kv_seq and (backward or seq > _SHORT) else "reference"
+
+
+def choose_cache_attention(seq: int, key: Any, platform: str) -> str:
+    """The name that ``auto`` stands for where so many tokens stand behind those in a cache with keys like these.
+
+    A loop over keys costs a GPU a look by its host and many small launches in each layer.
+    """
+    query = jax.ShapeDtypeStruct((*key.shape[:2], seq, key.shape[3]), key.dtype)
+    mask = Mask(offset=jnp.zeros(1, jnp.int32))
+    names = CACHE_ATTENTION.get(platform, []) if seq < _FEW else []
+    return next((name for name in names if not ATTENTION[name].refuses(query, key, mask)), "cached")
 
 
 @checked

@@ -16,7 +16,7 @@ from jllama.decode_params import DecodeParams, Quantization, decode_layout
 from jllama.devices import Accelerator, device_bytes, program_bytes
 from jllama.errors import JllamaError, UsageError
 from jllama.files import Json
-from jllama.functional import Refused
+from jllama.functional import Refused, choose_cache_attention
 from jllama.model import KVCache, abstract_params, build_model
 from jllama.parameters import tensor_specs, training_flops_per_token
 from jllama.plan import program
@@ -170,11 +170,13 @@ def plan_decoding(
     shardings = batch_shardings(split, rows)
     tokens, cache = jax.tree.map(lambda leaf, where: leaf.update(sharding=where), rows, shardings)
 
+    attention = choose_cache_attention(1, cache.keys[0], devices[0].platform)
+
     def step(params: DecodeParams, tokens: Any, cache: Any) -> tuple[Any, Any]:
         llama = build_model(config, params)
         # Lengths that the compiler knows: how often attention's loop runs is then in the program's text.
         cache = cache._replace(lengths=jnp.full(batch_size, length - 1, jnp.int32))
-        hidden, cache = llama.decode(tokens, cache, jnp.ones(batch_size, jnp.int32))
+        hidden, cache = llama.decode(tokens, cache, jnp.ones(batch_size, jnp.int32), attention=attention)
         return jnp.argmax(llama.logits(hidden)[:, 0], axis=-1), cache._replace(lengths=None)
 
     lowered = jax.jit(step, donate_argnums=2, out_shardings=(None, shardings[1])).lower(params, tokens, cache)
