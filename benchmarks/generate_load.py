@@ -1,6 +1,6 @@
 """Thousands of texts by `jllama.generate`, in every company: each must be the one that comes out alone.
 
-    python benchmarks/generate_load.py --texts 3000
+    python benchmarks/generate_load.py --texts 2000
 
 A small random model generates drawn batches, conversations and files of prompts, with settings of every kind, prompts
 that are equal or begin alike, and batches smaller than the number of prompts, in float32 and in bfloat16.
@@ -154,7 +154,7 @@ def same_text(found: Completion, expected: Completion) -> bool:
 def main() -> None:
     """Draw until there are enough texts, and write what came of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", type=int, default=3000, help="how many texts to compare")
+    parser.add_argument("--texts", type=int, default=2000, help="how many texts to compare")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     from jllama.generation import engine
