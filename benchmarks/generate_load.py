@@ -30,7 +30,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from serve_load import WORDS, save_small_model
+from serve_load import WORDS, save_small_model, some_options
 
 import jllama
 from jllama.generation.engine import Engine
@@ -48,16 +48,7 @@ CLOSE = 1e-4
 
 def some_settings(rng: random.Random) -> dict[str, Any]:
     """Fields of ``SamplingParams``."""
-    options: dict[str, Any] = {
-        "top_p": 0.9,
-        "top_k": rng.randint(1, 50),
-        "min_p": 0.02,
-        "frequency_penalty": 0.5,
-        "presence_penalty": -0.3,
-        "repetition_penalty": 1.2,
-        "logit_bias": {rng.randrange(256): rng.uniform(-5, 5) for _ in range(3)},
-    }
-    chosen = {name: value for name, value in options.items() if rng.random() < 0.2}
+    chosen = {name: value for name, value in some_options(rng).items() if rng.random() < 0.2}
     return chosen | {"temperature": rng.choice([0, 0.7, 1, 1.5]), "seed": rng.randrange(2**32)}
 
 

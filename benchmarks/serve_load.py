@@ -72,6 +72,19 @@ def save_small_model(folder: Path) -> None:
     write_peft(Adapter(lora, tensors, config, folder / "adapter"), folder / "adapter", None, lambda *_: None)
 
 
+def some_options(rng: random.Random) -> dict[str, Any]:
+    """Settings of how tokens are drawn."""
+    return {
+        "top_p": 0.9,
+        "top_k": rng.randint(1, 50),
+        "min_p": 0.02,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.3,
+        "repetition_penalty": 1.2,
+        "logit_bias": {rng.randrange(256): rng.uniform(-5, 5) for _ in range(3)},
+    }
+
+
 def some_request(rng: random.Random, models: Sequence[str]) -> dict[str, Any]:
     """A path and a body with settings of every kind; many prompts begin with the same words."""
     shared = f"{WORDS} " * 8
@@ -79,14 +92,7 @@ def some_request(rng: random.Random, models: Sequence[str]) -> dict[str, Any]:
     text = shared + " ".join(rng.choices(WORDS.split(), k=rng.randint(1, 12)))
     body: dict[str, Any] = {"model": rng.choice(models), "max_tokens": rng.randint(1, 40), "seed": rng.randrange(2**32)}
     body |= {"temperature": rng.choice([0, 0.7, 1, 1.5]), "receipt": True}
-    options: dict[str, Any] = {
-        "top_p": 0.9,
-        "top_k": rng.randint(1, 50),
-        "min_p": 0.02,
-        "frequency_penalty": 0.5,
-        "presence_penalty": -0.3,
-        "repetition_penalty": 1.2,
-        "logit_bias": {str(rng.randrange(256)): rng.uniform(-5, 5) for _ in range(3)},
+    options = some_options(rng) | {
         "stop": rng.choice(["e", ["th", "\n"], ["a", "o", "zz"]]),
         "n": rng.randint(2, 3),
     }
