@@ -39,7 +39,7 @@ class PlanOptions(TrainConfig):
         batch_size: rows in a step, over all devices; 0 takes the configuration's, with a preset one for each share.
         seq_len: tokens of each row; 0 takes the configuration's.
         decode: plan a step of decoding, with seq_len tokens in the cache of each row.
-        quantize: int8 weights, for decoding.
+        quantize: int8 weights, for decoding: on a GPU or TPU they save memory and no time.
         search: try meshes, parts of a batch and what is recomputed; take the fastest that fits.
         tokens: of a whole training run, to say how many days it takes.
         json: print the receipt as JSON.
@@ -127,11 +127,15 @@ def lines(receipt: "Receipt", title: str, decode: bool, tokens: float) -> list[s
         for row in receipt.collectives:
             received[row.kind] += int(row.times * row.bytes_each)
         said = ", ".join(f"{name} {1e3 * seconds:,.1f} ms" for name, seconds in receipt.times_s.items())
-        bandwidth = receipt.arguments_bytes / receipt.traffic_bytes * receipt.memory_s / max(receipt.times_s.values())
+        least_s = receipt.least_bytes / receipt.traffic_bytes * receipt.memory_s
+        bandwidth = least_s / max(receipt.times_s.values())
         share = f"{bandwidth:.1%} of the memory's rate" if decode else f"{receipt.mfu_limit:.1%} MFU"
         rows["attention kernel"] = receipt.attention or "none"
         rows["FLOPs of a device in a step"] = f"{receipt.flops:.3g}, computed {receipt.recomputed:.2f} times"
         rows["read and written in its memory"] = decimal(int(receipt.traffic_bytes))
+        if decode:
+            rows["weights and keys alone"] = f"{decimal(receipt.least_bytes)}, {1e3 * least_s:,.2f} ms"
+            rows["launches in a step"] = f"{receipt.launches:,}"
         rows |= {f"received in {kind}": decimal(size) for kind, size in received.items()}
         rows["a step at the published rates"] = f"{said}: {receipt.binds} binds"
         rows["at most"] = f"{share}, {receipt.tokens_per_s:,.0f} tokens/s"

@@ -18,7 +18,12 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\(
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "after-all"}
 _PARTS = {"dynamic-slice": -1, "gather": -1, "dynamic-update-slice": 1, "scatter": 2}  # where they name the part
-ATTENTION_KERNELS = {"splash": "splash_m", "cudnn": "__cudnn$fmha", "triton": "mha_forward"}
+ATTENTION_KERNELS = {
+    "splash": "splash_m",
+    "paged": "%paged_attention",
+    "cudnn": "__cudnn$fmha",
+    "triton": "mha_forward",
+}
 """The custom call by which a program shows each attention implementation that is a kernel of its own."""
 
 
@@ -154,7 +159,7 @@ def traffic_bytes(program: Program) -> float:
         for name, body in program.computations.items()
     }
     for instruction, times, computation in executed(program):
-        if instruction.operation in _FREE or _kind(instruction.operation) or instruction.operation.endswith("-done"):
+        if not _works(instruction.operation):
             continue
         if instruction.operation.endswith("-start"):  # of a copy: the result begins with both of its ends
             total += times * sum(map(array_bytes, _ARRAY.findall(instruction.result)[1:2]))
@@ -170,6 +175,15 @@ def traffic_bytes(program: Program) -> float:
                 moved = [part if size == whole else size for size in moved]
         total += times * sum(moved)
     return total
+
+
+def launches(program: Program) -> int:
+    """How many kernels and copies a run starts."""
+    return sum(times for instruction, times, _ in executed(program) if _works(instruction.operation))
+
+
+def _works(operation: str) -> bool:
+    return not (operation in _FREE or _kind(operation) or operation.endswith("-done"))
 
 
 def kernels(text: str) -> list[str]:

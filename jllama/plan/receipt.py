@@ -37,6 +37,7 @@ class Receipt:
     arguments_bytes: int  # what the step takes, and returns in the same memory: parameters, moments, the batch
     parameters_bytes: int
     moments_bytes: int = 0
+    least_bytes: int = 0  # of weights, keys and values, which a step of decoding reads at least
     temporaries_bytes: int  # gradients, activations, what the compiler needs besides; if it refuses, by what it says
     gradients_bytes: int = 0  # a part of it, by formula
     device_memory_bytes: int
@@ -44,6 +45,7 @@ class Receipt:
     flops: float  # of a device in a step, by the formula of ``training_flops_per_token``
     recomputed: float = 1.0  # FLOPs with what ``training.remat`` computes again, over those without
     traffic_bytes: float  # read and written in memory, by the program's text
+    launches: int = 0  # of kernels and copies, by the same
     collectives: Sequence[program.Collective]
     compute_s: float  # what each of the three alone would take
     memory_s: float
@@ -156,12 +158,12 @@ def plan_decoding(
     check_divides(split, config)
 
     floats = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), abstract_params(config))
-    layout = jax.eval_shape(lambda params: decode_layout(params, config, quantize, joins=False), floats)
+    layout = jax.eval_shape(lambda params: decode_layout(params, config, quantize, joins=split.size == 1), floats)
     specs = {spec.key: matrix_sharding(split, spec.parameter, config).spec for spec in tensor_specs(config)}
 
     def weight(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         name = jax.tree_util.keystr(path[1:], simple=True, separator="/")
-        spec = specs[name if name in specs else name.rpartition("/")[0]]  # of a matrix: its values, or scale
+        spec = specs.get(name) or specs.get(name.rpartition("/")[0], ())  # of a matrix: its values, or scale
         return leaf.update(sharding=NamedSharding(split, PartitionSpec(*spec[: leaf.ndim])))
 
     params = jax.tree_util.tree_map_with_path(weight, layout)
@@ -182,6 +184,8 @@ def plan_decoding(
     lowered = jax.jit(step, donate_argnums=2, out_shardings=(None, shardings[1])).lower(params, tokens, cache)
     flops = training_flops_per_token(config, length) / 3 * batch_size / len(devices)
     sizes = {"parameters_bytes": device_bytes(params), "arguments_bytes": device_bytes((params, tokens, cache))}
+    looked_up = 0 if config.tie_embeddings else device_bytes(params.weights["embed"])
+    sizes["least_bytes"] = sizes["arguments_bytes"] - looked_up
     return _receipt(topology, accelerator, split, lowered, flops, batch_size, sizes)
 
 
@@ -211,6 +215,7 @@ def _receipt(
         attention=", ".join(program.kernels(text)),
         flops=flops,
         traffic_bytes=traffic_bytes,
+        launches=program.launches(parsed),
         collectives=exchanges,
         compute_s=flops * sizes.get("recomputed", 1.0) / accelerator.flops,
         memory_s=traffic_bytes / accelerator.bandwidth,

@@ -87,6 +87,23 @@ def test_what_does_not_fit_names_what_fills_the_memory(platform):
 
 
 @pytest.mark.plan_gpu
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_step_of_decoding_is_few_launches_and_reads_little_more_than_it_must(rows):
+    words = TINY.replace("--training.batch_size 4", f"--batch_size {rows} --seq_len 1024")
+    found = plan(f"{words} --topology h100:1 --decode")
+    assert found["launches"] < 25 * 2 + 25  # layers, and what is around them
+    assert found["traffic_bytes"] < 1.25 * found["least_bytes"]
+
+
+@pytest.mark.plan_tpu
+def test_a_step_of_decoding_reads_pages_where_the_kernel_can():
+    words = TINY.replace("--training.batch_size 4", "--batch_size 2 --seq_len 1024")
+    for head_dim, kernel in (("128", "paged"), ("64", "")):
+        found = plan(f"{words} --model.head_dim {head_dim} --topology v5e:1 --decode")
+        assert found["attention"] == kernel
+
+
+@pytest.mark.plan_gpu
 def test_what_the_kernel_cannot_serve():
     said = plan(f"{TINY} --topology h100:4 --training.attention cudnn", code=2)
     assert said.count("\n") == 1
@@ -131,7 +148,7 @@ def attention_programs(platform):
 
     device, found = topology_devices(ON[platform])[1][0], {}
     sharding = jax.sharding.SingleDeviceSharding(device)
-    names = [name for name, row in ATTENTION.items() if row.platform == platform]
+    names = [name for name, row in ATTENTION.items() if row.platform == platform and row.backward]
     for name, head_dim, packed in itertools.product(names, (64, 128, 100), (False, True)):
         query, key, segments = (
             jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -119,6 +120,7 @@ def test_decoding(planned):
     assert code == 0
     assert "cache and tokens" in out
     assert "of the memory's" in out
+    assert re.search(r"weights and keys alone +[\d.]+ [kM]B, \d+\.\d\d ms\n  launches in a step +\d+\n", out)
 
 
 def main():

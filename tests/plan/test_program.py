@@ -2,7 +2,7 @@
 
 import pytest
 
-from jllama.plan.program import array_bytes, collectives, kernels, largest_buffers, parse, traffic_bytes
+from jllama.plan.program import array_bytes, collectives, kernels, largest_buffers, launches, parse, traffic_bytes
 
 TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=8
 
@@ -89,6 +89,10 @@ def test_traffic_is_of_slices_and_of_memory_alone():
     assert traffic_bytes(parse(TEXT)) == 32 * (2 * part + 4 * part + scattered) + copied
 
 
+def test_launches_are_of_what_runs_beside_exchanges():
+    assert launches(parse(TEXT)) == 32 * 4 + 1  # four fusions in each turn of the loop, and a copy
+
+
 def test_largest_buffers_come_first_with_what_made_them():
     stack, gathered, *_ = largest_buffers(parse(TEXT))
     assert stack == (8 * 1024 * 64 * 2, "bf16[8,1024,64]", "state.params['layers']['wq']")
@@ -96,7 +100,8 @@ def test_largest_buffers_come_first_with_what_made_them():
 
 
 @pytest.mark.parametrize(
-    ("line", "found"), [("splash_mha_fwd", ["splash"]), ("mha_forward_kernel", ["triton"]), ("", [])]
+    ("line", "found"),
+    [("splash_mha_fwd", ["splash"]), ("mha_forward_kernel", ["triton"]), ("%paged_attention.1 =", ["paged"]), ("", [])],
 )
 def test_kernels_are_told_by_their_custom_calls(line, found):
     assert kernels(line) == found
