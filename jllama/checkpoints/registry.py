@@ -116,7 +116,7 @@ def load(
             ``training``, layers stacked and inputs first (``jllama.parameters``).
         rope_factor: the RoPE scaling factor that Meta's files leave out; None: that of the released Llama of its shape.
         step: of a training run, the checkpoint to take; None is the one with the lowest validation loss.
-        quantize: ``int8`` rounds the matrices to eight bits as they are read.
+        quantize: ``int8`` rounds the matrices to eight bits as they are read; on a GPU or TPU that saves no time.
         adapter: what has been trained beside these weights, and is merged as they are read: PEFT's folder (or hub id),
             a GGUF LoRA file, or a run, whose ``step`` is meant then. A run that trained one is a checkpoint, too.
     """

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jllama
 from jllama import oracle
 from jllama.checkpoints.registry import load
 from jllama.commands import cli, prompts_file
@@ -443,3 +445,21 @@ def test_as_a_module(workshop):
     done = workshop.finish(workshop.start("-m", "jllama", "--help"))
     assert (done.code, done.err) == (0, "")
     assert "usage: python -m jllama COMMAND" in done.out
+
+
+@pytest.mark.parametrize(("platform", "lines"), [("cpu", 0), ("gpu", 1), ("tpu", 1)])
+def test_int8_says_where_it_saves_no_time(monkeypatch, capsys, platform, lines):
+    """In a line as it is used, and in the help of all commands that have it."""
+    model = LanguageModel(LlamaConfig(), {}, None)
+    monkeypatch.setattr(jllama, "load", lambda *args, **options: model)
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    for quantize in ("int8", None):
+        SampleOptions(checkpoint="it", quantize=quantize).load_with(None, None)
+    said = capsys.readouterr().err
+    assert said.count("\n") == said.count("quantize int8 saves memory here and no time") == lines
+
+
+@pytest.mark.parametrize("command", ["sample", "chat", "eval", "serve", "bench", "plan"])
+def test_the_help_of_int8(command, capsys):
+    assert cli.run(command, ["--help", "all"]) == 0
+    assert "no time" in " ".join(capsys.readouterr().out.split())
