@@ -22,8 +22,7 @@ class CheckpointOptions:
             file, a Hugging Face hub id.
         step: which checkpoint of a run; 0 takes the one with the lowest validation loss.
         dtype: of the parameters; without it float32 on a CPU, and elsewhere the files' own.
-        quantize: hold the weights as int8, a quarter of the memory; results change a little; on a GPU or TPU
-            it saves memory and no time.
+        quantize: int8, a quarter of the memory; results change a little. On a GPU or TPU it saves no time.
         rope_factor: the RoPE scaling factor that Meta's params.json lacks.
     """
 
