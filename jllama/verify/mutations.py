@@ -81,8 +81,7 @@ def _post_norm() -> types.ModuleType:
     def call(layer: Any, x: Array, attend: Any, cached: Any = None) -> tuple:
         mixed, kept = layer.attention(x, attend, cached)
         x = F.rms_norm(x + mixed, layer.attn_norm[...], layer.norm_eps)
-        fed = F.swiglu(x, layer.w_gate[...], layer.w_up[...], layer.w_down[...])
-        return F.rms_norm(x + fed, layer.mlp_norm[...], layer.norm_eps), kept
+        return F.rms_norm(x + layer.feed_forward(x), layer.mlp_norm[...], layer.norm_eps), kept
 
     model.Layer.__call__ = call
     return model
