@@ -118,18 +118,23 @@ def sample(path, mesh):
     while engine.busy:
         found.update((row, event.completion.ids) for row, event in engine.step() if isinstance(event, Answer))
     again = [compiled._cache_size() for compiled in (steps.prefill_chunk, steps.join, steps.decode_block)]
+    engine.together_tokens = 64  # as on accelerators: short prompts side by side
+    together = [engine.submit(Request(prompt)) for prompt in prompts]
+    while engine.busy:
+        found.update((row, event.completion.ids) for row, event in engine.step() if isinstance(event, Answer))
     batch, staging = engine._batches
     cache = batch.cache
     shape = cache.keys[0].shape
     shares = {each.addressable_shards[0].data.shape for each in (*cache.keys, *cache.values)}
     arguments = model.decode_params, model.config, batch, np.ones(8, np.int32), np.int32(1), np.bool_(False), 0
-    joins = batch, engine._rows_of(model, prompts[:1], staging.cache), np.int32(0)
+    joins = batch, engine._rows_of(model, prompts[:1], staging.cache), np.int32(0), np.int32(0)
     texts = [steps.decode_block.lower(*arguments).compile().as_text(), steps.join.lower(*joins).compile().as_text()]
     gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather", "".join(texts))
     sizes = [math.prod(map(int, each.split(","))) for each in gathered]
     return {
         "ids": [found[row] for row in rows[:8]],
         "joined_later": [found[row] for row in rows[8:]],
+        "together": [found[row] for row in together],
         "split": [[whole // part for whole, part in zip(shape, share, strict=True)] for share in shares],
         "gathered": max(sizes, default=0) / math.prod(shape),
         "compiled_again": sum(again) - sum(programs),

@@ -43,6 +43,7 @@ def test_a_mesh_samples_the_ids_of_one_device(report):
     assert len({tuple(row) for row in one["ids"]}) == 8
     assert [mesh["ids"] for mesh in meshes] == [one["ids"]] * 3
     assert [each["joined_later"] for each in report["sampled"]] == [one["ids"][:3]] * 4
+    assert [each["together"] for each in report["sampled"]] == [one["ids"]] * 4
 
 
 @pytest.mark.slow

@@ -34,6 +34,11 @@ MAX_STOPS = 16
 CHUNK_TOKENS = {"cpu": 512}
 """How many tokens of a prompt to compute at once, by platform."""
 _OTHER_CHUNK_TOKENS = 4096
+TOGETHER_TOKENS = {"cpu": 0}
+"""How many tokens of short prompts to compute in one program, by platform: as many as take no longer than one prompt,
+since all weights are read for each. A program has always as many rows, so no answer depends on who came with it.
+"""
+_OTHER_TOGETHER_TOKENS = 512
 SHORTEST_CHUNK = 16
 """How many tokens a chunk of a prompt is padded to at least, and else to a power of two."""
 _SHORTEST_CACHE = 128
@@ -131,6 +136,8 @@ class Engine:
         # Whether a prompt's first chunk is a whole sequence, which kernels are made for, with programs of its own: not
         # where all are compiled ahead for a CPU, which computes them all alike.
         self.begins_whole = not context or platform != "cpu"
+        together_tokens = TOGETHER_TOKENS.get(platform, _OTHER_TOGETHER_TOKENS)
+        self.together_tokens = together_tokens if num_slots > 1 else 0
         self._context = context or self._base.config.max_seq_len
         self._max_len = cache_len(context, self._context)
         self._prefix_tokens = prefix_tokens
@@ -261,10 +268,16 @@ class Engine:
     # Prompts
 
     def _prefill_rows(self, events: Events) -> None:
-        """Compute chunks of prompts within the budget, one prompt after the other; rows that are ready join."""
+        """Compute chunks of prompts within the budget, short ones together and each other by itself; rows then join."""
         budget = self._prefill_budget
         while self._prompts:
             row = self._prompts[0]
+            if length := self._short_length(row):
+                if budget <= 0:
+                    return
+                self._prefill_short(row.request.model, length, events)
+                budget -= self.together_tokens
+                continue
             if not row.num_computed:
                 self._begin(row)
             end = len(row.request.prompt.ids) - (0 if row.request.pooling else 1)
@@ -273,7 +286,32 @@ class Engine:
             if row.num_computed < end:
                 return
             self._prompts.remove(row)
-            self._enter(row, events)
+            self._enter(row, self._batches[-1].cache, 0, events)
+
+    def _short_length(self, row: Row) -> int:
+        """The length that a prompt is padded to, to be computed beside others; 0 if it is computed by itself."""
+        request = row.request
+        num_tokens = len(request.prompt.ids) - 1
+        if num_tokens >= self.chunk_tokens or request.pooling or request.prompt_log_probs:
+            return 0
+        length = power_of_two_at_least(num_tokens, SHORTEST_CHUNK)
+        return length if 2 * length <= self.together_tokens else 0
+
+    def _prefill_short(self, name: str, length: int, events: Events) -> None:
+        """Compute the first prompts of this model and length, as many as a program has rows."""
+        num_rows = self.together_tokens // length
+        alike = [row for row in self._prompts if row.request.model == name and self._short_length(row) == length]
+        tokens, counts = np.zeros((num_rows, length), np.int32), np.zeros(num_rows, np.int32)
+        for index, row in enumerate(alike[:num_rows]):
+            ids = row.request.prompt.ids[:-1]
+            tokens[index, : len(ids)] = ids
+            counts[index] = row.num_computed = len(ids)
+        model = self.models[name]
+        args = model.decode_params, model.config, self._put(tokens), self._put(counts)
+        cache = programs.call(steps.prefill_short, *args)
+        for index, row in enumerate(alike[:num_rows]):
+            self._prompts.remove(row)
+            self._enter(row, cache, index, events)
 
     def _begin(self, row: Row) -> None:
         """Take the row to compute in, with what it holds of the prompt already.
@@ -341,16 +379,16 @@ class Engine:
             scores = jax.device_get(steps.score_chunk(model.decode_params, model.config, hidden, targets))
             row.prompt_tokens += [_token(index, request.top, targets, *scores) for index in range(len(tokens))]
 
-    def _enter(self, row: Row, events: Events) -> None:
-        """A row whose prompt is computed begins to decode, or has its end already."""
+    def _enter(self, row: Row, cache: KVCache, computed_row: int, events: Events) -> None:
+        """A row whose prompt is computed, in a row of this cache, begins to decode, or has its end already."""
         prompt = row.request.prompt
         if row.request.prompt_log_probs:
             row.prompt_tokens.insert(0, Token(prompt.ids[0], None))
         if prompt.max_new_tokens == 0:
             return self._end(row, events)
-        one = self._rows_of(self.models[row.request.model], [prompt], self._batches[-1].cache)
-        joined = self._put(one) if len(self.rows) == 1 else steps.join(self._batches[0], one, np.int32(row.slot))
-        self._batches[0] = joined
+        one = self._rows_of(self.models[row.request.model], [prompt], cache)
+        where = np.int32(computed_row), np.int32(row.slot)
+        self._batches[0] = self._put(one) if len(self.rows) == 1 else steps.join(self._batches[0], one, *where)
 
     def _set_cache(self, cache: KVCache) -> None:
         self._batches[-1] = self._batches[-1]._replace(cache=cache)
@@ -411,8 +449,10 @@ class Engine:
 
     def _num_steps(self) -> int:
         """How many steps the next block may take."""
-        if self._block_s is None or not self._step_s:
+        if self._block_s is None:
             return STEPS
+        if not self._step_s:
+            return 1
         return max(1, min(STEPS, int(self._block_s / self._step_s)))
 
     def _read(self, dispatched: _Dispatched, events: Events) -> None:

@@ -1,6 +1,6 @@
 """The compiled programs of generation: a chunk of a prompt, a row's entrance, and a block of decoding steps.
 
-Prompts are computed in a cache of one row, and copied from there into the batch. Every setting of a row is data: what
+Prompts are computed in a cache beside the batch, and copied from there into their rows. Every setting of a row is data: what
 compiles is a cache length, a batch size, a chunk's length, and the length of drafts.
 """
 
@@ -44,6 +44,13 @@ def prefill_chunk(
     return build_model(config, params).decode(jnp.asarray(tokens), cache, jnp.asarray(count), begins=begins)
 
 
+@functools.partial(jax.jit, static_argnames="config")
+def prefill_short(params: DecodeParams, config: LlamaConfig, tokens: Any, counts: Any) -> KVCache:
+    """Keys and values of the first ``counts`` tokens of several prompts ``[batch, seq]``, in a cache of their own."""
+    cache = KVCache.zeros(config, *tokens.shape, params.dtype)
+    return build_model(config, params).decode(jnp.asarray(tokens), cache, jnp.asarray(counts), begins=True)[1]
+
+
 @functools.partial(jax.jit, static_argnames="size")
 def read_chunk(cache: KVCache, start: Any, size: int) -> Chunk:
     """Keys and values of ``size`` tokens of a cache of one row."""
@@ -71,8 +78,8 @@ def score_chunk(
 
 
 @functools.partial(jax.jit, donate_argnames="batch")
-def join(batch: DecodeBatch, one: DecodeBatch, row: Any) -> DecodeBatch:
-    """Put a batch of one row into a row of a batch whose rows have as much room; of its cache, what it holds."""
+def join(batch: DecodeBatch, one: DecodeBatch, computed_row: Any, row: Any) -> DecodeBatch:
+    """Put a batch of one row into a row of a larger batch; of its cache, what one of perhaps several rows holds."""
 
     def put(rows: Array, new: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(rows, new, row, axis=0)
@@ -80,19 +87,23 @@ def join(batch: DecodeBatch, one: DecodeBatch, row: Any) -> DecodeBatch:
     def copy(index: Array, leaves: list[Array]) -> list[Array]:
         start = index * size
         zero = jnp.int32(0)  # of the others' type, in 64 bits, too
-        parts = [jax.lax.dynamic_slice_in_dim(leaf, start, size, axis=2) for leaf in source]
+        parts = [
+            jax.lax.dynamic_slice(leaf, (computed_row, zero, start, zero), (1, leaf.shape[1], size, leaf.shape[3]))
+            for leaf in source
+        ]
         return [
             jax.lax.dynamic_update_slice(leaf, part, (row, zero, start, zero))
             for leaf, part in zip(leaves, parts, strict=True)
         ]
 
+    length = jax.lax.dynamic_slice_in_dim(one.cache.lengths, computed_row, 1)
     source, into = ([*each.cache.keys, *each.cache.values] for each in (one, batch))
     if source:
         max_len = source[0].shape[2]
         size = _COPIED_TOKENS if max_len % _COPIED_TOKENS == 0 else max_len
-        into = jax.lax.fori_loop(0, -(-one.cache.lengths[0] // size), copy, into)
+        into = jax.lax.fori_loop(0, -(-length[0] // size), copy, into)
     keys, values = into[: len(into) // 2], into[len(into) // 2 :]
-    lengths = put(batch.cache.lengths, one.cache.lengths)
+    lengths = put(batch.cache.lengths, length)
     fields = {name: jax.tree.map(put, getattr(batch, name), getattr(one, name)) for name in batch._fields[1:]}
     return _as_it_came(DecodeBatch(KVCache(tuple(keys), tuple(values), lengths), **fields))
 

@@ -115,6 +115,10 @@ class EngineThread:
                 length = start + 2 * (length - start)
             if start < longest:
                 yield request(longest, pooling="last")
+        length = SHORTEST_CHUNK
+        while 2 * length <= self._engine.together_tokens and length + 2 <= self.context:
+            yield request(length + 1, 1)
+            length *= 2
         yield request(1, min(1, self.context - 1), top=1)
         yield request(min(chunk + 2, self.context), prompt_log_probs=True)
         if self.context > chunk:

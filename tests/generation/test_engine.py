@@ -456,8 +456,15 @@ def answers_in_company(engine, prompts, arrivals, cancelled=()):
 
 
 @settings(max_examples=10)
-@given(data=st.data(), block_s=st.sampled_from([None, 1e-9]), context=st.sampled_from([0, 60]))
-def test_a_row_that_joins_others_gets_the_bits_that_it_has_alone_in_as_many_slots(data, block_s, context):
+@given(
+    data=st.data(),
+    block_s=st.sampled_from([None, 1e-9]),
+    context=st.sampled_from([0, 60]),
+    together_tokens=st.sampled_from([0, 64]),
+)
+def test_a_row_that_joins_others_gets_the_bits_that_it_has_alone_in_as_many_slots(
+    data, block_s, context, together_tokens
+):
     """Log-probabilities, too; whenever it comes, whatever leaves, and whether the cache has its prompt or not."""
     num = 2 * MATES
     shared = data.draw(st.lists(tokens, min_size=18, max_size=18))
@@ -470,14 +477,40 @@ def test_a_row_that_joins_others_gets_the_bits_that_it_has_alone_in_as_many_slot
     cancelled = data.draw(st.sets(st.integers(0, num - 1), max_size=2))
 
     def engine(**changed):
-        return Engine(MODEL, MATES, **{"context": context, "chunk_tokens": 16, "block_s": block_s, **changed})
+        made = Engine(MODEL, MATES, **{"context": context, "chunk_tokens": 16, "block_s": block_s, **changed})
+        made.together_tokens = together_tokens
+        return made
 
-    together = engine(prefix_tokens=48, prefill_budget=16)
-    found = answers_in_company(together, prompts, arrivals, cancelled)
+    crowded = engine(prefix_tokens=48, prefill_budget=16)
+    found = answers_in_company(crowded, prompts, arrivals, cancelled)
     assert {*range(num)} - cancelled <= found.keys()
     for index, answer in found.items():
         _, (alone,) = answers_of(engine(), [prompts[index]])
         assert answer._replace(cached_tokens=0) == alone
+
+
+def test_short_prompts_are_computed_together_by_a_program_that_has_always_as_many_rows(monkeypatch, prefilled):
+    monkeypatch.setitem(engines.TOGETHER_TOKENS, "cpu", 64)
+    shapes = []
+    original = steps.prefill_short
+
+    def record(params, config, tokens, counts):
+        shapes.append((tokens.shape, [*counts]))
+        return original(params, config, tokens, counts)
+
+    monkeypatch.setattr(steps, "prefill_short", record)
+    ids = [LONG_PROMPT[:length] for length in (5, 20, 50, 1, 9, 12, 16, 17)]
+    prompts = [prompt_of(row, SamplingParams(seed=seed), 6) for seed, row in enumerate(ids)]
+    model = LanguageModel(LONG, PARAMS_OF_ONE_LAYER)
+    engine = Engine(model, len(prompts))
+    _, together = answers_of(engine, prompts)
+    # Those of 16 tokens and fewer four at a time, that of 19 with room for another, that of 49 by itself.
+    assert shapes == [((4, 16), [4, 0, 8, 11]), ((2, 32), [19, 0]), ((4, 16), [15, 16, 0, 0])]
+    assert prefilled == [49]
+    for prompt, answer in zip(prompts, together, strict=True):
+        assert answers_of(Engine(model, len(prompts)), [prompt])[1] == [answer]
+        assert [answer.completion.ids] == generated_by([prompt], LONG, PARAMS_OF_ONE_LAYER)[0]
+    assert Engine(model, 1).together_tokens == 0
 
 
 def test_in_bfloat16_a_row_beside_others_has_the_bits_that_it_has_alone_in_as_many_slots():
