@@ -27,7 +27,7 @@ import numpy as np
 from jllama import LanguageModel, LlamaConfig, oracle, save
 from jllama.checkpoints import adapters
 from jllama.checkpoints.registry import open_checkpoint
-from jllama.checkpoints.tensors import Checkpoint, PermutedRows, load_params
+from jllama.checkpoints.tensors import Checkpoint, load_params, permuted
 from jllama.config import LoraConfig
 from jllama.parameters import tensor_specs
 from jllama.tokenizers import BytesTokenizer
@@ -63,7 +63,7 @@ MISTAKES = {
 }
 ROWS = {
     "queries_and_keys_not_permuted": lambda tensor, head_dim, to_half_split: tensor,
-    "keys_permuted_with_the_heads_of_queries": lambda tensor, head_dim, to_half_split: PermutedRows(
+    "keys_permuted_with_the_heads_of_queries": lambda tensor, head_dim, to_half_split: permuted(
         tensor, tensor.shape[0] // CONFIG.num_heads, to_half_split
     ),
 }
@@ -116,7 +116,7 @@ def main() -> None:
         for mistake, wrong in MISTAKES.items():
             found[mistake] = llama_cpp(dataclasses.replace(adapter, lora=wrong(adapter.lora)))
         for mistake, rows in ROWS.items():
-            with mock.patch.object(adapters, "PermutedRows", rows):
+            with mock.patch.object(adapters, "permuted", rows):
                 found[mistake] = llama_cpp(adapter)
         results[name] = {case: float(np.abs(log_probs - expected).max()) for case, log_probs in found.items()}
     shutil.rmtree(folder)

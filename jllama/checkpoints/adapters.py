@@ -17,7 +17,15 @@ from gguf import GGMLQuantizationType
 from jllama.checkpoints.gguf import ARCHITECTURE
 from jllama.checkpoints.gguf_file import read_gguf_file, shortest, write_gguf_file
 from jllama.checkpoints.safetensors_file import read_safetensors, write_safetensors
-from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, PermutedRows, base_fingerprint, differences
+from jllama.checkpoints.tensors import (
+    Checkpoint,
+    FileTensor,
+    LazyTensor,
+    OnProgress,
+    base_fingerprint,
+    differences,
+    permuted,
+)
 from jllama.config import LlamaConfig, LoraConfig
 from jllama.errors import JllamaError
 from jllama.files import fault_of, read_fields, read_json_object, write_json
@@ -57,22 +65,18 @@ class Adapter:
     step: int | None = None
 
 
-class AdaptedRows:
+def _adapted(tensor: FileTensor, adapter: Adapter, key: str) -> LazyTensor:
     """A matrix of a file with its adapter, in float32: ``W + scale b a``, with DoRA each row of its magnitude."""
+    scale, magnitude = np.float32(adapter.lora.scale), adapter.tensors.get(f"{key}/magnitude")
+    a, b = adapter.tensors[f"{key}/a"], adapter.tensors[f"{key}/b"]
 
-    dtype = _F32
-
-    def __init__(self, tensor: FileTensor, adapter: Adapter, key: str) -> None:
-        self.tensor, self.shape, self.scale = tensor, tensor.shape, np.float32(adapter.lora.scale)
-        self.a, self.b = adapter.tensors[f"{key}/a"], adapter.tensors[f"{key}/b"]
-        self.magnitude = adapter.tensors.get(f"{key}/magnitude")
-        self.rows_at_once = getattr(tensor, "rows_at_once", 1)
-
-    def __getitem__(self, rows: slice, /) -> np.ndarray:
-        whole = self.tensor[rows].astype(_F32) + self.scale * (self.b[rows] @ self.a)
-        if self.magnitude is not None:
-            whole *= (self.magnitude[rows] / np.linalg.norm(whole, axis=1))[:, None]
+    def read(rows: slice) -> np.ndarray:
+        whole = tensor[rows].astype(_F32) + scale * (b[rows] @ a)
+        if magnitude is not None:
+            whole *= (magnitude[rows] / np.linalg.norm(whole, axis=1))[:, None]
         return whole
+
+    return LazyTensor(tensor.shape, _F32, read, getattr(tensor, "rows_at_once", 1))
 
 
 def merged(base: Checkpoint, adapter: Adapter) -> Checkpoint:
@@ -86,7 +90,7 @@ def merged(base: Checkpoint, adapter: Adapter) -> Checkpoint:
         if not np.isfinite(tensor).all():
             raise JllamaError(f"{adapter.source} has NaN or infinity in {key}: give another copy, or an earlier one")
     tensors = dict(base.tensors)
-    tensors |= {key: AdaptedRows(tensors[key], adapter, key) for key in tensors if f"{key}/a" in adapter.tensors}
+    tensors |= {key: _adapted(tensors[key], adapter, key) for key in tensors if f"{key}/a" in adapter.tensors}
     return dataclasses.replace(base, tensors=tensors, step=adapter.step or base.step, adapter=adapter)
 
 
@@ -115,7 +119,7 @@ def _read(stored: Mapping[str, FileTensor], file_format: NamedFormat, adapter: A
         raise JllamaError(f"{adapter.source} does not fit this model: {some}{' and so on' * (some != problems)}")
     tensors = {}
     for name, (key, _, turned) in layout.items():
-        tensor = PermutedRows(stored[name], turned, to_half_split=True) if turned else stored[name]
+        tensor = permuted(stored[name], turned, to_half_split=True) if turned else stored[name]
         tensors[key] = tensor[0 : tensor.shape[0]].astype(_F32)
     return dataclasses.replace(adapter, lora=lora, tensors=tensors)
 
@@ -123,7 +127,7 @@ def _read(stored: Mapping[str, FileTensor], file_format: NamedFormat, adapter: A
 def _to_write(adapter: Adapter, file_format: NamedFormat, dtype: Any) -> list[tuple[str, FileTensor, Any]]:
     held, layout = adapter.tensors, _layout(adapter.config, adapter.lora, file_format)
     return [
-        (name, PermutedRows(held[key], turned, to_half_split=False) if turned else held[key], dtype)
+        (name, permuted(held[key], turned, to_half_split=False) if turned else held[key], dtype)
         for name, (key, _, turned) in layout.items()
     ]
 

@@ -4,7 +4,6 @@ The header is parsed and written here, every number checked against the file's s
 package knows the quantized types. Source: ggml's ``docs/gguf.md``.
 """
 
-import dataclasses
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from gguf.quants import dequantize, quant_shape_to_byte_shape, quantize
 
-from jllama.checkpoints.tensors import FileTensor, OnProgress, blocks
+from jllama.checkpoints.tensors import FileTensor, LazyTensor, OnProgress, blocks
 from jllama.errors import JllamaError
 from jllama.files import fault_of
 
@@ -32,17 +31,13 @@ _NUMBERS = GGUFReader.gguf_scalar_to_np  # the NumPy type of each numeric value 
 _TensorInfo = tuple[GGMLQuantizationType, tuple[int, ...], int]  # type, shape, offset from where the tensors begin
 
 
-@dataclasses.dataclass(frozen=True)
-class QuantizedTensor:
+def _quantized(stored: np.ndarray, type_: GGMLQuantizationType, shape: tuple[int, ...]) -> LazyTensor:
     """A tensor whose rows are stored as blocks of a GGML type, none across two. Reading dequantizes to float32."""
 
-    stored: np.ndarray  # its rows
-    type: GGMLQuantizationType
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any] = PLAIN[GGMLQuantizationType.F32]
+    def read(rows: slice) -> np.ndarray:
+        return dequantize(np.ascontiguousarray(stored[rows]), type_).reshape(-1, *shape[1:])
 
-    def __getitem__(self, rows: slice, /) -> np.ndarray:
-        return dequantize(np.ascontiguousarray(self.stored[rows]), self.type).reshape(-1, *self.shape[1:])
+    return LazyTensor(shape, PLAIN[GGMLQuantizationType.F32], read, stored=stored, quantized=type_.name)
 
 
 def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
@@ -83,7 +78,7 @@ def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
         if type_ in PLAIN and not (is_quantized and PLAIN[type_].itemsize == 2):
             tensors[name] = stored.view(PLAIN[type_]).reshape(shape)
         else:
-            tensors[name] = QuantizedTensor(stored.reshape(shape[0], -1), type_, shape)
+            tensors[name] = _quantized(stored.reshape(shape[0], -1), type_, shape)
         next_offset, previous = GGUFWriter.ggml_pad(stop - first, alignment), name
     if (excess := size - first - next_offset) > 0:
         raise JllamaError(f"{path} has {excess} bytes after {previous}, so its type or size is wrong: fetch it again")

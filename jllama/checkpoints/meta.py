@@ -15,7 +15,17 @@ from typing import Any
 import numpy as np
 
 from jllama.checkpoints.huggingface import read_text_files, write_chat_files
-from jllama.checkpoints.tensors import Checkpoint, FileTensor, OnProgress, differences, matched, reordered, same_bits
+from jllama.checkpoints.tensors import (
+    Checkpoint,
+    FileTensor,
+    LazyTensor,
+    OnProgress,
+    differences,
+    matched,
+    reordered,
+    rows_behind_rows,
+    same_bits,
+)
 from jllama.checkpoints.torch_file import read_torch_file, write_torch_file
 from jllama.config import LlamaConfig, llama_mlp_dim
 from jllama.errors import JllamaError, UsageError
@@ -47,18 +57,13 @@ _MLP_RULES = ((256, None), (256, 1.5), (4096, 1.3), (1024, 1.3), (4096, 1.2), (3
 """``multiple_of`` and ``ffn_dim_multiplier`` of Llama 1 to 3.3, and of llama2.c's stories."""
 
 
-class ShardedTensor:
+def sharded(parts: list[np.ndarray], axis: int) -> LazyTensor:
     """A tensor whose parts, one per shard and all of one shape, are concatenated along an axis."""
-
-    def __init__(self, parts: list[np.ndarray], axis: int) -> None:
-        self.parts, self.axis, self.dtype = parts, axis, parts[0].dtype
-        self.shape = tuple(size * len(parts) if i == axis else size for i, size in enumerate(parts[0].shape))
-
-    def __getitem__(self, rows: slice, /) -> np.ndarray:
-        starts = [0 if self.axis else i * self.parts[0].shape[0] for i in range(len(self.parts))]
-        pairs = zip(self.parts, starts, strict=True)
-        held = [part[max(rows.start - start, 0) : max(rows.stop - start, 0)] for part, start in pairs]
-        return np.concatenate(held, axis=self.axis)
+    if axis == 0:
+        return rows_behind_rows(parts)
+    outputs, inputs = parts[0].shape
+    shape = outputs, inputs * len(parts)
+    return LazyTensor(shape, parts[0].dtype, lambda rows: np.concatenate([part[rows] for part in parts], axis))
 
 
 def recognizes(path: Path) -> bool:
@@ -181,7 +186,7 @@ def _joined(path: Path, config: LlamaConfig, shards: Shards) -> dict[str, FileTe
             elif not same_bits(tensors[name], parts[-1]):
                 both = f"{file} than in {list(shards)[index // repeats * repeats]}"
                 raise JllamaError(f"{path} has another {name} in {both}, which must repeat it: one is another model's")
-        joined[name] = ShardedTensor(parts, axis) if len(parts) > 1 else parts[0]
+        joined[name] = sharded(parts, axis) if len(parts) > 1 else parts[0]
     return joined
 
 

@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 from orbax.checkpoint import checkpoint_managers
 
-from jllama.checkpoints.tensors import FileTensor, differences
+from jllama.checkpoints.tensors import FileTensor, LazyTensor, differences
 from jllama.config import LlamaConfig
 from jllama.distributed import process_index
 from jllama.errors import JllamaError
@@ -130,7 +130,7 @@ class RunCheckpoints:
             for path in parameter_table(config):  # in tensorstore's zarr format, by the path with dots
                 store = {"driver": "ocdbt", "base": f"file://{source}/params/", "path": f"{path.replace('/', '.')}/"}
                 stores[path] = tensorstore.open({"driver": "zarr", "kvstore": store}, read=True).result()
-        return {spec.key: _StoredTensor(spec, stores[spec.path], source) for spec in tensor_specs(config)}
+        return {spec.key: _stored_tensor(spec, stores[spec.path], source) for spec in tensor_specs(config)}
 
     def _check(self, step: int, expected: Json, *, dtypes: bool = True) -> None:
         """Refuse another model's arrays (by item), and JSON, nested too deep, that orbax would crash on."""
@@ -171,25 +171,22 @@ def _reading(source: Path) -> Iterator[None]:
         raise JllamaError(f"the checkpoint {source} cannot be read ({_reason(error)}): {advice}") from error
 
 
-class _StoredTensor:
+def _stored_tensor(spec: TensorSpec, store: Any, source: Path) -> LazyTensor:
     """One layer's share of an array that orbax wrote, read by rows: orbax itself would hold every array twice."""
+    row, sizes = spec.parameter, dict(zip(spec.parameter.axes, store.shape, strict=True))
+    chunk = dict(zip(row.axes, store.chunk_layout.read_chunk.shape, strict=True))
+    inner = math.prod(sizes[axis] for axis in row.outputs[1:])
+    whole_inputs = all(chunk[axis] >= sizes[axis] for axis in row.inputs)
 
-    def __init__(self, spec: TensorSpec, store: Any, source: Path) -> None:
-        self.spec, self.store, self.source = spec, store, source
-        self.shape, self.dtype = spec.shape, np.dtype(store.dtype.numpy_dtype)
-        row, sizes = spec.parameter, dict(zip(spec.parameter.axes, store.shape, strict=True))
-        chunk = dict(zip(row.axes, store.chunk_layout.read_chunk.shape, strict=True))
-        self.inner = math.prod(sizes[axis] for axis in row.outputs[1:])
-        whole_inputs = all(chunk[axis] >= sizes[axis] for axis in row.inputs)
-        self.rows_at_once = self.inner * chunk[row.outputs[0]] if whole_inputs else spec.shape[0]
+    def read(rows: slice) -> np.ndarray:
+        first, last = rows.start // inner, -(-rows.stop // inner)
+        parts = {"layers": spec.layer, row.outputs[0]: slice(first, last)}
+        with _reading(source):
+            array = store[tuple(parts.get(axis, slice(None)) for axis in row.axes)].read().result()
+        return as_matrix(row, array)[rows.start - first * inner : rows.stop - first * inner]
 
-    def __getitem__(self, rows: slice, /) -> np.ndarray:
-        row = self.spec.parameter
-        first, last = rows.start // self.inner, -(-rows.stop // self.inner)
-        parts = {"layers": self.spec.layer, row.outputs[0]: slice(first, last)}
-        with _reading(self.source):
-            array = self.store[tuple(parts.get(axis, slice(None)) for axis in row.axes)].read().result()
-        return as_matrix(row, array)[rows.start - first * self.inner : rows.stop - first * self.inner]
+    rows_at_once = inner * chunk[row.outputs[0]] if whole_inputs else spec.shape[0]
+    return LazyTensor(spec.shape, np.dtype(store.dtype.numpy_dtype), read, rows_at_once)
 
 
 def _reason(error: Exception) -> str:

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,23 +47,22 @@ Dtype = np.dtype[Any] | type
 OnProgress = Callable[[int], None]  # is called with the number of bytes read or written since the last call
 
 
-@runtime_checkable
-class FileTensor(Protocol):
-    """A matrix ``[outputs, inputs]`` or a vector, read by rows. A NumPy array or memory map is one.
+@dataclasses.dataclass(frozen=True)
+class LazyTensor:
+    """A matrix ``[outputs, inputs]`` or a vector that has to be worked out as its rows are read."""
 
-    Where rows are stored many together, ``rows_at_once`` says how many: fewer cost as much to read. What takes work to
-    read has the array that it is made of as ``stored``.
-    """
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    read: Callable[[slice], np.ndarray]  # start and stop are given, and the step is 1
+    rows_at_once: int = 1  # how many are stored together: fewer cost as much to read
+    stored: np.ndarray | None = None  # all that it is made of, if that is an array
+    quantized: str = ""  # GGML's type of that array
 
-    @property
-    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
-
-    @property
-    def dtype(self) -> np.dtype[Any]: ...  # noqa: D102
-
-    def __getitem__(self, rows: slice, /) -> np.ndarray: ...  # start and stop are given, and the step is 1
+    def __getitem__(self, rows: slice, /) -> np.ndarray:
+        return self.read(rows)
 
 
+FileTensor = np.ndarray | LazyTensor  # read by rows; an array may be a memory map
 NamedTensor = tuple[str, FileTensor, np.dtype[Any]]  # to write, under its name and in its dtype
 
 
@@ -80,46 +79,43 @@ class Checkpoint:
     adapter: Any = None  # the ``Adapter`` that was merged last, if any
 
 
-class PermutedRows:
+def permuted(tensor: FileTensor, head_dim: int, to_half_split: bool) -> LazyTensor:
     """A rotary matrix with the rows of each head reordered: from interleaved pairs to half-split, or back."""
+    pairs = (head_dim // 2, 2) if to_half_split else (2, head_dim // 2)
 
-    def __init__(self, tensor: FileTensor, head_dim: int, to_half_split: bool) -> None:
-        self.tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype
-        self.head_dim, self.to_half_split = head_dim, to_half_split
-        self.rows_at_once = math.lcm(head_dim, getattr(tensor, "rows_at_once", 1))
-
-    def __getitem__(self, rows: slice, /) -> np.ndarray:
+    def read(rows: slice) -> np.ndarray:
         """The rows asked for: whole heads are read, reordered and cut."""
-        first, last = rows.start // self.head_dim * self.head_dim, -(-rows.stop // self.head_dim) * self.head_dim
-        pairs = (self.head_dim // 2, 2) if self.to_half_split else (2, self.head_dim // 2)
-        heads = self.tensor[first:last].reshape(-1, *pairs, self.shape[1])
-        return heads.swapaxes(1, 2).reshape(-1, self.shape[1])[rows.start - first : rows.stop - first]
+        first, last = rows.start // head_dim * head_dim, -(-rows.stop // head_dim) * head_dim
+        heads = tensor[first:last].reshape(-1, *pairs, tensor.shape[1])
+        return heads.swapaxes(1, 2).reshape(-1, tensor.shape[1])[rows.start - first : rows.stop - first]
+
+    if isinstance(tensor, LazyTensor):
+        return dataclasses.replace(tensor, read=read, rows_at_once=math.lcm(head_dim, tensor.rows_at_once))
+    return LazyTensor(tensor.shape, tensor.dtype, read, head_dim, tensor)
 
 
-class RowsBehindRows:
+def rows_behind_rows(tensors: Sequence[FileTensor]) -> LazyTensor:
     """Matrices of the same inputs as one, the rows of each behind those of the one before."""
 
-    def __init__(self, tensors: Sequence[FileTensor]) -> None:
-        self.tensors = tensors
-        self.shape = sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:]
-        self.dtype = functools.reduce(jnp.promote_types, [tensor.dtype for tensor in tensors])
-        self.rows_at_once = math.lcm(*(getattr(tensor, "rows_at_once", 1) for tensor in tensors))
-
-    def __getitem__(self, rows: slice, /) -> np.ndarray:
+    def read(rows: slice) -> np.ndarray:
         """The rows asked for, of each tensor that has some."""
         parts = []
         start = 0
-        for tensor in self.tensors:
+        for tensor in tensors:
             first, last = (min(max(bound - start, 0), tensor.shape[0]) for bound in (rows.start, rows.stop))
-            if first < last:
+            if first < last or rows.start == rows.stop:
                 parts.append(tensor[first:last])
             start += tensor.shape[0]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
+    shape = sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:]
+    dtype = functools.reduce(jnp.promote_types, [tensor.dtype for tensor in tensors])
+    return LazyTensor(shape, dtype, read, math.lcm(*(getattr(tensor, "rows_at_once", 1) for tensor in tensors)))
+
 
 def reordered(spec: TensorSpec, tensor: FileTensor, config: LlamaConfig, to_half_split: bool) -> FileTensor:
     """A tensor of ``Checkpoint`` as formats with interleaved rotary pairs have it, or (``to_half_split``) back."""
-    return PermutedRows(tensor, config.head_dim, to_half_split) if spec.parameter.rotary else tensor
+    return permuted(tensor, config.head_dim, to_half_split) if spec.parameter.rotary else tensor
 
 
 def blocks(tensor: FileTensor, dtype: Dtype) -> Iterator[np.ndarray]:
@@ -193,7 +189,7 @@ def base_fingerprint(checkpoint: Checkpoint) -> str:
         digest, end = (rows, 1) if spec.parameter.inputs else (norms, spec.shape[0])
         digest.update(checkpoint.tensors[spec.key][0:end].astype(jnp.bfloat16).tobytes())
     tensors = checkpoint.tensors.values()
-    is_rounded = any(each.dtype == np.float16 or hasattr(each, "stored") for each in tensors)
+    is_rounded = any(each.dtype == np.float16 or getattr(each, "quantized", "") for each in tensors)
     return norms.hexdigest() if is_rounded else f"{norms.hexdigest()}:{rows.hexdigest()}"
 
 
@@ -264,7 +260,7 @@ def load_decode_params(
         """A tensor, or on one device several whose outputs are to stand behind each other."""
         row = group[0].parameter
         own = functools.reduce(np.promote_types, [dtypes[spec.path] for spec in group])
-        tensor = RowsBehindRows([checkpoint.tensors[spec.key] for spec in group])
+        tensor = rows_behind_rows([checkpoint.tensors[spec.key] for spec in group])
         split = matrix_sharding(mesh, row, config) if mesh else None
         sharding = split or SingleDeviceSharding(jax.devices()[0])
         shape = tensor.shape
@@ -290,10 +286,7 @@ def load_decode_params(
         matrix_shape = shape_of(row, config)[row.axes[0] == "layers" :] if is_one else shape[::-1]
         return F.DecodeMatrix(values, scales, matrix_shape)
 
-    joins = mesh is None or mesh.size == 1
-    groups: dict[str, list[TensorSpec]] = {}
-    for spec in tensor_specs(config):
-        groups.setdefault(spec.joined_key if joins else spec.key, []).append(spec)
+    groups = _groups(config, joins=mesh is None or mesh.size == 1)
     largest_first = sorted(groups, key=lambda key: -sum(math.prod(spec.shape) for spec in groups[key]))
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
         found = (threads.map if content is None else map)(read, [groups[key] for key in largest_first])
@@ -303,17 +296,26 @@ def load_decode_params(
     return DecodeParams(unflatten_dict(leaves, sep="/"))
 
 
+def _groups(config: LlamaConfig, joins: bool) -> dict[str, list[TensorSpec]]:
+    """The tensors that each leaf of ``DecodeParams.weights`` is made of, by its path: several of a joined matrix."""
+    groups: dict[str, list[TensorSpec]] = {}
+    for spec in tensor_specs(config):
+        groups.setdefault(spec.joined_key if joins else spec.key, []).append(spec)
+    return groups
+
+
 def _content_key(checkpoint: Checkpoint, *how: Any) -> str | None:
     """The key of decoding weights by the bytes that they are made of; None if no tensor, or another one, takes work."""
-    inner = {key: each.tensor if isinstance(each, PermutedRows) else each for key, each in checkpoint.tensors.items()}
-    arrays = {key: getattr(each, "stored", each) for key, each in inner.items()}
-    has_work = any(hasattr(each, "stored") for each in inner.values())
-    if not has_work or not all(isinstance(array, np.ndarray) for array in arrays.values()):
+    tensors = checkpoint.tensors
+    types = {key: getattr(tensor, "quantized", "") for key, tensor in tensors.items()}
+    arrays = {key: getattr(tensor, "stored", tensor) for key, tensor in tensors.items()}
+    if not any(types.values()) or not all(isinstance(array, np.ndarray) for array in arrays.values()):
         return None
 
     def digest(key: str) -> Any:
-        array, kinds = arrays[key], (type(checkpoint.tensors[key]).__name__, getattr(inner[key], "type", None))
-        return key, kinds, array.dtype, array.shape, hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
+        array, kind = arrays[key], type(tensors[key]).__name__
+        content = hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
+        return key, kind, types[key], array.dtype, array.shape, content
 
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
         return cache.key_of(how, [*threads.map(digest, sorted(arrays))])
@@ -382,19 +384,18 @@ class TensorsOfParams(dict[str, FileTensor]):
         super().__init__()
         if isinstance(params, DecodeParams) and params.quantized:
             raise JllamaError("the parameters are int8, which no format holds: load the model without quantize")
-        self.params, weights = params, params.weights if isinstance(params, DecodeParams) else params
-        leaves: dict[str, Any] = flatten_dict(weights, sep="/")
-        joined_starts: dict[str, int] = {}  # behind what is taken of each joined matrix
+        self.params = params
+        weights = params.weights if isinstance(params, DecodeParams) else params
+        leaves: dict[str, Any] = flatten_dict(jax.tree.map(np.asarray, weights), sep="/")
+        if isinstance(params, DecodeParams):
+            joins = leaves.keys() == _groups(config, joins=True).keys()
+            for path, group in _groups(config, joins).items():
+                values = leaves[path].values if group[0].parameter.inputs else leaves[path]
+                ends = np.cumsum([spec.shape[0] for spec in group])
+                for spec, part in zip(group, np.split(values, ends[:-1]), strict=True):
+                    self[spec.key] = part
+            return
         for spec in tensor_specs(config):
-            if spec.joined_key != spec.key and spec.joined_key in leaves:
-                joined = leaves[spec.joined_key]
-                start = joined_starts.get(spec.joined_key, 0)
-                joined_starts[spec.joined_key] = end = start + spec.shape[0]
-                self[spec.key] = np.asarray(joined.values)[start:end]
-            elif isinstance(params, DecodeParams):
-                leaf = leaves[spec.key]
-                self[spec.key] = np.asarray(leaf.values if spec.parameter.inputs else leaf)
-            else:
-                array = np.asarray(leaves[spec.path])
-                part = array[spec.layer] if spec.parameter.axes[0] == "layers" else array
-                self[spec.key] = as_matrix(spec.parameter, part)
+            array = leaves[spec.path]
+            part = array[spec.layer] if spec.parameter.axes[0] == "layers" else array
+            self[spec.key] = as_matrix(spec.parameter, part)

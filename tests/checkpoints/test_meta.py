@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jllama import oracle
 from jllama.checkpoints import meta
 from jllama.checkpoints import tensors as tensors_module
-from jllama.checkpoints.meta import ShardedTensor, read, recognizes, write
+from jllama.checkpoints.meta import read, recognizes, sharded, write
 from jllama.checkpoints.tensors import Checkpoint, TensorsOfParams, load_params
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
@@ -183,7 +183,7 @@ def test_a_written_model_is_read_by_metas_rotation(tmp_path):
 def test_joined_is_the_concatenation():
     parts = [np.random.default_rng(n).standard_normal((3, 4)) for n in range(3)]
     for axis in (0, 1):
-        joined, whole = ShardedTensor(parts, axis), np.concatenate(parts, axis)
+        joined, whole = sharded(parts, axis), np.concatenate(parts, axis)
         assert (joined.shape, joined.dtype) == (whole.shape, whole.dtype)
         for start in range(whole.shape[0] + 1):
             for stop in range(start, whole.shape[0] + 1):

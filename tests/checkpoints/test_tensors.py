@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from jllama.checkpoints import tensors
 from jllama.checkpoints.tensors import (
     Checkpoint,
-    PermutedRows,
+    LazyTensor,
     TensorsOfParams,
     blocks,
     load_params,
     matched,
+    permuted,
     reordered,
     size_bytes,
 )
@@ -85,9 +86,9 @@ def test_reordering_is_the_rotary_permutation_of_each_head(heads, half, inputs, 
     start, stop = sorted((data.draw(rows), data.draw(rows)))
     by_head = np.moveaxis(matrix.reshape(heads, head_dim, inputs), 1, -1)
     expected = np.moveaxis(half_split_from_interleaved(by_head), -1, 1).reshape(matrix.shape)
-    split = PermutedRows(matrix, head_dim, to_half_split=True)
+    split = permuted(matrix, head_dim, to_half_split=True)
     np.testing.assert_array_equal(split[start:stop], expected[start:stop])
-    np.testing.assert_array_equal(PermutedRows(split, head_dim, to_half_split=False)[start:stop], matrix[start:stop])
+    np.testing.assert_array_equal(permuted(split, head_dim, to_half_split=False)[start:stop], matrix[start:stop])
 
 
 def test_only_queries_and_keys_are_reordered():
@@ -95,7 +96,7 @@ def test_only_queries_and_keys_are_reordered():
     for stored in tensor_specs(CONFIG):
         tensor = read[stored.key]
         for to_half_split in (True, False):
-            changed = isinstance(reordered(stored, tensor, CONFIG, to_half_split), PermutedRows)
+            changed = isinstance(reordered(stored, tensor, CONFIG, to_half_split), LazyTensor)
             assert changed == stored.path.endswith(("wq", "wk"))
 
 
