@@ -1,7 +1,7 @@
 """The compiled programs of generation: a chunk of a prompt, a row's entrance, and a block of decoding steps.
 
-Prompts are computed in a cache beside the batch, and copied from there into their rows. Every setting of a row is data: what
-compiles is a cache length, a batch size, a chunk's length, and the length of drafts.
+Prompts are computed in a cache beside the batch, and copied from there into their rows. Every setting of a row is data:
+what compiles is a cache length, a batch size, a chunk's length, and the length of drafts.
 """
 
 import functools

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from jllama.checkpoints import tensors as tensors_module
 from jllama.checkpoints import torch_file
+from jllama.checkpoints.tensors import LazyTensor
 from jllama.checkpoints.torch_file import read_torch_file, write_torch_file
 from jllama.errors import JllamaError
 
@@ -131,13 +132,8 @@ def test_written_numbers_are_aligned_and_in_the_dtype_asked_for(tmp_path):
 def test_offsets_past_4_gib(tmp_path):
     """Written as a sparse file, without the time to write 5 GiB or to take their checksum."""
     last = np.arange(6, dtype=np.float32).reshape(2, 3)
-
-    class Big:
-        shape, dtype = (5 << 10, 1 << 19), np.dtype(np.float16)
-        zeros = np.zeros((8, 1 << 19), np.float16)
-
-        def __getitem__(self, rows):
-            return self.zeros[: rows.stop - rows.start]
+    zeros = np.zeros((8, 1 << 19), np.float16)
+    big = LazyTensor((5 << 10, 1 << 19), zeros.dtype, lambda rows: zeros[: rows.stop - rows.start])
 
     class Sparse(io.FileIO):
         def write(self, data, /):
@@ -153,7 +149,7 @@ def test_offsets_past_4_gib(tmp_path):
         patch.setattr(
             zipfile, "crc32", lambda data, value=0: 0 if memoryview(data).nbytes > 999 else crc32(data, value)
         )
-        tensors = [("big", Big(), np.dtype(np.float16)), ("last", last, np.dtype(np.float32))]
+        tensors = [("big", big, np.dtype(np.float16)), ("last", last, np.dtype(np.float32))]
         write_torch_file(tmp_path / "x", tensors, lambda _: None)
     assert (tmp_path / "x").stat().st_size > 5 << 30
     found = read_torch_file(tmp_path / "x")
