@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from common import ROOT, panels, table, write
 from matplotlib.ticker import EngFormatter
@@ -50,15 +49,16 @@ def measure(axis: str, value: int) -> dict[str, Any]:
     heads = {"embed_dim": 128, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 384}
     model = jllama.LlamaConfig(sizes["vocab_size"], num_layers=sizes["num_layers"], max_seq_len=seq_len, **heads)
     config = jllama.TrainConfig(model, training=jllama.LoopConfig(batch_size=batch_size, seq_len=seq_len))
-    training, key = jllama.compile_training(config, bos_id=1), jax.random.key(0)
-    windows = jax.ShapeDtypeStruct((batch_size, seq_len + 1), jnp.int32)
-    step = training.step.lower(jax.eval_shape(training.init, key), windows).compile()
+    training, key = jllama.compile_training(config), jax.random.key(0)
+    windows = np.random.default_rng(0).integers(2, sizes["vocab_size"], (batch_size, seq_len + 1))
+    batch = jllama.text_batch(windows, bos_id=1)
+    step = training.step.lower(jax.eval_shape(training.init, key), batch).compile()
     held, taken = program_bytes(step)
     point = {"size": value, "tokens": batch_size * seq_len, "attention": attention_of(config, training.mesh)}
     point |= {"flops": training_flops_per_token(model, seq_len) * point["tokens"]}
     point |= {"state_bytes": held, "temporary_bytes": taken, "step_s": None}
     if value <= RUN_UP_TO[axis]:
-        state, batch = training.init(key), jax.random.randint(key, windows.shape, 2, sizes["vocab_size"])
+        state = training.init(key)
         seconds, began_s = [], time.perf_counter()
         while len(seconds) < 2 or time.perf_counter() - began_s < MEASURE_S:
             step_began_s = time.perf_counter()

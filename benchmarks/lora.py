@@ -46,7 +46,7 @@ def our_steps(folder: Path, is_lora: bool, options: argparse.Namespace) -> tuple
 
     import jllama
     from jllama.config import LoraConfig, MeshConfig
-    from jllama.data.batches import Rows
+    from jllama.data.batches import Batch
     from jllama.devices import device_bytes, program_bytes
     from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
 
@@ -55,10 +55,10 @@ def our_steps(folder: Path, is_lora: bool, options: argparse.Namespace) -> tuple
     optimizer = OptimizerConfig(learning_rate=RATE, warmup_fraction=0.0, final_fraction=1.0, weight_decay=0.0)
     config = TrainConfig(model.config, str(folder), optimizer=optimizer, training=loop, lora=lora)
     mesh = jllama.make_mesh(MeshConfig(), jax.devices()[:1])
-    training = jllama.compile_training(config, mesh, bos_id=model.text_tokenizer.bos_id)
+    training = jllama.compile_training(config, mesh)
     state, tokens = training.init(jax.random.key(0), model.params), tokens_of(options)
     del model
-    rows = Rows(tokens, np.ones_like(tokens), counted_of(tokens))
+    rows = Batch(tokens, np.ones_like(tokens), counted_of(tokens))
     compiled = training.step.lower(state, rows).compile()
     arguments, temporaries = program_bytes(compiled)
     facts = {"arguments_bytes": arguments, "temporaries_bytes": temporaries}

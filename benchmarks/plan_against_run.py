@@ -11,8 +11,9 @@ import json
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
+import jllama
 from jllama.config import LlamaConfig, MeshConfig
 from jllama.devices import program_bytes
 from jllama.sharding import make_mesh
@@ -32,18 +33,18 @@ def main() -> None:
         loop = LoopConfig(batch_size=32, seq_len=512, remat="dots", attention="reference")
         config = TrainConfig(MODEL, mesh=MeshConfig(**sizes), training=loop)
         mesh = make_mesh(config.mesh)
-        training = compile_training(config, mesh, bos_id=1)
+        training = compile_training(config, mesh)
         state = training.init(jax.random.key(0))
-        windows = jax.device_put(jnp.ones((32, 513), jnp.int32), training.batch_sharding)
-        step = training.step.lower(state, windows).compile()
+        batch = jax.device_put(jllama.text_batch(np.ones((32, 513), np.int32), bos_id=0), training.batch_sharding)
+        step = training.step.lower(state, batch).compile()
         arguments, temporaries = program_bytes(step)
-        state, _ = jax.block_until_ready(step(state, windows))
+        state, _ = jax.block_until_ready(step(state, batch))
         gc.collect()
-        leaves = [*jax.tree.leaves(state._replace(key=jax.random.key_data(state.key))), windows]
+        leaves = [*jax.tree.leaves(state._replace(key=jax.random.key_data(state.key))), *jax.tree.leaves(batch)]
         held = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = resident_bytes("VmRSS")
-        state, _ = jax.block_until_ready(step(state, windows))
+        state, _ = jax.block_until_ready(step(state, batch))
         rise = (resident_bytes("VmHWM") - before) / len(mesh.devices.flat)
         row = {"mesh": sizes, "planned_MiB": [arguments / 2**20, temporaries / 2**20]}
         row |= {"held_MiB": [held / 2**20, rise / 2**20]}

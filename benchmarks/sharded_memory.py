@@ -70,7 +70,7 @@ def measure(layers: int, processes: int, job: str, folder: str, port: int, index
 
     model = LlamaConfig(32_000, layers, embed_dim=1024, num_heads=16, mlp_dim=2736, max_seq_len=256)
     config = TrainConfig(model, mesh=MeshConfig(1, fsdp=processes), training=LoopConfig(batch_size=processes))
-    training = compile_training(config, bos_id=1)
+    training = compile_training(config)
     abstract = jax.eval_shape(training.init, jax.random.key(0))
     shards = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(abstract)]
     share_gb = sum(4 * math.prod(shape) for shape in shards) / 1e9

@@ -105,9 +105,9 @@ def compiled(comparison: Comparison, model: jllama.LlamaConfig, data: Any, seed:
     """The configuration, the programs, the first state, the batches and the compiled step of a run."""
     model = dataclasses.replace(model, vocab_size=data.tokenizer.vocab_size)
     config = jllama.TrainConfig(model, training=comparison.training, optimizer=comparison.optimizer, seed=seed)
-    training, sizes = jllama.compile_training(config, bos_id=data.tokenizer.bos_id), comparison.training
+    training, sizes = jllama.compile_training(config), comparison.training
     state = training.init(jax.random.key(seed))
-    batches = jllama.training_batches(data.train, batch_size=sizes.batch_size, seq_len=sizes.seq_len, seed=seed)
+    batches = data.training_batches(batch_size=sizes.batch_size, seq_len=sizes.seq_len, seed=seed)
     return config, training, state, batches, training.step.lower(state, next(batches)).compile()
 
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a name is import
     from jllama.decode_params import DecodeParams as DecodeParams, decode_layout as decode_layout
     from jllama.model import build_model as build_model
     from jllama.presets import PRESETS as PRESETS, preset as preset
-    from jllama.data.batches import training_batches as training_batches
+    from jllama.data.batches import Batch as Batch, text_batch as text_batch, training_batches as training_batches
     from jllama.data.config import DataConfig as DataConfig
     from jllama.data.tokens import prepare_data as prepare_data
     from jllama.rope_scaling import DynamicScaling as DynamicScaling, LinearScaling as LinearScaling
@@ -53,6 +53,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a name is import
     from jllama.training.config import LoopConfig as LoopConfig, OptimizerConfig as OptimizerConfig
     from jllama.training.config import TrainConfig as TrainConfig
     from jllama.training.loop import train as train
+    from jllama.training.objectives import OBJECTIVES as OBJECTIVES
     from jllama.training.optimizer import OPTIMIZERS as OPTIMIZERS
     from jllama.training.step import TrainState as TrainState, compile_training as compile_training
 

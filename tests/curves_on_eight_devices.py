@@ -16,6 +16,7 @@ import numpy as np
 
 import jllama
 from jllama.config import LlamaConfig, MeshConfig
+from jllama.data.batches import text_batch
 from jllama.errors import UsageError
 from jllama.generation import steps
 from jllama.generation.engine import Engine
@@ -70,18 +71,19 @@ def train(config, mesh, start=None):
     """The state before (``start``, or a fresh one) and behind 20 steps on packed documents, and what they said: each
     loss; the first gradient's norm, since AdamW would not mind one twice too large; the first loss by ``evaluate``.
     """
-    training = compile_training(config, mesh, bos_id=BOS, compiler_options={"xla_backend_optimization_level": 0})
+    training = compile_training(config, mesh, compiler_options={"xla_backend_optimization_level": 0})
     start = start or training.init(jax.random.key(0))
     state, rng = jax.device_put(jax.tree.map(jnp.copy, start), training.shardings), np.random.default_rng(0)
     batches = rng.integers(BOS + 1, config.model.vocab_size, (3, 16, 17)).astype(np.int32)
     batches[rng.random(batches.shape) < 0.15] = BOS
+    batches = [text_batch(windows, BOS) for windows in batches]
     evaluates, steps = mesh.shape["sequence"] > 1 < mesh.shape["tensor"], []  # one more program for some
-    nats, tokens = training.evaluate(state.params, batches[0], np.ones((16, 16), bool)) if evaluates else (0, 0)
+    nats, count, _ = training.evaluate(state.params, batches[0]) if evaluates else (0, 0, {})
     for step in range(STEPS):
         state, metrics = training.step(state, batches[step % 3])
         steps.append(metrics)
     losses = [float(metrics.loss) for metrics in steps]
-    return start, state, [*losses, float(steps[0].grad_norm), float(nats / tokens) if evaluates else losses[0]]
+    return start, state, [*losses, float(steps[0].grad_norm), float(nats / count) if evaluates else losses[0]]
 
 
 def relative_error(curve, expected):

@@ -77,11 +77,13 @@ def test_a_frozen_parameter(additions):
     """It has the same bits after steps that moved all others."""
     loop = jllama.LoopConfig(batch_size=4, seq_len=16, steps=4)
     config = jllama.TrainConfig(SMALL, optimizer=jllama.OptimizerConfig("frozen_embedding", 0.02), training=loop)
-    training = jllama.compile_training(config, bos_id=257)
+    training = jllama.compile_training(config)
     state = training.init(jax.random.key(0))
     before = jax.tree.map(np.array, state.params)
     for _ in range(2):
-        state, _ = training.step(state, np.random.default_rng(0).integers(0, 256, (4, 17)))
+        state, _ = training.step(
+            state, jllama.text_batch(np.random.default_rng(0).integers(0, 256, (4, 17)), bos_id=257)
+        )
     np.testing.assert_array_equal(state.params.pop("embed"), before.pop("embed"))
     moved = jax.tree.map(lambda one, other: not np.array_equal(one, other), state.params, before)
     assert all(jax.tree.leaves(moved))
@@ -205,10 +207,12 @@ def test_rows_of_parameters(additions):
         "k_norm",
     }
     loop = jllama.LoopConfig(batch_size=4, seq_len=16, steps=4)
-    training = jllama.compile_training(jllama.TrainConfig(config, training=loop), bos_id=257)
+    training = jllama.compile_training(jllama.TrainConfig(config, training=loop))
     state = training.init(jax.random.key(0))
     for _ in range(2):
-        state, _ = training.step(state, np.random.default_rng(0).integers(0, 256, (4, 17)))
+        state, _ = training.step(
+            state, jllama.text_batch(np.random.default_rng(0).integers(0, 256, (4, 17)), bos_id=257)
+        )
     assert not np.allclose(state.params["layers"]["q_norm"], 1.0, atol=1e-6)
     model = jllama.LanguageModel(config, state.params, BytesTokenizer())
     prompt = [257, 70, 80]

@@ -11,7 +11,7 @@ from models import SMALL
 
 from jllama import oracle
 from jllama.config import LoraConfig
-from jllama.data.batches import Rows
+from jllama.data.batches import Batch
 from jllama.sharding import MeshConfig, make_mesh
 from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
 from jllama.training.step import compile_training
@@ -54,7 +54,7 @@ def rows_of(groups, count=ROWS):
         for number, (ids, counts) in enumerate(group, 1):
             here = row, slice(start, start := start + len(ids))
             tokens[here], segments[here], counted[here] = ids, number, counts
-    return Rows(tokens, segments, counted)
+    return Batch(tokens, segments, counted)
 
 
 def apart(found):
@@ -72,7 +72,7 @@ def compiled(kind, mesh=ONE_DEVICE, **options):
     """The programs of a tuning of this kind."""
     loop = LoopConfig(**{"dtype": "float32", "batch_size": ROWS, "seq_len": WINDOW - 1, "steps": STEPS} | options)
     config = TrainConfig(CONFIG, init_from="WEIGHTS", optimizer=OPTIMIZER, training=loop, lora=KINDS[kind])
-    return compile_training(config, mesh, bos_id=1, compiler_options={"xla_backend_optimization_level": 0})
+    return compile_training(config, mesh, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def begun(kind, training):

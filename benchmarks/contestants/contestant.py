@@ -211,14 +211,14 @@ def jllama_trainer(work: Work) -> tuple[Step, Work]:
     from jllama.parameters import training_flops_per_token
 
     config = train_config(parse_options(work["argv"]))
-    training = jllama.compile_training(config, bos_id=-1)  # no document begins in what is drawn
+    training = jllama.compile_training(config)
     # From the weights that the peers begin with, too, if there are any.
     params = jllama.load(work["hf"], layout="training").params if os.path.exists(work["hf"]) else None
     state = training.init(jax.random.key(0), params)
 
     def step(tokens: Any) -> float:
         nonlocal state
-        state, metrics = jax.block_until_ready(training.step(state, tokens))
+        state, metrics = jax.block_until_ready(training.step(state, jllama.text_batch(tokens, bos_id=-1)))
         return float(metrics.loss)
 
     batch_size, seq_len = config.training.batch_size, config.training.seq_len

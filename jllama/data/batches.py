@@ -1,5 +1,5 @@
-"""Batches of windows over a flat array of tokens, or of rows of whole conversations: endless and shuffled for training,
-exhaustive for validation.
+"""Batches of rows of tokens, windows of a text or whole conversations: endless and shuffled for training, exhaustive
+for validation.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import grain
 import numpy as np
-from jaxtyping import Bool, Float32, Int32, Integer
+from jaxtyping import Bool, Float32, Integer
 
 from jllama.errors import JllamaError
 
@@ -20,12 +20,12 @@ _RowsRead = slice | Sequence[int]
 _ALL = slice(None)
 
 
-class Rows(NamedTuple):
-    """Rows of whole conversations to learn from, NumPy's or JAX's arrays.
+class Batch(NamedTuple):
+    """Rows of tokens to learn from, each token predicting the next: NumPy's or JAX's arrays, of any source.
 
-    Tokens attend within their own segment; a token is a target if it counts, and is never one at index 0 of a row. With
-    ``reference`` rows are pairs, the preferred answer at even indices and the rejected one at odd ones, each with the
-    summed log-probability of its counted tokens under the model before training.
+    Tokens attend within their own segment, a document or a conversation. A token is a target if it counts and the one
+    before it is in its segment. With ``reference`` rows are pairs of answers, the preferred one at even indices and the
+    rejected one at odd ones, each with the summed log-probability of its targets under the model before training.
     """
 
     tokens: Any  # Int32[Array, "rows window"]
@@ -34,12 +34,25 @@ class Rows(NamedTuple):
     reference: Any = None  # Float32[Array, "rows"]
 
 
+def text_batch(windows: Integer[np.ndarray, "rows window"], bos_id: int, counted: Any = None) -> Batch:
+    """Windows of a text in which each ``bos_id`` begins a document; all tokens count, or those ``counted``.
+
+    Example::
+
+        windows = np.random.default_rng(0).integers(2, 256, (8, 65))
+        state, metrics = training.step(state, jllama.text_batch(windows, bos_id=1))
+    """
+    windows = windows.astype(np.int32)
+    segments = 1 + np.cumsum(windows == bos_id, axis=1, dtype=np.int32)
+    return Batch(windows, segments, np.ones(windows.shape, bool) if counted is None else counted)
+
+
 @dataclasses.dataclass(frozen=True)
 class Conversations:
     """Number ``i`` is the ``sizes[i]`` tokens from ``starts[i]`` on, of which those that ``counted`` marks are learned.
 
     Source ``sources[i]`` has the share ``weights[sources[i]]`` of what is drawn. With ``rows_each`` 2, numbers 2i and
-    2i + 1 are a preferred answer and a rejected one, each with its ``reference``, see ``Rows``.
+    2i + 1 are a preferred answer and a rejected one, each with its ``reference``, see ``Batch``.
     """
 
     tokens: _Tokens
@@ -53,9 +66,9 @@ class Conversations:
 
 
 def training_batches(
-    tokens: _Tokens, *, batch_size: int, seq_len: int, seed: int, rows: _RowsRead = _ALL
-) -> grain.DatasetIterator[Int32[np.ndarray, "rows window"]]:
-    """Windows of ``seq_len + 1`` tokens (inputs, and the same shifted by one) forever, in int32.
+    tokens: _Tokens, *, bos_id: int, batch_size: int, seq_len: int, seed: int, rows: _RowsRead = _ALL
+) -> grain.DatasetIterator[Batch]:
+    """Windows of ``seq_len + 1`` tokens of a text forever; ``bos_id`` begins its documents.
 
     Every epoch shuffles strides of ``seq_len`` anew, from another random offset: no token is a target twice in one, but
     for a few at the very end. Of each batch only ``rows`` are read, the others are zeros; the state (``get_state``,
@@ -68,12 +81,12 @@ def training_batches(
     windows, last = (len(tokens) - 1) // seq_len, len(tokens) - seq_len - 1
     offset = functools.lru_cache(lambda epoch: int(np.random.default_rng((seed, epoch)).integers(seq_len)))
 
-    def gather(index: int, chosen: np.ndarray) -> np.ndarray:
+    def gather(index: int, chosen: np.ndarray) -> Batch:
         epochs = (index * batch_size + np.arange(batch_size)) // windows
         starts = np.minimum(chosen * seq_len + [offset(epoch) for epoch in epochs.tolist()], last)
-        batch = np.zeros((batch_size, seq_len + 1), np.int32)
-        batch[rows] = tokens[starts[rows, None] + np.arange(seq_len + 1)]
-        return batch
+        found = np.zeros((batch_size, seq_len + 1), np.int32)
+        found[rows] = tokens[starts[rows, None] + np.arange(seq_len + 1)]
+        return text_batch(found, bos_id)
 
     # Without drop_remainder, the length of the endless dataset overflows at batch size 1 (grain 0.2.18).
     shuffled = grain.MapDataset.range(windows).seed(seed).shuffle().repeat(None).batch(batch_size, drop_remainder=True)
@@ -81,12 +94,12 @@ def training_batches(
 
 
 def validation_batches(
-    tokens: _Tokens, *, batch_size: int, seq_len: int, max_tokens: int = 0
-) -> Iterator[tuple[Int32[np.ndarray, "rows window"], Bool[np.ndarray, "rows seq"]]]:
-    """Windows that predict every token but the first exactly once, with a mask over the ``seq_len`` targets.
+    tokens: _Tokens, *, bos_id: int, batch_size: int, seq_len: int, max_tokens: int = 0
+) -> Iterator[Batch]:
+    """Windows that predict every token but the first exactly once.
 
     Window ``w`` predicts tokens ``w * seq_len + 1`` to ``(w + 1) * seq_len``; what is beyond the last token or window
-    is zeros, which the mask leaves out. With ``max_tokens`` over 0, an evenly spaced subset of about that many targets,
+    is zeros, which do not count. With ``max_tokens`` over 0, an evenly spaced subset of about that many targets,
     at least one window. Fewer than two tokens raise JllamaError.
     """
     if len(tokens) < 2:
@@ -97,17 +110,17 @@ def validation_batches(
     starts = np.full((-(-count // batch_size), batch_size), len(tokens))
     starts.flat[:count] = np.arange(count) * windows // count * seq_len
 
-    def batch(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def batch(starts: np.ndarray) -> Batch:
         positions = starts[:, None] + np.arange(seq_len + 1)
         inside = positions < len(tokens)
-        return np.where(inside, tokens[np.minimum(positions, len(tokens) - 1)], 0).astype(np.int32), inside[:, 1:]
+        return text_batch(np.where(inside, tokens[np.minimum(positions, len(tokens) - 1)], 0), bos_id, inside)
 
     return map(batch, starts)
 
 
 def chat_batches(
     data: Conversations, *, batch_size: int, seq_len: int, seed: int, rows: _RowsRead = _ALL, packing: bool = True
-) -> grain.DatasetIterator[Rows]:
+) -> grain.DatasetIterator[Batch]:
     """Batches of ``batch_size`` rows, or pairs of rows, forever; ``rows`` and the state are as in ``training_batches``.
 
     With ``packing`` a source's conversations share rows of ``seq_len + 1`` tokens; without, and in pairs, each has its
@@ -116,7 +129,7 @@ def chat_batches(
     """
     is_alone, short = data.rows_each > 1 or not packing, min(-(-seq_len // 32) * 8, seq_len) + 1
 
-    def gather(chosen: Sequence[np.ndarray]) -> Rows:
+    def gather(chosen: Sequence[np.ndarray]) -> Batch:
         fits = is_alone and data.sizes[np.concatenate(chosen)].max() <= short
         return _rows(data, chosen, short if fits else seq_len + 1, rows)
 
@@ -128,7 +141,7 @@ def chat_batches(
 
 def chat_validation_batches(
     data: Conversations, *, batch_size: int, seq_len: int, max_tokens: int = 0
-) -> Iterator[Rows]:
+) -> Iterator[Batch]:
     """Each conversation once, in order, in rows of ``seq_len + 1`` tokens; those that the last batch lacks are padding.
 
     With ``max_tokens`` over 0, evenly spaced rows, or pairs of them, with about that many tokens, at least one.
@@ -165,7 +178,7 @@ def _plan(data: Conversations, order: np.ndarray, seq_len: int, packing: bool) -
     return np.split(order[np.argsort(row_of, kind="stable")], np.cumsum(np.bincount(row_of))[:-1])
 
 
-def _rows(data: Conversations, plan: Sequence[np.ndarray], window: int, read: _RowsRead = _ALL) -> Rows:
+def _rows(data: Conversations, plan: Sequence[np.ndarray], window: int, read: _RowsRead = _ALL) -> Batch:
     """The rows as planned, a pair's one after the other; those not in ``read`` are zeros."""
     each_row = [unit[side :: data.rows_each] for unit in plan for side in range(data.rows_each)]
     tokens, segments, counted = (np.zeros((len(each_row), window), dtype) for dtype in (np.int32, np.int32, bool))
@@ -176,5 +189,5 @@ def _rows(data: Conversations, plan: Sequence[np.ndarray], window: int, read: _R
             place, end = np.s_[row, end : end + data.sizes[index]], end + data.sizes[index]
             tokens[place], segments[place], counted[place] = data.tokens[source], segment, data.counted[source]
     if data.reference is None:
-        return Rows(tokens, segments, counted)
-    return Rows(tokens, segments, counted, np.array([data.reference[own].sum() for own in each_row], np.float32))
+        return Batch(tokens, segments, counted)
+    return Batch(tokens, segments, counted, np.array([data.reference[own].sum() for own in each_row], np.float32))

@@ -13,8 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import grain
 import numpy as np
 
+from jllama.data.batches import (
+    Batch,
+    chat_batches,
+    chat_validation_batches,
+    training_batches,
+    validation_batches,
+)
 from jllama.data.config import DataConfig
 from jllama.data.corpus import Document, Findings, cached, corpus_files, read_corpus
 from jllama.errors import JllamaError
@@ -59,6 +67,23 @@ class Dataset:
     notes: tuple[str, ...] = ()  # what was seen in the data that may not be meant, a line each
 
     is_text = property(lambda self: isinstance(self.train, np.ndarray), doc="Whether this is not of chats.")
+
+    def training_batches(
+        self, *, batch_size: int, seq_len: int, seed: int, rows: Any = slice(None), packing: bool = True
+    ) -> grain.DatasetIterator[Batch]:
+        """Batches forever, as ``batches.training_batches`` or ``chat_batches`` give them."""
+        sizes: Any = {"batch_size": batch_size, "seq_len": seq_len, "seed": seed, "rows": rows}
+        if self.is_text:
+            return training_batches(self.train, bos_id=self.tokenizer.bos_id, **sizes)
+        return chat_batches(self.train, **sizes, packing=packing)
+
+    def validation_batches(self, *, batch_size: int, seq_len: int, max_tokens: int = 0) -> Iterator[Batch]:
+        """All held-out tokens once, or about ``max_tokens``, as the same module gives them."""
+        sizes: Any = {"batch_size": batch_size, "seq_len": seq_len, "max_tokens": max_tokens}
+        if self.is_text:
+            return validation_batches(self.validation, bos_id=self.tokenizer.bos_id, **sizes)
+        return chat_validation_batches(self.validation, **sizes)
+
     gzip_bits_per_byte = property(
         lambda self: 8 * self.counts["gzip_bytes"] / self.counts["gzip_of_bytes"],
         doc="What ``gzip -9`` needs for a byte of the validation text: a model that beats it has learned.",

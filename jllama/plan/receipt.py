@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jllama.config import LlamaConfig, MeshConfig
+from jllama.data.batches import Batch
 from jllama.decode_params import DecodeParams, Quantization, decode_layout
 from jllama.devices import Accelerator, device_bytes, program_bytes
 from jllama.errors import JllamaError, UsageError
@@ -81,13 +82,15 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
     accelerator, devices = topology_devices(topology)
     mesh, options = make_mesh(config.mesh, devices), config.training
     check_batch(config, mesh)
-    training = compile_training(config, mesh, bos_id=1)
+    training = compile_training(config, mesh)
     state, seq_len = jax.eval_shape(training.init, jax.random.key(0)), options.seq_len or config.model.max_seq_len
-    windows = jax.ShapeDtypeStruct((options.batch_size, seq_len + 1), jnp.int32, sharding=training.batch_sharding)
+    shape = options.batch_size, seq_len + 1
+    int_rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=training.batch_sharding)
+    batch = Batch(int_rows, int_rows, jax.ShapeDtypeStruct(shape, bool, sharding=training.batch_sharding))
     tokens, trained = options.batch_size * seq_len, device_bytes(state.params)
     flops = training_flops_per_token(config.model, seq_len, frozen=bool(config.lora.rank)) * tokens / len(devices)
     sizes = {
-        "arguments_bytes": device_bytes((state, windows)),
+        "arguments_bytes": device_bytes((state, batch)),
         "parameters_bytes": trained + device_bytes(state.base),
         "moments_bytes": device_bytes(state.opt_state),
         "gradients_bytes": trained * jnp.dtype(options.reduce_dtype).itemsize // 4,
@@ -95,7 +98,7 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
         "settings": settings(config),
     }
     try:
-        lowered = training.step.lower(state, windows)
+        lowered = training.step.lower(state, batch)
     except Refused as error:
         raise UsageError(f"{error}: take another training.attention, or mesh.sequence") from error
     receipt = _receipt(topology, accelerator, mesh, lowered, flops, tokens, sizes)

@@ -75,6 +75,8 @@ class LoopConfig:
         eval_tokens: evenly spaced validation tokens per evaluation (the last one uses all); 0 is all of them.
         log_every: steps between two lines in ``metrics.jsonl``.
         keep_last: checkpoints kept besides the best one.
+        objective: what is minimized, by its name in ``training.objectives.OBJECTIVES``; ``auto`` is ``preference`` for
+            pairs of answers, else ``next_token``.
         spike_factor: a step whose gradient norm is over this many times its running mean is skipped; 0 for none.
         z_loss: weight of the squared log-normalizer in the loss.
         dpo_beta: how fast preference training leaves the model that it began from (arXiv:2305.18290, eq. 7).
@@ -102,6 +104,7 @@ class LoopConfig:
     eval_tokens: int = 65_536
     log_every: int = 10
     keep_last: int = 1
+    objective: str = "auto"
     spike_factor: float = 0.0
     z_loss: float = 0.0
     dpo_beta: float = 0.1

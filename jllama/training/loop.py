@@ -38,7 +38,7 @@ from jllama.templates.messages import conversing, message_ids
 from jllama.tokenizers import has_tokenizer
 from jllama.training import run_folder
 from jllama.training.config import TrainConfig
-from jllama.training.metrics import Evaluation, check_memory, evaluate, preference_words, summarize
+from jllama.training.metrics import Evaluation, check_memory, evaluate, figures_text, summarize
 from jllama.training.opening import batches_of, first_question, resolved, with_references
 from jllama.training.optimizer import learning_rate_at, make_optimizer
 from jllama.training.step import StepMetrics, Training, TrainState, attention_of, compile_training, on_devices
@@ -162,7 +162,7 @@ class _Run:
         rate = float(learning_rate_at(self.step - 1, self.config.optimizer, self.config.training.steps))
         peak, planned = peak_bytes(self.training.mesh.local_devices), self.planned_bytes
         self.write(**record, learning_rate=rate, planned_bytes=planned, peak_bytes=peak, elapsed_s=self.seconds())
-        self.note = f"loss {record['loss']:.3f}{preference_words(record.get('preference'))}"
+        self.note = f"loss {record['loss']:.3f}{figures_text(record.get('figures'))}"
         self.note += f"  {record['tokens_per_s']:,.0f} tokens/s"
         if not self.console.is_terminal:
             mfu = f"  MFU {record['mfu']:.1%}" if record["mfu"] else ""
@@ -174,7 +174,7 @@ class _Run:
         """Log a step that left the parameters as they were, and its batch; one too many in a row ends the run."""
         loss, norm = (value if math.isfinite(value) else None for value in map(float, metrics[:2]))
         self.write(step=step, skipped=True, loss=loss, grad_norm=norm)
-        self.write(run_folder.SKIPPED, step=step, tokens=np.asarray(getattr(rows, "tokens", rows)).tolist())
+        self.write(run_folder.SKIPPED, step=step, tokens=np.asarray(rows.tokens).tolist())
         wrong = "the loss or its gradient is not a finite number"
         wrong = f"the gradient's norm, {norm:.3g}, is a spike" if None not in (loss, norm) else wrong
         self.console.print(f"step {step} is left out, its batch is in {run_folder.SKIPPED}: {wrong}", style="yellow")
@@ -362,12 +362,13 @@ def _open(config: TrainConfig) -> _Run | Evaluation:
             longer = ("--training.steps", 2 * step, "--resume_with_changes", "true")
             go_on = command("train", "--resume", folder, *(longer if step >= steps else ("--training.patience", 0)))
             console.print(f"{folder} is finished (step {step:,} of {steps:,}). To go on: {go_on}")
-            return Evaluation(**final[-1]["final"])
+            figures = final[-1]["final"].items()  # which runs of 0.1 call those of preferences
+            return Evaluation(**{name.replace("preference", "figures"): value for name, value in figures})
 
     if warning := idle_accelerator():
         console.print(f"warning: {warning}", style="yellow")
     distributed.check_same({"the corpus": data.fingerprint, "the last checkpoint": step})
-    training = compile_training(config, bos_id=data.tokenizer.bos_id)
+    training = compile_training(config)
     check_memory(config, training)
     state = None
     if config.lora.rank or not existing:

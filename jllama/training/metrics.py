@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jllama.data.batches import Rows, chat_validation_batches, validation_batches
 from jllama.data.tokens import Dataset
 from jllama.devices import describe_devices, device_bytes, device_memory_bytes, peak_flops
 from jllama.errors import UsageError
@@ -20,63 +19,55 @@ from jllama.training.step import StepMetrics, Training, TrainState, check_batch,
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Validation loss in nats a token, or of pairs of answers a pair; and unless those are pairs, its exponential, and
-    the loss over the bytes of the text, in bits; of pairs ``preference_means``.
+    """Validation loss in nats a token (or a pair of answers), and of tokens its exponential and, in bits, the loss over
+    the bytes of the text; and the means of the objective's further figures, if it has any.
     """
 
     validation_loss: float
     perplexity: float | None
     bits_per_byte: float | None
-    validation_preference: dict[str, float] | None = None
+    validation_figures: dict[str, float] | None = None
 
     def __str__(self) -> str:
-        perplexity, bits = self.perplexity, self.bits_per_byte
-        others = "" if perplexity is None else f", perplexity {perplexity:.2f}, {bits:.3f} bits per byte"
-        return f"validation loss {self.validation_loss:.4f}{others}{preference_words(self.validation_preference)}"
+        text = f"validation loss {self.validation_loss:.4f}"
+        if self.perplexity is not None:
+            text += f", perplexity {self.perplexity:.2f}, {self.bits_per_byte:.3f} bits per byte"
+        return text + figures_text(self.validation_figures)
 
 
-def preference_means(sums: Sequence[Any]) -> dict[str, float]:
-    """The means over pairs of answers, from sums as ``StepMetrics.preference`` has them.
-
-    ``accuracy`` is the share of pairs whose chosen answer has the larger reward. A reward is ``dpo_beta`` times the
-    answer's log-probability over that before training; ``margin`` is how much larger that of the chosen answer is.
-    """
-    pairs, right, chosen, rejected = np.sum(sums, axis=0).tolist()
-    means = {"accuracy": right, "margin": chosen - rejected, "chosen_reward": chosen, "rejected_reward": rejected}
-    return {name: value / pairs for name, value in means.items()}
-
-
-def preference_words(means: dict[str, float] | None) -> str:
-    """The means for people; nothing if there are none."""
-    text = ", accuracy {accuracy:.1%}, margin {margin:.3f}, rewards {chosen_reward:.3f} and {rejected_reward:.3f}"
-    return text.format(**means) if means else ""
+def figures_text(means: dict[str, float] | None) -> str:
+    """Means of an objective's figures for people; nothing if there are none."""
+    return "".join(f", {name.replace('_', ' ')} {value:.3f}" for name, value in (means or {}).items())
 
 
 def evaluate(
     training: Training, data: Dataset, config: TrainConfig, state: TrainState, max_tokens: int, stop: Any
 ) -> Evaluation | None:
     """The loss on the validation split, or (over 0) about ``max_tokens`` of it; None as soon as ``stop()`` is true."""
-    size = {"batch_size": config.training.batch_size, "seq_len": config.training.seq_len, "max_tokens": max_tokens}
-    if data.is_text:
-        batches = validation_batches(data.validation, **size)
-    else:
-        batches = ((rows, None) for rows in chat_validation_batches(data.validation, **size))
-    sums, pairs, token_bytes = [], [], data.tokenizer.token_bytes()
-    for batch, mask in batches:
+    options = config.training
+    batches = data.validation_batches(batch_size=options.batch_size, seq_len=options.seq_len, max_tokens=max_tokens)
+    nats, counts, text_bytes, figures = [], [], [], []
+    token_bytes = data.tokenizer.token_bytes()
+    for batch in batches:
         if stop():
             return None
-        on_device = on_devices((batch, mask), training.batch_sharding)
-        nats, count = jax.device_get(training.evaluate(state.params, *on_device, state.base))
-        if data.preference:
-            pairs.append(count)
-            count = count[0]
-        targets = batch.tokens[batch.counted] if isinstance(batch, Rows) else batch[:, 1:][mask]
-        sums.append((float(nats), int(count), int(token_bytes[targets].sum())))
-    nats, counts, text_bytes = zip(*sums, strict=True)
-    score = TextScore(math.fsum(nats), sum(counts), sum(text_bytes))
-    if data.preference:
-        return Evaluation(score.loss, None, None, preference_means(pairs))
+        on_device = on_devices(batch, training.batch_sharding)
+        batch_nats, count, batch_figures = jax.device_get(training.evaluate(state.params, on_device, state.base))
+        nats.append(float(batch_nats))
+        counts.append(float(count))
+        figures.append(batch_figures)
+        text_bytes.append(int(token_bytes[batch.tokens[:, 1:][batch.counted[:, 1:]]].sum()))
+    score = TextScore(math.fsum(nats), round(math.fsum(counts)), sum(text_bytes))
+    means = mean_figures(figures, counts)
+    if means or options.objective not in ("auto", "next_token"):  # no likelihood of a text
+        return Evaluation(score.loss, None, None, means or None)
     return Evaluation(score.loss, score.perplexity, score.bits_per_byte)
+
+
+def mean_figures(sums: Sequence[dict[str, Any]], counts: Sequence[Any]) -> dict[str, float]:
+    """The means of an objective's figures, from their sums over several batches and what each is divided by."""
+    total = math.fsum(map(float, counts))
+    return {name: math.fsum(float(figures[name]) for figures in sums) / total for name in sums[0]}
 
 
 def summarize(steps: Sequence[StepMetrics], elapsed_s: float, config: TrainConfig) -> dict[str, Any]:
@@ -85,14 +76,14 @@ def summarize(steps: Sequence[StepMetrics], elapsed_s: float, config: TrainConfi
     flops_per_token = training_flops_per_token(config.model, config.training.seq_len, frozen=bool(config.lora.rank))
     flops_per_s = tokens_per_s * flops_per_token
     peak = peak_flops(jax.devices()[0].device_kind)
-    pairs = [step.preference for step in steps if step.preference is not None]
+    figures = mean_figures([step.figures for step in steps], [step.count for step in steps])
     return {
         **{name: float(np.mean([float(getattr(step, name)) for step in steps])) for name in ("loss", "grad_norm")},
         "tokens_per_s": tokens_per_s,
         "step_s": elapsed_s / len(steps),
         "flops_per_s": flops_per_s,
         "mfu": flops_per_s / (peak * jax.device_count()) if peak else None,
-        **({"preference": preference_means(pairs)} if pairs else {}),
+        **({"figures": figures} if figures else {}),
     }
 
 

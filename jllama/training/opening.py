@@ -13,7 +13,7 @@ from jllama.checkpoints.registry import open_checkpoint
 from jllama.checkpoints.run import read_config
 from jllama.checkpoints.tensors import Checkpoint
 from jllama.config import LlamaConfig
-from jllama.data.batches import chat_batches, chat_validation_batches, rows_an_epoch, training_batches
+from jllama.data.batches import chat_validation_batches, rows_an_epoch
 from jllama.data.chats import data_task, prepare_chats
 from jllama.data.tokens import SPLITS, Dataset, prepare_data
 from jllama.errors import check_fields, no_tokenizer
@@ -77,9 +77,7 @@ def batches_of(data: Dataset, config: TrainConfig, training: Training) -> Any:
     parts = training.batch_sharding.addressable_devices_indices_map((num_rows,)).values()
     rows = np.unique([np.arange(num_rows)[part] for part in parts]).tolist()
     size: Any = {"batch_size": options.batch_size, "seq_len": options.seq_len, "seed": config.seed, "rows": rows}
-    if data.is_text:
-        return training_batches(data.train, **size)
-    return chat_batches(data.train, **size, packing=config.data.packing)
+    return data.training_batches(**size, packing=config.data.packing)
 
 
 def first_question(data: Dataset) -> list[int]:
@@ -108,7 +106,7 @@ def with_references(
             for split in SPLITS:
                 pairs, found = getattr(data, split), []
                 for rows in chat_validation_batches(pairs, **size):
-                    sums = training.log_probs(state.params, on_devices(rows, training.batch_sharding), None, state.base)
+                    sums = training.log_probs(state.params, on_devices(rows, training.batch_sharding), state.base)
                     found.append(np.asarray(multihost_utils.process_allgather(sums, tiled=True)))
                     move(len(sums))
                 references[split] = np.concatenate(found)[: len(pairs.sizes)]

@@ -1,4 +1,8 @@
-"""One step of training, and ``compile_training``: what a training loop needs, compiled."""
+"""One step of training, and ``compile_training``: what a training loop needs, compiled.
+
+A step reads from top to bottom: ``step`` splits the batch over the devices, each of which calculates ``gradients`` of
+an objective (``jllama.training.objectives``), whose ``forward`` pass gathers the weights; ``updated`` applies them.
+"""
 
 import dataclasses
 import functools
@@ -8,24 +12,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jllama.config import LlamaConfig
-from jllama.data.batches import Rows
+from jllama.data.batches import Batch
 from jllama.devices import keep_freed_memory
-from jllama.errors import UsageError, check_fields
+from jllama.errors import UsageError, check_fields, unknown_name
 from jllama.functional import choose_attention
-from jllama.functional.linear import AdaptedMatrix
-from jllama.lora import adapted, dense, frozen, initial_adapter
 from jllama.model import Llama, Parallel, build_model, check_attention, check_ids, initial_params
-from jllama.parameters import Params, map_by_path, parameter_table, shape_of
-from jllama.sharding import BATCH, gather, gather_stages, make_mesh, row_spec, ruleset, state_sharding
-from jllama.training.config import TrainConfig
+from jllama.parameters import Params
+from jllama.sharding import BATCH, gather_stages, make_mesh, ruleset, state_sharding
+from jllama.training.config import LoopConfig, TrainConfig
+from jllama.training.objectives import OBJECTIVES, Forward, Objective, Targets, row_log_probs
 from jllama.training.optimizer import make_optimizer
+from jllama.training.parallel import BY_HAND, Parallelism
+from jllama.training.trainable import Trainable, trainable_of
 
-_BY_HAND = ("data", "fsdp", "sequence")  # mesh axes whose exchanges are written out
+Sums = tuple[Float[Array, ""], Float[Array, ""], dict[str, Float[Array, ""]]]
+"""Of losses, of what they are divided by, and of an objective's further figures."""
 
 
 class TrainState(NamedTuple):
@@ -44,16 +49,18 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """A step's mean loss in nats per token that counts, or per pair; the global gradient norm before clipping; the
-    number of tokens, of text those learned from, of ``Rows`` all but padding; and whether it was ``skipped``: its loss
-    or gradient was not finite or a spike, and parameters and optimizer are as they were.
+    """A step's mean loss in nats per target that counts, or per pair; the global gradient norm before clipping; the
+    number of tokens that were fed, without padding; whether it was ``skipped``: its loss or gradient was not finite or
+    a spike, and parameters and optimizer are as they were; how many losses the mean is of, and the sums of the
+    objective's further figures.
     """
 
     loss: Float[Array, ""]
     grad_norm: Float[Array, ""]
     tokens: Float[Array, ""]
     skipped: Bool[Array, ""]
-    preference: Float[Array, "4"] | None = None  # of pairs: sums for ``metrics.preference_means``
+    count: Float[Array, ""]
+    figures: dict[str, Float[Array, ""]]
 
 
 class Training(NamedTuple):
@@ -61,12 +68,11 @@ class Training(NamedTuple):
 
     ``init(key, params=None)`` gives the ``TrainState`` before the first step, from fresh or given parameters;
     ``step(state, batch)`` one update, ``(state, StepMetrics)``, where the state given is donated: use the one returned;
-    a batch is int32 windows of text ``[batch, seq + 1]``, each token predicting the next, or ``Rows``; an id that is no
-    token's is refused (``UsageError``) in NumPy's arrays, and in JAX's makes the step one that is left out;
-    ``evaluate(params, batch, mask=None, base=None)`` ``(nats, tokens)``, the summed loss of a batch's targets (of
-    windows those in ``mask`` ``[batch, seq]``), without z-loss, and their number, or of pairs the sums of
-    ``StepMetrics.preference``, which begin with it; ``log_probs``, of the same arguments,
-    the summed log-probability of each row's targets. ``base`` is the state's.
+    a batch is a ``Batch`` (``text_batch`` makes one of windows of text); an id that is no token's is refused
+    (``UsageError``) in NumPy's arrays, and in JAX's makes the step one that is left out;
+    ``evaluate(params, batch, base=None)`` the sums ``(nats, count, figures)`` of the objective over a batch, without
+    z-loss; ``log_probs``, of the same arguments, the summed log-probability of each row's targets. ``base`` is the
+    state's.
     """
 
     init: Any
@@ -78,195 +84,250 @@ class Training(NamedTuple):
     batch_sharding: NamedSharding
 
 
+class Setup(NamedTuple):
+    """What the programs of a run are made for."""
+
+    config: TrainConfig
+    parallel: Parallelism
+    trainable: Trainable
+    optimizer: optax.GradientTransformation
+
+
 def compile_training(
-    config: TrainConfig, mesh: Mesh | None = None, *, bos_id: int, compiler_options: dict[str, Any] | None = None
+    config: TrainConfig, mesh: Mesh | None = None, *, compiler_options: dict[str, Any] | None = None
 ) -> Training:
     """The programs of a training run, each compiled when it is first called; UsageError if it cannot be.
 
     Example::
 
-        training = compile_training(config, bos_id=data.tokenizer.bos_id)
+        training = compile_training(config)
         state = training.init(jax.random.key(config.seed))
-        for windows in training_batches(data.train, batch_size=8, seq_len=128, seed=0):
-            state, metrics = training.step(state, windows)
+        bos_id = data.tokenizer.bos_id
+        for batch in training_batches(data.train, bos_id=bos_id, batch_size=8, seq_len=128, seed=0):
+            state, metrics = training.step(state, batch)
 
     Args:
         config: of which ``model`` (with its ``vocab_size``), ``optimizer``, ``mesh`` and ``training`` count.
         mesh: the devices; None makes one as ``config.mesh`` says.
-        bos_id: the token that starts a document: attention stays within documents, and it is never a target.
         compiler_options: XLA's, for ``step`` and ``evaluate``, besides those of ``config.training``.
     """
     mesh = make_mesh(config.mesh) if mesh is None else mesh
-    model, options, platform = config.model, config.training, mesh.devices.flat[0].platform
-    dtype = compute_dtype(config, mesh)
-    optimizer, rules = make_optimizer(config.optimizer, options.steps), ruleset(config.mesh)
-    attention, xla = attention_of(config, mesh), {**options.compiler_options, **(compiler_options or {})}
-    table = parameter_table(model)
-    specs = {path: row_spec(mesh, row, model, rules) for path, row in table.items()}
-    head = "embed" if model.tie_embeddings else "lm_head"
-    split = [name for name in _BY_HAND if mesh.shape[name] > 1]
-    if platform == "cpu":
+    options = config.training
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    if on_cpu:
         keep_freed_memory()
-    if split and platform == "cpu":
+    if on_cpu and any(mesh.shape[name] > 1 for name in BY_HAND):
         check_fields(options, "training.", "reduce_dtype", "float32".__eq__, "float32 on CPUs, where XLA sums no other")
-    stages, lora = gather_stages(mesh), config.lora
-    split_by = [name for name in ("fsdp", "tensor") if mesh.shape[name] > 1 and lora.base in ("int8", "nf4")]
-    if lora.rank and split_by:
-        said = f"lora.base is {lora.base}, whose weights are whole on each device"
-        raise UsageError(f"{said}, and mesh.{split_by[0]} would split them: make it 1")
+    if options.objective not in ("auto", *OBJECTIVES):
+        raise unknown_name("objective", options.objective, ["auto", *OBJECTIVES])
+    attention_of(config, mesh)
+    dtype = compute_dtype(config, mesh)
+    trainable = trainable_of(config, dtype, mesh.shape)
+    optimizer = make_optimizer(config.optimizer, options.steps)
+    setup = Setup(config, Parallelism(config, mesh, dtype), trainable, optimizer)
 
-    def init(key: Key[Array, ""], params: Params | None = None) -> TrainState:
-        init_key, run_key = jax.random.split(key)
-        drawn = initial_params(init_key, model) if params is None else params
-        masters = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), drawn)  # also where JAX is in 64-bit mode
-        base, usual = None, jnp.zeros((), jnp.float32) if options.spike_factor else None
-        if lora.rank:
-            base, masters = frozen(drawn, model, lora, dtype), initial_adapter(init_key, drawn, model, lora)
-        return TrainState(jnp.zeros((), jnp.int32), masters, optimizer.init(masters), run_key, base, usual)
+    # How the state and batches are split, and the programs for them.
+    initial = functools.partial(initial_state, setup)
+    shapes = jax.eval_shape(initial, jax.random.key(0))
+    state = state_sharding(mesh, config.model, shapes, ruleset(config.mesh))
+    batch = NamedSharding(mesh, BATCH)
+    xla = {**options.compiler_options, **(compiler_options or {})}
+    # init runs once, so what counts is compiling: 0.9 s unoptimized, 5.6 s otherwise, for a small model on two cores.
+    quick = {"xla_backend_optimization_level": 0} if on_cpu else None
+    step = jax.jit(
+        functools.partial(take_step, setup),
+        in_shardings=(state, batch),
+        out_shardings=(state, None),
+        donate_argnums=0,
+        compiler_options=xla,
+    )
+    scoring: Any = {"in_shardings": (state.params, batch, state.base), "compiler_options": xla}
+    evaluate = jax.jit(functools.partial(evaluation_sums, setup), **scoring)
+    log_probs = jax.jit(functools.partial(log_probs_of_rows, setup), **scoring)
+    return Training(
+        jax.jit(initial, out_shardings=state, donate_argnums=1, compiler_options=quick),
+        CheckedStep(step, config.model),
+        lambda params, batch, base=None: evaluate(params, batch, base),
+        lambda params, batch, base=None: log_probs(params, batch, base),
+        mesh,
+        state,
+        batch,
+    )
 
-    def whole(path: str, part: Any, kept: Any) -> Any:
-        """A parameter, or one layer's share of it, for the products: in ``dtype``, from all devices that hold some."""
-        if isinstance(part, AdaptedMatrix):
-            others = {name: leaf.astype(dtype) for name, leaf in vars(part).items() if isinstance(leaf, Array)}
-            return dataclasses.replace(part, **{**others, "base": whole(path, part.base, None)})
-        if not isinstance(part, Array):
-            return dense(part, shape_of(table[path], model)[1:], dtype)
-        spec = tuple(specs[path])[-part.ndim :]
-        return gather(part, kept, spec.index("fsdp") if "fsdp" in spec else None, dtype, stages)
 
-    def gather_layer(weights: Params, kept: Params) -> Params:
-        return {name: whole(f"layers/{name}", part, kept.get(name)) for name, part in weights.items()}
+def initial_state(setup: Setup, key: Key[Array, ""], params: Params | None = None) -> TrainState:
+    """The state before the first step, from fresh or given weights."""
+    init_key, run_key = jax.random.split(key)
+    weights = initial_params(init_key, setup.config.model) if params is None else params
+    trained, base = setup.trainable.init(init_key, weights)
+    usual_norm = jnp.zeros((), jnp.float32) if setup.config.training.spike_factor else None
+    return TrainState(jnp.zeros((), jnp.int32), trained, setup.optimizer.init(trained), run_key, base, usual_norm)
 
-    def forward(learned: Params, weights: Params, parts: Any) -> tuple[Llama, Array]:
-        """The model with its whole head, and the last activations of this device's tokens."""
-        inputs, _, segments = parts[:3]
-        kept = {**dict.fromkeys(weights), "layers": {}} if lora.rank else learned
-        params = adapted(weights, learned, lora) if lora.rank else weights
-        ready = {**params, **{name: whole(name, params[name], kept[name]) for name in ("embed", "final_norm")}}
-        parallel = Parallel(gather_layer, mesh, kept["layers"])
-        how: Any = {"remat": str(options.remat), "attention": attention, "parallel": parallel}
-        positions = (jax.lax.axis_index("sequence") * inputs.shape[1] + jnp.arange(inputs.shape[1]))[None]
-        hidden, scattered = build_model(model, ready).hidden(inputs, segments, positions, **how), kept[head]
-        if stages and not lora.rank:  # so is the head's gradient, before the backward pass of the layers begins
-            hidden, scattered = jax.lax.optimization_barrier((hidden, scattered))
-        return build_model(model, {**ready, head: whole(head, params[head], scattered)}), hidden
 
-    def loss(learned: Params, weights: Params, parts: Any, z_loss: float) -> tuple[Array, Array]:
-        """The summed loss of this device's tokens, and their number.
+def take_step(setup: Setup, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    """One update of the state by a batch."""
+    function = functools.partial(gradients, setup, objective_of(setup, batch))
+    trained_spec, _ = setup.trainable.specs(setup.parallel.weight_specs())
+    outputs = PartitionSpec(), trained_spec
+    (total, count, figures), sums = on_each_device(setup, function, outputs, state.params, state.base, batch)
+    count = jnp.maximum(count, 1.0)
+    state, norm, accepted = updated(setup, state, total, count, sums)
+    tokens = jnp.sum(batch.segments[:, :-1] != 0, dtype=jnp.float32)
+    return state, StepMetrics(total / count, norm, tokens, ~accepted, count, figures)
 
-        Of pairs the loss of DPO (arXiv:2305.18290, eq. 7), and the sums of ``StepMetrics.preference``.
-        """
-        if len(parts) > 4:
-            ratios = (row_log_probs(learned, weights, parts) - parts[4]).reshape(-1, 2)
-            margins = options.dpo_beta * (ratios[:, 0] - ratios[:, 1])
-            is_pair = jnp.any(parts[3], axis=1)[::2]  # and not padding
-            rewards = options.dpo_beta * ratios.T
-            figures = jnp.stack([jnp.ones_like(margins), margins > 0, *rewards])
-            losses = jax.nn.softplus(-margins)
-            return jnp.sum(jnp.where(is_pair, losses, 0.0)), jnp.sum(jnp.where(is_pair, figures, 0.0), axis=1)
-        llama, hidden = forward(learned, weights, parts)
-        return llama.loss(hidden, parts[1], parts[3], z_loss)
 
-    def row_log_probs(learned: Params, weights: Params, parts: Any) -> Array:
-        """The summed log-probability of the counted targets of each of this device's rows."""
-        llama, hidden = forward(learned, weights, parts)
-        return jnp.sum(jnp.where(parts[3], llama.token_log_probs(hidden, parts[1])[0], 0.0), axis=1)
+def evaluation_sums(setup: Setup, params: Params, batch: Batch, base: Params | None) -> Sums:
+    """The sums of the objective over a batch."""
+    function = functools.partial(local_evaluation, setup, objective_of(setup, batch))
+    return on_each_device(setup, function, PartitionSpec(), params, base, batch)
 
-    def gradients(learned: Params, weights: Params, parts: Any) -> tuple[tuple[Array, Array], Params]:
+
+def log_probs_of_rows(setup: Setup, params: Params, batch: Batch, base: Params | None) -> Float[Array, "rows"]:
+    """The summed log-probability of each row's targets."""
+    return on_each_device(setup, functools.partial(local_log_probs, setup), BATCH, params, base, batch)
+
+
+def objective_of(setup: Setup, batch: Batch) -> Objective:
+    """The configured objective, or the one that suits the batch; ``UsageError`` if the batch is not made for it."""
+    name = setup.config.training.objective
+    if name == "auto":
+        name = "next_token" if batch.reference is None else "preference"
+    if name == "preference" and batch.reference is None:
+        raise UsageError("training.objective is preference, and the data has no pairs of answers: leave it out")
+    return OBJECTIVES[name]
+
+
+def targets_of(setup: Setup, batch: Batch) -> Targets:
+    """What each token of a batch predicts."""
+    if batch.reference is not None and setup.parallel.mesh.shape["sequence"] > 1:
+        raise UsageError("mesh.sequence is over 1, and pairs of answers are not split so: leave it out")
+    same_segment = batch.segments[:, :-1] == batch.segments[:, 1:]
+    counted = batch.counted[:, 1:] & same_segment
+    return Targets(batch.tokens[:, :-1], batch.tokens[:, 1:], batch.segments[:, :-1], counted, batch.reference)
+
+
+def on_each_device(setup: Setup, function: Any, outputs: Any, params: Params, base: Params | None, batch: Batch) -> Any:
+    """Call ``function(trained, base, targets)`` on each device, with its parts of the weights and of a batch.
+
+    ``outputs`` says how the devices' results make up the whole.
+    """
+    parallel = setup.parallel
+    targets = targets_of(setup, batch)
+    inputs = *setup.trainable.specs(parallel.weight_specs()), jax.tree.map(parallel.batch_spec, targets)
+    return parallel.run(function, inputs, outputs, params, base, targets)
+
+
+# On each device
+
+
+def gradients(
+    setup: Setup, objective: Objective, trained: Params, base: Params | None, targets: Targets
+) -> tuple[Sums, Params]:
+    """The sums of an objective over the whole batch, and this device's part of their gradients."""
+    options = setup.config.training
+    learned, weights = setup.trainable.learned(trained, base, options.reduce_dtype)
+    loss = functools.partial(local_loss, setup, objective, options, weights)
+    gradient = jax.value_and_grad(loss, has_aux=True)
+    if options.accumulation == 1:
+        (total, others), sums = gradient(learned, targets)
+    else:
         # The parts' sums are added in float32 and divided once, so that parts weigh by their numbers of targets.
-        gradient = jax.value_and_grad(lambda kept, parts: loss(kept, weights, parts, options.z_loss), has_aux=True)
-        if options.accumulation == 1:
-            totals, leaves = gradient(learned, parts)
-        else:
-            pieces = tuple(part.reshape(options.accumulation, -1, *part.shape[1:]) for part in parts)
-            figures = np.zeros(4) if len(parts) > 4 else 0.0
-            none = jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), jnp.float32), ((0.0, figures), learned))
-            (totals, leaves), _ = jax.lax.scan(
-                lambda sums, part: (jax.tree.map(jnp.add, sums, gradient(learned, part)), None), none, pieces
-            )
+        parts = jax.tree.map(lambda each: each.reshape(options.accumulation, -1, *each.shape[1:]), targets)
+        totals = jax.eval_shape(loss, learned, jax.tree.map(lambda each: each[0], parts))
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (totals, learned))
 
-        def summed(path: str, leaf: Array) -> Array:
-            names = [name for name in split if name != "fsdp" or "fsdp" not in specs.get(path, ())]
-            return jax.lax.psum(leaf.astype(options.reduce_dtype), names) if names else leaf
+        def add(sums: Any, part: Targets) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, sums, gradient(learned, part)), None
 
-        return jax.lax.psum(totals, _BY_HAND), map_by_path(summed, leaves)
+        ((total, others), sums), _ = jax.lax.scan(add, zeros, parts)
+    return setup.parallel.sum((total, *others)), setup.parallel.sum_gradients(sums)
 
-    by_fsdp = {path: [name if name == "fsdp" else None for name in spec] for path, spec in specs.items()}
-    parts = {path: PartitionSpec(*(spec if "fsdp" in spec else ())) for path, spec in by_fsdp.items()}
-    by_hand = (unflatten_dict(parts, sep="/"), PartitionSpec())[:: -1 if lora.rank else 1]
-    tokens, scalars = PartitionSpec(BATCH[0], "sequence"), (PartitionSpec(), PartitionSpec())
 
-    def spread(function: Any, outputs: Any, params: Params, batch: Any, mask: Any, base: Params | None) -> Any:
-        """``function(learned, weights, parts)`` on each device's part of the parameters and of a batch's parts."""
-        parts = parts_of(batch, mask)
-        inputs = (*by_hand, *(tokens if part.ndim > 1 else BATCH for part in parts))
-        split: Any = {"in_specs": inputs, "out_specs": outputs, "axis_names": {*_BY_HAND}, "check_vma": False}
+def local_evaluation(
+    setup: Setup, objective: Objective, trained: Params, base: Params | None, targets: Targets
+) -> Sums:
+    """The sums of an objective over the whole batch, without z-loss."""
+    options = dataclasses.replace(setup.config.training, z_loss=0.0)
+    learned, weights = setup.trainable.learned(trained, base, options.reduce_dtype)
+    total, others = local_loss(setup, objective, options, weights, learned, targets)
+    return setup.parallel.sum((total, *others))
 
-        def local(params: Params, base: Params | None, *parts: Array) -> Any:  # zeros' gradients are the weights' own
-            zeros = jax.tree.map(lambda part: jnp.zeros(part.shape, options.reduce_dtype), params)
-            return function(zeros, params, parts) if base is None else function(params, base, parts)
 
-        return jax.shard_map(local, mesh=mesh, **split)(params, base, *parts)
+def local_log_probs(setup: Setup, trained: Params, base: Params | None, targets: Targets) -> Float[Array, "rows"]:
+    """The summed log-probability of the targets of each of this device's rows."""
+    learned, weights = setup.trainable.learned(trained, base, setup.config.training.reduce_dtype)
+    return row_log_probs(functools.partial(forward, setup, weights, learned), targets)
 
-    def parts_of(batch: Any, mask: Array | None) -> tuple[Array, ...]:
-        """Inputs, targets, segments and which targets count; of pairs, too, each row's reference."""
-        tokens = batch.tokens if isinstance(batch, Rows) else batch
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        if not isinstance(batch, Rows):
-            return inputs, targets, jnp.cumsum(inputs == bos_id, axis=1), (targets != bos_id) & (mask is None or mask)
-        reference = () if batch.reference is None else (batch.reference,)
-        if reference and mesh.shape["sequence"] > 1:
-            raise UsageError("mesh.sequence is over 1, and pairs of answers are not split so: leave it out")
-        same = batch.segments[:, :-1] == batch.segments[:, 1:]
-        return inputs, targets, batch.segments[:, :-1], batch.counted[:, 1:] & same, *reference
 
-    def step(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
-        (total, figures), leaves = spread(gradients, (scalars, by_hand[0]), state.params, batch, None, state.base)
-        preference = figures if figures.ndim else None
-        count = jnp.maximum(figures if preference is None else figures[0], 1.0)
+def local_loss(
+    setup: Setup, objective: Objective, options: LoopConfig, weights: Params, learned: Params, targets: Targets
+) -> tuple[Float[Array, ""], tuple[Float[Array, ""], dict[str, Float[Array, ""]]]]:
+    """An objective's sum over this device's rows, which has a gradient, and the sums that have none."""
+    pass_forward: Forward = functools.partial(forward, setup, weights, learned)
+    total, count, figures = objective(pass_forward, targets, options)
+    return total, (count, figures)
 
-        def means(sums: Params) -> Params:
-            return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) / count.astype(jnp.float32), sums)
+
+def forward(
+    setup: Setup, weights: Params, learned: Params, targets: Targets
+) -> tuple[Llama, Float[Array, "rows seq embed"]]:
+    """The model with its whole head, and the final activations of this device's tokens."""
+    config, parallel = setup.config, setup.parallel
+    params, gradient_of = setup.trainable.assemble(learned, weights)
+    ready = dict(params)
+    for name in ("embed", "final_norm"):
+        ready[name] = parallel.gather(name, params[name], gradient_of[name])
+    hidden = build_model(config.model, ready).hidden(
+        targets.inputs,
+        targets.segments,
+        parallel.positions(targets.inputs),
+        remat=str(config.training.remat),
+        attention=attention_of(config, parallel.mesh),
+        parallel=Parallel(parallel.gather_layer, parallel.mesh, gradient_of["layers"]),
+    )
+    # The head is gathered last, and its gradient summed before the backward pass of the layers begins.
+    head = "embed" if config.model.tie_embeddings else "lm_head"
+    gradient = gradient_of[head]
+    if gradient is not None and gather_stages(parallel.mesh):
+        hidden, gradient = jax.lax.optimization_barrier((hidden, gradient))
+    ready[head] = parallel.gather(head, params[head], gradient)
+    return build_model(config.model, ready), hidden
+
+
+# On all devices
+
+
+def updated(
+    setup: Setup, state: TrainState, total: Float[Array, ""], count: Float[Array, ""], sums: Params
+) -> tuple[TrainState, Float[Array, ""], Bool[Array, ""]]:
+    """The state after an update by summed gradients, their norm, and whether the step was accepted.
+
+    Of one that is not, only the count of steps goes on: its loss or gradient is not finite, or a spike.
+    """
+    options, optimizer = setup.config.training, setup.optimizer
+    with jax.named_scope("optimizer"):
+        norm = optax.tree.norm(_means(sums, count))
+        usual = state.usual_norm
+        accepted = jnp.isfinite(total) & jnp.isfinite(norm)
+        if usual is not None:
+            accepted &= (usual == 0) | (norm <= options.spike_factor * usual)
+            usual = jnp.where(accepted, jnp.where(usual == 0, norm, 0.98 * usual + 0.02 * norm), usual)
 
         def update(turn: Array, old: tuple[Params, optax.OptState]) -> tuple[Params, optax.OptState]:
             params, opt_state = old
-            sums, _ = jax.lax.optimization_barrier((leaves, turn))  # keeps its products in the loop
-            updates, opt_state = optimizer.update(means(sums), opt_state, params)
+            own_sums, _ = jax.lax.optimization_barrier((sums, turn))  # keeps its products in the loop
+            updates, opt_state = optimizer.update(_means(own_sums, count), opt_state, params)
             return jax.tree.map(jnp.add, params, updates), opt_state
 
-        with jax.named_scope("optimizer"):
-            norm, usual = optax.tree.norm(means(leaves)), state.usual_norm
-            accepted = jnp.isfinite(total) & jnp.isfinite(norm)
-            if usual is not None:
-                accepted &= (usual == 0) | (norm <= options.spike_factor * usual)
-                usual = jnp.where(accepted, jnp.where(usual == 0, norm, 0.98 * usual + 0.02 * norm), usual)
-            # A loop of one turn, or of none, changes its carry in place. A cond copies all of it on GPUs with jax 0.10,
-            # and a where after the update does on CPUs.
-            turns = accepted.astype(jnp.int32)
-            params, opt_state = jax.lax.fori_loop(0, turns, update, (state.params, state.opt_state))
-        tokens = jnp.sum(batch.segments != 0, dtype=jnp.float32) if isinstance(batch, Rows) else count
-        metrics = StepMetrics(total / count, norm, tokens, ~accepted, preference)
-        return TrainState(state.step + 1, params, opt_state, state.key, state.base, usual), metrics
+        # A loop of one turn, or of none, changes its carry in place. A cond copies all of it on GPUs with jax 0.10,
+        # and a where after the update does on CPUs.
+        turns = accepted.astype(jnp.int32)
+        params, opt_state = jax.lax.fori_loop(0, turns, update, (state.params, state.opt_state))
+    return TrainState(state.step + 1, params, opt_state, state.key, state.base, usual), norm, accepted
 
-    shapes = jax.eval_shape(init, jax.random.key(0))
-    shardings, batch = state_sharding(mesh, model, shapes, rules), NamedSharding(mesh, BATCH)
-    # init runs once, so what counts is compiling: 0.9 s unoptimized, 5.6 s otherwise, for a small model on two cores.
-    quick = {"xla_backend_optimization_level": 0} if platform == "cpu" else None
 
-    def scoring(function: Any, outputs: Any) -> Any:
-        """A program that takes ``params, batch, mask=None, base=None``."""
-        where: Any = {"in_shardings": (shardings.params, batch, batch, shardings.base), "compiler_options": xla}
-        compiled = jax.jit(functools.partial(spread, function, outputs), **where)
-        return lambda params, batch, mask=None, base=None: compiled(params, batch, mask, base)
-
-    where = {"in_shardings": (shardings, batch), "out_shardings": (shardings, None)}
-    return Training(
-        jax.jit(init, out_shardings=shardings, donate_argnums=1, compiler_options=quick),
-        CheckedStep(jax.jit(step, **where, donate_argnums=0, compiler_options=xla), model),
-        scoring(lambda learned, weights, parts: jax.lax.psum(loss(learned, weights, parts, 0.0), _BY_HAND), scalars),
-        scoring(row_log_probs, BATCH),
-        *(mesh, shardings, batch),
-    )
+def _means(sums: Params, count: Float[Array, ""]) -> Params:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) / count.astype(jnp.float32), sums)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,19 +337,18 @@ class CheckedStep:
     program: Any
     config: LlamaConfig
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         """Take the step."""
         self.check(batch)
         return self.program(state, batch)
 
-    def check(self, batch: Any) -> None:
+    def check(self, batch: Batch) -> None:
         """Raise ``UsageError`` for an id that is no token's in a batch of NumPy arrays.
 
         Arrays of JAX are not looked at: they would have to be waited for, and copied from their device.
         """
-        tokens = getattr(batch, "tokens", batch)
-        if isinstance(tokens, np.ndarray):
-            check_ids(tokens, self.config)
+        if isinstance(batch.tokens, np.ndarray):
+            check_ids(batch.tokens, self.config)
 
     def lower(self, state: Any, batch: Any) -> Any:
         """Lower the program for arrays of these shapes, as ``jax.jit(...).lower`` does."""

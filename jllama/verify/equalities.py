@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jllama import functional as F
 from jllama import oracle
 from jllama.config import LlamaConfig
+from jllama.data.batches import text_batch
 from jllama.decode_params import decode_layout
 from jllama.errors import JllamaError
 from jllama.model import KVCache
@@ -263,7 +264,7 @@ def short_training(config: LlamaConfig, mesh: Mesh) -> Training:
     """
     optimizer, loop = OptimizerConfig(learning_rate=3e-2, epsilon=1e-2), LoopConfig(steps=3, dtype="float32")
     run = TrainConfig(config, optimizer=optimizer, training=loop)
-    return compile_training(run, mesh, bos_id=1, compiler_options={"xla_backend_optimization_level": 0})
+    return compile_training(run, mesh, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @functools.cache
@@ -272,6 +273,6 @@ def trained(config: LlamaConfig, mesh: Mesh) -> tuple[TrainState, list[float]]:
     training, losses = short_training(config, mesh), []
     state = training.init(jax.random.key(0))
     for windows in np.random.default_rng(0).integers(1, config.vocab_size, (3, 8, 17)).astype(np.int32):
-        state, metrics = training.step(state, windows)
+        state, metrics = training.step(state, text_batch(windows, bos_id=1))
         losses.append(float(metrics.loss))
     return state, losses

@@ -51,23 +51,23 @@ def test_accuracy_margin_and_rewards_are_logged(run):
     """At each step and each evaluation; before the first update both rewards are 0."""
     steps = [line for line in lines_of(run) if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
-    evaluations = [line["validation_preference"] for line in lines_of(run) if "validation_loss" in line]
-    for means in [line["preference"] for line in steps] + evaluations:
-        assert list(means) == ["accuracy", "margin", "chosen_reward", "rejected_reward"]
+    evaluations = [line["validation_figures"] for line in lines_of(run) if "validation_loss" in line]
+    for means in [line["figures"] for line in steps] + evaluations:
+        assert list(means) == ["accuracy", "chosen_reward", "margin", "rejected_reward"]
         assert means["margin"] == pytest.approx(means["chosen_reward"] - means["rejected_reward"])
         assert 0 <= means["accuracy"] <= 1
-    first, last = steps[0]["preference"], steps[-1]["preference"]
+    first, last = steps[0]["figures"], steps[-1]["figures"]
     assert abs(first["chosen_reward"]) + abs(first["rejected_reward"]) < 1e-5
     assert last["accuracy"] == 1
     assert last["chosen_reward"] > 0 > last["rejected_reward"]
-    assert lines_of(run)[-1]["final"]["validation_preference"] == evaluations[-1]
+    assert lines_of(run)[-1]["final"]["validation_figures"] == evaluations[-1]
 
 
 def test_the_loss_is_that_of_the_rewards(run):
     """DPO's loss of one pair is ``log(1 + exp(-margin))``; of several it is above that of their mean margin."""
     for line in lines_of(run):
-        if "preference" in line:
-            assert line["loss"] >= np.log1p(np.exp(-line["preference"]["margin"])) - 1e-6
+        if "figures" in line:
+            assert line["loss"] >= np.log1p(np.exp(-line["figures"]["margin"])) - 1e-6
 
 
 def test_the_sample_is_an_answer_to_a_question_that_is_held_out(run):

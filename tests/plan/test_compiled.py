@@ -176,15 +176,18 @@ def step_copies(platform):
     from helpers import copies_of_state
 
     from jllama.commands.cli import parse
+    from jllama.data.batches import Batch
     from jllama.plan.devices import topology_devices
     from jllama.sharding import make_mesh
     from jllama.training.config import TrainConfig
     from jllama.training.step import compile_training
 
     config = parse(TrainConfig, TINY.replace("--json", "").split(), "", ("config",))
-    training = compile_training(config, make_mesh(config.mesh, topology_devices(ON[platform])[1]), bos_id=1)
-    windows = jax.ShapeDtypeStruct((config.training.batch_size, SEQ + 1), jnp.int32, sharding=training.batch_sharding)
-    return copies_of_state(training.step, jax.eval_shape(training.init, jax.random.key(0)), windows)
+    training = compile_training(config, make_mesh(config.mesh, topology_devices(ON[platform])[1]))
+    shape = config.training.batch_size, SEQ + 1
+    ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=training.batch_sharding)
+    batch = Batch(ids, ids, jax.ShapeDtypeStruct(shape, bool, sharding=training.batch_sharding))
+    return copies_of_state(training.step, jax.eval_shape(training.init, jax.random.key(0)), batch)
 
 
 if __name__ == "__main__":

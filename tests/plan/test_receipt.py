@@ -4,10 +4,11 @@ import dataclasses
 import json
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jllama.config import LlamaConfig, MeshConfig
+from jllama.data.batches import text_batch
 from jllama.devices import Accelerator
 from jllama.parameters import count_parameters, training_flops_per_token
 from jllama.plan import receipt
@@ -37,9 +38,10 @@ def planned():
 
 
 def test_arguments_are_the_bytes_that_a_step_takes(planned):
-    training = compile_training(CONFIG, bos_id=1)
+    training = compile_training(CONFIG)
     state = training.init(jax.random.key(0))
-    leaves = [*jax.tree.leaves(state._replace(key=jax.random.key_data(state.key))), jnp.zeros((4, 65), jnp.int32)]
+    batch = text_batch(np.zeros((4, 65), np.int32), bos_id=1)
+    leaves = [*jax.tree.leaves(state._replace(key=jax.random.key_data(state.key))), *jax.tree.leaves(batch)]
     assert planned.arguments_bytes == sum(leaf.nbytes for leaf in leaves)
     assert planned.parameters_bytes == planned.gradients_bytes == 4 * count_parameters(MODEL)
     assert 2 * planned.parameters_bytes <= planned.moments_bytes < 2 * planned.parameters_bytes + 100

@@ -38,7 +38,7 @@ def test_the_speed_logged_is_that_of_steps_that_are_done(monkeypatch):
         write=written.update,
         show=lambda: None,
     )
-    step = StepMetrics(jnp.float32(2.5), jnp.float32(1.0), jnp.float32(16.0), jnp.bool_(False))
+    step = StepMetrics(jnp.float32(2.5), jnp.float32(1.0), jnp.float32(16.0), jnp.bool_(False), jnp.float32(16.0), {})
     loop._Run.log(run, [(step, None)] * 2, 100.0)
     assert (written["loss"], written["tokens_per_s"], written["step_s"]) == (2.5, 8.0, 2.0)
 

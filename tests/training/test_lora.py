@@ -23,7 +23,7 @@ from jllama.config import LoraConfig
 from jllama.functional.linear import AdaptedMatrix
 from jllama.model import Llama
 from jllama.sharding import spread_attention
-from jllama.training.metrics import preference_means
+from jllama.training.metrics import mean_figures
 from jllama.verify.checks import relative_error
 
 LOSS, SLOPE = 1e-6, 1e-5
@@ -186,17 +186,23 @@ def test_the_figures_of_pairs_are_the_oracles():
     moved = pairs._replace(reference=pairs.reference + np.float32([3, -4, 10, 20, -20, 5, 9, 1]))
     found = tuning.log_probs(tuning.merged("lora", ADAPTER), moved)
     rewards = 0.1 * (found - moved.reference).reshape(-1, 2)[:3]
-    expected = [3, np.sum(rewards[:, 0] > rewards[:, 1]), *rewards.sum(axis=0)]
-    assert 0 < expected[1] < 3
+    expected = {"accuracy": np.sum(rewards[:, 0] > rewards[:, 1]), "margin": np.sum(rewards[:, 0] - rewards[:, 1])}
+    expected |= {"chosen_reward": rewards[:, 0].sum(), "rejected_reward": rewards[:, 1].sum()}
+    assert 0 < expected["accuracy"] < 3
+
+    def assert_right_figures(count, figures):
+        assert (float(count), figures.keys()) == (3, expected.keys())
+        for name, value in expected.items():
+            assert float(figures[name]) == pytest.approx(value, rel=1e-5), name
+
     for accumulation in (1, 2):
         training = compiled("lora", accumulation=accumulation)
         _, metrics = training.step(begun("lora", training), moved)
-        np.testing.assert_allclose(metrics.preference, expected, rtol=1e-5)
+        assert_right_figures(metrics.count, metrics.figures)
     state = begun("lora", training)
-    np.testing.assert_allclose(training.evaluate(state.params, moved, None, state.base)[1], expected, rtol=1e-5)
-    means = preference_means([metrics.preference] * 2)
-    assert means["accuracy"] == pytest.approx(expected[1] / 3)
-    assert means["margin"] == pytest.approx((expected[2] - expected[3]) / 3, rel=1e-5)
+    assert_right_figures(*training.evaluate(state.params, moved, state.base)[1:])
+    means = mean_figures([metrics.figures] * 2, [metrics.count] * 2)
+    assert means == pytest.approx({name: value / 3 for name, value in expected.items()}, rel=1e-5)
 
 
 def test_preference_steps_raise_the_margin_as_torch_has_it():
@@ -223,7 +229,7 @@ def seen(loss, meant=ROWS):
 
 def loss_of(rows, weights=WEIGHTS, training=None):
     evaluate = (training or compiled("lora")).evaluate
-    total, count = evaluate(ADAPTER, rows, base=jax.tree.map(np.float32, weights))
+    total, count, _ = evaluate(ADAPTER, rows, base=jax.tree.map(np.float32, weights))
     return float(total / count)
 
 

@@ -20,7 +20,7 @@ SCALARS = 3 * 4 + 8  # the step, the optimizer's two counts, the key
 
 
 def check(config, available_bytes=None):
-    check_memory(config, compile_training(config, MESH, bos_id=1), available_bytes)
+    check_memory(config, compile_training(config, MESH), available_bytes)
 
 
 def test_the_least_that_a_run_takes():

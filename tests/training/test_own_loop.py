@@ -14,11 +14,11 @@ import jllama
 data = jllama.prepare_data(jllama.DataConfig(path="my_texts/", tokenizer="bytes"))
 model = jllama.LlamaConfig(data.tokenizer.vocab_size, num_layers=2, embed_dim=64, num_heads=4, max_seq_len=64)
 config = jllama.TrainConfig(model, training=jllama.LoopConfig(batch_size=8, seq_len=64, steps=30))
-training = jllama.compile_training(config, bos_id=data.tokenizer.bos_id)
+training = jllama.compile_training(config)
 state = training.init(jax.random.key(config.seed))
-batches = jllama.training_batches(data.train, batch_size=8, seq_len=64, seed=config.seed)
-for step, windows in zip(range(30), batches):
-    state, metrics = training.step(state, windows)
+batches = data.training_batches(batch_size=8, seq_len=64, seed=config.seed)
+for step, batch in zip(range(30), batches):
+    state, metrics = training.step(state, batch)
     if step % 10 == 0:
         print(f"step {step}: loss {metrics.loss:.3f}")
 jllama.save(jllama.LanguageModel(model, state.params, data.tokenizer), "my_model", "hf")

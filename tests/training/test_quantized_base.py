@@ -25,9 +25,7 @@ ERRORS = {"bfloat16": 2**-8, "int8": 0.02, "nf4": 0.15}
 def tuned(base, **options):
     loop = LoopConfig(dtype="float32", batch_size=8, seq_len=24, steps=20, **options)
     config = TrainConfig(CONFIG, init_from="WEIGHTS", training=loop, lora=LoraConfig(rank=4, base=base))
-    return config, compile_training(
-        config, ONE_DEVICE, bos_id=1, compiler_options={"xla_backend_optimization_level": 0}
-    )
+    return config, compile_training(config, ONE_DEVICE, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @pytest.mark.parametrize("base", list(ERRORS))
@@ -46,8 +44,8 @@ def test_a_base_in_fewer_bits_is_computed_with_as_it_is(base):
     if base == "nf4":
         assert {leaf.dtype.name for leaf in jax.tree.leaves(state.base["layers"]["wq"])} == {"uint4", "float32"}
     whole = lora.merged(state.base, state.params, CONFIG, config.lora)
-    expected = tuning.compiled("full").evaluate(whole, ROWS)
-    np.testing.assert_allclose(training.evaluate(state.params, ROWS, None, state.base), expected, rtol=1e-6)
+    expected = tuning.compiled("full").evaluate(whole, ROWS)[:2]
+    np.testing.assert_allclose(training.evaluate(state.params, ROWS, state.base)[:2], expected, rtol=1e-6)
     losses = []
     for _ in range(6):
         state, metrics = training.step(state, ROWS)

@@ -13,7 +13,7 @@ from helpers import assert_same_bits, copies_of_state
 from models import SMALL, weights
 
 from jllama import oracle
-from jllama.data.batches import Rows
+from jllama.data.batches import Batch, text_batch
 from jllama.errors import UsageError
 from jllama.functional import ATTENTION
 from jllama.sharding import MeshConfig, make_mesh
@@ -36,6 +36,7 @@ def make_windows():
 
 
 WINDOWS = make_windows()
+BATCH = text_batch(WINDOWS, BOS)
 
 
 @pytest.fixture(autouse=True)
@@ -51,17 +52,22 @@ PLAIN = OptimizerConfig("plain", weight_decay=0.0, clip_norm=1e30)
 def compiled(optimizer=PLAIN, **options):
     options = LoopConfig(**{"dtype": "float32", "batch_size": 8, "steps": 100} | options)
     config = TrainConfig(CONFIG, optimizer=optimizer, training=options)
-    return compile_training(config, MESH, bos_id=BOS, compiler_options=QUICK)
+    return compile_training(config, MESH, compiler_options=QUICK)
 
 
 def initial_state(training):
     return training.init(jax.random.key(0), WEIGHTS)
 
 
+def counted_targets(mask):
+    """Which tokens of a window count, by which of its targets do."""
+    return np.pad(mask, ((0, 0), (1, 0)))
+
+
 def gradients(windows=WINDOWS, **options):
     """The gradient that a step of plain descent takes, and the step's metrics."""
     training = compiled(**options)
-    state, metrics = training.step(initial_state(training), windows)
+    state, metrics = training.step(initial_state(training), text_batch(windows, BOS))
     return jax.tree.map(np.asarray, state.opt_state[1][0].trace), metrics
 
 
@@ -89,7 +95,8 @@ def documents_apart(windows):
 def test_the_loss_is_the_oracles():
     found, metrics = gradients()
     total, count = documents_apart(WINDOWS)
-    assert int(metrics.tokens) == count == np.sum(WINDOWS[:, 1:] != BOS)
+    assert int(metrics.count) == count == np.sum(WINDOWS[:, 1:] != BOS)
+    assert int(metrics.tokens) == WINDOWS[:, 1:].size
     assert relative_error(metrics.loss, total / count) < 1e-5
     norm = np.sqrt(sum(np.sum(np.float64(leaf) ** 2) for leaf in jax.tree.leaves(found)))
     assert relative_error(metrics.grad_norm, norm) < 1e-5
@@ -105,11 +112,15 @@ def test_a_document_is_deaf_to_the_one_before():
     changed, after = WINDOWS.copy(), np.zeros((8, 24), bool)
     changed[1, :7] = changed[1, :7][::-1]
     after[1, 7:] = True
-    losses, params = compiled().evaluate, jax.tree.map(jnp.asarray, WEIGHTS)
-    np.testing.assert_array_equal(losses(params, WINDOWS, after), losses(params, changed, after))
+    params = jax.tree.map(jnp.asarray, WEIGHTS)
+
+    def loss(windows, mask):
+        return compiled().evaluate(params, text_batch(windows, BOS, counted_targets(mask)))[0]
+
+    assert loss(WINDOWS, after) == loss(changed, after)
     before = np.zeros((8, 24), bool)
     before[1, :6] = True
-    assert losses(params, WINDOWS, before)[0] != losses(params, changed, before)[0]
+    assert loss(WINDOWS, before) != loss(changed, before)
 
 
 def test_accumulation_gives_the_gradient_of_the_whole():
@@ -128,7 +139,7 @@ def test_accumulation_in_64_bit_mode():
             training = compiled(OptimizerConfig(), accumulation=2, dtype=dtype)
             state = jax.eval_shape(training.init, jax.random.key(0))
             assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
-            after, metrics = training.step.lower(state, WINDOWS).out_info
+            after, metrics = training.step.lower(state, BATCH).out_info
             assert jax.tree.map(lambda leaf: leaf.dtype, after) == jax.tree.map(lambda leaf: leaf.dtype, state)
             assert metrics.loss.dtype == jnp.float32
 
@@ -171,7 +182,7 @@ def test_small_steps_move_the_float32_masters_under_bfloat16():
         training = compiled(settings, batch_size=2, dtype=dtype)
         state = initial_state(training)
         for _ in range(100):
-            state, metrics = training.step(state, WINDOWS[:2])
+            state, metrics = training.step(state, text_batch(WINDOWS[:2], BOS))
         losses[dtype], norms[dtype] = metrics.loss, metrics.grad_norm
         assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
         assert {leaf.dtype for leaf in jax.tree.leaves(state.opt_state)} == {jnp.dtype("float32"), jnp.dtype("int32")}
@@ -191,9 +202,12 @@ def test_eval_sums_do_not_depend_on_the_batching():
     mask[3] = False
     params = jax.tree.map(jnp.asarray, WEIGHTS)
     step = compiled(z_loss=0.1).evaluate  # which is for training alone
+    batch = text_batch(WINDOWS, BOS, counted_targets(mask))
 
     def sums(rows):
-        return np.sum([step(params, WINDOWS[i : i + rows], mask[i : i + rows]) for i in range(0, 8, rows)], axis=0)
+        return np.sum(
+            [step(params, Batch(*(each[i : i + rows] for each in batch[:3])))[:2] for i in range(0, 8, rows)], axis=0
+        )
 
     whole = sums(8)
     np.testing.assert_allclose(sums(2), whole, rtol=1e-6)
@@ -206,7 +220,7 @@ def test_eval_sums_do_not_depend_on_the_batching():
 def test_a_donated_state_is_used_up_without_a_warning(recwarn):
     training = compiled(OptimizerConfig(), accumulation=2)
     before = initial_state(training)
-    after, _ = training.step(before, WINDOWS)
+    after, _ = training.step(before, BATCH)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((before.params, before.opt_state)))
     assert int(after.step) == 1
     assert not [warning for warning in recwarn if "donated" in str(warning.message)]
@@ -218,23 +232,22 @@ def test_an_id_of_no_token_is_refused_before_the_step(id):
     training, wrong = compiled(), WINDOWS.copy()
     wrong[5, 3] = id
     state = initial_state(training)
-    rows = Rows(wrong, np.ones_like(wrong), np.ones(wrong.shape, bool))
-    for batch in (wrong, rows):
-        with pytest.raises(UsageError, match=rf"^tokens holds the id {id}; this model's are 0 to 60$"):
-            training.step(state, batch)
-    state, metrics = training.step(state, WINDOWS)
+    batch = text_batch(wrong, BOS)
+    with pytest.raises(UsageError, match=rf"^tokens holds the id {id}; this model's are 0 to 60$"):
+        training.step(state, batch)
+    state, metrics = training.step(state, BATCH)
     assert not metrics.skipped
 
-    training.step.check(jnp.asarray(wrong))
+    training.step.check(batch._replace(tokens=jnp.asarray(wrong)))
 
 
 def test_gradients_that_are_nan_change_no_bit_of_the_state():
     training = compiled(OptimizerConfig(), accumulation=2)
-    state, _ = training.step(initial_state(training), WINDOWS)
+    state, _ = training.step(initial_state(training), BATCH)
     broken = state.params["final_norm"].at[0].set(jnp.nan)
     state = state._replace(params=state.params | {"final_norm": broken})
     before = jax.tree.map(np.array, (state.params, state.opt_state))
-    after, metrics = training.step(state, WINDOWS)
+    after, metrics = training.step(state, BATCH)
     assert metrics.skipped
     assert jnp.isnan(metrics.grad_norm)
     assert_same_bits((after.params, after.opt_state), before)
@@ -243,12 +256,12 @@ def test_gradients_that_are_nan_change_no_bit_of_the_state():
 def test_a_step_copies_nothing_of_the_state():
     training = compiled(OptimizerConfig())
     state = jax.eval_shape(training.init, jax.random.key(0))
-    assert not copies_of_state(training.step, state, WINDOWS)
+    assert not copies_of_state(training.step, state, BATCH)
 
 
 def test_a_profile_is_readable():
     training = compiled()
     state = jax.eval_shape(training.init, jax.random.key(0))
-    program = training.step.lower(state, WINDOWS).as_text(debug_info=True)
+    program = training.step.lower(state, BATCH).as_text(debug_info=True)
     for scope in ("embedding", "attention", "feed_forward", "head", "optimizer"):
         assert re.search(rf"[(/]{scope}[)/]", program)
