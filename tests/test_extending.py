@@ -25,6 +25,7 @@ from jllama.verify.checks import random_params
 PAGE = Path(__file__).parent.parent / "docs" / "extend.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
 REGISTRIES = [ROPE_SCALINGS, F.TRUNCATIONS, F.ATTENTION, jllama.OPTIMIZERS, jllama.FORMATS, PARAMETERS, LAYER_CLASSES]
+REGISTRIES.append(jllama.OBJECTIVES)  # whose addition on the page needs a teacher first
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def additions(tmp_path):
 def test_the_page_adds_to_every_registry(additions):
     """And says in at most 30 lines how each of its additions is made."""
     names = ["ntk", "typical_p", "window", "lamb", "npz", "layers/q_norm", additions.QKNormConfig]
-    for name, registry in zip(names, REGISTRIES, strict=True):
+    for name, registry in zip(names, REGISTRIES[:7], strict=True):
         assert name in registry
     assert max(len(block.splitlines()) for block in BLOCKS) <= 30
 
@@ -71,6 +72,62 @@ def test_an_optimizer(tmp_path, additions):
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) == 40
     assert losses[-1] < losses[19] < losses[0] - 1
+
+
+def test_an_objective(tmp_path, additions):
+    """Its loss and figure are those of float64, in one part and in two; a run logs and evaluates them."""
+    teacher = jllama.LanguageModel(SMALL, random_params(SMALL, 1), BytesTokenizer())
+    jllama.OBJECTIVES["distillation"] = additions.distillation(teacher)
+    batch = jllama.text_batch(np.random.default_rng(0).integers(0, 256, (4, 17)), bos_id=9)
+    segments = batch.segments[:, :-1]
+    counted = segments == batch.segments[:, 1:]
+    weights = random_params(SMALL, 2)
+    ours, theirs = (
+        np.exp(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
+        for logits in (
+            oracle.forward(each, batch.tokens[:, :-1], SMALL, segments=segments) for each in (weights, teacher.params)
+        )
+    )
+    expected = -np.sum(theirs * np.log(ours), axis=-1)[counted].mean()
+    same_choice = (ours.argmax(-1) == theirs.argmax(-1))[counted].sum()
+    for accumulation in (1, 2):
+        loop = jllama.LoopConfig(
+            batch_size=4, seq_len=16, steps=4, accumulation=accumulation, objective="distillation", dtype="float32"
+        )
+        training = jllama.compile_training(jllama.TrainConfig(SMALL, training=loop))
+        state = training.init(jax.random.key(0), jax.tree.map(np.copy, weights))
+        nats, count, figures = training.evaluate(state.params, batch)
+        assert float(nats / count) == pytest.approx(expected, rel=1e-5)
+        _, metrics = training.step(state, batch)
+        assert float(metrics.loss) == pytest.approx(expected, rel=1e-5)
+        assert float(metrics.figures["same_choice"]) == float(figures["same_choice"]) == same_choice
+        assert int(metrics.count) == counted.sum()
+
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    jllama.train(
+        jllama.TrainConfig(
+            dataclasses.replace(SMALL, vocab_size=0),
+            run_dir=str(tmp_path / "run"),
+            data=jllama.DataConfig(str(tmp_path / "text.txt"), tokenizer="bytes", cache_dir=str(tmp_path / "cache")),
+            optimizer=jllama.OptimizerConfig(learning_rate=0.02),
+            training=dataclasses.replace(loop, steps=12, log_every=1, eval_every=6, sample_tokens=0),
+        )
+    )
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < losses[0]
+    figures = [line["validation_figures"] for line in lines if "validation_loss" in line]
+    assert all(0 <= each["same_choice"] <= 1 for each in figures)
+    assert "perplexity" not in json.dumps(figures)
+
+
+def test_an_objective_that_there_is_not_and_one_that_the_data_is_not_for():
+    with pytest.raises(jllama.UsageError, match=r"^there is no objective next_tokn; did you mean next_token\?$"):
+        jllama.compile_training(jllama.TrainConfig(SMALL, training=jllama.LoopConfig(objective="next_tokn")))
+    training = jllama.compile_training(jllama.TrainConfig(SMALL, training=jllama.LoopConfig(objective="preference")))
+    batch = jllama.text_batch(np.zeros((16, 17), int), bos_id=9)
+    with pytest.raises(jllama.UsageError, match=r"^training.objective is preference, and the data has no pairs"):
+        training.step.lower(jax.eval_shape(training.init, jax.random.key(0)), batch)
 
 
 def test_a_frozen_parameter(additions):

@@ -53,10 +53,10 @@ def count_tokens(path: Path) -> int:
 
 EVERYTHING = files_of([""])
 RINGS = {
-    "core": (files_of(CORE), 55_700),
+    "core": (files_of(CORE), 57_100),
     "add-ons": (files_of(ADD_ONS), 39_000),
     "rooms": (EVERYTHING - files_of(CORE) - files_of(ADD_ONS), 61_300),
-    "everything": (EVERYTHING, 155_200),
+    "everything": (EVERYTHING, 156_700),
 }
 
 

@@ -68,18 +68,14 @@ class Dataset:
 
     is_text = property(lambda self: isinstance(self.train, np.ndarray), doc="Whether this is not of chats.")
 
-    def training_batches(
-        self, *, batch_size: int, seq_len: int, seed: int, rows: Any = slice(None), packing: bool = True
-    ) -> grain.DatasetIterator[Batch]:
-        """Batches forever, as ``batches.training_batches`` or ``chat_batches`` give them."""
-        sizes: Any = {"batch_size": batch_size, "seq_len": seq_len, "seed": seed, "rows": rows}
+    def training_batches(self, *, packing: bool = True, **sizes: Any) -> grain.DatasetIterator[Batch]:
+        """Batches forever: ``batches.training_batches`` or, of chats, ``batches.chat_batches``."""
         if self.is_text:
             return training_batches(self.train, bos_id=self.tokenizer.bos_id, **sizes)
-        return chat_batches(self.train, **sizes, packing=packing)
+        return chat_batches(self.train, packing=packing, **sizes)
 
-    def validation_batches(self, *, batch_size: int, seq_len: int, max_tokens: int = 0) -> Iterator[Batch]:
-        """All held-out tokens once, or about ``max_tokens``, as the same module gives them."""
-        sizes: Any = {"batch_size": batch_size, "seq_len": seq_len, "max_tokens": max_tokens}
+    def validation_batches(self, **sizes: Any) -> Iterator[Batch]:
+        """What is held out, once: ``batches.validation_batches`` or, of chats, ``batches.chat_validation_batches``."""
         if self.is_text:
             return validation_batches(self.validation, bos_id=self.tokenizer.bos_id, **sizes)
         return chat_validation_batches(self.validation, **sizes)

@@ -29,14 +29,12 @@ class Targets(NamedTuple):
 
 Forward = Callable[[Targets], tuple[Llama, Float[Array, "rows seq embed"]]]
 """The model, and its final activations for a batch's inputs: ``model.loss``, ``logits`` and others go on from them."""
-Objective = Callable[
-    [Forward, Targets, LoopConfig], tuple[Float[Array, ""], Float[Array, ""], dict[str, Float[Array, ""]]]
-]
+Sums = tuple[Float[Array, ""], Float[Array, ""], dict[str, Float[Array, ""]]]
+"""Of losses, of what they are divided by, and of an objective's further figures."""
+Objective = Callable[[Forward, Targets, LoopConfig], Sums]
 
 
-def next_token(
-    forward: Forward, batch: Targets, options: LoopConfig
-) -> tuple[Float[Array, ""], Float[Array, ""], dict[str, Float[Array, ""]]]:
+def next_token(forward: Forward, batch: Targets, options: LoopConfig) -> Sums:
     """Cross entropy of each target that counts: ``-log p(target | tokens up to its input)``, in nats.
 
     With ``options.z_loss`` that times the squared log-normalizer beside it (arXiv:2204.02311, section 5).
@@ -46,9 +44,7 @@ def next_token(
     return total, count, {}
 
 
-def preference(
-    forward: Forward, batch: Targets, options: LoopConfig
-) -> tuple[Float[Array, ""], Float[Array, ""], dict[str, Float[Array, ""]]]:
+def preference(forward: Forward, batch: Targets, options: LoopConfig) -> Sums:
     """Direct preference optimization of pairs of answers (arXiv:2305.18290, equation 7), the preferred one first.
 
     A pair's loss is ``-log sigmoid(margin)``. The margin is the preferred answer's reward less the other's, and a

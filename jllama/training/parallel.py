@@ -5,7 +5,6 @@ device nothing is exchanged.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,16 +25,11 @@ BY_HAND = ("data", "fsdp", "sequence")
 
 @dataclasses.dataclass(frozen=True)
 class Parallelism:
-    """The exchanges of a step; its methods but ``run`` and ``specs`` are called on each device, within the step."""
+    """The exchanges of a step; what gathers or sums is called on each device, within the step."""
 
     config: TrainConfig
     mesh: Mesh
     dtype: Any  # of products
-
-    def run(self, function: Callable[..., Any], inputs: Any, outputs: Any, *arguments: Any) -> Any:
-        """Call a function on each device with its parts of the arguments, split as ``inputs`` says."""
-        axes: Any = {"axis_names": {*BY_HAND}, "check_vma": False}
-        return jax.shard_map(function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, **axes)(*arguments)
 
     def spec(self, path: str) -> tuple[Any, ...]:
         """The mesh axes that a parameter's axes are split over."""

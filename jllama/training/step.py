@@ -24,13 +24,10 @@ from jllama.model import Llama, Parallel, build_model, check_attention, check_id
 from jllama.parameters import Params
 from jllama.sharding import BATCH, gather_stages, make_mesh, ruleset, state_sharding
 from jllama.training.config import LoopConfig, TrainConfig
-from jllama.training.objectives import OBJECTIVES, Forward, Objective, Targets, row_log_probs
+from jllama.training.objectives import OBJECTIVES, Objective, Sums, Targets, row_log_probs
 from jllama.training.optimizer import make_optimizer
 from jllama.training.parallel import BY_HAND, Parallelism
 from jllama.training.trainable import Trainable, trainable_of
-
-Sums = tuple[Float[Array, ""], Float[Array, ""], dict[str, Float[Array, ""]]]
-"""Of losses, of what they are divided by, and of an objective's further figures."""
 
 
 class TrainState(NamedTuple):
@@ -141,14 +138,18 @@ def compile_training(
         donate_argnums=0,
         compiler_options=xla,
     )
-    scoring: Any = {"in_shardings": (state.params, batch, state.base), "compiler_options": xla}
-    evaluate = jax.jit(functools.partial(evaluation_sums, setup), **scoring)
-    log_probs = jax.jit(functools.partial(log_probs_of_rows, setup), **scoring)
+
+    def scoring(function: Any, outputs: PartitionSpec) -> Any:
+        """A program that takes ``params, batch, base=None``."""
+        where: Any = {"in_shardings": (state.params, batch, state.base), "compiler_options": xla}
+        compiled = jax.jit(functools.partial(on_each_device, setup, function, outputs), **where)
+        return lambda params, batch, base=None: compiled(params, batch, base)
+
     return Training(
         jax.jit(initial, out_shardings=state, donate_argnums=1, compiler_options=quick),
         CheckedStep(step, config.model),
-        lambda params, batch, base=None: evaluate(params, batch, base),
-        lambda params, batch, base=None: log_probs(params, batch, base),
+        scoring(local_evaluation, PartitionSpec()),
+        scoring(local_log_probs, BATCH),
         mesh,
         state,
         batch,
@@ -166,33 +167,21 @@ def initial_state(setup: Setup, key: Key[Array, ""], params: Params | None = Non
 
 def take_step(setup: Setup, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
     """One update of the state by a batch."""
-    function = functools.partial(gradients, setup, objective_of(setup, batch))
     trained_spec, _ = setup.trainable.specs(setup.parallel.weight_specs())
     outputs = PartitionSpec(), trained_spec
-    (total, count, figures), sums = on_each_device(setup, function, outputs, state.params, state.base, batch)
+    (total, count, figures), sums = on_each_device(setup, gradients, outputs, state.params, batch, state.base)
     count = jnp.maximum(count, 1.0)
     state, norm, accepted = updated(setup, state, total, count, sums)
     tokens = jnp.sum(batch.segments[:, :-1] != 0, dtype=jnp.float32)
     return state, StepMetrics(total / count, norm, tokens, ~accepted, count, figures)
 
 
-def evaluation_sums(setup: Setup, params: Params, batch: Batch, base: Params | None) -> Sums:
-    """The sums of the objective over a batch."""
-    function = functools.partial(local_evaluation, setup, objective_of(setup, batch))
-    return on_each_device(setup, function, PartitionSpec(), params, base, batch)
-
-
-def log_probs_of_rows(setup: Setup, params: Params, batch: Batch, base: Params | None) -> Float[Array, "rows"]:
-    """The summed log-probability of each row's targets."""
-    return on_each_device(setup, functools.partial(local_log_probs, setup), BATCH, params, base, batch)
-
-
-def objective_of(setup: Setup, batch: Batch) -> Objective:
+def objective_of(options: LoopConfig, targets: Targets) -> Objective:
     """The configured objective, or the one that suits the batch; ``UsageError`` if the batch is not made for it."""
-    name = setup.config.training.objective
+    name = options.objective
     if name == "auto":
-        name = "next_token" if batch.reference is None else "preference"
-    if name == "preference" and batch.reference is None:
+        name = "next_token" if targets.reference is None else "preference"
+    if name == "preference" and targets.reference is None:
         raise UsageError("training.objective is preference, and the data has no pairs of answers: leave it out")
     return OBJECTIVES[name]
 
@@ -206,27 +195,26 @@ def targets_of(setup: Setup, batch: Batch) -> Targets:
     return Targets(batch.tokens[:, :-1], batch.tokens[:, 1:], batch.segments[:, :-1], counted, batch.reference)
 
 
-def on_each_device(setup: Setup, function: Any, outputs: Any, params: Params, base: Params | None, batch: Batch) -> Any:
-    """Call ``function(trained, base, targets)`` on each device, with its parts of the weights and of a batch.
+def on_each_device(setup: Setup, function: Any, outputs: Any, params: Params, batch: Batch, base: Params | None) -> Any:
+    """Call ``function(setup, trained, base, targets)`` on each device with its parts of the weights and of a batch.
 
     ``outputs`` says how the devices' results make up the whole.
     """
     parallel = setup.parallel
     targets = targets_of(setup, batch)
     inputs = *setup.trainable.specs(parallel.weight_specs()), jax.tree.map(parallel.batch_spec, targets)
-    return parallel.run(function, inputs, outputs, params, base, targets)
+    split: Any = {"in_specs": inputs, "out_specs": outputs, "axis_names": {*BY_HAND}, "check_vma": False}
+    return jax.shard_map(functools.partial(function, setup), mesh=parallel.mesh, **split)(params, base, targets)
 
 
 # On each device
 
 
-def gradients(
-    setup: Setup, objective: Objective, trained: Params, base: Params | None, targets: Targets
-) -> tuple[Sums, Params]:
+def gradients(setup: Setup, trained: Params, base: Params | None, targets: Targets) -> tuple[Sums, Params]:
     """The sums of an objective over the whole batch, and this device's part of their gradients."""
     options = setup.config.training
     learned, weights = setup.trainable.learned(trained, base, options.reduce_dtype)
-    loss = functools.partial(local_loss, setup, objective, options, weights)
+    loss = functools.partial(local_loss, setup, options, weights)
     gradient = jax.value_and_grad(loss, has_aux=True)
     if options.accumulation == 1:
         (total, others), sums = gradient(learned, targets)
@@ -243,13 +231,11 @@ def gradients(
     return setup.parallel.sum((total, *others)), setup.parallel.sum_gradients(sums)
 
 
-def local_evaluation(
-    setup: Setup, objective: Objective, trained: Params, base: Params | None, targets: Targets
-) -> Sums:
+def local_evaluation(setup: Setup, trained: Params, base: Params | None, targets: Targets) -> Sums:
     """The sums of an objective over the whole batch, without z-loss."""
     options = dataclasses.replace(setup.config.training, z_loss=0.0)
     learned, weights = setup.trainable.learned(trained, base, options.reduce_dtype)
-    total, others = local_loss(setup, objective, options, weights, learned, targets)
+    total, others = local_loss(setup, options, weights, learned, targets)
     return setup.parallel.sum((total, *others))
 
 
@@ -260,11 +246,11 @@ def local_log_probs(setup: Setup, trained: Params, base: Params | None, targets:
 
 
 def local_loss(
-    setup: Setup, objective: Objective, options: LoopConfig, weights: Params, learned: Params, targets: Targets
+    setup: Setup, options: LoopConfig, weights: Params, learned: Params, targets: Targets
 ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], dict[str, Float[Array, ""]]]]:
     """An objective's sum over this device's rows, which has a gradient, and the sums that have none."""
-    pass_forward: Forward = functools.partial(forward, setup, weights, learned)
-    total, count, figures = objective(pass_forward, targets, options)
+    objective = objective_of(options, targets)
+    total, count, figures = objective(functools.partial(forward, setup, weights, learned), targets, options)
     return total, (count, figures)
 
 

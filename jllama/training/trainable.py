@@ -11,7 +11,7 @@ from jaxtyping import Array, Key
 
 from jllama.config import LlamaConfig, LoraConfig
 from jllama.errors import UsageError
-from jllama.lora import adapted, frozen, initial_adapter, merged
+from jllama.lora import adapted, frozen, initial_adapter
 from jllama.parameters import Params
 from jllama.training.config import TrainConfig
 
@@ -40,10 +40,6 @@ class FullWeights:
         """The model's parameters, and beside each what gets its gradient when it is gathered."""
         return weights, learned
 
-    def merged(self, trained: Params, base: Params | None) -> Params:
-        """The weights of the model as it is now."""
-        return trained
-
 
 @dataclasses.dataclass(frozen=True)
 class LoraAdapters:
@@ -69,11 +65,6 @@ class LoraAdapters:
     def assemble(self, learned: Params, weights: Params) -> tuple[Params, Params]:
         """As of ``FullWeights``; no gathered weight has a gradient."""
         return adapted(weights, learned, self.lora), {**dict.fromkeys(weights), "layers": {}}
-
-    def merged(self, trained: Params, base: Params | None) -> Params:
-        """As of ``FullWeights``."""
-        assert base is not None
-        return merged(base, trained, self.model, self.lora)
 
 
 Trainable = FullWeights | LoraAdapters
