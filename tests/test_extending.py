@@ -101,7 +101,7 @@ def test_an_objective(tmp_path, additions):
         _, metrics = training.step(state, batch)
         assert float(metrics.loss) == pytest.approx(expected, rel=1e-5)
         assert float(metrics.figures["same_choice"]) == float(figures["same_choice"]) == same_choice
-        assert int(metrics.count) == counted.sum()
+        assert int(metrics.num_counted) == counted.sum()
 
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     jllama.train(

@@ -47,7 +47,8 @@ def prefill_chunk(
 @functools.partial(jax.jit, static_argnames="config")
 def prefill_short(params: DecodeParams, config: LlamaConfig, tokens: Any, counts: Any) -> KVCache:
     """Keys and values of the first ``counts`` tokens of several prompts ``[batch, seq]``, in a cache of their own."""
-    cache = KVCache.zeros(config, *tokens.shape, params.dtype)
+    rows, seq = tokens.shape
+    cache = KVCache.zeros(config, rows, seq, params.dtype)
     return build_model(config, params).decode(jnp.asarray(tokens), cache, jnp.asarray(counts), begins=True)[1]
 
 

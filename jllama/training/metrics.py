@@ -76,7 +76,7 @@ def summarize(steps: Sequence[StepMetrics], elapsed_s: float, config: TrainConfi
     flops_per_token = training_flops_per_token(config.model, config.training.seq_len, frozen=bool(config.lora.rank))
     flops_per_s = tokens_per_s * flops_per_token
     peak = peak_flops(jax.devices()[0].device_kind)
-    figures = mean_figures([step.figures for step in steps], [step.count for step in steps])
+    figures = mean_figures([step.figures for step in steps], [step.num_counted for step in steps])
     return {
         **{name: float(np.mean([float(getattr(step, name)) for step in steps])) for name in ("loss", "grad_norm")},
         "tokens_per_s": tokens_per_s,

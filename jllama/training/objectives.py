@@ -50,6 +50,7 @@ def preference(forward: Forward, batch: Targets, options: LoopConfig) -> Sums:
     A pair's loss is ``-log sigmoid(margin)``. The margin is the preferred answer's reward less the other's, and a
     reward ``options.dpo_beta`` times the answer's log-probability less that before training.
     """
+    assert batch.reference is not None
     ratios = (row_log_probs(forward, batch) - batch.reference).reshape(-1, 2)
     chosen, rejected = options.dpo_beta * ratios.T
     margin = options.dpo_beta * (ratios[:, 0] - ratios[:, 1])

@@ -56,7 +56,7 @@ class StepMetrics(NamedTuple):
     grad_norm: Float[Array, ""]
     tokens: Float[Array, ""]
     skipped: Bool[Array, ""]
-    count: Float[Array, ""]
+    num_counted: Float[Array, ""]
     figures: dict[str, Float[Array, ""]]
 
 

@@ -198,10 +198,10 @@ def test_the_figures_of_pairs_are_the_oracles():
     for accumulation in (1, 2):
         training = compiled("lora", accumulation=accumulation)
         _, metrics = training.step(begun("lora", training), moved)
-        assert_right_figures(metrics.count, metrics.figures)
+        assert_right_figures(metrics.num_counted, metrics.figures)
     state = begun("lora", training)
     assert_right_figures(*training.evaluate(state.params, moved, state.base)[1:])
-    means = mean_figures([metrics.figures] * 2, [metrics.count] * 2)
+    means = mean_figures([metrics.figures] * 2, [metrics.num_counted] * 2)
     assert means == pytest.approx({name: value / 3 for name, value in expected.items()}, rel=1e-5)
 
 

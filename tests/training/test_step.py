@@ -95,7 +95,7 @@ def documents_apart(windows):
 def test_the_loss_is_the_oracles():
     found, metrics = gradients()
     total, count = documents_apart(WINDOWS)
-    assert int(metrics.count) == count == np.sum(WINDOWS[:, 1:] != BOS)
+    assert int(metrics.num_counted) == count == np.sum(WINDOWS[:, 1:] != BOS)
     assert int(metrics.tokens) == WINDOWS[:, 1:].size
     assert relative_error(metrics.loss, total / count) < 1e-5
     norm = np.sqrt(sum(np.sum(np.float64(leaf) ** 2) for leaf in jax.tree.leaves(found)))
