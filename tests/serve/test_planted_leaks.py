@@ -48,10 +48,10 @@ def stale_rows(monkeypatch):
     """The end of a prompt is not written over what the slot's last request left there."""
     join = steps.join
 
-    def leaking(batch, one, row):
+    def leaking(batch, one, computed_row, row):
         whole = one.cache.lengths // CHUNK * CHUNK
-        joined = join(batch, one._replace(cache=one.cache._replace(lengths=whole)), row)
-        lengths = joined.cache.lengths.at[row].set(one.cache.lengths[0])
+        joined = join(batch, one._replace(cache=one.cache._replace(lengths=whole)), computed_row, row)
+        lengths = joined.cache.lengths.at[row].set(one.cache.lengths[computed_row])
         return joined._replace(cache=joined.cache._replace(lengths=lengths))
 
     monkeypatch.setattr(steps, "join", leaking)
@@ -72,9 +72,9 @@ def key_of_the_slot(monkeypatch):
     """What is drawn depends on the slot."""
     join = steps.join
 
-    def leaking(batch, one, row):
+    def leaking(batch, one, computed_row, row):
         seed = one.settings["seed"] ^ np.uint32(row)
-        return join(batch, one._replace(settings=one.settings | {"seed": seed}), row)
+        return join(batch, one._replace(settings=one.settings | {"seed": seed}), computed_row, row)
 
     monkeypatch.setattr(steps, "join", leaking)
 

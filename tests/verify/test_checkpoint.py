@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from jllama import oracle
 from jllama.checkpoints import tensors
 from jllama.checkpoints.registry import convert, load, save
-from jllama.checkpoints.tensors import Checkpoint, TensorsOfParams
+from jllama.checkpoints.tensors import Checkpoint, LazyTensor, TensorsOfParams
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError
 from jllama.language_model import LanguageModel
@@ -211,24 +211,22 @@ def test_tensors_of_several_blocks(monkeypatch, tied):
     assert np.isfinite(found.logits).all()
 
 
-class Watched:
+def watched(key, tensor, reads):
     """A tensor that notes when it is read."""
 
-    def __init__(self, key, tensor, reads):
-        self.key, self.tensor, self.reads = key, tensor, reads
-        self.shape, self.dtype = tensor.shape, tensor.dtype
+    def read(rows):
+        reads.append(key)
+        return tensor[rows]
 
-    def __getitem__(self, rows):
-        self.reads.append(self.key)
-        return self.tensor[rows]
+    return LazyTensor(tensor.shape, tensor.dtype, read)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_each_tensor_is_read_once_in_order_and_a_tied_head_at_the_end_again(tied):
     config, reads = dataclasses.replace(TINY, tie_embeddings=tied), []
     checkpoint, _ = random_checkpoint(config)
-    watched = {key: Watched(key, tensor, reads) for key, tensor in checkpoint.tensors.items()}
-    run_layerwise(dataclasses.replace(checkpoint, tensors=watched), [1, 2, 3])
+    tensors = {key: watched(key, tensor, reads) for key, tensor in checkpoint.tensors.items()}
+    run_layerwise(dataclasses.replace(checkpoint, tensors=tensors), [1, 2, 3])
     assert reads == [stored.key for stored in tensor_specs(config)] + ["embed"] * tied
 
 
