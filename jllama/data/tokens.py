@@ -161,12 +161,17 @@ def split_documents(documents: Iterable[Document], validation_fraction: float) -
 
 def _blocks(split: str, texts: Iterable[str], start: int = 0, end: int = sys.maxsize) -> Iterator[Block]:
     """The characters from ``start`` to ``end`` of a document that comes in parts."""
-    texts, again = itertools.tee(texts)
-    offsets = itertools.accumulate(map(len, again), initial=0)
-    parts = (text[max(start - at, 0) : max(end - at, 0)] for text, at in zip(texts, offsets, strict=False))
-    pairs = itertools.pairwise(itertools.chain(filter(None, parts), [""]))
-    for number, (text, following) in enumerate(pairs):
-        yield Block(split, text, number == 0, not following)
+    offset = 0
+    waiting, starts = "", True  # a block waits until it is known whether another follows
+    for text in texts:
+        part = text[max(start - offset, 0) : max(end - offset, 0)]
+        offset += len(text)
+        if waiting and part:
+            yield Block(split, waiting, starts, False)
+            starts = False
+        waiting = part or waiting
+    if waiting:
+        yield Block(split, waiting, starts, True)
 
 
 def cache_of(config: DataConfig) -> Path:
