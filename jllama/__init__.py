@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a name is import
     from jllama.presets import PRESETS as PRESETS, preset as preset
     from jllama.data.batches import Batch as Batch, text_batch as text_batch, training_batches as training_batches
     from jllama.data.config import DataConfig as DataConfig
+    from jllama.data.datasets import BatchSource as BatchSource
     from jllama.data.tokens import prepare_data as prepare_data
     from jllama.rope_scaling import DynamicScaling as DynamicScaling, LinearScaling as LinearScaling
     from jllama.rope_scaling import Llama3Scaling as Llama3Scaling, RopeScaling as RopeScaling

@@ -4,7 +4,7 @@ and layout in every file format. Shapes, shardings, weight decay, counts and che
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -175,17 +175,22 @@ def count_parameters(config: LlamaConfig) -> int:
     return sum(math.prod(shape_of(row, config)) for row in parameter_table(config).values())
 
 
-def training_flops_per_token(config: LlamaConfig, seq_len: int, *, frozen: bool = False) -> float:
+def training_flops_per_token(config: LlamaConfig, seq_len: int, trained: Mapping[str, float] | None = None) -> float:
     """Floating-point operations of one forward and backward pass, per token.
 
     ``6 * (matrix parameters) + 12 * num_layers * num_heads * head_dim * seq_len``: two for each multiply-add, three
     passes, and the attention products over ``seq_len`` keys. The embedding counts where it is used as the head. With
-    ``frozen`` matrices, which need no gradients, their passes are two; what adapters add is left out.
+    ``trained``, the share of each parameter that is (None: all of all), matrices that are frozen have two passes, since
+    they need no gradients; what adapters add is left out.
     Source: Chowdhery et al. 2022, appendix B (arXiv:2204.02311).
     """
-    used = {path: row for path, row in parameter_table(config).items() if config.tie_embeddings or path != "embed"}
-    matrices = sum(math.prod(shape_of(row, config)) for row in used.values() if row.role == "matrix")
-    return (4.0 if frozen else 6.0) * matrices + 12.0 * config.num_layers * config.num_heads * config.head_dim * seq_len
+    flops = 12.0 * config.num_layers * config.num_heads * config.head_dim * seq_len
+    for path, row in parameter_table(config).items():
+        is_used = config.tie_embeddings or path != "embed"
+        if row.role == "matrix" and is_used:
+            share = 1.0 if trained is None else trained.get(path, 0.0)
+            flops += (4 + 2 * share) * math.prod(shape_of(row, config))
+    return flops
 
 
 def map_by_path(function: Any, params: Any, prefix: str = "") -> Any:

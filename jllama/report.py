@@ -19,7 +19,6 @@ from matplotlib.figure import Figure
 import jllama
 from jllama.checkpoints.run import CONFIG, METRICS, SAMPLES, read_config, read_model_config, recognizes
 from jllama.config import LlamaConfig
-from jllama.data.tokens import Dataset
 from jllama.errors import JllamaError
 from jllama.files import fault_of, read_lines, write_text_whole
 from jllama.parameters import count_parameters
@@ -41,7 +40,6 @@ _CHARTS = {
     "grad_norm": "gradient norm",
     "tokens_per_s": "tokens per second",
 }
-_CHATS = "{conversations:,} conversations of {tokens:,} tokens, {share:.1%} count; {cut:,} cut, {dropped:,} left out"
 _NUMBERS = {
     "validation loss": "{validation_loss:.4f}",
     "perplexity": "{perplexity:.4f}",
@@ -58,20 +56,13 @@ def command(*words: object) -> str:
     return shlex.join(["python", "-m", "jllama", *map(str, words)])
 
 
-def run_facts(data: Dataset, devices: str, trained: int, frozen: int) -> dict[str, str]:
+def run_facts(data: dict[str, str], devices: str, trained: int, frozen: int) -> dict[str, str]:
     """What a run's page says of its parameters, its data and its machine: logged with its metrics."""
     versions = [f"jllama {jllama.__version__}"]  # which need not be installed
     versions += [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax", "optax")]
-    facts = {"parameters": f"{trained:,} trained, {f'{frozen:,}' if frozen else 'none'} frozen"}
-    kind, text = ("text", "{bytes:,} bytes, {tokens:,} tokens") if data.is_text else ("chats", _CHATS)
-    for split, title in (("train", "training"), ("validation", "validation")):
-        counts = data.counts[split]
-        share = counts.get("counted_tokens", 0) / counts["tokens"]
-        facts[f"{title} {kind}"] = text.format(**counts, share=share)
-    if data.is_text:
-        bits = f"{data.gzip_bits_per_byte:.4f}"
-        facts["bits per byte of gzip -9"] = f"{bits} (a model that beats gzip has learned something)"
-    return {**facts, "devices": devices, "versions": ", ".join([f"Python {platform.python_version()}", *versions])}
+    parameters = f"{trained:,} trained, {f'{frozen:,}' if frozen else 'none'} frozen"
+    program = ", ".join([f"Python {platform.python_version()}", *versions])
+    return {"parameters": parameters, **data, "devices": devices, "versions": program}
 
 
 def write_report(folders: Sequence[Path], target: Path) -> None:

@@ -105,15 +105,20 @@ def state_sharding(mesh: Mesh | AbstractMesh, config: LlamaConfig, state: Any, r
     """The sharding of every leaf of a training state (arrays or their shapes).
 
     A leaf whose path ends in a parameter's path and that has its shape (the parameter itself, its moments in an
-    optimizer) is split like it; everything else is whole on every device. ``UsageError`` as ``check_divides``.
+    optimizer; of all layers or of some) is split like it; everything else is whole on every device. ``UsageError`` as
+    ``check_divides``.
     """
     check_divides(mesh, config, rules)
     table = parameter_table(config)
 
     def sharding(key_path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         path = "/" + jax.tree_util.keystr(key_path, simple=True, separator="/")
-        rows = (row for name, row in table.items() if path.endswith(f"/{name}") and shape_of(row, config) == leaf.shape)
-        return NamedSharding(mesh, next((row_spec(mesh, row, config, rules) for row in rows), PartitionSpec()))
+        for name, row in table.items():
+            shape = shape_of(row, config)
+            first = 1 if name.startswith("layers/") and leaf.ndim == len(shape) else 0
+            if path.endswith(f"/{name}") and shape[first:] == leaf.shape[first:]:
+                return NamedSharding(mesh, row_spec(mesh, row, config, rules))
+        return NamedSharding(mesh, PartitionSpec())
 
     return jax.tree_util.tree_map_with_path(sharding, state)
 

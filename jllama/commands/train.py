@@ -47,7 +47,7 @@ def read_config(argv: list[str], prog: str) -> TrainConfig:
     config = parse(TrainConfig, argv, prog, ("config",), _COMMON.split())
     if not config.init_from:
         return config
-    suited = _ADAPTERS if config.lora.rank else _FINE_TUNING
+    suited = _ADAPTERS if config.trains_adapters else _FINE_TUNING
     config, words = parse(TrainConfig, [*suited, *argv], prog, ("config",)), []
     for word, following in itertools.pairwise([*argv, "--"]):
         if word.startswith(("--model", "--data.tokenizer")):

@@ -13,7 +13,8 @@ import numpy as np
 from jllama.data.batches import Conversations
 from jllama.data.config import DataConfig
 from jllama.data.corpus import AT_ONCE, Findings, cached, corpus_files, has_rows, read_rows
-from jllama.data.tokens import Dataset, cache_of, encode_rest, listing_of, sha256
+from jllama.data.datasets import ChatDataset
+from jllama.data.tokens import cache_of, encode_rest, listing_of, sha256
 from jllama.errors import JllamaError
 from jllama.files import fault_of
 from jllama.progress import progress
@@ -175,7 +176,7 @@ def _shared(sides: list[list[Any]]) -> int:
 
 def prepare_chats(
     config: DataConfig, tokenizer: Tokenizer, template: str | None, stop_ids: Sequence[int], seq_len: int
-) -> Dataset:
+) -> ChatDataset:
     """Tokenize chats, or find it done: the cache is keyed by the files' names, sizes and times, and all that has a say.
 
     What is longer than ``seq_len + 1`` tokens is cut, or dropped, also if nothing that counts is left. A record is held
@@ -234,4 +235,4 @@ def prepare_chats(
     if missing := [path for source, path in enumerate(sources) if source not in splits["train"].sources]:
         raise JllamaError(f"{missing[0]} has no conversation to train on; give more of it, or leave it out")
     fingerprint = sha256(key, config.validation_fraction, weights, config.packing)
-    return Dataset(tokenizer, **splits, fingerprint=fingerprint, counts=counts, preference=is_pairs, notes=notes)
+    return ChatDataset(tokenizer, **splits, fingerprint=fingerprint, counts=counts, notes=notes)

@@ -1,7 +1,6 @@
 """From a corpus to tokens on disk, once: documents, their split, their tokenizer, and flat files of ids."""
 
 import collections
-import dataclasses
 import gzip
 import hashlib
 import itertools
@@ -11,20 +10,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import grain
 import numpy as np
 
-from jllama.data.batches import (
-    Batch,
-    chat_batches,
-    chat_validation_batches,
-    training_batches,
-    validation_batches,
-)
 from jllama.data.config import DataConfig
 from jllama.data.corpus import Document, Findings, cached, corpus_files, read_corpus
+from jllama.data.datasets import Dataset
 from jllama.errors import JllamaError
 from jllama.files import cache_folder, fault_of
 from jllama.progress import progress
@@ -45,45 +37,6 @@ class Block(NamedTuple):
     text: str
     starts: bool
     ends: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Dataset:
-    """A tokenized corpus. ``fingerprint`` names its files, its split, its tokenizer and what else has a say.
-
-    Of text, a split is each document as BOS, its tokens, EOS, one after the other in a memory-mapped array, and
-    ``counts`` what ``counts.json`` holds: of each split the ``tokens`` with BOS and EOS, ``documents`` and ``bytes`` of
-    UTF-8 text, and ``gzip_bytes``, what ``gzip -9`` makes of the first ``gzip_of_bytes`` bytes of the validation text.
-    Of chats (pairs of them if ``preference``) a split is ``Conversations``, and ``counts`` has of each the
-    ``conversations``, ``tokens``, ``counted_tokens``, and how many were too long and ``cut`` or ``dropped``.
-    """
-
-    tokenizer: Tokenizer
-    train: Any  # Integer[np.ndarray, "tokens"], or Conversations
-    validation: Any
-    fingerprint: str
-    counts: dict[str, Any]
-    preference: bool = False
-    notes: tuple[str, ...] = ()  # what was seen in the data that may not be meant, a line each
-
-    is_text = property(lambda self: isinstance(self.train, np.ndarray), doc="Whether this is not of chats.")
-
-    def training_batches(self, *, packing: bool = True, **sizes: Any) -> grain.DatasetIterator[Batch]:
-        """Batches forever: ``batches.training_batches`` or, of chats, ``batches.chat_batches``."""
-        if self.is_text:
-            return training_batches(self.train, bos_id=self.tokenizer.bos_id, **sizes)
-        return chat_batches(self.train, packing=packing, **sizes)
-
-    def validation_batches(self, **sizes: Any) -> Iterator[Batch]:
-        """What is held out, once: ``batches.validation_batches`` or, of chats, ``batches.chat_validation_batches``."""
-        if self.is_text:
-            return validation_batches(self.validation, bos_id=self.tokenizer.bos_id, **sizes)
-        return chat_validation_batches(self.validation, **sizes)
-
-    gzip_bits_per_byte = property(
-        lambda self: 8 * self.counts["gzip_bytes"] / self.counts["gzip_of_bytes"],
-        doc="What ``gzip -9`` needs for a byte of the validation text: a model that beats it has learned.",
-    )
 
 
 def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Dataset:

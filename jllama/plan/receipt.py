@@ -87,13 +87,13 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
     shape = options.batch_size, seq_len + 1
     int_rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=training.batch_sharding)
     batch = Batch(int_rows, int_rows, jax.ShapeDtypeStruct(shape, bool, sharding=training.batch_sharding))
-    tokens, trained = options.batch_size * seq_len, device_bytes(state.params)
-    flops = training_flops_per_token(config.model, seq_len, frozen=bool(config.lora.rank)) * tokens / len(devices)
+    tokens = options.batch_size * seq_len
+    flops = training_flops_per_token(config.model, seq_len, training.trainable.shares) * tokens / len(devices)
     sizes = {
         "arguments_bytes": device_bytes((state, batch)),
-        "parameters_bytes": trained + device_bytes(state.base),
+        "parameters_bytes": device_bytes((state.params, state.base, state.average)),
         "moments_bytes": device_bytes(state.opt_state),
-        "gradients_bytes": trained * jnp.dtype(options.reduce_dtype).itemsize // 4,
+        "gradients_bytes": device_bytes(training.trained) * jnp.dtype(options.reduce_dtype).itemsize // 4,
         "recomputed": recomputed(config),
         "settings": settings(config),
     }

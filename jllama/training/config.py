@@ -77,6 +77,10 @@ class LoopConfig:
         keep_last: checkpoints kept besides the best one.
         objective: what is minimized, by its name in ``training.objectives.OBJECTIVES``; ``auto`` is ``preference`` for
             pairs of answers, else ``next_token``.
+        trainable: what is trained, by patterns of names: ``["layers/*/w_down", "layers/1[0-5]/*", "embed"]``; all the
+            rest stays as it is, and the optimizer keeps nothing of it. Without any, everything is trained.
+        ema: over 0, the decay of a running mean of what is trained, which is then evaluated, sampled and saved as the
+            model; the first steps have a lower one, see ``step.updated``.
         spike_factor: a step whose gradient norm is over this many times its running mean is skipped; 0 for none.
         z_loss: weight of the squared log-normalizer in the loss.
         dpo_beta: how fast preference training leaves the model that it began from (arXiv:2305.18290, eq. 7).
@@ -105,6 +109,8 @@ class LoopConfig:
     log_every: int = 10
     keep_last: int = 1
     objective: str = "auto"
+    trainable: list[str] = dataclasses.field(default_factory=list)
+    ema: float = 0.0
     spike_factor: float = 0.0
     z_loss: float = 0.0
     dpo_beta: float = 0.1
@@ -130,6 +136,7 @@ class LoopConfig:
         check("steps", lambda steps: bool(steps or self.epochs), "positive, or training.epochs")
         if self.epochs:
             check("steps", (0, LoopConfig.steps).__contains__, f"0 or left out, since training.epochs is {self.epochs}")
+        check("ema", lambda decay: 0 <= decay < 1, "at least 0 and below 1")
         check("spike_factor", lambda factor: factor == 0 or factor > 1, "0, or over 1")
         check("dpo_beta", lambda beta: beta > 0, "positive")
         divisor = f"a divisor of training.batch_size, {self.batch_size}"
@@ -191,3 +198,5 @@ class TrainConfig:
             check_fields(self.lora, "lora.", "rank", lambda rank: not rank, "0 or left out without init_from")
             check_fields(self, "", "rope_factor", lambda factor: factor is None, "left out without init_from")
         check_fields(self, "", "seed", lambda seed: 0 <= seed < 2**32, "between 0 and 2**32 - 1")
+
+    trains_adapters = property(lambda self: self.lora.rank > 0, doc="Whether adapters are all that is trained.")

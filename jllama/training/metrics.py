@@ -8,11 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jllama.data.tokens import Dataset
+from jllama.data.datasets import TrainingData
 from jllama.devices import describe_devices, device_bytes, device_memory_bytes, peak_flops
 from jllama.errors import UsageError
 from jllama.evaluation.scoring import TextScore
-from jllama.parameters import training_flops_per_token
 from jllama.training.config import TrainConfig
 from jllama.training.step import StepMetrics, Training, TrainState, check_batch, on_devices
 
@@ -41,18 +40,19 @@ def figures_text(means: dict[str, float] | None) -> str:
 
 
 def evaluate(
-    training: Training, data: Dataset, config: TrainConfig, state: TrainState, max_tokens: int, stop: Any
+    training: Training, data: TrainingData, config: TrainConfig, state: TrainState, max_tokens: int, stop: Any
 ) -> Evaluation | None:
     """The loss on the validation split, or (over 0) about ``max_tokens`` of it; None as soon as ``stop()`` is true."""
     options = config.training
     batches = data.validation_batches(batch_size=options.batch_size, seq_len=options.seq_len, max_tokens=max_tokens)
     nats, counts, text_bytes, figures = [], [], [], []
     token_bytes = data.tokenizer.token_bytes()
+    params = training.weights(state)
     for batch in batches:
         if stop():
             return None
         on_device = on_devices(batch, training.batch_sharding)
-        batch_nats, count, batch_figures = jax.device_get(training.evaluate(state.params, on_device, state.base))
+        batch_nats, count, batch_figures = jax.device_get(training.evaluate(params, on_device, state.base))
         nats.append(float(batch_nats))
         counts.append(float(count))
         figures.append(batch_figures)
@@ -70,10 +70,9 @@ def mean_figures(sums: Sequence[dict[str, Any]], counts: Sequence[Any]) -> dict[
     return {name: math.fsum(float(figures[name]) for figures in sums) / total for name in sums[0]}
 
 
-def summarize(steps: Sequence[StepMetrics], elapsed_s: float, config: TrainConfig) -> dict[str, Any]:
+def summarize(steps: Sequence[StepMetrics], elapsed_s: float, flops_per_token: float) -> dict[str, Any]:
     """Means over some steps, and their speed. ``mfu`` is the share of the devices' peak, where that is known."""
     tokens_per_s = math.fsum(float(step.tokens) for step in steps) / elapsed_s
-    flops_per_token = training_flops_per_token(config.model, config.training.seq_len, frozen=bool(config.lora.rank))
     flops_per_s = tokens_per_s * flops_per_token
     peak = peak_flops(jax.devices()[0].device_kind)
     figures = mean_figures([step.figures for step in steps], [step.num_counted for step in steps])
@@ -96,7 +95,7 @@ def check_memory(config: TrainConfig, training: Training, available_bytes: int |
     options, mesh, device = config.training, training.mesh, training.mesh.local_devices[0]
     check_batch(config, mesh)
     state = jax.eval_shape(training.init, jax.random.key(0))
-    state_bytes = device_bytes((state, state.params))  # there is a gradient for each parameter
+    state_bytes = device_bytes((state, training.trained))  # there is a gradient for each trained parameter
     tokens = options.batch_size * options.seq_len / options.accumulation / (mesh.size / mesh.shape["tensor"])
     activation_bytes = 2 * tokens * config.model.embed_dim * config.model.num_layers
     needed = np.array([state_bytes, activation_bytes]) * (len(mesh.local_devices) if device.platform == "cpu" else 1)

@@ -1,148 +1,192 @@
-"""What a run is about: the model that it starts from, its data, and its configuration with nothing left open."""
+"""Beginning a run, or going on with one: everything is checked before anything is written."""
 
 import dataclasses
-import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
+from flax.traverse_util import flatten_dict
+from rich.console import Console
 
-from jllama import distributed
-from jllama.checkpoints.registry import open_checkpoint
-from jllama.checkpoints.run import read_config
-from jllama.checkpoints.tensors import Checkpoint
-from jllama.config import LlamaConfig
-from jllama.data.batches import chat_validation_batches, rows_an_epoch
-from jllama.data.chats import data_task, prepare_chats
-from jllama.data.tokens import SPLITS, Dataset, prepare_data
-from jllama.errors import check_fields, no_tokenizer
-from jllama.files import fault_of, written_whole
-from jllama.generation.text import prompt_ids
-from jllama.presets import preset
-from jllama.progress import progress
-from jllama.templates.messages import conversing, find_template
-from jllama.tokenizers import Tokenizer, load_tokenizer
+from jllama import distributed, files
+from jllama.checkpoints.huggingface import write_chat_files
+from jllama.checkpoints.run import CHECKPOINTS, CONFIG, METRICS, SAMPLES
+from jllama.checkpoints.run_checkpoints import RunCheckpoints
+from jllama.checkpoints.tensors import Checkpoint, base_fingerprint, load_params
+from jllama.data.datasets import BatchSource, ChatDataset, TrainingData
+from jllama.devices import describe_devices, idle_accelerator
+from jllama.errors import UsageError
+from jllama.loggers import check_logger
+from jllama.model import check_attention
+from jllama.parameters import count_parameters
+from jllama.report import command, run_facts
+from jllama.sharding import ruleset
+from jllama.tokenizers import has_tokenizer
+from jllama.training import run_folder
+from jllama.training.checkpointing import Checkpoints
 from jllama.training.config import TrainConfig
-from jllama.training.step import Training, TrainState, on_devices
-
-REFERENCE = "reference.npz"
-
-
-def resolved(config: TrainConfig, folder: Path | None) -> tuple[TrainConfig, Dataset, Checkpoint | None]:
-    """The configuration with nothing left open, its data, and the checkpoint to begin from, if any; ``folder`` is that
-    of a run that goes on.
-    """
-    task = data_task(config.data)
-    if task != "text":
-        check_fields(config, "", "init_from", bool, f"a model to begin from, since data.task is {task}")
-    origin = _origin(config, None if config.lora.rank else folder) if config.init_from else None
-    tokenizer = origin.tokenizer if origin else None
-    check_fields(config, "", "preset", lambda name: not (name and origin), "left out with init_from")
-    model = config.model
-    if config.preset:
-        model = preset(config.preset)
-    if origin:
-        model = origin.config
-    for name, value in vars(model).items():
-        allowed, said = (value, getattr(LlamaConfig(), name)), f"{value}, as in {config.init_from or config.preset}"
-        check_fields(config.model, "model.", name, allowed.__contains__, f"{said}, or left out with it")
-    config = dataclasses.replace(config, model=model)
-    if folder and not origin and config.data.tokenizer == "bpe":  # a later version may train another on the same text
-        tokenizer = load_tokenizer(folder)
-    if task == "text":
-        data = prepare_data(config.data, tokenizer)
-        config = _with_sizes(config, data.tokenizer, origin)
-        rows = len(data.train) / config.training.seq_len
-    else:
-        assert origin is not None and tokenizer is not None  # noqa: PT018
-        config = _with_sizes(config, tokenizer, origin)
-        talk, seq_len = conversing(tokenizer, origin.chat_template, origin.stop_ids), config.training.seq_len
-        data = prepare_chats(config.data, tokenizer, *talk, seq_len)
-        rows = rows_an_epoch(data.train, seq_len=seq_len, seed=config.seed, packing=config.data.packing)
-    steps = math.ceil(config.training.epochs * rows / config.training.batch_size) or config.training.steps
-    options = dataclasses.replace(config.training, steps=steps, epochs=0.0)
-    optimizer = config.optimizer
-    if optimizer.schedule != "cosine" and not optimizer.warmup_steps:
-        # The rate will stay, so the warm-up keeps its steps: going on with more steps changes no past rate.
-        begun = read_config(folder).get("optimizer", {}).get("warmup_steps") if folder else 0
-        optimizer = dataclasses.replace(optimizer, warmup_steps=begun or math.ceil(optimizer.warmup_fraction * steps))
-    return dataclasses.replace(config, training=options, optimizer=optimizer), data, origin
+from jllama.training.metrics import Evaluation, check_memory
+from jllama.training.optimizer import make_optimizer
+from jllama.training.references import with_references
+from jllama.training.resolve import resolved
+from jllama.training.schedule import Schedule
+from jllama.training.step import Training, TrainState, attention_of, compile_training
+from jllama.training.tracker import Callback, Tracker
 
 
-def batches_of(data: Dataset, config: TrainConfig, training: Training) -> Any:
-    """Batches forever, as NumPy arrays, of which this process reads the rows of its own devices."""
+@dataclasses.dataclass
+class Run:
+    """A run of training: what it is made of, and where it stands."""
+
+    config: TrainConfig
+    data: TrainingData
+    origin: Checkpoint | None
+    training: Training
+    checkpoints: Checkpoints
+    schedule: Schedule
+    tracker: Tracker
+    batches: Any  # an endless iterator with a state
+    state: TrainState
+    step: int = 0
+    skipped: int = 0  # how many of the last steps were left out, one after the other
+    programs: dict[Any, Any] = dataclasses.field(default_factory=dict)  # of a step, by the shape of its rows
+    planned_bytes: int = 0  # of the largest
+    signals: Sequence[int] = ()
+    stop: int = 0  # the signal to stop that all processes know of
+
+
+def open_run(config: TrainConfig, source: BatchSource | None, callbacks: Sequence[Callback]) -> Run | Evaluation:
+    """Check and prepare all that a run needs, and begin its folder; the final evaluation of one that is finished."""
+    folder = Path(config.run_dir)
+    console = Console(stderr=True, highlight=False, markup=False, quiet=distributed.process_index() > 0)
+    console.soft_wrap = not console.is_terminal  # a log keeps its lines whole
+    _check(config, folder)
+    existing = _checkpoint_steps(folder)
+    replaces = bool(existing) and config.resume == "never"
+    if replaces:
+        _ask_to_replace(config, folder)
+        existing = []
+    config, data, origin = resolved(config, folder if existing else None, source)
+    step = existing[-1] if existing else 0
+    if step:
+        for change in run_folder.changes_on_resume(folder, config, step):
+            console.print(change, style="yellow")
+        if finished := _finished(folder, config, step, console):
+            return finished
+
+    # The programs, and the state before the first step.
+    if warning := idle_accelerator():
+        console.print(f"warning: {warning}", style="yellow")
+    distributed.check_same({"the corpus": data.fingerprint, "the last checkpoint": step})
+    training = compile_training(config)
+    check_memory(config, training)
+    state = None
+    if config.trains_adapters or not existing:
+        state = _initial_state(config, training, origin)
+    if replaces:
+        run_folder.clear(folder)
+    if isinstance(data, ChatDataset) and data.rows_each > 1:
+        data = with_references(data, folder, config, training, None if existing else state)
+
+    # The checkpoint to go on from.
+    batches = _batches(data, config, training)
+    schedule = Schedule(config.training)
+    tracker = Tracker(config, folder, console, callbacks)
+    fingerprint = base_fingerprint(origin) if config.trains_adapters and origin else None
+    saved = RunCheckpoints(folder / CHECKPOINTS, config.training.keep_last)
+    checkpoints = Checkpoints(saved, training, data.fingerprint, fingerprint)
+    if existing:
+        state, meta = checkpoints.restore(step, state and state.base)
+        batches.set_state(meta["batches"])
+        tracker.start_s -= meta["seconds"]
+        schedule.done = {CHECKPOINTS: step}
+        for name, key in ((METRICS, "validation_loss"), (SAMPLES, "text")):
+            lines = files.read_lines(folder / name, key)
+            schedule.done[name] = max((line["step"] for line in lines if line["step"] <= step), default=0)
+    assert state is not None
+    if distributed.process_index() == 0:
+        run_folder.write_config(folder, config, step)
+        if not (existing and has_tokenizer(folder)):
+            data.tokenizer.save(folder)
+            write_chat_files(folder, origin.chat_template if origin else None, origin.stop_ids if origin else ())
+    run = Run(config, data, origin, training, checkpoints, schedule, tracker, batches, state, step)
+    _announce(run)
+    return run
+
+
+def _check(config: TrainConfig, folder: Path) -> None:
+    """Raise ``UsageError`` for what can be seen before anything is read."""
+    distributed.check_same(flatten_dict(run_folder.as_written(config), sep="."))
+    if config.resume not in ("never", "auto") and not (folder / CONFIG).is_file():
+        raise UsageError(f"resume is {config.resume}, which is not a run's folder: give one, or never, or auto")
+    make_optimizer(config.optimizer, config.training.steps)
+    check_attention(config.training.attention, backward=True)
+    check_logger(config.logger)
+
+
+def _checkpoint_steps(folder: Path) -> list[int]:
+    """The steps of the checkpoints that a folder holds."""
+    if not (folder / CHECKPOINTS).exists():
+        return []
+    return RunCheckpoints(folder / CHECKPOINTS, read_only=True).steps()
+
+
+def _ask_to_replace(config: TrainConfig, folder: Path) -> None:
+    """Raise unless the run that is there may be removed."""
+    if not config.overwrite:
+        go_on = command("train", "--resume", folder)
+        advice = f"continue it with {go_on}, or choose another run_dir, or replace it with --overwrite"
+        raise UsageError(f"{folder} already holds a run: {advice}")
+    run_folder.ask_to_overwrite(config)
+
+
+def _finished(folder: Path, config: TrainConfig, step: int, console: Console) -> Evaluation | None:
+    """The final evaluation of a run that has nothing left to do; else None."""
+    steps, patience = config.training.steps, config.training.patience
+    final = files.read_lines(folder / METRICS, "final")
+    if not final or not (step >= steps or run_folder.out_of_patience(folder, patience)):
+        return None
+    longer = ("--training.steps", 2 * step, "--resume_with_changes", "true")
+    go_on = command("train", "--resume", folder, *(longer if step >= steps else ("--training.patience", 0)))
+    console.print(f"{folder} is finished (step {step:,} of {steps:,}). To go on: {go_on}")
+    figures = final[-1]["final"].items()  # which runs of 0.1 call those of preferences
+    return Evaluation(**{name.replace("preference", "figures"): value for name, value in figures})
+
+
+def _initial_state(config: TrainConfig, training: Training, origin: Checkpoint | None) -> TrainState:
+    """The state before the first step, of the weights to begin from, if any."""
+    dtype = None if config.trains_adapters and config.lora.base != "auto" else jnp.float32
+    params = load_params(origin, dtype, training.mesh, rules=ruleset(config.mesh)) if origin else None
+    return training.init(jax.random.key(config.seed), params)
+
+
+def _batches(data: TrainingData, config: TrainConfig, training: Training) -> Any:
+    """Batches of NumPy arrays, of which this process reads the rows of its own devices."""
     options = config.training
-    num_rows = options.batch_size * (2 if data.preference else 1)
+    num_rows = options.batch_size * data.rows_each
     parts = training.batch_sharding.addressable_devices_indices_map((num_rows,)).values()
     rows = np.unique([np.arange(num_rows)[part] for part in parts]).tolist()
     size: Any = {"batch_size": options.batch_size, "seq_len": options.seq_len, "seed": config.seed, "rows": rows}
     return data.training_batches(**size, packing=config.data.packing)
 
 
-def first_question(data: Dataset) -> list[int]:
-    """The ids before the first token that counts in the first conversation that is held out."""
-    held_out = data.validation
-    start, size = held_out.starts[0], held_out.sizes[0]
-    counted = held_out.counted[start : start + size]
-    return held_out.tokens[start : start + counted.argmax()].tolist()
-
-
-def with_references(
-    data: Dataset, folder: Path, config: TrainConfig, training: Training, state: TrainState | None
-) -> Dataset:
-    """Pairs with the log-probabilities of their answers by a state before training, which the run's folder keeps; of a
-    run that goes on, without a state, they are read there.
-    """
-    references: dict[str, Any] = {}
-    if state is None:
-        with fault_of(f"{folder / REFERENCE} is part of this run: put it back", OSError, ValueError, KeyError):
-            stored = np.load(folder / REFERENCE)
-            references = {split: stored[split] for split in SPLITS}
-    else:
-        size: Any = {"batch_size": config.training.batch_size, "seq_len": config.training.seq_len}
-        total = sum(data.counts[split]["conversations"] for split in SPLITS)
-        with progress("reading the answers before training", total) as move:
-            for split in SPLITS:
-                pairs, found = getattr(data, split), []
-                for rows in chat_validation_batches(pairs, **size):
-                    sums = training.log_probs(state.params, on_devices(rows, training.batch_sharding), state.base)
-                    found.append(np.asarray(multihost_utils.process_allgather(sums, tiled=True)))
-                    move(len(sums))
-                references[split] = np.concatenate(found)[: len(pairs.sizes)]
-        if distributed.process_index() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            with written_whole(folder / REFERENCE) as partial, partial.open("wb") as file:
-                np.savez(file, **references)
-    splits = {split: dataclasses.replace(getattr(data, split), reference=references[split]) for split in SPLITS}
-    return dataclasses.replace(data, **splits)
-
-
-def _origin(config: TrainConfig, existing: Path | None) -> Checkpoint:
-    """The checkpoint to begin from, opened; an existing run's folder stands in for ``init_from``."""
-    path = existing or config.init_from
-    origin = open_checkpoint(path, None if existing else config.rope_factor)
-    check_fields(config.data, "data.", "tokenizer", lambda name: name == "bpe", "left out: init_from brings its own")
-    if origin.tokenizer is None:
-        raise no_tokenizer(path)
-    if config.data.chat_template and not existing:  # an existing run's folder has it
-        template = find_template(origin.tokenizer, None, config.data.chat_template)
-        origin = dataclasses.replace(origin, chat_template=template)
-    return origin
-
-
-def _with_sizes(config: TrainConfig, tokenizer: Tokenizer, origin: Checkpoint | None) -> TrainConfig:
-    """The configuration with the architecture, the vocabulary and the window filled in."""
-    model, options = config.model, config.training
-    num_tokens, context = tokenizer.vocab_size, model.max_seq_len
-    said = f"0, or at least the {num_tokens} tokens of the tokenizer"
-    check_fields(model, "model.", "vocab_size", lambda size: size == 0 or size >= num_tokens, said)
-    seq_len = options.seq_len or min(context, 1024 if origin or config.preset else context)
-    check_fields(options, "training.", "seq_len", lambda size: size <= context, f"at most model.max_seq_len, {context}")
-    sample_limit = context - len(prompt_ids(tokenizer, options.sample_prompt))
-    if options.sample_tokens is None:
-        options = dataclasses.replace(options, sample_tokens=max(min(128, sample_limit), 0))
-    said = f"at most {sample_limit}, which is what training.sample_prompt leaves of model.max_seq_len"
-    check_fields(options, "training.", "sample_tokens", lambda count: count <= sample_limit, said)
-    model = dataclasses.replace(model, vocab_size=model.vocab_size or num_tokens)
-    return dataclasses.replace(config, model=model, training=dataclasses.replace(options, seq_len=seq_len))
+def _announce(run: Run) -> None:
+    """Log what a run's page says of it, unless that has been done, and say it in a few words."""
+    config, tracker, mesh = run.config, run.tracker, run.training.mesh
+    devices, total = describe_devices(mesh), count_parameters(config.model)
+    trained = sum(leaf.size for leaf in jax.tree.leaves(run.training.trained))
+    facts = run_facts(run.data.facts(), devices, trained, total if config.trains_adapters else total - trained)
+    if [line["facts"] for line in files.read_lines(tracker.folder / METRICS, "facts")][-1:] != [facts]:
+        tracker.write(run.step, facts=facts)
+    of_which = ""
+    if config.trains_adapters:
+        of_which = f", {trained:,} of adapters trained"
+    elif trained < total:
+        of_which = f", {trained:,} of them trained"
+    said = f"{tracker.folder}: {total:,} parameters{of_which} on {devices}, {attention_of(config, mesh)} attention"
+    tracker.say(f"{said}, {run.data.size()}, step {run.step:,} of {config.training.steps:,}", "bold")
+    for note in run.data.notes:
+        tracker.say(f"note: {note}", "yellow")

@@ -26,8 +26,8 @@ HISTORY, SKIPPED = "config.history.jsonl", "skipped.jsonl"
 # How the names of options begin that may, or must not, differ when a run goes on; all others do when that is asked for.
 # The fingerprint that checkpoints hold speaks for the data, epochs are resolved to steps.
 _IGNORED = r"run_dir|resume|overwrite|yes|distributed|training\.epochs"
-_FIXED = r"model|init_from|preset|rope_factor|seed|lora|optimizer\.name|training\.(batch_size|seq_len|spike_factor)|"
-_FIXED += r"data\.(tokenizer|vocab_size|packing)"
+_FIXED = r"model|init_from|preset|rope_factor|seed|lora|optimizer\.name|data\.(tokenizer|vocab_size|packing)|"
+_FIXED += r"training\.(batch_size|seq_len|spike_factor|trainable|ema)"
 _FREE = r"mesh|sampling|logger|data|training\.(accumulation|attention|compiler_|remat|log_every|keep_|save_|eval_|"
 _FREE += r"sample_|questions|patience|max_skipped)"
 

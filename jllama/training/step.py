@@ -33,8 +33,9 @@ from jllama.training.trainable import Trainable, trainable_of
 class TrainState(NamedTuple):
     """All that training changes: donated to each step and returned anew; what needs randomness folds step into key.
 
-    ``step`` counts the updates; ``params``, what is trained, are float32: the master weights, or with ``lora`` the
-    adapters (``jllama.lora``) of ``base``, which stays as it is; moments are of ``optimizer.moment_dtype``.
+    ``step`` counts the updates; ``params`` are float32: the master weights, all of them or (``training.trainable``)
+    some of which are trained, or with ``lora`` the adapters (``jllama.lora``) of ``base``, which stays as it is;
+    moments are of ``optimizer.moment_dtype``.
     """
 
     step: Int[Array, ""]
@@ -43,6 +44,7 @@ class TrainState(NamedTuple):
     key: Key[Array, ""]
     base: Params | None = None
     usual_norm: Float[Array, ""] | None = None  # with ``spike_factor``, the running mean of gradient norms
+    average: Params | None = None  # with ``training.ema``, the running mean of what is trained
 
 
 class StepMetrics(NamedTuple):
@@ -69,7 +71,8 @@ class Training(NamedTuple):
     (``UsageError``) in NumPy's arrays, and in JAX's makes the step one that is left out;
     ``evaluate(params, batch, base=None)`` the sums ``(nats, count, figures)`` of the objective over a batch, without
     z-loss; ``log_probs``, of the same arguments, the summed log-probability of each row's targets. ``base`` is the
-    state's.
+    state's. ``trainable`` says what of ``params`` is trained, ``trained`` has its shapes and shardings, and
+    ``weights(state)`` gives those to evaluate.
     """
 
     init: Any
@@ -79,6 +82,16 @@ class Training(NamedTuple):
     mesh: Mesh
     shardings: TrainState
     batch_sharding: NamedSharding
+    trainable: Trainable
+    trained: Params
+
+    def weights(self, state: TrainState) -> Params:
+        """The ``params`` to evaluate: with ``training.ema`` their running mean is in place of what is trained."""
+        return state.params if state.average is None else self.trainable.replaced(state.params, state.average)
+
+    def model_weights(self, state: TrainState) -> Params:
+        """The weights of a whole model with ``weights(state)``, adapters merged into their base."""
+        return self.trainable.merged(self.weights(state), state.base)
 
 
 class Setup(NamedTuple):
@@ -126,7 +139,11 @@ def compile_training(
     # How the state and batches are split, and the programs for them.
     initial = functools.partial(initial_state, setup)
     shapes = jax.eval_shape(initial, jax.random.key(0))
-    state = state_sharding(mesh, config.model, shapes, ruleset(config.mesh))
+    rules = ruleset(config.mesh)
+    state = state_sharding(mesh, config.model, shapes, rules)
+    trained = jax.eval_shape(trainable.trained, shapes.params)
+    where = state_sharding(mesh, config.model, trained, rules)
+    trained = jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), trained, where)
     batch = NamedSharding(mesh, BATCH)
     xla = {**options.compiler_options, **(compiler_options or {})}
     # init runs once, so what counts is compiling: 0.9 s unoptimized, 5.6 s otherwise, for a small model on two cores.
@@ -153,6 +170,8 @@ def compile_training(
         mesh,
         state,
         batch,
+        trainable,
+        trained,
     )
 
 
@@ -160,15 +179,20 @@ def initial_state(setup: Setup, key: Key[Array, ""], params: Params | None = Non
     """The state before the first step, from fresh or given weights."""
     init_key, run_key = jax.random.split(key)
     weights = initial_params(init_key, setup.config.model) if params is None else params
-    trained, base = setup.trainable.init(init_key, weights)
-    usual_norm = jnp.zeros((), jnp.float32) if setup.config.training.spike_factor else None
-    return TrainState(jnp.zeros((), jnp.int32), trained, setup.optimizer.init(trained), run_key, base, usual_norm)
+    params, base = setup.trainable.init(init_key, weights)
+    trained = setup.trainable.trained(params)
+    options = setup.config.training
+    usual_norm = jnp.zeros((), jnp.float32) if options.spike_factor else None
+    average = trained if options.ema else None
+    return TrainState(
+        jnp.zeros((), jnp.int32), params, setup.optimizer.init(trained), run_key, base, usual_norm, average
+    )
 
 
 def take_step(setup: Setup, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
     """One update of the state by a batch."""
-    trained_spec, _ = setup.trainable.specs(setup.parallel.weight_specs())
-    outputs = PartitionSpec(), trained_spec
+    *_, gradient_specs = setup.trainable.specs(setup.parallel.weight_specs())
+    outputs = PartitionSpec(), gradient_specs
     (total, count, figures), sums = on_each_device(setup, gradients, outputs, state.params, batch, state.base)
     count = jnp.maximum(count, 1.0)
     state, norm, accepted = updated(setup, state, total, count, sums)
@@ -196,13 +220,14 @@ def targets_of(setup: Setup, batch: Batch) -> Targets:
 
 
 def on_each_device(setup: Setup, function: Any, outputs: Any, params: Params, batch: Batch, base: Params | None) -> Any:
-    """Call ``function(setup, trained, base, targets)`` on each device with its parts of the weights and of a batch.
+    """Call ``function(setup, params, base, targets)`` on each device with its parts of the weights and of a batch.
 
     ``outputs`` says how the devices' results make up the whole.
     """
     parallel = setup.parallel
     targets = targets_of(setup, batch)
-    inputs = *setup.trainable.specs(parallel.weight_specs()), jax.tree.map(parallel.batch_spec, targets)
+    params_specs, base_specs, _ = setup.trainable.specs(parallel.weight_specs())
+    inputs = params_specs, base_specs, jax.tree.map(parallel.batch_spec, targets)
     split: Any = {"in_specs": inputs, "out_specs": outputs, "axis_names": {*BY_HAND}, "check_vma": False}
     return jax.shard_map(functools.partial(function, setup), mesh=parallel.mesh, **split)(params, base, targets)
 
@@ -210,10 +235,10 @@ def on_each_device(setup: Setup, function: Any, outputs: Any, params: Params, ba
 # On each device
 
 
-def gradients(setup: Setup, trained: Params, base: Params | None, targets: Targets) -> tuple[Sums, Params]:
+def gradients(setup: Setup, params: Params, base: Params | None, targets: Targets) -> tuple[Sums, Params]:
     """The sums of an objective over the whole batch, and this device's part of their gradients."""
     options = setup.config.training
-    learned, weights = setup.trainable.learned(trained, base, options.reduce_dtype)
+    learned, weights = setup.trainable.learned(params, base, options.reduce_dtype)
     loss = functools.partial(local_loss, setup, options, weights)
     gradient = jax.value_and_grad(loss, has_aux=True)
     if options.accumulation == 1:
@@ -231,17 +256,17 @@ def gradients(setup: Setup, trained: Params, base: Params | None, targets: Targe
     return setup.parallel.sum((total, *others)), setup.parallel.sum_gradients(sums)
 
 
-def local_evaluation(setup: Setup, trained: Params, base: Params | None, targets: Targets) -> Sums:
+def local_evaluation(setup: Setup, params: Params, base: Params | None, targets: Targets) -> Sums:
     """The sums of an objective over the whole batch, without z-loss."""
     options = dataclasses.replace(setup.config.training, z_loss=0.0)
-    learned, weights = setup.trainable.learned(trained, base, options.reduce_dtype)
+    learned, weights = setup.trainable.learned(params, base, options.reduce_dtype)
     total, others = local_loss(setup, options, weights, learned, targets)
     return setup.parallel.sum((total, *others))
 
 
-def local_log_probs(setup: Setup, trained: Params, base: Params | None, targets: Targets) -> Float[Array, "rows"]:
+def local_log_probs(setup: Setup, params: Params, base: Params | None, targets: Targets) -> Float[Array, "rows"]:
     """The summed log-probability of the targets of each of this device's rows."""
-    learned, weights = setup.trainable.learned(trained, base, setup.config.training.reduce_dtype)
+    learned, weights = setup.trainable.learned(params, base, setup.config.training.reduce_dtype)
     return row_log_probs(functools.partial(forward, setup, weights, learned), targets)
 
 
@@ -288,9 +313,11 @@ def updated(
 ) -> tuple[TrainState, Float[Array, ""], Bool[Array, ""]]:
     """The state after an update by summed gradients, their norm, and whether the step was accepted.
 
-    Of one that is not, only the count of steps goes on: its loss or gradient is not finite, or a spike.
+    Of one that is not, only the count of steps goes on: its loss or gradient is not finite, or a spike. The running
+    mean of ``training.ema`` moves by ``1 - decay`` of its way to what is trained, where the ``decay`` of step ``n``,
+    counted from 1, is ``min(ema, n / (n + 9))``: early steps do not hold on to the initial weights.
     """
-    options, optimizer = setup.config.training, setup.optimizer
+    options, optimizer, trainable = setup.config.training, setup.optimizer, setup.trainable
     with jax.named_scope("optimizer"):
         norm = optax.tree.norm(_means(sums, count))
         usual = state.usual_norm
@@ -298,18 +325,25 @@ def updated(
         if usual is not None:
             accepted &= (usual == 0) | (norm <= options.spike_factor * usual)
             usual = jnp.where(accepted, jnp.where(usual == 0, norm, 0.98 * usual + 0.02 * norm), usual)
+        number = state.step + 1
 
-        def update(turn: Array, old: tuple[Params, optax.OptState]) -> tuple[Params, optax.OptState]:
-            params, opt_state = old
+        def update(turn: Array, old: tuple[Params, optax.OptState, Any]) -> tuple[Params, optax.OptState, Any]:
+            params, opt_state, average = old
             own_sums, _ = jax.lax.optimization_barrier((sums, turn))  # keeps its products in the loop
-            updates, opt_state = optimizer.update(_means(own_sums, count), opt_state, params)
-            return jax.tree.map(jnp.add, params, updates), opt_state
+            trained = trainable.trained(params)
+            updates, opt_state = optimizer.update(_means(own_sums, count), opt_state, trained)
+            trained = jax.tree.map(jnp.add, trained, updates)
+            if average is not None:
+                decay = jnp.minimum(options.ema, number / (number + 9))
+                average = jax.tree.map(lambda mean, leaf: mean + (1 - decay) * (leaf - mean), average, trained)
+            return trainable.replaced(params, trained), opt_state, average
 
         # A loop of one turn, or of none, changes its carry in place. A cond copies all of it on GPUs with jax 0.10,
         # and a where after the update does on CPUs.
         turns = accepted.astype(jnp.int32)
-        params, opt_state = jax.lax.fori_loop(0, turns, update, (state.params, state.opt_state))
-    return TrainState(state.step + 1, params, opt_state, state.key, state.base, usual), norm, accepted
+        old = state.params, state.opt_state, state.average
+        params, opt_state, average = jax.lax.fori_loop(0, turns, update, old)
+    return TrainState(number, params, opt_state, state.key, state.base, usual, average), norm, accepted
 
 
 def _means(sums: Params, count: Float[Array, ""]) -> Params:

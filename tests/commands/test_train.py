@@ -39,8 +39,8 @@ from jllama.training import loop
 from jllama.training.config import LoopConfig, TrainConfig
 from jllama.training.loop import train
 from jllama.training.metrics import Evaluation
-from jllama.training.opening import resolved
 from jllama.training.optimizer import learning_rate_at
+from jllama.training.resolve import resolved
 
 STEPS, EPOCH = 20, 6
 

@@ -31,7 +31,7 @@ from jllama.data.corpus import corpus_files
 from jllama.errors import JllamaError, UsageError
 from jllama.templates.messages import end_of_turn_ids, find_template
 from jllama.training.config import LoopConfig, TrainConfig
-from jllama.training.opening import resolved
+from jllama.training.resolve import resolved
 
 try:
     from compression import zstd
@@ -395,8 +395,7 @@ def test_chosen_and_rejected(tmp_path):
     data = prepare(write(tmp_path / "b.jsonl", pairs))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([pair | {"id": 1} for pair in pairs]), tmp_path / "c.parquet")
     assert conversations_of(prepare(tmp_path / "c.parquet").train) == conversations_of(data.train)
-    assert data.preference
-    assert data.train.rows_each == 2
+    assert data.rows_each == data.train.rows_each == 2
     assert answers(data) == ["no"] * 20 + ["yes"] * 20
     said = [TOKENIZER.decode(counted) for _, counted in conversations_of(data.train)]
     assert said == ["yes", "no"] * (len(said) // 2)

@@ -4,16 +4,44 @@ import io
 import types
 
 import jax.numpy as jnp
+import numpy as np
 from helpers import trained_smollm
 from models import SMALL
 from rich.console import Console
 
 import jllama
 from jllama.conversation import chat_ids
+from jllama.data.batches import Conversations
+from jllama.data.datasets import BatchSource, ChatDataset
 from jllama.language_model import LanguageModel
 from jllama.templates.messages import TEMPLATES
+from jllama.tokenizers import BytesTokenizer
 from jllama.training import loop
+from jllama.training.opening import Run
 from jllama.training.step import StepMetrics
+from jllama.training.tracker import Tracker
+
+
+class Recorder(Tracker):
+    """Keeps what is written."""
+
+    def __init__(self, metrics, samples=None):
+        self.console = Console(file=io.StringIO())
+        self.metrics, self.samples = metrics, samples
+        self.start_s = 0.0
+        self.move = lambda **_: None
+
+    def write(self, step, name="metrics.jsonl", **record):
+        self.metrics.update(record)
+        if self.samples is not None:
+            self.samples.append((name, record))
+
+
+def a_run(**fields):
+    """With these fields alone."""
+    run = object.__new__(Run)
+    vars(run).update(fields)
+    return run
 
 
 def test_the_speed_logged_is_that_of_steps_that_are_done(monkeypatch):
@@ -26,20 +54,14 @@ def test_the_speed_logged_is_that_of_steps_that_are_done(monkeypatch):
 
     monkeypatch.setattr(loop, "bool", wait_for, raising=False)
     monkeypatch.setattr(loop.time, "perf_counter", lambda: now_s[0])
-    run = types.SimpleNamespace(
-        step=2,
-        config=jllama.TrainConfig(SMALL, training=jllama.LoopConfig(batch_size=2, seq_len=8, steps=10)),
-        console=Console(file=io.StringIO()),
-        training=types.SimpleNamespace(mesh=types.SimpleNamespace(local_devices=[])),
-        planned_bytes=0,
-        skipped=0,
-        data=types.SimpleNamespace(is_text=True),
-        seconds=lambda: 9.0,
-        write=written.update,
-        show=lambda: None,
-    )
+    tracker = Recorder(written)
+    config = jllama.TrainConfig(SMALL, training=jllama.LoopConfig(batch_size=2, seq_len=8, steps=10))
+    mesh = types.SimpleNamespace(local_devices=[])
+    training = types.SimpleNamespace(mesh=mesh, trainable=types.SimpleNamespace(shares=None))
+    data = BatchSource(BytesTokenizer(), lambda: iter([]), list)
+    run = a_run(step=2, config=config, training=training, planned_bytes=0, skipped=0, data=data, tracker=tracker)
     step = StepMetrics(jnp.float32(2.5), jnp.float32(1.0), jnp.float32(16.0), jnp.bool_(False), jnp.float32(16.0), {})
-    loop._Run.log(run, [(step, None)] * 2, 100.0)
+    loop.log(run, [(step, jllama.text_batch(np.ones((2, 9), int), 1))] * 2, 100.0)
     assert (written["loss"], written["tokens_per_s"], written["step_s"]) == (2.5, 8.0, 2.0)
 
 
@@ -55,15 +77,14 @@ def test_questions_of_a_run_on_chats_are_asked_through_its_template(monkeypatch)
 
     monkeypatch.setattr(loop, "generate", generate)
     options = jllama.LoopConfig(batch_size=2, seq_len=8, steps=10, sample_tokens=5, questions=questions)
-    for is_text in (False, True):
-        run = types.SimpleNamespace(
-            config=jllama.TrainConfig(SMALL, training=options),
-            data=types.SimpleNamespace(is_text=is_text),
-            model=lambda: model,
-            console=Console(file=io.StringIO()),
-            write=lambda name, **record: written.append((name, record)),
-        )
-        loop._Run.sample(run)
+    monkeypatch.setattr(loop, "model_now", lambda run: model)
+    nothing = np.zeros(0, int)
+    no_conversations = Conversations(nothing, nothing > 0, nothing, nothing, nothing)
+    chats = ChatDataset(tokenizer, no_conversations, no_conversations, "", {})
+    text = BatchSource(tokenizer, lambda: iter([]), list)
+    for data in (chats, text):
+        config = jllama.TrainConfig(SMALL, training=options)
+        loop.sample(a_run(config=config, data=data, tracker=Recorder({}, written), step=1))
     chats = [chat_ids(model, [{"role": "user", "content": question}]) for question in questions]
     assert asked == [(chats, 0.0, {"max_new_tokens": 5}), (questions, 0.0, {"max_new_tokens": 5})]
     texts = [{"prompt": question, "text": f"answer {number}"} for number, question in enumerate(questions)]
