@@ -16,6 +16,7 @@ from jllama.verify.conformance import jllama_itself
 from jllama.verify.equalities import (
     MESHES,
     Case,
+    after_steps,
     one_device_and,
     sharded_error,
     sharded_training_error,
@@ -52,6 +53,13 @@ def wrong_on_the_last_device(config, params, tokens):
     return logits.at[-1].set(logits[0]) if len(tokens.sharding.device_set) > 1 else logits
 
 
+def selected(mesh):
+    """Weights of which some layers of some parameters have been trained, and their running mean."""
+    training = short_training(CONFIG, mesh, trainable=["layers/1/w*", "layers/*/attn_norm", "embed"], ema=0.3)
+    state, _ = after_steps(training, CONFIG)
+    return jax.tree.map(np.array, (state.params, state.average, training.weights(state)))
+
+
 def main():
     implementation, params = jllama_itself(), random_params(CONFIG, 0)
     wrong = implementation._replace(forward=wrong_on_the_last_device)
@@ -71,6 +79,7 @@ def main():
             "rows": sorted({shard.data.shape[0] for shard in batch.addressable_shards}),
             "shards": shards(eight.params),
             "moment_shards": shards(eight.opt_state[1][0].mu),
+            "selected_error": distance(*(selected(mesh) for mesh in one_device_and(sizes))),
             "devices": [len(run.params["embed"].sharding.device_set) for run in (one, eight)],
         }
     print(json.dumps(report))

@@ -59,6 +59,7 @@ def test_a_mesh_trains_as_one_device_does(report, mesh):
     assert report[mesh]["initial_error"] < 1e-6
     assert report[mesh]["moved"] > 0.01
     assert report[mesh]["training_error"] < TOLERANCE
+    assert report[mesh]["selected_error"] < TOLERANCE
 
 
 @pytest.mark.slow

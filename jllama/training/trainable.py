@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Key
 
 from jllama.config import LlamaConfig, LoraConfig
-from jllama.errors import UsageError, unknown_name
+from jllama.errors import UsageError
 from jllama.lora import adapted, frozen, initial_adapter, merged
 from jllama.parameters import Params, parameter_table
 from jllama.training.config import TrainConfig
@@ -170,8 +170,9 @@ def selected_weights(config: LlamaConfig, patterns: Sequence[str]) -> FullWeight
         names[path] = [path.replace("layers/", f"layers/{layer}/") for layer in range(count)]
     for pattern in patterns:
         if not any(fnmatch.filter(own, pattern) for own in names.values()):
-            known = [path.replace("layers/", "layers/*/") for path in names]
-            raise unknown_name("parameter for training.trainable with the name", pattern, known)
+            known = ", ".join(path.replace("layers/", "layers/*/") for path in names)
+            said = f"training.trainable has {pattern!r}, which no parameter's name matches"
+            raise UsageError(f"{said}: the names are {known}, where * is 0 to {config.num_layers - 1}")
 
     selection = {}
     for path, own in names.items():

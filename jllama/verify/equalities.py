@@ -257,20 +257,25 @@ def sharded_training_error(case: Case, sizes: MeshConfig) -> float:
     return worst_error(eight, one)
 
 
-def short_training(config: LlamaConfig, mesh: Mesh) -> Training:
+def short_training(config: LlamaConfig, mesh: Mesh, **options: Any) -> Training:
     """The programs of a training of three steps, compiled without optimization, as compiling takes most of its time.
 
     Epsilon is large, as AdamW makes of a difference of 1e-7 (the order of the sums) ``learning_rate * 1e-7 / epsilon``.
     """
-    optimizer, loop = OptimizerConfig(learning_rate=3e-2, epsilon=1e-2), LoopConfig(steps=3, dtype="float32")
+    optimizer, loop = OptimizerConfig(learning_rate=3e-2, epsilon=1e-2), LoopConfig(steps=3, dtype="float32", **options)
     run = TrainConfig(config, optimizer=optimizer, training=loop)
     return compile_training(run, mesh, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @functools.cache
 def trained(config: LlamaConfig, mesh: Mesh) -> tuple[TrainState, list[float]]:
-    """The state after ``short_training`` on random tokens, and each step's loss in nats per token."""
-    training, losses = short_training(config, mesh), []
+    """The state after ``short_training``, and each step's loss in nats per token."""
+    return after_steps(short_training(config, mesh), config)
+
+
+def after_steps(training: Training, config: LlamaConfig) -> tuple[TrainState, list[float]]:
+    """The state after three steps on random tokens, and each step's loss."""
+    losses = []
     state = training.init(jax.random.key(0))
     for windows in np.random.default_rng(0).integers(1, config.vocab_size, (3, 8, 17)).astype(np.int32):
         state, metrics = training.step(state, text_batch(windows, bos_id=1))
