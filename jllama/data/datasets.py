@@ -158,15 +158,15 @@ class BatchSource:
 
 @dataclasses.dataclass
 class CountedBatches:
-    """An iterator whose state is the number of batches that have been read."""
+    """An iterator whose state is the number of batches that have been read, which a step will check."""
 
-    batches: Iterator[Batch]
+    batches: Iterator[Any]
     count: int = 0
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Any]:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Any:
         batch = next(self.batches)
         self.count += 1
         return batch

@@ -15,7 +15,7 @@ from jllama.checkpoints.run import CHECKPOINTS, METRICS, SAMPLES
 from jllama.data.batches import Batch
 from jllama.data.datasets import GZIP, BatchSource, ChatDataset
 from jllama.devices import peak_bytes, program_bytes
-from jllama.errors import JllamaError
+from jllama.errors import JllamaError, UsageError
 from jllama.generation.generate import generate
 from jllama.generation.sampling_params import SamplingParams
 from jllama.language_model import LanguageModel
@@ -108,7 +108,12 @@ def next_batch(run: Run) -> Batch:
         steps = run.config.training.steps
         said = f"the batches ended after step {run.step:,} of {steps:,}, which is saved"
         raise JllamaError(f"{said}: give more of them, or set training.steps to {run.step:,}") from None
+    if not isinstance(batch, Batch):
+        raise UsageError(f"a batch is a {type(batch).__name__}; it must be a jllama.Batch, as of text_batch")
     run.training.step.check(batch)
+    rows, expected = len(batch.tokens), run.config.training.batch_size * (1 if batch.reference is None else 2)
+    if rows != expected:
+        raise UsageError(f"a batch has {rows} rows; with training.batch_size it must have {expected}")
     return batch
 
 
@@ -205,7 +210,7 @@ def log_skipped(run: Run, step: int, metrics: StepMetrics, batch: Batch) -> None
     tracker.say(f"step {step} is left out, its batch is in {run_folder.SKIPPED}: {wrong}", "yellow")
     at_the_end = norm is None and step == options.steps and run.skipped > 1
     if at_the_end or run.skipped >= options.max_skipped:
-        in_a_row = f", the {run.skipped}th in a row" if run.skipped > 1 else ""
+        in_a_row = f" ({run.skipped} steps in a row)" if run.skipped > 1 else ""
         give_up(run, f"{wrong} at step {step}{in_a_row}")
 
 

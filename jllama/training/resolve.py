@@ -39,8 +39,9 @@ def resolved(
 
     # The data, and how many rows an epoch of it has.
     if source:
-        check_fields(config, "", "data", DataConfig().__eq__, "left out with batches of one's own")
-        check_fields(config.training, "training.", "epochs", (0).__eq__, "0 with batches of one's own: give steps")
+        check_fields(config, "", "data", lambda given: given == DataConfig(), "left out with batches of one's own")
+        said = "0 with batches of one's own: give training.steps"
+        check_fields(config.training, "training.", "epochs", lambda epochs: not epochs, said)
         data, rows = source, 0
         config = _with_sizes(config, source.tokenizer, origin)
     elif task == "text":

@@ -363,10 +363,14 @@ class CheckedStep:
         return self.program(state, batch)
 
     def check(self, batch: Batch) -> None:
-        """Raise ``UsageError`` for an id that is no token's in a batch of NumPy arrays.
+        """Raise ``UsageError`` for arrays of other shapes, and for an id that is no token's in NumPy's.
 
         Arrays of JAX are not looked at: they would have to be waited for, and copied from their device.
         """
+        shapes = [np.shape(each) for each in batch[:3]]
+        if len({*shapes}) > 1 or len(shapes[0]) != 2:
+            said = f"a batch has tokens, segments and counted of {', '.join(map(str, shapes))}"
+            raise UsageError(f"{said}; each must be [rows, training.seq_len + 1]")
         if isinstance(batch.tokens, np.ndarray):
             check_ids(batch.tokens, self.config)
 
