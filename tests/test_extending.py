@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import assert_same_bits
 
@@ -130,8 +131,16 @@ def test_an_objective_that_there_is_not_and_one_that_the_data_is_not_for():
         training.step.lower(jax.eval_shape(training.init, jax.random.key(0)), batch)
 
 
-def test_a_frozen_parameter(additions):
+def test_a_parameter_that_an_optimizer_leaves(additions):
     """It has the same bits after steps that moved all others."""
+
+    def frozen_embedding(config):
+        optimizers = {"moved": jllama.OPTIMIZERS["adamw"](config), "left": optax.set_to_zero()}
+        return optax.multi_transform(
+            optimizers, lambda params: {n: "left" if n == "embed" else "moved" for n in params}
+        )
+
+    jllama.OPTIMIZERS["frozen_embedding"] = frozen_embedding
     loop = jllama.LoopConfig(batch_size=4, seq_len=16, steps=4)
     config = jllama.TrainConfig(SMALL, optimizer=jllama.OptimizerConfig("frozen_embedding", 0.02), training=loop)
     training = jllama.compile_training(config)
