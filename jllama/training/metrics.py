@@ -46,28 +46,30 @@ def evaluate(
     """The loss on the validation split, or (over 0) about ``max_tokens`` of it; None as soon as ``stop()`` is true."""
     options = config.training
     batches = data.validation_batches(batch_size=options.batch_size, seq_len=options.seq_len, max_tokens=max_tokens)
-    nats, counts, text_bytes, figures = [], [], [], []
-    token_bytes = data.tokenizer.token_bytes()
+    sums, token_bytes = [], data.tokenizer.token_bytes()
     for batch in batches:
         if stop():
             return None
         on_device = on_devices(batch, training.batch_sharding)
-        batch_nats, count, batch_figures = jax.device_get(training.evaluate(state.params, on_device, state.base))
-        nats.append(float(batch_nats))
-        counts.append(float(count))
-        figures.append(batch_figures)
-        text_bytes.append(int(token_bytes[batch.tokens[:, 1:][batch.counted[:, 1:]]].sum()))
-    score = TextScore(math.fsum(nats), round(math.fsum(counts)), sum(text_bytes))
-    means = mean_figures(figures, counts)
+        text_bytes = token_bytes[batch.tokens[:, 1:][batch.counted[:, 1:]]].sum()
+        sums.append((*jax.device_get(training.evaluate(state.params, on_device, state.base)), text_bytes))
+    nats, count, figures, text_bytes = add_up(sums)
+    score = TextScore(nats, round(count), round(text_bytes))
+    means = {name: total / count for name, total in figures.items()}
     if means or options.objective not in ("auto", "next_token"):  # no likelihood of a text
         return Evaluation(score.loss, None, None, means or None)
     return Evaluation(score.loss, score.perplexity, score.bits_per_byte)
 
 
+def add_up(sums: Sequence[Any]) -> Any:
+    """The sums of several batches, trees of numbers that are alike, added leaf by leaf without rounding between."""
+    return jax.tree.map(lambda *each: math.fsum(map(float, each)), *sums)
+
+
 def mean_figures(sums: Sequence[dict[str, Any]], counts: Sequence[Any]) -> dict[str, float]:
     """The means of an objective's figures, from their sums over several batches and what each is divided by."""
-    total = math.fsum(map(float, counts))
-    return {name: math.fsum(float(figures[name]) for figures in sums) / total for name in sums[0]}
+    total = add_up(counts)
+    return {name: figure / total for name, figure in add_up(sums).items()}
 
 
 def summarize(steps: Sequence[StepMetrics], elapsed_s: float, config: TrainConfig) -> dict[str, Any]:
