@@ -17,7 +17,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 import jllama
-from jllama.checkpoints.run import CONFIG, METRICS, SAMPLES, read_config, read_model_config, recognizes
+from jllama.checkpoints.run import CONFIG, METRICS, SAMPLES, read_config, recognizes
 from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.files import fault_of, read_lines, write_text_whole
@@ -75,9 +75,10 @@ def write_report(folders: Sequence[Path], target: Path) -> None:
             raise JllamaError(f"{folder} is not the folder of a run: it has no {CONFIG}")
         name = folder.name if [each.name for each in folders].count(folder.name) == 1 else str(folder)
         with fault_of(f"{folder} does not hold what a run logs", KeyError, TypeError, ValueError, AttributeError):
-            config, lines = read_config(folder), read_lines(folder / METRICS)
+            config, model, _ = read_config(folder)
+            lines = read_lines(folder / METRICS)
             curves[name] = [line for line in lines if isinstance(line["step"], int)]
-            facts.append(_facts(read_model_config(folder), config["data"], curves[name]))
+            facts.append(_facts(model, config["data"], curves[name]))
             for title, part in _written(folder, config["training"].get("questions", ())).items():
                 written[f"{title} of {name}" if several else title] = part
     marks = [f"<b style='color:{_COLORS[at % 8]}'>&#9632;</b> {html.escape(name)}" for at, name in enumerate(curves)]

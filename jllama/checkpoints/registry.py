@@ -224,10 +224,9 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a checkpoint of any format, without reading its weights. Arguments and errors are those of ``load``."""
     source, own_step = _local(path), None if adapter else step
-    if run.read_lora(source).rank:
-        fields = run.read_config(source)
+    if run.recognizes(source) and (begun := run.read_config(source)).lora.rank:
         with fault_of(f"{source} has adapters of its init_from", JllamaError, KeyError, RecursionError):
-            base = open_checkpoint(str(fields["init_from"]), rope_factor or fields.get("rope_factor"))
+            base = open_checkpoint(str(begun.fields["init_from"]), rope_factor or begun.fields.get("rope_factor"))
         checkpoint = adapters.merged(base, run.read_adapter(source, base.config, own_step))
     else:
         format = FORMATS[_format_of(source)]

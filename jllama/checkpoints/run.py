@@ -6,7 +6,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,7 +23,14 @@ from jllama.lora import initial_adapter
 from jllama.model import abstract_params
 
 CONFIG, CHECKPOINTS, METRICS, SAMPLES = "config.yaml", "checkpoints", "metrics.jsonl", "samples.jsonl"
-_FAULT = "does not describe a model"
+
+
+class RunConfig(NamedTuple):
+    """What a run's ``config.yaml`` holds: all of it as it stands there, and of that what describes the model."""
+
+    fields: dict[str, Any]
+    model: LlamaConfig
+    lora: LoraConfig  # of rank 0 if the run trains everything
 
 
 def recognizes(path: Path) -> bool:
@@ -31,36 +38,30 @@ def recognizes(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """What a run's ``config.yaml`` holds. If it cannot be read, or is no mapping, that is a JllamaError."""
-    refuse_special_files(folder / CONFIG)
-    with fault_of(f"{folder / CONFIG} {_FAULT}", OSError, yaml.YAMLError, ValueError, TypeError, RecursionError):
-        return {**yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))}
-
-
-def read_model_config(folder: Path) -> LlamaConfig:
-    """The architecture that a run was trained with. If it cannot be read, that is a JllamaError."""
-    with fault_of(f"{folder / CONFIG} {_FAULT}", KeyError, TypeError, ValueError):
-        return LlamaConfig(**{**read_config(folder)["model"]})  # ValueError: a number is too long to be printed
-
-
-def read_lora(folder: Path) -> LoraConfig:
-    """What adapters a run trains; of rank 0 if it trains everything, or this is no run."""
-    with fault_of(f"{folder / CONFIG} {_FAULT}", AttributeError, TypeError):
-        fields: Any = read_config(folder).get("lora", {}) if recognizes(folder) else {}
-        return LoraConfig(**(fields | {"targets": tuple(fields.get("targets", LoraConfig.targets))}))
+def read_config(folder: Path) -> RunConfig:
+    """Read a run's ``config.yaml``. If it cannot be read, or describes no model, that is a JllamaError."""
+    path = folder / CONFIG
+    refuse_special_files(path)
+    errors = OSError, yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError, RecursionError
+    with fault_of(f"{path} does not describe a model", *errors):
+        fields = {**yaml.safe_load(path.read_text(encoding="utf-8"))}
+        model = LlamaConfig(**{**fields["model"]})  # ValueError: a number is too long to be printed
+        lora: Any = fields.get("lora", {})
+        targets = tuple(lora.get("targets", LoraConfig.targets))  # YAML has lists
+        return RunConfig(fields, model, LoraConfig(**lora | {"targets": targets}))
 
 
 def read(path: Path, step: int | None = None) -> Checkpoint:
     """Open a checkpoint of a run: of the given step, or that of the lowest validation loss."""
-    config = read_model_config(path)
+    config = read_config(path).model
     checkpoints, chosen = _opened(path, step)
     return Checkpoint(config, checkpoints.tensors(chosen, config), *read_text_files(path), step=chosen)
 
 
 def read_adapter(path: Path, config: LlamaConfig, step: int | None = None) -> Adapter:
     """The adapter that a run has trained of a base with this architecture; the step is chosen as ``read`` does."""
-    if not (lora := read_lora(path)).rank:
+    fields, _, lora = read_config(path)
+    if not lora.rank:
         raise JllamaError(f"{path} is a run that trained no adapter: give it as the checkpoint itself")
     checkpoints, chosen = _opened(path, step)
     with fault_of(path / CONFIG):
@@ -69,7 +70,7 @@ def read_adapter(path: Path, config: LlamaConfig, step: int | None = None) -> Ad
     leaves = {name: np.asarray(leaf) for name, leaf in flatten_dict(params["layers"], sep="/").items()}
     tensors = {f"layers/{n}/{name}": stack[n].T for name, stack in leaves.items() for n in range(config.num_layers)}
     fingerprint = str(meta.get("base_fingerprint") or "")
-    return Adapter(lora, tensors, config, path, str(read_config(path).get("init_from", "")), fingerprint, chosen)
+    return Adapter(lora, tensors, config, path, str(fields.get("init_from", "")), fingerprint, chosen)
 
 
 def _opened(path: Path, step: int | None) -> tuple[Any, int]:

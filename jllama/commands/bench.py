@@ -101,11 +101,11 @@ class BenchOptions(ModelOptions):
 
 def train_config(options: BenchOptions) -> "jllama.TrainConfig":
     """What is trained: the sizes of a configuration, a preset or the options, at a constant learning rate."""
-    from jllama.commands.train import read_config
+    from jllama.commands.train import read_options
     from jllama.tokenizers import BytesTokenizer
 
     if options.checkpoint:
-        config = read_config([options.checkpoint], "bench")
+        config = read_options([options.checkpoint], "bench")
     else:
         model = jllama.preset(options.preset) if options.preset else options.model
         model = dataclasses.replace(model, max_seq_len=max(model.max_seq_len, options.seq_len))

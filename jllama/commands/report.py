@@ -41,7 +41,7 @@ def main(argv: list[str], prog: str) -> int:
     write_report(folders, target)
     for folder in folders if options.logger else ():
         with fault_of(f"{options.logger} does not take {folder / METRICS}", Exception):
-            write = LOGGERS[options.logger](folder, read_config(folder), 0)
+            write = LOGGERS[options.logger](folder, read_config(folder).fields, 0)
             for line in read_lines(folder / METRICS):
                 write(line["step"], numbers(line))
     return 0

@@ -21,7 +21,7 @@ _ADAPTERS = [_FINE_TUNING[0], "--optimizer.learning_rate=2e-4"]
 
 def main(argv: list[str], prog: str) -> int:
     """Train as the options say. A run that was stopped gives 130 (Ctrl-C) or 143 (SIGTERM), as shells have it."""
-    config = read_config(argv, prog)
+    config = read_options(argv, prog)
     from jllama.training.loop import train  # not at the top: a mistake in the options should not wait for JAX
 
     try:
@@ -33,7 +33,7 @@ def main(argv: list[str], prog: str) -> int:
     return 0
 
 
-def read_config(argv: list[str], prog: str) -> TrainConfig:
+def read_options(argv: list[str], prog: str) -> TrainConfig:
     """The options as a configuration. Before the files and flags given come two sets of defaults that they override:
 
     with ``--resume FOLDER`` that run's own ``config.yaml``, and with ``init_from`` what suits a trained model. A file's

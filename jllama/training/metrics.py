@@ -10,7 +10,7 @@ import numpy as np
 
 from jllama.data.datasets import TrainingData
 from jllama.devices import describe_devices, device_bytes, device_memory_bytes, peak_flops
-from jllama.errors import UsageError
+from jllama.errors import JllamaError, UsageError
 from jllama.evaluation.scoring import TextScore
 from jllama.training.config import TrainConfig
 from jllama.training.step import StepMetrics, Training, TrainState, check_batch, on_devices
@@ -45,29 +45,33 @@ def evaluate(
     """The loss on the validation split, or (over 0) about ``max_tokens`` of it; None as soon as ``stop()`` is true."""
     options = config.training
     batches = data.validation_batches(batch_size=options.batch_size, seq_len=options.seq_len, max_tokens=max_tokens)
-    nats, counts, text_bytes, figures = [], [], [], []
-    token_bytes = data.tokenizer.token_bytes()
+    sums, token_bytes = [], data.tokenizer.token_bytes()
     params = training.weights(state)
     for batch in batches:
         if stop():
             return None
         on_device = on_devices(batch, training.batch_sharding)
-        batch_nats, count, batch_figures = jax.device_get(training.evaluate(params, on_device, state.base))
-        nats.append(float(batch_nats))
-        counts.append(float(count))
-        figures.append(batch_figures)
-        text_bytes.append(int(token_bytes[batch.tokens[:, 1:][batch.counted[:, 1:]]].sum()))
-    score = TextScore(math.fsum(nats), round(math.fsum(counts)), sum(text_bytes))
-    means = mean_figures(figures, counts)
+        text_bytes = token_bytes[batch.tokens[:, 1:][batch.counted[:, 1:]]].sum()
+        sums.append((*jax.device_get(training.evaluate(params, on_device, state.base)), text_bytes))
+    if not sums:
+        raise JllamaError("the data gave no batch to evaluate with: its validation needs at least one")
+    nats, count, figures, text_bytes = add_up(sums)
+    score = TextScore(nats, round(count), round(text_bytes))
+    means = {name: total / count for name, total in figures.items()}
     if means or options.objective not in ("auto", "next_token"):  # no likelihood of a text
         return Evaluation(score.loss, None, None, means or None)
     return Evaluation(score.loss, score.perplexity, score.bits_per_byte)
 
 
+def add_up(sums: Sequence[Any]) -> Any:
+    """The sums of several batches, trees of numbers that are alike, added leaf by leaf without rounding between."""
+    return jax.tree.map(lambda *each: math.fsum(map(float, each)), *sums)
+
+
 def mean_figures(sums: Sequence[dict[str, Any]], counts: Sequence[Any]) -> dict[str, float]:
     """The means of an objective's figures, from their sums over several batches and what each is divided by."""
-    total = math.fsum(map(float, counts))
-    return {name: math.fsum(float(figures[name]) for figures in sums) / total for name in sums[0]}
+    total = add_up(counts)
+    return {name: figure / total for name, figure in add_up(sums).items()}
 
 
 def summarize(steps: Sequence[StepMetrics], elapsed_s: float, flops_per_token: float) -> dict[str, Any]:

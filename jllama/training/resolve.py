@@ -78,7 +78,7 @@ def _with_steps(config: TrainConfig, rows: float, folder: Path | None) -> TrainC
     optimizer = config.optimizer
     if optimizer.schedule != "cosine" and not optimizer.warmup_steps:
         # The rate will stay, so the warm-up keeps its steps: going on with more steps changes no past rate.
-        begun = read_config(folder).get("optimizer", {}).get("warmup_steps") if folder else 0
+        begun = read_config(folder).fields.get("optimizer", {}).get("warmup_steps") if folder else 0
         optimizer = dataclasses.replace(optimizer, warmup_steps=begun or math.ceil(optimizer.warmup_fraction * steps))
     return dataclasses.replace(config, training=options, optimizer=optimizer)
 

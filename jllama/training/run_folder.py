@@ -57,7 +57,7 @@ def clear(folder: Path) -> None:
 def write_config(folder: Path, config: TrainConfig, step: int) -> None:
     """Write a run's resolved configuration, what it replaces to the history; drop what was logged after ``step``."""
     fields = as_written(config)
-    if step and (before := read_config(folder)) != fields:
+    if step and (before := read_config(folder).fields) != fields:
         append_line(folder / HISTORY, {"until_step": step, "config": before})
     write_text_whole(folder / CONFIG, yaml.safe_dump(fields, sort_keys=False))
     for name in (METRICS, SAMPLES, *([SKIPPED] if (folder / SKIPPED).exists() else [])):
@@ -81,7 +81,7 @@ def as_written(config: TrainConfig) -> dict[str, Any]:
 def changes_on_resume(folder: Path, config: TrainConfig, step: int) -> list[str]:
     """How a configuration differs from that of the run it goes on with, in words; JllamaError if it may not so."""
     flat = functools.partial(flatten_dict, is_leaf=lambda path, _: len(path) == 2, sep=".")
-    now, before = flat(as_written(config)), read_config(folder)
+    now, before = flat(as_written(config)), read_config(folder).fields
     was = now | flat(before)
     changed = [name for name in now if was[name] != now[name] and not re.match(_IGNORED, name)]
     told = {name: f"{name} was {was[name]} and is {now[name]}" for name in changed}

@@ -14,7 +14,7 @@ import pytest
 from helpers import assert_same_bits
 
 from jllama.checkpoints import run_checkpoints, tensors
-from jllama.checkpoints.run import read_model_config
+from jllama.checkpoints.run import read_config
 from jllama.checkpoints.run_checkpoints import RunCheckpoints
 from jllama.checkpoints.tensors import Checkpoint, load_decode_params, load_params
 from jllama.config import LlamaConfig
@@ -219,7 +219,7 @@ def test_what_is_no_longer_wanted_is_never_half_there(tmp_path, monkeypatch):
 def test_a_configuration_that_is_none(tmp_path, content, said):
     (tmp_path / "config.yaml").write_text(content)
     with pytest.raises(JllamaError, match=rf"config.yaml does not describe a model: .*{said}"):
-        read_model_config(tmp_path)
+        read_config(tmp_path)
 
 
 @pytest.mark.parametrize(("key", "value"), [("custom_metadata", [1]), ("item_handlers", 3), ("item_handlers", "x")])

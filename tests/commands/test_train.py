@@ -25,7 +25,7 @@ from jllama import files
 from jllama.checkpoints.registry import load, save
 from jllama.commands import cli
 from jllama.commands.cli import parse
-from jllama.commands.train import read_config
+from jllama.commands.train import read_options
 from jllama.config import LlamaConfig
 from jllama.data.config import DataConfig
 from jllama.errors import UsageError
@@ -530,18 +530,18 @@ def test_init_from_has_defaults_that_fit_and_takes_any_configuration(tmp_path, c
     """What a file says of the model gives way; what it says of training counts; flags are left to be judged."""
     file = tmp_path / "file.yaml"
     file.write_text("model: {embed_dim: 64}\ndata: {tokenizer: bytes, path: x}\noptimizer: {learning_rate: 0.5}\n")
-    plain = read_config(["--config", str(file)], "train.py")
+    plain = read_options(["--config", str(file)], "train.py")
     assert (plain.model.embed_dim, plain.training.batch_size) == (64, 16)
-    tuned = read_config(["--init_from", "somewhere"], "train.py")
+    tuned = read_options(["--init_from", "somewhere"], "train.py")
     assert capsys.readouterr().err == ""
     assert (tuned.training.batch_size, tuned.optimizer.learning_rate) == (4, 2e-5)
-    both = read_config(["--config", str(file), "--init_from=somewhere", "--training.batch_size", "3"], "train.py")
+    both = read_options(["--config", str(file), "--init_from=somewhere", "--training.batch_size", "3"], "train.py")
     assert (both.training.batch_size, both.optimizer.learning_rate, both.data.path) == (3, 0.5, "x")
     assert (both.model, both.data.tokenizer) == (tuned.model, "bpe")
     assert "of the file are not used: init_from brings its own" in capsys.readouterr().err
     file.write_text(file.read_text() + "init_from: somewhere\n")
     flags = ["--model.num_layers=3", "--data.tokenizer", "mine", "--model.tie_embeddings", "--model.embed_dim", "96"]
-    within = read_config(["--config", str(file), *flags], "train.py")
+    within = read_options(["--config", str(file), *flags], "train.py")
     assert (within.training.batch_size, within.model.num_layers, within.model.embed_dim) == (4, 3, 96)
     assert within.data.tokenizer == "mine"
 

@@ -15,7 +15,7 @@ from tensorboardX.proto.event_pb2 import Event
 from jllama import files
 from jllama.commands import cli
 from jllama.loggers import LOGGERS, persistent
-from jllama.training import loop
+from jllama.training import loop, tracker
 
 
 def train(workshop, run, *arguments, steps=4, every=2):
@@ -127,7 +127,7 @@ def test_a_logger_that_fails_stops_nothing(workshop, tmp_path, read_run, capsys,
         files_append(path, record)
 
     files_append = files.append_line
-    monkeypatch.setattr(loop.files, "append_line", append_line)
+    monkeypatch.setattr(tracker.files, "append_line", append_line)
     monkeypatch.setitem(LOGGERS, "broken", broken)
     assert train(workshop, tmp_path / "run", "--logger", "broken") == 0
     err = " ".join(capsys.readouterr().err.split())

@@ -225,3 +225,9 @@ def test_options_of_a_corpus_are_refused_beside_ones_own_batches(tmp_path):
         train(corpus, data=source())
     with pytest.raises(jllama.UsageError, match=r"training.epochs is 2.*; it must be 0 with batches of one's own"):
         train(a_config(tmp_path / "run", steps=1000, epochs=2), data=source())
+
+
+def test_no_batch_to_evaluate_with_is_said(tmp_path):
+    own = jllama.BatchSource(BytesTokenizer(), batches, list)
+    with pytest.raises(jllama.JllamaError, match="the data gave no batch to evaluate with"):
+        train(a_config(tmp_path / "run"), data=own)
