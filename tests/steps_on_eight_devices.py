@@ -7,10 +7,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jllama.config import LlamaConfig
+from jllama.data.batches import text_batch
 from jllama.errors import UsageError
 from jllama.model import abstract_params
 from jllama.parameters import map_by_path
 from jllama.sharding import BATCH, MeshConfig, make_mesh, state_sharding
+from jllama.training.config import LoopConfig, OptimizerConfig, TrainConfig
+from jllama.training.step import compile_training
 from jllama.verify.checks import random_params, worst_error
 from jllama.verify.conformance import jllama_itself
 from jllama.verify.equalities import (
@@ -26,6 +29,7 @@ from jllama.verify.equalities import (
 
 CONFIG = LlamaConfig(vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, max_seq_len=16)
 REFUSED = [MeshConfig(3, 1, 1), MeshConfig(0, 1, 3), MeshConfig(0, 16, 1), MeshConfig(2, 1, 4), MeshConfig(1, 1, 8)]
+MATRICES = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
 TOKENS = np.random.default_rng(0).integers(0, 64, (8, 16))
 
 
@@ -34,6 +38,18 @@ def refusal(sizes):
         state_sharding(make_mesh(sizes), CONFIG, abstract_params(CONFIG))
     except UsageError as error:
         return str(error)
+
+
+def trained_by_muon(mesh):
+    """The state after three steps on random tokens, and each step's loss."""
+    optimizer = OptimizerConfig("muon", learning_rate=3e-2, epsilon=1e-2)  # as large as in ``short_training``
+    config = TrainConfig(CONFIG, optimizer=optimizer, training=LoopConfig(steps=3, dtype="float32"))
+    training, losses = compile_training(config, mesh), []
+    state = training.init(jax.random.key(0))
+    for windows in np.random.default_rng(0).integers(1, 64, (3, 8, 17)).astype(np.int32):
+        state, metrics = training.step(state, text_batch(windows, bos_id=1))
+        losses.append(float(metrics.loss))
+    return state, losses
 
 
 def shards(tree):
@@ -70,7 +86,12 @@ def main():
         initial = [jax.tree.map(np.array, start.params) for start in starts]
         mesh = one_device_and(sizes)[1]
         batch = jax.device_put(TOKENS, NamedSharding(mesh, BATCH))
+        (by_one, losses_of_one), (by_eight, losses) = map(trained_by_muon, one_device_and(sizes))
+        states = by_eight.opt_state[1][0].inner_states
+        momentum = states["muon"].inner_state.mu["layers"]
         report[name] = {
+            "muon_error": max(distance(by_eight.params, by_one.params), distance(losses, losses_of_one)),
+            "momentum_shards": shards({"layers": {each: momentum[each] for each in MATRICES}}),
             "error": sharded_error(Case(implementation, CONFIG, params, TOKENS), sizes),
             "wrong_error": sharded_error(Case(wrong, CONFIG, params, TOKENS), sizes),
             "training_error": sharded_training_error(Case(implementation, CONFIG, params, TOKENS), sizes),

@@ -174,7 +174,7 @@ def test_every_preset_is_split_over_8_and_64_devices(name, devices):
         with pytest.raises(UsageError, match=f"^{said}: the nearest mesh.tensor that does is {nearest}$"):
             state_sharding(mesh, config, abstract_params(config))
         return
-    for optimizer in ("adamw", "adafactor"):
+    for optimizer in ("adamw", "adafactor", "muon"):
         params, opt_state = state = abstract_state(name, optimizer)
         of_params, of_state = state_sharding(mesh, config, state)
         shards = jax.tree.map(lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)), params, of_params)
@@ -189,3 +189,8 @@ def test_every_preset_is_split_over_8_and_64_devices(name, devices):
             moments = collections.Counter(sharding.spec for sharding in jax.tree.leaves(of_state))
             assert all(moments[spec] >= 2 * splits[spec] for spec in splits)
             assert len(jax.tree.leaves(opt_state)) == 2 * len(table) + 2
+        if optimizer == "muon":
+            leaves = zip(jax.tree.leaves(opt_state), jax.tree.leaves(of_state), strict=True)
+            held = collections.Counter(of.spec for leaf, of in leaves if leaf.ndim)
+            matrices = [of.spec for name, of in of_params["layers"].items() if table[f"layers/{name}"].inputs]
+            assert held == splits + splits - collections.Counter(matrices)  # which have one moment alone

@@ -60,6 +60,7 @@ def test_a_mesh_trains_as_one_device_does(report, mesh):
     assert report[mesh]["moved"] > 0.01
     assert report[mesh]["training_error"] < TOLERANCE
     assert report[mesh]["selected_error"] < TOLERANCE
+    assert report[mesh]["muon_error"] < TOLERANCE
 
 
 @pytest.mark.slow
@@ -76,6 +77,7 @@ def test_parameters_and_moments_are_split_by_the_rules(report, mesh):
             ]
         assert report[mesh]["shards"][path] == expected
         assert report[mesh]["moment_shards"][path] == expected
+        assert report[mesh]["momentum_shards"].get(path, expected) == expected
 
 
 @pytest.mark.slow

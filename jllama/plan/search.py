@@ -126,5 +126,6 @@ def _by_formula(config: TrainConfig, accelerator: Accelerator, rows: int, seq_le
         seconds, kept = seconds + 2 * layers * tokens * kept / accelerator.network, 0
     if options.remat in ("none", "dots"):
         kept += 2 * model.embed_dim + heads + 2 * kv_heads + 2 * model.mlp_dim / mesh.tensor
-    moments = {"adamw": 2, "lion": 1}.get(config.optimizer.name, 0) * jnp.dtype(config.optimizer.moment_dtype).itemsize
+    moment_bytes = jnp.dtype(config.optimizer.moment_dtype).itemsize
+    moments = {"adamw": 2, "muon": 1, "lion": 1}.get(config.optimizer.name, 0) * moment_bytes
     return seconds, (4 + moments + summed) * weights / mesh.fsdp + 2 * model.num_layers * tokens * kept

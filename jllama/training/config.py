@@ -16,13 +16,15 @@ class OptimizerConfig:
     """An optimizer and the schedule of its learning rate.
 
     Args:
-        name: ``adamw`` (arXiv:1711.05101), ``lion`` (arXiv:2302.06675, at a fifth of the rate) or ``adafactor``
-            (arXiv:1804.04235), which hold two moments, one, and rows and columns of one alone.
+        name: ``adamw`` (arXiv:1711.05101), ``lion`` (arXiv:2302.06675, at a fifth of the rate), ``adafactor``
+            (arXiv:1804.04235), which hold two moments, one, and rows and columns of one alone, or ``muon`` (Jordan et
+            al. 2024; arXiv:2502.16982): one moment of each matrix of a layer, and AdamW of all else, at AdamW's rate.
         learning_rate: the peak, after the warm-up.
         final_fraction: the learning rate ends at this share of the peak.
         warmup_fraction: the share of all steps over which the learning rate rises linearly, unless ``warmup_steps`` is
             given.
-        beta1: decay of the gradient's running mean (``adamw``), or its share in a step (``lion``).
+        beta1: decay of the gradient's running mean (``adamw``), or its share in a step (``lion``). ``muon`` takes this,
+            ``beta2`` and ``epsilon`` for what AdamW has; its own momentum decays by 0.95.
         beta2: decay of the squared gradient's running mean (``adamw``), or of the gradient's (``lion``).
         epsilon: added to the root of the squared gradient's mean (``adamw``).
         weight_decay: per unit of learning rate, on matrices only (never on norms).

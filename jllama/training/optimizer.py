@@ -1,12 +1,15 @@
 """Optimizers by name, all under the same clip and schedule of the learning rate."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import optax.contrib
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
@@ -24,7 +27,7 @@ def with_decay(direction: optax.GradientTransformation, config: OptimizerConfig)
 
         jllama.OPTIMIZERS["sgd"] = lambda config: with_decay(optax.trace(config.beta1), config)
     """
-    decay = optax.add_decayed_weights(config.weight_decay, lambda params: map_by_path(_is_decayed, params))
+    decay = optax.add_decayed_weights(config.weight_decay, lambda params: map_by_path(_is_matrix, params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates, state = direction.update(updates, state, params)
@@ -34,7 +37,7 @@ def with_decay(direction: optax.GradientTransformation, config: OptimizerConfig)
     return optax.GradientTransformation(direction.init, update)
 
 
-def _is_decayed(path: str, _: Any) -> bool:
+def _is_matrix(path: str, _: Any) -> bool:
     if path in PARAMETERS:
         return PARAMETERS[path].role == "matrix"
     return not path.endswith("/magnitude")  # what else an adapter has are matrices
@@ -79,10 +82,56 @@ def _as_matrix(path: str, leaf: Any) -> Any:
     return joined(PARAMETERS[path], leaf) if is_matrix else leaf
 
 
+def muon(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Muon's direction for each matrix of each layer (an adapter's ``a`` and ``b`` are two), AdamW's for all else.
+
+    ``0.2 * sqrt(max(inputs, outputs)) * orthogonal(m)``: ``m`` is Nesterov's momentum of decay 0.95, and ``orthogonal``
+    brings its singular values near 1 by five steps of Newton and Schulz (Jordan et al. 2024). The factor gives it the
+    root mean square of AdamW's directions, so that one learning rate is for both (arXiv:2502.16982, section 2.2). Axes
+    that are inputs together (or outputs), such as heads and head_dim, count as one.
+    """
+    axes_of = functools.partial(map_by_path, _matrix_axes)
+    orthogonal: Any = optax.contrib.scale_by_muon(weight_dimension_numbers=axes_of)
+
+    # The coefficients of the polynomial are no state: moment_dtype would round them.
+    def init(params: Any) -> Any:
+        return orthogonal.init(params)._replace(ns_coeffs=())
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        state = state._replace(ns_coeffs=orthogonal.init({}).ns_coeffs)
+        found, state = orthogonal.update(updates, state, params)
+        return jax.tree.map(_as_long_as_adamw, found, axes_of(found)), state._replace(ns_coeffs=())
+
+    def part_of(path: str, leaf: Any) -> str:
+        return "muon" if path.startswith("layers/") and _is_matrix(path, leaf) else "adamw"
+
+    parts: Any = {
+        "muon": optax.GradientTransformation(init, update),
+        "adamw": optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
+    }
+    return optax.partition(parts, functools.partial(map_by_path, part_of))
+
+
+def _matrix_axes(path: str, leaf: Any) -> Any:
+    if not hasattr(leaf, "shape"):
+        return leaf  # an empty node of optax: AdamW or another has it
+    if path not in PARAMETERS:
+        return optax.contrib.MuonDimensionNumbers(1, 2)  # of an adapter
+    row = PARAMETERS[path]
+    inputs, outputs = (tuple(map(row.axes.index, axes)) for axes in (row.inputs, row.outputs))
+    return optax.contrib.MuonDimensionNumbers(inputs, outputs)
+
+
+def _as_long_as_adamw(direction: Array, axes: Any) -> Array:
+    sizes = [np.take(direction.shape, each).prod() for each in axes]
+    return 0.2 * math.sqrt(max(sizes)) * direction
+
+
 OPTIMIZERS: dict[str, Callable[[OptimizerConfig], optax.GradientTransformation]] = {
     "adamw": lambda config: with_decay(optax.scale_by_adam(config.beta1, config.beta2, config.epsilon), config),
     "lion": lambda config: with_decay(optax.scale_by_lion(config.beta1, config.beta2), config),
     "adafactor": lambda config: with_decay(adafactor(), config),
+    "muon": lambda config: with_decay(muon(config), config),
 }
 """How each optimizer turns clipped gradients into directions, weight decay included; ``make_optimizer`` adds the rest.
 

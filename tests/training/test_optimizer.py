@@ -1,11 +1,13 @@
 """The schedule against numbers worked out by hand, the decayed set by name, and AdamW against float64 NumPy."""
 
+import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 
 from jllama.config import LlamaConfig
@@ -176,7 +178,7 @@ def test_adamw_against_numpy():
         assert relative_error(np.float64(leaf) - start[path], expected[path] - start[path]) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
 def test_moments_in_bfloat16_are_float32_ones_rounded_between_steps(name):
     dtypes = ("bfloat16", "float32")
     narrow, wide = (make_optimizer(OptimizerConfig(name, moment_dtype=dtype), 9) for dtype in dtypes)
@@ -289,7 +291,72 @@ def test_adafactor_keeps_rows_and_columns_of_every_matrix():
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state)) == expected == 902_597
 
 
-@pytest.mark.parametrize("trained", ["adamw", "adafactor"])
+WHOLE = random_params(MODEL, 0)
+ADAPTER = {"wq": {"a": np.ones((2, 8, 3)), "b": np.ones((2, 3, 8)), "magnitude": np.ones((2, 8))}}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        WHOLE,
+        {"layers": ADAPTER},
+        {"layers": {name: WHOLE["layers"][name][:1] for name in ("wo", "attn_norm")}},  # of one layer
+        {"final_norm": WHOLE["final_norm"]},
+    ],
+    ids=["whole", "adapter", "part", "no matrix"],
+)
+def test_muon_is_optax_s_own_on_each_matrix_of_each_layer_and_adamw_on_all_else(params):
+    config = OptimizerConfig("muon", 0.1, 1.0, 0.0, beta1=0.8, weight_decay=0.3, clip_norm=1e30)
+    rng, params = np.random.default_rng(0), jax.tree.map(jnp.float32, params)
+    muon, adamw = make_optimizer(config, 20), make_optimizer(dataclasses.replace(config, name="adamw"), 20)
+    alone = optax.contrib.muon(0.1, weight_decay=0.3, consistent_rms=0.2)
+    ours, other = params, params
+    matrices = {
+        (path, index): matrix
+        for path, leaf in by_path(params).items()
+        for index, matrix in enumerate(matrices_of(path, leaf))
+        if path in MATRICES - {"embed", "lm_head"} or path.endswith(("/a", "/b"))
+    }
+    state, state_of_other, state_alone = muon.init(params), adamw.init(params), alone.init(matrices)
+    updates, updates_of_other, updates_alone = map(jax.jit, (muon.update, adamw.update, alone.update))
+    for _ in range(20):
+        gradients = jax.tree.map(lambda leaf: jnp.float32(rng.standard_normal(leaf.shape)), params)
+        found = {path: matrices_of(path, leaf) for path, leaf in by_path(gradients).items()}
+        update, state = updates(gradients, state, ours)
+        ours = optax.apply_updates(ours, update)
+        update, state_of_other = updates_of_other(gradients, state_of_other, other)
+        other = optax.apply_updates(other, update)
+        update, state_alone = updates_alone({key: found[key[0]][key[1]] for key in matrices}, state_alone, matrices)
+        matrices = optax.apply_updates(matrices, update)
+    seen = set()
+    for path, leaf in by_path(ours).items():
+        for index, matrix in enumerate(matrices_of(path, leaf)):
+            expected = matrices.get((path, index), matrices_of(path, by_path(other)[path])[index])
+            seen |= {(path, index)} & set(matrices)
+            assert relative_error(matrix, expected) < 1e-6, (path, index)
+    assert seen == set(matrices)
+
+
+def test_muon_s_first_step_against_singular_values_in_numpy():
+    """Jordan et al. 2024: the polynomial, five times, on the singular values of the gradient over their norm."""
+    config = OptimizerConfig("muon", 0.1, 1.0, 0.0, weight_decay=0.0, clip_norm=1e30)
+    rng, optimizer = np.random.default_rng(0), make_optimizer(config, 10)
+    params = jax.tree.map(jnp.asarray, WHOLE)
+    gradients = jax.tree.map(lambda leaf: np.float32(rng.standard_normal(leaf.shape)), WHOLE)
+    updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+    for path in MATRICES - {"embed", "lm_head"}:
+        found = matrices_of(path, np.asarray(by_path(updates)[path]))
+        for index, gradient in enumerate(matrices_of(path, np.float64(by_path(gradients)[path]))):
+            left, values, right = np.linalg.svd(gradient, full_matrices=False)
+            values = values / np.linalg.norm(values)
+            for _ in range(5):
+                values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+            assert np.all((values > 0.5) & (values < 1.3))
+            expected = -0.1 * 0.2 * math.sqrt(max(gradient.shape)) * left @ np.diag(values) @ right
+            assert relative_error(found[index], expected) < 1e-5, (path, index)
+
+
+@pytest.mark.parametrize("trained", ["adamw", "adafactor", "muon"])
 def test_a_parameter_that_an_added_optimizer_freezes_keeps_its_bits(monkeypatch, trained):
     """No weight decay moves it, while all others move as the optimizer that they have says."""
 
@@ -328,7 +395,7 @@ def test_the_magnitudes_of_dora_do_not_decay():
 def test_unknown_names_and_options_that_an_optimizer_does_not_have_are_refused():
     for config, said in [
         (OptimizerConfig("adamv"), "there is no optimizer adamv; did you mean adamw?"),
-        (OptimizerConfig("x"), "there is no optimizer x; there are adamw, lion, adafactor"),
+        (OptimizerConfig("x"), "there is no optimizer x; there are adamw, lion, adafactor, muon"),
         (OptimizerConfig("lion", epsilon=1e-6), "optimizer.epsilon is given but lion has none: leave it out"),
         (OptimizerConfig(decay_fraction=0.5), "optimizer.decay_fraction is given but cosine has none: leave it out"),
         (
