@@ -113,10 +113,16 @@ class RunCheckpoints:
         with _reading(self.folder / str(step)):
             expected = {"params": params} | ({} if state is None else {"state": state})
             self._check(step, expected)
-            placed = ocp.checkpoint_utils.construct_restore_args
-            arrays = {name: ocp.args.PyTreeRestore(shapes, placed(shapes)) for name, shapes in expected.items()}
+            metadata = self._manager.item_metadata(step)
+            arrays = {}
+            for name, shapes in expected.items():
+                # In the structure that was saved: other versions have had other nodes without arrays.
+                item = _with_leaves(metadata[name].tree, shapes)
+                placed = ocp.checkpoint_utils.construct_restore_args(item)
+                arrays[name] = ocp.args.PyTreeRestore(item, placed)
             restored = self._manager.restore(step, args=ocp.args.Composite(**arrays, meta=ocp.args.JsonRestore()))
-        return restored["params"], restored.get("state"), restored["meta"]
+            trees = {name: _with_leaves(shapes, restored[name]) for name, shapes in expected.items()}
+        return trees["params"], trees.get("state"), restored["meta"]
 
     def tensors(self, step: int, config: LlamaConfig) -> dict[str, FileTensor]:
         """The saved parameters of a step as tensors by ``TensorSpec.key``, not read yet.
@@ -197,10 +203,19 @@ def _reason(error: Exception) -> str:
     return system[1] if system else reason
 
 
+def _by_path(tree: Any) -> dict[str, Any]:
+    """Every array of a tree, with tuples and named tuples told apart by position or name alone."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    keyed = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    return {path: leaf for path, leaf in keyed.items() if hasattr(leaf, "shape")}
+
+
+def _with_leaves(tree: Any, other: Any) -> Any:
+    """The structure of a tree with the arrays that another has at the same paths."""
+    by_path = _by_path(other)
+    return jax.tree.unflatten(jax.tree.structure(tree), [by_path[path] for path in _by_path(tree)])
+
+
 def _shapes(tree: Any, dtypes: bool) -> dict[str, str]:
-    """``path -> dtype[shape]`` of every leaf, with tuples and named tuples told apart by position or name alone."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype if dtypes else ''}{list(leaf.shape)}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if hasattr(leaf, "shape")
-    }
+    """``path -> dtype[shape]`` of every array."""
+    return {path: f"{leaf.dtype if dtypes else ''}{list(leaf.shape)}" for path, leaf in _by_path(tree).items()}

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from helpers import assert_same_bits
@@ -145,6 +146,18 @@ def test_a_state_of_the_optimizer_in_another_form_is_told_from_another_model(fin
         f"a new run from its weights, with init_from "
         f"(state/opt_state/1/0/mu/embed is float32{[*embed.shape]}, expected float32[3])"
     )
+
+
+def test_a_state_with_other_nodes_without_arrays_comes_back(tmp_path):
+    """0.1.0 decayed weights behind every optimizer, whose masked state has a node more."""
+    params, state = contents(10)
+    clip, (direction, _, rate) = state["opt_state"]
+    before = state | {"opt_state": (clip, (direction, optax.MaskedState(optax.EmptyState()), rate))}
+    checkpoints = RunCheckpoints(tmp_path / "checkpoints")
+    checkpoints.save(10, params, before, META, None)
+    checkpoints.wait()
+    *restored, _ = checkpoints.restore(10, abstract(params), abstract(state))
+    assert_same_bits(restored, [params, state])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
