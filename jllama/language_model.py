@@ -3,12 +3,15 @@
 import dataclasses
 import hashlib
 import zlib
+from collections.abc import Sequence
 from typing import get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from jllama.capture import activations, check_names
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams, Quantization, decode_layout
 from jllama.errors import UsageError, no_tokenizer
@@ -49,6 +52,28 @@ class LanguageModel:
     def __call__(self, tokens: TokenIds) -> Float[Array, "batch seq vocab"]:
         """Float32 logits of the token that follows each one; ``UsageError`` if they are not ids of this model."""
         return _logits(self.config, self.params, as_token_ids(tokens, self.config))
+
+    def capture(
+        self, tokens: TokenIds, names: Sequence[str], segments: Int[Array | np.ndarray, "batch seq"] | None = None
+    ) -> dict[str, Array]:
+        """Activations and attention weights by name, of whole sequences.
+
+        ``embedding`` is the input of the first layer, ``layers/3`` the output of layer 3 (they count from 0) and
+        ``final_norm`` what the head gets, each ``[batch, seq, embed]`` in the dtype of the weights, as are
+        ``layers/3/attention`` and ``layers/3/feed_forward``, which layer 3 adds to its input, one after the other;
+        ``layers/3/attention_weights`` is ``[batch, heads, seq, seq]`` in float32: how much each query takes of each
+        key. What is not named is neither kept nor, where nothing named needs it, computed. ``segments`` are numbers
+        that tell packed documents apart. ``UsageError`` for another name, and as for calling the model.
+
+        Example::
+
+            found = model.capture([[1, 15, 8]], ["layers/3", "layers/0/attention_weights"])
+            print(found["layers/3"].shape)
+        """
+        check_names(self.config, tuple(names))
+        segments = None if segments is None else jnp.asarray(segments)
+        found = activations(self.config, self.params, as_token_ids(tokens, self.config), tuple(names), segments)
+        return {name: found[name] for name in names}  # compiled functions sort them
 
     @property
     def text_tokenizer(self) -> Tokenizer:

@@ -224,12 +224,12 @@ class Llama(_Module):
             parallel: how the pass is spread over devices, inside ``jax.shard_map``; None: it is all here.
         """
         tokens = as_token_ids(tokens, self.config)
-        length, context, scaling = tokens.shape[1], self.config.max_seq_len, self.config.rope_scaling
-        if positions is None and length > context and not (scaling and scaling.grows):
-            raise UsageError(f"tokens has {length} a row; the model's context is {context}: cut it into windows")
+        length = tokens.shape[1]
+        if positions is None:
+            check_length(self.config, length)
         positions = jnp.arange(length)[None] if positions is None else positions
         mask = F.Mask(query_segments=segments, key_segments=segments)
-        attend, x = attention_inputs(self.config, positions, mask, length, attention), self._embed(tokens)
+        attend, x = attention_inputs(self.config, positions, mask, length, attention), self.embedding(tokens)
         if isinstance(self.layers, Layer):
             graph, stacked = nnx.split(self.layers)
             if parallel:
@@ -289,7 +289,7 @@ class Llama(_Module):
         mesh = jax.typeof(self.final_norm[...]).sharding.mesh
         attend = attention_inputs(self.config, positions, mask, implementation=attention)
         attend = dataclasses.replace(attend, slots=slots, mesh=mesh if mesh.size > 1 else None, begins=begins)
-        x = self._embed(tokens)
+        x = self.embedding(tokens)
         updated = []
         for index in range(self.config.num_layers):
             cached = cache.keys[index], cache.values[index]
@@ -324,9 +324,17 @@ class Llama(_Module):
         """The matrix that makes logits, ``[embed, vocab]``: ``lm_head``, or the embedding transposed if tied."""
         return self.embed[...].T if self.config.tie_embeddings else self.lm_head[...]
 
-    def _embed(self, tokens: Array) -> Array:
+    def embedding(self, tokens: TokenIds) -> Stream:
+        """The input of the first layer."""
         with jax.named_scope("embedding"):
             return self.embed[...][tokens]
+
+
+def check_length(config: LlamaConfig, length: int) -> None:
+    """Raise ``UsageError`` for rows of so many tokens if they exceed the context, unless RoPE's scaling grows."""
+    context, scaling = config.max_seq_len, config.rope_scaling
+    if length > context and not (scaling and scaling.grows):
+        raise UsageError(f"tokens has {length} a row; the model's context is {context}: cut it into windows")
 
 
 def as_token_ids(tokens: Any, config: LlamaConfig) -> Integer[Array, "batch seq"]:

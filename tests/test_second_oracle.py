@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jllama.config import LlamaConfig
+from jllama.language_model import LanguageModel
 from jllama.model import build_model, rope_frequencies
 from jllama.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 from jllama.verify.checks import random_params
@@ -132,6 +133,20 @@ def test_logits_equal_transformers(name):
     errors = np.abs(np.asarray(ours(params, TOKENS, POSITIONS)) - theirs).max(axis=(1, 2))
     assert errors[0] < 1e-5
     assert errors[1] < 1e-4
+
+
+def test_activations_and_attention_weights_equal_transformers():
+    """Their hidden states are the inputs of all layers, and the last one after the final norm."""
+    params, tokens = random_params(BASE, 0), TOKENS[:, :40]
+    with torch.no_grad():
+        theirs = their_model(BASE, params)(
+            input_ids=torch.from_numpy(tokens), use_cache=False, output_hidden_states=True, output_attentions=True
+        )
+    inputs = ["embedding", *(f"layers/{number}" for number in range(BASE.num_layers - 1)), "final_norm"]
+    shares = [f"layers/{number}/attention_weights" for number in range(BASE.num_layers)]
+    found = LanguageModel(BASE, params).capture(tokens, inputs + shares)
+    for name, value in zip(inputs + shares, [*theirs.hidden_states, *theirs.attentions], strict=True):
+        assert np.abs(np.asarray(found[name]) - value.numpy()).max() < 1e-5 * np.abs(value.numpy()).max(), name
 
 
 @pytest.mark.parametrize("length", [100, 128, 129, SEQ])

@@ -11,6 +11,7 @@ from jllama.functional.attention import (
     choose_attention as choose_attention,
     choose_cache_attention as choose_cache_attention,
     masked_softmax as masked_softmax,
+    attention_weights as attention_weights,
     grouped_query_attention as grouped_query_attention,
 )
 from jllama.functional.block import (

@@ -81,6 +81,15 @@ def grouped_query_attention(query: Queries, key: Keys, value: Keys, mask: Bool[A
     return mixed.reshape(query.shape).astype(query.dtype)
 
 
+@checked
+def attention_weights(
+    query: Queries, key: Keys, mask: Bool[Array, "#batch #seq kv_seq"]
+) -> Float[Array, "batch heads seq kv_seq"]:
+    """``softmax(q k^T / sqrt(head_dim))``, with which ``grouped_query_attention`` weighs values; in float32."""
+    weights = masked_softmax(_scores(_grouped(query, key), key), mask[:, None, None])
+    return weights.reshape(*query.shape[:3], key.shape[2])
+
+
 def _scores(query: Array, key: Array) -> Array:
     """``q k^T / sqrt(head_dim)`` of ``[..., group, seq, head_dim]`` and ``[..., kv_seq, head_dim]``."""
     product = functools.partial(jnp.einsum, preferred_element_type=np.promote_types(query.dtype, np.float32))

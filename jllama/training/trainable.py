@@ -42,7 +42,7 @@ class FullWeights:
         """What the optimizer updates: the selected parameters, of stacked ones the selected layers."""
         if self.selection is None:
             return params
-        whole = flatten_dict(params, sep="/")
+        whole: Any = flatten_dict(params, sep="/")
         parts = {}
         for path, layers in self.selection.items():
             parts[path] = whole[path] if layers is None else _some_layers(whole[path], layers)
@@ -52,7 +52,7 @@ class FullWeights:
         """``params`` with others of what is trained."""
         if self.selection is None:
             return trained
-        whole = flatten_dict(params, sep="/")
+        whole: Any = flatten_dict(params, sep="/")
         for path, leaf in flatten_dict(trained, sep="/").items():
             layers = self.selection[path]
             whole[path] = leaf if layers is None else _with_layers(whole[path], layers, leaf)
@@ -70,8 +70,8 @@ class FullWeights:
         """The model's parameters, and beside each what gets its gradient when it is gathered, if anything does."""
         if self.selection is None:
             return weights, learned
-        shapes = flatten_dict(weights, sep="/")
-        zeros = flatten_dict(learned, sep="/")
+        shapes: Any = flatten_dict(weights, sep="/")
+        zeros: Any = flatten_dict(learned, sep="/")
         for path, layers in self.selection.items():
             if layers is not None:
                 all_layers = jnp.zeros(shapes[path].shape, zeros[path].dtype)
