@@ -3,11 +3,12 @@
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jllama import distributed
@@ -82,7 +83,10 @@ def take_steps(run: Run) -> None:
     ended = pause(run)  # what a stop came before is done first
     recent, start_s = [], time.perf_counter()
     while run.step < options.steps and not (run.stop or ended):
-        batch = next_batch(run)
+        batch = next(run.batches, None)
+        if batch is None:
+            end_early(run, recent, start_s)
+        check_batch(run, batch)
         on_device = on_devices(batch, run.training.batch_sharding)
         program, compile_s = program_for(run, on_device)
         start_s += compile_s  # so that no step's time has it in it
@@ -98,23 +102,26 @@ def take_steps(run: Run) -> None:
             recent, start_s = [], time.perf_counter()
 
 
-def next_batch(run: Run) -> Batch:
-    """The next batch, checked; JllamaError, after saving, if there is none."""
-    try:
-        batch = next(run.batches)
-    except StopIteration:
+def end_early(run: Run, recent: Sequence[tuple[StepMetrics, Batch]], start_s: float) -> NoReturn:
+    """Log and save what there is, and raise JllamaError, as there are no more batches."""
+    if recent:
+        log(run, recent, start_s)
+    if run.step and run.schedule.done.get(CHECKPOINTS, 0) != run.step:
         save(run, None)
-        run.checkpoints.saved.wait()
-        steps = run.config.training.steps
-        said = f"the batches ended after step {run.step:,} of {steps:,}, which is saved"
-        raise JllamaError(f"{said}: give more of them, or set training.steps to {run.step:,}") from None
+    run.checkpoints.saved.wait()
+    is_saved = ", which is saved" if run.step else ""
+    said = f"the batches ended after step {run.step:,} of {run.config.training.steps:,}{is_saved}"
+    raise JllamaError(f"{said}: give as many as there are steps, or lower training.steps")
+
+
+def check_batch(run: Run, batch: Any) -> None:
+    """Raise ``UsageError`` for what is no batch for this run."""
     if not isinstance(batch, Batch):
         raise UsageError(f"a batch is a {type(batch).__name__}; it must be a jllama.Batch, as of text_batch")
     run.training.step.check(batch)
     rows, expected = len(batch.tokens), run.config.training.batch_size * (1 if batch.reference is None else 2)
     if rows != expected:
         raise UsageError(f"a batch has {rows} rows; with training.batch_size it must have {expected}")
-    return batch
 
 
 def program_for(run: Run, batch: Batch) -> tuple[Any, float]:
@@ -195,7 +202,7 @@ def log(run: Run, recent: Sequence[tuple[StepMetrics, Batch]], start_s: float) -
         memory = f"  {peak / 2**30:.2f} GiB, planned {planned / 2**30:.2f}" if peak else ""
         tracker.say(f"step {run.step}: {note}  learning rate {record['learning_rate']:.1e}{mfu}{memory}")
     tracker.show(run.step)
-    tracker.call("log", run.step, record, lambda: model_now(run))
+    tell(run, "log", record)
 
 
 def log_skipped(run: Run, step: int, metrics: StepMetrics, batch: Batch) -> None:
@@ -226,7 +233,7 @@ def evaluate_now(run: Run) -> Evaluation | None:
     run.tracker.write(run.step, **dataclasses.asdict(result))
     run.schedule.done[METRICS] = run.step
     run.tracker.say(f"step {run.step}: {result}", "bold")
-    run.tracker.call("evaluation", run.step, dataclasses.asdict(result), lambda: model_now(run))
+    tell(run, "evaluation", dataclasses.asdict(result))
     return result
 
 
@@ -255,7 +262,7 @@ def save(run: Run, evaluation: Evaluation | None) -> None:
     run.schedule.done[CHECKPOINTS] = run.step
     loss = evaluation.validation_loss if evaluation else None
     run.checkpoints.save(run.step, run.state, run.batches.get_state(), run.tracker.seconds(), loss)
-    run.tracker.call("save", run.step, {}, lambda: model_now(run))
+    tell(run, "save", {})
 
 
 def sample(run: Run) -> None:
@@ -296,6 +303,16 @@ def model_now(run: Run) -> LanguageModel:
     tokenizer, origin = run.data.tokenizer, run.origin
     talk = conversing(tokenizer, origin.chat_template, origin.stop_ids) if origin else (None, ())
     return LanguageModel(run.config.model, run.training.model_weights(run.state), tokenizer, *talk)
+
+
+def tell(run: Run, name: str, figures: Mapping[str, Any]) -> None:
+    """Call the callbacks. Their models are copies, as the next step uses the arrays of its state up."""
+
+    def model() -> LanguageModel:
+        now = model_now(run)
+        return dataclasses.replace(now, params=jax.tree.map(jnp.copy, now.params))
+
+    run.tracker.call(name, run.step, figures, model)
 
 
 def give_up(run: Run, wrong: str) -> NoReturn:

@@ -23,7 +23,7 @@ from jllama.training.config import TrainConfig
 class Event(NamedTuple):
     """What a callback gets: ``log``, ``evaluation`` or ``save``, after how many steps, and the figures of it.
 
-    ``figures`` are those of ``metrics.jsonl``, of ``save`` none. ``model()`` is the model as it is now.
+    ``figures`` are those of ``metrics.jsonl``, of ``save`` none. ``model()`` is the model as it is now, a copy.
     """
 
     name: str

@@ -1,6 +1,7 @@
 """A training loop that people write themselves, of public names alone."""
 
 import dataclasses
+import itertools
 import json
 import re
 import signal
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import jllama
+from jllama.checkpoints.run_checkpoints import RunCheckpoints
 from jllama.stop import Stopped
 from jllama.tokenizers import BytesTokenizer
 from jllama.training.loop import train
@@ -160,7 +162,7 @@ def test_callbacks_are_told_and_may_fail(tmp_path, capsys):
         if event.name == "save":
             models.append(event.model())
 
-    train(a_config(tmp_path / "run"), data=source(), callbacks=[broken, keep])
+    train(a_config(tmp_path / "run", keep_last=2), data=source(), callbacks=[broken, keep])
     err = capsys.readouterr().err
     said = "warning: the callback broken failed: ValueError: no room for this; training goes on\n"
     assert err.count(said) == len(events) == STEPS + 2 + 2
@@ -170,18 +172,27 @@ def test_callbacks_are_told_and_may_fail(tmp_path, capsys):
     assert [each["loss"] for name, _, each in events if name == "log"] == losses(tmp_path / "run")
     told = [each["validation_loss"] for name, _, each in events if name == "evaluation"]
     assert told == [line["validation_loss"] for line in logged if "validation_loss" in line]
-    jax.tree.map(
-        np.testing.assert_array_equal, models[-1].params, jllama.load(tmp_path / "run", layout="training").params
-    )
+    for model, step in zip(models, (3, 6), strict=True):
+        saved = jllama.load(tmp_path / "run", layout="training", step=step)
+        jax.tree.map(np.testing.assert_array_equal, model.params, saved.params)
 
 
 def test_batches_that_end_early_end_the_run_with_what_it_has(tmp_path):
     """Which is saved: with more of them it goes on, and is the same."""
-    with pytest.raises(jllama.JllamaError, match="ended after step 4 of 6, which is saved: give more of them, or set"):
+    with pytest.raises(jllama.JllamaError, match="ended after step 4 of 6, which is saved: give as many"):
         train(a_config(tmp_path / "run"), data=source(4))
+    assert len(losses(tmp_path / "run")) == 4
     train(a_config(tmp_path / "run"), data=source())
     train(a_config(tmp_path / "whole"), data=source())
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("count", "saved"), [(0, []), (3, [3])])
+def test_batches_that_end_at_once_or_at_a_checkpoint(tmp_path, count, saved):
+    own = jllama.BatchSource(BytesTokenizer(), lambda: itertools.islice(batches(), count), lambda: batches(2))
+    with pytest.raises(jllama.JllamaError, match=f"^the batches ended after step {count} of 6[:,]"):
+        train(a_config(tmp_path / "run", log_every=2), data=own)
+    assert RunCheckpoints(tmp_path / "run" / "checkpoints", read_only=True).steps() == saved
 
 
 @pytest.mark.parametrize(
