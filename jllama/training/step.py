@@ -325,7 +325,6 @@ def updated(
         if usual is not None:
             accepted &= (usual == 0) | (norm <= options.spike_factor * usual)
             usual = jnp.where(accepted, jnp.where(usual == 0, norm, 0.98 * usual + 0.02 * norm), usual)
-        number = state.step + 1
 
         def update(turn: Array, old: tuple[Params, optax.OptState, Any]) -> tuple[Params, optax.OptState, Any]:
             params, opt_state, average = old
@@ -334,7 +333,7 @@ def updated(
             updates, opt_state = optimizer.update(_means(own_sums, count), opt_state, trained)
             trained = jax.tree.map(jnp.add, trained, updates)
             if average is not None:
-                decay = jnp.minimum(options.ema, number / (number + 9))
+                decay = jnp.minimum(options.ema, (state.step + 1) / (state.step + 10))
                 average = jax.tree.map(lambda mean, leaf: mean + (1 - decay) * (leaf - mean), average, trained)
             return trainable.replaced(params, trained), opt_state, average
 
@@ -343,7 +342,7 @@ def updated(
         turns = accepted.astype(jnp.int32)
         old = state.params, state.opt_state, state.average
         params, opt_state, average = jax.lax.fori_loop(0, turns, update, old)
-    return TrainState(number, params, opt_state, state.key, state.base, usual, average), norm, accepted
+    return TrainState(state.step + 1, params, opt_state, state.key, state.base, usual, average), norm, accepted
 
 
 def _means(sums: Params, count: Float[Array, ""]) -> Params:
