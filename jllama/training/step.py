@@ -333,8 +333,8 @@ def updated(
             updates, opt_state = optimizer.update(_means(own_sums, count), opt_state, trained)
             trained = jax.tree.map(jnp.add, trained, updates)
             if average is not None:
-                decay = jnp.minimum(options.ema, (state.step + 1) / (state.step + 10))
-                average = jax.tree.map(lambda mean, leaf: mean + (1 - decay) * (leaf - mean), average, trained)
+                share = jnp.maximum(1 - options.ema, 9 / (state.step + 10)).astype(jnp.float32)
+                average = jax.tree.map(lambda mean, leaf: mean + share * (leaf - mean), average, trained)
             return trainable.replaced(params, trained), opt_state, average
 
         # A loop of one turn, or of none, changes its carry in place. A cond copies all of it on GPUs with jax 0.10,
