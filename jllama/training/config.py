@@ -18,7 +18,7 @@ class OptimizerConfig:
     Args:
         name: ``adamw`` (arXiv:1711.05101), ``lion`` (arXiv:2302.06675, at a fifth of the rate), ``adafactor``
             (arXiv:1804.04235), which hold two moments, one, and rows and columns of one alone, or ``muon`` (Jordan et
-            al. 2024; arXiv:2502.16982): one moment of each matrix of a layer, and AdamW of all else, at AdamW's rate.
+            al. 2024, arXiv:2502.16982; up to 4 times the rate): one of each layer's matrices, and AdamW of all else.
         learning_rate: the peak, after the warm-up.
         final_fraction: the learning rate ends at this share of the peak.
         warmup_fraction: the share of all steps over which the learning rate rises linearly, unless ``warmup_steps`` is
