@@ -83,10 +83,7 @@ def take_steps(run: Run) -> None:
     ended = pause(run)  # what a stop came before is done first
     recent, start_s = [], time.perf_counter()
     while run.step < options.steps and not (run.stop or ended):
-        batch = next(run.batches, None)
-        if batch is None:
-            end_early(run, recent, start_s)
-        check_batch(run, batch)
+        batch = next_batch(run, recent, start_s)
         on_device = on_devices(batch, run.training.batch_sharding)
         program, compile_s = program_for(run, on_device)
         start_s += compile_s  # so that no step's time has it in it
@@ -102,16 +99,23 @@ def take_steps(run: Run) -> None:
             recent, start_s = [], time.perf_counter()
 
 
-def end_early(run: Run, recent: Sequence[tuple[StepMetrics, Batch]], start_s: float) -> NoReturn:
-    """Log and save what there is, and raise JllamaError, as there are no more batches."""
-    if recent:
-        log(run, recent, start_s)
-    if run.step and run.schedule.done.get(CHECKPOINTS, 0) != run.step:
-        save(run, None)
-    run.checkpoints.saved.wait()
-    is_saved = ", which is saved" if run.step else ""
-    said = f"the batches ended after step {run.step:,} of {run.config.training.steps:,}{is_saved}"
-    raise JllamaError(f"{said}: give as many as there are steps, or lower training.steps")
+def next_batch(run: Run, recent: Sequence[tuple[StepMetrics, Batch]], start_s: float) -> Batch:
+    """The next batch, checked. If there is none, or it is wrong, what has been learned is saved first."""
+    try:
+        batch = next(run.batches)
+        check_batch(run, batch)
+        return batch
+    except Exception as error:
+        if recent:
+            log(run, recent, start_s)
+        if run.step and run.schedule.done.get(CHECKPOINTS, 0) != run.step:
+            save(run, None)
+        run.checkpoints.saved.wait()
+        if not isinstance(error, StopIteration):
+            raise
+        is_saved = ", which is saved" if run.step else ""
+        said = f"the batches ended after step {run.step:,} of {run.config.training.steps:,}{is_saved}"
+        raise JllamaError(f"{said}: give as many as there are steps, or lower training.steps") from None
 
 
 def check_batch(run: Run, batch: Any) -> None:

@@ -214,6 +214,25 @@ def test_what_is_no_batch_is_refused(tmp_path, batch, said):
         train(a_config(tmp_path / "run"), data=own)
 
 
+def test_what_was_learned_before_a_wrong_batch_is_saved(tmp_path):
+    """Whether the batch is wrong or the code that should make it; mended, the run goes on."""
+
+    def wrong():
+        yield from batches(4)
+        raise RuntimeError("the disk of ours is gone")
+
+    def short():
+        yield from batches(5)
+        yield jllama.text_batch(np.ones((3, 17), int), 1)
+
+    for training, step, error, said in ((wrong, 4, RuntimeError, "of ours"), (short, 5, jllama.UsageError, "3 rows")):
+        own = jllama.BatchSource(BytesTokenizer(), training, lambda: batches(2))
+        with pytest.raises(error, match=said):
+            train(a_config(tmp_path / "run", log_every=4), data=own)
+        assert RunCheckpoints(tmp_path / "run" / "checkpoints", read_only=True).steps()[-1] == step
+    train(a_config(tmp_path / "run", log_every=4), data=source())
+
+
 def test_an_objective_that_is_no_number_ends_the_run(tmp_path, monkeypatch):
     def broken(forward, batch, options):
         total, count, figures = next_token(forward, batch, options)
