@@ -63,9 +63,6 @@ class Checkpoints:
 
 def _others(state: TrainState, key: Any, trained: Params | None) -> dict[str, Any]:
     """What is saved besides the model: the key as plain numbers, and what is trained where the model is its mean."""
-    others: dict[str, Any] = {"opt_state": state.opt_state, "step": state.step, "key": key}
-    if state.usual_norm is not None:
-        others["usual_norm"] = state.usual_norm
-    if trained is not None:
-        others["trained"] = trained
-    return others
+    others = {"opt_state": state.opt_state, "step": state.step, "key": key}
+    others |= {"usual_norm": state.usual_norm, "trained": trained}
+    return {name: value for name, value in others.items() if value is not None}

@@ -199,12 +199,12 @@ def log(run: Run, recent: Sequence[tuple[StepMetrics, Batch]], start_s: float) -
     tracker.write(run.step, **record)
 
     # The same for people.
-    note = f"loss {record['loss']:.3f}{figures_text(record.get('figures'))}  {record['tokens_per_s']:,.0f} tokens/s"
-    tracker.note = note
+    figures = figures_text(record.get("figures"))
+    tracker.note = f"loss {record['loss']:.3f}{figures}  {record['tokens_per_s']:,.0f} tokens/s"
     if not tracker.console.is_terminal:
         mfu = f"  MFU {record['mfu']:.1%}" if record["mfu"] else ""
         memory = f"  {peak / 2**30:.2f} GiB, planned {planned / 2**30:.2f}" if peak else ""
-        tracker.say(f"step {run.step}: {note}  learning rate {record['learning_rate']:.1e}{mfu}{memory}")
+        tracker.say(f"step {run.step}: {tracker.note}  learning rate {record['learning_rate']:.1e}{mfu}{memory}")
     tracker.show(run.step)
     tell(run, "log", record)
 
@@ -248,7 +248,7 @@ def evaluate_best(run: Run) -> Evaluation | None:
     saved.wait()
     tracker.show(run.step, "evaluating")
     best, state = saved.best_step(), run.state
-    if not (run.stop or best is None or best == run.step):
+    if not (run.stop or best in (None, run.step)):
         state, _ = run.checkpoints.restore(best, state.base)
     final = evaluate(run.training, run.data, run.config, state, 0, lambda: is_stopping(run))
     if final is not None:

@@ -181,11 +181,8 @@ def _announce(run: Run) -> None:
     facts = run_facts(run.data.facts(), devices, trained, total if config.trains_adapters else total - trained)
     if [line["facts"] for line in files.read_lines(tracker.folder / METRICS, "facts")][-1:] != [facts]:
         tracker.write(run.step, facts=facts)
-    of_which = ""
-    if config.trains_adapters:
-        of_which = f", {trained:,} of adapters trained"
-    elif trained < total:
-        of_which = f", {trained:,} of them trained"
+    kind = "adapters" if config.trains_adapters else "them"
+    of_which = f", {trained:,} of {kind} trained" if trained != total else ""
     said = f"{tracker.folder}: {total:,} parameters{of_which} on {devices}, {attention_of(config, mesh)} attention"
     tracker.say(f"{said}, {run.data.size()}, step {run.step:,} of {config.training.steps:,}", "bold")
     for note in run.data.notes:

@@ -32,5 +32,5 @@ class Schedule:
         return self.done.get(name, 0) < last_due
 
     def _every(self, name: str) -> int:
-        saves_alone = name == CHECKPOINTS and self.options.save_every
-        return self.options.save_every if saves_alone else self.options.eval_every
+        save_every = self.options.save_every if name == CHECKPOINTS else 0
+        return save_every or self.options.eval_every

@@ -74,7 +74,7 @@ class Tracker:
             line = {"step": step, **record}
             self._append(self.folder / name, line)
             if name == METRICS:
-                self._log(line["step"], numbers(line))
+                self._log(step, numbers(line))
 
     def call(self, name: str, step: int, figures: Mapping[str, Any], model: Callable[[], LanguageModel]) -> None:
         """Call the callbacks, each of which may fail."""

@@ -36,7 +36,11 @@ class FullWeights:
 
     def specs(self, weights: Any) -> tuple[Any, Any, Any]:
         """How ``params``, ``base`` and gradients are split over devices, by how all weights are."""
-        return weights, PartitionSpec(), self._selected(weights)
+        gradients = weights
+        if self.selection is not None:
+            flat = flatten_dict(weights, sep="/")
+            gradients = unflatten_dict({path: flat[path] for path in self.selection}, sep="/")
+        return weights, PartitionSpec(), gradients
 
     def trained(self, params: Params) -> Params:
         """What the optimizer updates: the selected parameters, of stacked ones the selected layers."""
@@ -81,12 +85,6 @@ class FullWeights:
     def merged(self, params: Params, base: Params | None) -> Params:
         """All weights of the model as it is now."""
         return params
-
-    def _selected(self, tree: Any) -> Any:
-        if self.selection is None:
-            return tree
-        flat = flatten_dict(tree, sep="/")
-        return unflatten_dict({path: flat[path] for path in self.selection}, sep="/")
 
 
 @dataclasses.dataclass(frozen=True)
