@@ -21,6 +21,7 @@ from jllama.functional.block import (
     rope_tables as rope_tables,
     swiglu as swiglu,
 )
+from jllama.functional.embedding import embedding as embedding
 from jllama.functional.linear import (
     DecodeMatrix as DecodeMatrix,
     decode_matrix as decode_matrix,

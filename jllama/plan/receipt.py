@@ -1,6 +1,7 @@
 """What a compiled training or decoding step will need on devices that are not there: memory, exchanges, time."""
 
 import dataclasses
+import functools
 import math
 import re
 import time
@@ -19,12 +20,12 @@ from jllama.errors import JllamaError, UsageError
 from jllama.files import Json
 from jllama.functional import Refused, choose_cache_attention
 from jllama.model import KVCache, abstract_params, build_model
-from jllama.parameters import tensor_specs, training_flops_per_token
+from jllama.parameters import parameter_table, shape_of, tensor_specs, training_flops_per_token
 from jllama.plan import program
 from jllama.plan.devices import interconnect_s, topology_devices
 from jllama.sharding import AXES, batch_shardings, check_divides, make_mesh, matrix_sharding
 from jllama.training.config import TrainConfig
-from jllama.training.step import check_batch, compile_training
+from jllama.training.step import Training, attention_of, check_batch, compile_training
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,7 @@ class Receipt:
     least_bytes: int = 0  # of weights, keys and values, which a step of decoding reads at least
     temporaries_bytes: int  # gradients, activations, what the compiler needs besides; if it refuses, by what it says
     gradients_bytes: int = 0  # a part of it, by formula
+    starting_bytes: int = 0  # at most, while the weights to adapt are read and quantized
     device_memory_bytes: int
     attention: str  # the attention kernel in the program; empty if it has none
     flops: float  # of a device in a step, by the formula of ``training_flops_per_token``
@@ -57,7 +59,8 @@ class Receipt:
     advice: Sequence[str] = ()  # what would make it fit, of what is not done yet
 
     needed_bytes = property(lambda it: it.arguments_bytes + it.temporaries_bytes, doc="Of a device, all together.")
-    fits = property(lambda it: it.needed_bytes <= it.device_memory_bytes, doc="Whether that is within its memory.")
+    most_bytes = property(lambda it: max(it.needed_bytes, it.starting_bytes), doc="Of a device, at any time.")
+    fits = property(lambda it: it.most_bytes <= it.device_memory_bytes, doc="Whether that is within its memory.")
     times_s = property(lambda it: {name: getattr(it, f"{name}_s") for name in ("compute", "memory", "interconnect")})
     binds = property(lambda it: max(it.times_s, key=it.times_s.get), doc="Which of these takes longest: all overlap.")
     tokens_per_s = property(lambda it: it.tokens / max(*it.times_s.values(), 1e-12), doc="Of all devices, so limited.")
@@ -82,7 +85,10 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
     accelerator, devices = topology_devices(topology)
     mesh, options = make_mesh(config.mesh, devices), config.training
     check_batch(config, mesh)
-    training = compile_training(config, mesh)
+    # Without a device nothing is measured, so nothing is to be left out of what is measured.
+    training = compile_training(
+        dataclasses.replace(config, training=dataclasses.replace(options, deterministic=False)), mesh
+    )
     state, seq_len = jax.eval_shape(training.init, jax.random.key(0)), options.seq_len or config.model.max_seq_len
     shape = options.batch_size, seq_len + 1
     int_rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=training.batch_sharding)
@@ -94,15 +100,34 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
         "parameters_bytes": device_bytes((state.params, state.base, state.average)),
         "moments_bytes": device_bytes(state.opt_state),
         "gradients_bytes": device_bytes(training.trained) * jnp.dtype(options.reduce_dtype).itemsize // 4,
-        "recomputed": recomputed(config),
+        "recomputed": recomputed(config, attention_of(config, mesh)),
         "settings": settings(config),
+        "starting_bytes": starting_bytes(config, training),
     }
     try:
-        lowered = training.step.lower(state, batch)
+        with jax.default_device(devices[0]):  # which kernels ask for the kind of
+            lowered = training.step.lower(state, batch)
     except Refused as error:
         raise UsageError(f"{error}: take another training.attention, or mesh.sequence") from error
     receipt = _receipt(topology, accelerator, mesh, lowered, flops, tokens, sizes)
     return receipt if receipt.fits else dataclasses.replace(receipt, advice=_advice(config, receipt))
+
+
+def starting_bytes(config: TrainConfig, training: Training) -> int:
+    """What a device holds at most while the weights to adapt are read from bfloat16 files and quantized."""
+    if not config.trains_adapters or config.lora.base not in ("int8", "nf4"):
+        return 0  # each is read in its final form
+    _, held = training.trainable.reading()
+    shapes = {path: shape_of(row, config.model) for path, row in parameter_table(config.model).items()}
+    held_bytes, most = 0, 0
+    for path in sorted(shapes, key=lambda path: -math.prod(shapes[path])):  # as ``load_params`` reads them
+        stack = jax.ShapeDtypeStruct(shapes[path], jnp.bfloat16)
+        own_bytes = device_bytes(jax.eval_shape(functools.partial(held, path), stack))
+        # int8 transposes the stack; nf4 has a few layers in float32.
+        others_bytes = device_bytes(stack) if config.lora.base == "int8" else 12 * math.prod(stack.shape[1:])
+        most = max(most, held_bytes + own_bytes + device_bytes(stack) + others_bytes)
+        held_bytes += own_bytes
+    return most
 
 
 def settings(config: TrainConfig) -> Json:
@@ -116,13 +141,15 @@ def describe(mesh: Mapping[str, int], settings: Mapping[str, Any]) -> str:
     return ", ".join([sizes or "one device", *(f"{name} {value}" for name, value in settings.items())])
 
 
-def recomputed(config: TrainConfig) -> float:
+def recomputed(config: TrainConfig, attention: str) -> float:
     """The FLOPs of a step with what its backward pass computes again, over those of ``training_flops_per_token``."""
     options, seq_len = config.training, config.training.seq_len or config.model.max_seq_len
     if options.remat in ("block", "offload"):
         return 4 / 3
+    if options.remat == "none" or attention in ("tokamax", "blocked"):  # whose results are kept
+        return 1.0
     products = training_flops_per_token(config.model, 0) / training_flops_per_token(config.model, seq_len)
-    return 1.0 if options.remat == "none" else 1 + (1 - products) / 3  # attention
+    return 1 + (1 - products) / 3  # attention
 
 
 def _advice(config: TrainConfig, receipt: Receipt) -> list[str]:
@@ -133,7 +160,7 @@ def _advice(config: TrainConfig, receipt: Receipt) -> list[str]:
         tips.append(f"--training.remat {'offload' if options.remat == 'block' else 'block'}")
     if (rows := options.batch_size // ways) > options.accumulation:
         tips.append(f"--training.accumulation {rows}, one row of each device at a time")
-    elif ways % 2 == 0 and receipt.attention != "triton":
+    elif ways % 2 == 0 and receipt.attention not in ("tokamax", "triton"):
         sizes = f"--mesh.sequence {2 * mesh['sequence']} --mesh.data 1 --mesh.fsdp {ways // 2}"
         tips.append(f"{sizes} --batch_size {options.batch_size // 2}, half the tokens of a device")
     if options.reduce_dtype == "float32":

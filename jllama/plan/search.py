@@ -97,7 +97,7 @@ def _trials(config: TrainConfig, accelerator: Accelerator, devices: list, fixed_
                 changed = dataclasses.replace(config, mesh=mesh, training=training)
                 exchange_s, least_bytes = _by_formula(changed, accelerator, 2**power, seq_len)
                 if least_bytes <= accelerator.memory_bytes:
-                    flops = training_flops_per_token(model, seq_len) * recomputed(changed) / len(devices)
+                    flops = training_flops_per_token(model, seq_len) * recomputed(changed, kernel) / len(devices)
                     times = flops / accelerator.flops, exchange_s / (batch_size * seq_len)
                     yield Trial(changed, 2**power, (max(times), sum(times)))
 

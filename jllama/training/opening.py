@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 from rich.console import Console
@@ -157,9 +156,11 @@ def _finished(folder: Path, config: TrainConfig, step: int, console: Console) ->
 
 
 def _initial_state(config: TrainConfig, training: Training, origin: Checkpoint | None) -> TrainState:
-    """The state before the first step, of the weights to begin from, if any."""
-    dtype = None if config.trains_adapters and config.lora.base != "auto" else jnp.float32
-    params = load_params(origin, dtype, training.mesh, rules=ruleset(config.mesh)) if origin else None
+    """The state before the first step, of the weights to begin from, if any, each in its final form as it is read."""
+    params = None
+    if origin:
+        dtype, held = training.trainable.reading()
+        params = load_params(origin, dtype, training.mesh, rules=ruleset(config.mesh), held=held)
     return training.init(jax.random.key(config.seed), params)
 
 

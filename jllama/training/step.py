@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jllama.config import LlamaConfig
 from jllama.data.batches import Batch
-from jllama.devices import keep_freed_memory
+from jllama.devices import keep_freed_memory, loss_chunk_tokens
 from jllama.errors import UsageError, check_fields, unknown_name
 from jllama.functional import choose_attention
 from jllama.model import Llama, Parallel, build_model, check_attention, check_ids, initial_params
@@ -145,6 +145,8 @@ def compile_training(
     trained = jax.eval_shape(jax.jit(trainable.trained, out_shardings=where), shapes.params)
     batch = NamedSharding(mesh, BATCH)
     xla = {**options.compiler_options, **(compiler_options or {})}
+    if is_deterministic(config, mesh):
+        xla.setdefault("xla_gpu_exclude_nondeterministic_ops", True)
     # init runs once, so what counts is compiling: 0.9 s unoptimized, 5.6 s otherwise, for a small model on two cores.
     quick = {"xla_backend_optimization_level": 0} if on_cpu else None
     step = jax.jit(
@@ -308,7 +310,9 @@ def forward(
     if gradient is not None and gather_stages(parallel.mesh):
         hidden, gradient = jax.lax.optimization_barrier((hidden, gradient))
     ready[head] = parallel.gather(head, params[head], gradient)
-    return build_model(config.model, ready), hidden
+    llama = build_model(config.model, ready)
+    llama.chunk_tokens = loss_chunk_tokens(parallel.mesh.devices.flat[0], config.model.vocab_size)
+    return llama, hidden
 
 
 # On all devices
@@ -390,9 +394,18 @@ def attention_of(config: TrainConfig, mesh: Mesh) -> str:
     check_attention(config.training.attention, platform, backward=True)
     seq_len = config.training.seq_len or config.model.max_seq_len
     chosen = choose_attention(seq_len, seq_len, platform=platform, dtype=dtype)
-    if mesh.shape["sequence"] > 1 and chosen == "triton":  # which takes no queries from inside a row
+    if mesh.shape["sequence"] > 1 and chosen in ("tokamax", "triton"):  # which take no queries from inside a row
         chosen = "blocked"
     return chosen if config.training.attention == "auto" else config.training.attention
+
+
+def is_deterministic(config: TrainConfig, mesh: Mesh) -> bool:
+    """Whether a GPU is to leave out what gives other bits each time; ``UsageError`` if its attention cannot."""
+    platform, wanted = mesh.devices.flat[0].platform, config.training.deterministic
+    can = attention_of(config, mesh) != "cudnn"  # whose backward pass adds in any order
+    if platform == "gpu" and wanted is True and not can:
+        raise UsageError("training.deterministic is true, and training.attention cudnn is not: take another, or auto")
+    return platform == "gpu" and can and wanted is not False
 
 
 def check_batch(config: TrainConfig, mesh: Mesh) -> None:

@@ -43,7 +43,7 @@ def devices(monkeypatch):
             arguments_bytes=int(12 * held),
             temporaries_bytes=int(4 * held + KEPT[str(options.remat)] * 2**30 * rows / mesh.sequence / mesh.tensor),
             device_memory_bytes=int(H100.memory_bytes),
-            compute_s=training_flops_per_token(MODEL, 4096) * recomputed(config) * tokens / 8 / H100.flops,
+            compute_s=training_flops_per_token(MODEL, 4096) * recomputed(config, config.training.attention) * tokens / 8 / H100.flops,
             interconnect_s=1e-9 * (mesh.tensor - 1) * tokens,
         )
 
