@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import math
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,6 +131,19 @@ def describe_devices(mesh: Mesh) -> str:
     """``one CPU``, ``8 x TPU v5 lite``."""
     kind = mesh.devices.flat[0].device_kind.replace("cpu", "CPU")
     return f"one {kind}" if mesh.size == 1 else f"{mesh.size} x {kind}"
+
+
+def describe_driver(device: Any, root: Path = Path("/")) -> str:
+    """What else has a say in the bits of a GPU: CUDA, the driver, and XLA's flags; nothing for other devices."""
+    if device.platform != "gpu":
+        return ""
+    said = [" ".join(device.client.platform_version.split())]
+    with contextlib.suppress(OSError):
+        text = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8")
+        said += [f"driver {version}" for version in re.findall(r"\b\d{3,}\.\d+[.\d]*", text)[:1]]
+    if flags := os.environ.get("XLA_FLAGS"):
+        said.append(f"XLA_FLAGS {flags}")
+    return ", ".join(said)
 
 
 def idle_accelerator(root: Path = Path("/")) -> str | None:

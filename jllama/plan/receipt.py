@@ -85,10 +85,7 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
     accelerator, devices = topology_devices(topology)
     mesh, options = make_mesh(config.mesh, devices), config.training
     check_batch(config, mesh)
-    # Without a device nothing is measured, so nothing is to be left out of what is measured.
-    training = compile_training(
-        dataclasses.replace(config, training=dataclasses.replace(options, deterministic=False)), mesh
-    )
+    training = compile_training(config, mesh)
     state, seq_len = jax.eval_shape(training.init, jax.random.key(0)), options.seq_len or config.model.max_seq_len
     shape = options.batch_size, seq_len + 1
     int_rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=training.batch_sharding)
@@ -105,8 +102,7 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
         "starting_bytes": starting_bytes(config, training),
     }
     try:
-        with jax.default_device(devices[0]):  # which kernels ask for the kind of
-            lowered = training.step.lower(state, batch)
+        lowered = training.step.lower(state, batch)
     except Refused as error:
         raise UsageError(f"{error}: take another training.attention, or mesh.sequence") from error
     receipt = _receipt(topology, accelerator, mesh, lowered, flops, tokens, sizes)

@@ -21,7 +21,7 @@ from jllama.files import append_line, read_lines, remove, write_text_whole
 from jllama.training.config import OptimizerConfig, TrainConfig
 from jllama.training.optimizer import learning_rate_at
 
-HISTORY, SKIPPED = "config.history.jsonl", "skipped.jsonl"
+HISTORY, SKIPPED, AUTOTUNING = "config.history.jsonl", "skipped.jsonl", "autotuning"
 
 # How the names of options begin that may, or must not, differ when a run goes on; all others do when that is asked for.
 # The fingerprint that checkpoints hold speaks for the data, epochs are resolved to steps.

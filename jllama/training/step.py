@@ -4,6 +4,7 @@ A step reads from top to bottom: ``step`` splits the batch over the devices, eac
 an objective (``jllama.training.objectives``), whose ``forward`` pass gathers the weights; ``updated`` applies them.
 """
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -145,7 +146,8 @@ def compile_training(
     trained = jax.eval_shape(jax.jit(trainable.trained, out_shardings=where), shapes.params)
     batch = NamedSharding(mesh, BATCH)
     xla = {**options.compiler_options, **(compiler_options or {})}
-    if is_deterministic(config, mesh):
+    if is_deterministic(config, mesh) and mesh.devices.flat[0] in jax.devices():
+        # Of kernels that are timed. Without a device none is, and XLA finds none that it could take so.
         xla.setdefault("xla_gpu_exclude_nondeterministic_ops", True)
     # init runs once, so what counts is compiling: 0.9 s unoptimized, 5.6 s otherwise, for a small model on two cores.
     quick = {"xla_backend_optimization_level": 0} if on_cpu else None
@@ -234,7 +236,10 @@ def on_each_device(setup: Setup, function: Any, outputs: Any, params: Params, ba
     inputs = params_specs, base_specs, jax.tree.map(parallel.batch_spec, targets)
     split: Any = {"in_specs": inputs, "out_specs": outputs, "axis_names": {*BY_HAND}, "check_vma": False}
     local = functools.partial(on_one_device, setup, function)
-    return jax.shard_map(local, mesh=parallel.mesh, **split)(params, base, targets)
+    spread = jax.shard_map(local, mesh=parallel.mesh, **split)
+    device = parallel.mesh.local_devices[0]
+    with jax.default_device(device) if device.platform == "gpu" else contextlib.nullcontext():  # tokamax asks for it
+        return spread(params, base, targets)
 
 
 # On each device
