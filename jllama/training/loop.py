@@ -134,8 +134,12 @@ def program_for(run: Run, batch: Batch) -> tuple[Any, float]:
     shape = batch.tokens.shape
     if shape not in run.programs:
         run.tracker.show(run.step, "compiling")
-        run.programs[shape] = run.training.step.lower(run.state, batch).compile()
-        run.planned_bytes = max(run.planned_bytes, sum(program_bytes(run.programs[shape])))
+        program = run.training.step.lower(run.state, batch).compile()
+        run.planned_bytes = max(run.planned_bytes, sum(program_bytes(program)))
+        in_four_bits = any(leaf.dtype == jnp.uint4 for leaf in jax.tree.leaves(run.state.base))
+        if in_four_bits and jax.__version_info__ < (0, 11):  # which refuses its own layout of them
+            program = run.training.step.program  # and so is compiled again
+        run.programs[shape] = program
     return run.programs[shape], time.perf_counter() - start_s
 
 
