@@ -5,8 +5,8 @@
 
 Each case runs in a process of its own, so that its peak of memory is its own, and writes its row to
 ``benchmarks/results/gpu.json`` (``--output``) as soon as it has it. Cases for which no time is left are named at the
-end. Speed is the median of steps that follow each other without a look at their results. MFU counts attention whole, and
-``mfu_causal`` half of it; both are shares of the published bfloat16 rate.
+end. Speed is the median of steps that follow each other without a look at their results. MFU counts attention whole,
+and ``mfu_causal`` half of it; both are shares of the published bfloat16 rate.
 """
 
 import argparse

@@ -160,8 +160,8 @@ def _tokamax_operation(first_keys: Array) -> tuple[Any, Any]:
 @functools.cache
 def _tokamax_package() -> tuple[Any, Any, Any]:
     try:
-        from tokamax._src import gpu_utils
-        from tokamax._src.ops.attention import api, base
+        from tokamax._src import gpu_utils  # pyright: ignore[reportMissingImports] - only with Python 3.12
+        from tokamax._src.ops.attention import api, base  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         advice = "pip install 'jllama[cuda]' with Python 3.12 or later, or take another training.attention"
         raise UsageError(f"attention is tokamax, which can't be imported ({error}): {advice}") from error

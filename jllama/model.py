@@ -328,7 +328,7 @@ class Llama(_Module):
         """The matrix that makes logits, ``[embed, vocab]``: ``lm_head``, or the embedding transposed if tied."""
         return self.embed[...].T if self.config.tie_embeddings else self.lm_head[...]
 
-    def embedding(self, tokens: TokenIds) -> Stream:
+    def embedding(self, tokens: Int[Array, "batch seq"]) -> Stream:
         """The input of the first layer."""
         with jax.named_scope("embedding"):
             return F.embedding(self.embed[...], tokens)

@@ -10,6 +10,7 @@ from jllama.functional.attention import (
     Refused as Refused,
     choose_attention as choose_attention,
     choose_cache_attention as choose_cache_attention,
+    is_installed as is_installed,
     masked_softmax as masked_softmax,
     attention_weights as attention_weights,
     grouped_query_attention as grouped_query_attention,

@@ -336,14 +336,15 @@ CACHE_ATTENTION = {"gpu": ["split"], "tpu": ["split"]}
 """What ``auto`` takes by platform for a few tokens behind a cache: the first that serves them, else ``cached``."""
 
 
-_KEEP_DOCUMENTS_APART = {"tokamax": "tokamax", "triton": "jax.experimental.pallas.ops.gpu.attention"}
-"""Kernels for GPUs and the modules that have them, the fastest first. JAX means to remove its own."""
+_MODULES = {"tokamax": "tokamax", "triton": "jax.experimental.pallas.ops.gpu.attention"}
+"""The modules of kernels for GPUs that keep documents apart, the fastest first. JAX means to remove its own."""
 
 
-def _is_installed(module: str) -> bool:
+def is_installed(name: str) -> bool:
+    """Whether the module that an implementation of ``ATTENTION`` needs can be imported."""
     try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
+        return name not in _MODULES or importlib.util.find_spec(_MODULES[name]) is not None
+    except ModuleNotFoundError:  # a package that the module is in
         return False
 
 
@@ -360,8 +361,7 @@ def choose_attention(
         if platform == "tpu":
             return "splash"
         if platform == "gpu" and jnp.dtype(dtype).itemsize == 2:
-            kernels = [name for name, module in _KEEP_DOCUMENTS_APART.items() if _is_installed(module)]
-            return [*kernels, "blocked"][0] if packed else "cudnn"
+            return next(filter(is_installed, [*_MODULES, "blocked"])) if packed else "cudnn"
     return "blocked" if 0 < seq == kv_seq and (backward or seq > _SHORT) else "reference"
 
 
