@@ -141,6 +141,9 @@ def lines(receipt: "Receipt", title: str, decode: bool, tokens: float) -> list[s
         rows |= {f"received in {kind}": decimal(size) for kind, size in received.items()}
         rows["a step at the published rates"] = f"{said}: {receipt.binds} binds"
         rows["at most"] = f"{share}, {receipt.tokens_per_s:,.0f} tokens/s"
+        if receipt.expected_s and not decode:
+            speed = f"{receipt.expected_mfu:.1%} MFU, {receipt.tokens / receipt.expected_s:,.0f} tokens/s"
+            rows["expected, by rates measured on an H100"] = speed
         if not decode:
             rows[f"{tokens:.3g} tokens".replace("e+", "e")] = f"{tokens / receipt.tokens_per_s / 86_400:,.1f} days"
     return [

@@ -15,14 +15,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jllama.config import LlamaConfig, MeshConfig
 from jllama.data.batches import Batch
 from jllama.decode_params import DecodeParams, Quantization, decode_layout
-from jllama.devices import Accelerator, device_bytes, program_bytes
+from jllama.devices import ACCELERATORS, Accelerator, device_bytes, program_bytes
 from jllama.errors import JllamaError, UsageError
 from jllama.files import Json
 from jllama.functional import Refused, choose_cache_attention
 from jllama.model import KVCache, abstract_params, build_model
 from jllama.parameters import parameter_table, shape_of, tensor_specs, training_flops_per_token
 from jllama.plan import program
-from jllama.plan.devices import interconnect_s, topology_devices
+from jllama.plan.devices import MEASURED, interconnect_s, topology_devices
 from jllama.sharding import AXES, batch_shardings, check_divides, make_mesh, matrix_sharding
 from jllama.training.config import TrainConfig
 from jllama.training.step import Training, attention_of, check_batch, compile_training
@@ -47,6 +47,8 @@ class Receipt:
     attention: str  # the attention kernel in the program; empty if it has none
     flops: float  # of a device in a step, by the formula of ``training_flops_per_token``
     recomputed: float = 1.0  # FLOPs with what ``training.remat`` computes again, over those without
+    attention_flops: float = 0.0  # the part of attention in ``flops``
+    attends_again: bool = False  # whether the backward pass computes attention's forward pass again
     traffic_bytes: float  # read and written in memory, by the program's text
     launches: int = 0  # of kernels and copies, by the same
     collectives: Sequence[program.Collective]
@@ -70,9 +72,33 @@ class Receipt:
         """The share of peak FLOP/s that this leaves, by the model's own FLOPs."""
         return self.compute_s / self.recomputed * self.tokens_per_s / self.tokens
 
+    @property
+    def expected_s(self) -> float | None:
+        """What a step should take by ``plan.devices.MEASURED``; None where the device or kernel was not measured.
+
+        Attention, the other products, and all that is read and written are taken to follow each other.
+        """
+        measured = MEASURED.get(self.device.partition(":")[0])
+        if not measured or self.attention not in measured.attention:
+            return None
+        published = ACCELERATORS[self.device.partition(":")[0]]
+        forward, both = measured.attention[self.attention]
+        attention_s = self.attention_flops / published.flops * (1 / both + self.attends_again / 3 / forward)
+        others = self.flops * self.recomputed - self.attention_flops * (1 + self.attends_again / 3)
+        products_s = others / (measured.products * published.flops)
+        traffic_s = self.traffic_bytes / (measured.bandwidth * published.bandwidth)
+        return max(attention_s + products_s + traffic_s, self.interconnect_s)  # the last runs beside them
+
+    @property
+    def expected_mfu(self) -> float | None:
+        """The MFU that this gives."""
+        at_peak_s = self.compute_s / self.recomputed
+        return self.expected_s and at_peak_s / self.expected_s
+
     def as_dict(self) -> Json:
         """All of it, as ``--json`` prints it."""
-        derived = {name: getattr(self, name) for name in ("fits", "binds", "mfu_limit", "tokens_per_s")}
+        names = ("fits", "binds", "mfu_limit", "tokens_per_s", "expected_s", "expected_mfu")
+        derived = {name: getattr(self, name) for name in names}
         derived["activations_bytes"] = self.temporaries_bytes - self.gradients_bytes
         return derived | dataclasses.asdict(self) | {"collectives": [row._asdict() for row in self.collectives]}
 
@@ -91,13 +117,17 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
     int_rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=training.batch_sharding)
     batch = Batch(int_rows, int_rows, jax.ShapeDtypeStruct(shape, bool, sharding=training.batch_sharding))
     tokens = options.batch_size * seq_len
-    flops = training_flops_per_token(config.model, seq_len, training.trainable.shares) * tokens / len(devices)
+    attention, shares = attention_of(config, mesh), training.trainable.shares
+    whole, without = (training_flops_per_token(config.model, length, shares) for length in (seq_len, 0))
+    flops = whole * tokens / len(devices)
     sizes = {
         "arguments_bytes": device_bytes((state, batch)),
         "parameters_bytes": device_bytes((state.params, state.base, state.average)),
         "moments_bytes": device_bytes(state.opt_state),
         "gradients_bytes": device_bytes(training.trained) * jnp.dtype(options.reduce_dtype).itemsize // 4,
-        "recomputed": recomputed(config, attention_of(config, mesh)),
+        "recomputed": recomputed(config, attention, shares),
+        "attention_flops": flops * (1 - without / whole),
+        "attends_again": attends_again(config, attention),
         "settings": settings(config),
         "starting_bytes": starting_bytes(config, training),
     }
@@ -137,15 +167,26 @@ def describe(mesh: Mapping[str, int], settings: Mapping[str, Any]) -> str:
     return ", ".join([sizes or "one device", *(f"{name} {value}" for name, value in settings.items())])
 
 
-def recomputed(config: TrainConfig, attention: str) -> float:
-    """The FLOPs of a step with what its backward pass computes again, over those of ``training_flops_per_token``."""
-    options, seq_len = config.training, config.training.seq_len or config.model.max_seq_len
-    if options.remat in ("block", "offload"):
-        return 4 / 3
-    if options.remat == "none" or attention in ("tokamax", "blocked"):  # whose results are kept
-        return 1.0
-    products = training_flops_per_token(config.model, 0) / training_flops_per_token(config.model, seq_len)
-    return 1 + (1 - products) / 3  # attention
+def recomputed(config: TrainConfig, attention: str, trained: Mapping[str, float] | None = None) -> float:
+    """The FLOPs of a step with what its backward pass computes again, over those of ``training_flops_per_token``.
+
+    ``block`` and ``offload`` run the layers forward twice, but not the head.
+    """
+    model, remat = config.model, config.training.remat
+    seq_len = config.training.seq_len or model.max_seq_len
+    products, all_of_it = (training_flops_per_token(model, length) for length in (0, seq_len))
+    again = 0.0
+    if attends_again(config, attention):
+        again += (all_of_it - products) / 3
+    if remat in ("block", "offload"):
+        again += products / 3 - 2 * model.vocab_size * model.embed_dim
+    return 1 + again / training_flops_per_token(model, seq_len, trained)
+
+
+def attends_again(config: TrainConfig, attention: str) -> bool:
+    """Whether the backward pass computes attention's forward pass again; ``dots`` keeps some kernels' results."""
+    remat = config.training.remat
+    return remat in ("block", "offload") or (remat == "dots" and attention not in ("tokamax", "blocked"))
 
 
 def _advice(config: TrainConfig, receipt: Receipt) -> list[str]:
