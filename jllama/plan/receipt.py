@@ -108,6 +108,11 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
 
     Nothing is allocated and no such device is needed. ``UsageError`` for a topology, mesh or batch that cannot be.
     """
+    if config.training.remat == "auto":
+        trials = (dataclasses.replace(config.training, remat=remat) for remat in ("dots", "block"))
+        receipts = (plan_training(dataclasses.replace(config, training=trial), topology) for trial in trials)
+        first = next(receipts)
+        return first if first.fits else next(receipts)
     accelerator, devices = topology_devices(topology)
     mesh, options = make_mesh(config.mesh, devices), config.training
     check_batch(config, mesh)

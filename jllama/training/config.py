@@ -91,7 +91,8 @@ class LoopConfig:
         deterministic: whether two equal runs on GPUs have the same bits: ``auto`` where the attention allows it. On
             CPUs and TPUs they always have.
         remat: what the backward pass finds kept of each layer: ``none`` recomputes nothing, ``dots`` all but products
-            with weights, ``block`` the whole layer, ``offload`` too, from inputs kept in the host's memory.
+            with weights, ``block`` the whole layer, ``offload`` too, from inputs kept in the host's memory; ``auto``
+            is ``dots`` where its step fits the device, else ``block``.
         reduce_dtype: in which gradients are summed over devices and kept; bfloat16 halves what is exchanged.
         compiler_options: XLA's, by name, such as ``{"xla_gpu_enable_pipelined_reduce_scatter": false}``.
         sample_prompt: what the text sampled at each evaluation begins with; in a run on chats what is asked then,
@@ -121,7 +122,7 @@ class LoopConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attention: str = "auto"
     deterministic: bool | Literal["auto"] = "auto"
-    remat: bool | Literal["none", "dots", "block", "offload"] = "dots"
+    remat: bool | Literal["auto", "none", "dots", "block", "offload"] = "auto"
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     compiler_options: dict[str, bool | int | float | str] = dataclasses.field(default_factory=dict)
     sample_prompt: str = ""

@@ -83,7 +83,7 @@ def open_run(config: TrainConfig, source: BatchSource | None, callbacks: Sequenc
     if warning := idle_accelerator():
         console.print(f"warning: {warning}", style="yellow")
     distributed.check_same({"the corpus": data.fingerprint, "the last checkpoint": step})
-    training = compile_training(config, compiler_options=_kept_choices(config, folder))
+    training = compile_training(config, compiler_options=kept_choices(config, folder))
     check_memory(config, training)
     state = None
     if config.trains_adapters or not existing:
@@ -158,7 +158,7 @@ def _finished(folder: Path, config: TrainConfig, step: int, console: Console) ->
     return Evaluation(**{name.replace("preference", "figures"): value for name, value in figures})
 
 
-def _kept_choices(config: TrainConfig, folder: Path) -> dict[str, Any]:
+def kept_choices(config: TrainConfig, folder: Path) -> dict[str, Any]:
     """XLA's options for keeping a GPU's choices of kernels, which it makes by timing, so that a run goes on with them.
 
     They are those with which JAX's own cache of compiled programs keeps them.

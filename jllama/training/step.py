@@ -305,7 +305,7 @@ def forward(
         targets.inputs,
         targets.segments,
         parallel.positions(targets.inputs),
-        remat=str(config.training.remat),
+        remat="dots" if config.training.remat == "auto" else str(config.training.remat),
         attention=attention_of(config, parallel.mesh),
         parallel=Parallel(parallel.gather_layer, parallel.mesh, gradient_of["layers"]),
     )

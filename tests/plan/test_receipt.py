@@ -103,6 +103,16 @@ def test_what_does_not_fit_says_what_fills_the_memory_and_what_would_help(planne
     assert "devices: parameters, moments and gradients alone take" in tiny.advice[-1]
 
 
+def test_remat_is_the_first_that_fits(planned):
+    auto = dataclasses.replace(CONFIG, training=dataclasses.replace(CONFIG.training, remat="auto"))
+    dots = receipt.plan_training(auto, "cpu")
+    assert dots.settings["remat"] == "dots"
+    assert dots.temporaries_bytes > planned.temporaries_bytes
+    block = receipt.plan_training(auto, f"cpu:{dots.needed_bytes - 1}")
+    assert block.settings["remat"] == "block"
+    assert block.needed_bytes == planned.needed_bytes
+
+
 def test_decoding_reads_every_block_of_the_cache():
     """Attention's loop over them counts as often as it runs: what more tokens add is their keys and values at least."""
     model, rows = dataclasses.replace(MODEL, max_seq_len=2048), 4
