@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import math
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,9 +57,28 @@ Sources: Google's documentation of each TPU version, NVIDIA's data sheets, and w
 """
 
 
+def published(device_kind: str) -> Accelerator | None:
+    """What is published of a device; None where nothing is known."""
+    return next((row for row in ACCELERATORS.values() if device_kind.startswith(row.kind)), None)
+
+
 def peak_flops(device_kind: str) -> float | None:
     """The published bfloat16 operations a second of a device; None where they are not known."""
-    return next((row.flops for row in ACCELERATORS.values() if device_kind.startswith(row.kind)), None)
+    accelerator = published(device_kind)
+    return accelerator.flops if accelerator else None
+
+
+def loss_chunk_tokens(device: Any, vocab_size: int) -> int:
+    """How many tokens' logits the loss makes at a time: 256 MiB of them in float32, and at most 2,048 tokens.
+
+    Of a GPU 1/32 of its memory and at most 4,096: each chunk adds to the gradient of the head, which is read and
+    written whole.
+    """
+    chunk_bytes, most = 2**28, 2048
+    accelerator = published(device.device_kind)
+    if device.platform == "gpu" and accelerator:
+        chunk_bytes, most = int(accelerator.memory_bytes) // 32, 4096
+    return min(most, max(chunk_bytes // (4 * vocab_size), 1))
 
 
 def keep_freed_memory() -> None:
@@ -111,6 +131,19 @@ def describe_devices(mesh: Mesh) -> str:
     """``one CPU``, ``8 x TPU v5 lite``."""
     kind = mesh.devices.flat[0].device_kind.replace("cpu", "CPU")
     return f"one {kind}" if mesh.size == 1 else f"{mesh.size} x {kind}"
+
+
+def describe_driver(device: Any, root: Path = Path("/")) -> str:
+    """What else has a say in the bits of a GPU: CUDA, the driver, and XLA's flags; nothing for other devices."""
+    if device.platform != "gpu":
+        return ""
+    said = [" ".join(device.client.platform_version.split())]
+    with contextlib.suppress(OSError):
+        text = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8")
+        said += [f"driver {version}" for version in re.findall(r"\b\d{3,}\.\d+[.\d]*", text)[:1]]
+    if flags := os.environ.get("XLA_FLAGS"):
+        said.append(f"XLA_FLAGS {flags}")
+    return ", ".join(said)
 
 
 def idle_accelerator(root: Path = Path("/")) -> str | None:

@@ -1,17 +1,21 @@
-"""Attention by kernels that never hold a row of scores in memory: JAX's own for TPUs and GPUs, into ``ATTENTION``.
+"""Attention by kernels that never hold a row of scores in memory: JAX's own and tokamax's, into ``ATTENTION``.
 
 Each takes ``[batch, heads, seq, head_dim]`` and a ``Mask``, forwards and backwards. Sequences are padded to whole
 blocks at their end, where causality hides the padding from every real query, and head sizes to what the kernel takes.
 """
 
+import functools
+import logging
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Int
 
-from jllama.functional import ATTENTION, CACHE_ATTENTION, AttentionImplementation, Mask
+from jllama.errors import UsageError
+from jllama.functional import ATTENDED, ATTENTION, CACHE_ATTENTION, AttentionImplementation, Mask
 
 _LANES = 128
 _PAGE = 256  # keys of a cache
@@ -96,6 +100,82 @@ def triton(query: Array, key: Array, value: Array, mask: Mask, *, interpret: boo
     return mixed.swapaxes(1, 2)[:, :, :seq]
 
 
+def tokamax(query: Array, key: Array, value: Array, mask: Mask) -> Array:
+    """Flash attention of tokamax (NVIDIA): grouped heads, and blocks before a document's first key left out.
+
+    Written for Hopper and Blackwell in Mosaic, for other GPUs in Triton. Its results and the sums of its softmax are
+    named ``ATTENDED``, so that the backward pass need not make them again.
+    """
+    batch, _, seq, _ = query.shape
+    first_keys = jnp.zeros((batch, seq), jnp.int32)
+    if mask.query_segments is not None:
+        first_keys = first_of_segments(mask.query_segments)
+    heads_last = (each.swapaxes(1, 2) for each in (query, key, value))
+    return _tokamax(*heads_last, first_keys).swapaxes(1, 2)
+
+
+def first_of_segments(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+    """The index at which each token's segment begins.
+
+    >>> print(first_of_segments(jnp.array([[1, 1, 2, 2, 0, 0]])))
+    [[0 0 2 2 4 4]]
+    """
+    places = jnp.arange(segments.shape[1], dtype=jnp.int32)
+    is_first = jnp.diff(segments, axis=1, prepend=segments[:, :1]) != 0
+    return jax.lax.cummax(jnp.where(is_first, places, 0), axis=1)
+
+
+@jax.custom_vjp
+def _tokamax(query: Array, key: Array, value: Array, first_keys: Array) -> Array:
+    operation, mask = _tokamax_operation(first_keys)
+    return operation(query, key, value, mask=mask)
+
+
+def _tokamax_forward(query: Array, key: Array, value: Array, first_keys: Array) -> tuple[Array, Any]:
+    operation, mask = _tokamax_operation(first_keys)
+    query, key, value = (checkpoint_name(each, ATTENDED) for each in (query, key, value))
+    results = operation(query, key, value, mask=mask, return_residuals=True)
+    mixed, softmax = checkpoint_name(results, ATTENDED)
+    return mixed, (query, key, value, first_keys, mixed, softmax)
+
+
+def _tokamax_backward(kept: Any, d_mixed: Array) -> tuple[Array, Array, Array, None]:
+    *arrays, first_keys, mixed, softmax = kept
+    operation, mask = _tokamax_operation(first_keys)
+    options = operation.bind(*arrays, mask=mask).kwargs
+    gradients = operation.vjp(softmax, mixed, d_mixed, *arrays, **options)
+    return gradients["q"], gradients["k"], gradients["v"], None
+
+
+_tokamax.defvjp(_tokamax_forward, _tokamax_backward)
+
+
+def _tokamax_operation(first_keys: Array) -> tuple[Any, Any]:
+    """Tokamax's operation for the device at hand (or ``jax.default_device``), and its mask."""
+    api, base, on_mosaic = _tokamax_package()
+    mask = base.Mask(k_start=first_keys[:, None], is_causal=True)  # its public function has no first keys
+    return api.IMPLEMENTATIONS["mosaic_gpu" if on_mosaic() else "triton"], mask
+
+
+@functools.cache
+def _tokamax_package() -> tuple[Any, Any, Any]:
+    try:
+        from tokamax._src import gpu_utils  # pyright: ignore[reportMissingImports] - only with Python 3.12
+        from tokamax._src.ops.attention import api, base  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        advice = "pip install 'jllama[cuda]' with Python 3.12 or later, or take another training.attention"
+        raise UsageError(f"attention is tokamax, which can't be imported ({error}): {advice}") from error
+    # It says of each shape that it was not measured, and takes what it would take anyway.
+    logging.getLogger("absl").addFilter(lambda record: "Autotuning cache miss" not in record.getMessage())
+    return api, base, lambda: gpu_utils.is_sm90() or gpu_utils.is_sm100()
+
+
+def _tokamax_refuses(query: Array, key: Array, mask: Mask) -> str:
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"{query.dtype}: only bfloat16 and float16"
+    return _triton_refuses(query, key, mask)
+
+
 def _paged_refuses(query: Any, key: Any, mask: Mask) -> str:
     served = query.shape[2] == 1 and all(field is None for field in mask[1:])
     fits = key.dtype == jnp.bfloat16 and not (key.shape[3] % _LANES or key.shape[2] % _PAGE)
@@ -130,6 +210,7 @@ ATTENTION["splash"] = AttentionImplementation(
     splash, lambda query, key, mask: "a mask with lengths" * (mask.lengths is not None), "tpu"
 )
 ATTENTION["cudnn"] = AttentionImplementation(cudnn, _cudnn_refuses, "gpu")
+ATTENTION["tokamax"] = AttentionImplementation(tokamax, _tokamax_refuses, "gpu")
 ATTENTION["triton"] = AttentionImplementation(triton, _triton_refuses, "gpu")
 ATTENTION["paged"] = AttentionImplementation(paged, _paged_refuses, "tpu", backward=False)
 CACHE_ATTENTION["tpu"].insert(0, "paged")

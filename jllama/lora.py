@@ -34,7 +34,8 @@ def adapter_shapes(config: LlamaConfig, lora: LoraConfig) -> dict[str, tuple[int
 def initial_adapter(key: Key[Array, ""], base: Params, config: LlamaConfig, lora: LoraConfig) -> Params:
     """The adapter before training, float32: it changes nothing, since ``b`` is zero.
 
-    ``a`` is uniform within ``1 / sqrt(inputs)``, as PEFT's; a magnitude is the length that each output has in ``base``.
+    ``a`` is uniform within ``1 / sqrt(inputs)``, as PEFT's; a magnitude is the length that each output has in ``base``,
+    which is as ``frozen`` holds it.
     """
     layers, shapes = {}, adapter_shapes(config, lora).items()
     for draw, (name, (inputs, outputs)) in zip(jax.random.split(key, len(shapes)), shapes, strict=True):
@@ -42,25 +43,42 @@ def initial_adapter(key: Key[Array, ""], base: Params, config: LlamaConfig, lora
         drawn = jax.random.uniform(draw, shape, jnp.float32, -bound, bound)
         layers[name] = {"a": drawn, "b": jnp.zeros((config.num_layers, lora.rank, outputs), jnp.float32)}
         if lora.dora:
-            matrices = base["layers"][name].astype(jnp.float32).reshape(config.num_layers, inputs, outputs)
-            layers[name]["magnitude"] = output_lengths(matrices)
+            layers[name]["magnitude"] = jax.lax.map(
+                lambda part, shape=(inputs, outputs): output_lengths(dense(part, shape, jnp.float32).reshape(shape)),
+                base["layers"][name],
+            )
     return {"layers": layers}
 
 
 def frozen(params: Params, config: LlamaConfig, lora: LoraConfig, dtype: Any) -> Params:
-    """The weights to adapt as ``lora.base`` holds them; ``auto`` is ``dtype``. Layers' matrices alone are quantized."""
+    """The weights to adapt, each as ``held`` has it."""
+    return map_by_path(lambda path, part: held(path, part, config, lora, dtype), params)
 
-    def held(path: str, stack: Array) -> Any:
-        inputs = table[path].inputs if path.startswith("layers/") else ()
-        if lora.base not in ("int8", "nf4") or not inputs:
-            return stack.astype(jnp.bfloat16 if lora.base == "bfloat16" else dtype)
-        if lora.base == "int8":
-            return jax.vmap(functools.partial(decode_matrix, inputs=range(len(inputs)), quantize="int8"))(stack)
-        joined = stack.reshape(len(stack), math.prod(stack.shape[1 : 1 + len(inputs)]), -1).astype(jnp.float32)
-        return qwix().quantize(joined, "nf4", channelwise_axes=(0, 2), tiled_axes={1: math.gcd(64, joined.shape[1])})
 
-    table = parameter_table(config)
-    return map_by_path(held, params)
+def held(path: str, part: Any, config: LlamaConfig, lora: LoraConfig, dtype: Any) -> Any:
+    """One of the weights to adapt as ``lora.base`` holds it, where ``auto`` is ``dtype``; what is so held stays so.
+
+    Layers' matrices alone are quantized.
+    """
+    inputs = parameter_table(config)[path].inputs if path.startswith("layers/") else ()
+    if not isinstance(part, Array):
+        return part
+    if lora.base in ("int8", "nf4") and inputs:
+        return _quantized(part, lora.base, len(inputs))
+    return part.astype(jnp.bfloat16 if lora.base == "bfloat16" else dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("base", "num_inputs"))
+def _quantized(stack: Array, base: str, num_inputs: int) -> Any:
+    """Matrices of layers in the numbers of a base, one after the other, so that one at a time is there in floats."""
+
+    def quantized(matrix: Array) -> Any:
+        if base == "int8":
+            return decode_matrix(matrix, range(num_inputs), "int8")
+        joined = matrix.reshape(math.prod(matrix.shape[:num_inputs]), -1).astype(jnp.float32)
+        return qwix().quantize(joined, "nf4", channelwise_axes=(1,), tiled_axes={0: math.gcd(64, len(joined))})
+
+    return jax.lax.map(quantized, stack)
 
 
 def dense(part: Any, shape: tuple[int, ...], dtype: Any) -> Array:

@@ -22,6 +22,7 @@ from jllama import functional as F
 from jllama import kernels as kernels  # which adds to F.ATTENTION
 from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams
+from jllama.devices import loss_chunk_tokens
 from jllama.errors import UsageError, unknown_name
 from jllama.parameters import PARAMETERS, Params, initial_std, joined_groups, parameter_table, shape_of
 from jllama.rope_scaling import inverse_frequencies
@@ -191,6 +192,8 @@ class Llama(_Module):
     Source: Touvron et al. 2023 (arXiv:2302.13971), section 2.2.
     """
 
+    chunk_tokens: int | None = None  # how many tokens' logits are made at a time; None: as suits this machine
+
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
         if not config.vocab_size:
             raise UsageError("vocab_size is 0; give the number of the tokenizer's tokens")
@@ -308,26 +311,27 @@ class Llama(_Module):
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Summed loss of the unmasked targets, and their number: ``functional.linear_cross_entropy``."""
         with jax.named_scope("head"):
-            return F.linear_cross_entropy(hidden, self.head, targets, mask, z_loss, self._chunk_tokens)
+            return F.linear_cross_entropy(hidden, self.head, targets, mask, z_loss, self._chunk_tokens())
 
     def token_log_probs(
         self, hidden: Stream, targets: Int[Array, "batch seq"]
     ) -> tuple[Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
         """``functional.token_log_probs``: each target's log-probability, and whether it is the likeliest token."""
         with jax.named_scope("head"):
-            return F.token_log_probs(hidden, self.head, targets, self._chunk_tokens)
+            return F.token_log_probs(hidden, self.head, targets, self._chunk_tokens())
 
-    _chunk_tokens = property(lambda self: min(2048, max(2**28 // (4 * self.config.vocab_size), 1)))  # 256 MiB of logits
+    def _chunk_tokens(self) -> int:
+        return self.chunk_tokens or loss_chunk_tokens(jax.devices()[0], self.config.vocab_size)
 
     @property
     def head(self) -> Any:
         """The matrix that makes logits, ``[embed, vocab]``: ``lm_head``, or the embedding transposed if tied."""
         return self.embed[...].T if self.config.tie_embeddings else self.lm_head[...]
 
-    def embedding(self, tokens: TokenIds) -> Stream:
+    def embedding(self, tokens: Int[Array, "batch seq"]) -> Stream:
         """The input of the first layer."""
         with jax.named_scope("embedding"):
-            return self.embed[...][tokens]
+            return F.embedding(self.embed[...], tokens)
 
 
 def check_length(config: LlamaConfig, length: int) -> None:

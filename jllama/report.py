@@ -56,12 +56,12 @@ def command(*words: object) -> str:
     return shlex.join(["python", "-m", "jllama", *map(str, words)])
 
 
-def run_facts(data: dict[str, str], devices: str, trained: int, frozen: int) -> dict[str, str]:
+def run_facts(data: dict[str, str], devices: str, driver: str, trained: int, frozen: int) -> dict[str, str]:
     """What a run's page says of its parameters, its data and its machine: logged with its metrics."""
     versions = [f"jllama {jllama.__version__}"]  # which need not be installed
     versions += [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax", "optax")]
     parameters = f"{trained:,} trained, {f'{frozen:,}' if frozen else 'none'} frozen"
-    program = ", ".join([f"Python {platform.python_version()}", *versions])
+    program = ", ".join([f"Python {platform.python_version()}", *versions, *([driver] if driver else [])])
     return {"parameters": parameters, **data, "devices": devices, "versions": program}
 
 

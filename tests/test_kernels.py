@@ -1,13 +1,18 @@
 """The kernels, interpreted on a CPU, against the reference, which the oracle judges in ``test_attention``."""
 
+import importlib.util
+import sys
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jllama import oracle
-from jllama.functional import ATTENTION, Mask, attention, choose_cache_attention
-from jllama.kernels import paged, splash, triton
+from jllama import kernels, oracle
+from jllama.errors import UsageError
+from jllama.functional import ATTENTION, Mask, attention, choose_attention, choose_cache_attention
+from jllama.kernels import first_of_segments, paged, splash, triton
 from jllama.verify.checks import relative_error
 
 KERNELS = {"splash": splash, "triton": triton}
@@ -48,6 +53,55 @@ def test_values_and_gradients_are_those_of_the_reference(name, heads, kv_heads, 
     assert compare(KERNELS[name], arrays, documents(seq) if packed else Mask()) < 1e-5
 
 
+@pytest.fixture
+def tokamax(monkeypatch):
+    """Tokamax's plain formula, which every device has, in the place of its kernels."""
+    pytest.importorskip("tokamax")
+    api, base, _ = kernels._tokamax_package()
+    plain = api.IMPLEMENTATIONS["xla"].replace(vjp=base.DotProductAttentionVjp())
+    formulas = types.SimpleNamespace(IMPLEMENTATIONS={"mosaic_gpu": plain, "triton": plain})
+    monkeypatch.setattr(kernels, "_tokamax_package", lambda: (formulas, base, lambda: True))
+    return lambda *arrays, interpret: kernels.tokamax(*arrays)
+
+
+@pytest.mark.parametrize("packed", ["one document", "documents", "a document a token", "a padded tail"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "seq"), [(4, 2, 64, 200), (2, 1, 128, 256), (2, 2, 100, 130)]
+)
+def test_tokamax_is_told_of_documents_heads_and_sums(tokamax, heads, kv_heads, head_dim, seq, packed):
+    segments = documents(seq).query_segments
+    if packed == "a document a token":
+        segments = jnp.broadcast_to(jnp.arange(seq), (2, seq))
+    if packed == "a padded tail":
+        segments = (segments + 1).at[1, seq // 2 :].set(0)
+    mask = Mask() if packed == "one document" else Mask(query_segments=segments, key_segments=segments)
+    assert compare(tokamax, draw(heads, kv_heads, seq, seq, head_dim), mask) < 1e-5
+
+
+def test_the_first_index_of_each_segment():
+    segments = np.random.default_rng(0).integers(0, 3, (4, 300)).cumsum(axis=1) // 7
+    expected = [[list(row).index(segment) for segment in row] for row in segments]
+    np.testing.assert_array_equal(first_of_segments(jnp.asarray(segments)), expected)
+
+
+def test_without_tokamax_one_sentence_says_what_to_install(monkeypatch):
+    kernels._tokamax_package.cache_clear()
+    monkeypatch.setitem(sys.modules, "tokamax", None)
+    for name in [name for name in sys.modules if name.startswith("tokamax.")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(UsageError, match=r"tokamax, which can't be imported .*: pip install 'jllama\[cuda\]'"):
+        attention(*draw(2, 1, 8, 8, 64, jnp.bfloat16), Mask(), "tokamax")
+
+
+def test_auto_takes_the_fastest_kernel_that_is_there(monkeypatch):
+    def chosen(*modules):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in modules or None)
+        return choose_attention(512, 512, platform="gpu", dtype=jnp.bfloat16)
+
+    own = "jax.experimental.pallas.ops.gpu.attention"
+    assert [chosen("tokamax", own), chosen(own), chosen()] == ["tokamax", "triton", "blocked"]
+
+
 def test_splash_goes_on_behind_other_tokens():
     arrays = draw(4, 2, 100, 256, 64)
     assert compare(splash, arrays, Mask(offset=jnp.array([100, 37]))) < 1e-5
@@ -86,6 +140,8 @@ def test_auto_over_a_cache_goes_by_platform_and_shapes():
     [
         ("paged", Mask(offset=jnp.array([3])), jnp.float32, "all but one new token a row, over bfloat16 keys"),
         ("splash", Mask(lengths=jnp.array([3, 3])), jnp.float32, "a mask with lengths"),
+        ("tokamax", Mask(lengths=jnp.array([3, 3])), jnp.bfloat16, "a mask with an offset or lengths"),
+        ("tokamax", Mask(), jnp.float32, "float32: only bfloat16 and float16"),
         ("triton", Mask(offset=jnp.array([3])), jnp.float32, "a mask with an offset or lengths"),
         ("cudnn", Mask(), jnp.float32, "float32: only bfloat16 and float16"),
         ("cudnn", documents(8), jnp.bfloat16, "a mask with segments, an offset or lengths"),

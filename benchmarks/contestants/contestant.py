@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 PROMPT = "The capital of France is"
 RAGGED_TOKENS = (10, 20, 37, 50, 64, 70, 100, 120)  # lengths of the eight prompts that are continued together
 CONTEXT_TOKENS = 32  # length of the prompts whose prefill is left out
-BANDWIDTH_SHAPE, SQUARE = (1 << 15, 1 << 12), 2048
+BANDWIDTH_SHAPE, SQUARE = (1 << 15, 1 << 12), 2048  # of a CPU
+LONG_COPY, LARGE_SQUARE = 1 << 30, 8192  # of a GPU or TPU, whose own start takes as long as what a CPU does
 Work = dict[str, Any]
 Prompts = Sequence[Sequence[int]]
 Generate = Callable[[Prompts, int], Any]
@@ -84,7 +86,9 @@ def prepare(work: Work) -> Work:
     told |= {"cases": {title: case._asdict() for title, case in cases.items()}}
     told |= {"context": max(max(case.lengths) + case.new_tokens for case in cases.values())}
     told |= {"rows": max(len(case.lengths) for case in cases.values())}
-    told |= {"facts": machine_facts(work["threads"], options.llama_python if "llama.cpp" in options.against else "")}
+    told |= {"device": device_of(options.against)}
+    llama_python = options.llama_python if "llama.cpp" in options.against else ""
+    told |= {"facts": machine_facts(work["threads"], told["device"], llama_python)}
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(ModelOptions)}
     given |= {f"mesh.{name}": size for name, size in vars(given.pop("mesh")).items() if name != "rules"}
     given |= {"prompt": PROMPT, "echo": "false", "temperature": 0, "max_new_tokens": 8}
@@ -111,8 +115,23 @@ def prepare(work: Work) -> Work:
     return told
 
 
-def machine_facts(threads: int, llama_python: str) -> dict[str, str]:
-    """The processor, how much of it is taken, and the packages that this Python has and llama.cpp's, if any."""
+def device_of(against: Sequence[str]) -> str:
+    """Where all work: ``cuda`` if JAX and every peer have a GPU, else with peers ``cpu``, alone JAX's own platform."""
+    import jax
+
+    if not against:
+        return jax.default_backend()
+    if jax.default_backend() != "gpu" or "llama.cpp" in against or not importlib.util.find_spec("torch"):
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def machine_facts(threads: int, device: str, llama_python: str) -> dict[str, str]:
+    """The processor or accelerator, how much of it is taken, and the packages that this Python and llama.cpp's have."""
+    import jax
+
     told = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     found = re.findall(r"model name\s*: (.*)", told)[:1] or [platform.processor() or platform.machine()]
     found += ["AVX-512" if "avx512f" in told else "no AVX-512"] if told else []
@@ -124,7 +143,11 @@ def machine_facts(threads: int, llama_python: str) -> dict[str, str]:
         asked = [llama_python, "-c", "import llama_cpp; print('llama-cpp-python', llama_cpp.__version__)"]
         with contextlib.suppress(OSError):
             versions += subprocess.run(asked, capture_output=True, text=True).stdout.splitlines()[-1:]
-    return {"machine": ", ".join([*found, f"{threads} threads"]), "versions": ", ".join(versions)}
+    found += [f"{threads} threads"]
+    if jax.default_backend() != "cpu":
+        accelerator = jax.devices()[0].device_kind
+        found += [f"the CPU, since not all have {accelerator}"] if device == "cpu" else [accelerator]
+    return {"machine": ", ".join(found), "versions": ", ".join(versions)}
 
 
 def jllama_loader(work: Work) -> Load:
@@ -152,7 +175,11 @@ def jllama_loader(work: Work) -> Load:
             while engine.busy:
                 engine.step()
 
-        return generate, model.config.vocab_size, {} if work["what"] == "load" else generation_facts(model, options)
+        return (
+            generate,
+            model.config.vocab_size,
+            {} if work["what"] == "load" else generation_facts(model, options, work["device"]),
+        )
 
     return load
 
@@ -170,19 +197,23 @@ def random_model(options: BenchOptions) -> jllama.LanguageModel:
     return jllama.LanguageModel(config, params)
 
 
-def generation_facts(model: jllama.LanguageModel, options: BenchOptions) -> Work:
-    """What each contestant needs at least: operations for a prompt, whose last token alone has logits; bytes a step."""
+def generation_facts(model: jllama.LanguageModel, options: BenchOptions, device: str) -> Work:
+    """What each contestant needs at least: operations for a prompt, whose last token alone has logits; bytes a step.
+
+    transformers' model is in bfloat16 on a GPU, else in float32.
+    """
     from jllama.parameters import count_parameters, training_flops_per_token
 
     config, params, needed = model.config, model.decode_params, {}
     head = config.vocab_size * config.embed_dim
-    in_float32 = 4 * (count_parameters(config) - (0 if config.tie_embeddings else head))
+    read = count_parameters(config) - (0 if config.tie_embeddings else head)
+    theirs_bytes = (2 if device == "cuda" else 4) * read
     for title, case in cases_of(options).items():
         rows, more = len(case.lengths), 0
         amount = case.tokens * (training_flops_per_token(config, case.tokens) / 3 - 2 * head)
         if case.steps:
             amount = bytes_per_step(model, rows, sum(case.lengths) // rows + case.new_tokens // 2)
-            more = in_float32 - bytes_per_step(model, 0, 0)
+            more = theirs_bytes - bytes_per_step(model, 0, 0)
         needed[title] = {"jllama": amount, "llama.cpp": amount, "transformers": amount + more}
     devices = len(params.weights["final_norm"].sharding.device_set)  # of the mesh, if there is one
     return {"needed": needed, "dtype": params.dtype.name, "devices": devices}
@@ -203,11 +234,13 @@ def bytes_per_step(model: jllama.LanguageModel, batch: int, context: int) -> int
 
 
 def jllama_trainer(work: Work) -> tuple[Step, Work]:
-    """The step of ``compile_training``."""
+    """The step of ``compile_training``, compiled before its first turn, so that its memory is known."""
     import jax
+    import numpy as np
 
     import jllama
     from jllama.commands.bench import parse_options, train_config
+    from jllama.devices import peak_flops, program_bytes
     from jllama.parameters import training_flops_per_token
 
     config = train_config(parse_options(work["argv"]))
@@ -216,29 +249,51 @@ def jllama_trainer(work: Work) -> tuple[Step, Work]:
     params = jllama.load(work["hf"], layout="training").params if os.path.exists(work["hf"]) else None
     state = training.init(jax.random.key(0), params)
 
+    def placed(tokens: Any) -> Any:
+        return jax.device_put(jllama.text_batch(tokens, bos_id=-1), training.batch_sharding)
+
+    compiled = training.step.lower(state, placed(np.zeros(work["batch"], np.int32))).compile()
+
     def step(tokens: Any) -> float:
         nonlocal state
-        state, metrics = jax.block_until_ready(training.step(state, jllama.text_batch(tokens, bos_id=-1)))
+        state, metrics = jax.block_until_ready(compiled(state, placed(tokens)))
         return float(metrics.loss)
 
     batch_size, seq_len = config.training.batch_size, config.training.seq_len
     flops = batch_size * seq_len * training_flops_per_token(config.model, seq_len)
+    products = batch_size * seq_len * training_flops_per_token(config.model, 0)
+    published = peak_flops(jax.devices()[0].device_kind)
     needed = {title: dict.fromkeys(("jllama", "transformers", "torch-compile"), flops) for title in work["cases"]}
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return step, {"needed": needed, "dtype": dtype, "devices": training.mesh.size}
+    facts = {"needed": needed, "dtype": dtype, "devices": training.mesh.size}
+    if published:
+        facts |= {"published_flops_per_s": training.mesh.size * published}
+        facts |= {"flops": flops, "causal_flops": (flops + products) / 2}
+    return step, facts | {"planned_bytes": sum(program_bytes(compiled))}
 
 
 def machine_rates(dtype: str = "float32", devices: int = 1, repeats: int = 7) -> dict[str, float]:
-    """What so many of these devices can do in a second: operations of a square product, and bytes that one with a
-    vector reads; the best of some repeats each.
+    """What so many of these devices can do in a second: operations of a square product, and bytes that are moved.
+
+    The best of some repeats each. A CPU reads a matrix to multiply it with a vector; a GPU or TPU reads and writes a
+    long row.
     """
+    import jax
     import jax.numpy as jnp
 
-    def best_s(left: Any, right: Any) -> float:
-        return min(timeit.repeat(lambda: (left @ right).block_until_ready(), number=1, repeat=repeats))
+    def best_s(function: Callable[..., Any], *arrays: Any) -> float:
+        return min(timeit.repeat(lambda: function(*arrays).block_until_ready(), number=1, repeat=repeats))
 
-    square, matrix = jnp.ones((SQUARE, SQUARE), dtype), jnp.ones(BANDWIDTH_SHAPE, dtype)
-    flops_per_s, bytes_per_s = 2 * SQUARE**3 / best_s(square, square), matrix.nbytes / best_s(matrix, matrix[0])
+    on_cpu = jax.default_backend() == "cpu"
+    side = SQUARE if on_cpu else LARGE_SQUARE
+    square = jnp.ones((side, side), dtype)
+    flops_per_s = 2 * side**3 / best_s(jax.jit(jnp.matmul), square, square)
+    if on_cpu:
+        matrix = jnp.ones(BANDWIDTH_SHAPE, dtype)
+        bytes_per_s = matrix.nbytes / best_s(jax.jit(jnp.matmul), matrix, matrix[0])
+    else:
+        row = jnp.ones(LONG_COPY, dtype)
+        bytes_per_s = 2 * row.nbytes / best_s(jax.jit(lambda row: row + 1), row)
     return {"flops_per_s": devices * flops_per_s, "bytes_per_s": devices * bytes_per_s}
 
 
@@ -251,22 +306,24 @@ def hf_files(work: Work) -> dict[str, str]:
 
 
 def transformers_loader(work: Work) -> Load:
-    """The model of transformers in float32; prompts are padded on the left."""
+    """The model of transformers in float32, on a GPU in bfloat16; prompts are padded on the left."""
     import torch
     from transformers import LlamaForCausalLM
 
     torch.set_num_threads(work["threads"])
 
     def load() -> tuple[Generate, int, Work]:
-        model = LlamaForCausalLM.from_pretrained(**hf_files(work), dtype=torch.float32).eval()
+        dtype = torch.bfloat16 if work["device"] == "cuda" else torch.float32
+        model = LlamaForCausalLM.from_pretrained(**hf_files(work), dtype=dtype).to(work["device"]).eval()
 
         def generate(prompts: Prompts, new_tokens: int) -> None:
             padding = [[0] * (max(map(len, prompts)) - len(prompt)) for prompt in prompts]
-            ids = torch.tensor([[*zeros, *prompt] for zeros, prompt in zip(padding, prompts, strict=True)])
-            mask = torch.tensor([zeros + [1] * len(prompt) for zeros, prompt in zip(padding, prompts, strict=True)])
+            rows = [[*zeros, *prompt] for zeros, prompt in zip(padding, prompts, strict=True)]
+            seen = [zeros + [1] * len(prompt) for zeros, prompt in zip(padding, prompts, strict=True)]
+            ids, mask = torch.tensor(rows, device=work["device"]), torch.tensor(seen, device=work["device"])
             length: Any = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "pad_token_id": 0}
             with torch.inference_mode():
-                model.generate(ids, attention_mask=mask, do_sample=False, **length)
+                model.generate(ids, attention_mask=mask, do_sample=False, **length).cpu()
 
         return generate, model.config.vocab_size, {}
 
@@ -274,12 +331,16 @@ def transformers_loader(work: Work) -> Load:
 
 
 def transformers_trainer(work: Work) -> tuple[Step, Work]:
-    """The loss of transformers and torch's fused AdamW; with ``torch-compile`` the model is compiled."""
+    """The loss of transformers and torch's fused AdamW; with ``torch-compile`` the model is compiled.
+
+    On a GPU products are in bfloat16, as jllama's.
+    """
     import torch
     from transformers import LlamaForCausalLM
 
     torch.set_num_threads(work["threads"])
-    model, rates = LlamaForCausalLM.from_pretrained(**hf_files(work), dtype=torch.float32).train(), work["optimizer"]
+    device, rates = work["device"], work["optimizer"]
+    model = LlamaForCausalLM.from_pretrained(**hf_files(work), dtype=torch.float32).to(device).train()
     forward = torch.compile(model) if work["name"] == "torch-compile" else model
     matrices = {"params": [each for each in model.parameters() if each.ndim > 1]}
     norms = {"params": [each for each in model.parameters() if each.ndim < 2], "weight_decay": 0.0}
@@ -287,9 +348,10 @@ def transformers_trainer(work: Work) -> tuple[Step, Work]:
     optimizer = torch.optim.AdamW([matrices, norms], **adamw, weight_decay=rates["weight_decay"], fused=True)
 
     def step(tokens: Any) -> float:
-        ids = torch.from_numpy(tokens).long()
+        ids = torch.from_numpy(tokens).long().to(device)
         targets = ids[:, 1:].contiguous()
-        loss = forward(input_ids=ids[:, :-1], labels=targets, shift_labels=targets, use_cache=False).loss
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            loss = forward(input_ids=ids[:, :-1], labels=targets, shift_labels=targets, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), rates["clip_norm"])
         optimizer.step()
@@ -311,8 +373,10 @@ def stream_transformers(work: Work) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
     tokenizer = AutoTokenizer.from_pretrained(**hf_files(work))
-    model = AutoModelForCausalLM.from_pretrained(**hf_files(work), dtype="float32")
-    prompt, streamer = tokenizer(work["prompt"], return_tensors="pt"), TextStreamer(tokenizer, skip_prompt=True)
+    dtype = "bfloat16" if work["device"] == "cuda" else "float32"
+    model = AutoModelForCausalLM.from_pretrained(**hf_files(work), dtype=dtype).to(work["device"])
+    prompt = tokenizer(work["prompt"], return_tensors="pt").to(work["device"])
+    streamer = TextStreamer(tokenizer, skip_prompt=True)
     model.generate(**prompt, max_new_tokens=8, do_sample=False, streamer=streamer)
 
 
@@ -390,9 +454,24 @@ def training(work: Work) -> tuple[Callable[[Work], dict[str, float]], Work]:
     def take(_: Work) -> dict[str, float]:
         tokens = draws.integers(0, work["vocab_size"], work["batch"], np.int32)
         start_s = time.perf_counter()
-        return {"loss": step(tokens), "seconds": time.perf_counter() - start_s}
+        return {"loss": step(tokens), "seconds": time.perf_counter() - start_s, "peak_bytes": peak_bytes_of(work)}
 
     return take, facts
+
+
+def peak_bytes_of(work: Work) -> int | None:
+    """The most that this contestant has held of its device so far; None on CPUs."""
+    if work["name"] == "jllama":
+        import jax
+
+        from jllama.devices import peak_bytes
+
+        return peak_bytes(jax.devices())
+    if work["device"] != "cuda":
+        return None
+    import torch
+
+    return torch.cuda.max_memory_allocated()
 
 
 def generation(work: Work) -> tuple[Callable[[Work], dict[str, float]], Work]:

@@ -37,7 +37,7 @@ _OF_CHECKPOINTS = (  # names of files that a checkpoint of some format, or a run
     r".*\.safetensors(\.index\.json)?|.*\.(gguf|bin|pth)|tokenizer.*\.(json|model)|(generation_|adapter_)?config\.json|"
     r"(special_tokens_map|added_tokens|vocab|params|jllama)\.json|merges\.txt|checklist\.chk|chat_template\.(jinja|json)|"
     r"config\.yaml|checkpoints|(metrics|samples|skipped|config\.history)\.jsonl|report\.html|reference\.npz|"
-    r"tensorboard|wandb|in_use.*|\.gitattributes"
+    r"tensorboard|wandb|autotuning|in_use.*|\.gitattributes"
 )
 
 

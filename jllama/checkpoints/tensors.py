@@ -199,12 +199,14 @@ def load_params(
     mesh: Mesh | None = None,
     on_progress: OnProgress = lambda _: None,
     rules: Mapping[str, Sequence[str]] = RULES,
+    held: Callable[[str, Any], Any] = lambda path, stack: stack,
 ) -> Params:
     """Read a checkpoint's parameters into the training layout, layers stacked, straight onto their devices.
 
     Each device gets its slice, and a process reads no more than the slices of its own devices. ``dtype`` None keeps
     each parameter's own, ``mesh`` None puts all on the first device, and ``on_progress`` counts bytes in ``dtype``. An
-    axis that does not divide over the mesh raises UsageError.
+    axis that does not divide over the mesh raises UsageError. ``held(path, stack)`` says what takes the place of each
+    before the next is read, the largest first, so that a device has one at a time as it was read.
     """
     config, tensors, dtypes = checkpoint.config, checkpoint.tensors, _dtypes(checkpoint, dtype, mesh, rules)
     table = parameter_table(config)
@@ -222,12 +224,15 @@ def load_params(
         matrices = [as_matrix(row, layer) for layer in (out if row.axes[0] == "layers" else [out])]
         list(threads.map(lambda spec, matrix: _read(tensors[spec.key], part, matrix, on_progress), specs, matrices))
 
-    arrays = {}
+    arrays = dict.fromkeys(table)
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
-        for path, row in table.items():
+        for path in sorted(table, key=lambda path: -math.prod(shape_of(table[path], config))):
+            row = table[path]
             own_devices = SingleDeviceSharding(jax.devices()[0])
             sharding = NamedSharding(mesh, row_spec(mesh, row, config, rules)) if mesh else own_devices
-            arrays[path] = _filled(shape_of(row, config), dtypes[path], sharding, functools.partial(fill, path))
+            part = functools.partial(fill, path)
+            arrays[path] = held(path, _filled(shape_of(row, config), dtypes[path], sharding, part))
+            jax.block_until_ready(arrays[path])
     return unflatten_dict(arrays, sep="/")
 
 

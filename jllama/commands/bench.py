@@ -56,7 +56,8 @@ class BenchOptions(ModelOptions):
         batch_size: how many rows train has, and how many texts the batch of decode.
         repeats: how often to take each figure, after one that does not count; the median counts.
         threads: how many cores to take; 0 for all that this process may use.
-        against: transformers, torch-compile (train) or llama.cpp, which take turns with jllama, on the CPU.
+        against: transformers, torch-compile (train) or llama.cpp, which take turns with jllama, on the GPU if all have
+            it, else on the CPU.
         llama_python: the Python that has llama-cpp-python.
         json: print the figures as JSON.
         html: a page to write, with bars.
@@ -190,10 +191,33 @@ def measure(options: BenchOptions, argv: list[str]) -> Json:
             "share_of_limit": statistics.median(map(operator.truediv, limits_s, taken)) if limits_s else 0.0,
             "ratio": statistics.median(map(operator.truediv, taken, own)),
             "loss": turns[title][name][-1].get("loss"),
+            "peak_bytes": turns[title][name][-1].get("peak_bytes"),
         }
     medians = {name: statistics.median(rate[name] for rate in rates[1:]) for name in (rates[0] if rates else ())}
     said = ", ".join(f"{rate / 1e9:,.1f}e9 {name.replace('_per_', '/')}" for name, rate in medians.items())
-    return {**work["facts"], "rates": said, "machine_rates": medians, "repeats": options.repeats, "work": figures}
+    told = {**work["facts"], "rates": said}
+    for rows in figures.values():
+        told |= accelerator_facts(rows, facts.get("jllama", {}))
+    return {**told, "machine_rates": medians, "repeats": options.repeats, "work": figures}
+
+
+def accelerator_facts(rows: Mapping[str, Json], facts: Json) -> dict[str, str]:
+    """What is said of training on a GPU or TPU: shares of its published rate, and memory beside the plan.
+
+    ``rows`` get their ``mfu``, with attention counted whole, and ``mfu_causal``, with half of it. Empty on a CPU.
+    """
+    told = {}
+    if published := facts.get("published_flops_per_s"):
+        for row in rows.values():
+            row["mfu"] = facts["flops"] / row["median_s"] / published
+            row["mfu_causal"] = facts["causal_flops"] / row["median_s"] / published
+        shares = [f"{name} {row['mfu']:.1%} ({row['mfu_causal']:.1%} causal)" for name, row in rows.items()]
+        told["mfu"] = f"MFU: {', '.join(shares)}"
+    held = {name: row["peak_bytes"] for name, row in rows.items() if row.get("peak_bytes")}
+    if held:
+        peaks = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in held.items())
+        told["memory"] = f"peak memory: {peaks}; planned for jllama {facts['planned_bytes'] / 2**30:.2f} GiB"
+    return told
 
 
 def _begin(name: str, work: Json, options: BenchOptions, case: Json) -> dict[str, float]:
@@ -214,8 +238,10 @@ def _contestant(name: str, work: Json, options: BenchOptions) -> Iterator[Callab
     if name != "llama.cpp":
         paths = filter(None, [str(package.parent), os.environ.get("PYTHONPATH")])
         python, environment["PYTHONPATH"] = sys.executable, os.pathsep.join(paths)
-    if options.against:
+    if work.get("device") == "cpu":
         environment["JAX_PLATFORMS"] = "cpu"  # where the peers are
+    if options.against:
+        environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # of a GPU, which peers need, too
     streams: Any = {"stdin": PIPE, "stdout": PIPE, "bufsize": 0, "env": environment}
     command = [python, str(script), json.dumps({**work, "name": name})]
     with tempfile.TemporaryFile() as log, Popen(command, stderr=log, **streams) as process:

@@ -109,11 +109,11 @@ def main(argv: list[str], prog: str) -> int:
 
 def lines(receipt: "Receipt", title: str, decode: bool, tokens: float) -> list[str]:
     """The receipt for people."""
-    needs, has = receipt.needed_bytes, receipt.device_memory_bytes
+    needs, has = receipt.most_bytes, receipt.device_memory_bytes
     state, temporaries = receipt.parameters_bytes + receipt.moments_bytes, receipt.temporaries_bytes
     too_much = f"does not fit: {(needs - has) / _GIB:.2f} GiB too much"
     verdict = f"fits, {(has - needs) / _GIB:.2f} GiB to spare" if receipt.fits else too_much
-    rows = {"memory of a device": f"{needs / _GIB:8.2f} of {has / _GIB:.2f} GiB"}
+    rows = {"memory of a device": f"{receipt.needed_bytes / _GIB:8.2f} of {has / _GIB:.2f} GiB"}
     parts = {
         "parameters": receipt.parameters_bytes,
         "moments": receipt.moments_bytes,
@@ -122,6 +122,8 @@ def lines(receipt: "Receipt", title: str, decode: bool, tokens: float) -> list[s
         "activations and what the compiler needs": temporaries - receipt.gradients_bytes,
     }
     rows |= {f"  {name}": f"{size / _GIB:8.2f}" for name, size in parts.items() if size}
+    if receipt.starting_bytes:
+        rows["while weights are read and quantized"] = f"{receipt.starting_bytes / _GIB:8.2f}"
     if receipt.fits:
         received: Counter[str] = Counter()
         for row in receipt.collectives:
@@ -139,6 +141,9 @@ def lines(receipt: "Receipt", title: str, decode: bool, tokens: float) -> list[s
         rows |= {f"received in {kind}": decimal(size) for kind, size in received.items()}
         rows["a step at the published rates"] = f"{said}: {receipt.binds} binds"
         rows["at most"] = f"{share}, {receipt.tokens_per_s:,.0f} tokens/s"
+        if receipt.expected_s and not decode:
+            speed = f"{receipt.expected_mfu:.1%} MFU, {receipt.tokens / receipt.expected_s:,.0f} tokens/s"
+            rows["expected, by rates measured on an H100"] = speed
         if not decode:
             rows[f"{tokens:.3g} tokens".replace("e+", "e")] = f"{tokens / receipt.tokens_per_s / 86_400:,.1f} days"
     return [

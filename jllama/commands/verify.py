@@ -6,6 +6,7 @@ import fnmatch
 import functools
 import io
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -100,8 +101,9 @@ def _verify_jllama(options: VerifyOptions, width: int) -> tuple[dict[str, Any], 
         names = sorted({name for check in every for name in (check.group, check.row, check.column)})
         raise UsageError(f"no check's name contains {options.only!r}; names are made of {', '.join(names)}")
     total = len(selected)
+    threads = min(os.cpu_count() or 1, 8)  # most of the time is compiling, which takes one core each
     with progress(selected[0].name) as move:
-        for done, result in enumerate(checks.run_checks(selected), 1):
+        for done, result in enumerate(checks.run_checks(selected, threads), 1):
             results.append(result)
             move(completed=done, total=total, description=selected[min(done, total - 1)].name)
             if not sys.stderr.isatty() and done * 10 // total > (done - 1) * 10 // total:  # a line for every tenth

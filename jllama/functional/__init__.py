@@ -10,6 +10,7 @@ from jllama.functional.attention import (
     Refused as Refused,
     choose_attention as choose_attention,
     choose_cache_attention as choose_cache_attention,
+    is_installed as is_installed,
     masked_softmax as masked_softmax,
     attention_weights as attention_weights,
     grouped_query_attention as grouped_query_attention,
@@ -21,6 +22,7 @@ from jllama.functional.block import (
     rope_tables as rope_tables,
     swiglu as swiglu,
 )
+from jllama.functional.embedding import embedding as embedding
 from jllama.functional.linear import (
     DecodeMatrix as DecodeMatrix,
     decode_matrix as decode_matrix,

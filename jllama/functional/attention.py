@@ -1,6 +1,7 @@
 """Attention: who sees whom, the formula, and the table of implementations."""
 
 import functools
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -335,19 +336,32 @@ CACHE_ATTENTION = {"gpu": ["split"], "tpu": ["split"]}
 """What ``auto`` takes by platform for a few tokens behind a cache: the first that serves them, else ``cached``."""
 
 
+_MODULES = {"tokamax": "tokamax", "triton": "jax.experimental.pallas.ops.gpu.attention"}
+"""The modules of kernels for GPUs that keep documents apart, the fastest first. JAX means to remove its own."""
+
+
+def is_installed(name: str) -> bool:
+    """Whether the module that an implementation of ``ATTENTION`` needs can be imported."""
+    try:
+        return name not in _MODULES or importlib.util.find_spec(_MODULES[name]) is not None
+    except ModuleNotFoundError:  # a package that the module is in
+        return False
+
+
 def choose_attention(
     seq: int, kv_seq: int, *, backward: bool = True, platform: str = "cpu", dtype: Any = "float32", packed: bool = True
 ) -> str:
     """The name that ``auto`` stands for: a kernel for whole sequences where the platform has one, else plain formulas.
 
-    ``packed`` says whether documents must be kept apart, which cuDNN cannot; kernels for GPUs want 16-bit numbers.
+    ``packed`` says whether documents must be kept apart, which cuDNN cannot; kernels for GPUs want 16-bit numbers, and
+    the faster one for documents the package ``tokamax``.
     Without a ``backward`` pass, blocks are taken over 128 tokens.
     """
     if seq == kv_seq and seq >= _SHORT:
         if platform == "tpu":
             return "splash"
         if platform == "gpu" and jnp.dtype(dtype).itemsize == 2:
-            return "triton" if packed else "cudnn"
+            return next(filter(is_installed, [*_MODULES, "blocked"])) if packed else "cudnn"
     return "blocked" if 0 < seq == kv_seq and (backward or seq > _SHORT) else "reference"
 
 

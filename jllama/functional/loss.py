@@ -150,10 +150,29 @@ def _chunk_length(shape: tuple[int, ...], chunk_tokens: int) -> int:
     return -(-shape[1] // -(-math.prod(shape) // chunk_tokens)) if shape[1] else 0
 
 
+@jax.custom_vjp
+def _at_targets(values: Array, targets: Array) -> Array:
+    """Each target's value. The gradient is compared into its place: a scatter has no fixed order on GPUs."""
+    return jnp.take_along_axis(values, targets[..., None], axis=-1)[..., 0]
+
+
+def _at_targets_forward(values: Array, targets: Array) -> tuple[Array, Any]:
+    return _at_targets(values, targets), (targets, values.shape[-1])
+
+
+def _at_targets_backward(kept: Any, gradient: Array) -> tuple[Array, None]:
+    targets, size = kept
+    is_target = jnp.arange(size) == targets[..., None]
+    return jnp.where(is_target, gradient[..., None], 0), None
+
+
+_at_targets.defvjp(_at_targets_forward, _at_targets_backward)
+
+
 def _log_probs(logits: Array, targets: Array) -> tuple[Array, Array, Array, Array]:
     """The targets', logits less their peak, the logarithm of the sum of their exponentials, that of the logits' own."""
     peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1))  # large common offsets would eat digits
     shifted = logits - peak[..., None]
     log_sum = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
-    log_prob = jnp.take_along_axis(shifted, targets[..., None], axis=-1)[..., 0] - log_sum
+    log_prob = _at_targets(shifted, targets) - log_sum
     return log_prob, shifted, log_sum, log_sum + peak

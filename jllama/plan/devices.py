@@ -5,7 +5,8 @@ import itertools
 import math
 import os
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from jllama.devices import ACCELERATORS, Accelerator
 from jllama.errors import UsageError, unknown_name
@@ -19,6 +20,24 @@ _ENVIRONMENT = {  # nothing is asked of a network, no driver is needed, and seve
 }
 _CORES = {8.0: (164, 64, 2048), 8.9: (100, 128, 1536), 9.0: (228, 128, 2048)}
 """Of a GPU's core, by its capability: KiB of shared memory, units, threads."""
+
+
+class MeasuredShares(NamedTuple):
+    """What was measured on one device, as shares of its published rates."""
+
+    products: float  # of large matrices in bfloat16
+    bandwidth: float  # of a long copy
+    attention: Mapping[str, tuple[float, float]]  # of each kernel: forward, and both passes; all pairs are counted
+
+
+_HOPPER = MeasuredShares(0.807, 0.895, {"tokamax": (1.24, 0.527), "triton": (0.428, 0.204), "cudnn": (0.704, 0.595)})
+MEASURED = {"h100": _HOPPER, "h100-pcie": _HOPPER, "h200": _HOPPER}
+"""By the names that topologies begin with.
+
+Causal kernels leave out half of the pairs that are counted, so a share can exceed 1. Source: docs/performance.md, one
+NVIDIA H100 80GB HBM3 with jax 0.11.2 and tokamax 0.0.17: 798e12 operations/s in a product of 8,192 x 8,192 matrices,
+3.0e12 bytes/s in a copy, and attention of rows of 4,096 tokens with eight documents each.
+"""
 
 
 def topology_devices(topology: str) -> tuple[Accelerator, list[Any]]:

@@ -22,6 +22,7 @@ ATTENTION_KERNELS = {
     "splash": "splash_m",
     "paged": "%paged_attention",
     "cudnn": "__cudnn$fmha",
+    "tokamax": "tokamax",
     "triton": "mha_forward",
 }
 """The custom call by which a program shows each attention implementation that is a kernel of its own."""

@@ -1,6 +1,7 @@
 """What a compiled training or decoding step will need on devices that are not there: memory, exchanges, time."""
 
 import dataclasses
+import functools
 import math
 import re
 import time
@@ -14,17 +15,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jllama.config import LlamaConfig, MeshConfig
 from jllama.data.batches import Batch
 from jllama.decode_params import DecodeParams, Quantization, decode_layout
-from jllama.devices import Accelerator, device_bytes, program_bytes
+from jllama.devices import ACCELERATORS, Accelerator, device_bytes, program_bytes
 from jllama.errors import JllamaError, UsageError
 from jllama.files import Json
 from jllama.functional import Refused, choose_cache_attention
 from jllama.model import KVCache, abstract_params, build_model
-from jllama.parameters import tensor_specs, training_flops_per_token
+from jllama.parameters import parameter_table, shape_of, tensor_specs, training_flops_per_token
 from jllama.plan import program
-from jllama.plan.devices import interconnect_s, topology_devices
+from jllama.plan.devices import MEASURED, interconnect_s, topology_devices
 from jllama.sharding import AXES, batch_shardings, check_divides, make_mesh, matrix_sharding
 from jllama.training.config import TrainConfig
-from jllama.training.step import check_batch, compile_training
+from jllama.training.step import Training, attention_of, check_batch, compile_training
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,10 +42,13 @@ class Receipt:
     least_bytes: int = 0  # of weights, keys and values, which a step of decoding reads at least
     temporaries_bytes: int  # gradients, activations, what the compiler needs besides; if it refuses, by what it says
     gradients_bytes: int = 0  # a part of it, by formula
+    starting_bytes: int = 0  # at most, while the weights to adapt are read and quantized
     device_memory_bytes: int
     attention: str  # the attention kernel in the program; empty if it has none
     flops: float  # of a device in a step, by the formula of ``training_flops_per_token``
     recomputed: float = 1.0  # FLOPs with what ``training.remat`` computes again, over those without
+    attention_flops: float = 0.0  # the part of attention in ``flops``
+    attends_again: bool = False  # whether the backward pass computes attention's forward pass again
     traffic_bytes: float  # read and written in memory, by the program's text
     launches: int = 0  # of kernels and copies, by the same
     collectives: Sequence[program.Collective]
@@ -57,7 +61,8 @@ class Receipt:
     advice: Sequence[str] = ()  # what would make it fit, of what is not done yet
 
     needed_bytes = property(lambda it: it.arguments_bytes + it.temporaries_bytes, doc="Of a device, all together.")
-    fits = property(lambda it: it.needed_bytes <= it.device_memory_bytes, doc="Whether that is within its memory.")
+    most_bytes = property(lambda it: max(it.needed_bytes, it.starting_bytes), doc="Of a device, at any time.")
+    fits = property(lambda it: it.most_bytes <= it.device_memory_bytes, doc="Whether that is within its memory.")
     times_s = property(lambda it: {name: getattr(it, f"{name}_s") for name in ("compute", "memory", "interconnect")})
     binds = property(lambda it: max(it.times_s, key=it.times_s.get), doc="Which of these takes longest: all overlap.")
     tokens_per_s = property(lambda it: it.tokens / max(*it.times_s.values(), 1e-12), doc="Of all devices, so limited.")
@@ -67,9 +72,33 @@ class Receipt:
         """The share of peak FLOP/s that this leaves, by the model's own FLOPs."""
         return self.compute_s / self.recomputed * self.tokens_per_s / self.tokens
 
+    @property
+    def expected_s(self) -> float | None:
+        """What a step should take by ``plan.devices.MEASURED``; None where the device or kernel was not measured.
+
+        Attention, the other products, and all that is read and written are taken to follow each other.
+        """
+        measured = MEASURED.get(self.device.partition(":")[0])
+        if not measured or self.attention not in measured.attention:
+            return None
+        published = ACCELERATORS[self.device.partition(":")[0]]
+        forward, both = measured.attention[self.attention]
+        attention_s = self.attention_flops / published.flops * (1 / both + self.attends_again / 3 / forward)
+        others = self.flops * self.recomputed - self.attention_flops * (1 + self.attends_again / 3)
+        products_s = others / (measured.products * published.flops)
+        traffic_s = self.traffic_bytes / (measured.bandwidth * published.bandwidth)
+        return max(attention_s + products_s + traffic_s, self.interconnect_s)  # the last runs beside them
+
+    @property
+    def expected_mfu(self) -> float | None:
+        """The MFU that this gives."""
+        at_peak_s = self.compute_s / self.recomputed
+        return self.expected_s and at_peak_s / self.expected_s
+
     def as_dict(self) -> Json:
         """All of it, as ``--json`` prints it."""
-        derived = {name: getattr(self, name) for name in ("fits", "binds", "mfu_limit", "tokens_per_s")}
+        names = ("fits", "binds", "mfu_limit", "tokens_per_s", "expected_s", "expected_mfu")
+        derived = {name: getattr(self, name) for name in names}
         derived["activations_bytes"] = self.temporaries_bytes - self.gradients_bytes
         return derived | dataclasses.asdict(self) | {"collectives": [row._asdict() for row in self.collectives]}
 
@@ -79,6 +108,11 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
 
     Nothing is allocated and no such device is needed. ``UsageError`` for a topology, mesh or batch that cannot be.
     """
+    if config.training.remat == "auto":
+        trials = (dataclasses.replace(config.training, remat=remat) for remat in ("dots", "block"))
+        receipts = (plan_training(dataclasses.replace(config, training=trial), topology) for trial in trials)
+        first = next(receipts)
+        return first if first.fits else next(receipts)
     accelerator, devices = topology_devices(topology)
     mesh, options = make_mesh(config.mesh, devices), config.training
     check_batch(config, mesh)
@@ -88,14 +122,19 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
     int_rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=training.batch_sharding)
     batch = Batch(int_rows, int_rows, jax.ShapeDtypeStruct(shape, bool, sharding=training.batch_sharding))
     tokens = options.batch_size * seq_len
-    flops = training_flops_per_token(config.model, seq_len, training.trainable.shares) * tokens / len(devices)
+    attention, shares = attention_of(config, mesh), training.trainable.shares
+    whole, without = (training_flops_per_token(config.model, length, shares) for length in (seq_len, 0))
+    flops = whole * tokens / len(devices)
     sizes = {
         "arguments_bytes": device_bytes((state, batch)),
         "parameters_bytes": device_bytes((state.params, state.base, state.average)),
         "moments_bytes": device_bytes(state.opt_state),
         "gradients_bytes": device_bytes(training.trained) * jnp.dtype(options.reduce_dtype).itemsize // 4,
-        "recomputed": recomputed(config),
+        "recomputed": recomputed(config, attention, shares),
+        "attention_flops": flops * (1 - without / whole),
+        "attends_again": attends_again(config, attention),
         "settings": settings(config),
+        "starting_bytes": starting_bytes(config, training),
     }
     try:
         lowered = training.step.lower(state, batch)
@@ -103,6 +142,23 @@ def plan_training(config: TrainConfig, topology: str) -> Receipt:
         raise UsageError(f"{error}: take another training.attention, or mesh.sequence") from error
     receipt = _receipt(topology, accelerator, mesh, lowered, flops, tokens, sizes)
     return receipt if receipt.fits else dataclasses.replace(receipt, advice=_advice(config, receipt))
+
+
+def starting_bytes(config: TrainConfig, training: Training) -> int:
+    """What a device holds at most while the weights to adapt are read from bfloat16 files and quantized."""
+    if not config.trains_adapters or config.lora.base not in ("int8", "nf4"):
+        return 0  # each is read in its final form
+    _, held = training.trainable.reading()
+    shapes = {path: shape_of(row, config.model) for path, row in parameter_table(config.model).items()}
+    held_bytes, most = 0, 0
+    for path in sorted(shapes, key=lambda path: -math.prod(shapes[path])):  # as ``load_params`` reads them
+        stack = jax.ShapeDtypeStruct(shapes[path], jnp.bfloat16)
+        own_bytes = device_bytes(jax.eval_shape(functools.partial(held, path), stack))
+        # int8 transposes the stack; nf4 has a few layers in float32.
+        others_bytes = device_bytes(stack) if config.lora.base == "int8" else 12 * math.prod(stack.shape[1:])
+        most = max(most, held_bytes + own_bytes + device_bytes(stack) + others_bytes)
+        held_bytes += own_bytes
+    return most
 
 
 def settings(config: TrainConfig) -> Json:
@@ -116,13 +172,26 @@ def describe(mesh: Mapping[str, int], settings: Mapping[str, Any]) -> str:
     return ", ".join([sizes or "one device", *(f"{name} {value}" for name, value in settings.items())])
 
 
-def recomputed(config: TrainConfig) -> float:
-    """The FLOPs of a step with what its backward pass computes again, over those of ``training_flops_per_token``."""
-    options, seq_len = config.training, config.training.seq_len or config.model.max_seq_len
-    if options.remat in ("block", "offload"):
-        return 4 / 3
-    products = training_flops_per_token(config.model, 0) / training_flops_per_token(config.model, seq_len)
-    return 1.0 if options.remat == "none" else 1 + (1 - products) / 3  # attention
+def recomputed(config: TrainConfig, attention: str, trained: Mapping[str, float] | None = None) -> float:
+    """The FLOPs of a step with what its backward pass computes again, over those of ``training_flops_per_token``.
+
+    ``block`` and ``offload`` run the layers forward twice, but not the head.
+    """
+    model, remat = config.model, config.training.remat
+    seq_len = config.training.seq_len or model.max_seq_len
+    products, all_of_it = (training_flops_per_token(model, length) for length in (0, seq_len))
+    again = 0.0
+    if attends_again(config, attention):
+        again += (all_of_it - products) / 3
+    if remat in ("block", "offload"):
+        again += products / 3 - 2 * model.vocab_size * model.embed_dim
+    return 1 + again / training_flops_per_token(model, seq_len, trained)
+
+
+def attends_again(config: TrainConfig, attention: str) -> bool:
+    """Whether the backward pass computes attention's forward pass again; ``dots`` keeps some kernels' results."""
+    remat = config.training.remat
+    return remat in ("block", "offload") or (remat == "dots" and attention not in ("tokamax", "blocked"))
 
 
 def _advice(config: TrainConfig, receipt: Receipt) -> list[str]:
@@ -133,7 +202,7 @@ def _advice(config: TrainConfig, receipt: Receipt) -> list[str]:
         tips.append(f"--training.remat {'offload' if options.remat == 'block' else 'block'}")
     if (rows := options.batch_size // ways) > options.accumulation:
         tips.append(f"--training.accumulation {rows}, one row of each device at a time")
-    elif ways % 2 == 0 and receipt.attention != "triton":
+    elif ways % 2 == 0 and receipt.attention not in ("tokamax", "triton"):
         sizes = f"--mesh.sequence {2 * mesh['sequence']} --mesh.data 1 --mesh.fsdp {ways // 2}"
         tips.append(f"{sizes} --batch_size {options.batch_size // 2}, half the tokens of a device")
     if options.reduce_dtype == "float32":

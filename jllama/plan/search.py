@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 
 from jllama.devices import Accelerator
 from jllama.errors import JllamaError, UsageError
-from jllama.functional import ATTENTION, Mask
+from jllama.functional import ATTENTION, Mask, is_installed
 from jllama.parameters import count_parameters, training_flops_per_token
 from jllama.plan.devices import interconnect_s, topology_devices
 from jllama.plan.receipt import Receipt, describe, plan_training, recomputed, settings
@@ -86,6 +86,7 @@ def _trials(config: TrainConfig, accelerator: Accelerator, devices: list, fixed_
             name
             for name, row in ATTENTION.items()
             if (row.platform == devices[0].platform if options.attention == "auto" else name == options.attention)
+            and is_installed(name)
             and not row.refuses(query, query, mask)
         ]
         for power, remat, kernel in itertools.product(range(7, -1, -1), _REMAT, kernels):
@@ -97,7 +98,7 @@ def _trials(config: TrainConfig, accelerator: Accelerator, devices: list, fixed_
                 changed = dataclasses.replace(config, mesh=mesh, training=training)
                 exchange_s, least_bytes = _by_formula(changed, accelerator, 2**power, seq_len)
                 if least_bytes <= accelerator.memory_bytes:
-                    flops = training_flops_per_token(model, seq_len) * recomputed(changed) / len(devices)
+                    flops = training_flops_per_token(model, seq_len) * recomputed(changed, kernel) / len(devices)
                     times = flops / accelerator.flops, exchange_s / (batch_size * seq_len)
                     yield Trial(changed, 2**power, (max(times), sum(times)))
 

@@ -88,8 +88,11 @@ class LoopConfig:
         dpo_beta: how fast preference training leaves the model that it began from (arXiv:2305.18290, eq. 7).
         dtype: of activations and of weights in matrix products; ``auto`` is bfloat16 on GPU and TPU, float32 on CPU.
         attention: ``reference``, ``blocked``, ``xla`` or another of ``functional.ATTENTION``; ``auto`` says its choice.
+        deterministic: whether two equal runs on GPUs have the same bits: ``auto`` where the attention allows it. On
+            CPUs and TPUs they always have.
         remat: what the backward pass finds kept of each layer: ``none`` recomputes nothing, ``dots`` all but products
-            with weights, ``block`` the whole layer, ``offload`` too, from inputs kept in the host's memory.
+            with weights, ``block`` the whole layer, ``offload`` too, from inputs kept in the host's memory; ``auto``
+            is ``dots`` where its step fits the device, else ``block``.
         reduce_dtype: in which gradients are summed over devices and kept; bfloat16 halves what is exchanged.
         compiler_options: XLA's, by name, such as ``{"xla_gpu_enable_pipelined_reduce_scatter": false}``.
         sample_prompt: what the text sampled at each evaluation begins with; in a run on chats what is asked then,
@@ -118,7 +121,8 @@ class LoopConfig:
     dpo_beta: float = 0.1
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attention: str = "auto"
-    remat: bool | Literal["none", "dots", "block", "offload"] = "dots"
+    deterministic: bool | Literal["auto"] = "auto"
+    remat: bool | Literal["auto", "none", "dots", "block", "offload"] = "auto"
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     compiler_options: dict[str, bool | int | float | str] = dataclasses.field(default_factory=dict)
     sample_prompt: str = ""

@@ -15,7 +15,7 @@ from jllama import distributed
 from jllama.checkpoints.run import CHECKPOINTS, METRICS, SAMPLES
 from jllama.data.batches import Batch
 from jllama.data.datasets import GZIP, BatchSource, ChatDataset
-from jllama.devices import peak_bytes, program_bytes
+from jllama.devices import device_memory_bytes, peak_bytes, program_bytes
 from jllama.errors import JllamaError, UsageError
 from jllama.generation.generate import generate
 from jllama.generation.sampling_params import SamplingParams
@@ -28,9 +28,9 @@ from jllama.templates.messages import conversing, message_ids
 from jllama.training import run_folder
 from jllama.training.config import TrainConfig
 from jllama.training.metrics import Evaluation, evaluate, figures_text, summarize
-from jllama.training.opening import Run, open_run
+from jllama.training.opening import Run, kept_choices, open_run
 from jllama.training.optimizer import learning_rate_at
-from jllama.training.step import StepMetrics, on_devices
+from jllama.training.step import StepMetrics, compile_training, on_devices
 from jllama.training.tracker import Callback
 
 
@@ -134,9 +134,32 @@ def program_for(run: Run, batch: Batch) -> tuple[Any, float]:
     shape = batch.tokens.shape
     if shape not in run.programs:
         run.tracker.show(run.step, "compiling")
-        run.programs[shape] = run.training.step.lower(run.state, batch).compile()
-        run.planned_bytes = max(run.planned_bytes, sum(program_bytes(run.programs[shape])))
+        program = fitting_program(run, batch)
+        run.planned_bytes = max(run.planned_bytes, sum(program_bytes(program)))
+        in_four_bits = any(leaf.dtype == jnp.uint4 for leaf in jax.tree.leaves(run.state.base))
+        if in_four_bits and jax.__version_info__ < (0, 11):  # which refuses its own layout of them
+            program = run.training.step.program  # and so is compiled again
+        run.programs[shape] = program
     return run.programs[shape], time.perf_counter() - start_s
+
+
+def fitting_program(run: Run, batch: Batch) -> Any:
+    """The compiled step; where ``training.remat`` is ``auto`` and it does not fit the device, with ``block``."""
+    options, device = run.config.training, run.training.mesh.local_devices[0]
+    try:
+        program = run.training.step.lower(run.state, batch).compile()
+        fits = sum(program_bytes(program)) <= (device_memory_bytes(device) or math.inf)
+    except jax.errors.JaxRuntimeError as error:  # as TPUs' compiler refuses what does not fit
+        if options.remat != "auto" or "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        program, fits = None, False
+    if options.remat != "auto" or not distributed.largest(0 if fits else 1):
+        return program
+    run.tracker.say("note: what remat dots keeps does not fit the device, so each layer is computed again (block)")
+    run.config = dataclasses.replace(run.config, training=dataclasses.replace(options, remat="block"))
+    choices = kept_choices(run.config, run.tracker.folder)
+    run.training = compile_training(run.config, run.training.mesh, compiler_options=choices)
+    return run.training.step.lower(run.state, batch).compile()
 
 
 def is_stopping(run: Run) -> bool:

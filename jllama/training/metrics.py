@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jllama.data.datasets import TrainingData
-from jllama.devices import describe_devices, device_bytes, device_memory_bytes, peak_flops
+from jllama.devices import describe_devices, device_bytes, device_memory_bytes, loss_chunk_tokens, peak_flops
 from jllama.errors import JllamaError, UsageError
 from jllama.evaluation.scoring import TextScore
 from jllama.training.config import TrainConfig
@@ -99,7 +99,9 @@ def check_memory(config: TrainConfig, training: Training, available_bytes: int |
     options, mesh, device = config.training, training.mesh, training.mesh.local_devices[0]
     check_batch(config, mesh)
     state = jax.eval_shape(training.init, jax.random.key(0))
-    state_bytes = device_bytes((state, training.trained))  # there is a gradient for each trained parameter
+    logits_bytes = 4 * config.model.vocab_size * loss_chunk_tokens(device, config.model.vocab_size)
+    # There is a gradient for each trained parameter; before the layers' own, there are logits.
+    state_bytes = device_bytes(state) + max(device_bytes(training.trained), logits_bytes)
     tokens = options.batch_size * options.seq_len / options.accumulation / (mesh.size / mesh.shape["tensor"])
     activation_bytes = 2 * tokens * config.model.embed_dim * config.model.num_layers
     needed = np.array([state_bytes, activation_bytes]) * (len(mesh.local_devices) if device.platform == "cpu" else 1)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 from rich.console import Console
@@ -17,7 +16,7 @@ from jllama.checkpoints.run import CHECKPOINTS, CONFIG, METRICS, SAMPLES
 from jllama.checkpoints.run_checkpoints import RunCheckpoints
 from jllama.checkpoints.tensors import Checkpoint, base_fingerprint, load_params
 from jllama.data.datasets import BatchSource, ChatDataset, TrainingData
-from jllama.devices import describe_devices, idle_accelerator
+from jllama.devices import describe_devices, describe_driver, idle_accelerator
 from jllama.errors import UsageError
 from jllama.loggers import check_logger
 from jllama.model import check_attention
@@ -35,6 +34,9 @@ from jllama.training.resolve import resolved
 from jllama.training.schedule import Schedule
 from jllama.training.step import Training, TrainState, attention_of, compile_training
 from jllama.training.tracker import Callback, Tracker
+
+_OF_BITS = "devices", "versions"
+"""The facts of a run that its bits depend on."""
 
 
 @dataclasses.dataclass
@@ -81,7 +83,7 @@ def open_run(config: TrainConfig, source: BatchSource | None, callbacks: Sequenc
     if warning := idle_accelerator():
         console.print(f"warning: {warning}", style="yellow")
     distributed.check_same({"the corpus": data.fingerprint, "the last checkpoint": step})
-    training = compile_training(config)
+    training = compile_training(config, compiler_options=kept_choices(config, folder))
     check_memory(config, training)
     state = None
     if config.trains_adapters or not existing:
@@ -156,10 +158,26 @@ def _finished(folder: Path, config: TrainConfig, step: int, console: Console) ->
     return Evaluation(**{name.replace("preference", "figures"): value for name, value in figures})
 
 
+def kept_choices(config: TrainConfig, folder: Path) -> dict[str, Any]:
+    """XLA's options for keeping a GPU's choices of kernels, which it makes by timing, so that a run goes on with them.
+
+    They are those with which JAX's own cache of compiled programs keeps them.
+    """
+    if jax.default_backend() != "gpu" or config.training.deterministic is False:
+        return {}
+    mode = "UPDATE" if distributed.process_index() == 0 else "READ"
+    return {
+        "xla_gpu_per_fusion_autotune_cache_dir": str((folder / run_folder.AUTOTUNING).absolute()),
+        "xla_gpu_experimental_autotune_cache_mode": f"AUTOTUNE_CACHE_MODE_{mode}",
+    }
+
+
 def _initial_state(config: TrainConfig, training: Training, origin: Checkpoint | None) -> TrainState:
-    """The state before the first step, of the weights to begin from, if any."""
-    dtype = None if config.trains_adapters and config.lora.base != "auto" else jnp.float32
-    params = load_params(origin, dtype, training.mesh, rules=ruleset(config.mesh)) if origin else None
+    """The state before the first step, of the weights to begin from, if any, each in its final form as it is read."""
+    params = None
+    if origin:
+        dtype, held = training.trainable.reading()
+        params = load_params(origin, dtype, training.mesh, rules=ruleset(config.mesh), held=held)
     return training.init(jax.random.key(config.seed), params)
 
 
@@ -176,14 +194,26 @@ def _batches(data: TrainingData, config: TrainConfig, training: Training) -> Any
 def _announce(run: Run) -> None:
     """Log what a run's page says of it, unless that has been done, and say it in a few words."""
     config, tracker, mesh = run.config, run.tracker, run.training.mesh
+    attention = attention_of(config, mesh)
     devices, total = describe_devices(mesh), count_parameters(config.model)
     trained = sum(leaf.size for leaf in jax.tree.leaves(run.training.trained))
-    facts = run_facts(run.data.facts(), devices, trained, total if config.trains_adapters else total - trained)
-    if [line["facts"] for line in files.read_lines(tracker.folder / METRICS, "facts")][-1:] != [facts]:
+    driver = describe_driver(mesh.devices.flat[0])
+    frozen = total if config.trains_adapters else total - trained
+    facts = run_facts(run.data.facts(), devices, driver, trained, frozen)
+    logged = [line["facts"] for line in files.read_lines(tracker.folder / METRICS, "facts")]
+    if logged[-1:] != [facts]:
         tracker.write(run.step, facts=facts)
+    before = {**facts, **logged[-1]} if logged else facts
+    changes = [f"{before[name]} (now {facts[name]})" for name in _OF_BITS if before[name] != facts[name]]
+    if run.step and changes:
+        said = f"this run had {' and '.join(changes)}"
+        tracker.say(f"note: {said}, so its bits will differ from those of a run that had not changed", "yellow")
     kind = "adapters" if config.trains_adapters else "them"
     of_which = f", {trained:,} of {kind} trained" if trained != total else ""
-    said = f"{tracker.folder}: {total:,} parameters{of_which} on {devices}, {attention_of(config, mesh)} attention"
+    said = f"{tracker.folder}: {total:,} parameters{of_which} on {devices}, {attention} attention"
     tracker.say(f"{said}, {run.data.size()}, step {run.step:,} of {config.training.steps:,}", "bold")
+    if attention == "triton":
+        advice = "with Python 3.12 or later pip install 'jllama[cuda]' brings tokamax, whose attention is faster"
+        tracker.say(f"note: {advice}", "yellow")
     for note in run.data.notes:
         tracker.say(f"note: {note}", "yellow")

@@ -21,15 +21,15 @@ from jllama.files import append_line, read_lines, remove, write_text_whole
 from jllama.training.config import OptimizerConfig, TrainConfig
 from jllama.training.optimizer import learning_rate_at
 
-HISTORY, SKIPPED = "config.history.jsonl", "skipped.jsonl"
+HISTORY, SKIPPED, AUTOTUNING = "config.history.jsonl", "skipped.jsonl", "autotuning"
 
 # How the names of options begin that may, or must not, differ when a run goes on; all others do when that is asked for.
 # The fingerprint that checkpoints hold speaks for the data, epochs are resolved to steps.
 _IGNORED = r"run_dir|resume|overwrite|yes|distributed|training\.epochs"
 _FIXED = r"model|init_from|preset|rope_factor|seed|lora|optimizer\.name|data\.(tokenizer|vocab_size|packing)|"
 _FIXED += r"training\.(batch_size|seq_len|spike_factor|trainable|ema)"
-_FREE = r"mesh|sampling|logger|data|training\.(accumulation|attention|compiler_|remat|log_every|keep_|save_|eval_|"
-_FREE += r"sample_|questions|patience|max_skipped)"
+_FREE = r"mesh|sampling|logger|data|training\.(accumulation|attention|deterministic|compiler_|remat|log_every|keep_|"
+_FREE += r"save_|eval_|sample_|questions|patience|max_skipped)"
 
 
 def ask_to_overwrite(config: TrainConfig) -> None:

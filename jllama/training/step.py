@@ -4,6 +4,7 @@ A step reads from top to bottom: ``step`` splits the batch over the devices, eac
 an objective (``jllama.training.objectives``), whose ``forward`` pass gathers the weights; ``updated`` applies them.
 """
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jllama.config import LlamaConfig
 from jllama.data.batches import Batch
-from jllama.devices import keep_freed_memory
+from jllama.devices import keep_freed_memory, loss_chunk_tokens
 from jllama.errors import UsageError, check_fields, unknown_name
 from jllama.functional import choose_attention
 from jllama.model import Llama, Parallel, build_model, check_attention, check_ids, initial_params
@@ -145,6 +146,9 @@ def compile_training(
     trained = jax.eval_shape(jax.jit(trainable.trained, out_shardings=where), shapes.params)
     batch = NamedSharding(mesh, BATCH)
     xla = {**options.compiler_options, **(compiler_options or {})}
+    if is_deterministic(config, mesh) and mesh.devices.flat[0] in jax.devices():
+        # Of kernels that are timed. Without a device none is, and XLA finds none that it could take so.
+        xla.setdefault("xla_gpu_exclude_nondeterministic_ops", True)
     # init runs once, so what counts is compiling: 0.9 s unoptimized, 5.6 s otherwise, for a small model on two cores.
     quick = {"xla_backend_optimization_level": 0} if on_cpu else None
     step = jax.jit(
@@ -232,7 +236,10 @@ def on_each_device(setup: Setup, function: Any, outputs: Any, params: Params, ba
     inputs = params_specs, base_specs, jax.tree.map(parallel.batch_spec, targets)
     split: Any = {"in_specs": inputs, "out_specs": outputs, "axis_names": {*BY_HAND}, "check_vma": False}
     local = functools.partial(on_one_device, setup, function)
-    return jax.shard_map(local, mesh=parallel.mesh, **split)(params, base, targets)
+    spread = jax.shard_map(local, mesh=parallel.mesh, **split)
+    device = parallel.mesh.local_devices[0]
+    with jax.default_device(device) if device.platform == "gpu" else contextlib.nullcontext():  # tokamax asks for it
+        return spread(params, base, targets)
 
 
 # On each device
@@ -298,7 +305,7 @@ def forward(
         targets.inputs,
         targets.segments,
         parallel.positions(targets.inputs),
-        remat=str(config.training.remat),
+        remat="dots" if config.training.remat == "auto" else str(config.training.remat),
         attention=attention_of(config, parallel.mesh),
         parallel=Parallel(parallel.gather_layer, parallel.mesh, gradient_of["layers"]),
     )
@@ -308,7 +315,9 @@ def forward(
     if gradient is not None and gather_stages(parallel.mesh):
         hidden, gradient = jax.lax.optimization_barrier((hidden, gradient))
     ready[head] = parallel.gather(head, params[head], gradient)
-    return build_model(config.model, ready), hidden
+    llama = build_model(config.model, ready)
+    llama.chunk_tokens = loss_chunk_tokens(parallel.mesh.devices.flat[0], config.model.vocab_size)
+    return llama, hidden
 
 
 # On all devices
@@ -390,9 +399,18 @@ def attention_of(config: TrainConfig, mesh: Mesh) -> str:
     check_attention(config.training.attention, platform, backward=True)
     seq_len = config.training.seq_len or config.model.max_seq_len
     chosen = choose_attention(seq_len, seq_len, platform=platform, dtype=dtype)
-    if mesh.shape["sequence"] > 1 and chosen == "triton":  # which takes no queries from inside a row
+    if mesh.shape["sequence"] > 1 and chosen in ("tokamax", "triton"):  # which take no queries from inside a row
         chosen = "blocked"
     return chosen if config.training.attention == "auto" else config.training.attention
+
+
+def is_deterministic(config: TrainConfig, mesh: Mesh) -> bool:
+    """Whether a GPU is to leave out what gives other bits each time; ``UsageError`` if its attention cannot."""
+    platform, wanted = mesh.devices.flat[0].platform, config.training.deterministic
+    can = attention_of(config, mesh) != "cudnn"  # whose backward pass adds in any order
+    if platform == "gpu" and wanted is True and not can:
+        raise UsageError("training.deterministic is true, and training.attention cudnn is not: take another, or auto")
+    return platform == "gpu" and can and wanted is not False
 
 
 def check_batch(config: TrainConfig, mesh: Mesh) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jaxtyping import Array, Key
 
 from jllama.config import LlamaConfig, LoraConfig
 from jllama.errors import UsageError
-from jllama.lora import adapted, frozen, initial_adapter, merged
+from jllama.lora import adapted, frozen, held, initial_adapter, merged, qwix
 from jllama.parameters import Params, parameter_table
 from jllama.training.config import TrainConfig
 
@@ -33,6 +33,10 @@ class FullWeights:
     def init(self, key: Key[Array, ""], drawn: Params) -> tuple[Params, Params | None]:
         """The state's ``params`` and ``base``, from all weights."""
         return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), drawn), None
+
+    def reading(self) -> tuple[Any, Callable[[str, Any], Any]]:
+        """In which dtype weights are read to begin with (None: each in its own), and what each becomes then."""
+        return jnp.float32, lambda path, stack: stack
 
     def specs(self, weights: Any) -> tuple[Any, Any, Any]:
         """How ``params``, ``base`` and gradients are split over devices, by how all weights are."""
@@ -98,7 +102,13 @@ class LoraAdapters:
 
     def init(self, key: Key[Array, ""], drawn: Params) -> tuple[Params, Params | None]:
         """As of ``FullWeights``; the adapters change nothing yet."""
-        return initial_adapter(key, drawn, self.model, self.lora), frozen(drawn, self.model, self.lora, self.dtype)
+        base = frozen(drawn, self.model, self.lora, self.dtype)
+        return initial_adapter(key, base, self.model, self.lora), base
+
+    def reading(self) -> tuple[Any, Callable[[str, Any], Any]]:
+        """As of ``FullWeights``."""
+        dtypes = {"auto": self.dtype, "bfloat16": jnp.bfloat16}
+        return dtypes.get(self.lora.base), lambda path, stack: held(path, stack, self.model, self.lora, self.dtype)
 
     def specs(self, weights: Any) -> tuple[Any, Any, Any]:
         """As of ``FullWeights``; each device has all adapters."""
@@ -154,6 +164,8 @@ def trainable_of(config: TrainConfig, dtype: np.dtype[Any], mesh_shape: Any) -> 
         if lora.base in ("int8", "nf4") and mesh_shape[name] > 1:
             problem = f"lora.base is {lora.base}, whose weights are whole on each device"
             raise UsageError(f"{problem}, and mesh.{name} would split them: make it 1")
+    if lora.base == "nf4":
+        qwix()  # or an error
     return LoraAdapters(config.model, lora, dtype)
 
 

@@ -1,5 +1,6 @@
 """A check as data: what is compared, how far apart it came out, and how far it may be; and a table of them all."""
 
+import concurrent.futures
 import dataclasses
 import importlib.metadata
 import json
@@ -58,18 +59,22 @@ class Check:
         return self.ratio >= VISIBLE if self.group == "mutations" else self.ratio < 1 or bool(self.refusal)
 
 
-def run_checks(checks: Iterable[Check]) -> Iterator[Check]:
-    """Each check with its error, as it comes. One that raises has failed, and says why."""
-    for check in checks:
-        try:
-            with jax.default_matmul_precision("highest"):
-                result = dataclasses.replace(check, error=check.compute())
-        except Refused as refused:
-            result = dataclasses.replace(check, refusal=str(refused))
-        except Exception as raised:
-            problem = str(raised) if isinstance(raised, JllamaError) else f"{type(raised).__name__}: {raised}"
-            result = dataclasses.replace(check, problem=problem)
-        yield result
+def run_checks(checks: Iterable[Check], threads: int = 1) -> Iterator[Check]:
+    """Each check with its error, in order, so many side by side. One that raises has failed, and says why."""
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        yield from pool.map(run_check, checks)
+
+
+def run_check(check: Check) -> Check:
+    """The check with its error, with products of float32 in float32 on every platform."""
+    try:
+        with jax.default_matmul_precision("highest"):
+            return dataclasses.replace(check, error=check.compute())
+    except Refused as refused:
+        return dataclasses.replace(check, refusal=str(refused))
+    except Exception as raised:
+        problem = str(raised) if isinstance(raised, JllamaError) else f"{type(raised).__name__}: {raised}"
+        return dataclasses.replace(check, problem=problem)
 
 
 def relative_error(actual: Any, expected: Any) -> float:
@@ -134,6 +139,20 @@ def matrix(checks: Sequence[Check], width: int, seconds: float) -> Iterator[Rend
     if seen := [check.ratio for check in checks if check.group == "mutations" and check.passed]:
         parts.append(f"the least visible mistake is {min(seen):,.0f} tolerances away")
     yield Text(f"{', '.join(parts)} ({seconds:.0f} s)", style="bold")
+    if note := precision_note(jax.default_backend()):
+        yield Text(note)
+
+
+def precision_note(platform: str) -> str:
+    """What a platform's own arithmetic is too coarse for, and what is done about it; nothing of a CPU."""
+    products = {"gpu": "TF32, with 10 bits of mantissa", "tpu": "bfloat16, with 7 bits of mantissa"}.get(platform)
+    if not products:
+        return ""
+    return (
+        f"By default a {platform.upper()} multiplies float32 in {products}, which no check at {TOLERANCE:.0e} could "
+        'pass. Here products are at the precision "highest", which is float32; your own float32 runs have it by '
+        "JAX_DEFAULT_MATMUL_PRECISION=highest. Kernels for 16-bit numbers refuse float32; they are checked in bfloat16."
+    )
 
 
 def _grid(cells: dict[tuple[str, str], Check], width: int) -> Iterator[Table]:

@@ -22,13 +22,17 @@ from jllama.verify.checks import Check, random_params
 from jllama.verify.conformance import VARIANTS, cached_error, implementation_of, weights, whole_error
 
 Model = tuple[LlamaConfig, Params]  # an architecture and its parameters in the training layout
+_attention = jax.jit(F.attention, static_argnames="implementation")  # its loop would be compiled anew in each layer
 
 
 def model_with(**wrong: Any) -> types.ModuleType:
-    """A copy of ``jllama.model`` with some pure functions replaced, its layers not compiled: that would take longer."""
+    """A copy of ``jllama.model`` with some pure functions replaced.
+
+    Its layers are not compiled, which would take longer; attention is, once for all mistakes.
+    """
     copy = types.ModuleType("jllama.model_copy")
     exec(compile(Path(jllama.model.__file__).read_text(), jllama.model.__file__, "exec", dont_inherit=True), vars(copy))
-    functions = types.SimpleNamespace(**vars(F) | wrong)
+    functions = types.SimpleNamespace(**vars(F) | {"attention": _attention} | wrong)
     vars(copy).update(F=functions, KVCache=KVCache, _run_layer=vars(copy)["_run_layer"].__wrapped__)
     return copy
 
@@ -90,7 +94,7 @@ def _post_norm() -> types.ModuleType:
 def _remainder_attention(query: Array, key: Array, value: Array, mask: F.Mask, implementation: str) -> Array:
     """Query head ``n`` uses key-value head ``n % kv_heads``."""
     order = np.argsort(np.arange(query.shape[1]) % key.shape[1], kind="stable")
-    return F.attention(query[:, order], key, value, mask, implementation)[:, np.argsort(order)]
+    return _attention(query[:, order], key, value, mask, implementation)[:, np.argsort(order)]
 
 
 def _mask_one_ahead(offset: Array | None = None, **segments: Any) -> F.Mask:

@@ -133,7 +133,7 @@ def test_a_tokenizer_that_is_not_there_or_none(place, fails):
         ("--sampling.banned_ids x", "sampling.banned_ids is 'x'; it must be JSON, such as [1, 2]"),
         ("--optimizer.learning_rate -1", "optimizer.learning_rate is -1.0; it must be positive"),
         ("--training.dtype float16", "training.dtype is 'float16'; it must be one of auto, float32, bfloat16"),
-        ("--training.remat=perhaps", "training.remat is 'perhaps'; it must be one of none, dots, block, offload"),
+        ("--training.remat=perhaps", "training.remat is 'perhaps'; it must be one of auto, none, dots, block, offload"),
         ("--training.steps", "argument --training.steps: expected one argument"),
         ("--training.batch_size 0", "training.batch_size is 0; it must be at least 1"),
         ("--training.accumulation 3", "training.accumulation is 3; it must be a divisor of training.batch_size, 8"),

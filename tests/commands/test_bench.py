@@ -4,6 +4,8 @@ import importlib.util
 import json
 import re
 import signal
+import sys
+import types
 from pathlib import Path
 
 import jax
@@ -108,12 +110,41 @@ def test_what_work_needs(tied, contestant):
     small = model.for_decoding("int8")
     assert contestant.bytes_per_step(small, 3, 50) < 2 * weights + 4 * keys_and_values
     options = bench.parse_options(["decode", "x", "--new_tokens", "11"])
-    one = contestant.generation_facts(small, options)["needed"]["decode, 1 text"]
+    one = contestant.generation_facts(small, options, "cpu")["needed"]["decode, 1 text"]
     assert one["jllama"] == contestant.bytes_per_step(small, 1, 37)
     assert one["transformers"] == contestant.bytes_per_step(model.for_decoding(), 1, 37)
+    on_gpu = contestant.generation_facts(small, options, "cuda")["needed"]["decode, 1 text"]
+    assert one["transformers"] - on_gpu["transformers"] == 2 * weights  # there it is in bfloat16
     options = bench.parse_options(["prefill", "x", "--prompt_tokens", "11"])
-    (prompt,) = contestant.generation_facts(small, options)["needed"].values()
+    (prompt,) = contestant.generation_facts(small, options, "cpu")["needed"].values()
     assert prompt["jllama"] == 11 * (training_flops_per_token(config, 11) / 3 - 2 * 100 * 32)
+
+
+def test_peers_work_where_all_can(contestant, monkeypatch):
+    assert contestant.device_of([]) == contestant.device_of(["transformers"]) == "cpu"
+    torch = types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda: True))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(contestant.importlib.util, "find_spec", lambda name: True)
+    assert contestant.device_of(["transformers"]) == "cpu"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert contestant.device_of(["transformers", "torch-compile"]) == "cuda"
+    assert contestant.device_of(["transformers", "llama.cpp"]) == "cpu"
+
+
+def test_training_on_a_gpu_says_its_share_of_the_published_rate_and_its_memory():
+    """The figures of Llama 3.2 1B on an H100, as docs/performance.md has them."""
+    config = LlamaConfig(128_256, 16, 2048, 32, 8, 64, 8192, tie_embeddings=True)
+    flops, products = (4 * 4096 * training_flops_per_token(config, length) for length in (4096, 0))
+    facts = {"published_flops_per_s": 989e12, "flops": flops, "causal_flops": (flops + products) / 2}
+    rows = {
+        "jllama": {"median_s": 4 * 4096 / 40_600, "peak_bytes": int(31.4 * 2**30)},
+        "transformers": {"median_s": 4 * 4096 / 40_800, "peak_bytes": int(71.5 * 2**30)},
+    }
+    told = bench.accelerator_facts(rows, {**facts, "planned_bytes": 31.4 * 2**30})
+    assert told["mfu"] == "MFU: jllama 37.0% (33.7% causal), transformers 37.2% (33.9% causal)"
+    peaks = "jllama 31.40 GiB, transformers 71.50 GiB"
+    assert told["memory"] == f"peak memory: {peaks}; planned for jllama 31.40 GiB"
+    assert bench.accelerator_facts({"jllama": {"median_s": 1.0, "peak_bytes": None}}, {}) == {}
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """``python -m jllama verify``: what it prints, what it writes, and when it fails."""
 
+import functools
 import io
 import json
 import math
 import re
+import time
 
 import jax
 import numpy as np
@@ -17,7 +19,7 @@ from jllama.config import LlamaConfig
 from jllama.functional import Refused
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import BytesTokenizer
-from jllama.verify.checks import Check, matrix, matrix_json, random_params, run_checks
+from jllama.verify.checks import Check, matrix, matrix_json, precision_note, random_params, run_checks
 from jllama.verify.mutations import MUTATIONS
 
 THETA = next(mutation for mutation in MUTATIONS if mutation.name == "theta x2")
@@ -191,3 +193,18 @@ def test_a_checkpoint_with_nan_is_reported_and_not_a_traceback(checkpoint, tmp_p
 def test_no_such_checkpoint(capsys):
     assert cli.run("verify", ["no/such/place/model.gguf"]) == 1
     assert "error: there is no checkpoint at no/such/place/model.gguf" in capsys.readouterr().err
+
+
+def test_what_an_accelerator_multiplies_in_is_said():
+    assert precision_note("cpu") == ""
+    assert "TF32" in precision_note("gpu")
+    assert "bfloat16, with 7 bits" in precision_note("tpu")
+
+
+def test_checks_side_by_side_come_in_their_order():
+    def compute(number):
+        time.sleep(0.02 * (4 - number))
+        return float(number)
+
+    several = [Check("equalities", "row", str(number), functools.partial(compute, number)) for number in range(4)]
+    assert [check.error for check in run_checks(several, 4)] == [0.0, 1.0, 2.0, 3.0]

@@ -192,7 +192,7 @@ def test_auto_goes_by_the_shapes_alone():
 def test_auto_takes_a_kernel_where_the_platform_has_one():
     assert choose_attention(512, 512, platform="tpu") == "splash"
     assert choose_attention(1, 4096, platform="tpu") == "reference"
-    assert choose_attention(512, 512, platform="gpu", dtype=jnp.bfloat16) == "triton"
+    assert choose_attention(512, 512, platform="gpu", dtype=jnp.bfloat16) in ("tokamax", "triton")
     assert choose_attention(512, 512, platform="gpu", dtype=jnp.bfloat16, packed=False) == "cudnn"
     assert choose_attention(8192, 8192, platform="gpu") == "blocked"
 

@@ -1,5 +1,6 @@
 """What the compilers for TPUs and GPUs make of attention and of training steps, without such a device."""
 
+import importlib.util
 import itertools
 import json
 import os
@@ -11,6 +12,7 @@ import pytest
 
 from jllama.plan.program import ATTENTION_KERNELS
 
+TOKAMAX = importlib.util.find_spec("tokamax") is not None  # which Python 3.11 has none of
 ON = {"tpu": "v5e:2x2", "gpu": "h100:4"}
 PLATFORMS = [pytest.param(name, marks=getattr(pytest.mark, f"plan_{name}")) for name in ON]
 SEQ = 640  # no other size is one or a multiple of it
@@ -63,7 +65,7 @@ def test_under_fsdp_weights_alone_are_exchanged(platform):
     keys = "fits device devices arguments_bytes temporaries_bytes device_memory_bytes compile_s attention collectives"
     assert {*keys.split()} <= {*found}
     assert (found["fits"], found["devices"]) == (True, 4)
-    assert found["attention"] == {"tpu": "splash", "gpu": "triton"}[platform]
+    assert found["attention"] == {"tpu": "splash", "gpu": "tokamax" if TOKAMAX else "triton"}[platform]
     received = dict.fromkeys(("all-gather", "reduce-scatter"), 0.0)
     for row in found["collectives"]:
         sizes = [int(size) for size in re.findall(r"\d+", re.sub(r"[a-z]+\d+\[", "[", row["shape"]))]
@@ -101,6 +103,22 @@ def test_a_step_of_decoding_reads_pages_where_the_kernel_can():
     for head_dim, kernel in (("128", "paged"), ("64", "")):
         found = plan(f"{words} --model.head_dim {head_dim} --topology v5e:1 --decode")
         assert found["attention"] == kernel
+
+
+@pytest.mark.plan_gpu
+def test_no_step_adds_up_in_an_open_order():
+    found = compiled("open_scatters", "gpu")
+    assert not any(found.values()), found
+    assert "unique_indices=true" not in re.findall(r".* scatter\(.*", compiled("plain_look_up", "gpu"))[0]
+
+
+@pytest.mark.plan_gpu
+def test_adapters_of_8b_in_four_bits_start_and_run_on_24_gib():
+    pytest.importorskip("qwix")
+    words = "--preset llama3.1-8b --init_from x --lora.rank 16 --lora.base nf4 --seq_len 2048 --training.remat block"
+    found = plan(f"{words} --topology rtx4090:1 --json")
+    assert found["fits"]
+    assert found["parameters_bytes"] < found["starting_bytes"] < 8 * 2**30
 
 
 @pytest.mark.plan_gpu
@@ -149,6 +167,8 @@ def attention_programs(platform):
     device, found = topology_devices(ON[platform])[1][0], {}
     sharding = jax.sharding.SingleDeviceSharding(device)
     names = [name for name, row in ATTENTION.items() if row.platform == platform and row.backward]
+    if not TOKAMAX and "tokamax" in names:
+        names.remove("tokamax")
     for name, head_dim, packed in itertools.product(names, (64, 128, 100), (False, True)):
         query, key, segments = (
             jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -164,9 +184,63 @@ def attention_programs(platform):
             return jnp.sum(attention(query, key, value, mask, name).astype(jnp.float32) ** 2)
 
         if not (packed and name == "cudnn"):
-            program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(query, key, key, segments).compile()
-            found[f"{name} {head_dim} {packed}"] = program.as_text()
+            with jax.default_device(device):
+                program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(query, key, key, segments)
+            found[f"{name} {head_dim} {packed}"] = program.compile().as_text()
     return found
+
+
+def open_scatters(platform):
+    """Compile training steps: the scatters that say of no order in which they add up, by what is trained how."""
+    import jax
+    import jax.numpy as jnp
+
+    from jllama.commands.cli import parse
+    from jllama.data.batches import Batch
+    from jllama.plan.devices import topology_devices
+    from jllama.sharding import make_mesh
+    from jllama.training.config import TrainConfig
+    from jllama.training.step import compile_training
+
+    found = {}
+    devices = topology_devices("h100:4")[1]
+    for words in (
+        "--model.tie_embeddings true --training.z_loss 1e-4",
+        "--optimizer.name muon --training.ema 0.9 --training.spike_factor 4 --training.accumulation 2",
+        "--optimizer.name adafactor --training.objective preference",
+        "--init_from x --lora.rank 4 --lora.dora true --training.objective preference",
+        "--optimizer.name lion --mesh.fsdp 2 --mesh.tensor 2 --training.attention blocked",
+    ):
+        arguments = [*TINY.replace("--json", "").split(), *words.split()]
+        config = parse(TrainConfig, arguments, "", ("config",))
+        mesh = make_mesh(config.mesh, devices if "mesh" in words else devices[:1])
+        training = compile_training(config, mesh)
+        is_pair = config.training.objective == "preference"
+        rows = config.training.batch_size * (2 if is_pair else 1)
+        ids = jax.ShapeDtypeStruct((rows, SEQ + 1), jnp.int32, sharding=training.batch_sharding)
+        counted = jax.ShapeDtypeStruct(ids.shape, bool, sharding=training.batch_sharding)
+        reference = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=training.batch_sharding) if is_pair else None
+        batch = Batch(ids, ids, counted, reference)
+        lowered = training.step.lower(jax.eval_shape(training.init, jax.random.key(0)), batch)
+        lines = [
+            line for line in lowered.compile().as_text().splitlines() if re.search(r" (select-and-)?scatter\(", line)
+        ]
+        found[words] = [line.strip() for line in lines if "unique_indices=true" not in line]
+    return found
+
+
+def plain_look_up(platform):
+    """Compile the gradient of a table's rows as JAX makes it."""
+    import jax
+    import jax.numpy as jnp
+
+    from jllama.plan.devices import topology_devices
+
+    where = jax.sharding.SingleDeviceSharding(topology_devices(ON[platform])[1][0])
+    table = jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16, sharding=where)
+    tokens = jax.ShapeDtypeStruct((2, SEQ), jnp.int32, sharding=where)
+    gradient = jax.jit(jax.grad(lambda table, tokens: jnp.sum(jnp.sin(table[tokens]))))
+    return gradient.lower(table, tokens).compile().as_text()
 
 
 def step_copies(platform):

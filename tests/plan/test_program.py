@@ -101,7 +101,13 @@ def test_largest_buffers_come_first_with_what_made_them():
 
 @pytest.mark.parametrize(
     ("line", "found"),
-    [("splash_mha_fwd", ["splash"]), ("mha_forward_kernel", ["triton"]), ("%paged_attention.1 =", ["paged"]), ("", [])],
+    [
+        ("splash_mha_fwd", ["splash"]),
+        ("mha_forward_kernel", ["triton"]),
+        ("tokamax/_src", ["tokamax"]),
+        ("%paged_attention.1 =", ["paged"]),
+        ("", []),
+    ],
 )
 def test_kernels_are_told_by_their_custom_calls(line, found):
     assert kernels(line) == found

@@ -12,6 +12,7 @@ from jllama.data.batches import text_batch
 from jllama.devices import Accelerator
 from jllama.parameters import count_parameters, training_flops_per_token
 from jllama.plan import receipt
+from jllama.plan.devices import MEASURED
 from jllama.training.config import LoopConfig, TrainConfig
 from jllama.training.step import compile_training
 
@@ -50,13 +51,31 @@ def test_arguments_are_the_bytes_that_a_step_takes(planned):
 def test_times_are_those_of_the_rates(planned):
     flops = training_flops_per_token(MODEL, 64) * 4 * 64
     assert (planned.flops, planned.tokens, planned.interconnect_s) == (flops, 256, 0)
-    assert planned.compute_s == flops * 4 / 3 / 1e12
+    head = 2 * MODEL.vocab_size * MODEL.embed_dim * 4 * 64
+    assert planned.compute_s == pytest.approx((flops * 4 / 3 - head) / 1e12)  # all but the head runs forward twice
     assert planned.memory_s == planned.traffic_bytes / 1e11
     assert planned.traffic_bytes > 2 * planned.arguments_bytes
     assert (
         planned.binds == max({"compute": planned.compute_s, "memory": planned.memory_s}.items(), key=lambda x: x[1])[0]
     )
     assert planned.mfu_limit == pytest.approx(planned.flops / 1e12 * planned.tokens_per_s / planned.tokens)
+
+
+def test_expected_times_are_those_of_measured_rates(planned):
+    """One layer after the other: attention and its second forward pass, products, and all that moves."""
+    assert planned.expected_s is planned.expected_mfu is None  # nothing was measured on such a device
+    on_h100 = dataclasses.replace(planned, device="h100:1", attention="tokamax")
+    assert dataclasses.replace(on_h100, attention="").expected_s is None
+    attention = 12 * MODEL.num_layers * MODEL.num_heads * MODEL.head_dim * 64 * 4 * 64
+    assert planned.attention_flops == pytest.approx(attention)
+    others = planned.flops * planned.recomputed - attention * 4 / 3
+    forward, both = MEASURED["h100"].attention["tokamax"]
+    attention_s = attention / both / 989e12 + attention / 3 / forward / 989e12
+    expected_s = attention_s + others / 798e12 + planned.traffic_bytes / 3e12
+    assert on_h100.expected_s == pytest.approx(expected_s, rel=1e-3)
+    assert dataclasses.replace(on_h100, interconnect_s=1.0).expected_s == 1.0
+    on_h100 = dataclasses.replace(on_h100, compute_s=planned.flops * planned.recomputed / 989e12)
+    assert on_h100.expected_mfu == pytest.approx(planned.flops / 989e12 / expected_s, rel=1e-3)
 
 
 def test_json_has_what_the_receipt_has(planned):
@@ -82,6 +101,16 @@ def test_what_does_not_fit_says_what_fills_the_memory_and_what_would_help(planne
     tiny = receipt.plan_training(CONFIG, "cpu:100000")
     assert tiny.advice[-1].startswith("at least ")
     assert "devices: parameters, moments and gradients alone take" in tiny.advice[-1]
+
+
+def test_remat_is_the_first_that_fits(planned):
+    auto = dataclasses.replace(CONFIG, training=dataclasses.replace(CONFIG.training, remat="auto"))
+    dots = receipt.plan_training(auto, "cpu")
+    assert dots.settings["remat"] == "dots"
+    assert dots.temporaries_bytes > planned.temporaries_bytes
+    block = receipt.plan_training(auto, f"cpu:{dots.needed_bytes - 1}")
+    assert block.settings["remat"] == "block"
+    assert block.needed_bytes == planned.needed_bytes
 
 
 def test_decoding_reads_every_block_of_the_cache():

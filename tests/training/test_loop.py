@@ -1,6 +1,8 @@
 """The training loop's own bookkeeping; whole runs are in ``tests/commands/test_train.py``."""
 
+import dataclasses
 import io
+import itertools
 import types
 
 import jax.numpy as jnp
@@ -89,3 +91,21 @@ def test_questions_of_a_run_on_chats_are_asked_through_its_template(monkeypatch)
     assert asked == [(chats, 0.0, {"max_new_tokens": 5}), (questions, 0.0, {"max_new_tokens": 5})]
     texts = [{"prompt": question, "text": f"answer {number}"} for number, question in enumerate(questions)]
     assert written == [("samples.jsonl", text) for text in texts] * 2
+
+
+def test_a_step_that_does_not_fit_computes_its_layers_again(tmp_path, monkeypatch, capsys):
+    """By ``remat: auto``, the default; what is learned is the same."""
+    tokenizer = BytesTokenizer()
+    model = dataclasses.replace(SMALL, vocab_size=tokenizer.vocab_size)
+    rows = [jllama.text_batch(np.random.default_rng(0).integers(3, 250, (4, 33)), bos_id=1)]
+    source = BatchSource(tokenizer, lambda: itertools.repeat(rows[0]), lambda: rows)
+    losses, told = {}, {}
+    for name, has_bytes in (("fits", 2**40), ("does not", 2**20)):
+        monkeypatch.setattr(loop, "device_memory_bytes", lambda device, has_bytes=has_bytes: has_bytes)
+        options = jllama.LoopConfig(batch_size=4, seq_len=32, steps=2, sample_tokens=0)
+        config = jllama.TrainConfig(model, training=options, run_dir=str(tmp_path / name))
+        losses[name] = jllama.train(config, data=source).validation_loss
+        told[name] = capsys.readouterr().err
+    said = "note: what remat dots keeps does not fit the device, so each layer is computed again (block)"
+    assert [said in each for each in told.values()] == [False, True]
+    np.testing.assert_allclose(losses["does not"], losses["fits"], rtol=1e-6)

@@ -1,5 +1,7 @@
 """Adapters of a base held in fewer bits, and steps that must leave everything as it was."""
 
+import dataclasses
+import itertools
 import sys
 
 import jax
@@ -9,10 +11,13 @@ import pytest
 import tuning
 from tuning import CONFIG, ONE_DEVICE, WEIGHTS, apart, conversations, digest
 
+import jllama
 from jllama import lora
-from jllama.config import LoraConfig
+from jllama.config import LlamaConfig, LoraConfig
 from jllama.errors import UsageError
 from jllama.functional.linear import DecodeMatrix
+from jllama.tokenizers import BytesTokenizer
+from jllama.training import opening
 from jllama.training.config import LoopConfig, TrainConfig
 from jllama.training.step import compile_training
 from jllama.verify.checks import relative_error
@@ -53,6 +58,35 @@ def test_a_base_in_fewer_bits_is_computed_with_as_it_is(base):
     np.testing.assert_allclose(losses[0], expected[0] / expected[1], rtol=1e-6)
     assert losses[-1] < losses[0]
     assert digest(state.base) == before
+
+
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_a_run_reads_its_base_in_its_final_form(base, tmp_path, monkeypatch):
+    """Its state is what ``init`` makes of whole weights, to the bit, and it trains, ends and merges."""
+    tokenizer = BytesTokenizer()
+    model = dataclasses.replace(CONFIG, vocab_size=tokenizer.vocab_size)
+    params = jllama.initial_params(jax.random.key(1), model)
+    jllama.save(jllama.LanguageModel(model, params, tokenizer), tmp_path / "model", "hf")
+    rows = np.random.default_rng(0).integers(3, 250, (8, 25))
+    source = jllama.BatchSource(
+        tokenizer,
+        lambda: itertools.repeat(jllama.text_batch(rows, bos_id=1)),
+        lambda: [jllama.text_batch(rows, bos_id=1)],
+    )
+    config = TrainConfig(
+        LlamaConfig(),
+        run_dir=str(tmp_path / "run"),
+        init_from=str(tmp_path / "model"),
+        lora=LoraConfig(rank=2, base=base),
+        training=LoopConfig(dtype="float32", batch_size=8, seq_len=24, steps=2, sample_tokens=0),
+    )
+    states = []
+    monkeypatch.setattr(opening, "_announce", lambda run: states.append(jax.tree.map(np.asarray, run.state.base)))
+    final = jllama.train(config, data=source)
+    assert np.isfinite(final.validation_loss)
+    whole = compile_training(dataclasses.replace(config, model=model), ONE_DEVICE).init(jax.random.key(0), params)
+    jax.tree.map(np.testing.assert_array_equal, states[0], jax.tree.map(np.asarray, whole.base))
+    assert np.isfinite(jllama.load(tmp_path / "run")(rows[:1, :8])).all()
 
 
 def test_nf4_without_its_package_is_one_sentence(monkeypatch):
