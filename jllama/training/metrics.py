@@ -99,10 +99,11 @@ def check_memory(config: TrainConfig, training: Training, available_bytes: int |
     options, mesh, device = config.training, training.mesh, training.mesh.local_devices[0]
     check_batch(config, mesh)
     state = jax.eval_shape(training.init, jax.random.key(0))
-    logits_bytes = 4 * config.model.vocab_size * loss_chunk_tokens(device, config.model.vocab_size)
+    tokens = options.batch_size * options.seq_len / options.accumulation / (mesh.size / mesh.shape["tensor"])
+    vocab_size = config.model.vocab_size
+    logits_bytes = 4 * vocab_size * min(loss_chunk_tokens(device, vocab_size), tokens)
     # There is a gradient for each trained parameter; before the layers' own, there are logits.
     state_bytes = device_bytes(state) + max(device_bytes(training.trained), logits_bytes)
-    tokens = options.batch_size * options.seq_len / options.accumulation / (mesh.size / mesh.shape["tensor"])
     activation_bytes = 2 * tokens * config.model.embed_dim * config.model.num_layers
     needed = np.array([state_bytes, activation_bytes]) * (len(mesh.local_devices) if device.platform == "cpu" else 1)
     have = available_bytes or device_memory_bytes(device) or np.inf

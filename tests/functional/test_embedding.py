@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from jllama.functional import embedding
 from jllama.functional.embedding import sums_by_token
 
+compiled_sums = jax.jit(sums_by_token, static_argnums=0)
+
 
 def draw(vocab, count, seed):
     rng = np.random.default_rng(seed)
@@ -22,11 +24,11 @@ def summed(vocab, tokens, gradient):
     return expected
 
 
-@given(st.integers(1, 400), st.sampled_from([1, 100, 128, 129, 300, 700]), st.integers(0, 2**31))
+@given(st.sampled_from([1, 2, 50, 399]), st.sampled_from([1, 128, 129, 700]), st.integers(0, 2**31))
 def test_sorted_sums_are_those_of_numpy(vocab, count, seed):
     """Blocks of one token, tokens over several blocks, blocks that are not full."""
     tokens, gradient = draw(vocab, count, seed)
-    sums = sums_by_token(jax.ShapeDtypeStruct((vocab, 5), jnp.float32), tokens, gradient)
+    sums = compiled_sums(jax.ShapeDtypeStruct((vocab, 5), jnp.float32), tokens, gradient)
     np.testing.assert_allclose(sums, summed(vocab, tokens, gradient), rtol=1e-5, atol=2e-4)
 
 

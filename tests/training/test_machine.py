@@ -23,15 +23,22 @@ def check(config, available_bytes=None):
     check_memory(config, compile_training(config, MESH), available_bytes)
 
 
-def test_the_least_that_a_run_takes():
-    """16 bytes a parameter, and 2 for each number of a layer's input: one byte less is too little."""
-    needed = 16 * count_parameters(MODEL) + 2 * 2 * 8 * 128 * 64 + SCALARS
-    check(CONFIG, needed)
+def least(tokens, state_bytes=12):
+    """The state of each parameter; gradients, or before them logits; and 2 bytes of each number of a layer's input."""
+    count, logits = count_parameters(MODEL), 4 * tokens * MODEL.vocab_size
+    return state_bytes * count + max(4 * count, logits) + 2 * 2 * tokens * 64 + SCALARS
+
+
+@pytest.mark.parametrize("accumulation", [1, 16])
+def test_the_least_that_a_run_takes(accumulation):
+    """One byte less is too little. With parts of 128 tokens logits are smaller than the gradients."""
+    config = dataclasses.replace(CONFIG, training=LoopConfig(batch_size=16, seq_len=128, accumulation=accumulation))
+    needed = least(16 * 128 // accumulation)
+    check(config, needed)
     with pytest.raises(UsageError, match=r"take 0.0 GiB .*, over the 0.0 GiB of one CPU: take a smaller"):
-        check(CONFIG, needed - 1)
-    parts = dataclasses.replace(CONFIG, training=LoopConfig(batch_size=8, seq_len=128, accumulation=4))
-    check(parts, needed - 3 * 2 * 2 * 2 * 128 * 64)
-    check(dataclasses.replace(CONFIG, optimizer=OptimizerConfig("lion")), needed - 4 * count_parameters(MODEL))
+        check(config, needed - 1)
+    lion = dataclasses.replace(config, optimizer=OptimizerConfig("lion"))
+    check(lion, least(16 * 128 // accumulation, state_bytes=8))
 
 
 @pytest.mark.parametrize(
