@@ -17,11 +17,11 @@ from models import forward
 from tuning import CONFIG, KINDS, STEPS, WEIGHTS, apart, begun, compiled, conversations, digest, first_step, packed
 
 import jllama.model
+import jllama.training.step
 from jllama import functional as F
 from jllama import lora
 from jllama.config import LoraConfig
 from jllama.functional.linear import AdaptedMatrix
-from jllama.model import Llama
 from jllama.sharding import spread_attention
 from jllama.training.metrics import mean_figures
 from jllama.verify.checks import relative_error
@@ -70,7 +70,7 @@ def test_loss_and_gradient_are_the_oracles(kind, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_so_they_are_with_the_loss_in_chunks(kind, monkeypatch):
-    monkeypatch.setattr(Llama, "_chunk_tokens", 7)
+    monkeypatch.setattr(jllama.training.step, "loss_chunk_tokens", lambda *_: 7)
     assert_right(kind, ROWS, compiled.__wrapped__(kind))
 
 
