@@ -74,9 +74,14 @@ def make(folder: Path) -> None:
 
     config = jllama.preset(PRESET)
     rng = np.random.default_rng(0)
-    words = ["".join(rng.choice(list("abcdefghijklmnopqrstuvwxyz"), rng.integers(2, 9))) for _ in range(60_000)]
+    words = [
+        "".join(rng.choice(list("abcdefghijklmnopqrstuvwxyz"), rng.integers(2, 9)))
+        for _ in range(60_000)
+    ]
     texts = [" ".join(words[start : start + 100]) for start in range(0, len(words), 100)]
-    tensors = {spec.key: RandomTensor(spec.shape, seed) for seed, spec in enumerate(tensor_specs(config))}
+    tensors = {
+        spec.key: RandomTensor(spec.shape, seed) for seed, spec in enumerate(tensor_specs(config))
+    }
     folder.mkdir()
     checkpoint = Checkpoint(config, tensors, train_sentencepiece(texts, config.vocab_size))
     write(checkpoint, folder, np.dtype("bfloat16"), lambda _: None)
@@ -87,7 +92,11 @@ def measured(version: Path, *command: str | Path) -> dict[str, float]:
     environment = os.environ | {"PYTHONPATH": str(version), "JAX_PLATFORMS": "cpu"}
     start_s, peak_bytes = time.perf_counter(), 0
     process = subprocess.Popen(
-        [sys.executable, *map(str, command)], stdout=subprocess.PIPE, cwd=version, env=environment, text=True
+        [sys.executable, *map(str, command)],
+        stdout=subprocess.PIPE,
+        cwd=version,
+        env=environment,
+        text=True,
     )
     while process.poll() is None:
         status = Path(f"/proc/{process.pid}/status").read_text()
@@ -104,7 +113,9 @@ def measured(version: Path, *command: str | Path) -> dict[str, float]:
 
 def main() -> None:
     """Make the model, measure every format in every version, and write the figures down."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", help="where to put the models; a temporary folder without it")
     parser.add_argument("--versions", nargs="+", default=[f"now={ROOT}"], metavar="NAME=CHECKOUT")
     parser.add_argument("--repeats", type=int, default=1)
@@ -115,11 +126,16 @@ def main() -> None:
     import jllama
     from jllama.parameters import count_parameters
 
-    versions = {name: Path(path).resolve() for name, _, path in (each.partition("=") for each in arguments.versions)}
+    versions = {
+        name: Path(path).resolve()
+        for name, _, path in (each.partition("=") for each in arguments.versions)
+    }
     number = count_parameters(jllama.preset(PRESET))
     results: dict[str, Any] = {"convert_from_hf_bfloat16": {}, "load": {}, "sample": {}}
 
-    def measure(kind: str, name: str, dtype: str, *command: str | Path, target: Path | None = None) -> None:
+    def measure(
+        kind: str, name: str, dtype: str, *command: str | Path, target: Path | None = None
+    ) -> None:
         times: dict[str, list[dict[str, float]]] = {version: [] for version in versions}
         for _ in range(arguments.repeats):
             for version, path in versions.items():
@@ -151,9 +167,12 @@ def main() -> None:
             if target != source:
                 shutil.rmtree(target) if target.is_dir() else target.unlink()
     results["parameters"] = number
-    results["machine"] = f"{os.cpu_count()} CPUs, {platform.platform()}, Python {platform.python_version()}"
+    results["machine"] = (
+        f"{os.cpu_count()} CPUs, {platform.platform()}, Python {platform.python_version()}"
+    )
     results["packages"] = {
-        name: importlib.metadata.version(name) for name in ("jax", "numpy", "gguf", "orbax-checkpoint")
+        name: importlib.metadata.version(name)
+        for name in ("jax", "numpy", "gguf", "orbax-checkpoint")
     }
     arguments.output.write_text(json.dumps(results, indent=2) + "\n")
 

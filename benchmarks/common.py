@@ -18,7 +18,9 @@ _INK = "#8b8b8b"  # seen on white and on black
 _STYLE = {
     **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "text.color"), _INK),
     **dict.fromkeys(("xtick.color", "ytick.color", "grid.color"), _INK),
-    "axes.prop_cycle": matplotlib.cycler(color=["#2f81f7", "#e8710a", "#2da44e", "#bf3989", "#8250df"]),
+    "axes.prop_cycle": matplotlib.cycler(
+        color=["#2f81f7", "#e8710a", "#2da44e", "#bf3989", "#8250df"]
+    ),
     "axes.grid": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
@@ -48,7 +50,9 @@ def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def write(name: str, result: dict[str, Any], figure: Figure, text: str, packages: Sequence[str] = ("jax",)) -> None:
+def write(
+    name: str, result: dict[str, Any], figure: Figure, text: str, packages: Sequence[str] = ("jax",)
+) -> None:
     """``benchmarks/results/NAME.json``, with the machine and versions; ``docs/results/NAME.svg``; and the text between
     the marks of that name in docs/results.md.
     """
@@ -59,7 +63,9 @@ def write(name: str, result: dict[str, Any], figure: Figure, text: str, packages
     drawn = io.StringIO()
     figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
     named = re.sub('font-family: [^;"]*', "font-family: sans-serif", drawn.getvalue())
-    short = re.sub(r"(\d\.\d\d)\d+", r"\1", re.sub(r"<!--.*?-->|^ +", "", named, flags=re.MULTILINE))
+    short = re.sub(
+        r"(\d\.\d\d)\d+", r"\1", re.sub(r"<!--.*?-->|^ +", "", named, flags=re.MULTILINE)
+    )
     (ROOT / "docs" / "results" / f"{name}.svg").write_text(re.sub(r"\n\n+", "\n", short))
     page = ROOT / "docs" / "results.md"
     before, rest = page.read_text().split(f"<!-- {name} -->\n")
@@ -72,5 +78,13 @@ def _processor() -> str:
     """The processor's name; what Python calls it where the system keeps no list."""
     info = Path("/proc/cpuinfo")
     told = info.read_text() if info.exists() else ""
-    names = [line.partition(":")[2].strip() for line in told.splitlines() if line.startswith("model name")]
-    return f"{names[0]}, {'AVX-512' if 'avx512f' in told else 'no AVX-512'}" if names else platform.platform()
+    names = [
+        line.partition(":")[2].strip()
+        for line in told.splitlines()
+        if line.startswith("model name")
+    ]
+    return (
+        f"{names[0]}, {'AVX-512' if 'avx512f' in told else 'no AVX-512'}"
+        if names
+        else platform.platform()
+    )

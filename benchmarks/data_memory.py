@@ -40,7 +40,9 @@ def write_text(path: Path, megabytes: int) -> None:
     """Write about so many megabytes of text, packed if the name says so."""
     rng = np.random.default_rng(0)
     letters = np.array(list("etaoinshrdlucmfwygpbvkqjxz"))
-    words = np.array(["".join(rng.choice(letters[:20], rng.integers(2, 10))) for _ in range(50_000)])
+    words = np.array(
+        ["".join(rng.choice(letters[:20], rng.integers(2, 10))) for _ in range(50_000)]
+    )
     with gzip.open(path, "wb", 1) if path.suffix == ".gz" else path.open("wb") as file:
         size = 0
         while size < megabytes * 1e6:
@@ -62,7 +64,9 @@ def main(megabytes: int, tokenizers: list[str]) -> None:
                 results[f"{name}, {tokenizer}"] = json.loads(done.stdout)
                 print(f"{name}, {tokenizer}:", done.stdout.decode().strip(), flush=True)
             Path(folder, name).unlink()
-    results["machine"] = f"{os.cpu_count()} CPUs, {platform.platform()}, Python {platform.python_version()}"
+    results["machine"] = (
+        f"{os.cpu_count()} CPUs, {platform.platform()}, Python {platform.python_version()}"
+    )
     RESULT.write_text(json.dumps(results, indent=2) + "\n")
 
 

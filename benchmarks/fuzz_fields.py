@@ -29,7 +29,10 @@ from fuzz_files import NASTY, ROOT
 from serve_load import LIMIT_S, Server, save_small_model
 
 RESULT = ROOT / "benchmarks" / "results" / "fuzz_fields.json"
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+}
 CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a river"}]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
@@ -39,7 +42,13 @@ BODIES: dict[str, dict[str, Any]] = {
         "logprobs": True,
         "top_logprobs": 2,
     },
-    "/v1/completions": {"prompt": "a river", "max_tokens": 4, "logprobs": 2, "logit_bias": {"5": 1.0}, "stop": ["zz"]},
+    "/v1/completions": {
+        "prompt": "a river",
+        "max_tokens": 4,
+        "logprobs": 2,
+        "logit_bias": {"5": 1.0},
+        "stop": ["zz"],
+    },
     "/v1/responses": {"input": CONVERSATION, "max_output_tokens": 4},
     "/v1/embeddings": {"input": ["a river", "stone"]},
     "/tokenize": {"prompt": "a river"},
@@ -48,9 +57,32 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 """A valid request to each path."""
 EXTREME: tuple[Any, ...] = (
-    *(2**32 - 1, -(2**63), 0.1 + 0.2, "auto", "none", "text", "\ud800", "\u202e", "[[[[", {"type": "json_object"}),
-    *([TOOL], {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}, {"-1": 100, "x": "y"}, [[1], [2**31]]),
-    *("(a|a)*" * 50, "x" * 70_000, [0] * 5_000, {"role": "tool"}, [None], {"a": {"b": {"c": [{}]}}}),
+    *(
+        2**32 - 1,
+        -(2**63),
+        0.1 + 0.2,
+        "auto",
+        "none",
+        "text",
+        "\ud800",
+        "\u202e",
+        "[[[[",
+        {"type": "json_object"},
+    ),
+    *(
+        [TOOL],
+        {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
+        {"-1": 100, "x": "y"},
+        [[1], [2**31]],
+    ),
+    *(
+        "(a|a)*" * 50,
+        "x" * 70_000,
+        [0] * 5_000,
+        {"role": "tool"},
+        [None],
+        {"a": {"b": {"c": [{}]}}},
+    ),
 )
 """Values beside ``NASTY`` that are almost right somewhere in this protocol."""
 
@@ -122,7 +154,9 @@ def ask(port: int, path: str, body: Any) -> tuple[int, str, bytes]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -152,7 +186,9 @@ def main() -> None:
                     continue
                 counts[str(status)] += 1
                 if fault := fault_in(status, kind, text):
-                    faults.append(f"request {number}, {path}: {fault}: {json.dumps(body)[:300]}: {text[:300]!r}")
+                    faults.append(
+                        f"request {number}, {path}: {fault}: {json.dumps(body)[:300]}: {text[:300]!r}"
+                    )
                 if number % 100 == 99:
                     status, _, _ = ask(server.port, path, BODIES[path])
                     print(f"{number + 1} requests, {len(faults)} faults", flush=True)

@@ -42,19 +42,51 @@ OUTCOMES = ("refused", "loaded", "other exception", "hang", "crash", "memory", "
 """The first two are as they should be."""
 
 TIME_LIMIT_S = 30
-MEMORY_LIMIT_BYTES = 1 << 30  # more than this on top of what the worker had is too much for models of 200 kB
+MEMORY_LIMIT_BYTES = (
+    1 << 30
+)  # more than this on top of what the worker had is too much for models of 200 kB
 ADDRESS_LIMIT_BYTES = 24 << 30  # jax and tensorstore reserve several GiB that they never touch
 
 Random = random.Random
 NASTY: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2, 3, 7, 1.5, -0.0, 1e-300, 1e308, float("nan"), float("inf")),
-    *(2**15, 2**31 - 1, 2**31, 2**32 - 2, 2**63 - 1, 2**64, 10**30, "", "a", "\0", "é" * 1000, "../../etc/passwd"),
+    *(
+        2**15,
+        2**31 - 1,
+        2**31,
+        2**32 - 2,
+        2**63 - 1,
+        2**64,
+        10**30,
+        "",
+        "a",
+        "\0",
+        "é" * 1000,
+        "../../etc/passwd",
+    ),
     *("\x1b[2J\x1b]0;title\x07", "n" * 100_000),
     *([], {}, [[]], {"": {}}, [1, 2], ["x"] * 1000, {"content": []}, "0x10", "1e400", "(a+)+$"),
 )
 """What a value in a JSON or YAML file is replaced by."""
 
-NUMBERS = (0, 1, 2, 3, 5, 31, 255, 2**15, 2**16 + 1, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, 2**63, 2**64 - 1)
+NUMBERS = (
+    0,
+    1,
+    2,
+    3,
+    5,
+    31,
+    255,
+    2**15,
+    2**16 + 1,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**53,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+)
 
 
 def write_models(folder: Path) -> None:
@@ -68,9 +100,18 @@ def write_models(folder: Path) -> None:
     from jllama.verify.checks import random_params
 
     text = (ROOT / "README.md").read_text()
-    sizes = {"num_layers": 2, "embed_dim": 32, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 48, "max_seq_len": 64}
+    sizes = {
+        "num_layers": 2,
+        "embed_dim": 32,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "mlp_dim": 48,
+        "max_seq_len": 64,
+    }
     plain = LlamaConfig(vocab_size=400, **sizes)
-    scaled = LlamaConfig(vocab_size=400, **sizes, rope_theta=500_000.0, rope_scaling=Llama3Scaling(8.0))
+    scaled = LlamaConfig(
+        vocab_size=400, **sizes, rope_theta=500_000.0, rope_scaling=Llama3Scaling(8.0)
+    )
     pieces = train_sentencepiece([text], 400)
     names = ["<unk>", "<s>", "</s>"]
     tokens = [*names, *BYTE_CHARS, "th", "the", "in", "ing", "\u0120the"]
@@ -79,7 +120,11 @@ def write_models(folder: Path) -> None:
     vocabulary = Vocabulary(tokens, kinds, 1, 2, merges=merges, pre="llama-bpe")
     byte_level = HuggingFaceTokenizer.from_vocabulary(vocabulary)
     for format in FORMATS[: -len(ADAPTERS)]:
-        save(LanguageModel(plain, random_params(plain, 0), pieces, None, (2,)), folder / format / "pieces", format)
+        save(
+            LanguageModel(plain, random_params(plain, 0), pieces, None, (2,)),
+            folder / format / "pieces",
+            format,
+        )
         if format != "llama2c":  # which holds neither scaling nor another tokenizer
             template = "{% for message in messages %}{{ message.content }}{% endfor %}"
             model = LanguageModel(scaled, random_params(scaled, 1), byte_level, template, (2, 5))
@@ -102,14 +147,18 @@ def write_adapters(folder: Path, config: Any) -> None:
         for spec in tensor_specs(config):
             if spec.path.removeprefix("layers/") in lora.targets:
                 outputs, inputs = spec.shape
-                sizes = {"a": (4, inputs), "b": (outputs, 4)} | ({"magnitude": (outputs,)} if is_dora else {})
+                sizes = {"a": (4, inputs), "b": (outputs, 4)} | (
+                    {"magnitude": (outputs,)} if is_dora else {}
+                )
                 for name, size in sizes.items():
                     tensors[f"{spec.key}/{name}"] = rng.standard_normal(size).astype(np.float32)
         target = folder / format / "adapter"
         target.parent.mkdir()
         if not ADAPTER_FORMATS[format].is_file:
             target.mkdir()
-        ADAPTER_FORMATS[format].write(Adapter(lora, tensors, config, target), target, None, lambda _: None)
+        ADAPTER_FORMATS[format].write(
+            Adapter(lora, tensors, config, target), target, None, lambda _: None
+        )
 
 
 # Mutations: each takes the chance to draw from and a file, and changes it.
@@ -145,7 +194,11 @@ def append(rng: Random, path: Path) -> None:
 def move_bytes(rng: Random, path: Path) -> None:
     """Take bytes out, put some in, or write one part over another."""
     data = bytearray(path.read_bytes())
-    first, second, count = rng.randrange(len(data)), rng.randrange(len(data)), rng.choice([1, 4, 8, 100])
+    first, second, count = (
+        rng.randrange(len(data)),
+        rng.randrange(len(data)),
+        rng.choice([1, 4, 8, 100]),
+    )
     match rng.randrange(3):
         case 0:
             del data[first : first + count]
@@ -176,7 +229,13 @@ def change_tree(rng: Random, tree: Any) -> Any:
     places: list[tuple[Any, Any]] = []
 
     def walk(node: Any) -> None:
-        for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        for key, value in (
+            node.items()
+            if isinstance(node, dict)
+            else enumerate(node)
+            if isinstance(node, list)
+            else ()
+        ):
             places.append((node, key))
             walk(value)
 
@@ -204,15 +263,32 @@ def broken_json(rng: Random, text: str) -> str:
     """Text that no writer of JSON would write: nested for ever, a key twice, a number without end."""
     deep = rng.choice([60, 1500, 200_000])
     place = rng.choice([index for index, char in enumerate(text) if char == ":"] or [0]) + 1
-    new = rng.choice(["[" * deep + "]" * deep, '{"a":' * deep + "1" + "}" * deep, "9" * 6000, "NaN", '"\\ud800"', "["])
+    new = rng.choice(
+        [
+            "[" * deep + "]" * deep,
+            '{"a":' * deep + "1" + "}" * deep,
+            "9" * 6000,
+            "NaN",
+            '"\\ud800"',
+            "[",
+        ]
+    )
     if rng.random() < 0.2 and text.startswith("{"):
         return text[:-1] + "," + text[1:]  # every key twice
-    return text[:place] + new + text[place:].lstrip("0123456789.-truefalsn ") if rng.random() < 0.7 else new
+    return (
+        text[:place] + new + text[place:].lstrip("0123456789.-truefalsn ")
+        if rng.random() < 0.7
+        else new
+    )
 
 
 def change_json(rng: Random, path: Path) -> None:
     text = path.read_text()
-    path.write_text(broken_json(rng, text) if rng.random() < 0.2 else json.dumps(change_tree(rng, json.loads(text))))
+    path.write_text(
+        broken_json(rng, text)
+        if rng.random() < 0.2
+        else json.dumps(change_tree(rng, json.loads(text)))
+    )
 
 
 def change_yaml(rng: Random, path: Path) -> None:
@@ -231,7 +307,10 @@ def change_yaml(rng: Random, path: Path) -> None:
     )
     if rng.random() < 0.3:
         key = rng.choice([line.split(":")[0] for line in text.splitlines() if ":" in line])
-        lines = [f"{key}: {rng.choice(odd)}" if line.startswith(f"{key}:") else line for line in text.splitlines()]
+        lines = [
+            f"{key}: {rng.choice(odd)}" if line.startswith(f"{key}:") else line
+            for line in text.splitlines()
+        ]
         path.write_text("\n".join(lines) + "\n")
     elif rng.random() < 0.1:
         path.write_text(bomb + text.replace("num_layers: 2", "num_layers: *i"))
@@ -244,7 +323,9 @@ def change_safetensors_header(rng: Random, path: Path) -> None:
     end = 8 + int.from_bytes(data[:8], "little")
     text = data[8:end].decode()
     new = (
-        broken_json(rng, text.strip()) if rng.random() < 0.2 else json.dumps(change_tree(rng, json.loads(text)))
+        broken_json(rng, text.strip())
+        if rng.random() < 0.2
+        else json.dumps(change_tree(rng, json.loads(text)))
     ).encode()
     path.write_bytes(len(new).to_bytes(8, "little") + new + data[end:])
 
@@ -260,7 +341,11 @@ def change_gguf(rng: Random, path: Path) -> None:
     places = [at for name in names for at in range(len(data)) if data.startswith(name, at)]
     at = rng.choice(places)
     end = at + struct.unpack_from("<Q", data, at - 8)[0]
-    if data[at : at + 4] in (b"blk.", b"toke", b"outp") and b"." in data[at:end] and data[at:end].endswith(b"weight"):
+    if (
+        data[at : at + 4] in (b"blk.", b"toke", b"outp")
+        and b"." in data[at:end]
+        and data[at:end].endswith(b"weight")
+    ):
         axes = struct.unpack_from("<I", data, end)[0]
         fields = [(end, 4)] + [(end + 4 + 8 * axis, 8) for axis in range(axes)]
         fields += [(end + 4 + 8 * axes, 4)] * 3 + [(end + 8 + 8 * axes, 8)]
@@ -283,7 +368,9 @@ def change_zip(rng: Random, path: Path) -> None:
     place, kind = rng.randrange(max(1, len(content))), rng.randrange(5)
     if kind == 0:
         content = content[:place] + bytes([rng.randrange(256)]) + content[place + 1 :]
-    elif kind == 1:  # operations: a memo of 2**32, a long of 2**31 bytes, a global, a mark, a number
+    elif (
+        kind == 1
+    ):  # operations: a memo of 2**32, a long of 2**31 bytes, a global, a mark, a number
         ops = [
             b"r\xff\xff\xff\xff",
             b"\x8b\xff\xff\xff\x7f",
@@ -304,7 +391,9 @@ def change_zip(rng: Random, path: Path) -> None:
         name = rng.choice([name + "x", "../" + name, "/" + name, entries[0][0], ""])
     entries[index] = (name, content)
     new = io.BytesIO()
-    with zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED if rng.random() < 0.05 else zipfile.ZIP_STORED) as archive:
+    with zipfile.ZipFile(
+        new, "w", zipfile.ZIP_DEFLATED if rng.random() < 0.05 else zipfile.ZIP_STORED
+    ) as archive:
         for entry, data in entries:
             archive.writestr(zipfile.ZipInfo(entry or "x"), data)
     path.write_bytes(new.getvalue())
@@ -322,7 +411,9 @@ STRUCTURED: dict[str, Callable[[Random, Path], None]] = {
 
 def mutate(rng: Random, model: Path) -> str:
     """Mutate a model, given as a file or folder; what was done."""
-    files = [model] if model.is_file() else sorted(path for path in model.rglob("*") if path.is_file())
+    files = (
+        [model] if model.is_file() else sorted(path for path in model.rglob("*") if path.is_file())
+    )
     # Of a run's many files of arrays, and of files that say next to nothing, few are drawn.
     weights = [0.3 if path.parent.name == "d" or path.suffix == ".txt" else 1.0 for path in files]
     path = rng.choices(files, weights)[0]
@@ -367,10 +458,17 @@ def work(connection: Connection) -> None:
         except MemoryError as error:
             outcome, said = "memory", repr(error)
         except BaseException as error:  # a panic of Rust's is no Exception
-            frames = [f for f in traceback.extract_tb(error.__traceback__) if "jllama/" in f.filename]
+            frames = [
+                f for f in traceback.extract_tb(error.__traceback__) if "jllama/" in f.filename
+            ]
             place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-            outcome, said = "other exception", f"{type(error).__name__} at {place}: {str(error)[:200]}"
-        if (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 > MEMORY_LIMIT_BYTES:
+            outcome, said = (
+                "other exception",
+                f"{type(error).__name__} at {place}: {str(error)[:200]}",
+            )
+        if (
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        ) * 1024 > MEMORY_LIMIT_BYTES:
             outcome = "memory"
         connection.send((outcome, said[:300].encode("utf-8", "replace").decode()))
 
@@ -408,12 +506,18 @@ class Worker:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mutations", type=int, default=400, help="of each format")
     parser.add_argument("--first", type=int, default=0, help="the number of the first mutation")
     parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS)
-    parser.add_argument("--keep", type=Path, help="a folder for the mutated models that were not handled well")
-    parser.add_argument("--output", type=Path, help=f"write the table here, such as {RESULT.relative_to(ROOT)}")
+    parser.add_argument(
+        "--keep", type=Path, help="a folder for the mutated models that were not handled well"
+    )
+    parser.add_argument(
+        "--output", type=Path, help=f"write the table here, such as {RESULT.relative_to(ROOT)}"
+    )
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))  # this tree's jllama, in the workers too
     worker, rows, problems = Worker(), {}, []
@@ -439,7 +543,11 @@ def main() -> None:
                     print(problems[-1], flush=True)
                     if options.keep:
                         shutil.copytree(
-                            place, options.keep / f"{format}_{number}", symlinks=True, dirs_exist_ok=True, ignore=_pipes
+                            place,
+                            options.keep / f"{format}_{number}",
+                            symlinks=True,
+                            dirs_exist_ok=True,
+                            ignore=_pipes,
                         )
                 shutil.rmtree(place)
             rows[format] = dict(counts) | {"slowest_s": round(slowest_s, 1)}
@@ -449,11 +557,15 @@ def main() -> None:
     for format, row in rows.items():
         print(f"| {format} | " + " | ".join(str(row[column]) for column in columns) + " |")
     if options.output:
-        options.output.write_text(json.dumps({"formats": rows, "problems": problems}, indent=2) + "\n")
+        options.output.write_text(
+            json.dumps({"formats": rows, "problems": problems}, indent=2) + "\n"
+        )
 
 
 def _pipes(folder: str, names: list[str]) -> list[str]:
-    return [name for name in names if not (Path(folder, name).is_file() or Path(folder, name).is_dir())]
+    return [
+        name for name in names if not (Path(folder, name).is_file() or Path(folder, name).is_dir())
+    ]
 
 
 if __name__ == "__main__":

@@ -56,14 +56,21 @@ def some_text(rng: random.Random) -> str:
     """Words; many texts begin with the same ones, some are equal."""
     if rng.random() < 0.15:
         return WORDS
-    shared = (WORDS * 3)[: rng.choice([0, rng.randint(1, 60), rng.randint(64, 70), rng.randint(120, 250)])]
+    shared = (WORDS * 3)[
+        : rng.choice([0, rng.randint(1, 60), rng.randint(64, 70), rng.randint(120, 250)])
+    ]
     return shared + " ".join(rng.choices(WORDS.split(), k=rng.randint(0, 10)))
 
 
 def some_prompt(rng: random.Random) -> jllama.Prompt:
     """A prompt with settings of its own."""
     stop = rng.choice([(), (), "e", ("th", "a")])
-    return jllama.Prompt(some_text(rng), jllama.SamplingParams(**some_settings(rng)), rng.randint(0, MOST_TOKENS), stop)
+    return jllama.Prompt(
+        some_text(rng),
+        jllama.SamplingParams(**some_settings(rng)),
+        rng.randint(0, MOST_TOKENS),
+        stop,
+    )
 
 
 def alone(model: jllama.LanguageModel, prompt: jllama.Prompt) -> Completion:
@@ -90,11 +97,18 @@ def files(models: dict[str, jllama.LanguageModel], rng: random.Random) -> list[t
     """What a file of prompts goes through: more prompts than slots."""
     dtype, model = rng.choice([*models.items()])
     prompts = [some_prompt(rng) for _ in range(rng.randint(8, 16))]
-    found = dict(completions(model, [encode_prompt(model, prompt) for prompt in prompts], batch_size=SLOTS))
-    return [(f"file, {dtype}", found[index] == alone(model, prompt)) for index, prompt in enumerate(prompts)]
+    found = dict(
+        completions(model, [encode_prompt(model, prompt) for prompt in prompts], batch_size=SLOTS)
+    )
+    return [
+        (f"file, {dtype}", found[index] == alone(model, prompt))
+        for index, prompt in enumerate(prompts)
+    ]
 
 
-def speculate(models: dict[str, jllama.LanguageModel], rng: random.Random) -> list[tuple[str, bool]]:
+def speculate(
+    models: dict[str, jllama.LanguageModel], rng: random.Random
+) -> list[tuple[str, bool]]:
     """A batch with guessed tokens, and without."""
     model = models["float32"]
     prompts = [some_prompt(rng) for _ in range(SLOTS)]
@@ -144,7 +158,9 @@ def same_text(found: Completion, expected: Completion) -> bool:
 
 def main() -> None:
     """Draw until there are enough texts, and write what came of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--texts", type=int, default=2000, help="how many texts to compare")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -156,7 +172,10 @@ def main() -> None:
         model = jllama.load(Path(folder) / "small")
         narrow = jllama.load(Path(folder) / "small", dtype="bfloat16")
     models = {"float32": model.for_decoding(), "bfloat16": narrow.for_decoding()}
-    models = {name: dataclasses.replace(each, stop_ids=each.stop_ids or (2,)) for name, each in models.items()}
+    models = {
+        name: dataclasses.replace(each, stop_ids=each.stop_ids or (2,))
+        for name, each in models.items()
+    }
     outcomes: collections.Counter[str] = collections.Counter()
     faults = []
     start_s = time.perf_counter()

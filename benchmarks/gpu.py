@@ -49,7 +49,14 @@ CASES: list[dict[str, Any]] = [
     {"case": "train", **ONE_B, "deterministic": False},
     {"case": "train", **EIGHT_B},
     {"case": "adapters", **ADAPTERS, "base": "nf4"},
-    {"case": "equal", "preset": "llama3.2-1b", "layers": 4, "batch": 2, "seq": 2048, "remat": "dots"},
+    {
+        "case": "equal",
+        "preset": "llama3.2-1b",
+        "layers": 4,
+        "batch": 2,
+        "seq": 2048,
+        "remat": "dots",
+    },
     {"case": "attention", "shape": [4, 32, 8, 4096, 64]},
     {"case": "decode", "preset": "llama3.2-1b", "batch": 1, "seq": 1024},
     {"case": "decode", "preset": "llama3.2-1b", "batch": 64, "seq": 1024},
@@ -67,7 +74,9 @@ def model_of(case: dict[str, Any]) -> jllama.LlamaConfig:
         return jllama.LlamaConfig(512, 2, 64, 4, 2, 16, 128, max_seq_len=case["seq"])
     model = jllama.preset(case["preset"])
     return dataclasses.replace(
-        model, num_layers=case.get("layers", model.num_layers), max_seq_len=max(case["seq"], model.max_seq_len)
+        model,
+        num_layers=case.get("layers", model.num_layers),
+        max_seq_len=max(case["seq"], model.max_seq_len),
     )
 
 
@@ -102,14 +111,20 @@ def rates(case: dict[str, Any]) -> dict[str, Any]:
     product_s = min(seconds(jax.jit(jnp.matmul), square, square) for _ in range(3))
     line = jnp.ones(length, jnp.bfloat16)
     copy_s = min(seconds(jax.jit(lambda line: line + 1), line) for _ in range(3))
-    return {"product_flops_per_s": 2 * side**3 / product_s, "copy_bytes_per_s": 2 * line.nbytes / copy_s}
+    return {
+        "product_flops_per_s": 2 * side**3 / product_s,
+        "copy_bytes_per_s": 2 * line.nbytes / copy_s,
+    }
 
 
 def attention(case: dict[str, Any]) -> dict[str, Any]:
     """Packed rows of eight documents: milliseconds, and errors against float32 in blocks, of each that serves them."""
     batch, heads, kv_heads, seq, head_dim = case["shape"]
     rng = np.random.default_rng(0)
-    arrays = [rng.standard_normal((batch, count, seq, head_dim)) for count in (heads, kv_heads, kv_heads, heads)]
+    arrays = [
+        rng.standard_normal((batch, count, seq, head_dim))
+        for count in (heads, kv_heads, kv_heads, heads)
+    ]
     starts = np.zeros((batch, seq), np.int32)
     for row in starts:
         row[rng.choice(seq, 7, replace=False)] = 1
@@ -141,9 +156,14 @@ def attention(case: dict[str, Any]) -> dict[str, Any]:
         try:
             function, inputs = both(name, jnp.bfloat16, batch)
             found = [np.asarray(each[:1], np.float64) for each in function(*inputs)]
-            errors = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(found, expected, strict=True)]
+            errors = [
+                np.linalg.norm(a - b) / np.linalg.norm(b)
+                for a, b in zip(found, expected, strict=True)
+            ]
             forward = jax.jit(
-                lambda query, key, value, name=name: jllama.functional.attention(query, key, value, mask, name)
+                lambda query, key, value, name=name: jllama.functional.attention(
+                    query, key, value, mask, name
+                )
             )
             rows[name] = {
                 "forward_ms": 1e3 * seconds(forward, *inputs[:3]),
@@ -175,7 +195,10 @@ def steps(training: Any, state: Any, case: dict[str, Any], rows: int = 8) -> dic
         taken.append((time.perf_counter() - start_s) / rows)
     step_s = statistics.median(taken)
     tokens_per_s = case["batch"] * case["seq"] / step_s
-    shares, peak = training.trainable.shares, peak_flops(jax.devices()[0].device_kind) or float("nan")
+    shares, peak = (
+        training.trainable.shares,
+        peak_flops(jax.devices()[0].device_kind) or float("nan"),
+    )
     whole = training_flops_per_token(model_of(case), case["seq"], shares)
     products = training_flops_per_token(model_of(case), 0, shares)
     text = step.as_text()
@@ -203,7 +226,9 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
 
 def adapters(case: dict[str, Any]) -> dict[str, Any]:
     """Adapters of rank 16; each weight of the base is drawn, and held in its final form before the next one is."""
-    config = config_of(case, init_from="drawn", lora=LoraConfig(rank=case.get("rank", 16), base=case["base"]))
+    config = config_of(
+        case, init_from="drawn", lora=LoraConfig(rank=case.get("rank", 16), base=case["base"])
+    )
     training = jllama.compile_training(config)
 
     def drawn(path: str, _: Any) -> Any:
@@ -213,7 +238,9 @@ def adapters(case: dict[str, Any]) -> dict[str, Any]:
             held(path, make(jax.random.key(len(path))), config.model, config.lora, jnp.bfloat16)
         )
 
-    base = map_by_path(drawn, jax.eval_shape(lambda: initial_params(jax.random.key(0), config.model)))
+    base = map_by_path(
+        drawn, jax.eval_shape(lambda: initial_params(jax.random.key(0), config.model))
+    )
     return steps(training, jax.block_until_ready(training.init(jax.random.key(0), base)), case)
 
 
@@ -221,23 +248,38 @@ def equal(case: dict[str, Any]) -> dict[str, Any]:
     """The bits after 25 steps, of two processes."""
     words = [sys.executable, __file__, "--case", json.dumps({**case, "case": "train"})]
     found = [
-        json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+        json.loads(
+            subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()[
+                -1
+            ]
+        )
         for _ in "ab"
     ]
-    return {"equal": found[0]["bits"] == found[1]["bits"], "bits": [each["bits"][:16] for each in found]}
+    return {
+        "equal": found[0]["bits"] == found[1]["bits"],
+        "bits": [each["bits"][:16] for each in found],
+    }
 
 
 def decode_params(case: dict[str, Any]) -> Any:
     config = model_of(case)
-    draw = jax.jit(lambda key: jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), initial_params(key, config)))
-    return config, jax.jit(lambda params: decode_layout(params, config, case.get("quantize")))(draw(jax.random.key(0)))
+    draw = jax.jit(
+        lambda key: jax.tree.map(
+            lambda leaf: leaf.astype(jnp.bfloat16), initial_params(key, config)
+        )
+    )
+    return config, jax.jit(lambda params: decode_layout(params, config, case.get("quantize")))(
+        draw(jax.random.key(0))
+    )
 
 
 def decode(case: dict[str, Any]) -> dict[str, Any]:
     """Milliseconds of a step of the bare loop, behind half of the context."""
     config, params = decode_params(case)
     rows, length, count = case["batch"], case["seq"], case.get("count", 64)
-    cache = KVCache.zeros(config, rows, length, jnp.bfloat16)._replace(lengths=jnp.full(rows, length // 2, jnp.int32))
+    cache = KVCache.zeros(config, rows, length, jnp.bfloat16)._replace(
+        lengths=jnp.full(rows, length // 2, jnp.int32)
+    )
 
     def some_steps(params: Any, cache: Any, tokens: Any) -> Any:
         def one(carry: Any, _: Any) -> Any:
@@ -248,7 +290,9 @@ def decode(case: dict[str, Any]) -> dict[str, Any]:
 
         return jax.lax.scan(one, (cache, tokens), length=count)[0][1]
 
-    step_s = seconds(jax.jit(some_steps), params, cache, jnp.ones((rows, 1), jnp.int32), times=2) / count
+    step_s = (
+        seconds(jax.jit(some_steps), params, cache, jnp.ones((rows, 1), jnp.int32), times=2) / count
+    )
     return {
         "step_ms": 1e3 * step_s,
         "tokens_per_s": rows / step_s,
@@ -262,7 +306,10 @@ def prefill(case: dict[str, Any]) -> dict[str, Any]:
     tokens = jnp.ones((1, case["seq"]), jnp.int32)
 
     def first_token(params: Any, tokens: Any) -> Any:
-        llama, cache = build_model(config, params), KVCache.zeros(config, 1, case["seq"], jnp.bfloat16)
+        llama, cache = (
+            build_model(config, params),
+            KVCache.zeros(config, 1, case["seq"], jnp.bfloat16),
+        )
         hidden, _ = llama.decode(tokens, cache, jnp.full(1, case["seq"], jnp.int32), begins=True)
         return jnp.argmax(llama.logits(hidden[:, -1:]))
 
@@ -271,7 +318,14 @@ def prefill(case: dict[str, Any]) -> dict[str, Any]:
 
 def tiny(case: dict[str, Any]) -> dict[str, Any]:
     """The case in shapes for any machine."""
-    small = {"seq": 64, "batch": min(case.get("batch", 1), 2), "side": 128, "length": 1024, "count": 4, "rank": 2}
+    small = {
+        "seq": 64,
+        "batch": min(case.get("batch", 1), 2),
+        "side": 128,
+        "length": 1024,
+        "count": 4,
+        "rank": 2,
+    }
     kept = {name: value for name, value in case.items() if name not in ("preset", "layers")}
     if case.get("attention") == "triton":
         kept["attention"] = "blocked"
@@ -282,7 +336,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--case", type=json.loads, help="one case as JSON, whose row is printed")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes")
-    parser.add_argument("--seconds", type=float, default=560, help="begin no case that might end after this")
+    parser.add_argument(
+        "--seconds", type=float, default=560, help="begin no case that might end after this"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "gpu.json")
     options = parser.parse_args()
     if options.case:
@@ -295,9 +351,16 @@ def main() -> None:
             left.append(case)
             continue
         own = tiny(case) if options.smoke else case
-        done = subprocess.run([sys.executable, __file__, "--case", json.dumps(own)], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, __file__, "--case", json.dumps(own)], capture_output=True, text=True
+        )
         failed = {"error": done.stderr.strip()[-500:]}
-        rows.append({**own, "result": failed if done.returncode else json.loads(done.stdout.splitlines()[-1])})
+        rows.append(
+            {
+                **own,
+                "result": failed if done.returncode else json.loads(done.stdout.splitlines()[-1]),
+            }
+        )
         print(json.dumps(rows[-1]), flush=True)
         result = {"rows": rows, "left_out": left, "machine": machine()}
         options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -311,10 +374,18 @@ def machine() -> dict[str, str]:
     words = [sys.executable, "-c", f"{ask}print(device.device_kind, driver(device), sep='|')"]
     said = subprocess.run(words, capture_output=True, text=True).stdout
     kind, _, driver = said.strip().partition("|")
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
     packages = [name for name in ("jax", "tokamax", "qwix") if importlib.util.find_spec(name)]
     versions = {name: importlib.metadata.version(name) for name in packages}
-    return {"device": kind, "driver": driver, "commit": commit, "python": platform.python_version(), **versions}
+    return {
+        "device": kind,
+        "driver": driver,
+        "commit": commit,
+        "python": platform.python_version(),
+        **versions,
+    }
 
 
 if __name__ == "__main__":

@@ -38,7 +38,12 @@ AXES = {
 }
 RUN_UP_TO = {"seq_len": 16_384, "batch_size": 64, "num_layers": 32, "vocab_size": 131_072}
 USUAL = {"seq_len": 256, "batch_size": 4, "num_layers": 2, "vocab_size": 1024}
-NAMES = {"seq_len": "sequence length", "batch_size": "batch", "num_layers": "layers", "vocab_size": "vocabulary"}
+NAMES = {
+    "seq_len": "sequence length",
+    "batch_size": "batch",
+    "num_layers": "layers",
+    "vocab_size": "vocabulary",
+}
 MEASURE_S = 1.0
 
 
@@ -47,14 +52,22 @@ def measure(axis: str, value: int) -> dict[str, Any]:
     sizes = USUAL | ({"batch_size": 1} if axis == "seq_len" else {}) | {axis: value}
     seq_len, batch_size = sizes["seq_len"], sizes["batch_size"]
     heads = {"embed_dim": 128, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 384}
-    model = jllama.LlamaConfig(sizes["vocab_size"], num_layers=sizes["num_layers"], max_seq_len=seq_len, **heads)
-    config = jllama.TrainConfig(model, training=jllama.LoopConfig(batch_size=batch_size, seq_len=seq_len))
+    model = jllama.LlamaConfig(
+        sizes["vocab_size"], num_layers=sizes["num_layers"], max_seq_len=seq_len, **heads
+    )
+    config = jllama.TrainConfig(
+        model, training=jllama.LoopConfig(batch_size=batch_size, seq_len=seq_len)
+    )
     training, key = jllama.compile_training(config), jax.random.key(0)
     windows = np.random.default_rng(0).integers(2, sizes["vocab_size"], (batch_size, seq_len + 1))
     batch = jllama.text_batch(windows, bos_id=1)
     step = training.step.lower(jax.eval_shape(training.init, key), batch).compile()
     held, taken = program_bytes(step)
-    point = {"size": value, "tokens": batch_size * seq_len, "attention": attention_of(config, training.mesh)}
+    point = {
+        "size": value,
+        "tokens": batch_size * seq_len,
+        "attention": attention_of(config, training.mesh),
+    }
     point |= {"flops": training_flops_per_token(model, seq_len) * point["tokens"]}
     point |= {"state_bytes": held, "temporary_bytes": taken, "step_s": None}
     if value <= RUN_UP_TO[axis]:
@@ -82,12 +95,16 @@ def draw(curves: dict[str, list[dict[str, Any]]]) -> Any:
     for column, (axis, points) in enumerate(curves.items()):
         run = [point for point in points if point["step_s"]]
         x, last = [point["size"] for point in run], run[-1]
-        charts[0][column].plot(x, [point["step_s"] for point in run], "o-", label="measured", markersize=4)
+        charts[0][column].plot(
+            x, [point["step_s"] for point in run], "o-", label="measured", markersize=4
+        )
         by_formula = [point["flops"] * last["step_s"] / last["flops"] for point in run]
         charts[0][column].plot(x, by_formula, ":", color="#8b8b8b", label="FLOPs by the formula")
         x = [point["size"] for point in points]
         for key, label in (("temporary_bytes", "temporaries"), ("state_bytes", "state and batch")):
-            charts[1][column].plot(x, [point[key] / 2**20 for point in points], "o-", label=label, markersize=4)
+            charts[1][column].plot(
+                x, [point[key] / 2**20 for point in points], "o-", label=label, markersize=4
+            )
         for chart in charts[:, column]:
             chart.set(xscale="log", yscale="log", xlabel=NAMES[axis])
             chart.minorticks_off()
@@ -101,11 +118,17 @@ def draw(curves: dict[str, list[dict[str, Any]]]) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", choices=AXES, help="measure these, and keep the others")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="*", choices=AXES, help="measure these, and keep the others"
+    )
     options = parser.parse_args()
     path = ROOT / "benchmarks" / "results" / "growth.json"
-    curves = json.loads(path.read_text())["points"] if options.only is not None and path.exists() else {}
+    curves = (
+        json.loads(path.read_text())["points"] if options.only is not None and path.exists() else {}
+    )
     for axis in AXES if options.only is None else options.only:
         curves[axis] = []
         for value in AXES[axis]:
@@ -117,8 +140,22 @@ def main() -> None:
     print(json.dumps(slopes, indent=1))
     model = "width 128, 4 heads, 2 key-value heads, feed-forward 384"
     result = {"model": model, "usual": USUAL, "slopes": slopes, "points": curves}
-    header = ["doubled", "from", "to", "tokens/s", "slope of seconds", "of FLOPs", "temporaries to", "their slope"]
-    write("growth", result, draw(curves), table(header, [_row(axis, curves[axis], slopes[axis]) for axis in curves]))
+    header = [
+        "doubled",
+        "from",
+        "to",
+        "tokens/s",
+        "slope of seconds",
+        "of FLOPs",
+        "temporaries to",
+        "their slope",
+    ]
+    write(
+        "growth",
+        result,
+        draw(curves),
+        table(header, [_row(axis, curves[axis], slopes[axis]) for axis in curves]),
+    )
 
 
 def _row(axis: str, points: Sequence[dict[str, Any]], slopes: dict[str, float]) -> list[str]:

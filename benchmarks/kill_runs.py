@@ -32,11 +32,33 @@ STEPS = 60
 SETTINGS: dict[str, Any] = {
     "model": {"num_layers": 2, "embed_dim": 64, "num_heads": 4, "max_seq_len": 64},
     "data": {"tokenizer": "bytes"},
-    "training": {"batch_size": 8, "steps": STEPS, "eval_every": 5, "log_every": 1, "keep_last": 2, "sample_tokens": 0},
+    "training": {
+        "batch_size": 8,
+        "steps": STEPS,
+        "eval_every": 5,
+        "log_every": 1,
+        "keep_last": 2,
+        "sample_tokens": 0,
+    },
 }
 
 
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "says", "hello", "to", "trees"]
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "and",
+    "says",
+    "hello",
+    "to",
+    "trees",
+]
 
 
 def some_words(rng: random.Random, count: int) -> str:
@@ -51,15 +73,33 @@ def prepare_text(folder: Path, rng: random.Random) -> None:
 def prepare_chats(folder: Path, rng: random.Random) -> None:
     """A random model to adapt, and questions with answers of many lengths."""
     config = LlamaConfig(BytesTokenizer.vocab_size, **SETTINGS.pop("model"))
-    save(LanguageModel(config, initial_params(jax.random.key(0), config), BytesTokenizer()), folder / "base", "hf")
-    pairs = [{"prompt": some_words(rng, 2), "completion": some_words(rng, rng.randint(1, 8))} for _ in range(400)]
+    save(
+        LanguageModel(config, initial_params(jax.random.key(0), config), BytesTokenizer()),
+        folder / "base",
+        "hf",
+    )
+    pairs = [
+        {"prompt": some_words(rng, 2), "completion": some_words(rng, rng.randint(1, 8))}
+        for _ in range(400)
+    ]
     (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    SETTINGS.update(init_from=str(folder / "base"), lora={"rank": 4}, data={"path": str(folder / "chats.jsonl")})
+    SETTINGS.update(
+        init_from=str(folder / "base"), lora={"rank": 4}, data={"path": str(folder / "chats.jsonl")}
+    )
     SETTINGS["training"]["seq_len"] = 63
 
 
 def start(folder: Path, run: Path) -> subprocess.Popen:
-    command = [sys.executable, "-m", "jllama", "train", "--config", str(folder / "run.yaml"), "--run_dir", str(run)]
+    command = [
+        sys.executable,
+        "-m",
+        "jllama",
+        "train",
+        "--config",
+        str(folder / "run.yaml"),
+        "--run_dir",
+        str(run),
+    ]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JLLAMA_CACHE": str(folder / "cache"),
@@ -67,7 +107,11 @@ def start(folder: Path, run: Path) -> subprocess.Popen:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     return subprocess.Popen(
-        [*command, "--resume", "auto"], env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        [*command, "--resume", "auto"],
+        env=environment,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
     )
 
 
@@ -80,13 +124,19 @@ def result(run: Path) -> tuple[str, str]:
                 arrays.update(np.asarray(leaf).tobytes())
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     curve = [(line["step"], line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
-    curve += [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line]
+    curve += [
+        (line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line
+    ]
     return arrays.hexdigest(), hashlib.sha256(json.dumps(sorted(curve)).encode()).hexdigest()
 
 
 def listed(run: Path) -> list[int]:
     folder = run / "checkpoints"
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
+    return (
+        sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+        if folder.is_dir()
+        else []
+    )
 
 
 def kill(process: subprocess.Popen, run: Path, rng: random.Random) -> bool:
@@ -103,7 +153,9 @@ def kill(process: subprocess.Popen, run: Path, rng: random.Random) -> bool:
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--kills", type=int, default=40)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--lora", action="store_true")
@@ -135,7 +187,9 @@ def main() -> int:
             last = start(folder, run)
             _, err = last.communicate()
             failures += last.returncode != 0 or "Traceback" in err
-            left += len([path for path in (run / "checkpoints").iterdir() if not path.name.isdigit()])
+            left += len(
+                [path for path in (run / "checkpoints").iterdir() if not path.name.isdigit()]
+            )
             if result(run) != wanted:
                 different += 1
                 print(f"run {ends}: another end: {result(run)} instead of {wanted}")

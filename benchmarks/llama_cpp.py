@@ -41,7 +41,9 @@ SCALINGS = {
     "linear": LinearScaling(4.0),
     "llama3": Llama3Scaling(8.0, original_max_seq_len=512),
     "yarn": YarnScaling(4.0, original_max_seq_len=512),
-    "yarn with an attention factor": YarnScaling(4.0, original_max_seq_len=512, attention_factor=0.7),
+    "yarn with an attention factor": YarnScaling(
+        4.0, original_max_seq_len=512, attention_factor=0.7
+    ),
 }
 
 
@@ -65,9 +67,20 @@ def oracle_log_probabilities(params: dict, config: LlamaConfig, tokens: list[int
 
 def llama_cpp_log_probabilities(path: Path, tokens: list[int]) -> np.ndarray:
     settings = xllamacpp.CommonParams()
-    settings.model.path, settings.n_ctx, settings.n_parallel, settings.warmup = str(path), 1024, 1, False
+    settings.model.path, settings.n_ctx, settings.n_parallel, settings.warmup = (
+        str(path),
+        1024,
+        1,
+        False,
+    )
     count = CONFIG.vocab_size
-    request = {"prompt": tokens, "n_predict": 1, "n_probs": count, "temperature": 0.0, "cache_prompt": False}
+    request = {
+        "prompt": tokens,
+        "n_predict": 1,
+        "n_probs": count,
+        "temperature": 0.0,
+        "cache_prompt": False,
+    }
     answer = xllamacpp.Server(settings).handle_completions(request)
     answer = json.loads(answer) if isinstance(answer, str) else answer
     found = np.full(count, np.nan)
@@ -92,12 +105,18 @@ def main() -> None:
             "largest_difference_from_the_oracle": float(
                 np.nanmax(np.abs(found - oracle_log_probabilities(params, config, tokens)))
             ),
-            "if_the_scaling_were_ignored": float(np.nanmax(np.abs(found - unscaled))) if scaling else None,
+            "if_the_scaling_were_ignored": float(np.nanmax(np.abs(found - unscaled)))
+            if scaling
+            else None,
         }
         print(name, results[name], flush=True)
-    results["versions"] = {package: importlib.metadata.version(package) for package in ("xllamacpp", "jax", "gguf")}
+    results["versions"] = {
+        package: importlib.metadata.version(package) for package in ("xllamacpp", "jax", "gguf")
+    }
     results["machine"] = f"{platform.platform()}, Python {platform.python_version()}"
-    (ROOT / "benchmarks" / "results" / "llama_cpp.json").write_text(json.dumps(results, indent=2) + "\n")
+    (ROOT / "benchmarks" / "results" / "llama_cpp.json").write_text(
+        json.dumps(results, indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":

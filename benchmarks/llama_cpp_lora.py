@@ -58,7 +58,9 @@ print(llama_cpp.__version__)
 
 
 MISTAKES = {
-    "alpha_not_divided_by_the_rank": lambda lora: dataclasses.replace(lora, alpha=lora.alpha * lora.rank),
+    "alpha_not_divided_by_the_rank": lambda lora: dataclasses.replace(
+        lora, alpha=lora.alpha * lora.rank
+    ),
     "alpha_divided_twice": lambda lora: dataclasses.replace(lora, alpha=lora.alpha / lora.rank),
 }
 ROWS = {
@@ -76,7 +78,9 @@ def random_adapter(lora: LoraConfig) -> adapters.Adapter:
         if spec.path.removeprefix("layers/") in lora.targets:
             outputs, inputs = spec.shape
             tensors[f"{spec.key}/a"] = rng.standard_normal((lora.rank, inputs)) / np.sqrt(inputs)
-            tensors[f"{spec.key}/b"] = rng.standard_normal((outputs, lora.rank)) / np.sqrt(4 * lora.rank)
+            tensors[f"{spec.key}/b"] = rng.standard_normal((outputs, lora.rank)) / np.sqrt(
+                4 * lora.rank
+            )
     tensors = {key: each.astype(np.float32) for key, each in tensors.items()}
     return adapters.Adapter(lora, tensors, CONFIG, Path("adapter"))
 
@@ -92,7 +96,9 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--python", default=sys.executable, help="a Python that has the package llama-cpp-python")
+    parser.add_argument(
+        "--python", default=sys.executable, help="a Python that has the package llama-cpp-python"
+    )
     python = parser.parse_args().python
     folder = Path(tempfile.mkdtemp())
     base, alone, out = folder / "base.gguf", folder / "adapter.gguf", folder / "logits.npy"
@@ -102,27 +108,46 @@ def main() -> None:
     def llama_cpp(adapter: adapters.Adapter | None) -> np.ndarray:
         if adapter:
             adapters.write_gguf(adapter, alone, None, lambda _: None)
-        argv = [python, "-c", PROGRAM, str(base), str(alone) if adapter else "", json.dumps(TOKENS), str(out)]
-        results["llama_cpp_python"] = subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()
+        argv = [
+            python,
+            "-c",
+            PROGRAM,
+            str(base),
+            str(alone) if adapter else "",
+            json.dumps(TOKENS),
+            str(out),
+        ]
+        results["llama_cpp_python"] = subprocess.run(
+            argv, check=True, capture_output=True, text=True
+        ).stdout.strip()
         return log_softmax(np.load(out))
 
     results: dict[str, Any] = {"tokens": len(TOKENS)}
     expected = oracle_log_probabilities(opened)
-    results["base_alone"] = {"largest_difference_from_the_oracle": float(np.abs(llama_cpp(None) - expected).max())}
+    results["base_alone"] = {
+        "largest_difference_from_the_oracle": float(np.abs(llama_cpp(None) - expected).max())
+    }
     for name, more in {"lora": {}, "rslora": {"rank_stabilized": True}}.items():
         adapter = random_adapter(LoraConfig(6, 3.0 if more else 9.0, **more))
         expected = oracle_log_probabilities(adapters.merged(opened, adapter))
-        found = {"largest_difference_from_the_oracle": llama_cpp(adapter), "without_the_adapter": llama_cpp(None)}
+        found = {
+            "largest_difference_from_the_oracle": llama_cpp(adapter),
+            "without_the_adapter": llama_cpp(None),
+        }
         for mistake, wrong in MISTAKES.items():
             found[mistake] = llama_cpp(dataclasses.replace(adapter, lora=wrong(adapter.lora)))
         for mistake, rows in ROWS.items():
             with mock.patch.object(adapters, "permuted", rows):
                 found[mistake] = llama_cpp(adapter)
-        results[name] = {case: float(np.abs(log_probs - expected).max()) for case, log_probs in found.items()}
+        results[name] = {
+            case: float(np.abs(log_probs - expected).max()) for case, log_probs in found.items()
+        }
     shutil.rmtree(folder)
     results["machine"] = f"{platform.platform()}, Python {platform.python_version()}"
     print(json.dumps(results, indent=2))
-    (ROOT / "benchmarks" / "results" / "llama_cpp_lora.json").write_text(json.dumps(results, indent=2) + "\n")
+    (ROOT / "benchmarks" / "results" / "llama_cpp_lora.json").write_text(
+        json.dumps(results, indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":

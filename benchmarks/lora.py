@@ -33,14 +33,20 @@ Take = Callable[[], float]
 
 
 def tokens_of(options: argparse.Namespace) -> np.ndarray:
-    return np.random.default_rng(0).integers(20, 40_000, (options.batch_size, options.seq_len + 1)).astype(np.int32)
+    return (
+        np.random.default_rng(0)
+        .integers(20, 40_000, (options.batch_size, options.seq_len + 1))
+        .astype(np.int32)
+    )
 
 
 def counted_of(tokens: np.ndarray) -> np.ndarray:
     return np.broadcast_to(np.arange(tokens.shape[1]) > tokens.shape[1] // 2, tokens.shape)
 
 
-def our_steps(folder: Path, is_lora: bool, options: argparse.Namespace) -> tuple[Take, dict[str, Any]]:
+def our_steps(
+    folder: Path, is_lora: bool, options: argparse.Namespace
+) -> tuple[Take, dict[str, Any]]:
     """A step of jllama, and what its program holds."""
     import jax
 
@@ -52,7 +58,9 @@ def our_steps(folder: Path, is_lora: bool, options: argparse.Namespace) -> tuple
 
     model, lora = jllama.load(folder, layout="training"), LoraConfig(RANK if is_lora else 0, ALPHA)
     loop = LoopConfig(batch_size=options.batch_size, seq_len=options.seq_len, remat=options.remat)
-    optimizer = OptimizerConfig(learning_rate=RATE, warmup_fraction=0.0, final_fraction=1.0, weight_decay=0.0)
+    optimizer = OptimizerConfig(
+        learning_rate=RATE, warmup_fraction=0.0, final_fraction=1.0, weight_decay=0.0
+    )
     config = TrainConfig(model.config, str(folder), optimizer=optimizer, training=loop, lora=lora)
     mesh = jllama.make_mesh(MeshConfig(), jax.devices()[:1])
     training = jllama.compile_training(config, mesh)
@@ -62,7 +70,10 @@ def our_steps(folder: Path, is_lora: bool, options: argparse.Namespace) -> tuple
     compiled = training.step.lower(state, rows).compile()
     arguments, temporaries = program_bytes(compiled)
     facts = {"arguments_bytes": arguments, "temporaries_bytes": temporaries}
-    facts |= {"trained_bytes": device_bytes(state.params), "moments_bytes": device_bytes(state.opt_state)}
+    facts |= {
+        "trained_bytes": device_bytes(state.params),
+        "moments_bytes": device_bytes(state.opt_state),
+    }
 
     def take() -> float:
         nonlocal state
@@ -72,7 +83,9 @@ def our_steps(folder: Path, is_lora: bool, options: argparse.Namespace) -> tuple
     return take, facts
 
 
-def their_steps(folder: Path, is_lora: bool, options: argparse.Namespace) -> tuple[Take, dict[str, Any]]:
+def their_steps(
+    folder: Path, is_lora: bool, options: argparse.Namespace
+) -> tuple[Take, dict[str, Any]]:
     """A step of transformers, with PEFT or without."""
     import peft
     import torch
@@ -103,7 +116,9 @@ def their_steps(folder: Path, is_lora: bool, options: argparse.Namespace) -> tup
 def work(way: str, folder: Path, options: argparse.Namespace) -> None:
     """Take a step for each line of stdin, and say its seconds and loss; at the end what it all took."""
     package, kind = way.split()
-    take, facts = (our_steps if package == "jllama" else their_steps)(folder, kind == "lora", options)
+    take, facts = (our_steps if package == "jllama" else their_steps)(
+        folder, kind == "lora", options
+    )
     facts["first_loss"] = take()  # what this one makes is there from then on
     highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
@@ -112,7 +127,10 @@ def work(way: str, folder: Path, options: argparse.Namespace) -> None:
         loss = take()
         print(json.dumps({"seconds": time.perf_counter() - start_s, "loss": loss}), flush=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    facts |= {"peak_of_steps_bytes": 1024 * peak, "peak_of_process_bytes": 1024 * max(highest, peak)}
+    facts |= {
+        "peak_of_steps_bytes": 1024 * peak,
+        "peak_of_process_bytes": 1024 * max(highest, peak),
+    }
     print(json.dumps(facts), flush=True)
 
 
@@ -121,7 +139,9 @@ def measured(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, A
     command = [sys.executable, __file__, *sys.argv[1:], "--folder", str(folder), "--way"]
     workers = {}
     for way in WAYS:
-        workers[way] = subprocess.Popen([*command, way], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        workers[way] = subprocess.Popen(
+            [*command, way], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         said(workers[way], "\n")  # one starts when the one before is ready
     steps: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     for _ in range(options.repeats):
@@ -156,25 +176,35 @@ def main() -> None:
         return work(options.way, Path(options.folder), options)
     import jllama
 
-    source = Path(os.environ.get("JLLAMA_REAL_WEIGHTS") or "~/.cache/jllama/real_weights").expanduser()
+    source = Path(
+        os.environ.get("JLLAMA_REAL_WEIGHTS") or "~/.cache/jllama/real_weights"
+    ).expanduser()
     with tempfile.TemporaryDirectory() as exported:
-        jllama.convert(source / "SmolLM2-135M-Instruct.Q4_1.gguf", Path(exported) / "hf", "hf", "float32")
+        jllama.convert(
+            source / "SmolLM2-135M-Instruct.Q4_1.gguf", Path(exported) / "hf", "hf", "float32"
+        )
         ways = measured(Path(exported) / "hf", options)
     losses = [way["first_loss"] for way in ways.values()]
     assert max(losses) - min(losses) < 1e-3, losses
     ours, theirs, full = ways["jllama lora"], ways["peft lora"], ways["jllama full"]
     report = {
         "device": f"{platform.machine()}, {os.cpu_count()} cores, cpu",
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "torch", "transformers", "peft")},
+        "versions": {
+            name: importlib.metadata.version(name)
+            for name in ("jax", "torch", "transformers", "peft")
+        },
         **{name: getattr(options, name) for name in ("batch_size", "seq_len", "repeats", "remat")},
         "lora_over_full": {
-            name: ours[name] / full[name] for name in ("s_per_step", "peak_of_steps_bytes", "peak_of_process_bytes")
+            name: ours[name] / full[name]
+            for name in ("s_per_step", "peak_of_steps_bytes", "peak_of_process_bytes")
         },
         "tokens_per_s_over_peft": ours["tokens_per_s"] / theirs["tokens_per_s"],
         "ways": ways,
     }
     print(json.dumps(report, indent=2))
-    (Path(__file__).parent / "results" / "lora.json").write_text(json.dumps(report, indent=2) + "\n")
+    (Path(__file__).parent / "results" / "lora.json").write_text(
+        json.dumps(report, indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ def all_logits(hidden: Array, head: Array, targets: Array, mask: Array) -> Array
     return F.cross_entropy(F.project(hidden, head), targets, mask)[0]
 
 
-def checkpointed(hidden: Array, head: Array, targets: Array, mask: Array, chunk_tokens: int) -> Array:
+def checkpointed(
+    hidden: Array, head: Array, targets: Array, mask: Array, chunk_tokens: int
+) -> Array:
     num_chunks = max(targets.size // chunk_tokens, 1)
 
     def add(total: Array, part: tuple[Array, Array, Array]) -> tuple[Array, None]:
@@ -36,25 +38,43 @@ def checkpointed(hidden: Array, head: Array, targets: Array, mask: Array, chunk_
     return jax.lax.scan(jax.checkpoint(add), jnp.float32(0), parts)[0]
 
 
-def own_backward(hidden: Array, head: Array, targets: Array, mask: Array, chunk_tokens: int) -> Array:
+def own_backward(
+    hidden: Array, head: Array, targets: Array, mask: Array, chunk_tokens: int
+) -> Array:
     return F.linear_cross_entropy(hidden, head, targets, mask, 0.0, chunk_tokens)[0]
 
 
 def main() -> None:
     """Print a line for each way and size of chunk."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in {"vocab": 2048, "embed": 128, "batch": 8, "seq": 128}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
     keys, shape = jax.random.split(jax.random.key(0), 3), (options.batch, options.seq)
     hidden = jax.random.normal(keys[0], (*shape, options.embed), options.dtype)
-    head = jax.random.normal(keys[1], (options.embed, options.vocab), options.dtype) / options.embed**0.5
-    arrays = hidden, head, jax.random.randint(keys[2], shape, 0, options.vocab), jnp.ones(shape, bool)
+    head = (
+        jax.random.normal(keys[1], (options.embed, options.vocab), options.dtype)
+        / options.embed**0.5
+    )
+    arrays = (
+        hidden,
+        head,
+        jax.random.randint(keys[2], shape, 0, options.vocab),
+        jnp.ones(shape, bool),
+    )
     ways: dict[str, Any] = {"all logits": all_logits}
     for way in (checkpointed, own_backward):
-        ways |= {f"{way.__name__}, {n} tokens": functools.partial(way, chunk_tokens=n) for n in (512, 2048, 8192)}
-    compiled = {name: jax.jit(jax.value_and_grad(way, (0, 1))).lower(*arrays).compile() for name, way in ways.items()}
+        ways |= {
+            f"{way.__name__}, {n} tokens": functools.partial(way, chunk_tokens=n)
+            for n in (512, 2048, 8192)
+        }
+    compiled = {
+        name: jax.jit(jax.value_and_grad(way, (0, 1))).lower(*arrays).compile()
+        for name, way in ways.items()
+    }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(6):
         for name, program in compiled.items():

@@ -22,7 +22,13 @@ from variants import COMPARISONS, Comparison, compiled, train
 
 import jllama
 
-NAMES, STEPS, RATES, SEEDS, OTHER_SEED = ("adamw", "muon"), 2000, (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), 3, 100
+NAMES, STEPS, RATES, SEEDS, OTHER_SEED = (
+    ("adamw", "muon"),
+    2000,
+    (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
+    3,
+    100,
+)
 BLOCKS, BLOCK_STEPS = 40, 20
 PATH = ROOT / "benchmarks" / "results" / "muon.json"
 
@@ -31,13 +37,18 @@ def run_of(name: str, rate: float, steps: int) -> Comparison:
     """What ``variants.train`` takes: the yardstick's model and batches with an optimizer."""
     char = COMPARISONS["norms"]
     optimizer = dataclasses.replace(char.optimizer, name=name, learning_rate=rate)
-    return dataclasses.replace(char, optimizer=optimizer, training=dataclasses.replace(char.training, steps=steps))
+    return dataclasses.replace(
+        char, optimizer=optimizer, training=dataclasses.replace(char.training, steps=steps)
+    )
 
 
 def timed(model: jllama.LlamaConfig, data: Any) -> dict[str, Any]:
     """Seconds of a step of each, and the median over pairs of blocks of how much longer Muon's is."""
     made = {name: compiled(run_of(name, 1e-3, STEPS), model, data, 0)[2:] for name in NAMES}
-    states, seconds = {name: state for name, (state, _, _) in made.items()}, {name: [] for name in NAMES}
+    states, seconds = (
+        {name: state for name, (state, _, _) in made.items()},
+        {name: [] for name in NAMES},
+    )
     for _, (name, (_, batches, step)) in itertools.product(range(BLOCKS), made.items()):
         batch, began_s = next(batches), time.perf_counter()
         for _ in range(BLOCK_STEPS):
@@ -47,7 +58,11 @@ def timed(model: jllama.LlamaConfig, data: Any) -> dict[str, Any]:
     ratios = [muon / adamw for adamw, muon in list(zip(*seconds.values(), strict=True))[1:]]
     quartiles = statistics.quantiles(ratios)
     result = {name: round(statistics.median(each[1:]), 5) for name, each in seconds.items()}
-    return {**result, "ratio": round(quartiles[1], 3), "ratio_quartiles": [round(each, 3) for each in quartiles[::2]]}
+    return {
+        **result,
+        "ratio": round(quartiles[1], 3),
+        "ratio_quartiles": [round(each, 3) for each in quartiles[::2]],
+    }
 
 
 def final(run: dict[str, Any]) -> float:
@@ -56,11 +71,15 @@ def final(run: dict[str, Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True, help="the tiny Shakespeare text")
     options = parser.parse_args()
     model = COMPARISONS["norms"].variants["RMSNorm"]
-    data = jllama.prepare_data(jllama.DataConfig(str(options.data), validation_fraction=0.1, tokenizer="bytes"))
+    data = jllama.prepare_data(
+        jllama.DataConfig(str(options.data), validation_fraction=0.1, tokenizer="bytes")
+    )
     result = json.loads(PATH.read_text()) if PATH.exists() else {"search": {}, "runs": {}}
 
     def kept(where: str, key: str, make: Any) -> Any:
@@ -77,12 +96,23 @@ def main() -> None:
     # The learning rate of each, then the runs, in turn.
     for rate, name in itertools.product(RATES, NAMES):
         quarter = run_of(name, rate, steps[name] // 40 * 10)
-        found = kept("search", f"{name}, {rate}", lambda of=quarter: final(train(of, model, data, OTHER_SEED)[0]))
+        found = kept(
+            "search",
+            f"{name}, {rate}",
+            lambda of=quarter: final(train(of, model, data, OTHER_SEED)[0]),
+        )
         print(name, rate, found, flush=True)
-    best = {name: min(RATES, key=lambda rate, name=name: result["search"][f"{name}, {rate}"]) for name in NAMES}
+    best = {
+        name: min(RATES, key=lambda rate, name=name: result["search"][f"{name}, {rate}"])
+        for name in NAMES
+    }
     for seed, name in itertools.product(range(SEEDS), NAMES):
         whole = run_of(name, best[name], steps[name])
-        run = kept("runs", f"{name}, seed {seed}", lambda of=whole, seed=seed: train(of, model, data, seed)[0])
+        run = kept(
+            "runs",
+            f"{name}, seed {seed}",
+            lambda of=whole, seed=seed: train(of, model, data, seed)[0],
+        )
         print(name, seed, final(run), flush=True)
     save(result, steps, best)
 
@@ -95,18 +125,30 @@ def save(result: dict[str, Any], steps: dict[str, int], best: dict[str, float]) 
         runs = [result["runs"][f"{name}, seed {seed}"] for seed in range(SEEDS)]
         losses = [final(run) for run in runs]
         spread = f"{statistics.fmean(losses):.3f} ({', '.join(f'{loss:.3f}' for loss in losses)})"
-        rows.append([name, f"{1e3 * result['step_s'][name]:.1f} ms", f"{steps[name]:,}", best[name], spread])
+        rows.append(
+            [name, f"{1e3 * result['step_s'][name]:.1f} ms", f"{steps[name]:,}", best[name], spread]
+        )
         tried.append([name, *(f"{result['search'][f'{name}, {rate}']:.3f}" for rate in RATES)])
         points = list(zip(*(run["validation_loss"] for run in runs), strict=True))
         x = [point[0][0] / points[-1][0][0] for point in points]
         y = [[loss for _, loss in point] for point in points]
         for each in (chart, zoomed):
-            each.plot(x, [*map(statistics.fmean, y)], "o-", color=f"C{color}", label=name, markersize=3)
-            each.fill_between(x, [*map(min, y)], [*map(max, y)], color=f"C{color}", alpha=0.25, linewidth=0)
+            each.plot(
+                x, [*map(statistics.fmean, y)], "o-", color=f"C{color}", label=name, markersize=3
+            )
+            each.fill_between(
+                x, [*map(min, y)], [*map(max, y)], color=f"C{color}", alpha=0.25, linewidth=0
+            )
     chart.set(title="validation", xlabel="share of the time", ylabel="nats a character")
     zoomed.set(title="the last half", xlabel="share of the time", xlim=(0.5, 1.02), ylim=(1.6, 2.0))
     chart.legend()
-    header = ["", "a step", "steps in the same time", "peak learning rate", "validation loss, mean (each seed)"]
+    header = [
+        "",
+        "a step",
+        "steps in the same time",
+        "peak learning rate",
+        "validation loss, mean (each seed)",
+    ]
     search = table(["a quarter of the time, peak rate of", *RATES], tried)
     write("muon", result, figure, f"{table(header, rows)}\n\n{search}", ("jax", "optax"))
 

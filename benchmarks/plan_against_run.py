@@ -35,12 +35,17 @@ def main() -> None:
         mesh = make_mesh(config.mesh)
         training = compile_training(config, mesh)
         state = training.init(jax.random.key(0))
-        batch = jax.device_put(jllama.text_batch(np.ones((32, 513), np.int32), bos_id=0), training.batch_sharding)
+        batch = jax.device_put(
+            jllama.text_batch(np.ones((32, 513), np.int32), bos_id=0), training.batch_sharding
+        )
         step = training.step.lower(state, batch).compile()
         arguments, temporaries = program_bytes(step)
         state, _ = jax.block_until_ready(step(state, batch))
         gc.collect()
-        leaves = [*jax.tree.leaves(state._replace(key=jax.random.key_data(state.key))), *jax.tree.leaves(batch)]
+        leaves = [
+            *jax.tree.leaves(state._replace(key=jax.random.key_data(state.key))),
+            *jax.tree.leaves(batch),
+        ]
         held = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = resident_bytes("VmRSS")

@@ -28,7 +28,9 @@ def plan(*arguments: object) -> dict:
         "--json",
         *map(str, arguments),
     ]
-    return json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout)
+    return json.loads(
+        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    )
 
 
 def main() -> None:
@@ -38,7 +40,9 @@ def main() -> None:
         receipt = plan("--topology", f"h100:{devices}", "--batch_size", devices)
         received = {"all-gather": 0.0, "reduce-scatter": 0.0, "all-reduce": 0.0}
         for row in receipt["collectives"]:
-            received[row["kind"]] = received.get(row["kind"], 0.0) + row["times"] * row["bytes_each"]
+            received[row["kind"]] = (
+                received.get(row["kind"], 0.0) + row["times"] * row["bytes_each"]
+            )
         held = receipt["arguments_bytes"] + receipt["temporaries_bytes"]
         doubled.append({"devices": devices, "held_bytes": held, "received_bytes": received})
         print(json.dumps(doubled[-1]), flush=True)
@@ -46,8 +50,15 @@ def main() -> None:
         receipt = plan("--topology", "h100:64", "--batch_size", 64, "--model.num_layers", layers)
         deepened.append({"layers": layers, "compile_s": receipt["compile_s"]})
         print(json.dumps(deepened[-1]), flush=True)
-    result = {"model": "llama3.1-8b, 8k", "devices": "H100", "doubled": doubled, "deepened": deepened}
-    (ROOT / "benchmarks" / "results" / "plan_scaling.json").write_text(json.dumps(result, indent=1) + "\n")
+    result = {
+        "model": "llama3.1-8b, 8k",
+        "devices": "H100",
+        "doubled": doubled,
+        "deepened": deepened,
+    }
+    (ROOT / "benchmarks" / "results" / "plan_scaling.json").write_text(
+        json.dumps(result, indent=1) + "\n"
+    )
 
     figure = Figure(figsize=(8, 3), layout="constrained")
     left, right = figure.subplots(1, 2)

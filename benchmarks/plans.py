@@ -38,12 +38,16 @@ def commands() -> dict[str, str]:
         if plan := re.match("# Its plan: jllama plan (.*)", second):
             found[title.removeprefix("# ")] = plan[1]
     shared = "--decode --preset llama3.1-405b --batch_size 32 --seq_len 8192 --topology"
-    return found | {f"Llama 3.1 405B decoding, {title}": f"{shared} {rest}" for title, rest in DECODING.items()}
+    return found | {
+        f"Llama 3.1 405B decoding, {title}": f"{shared} {rest}" for title, rest in DECODING.items()
+    }
 
 
 def main() -> None:
     """Run them one after the other and write the page after each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="*", default=[], help="parts of titles or commands")
     only = parser.parse_args().only
     section = re.compile(r"^## ([^\n]*)\n\n(```bash\n.*?```\n\n```text\n.*?```)", re.S | re.M)
@@ -52,14 +56,22 @@ def main() -> None:
     for title, arguments in commands().items():
         if not only or any(word in title + arguments for word in only):
             done = subprocess.run(
-                [sys.executable, "-m", "jllama", "plan", *arguments.split()], cwd=ROOT, capture_output=True, text=True
+                [sys.executable, "-m", "jllama", "plan", *arguments.split()],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
             )
             print(f"{title}\n{done.stdout or done.stderr}", flush=True)
-            receipt = re.sub(r"\ncompiled in .*", "", done.stdout.strip())  # as this machine was busy
+            receipt = re.sub(
+                r"\ncompiled in .*", "", done.stdout.strip()
+            )  # as this machine was busy
             before[title] = f"```bash\njllama plan {arguments}\n```\n\n```text\n{receipt}\n```"
         if title in before:
             sections[title] = before[title]
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "libtpu", "jax-cuda13-plugin")]
+    versions = [
+        f"{name} {importlib.metadata.version(name)}"
+        for name in ("jax", "libtpu", "jax-cuda13-plugin")
+    ]
     text = "\n\n".join(f"## {title}\n\n{section}" for title, section in sections.items())
     PAGE.write_text(f"{INTRODUCTION}Versions: {', '.join(versions)}.\n\n{text}\n")
 

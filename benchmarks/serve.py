@@ -86,10 +86,18 @@ def words(seed: int, count: int) -> str:
 
 def answer(url: Url, prompt: str, new_tokens: int) -> Timing:
     """Stream a completion; ``OSError`` if the server is not ready yet, ``RuntimeError`` if it refuses."""
-    body = {"model": url.model, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "stream": True}
+    body = {
+        "model": url.model,
+        "prompt": prompt,
+        "max_tokens": new_tokens,
+        "temperature": 0,
+        "stream": True,
+    }
     connection = http.client.HTTPConnection("127.0.0.1", url.port, timeout=START_LIMIT_S)
     begun = time.perf_counter()
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+    )
     response = connection.getresponse()
     if response.status == 503:
         raise ConnectionRefusedError("not ready")
@@ -109,7 +117,12 @@ def answer(url: Url, prompt: str, new_tokens: int) -> Timing:
     if not times:
         raise RuntimeError("no text came")
     gaps = tuple(after - before for before, after in itertools.pairwise(times))
-    return Timing(times[0] - begun, gaps, usage.get("prompt_tokens"), usage.get("completion_tokens", len(times)))
+    return Timing(
+        times[0] - begun,
+        gaps,
+        usage.get("prompt_tokens"),
+        usage.get("completion_tokens", len(times)),
+    )
 
 
 @contextlib.contextmanager
@@ -121,7 +134,9 @@ def running(server: Server) -> Iterator[Running]:
     with tempfile.TemporaryFile("w+") as log:
         begun = time.perf_counter()
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", **server.environment}
-        process = subprocess.Popen([*server.command, "--port", str(port)], env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [*server.command, "--port", str(port)], env=environment, stdout=log, stderr=log
+        )
         try:
             while True:
                 try:
@@ -147,8 +162,13 @@ def running(server: Server) -> Iterator[Running]:
 
 def memory_mib(process: subprocess.Popen) -> dict[str, float]:
     """What a server holds now, and held at most, files that are mapped into memory included."""
-    lines = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
-    return {name: int(lines[key].split()[0]) / 1024 for name, key in {"rss_mib": "VmRSS", "peak_mib": "VmHWM"}.items()}
+    lines = dict(
+        line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    )
+    return {
+        name: int(lines[key].split()[0]) / 1024
+        for name, key in {"rss_mib": "VmRSS", "peak_mib": "VmHWM"}.items()
+    }
 
 
 def summary(timings: Sequence[Timing], wall_s: float) -> dict[str, float]:
@@ -167,7 +187,9 @@ def summary(timings: Sequence[Timing], wall_s: float) -> dict[str, float]:
 def under_load(url: Url, clients: int, options: argparse.Namespace) -> dict[str, float]:
     """So many clients at once, each with one request after the other."""
     count = max(clients, options.requests // clients * clients)
-    prompts = [words(1000 * clients + request, options.prompt_tokens) for request in range(1, count + 1)]
+    prompts = [
+        words(1000 * clients + request, options.prompt_tokens) for request in range(1, count + 1)
+    ]
     with ThreadPoolExecutor(clients) as pool:
         begun = time.perf_counter()
         timings = list(pool.map(lambda prompt: answer(url, prompt, options.new_tokens), prompts))
@@ -177,11 +199,16 @@ def under_load(url: Url, clients: int, options: argparse.Namespace) -> dict[str,
 def with_prefix(url: Url, options: argparse.Namespace) -> dict[str, float]:
     """Time to the first token behind a long prefix: at first, and then with other words behind the same prefix."""
     prefix = words(-1, options.prefix_tokens)
-    first, *later = (answer(url, f"{prefix} {words(-2 - turn, 16)}", 8).first_s for turn in range(options.requests + 1))
+    first, *later = (
+        answer(url, f"{prefix} {words(-2 - turn, 16)}", 8).first_s
+        for turn in range(options.requests + 1)
+    )
     return {"first_s": first, "later_s": statistics.median(later)}
 
 
-def measured(server: Server, clients: Sequence[int], options: argparse.Namespace, prefix: bool) -> dict[str, Any]:
+def measured(
+    server: Server, clients: Sequence[int], options: argparse.Namespace, prefix: bool
+) -> dict[str, Any]:
     with running(server) as (url, process, start_s):
         say(f"{server.name}: first answer after {start_s:.1f} s")
         result: dict[str, Any] = {"start_to_first_answer_s": start_s, "remark": server.remark}
@@ -198,7 +225,9 @@ def measured(server: Server, clients: Sequence[int], options: argparse.Namespace
             result["prefix"] = found = with_prefix(url, options)
             say(f"{server.name:28} prefix: {found['first_s']:.3f} s, then {found['later_s']:.3f} s")
         result |= memory_mib(process)
-        say(f"{server.name:28} memory: {result['rss_mib']:.0f} MiB, at most {result['peak_mib']:.0f}")
+        say(
+            f"{server.name:28} memory: {result['rss_mib']:.0f} MiB, at most {result['peak_mib']:.0f}"
+        )
     return result
 
 
@@ -207,38 +236,79 @@ def say(line: str) -> None:
 
 
 def ours(folder: Path, cache: Path, slots: int, *more: str, name: str = "") -> Server:
-    command = (sys.executable, "-m", "jllama", "serve", str(folder), "--context", str(CONTEXT), "--slots", str(slots))
-    return Server(name or f"jllama, {slots} slots", (*command, *more), folder.name, {"JLLAMA_CACHE": str(cache)})
+    command = (
+        sys.executable,
+        "-m",
+        "jllama",
+        "serve",
+        str(folder),
+        "--context",
+        str(CONTEXT),
+        "--slots",
+        str(slots),
+    )
+    return Server(
+        name or f"jllama, {slots} slots",
+        (*command, *more),
+        folder.name,
+        {"JLLAMA_CACHE": str(cache)},
+    )
 
 
 def theirs(folder: Path, gguf: Path, options: argparse.Namespace) -> Iterator[Server]:
     """The peers that are to be measured."""
     if options.llama_python:
         flags = f"--n_ctx {CONTEXT} --n_threads {CORES} --n_threads_batch {CORES} --logits_all false --verbose false"
-        command = (options.llama_python, "-m", "llama_cpp.server", "--model", str(gguf), *flags.split())
+        command = (
+            options.llama_python,
+            "-m",
+            "llama_cpp.server",
+            "--model",
+            str(gguf),
+            *flags.split(),
+        )
         remark = "one request at a time (interrupt_requests off: they wait); the last prompt's prefix is kept"
-        yield Server("llama-cpp-python", (*command, "--interrupt_requests", "false"), "any", remark=remark)
+        yield Server(
+            "llama-cpp-python", (*command, "--interrupt_requests", "false"), "any", remark=remark
+        )
     if options.transformers:
         command = (sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder))
         command += ("--device", "cpu", "--dtype", "float32")
         threads = {"OMP_NUM_THREADS": str(CORES)}
         yield Server("transformers", command, str(folder), threads, "one request at a time")
         remark = "--continuous-batching, room for 16 contexts"
-        command += ("--continuous-batching", "--cb-block-size", "32", "--cb-num-blocks", str(16 * CONTEXT // 32))
+        command += (
+            "--continuous-batching",
+            "--cb-block-size",
+            "32",
+            "--cb-num-blocks",
+            str(16 * CONTEXT // 32),
+        )
         yield Server("transformers, batching", command, str(folder), threads, remark)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkpoint", help="any that jllama loads")
-    parser.add_argument("--llama_python", help="a Python that has llama-cpp-python[server]; without it, not run")
+    parser.add_argument(
+        "--llama_python", help="a Python that has llama-cpp-python[server]; without it, not run"
+    )
     parser.add_argument("--transformers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--jllama", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--clients", type=int, nargs="*", default=[1, 4, 16])
-    parser.add_argument("--slots", type=int, nargs="*", default=[1, 8], help="beside 4 and 16, with one client each")
-    for name, default in {"requests": 4, "prompt_tokens": 64, "new_tokens": 64, "prefix_tokens": 1000}.items():
+    parser.add_argument(
+        "--slots", type=int, nargs="*", default=[1, 8], help="beside 4 and 16, with one client each"
+    )
+    for name, default in {
+        "requests": 4,
+        "prompt_tokens": 64,
+        "new_tokens": 64,
+        "prefix_tokens": 1000,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--result", type=Path, default=Path(__file__).parent / "results" / "serve.json")
+    parser.add_argument(
+        "--result", type=Path, default=Path(__file__).parent / "results" / "serve.json"
+    )
     options = parser.parse_args()
     servers: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -248,7 +318,9 @@ def main() -> None:
         if options.jllama:
             cold = ours(folder, cache, 4, name="jllama, 4 slots, cold")
             four, sixteen = ours(folder, cache, 4), ours(folder, cache, 16)
-            uncached = ours(folder, cache, 4, "--cache_tokens", "0", name="jllama, 4 slots, no cache")
+            uncached = ours(
+                folder, cache, 4, "--cache_tokens", "0", name="jllama, 4 slots, no cache"
+            )
             servers[cold.name] = measured(cold, (), options, prefix=False)
             servers[four.name] = measured(four, options.clients, options, prefix=True)
             servers[uncached.name] = measured(uncached, (), options, prefix=True)
@@ -260,13 +332,21 @@ def main() -> None:
             servers[server.name] = measured(server, options.clients, options, prefix=True)
     result: dict[str, Any] = {
         "device": f"{platform.machine()}, {os.cpu_count()} cores, cpu",
-        "versions": {package: importlib.metadata.version(package) for package in ("jax", "transformers", "torch")},
-        **{name: getattr(options, name) for name in ("requests", "prompt_tokens", "new_tokens", "prefix_tokens")},
+        "versions": {
+            package: importlib.metadata.version(package)
+            for package in ("jax", "transformers", "torch")
+        },
+        **{
+            name: getattr(options, name)
+            for name in ("requests", "prompt_tokens", "new_tokens", "prefix_tokens")
+        },
         "servers": servers,
     }
     if options.llama_python:
         code = "import importlib.metadata as m; print(m.version('llama_cpp_python'), end='')"
-        result["versions"]["llama-cpp-python"] = subprocess.check_output([options.llama_python, "-c", code], text=True)
+        result["versions"]["llama-cpp-python"] = subprocess.check_output(
+            [options.llama_python, "-c", code], text=True
+        )
     options.result.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
 

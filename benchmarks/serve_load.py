@@ -37,12 +37,21 @@ from typing import Any
 # jllama is imported where it is used: the clients do without, and are started again and again.
 
 CLIENTS, CONTEXT, LIMIT_S, MOST_GROWTH_MIB = 32, 1024, 120, 8.0
-WAYS = {"whole": 0.43, "stream": 0.4, "leaves in the middle": 0.1, "leaves before the first byte": 0.06, "killed": 0.01}
+WAYS = {
+    "whole": 0.43,
+    "stream": 0.4,
+    "leaves in the middle": 0.1,
+    "leaves before the first byte": 0.06,
+    "killed": 0.01,
+}
 WORDS = "a river of stone and light in the garden where winter plays music on paper bridges until morning comes"
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}<assistant>"
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -58,9 +67,19 @@ def save_small_model(folder: Path) -> None:
     from jllama.tokenizers import BytesTokenizer
     from jllama.verify.checks import random_params
 
-    sizes: dict[str, Any] = {"num_layers": 2, "embed_dim": 64, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 96}
+    sizes: dict[str, Any] = {
+        "num_layers": 2,
+        "embed_dim": 64,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "mlp_dim": 96,
+    }
     config = LlamaConfig(BytesTokenizer.vocab_size, **sizes, max_seq_len=CONTEXT)
-    save(LanguageModel(config, random_params(config, 0), BytesTokenizer(), TEMPLATE), folder / "small", "hf")
+    save(
+        LanguageModel(config, random_params(config, 0), BytesTokenizer(), TEMPLATE),
+        folder / "small",
+        "hf",
+    )
     rng, lora = np.random.default_rng(1), LoraConfig(2, 2.0, targets=("w_up",))
     shapes = {"a": (lora.rank, config.embed_dim), "b": (config.mlp_dim, lora.rank)}
     tensors = {
@@ -69,7 +88,12 @@ def save_small_model(folder: Path) -> None:
         for name, shape in shapes.items()
     }
     (folder / "adapter").mkdir()
-    write_peft(Adapter(lora, tensors, config, folder / "adapter"), folder / "adapter", None, lambda *_: None)
+    write_peft(
+        Adapter(lora, tensors, config, folder / "adapter"),
+        folder / "adapter",
+        None,
+        lambda *_: None,
+    )
 
 
 def some_options(rng: random.Random) -> dict[str, Any]:
@@ -88,9 +112,15 @@ def some_options(rng: random.Random) -> dict[str, Any]:
 def some_request(rng: random.Random, models: Sequence[str]) -> dict[str, Any]:
     """A path and a body with settings of every kind; many prompts begin with the same words."""
     shared = f"{WORDS} " * 8
-    shared = shared[: rng.choice([0, rng.randint(1, 100), rng.randint(250, 260), rng.randint(500, 800)])]
+    shared = shared[
+        : rng.choice([0, rng.randint(1, 100), rng.randint(250, 260), rng.randint(500, 800)])
+    ]
     text = shared + " ".join(rng.choices(WORDS.split(), k=rng.randint(1, 12)))
-    body: dict[str, Any] = {"model": rng.choice(models), "max_tokens": rng.randint(1, 40), "seed": rng.randrange(2**32)}
+    body: dict[str, Any] = {
+        "model": rng.choice(models),
+        "max_tokens": rng.randint(1, 40),
+        "seed": rng.randrange(2**32),
+    }
     body |= {"temperature": rng.choice([0, 0.7, 1, 1.5]), "receipt": True}
     options = some_options(rng) | {
         "stop": rng.choice(["e", ["th", "\n"], ["a", "o", "zz"]]),
@@ -99,13 +129,21 @@ def some_request(rng: random.Random, models: Sequence[str]) -> dict[str, Any]:
     body |= {name: value for name, value in options.items() if rng.random() < 0.25}
     if rng.random() < 0.25:
         formed = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
-        body |= rng.choice([{"regex": "[ab]{3,9}c"}, {"regex": "([0-9]+, )*end"}, {"response_format": formed}])
+        body |= rng.choice(
+            [{"regex": "[ab]{3,9}c"}, {"regex": "([0-9]+, )*end"}, {"response_format": formed}]
+        )
     if rng.random() < 0.3:
         body["messages"] = [{"role": "user", "content": text}]
         body |= {"logprobs": True, "top_logprobs": rng.randint(0, 5)} if rng.random() < 0.4 else {}
         return {"path": "/v1/chat/completions", "body": body}
     body["prompt"] = text
-    body |= {"logprobs": rng.randint(0, 5)} if rng.random() < 0.4 else {"echo": True} if rng.random() < 0.1 else {}
+    body |= (
+        {"logprobs": rng.randint(0, 5)}
+        if rng.random() < 0.4
+        else {"echo": True}
+        if rng.random() < 0.1
+        else {}
+    )
     return {"path": "/v1/completions", "body": body}
 
 
@@ -117,7 +155,9 @@ class Choices:
 
     def __init__(self) -> None:
         self.texts: dict[int, str] = collections.defaultdict(str)
-        self.log_probs: dict[int, dict[str, list[Any]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+        self.log_probs: dict[int, dict[str, list[Any]]] = collections.defaultdict(
+            lambda: collections.defaultdict(list)
+        )
         self.ends: dict[int, str] = {}
         self.rest: dict[str, Any] = {}
 
@@ -133,7 +173,10 @@ class Choices:
             if choice.get("finish_reason"):
                 self.ends[index] = choice["finish_reason"]
         if part.get("usage"):
-            self.rest["usage"] = [part["usage"]["prompt_tokens"], part["usage"]["completion_tokens"]]
+            self.rest["usage"] = [
+                part["usage"]["prompt_tokens"],
+                part["usage"]["completion_tokens"],
+            ]
         if part.get("receipt"):
             self.rest |= {name: part["receipt"][name] for name in ("ids", "log_probs")}
         self.rest["system_fingerprint"] = part["system_fingerprint"]
@@ -147,7 +190,9 @@ class Choices:
         return {"texts": texts, **self.rest}
 
 
-def ask(port: int, path: str, body: Mapping[str, Any], leaves_after: float | None = None) -> dict[str, Any]:
+def ask(
+    port: int, path: str, body: Mapping[str, Any], leaves_after: float | None = None
+) -> dict[str, Any]:
     """Send a request and read its answer: ``{"answer"}``, ``{"status"}`` if refused, or ``{"left": true}``.
 
     ``leaves_after`` closes the connection: below 1, so many seconds after the request is sent; else, after so many
@@ -200,7 +245,9 @@ def work_as_client() -> None:
 
 def differing(alone: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     """The names of what differs between two answers, by value: log-probabilities to the last bit."""
-    return sorted(name for name in alone.keys() | found.keys() if alone.get(name) != found.get(name))
+    return sorted(
+        name for name in alone.keys() | found.keys() if alone.get(name) != found.get(name)
+    )
 
 
 class Server:
@@ -210,15 +257,30 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        command = [sys.executable, "-m", "jllama", "serve", checkpoint, "--name", "model", "--port", str(self.port)]
+        command = [
+            sys.executable,
+            "-m",
+            "jllama",
+            "serve",
+            checkpoint,
+            "--name",
+            "model",
+            "--port",
+            str(self.port),
+        ]
         command += ["--context", str(CONTEXT)]
         self.command, self.log = [*command, *options], folder / f"{self.port}.log"
-        self.environment = os.environ | {"JLLAMA_CACHE": str(folder / "cache"), "JAX_PLATFORMS": "cpu"}
+        self.environment = os.environ | {
+            "JLLAMA_CACHE": str(folder / "cache"),
+            "JAX_PLATFORMS": "cpu",
+        }
 
     def start(self) -> None:
         """Start it, and wait until it is ready."""
         with self.log.open("a") as log:
-            self.process = subprocess.Popen(self.command, env=self.environment, stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                self.command, env=self.environment, stdout=log, stderr=log
+            )
         begun = time.monotonic()
         while self.get("/health") is None:
             if self.process.poll() is not None or time.monotonic() - begun > LIMIT_S:
@@ -228,17 +290,28 @@ class Server:
     def get(self, path: str) -> str | None:
         """What it answers there, or None if it does not."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT_S)
-        with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
+        with (
+            contextlib.closing(connection),
+            contextlib.suppress(OSError, http.client.HTTPException),
+        ):
             connection.request("GET", path)
             response = connection.getresponse()
             return response.read().decode() if response.status == 200 else None
 
     def metric(self, name: str) -> float:
-        lines = dict(line.rsplit(" ", 1) for line in (self.get("/metrics") or "").splitlines() if line[:1] != "#")
+        lines = dict(
+            line.rsplit(" ", 1)
+            for line in (self.get("/metrics") or "").splitlines()
+            if line[:1] != "#"
+        )
         return float(lines.get(name, "nan"))
 
     def rss_mib(self) -> float:
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+        return (
+            int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+            * os.sysconf("SC_PAGE_SIZE")
+            / 2**20
+        )
 
     def kill(self) -> None:
         self.process.kill()
@@ -253,7 +326,9 @@ class Server:
 class Load:
     """The jobs, and what came of them; shared by the threads that drive a client process each."""
 
-    def __init__(self, server: Server, requests: Sequence[dict[str, Any]], alone: Sequence[dict[str, Any]]) -> None:
+    def __init__(
+        self, server: Server, requests: Sequence[dict[str, Any]], alone: Sequence[dict[str, Any]]
+    ) -> None:
         self.server, self.requests, self.alone = server, requests, alone
         self.lock, self.is_up = threading.Lock(), threading.Event()
         self.is_up.set()
@@ -288,7 +363,9 @@ class Load:
         client.stdin.close()
         client.wait()
 
-    def job(self, client: subprocess.Popen, index: int, way: str, rng: random.Random) -> subprocess.Popen:
+    def job(
+        self, client: subprocess.Popen, index: int, way: str, rng: random.Random
+    ) -> subprocess.Popen:
         """Ask one request in one way, again if the server dies meanwhile; count what came of it."""
         request = self.requests[index]
         body = request["body"]
@@ -296,7 +373,9 @@ class Load:
             body = body | {"stream": True, "stream_options": {"include_usage": True}}
         line = {"port": self.server.port, "path": request["path"], "body": body}
         if way.startswith("leaves"):
-            line["leaves_after"] = rng.randint(1, 20) if way == "leaves in the middle" else rng.uniform(0, 0.03)
+            line["leaves_after"] = (
+                rng.randint(1, 20) if way == "leaves in the middle" else rng.uniform(0, 0.03)
+            )
         self.ways[way] += 1
         while True:
             self.is_up.wait()
@@ -314,7 +393,9 @@ class Load:
             self.count("asked again: the server was killed")
         if "answer" in found:
             differ = differing(self.alone[index], found["answer"])
-            self.count("equal to alone") if not differ else self.fault(f"{way}: {', '.join(differ)} differ", index)
+            self.count("equal to alone") if not differ else self.fault(
+                f"{way}: {', '.join(differ)} differ", index
+            )
         elif "left" in found:
             self.count("left")
         else:
@@ -362,7 +443,10 @@ def by_tenths(memory: Sequence[tuple[int, float]], begin: int, end: int) -> list
 def under_load(load: Load, total: int, seed: int) -> dict[str, Any]:
     """All requests, with the server killed after a quarter of them; what there is to say about the server's end."""
     load.total, kill_at = total, total // 4
-    threads = [threading.Thread(target=load.drive, args=(number, seed + number)) for number in range(CLIENTS)]
+    threads = [
+        threading.Thread(target=load.drive, args=(number, seed + number))
+        for number in range(CLIENTS)
+    ]
     begun = time.monotonic()
     for thread in threads:
         thread.start()
@@ -414,9 +498,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for name, default in {"requests": 10_000, "distinct": 200, "slots": 8, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--checkpoint", help="serve this, without an adapter, instead of a small random model")
+    parser.add_argument(
+        "--checkpoint", help="serve this, without an adapter, instead of a small random model"
+    )
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=Path, default=Path(__file__).parent / "results" / "serve_load.json")
+    parser.add_argument(
+        "--result", type=Path, default=Path(__file__).parent / "results" / "serve_load.json"
+    )
     options = parser.parse_args()
     if options.client:
         work_as_client()
@@ -425,11 +513,16 @@ def main() -> int:
     models = ["model"] if options.checkpoint else ["model", "model", "adapted"]
     requests = [some_request(rng, models) for _ in range(options.distinct)]
     with tempfile.TemporaryDirectory() as name:
-        folder, served = Path(name), (options.checkpoint or f"{name}/small", "--slots", str(options.slots))
+        folder, served = (
+            Path(name),
+            (options.checkpoint or f"{name}/small", "--slots", str(options.slots)),
+        )
         if not options.checkpoint:
             save_small_model(folder)
             served += ("--adapter", f"adapted={folder / 'adapter'}")
-        with started(Server(folder, *served, "--cache_tokens", "1024", "--replay", "0.02")) as server:
+        with started(
+            Server(folder, *served, "--cache_tokens", "1024", "--replay", "0.02")
+        ) as server:
             begun = time.monotonic()
             alone = [ask_or_stop(server, request) for request in requests]
             say(f"{len(alone)} requests answered alone in {time.monotonic() - begun:.0f} s")
@@ -438,11 +531,20 @@ def main() -> int:
             if (code := server.end()) != 0:
                 load.fault(f"the server ended with code {code}", -1)
             if "Traceback" in server.log.read_text():
-                load.fault(f"the server's log has a traceback: {server.log.read_text()[-2000:]}", -1)
-        with started(Server(folder, *served, "--cache_tokens", "0")) as server, ThreadPoolExecutor(8) as pool:
-            for index, found in enumerate(pool.map(lambda request: ask_or_stop(server, request), requests)):
+                load.fault(
+                    f"the server's log has a traceback: {server.log.read_text()[-2000:]}", -1
+                )
+        with (
+            started(Server(folder, *served, "--cache_tokens", "0")) as server,
+            ThreadPoolExecutor(8) as pool,
+        ):
+            for index, found in enumerate(
+                pool.map(lambda request: ask_or_stop(server, request), requests)
+            ):
                 differ = differing(alone[index], found)
-                load.fault(f"without a cache: {', '.join(differ)} differ", index) if differ else load.count("no cache")
+                load.fault(
+                    f"without a cache: {', '.join(differ)} differ", index
+                ) if differ else load.count("no cache")
     tokens = sum(len(ids) for answer in alone for ids in answer["ids"])
     result = {
         "device": f"{platform.machine()}, {os.cpu_count()} cores, cpu",

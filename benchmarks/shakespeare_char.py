@@ -52,51 +52,87 @@ Point = tuple[int, float, float]  # tokens, seconds since the process began, los
 def timed(command: list[str], folder: Path, cache: Path) -> tuple[float, str]:
     """A command's wall seconds and standard output, run in a folder with an empty cache."""
     environment, began_s = {**os.environ, "JLLAMA_CACHE": str(cache)}, time.perf_counter()
-    done = subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, check=True, stdout=subprocess.PIPE, text=True
+    )
     return time.perf_counter() - began_s, done.stdout
 
 
 def train_jllama(data: Path, folder: Path) -> dict[str, Any]:
     """A run of ``shakespeare_char.yaml``. Its clock begins with its folder, whose first file says when that was."""
-    overrides = [f"--data.path={data}", f"--run_dir={folder / 'run'}", f"--data.cache_dir={folder / 'data'}"]
-    command, began_s = [sys.executable, "train.py", "--config", "configs/shakespeare_char.yaml"], time.time()
+    overrides = [
+        f"--data.path={data}",
+        f"--run_dir={folder / 'run'}",
+        f"--data.cache_dir={folder / 'data'}",
+    ]
+    command, began_s = (
+        [sys.executable, "train.py", "--config", "configs/shakespeare_char.yaml"],
+        time.time(),
+    )
     wall_s, _ = timed([*command, *overrides], ROOT, folder / "cache")
     start_s = (folder / "run" / "config.yaml").stat().st_mtime - began_s
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     at_s = {line["step"]: start_s + line["elapsed_s"] for line in lines if "elapsed_s" in line}
     points = {
-        key: [(line["step"] * STEP_TOKENS, at_s[line["step"]], line[key]) for line in lines if key in line]
+        key: [
+            (line["step"] * STEP_TOKENS, at_s[line["step"]], line[key])
+            for line in lines
+            if key in line
+        ]
         for key in ("loss", "validation_loss")
     }
-    return _run(wall_s, lines[-1]["final"]["validation_loss"], points["loss"], points["validation_loss"])
+    return _run(
+        wall_s, lines[-1]["final"]["validation_loss"], points["loss"], points["validation_loss"]
+    )
 
 
 def train_nanogpt(clone: Path, folder: Path) -> dict[str, Any]:
     """A run of nanoGPT's ``train.py``. What it prints of each step's time adds up to all but its start."""
-    command = [sys.executable, "train.py", "config/train_shakespeare_char.py", *SETTING.split(), f"--out_dir={folder}"]
+    command = [
+        sys.executable,
+        "train.py",
+        "config/train_shakespeare_char.py",
+        *SETTING.split(),
+        f"--out_dir={folder}",
+    ]
     wall_s, output = timed(command, clone, folder)
     steps = [
-        (float(loss), float(ms) / 1e3) for loss, ms in re.findall(r"iter \d+: loss ([\d.]+), time ([\d.]+)ms", output)
+        (float(loss), float(ms) / 1e3)
+        for loss, ms in re.findall(r"iter \d+: loss ([\d.]+), time ([\d.]+)ms", output)
     ]
     start_s = wall_s - sum(seconds for _, seconds in steps)
-    at_s = [start_s, *(start_s + passed for passed in itertools.accumulate(seconds for _, seconds in steps))]
-    evaluations = [(int(step), float(loss)) for step, loss in re.findall(r"step (\d+): .* val loss ([\d.]+)", output)]
+    at_s = [
+        start_s,
+        *(start_s + passed for passed in itertools.accumulate(seconds for _, seconds in steps)),
+    ]
+    evaluations = [
+        (int(step), float(loss))
+        for step, loss in re.findall(r"step (\d+): .* val loss ([\d.]+)", output)
+    ]
     validation = [(step * STEP_TOKENS, at_s[step], loss) for step, loss in evaluations if step]
     ends = range(SMOOTHED_STEPS, len(steps), SMOOTHED_STEPS)
-    means = {end: statistics.fmean(loss for loss, _ in steps[end - SMOOTHED_STEPS : end]) for end in ends}
+    means = {
+        end: statistics.fmean(loss for loss, _ in steps[end - SMOOTHED_STEPS : end]) for end in ends
+    }
     losses = [(end * STEP_TOKENS, at_s[end], mean) for end, mean in means.items()]
     _, whole = timed([sys.executable, "-c", WHOLE_LOSS, str(folder / "ckpt.pt")], clone, folder)
     return _run(wall_s, float(whole.split()[-1]), losses, validation)
 
 
-def _run(wall_s: float, final_loss: float, losses: list[Point], validation: list[Point]) -> dict[str, Any]:
+def _run(
+    wall_s: float, final_loss: float, losses: list[Point], validation: list[Point]
+) -> dict[str, Any]:
     reached = [at_s for _, at_s, loss in validation if loss <= PUBLISHED_LOSS]
     return {
         "wall_s": round(wall_s, 2),
         "final_validation_loss": round(final_loss, 4),
         "published_loss_reached_s": round(reached[0], 2) if reached else None,
         "loss": [(tokens, round(at_s, 2), round(loss, 4)) for tokens, at_s, loss in losses],
-        "validation_loss": [(tokens, round(at_s, 2), round(loss, 4)) for tokens, at_s, loss in validation],
+        "validation_loss": [
+            (tokens, round(at_s, 2), round(loss, 4)) for tokens, at_s, loss in validation
+        ],
     }
 
 
@@ -116,7 +152,15 @@ def draw(runs: dict[str, list[dict[str, Any]]]) -> Any:
                 x = [point[axis] * (1 if axis else 1e-6) for point in run[kind]]
                 label = f"{name}, {'training' if kind == 'loss' else 'validation'}"
                 y = [point[2] for point in run[kind]]
-                chart.plot(x, y, style, color=f"C{color}", label=label, markersize=4, alpha=0.6 if style == "-" else 1)
+                chart.plot(
+                    x,
+                    y,
+                    style,
+                    color=f"C{color}",
+                    label=label,
+                    markersize=4,
+                    alpha=0.6 if style == "-" else 1,
+                )
     for chart in charts:
         chart.axhline(PUBLISHED_LOSS, color="#8b8b8b", linewidth=0.8, linestyle=":")
         chart.set(ylim=(1.4, 2.7), xlim=(0, None), ylabel="nats a character")
@@ -127,23 +171,34 @@ def draw(runs: dict[str, list[dict[str, Any]]]) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nanogpt", type=Path, required=True, help="a clone of github.com/karpathy/nanoGPT")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--nanogpt", type=Path, required=True, help="a clone of github.com/karpathy/nanoGPT"
+    )
     parser.add_argument("--data", type=Path, required=True, help="the tiny Shakespeare text")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     clone, data = arguments.nanogpt.resolve(), arguments.data.resolve()
     shutil.copyfile(data, clone / "data" / "shakespeare_char" / "input.txt")
     subprocess.run(
-        [sys.executable, "data/shakespeare_char/prepare.py"], cwd=clone, check=True, stdout=subprocess.DEVNULL
+        [sys.executable, "data/shakespeare_char/prepare.py"],
+        cwd=clone,
+        check=True,
+        stdout=subprocess.DEVNULL,
     )
     runs: dict[str, list[dict[str, Any]]] = {"jllama": [], "nanoGPT": []}
     for repeat in range(arguments.repeats):
         for name, several in runs.items():
             with tempfile.TemporaryDirectory() as temporary:
                 folder = Path(temporary)
-                several.append(train_jllama(data, folder) if name == "jllama" else train_nanogpt(clone, folder))
-            short = {key: value for key, value in several[-1].items() if not isinstance(value, list)}
+                several.append(
+                    train_jllama(data, folder) if name == "jllama" else train_nanogpt(clone, folder)
+                )
+            short = {
+                key: value for key, value in several[-1].items() if not isinstance(value, list)
+            }
             print(f"repeat {repeat}, {name}: {short}", flush=True)
     save(runs)
 
@@ -154,14 +209,18 @@ def save(runs: dict[str, list[dict[str, Any]]]) -> None:
     medians = {name: {key: middle(several, key) for key in keys} for name, several in runs.items()}
     ratio = round(medians["nanoGPT"]["wall_s"] / medians["jllama"]["wall_s"], 3)
     result = {"medians": medians, "nanogpt_wall_s_over_ours": ratio, "runs": runs}
-    print(json.dumps({key: result[key] for key in ("medians", "nanogpt_wall_s_over_ours")}, indent=1))
+    print(
+        json.dumps({key: result[key] for key in ("medians", "nanogpt_wall_s_over_ours")}, indent=1)
+    )
     header = [
         "medians",
         "whole process, s",
         "validation loss, whole text",
         f"s to a validation loss of {PUBLISHED_LOSS}",
     ]
-    rows = [[name, *(found[key] or "not reached" for key in keys)] for name, found in medians.items()]
+    rows = [
+        [name, *(found[key] or "not reached" for key in keys)] for name, found in medians.items()
+    ]
     text = f"{table(header, rows)}\n\nRuns of each: {len(runs['jllama'])}. nanoGPT's time over ours: {ratio:.2f}."
     write("shakespeare_char", result, draw(runs), text, ("jax", "flax", "optax", "torch"))
 

@@ -26,7 +26,9 @@ JOBS = ("init", "save", "restore")
 
 def main() -> int:
     """Run each job in fresh processes and print a table; the exit code is 1 if one of them is over the bound."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--layers", type=int, default=16, help="each has 12.6 million parameters")
     parser.add_argument("--as_process", type=json.loads, help=argparse.SUPPRESS)
@@ -38,10 +40,19 @@ def main() -> int:
         for job in JOBS:
             with socket.create_server(("127.0.0.1", 0)) as server:
                 port = server.getsockname()[1]
-            words = [sys.executable, __file__, "--layers", str(options.layers), "--processes", str(options.processes)]
+            words = [
+                sys.executable,
+                __file__,
+                "--layers",
+                str(options.layers),
+                "--processes",
+                str(options.processes),
+            ]
             started = [
                 subprocess.Popen(
-                    [*words, "--as_process", json.dumps([job, folder, port, index])], env=environment(), stdout=-1
+                    [*words, "--as_process", json.dumps([job, folder, port, index])],
+                    env=environment(),
+                    stdout=-1,
                 )
                 for index in range(options.processes)
             ]
@@ -69,7 +80,9 @@ def measure(layers: int, processes: int, job: str, folder: str, port: int, index
     from jllama.training.step import compile_training
 
     model = LlamaConfig(32_000, layers, embed_dim=1024, num_heads=16, mlp_dim=2736, max_seq_len=256)
-    config = TrainConfig(model, mesh=MeshConfig(1, fsdp=processes), training=LoopConfig(batch_size=processes))
+    config = TrainConfig(
+        model, mesh=MeshConfig(1, fsdp=processes), training=LoopConfig(batch_size=processes)
+    )
     training = compile_training(config)
     abstract = jax.eval_shape(training.init, jax.random.key(0))
     shards = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(abstract)]
@@ -82,12 +95,23 @@ def measure(layers: int, processes: int, job: str, folder: str, port: int, index
     else:
         state = jax.block_until_ready(training.init(jax.random.key(0)))
         if job == "save":
-            checkpoints.save(0, state.params, {"opt_state": state.opt_state, "step": state.step}, {}, None)
+            checkpoints.save(
+                0, state.params, {"opt_state": state.opt_state, "step": state.step}, {}, None
+            )
             checkpoints.wait()
     peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     found = {"share_gb": share_gb, "peak_gb": peak_gb, "over_share_gb": peak_gb - share_gb}
     rounded = {name: round(value, 2) for name, value in found.items()}
-    print(json.dumps({"job": job, "process": index, **rounded, "seconds": round(time.perf_counter() - start_s, 1)}))
+    print(
+        json.dumps(
+            {
+                "job": job,
+                "process": index,
+                **rounded,
+                "seconds": round(time.perf_counter() - start_s, 1),
+            }
+        )
+    )
     return 0
 
 

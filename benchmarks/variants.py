@@ -48,19 +48,29 @@ class LayerNormLayer(Layer):
         normed = layer_norm(x, self.attn_norm[...], self.attn_norm_bias[...], self.norm_eps)
         mixed, kept = self.attention(normed, attend, cached)
         normed = layer_norm(x + mixed, self.mlp_norm[...], self.mlp_norm_bias[...], self.norm_eps)
-        return x + mixed + F.swiglu(normed, self.w_gate[...], self.w_up[...], self.w_down[...]), kept
+        return x + mixed + F.swiglu(
+            normed, self.w_gate[...], self.w_up[...], self.w_down[...]
+        ), kept
 
 
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
     """``(x - mean) / sqrt(variance + eps) * scale + bias`` (Ba et al. 2016, arXiv:1607.06450)."""
     centered = x - jnp.mean(x, axis=-1, keepdims=True)
-    return centered * jax.lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + eps) * scale + bias
+    return (
+        centered
+        * jax.lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + eps)
+        * scale
+        + bias
+    )
 
 
 LAYER_CLASSES[LayerNormConfig] = LayerNormLayer
 for _name in ("attn_norm_bias", "mlp_norm_bias"):
     PARAMETERS[f"layers/{_name}"] = Parameter(
-        ("layers", "embed"), role="bias", init="zeros", when=lambda config: isinstance(config, LayerNormConfig)
+        ("layers", "embed"),
+        role="bias",
+        init="zeros",
+        when=lambda config: isinstance(config, LayerNormConfig),
     )
 
 
@@ -76,7 +86,14 @@ class Comparison:
 
 
 _heads = {"num_layers": 3, "embed_dim": 256, "num_heads": 8, "max_seq_len": 128}
-_char = {"num_layers": 3, "embed_dim": 128, "num_heads": 4, "mlp_dim": 256, "max_seq_len": 64, "tie_embeddings": True}
+_char = {
+    "num_layers": 3,
+    "embed_dim": 128,
+    "num_heads": 4,
+    "mlp_dim": 256,
+    "max_seq_len": 64,
+    "tie_embeddings": True,
+}
 COMPARISONS = {
     "kv_heads": Comparison(
         "3 layers, width 256, 8 heads, BPE of 1,024 tokens",
@@ -101,17 +118,23 @@ COMPARISONS = {
 }
 
 
-def compiled(comparison: Comparison, model: jllama.LlamaConfig, data: Any, seed: int) -> tuple[Any, Any, Any, Any, Any]:
+def compiled(
+    comparison: Comparison, model: jllama.LlamaConfig, data: Any, seed: int
+) -> tuple[Any, Any, Any, Any, Any]:
     """The configuration, the programs, the first state, the batches and the compiled step of a run."""
     model = dataclasses.replace(model, vocab_size=data.tokenizer.vocab_size)
-    config = jllama.TrainConfig(model, training=comparison.training, optimizer=comparison.optimizer, seed=seed)
+    config = jllama.TrainConfig(
+        model, training=comparison.training, optimizer=comparison.optimizer, seed=seed
+    )
     training, sizes = jllama.compile_training(config), comparison.training
     state = training.init(jax.random.key(seed))
     batches = data.training_batches(batch_size=sizes.batch_size, seq_len=sizes.seq_len, seed=seed)
     return config, training, state, batches, training.step.lower(state, next(batches)).compile()
 
 
-def train(comparison: Comparison, model: jllama.LlamaConfig, data: Any, seed: int) -> tuple[dict[str, Any], Any]:
+def train(
+    comparison: Comparison, model: jllama.LlamaConfig, data: Any, seed: int
+) -> tuple[dict[str, Any], Any]:
     """One run's curves, its final loss on all of the validation text, and the trained parameters."""
     config, training, state, batches, step = compiled(comparison, model, data, seed)
     sizes, losses, points, validation = comparison.training, [], [], []
@@ -123,15 +146,23 @@ def train(comparison: Comparison, model: jllama.LlamaConfig, data: Any, seed: in
             points.append((tokens, round(float(jnp.mean(jnp.stack(losses))), 4)))
             losses = []
         if number % (sizes.steps // EVALUATIONS) == 0:
-            part = evaluate(training, data, config, state, 16_384 if number < sizes.steps else 0, lambda: False)
+            part = evaluate(
+                training, data, config, state, 16_384 if number < sizes.steps else 0, lambda: False
+            )
             validation.append((tokens, round(part.validation_loss, 4)))
     return {"loss": points, "validation_loss": validation}, state.params
 
 
 def step_s(comparison: Comparison, data: Any) -> dict[str, float]:
     """Seconds of a step of each variant, taken in turn: the median of several."""
-    made = {name: compiled(comparison, model, data, 0)[2:] for name, model in comparison.variants.items()}
-    states, seconds = {name: state for name, (state, _, _) in made.items()}, {name: [] for name in made}
+    made = {
+        name: compiled(comparison, model, data, 0)[2:]
+        for name, model in comparison.variants.items()
+    }
+    states, seconds = (
+        {name: state for name, (state, _, _) in made.items()},
+        {name: [] for name in made},
+    )
     for _, (name, (_, batches, step)) in itertools.product(range(TIMED_STEPS), made.items()):
         batch, began_s = next(batches), time.perf_counter()
         for _ in range(5):
@@ -157,7 +188,9 @@ def samples(model: jllama.LlamaConfig, params: Any, data: Any, prompt: str) -> s
         jllama.save(jllama.LanguageModel(model, params, data.tokenizer), f"{folder}/model", "hf")
         options = ["--prompt", prompt, "--compare", "--max_new_tokens", "40", "--seed", "1"]
         command = [sys.executable, "sample.py", f"{folder}/model", *options]
-        return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+        return subprocess.run(
+            command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
+        ).stdout
 
 
 def draw(comparison: Comparison, runs: dict[str, dict[str, Any]]) -> Any:
@@ -167,10 +200,22 @@ def draw(comparison: Comparison, runs: dict[str, dict[str, Any]]) -> Any:
         several = [run for key, run in runs.items() if key.startswith(name)]
         for chart, kind in zip(charts, ("loss", "validation_loss"), strict=True):
             columns = list(zip(*(run[kind] for run in several), strict=True))
-            x, y = [column[0][0] / 1e6 for column in columns], [[loss for _, loss in column] for column in columns]
+            x, y = (
+                [column[0][0] / 1e6 for column in columns],
+                [[loss for _, loss in column] for column in columns],
+            )
             style = "-" if kind == "loss" else "o-"
-            chart.plot(x, [statistics.fmean(each) for each in y], style, color=f"C{color}", label=name, markersize=3)
-            chart.fill_between(x, [*map(min, y)], [*map(max, y)], color=f"C{color}", alpha=0.25, linewidth=0)
+            chart.plot(
+                x,
+                [statistics.fmean(each) for each in y],
+                style,
+                color=f"C{color}",
+                label=name,
+                markersize=3,
+            )
+            chart.fill_between(
+                x, [*map(min, y)], [*map(max, y)], color=f"C{color}", alpha=0.25, linewidth=0
+            )
     charts[0].set(title="training", xlabel="million tokens", ylabel="nats a token")
     charts[1].set(title="validation", xlabel="million tokens")
     charts[0].legend()
@@ -178,22 +223,38 @@ def draw(comparison: Comparison, runs: dict[str, dict[str, Any]]) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", choices=COMPARISONS)
     parser.add_argument("--data", type=Path, required=True, help="the tiny Shakespeare text")
-    parser.add_argument("--runs", type=int, default=100, help="at most so many runs now; the others when called again")
+    parser.add_argument(
+        "--runs",
+        type=int,
+        default=100,
+        help="at most so many runs now; the others when called again",
+    )
     parser.add_argument("--time", action="store_true", help="only time steps, on a quiet machine")
     options = parser.parse_args()
-    comparison, path = COMPARISONS[options.name], ROOT / "benchmarks" / "results" / f"{options.name}.json"
-    data = jllama.prepare_data(jllama.DataConfig(str(options.data), validation_fraction=0.1, **comparison.data))
-    result = json.loads(path.read_text()) if path.exists() else {"model": comparison.title, "runs": {}}
+    comparison, path = (
+        COMPARISONS[options.name],
+        ROOT / "benchmarks" / "results" / f"{options.name}.json",
+    )
+    data = jllama.prepare_data(
+        jllama.DataConfig(str(options.data), validation_fraction=0.1, **comparison.data)
+    )
+    result = (
+        json.loads(path.read_text()) if path.exists() else {"model": comparison.title, "runs": {}}
+    )
     runs = result["runs"]
     if options.time:
         seconds = step_s(comparison, data)
         result["step_s"] = {name: round(each, 5) for name, each in seconds.items()}
         print(result["step_s"])
     pairs = itertools.product(range(comparison.seeds), comparison.variants.items())
-    missing = [(seed, name, model) for seed, (name, model) in pairs if f"{name}, seed {seed}" not in runs]
+    missing = [
+        (seed, name, model) for seed, (name, model) in pairs if f"{name}, seed {seed}" not in runs
+    ]
     for seed, name, model in missing[: 0 if options.time else options.runs]:
         run, params = train(comparison, model, data, seed)
         runs[f"{name}, seed {seed}"] = run
@@ -209,17 +270,32 @@ def save(name: str, comparison: Comparison, result: dict[str, Any]) -> None:
     """Write what there is so far: the sizes, the seconds if they have been taken, the losses and their spread."""
     runs, rows, losses = result["runs"], [], {}
     for variant in comparison.variants:
-        final = [run["validation_loss"][-1][1] for key, run in runs.items() if key.startswith(variant)]
+        final = [
+            run["validation_loss"][-1][1] for key, run in runs.items() if key.startswith(variant)
+        ]
         if not final:
             continue
         sizes, seconds = result["sizes"][variant], result.get("step_s", {}).get(variant)
         losses[variant] = statistics.fmean(final)
         spread = f"{losses[variant]:.3f} ({', '.join(f'{loss:.3f}' for loss in final)})"
-        state, taken = (f"{sizes[key] / 2**20:.1f}" for key in ("step_state_bytes", "step_temporary_bytes"))
-        cells = f"{sizes['parameters']:,}", f"{sizes['cache_bytes_per_token']:,}", f"{state} + {taken}"
+        state, taken = (
+            f"{sizes[key] / 2**20:.1f}" for key in ("step_state_bytes", "step_temporary_bytes")
+        )
+        cells = (
+            f"{sizes['parameters']:,}",
+            f"{sizes['cache_bytes_per_token']:,}",
+            f"{state} + {taken}",
+        )
         rows.append([variant, *cells, f"{1e3 * seconds:.1f} ms" if seconds else "", spread])
     step = "a step's state + temporaries, MiB"
-    header = ["", "parameters", "cache, bytes a token", step, "a step", "validation loss, mean (each seed)"]
+    header = [
+        "",
+        "parameters",
+        "cache, bytes a token",
+        step,
+        "a step",
+        "validation loss, mean (each seed)",
+    ]
     blocks = [
         f"<details><summary>Seven settings, {variant}</summary>\n\n```text\n{text.rstrip()}\n```\n</details>"
         for variant, text in result.get("samples", {}).items()

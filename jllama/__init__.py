@@ -25,9 +25,16 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # for editors and type checkers; at run time a name is imported when it is first used
+if (
+    TYPE_CHECKING
+):  # for editors and type checkers; at run time a name is imported when it is first used
     from jllama import check as check, functional as functional, oracle as oracle
-    from jllama.checkpoints.registry import FORMATS as FORMATS, Format as Format, convert as convert, load as load
+    from jllama.checkpoints.registry import (
+        FORMATS as FORMATS,
+        Format as Format,
+        convert as convert,
+        load as load,
+    )
     from jllama.checkpoints.registry import load_tokenizer as load_tokenizer, save as save
     from jllama.language_model import LanguageModel as LanguageModel
     from jllama.config import LlamaConfig as LlamaConfig
@@ -37,13 +44,21 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a name is import
     from jllama.conversation import Conversation as Conversation, chat as chat
     from jllama.generation.sampling_params import Prompt as Prompt, SamplingParams as SamplingParams
     from jllama.generation.engine import Engine as Engine
-    from jllama.generation.generate import generate as generate, stream as stream, warm_up as warm_up
+    from jllama.generation.generate import (
+        generate as generate,
+        stream as stream,
+        warm_up as warm_up,
+    )
     from jllama.generation.text import Completion as Completion
     from jllama.model import KVCache as KVCache, Llama as Llama, initial_params as initial_params
     from jllama.decode_params import DecodeParams as DecodeParams, decode_layout as decode_layout
     from jllama.model import build_model as build_model
     from jllama.presets import PRESETS as PRESETS, preset as preset
-    from jllama.data.batches import Batch as Batch, text_batch as text_batch, training_batches as training_batches
+    from jllama.data.batches import (
+        Batch as Batch,
+        text_batch as text_batch,
+        training_batches as training_batches,
+    )
     from jllama.data.config import DataConfig as DataConfig
     from jllama.data.datasets import BatchSource as BatchSource
     from jllama.data.tokens import prepare_data as prepare_data
@@ -61,9 +76,15 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a name is import
 __version__ = "0.1.0"
 
 if os.environ.get("JLLAMA_CHECK_SHAPES", "0") not in ("", "0"):
-    importlib.import_module("jllama.typecheck")  # before all other modules, which it changes as they are imported
+    importlib.import_module(
+        "jllama.typecheck"
+    )  # before all other modules, which it changes as they are imported
 
-_IMPORTS = [node for node in ast.walk(ast.parse(Path(__file__).read_text())) if isinstance(node, ast.ImportFrom)]
+_IMPORTS = [
+    node
+    for node in ast.walk(ast.parse(Path(__file__).read_text()))
+    if isinstance(node, ast.ImportFrom)
+]
 _HOMES = {alias.name: str(node.module) for node in _IMPORTS for alias in node.names if alias.asname}
 """The module of each public name: the imports above, so that there is one list of them."""
 
@@ -78,7 +99,9 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: ``import jllama.functional`` needs nothing but jax."""
     if name not in _HOMES:
         near = difflib.get_close_matches(name, _HOMES, 1)
-        raise AttributeError(f"module 'jllama' has no attribute {name!r}{f'; did you mean {near[0]}?' if near else ''}")
+        raise AttributeError(
+            f"module 'jllama' has no attribute {name!r}{f'; did you mean {near[0]}?' if near else ''}"
+        )
     if _HOMES[name] == "jllama":
         return importlib.import_module(f"jllama.{name}")
     return getattr(importlib.import_module(_HOMES[name]), name)

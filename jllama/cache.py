@@ -41,7 +41,10 @@ def _code() -> list[Any]:
     digest, package = hashlib.sha256(), Path(__file__).parent
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
-    return [digest.hexdigest(), *map(importlib.metadata.version, ("jax", "jaxlib", "flax", "numpy", "gguf"))]
+    return [
+        digest.hexdigest(),
+        *map(importlib.metadata.version, ("jax", "jaxlib", "flax", "numpy", "gguf")),
+    ]
 
 
 def recall(kind: str, key: str) -> np.ndarray | None:
@@ -112,7 +115,8 @@ def _only_ours(others: int, *paths: Path) -> bool:
 def _say_unused(path: Path) -> None:
     advice = "as code: remove it, or set JLLAMA_CACHE to a folder of your own"
     print(
-        f"note: {path} is not used, since other users may have written to it, and it is run {advice}", file=sys.stderr
+        f"note: {path} is not used, since other users may have written to it, and it is run {advice}",
+        file=sys.stderr,
     )
 
 

@@ -21,7 +21,12 @@ PARTS = ("attention", "attention_weights", "feed_forward")
 def check_names(config: LlamaConfig, names: tuple[str, ...]) -> None:
     """Raise ``UsageError`` for a name that ``activations`` does not have."""
     layers = [f"layers/{number}" for number in range(config.num_layers)]
-    known = ["embedding", "final_norm", *layers, *(f"{layer}/{part}" for layer in layers for part in PARTS)]
+    known = [
+        "embedding",
+        "final_norm",
+        *layers,
+        *(f"{layer}/{part}" for layer in layers for part in PARTS),
+    ]
     for name in names:
         if name not in known:
             raise unknown_name("activation", name, known)
@@ -60,7 +65,11 @@ def _parts(layer: Layer, x: Array, attend: AttentionInputs) -> tuple[Array, Arra
     query, key = (F.apply_rope(each, attend.cos, attend.sin) for each in (query, key))
     weights = F.attention_weights(query, key, attend.mask.dense(x.shape[1], x.shape[1]))
     mixed, _ = layer.attention(normed, attend)
-    return mixed, weights, layer.feed_forward(F.rms_norm(x + mixed, layer.mlp_norm[...], layer.norm_eps))
+    return (
+        mixed,
+        weights,
+        layer.feed_forward(F.rms_norm(x + mixed, layer.mlp_norm[...], layer.norm_eps)),
+    )
 
 
 def _layers(llama: Llama) -> Iterator[Layer]:

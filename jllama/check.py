@@ -55,15 +55,21 @@ class Verdict:
     def __repr__(self) -> str:
         if self.ok:
             return f"{self.component}: equal to the oracle (tolerance {self.tolerance:.0e})."
-        by = "" if np.isnan(self.error) else f" by {self.error:.1e} (tolerance {self.tolerance:.0e})"
-        known = f"It behaves like this known mistake: {self.mistake}." if self.mistake else self.remark
+        by = (
+            "" if np.isnan(self.error) else f" by {self.error:.1e} (tolerance {self.tolerance:.0e})"
+        )
+        known = (
+            f"It behaves like this known mistake: {self.mistake}." if self.mistake else self.remark
+        )
         return f"{self.component}: differs from the oracle{by}.\n{known}"
 
 
 def rms_norm(mine: Mine) -> Verdict:
     """``mine(x, scale, eps)``: ``x`` is ``[batch, seq, embed]``, ``scale`` ``[embed]``, ``eps`` a number."""
     rng = np.random.default_rng(0)
-    sizes = 10 ** rng.uniform(-5, 1, (3, 16, 1))  # beside some rows eps is large, beside others nothing
+    sizes = 10 ** rng.uniform(
+        -5, 1, (3, 16, 1)
+    )  # beside some rows eps is large, beside others nothing
     x, scale = sizes * (0.3 + rng.standard_normal((3, 16, 64))), rng.uniform(0.5, 2, 64)
     return _verdict("rms_norm", mine, oracle.rms_norm, x, scale, 3e-5)
 
@@ -73,8 +79,13 @@ def rope(mine: Mine) -> Verdict:
 
     Channels ``i`` and ``i + head_dim / 2`` are a pair; it turns by ``position * theta ** (-2 * i / head_dim)``.
     """
-    x, frequencies = np.random.default_rng(0).standard_normal((2, 3, 40, 64)), 5e4 ** (-np.arange(32) / 32)
-    return _verdict("rope", mine, lambda x, at, _: oracle.rotate(x, at, frequencies), x, np.arange(7, 47), 5e4)
+    x, frequencies = (
+        np.random.default_rng(0).standard_normal((2, 3, 40, 64)),
+        5e4 ** (-np.arange(32) / 32),
+    )
+    return _verdict(
+        "rope", mine, lambda x, at, _: oracle.rotate(x, at, frequencies), x, np.arange(7, 47), 5e4
+    )
 
 
 def attention(mine: Mine) -> Verdict:
@@ -84,13 +95,17 @@ def attention(mine: Mine) -> Verdict:
     """
     rng, mask = np.random.default_rng(0), np.tri(12, dtype=bool)
     q, k, v = (rng.standard_normal((2, heads, 12, 16)) for heads in (6, 2, 2))
-    return _verdict("attention", mine, lambda *qkv: [*map(oracle.attention, *qkv, [mask] * 2)], q, k, v)
+    return _verdict(
+        "attention", mine, lambda *qkv: [*map(oracle.attention, *qkv, [mask] * 2)], q, k, v
+    )
 
 
 def swiglu(mine: Mine) -> Verdict:
     """``mine(x, w_gate, w_up, w_down)``: ``[batch, seq, embed]``, ``[embed, mlp]`` twice, ``[mlp, embed]``."""
     rng, shapes = np.random.default_rng(0), ((2, 5, 32), (32, 48), (32, 48), (48, 32))
-    return _verdict("swiglu", mine, oracle.swiglu, *(rng.standard_normal(s) / s[0] ** 0.5 for s in shapes))
+    return _verdict(
+        "swiglu", mine, oracle.swiglu, *(rng.standard_normal(s) / s[0] ** 0.5 for s in shapes)
+    )
 
 
 def cross_entropy(mine: Mine) -> Verdict:
@@ -154,7 +169,9 @@ def sampler(mine: Mine) -> Verdict:
     def shares(*inputs: Any) -> Any:
         return np.float16(np.bincount(mine(*inputs), minlength=8) / 2**16)  # as exact as draws are
 
-    return _verdict("sampler", shares, _shares, np.tile(1.5 * np.sin(np.arange(8)), (2**16, 1)), 0.7, 6, 0.85)
+    return _verdict(
+        "sampler", shares, _shares, np.tile(1.5 * np.sin(np.arange(8)), (2**16, 1)), 0.7, 6, 0.85
+    )
 
 
 def adamw(mine: Mine) -> Verdict:
@@ -164,7 +181,9 @@ def adamw(mine: Mine) -> Verdict:
 
 
 def _small_model() -> tuple[Any, Any, Any]:
-    config = LlamaConfig(vocab_size=40, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, rope_theta=5e4)
+    config = LlamaConfig(
+        vocab_size=40, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, rope_theta=5e4
+    )
     return random_params(config, 0), np.random.default_rng(0).integers(0, 40, (2, 12)), config
 
 
@@ -173,10 +192,19 @@ def _verdict(component: str, mine: Mine, right: Mine, *inputs: Any) -> Verdict:
         inspect.signature(mine).bind(*inputs)
     except TypeError as error:
         form = globals()[component].__doc__.partition(":")[0]
-        raise UsageError(f"{component} is called as {form}, which yours is not made for: {error}") from error
-    expected, result = np.asarray(right(*inputs)), mine(*copy.deepcopy(inputs))  # it may write on them
-    tolerance = 3e-2 if "16" in str(getattr(result, "dtype", "")) else 1e-4  # what float32 meets, also if it is inside
-    if hasattr(result, "detach"):  # PyTorch's: NumPy takes none with gradients, on a GPU or in bfloat16
+        raise UsageError(
+            f"{component} is called as {form}, which yours is not made for: {error}"
+        ) from error
+    expected, result = (
+        np.asarray(right(*inputs)),
+        mine(*copy.deepcopy(inputs)),
+    )  # it may write on them
+    tolerance = (
+        3e-2 if "16" in str(getattr(result, "dtype", "")) else 1e-4
+    )  # what float32 meets, also if it is inside
+    if hasattr(
+        result, "detach"
+    ):  # PyTorch's: NumPy takes none with gradients, on a GPU or in bfloat16
         result = result.detach().cpu().double()
     if result is None or np.shape(result) != expected.shape:
         given = "nothing" if result is None else list(np.shape(result))
@@ -186,7 +214,9 @@ def _verdict(component: str, mine: Mine, right: Mine, *inputs: Any) -> Verdict:
     if (error := relative_error(actual, expected)) < tolerance:
         return Verdict(component, error, tolerance)
     with np.errstate(all="ignore"):
-        distance, nearest = min((_distance(actual, f(*inputs)), name) for name, f in MISTAKES[component].items())
+        distance, nearest = min(
+            (_distance(actual, f(*inputs)), name) for name, f in MISTAKES[component].items()
+        )
     if distance < tolerance:
         return Verdict(component, error, tolerance, nearest)
     at = np.unravel_index(np.argmax(np.abs(actual - expected)), actual.shape)
@@ -207,21 +237,41 @@ def _mistakes(function: Mine, changes: dict[str, Any]) -> dict[str, Mine]:
     named = inspect.signature(function).bind
 
     def mistaken(change: Any, *inputs: Any) -> Any:
-        return change(*inputs) if callable(change) else function(**named(*inputs).arguments | change)
+        return (
+            change(*inputs) if callable(change) else function(**named(*inputs).arguments | change)
+        )
 
     return {name: partial(mistaken, changes[name]) for name in changes}
 
 
 def _norm(
-    x: Any, scale: Any, eps: float, axis: Any = -1, mean: Mine = np.mean, power: float = 0.5, out: int = 0
+    x: Any,
+    scale: Any,
+    eps: float,
+    axis: Any = -1,
+    mean: Mine = np.mean,
+    power: float = 0.5,
+    out: int = 0,
 ) -> Any:
-    return x / ((mean(x * x, axis=axis, keepdims=True) + (1 - out) * eps) ** power + out * eps) * scale
+    return (
+        x / ((mean(x * x, axis=axis, keepdims=True) + (1 - out) * eps) ** power + out * eps) * scale
+    )
 
 
-def _rope(x: Any, at: Any, theta: float, pairs: int = 32, table: int = 32, sign: int = -1, dtype: Any = float) -> Any:
+def _rope(
+    x: Any,
+    at: Any,
+    theta: float,
+    pairs: int = 32,
+    table: int = 32,
+    sign: int = -1,
+    dtype: Any = float,
+) -> Any:
     # The channels of a pair are ``pairs`` apart, and ``table`` in the table: half the width or, interleaved, 1.
     channel = np.arange(x.shape[-1])
-    angles = np.outer(at, theta ** (-2 / x.shape[-1] * (channel // 2 if table == 1 else channel % table)))
+    angles = np.outer(
+        at, theta ** (-2 / x.shape[-1] * (channel // 2 if table == 1 else channel % table))
+    )
     cos, sin = np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
     return x * cos + np.where(channel & pairs, 1, sign) * x[..., channel ^ pairs] * sin
 
@@ -240,17 +290,25 @@ def _attention(
     distance = np.subtract.outer(np.arange(q.shape[2]), np.arange(q.shape[2])).T
     mask = (distance >= ahead[0]) & (distance <= ahead[1])
     scores = q @ k.swapaxes(2, 3) / scale
-    scores = scores if hide is None else np.where(mask, scores, hide)  # None: the mask comes after the softmax
+    scores = (
+        scores if hide is None else np.where(mask, scores, hide)
+    )  # None: the mask comes after the softmax
     weights = oracle.softmax(scores.swapaxes(axis, -1)).swapaxes(axis, -1)
     return (weights * mask if hide is None else weights) @ v
 
 
-def _glu(x: Any, w_gate: Any, w_up: Any, w_down: Any, act: Mine = jax.nn.silu, join: Mine = np.multiply) -> Any:
+def _glu(
+    x: Any, w_gate: Any, w_up: Any, w_down: Any, act: Mine = jax.nn.silu, join: Mine = np.multiply
+) -> Any:
     return np.asarray(join(act(x @ w_gate), x @ w_up)) @ w_down
 
 
 def _loss(logits: Any, tokens: Any, mask: Any, shift: int = 1, mean: Mine | None = None) -> Any:
-    logits, targets, mask = logits[:, : tokens.shape[1] - shift], tokens[:, shift:, None], mask[:, shift:]
+    logits, targets, mask = (
+        logits[:, : tokens.shape[1] - shift],
+        tokens[:, shift:, None],
+        mask[:, shift:],
+    )
     losses = -np.log(np.take_along_axis(oracle.softmax(logits), targets, -1)[..., 0])
     return mean(losses, mask) if mean else (losses * mask).sum() / mask.sum()
 
@@ -269,7 +327,9 @@ def _shares(logits: Any, temperature: float, top_k: int, top_p: float) -> Any:
     return probs / probs.sum()
 
 
-def _adamw(w: Any, gradients: Any, rate: Any, beta1: Any, beta2: Any, eps: Any, decay: Any, l2: float = 0) -> Any:
+def _adamw(
+    w: Any, gradients: Any, rate: Any, beta1: Any, beta2: Any, eps: Any, decay: Any, l2: float = 0
+) -> Any:
     mean = square = 0
     for step, gradient in enumerate(gradients, 1):
         gradient = gradient + l2 * w
@@ -296,7 +356,9 @@ MISTAKES: dict[str, dict[str, Mine]] = {  # each takes what yours takes
             "the mean is over the sequence, for the last axis": {"axis": -2},
             "a sum stands for the mean": {"mean": np.sum},
             "the square root is left out": {"power": 1},
-            "the mean of x is taken off, as in LayerNorm": lambda x, *rest: _norm(x - x.mean(-1, keepdims=True), *rest),
+            "the mean of x is taken off, as in LayerNorm": lambda x, *rest: _norm(
+                x - x.mean(-1, keepdims=True), *rest
+            ),
         },
     ),
     "rope": _mistakes(
@@ -345,23 +407,38 @@ MISTAKES: dict[str, dict[str, Mine]] = {  # each takes what yours takes
             "silu of up too": {"join": lambda gate, up: gate * jax.nn.silu(up)},
             "gate and up are added, for multiplied": {"join": np.add},
             "up is left out": {"join": lambda gate, up: gate},
-            "silu comes after gate times up": {"act": np.asarray, "join": lambda gate, up: jax.nn.silu(gate * up)},
+            "silu comes after gate times up": {
+                "act": np.asarray,
+                "join": lambda gate, up: jax.nn.silu(gate * up),
+            },
         },
     ),
     "cross_entropy": _mistakes(
         _loss,
         {
             "labels are not shifted": {"shift": 0},
-            "labels are shifted the wrong way": lambda *arrays: _loss(*(each[:, ::-1] for each in arrays)),
-            "the mask is not shifted with the labels": lambda x, y, mask: _loss(x, y, np.roll(mask, 1, 1)),
+            "labels are shifted the wrong way": lambda *arrays: _loss(
+                *(each[:, ::-1] for each in arrays)
+            ),
+            "the mask is not shifted with the labels": lambda x, y, mask: _loss(
+                x, y, np.roll(mask, 1, 1)
+            ),
             "the mask is left out": {"mean": lambda x, mask: x.mean()},
-            "the mean is over all tokens, for those that count": {"mean": lambda x, mask: (x * mask).mean()},
-            "the mean is of rows' means": {"mean": lambda x, mask: ((x * mask).sum(1) / mask.sum(1)).mean()},
+            "the mean is over all tokens, for those that count": {
+                "mean": lambda x, mask: (x * mask).mean()
+            },
+            "the mean is of rows' means": {
+                "mean": lambda x, mask: ((x * mask).sum(1) / mask.sum(1)).mean()
+            },
             "the sum stands for the mean": {"mean": lambda x, mask: (x * mask).sum()},
             "the minus sign is left out": lambda *arrays: -_loss(*arrays),
             "bits, for nats": lambda *arrays: _loss(*arrays) / np.log(2),
-            "the softmax is taken twice": lambda logits, *rest: _loss(oracle.softmax(logits), *rest),
-            "the largest logit is not taken off first: exp overflows": lambda *_: np.float64(np.nan),
+            "the softmax is taken twice": lambda logits, *rest: _loss(
+                oracle.softmax(logits), *rest
+            ),
+            "the largest logit is not taken off first: exp overflows": lambda *_: np.float64(
+                np.nan
+            ),
         },
     ),
     "block": _mistakes(

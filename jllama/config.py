@@ -40,8 +40,12 @@ class MeshConfig:
         if self.data == 0:
             object.__setattr__(self, "data", -1)  # as runs of 0.1 have it
         sizes = {name: size for name, size in vars(self).items() if name != "rules"}
-        if list(sizes.values()).count(-1) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
-            raise UsageError(f"the mesh {sizes} needs positive sizes; one of them may be -1: all that is left")
+        if list(sizes.values()).count(-1) > 1 or any(
+            size < 1 and size != -1 for size in sizes.values()
+        ):
+            raise UsageError(
+                f"the mesh {sizes} needs positive sizes; one of them may be -1: all that is left"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +65,23 @@ class DistributedConfig:
     timeout_s: int = 300
 
     def __post_init__(self) -> None:
-        check, (host, _, port) = functools.partial(check_fields, self, "distributed."), self.coordinator.rpartition(":")
+        check, (host, _, port) = (
+            functools.partial(check_fields, self, "distributed."),
+            self.coordinator.rpartition(":"),
+        )
         by_hand = bool(host) and port.isdigit()
-        check("coordinator", lambda text: by_hand or text in ("", "auto"), "HOST:PORT, auto or left out")
+        check(
+            "coordinator",
+            lambda text: by_hand or text in ("", "auto"),
+            "HOST:PORT, auto or left out",
+        )
         said = "at least 1" if by_hand else "left out without a coordinator as HOST:PORT"
         check("num_processes", lambda number: number >= 1 if by_hand else number == 1, said)
-        check("process_id", lambda index: 0 <= index < self.num_processes, f"from 0 to {self.num_processes - 1}")
+        check(
+            "process_id",
+            lambda index: 0 <= index < self.num_processes,
+            f"from 0 to {self.num_processes - 1}",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,21 +108,34 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "lora.", "rank", lambda rank: rank >= 0, "0, for none, or more")
-        check_fields(self, "lora.", "targets", lambda names: len(names) == len({*names}) > 0, "names, each once")
+        check_fields(
+            self,
+            "lora.",
+            "targets",
+            lambda names: len(names) == len({*names}) > 0,
+            "names, each once",
+        )
         check_fields(self, "lora.", "alpha", lambda alpha: 0 < alpha < 1e9, "positive")
         object.__setattr__(self, "targets", tuple(self.targets))  # YAML and JSON have lists
 
-    scale = property(lambda self: self.alpha / self.rank ** (0.5 if self.rank_stabilized else 1), doc="Multiplies A B.")
+    scale = property(
+        lambda self: self.alpha / self.rank ** (0.5 if self.rank_stabilized else 1),
+        doc="Multiplies A B.",
+    )
 
 
-def llama_mlp_dim(embed_dim: int, *, multiple_of: int = 256, multiplier: float | None = None) -> int:
+def llama_mlp_dim(
+    embed_dim: int, *, multiple_of: int = 256, multiplier: float | None = None
+) -> int:
     """Llama's rule for the width of the feed-forward block: two thirds of ``4 * embed_dim`` (SwiGLU has three matrices
     for a plain block's two), times ``multiplier`` if given, rounded up to a multiple of ``multiple_of``.
 
     Source: Meta's reference ``FeedForward`` for Llama 1 to 3.
     """
     width = int(2 * (4 * embed_dim) / 3)
-    return multiple_of * -(-(width if multiplier is None else int(multiplier * width)) // multiple_of)
+    return multiple_of * -(
+        -(width if multiplier is None else int(multiplier * width)) // multiple_of
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +175,9 @@ class LlamaConfig:
         derived = ("vocab_size", "num_kv_heads", "head_dim", "mlp_dim")
         for name, most in MAX_SIZES.items():
             check_size(name, getattr(self, name), most, least=0 if name in derived else 1)
-        check_fields(self, "", "norm_eps rope_theta", lambda value: 0 < value < 1e300, "positive, and finite")
+        check_fields(
+            self, "", "norm_eps rope_theta", lambda value: 0 < value < 1e300, "positive, and finite"
+        )
         check_fields(self, "", "tie_embeddings", lambda value: type(value) is bool, "true or false")
         if not self.head_dim and self.embed_dim % self.num_heads:
             given = f"embed_dim {self.embed_dim} is not divisible by num_heads {self.num_heads}"
@@ -156,10 +186,14 @@ class LlamaConfig:
         object.__setattr__(self, "head_dim", self.head_dim or self.embed_dim // self.num_heads)
         object.__setattr__(self, "mlp_dim", self.mlp_dim or llama_mlp_dim(self.embed_dim))
         if self.num_heads % self.num_kv_heads:
-            given = f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}"
+            given = (
+                f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}"
+            )
             raise UsageError(f"{given}: every key-value head serves the same number of query heads")
         if self.head_dim % 2:
-            raise UsageError(f"head_dim {self.head_dim} is odd: rotary embedding turns pairs, so it must be even")
+            raise UsageError(
+                f"head_dim {self.head_dim} is odd: rotary embedding turns pairs, so it must be even"
+            )
         if isinstance(self.rope_scaling, dict):
             object.__setattr__(self, "rope_scaling", RopeScaling.from_fields(self.rope_scaling))
         if scaling := self.rope_scaling:

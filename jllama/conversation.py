@@ -11,11 +11,20 @@ from jllama.generation.generate import BLOCK_S, generate, stream
 from jllama.generation.sampling_params import SamplingFields, SamplingParams
 from jllama.generation.text import Completion
 from jllama.language_model import LanguageModel
-from jllama.templates.messages import Message, check_messages, end_of_turn_ids, find_template, message_ids
+from jllama.templates.messages import (
+    Message,
+    check_messages,
+    end_of_turn_ids,
+    find_template,
+    message_ids,
+)
 
 
 def chat_ids(
-    model: LanguageModel, messages: Sequence[Message], template: str | None = None, add_generation_prompt: bool = True
+    model: LanguageModel,
+    messages: Sequence[Message],
+    template: str | None = None,
+    add_generation_prompt: bool = True,
 ) -> list[int]:
     """The token ids of a conversation: those of transformers' ``apply_chat_template``.
 
@@ -61,7 +70,9 @@ class Conversation:
 
     model: LanguageModel
     template: str | None = None  # None is find_template's
-    messages: list[Message] = dataclasses.field(default_factory=list)  # what has been said, as in ``chat``
+    messages: list[Message] = dataclasses.field(
+        default_factory=list
+    )  # what has been said, as in ``chat``
     engine: Engine | None = None  # which keeps what has been computed
 
     def answer(
@@ -81,7 +92,9 @@ class Conversation:
         if self.engine is None or self.engine.busy:  # with another answer that is not at its end
             self.engine = Engine(self.model, 1, block_s=BLOCK_S, resumes=True)
         heard = ""
-        with contextlib.closing(stream(self.model, ids, sampling, engine=self.engine, **ends, **fields)) as pieces:
+        with contextlib.closing(
+            stream(self.model, ids, sampling, engine=self.engine, **ends, **fields)
+        ) as pieces:
             while True:
                 try:
                     piece = next(pieces)
@@ -94,7 +107,9 @@ class Conversation:
 
     def undo(self) -> str:
         """Take back the last question and its answer; returns the question (``UsageError`` if there is none)."""
-        questions = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+        questions = [
+            index for index, message in enumerate(self.messages) if message["role"] == "user"
+        ]
         if not questions:
             raise UsageError("nothing was said that could be taken back")
         question = self.messages[questions[-1]]["content"]
@@ -103,7 +118,10 @@ class Conversation:
 
 
 def _answerable(
-    model: LanguageModel, messages: Sequence[Message], template: str | None, max_new_tokens: int | None
+    model: LanguageModel,
+    messages: Sequence[Message],
+    template: str | None,
+    max_new_tokens: int | None,
 ) -> tuple[list[int], dict[str, Any]]:
     """The conversation's ids, and what ends its answer: no number of tokens where the context ends sooner."""
     ids, context = chat_ids(model, messages, template), model.config.max_seq_len

@@ -24,14 +24,23 @@ class DecodeParams:
     so of are joined to one, outputs behind outputs, which few tokens are multiplied by faster than by several.
     """
 
-    weights: dict[str, Any]  # embed, final_norm, lm_head (unless tied), and layers: a dictionary by "0", "1", ...
+    weights: dict[
+        str, Any
+    ]  # embed, final_norm, lm_head (unless tied), and layers: a dictionary by "0", "1", ...
 
-    dtype = property(lambda self: self.weights["final_norm"].dtype, doc="The dtype of the activations.")
-    quantized = property(lambda self: self.weights["embed"].scale is not None, doc="Whether the matrices are int8.")
+    dtype = property(
+        lambda self: self.weights["final_norm"].dtype, doc="The dtype of the activations."
+    )
+    quantized = property(
+        lambda self: self.weights["embed"].scale is not None, doc="Whether the matrices are int8."
+    )
 
 
 def decode_layout(
-    params: Params, config: LlamaConfig, quantize: Quantization | None = None, joins: bool | None = None
+    params: Params,
+    config: LlamaConfig,
+    quantize: Quantization | None = None,
+    joins: bool | None = None,
 ) -> DecodeParams:
     """Parameters of the training layout in that for decoding; with ``quantize`` as integers, one scale an output.
 

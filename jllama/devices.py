@@ -26,7 +26,9 @@ class Accelerator(NamedTuple):
     bandwidth: float  # bytes from its memory
     links: float  # bytes over all links of a TPU in one direction, over NVLink or PCIe of a GPU
     chip: tuple[float, ...] = ()
-    network: float = 50e9  # bytes from outside of a GPU's node, by the network cards of usual systems
+    network: float = (
+        50e9  # bytes from outside of a GPU's node, by the network cards of usual systems
+    )
     sides: int = 0  # of a TPU's torus; 0 for GPUs
     node: int = 8  # GPUs that links connect
 
@@ -38,16 +40,26 @@ ACCELERATORS = {
     "v5e": Accelerator("TPU v5 lite", 15.75 * _GIB, 197e12, 0.819e12, 200e9, sides=2),
     "v5p": Accelerator("TPU v5", 95.74 * _GIB, 459e12, 2.765e12, 600e9, sides=3),
     "v6e": Accelerator("TPU v6 lite", 31.25 * _GIB, 918e12, 1.638e12, 400e9, sides=2),
-    "a100": Accelerator("NVIDIA A100", 85100068864, 312e12, 2.039e12, 300e9, (8.0, 108, 1.41, 40), 25e9),
-    "h100-pcie": Accelerator("NVIDIA H100 PCIe", _H100_BYTES, 756e12, 2.039e12, 64e9, (9.0, 114, 1.755, 50)),
+    "a100": Accelerator(
+        "NVIDIA A100", 85100068864, 312e12, 2.039e12, 300e9, (8.0, 108, 1.41, 40), 25e9
+    ),
+    "h100-pcie": Accelerator(
+        "NVIDIA H100 PCIe", _H100_BYTES, 756e12, 2.039e12, 64e9, (9.0, 114, 1.755, 50)
+    ),
     "h100": Accelerator("NVIDIA H100", _H100_BYTES, 989e12, 3.352e12, 450e9, (9.0, 132, 1.98, 50)),
     "h200": Accelerator("NVIDIA H200", 151397597184, 989e12, 4.8e12, 450e9, (9.0, 132, 1.98, 50)),
-    "b200": Accelerator("NVIDIA B200", 191514411008, 2250e12, 7.672e12, 900e9, (10.0, 148, 1.965, 126.5)),
-    "gb200": Accelerator("NVIDIA GB200", 197897748480, 2500e12, 7.928e12, 900e9, (10.0, 152, 2.062, 129.25), node=72),
+    "b200": Accelerator(
+        "NVIDIA B200", 191514411008, 2250e12, 7.672e12, 900e9, (10.0, 148, 1.965, 126.5)
+    ),
+    "gb200": Accelerator(
+        "NVIDIA GB200", 197897748480, 2500e12, 7.928e12, 900e9, (10.0, 152, 2.062, 129.25), node=72
+    ),
     "rtx4090": Accelerator(
         "NVIDIA GeForce RTX 4090", 23.5 * _GIB, 165e12, 1.008e12, 32e9, (8.9, 128, 2.52, 72), 12.5e9
     ),
-    "l40s": Accelerator("NVIDIA L40S", 44.4 * _GIB, 362e12, 0.864e12, 32e9, (8.9, 142, 2.52, 96), 12.5e9),
+    "l40s": Accelerator(
+        "NVIDIA L40S", 44.4 * _GIB, 362e12, 0.864e12, 32e9, (8.9, 142, 2.52, 96), 12.5e9
+    ),
     "l4": Accelerator("NVIDIA L4", 21.9 * _GIB, 121e12, 0.3e12, 32e9, (8.9, 58, 2.04, 48), 12.5e9),
 }
 """By the names that topologies begin with, a longer ``kind`` first.
@@ -96,7 +108,9 @@ def device_bytes(tree: Any) -> int:
     """What one device holds of arrays, or of abstract ones."""
     total = 0
     for leaf in jax.tree.leaves(tree):
-        shape = leaf.sharding.shard_shape(leaf.shape) if getattr(leaf, "sharding", None) else leaf.shape
+        shape = (
+            leaf.sharding.shard_shape(leaf.shape) if getattr(leaf, "sharding", None) else leaf.shape
+        )
         bits = 4 if leaf.dtype == jnp.uint4 else 8 * leaf.dtype.itemsize  # whose own is a byte
         total += math.prod(shape) * bits // 8
     return total
@@ -111,7 +125,9 @@ def program_bytes(compiled: Any) -> tuple[int, int]:
 
 def machine_memory_bytes() -> int | None:
     """The memory of this machine; None where the system does not say (Windows)."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+    return (
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+    )
 
 
 def device_memory_bytes(device: Any) -> int | None:
@@ -150,7 +166,9 @@ def idle_accelerator(root: Path = Path("/")) -> str | None:
     """What to do about a GPU or TPU of this machine that JAX, being installed for the CPU alone, leaves idle."""
     if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS"):
         return None
-    said = "this machine has {} but JAX sees none: pip install 'jllama[{}]', or say JAX_PLATFORMS=cpu"
+    said = (
+        "this machine has {} but JAX sees none: pip install 'jllama[{}]', or say JAX_PLATFORMS=cpu"
+    )
     if (root / "proc/driver/nvidia").exists() or (root / "dev/nvidia0").exists():
         return said.format("an NVIDIA GPU", "cuda")
     if list((root / "dev").glob("accel*")) or "TPU_WORKER_ID" in os.environ:

@@ -22,9 +22,7 @@ from jllama.files import fault_of, locked
 from jllama.stop import end
 
 _SILENT_S = 30
-_GONE = (
-    f"error: a process has died, failed, not come or been silent for {_SILENT_S} s: see what each said; start all anew"
-)
+_GONE = f"error: a process has died, failed, not come or been silent for {_SILENT_S} s: see what each said; start all anew"
 _NOT_MET = "error: not all processes have come within {} s: see what each one printed, then start all of them again"
 _NO_CLUSTER = "JAX finds no cluster here: give distributed.coordinator as HOST:PORT"
 _SIGNS = r"Gloo|NCCL|[Cc]oordination|[Bb]arrier|UNAVAILABLE"  # of that, in what JAX raises
@@ -61,7 +59,9 @@ def _connect(options: DistributedConfig, *address: Any) -> None:
         return
     if address:
         _find_coordinator(options)
-    ctypes.CDLL(None).signal(signal.SIGABRT, _ABORTED)  # by JAX's runtime, from a thread that Python does not know
+    ctypes.CDLL(None).signal(
+        signal.SIGABRT, _ABORTED
+    )  # by JAX's runtime, from a thread that Python does not know
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     seconds = {"heartbeat_timeout_seconds": _SILENT_S, "shutdown_timeout_seconds": _SILENT_S}
     _fate["said"] = _NOT_MET.format(options.timeout_s)
@@ -80,7 +80,10 @@ def _find_coordinator(options: DistributedConfig) -> None:
     """See that process 0 can listen, and that others reach it, before JAX's runtime does and aborts if not."""
     host, _, port = options.coordinator.rpartition(":")
     if options.process_id == 0:
-        with fault_of(f"process 0 cannot listen on port {port}: give all another distributed.coordinator", OSError):
+        with fault_of(
+            f"process 0 cannot listen on port {port}: give all another distributed.coordinator",
+            OSError,
+        ):
             return socket.create_server(("", int(port))).close()
     said = f"the coordinator {options.coordinator} has not answered for {options.timeout_s} s: start process 0 there"
     until_s = time.monotonic() + options.timeout_s

@@ -41,11 +41,15 @@ class ContextError(UsageError):
     code = "context_length_exceeded"  # as OpenAI calls it
 
 
-def check_fields(config: Any, group: str, names: str, is_right: Callable[[Any], bool], expected: str) -> None:
+def check_fields(
+    config: Any, group: str, names: str, is_right: Callable[[Any], bool], expected: str
+) -> None:
     """Raise ``UsageError`` for the first of a configuration's fields (``names``, with spaces) that is not right."""
     for name in names.split():
         if not is_right(value := getattr(config, name)):
-            raise UsageError(f"{group}{name} is {'empty' if value == '' else value}; it must be {expected}")
+            raise UsageError(
+                f"{group}{name} is {'empty' if value == '' else value}; it must be {expected}"
+            )
 
 
 def unknown_name(kind: str, name: str, names: Iterable[str]) -> UsageError:
@@ -57,7 +61,9 @@ def unknown_name(kind: str, name: str, names: Iterable[str]) -> UsageError:
 
 def no_tokenizer(source: object) -> JllamaError:
     """The error for a model, by its path or name, that has no tokenizer where one is needed."""
-    return JllamaError(f"{source} has no tokenizer: put the one it was trained with beside its weights")
+    return JllamaError(
+        f"{source} has no tokenizer: put the one it was trained with beside its weights"
+    )
 
 
 def check_size(name: str, value: int, most: int, *, least: int = 1) -> None:
@@ -65,9 +71,13 @@ def check_size(name: str, value: int, most: int, *, least: int = 1) -> None:
     if type(value) is not int:
         raise UsageError(f"{name} is {reprlib.repr(value)}; it must be a whole number")
     if value < least:
-        raise UsageError(f"{name} is {value}; it must be {'at least 1' if least else 'positive, or 0 to work it out'}")
+        raise UsageError(
+            f"{name} is {value}; it must be {'at least 1' if least else 'positive, or 0 to work it out'}"
+        )
     if value > most:
-        raise UsageError(f"{name} is {value:,}, and no Llama's is over {most:,}: it cannot be meant")
+        raise UsageError(
+            f"{name} is {value:,}, and no Llama's is over {most:,}: it cannot be meant"
+        )
 
 
 @contextlib.contextmanager

@@ -28,14 +28,22 @@ _MAX_BYTES, _MAX_DEPTH = 100_000_000, 50
 def read_json_object(path: Path) -> Json:
     """The object that a JSON file holds. One that cannot be read, or is absurdly large or nested, is a JllamaError."""
     refuse_special_files(path)
-    with fault_of(f"{path} cannot be read", OSError), fault_of(f"{path} is not JSON", ValueError, RecursionError):
+    with (
+        fault_of(f"{path} cannot be read", OSError),
+        fault_of(f"{path} is not JSON", ValueError, RecursionError),
+    ):
         if path.stat().st_size > _MAX_BYTES:
             raise ValueError(f"it is over {_MAX_BYTES} bytes, not what its name says")
         content = json.loads(path.read_bytes())
         level = [content]
         for _ in range(_MAX_DEPTH):
             values = [each.values() if isinstance(each, dict) else each for each in level]
-            level = [inner for each in values if not isinstance(each, str | int | float | None) for inner in each]
+            level = [
+                inner
+                for each in values
+                if not isinstance(each, str | int | float | None)
+                for inner in each
+            ]
         if level:
             raise ValueError(f"it is nested over {_MAX_DEPTH} deep")
     if not isinstance(content, dict):
@@ -43,7 +51,9 @@ def read_json_object(path: Path) -> Json:
     return content
 
 
-def read_fields(fields: Mapping[str, Any], table: Mapping[str, tuple[str, Any]], source: Path) -> Json:
+def read_fields(
+    fields: Mapping[str, Any], table: Mapping[str, tuple[str, Any]], source: Path
+) -> Json:
     """Values of a file that describes a model, by our names; ``table`` has the file's key for each, and a default.
 
     A value that is not of the default's type (without a default, None: not whole), or a number that is not positive and
@@ -54,14 +64,20 @@ def read_fields(fields: Mapping[str, Any], table: Mapping[str, tuple[str, Any]],
     for name, (key, default) in table.items():
         value, kind = fields.get(key, default), int if default is None else type(default)
         is_kind = type(value) is kind or (kind is float and type(value) is int)
-        if (key in fields or default is None) and not (is_kind and (kind is bool or 0 < value < 1e300)):
-            raise JllamaError(f"{source} has {key} {json.dumps(value)[:100]}; it must be {kinds[kind]}")
+        if (key in fields or default is None) and not (
+            is_kind and (kind is bool or 0 < value < 1e300)
+        ):
+            raise JllamaError(
+                f"{source} has {key} {json.dumps(value)[:100]}; it must be {kinds[kind]}"
+            )
         values[name] = kind(value)
     return values
 
 
 @contextlib.contextmanager
-def fault_of(source: Path | str, *errors: type[Exception], kind: type[JllamaError] = JllamaError) -> Iterator[None]:
+def fault_of(
+    source: Path | str, *errors: type[Exception], kind: type[JllamaError] = JllamaError
+) -> Iterator[None]:
     """Inside, these errors and a ``UsageError`` (of a ``LlamaConfig``, say) are one of a ``kind`` naming the source.
 
     So is a panic of a library in Rust, which is no ``Exception``.
@@ -72,7 +88,9 @@ def fault_of(source: Path | str, *errors: type[Exception], kind: type[JllamaErro
         is_panic = type(error).__name__ == "PanicException"
         if not (is_panic or isinstance(error, (UsageError, *errors))):
             raise
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        reason = (
+            getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        )
         raise kind(f"{source}: {reason}") from error
 
 
@@ -87,7 +105,9 @@ def has_file(path: Path) -> bool:
     """Whether there is a file to read at ``path``; anything else there, also a link to nothing, is a JllamaError."""
     refuse_special_files(path)
     if path.is_dir() or (path.is_symlink() and not path.exists()):
-        raise JllamaError(f"{path} is a folder, or a link to nothing: put a file there, or remove it")
+        raise JllamaError(
+            f"{path} is a folder, or a link to nothing: put a file there, or remove it"
+        )
     return path.is_file()
 
 
@@ -103,7 +123,10 @@ def written_whole(target: Path, *, shared: bool = False) -> Iterator[Path]:
     A file that stood there is replaced at once; a folder is put aside first, and back if anything fails. With
     ``shared``, processes may write the same at the same time: the first folder stays, and then this is an ``OSError``.
     """
-    partial, old = _beside(target, f"{uuid.uuid4().hex[:8]}.partial" if shared else "partial"), _beside(target, "old")
+    partial, old = (
+        _beside(target, f"{uuid.uuid4().hex[:8]}.partial" if shared else "partial"),
+        _beside(target, "old"),
+    )
     put_back(target)
     try:
         remove(partial)
@@ -161,7 +184,9 @@ def locked(folder: Path, process: int = 0) -> Iterator[None]:
             used = f"{folder} is in use by {holder}{f' as process_id {process}' if process else ''}"
             raise JllamaError(f"{used}: wait for it, or choose another folder")
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        file.write(
+            f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        )
         file.flush()
         try:
             yield

@@ -26,7 +26,9 @@ MAX_KEPT = 2**18
 """How many characters the grammars have together whose compiled forms are kept, which then take up to 40 MiB."""
 _kept: dict[tuple[Grammar, Tokenizer], Any] = {}
 _kept_lock = threading.Lock()
-_WHITESPACE = r" |\n {0,40}"  # between JSON's signs: without a bound, a small model may go on with it forever
+_WHITESPACE = (
+    r" |\n {0,40}"  # between JSON's signs: without a bound, a small model may go on with it forever
+)
 _TRIAL = """
 import contextlib, sys
 sys.path += sys.argv[1:]
@@ -49,10 +51,14 @@ class Matcher:
 
     def __init__(self, grammar: Grammar, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> None:
         if not stop_ids:
-            raise UsageError("a text that must match a grammar ends with a stop id, and there is none: give stop_ids")
+            raise UsageError(
+                "a text that must match a grammar ends with a stop id, and there is none: give stop_ids"
+            )
         self._matcher, self._ended = _compiled(grammar, tokenizer).deep_copy(), False
         size, self._stop_ids = tokenizer.vocab_size, frozenset(stop_ids)
-        flags = np.zeros((2, -(-size // 32) * 32), bool)  # what may be within the text, and what may end it
+        flags = np.zeros(
+            (2, -(-size // 32) * 32), bool
+        )  # what may be within the text, and what may end it
         flags[0, :size] = tokenizer.token_bytes() > 0
         flags[:, list(stop_ids)] = [[False], [True]]
         self._inside, self._ends = np.packbits(flags, axis=1, bitorder="little").view(np.int32)
@@ -61,7 +67,10 @@ class Matcher:
         """A bit for each token of the vocabulary, 32 to a word, lowest first; a stop id's where the text may end."""
         if self._ended:
             return self._ends
-        words = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(self._inside)] & self._inside
+        words = (
+            np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(self._inside)]
+            & self._inside
+        )
         return words | self._ends if self._matcher.is_accepting() or not words.any() else words
 
     def accept(self, token: int) -> None:
@@ -70,7 +79,10 @@ class Matcher:
         if not self._ended:
             self._matcher.consume_token(token)
 
-    failed = property(lambda self: self._matcher.is_error(), doc="Whether it broke off: at a limit, or a wrong token.")
+    failed = property(
+        lambda self: self._matcher.is_error(),
+        doc="Whether it broke off: at a limit, or a wrong token.",
+    )
 
 
 def _compiled(grammar: Grammar, tokenizer: Tokenizer) -> Any:
@@ -100,9 +112,13 @@ def _compile(grammar: Grammar, tokenizer: Tokenizer) -> Any:
 
     try:
         if len(text) > MAX_CHARACTERS:
-            raise ValueError(f"it has {len(text)} characters, and at most {MAX_CHARACTERS} are served")
+            raise ValueError(
+                f"it has {len(text)} characters, and at most {MAX_CHARACTERS} are served"
+            )
         if kind == "json_schema":
-            made = LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": _WHITESPACE}, {"lenient": False})
+            made = LLMatcher.grammar_from_json_schema(
+                text, {"whitespace_pattern": _WHITESPACE}, {"lenient": False}
+            )
             json.loads(text, object_hook=_check_properties, parse_int=_check_integer)
             text = f"start: %json {json.dumps(json.loads(made)['grammars'][0]['json_schema'])}"
         elif kind == "regex":
@@ -110,7 +126,9 @@ def _compile(grammar: Grammar, tokenizer: Tokenizer) -> Any:
         program = [sys.executable, "-I", "-S", "-c", _TRIAL, str(Path(_lib.__file__).parent)]
         subprocess.run(program, input=text.encode(), check=True, capture_output=True, timeout=20)
         text += '\n%llguidance {"no_forcing": true}'  # a text may be cut into tokens in all ways, not in one alone
-        limits = LLParserLimits(max_items_in_row=20_000, verbose_errors=False)  # 2,000 are 500 optional properties
+        limits = LLParserLimits(
+            max_items_in_row=20_000, verbose_errors=False
+        )  # 2,000 are 500 optional properties
         matcher = LLMatcher(vocabulary, text, log_level=0, limits=limits)
         matcher.compute_bitmask()
         if not (error := matcher.get_error()):
@@ -120,9 +138,13 @@ def _compile(grammar: Grammar, tokenizer: Tokenizer) -> Any:
     except subprocess.SubprocessError:
         error = "it takes over 2 s or 1 GiB, or is nested too deep"
     lines = error.splitlines()
-    reason = next((line[7:] for line in lines if line.startswith("error: ")), lines[0]).rpartition("JSON schema: ")[2]
+    reason = next((line[7:] for line in lines if line.startswith("error: ")), lines[0]).rpartition(
+        "JSON schema: "
+    )[2]
     reason = "no text matches it" if reason == "NoExtensionBias" else reason[:200]
-    raise UsageError(f"the grammar ({kind}) cannot be compiled, give one that llguidance can serve: {reason}")
+    raise UsageError(
+        f"the grammar ({kind}) cannot be compiled, give one that llguidance can serve: {reason}"
+    )
 
 
 def _check_integer(digits: str) -> int:
@@ -135,7 +157,9 @@ def _check_integer(digits: str) -> int:
 def _check_properties(schema: dict[str, Any]) -> dict[str, Any]:
     """Raise ValueError for what llguidance counts wrongly: properties of which one may come twice."""
     least, required = schema.get("minProperties"), schema.get("required")
-    if isinstance(least, int | float) and least > max(1, len(required) if isinstance(required, list) else 0):
+    if isinstance(least, int | float) and least > max(
+        1, len(required) if isinstance(required, list) else 0
+    ):
         raise ValueError(f"minProperties is {least}, and not as many are required")
     return schema
 
@@ -146,7 +170,14 @@ def _vocabulary(tokenizer: Tokenizer) -> Any:
     try:
         from llguidance import LLTokenizer, TokenizerWrapper
     except ImportError:
-        raise JllamaError("a grammar needs the package llguidance: pip install 'jllama[grammar]'") from None
-    pieces, ends = tokenizer.pieces, {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+        raise JllamaError(
+            "a grammar needs the package llguidance: pip install 'jllama[grammar]'"
+        ) from None
+    pieces, ends = (
+        tokenizer.pieces,
+        {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id},
+    )
     special_ids = [id for id, piece in enumerate(pieces) if not piece]
-    return LLTokenizer(TokenizerWrapper(SimpleNamespace(tokens=pieces, special_token_ids=special_ids, **ends)))
+    return LLTokenizer(
+        TokenizerWrapper(SimpleNamespace(tokens=pieces, special_token_ids=special_ids, **ends))
+    )

@@ -27,13 +27,18 @@ def splash(query: Array, key: Array, value: Array, mask: Mask, *, interpret: boo
 
     With an offset, known only at run time, hidden blocks are computed and masked. ``interpret``: on any device, slowly.
     """
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel,
+        splash_attention_mask,
+    )
 
     (_, heads, seq, head_dim), kv_seq = query.shape, key.shape[2]
     block = min(512, _up(min(seq, kv_seq), _LANES))
     padded_head = head_dim if head_dim == 64 else _up(head_dim, _LANES)
     three = query * head_dim**-0.5, key, value
-    query, key, value = (_pad(each, {2: _up(each.shape[2], block), 3: padded_head}) for each in three)
+    query, key, value = (
+        _pad(each, {2: _up(each.shape[2], block), 3: padded_head}) for each in three
+    )
     sides = query.shape[2], key.shape[2]
     kernel: Any = splash_attention_kernel.make_splash_mha(
         splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask(sides)] * heads),
@@ -45,7 +50,9 @@ def splash(query: Array, key: Array, value: Array, mask: Mask, *, interpret: boo
     segments = None
     if mask.query_segments is not None and mask.key_segments is not None:
         pairs = zip((mask.query_segments, mask.key_segments), sides, strict=True)
-        segments = splash_attention_kernel.SegmentIds(*(_pad(each, {1: side}, -1) for each, side in pairs))
+        segments = splash_attention_kernel.SegmentIds(
+            *(_pad(each, {1: side}, -1) for each, side in pairs)
+        )
     offsets = None if mask.offset is None else jnp.broadcast_to(mask.offset, query.shape[:1])
 
     def one_row(query: Array, key: Array, value: Array, segments: Any, offset: Any) -> Array:
@@ -59,7 +66,9 @@ def splash(query: Array, key: Array, value: Array, mask: Mask, *, interpret: boo
             moved = splash_attention_kernel.SplashAttentionKernel(*infos, **kernel.kwargs)
         return moved(query, key, value, segments)
 
-    return jax.vmap(one_row)(query, key, value, segments, offsets)[:, :, :seq, :head_dim].astype(value.dtype)
+    return jax.vmap(one_row)(query, key, value, segments, offsets)[:, :, :seq, :head_dim].astype(
+        value.dtype
+    )
 
 
 def paged(query: Array, key: Array, value: Array, mask: Mask) -> Array:
@@ -71,9 +80,13 @@ def paged(query: Array, key: Array, value: Array, mask: Mask) -> Array:
     from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 
     batch, kv_heads, kv_seq, head_dim = key.shape
-    places = jnp.arange(batch * kv_heads * kv_seq // _PAGE, dtype=jnp.int32).reshape(batch * kv_heads, -1)
+    places = jnp.arange(batch * kv_heads * kv_seq // _PAGE, dtype=jnp.int32).reshape(
+        batch * kv_heads, -1
+    )
     pages = (each.reshape(1, places.size, _PAGE, head_dim) for each in (key, value))
-    lengths = jnp.broadcast_to(jnp.sum(mask.dense(1, kv_seq), axis=2, dtype=jnp.int32), (batch, kv_heads))
+    lengths = jnp.broadcast_to(
+        jnp.sum(mask.dense(1, kv_seq), axis=2, dtype=jnp.int32), (batch, kv_heads)
+    )
     queries = query.astype(jnp.float32).reshape(len(places), -1, head_dim) * head_dim**-0.5
     mixed = paged_attention(queries, *pages, lengths.ravel(), places, pages_per_compute_block=1)
     return mixed.reshape(query.shape).astype(query.dtype)
@@ -83,7 +96,9 @@ def cudnn(query: Array, key: Array, value: Array, mask: Mask) -> Array:
     """CuDNN's flash attention (NVIDIA): grouped heads, causal from the start of a row."""
     head_dim = query.shape[3]
     heads_last = (_pad(each, {3: _up(head_dim, 8)}).swapaxes(1, 2) for each in (query, key, value))
-    mixed = jax.nn.dot_product_attention(*heads_last, scale=head_dim**-0.5, is_causal=True, implementation="cudnn")
+    mixed = jax.nn.dot_product_attention(
+        *heads_last, scale=head_dim**-0.5, is_causal=True, implementation="cudnn"
+    )
     return mixed.swapaxes(1, 2)[..., :head_dim]
 
 
@@ -131,7 +146,9 @@ def _tokamax(query: Array, key: Array, value: Array, first_keys: Array) -> Array
     return operation(query, key, value, mask=mask)
 
 
-def _tokamax_forward(query: Array, key: Array, value: Array, first_keys: Array) -> tuple[Array, Any]:
+def _tokamax_forward(
+    query: Array, key: Array, value: Array, first_keys: Array
+) -> tuple[Array, Any]:
     operation, mask = _tokamax_operation(first_keys)
     query, key, value = (checkpoint_name(each, ATTENDED) for each in (query, key, value))
     results = operation(query, key, value, mask=mask, return_residuals=True)
@@ -153,7 +170,9 @@ _tokamax.defvjp(_tokamax_forward, _tokamax_backward)
 def _tokamax_operation(first_keys: Array) -> tuple[Any, Any]:
     """Tokamax's operation for the device at hand (or ``jax.default_device``), and its mask."""
     api, base, on_mosaic = _tokamax_package()
-    mask = base.Mask(k_start=first_keys[:, None], is_causal=True)  # its public function has no first keys
+    mask = base.Mask(
+        k_start=first_keys[:, None], is_causal=True
+    )  # its public function has no first keys
     return api.IMPLEMENTATIONS["mosaic_gpu" if on_mosaic() else "triton"], mask
 
 
@@ -164,9 +183,13 @@ def _tokamax_package() -> tuple[Any, Any, Any]:
         from tokamax._src.ops.attention import api, base  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         advice = "pip install 'jllama[cuda]' with Python 3.12 or later, or take another training.attention"
-        raise UsageError(f"attention is tokamax, which can't be imported ({error}): {advice}") from error
+        raise UsageError(
+            f"attention is tokamax, which can't be imported ({error}): {advice}"
+        ) from error
     # It says of each shape that it was not measured, and takes what it would take anyway.
-    logging.getLogger("absl").addFilter(lambda record: "Autotuning cache miss" not in record.getMessage())
+    logging.getLogger("absl").addFilter(
+        lambda record: "Autotuning cache miss" not in record.getMessage()
+    )
     return api, base, lambda: gpu_utils.is_sm90() or gpu_utils.is_sm100()
 
 
@@ -179,7 +202,9 @@ def _tokamax_refuses(query: Array, key: Array, mask: Mask) -> str:
 def _paged_refuses(query: Any, key: Any, mask: Mask) -> str:
     served = query.shape[2] == 1 and all(field is None for field in mask[1:])
     fits = key.dtype == jnp.bfloat16 and not (key.shape[3] % _LANES or key.shape[2] % _PAGE)
-    return "all but one new token a row, over bfloat16 keys in blocks of 256, of heads of 128" * (not (served and fits))
+    return "all but one new token a row, over bfloat16 keys in blocks of 256, of heads of 128" * (
+        not (served and fits)
+    )
 
 
 def _cudnn_refuses(query: Array, key: Array, mask: Mask) -> str:
@@ -193,7 +218,9 @@ def _cudnn_refuses(query: Array, key: Array, mask: Mask) -> str:
 
 def _triton_refuses(query: Array, key: Array, mask: Mask) -> str:
     served = mask.offset is None and mask.lengths is None and query.shape[2] == key.shape[2]
-    return "a mask with an offset or lengths, or other numbers of keys than of queries" * (not served)
+    return "a mask with an offset or lengths, or other numbers of keys than of queries" * (
+        not served
+    )
 
 
 def _up(size: int, multiple: int) -> int:

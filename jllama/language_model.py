@@ -46,7 +46,9 @@ class LanguageModel:
     def __repr__(self) -> str:
         """One line, without the weights."""
         largest = max(jax.tree.leaves(self.params), key=lambda leaf: leaf.size, default=None)
-        shown = summary(self.config, "no weights" if largest is None else largest.dtype.name, self.tokenizer)
+        shown = summary(
+            self.config, "no weights" if largest is None else largest.dtype.name, self.tokenizer
+        )
         return f"LanguageModel({shown}{f', from {self.source}' if self.source else ''})"
 
     def __call__(self, tokens: TokenIds) -> Float[Array, "batch seq vocab"]:
@@ -54,7 +56,10 @@ class LanguageModel:
         return _logits(self.config, self.params, as_token_ids(tokens, self.config))
 
     def capture(
-        self, tokens: TokenIds, names: Sequence[str], segments: Int[Array | np.ndarray, "batch seq"] | None = None
+        self,
+        tokens: TokenIds,
+        names: Sequence[str],
+        segments: Int[Array | np.ndarray, "batch seq"] | None = None,
     ) -> dict[str, Array]:
         """Activations and attention weights by name, of whole sequences.
 
@@ -72,7 +77,9 @@ class LanguageModel:
         """
         check_names(self.config, tuple(names))
         segments = None if segments is None else jnp.asarray(segments)
-        found = activations(self.config, self.params, as_token_ids(tokens, self.config), tuple(names), segments)
+        found = activations(
+            self.config, self.params, as_token_ids(tokens, self.config), tuple(names), segments
+        )
         return {name: found[name] for name in names}  # compiled functions sort them
 
     @property
@@ -85,16 +92,26 @@ class LanguageModel:
     @property
     def decode_params(self) -> DecodeParams:
         """``params`` in the layout for decoding; if they are in the training layout, converted at each call."""
-        return self.params if isinstance(self.params, DecodeParams) else decode_layout(self.params, self.config)
+        return (
+            self.params
+            if isinstance(self.params, DecodeParams)
+            else decode_layout(self.params, self.config)
+        )
 
     def for_decoding(self, quantize: Quantization | None = None) -> "LanguageModel":
         """The same model with its parameters in the layout for decoding (``decode_layout``), as int8 if asked."""
         if quantize not in (None, *(kinds := get_args(Quantization))):
-            raise UsageError(f"quantize is {quantize!r}; it must be one of {', '.join(kinds)}, or None")
+            raise UsageError(
+                f"quantize is {quantize!r}; it must be one of {', '.join(kinds)}, or None"
+            )
         if not isinstance(self.params, DecodeParams):
-            return dataclasses.replace(self, params=decode_layout(self.params, self.config, quantize))
+            return dataclasses.replace(
+                self, params=decode_layout(self.params, self.config, quantize)
+            )
         if quantize and not self.params.quantized:
-            raise UsageError("the parameters are in the layout for decoding: quantize when loading them")
+            raise UsageError(
+                "the parameters are in the layout for decoding: quantize when loading them"
+            )
         return self
 
 
@@ -107,9 +124,17 @@ def summary(config: LlamaConfig, dtype: str, tokenizer: Tokenizer | None) -> str
 
 def weights_fingerprint(model: LanguageModel) -> str:
     """SHA-256, in hexadecimal, of the names, types, shapes and CRC-32 of the parameters as they are loaded."""
-    leaves = [(jax.tree_util.keystr(at), np.asarray(leaf)) for at, leaf in jax.tree.leaves_with_path(model.params)]
-    parts = [(name, leaf.dtype.name, leaf.shape, zlib.crc32(leaf.ravel().view(np.uint8).data)) for name, leaf in leaves]
+    leaves = [
+        (jax.tree_util.keystr(at), np.asarray(leaf))
+        for at, leaf in jax.tree.leaves_with_path(model.params)
+    ]
+    parts = [
+        (name, leaf.dtype.name, leaf.shape, zlib.crc32(leaf.ravel().view(np.uint8).data))
+        for name, leaf in leaves
+    ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-_logits = jax.jit(lambda config, params, tokens: build_model(config, params)(tokens), static_argnums=0)
+_logits = jax.jit(
+    lambda config, params, tokens: build_model(config, params)(tokens), static_argnums=0
+)

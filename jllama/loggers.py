@@ -34,7 +34,9 @@ def _tensorboard(folder: Path, config: Mapping[str, Any], step: int) -> Write:
 
     def write(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            events.write_event(messages.Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
+            events.write_event(
+                messages.Event(wall_time=time.time(), step=step, summary=scalar(name, value))
+            )
         events.flush()
 
     return write
@@ -42,17 +44,29 @@ def _tensorboard(folder: Path, config: Mapping[str, Any], step: int) -> Write:
 
 def _wandb(folder: Path, config: Mapping[str, Any], step: int, package: str = "wandb") -> Write:
     """A new run from step 0 on, else the last one; also in trackio, which has the same functions."""
-    names: dict[str, Any] = {"dir": folder, "resume": "auto" if step else None, "reinit": "create_new"}
+    names: dict[str, Any] = {
+        "dir": folder,
+        "resume": "auto" if step else None,
+        "reinit": "create_new",
+    }
     if package == "trackio":
         names = {"resume": "allow" if step else "never", "embed": False}
     with contextlib.redirect_stdout(sys.stderr):
-        run = importlib.import_module(package).init(project="jllama", name=folder.name, config=dict(config), **names)
-    atexit.register(lambda: setattr(sys, "stdout", sys.stderr))  # before what they say at the end: it is chatter
+        run = importlib.import_module(package).init(
+            project="jllama", name=folder.name, config=dict(config), **names
+        )
+    atexit.register(
+        lambda: setattr(sys, "stdout", sys.stderr)
+    )  # before what they say at the end: it is chatter
     return lambda step, values: run.log(values, step=step)
 
 
 LOGGERS: dict[str, Callable[[Path, Mapping[str, Any], int], Write]]
-LOGGERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": functools.partial(_wandb, package="trackio")}
+LOGGERS = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "trackio": functools.partial(_wandb, package="trackio"),
+}
 """``(a run's folder, its configuration, first step)`` -> ``write(step, numbers by name)``."""
 
 
@@ -61,16 +75,26 @@ def check_logger(name: str) -> None:
     if name and name not in LOGGERS:
         raise unknown_name("logger", name, LOGGERS)
     if name in ("wandb", "trackio") and importlib.util.find_spec(name) is None:
-        raise JllamaError(f"the logger {name} needs a package that is not installed: pip install 'jllama[{name}]'")
+        raise JllamaError(
+            f"the logger {name} needs a package that is not installed: pip install 'jllama[{name}]'"
+        )
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     """What is drawn of a line of ``metrics.jsonl``: its finite numbers, nested ones as ``final/perplexity``."""
-    flat: dict[Any, Any] = flatten_dict({name: value for name, value in line.items() if name != "step"}, sep="/")
-    return {name: value for name, value in flat.items() if type(value) in (int, float) and math.isfinite(value)}
+    flat: dict[Any, Any] = flatten_dict(
+        {name: value for name, value in line.items() if name != "step"}, sep="/"
+    )
+    return {
+        name: value
+        for name, value in flat.items()
+        if type(value) in (int, float) and math.isfinite(value)
+    }
 
 
-def persistent(open: Callable[[Any], Write], warn: Callable[[Exception], None]) -> Callable[..., None]:
+def persistent(
+    open: Callable[[Any], Write], warn: Callable[[Exception], None]
+) -> Callable[..., None]:
     """Gives records in order to the writer that ``open(first of the first record)`` gives, and stops nobody.
 
     What fails is told to ``warn`` and tried again, with another writer, at the next record; what goes on is told once.

@@ -22,29 +22,46 @@ from jllama.parameters import Params, map_by_path, matrix_shape, parameter_table
 def adapter_shapes(config: LlamaConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
     """``(inputs, outputs)`` of each adapted matrix of a layer; ``UsageError`` for targets or a rank that do not fit."""
     table = parameter_table(config).items()
-    rows = {path.removeprefix("layers/"): row for path, row in table if path.startswith("layers/") and row.inputs}
+    rows = {
+        path.removeprefix("layers/"): row
+        for path, row in table
+        if path.startswith("layers/") and row.inputs
+    }
     if wrong := [name for name in lora.targets if name not in rows]:
-        raise UsageError(f"lora.targets has {wrong[0]}, and of a layer's matrices there are {', '.join(rows)}")
+        raise UsageError(
+            f"lora.targets has {wrong[0]}, and of a layer's matrices there are {', '.join(rows)}"
+        )
     shapes = {name: matrix_shape(rows[name], config)[::-1] for name in lora.targets}
     if lora.rank > (most := min(map(min, shapes.values()))):
-        raise UsageError(f"lora.rank is {lora.rank}; it must be at most {most}, the least width of an adapted matrix")
+        raise UsageError(
+            f"lora.rank is {lora.rank}; it must be at most {most}, the least width of an adapted matrix"
+        )
     return shapes
 
 
-def initial_adapter(key: Key[Array, ""], base: Params, config: LlamaConfig, lora: LoraConfig) -> Params:
+def initial_adapter(
+    key: Key[Array, ""], base: Params, config: LlamaConfig, lora: LoraConfig
+) -> Params:
     """The adapter before training, float32: it changes nothing, since ``b`` is zero.
 
     ``a`` is uniform within ``1 / sqrt(inputs)``, as PEFT's; a magnitude is the length that each output has in ``base``,
     which is as ``frozen`` holds it.
     """
     layers, shapes = {}, adapter_shapes(config, lora).items()
-    for draw, (name, (inputs, outputs)) in zip(jax.random.split(key, len(shapes)), shapes, strict=True):
+    for draw, (name, (inputs, outputs)) in zip(
+        jax.random.split(key, len(shapes)), shapes, strict=True
+    ):
         bound, shape = 1 / math.sqrt(inputs), (config.num_layers, inputs, lora.rank)
         drawn = jax.random.uniform(draw, shape, jnp.float32, -bound, bound)
-        layers[name] = {"a": drawn, "b": jnp.zeros((config.num_layers, lora.rank, outputs), jnp.float32)}
+        layers[name] = {
+            "a": drawn,
+            "b": jnp.zeros((config.num_layers, lora.rank, outputs), jnp.float32),
+        }
         if lora.dora:
             layers[name]["magnitude"] = jax.lax.map(
-                lambda part, shape=(inputs, outputs): output_lengths(dense(part, shape, jnp.float32).reshape(shape)),
+                lambda part, shape=(inputs, outputs): output_lengths(
+                    dense(part, shape, jnp.float32).reshape(shape)
+                ),
                 base["layers"][name],
             )
     return {"layers": layers}
@@ -76,7 +93,9 @@ def _quantized(stack: Array, base: str, num_inputs: int) -> Any:
         if base == "int8":
             return decode_matrix(matrix, range(num_inputs), "int8")
         joined = matrix.reshape(math.prod(matrix.shape[:num_inputs]), -1).astype(jnp.float32)
-        return qwix().quantize(joined, "nf4", channelwise_axes=(1,), tiled_axes={0: math.gcd(64, len(joined))})
+        return qwix().quantize(
+            joined, "nf4", channelwise_axes=(1,), tiled_axes={0: math.gcd(64, len(joined))}
+        )
 
     return jax.lax.map(quantized, stack)
 
@@ -85,13 +104,19 @@ def dense(part: Any, shape: tuple[int, ...], dtype: Any) -> Array:
     """A weight that ``frozen`` holds, in floats; ``shape`` is that of the matrix."""
     if isinstance(part, Array):
         return part.astype(dtype)
-    return part.dense(dtype) if isinstance(part, DecodeMatrix) else qwix().dequantize(part).astype(dtype).reshape(shape)
+    return (
+        part.dense(dtype)
+        if isinstance(part, DecodeMatrix)
+        else qwix().dequantize(part).astype(dtype).reshape(shape)
+    )
 
 
 def adapted(base: Params, adapter: Params, lora: LoraConfig) -> Params:
     """Parameters whose adapted matrices are ``AdaptedMatrix``, layers stacked."""
     matrices = {
-        name: AdaptedMatrix(base["layers"][name], part["a"], part["b"], part.get("magnitude"), lora.scale)
+        name: AdaptedMatrix(
+            base["layers"][name], part["a"], part["b"], part.get("magnitude"), lora.scale
+        )
         for name, part in adapter["layers"].items()
     }
     return {**base, "layers": {**base["layers"], **matrices}}
@@ -117,4 +142,6 @@ def qwix() -> Any:
     try:
         return importlib.import_module("qwix")
     except ImportError:
-        raise UsageError("lora.base is nf4, which needs the package qwix: pip install 'jllama[nf4]'") from None
+        raise UsageError(
+            "lora.base is nf4, which needs the package qwix: pip install 'jllama[nf4]'"
+        ) from None

@@ -24,29 +24,44 @@ from jllama.config import LlamaConfig
 from jllama.decode_params import DecodeParams
 from jllama.devices import loss_chunk_tokens
 from jllama.errors import UsageError, unknown_name
-from jllama.parameters import PARAMETERS, Params, initial_std, joined_groups, parameter_table, shape_of
+from jllama.parameters import (
+    PARAMETERS,
+    Params,
+    initial_std,
+    joined_groups,
+    parameter_table,
+    shape_of,
+)
 from jllama.rope_scaling import inverse_frequencies
 from jllama.sharding import spread, spread_attention
 
 Segments = Int[Array, "batch seq"] | None
 TokenIds = Integer[Array | np.ndarray, "batch seq"] | Sequence[Sequence[int]]
 Stream = Float[Array, "batch seq embed"]
-KeysValues = tuple[Float[Array, "batch kv_heads kv_seq head_dim"], Float[Array, "batch kv_heads kv_seq head_dim"]]
+KeysValues = tuple[
+    Float[Array, "batch kv_heads kv_seq head_dim"], Float[Array, "batch kv_heads kv_seq head_dim"]
+]
 Attended = tuple[Stream, KeysValues | None]
 
 
 class KVCache(NamedTuple):
     """Keys and values of the tokens seen so far. Slot ``i`` of a row belongs to position ``i``."""
 
-    keys: tuple[Float[Array, "batch kv_heads max_len head_dim"], ...]  # one array a layer, each updated in place
+    keys: tuple[
+        Float[Array, "batch kv_heads max_len head_dim"], ...
+    ]  # one array a layer, each updated in place
     values: tuple[Float[Array, "batch kv_heads max_len head_dim"], ...]
     lengths: Int[Array, "batch"]  # how many tokens each row holds; later slots are never read
 
     @classmethod
-    def zeros(cls, config: LlamaConfig, batch: int, max_len: int, dtype: jnp.dtype | type = jnp.float32) -> "KVCache":
+    def zeros(
+        cls, config: LlamaConfig, batch: int, max_len: int, dtype: jnp.dtype | type = jnp.float32
+    ) -> "KVCache":
         """An empty cache with room for ``max_len`` tokens in each of ``batch`` rows."""
         shape = (batch, config.num_kv_heads, max_len, config.head_dim)
-        keys, values = (tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)) for _ in range(2))
+        keys, values = (
+            tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)) for _ in range(2)
+        )
         return cls(keys, values, jnp.zeros(batch, jnp.int32))
 
 
@@ -58,23 +73,35 @@ class AttentionInputs:
     cos: Any  # Float[Array, "#batch seq half"]; JAX puts trees together from leaves that are no arrays, too
     sin: Any  # Float[Array, "#batch seq half"]
     mask: F.Mask
-    slots: Any = None  # Int[Array, "batch seq"], of a cache that new keys and values are written into
+    slots: Any = (
+        None  # Int[Array, "batch seq"], of a cache that new keys and values are written into
+    )
     implementation: str = dataclasses.field(default="reference", metadata={"static": True})
-    mesh: Mesh | AbstractMesh | None = dataclasses.field(default=None, metadata={"static": True})  # None: one device
-    begins: bool = dataclasses.field(default=False, metadata={"static": True})  # nothing in the cache is seen
+    mesh: Mesh | AbstractMesh | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )  # None: one device
+    begins: bool = dataclasses.field(
+        default=False, metadata={"static": True}
+    )  # nothing in the cache is seen
 
 
 class Parallel(NamedTuple):
     """How a pass over stacked layers is spread over devices, see ``jllama.sharding``."""
 
-    gather: Callable[[Params, Params], Params]  # a layer's weights, from this device's parts of them and of ``kept``
+    gather: Callable[
+        [Params, Params], Params
+    ]  # a layer's weights, from this device's parts of them and of ``kept``
     mesh: Mesh | AbstractMesh
     kept: Params  # zeros like the stacked parts: their gradients are those of the parts
 
 
 _BLOCK_INPUT = "block_input"
 _policies = jax.checkpoint_policies
-_TO_HOST: Any = {"names_which_can_be_saved": [], "offload_src": "device", "offload_dst": "pinned_host"}
+_TO_HOST: Any = {
+    "names_which_can_be_saved": [],
+    "offload_src": "device",
+    "offload_dst": "pinned_host",
+}
 
 
 def _products_with_weights(primitive: Any, *operands: Any, **how: Any) -> bool:
@@ -87,9 +114,13 @@ def _products_with_weights(primitive: Any, *operands: Any, **how: Any) -> bool:
 
 REMAT: dict[str, Callable[..., Any] | None] = {
     "none": _policies.everything_saveable,
-    "dots": _policies.save_from_both_policies(_products_with_weights, _policies.save_only_these_names(F.ATTENDED)),
+    "dots": _policies.save_from_both_policies(
+        _products_with_weights, _policies.save_only_these_names(F.ATTENDED)
+    ),
     "block": None,
-    "offload": _policies.save_and_offload_only_these_names(names_which_can_be_offloaded=[_BLOCK_INPUT], **_TO_HOST),
+    "offload": _policies.save_and_offload_only_these_names(
+        names_which_can_be_offloaded=[_BLOCK_INPUT], **_TO_HOST
+    ),
 }
 """What a backward pass finds kept of each layer: everything; the results of products with weights and what attention
 in blocks needs; its input; its input, which is moved to the host's memory meanwhile.
@@ -111,9 +142,13 @@ class _Module(nnx.Module):
         for path, row in parameter_table(config).items():
             if path.startswith("layers/") != (prefix == "layers/"):
                 continue
-            values = jnp.full(shape_of(row, config)[bool(prefix) :], float(row.init == "ones"), jnp.float32)
+            values = jnp.full(
+                shape_of(row, config)[bool(prefix) :], float(row.init == "ones"), jnp.float32
+            )
             if row.init == "normal":
-                values = initial_std(row, config) * jax.random.normal(rngs.params(), values.shape, jnp.float32)
+                values = initial_std(row, config) * jax.random.normal(
+                    rngs.params(), values.shape, jnp.float32
+                )
             setattr(self, path.removeprefix(prefix), nnx.Param(values))
 
 
@@ -125,16 +160,22 @@ class Layer(_Module):
         self.norm_eps = config.norm_eps
         self.add_parameters(config, rngs, "layers/")
 
-    def __call__(self, x: Stream, attend: AttentionInputs, cached: KeysValues | None = None) -> Attended:
+    def __call__(
+        self, x: Stream, attend: AttentionInputs, cached: KeysValues | None = None
+    ) -> Attended:
         """The block's output, and ``cached`` with the new keys and values in it, if given."""
         with jax.named_scope("attention"):
-            mixed, cached = self.attention(F.rms_norm(x, self.attn_norm[...], self.norm_eps), attend, cached)
+            mixed, cached = self.attention(
+                F.rms_norm(x, self.attn_norm[...], self.norm_eps), attend, cached
+            )
             x = x + mixed
         with jax.named_scope("feed_forward"):
             normed = F.rms_norm(x, self.mlp_norm[...], self.norm_eps)
             return x + self.feed_forward(normed), cached
 
-    def attention(self, x: Stream, attend: AttentionInputs, cached: KeysValues | None = None) -> Attended:
+    def attention(
+        self, x: Stream, attend: AttentionInputs, cached: KeysValues | None = None
+    ) -> Attended:
         """Queries, keys and values of ``x``, mixed and projected back; and ``cached`` with the new ones in it."""
         query, key, value = self.heads(x)
         query, key = (F.apply_rope(each, attend.cos, attend.sin) for each in (query, key))
@@ -145,7 +186,9 @@ class Layer(_Module):
             value_cache = spread(attend.mesh, write_slots, value_cache, value, attend.slots)
             cached = key_cache, value_cache
             seen = seen if attend.begins else cached
-        attention = F.attention if attend.mesh is None else functools.partial(spread_attention, attend.mesh)
+        attention = (
+            F.attention if attend.mesh is None else functools.partial(spread_attention, attend.mesh)
+        )
         mixed = attention(query, *seen, attend.mask, attend.implementation).swapaxes(1, 2)
         wo = self.wo[...]
         flat = mixed.reshape(x.shape[0] * x.shape[1], -1)
@@ -154,7 +197,9 @@ class Layer(_Module):
     def heads(self, x: Stream) -> tuple[Array, ...]:
         """Queries, keys and values, each ``[batch, heads or kv_heads, seq, head_dim]``, before the rotary embedding."""
         products = self.products(x, "wq", "wk", "wv")
-        return tuple(each.reshape(*x.shape[:2], *each.shape[1:]).swapaxes(1, 2) for each in products)
+        return tuple(
+            each.reshape(*x.shape[:2], *each.shape[1:]).swapaxes(1, 2) for each in products
+        )
 
     def feed_forward(self, x: Stream) -> Stream:
         """``functional.swiglu`` by this layer's matrices."""
@@ -163,7 +208,9 @@ class Layer(_Module):
 
     def products(self, x: Stream, *names: str) -> list[Array]:
         """Each token of ``x`` times each of these matrices, which are joined in the decoding layout."""
-        flat = x.reshape(-1, x.shape[-1])  # XLA:CPU makes the weights' gradients 1.8 times faster from two axes
+        flat = x.reshape(
+            -1, x.shape[-1]
+        )  # XLA:CPU makes the weights' gradients 1.8 times faster from two axes
         rows = [PARAMETERS[f"layers/{name}"] for name in names]
         if hasattr(self, rows[0].joined):
             shapes = [shape_of(row, self.config)[2:] for row in rows]
@@ -173,7 +220,10 @@ class Layer(_Module):
             matrices = [getattr(self, name)[...] for name in names]
             shapes = [matrix.shape[1:] for matrix in matrices]
             products = [flat @ matrix.reshape(x.shape[-1], -1) for matrix in matrices]
-        return [product.reshape(len(flat), *shape) for product, shape in zip(products, shapes, strict=True)]
+        return [
+            product.reshape(len(flat), *shape)
+            for product, shape in zip(products, shapes, strict=True)
+        ]
 
 
 LAYER_CLASSES: dict[type[LlamaConfig], type[Layer]] = {LlamaConfig: Layer}
@@ -192,7 +242,9 @@ class Llama(_Module):
     Source: Touvron et al. 2023 (arXiv:2302.13971), section 2.2.
     """
 
-    chunk_tokens: int | None = None  # how many tokens' logits are made at a time; None: as suits this machine
+    chunk_tokens: int | None = (
+        None  # how many tokens' logits are made at a time; None: as suits this machine
+    )
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
         if not config.vocab_size:
@@ -202,7 +254,9 @@ class Llama(_Module):
         keys = jax.random.split(rngs.params(), config.num_layers)
         self.layers: Layer | nnx.Dict[Layer] = nnx.vmap(functools.partial(_layer, config))(keys)
 
-    def __call__(self, tokens: TokenIds, segments: Segments = None) -> Float[Array, "batch seq vocab"]:
+    def __call__(
+        self, tokens: TokenIds, segments: Segments = None
+    ) -> Float[Array, "batch seq vocab"]:
         """Float32 logits of the token that follows each one; ``segments`` and errors as in ``hidden``."""
         return self.logits(self.hidden(tokens, segments))
 
@@ -232,7 +286,10 @@ class Llama(_Module):
             check_length(self.config, length)
         positions = jnp.arange(length)[None] if positions is None else positions
         mask = F.Mask(query_segments=segments, key_segments=segments)
-        attend, x = attention_inputs(self.config, positions, mask, length, attention), self.embedding(tokens)
+        attend, x = (
+            attention_inputs(self.config, positions, mask, length, attention),
+            self.embedding(tokens),
+        )
         if isinstance(self.layers, Layer):
             graph, stacked = nnx.split(self.layers)
             if parallel:
@@ -240,10 +297,18 @@ class Llama(_Module):
 
             def step(x: Array, parts: tuple[Params, ...]) -> tuple[Array, None]:
                 x = checkpoint_name(x, _BLOCK_INPUT)
-                return nnx.merge(graph, parallel.gather(*parts) if parallel else parts[0])(x, attend)[0], None
+                return nnx.merge(graph, parallel.gather(*parts) if parallel else parts[0])(
+                    x, attend
+                )[0], None
 
-            run = step if remat == "none" else jax.checkpoint(step, policy=REMAT[remat], prevent_cse=False)
-            x, _ = jax.lax.scan(run, x, (nnx.to_pure_dict(stacked), *([parallel.kept] if parallel else [])))
+            run = (
+                step
+                if remat == "none"
+                else jax.checkpoint(step, policy=REMAT[remat], prevent_cse=False)
+            )
+            x, _ = jax.lax.scan(
+                run, x, (nnx.to_pure_dict(stacked), *([parallel.kept] if parallel else []))
+            )
         else:
             for index in range(self.config.num_layers):
                 x, _ = self.layers[str(index)](x, attend)
@@ -281,7 +346,9 @@ class Llama(_Module):
         platform = jax.default_backend()
         if attention == "auto" and begins:
             dtype = self.final_norm[...].dtype
-            attention = F.choose_attention(seq, seq, backward=False, platform=platform, dtype=dtype, packed=False)
+            attention = F.choose_attention(
+                seq, seq, backward=False, platform=platform, dtype=dtype, packed=False
+            )
         elif attention == "auto":
             attention = F.choose_cache_attention(seq, cache.keys[0], platform)
         # Where the tokens stand, and the slots that they are written to: padding to none.
@@ -291,7 +358,9 @@ class Llama(_Module):
         mask = F.Mask() if begins else F.Mask(offset=jnp.where(counts > 0, cache.lengths, 0))
         mesh = jax.typeof(self.final_norm[...]).sharding.mesh
         attend = attention_inputs(self.config, positions, mask, implementation=attention)
-        attend = dataclasses.replace(attend, slots=slots, mesh=mesh if mesh.size > 1 else None, begins=begins)
+        attend = dataclasses.replace(
+            attend, slots=slots, mesh=mesh if mesh.size > 1 else None, begins=begins
+        )
         x = self.embedding(tokens)
         updated = []
         for index in range(self.config.num_layers):
@@ -299,7 +368,9 @@ class Llama(_Module):
             x, kept = _run_layer(*nnx.split(self.layers[str(index)]), x, attend, cached)
             updated.append(kept)
         keys, values = zip(*updated, strict=True)
-        return F.rms_norm(x, self.final_norm[...], self.config.norm_eps), KVCache(keys, values, cache.lengths + counts)
+        return F.rms_norm(x, self.final_norm[...], self.config.norm_eps), KVCache(
+            keys, values, cache.lengths + counts
+        )
 
     def logits(self, hidden: Float[Array, "*lead embed"]) -> Float[Array, "*lead vocab"]:
         """Float32 scores of every token in the vocabulary: ``hidden @ head``."""
@@ -307,11 +378,17 @@ class Llama(_Module):
             return F.project(hidden, self.head)
 
     def loss(
-        self, hidden: Stream, targets: Int[Array, "batch seq"], mask: Bool[Array, "batch seq"], z_loss: float = 0.0
+        self,
+        hidden: Stream,
+        targets: Int[Array, "batch seq"],
+        mask: Bool[Array, "batch seq"],
+        z_loss: float = 0.0,
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Summed loss of the unmasked targets, and their number: ``functional.linear_cross_entropy``."""
         with jax.named_scope("head"):
-            return F.linear_cross_entropy(hidden, self.head, targets, mask, z_loss, self._chunk_tokens())
+            return F.linear_cross_entropy(
+                hidden, self.head, targets, mask, z_loss, self._chunk_tokens()
+            )
 
     def token_log_probs(
         self, hidden: Stream, targets: Int[Array, "batch seq"]
@@ -338,7 +415,9 @@ def check_length(config: LlamaConfig, length: int) -> None:
     """Raise ``UsageError`` for rows of so many tokens if they exceed the context, unless RoPE's scaling grows."""
     context, scaling = config.max_seq_len, config.rope_scaling
     if length > context and not (scaling and scaling.grows):
-        raise UsageError(f"tokens has {length} a row; the model's context is {context}: cut it into windows")
+        raise UsageError(
+            f"tokens has {length} a row; the model's context is {context}: cut it into windows"
+        )
 
 
 def as_token_ids(tokens: Any, config: LlamaConfig) -> Integer[Array, "batch seq"]:
@@ -346,7 +425,9 @@ def as_token_ids(tokens: Any, config: LlamaConfig) -> Integer[Array, "batch seq"
     try:
         tokens = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)
     except ValueError:
-        raise UsageError("the rows of tokens differ in length: pad them, or take one at a time") from None
+        raise UsageError(
+            "the rows of tokens differ in length: pad them, or take one at a time"
+        ) from None
     given = f"tokens is {tokens.dtype}{list(tokens.shape)}"
     if tokens.ndim != 2:
         raise UsageError(f"{given}; it must be [batch, seq]; of a row alone, take tokens[None]")
@@ -361,7 +442,9 @@ def check_ids(tokens: np.ndarray, config: LlamaConfig) -> None:
     """Raise ``UsageError`` for an id that is no token's; embedding it would give NaN, or another token's row."""
     for id in (tokens.min(), tokens.max()) if tokens.size else ():
         if not 0 <= id < config.vocab_size:
-            raise UsageError(f"tokens holds the id {id}; this model's are 0 to {config.vocab_size - 1}")
+            raise UsageError(
+                f"tokens holds the id {id}; this model's are 0 to {config.vocab_size - 1}"
+            )
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -380,14 +463,22 @@ def check_attention(name: str, platform: str = "", *, backward: bool = False) ->
     if name not in F.ATTENTION:
         raise unknown_name("attention implementation", name, F.ATTENTION)
     if backward and not F.ATTENTION[name].backward:
-        raise UsageError(f"attention is {name}, which has no backward pass: take another to train with")
+        raise UsageError(
+            f"attention is {name}, which has no backward pass: take another to train with"
+        )
     needs = F.ATTENTION[name].platform
     if platform and needs not in ("", platform):
-        raise UsageError(f"attention is {name}, which needs a {needs}; these devices are of platform {platform}")
+        raise UsageError(
+            f"attention is {name}, which needs a {needs}; these devices are of platform {platform}"
+        )
 
 
 def attention_inputs(
-    config: LlamaConfig, positions: Array, mask: F.Mask, seq_len: int = 0, implementation: str = "auto"
+    config: LlamaConfig,
+    positions: Array,
+    mask: F.Mask,
+    seq_len: int = 0,
+    implementation: str = "auto",
 ) -> AttentionInputs:
     """What every layer is told of the positions; ``seq_len`` as in ``rope_frequencies``."""
     check_attention(implementation)
@@ -420,7 +511,9 @@ def build_model(config: LlamaConfig, params: Params | DecodeParams) -> Llama:
     if rows != config.vocab_size:
         said = f"embed has {rows} rows, and vocab_size is {config.vocab_size}"
         raise UsageError(f"{said}: take the configuration that the parameters were made with")
-    return nnx.merge(_graph(config, tuple(sorted(weights["layers"]["0"])) if unrolled else ()), weights)
+    return nnx.merge(
+        _graph(config, tuple(sorted(weights["layers"]["0"])) if unrolled else ()), weights
+    )
 
 
 def build_layer(config: LlamaConfig, weights: Params) -> Layer:
@@ -459,7 +552,12 @@ def write_slots(cached: Array, new: Array, positions: Array) -> Array:
     # Rows and heads are joined to one axis: where one of them is of size one, XLA would copy the whole cache on a CPU.
     rows, slots = jnp.arange(batch * kv_heads)[:, None], jnp.repeat(positions, kv_heads, axis=0)
     joined = new.reshape(batch * kv_heads, -1, head_dim).astype(cached.dtype)
-    return cached.reshape(-1, max_len, head_dim).at[rows, slots].set(joined, mode="drop").reshape(cached.shape)
+    return (
+        cached.reshape(-1, max_len, head_dim)
+        .at[rows, slots]
+        .set(joined, mode="drop")
+        .reshape(cached.shape)
+    )
 
 
 def power_of_two_at_least(number: int, least: int) -> int:

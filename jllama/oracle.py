@@ -85,7 +85,10 @@ def attention(q: Heads, k: Keys, v: Keys, mask: Mask) -> Heads:
 
 
 def swiglu(
-    x: Rows, w_gate: Float[Array, "embed mlp"], w_up: Float[Array, "embed mlp"], w_down: Float[Array, "mlp embed"]
+    x: Rows,
+    w_gate: Float[Array, "embed mlp"],
+    w_up: Float[Array, "embed mlp"],
+    w_down: Float[Array, "mlp embed"],
 ) -> Rows:
     """``(silu(x @ w_gate) * (x @ w_up)) @ w_down``. Shazeer 2020, eq. 6 (arXiv:2002.05202)."""
     gate = x @ w_gate
@@ -102,29 +105,55 @@ def cross_entropy(
     return float(total), int(mask.sum())
 
 
-def block(x: Rows, w: dict, config: "LlamaConfig", mask: Mask, positions: Positions, frequencies: Frequencies) -> Rows:
+def block(
+    x: Rows,
+    w: dict,
+    config: "LlamaConfig",
+    mask: Mask,
+    positions: Positions,
+    frequencies: Frequencies,
+) -> Rows:
     """One pre-norm block: attention, then SwiGLU, both residual. Touvron et al. 2023, sec. 2.2."""
-    sharpness = config.rope_scaling.attention_factor**2 if config.rope_scaling else 1.0  # YaRN's 1/t, sec. 3.4
+    sharpness = (
+        config.rope_scaling.attention_factor**2 if config.rope_scaling else 1.0
+    )  # YaRN's 1/t, sec. 3.4
     h = rms_norm(x, w["attn_norm"], config.norm_eps)
     q, k, v = (np.tensordot(h, w[name], axes=1).swapaxes(0, 1) for name in ("wq", "wk", "wv"))
-    heads = attention(rotate(sharpness * q, positions, frequencies), rotate(k, positions, frequencies), v, mask)
+    heads = attention(
+        rotate(sharpness * q, positions, frequencies), rotate(k, positions, frequencies), v, mask
+    )
     x = x + sum(heads[n] @ w["wo"][n] for n in range(config.num_heads))
-    return x + swiglu(rms_norm(x, w["mlp_norm"], config.norm_eps), w["w_gate"], w["w_up"], w["w_down"])
+    return x + swiglu(
+        rms_norm(x, w["mlp_norm"], config.norm_eps), w["w_gate"], w["w_up"], w["w_down"]
+    )
 
 
 def forward(
-    params: dict, tokens: Tokens, config: "LlamaConfig", positions: Tokens | None = None, segments: Tokens | None = None
+    params: dict,
+    tokens: Tokens,
+    config: "LlamaConfig",
+    positions: Tokens | None = None,
+    segments: Tokens | None = None,
 ) -> Float[Array, "batch seq vocab"]:
     """Logits of all blocks, a norm and the head. Touvron et al. 2023 (arXiv:2302.13971)."""
-    positions = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1)) if positions is None else positions
+    positions = (
+        np.tile(np.arange(tokens.shape[1]), (len(tokens), 1)) if positions is None else positions
+    )
     segments = np.zeros_like(tokens) if segments is None else segments
     frequencies, logits = rope_frequencies(config, tokens.shape[1]), []
     for row, position, segment in zip(tokens, positions, segments, strict=True):
         mask = np.tri(len(row), dtype=bool) & np.equal.outer(segment, segment)
         x = np.asarray(params["embed"], np.float64)[row]
         for i in range(config.num_layers):
-            w = {name: np.asarray(stacked[i], np.float64) for name, stacked in params["layers"].items()}
+            w = {
+                name: np.asarray(stacked[i], np.float64)
+                for name, stacked in params["layers"].items()
+            }
             x = block(x, w, config, mask, position, frequencies)
-        head = np.asarray(params["embed"].T if config.tie_embeddings else params["lm_head"], np.float64)
-        logits.append(rms_norm(x, np.asarray(params["final_norm"], np.float64), config.norm_eps) @ head)
+        head = np.asarray(
+            params["embed"].T if config.tie_embeddings else params["lm_head"], np.float64
+        )
+        logits.append(
+            rms_norm(x, np.asarray(params["final_norm"], np.float64), config.norm_eps) @ head
+        )
     return np.stack(logits)

@@ -20,7 +20,9 @@ _SIZES = {
 }
 """The field of ``LlamaConfig`` that an axis takes its size from."""
 
-NamedFormat = Literal["meta", "huggingface", "gguf"]  # in which tensors have names; llama2.c's have an order instead
+NamedFormat = Literal[
+    "meta", "huggingface", "gguf"
+]  # in which tensors have names; llama2.c's have an order instead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,26 +30,40 @@ class Parameter:
     """One row of the table."""
 
     axes: tuple[str, ...]  # the logical name of each axis; sizes come from the configuration
-    inputs: tuple[str, ...] = ()  # the axes that a product with this matrix sums over; none for a scale or a bias
-    meta: str = ""  # what ``name`` makes the tensor's name in files of that format of; empty if it has none
+    inputs: tuple[
+        str, ...
+    ] = ()  # the axes that a product with this matrix sums over; none for a scale or a bias
+    meta: str = (
+        ""  # what ``name`` makes the tensor's name in files of that format of; empty if it has none
+    )
     huggingface: str = ""
     gguf: str = ""
     llama2c: int = -1  # its index in the order of a llama2.c file; -1 if it has none
-    role: Literal["matrix", "scale", "bias"] = "matrix"  # matrices are in products: decayed, and counted in FLOPs
-    init: Literal["normal", "ones", "zeros"] = "normal"  # of standard deviation gain / sqrt(product of input sizes)
+    role: Literal["matrix", "scale", "bias"] = (
+        "matrix"  # matrices are in products: decayed, and counted in FLOPs
+    )
+    init: Literal["normal", "ones", "zeros"] = (
+        "normal"  # of standard deviation gain / sqrt(product of input sizes)
+    )
     gain: float = 1.0
     residual: bool = False  # its product is added to the residual stream: gain / sqrt(2 * num_layers) (GPT-2, sec. 2.3)
     rotary: bool = False  # its head_dim axis is turned: half-split here and in Hugging Face's files, else interleaved
     joined: str = ""  # what decoding calls the matrix of this one and the others of that name, outputs behind outputs
-    when: Callable[[LlamaConfig], bool] = lambda config: True  # whether a model of a configuration has it
+    when: Callable[[LlamaConfig], bool] = lambda config: (
+        True
+    )  # whether a model of a configuration has it
 
     def name(self, file_format: NamedFormat, layer: int = 0) -> str:
         """The tensor's name in files of a format, such as ``blk.3.attn_q.weight``."""
         if not (name := getattr(self, file_format)):
-            raise UsageError(f"the format {file_format} has no tensor for a {self.role} of [{', '.join(self.axes)}]")
+            raise UsageError(
+                f"the format {file_format} has no tensor for a {self.role} of [{', '.join(self.axes)}]"
+            )
         prefix = {"meta": "layers", "huggingface": "model.layers", "gguf": "blk"}[file_format]
         suffix = "bias" if self.role == "bias" else "weight"
-        return f"{prefix}.{layer}.{name}.{suffix}" if self.axes[0] == "layers" else f"{name}.{suffix}"
+        return (
+            f"{prefix}.{layer}.{name}.{suffix}" if self.axes[0] == "layers" else f"{name}.{suffix}"
+        )
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -60,7 +76,9 @@ def _row(axes: str, names: str, llama2c: int, **others: Any) -> Parameter:
     inputs = tuple(axis[1:] for axis in axes.split() if axis[0] == "*")
     others = others if inputs else {"role": "scale", "init": "ones"}
     meta, huggingface, gguf = names.split()
-    return Parameter(tuple(axes.replace("*", "").split()), inputs, meta, huggingface, gguf, llama2c, **others)
+    return Parameter(
+        tuple(axes.replace("*", "").split()), inputs, meta, huggingface, gguf, llama2c, **others
+    )
 
 
 PARAMETERS = {
@@ -68,19 +86,46 @@ PARAMETERS = {
     "embed": _row("vocab *embed", "tok_embeddings model.embed_tokens token_embd", 0, gain=0.25),
     "layers/attn_norm": _row("layers embed", "attention_norm input_layernorm attn_norm", 1),
     "layers/wq": _row(
-        "layers *embed heads head_dim", "attention.wq self_attn.q_proj attn_q", 2, rotary=True, joined="wqkv"
+        "layers *embed heads head_dim",
+        "attention.wq self_attn.q_proj attn_q",
+        2,
+        rotary=True,
+        joined="wqkv",
     ),
     "layers/wk": _row(
-        "layers *embed kv_heads head_dim", "attention.wk self_attn.k_proj attn_k", 3, rotary=True, joined="wqkv"
+        "layers *embed kv_heads head_dim",
+        "attention.wk self_attn.k_proj attn_k",
+        3,
+        rotary=True,
+        joined="wqkv",
     ),
-    "layers/wv": _row("layers *embed kv_heads head_dim", "attention.wv self_attn.v_proj attn_v", 4, joined="wqkv"),
-    "layers/wo": _row("layers *heads *head_dim embed", "attention.wo self_attn.o_proj attn_output", 5, residual=True),
+    "layers/wv": _row(
+        "layers *embed kv_heads head_dim", "attention.wv self_attn.v_proj attn_v", 4, joined="wqkv"
+    ),
+    "layers/wo": _row(
+        "layers *heads *head_dim embed",
+        "attention.wo self_attn.o_proj attn_output",
+        5,
+        residual=True,
+    ),
     "layers/mlp_norm": _row("layers embed", "ffn_norm post_attention_layernorm ffn_norm", 6),
-    "layers/w_gate": _row("layers *embed mlp", "feed_forward.w1 mlp.gate_proj ffn_gate", 7, joined="w_gate_up"),
-    "layers/w_up": _row("layers *embed mlp", "feed_forward.w3 mlp.up_proj ffn_up", 9, joined="w_gate_up"),
-    "layers/w_down": _row("layers *mlp embed", "feed_forward.w2 mlp.down_proj ffn_down", 8, residual=True),
+    "layers/w_gate": _row(
+        "layers *embed mlp", "feed_forward.w1 mlp.gate_proj ffn_gate", 7, joined="w_gate_up"
+    ),
+    "layers/w_up": _row(
+        "layers *embed mlp", "feed_forward.w3 mlp.up_proj ffn_up", 9, joined="w_gate_up"
+    ),
+    "layers/w_down": _row(
+        "layers *mlp embed", "feed_forward.w2 mlp.down_proj ffn_down", 8, residual=True
+    ),
     "final_norm": _row("embed", "norm model.norm output_norm", 10),
-    "lm_head": _row("*embed vocab", "output lm_head output", 11, gain=0.25, when=lambda it: not it.tie_embeddings),
+    "lm_head": _row(
+        "*embed vocab",
+        "output lm_head output",
+        11,
+        gain=0.25,
+        when=lambda it: not it.tie_embeddings,
+    ),
 }
 """The table. A row that is added here is initialized, trained, sharded, saved and laid out as all others are."""
 
@@ -116,7 +161,9 @@ class TensorSpec(NamedTuple):
     path: str  # that in the table, whose row is the parameter
     parameter: Parameter
     layer: int  # 0 outside the layers
-    shape: tuple[int, ...]  # as every file format has it: [outputs, inputs], axes flattened, or [embed] for a norm
+    shape: tuple[
+        int, ...
+    ]  # as every file format has it: [outputs, inputs], axes flattened, or [embed] for a norm
 
     @property
     def joined_key(self) -> str:
@@ -133,9 +180,20 @@ def tensor_specs(config: LlamaConfig) -> list[TensorSpec]:
     """Every tensor that a file of such a model holds: embedding first, then layer by layer, then the end."""
     table = parameter_table(config)
     first, *last = (path for path in table if not path.startswith("layers/"))
-    layers = [(path, layer) for layer in range(config.num_layers) for path in table if path.startswith("layers/")]
+    layers = [
+        (path, layer)
+        for layer in range(config.num_layers)
+        for path in table
+        if path.startswith("layers/")
+    ]
     return [
-        TensorSpec(path.replace("/", f"/{layer}/"), path, table[path], layer, matrix_shape(table[path], config))
+        TensorSpec(
+            path.replace("/", f"/{layer}/"),
+            path,
+            table[path],
+            layer,
+            matrix_shape(table[path], config),
+        )
         for path, layer in [(first, 0), *layers, *((path, 0) for path in last)]
     ]
 
@@ -143,7 +201,11 @@ def tensor_specs(config: LlamaConfig) -> list[TensorSpec]:
 def matrix_shape(parameter: Parameter, config: LlamaConfig) -> tuple[int, ...]:
     """One layer's share of a parameter as files have it: ``[outputs, inputs]``, or ``[embed]`` for a norm."""
     sizes = axis_sizes(parameter, config)
-    return tuple(math.prod(sizes[axis] for axis in group) for group in (parameter.outputs, parameter.inputs) if group)
+    return tuple(
+        math.prod(sizes[axis] for axis in group)
+        for group in (parameter.outputs, parameter.inputs)
+        if group
+    )
 
 
 def as_matrix(parameter: Parameter, array: np.ndarray) -> np.ndarray:
@@ -175,7 +237,9 @@ def count_parameters(config: LlamaConfig) -> int:
     return sum(math.prod(shape_of(row, config)) for row in parameter_table(config).values())
 
 
-def training_flops_per_token(config: LlamaConfig, seq_len: int, trained: Mapping[str, float] | None = None) -> float:
+def training_flops_per_token(
+    config: LlamaConfig, seq_len: int, trained: Mapping[str, float] | None = None
+) -> float:
     """Floating-point operations of one forward and backward pass, per token.
 
     ``6 * (matrix parameters) + 12 * num_layers * num_heads * head_dim * seq_len``: two for each multiply-add, three
@@ -197,4 +261,6 @@ def map_by_path(function: Any, params: Any, prefix: str = "") -> Any:
     """``function(path, leaf)`` for every leaf of a nested dictionary, in the same shape."""
     if not isinstance(params, dict):
         return function(prefix[:-1], params)
-    return {name: map_by_path(function, value, f"{prefix}{name}/") for name, value in params.items()}
+    return {
+        name: map_by_path(function, value, f"{prefix}{name}/") for name, value in params.items()
+    }

@@ -65,7 +65,9 @@ def nearest_preset(config: LlamaConfig) -> str:
     """The name of the released Llama of this shape that has the most other fields in common; empty if none has it."""
     # Of two as near, the one with the same context length: that is the less likely to have been changed.
     fields = (*OTHERS, *OTHERS, "max_seq_len")
-    of_shape = (name for name, released in PRESETS.items() if not differing(SHAPE, config, released))
+    of_shape = (
+        name for name, released in PRESETS.items() if not differing(SHAPE, config, released)
+    )
     return min(of_shape, key=lambda name: len(differing(fields, config, PRESETS[name])), default="")
 
 

@@ -26,10 +26,16 @@ from jllama.model import LAYER_CLASSES
 
 _keeps = threading.Event()
 _loading: dict[str, concurrent.futures.Future[Any]] = {}  # by key
-_recorded: list[str] = []  # the key of the record of those that were asked for first, and then their keys
+_recorded: list[
+    str
+] = []  # the key of the record of those that were asked for first, and then their keys
 _RECORDS = "programs_asked"
-_programs: dict[Any, Any] = {}  # by function, static arguments and shapes; None where ``call`` leaves it to JAX
-_ANEW: Any = {"xla_llvm_disable_expensive_passes": False}  # as ever; given, JAX does not take what it has compiled
+_programs: dict[
+    Any, Any
+] = {}  # by function, static arguments and shapes; None where ``call`` leaves it to JAX
+_ANEW: Any = {
+    "xla_llvm_disable_expensive_passes": False
+}  # as ever; given, JAX does not take what it has compiled
 
 
 def keep(*task: str) -> None:
@@ -41,7 +47,9 @@ def keep(*task: str) -> None:
         _keeps.set()
         _recorded[:] = [cache.key_of(task)]
         record = cache.recall(_RECORDS, _recorded[0])
-        keys = [] if record is None else re.findall("[0-9a-f]{64}", record.tobytes().decode("latin-1"))
+        keys = (
+            [] if record is None else re.findall("[0-9a-f]{64}", record.tobytes().decode("latin-1"))
+        )
         threads = concurrent.futures.ThreadPoolExecutor(2)
         _loading.update({key: threads.submit(_loaded, key) for key in keys})
 
@@ -69,13 +77,19 @@ def _program(function: Any, args: Any, shapes: Any) -> Any:
     if program := _loading.pop(key).result() if key in _loading else _loaded(key):
         return program
     was_used = jax.config.values["jax_enable_compilation_cache"]
-    _use_jax_cache(False)  # a program that was loaded from there is written without its machine code
+    _use_jax_cache(
+        False
+    )  # a program that was loaded from there is written without its machine code
     try:
         program = function.lower(*args).compile(_ANEW)
     finally:
         _use_jax_cache(was_used)
     with contextlib.suppress(Exception):  # whatever JAX cannot write
-        cache.keep("programs", key, [np.frombuffer(pickle.dumps(serialize_executable.serialize(program)), np.uint8)])
+        cache.keep(
+            "programs",
+            key,
+            [np.frombuffer(pickle.dumps(serialize_executable.serialize(program)), np.uint8)],
+        )
     return program
 
 
@@ -83,7 +97,9 @@ def _record(key: str) -> None:
     """Add a program to those, six at most, that the next process with this task loads ahead."""
     if len(_recorded) < 7:
         _recorded.append(key)
-        cache.keep(_RECORDS, _recorded[0], [np.frombuffer("".join(_recorded[1:]).encode(), np.uint8)])
+        cache.keep(
+            _RECORDS, _recorded[0], [np.frombuffer("".join(_recorded[1:]).encode(), np.uint8)]
+        )
 
 
 def _loaded(key: str) -> Any:
@@ -100,7 +116,11 @@ def _use_jax_cache(is_used: bool) -> None:
 
 def _only_ours(static: tuple[Any, ...]) -> bool:
     """Whether everything that could be traced is jllama's own."""
-    traced = [*F.TRUNCATIONS.values(), *F.PENALTIES.values(), *(each.function for each in F.ATTENTION.values())]
+    traced = [
+        *F.TRUNCATIONS.values(),
+        *F.PENALTIES.values(),
+        *(each.function for each in F.ATTENTION.values()),
+    ]
     fields = [each for arg in static for each in (arg, *getattr(arg, "__dict__", {}).values())]
     traced += [*LAYER_CLASSES.values(), *map(type, fields)]
     return all(each.__module__.partition(".")[0] in ("jllama", "builtins") for each in traced)
@@ -108,8 +128,19 @@ def _only_ours(static: tuple[Any, ...]) -> bool:
 
 def _machine() -> list[Any]:
     """What a program depends on beside jllama: JAX's settings, XLA's, and the processor."""
-    settings = {name: value for name, value in jax.config.values.items() if "compilation_cache" not in name}
+    settings = {
+        name: value for name, value in jax.config.values.items() if "compilation_cache" not in name
+    }
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cpus, environment = Path("/proc/cpuinfo"), [os.environ.get(name) for name in ("XLA_FLAGS", "NPROC")]
+    cpus, environment = (
+        Path("/proc/cpuinfo"),
+        [os.environ.get(name) for name in ("XLA_FLAGS", "NPROC")],
+    )
     flags = re.search(r"(?m)^(flags|Features)\s*:.*", cpus.read_text()) if cpus.exists() else None
-    return [settings, environment, jax.devices()[0].client.platform_version, cores, flags and flags[0]]
+    return [
+        settings,
+        environment,
+        jax.devices()[0].client.platform_version,
+        cores,
+        flags and flags[0],
+    ]

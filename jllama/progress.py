@@ -16,8 +16,19 @@ def progress(
     ``total`` is None if nobody knows; ``of_bytes`` shows a speed, too; ``console`` is where else is printed meanwhile.
     """
     console = console or Console(stderr=True)
-    counts = [bars.DownloadColumn(), bars.TransferSpeedColumn()] if of_bytes else [bars.MofNCompleteColumn()]
-    columns = bars.TextColumn("{task.description}"), bars.BarColumn(), *counts, bars.TimeRemainingColumn()
-    with bars.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    counts = (
+        [bars.DownloadColumn(), bars.TransferSpeedColumn()]
+        if of_bytes
+        else [bars.MofNCompleteColumn()]
+    )
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        *counts,
+        bars.TimeRemainingColumn(),
+    )
+    with bars.Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task(what, total=total)
         yield lambda advance=None, **state: bar.update(task, advance=advance, **state)

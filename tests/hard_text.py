@@ -33,4 +33,6 @@ HARD = [
 def texts_with(words):
     """Texts of these words and of any characters but U+2581, which SentencePiece has for a space."""
     characters = st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")
-    return st.lists(st.sampled_from(words) | st.text(characters, max_size=5), max_size=6).map("".join)
+    return st.lists(st.sampled_from(words) | st.text(characters, max_size=5), max_size=6).map(
+        "".join
+    )

@@ -22,23 +22,38 @@ USERS_GENERATOR = {"xla_cpu_use_fusion_emitters": True} if QUICK_GENERATOR else 
 """Compiler options under which a program has the bits that it has for users, whatever compiles the tests quickly."""
 
 
-def byte_level_bpe(texts: Sequence[str], vocab_size: int, pre: str) -> tuple[list[str], list[tuple[str, str]]]:
+def byte_level_bpe(
+    texts: Sequence[str], vocab_size: int, pre: str
+) -> tuple[list[str], list[tuple[str, str]]]:
     """Tokens and merges that the ``tokenizers`` library learns, splitting text as ``PRE_TOKENIZERS[pre]`` says."""
     empty = {"type": "BPE", "vocab": {}, "merges": []}
-    whole = {"version": "1.0", "added_tokens": [], "pre_tokenizer": PRE_TOKENIZERS[pre], "model": empty}
+    whole = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": PRE_TOKENIZERS[pre],
+        "model": empty,
+    }
     trained = tokenizers.Tokenizer.from_str(json.dumps(whole))
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=BYTE_CHARS, show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size, initial_alphabet=BYTE_CHARS, show_progress=False
+    )
     trained.train_from_iterator(texts, trainer)
     model = json.loads(trained.to_str())["model"]
-    return sorted(model["vocab"], key=model["vocab"].get), [(left, right) for left, right in model["merges"]]
+    return sorted(model["vocab"], key=model["vocab"].get), [
+        (left, right) for left, right in model["merges"]
+    ]
 
 
-def trained_smollm(texts: Sequence[str], vocab_size: int, pre: str = "smollm") -> HuggingFaceTokenizer:
+def trained_smollm(
+    texts: Sequence[str], vocab_size: int, pre: str = "smollm"
+) -> HuggingFaceTokenizer:
     """A tokenizer with SmolLM2's special tokens before the learned ones, and without BOS before a text."""
     learned, merges = byte_level_bpe(texts, vocab_size, pre)
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *learned]
     kinds = [TokenType.CONTROL] * 3 + [TokenType.NORMAL] * len(learned)
-    return HuggingFaceTokenizer.from_vocabulary(Vocabulary(tokens, kinds, 1, 2, False, merges=merges, pre=pre))
+    return HuggingFaceTokenizer.from_vocabulary(
+        Vocabulary(tokens, kinds, 1, 2, False, merges=merges, pre=pre)
+    )
 
 
 def trained_llama3(texts: Sequence[str], vocab_size: int) -> TiktokenTokenizer:
@@ -64,14 +79,18 @@ def copies_of_state(step, state, batch) -> list[str]:
     """
     program = step.lower(state, batch).compile().as_text()
     leaves = [leaf for leaf in jax.tree.leaves((state.params, state.opt_state)) if leaf.size > 1]
-    shapes = {leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape for leaf in leaves}
+    shapes = {
+        leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape for leaf in leaves
+    }
     assert {leaf.dtype.name for leaf in leaves} == {"float32"}
     arrays = "|".join(re.escape(f"f32[{','.join(map(str, shape))}]") for shape in shapes)
     copied = re.compile(rf" = \(?({arrays}).* (copy|copy-start)\(%(?!\S*broadcast)")
     entry = program[program.index("\nENTRY ") :].splitlines()
     early = [line for line in entry if re.search(rf"= ({arrays}).*optimizer/while/body", line)]
     assert all(f"f32[{','.join(map(str, shape))}]" in program for shape in shapes)
-    return early + [line for line in program.splitlines() if copied.search(line) and "S(1)" not in line]
+    return early + [
+        line for line in program.splitlines() if copied.search(line) and "S(1)" not in line
+    ]
 
 
 def assert_gradients_match(function: Callable[..., jax.Array], *arguments: np.ndarray) -> None:
@@ -89,7 +108,10 @@ def assert_gradients_match(function: Callable[..., jax.Array], *arguments: np.nd
                 return objective(*values[:number], moved, *values[number + 1 :])
 
             differences = jax.vmap(at)(value + steps) - jax.vmap(at)(value - steps)
-            assert relative_error(gradient, (differences / (2 * step)).reshape(value.shape)) < tolerance
+            assert (
+                relative_error(gradient, (differences / (2 * step)).reshape(value.shape))
+                < tolerance
+            )
 
 
 def half_split_from_interleaved(x: np.ndarray) -> np.ndarray:

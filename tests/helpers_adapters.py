@@ -17,7 +17,11 @@ def adapter_params(config, lora, seed=0):
     layers = {}
     for name, (inputs, outputs) in adapter_shapes(config, lora).items():
         a = rng.standard_normal((config.num_layers, inputs, lora.rank)) / np.sqrt(inputs)
-        b = rng.standard_normal((config.num_layers, lora.rank, outputs)) / np.sqrt(4 * lora.rank) / lora.scale
+        b = (
+            rng.standard_normal((config.num_layers, lora.rank, outputs))
+            / np.sqrt(4 * lora.rank)
+            / lora.scale
+        )
         layers[name] = {"a": a, "b": b}
         if lora.dora:
             layers[name]["magnitude"] = rng.uniform(0.6, 1.2, (config.num_layers, outputs))
@@ -27,9 +31,15 @@ def adapter_params(config, lora, seed=0):
 def make_run(folder, base, config, lora, params, fingerprint=None, step=7, **fields):
     """The folder of a run that trained an adapter."""
     folder.mkdir()
-    fields = {"model": dataclasses.asdict(config), "lora": dataclasses.asdict(lora), "init_from": str(base)} | fields
+    fields = {
+        "model": dataclasses.asdict(config),
+        "lora": dataclasses.asdict(lora),
+        "init_from": str(base),
+    } | fields
     (folder / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(fields))))
     checkpoints = RunCheckpoints(folder / "checkpoints")
-    checkpoints.save(step, params, {"step": np.int32(step)}, {"base_fingerprint": fingerprint}, None)
+    checkpoints.save(
+        step, params, {"step": np.int32(step)}, {"base_fingerprint": fingerprint}, None
+    )
     checkpoints.wait()
     return folder

@@ -23,7 +23,9 @@ def cut(state, count, style, num_kv_heads):
     """What each of ``count`` ranks of Meta's model-parallel code holds; ``style`` is 2 or 3, the Llama."""
     state = state | {"rope.freqs": torch.ones(state["norm.weight"].shape[0] // 2)}
     arrays = {name: tensor.numpy() for name, tensor in state.items()}
-    return [in_torch(shard) for shard in meta_shards(arrays, count, num_kv_heads, embed_axis=3 - style)]
+    return [
+        in_torch(shard) for shard in meta_shards(arrays, count, num_kv_heads, embed_axis=3 - style)
+    ]
 
 
 def params_json(config, **others):
@@ -39,6 +41,10 @@ def save_folder(folder, shards, params):
 
 
 def metas_folder(folder, config, count=1, style=3, dtype="float32", seed=0, **others):
-    shards = cut(metas_matrices(config, random_params(config, seed)), count, style, config.num_kv_heads)
-    shards = [{name: tensor.to(DTYPES[dtype]) for name, tensor in shard.items()} for shard in shards]
+    shards = cut(
+        metas_matrices(config, random_params(config, seed)), count, style, config.num_kv_heads
+    )
+    shards = [
+        {name: tensor.to(DTYPES[dtype]) for name, tensor in shard.items()} for shard in shards
+    ]
     return save_folder(folder, shards, params_json(config, **others))

@@ -19,7 +19,11 @@ def run_cells(path: Path):
         last = body.pop() if isinstance(body[-1], ast.Expr) else None
         with contextlib.redirect_stdout(printed):
             exec(compile(ast.Module(body, []), path.name, "exec"), namespace)
-            value = eval(compile(ast.Expression(last.value), path.name, "eval"), namespace) if last else None
+            value = (
+                eval(compile(ast.Expression(last.value), path.name, "eval"), namespace)
+                if last
+                else None
+            )
         yield printed.getvalue(), "" if value is None else repr(value)
 
 
@@ -29,10 +33,21 @@ def code_cells(notebook):
 
 def write_outputs(path: Path):
     notebook = json.loads(path.read_text())
-    for count, (cell, (printed, value)) in enumerate(zip(code_cells(notebook), run_cells(path), strict=True), 1):
-        stream = {"name": "stdout", "output_type": "stream", "text": printed.splitlines(keepends=True)}
+    for count, (cell, (printed, value)) in enumerate(
+        zip(code_cells(notebook), run_cells(path), strict=True), 1
+    ):
+        stream = {
+            "name": "stdout",
+            "output_type": "stream",
+            "text": printed.splitlines(keepends=True),
+        }
         shown = {"text/plain": value.splitlines(keepends=True)}
-        result = {"data": shown, "execution_count": count, "metadata": {}, "output_type": "execute_result"}
+        result = {
+            "data": shown,
+            "execution_count": count,
+            "metadata": {},
+            "output_type": "execute_result",
+        }
         cell["outputs"] = [stream] * bool(printed) + [result] * bool(value)
         cell["execution_count"] = count
     path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")

@@ -27,8 +27,22 @@ from jllama.verify.equalities import (
     trained,
 )
 
-CONFIG = LlamaConfig(vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, max_seq_len=16)
-REFUSED = [MeshConfig(3, 1, 1), MeshConfig(0, 1, 3), MeshConfig(0, 16, 1), MeshConfig(2, 1, 4), MeshConfig(1, 1, 8)]
+CONFIG = LlamaConfig(
+    vocab_size=64,
+    num_layers=2,
+    embed_dim=32,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_dim=48,
+    max_seq_len=16,
+)
+REFUSED = [
+    MeshConfig(3, 1, 1),
+    MeshConfig(0, 1, 3),
+    MeshConfig(0, 16, 1),
+    MeshConfig(2, 1, 4),
+    MeshConfig(1, 1, 8),
+]
 MATRICES = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
 TOKENS = np.random.default_rng(0).integers(0, 64, (8, 16))
 
@@ -42,7 +56,9 @@ def refusal(sizes):
 
 def trained_by_muon(mesh):
     """The state after three steps on random tokens, and each step's loss."""
-    optimizer = OptimizerConfig("muon", learning_rate=3e-2, epsilon=1e-2)  # as large as in ``short_training``
+    optimizer = OptimizerConfig(
+        "muon", learning_rate=3e-2, epsilon=1e-2
+    )  # as large as in ``short_training``
     config = TrainConfig(CONFIG, optimizer=optimizer, training=LoopConfig(steps=3, dtype="float32"))
     training, losses = compile_training(config, mesh), []
     state = training.init(jax.random.key(0))
@@ -55,7 +71,9 @@ def trained_by_muon(mesh):
 def shards(tree):
     """The shape of one device's share of each parameter."""
     found = {}
-    map_by_path(lambda path, leaf: found.setdefault(path, leaf.addressable_shards[0].data.shape), tree)
+    map_by_path(
+        lambda path, leaf: found.setdefault(path, leaf.addressable_shards[0].data.shape), tree
+    )
     return found
 
 
@@ -71,7 +89,9 @@ def wrong_on_the_last_device(config, params, tokens):
 
 def selected(mesh):
     """Weights of which some layers of some parameters have been trained, and their running mean."""
-    training = short_training(CONFIG, mesh, trainable=["layers/1/w*", "layers/*/attn_norm", "embed"], ema=0.3)
+    training = short_training(
+        CONFIG, mesh, trainable=["layers/1/w*", "layers/*/attn_norm", "embed"], ema=0.3
+    )
     state, _ = after_steps(training, CONFIG)
     return jax.tree.map(np.array, (state.params, state.average, training.weights(state)))
 
@@ -82,7 +102,9 @@ def main():
     report = {"refused": [refusal(sizes) for sizes in REFUSED]}
     for name, sizes in MESHES.items():
         (one, _), (eight, _) = (trained(CONFIG, mesh) for mesh in one_device_and(sizes))
-        starts = [short_training(CONFIG, mesh).init(jax.random.key(0)) for mesh in one_device_and(sizes)]
+        starts = [
+            short_training(CONFIG, mesh).init(jax.random.key(0)) for mesh in one_device_and(sizes)
+        ]
         initial = [jax.tree.map(np.array, start.params) for start in starts]
         mesh = one_device_and(sizes)[1]
         batch = jax.device_put(TOKENS, NamedSharding(mesh, BATCH))
@@ -90,11 +112,15 @@ def main():
         states = by_eight.opt_state[1][0].inner_states
         momentum = states["muon"].inner_state.mu["layers"]
         report[name] = {
-            "muon_error": max(distance(by_eight.params, by_one.params), distance(losses, losses_of_one)),
+            "muon_error": max(
+                distance(by_eight.params, by_one.params), distance(losses, losses_of_one)
+            ),
             "momentum_shards": shards({"layers": {each: momentum[each] for each in MATRICES}}),
             "error": sharded_error(Case(implementation, CONFIG, params, TOKENS), sizes),
             "wrong_error": sharded_error(Case(wrong, CONFIG, params, TOKENS), sizes),
-            "training_error": sharded_training_error(Case(implementation, CONFIG, params, TOKENS), sizes),
+            "training_error": sharded_training_error(
+                Case(implementation, CONFIG, params, TOKENS), sizes
+            ),
             "initial_error": distance(*initial),
             "moved": distance(initial[0], one.params),
             "rows": sorted({shard.data.shape[0] for shard in batch.addressable_shards}),

@@ -27,12 +27,16 @@ def test_forward_and_cache_equal_the_oracle(dtype):
     with jax.enable_x64(True):
         logits = LanguageModel(CONFIG, params(CONFIG, dtype))(TOKENS)
         assert logits.dtype == dtype
-        assert relative_error(logits, expected) < (1e-5 if dtype == "float32" else 1e-6)  # RoPE's tables are float32
+        assert relative_error(logits, expected) < (
+            1e-5 if dtype == "float32" else 1e-6
+        )  # RoPE's tables are float32
 
         llama = build_model(CONFIG, decode_params(CONFIG, dtype))
         cache, parts = KVCache.zeros(CONFIG, 2, 16, jnp.dtype(dtype)), []
         for first, counts in ((0, jnp.array([8, 8])), (8, jnp.array([4, 4], jnp.int32))):
-            hidden, cache = llama.decode(TOKENS[:, first : first + counts[0]], cache, counts, begins=first == 0)
+            hidden, cache = llama.decode(
+                TOKENS[:, first : first + counts[0]], cache, counts, begins=first == 0
+            )
             parts.append(llama.logits(hidden))
         assert relative_error(np.concatenate(parts, axis=1), expected) < 1e-5
         assert cache.lengths.dtype == jnp.int32
@@ -41,18 +45,30 @@ def test_forward_and_cache_equal_the_oracle(dtype):
 
 def test_fresh_parameters_are_float32():
     with jax.enable_x64(True):
-        assert {leaf.dtype.name for leaf in jax.tree.leaves(initial_params(jax.random.key(0), CONFIG))} == {"float32"}
+        assert {
+            leaf.dtype.name for leaf in jax.tree.leaves(initial_params(jax.random.key(0), CONFIG))
+        } == {"float32"}
 
 
 @pytest.mark.parametrize("draft_len", [0, 2])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_same_tokens_are_generated(draft_len, temperature):
     def generated(dtype):
-        prompts = [Prompt(tuple(map(int, row)), SamplingParams(temperature=temperature), 16) for row in TOKENS]
-        engine, found = Engine(LanguageModel(CONFIG, decode_params(CONFIG, dtype)), 2, draft_len=draft_len), {}
+        prompts = [
+            Prompt(tuple(map(int, row)), SamplingParams(temperature=temperature), 16)
+            for row in TOKENS
+        ]
+        engine, found = (
+            Engine(LanguageModel(CONFIG, decode_params(CONFIG, dtype)), 2, draft_len=draft_len),
+            {},
+        )
         rows = [engine.submit(Request(prompt)) for prompt in prompts]
         while engine.busy:
-            found.update((row, event.completion.ids) for row, event in engine.step() if isinstance(event, Answer))
+            found.update(
+                (row, event.completion.ids)
+                for row, event in engine.step()
+                if isinstance(event, Answer)
+            )
         return np.array([found[row] for row in rows])
 
     expected = generated("float32")

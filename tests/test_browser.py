@@ -56,14 +56,20 @@ def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     said = ["In a lighthouse by the sea, with two goats.", "My name is Orla."]
     tokenizer = trained_smollm(["user assistant", *said, *QUESTIONS] * 3, 320)
-    config = LlamaConfig(tokenizer.vocab_size, num_layers=2, embed_dim=32, num_heads=4, mlp_dim=64, max_seq_len=128)
-    model = LanguageModel(config, initial_params(jax.random.key(0), config), tokenizer, TEMPLATES["chatml"])
+    config = LlamaConfig(
+        tokenizer.vocab_size, num_layers=2, embed_dim=32, num_heads=4, mlp_dim=64, max_seq_len=128
+    )
+    model = LanguageModel(
+        config, initial_params(jax.random.key(0), config), tokenizer, TEMPLATES["chatml"]
+    )
     save(model, folder / "model", "hf")
     roles = ("user", "assistant")
     with (folder / "chats.jsonl").open("w") as file:
         for number in range(60):
             chat = (f"{QUESTIONS[number % 2]} {number}", said[number % 2])
-            messages = [{"role": role, "content": text} for role, text in zip(roles, chat, strict=True)]
+            messages = [
+                {"role": role, "content": text} for role, text in zip(roles, chat, strict=True)
+            ]
             file.write(json.dumps({"messages": messages}) + "\n")
     options = {
         "init_from": folder / "model",
@@ -88,7 +94,11 @@ def pages(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    program = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     assert program, "there is no Chromium: apt-get install chromium"
     with sync_playwright() as player:
 
@@ -113,7 +123,9 @@ def browser(tmp_path_factory):
 def rgba(text):
     """``rgb(1, 2, 3)`` or ``rgba(1, 2, 3, 0.5)`` as four shares."""
     numbers = [float(each) for each in text[text.index("(") + 1 : -1].replace("/", ",").split(",")]
-    return np.array([*(each / 255 for each in numbers[:3]), numbers[3] if len(numbers) > 3 else 1.0])
+    return np.array(
+        [*(each / 255 for each in numbers[:3]), numbers[3] if len(numbers) > 3 else 1.0]
+    )
 
 
 def contrast(one, other):
@@ -137,7 +149,9 @@ def test_a_page_is_whole_and_readable(pages, browser, name, size, scheme, tmp_pa
     assert seen["width"] <= SIZES[size][0]
     assert seen["outside"] == []
     assert {overflow for _, overflow in seen["scrolls"]} == {"auto"}
-    assert [scrolls for scrolls, _ in seen["scrolls"]][-1] or size == "desk"  # six answers side by side
+    assert [scrolls for scrolls, _ in seen["scrolls"]][
+        -1
+    ] or size == "desk"  # six answers side by side
 
     # What is written can be read, also in the charts.
     faint = {}
@@ -161,7 +175,11 @@ def test_a_page_is_whole_and_readable(pages, browser, name, size, scheme, tmp_pa
         assert part in written
 
     # The curves are there, and can be seen: two colors of a run, or one of each.
-    drawn = {tuple(np.round(255 * rgba(color)[:3]).astype(int)) for color in seen["lines"] if color.startswith("rgb")}
+    drawn = {
+        tuple(np.round(255 * rgba(color)[:3]).astype(int))
+        for color in seen["lines"]
+        if color.startswith("rgb")
+    }
     wanted = [tuple(bytes.fromhex(color[1:])) for color in _COLORS[:2]]
     assert {*wanted} <= drawn
     for color in wanted:
@@ -176,11 +194,23 @@ def test_a_script_that_got_into_a_page_does_not_run(pages, browser, tmp_path):
     (tmp_path / "page.html").write_text(pages["run"].read_text() + attack)
     *_, problems = browser(tmp_path / "page.html", "desk", "light")
     assert "ran" not in problems
-    assert len([each for each in problems if "violates the following Content Security Policy directive" in each]) >= 2
+    assert (
+        len(
+            [
+                each
+                for each in problems
+                if "violates the following Content Security Policy directive" in each
+            ]
+        )
+        >= 2
+    )
 
 
 def test_every_color_of_a_curve_can_be_seen_on_both_grounds():
     for color in _COLORS:
         for ground in ("ffffff", "121212"):
-            shares = [np.frombuffer(bytes.fromhex(each.strip("#")), np.uint8) / 255 for each in (color, ground)]
+            shares = [
+                np.frombuffer(bytes.fromhex(each.strip("#")), np.uint8) / 255
+                for each in (color, ground)
+            ]
             assert contrast(*shares) > VISIBLE, (color, ground)

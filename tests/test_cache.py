@@ -45,7 +45,9 @@ def without_cache(path, monkeypatch, **options):
 def no_work(monkeypatch):
     """From here on nothing can be dequantized, but for the try of each type when a file is opened."""
     real = gguf_file.dequantize
-    monkeypatch.setattr(gguf_file, "dequantize", lambda rows, type_: real(rows, type_) if len(rows) == 1 else 1 / 0)
+    monkeypatch.setattr(
+        gguf_file, "dequantize", lambda rows, type_: real(rows, type_) if len(rows) == 1 else 1 / 0
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"dtype": "bfloat16"}], ids=str)
@@ -96,7 +98,13 @@ def _flipped(data):
 
 @pytest.mark.parametrize(
     "damage",
-    [_flipped, lambda data: data[:-64], lambda data: data[:5], lambda data: b"", lambda data: bytes(len(data))],
+    [
+        _flipped,
+        lambda data: data[:-64],
+        lambda data: data[:5],
+        lambda data: b"",
+        lambda data: bytes(len(data)),
+    ],
 )
 def test_a_damaged_entry_is_made_again(damage, file, folder):
     expected = weights_fingerprint(jllama.load(file))
@@ -124,12 +132,16 @@ def test_exact_tensors_are_not_kept(folder, tmp_path):
 def test_what_an_adapter_changes_is_not_kept(file, folder):
     base, key = registry.open_checkpoint(file), "layers/0/wq"
     outputs, inputs = base.tensors[key].shape
-    parts = {f"{key}/a": np.ones((1, inputs), np.float32), f"{key}/b": np.ones((outputs, 1), np.float32)}
+    parts = {
+        f"{key}/a": np.ones((1, inputs), np.float32),
+        f"{key}/b": np.ones((outputs, 1), np.float32),
+    }
     jllama.load(file)
     (entry,) = folder.iterdir()
     adapted = adapters.merged(base, adapters.Adapter(LoraConfig(rank=1), parts, base.config, file))
     plain, changed = (
-        tensors.load_decode_params(each, np.dtype(np.float32)).weights["layers"]["0"] for each in (base, adapted)
+        tensors.load_decode_params(each, np.dtype(np.float32)).weights["layers"]["0"]
+        for each in (base, adapted)
     )
     changed_wq, plain_wq = (layer["wqkv"].values[:outputs] for layer in (changed, plain))
     assert np.abs(changed_wq - plain_wq).min() > 0.5
@@ -208,7 +220,9 @@ def test_what_is_kept_is_for_this_user_alone(folder, umask):
     assert cache.recall("weights", KEY) is not None
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o770, None], ids=["others_write", "group_writes", "anothers"])
+@pytest.mark.parametrize(
+    "mode", [0o777, 0o770, None], ids=["others_write", "group_writes", "anothers"]
+)
 @pytest.mark.parametrize("place", [".", "weights", f"weights/{KEY}"], ids=["cache", "kind", "file"])
 def test_what_others_may_have_written_is_not_read(folder, place, mode, monkeypatch, capfd):
     cache.keep("weights", KEY, [np.arange(9)])
@@ -229,7 +243,9 @@ def test_jax_has_the_folder_only_if_all_in_it_is_ours(is_foreign, folder, file, 
     compiled = folder.parent / "compiled"
     assert cache.private_folder("compiled") == compiled
     (compiled / "jit_f-0a-cache").touch()
-    (compiled / "jit_f-0a-cache").chmod(0o664)  # JAX writes by the umask, in a folder that nobody else enters
+    (compiled / "jit_f-0a-cache").chmod(
+        0o664
+    )  # JAX writes by the umask, in a folder that nobody else enters
     if is_foreign:
         give_away(compiled / "jit_f-0a-cache", monkeypatch)
     names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"

@@ -11,12 +11,20 @@ from jllama import oracle
 from jllama.language_model import LanguageModel
 from jllama.verify.checks import relative_error
 
-LENGTH = SMALL.head_dim  # so that the oracle's attention to the values of a unit matrix is its weights
+LENGTH = (
+    SMALL.head_dim
+)  # so that the oracle's attention to the values of a unit matrix is its weights
 TOKENS = np.random.default_rng(0).integers(0, SMALL.vocab_size, (2, LENGTH))
 SEGMENTS = np.array([[1] * 10 + [2] * 22, [1] * 32])
-SCALED = dataclasses.replace(SMALL, rope_scaling=jllama.YarnScaling(factor=4.0, original_max_seq_len=16))
+SCALED = dataclasses.replace(
+    SMALL, rope_scaling=jllama.YarnScaling(factor=4.0, original_max_seq_len=16)
+)
 PARTS = ("", "/attention", "/feed_forward", "/attention_weights")
-NAMES = ["embedding", *(f"layers/{n}{part}" for n in range(SMALL.num_layers) for part in PARTS), "final_norm"]
+NAMES = [
+    "embedding",
+    *(f"layers/{n}{part}" for n in range(SMALL.num_layers) for part in PARTS),
+    "final_norm",
+]
 
 
 def expected(config, tokens, segments):
@@ -30,8 +38,12 @@ def expected(config, tokens, segments):
     for number in range(config.num_layers):
         w = {name: leaf[number] for name, leaf in stacked.items()}
         normed = oracle.rms_norm(x, w["attn_norm"], config.norm_eps)
-        query, key, value = (np.tensordot(normed, w[name], axes=1).swapaxes(0, 1) for name in ("wq", "wk", "wv"))
-        query, key = (oracle.rotate(each, positions, frequencies) for each in (sharpness * query, key))
+        query, key, value = (
+            np.tensordot(normed, w[name], axes=1).swapaxes(0, 1) for name in ("wq", "wk", "wv")
+        )
+        query, key = (
+            oracle.rotate(each, positions, frequencies) for each in (sharpness * query, key)
+        )
         unit = np.broadcast_to(np.eye(len(tokens)), key.shape)
         heads = oracle.attention(query, key, value, mask)
         found[f"layers/{number}/attention_weights"] = oracle.attention(query, key, unit, mask)
@@ -42,7 +54,9 @@ def expected(config, tokens, segments):
         found[f"layers/{number}/feed_forward"] = added
         x = oracle.block(x, w, config, mask, positions, frequencies)
         found[f"layers/{number}"] = x
-    found["final_norm"] = oracle.rms_norm(x, np.float64(weights(SMALL)["final_norm"]), config.norm_eps)
+    found["final_norm"] = oracle.rms_norm(
+        x, np.float64(weights(SMALL)["final_norm"]), config.norm_eps
+    )
     return found
 
 
@@ -77,7 +91,9 @@ def test_what_is_captured_makes_the_logits():
 
 
 def test_quantized_weights_give_activations_near_their_own():
-    found = LanguageModel(SMALL, decode_params(SMALL, quantize="int8")).capture(TOKENS, ["layers/1"])
+    found = LanguageModel(SMALL, decode_params(SMALL, quantize="int8")).capture(
+        TOKENS, ["layers/1"]
+    )
     for row in range(len(TOKENS)):
         value = expected(SMALL, TOKENS[row], np.ones(LENGTH))["layers/1"]
         assert 1e-5 < relative_error(np.float64(found["layers/1"][row]), value) < 0.05
@@ -85,7 +101,10 @@ def test_quantized_weights_give_activations_near_their_own():
 
 @pytest.mark.parametrize("name", ["layers/2", "layers/-1", "layers/0/attn", "layers", "", "logits"])
 def test_a_name_that_is_none_is_refused(name):
-    with pytest.raises(jllama.UsageError, match=f"there is no activation {name}; (did you mean|there are embedding,)"):
+    with pytest.raises(
+        jllama.UsageError,
+        match=f"there is no activation {name}; (did you mean|there are embedding,)",
+    ):
         LanguageModel(SMALL, params(SMALL)).capture(TOKENS, ["layers/1", name])
 
 

@@ -18,7 +18,9 @@ DRAWN = 3e-2
 
 
 def float32(array):
-    return np.float32(array) if isinstance(array, np.ndarray) and array.dtype == np.float64 else array
+    return (
+        np.float32(array) if isinstance(array, np.ndarray) and array.dtype == np.float64 else array
+    )
 
 
 def jax_rope(x, positions, theta):
@@ -31,12 +33,16 @@ def jax_rope(x, positions, theta):
 
 def jax_cross_entropy(logits, tokens, mask):
     rows, head = jnp.asarray(float32(logits))[:, :-1], jnp.eye(logits.shape[-1])
-    total, count = F.linear_cross_entropy(rows, head, jnp.asarray(tokens)[:, 1:], jnp.asarray(mask)[:, 1:])
+    total, count = F.linear_cross_entropy(
+        rows, head, jnp.asarray(tokens)[:, 1:], jnp.asarray(mask)[:, 1:]
+    )
     return total / count
 
 
 def on_float32(function):
-    return lambda *arrays: function(*(jnp.asarray(float32(a)) if isinstance(a, np.ndarray) else a for a in arrays))
+    return lambda *arrays: function(
+        *(jnp.asarray(float32(a)) if isinstance(a, np.ndarray) else a for a in arrays)
+    )
 
 
 def torch_rms_norm(x, scale, eps):
@@ -46,17 +52,23 @@ def torch_rms_norm(x, scale, eps):
 
 def torch_attention(q, k, v):
     q, k, v = map(torch.from_numpy, (q, k, v))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    )
 
 
 def torch_swiglu(x, w_gate, w_up, w_down):
-    x, w_gate, w_up, w_down = (torch.from_numpy(array).to(torch.bfloat16) for array in (x, w_gate, w_up, w_down))
+    x, w_gate, w_up, w_down = (
+        torch.from_numpy(array).to(torch.bfloat16) for array in (x, w_gate, w_up, w_down)
+    )
     return (torch.nn.functional.silu(x @ w_gate) * (x @ w_up)) @ w_down
 
 
 def torch_cross_entropy(logits, tokens, mask):
     targets = torch.from_numpy(np.where(mask, tokens, -100))[:, 1:]
-    return torch.nn.functional.cross_entropy(torch.from_numpy(logits)[:, :-1].flatten(0, 1), targets.flatten())
+    return torch.nn.functional.cross_entropy(
+        torch.from_numpy(logits)[:, :-1].flatten(0, 1), targets.flatten()
+    )
 
 
 def jax_block(x, weights, config):
@@ -79,7 +91,9 @@ def jax_model(params, tokens, config):
 
 def jax_cache(params, tokens, config, cache):
     """jllama's own cache, which takes a whole prompt and then a token at a time."""
-    decoding = jllama.build_model(config, jllama.decode_layout(jax.tree.map(jnp.asarray, params), config))
+    decoding = jllama.build_model(
+        config, jllama.decode_layout(jax.tree.map(jnp.asarray, params), config)
+    )
     cache = jllama.KVCache.zeros(config, len(tokens), 16) if cache is None else cache
     counts = jnp.full(len(tokens), tokens.shape[1])
     hidden, cache = decoding.decode(jnp.asarray(tokens), cache, counts)
@@ -152,7 +166,9 @@ def drawing(shares):
     return mine
 
 
-@pytest.mark.parametrize(("component", "mistake"), [(c, m) for c, table in check.MISTAKES.items() for m in table])
+@pytest.mark.parametrize(
+    ("component", "mistake"), [(c, m) for c, table in check.MISTAKES.items() for m in table]
+)
 def test_every_mistake_is_told_by_its_name(component, mistake):
     wrong = check.MISTAKES[component][mistake]
     written = {"cache": a_part_at_a_time, "sampler": drawing}.get(component, lambda right: right)
@@ -173,7 +189,9 @@ def test_no_two_mistakes_are_alike(component, monkeypatch):
     table, inputs = check.MISTAKES[component], []
     right_verdict = check.Verdict(component, 0.0, FLOAT32)
     with monkeypatch.context() as patch:
-        patch.setattr(check, "_verdict", lambda _, mine, right, *given: inputs.extend(given) or right_verdict)
+        patch.setattr(
+            check, "_verdict", lambda _, mine, right, *given: inputs.extend(given) or right_verdict
+        )
         getattr(check, component)(lambda *arrays: None)
     least = 2 * (DRAWN if component == "sampler" else FLOAT32)
     with np.errstate(all="ignore"):
@@ -196,7 +214,9 @@ def test_what_is_not_known_is_shown_where_it_is_worst():
     verdict = check.swiglu(lambda x, *_: np.where(np.arange(32) == 5, 7.0, x))
     assert not verdict
     assert not verdict.mistake
-    assert "It behaves like none of the 10 known mistakes; the largest difference is at [" in str(verdict)
+    assert "It behaves like none of the 10 known mistakes; the largest difference is at [" in str(
+        verdict
+    )
     assert ", 5]: 7 where " in str(verdict)
 
 
@@ -204,9 +224,15 @@ def test_what_is_not_known_is_shown_where_it_is_worst():
     ("mine", "sentence"),
     [
         (lambda x, scale, eps: None, "It returns nothing where the shape [3, 16, 64] is expected."),
-        (lambda x, scale, eps: x[0], "It returns [16, 64] where the shape [3, 16, 64] is expected."),
+        (
+            lambda x, scale, eps: x[0],
+            "It returns [16, 64] where the shape [3, 16, 64] is expected.",
+        ),
         (lambda x, scale, eps: 1.0, "It returns [] where the shape [3, 16, 64] is expected."),
-        (lambda x, scale, eps: jnp.ones((3, 16)), "It returns [3, 16] where the shape [3, 16, 64] is expected."),
+        (
+            lambda x, scale, eps: jnp.ones((3, 16)),
+            "It returns [3, 16] where the shape [3, 16, 64] is expected.",
+        ),
     ],
 )
 def test_another_shape_is_said(mine, sentence):
@@ -217,7 +243,9 @@ def test_another_shape_is_said(mine, sentence):
 
 @pytest.mark.parametrize("component", check.MISTAKES)
 def test_a_wrong_signature_shows_the_call(component):
-    form = {"rms_norm": "mine(x, scale, eps)", "cache": "mine(params, tokens, config, cache)"}.get(component, "mine(")
+    form = {"rms_norm": "mine(x, scale, eps)", "cache": "mine(params, tokens, config, cache)"}.get(
+        component, "mine("
+    )
     with pytest.raises(jllama.UsageError, match=re.escape(f"{component} is called as ``{form}")):
         getattr(check, component)(lambda one: one)
 

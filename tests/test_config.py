@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from jllama.config import MAX_SIZES, LlamaConfig, llama_mlp_dim
 from jllama.errors import UsageError
-from jllama.rope_scaling import ROPE_SCALINGS, DynamicScaling, Llama3Scaling, RopeScaling, YarnScaling
+from jllama.rope_scaling import (
+    ROPE_SCALINGS,
+    DynamicScaling,
+    Llama3Scaling,
+    RopeScaling,
+    YarnScaling,
+)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +76,11 @@ def test_given_sizes_are_kept():
         num_kv_heads=st.sampled_from([0, 1, 2]),
         head_dim=st.sampled_from([0, 64, 80]),
         rope_scaling=st.none()
-        | st.builds(lambda kind, factor: kind(factor), st.sampled_from([*ROPE_SCALINGS.values()]), st.floats(1, 64)),
+        | st.builds(
+            lambda kind, factor: kind(factor),
+            st.sampled_from([*ROPE_SCALINGS.values()]),
+            st.floats(1, 64),
+        ),
     )
 )
 def test_a_config_is_a_value(config):
@@ -102,20 +112,32 @@ def test_a_config_is_frozen():
             for value in (0.0, -1.0, float("nan"), float("inf"))
         ],
         *[
-            ({name: most + 1}, f"^{name} is {most + 1:,}, and no Llama's is over {most:,}: it cannot be meant$")
+            (
+                {name: most + 1},
+                f"^{name} is {most + 1:,}, and no Llama's is over {most:,}: it cannot be meant$",
+            )
             for name, most in MAX_SIZES.items()
         ],
         ({"embed_dim": 10**8}, "^embed_dim is 100,000,000, and no"),
         ({"num_layers": 10**6}, "^num_layers is 1,000,000, and no"),
         ({"vocab_size": 99_999_999_999}, "^vocab_size is 99,999,999,999, and no"),
         ({"max_seq_len": 2**63 - 1}, "^max_seq_len is 9,223,372,036,854,775,807, and no"),
-        ({"embed_dim": 100, "num_heads": 3}, "^embed_dim 100 is not divisible by num_heads 3: .* give head_dim$"),
+        (
+            {"embed_dim": 100, "num_heads": 3},
+            "^embed_dim 100 is not divisible by num_heads 3: .* give head_dim$",
+        ),
         ({"num_heads": 4, "num_kv_heads": 3}, "^num_heads 4 is not divisible by num_kv_heads 3: "),
         ({"num_heads": 4, "num_kv_heads": 8}, "^num_heads 4 is not divisible by num_kv_heads 8: "),
         ({"head_dim": 65}, "^head_dim 65 is odd: "),
         ({"embed_dim": 12, "num_heads": 4}, "^head_dim 3 is odd: "),
-        ({"head_dim": 2, "rope_scaling": DynamicScaling(2.0)}, "^head_dim is 2; it must be over 2 with .* dynamic$"),
-        ({"rope_theta": 1.0, "rope_scaling": YarnScaling(2.0)}, "^rope_theta is 1.0; it must be over 1 with .* yarn$"),
+        (
+            {"head_dim": 2, "rope_scaling": DynamicScaling(2.0)},
+            "^head_dim is 2; it must be over 2 with .* dynamic$",
+        ),
+        (
+            {"rope_theta": 1.0, "rope_scaling": YarnScaling(2.0)},
+            "^rope_theta is 1.0; it must be over 1 with .* yarn$",
+        ),
     ],
 )
 def test_what_cannot_be_built_is_refused(settings, message):
@@ -126,8 +148,14 @@ def test_what_cannot_be_built_is_refused(settings, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"type": "linear", "factor": 0.5}, r"^rope_scaling.factor is 0.5; it must be at least 1, and finite$"),
-        ({"type": "llama3", "factor": 0.0}, r"^rope_scaling.factor is 0.0; it must be at least 1, and finite$"),
+        (
+            {"type": "linear", "factor": 0.5},
+            r"^rope_scaling.factor is 0.5; it must be at least 1, and finite$",
+        ),
+        (
+            {"type": "llama3", "factor": 0.0},
+            r"^rope_scaling.factor is 0.0; it must be at least 1, and finite$",
+        ),
         (
             {"type": "dynamic", "factor": float("nan")},
             r"^rope_scaling.factor is nan; it must be at least 1, and finite$",
@@ -147,12 +175,27 @@ def test_what_cannot_be_built_is_refused(settings, message):
             )
             for type in ("dynamic", "llama3", "yarn")
         ],
-        ({"type": "llama3", "factor": 8.0, "low_freq_factor": 4.0}, "low_freq_factor 4.0 and high_freq_factor 4.0"),
-        ({"type": "llama3", "factor": 8.0, "low_freq_factor": 0.0}, "they must be positive, the first one smaller$"),
-        ({"type": "llama3", "factor": 8.0, "high_freq_factor": 0.5}, "they must be positive, the first one smaller$"),
+        (
+            {"type": "llama3", "factor": 8.0, "low_freq_factor": 4.0},
+            "low_freq_factor 4.0 and high_freq_factor 4.0",
+        ),
+        (
+            {"type": "llama3", "factor": 8.0, "low_freq_factor": 0.0},
+            "they must be positive, the first one smaller$",
+        ),
+        (
+            {"type": "llama3", "factor": 8.0, "high_freq_factor": 0.5},
+            "they must be positive, the first one smaller$",
+        ),
         ({"type": "yarn", "factor": 8.0, "beta_slow": 32.0}, "beta_slow 32.0 and beta_fast 32.0"),
-        ({"type": "yarn", "factor": 8.0, "beta_slow": 0.0}, "they must be positive, the first one smaller$"),
-        ({"type": "yarn", "factor": 8.0, "beta_fast": float("nan")}, "they must be positive, the first one smaller$"),
+        (
+            {"type": "yarn", "factor": 8.0, "beta_slow": 0.0},
+            "they must be positive, the first one smaller$",
+        ),
+        (
+            {"type": "yarn", "factor": 8.0, "beta_fast": float("nan")},
+            "they must be positive, the first one smaller$",
+        ),
         *[
             (
                 {"type": "yarn", "factor": 8.0, "attention_factor": value},
@@ -176,7 +219,9 @@ def test_scaling_that_means_nothing_is_refused(settings, message):
 
 @given(factor=st.floats(1, 1000), given_factor=st.floats(0.1, 10))
 def test_yarn_derives_its_attention_factor(factor, given_factor):
-    assert YarnScaling(factor).attention_factor == pytest.approx(0.1 * math.log(factor) + 1, rel=1e-15)
+    assert YarnScaling(factor).attention_factor == pytest.approx(
+        0.1 * math.log(factor) + 1, rel=1e-15
+    )
     assert YarnScaling(factor, attention_factor=given_factor).attention_factor == given_factor
     assert DynamicScaling(factor).attention_factor == 1
 

@@ -45,7 +45,10 @@ def ids_of(messages, question=None):
 
 
 def common(one, other):
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    return sum(
+        1
+        for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    )
 
 
 def talk(conversation, question, most=24, **fields):
@@ -63,7 +66,10 @@ def test_a_turn_computes_only_what_is_new(prefilled, alone):
         assert sum(prefilled) < len(question) + 70  # what the template puts around it
         assert answer == alone(asked, max_new_tokens=24, seed=turn).text
         assert conversation.messages == [*asked, {"role": "assistant", "content": answer}]
-        known = [*ids, *BytesTokenizer().encode(answer)[:-1]]  # of the last token there are no keys and values
+        known = [
+            *ids,
+            *BytesTokenizer().encode(answer)[:-1],
+        ]  # of the last token there are no keys and values
 
 
 def test_an_answer_to_what_was_taken_back_computes_only_what_differs(prefilled, alone):
@@ -82,7 +88,9 @@ def test_an_answer_to_what_was_taken_back_computes_only_what_differs(prefilled, 
 
 
 @pytest.mark.parametrize("heard", [1, 5, 20])
-def test_an_answer_that_is_closed_early_is_what_was_heard_and_what_was_computed_is_kept(prefilled, alone, heard):
+def test_an_answer_that_is_closed_early_is_what_was_heard_and_what_was_computed_is_kept(
+    prefilled, alone, heard
+):
     conversation = Conversation(served())
     answer = conversation.answer(QUESTIONS[0], max_new_tokens=200, **FIELDS)
     text = "".join(itertools.islice(answer, heard))
@@ -92,7 +100,9 @@ def test_an_answer_that_is_closed_early_is_what_was_heard_and_what_was_computed_
     assert len(text) >= heard
     prefilled.clear()
     answer, computed = talk(conversation, QUESTIONS[1]), sum(prefilled)
-    assert answer == alone([*said, {"role": "user", "content": QUESTIONS[1]}], max_new_tokens=24).text
+    assert (
+        answer == alone([*said, {"role": "user", "content": QUESTIONS[1]}], max_new_tokens=24).text
+    )
     kept = len(ids_of([], QUESTIONS[0])) + len(text) - 1
     assert computed <= len(ids_of(said, QUESTIONS[1])) - 1 - kept
 
@@ -116,12 +126,16 @@ def test_after_an_error_nothing_is_lost(prefilled, alone):
     assert conversation.messages == said
     prefilled.clear()
     answer, computed = talk(conversation, QUESTIONS[1]), sum(prefilled)
-    assert answer == alone([*said, {"role": "user", "content": QUESTIONS[1]}], max_new_tokens=24).text
+    assert (
+        answer == alone([*said, {"role": "user", "content": QUESTIONS[1]}], max_new_tokens=24).text
+    )
     assert computed == len(ids_of(said, QUESTIONS[1])) - len(ids_of([], QUESTIONS[0])) - 24
 
 
 @pytest.mark.parametrize("broken", ["prefill_chunk", "decode_block"])
-def test_an_interrupt_in_the_middle_of_a_step_leaves_a_conversation_that_goes_on(broken, alone, monkeypatch):
+def test_an_interrupt_in_the_middle_of_a_step_leaves_a_conversation_that_goes_on(
+    broken, alone, monkeypatch
+):
     """What the device computed in is gone then: it was given away, and nothing came back."""
     conversation = Conversation(served())
     talk(conversation, QUESTIONS[0])
@@ -155,7 +169,10 @@ def test_an_interrupt_in_the_middle_of_an_answer_keeps_what_was_heard(alone, mon
         with pytest.raises(KeyboardInterrupt):
             pieces.extend(conversation.answer(QUESTIONS[0], max_new_tokens=200, **FIELDS))
     assert pieces
-    said = [{"role": "user", "content": QUESTIONS[0]}, {"role": "assistant", "content": "".join(pieces)}]
+    said = [
+        {"role": "user", "content": QUESTIONS[0]},
+        {"role": "assistant", "content": "".join(pieces)},
+    ]
     assert conversation.messages == said
     asked = [*said, {"role": "user", "content": QUESTIONS[1]}]
     assert talk(conversation, QUESTIONS[1]) == alone(asked, max_new_tokens=24).text

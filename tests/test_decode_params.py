@@ -18,7 +18,14 @@ from jllama.model import build_model
 from jllama.parameters import PARAMETERS, joined_groups, shape_of
 from jllama.verify.checks import random_params
 
-SIZES = {"vocab_size": 61, "num_layers": 2, "embed_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_seq_len": 64}
+SIZES = {
+    "vocab_size": 61,
+    "num_layers": 2,
+    "embed_dim": 64,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "max_seq_len": 64,
+}
 
 
 def taken_apart(params, config):
@@ -53,13 +60,18 @@ def test_logits_are_those_of_the_rounded_weights(tied, joins):
         matrix = apart["layers"][number][name] if number else apart[name]
         if not isinstance(matrix, DecodeMatrix):
             return leaf
-        outputs_first = np.asarray(matrix.values, np.float64) * np.asarray(matrix.scale, np.float64)[:, None]
+        outputs_first = (
+            np.asarray(matrix.values, np.float64) * np.asarray(matrix.scale, np.float64)[:, None]
+        )
         return (outputs_first if name == "embed" else outputs_first.T).reshape(leaf.shape)
 
     tokens = np.arange(12)[None]
-    expected_params = {name: rounded(leaf, None, name) for name, leaf in weights.items() if name != "layers"}
+    expected_params = {
+        name: rounded(leaf, None, name) for name, leaf in weights.items() if name != "layers"
+    }
     expected_params["layers"] = {
-        name: np.stack([rounded(stack[i], str(i), name) for i in range(2)]) for name, stack in weights["layers"].items()
+        name: np.stack([rounded(stack[i], str(i), name) for i in range(2)])
+        for name, stack in weights["layers"].items()
     }
     expected = oracle.forward(expected_params, tokens, config)
     found = jax.jit(lambda params: build_model(config, params)(jnp.asarray(tokens)))(params)
@@ -76,7 +88,9 @@ def test_decoding(quantize, joins):
     params = decode_layout(jax.tree.map(jnp.asarray, weights), config, quantize, joins)
     model = LanguageModel(config, params)
     ((_, written),) = completions(model, [Prompt([1, 2, 3], SamplingParams(temperature=0.0), 9)])
-    logits = jax.jit(lambda ids: build_model(config, params)(ids))(jnp.array([[1, 2, 3, *written.ids]]))
+    logits = jax.jit(lambda ids: build_model(config, params)(ids))(
+        jnp.array([[1, 2, 3, *written.ids]])
+    )
     assert len(written.ids) == 9
     assert written.ids == np.argmax(logits[0, 2:-1], axis=-1).tolist()
     if quantize is None:

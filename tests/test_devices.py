@@ -26,7 +26,10 @@ def test_the_peak_is_the_largest_of_the_devices():
 
 def test_what_a_program_holds_counts_donated_arguments_once():
     vector = jax.ShapeDtypeStruct((1000,), jnp.float32)
-    held = {donated: jax.jit(jnp.sin, donate_argnums=donated).lower(vector).compile() for donated in ((), 0)}
+    held = {
+        donated: jax.jit(jnp.sin, donate_argnums=donated).lower(vector).compile()
+        for donated in ((), 0)
+    }
     assert program_bytes(held[()]) == (4000, 4000)
     assert program_bytes(held[0]) == (4000, 0)
 
@@ -34,7 +37,10 @@ def test_what_a_program_holds_counts_donated_arguments_once():
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("proc/driver/nvidia/version", "an NVIDIA GPU but JAX sees none: pip install 'jllama[cuda]'"),
+        (
+            "proc/driver/nvidia/version",
+            "an NVIDIA GPU but JAX sees none: pip install 'jllama[cuda]'",
+        ),
         ("dev/nvidia0", "an NVIDIA GPU but JAX sees none: pip install 'jllama[cuda]'"),
         ("dev/accel0", "a TPU but JAX sees none: pip install 'jllama[tpu]'"),
     ],

@@ -71,7 +71,12 @@ POSITIONAL = {
     "serve": ("checkpoint",),
     "replay": ("answer",),
 }
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 ALL = "\n".join(TEXTS.values())
 COMMANDS = [
@@ -86,13 +91,19 @@ COMMANDS = [
 @pytest.fixture
 def folder_with_a_model(tmp_path, monkeypatch):
     small = LlamaConfig(vocab_size=300, num_layers=1, embed_dim=32)
-    save(LanguageModel(small, initial_params(jax.random.key(0), small), BytesTokenizer()), tmp_path / "smollm2", "hf")
+    save(
+        LanguageModel(small, initial_params(jax.random.key(0), small), BytesTokenizer()),
+        tmp_path / "smollm2",
+        "hf",
+    )
     (tmp_path / "runs").mkdir()
     lora = LoraConfig(rank=2)
     make_run(tmp_path / "runs" / "mine", "smollm2/", small, lora, adapter_params(small, lora))
     (tmp_path / "my_texts").mkdir()
     for number in range(40):
-        (tmp_path / "my_texts" / f"{number}.txt").write_text(f"The {number}th fox jumps over the lazy dog. " * 5)
+        (tmp_path / "my_texts" / f"{number}.txt").write_text(
+            f"The {number}th fox jumps over the lazy dog. " * 5
+        )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JLLAMA_CACHE", str(tmp_path / "cache"))
     return small
@@ -100,7 +111,9 @@ def folder_with_a_model(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in TEXTS if page not in ("docs/extend.md", "docs/decisions.md")],  # see test_extending.py
+    [
+        page for page in TEXTS if page not in ("docs/extend.md", "docs/decisions.md")
+    ],  # see test_extending.py
 )
 def test_python_code_runs(page, folder_with_a_model):
     """Each block by itself, in a folder that holds a small model where they expect one."""
@@ -120,11 +133,20 @@ def test_what_is_asked_of_a_server_is_answered(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     config = LlamaConfig(vocab_size=300, num_layers=1, embed_dim=32, max_seq_len=4096)
     template = (ROOT / "tests/templates/stock/smollm2.jinja").read_text()
-    save(LanguageModel(config, initial_params(jax.random.key(0), config), BytesTokenizer(), template), "smollm2", "hf")
+    save(
+        LanguageModel(
+            config, initial_params(jax.random.key(0), config), BytesTokenizer(), template
+        ),
+        "smollm2",
+        "hf",
+    )
     argv = [sys.executable, "-m", "jllama", "serve", "smollm2/", "--port", "0", "--slots", "2"]
     with open("log", "w+") as log, subprocess.Popen(argv, stderr=log) as server:
         try:
-            while not (ready := re.search(r"(\S+): ready", Path("log").read_text())) and server.poll() is None:
+            while (
+                not (ready := re.search(r"(\S+): ready", Path("log").read_text()))
+                and server.poll() is None
+            ):
                 time.sleep(0.1)
             address = ready[1]
             for text in TEXTS.values():
@@ -133,7 +155,9 @@ def test_what_is_asked_of_a_server_is_answered(tmp_path, monkeypatch, capfd):
                     if SERVER in block and language == "python":
                         exec(code, {})
                     elif SERVER in block:
-                        shown = code.replace("curl ", "curl -fsS ").replace("python -m", f"{sys.executable} -m")
+                        shown = code.replace("curl ", "curl -fsS ").replace(
+                            "python -m", f"{sys.executable} -m"
+                        )
                         subprocess.run(["bash", "-ec", shown], check=True)
         finally:
             server.terminate()
@@ -168,8 +192,13 @@ def test_the_matrix_is_the_one_that_verify_prints():
     )
     assert re.findall(r"^(\w[\w. -]*?)  +\d", conformance, re.M) == list(VARIANTS)
     assert re.findall(r"^(\w[\w. -]*?)  +\d", mutations, re.M) == list(VARIANTS)
-    assert [name in conformance.splitlines()[1] for name in FORMAT_WRITERS] == [True] * len(FORMAT_WRITERS)
-    ratios = [int(ratio.replace(",", "")) for ratio in re.findall(r"([\d,]+)x", mutations.partition("\n")[2])]
+    assert [name in conformance.splitlines()[1] for name in FORMAT_WRITERS] == [True] * len(
+        FORMAT_WRITERS
+    )
+    ratios = [
+        int(ratio.replace(",", ""))
+        for ratio in re.findall(r"([\d,]+)x", mutations.partition("\n")[2])
+    ]
     assert len([ratio for ratio in ratios if ratio >= VISIBLE]) == len(mutation_checks())
     assert min(ratios) >= VISIBLE
 
@@ -184,7 +213,9 @@ def test_links_lead_somewhere(page):
         assert (ROOT / page).parent.joinpath(link).exists(), link
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_configs_parse_and_are_listed(path):
     config = parse(TrainConfig, ["--config", str(path)], "train.py")
     assert config.run_dir == f"runs/{path.stem}"
@@ -193,16 +224,34 @@ def test_configs_parse_and_are_listed(path):
 
 def test_babyllama_is_as_published():
     mha, gqa = (
-        parse(TrainConfig, ["--config", str(ROOT / f"configs/babyllama_{kind}.yaml")], "") for kind in ("mha", "gqa")
+        parse(TrainConfig, ["--config", str(ROOT / f"configs/babyllama_{kind}.yaml")], "")
+        for kind in ("mha", "gqa")
     )
     for config, kv_heads in ((mha, 8), (gqa, 4)):
         model, optimizer, training = config.model, config.optimizer, config.training
-        assert (model.num_layers, model.embed_dim, model.num_heads, model.num_kv_heads) == (8, 1024, 8, kv_heads)
-        assert (model.max_seq_len, training.batch_size, training.steps, training.epochs) == (256, 8, 0, 10)
+        assert (model.num_layers, model.embed_dim, model.num_heads, model.num_kv_heads) == (
+            8,
+            1024,
+            8,
+            kv_heads,
+        )
+        assert (model.max_seq_len, training.batch_size, training.steps, training.epochs) == (
+            256,
+            8,
+            0,
+            10,
+        )
         assert (optimizer.learning_rate, optimizer.beta1, optimizer.beta2) == (3e-4, 0.9, 0.95)
-        assert (optimizer.weight_decay, optimizer.warmup_fraction, optimizer.clip_norm) == (0.1, 0.03, 1.0)
+        assert (optimizer.weight_decay, optimizer.warmup_fraction, optimizer.clip_norm) == (
+            0.1,
+            0.03,
+            1.0,
+        )
 
 
 def test_yardstick_stays_within_its_budget():
     config = parse(TrainConfig, ["--config", str(ROOT / "configs/shakespeare_char.yaml")], "")
-    assert config.training.steps * config.training.batch_size * config.model.max_seq_len == 2000 * 12 * 64
+    assert (
+        config.training.steps * config.training.batch_size * config.model.max_seq_len
+        == 2000 * 12 * 64
+    )

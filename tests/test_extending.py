@@ -25,7 +25,15 @@ from jllama.verify.checks import random_params
 
 PAGE = Path(__file__).parent.parent / "docs" / "extend.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
-REGISTRIES = [ROPE_SCALINGS, F.TRUNCATIONS, F.ATTENTION, jllama.OPTIMIZERS, jllama.FORMATS, PARAMETERS, LAYER_CLASSES]
+REGISTRIES = [
+    ROPE_SCALINGS,
+    F.TRUNCATIONS,
+    F.ATTENTION,
+    jllama.OPTIMIZERS,
+    jllama.FORMATS,
+    PARAMETERS,
+    LAYER_CLASSES,
+]
 REGISTRIES.append(jllama.OBJECTIVES)  # whose addition on the page needs a teacher first
 
 
@@ -60,7 +68,9 @@ def test_an_optimizer(tmp_path, additions):
         config = jllama.TrainConfig(
             jllama.LlamaConfig(num_layers=2, embed_dim=32, num_heads=2, max_seq_len=32),
             run_dir=str(tmp_path / "run"),
-            data=jllama.DataConfig(str(tmp_path / "text.txt"), tokenizer="bytes", cache_dir=str(tmp_path / "cache")),
+            data=jllama.DataConfig(
+                str(tmp_path / "text.txt"), tokenizer="bytes", cache_dir=str(tmp_path / "cache")
+            ),
             optimizer=jllama.OptimizerConfig("lamb", learning_rate=0.02),
             training=jllama.LoopConfig(batch_size=8, steps=steps, log_every=1, sample_tokens=0),
             **changes,
@@ -69,7 +79,9 @@ def test_an_optimizer(tmp_path, additions):
 
     train(20)
     train(40, resume="auto", resume_with_changes=True)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) == 40
     assert losses[-1] < losses[19] < losses[0] - 1
@@ -86,14 +98,20 @@ def test_an_objective(tmp_path, additions):
     ours, theirs = (
         np.exp(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
         for logits in (
-            oracle.forward(each, batch.tokens[:, :-1], SMALL, segments=segments) for each in (weights, teacher.params)
+            oracle.forward(each, batch.tokens[:, :-1], SMALL, segments=segments)
+            for each in (weights, teacher.params)
         )
     )
     expected = -np.sum(theirs * np.log(ours), axis=-1)[counted].mean()
     same_choice = (ours.argmax(-1) == theirs.argmax(-1))[counted].sum()
     for accumulation in (1, 2):
         loop = jllama.LoopConfig(
-            batch_size=4, seq_len=16, steps=4, accumulation=accumulation, objective="distillation", dtype="float32"
+            batch_size=4,
+            seq_len=16,
+            steps=4,
+            accumulation=accumulation,
+            objective="distillation",
+            dtype="float32",
         )
         training = jllama.compile_training(jllama.TrainConfig(SMALL, training=loop))
         state = training.init(jax.random.key(0), jax.tree.map(np.copy, weights))
@@ -109,12 +127,18 @@ def test_an_objective(tmp_path, additions):
         jllama.TrainConfig(
             dataclasses.replace(SMALL, vocab_size=0),
             run_dir=str(tmp_path / "run"),
-            data=jllama.DataConfig(str(tmp_path / "text.txt"), tokenizer="bytes", cache_dir=str(tmp_path / "cache")),
+            data=jllama.DataConfig(
+                str(tmp_path / "text.txt"), tokenizer="bytes", cache_dir=str(tmp_path / "cache")
+            ),
             optimizer=jllama.OptimizerConfig(learning_rate=0.02),
-            training=dataclasses.replace(loop, steps=12, log_every=1, eval_every=6, sample_tokens=0),
+            training=dataclasses.replace(
+                loop, steps=12, log_every=1, eval_every=6, sample_tokens=0
+            ),
         )
     )
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < losses[0]
     figures = [line["validation_figures"] for line in lines if "validation_loss" in line]
@@ -123,11 +147,19 @@ def test_an_objective(tmp_path, additions):
 
 
 def test_an_objective_that_there_is_not_and_one_that_the_data_is_not_for():
-    with pytest.raises(jllama.UsageError, match=r"^there is no objective next_tokn; did you mean next_token\?$"):
-        jllama.compile_training(jllama.TrainConfig(SMALL, training=jllama.LoopConfig(objective="next_tokn")))
-    training = jllama.compile_training(jllama.TrainConfig(SMALL, training=jllama.LoopConfig(objective="preference")))
+    with pytest.raises(
+        jllama.UsageError, match=r"^there is no objective next_tokn; did you mean next_token\?$"
+    ):
+        jllama.compile_training(
+            jllama.TrainConfig(SMALL, training=jllama.LoopConfig(objective="next_tokn"))
+        )
+    training = jllama.compile_training(
+        jllama.TrainConfig(SMALL, training=jllama.LoopConfig(objective="preference"))
+    )
     batch = jllama.text_batch(np.zeros((16, 17), int), bos_id=9)
-    with pytest.raises(jllama.UsageError, match=r"^training.objective is preference, and the data has no pairs"):
+    with pytest.raises(
+        jllama.UsageError, match=r"^training.objective is preference, and the data has no pairs"
+    ):
         training.step.lower(jax.eval_shape(training.init, jax.random.key(0)), batch)
 
 
@@ -142,7 +174,9 @@ def test_a_parameter_that_an_optimizer_leaves(additions):
 
     jllama.OPTIMIZERS["frozen_embedding"] = frozen_embedding
     loop = jllama.LoopConfig(batch_size=4, seq_len=16, steps=4)
-    config = jllama.TrainConfig(SMALL, optimizer=jllama.OptimizerConfig("frozen_embedding", 0.02), training=loop)
+    config = jllama.TrainConfig(
+        SMALL, optimizer=jllama.OptimizerConfig("frozen_embedding", 0.02), training=loop
+    )
     training = jllama.compile_training(config)
     state = training.init(jax.random.key(0))
     before = jax.tree.map(np.array, state.params)
@@ -158,14 +192,26 @@ def test_a_parameter_that_an_optimizer_leaves(additions):
 def test_a_sampler(additions):
     """It draws what NumPy would leave, also beside a row that does not know its field; its default changes nothing."""
     config = jllama.LlamaConfig(
-        vocab_size=259, num_layers=1, embed_dim=64, num_heads=2, num_kv_heads=1, head_dim=32, mlp_dim=96, max_seq_len=64
+        vocab_size=259,
+        num_layers=1,
+        embed_dim=64,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=32,
+        mlp_dim=96,
+        max_seq_len=64,
     )
     weights, prompt = random_params(config, 0), [1, 70, 80]
     params = jllama.decode_layout(jax.tree.map(jnp.asarray, weights), config)
-    model, options = jllama.LanguageModel(config, params, BytesTokenizer()), {"max_new_tokens": 30, "stop_ids": ()}
+    model, options = (
+        jllama.LanguageModel(config, params, BytesTokenizer()),
+        {"max_new_tokens": 30, "stop_ids": ()},
+    )
     TypicalParams = additions.TypicalParams
     del F.TRUNCATIONS["typical_p"]
-    with pytest.raises(jllama.UsageError, match="nothing applies typical_p of TypicalParams: register a function"):
+    with pytest.raises(
+        jllama.UsageError, match="nothing applies typical_p of TypicalParams: register a function"
+    ):
         jllama.generate(model, prompt, TypicalParams())
     F.TRUNCATIONS["typical_p"] = additions.typical_mask
 
@@ -173,9 +219,13 @@ def test_a_sampler(additions):
     (plain_text,) = jllama.generate(model, prompt, plain, **options)
     (typical_text,) = jllama.generate(model, prompt, sampling=typical, **options)
     assert jllama.generate(model, prompt, TypicalParams(seed=1), **options)[0].ids == plain_text.ids
-    together = jllama.generate(model, [jllama.Prompt(prompt, sampling, **options) for sampling in (typical, plain)])
+    together = jllama.generate(
+        model, [jllama.Prompt(prompt, sampling, **options) for sampling in (typical, plain)]
+    )
     assert [row.ids for row in together] == [typical_text.ids, plain_text.ids]
-    logits = oracle.forward(weights, np.array([[*prompt, *typical_text.ids]]), config)[0, len(prompt) - 1 : -1]
+    logits = oracle.forward(weights, np.array([[*prompt, *typical_text.ids]]), config)[
+        0, len(prompt) - 1 : -1
+    ]
     for scores, token in zip(logits, typical_text.ids, strict=True):
         probs = oracle.softmax(scores)
         order = np.argsort(np.abs(-np.log(probs) + np.sum(probs * np.log(probs))))
@@ -184,26 +234,52 @@ def test_a_sampler(additions):
 
 def test_a_format(tmp_path, additions, capsys):
     """It is loaded, saved and converted like any other, from Python and at the command line."""
-    config = jllama.LlamaConfig(vocab_size=259, num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=1, mlp_dim=48)
+    config = jllama.LlamaConfig(
+        vocab_size=259, num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=1, mlp_dim=48
+    )
     weights = random_params(config, 0)
     jllama.save(jllama.LanguageModel(config, weights), tmp_path / "hf", "hf")
     assert cli.run("convert", [str(tmp_path / "hf"), str(tmp_path / "a.npz")]) == 0
     jllama.save(jllama.load(tmp_path / "a.npz"), tmp_path / "b", "npz")
-    assert cli.run("convert", [str(tmp_path / "b"), str(tmp_path / "c"), "--to", "npz", "--dtype", "float16"]) == 0
+    assert (
+        cli.run(
+            "convert",
+            [str(tmp_path / "b"), str(tmp_path / "c"), "--to", "npz", "--dtype", "float16"],
+        )
+        == 0
+    )
     jllama.convert(tmp_path / "b", tmp_path / "gguf", "gguf")
-    for name, dtype in (("a.npz", "float32"), ("b", "float32"), ("c", "float16"), ("gguf", "float32")):
+    for name, dtype in (
+        ("a.npz", "float32"),
+        ("b", "float32"),
+        ("c", "float16"),
+        ("gguf", "float32"),
+    ):
         expected = jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), weights)
         assert_same_bits(jllama.load(tmp_path / name, dtype, layout="training").params, expected)
     capsys.readouterr()
-    assert cli.run("convert", [str(tmp_path / "hf"), str(tmp_path / "d.npz"), "--dtype", "bfloat16"]) == 2
-    assert "dtype is 'bfloat16'; with npz it must be one of float32, float16" in capsys.readouterr().err
+    assert (
+        cli.run("convert", [str(tmp_path / "hf"), str(tmp_path / "d.npz"), "--dtype", "bfloat16"])
+        == 2
+    )
+    assert (
+        "dtype is 'bfloat16'; with npz it must be one of float32, float16"
+        in capsys.readouterr().err
+    )
 
 
 # A RoPE type, an implementation of attention, and rows of the table of parameters
 
 
 SMALL = jllama.LlamaConfig(
-    vocab_size=259, num_layers=2, embed_dim=64, num_heads=2, num_kv_heads=1, head_dim=32, mlp_dim=96, max_seq_len=64
+    vocab_size=259,
+    num_layers=2,
+    embed_dim=64,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=32,
+    mlp_dim=96,
+    max_seq_len=64,
 )
 
 
@@ -215,12 +291,19 @@ def test_a_rope_type(tmp_path, additions):
     assert config.rope_scaling == NtkScaling(4.0)
     params = jllama.initial_params(jax.random.key(0), config)
     jllama.save(jllama.LanguageModel(config, params, BytesTokenizer()), tmp_path / "hf", "hf")
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["rope_scaling"]["rope_type"] == "ntk"
+    assert (
+        json.loads((tmp_path / "hf" / "config.json").read_text())["rope_scaling"]["rope_type"]
+        == "ntk"
+    )
     model = jllama.load(tmp_path / "hf")
     assert model.config.rope_scaling == NtkScaling(4.0)
-    turned = dataclasses.replace(config, rope_theta=config.rope_theta * 4 ** (32 / 30), rope_scaling=None)
+    turned = dataclasses.replace(
+        config, rope_theta=config.rope_theta * 4 ** (32 / 30), rope_scaling=None
+    )
     tokens = np.arange(20)[None]
-    np.testing.assert_allclose(model(tokens), oracle.forward(params, tokens, turned), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        model(tokens), oracle.forward(params, tokens, turned), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_an_attention_implementation(additions):
@@ -232,28 +315,40 @@ def test_an_attention_implementation(additions):
         return jllama.build_model(SMALL, params).hidden(tokens, attention=attention)
 
     for length, equal in ((8, True), (20, False)):
-        window, full = (hidden(params, name, tokens[:, :length]) for name in ("window", "reference"))
+        window, full = (
+            hidden(params, name, tokens[:, :length]) for name in ("window", "reference")
+        )
         assert np.allclose(window, full, atol=1e-5) == equal
-    assert np.isfinite(jax.grad(lambda params: hidden(params, "window", tokens).sum())(params)["embed"]).all()
+    assert np.isfinite(
+        jax.grad(lambda params: hidden(params, "window", tokens).sum())(params)["embed"]
+    ).all()
     decoding = jllama.build_model(SMALL, jllama.decode_layout(params, SMALL))
     cache = KVCache.zeros(SMALL, 1, 32, jnp.float32)
     first, cache = decoding.decode(tokens, cache, jnp.array([20]), begins=True, attention="window")
     np.testing.assert_allclose(first, hidden(params, "window", tokens), atol=1e-4)
-    with pytest.raises(ValueError, match="the attention implementation 'window' cannot serve a cache"):
+    with pytest.raises(
+        ValueError, match="the attention implementation 'window' cannot serve a cache"
+    ):
         decoding.decode(tokens[:, :1], cache, jnp.array([1]), attention="window")
 
 
 def test_attention_over_a_cache(additions, monkeypatch):
     """A step of decoding takes it: the tokens are those of whole sequences in the window, and without it others."""
     config = dataclasses.replace(SMALL, max_seq_len=48)
-    model = jllama.LanguageModel(config, jax.tree.map(jnp.asarray, random_params(config, 0)), BytesTokenizer())
+    model = jllama.LanguageModel(
+        config, jax.tree.map(jnp.asarray, random_params(config, 0)), BytesTokenizer()
+    )
 
     def written():
-        return jllama.generate(model, [257, 70], max_new_tokens=30, temperature=0.0, stop_ids=())[0].ids
+        return jllama.generate(model, [257, 70], max_new_tokens=30, temperature=0.0, stop_ids=())[
+            0
+        ].ids
 
     def likeliest(ids):
         hidden = jllama.build_model(config, model.params)
-        return jnp.argmax(hidden.logits(hidden.hidden(jnp.array([ids]), attention="window")), axis=-1)[0].tolist()
+        return jnp.argmax(
+            hidden.logits(hidden.hidden(jnp.array([ids]), attention="window")), axis=-1
+        )[0].tolist()
 
     everything = written()
     jax.clear_caches()  # of programs that were traced without it
@@ -268,7 +363,9 @@ def test_rows_of_parameters(additions):
     """They are initialized, trained without decay, laid out for decoding and decoded with; other models have none."""
     config = additions.QKNormConfig(**vars(SMALL))
     params = jllama.initial_params(jax.random.key(0), config)
-    assert params["layers"].keys() - jllama.initial_params(jax.random.key(0), SMALL)["layers"].keys() == {
+    assert params["layers"].keys() - jllama.initial_params(jax.random.key(0), SMALL)[
+        "layers"
+    ].keys() == {
         "q_norm",
         "k_norm",
     }
@@ -282,6 +379,8 @@ def test_rows_of_parameters(additions):
     assert not np.allclose(state.params["layers"]["q_norm"], 1.0, atol=1e-6)
     model = jllama.LanguageModel(config, state.params, BytesTokenizer())
     prompt = [257, 70, 80]
-    (written,) = jllama.generate(model.for_decoding(), prompt, max_new_tokens=3, temperature=0.0, stop_ids=())
+    (written,) = jllama.generate(
+        model.for_decoding(), prompt, max_new_tokens=3, temperature=0.0, stop_ids=()
+    )
     logits = np.asarray(model([[*prompt, *written.ids]]))
     assert written.ids == np.argmax(logits[0, 2:-1], axis=-1).tolist()

@@ -6,7 +6,14 @@ import resource
 import pytest
 
 from jllama.errors import JllamaError, UsageError
-from jllama.files import append_line, check_writable, has_file, read_lines, write_text_whole, written_whole
+from jllama.files import (
+    append_line,
+    check_writable,
+    has_file,
+    read_lines,
+    write_text_whole,
+    written_whole,
+)
 
 
 def left(folder):
@@ -30,7 +37,10 @@ def test_a_file_takes_its_name_at_the_end(tmp_path, old, shared):
 def test_after_an_error_all_is_as_before(tmp_path, shared):
     (tmp_path / "target").write_text("old")
     for is_folder in (False, True):
-        with pytest.raises(ZeroDivisionError), written_whole(tmp_path / "target", shared=shared) as partial:  # noqa: PT012
+        with (
+            pytest.raises(ZeroDivisionError),
+            written_whole(tmp_path / "target", shared=shared) as partial,
+        ):  # noqa: PT012
             partial.mkdir() if is_folder else partial.write_text("new")
             raise ZeroDivisionError
         assert left(tmp_path) == {"target": "old"}
@@ -101,7 +111,11 @@ def test_what_is_no_file_is_not_taken_for_none(tmp_path, kind):
     (tmp_path / "file").touch()
     assert has_file(tmp_path / "file")
     path = tmp_path / "lines.jsonl"
-    make = {"pipe": os.mkfifo, "folder": os.mkdir, "link to nothing": lambda path: path.symlink_to("nowhere")}
+    make = {
+        "pipe": os.mkfifo,
+        "folder": os.mkdir,
+        "link to nothing": lambda path: path.symlink_to("nowhere"),
+    }
     make["link in a circle"] = lambda path: path.symlink_to(path.name)
     make[kind](path)
     for read in (has_file, read_lines):

@@ -94,15 +94,23 @@ def matches(regex, text):
 @every_tokenizer
 @settings(max_examples=8)
 @given(regex=st.sampled_from(REGEXES), seed=st.integers(0, 2**32 - 1))
-def test_a_mask_holds_the_tokens_that_can_come_next_and_where_the_text_matches_the_stop_ids(tokenizer, regex, seed):
+def test_a_mask_holds_the_tokens_that_can_come_next_and_where_the_text_matches_the_stop_ids(
+    tokenizer, regex, seed
+):
     """Tried one by one; whether a text matches, and that each can still come to match, is what ``re`` says."""
     stop_ids = (tokenizer.eos_id, tokenizer.bos_id)
-    matcher, random, pieces = Matcher(Grammar("regex", regex), tokenizer, stop_ids), np.random.default_rng(seed), []
+    matcher, random, pieces = (
+        Matcher(Grammar("regex", regex), tokenizer, stop_ids),
+        np.random.default_rng(seed),
+        [],
+    )
     text_of = tokenizer.pieces
     for _ in range(40):
         allowed = ids_of(matcher, tokenizer)
         ordinary = [id for id in allowed if id not in stop_ids]
-        tried = [id for id, text in enumerate(text_of) if text and matcher._matcher.validate_tokens([id])]
+        tried = [
+            id for id, text in enumerate(text_of) if text and matcher._matcher.validate_tokens([id])
+        ]
         assert ordinary == tried
         may_end = len(set(stop_ids) & set(allowed)) == 2
         assert may_end == matches(regex, b"".join(pieces))
@@ -118,12 +126,17 @@ def test_pieces_are_the_text_of_tokens(tokenizer):
     pieces = tokenizer.pieces
     assert [*map(len, pieces)] == tokenizer.token_bytes().tolist()
     for text in TEXTS:
-        assert b"".join(pieces[id] for id in tokenizer.encode(text)).decode().removeprefix(" ") == text
+        assert (
+            b"".join(pieces[id] for id in tokenizer.encode(text)).decode().removeprefix(" ") == text
+        )
 
 
 @every_tokenizer
 @settings(max_examples=5)
-@given(seeds=st.lists(st.integers(0, 99), min_size=2, max_size=4), order=st.randoms(use_true_random=False))
+@given(
+    seeds=st.lists(st.integers(0, 99), min_size=2, max_size=4),
+    order=st.randoms(use_true_random=False),
+)
 def test_matchers_share_nothing(tokenizer, seeds, order):
     """Each goes its way as alone, whatever the others of the same grammar have taken meanwhile, also in threads."""
     grammar = Grammar("json_schema", '{"type": "array", "items": {"type": ["string", "integer"]}}')
@@ -146,7 +159,9 @@ def test_matchers_share_nothing(tokenizer, seeds, order):
 
 def test_stop_ids_are_allowed_where_the_text_may_end_and_nothing_else_behind_one():
     a, b, c = BYTES.encode("abc")
-    matcher = Matcher(Grammar("regex", "ab?c*"), BYTES, (2, 0, c))  # a token of text may be a stop id, too
+    matcher = Matcher(
+        Grammar("regex", "ab?c*"), BYTES, (2, 0, c)
+    )  # a token of text may be a stop id, too
     assert ids_of(matcher, BYTES) == [a]
     matcher.accept(a)
     assert ids_of(matcher, BYTES) == [0, 2, b, c]
@@ -168,7 +183,9 @@ def test_a_text_that_went_wrong_ends():
 
 def test_a_text_that_comes_to_a_limit_does_not_end_as_if_it_matched(monkeypatch):
     limits = llguidance.LLParserLimits
-    monkeypatch.setattr(llguidance, "LLParserLimits", lambda **given: limits(**given | {"max_items_in_row": 100}))
+    monkeypatch.setattr(
+        llguidance, "LLParserLimits", lambda **given: limits(**given | {"max_items_in_row": 100})
+    )
     schema = {"type": "object", "properties": {f"k{n}": {} for n in range(60)}}
     grammar = Grammar("json_schema", json.dumps(schema))
     limited, free = drawn([grammar, None])
@@ -177,7 +194,8 @@ def test_a_text_that_comes_to_a_limit_does_not_end_as_if_it_matched(monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "lark", ["start: <[1]> | <[5]>", "start: <[*]>", '%llguidance {"no_forcing": false}\nstart: "true"']
+    "lark",
+    ["start: <[1]> | <[5]>", "start: <[*]>", '%llguidance {"no_forcing": false}\nstart: "true"'],
 )
 def test_special_tokens_are_no_text_and_nothing_is_forced(lark):
     allowed = ids_of(Matcher(Grammar("lark", lark), BYTES, (2,)), BYTES)
@@ -189,9 +207,16 @@ def test_special_tokens_are_no_text_and_nothing_is_forced(lark):
 @pytest.mark.parametrize("name", ["llama3_tokenizer.model", "mistral_tokenizer.model"])
 def test_released_tokenizers_write_json(name):
     tokenizer = load_tokenizer(real_file(name))
-    schema = {"type": "array", "items": {"type": "string", "maxLength": 9}, "minItems": 2, "maxItems": 5}
+    schema = {
+        "type": "array",
+        "items": {"type": "string", "maxLength": 9},
+        "minItems": 2,
+        "maxItems": 5,
+    }
     for seed in range(5):
-        matcher = Matcher(Grammar("json_schema", json.dumps(schema)), tokenizer, (tokenizer.eos_id,))
+        matcher = Matcher(
+            Grammar("json_schema", json.dumps(schema)), tokenizer, (tokenizer.eos_id,)
+        )
         seen = walk(matcher, tokenizer, seed, 200)
         ids = [token for _, token in seen if token != tokenizer.eos_id]
         assert len(ids) < 200
@@ -208,13 +233,19 @@ NASTY = {
     "no schema": ("json_schema", "[1]"),
     "no such type": ("json_schema", '{"type": "text"}'),
     "unknown keyword": ("json_schema", '{"type": "integer", "not": {"const": 1}}'),
-    "unknown keyword, lenient by its own word": ("json_schema", '{"x-guidance": {"lenient": true}, "if": {}}'),
+    "unknown keyword, lenient by its own word": (
+        "json_schema",
+        '{"x-guidance": {"lenient": true}, "if": {}}',
+    ),
     "unknown format": ("json_schema", '{"type": "string", "format": "nonsense"}'),
     "impossible": ("json_schema", '{"type": "string", "minLength": 2, "maxLength": 1}'),
     "false": ("json_schema", '{"type": "object", "properties": {"a": false}, "required": ["a"]}'),
     "a number that is rounded": ("json_schema", '{"enum": [18014226710785025]}'),
     "a huge one": ("json_schema", f'{{"maximum": 1{"0" * 5000}}}'),
-    "more properties than are required": ("json_schema", '{"type": "object", "minProperties": 2, "required": ["a"]}'),
+    "more properties than are required": (
+        "json_schema",
+        '{"type": "object", "minProperties": 2, "required": ["a"]}',
+    ),
     "itself": ("json_schema", '{"$ref": "#"}'),
     "a loop": (
         "json_schema",
@@ -222,17 +253,34 @@ NASTY = {
     ),
     "a chain that no stack holds": (
         "json_schema",
-        json.dumps({"$ref": "#/$defs/0", "$defs": {f"{n}": {"$ref": f"#/$defs/{n + 1}"} for n in range(20_000)}}),
+        json.dumps(
+            {
+                "$ref": "#/$defs/0",
+                "$defs": {f"{n}": {"$ref": f"#/$defs/{n + 1}"} for n in range(20_000)},
+            }
+        ),
     ),
     "elsewhere": ("json_schema", '{"$ref": "http://127.0.0.1:9/a.json"}'),
     "a file": ("json_schema", '{"$ref": "file:///etc/hostname"}'),
-    "a megabyte": ("json_schema", json.dumps({"enum": [f"{number:08}" for number in range(90_000)]})),
-    "a megabyte of properties": ("json_schema", json.dumps({"properties": {f"{n:08}": {} for n in range(50_000)}})),
+    "a megabyte": (
+        "json_schema",
+        json.dumps({"enum": [f"{number:08}" for number in range(90_000)]}),
+    ),
+    "a megabyte of properties": (
+        "json_schema",
+        json.dumps({"properties": {f"{n:08}": {} for n in range(50_000)}}),
+    ),
     "deep": ("json_schema", '{"items":' * 10_000 + "{}" + "}" * 10_000),
     "deep data": ("json_schema", '{"enum": [' + "[" * 10_000 + "]" * 10_000 + "]}"),
     "two to the twentieth": (
         "json_schema",
-        json.dumps({"allOf": [{"anyOf": [{"properties": {f"{c}{n}": {}}} for c in "ab"]} for n in range(20)]}),
+        json.dumps(
+            {
+                "allOf": [
+                    {"anyOf": [{"properties": {f"{c}{n}": {}}} for c in "ab"]} for n in range(20)
+                ]
+            }
+        ),
     ),
     "a lone surrogate": ("json_schema", '{"const": "\ud800"}'),
     "an escaped one": ("json_schema", '{"const": "\\ud800"}'),
@@ -244,14 +292,19 @@ NASTY = {
     "no rules": ("lark", ""),
     "unknown rule": ("lark", "start: other"),
     "special token": ("lark", "start: </s> <s>"),
-    "rules that no stack holds": ("lark", "start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(20_000))),
+    "rules that no stack holds": (
+        "lark",
+        "start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(20_000)),
+    ),
     "nested": ("lark", "start: " + "(" * 20_000 + '"a"' + ")" * 20_000),
 }
 
 
 @pytest.mark.parametrize("grammar", NASTY.values(), ids=NASTY)
 def test_what_cannot_be_compiled_is_refused_in_a_sentence(grammar):
-    with pytest.raises(UsageError, match=f"^the grammar \\({grammar[0]}\\) cannot be compiled, .*: .") as caught:
+    with pytest.raises(
+        UsageError, match=f"^the grammar \\({grammar[0]}\\) cannot be compiled, .*: ."
+    ) as caught:
         Matcher(Grammar(*grammar), BYTES, (2,))
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 300
@@ -263,9 +316,16 @@ def test_what_cannot_be_compiled_is_refused_in_a_sentence(grammar):
     [
         (
             "json_schema",
-            json.dumps({"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 9949, 9941)]}),
+            json.dumps(
+                {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 9949, 9941)]}
+            ),
         ),
-        ("json_schema", json.dumps({"allOf": [{"type": "string", "pattern": f".*a.{{{n}}}b"} for n in range(60)]})),
+        (
+            "json_schema",
+            json.dumps(
+                {"allOf": [{"type": "string", "pattern": f".*a.{{{n}}}b"} for n in range(60)]}
+            ),
+        ),
         ("regex", "a*" * 50_000),  # and five gigabytes
     ],
     ids=["multiples", "patterns", "stars"],
@@ -306,7 +366,9 @@ def test_a_grammar_has_a_greatest_length():
 def test_what_is_kept_is_bounded_and_used_last(monkeypatch):
     """A few long grammars push the others out, a long one that is used all the time stays."""
     compiled, compile_ = [], module._compile
-    monkeypatch.setattr(module, "_compile", lambda *given: compiled.append(given[0].text[:1]) or compile_(*given))
+    monkeypatch.setattr(
+        module, "_compile", lambda *given: compiled.append(given[0].text[:1]) or compile_(*given)
+    )
     monkeypatch.setattr(module, "_kept", {})
     monkeypatch.setattr(module, "MAX_KEPT", 3000)
     for char in "abcdefg":
@@ -329,7 +391,10 @@ def test_wrong_use(monkeypatch):
     with pytest.raises(UsageError, match="cannot be compiled"):
         encode_prompt(MODEL, Prompt("a", grammar=Grammar("regex", "(")))
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(JllamaError, match=r"a grammar needs the package llguidance: pip install 'jllama\[grammar\]'"):
+    with pytest.raises(
+        JllamaError,
+        match=r"a grammar needs the package llguidance: pip install 'jllama\[grammar\]'",
+    ):
         Matcher(DATE, BytesTokenizer(), (2,))
 
 
@@ -339,7 +404,10 @@ def test_wrong_use(monkeypatch):
 def drawn(grammar_of_rows, seed=0, **settings):
     """Completions of a batch that has as many rows whatever is asked: the same program."""
     rows = [*grammar_of_rows, *[None] * (ROWS - len(grammar_of_rows))]
-    prompts = [Prompt("x", SamplingParams(seed=seed + row, **settings), NEW, grammar=g) for row, g in enumerate(rows)]
+    prompts = [
+        Prompt("x", SamplingParams(seed=seed + row, **settings), NEW, grammar=g)
+        for row, g in enumerate(rows)
+    ]
     return generate(MODEL, prompts)[: len(grammar_of_rows)]
 
 
@@ -347,7 +415,12 @@ def test_texts_match_and_nothing_compiles_for_another_grammar():
     regexes = [*REGEXES, r"[ -~]{3,9}", r"<b>(.|\n)*</b>", "", "(a|b)*"]
     found = drawn([Grammar("regex", regex) for regex in regexes])
     programs = steps.decode_block._cache_size()
-    found += drawn([Grammar("regex", regex) for regex in reversed(regexes)], 50, top_p=0.9, repetition_penalty=1.2)
+    found += drawn(
+        [Grammar("regex", regex) for regex in reversed(regexes)],
+        50,
+        top_p=0.9,
+        repetition_penalty=1.2,
+    )
     assert steps.decode_block._cache_size() == programs
     finished = [
         (regex, each.text)
@@ -386,12 +459,18 @@ def test_a_text_that_is_cut_says_so():
 
 def fields(**strategies):
     return st.fixed_dictionaries(
-        {name: value if hasattr(value, "map") else st.just(value) for name, value in strategies.items()}
+        {
+            name: value if hasattr(value, "map") else st.just(value)
+            for name, value in strategies.items()
+        }
     )
 
 
 SCALAR = {"type": ["string", "integer", "null", "boolean"], "maxLength": 5}
-FORMATS, PATTERNS = ["date", "time", "date-time", "uuid", "ipv4"], ["^[a-z]{2,5}$", "^[0-9]+$", "^(ab|cd)?$", "x{1,3}$"]
+FORMATS, PATTERNS = (
+    ["date", "time", "date-time", "uuid", "ipv4"],
+    ["^[a-z]{2,5}$", "^[0-9]+$", "^(ab|cd)?$", "x{1,3}$"],
+)
 leaves = st.one_of(
     fields(type=st.sampled_from(["null", "boolean", "number", "integer"])),
     fields(type="string", minLength=st.integers(0, 3), maxLength=st.integers(3, 6)),
@@ -436,7 +515,9 @@ def test_a_finished_answer_is_json_that_its_schema_allows(schemas, seed):
         assert completion.finish_reason in ("stop_id", "length", "context")
         FINISHED.append(completion.finish_reason == "stop_id")
         if FINISHED[-1]:
-            jsonschema.validate(json.loads(completion.text), schema, jsonschema.Draft202012Validator)
+            jsonschema.validate(
+                json.loads(completion.text), schema, jsonschema.Draft202012Validator
+            )
 
 
 def test_most_answers_finished():

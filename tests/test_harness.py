@@ -12,8 +12,12 @@ import jax.numpy as jnp
 import pytest
 import yaml
 
-os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"  # read when lm-eval is imported
-pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[eval]' accelerate")
+os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = (
+    "1"  # read when lm-eval is imported
+)
+pytest.importorskip(
+    "lm_eval", reason="lm-eval is not installed: pip install -e '.[eval]' accelerate"
+)
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
 
 from helpers import trained_smollm
@@ -46,9 +50,13 @@ QUESTIONS = [
         "choices": ["the cat", "a dog", "où", " two  mats"],
         "answer": number,
     }
-    for number, (sentence, place) in enumerate(zip(SENTENCES, ["here", "there ", "on the mat"], strict=True))
+    for number, (sentence, place) in enumerate(
+        zip(SENTENCES, ["here", "there ", "on the mat"], strict=True)
+    )
 ] + [{"question": "", "choices": ["cat", "the mat is on the cat", "a", "🙂"], "answer": 3}]
-TEXTS = [{"text": sentence} for sentence in [*SENTENCES, " ".join(SENTENCES * 2), "a"]]  # the fourth: several windows
+TEXTS = [
+    {"text": sentence} for sentence in [*SENTENCES, " ".join(SENTENCES * 2), "a"]
+]  # the fourth: several windows
 TASKS = {
     "local_choices": {
         "output_type": "multiple_choice",
@@ -61,7 +69,9 @@ TASKS = {
         "output_type": "loglikelihood_rolling",
         "doc_to_text": "",
         "doc_to_target": "{{text}}",
-        "metric_list": [{"metric": name} for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")],
+        "metric_list": [
+            {"metric": name} for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")
+        ],
     },
     "local_answers": {
         "output_type": "generate_until",
@@ -88,7 +98,14 @@ def model(request):
     tokenizer = TOKENIZERS[request.param]
     assert tokenizer.add_bos is (request.param == "with BOS")
     config = LlamaConfig(
-        vocab_size=310, num_layers=2, embed_dim=64, num_heads=2, num_kv_heads=1, head_dim=32, mlp_dim=96, max_seq_len=64
+        vocab_size=310,
+        num_layers=2,
+        embed_dim=64,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=32,
+        mlp_dim=96,
+        max_seq_len=64,
     )
     params = random_params(config, 0)
     # Never the likeliest: single bytes, of which runs that are no text decode differently in pieces; and ids that the
@@ -123,7 +140,9 @@ def tasks(tmp_path_factory):
 
 def simple(lm, tasks, **arguments):
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
-    return simple_evaluate(lm, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0, **arguments)
+    return simple_evaluate(
+        lm, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0, **arguments
+    )
 
 
 def numbers(found):
@@ -146,11 +165,19 @@ def instances(kind, *arguments):
 def assert_equal_results(mine, theirs):
     assert len(numbers(mine)) == 6
     assert numbers(mine) == pytest.approx(numbers(theirs), rel=1e-4)
-    assert numbers(mine)["local_choices", "acc,none"] == numbers(theirs)["local_choices", "acc,none"]
-    for one, other in zip(responses(mine, "local_choices"), responses(theirs, "local_choices"), strict=True):
-        assert [log_prob for log_prob, _ in one] == pytest.approx([log_prob for log_prob, _ in other], abs=1e-4)
+    assert (
+        numbers(mine)["local_choices", "acc,none"] == numbers(theirs)["local_choices", "acc,none"]
+    )
+    for one, other in zip(
+        responses(mine, "local_choices"), responses(theirs, "local_choices"), strict=True
+    ):
+        assert [log_prob for log_prob, _ in one] == pytest.approx(
+            [log_prob for log_prob, _ in other], abs=1e-4
+        )
         assert [greedy for _, greedy in one] == [greedy for _, greedy in other]
-    for one, other in zip(responses(mine, "local_texts"), responses(theirs, "local_texts"), strict=True):
+    for one, other in zip(
+        responses(mine, "local_texts"), responses(theirs, "local_texts"), strict=True
+    ):
         assert one == pytest.approx(other, rel=1e-6, abs=1e-4)
     assert responses(mine, "local_answers") == responses(theirs, "local_answers")
 
@@ -164,14 +191,19 @@ def test_numbers_are_those_of_the_hugging_face_model(model, peer, tasks, fewshot
 
 
 def test_numbers_of_chats_are_too(model, peer, tasks):
-    mine, theirs = (simple(lm, tasks, num_fewshot=1, apply_chat_template=True) for lm in (JllamaLM(model), peer))
+    mine, theirs = (
+        simple(lm, tasks, num_fewshot=1, apply_chat_template=True) for lm in (JllamaLM(model), peer)
+    )
     assert_equal_results(mine, theirs)
     plain = simple(JllamaLM(model), tasks, num_fewshot=1)
     assert responses(mine, "local_choices") != responses(plain, "local_choices")
 
 
 def test_chats_are_rendered_as_transformers_does(model, peer):
-    history = [{"role": "user", "content": " Hi there "}, {"role": "assistant", "content": "the cat "}]
+    history = [
+        {"role": "user", "content": " Hi there "},
+        {"role": "assistant", "content": "the cat "},
+    ]
     for generation_prompt in (True, False):
         text = JllamaLM(model).apply_chat_template(history, generation_prompt)
         assert text == peer.apply_chat_template(history, generation_prompt)
@@ -184,7 +216,9 @@ def test_chats_are_rendered_as_transformers_does(model, peer):
 def test_texts_are_encoded_as_the_hugging_face_model_does(model, peer, text):
     lm = JllamaLM(model)
     for special in (None, False):
-        assert lm.tok_encode(text, add_special_tokens=special) == peer.tok_encode(text, add_special_tokens=special)
+        assert lm.tok_encode(text, add_special_tokens=special) == peer.tok_encode(
+            text, add_special_tokens=special
+        )
     assert (lm.prefix_token_id, lm.eot_token_id, lm.max_length) == (1, 2, peer.max_length)
 
 
@@ -194,10 +228,17 @@ def test_until_and_the_number_of_tokens_are_honored(model, peer):
         {"max_gen_toks": 30},
         {"until": "t", "max_gen_toks": 30},
         {"until": ["zzz", "e"], "max_new_tokens": 30},
-        {"until": ["<|im_end|>", "</s>"], "max_gen_toks": 7, "do_sample": False, "temperature": 0.7},
+        {
+            "until": ["<|im_end|>", "</s>"],
+            "max_gen_toks": 7,
+            "do_sample": False,
+            "temperature": 0.7,
+        },
         {"max_gen_toks": 0},
     ]
-    requests = instances("generate_until", *((sentence, a) for a in arguments for sentence in SENTENCES))
+    requests = instances(
+        "generate_until", *((sentence, a) for a in arguments for sentence in SENTENCES)
+    )
     mine = JllamaLM(model).generate_until(requests)
     for start in range(0, len(requests) - 3, 3):  # transformers refuses to make no token
         assert mine[start : start + 3] == peer.generate_until(requests[start : start + 3])
@@ -207,10 +248,14 @@ def test_until_and_the_number_of_tokens_are_honored(model, peer):
 
 def test_until_may_name_a_special_token(model, monkeypatch):
     seen = []
-    monkeypatch.setattr(harness, "completions", lambda _, prompts, batch_size: seen.extend(prompts) or ())
+    monkeypatch.setattr(
+        harness, "completions", lambda _, prompts, batch_size: seen.extend(prompts) or ()
+    )
     name = next(text for text, id in model.tokenizer.special_tokens.items() if id == 0)
     arguments = [{"until": until, "max_gen_toks": 9} for until in (name, ["x"])]
-    JllamaLM(model).generate_until(instances("generate_until", *(("a", each) for each in arguments)))
+    JllamaLM(model).generate_until(
+        instances("generate_until", *(("a", each) for each in arguments))
+    )
     assert [list(prompt.stop_ids) for prompt in seen] == [[0, 2], [2]]
 
 
@@ -218,7 +263,9 @@ def test_sampling_is_honored(model):
     lm = JllamaLM(model)
 
     def text(**arguments):
-        return lm.generate_until(instances("generate_until", ("the cat", {"max_gen_toks": 12, **arguments})))[0]
+        return lm.generate_until(
+            instances("generate_until", ("the cat", {"max_gen_toks": 12, **arguments}))
+        )[0]
 
     greedy = text()
     drawn = text(do_sample=True, temperature=2.0, seed=1)
@@ -234,12 +281,25 @@ def test_sampling_is_honored(model):
         ({}, ([], 256, SamplingParams(temperature=0.0))),
         ({"until": "a"}, (["a"], 256, SamplingParams(temperature=0.0))),
         ({"do_sample": True}, ([], 256, SamplingParams())),
-        ({"do_sample": False, "temperature": 1, "top_p": 0.9}, ([], 256, SamplingParams(temperature=0.0, top_p=0.9))),
-        ({"temperature": 1, "num_beams": 1, "max_tokens": 3}, ([], 3, SamplingParams(temperature=1.0))),
-        ({"temperature": 0, "max_gen_toks": 4, "max_tokens": 3}, ([], 4, SamplingParams(temperature=0.0))),
+        (
+            {"do_sample": False, "temperature": 1, "top_p": 0.9},
+            ([], 256, SamplingParams(temperature=0.0, top_p=0.9)),
+        ),
+        (
+            {"temperature": 1, "num_beams": 1, "max_tokens": 3},
+            ([], 3, SamplingParams(temperature=1.0)),
+        ),
+        (
+            {"temperature": 0, "max_gen_toks": 4, "max_tokens": 3},
+            ([], 4, SamplingParams(temperature=0.0)),
+        ),
         (
             {"temperature": 0.5, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1, "seed": 4},
-            ([], 256, SamplingParams(temperature=0.5, top_k=3, min_p=0.1, repetition_penalty=1.1, seed=4)),
+            (
+                [],
+                256,
+                SamplingParams(temperature=0.5, top_k=3, min_p=0.1, repetition_penalty=1.1, seed=4),
+            ),
         ),
     ],
 )
@@ -250,7 +310,10 @@ def test_generation_arguments(arguments, wanted):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"num_beams": 4}, "generation_kwargs has num_beams: 4, which jllama does not honor; it knows until"),
+        (
+            {"num_beams": 4},
+            "generation_kwargs has num_beams: 4, which jllama does not honor; it knows until",
+        ),
         ({"typical_p": 0.5}, "generation_kwargs has typical_p: 0.5"),
         ({"temperature": 1, "top_p": 3}, "top_p is 3; it must be"),
     ],
@@ -262,11 +325,17 @@ def test_arguments_that_cannot_be_honored(arguments, said):
 
 def test_what_does_not_fit(model):
     lm = JllamaLM(model, max_length=16)
-    with pytest.raises(JllamaError, match="max_gen_toks 16 leaves no room for a prompt in max_length 16"):
+    with pytest.raises(
+        JllamaError, match="max_gen_toks 16 leaves no room for a prompt in max_length 16"
+    ):
         lm.generate_until(instances("generate_until", ("the cat", {"max_gen_toks": 16})))
-    with pytest.raises(JllamaError, match=r"the continuation .* has \d+ tokens and max_length is 16"):
+    with pytest.raises(
+        JllamaError, match=r"the continuation .* has \d+ tokens and max_length is 16"
+    ):
         lm.loglikelihood(instances("loglikelihood", ("the cat", " ".join(SENTENCES))))
-    with pytest.raises(UsageError, match="max_length is 65; it must be between 1 and the model's context of 64"):
+    with pytest.raises(
+        UsageError, match="max_length is 65; it must be between 1 and the model's context of 64"
+    ):
         JllamaLM(model, max_length=65)
     with pytest.raises(UsageError, match="batch_size is 0; it must be at least 1"):
         JllamaLM(model, batch_size=0)
@@ -281,9 +350,13 @@ def test_a_shorter_window_cuts_as_the_hugging_face_model_does(model, peer):
     peer._max_length = 20
     try:
         mine = JllamaLM(model, max_length=20)
-        for one, other in zip(mine.loglikelihood(requests), peer.loglikelihood(requests), strict=True):
+        for one, other in zip(
+            mine.loglikelihood(requests), peer.loglikelihood(requests), strict=True
+        ):
             assert one == pytest.approx(other, abs=1e-4)
-        assert mine.loglikelihood_rolling(rolling) == pytest.approx(peer.loglikelihood_rolling(rolling), abs=1e-3)
+        assert mine.loglikelihood_rolling(rolling) == pytest.approx(
+            peer.loglikelihood_rolling(rolling), abs=1e-3
+        )
         assert mine.generate_until(generated) == peer.generate_until(generated)
     finally:
         peer._max_length = None
@@ -299,7 +372,13 @@ def checkpoint(model, tmp_path):
 
 
 def test_the_command(checkpoint, model, tasks, capsys):
-    arguments = [str(checkpoint), "--tasks", "local_choices,local_texts", "--include_path", str(tasks)]
+    arguments = [
+        str(checkpoint),
+        "--tasks",
+        "local_choices,local_texts",
+        "--include_path",
+        str(tasks),
+    ]
     assert cli.run("eval", [*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     names = ["local_choices", "local_texts"]
@@ -307,8 +386,13 @@ def test_the_command(checkpoint, model, tasks, capsys):
     for task in wanted:
         assert found[task].keys() == wanted[task].keys()
         for name, value in wanted[task].items():
-            assert found[task][name] == (pytest.approx(value, rel=1e-3) if isinstance(value, float) else value)
-    assert cli.run("eval", [*arguments, "--limit", "2", "--num_fewshot", "1", "--apply_chat_template"]) == 0
+            assert found[task][name] == (
+                pytest.approx(value, rel=1e-3) if isinstance(value, float) else value
+            )
+    assert (
+        cli.run("eval", [*arguments, "--limit", "2", "--num_fewshot", "1", "--apply_chat_template"])
+        == 0
+    )
     assert "|local_choices|" in capsys.readouterr().out
 
 
@@ -320,17 +404,43 @@ def test_each_option_reaches_lm_eval(checkpoint, tasks, monkeypatch):
         return {"results": {}}
 
     monkeypatch.setattr(harness, "simple_evaluate", record)
-    arguments = [str(checkpoint), "--tasks", "local_choices, local_texts", "--include_path", str(tasks), "--json"]
+    arguments = [
+        str(checkpoint),
+        "--tasks",
+        "local_choices, local_texts",
+        "--include_path",
+        str(tasks),
+        "--json",
+    ]
     names = ("tasks", "limit", "num_fewshot", "apply_chat_template", "batch_size", "max_length")
     assert cli.run("eval", arguments) == 0
-    assert [seen[name] for name in names] == [["local_choices", "local_texts"], None, None, False, 8, 64]
-    changes = ["--limit", "1", "--num_fewshot", "0", "--apply_chat_template", "--batch_size", "2", "--window", "24"]
+    assert [seen[name] for name in names] == [
+        ["local_choices", "local_texts"],
+        None,
+        None,
+        False,
+        8,
+        64,
+    ]
+    changes = [
+        "--limit",
+        "1",
+        "--num_fewshot",
+        "0",
+        "--apply_chat_template",
+        "--batch_size",
+        "2",
+        "--window",
+        "24",
+    ]
     assert cli.run("eval", arguments + changes) == 0
     assert [seen[name] for name in names[1:]] == [1, 0, True, 2, 24]
 
 
 def test_tasks_that_are_not_there(tmp_path):
-    with pytest.raises(UsageError, match=r"lm-eval has no task 'arc_easi'; did you mean arc_easy\?"):
+    with pytest.raises(
+        UsageError, match=r"lm-eval has no task 'arc_easi'; did you mean arc_easy\?"
+    ):
         task_manager(["arc_easi"])
     with pytest.raises(UsageError, match="there is no folder at include_path nowhere"):
         task_manager(["arc_easy"], "nowhere")
@@ -342,6 +452,8 @@ def test_data_that_are_not_there(model, tmp_path):
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(tmp_path / "no.json")}},
     }
-    (tmp_path / "lost.yaml").write_text(yaml.safe_dump(task | {"test_split": "test"} | TASKS["local_texts"]))
+    (tmp_path / "lost.yaml").write_text(
+        yaml.safe_dump(task | {"test_split": "test"} | TASKS["local_texts"])
+    )
     with pytest.raises(JllamaError, match=r"lm-eval stopped with FileNotFoundError: .*no\.json"):
         evaluate_tasks(JllamaLM(model), ["lost"], task_manager(["lost"], str(tmp_path)))

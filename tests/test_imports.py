@@ -51,8 +51,13 @@ def room_of(module: str) -> str:
 def trees() -> dict[str, ast.Module]:
     """Every module by its dotted name, but not the front door, ``jllama`` itself."""
     paths = sorted(PACKAGE.rglob("*.py"))
-    names = [".".join(["jllama", *path.relative_to(PACKAGE).with_suffix("").parts]) for path in paths]
-    parsed = {name.removesuffix(".__init__"): ast.parse(p.read_text()) for name, p in zip(names, paths, strict=True)}
+    names = [
+        ".".join(["jllama", *path.relative_to(PACKAGE).with_suffix("").parts]) for path in paths
+    ]
+    parsed = {
+        name.removesuffix(".__init__"): ast.parse(p.read_text())
+        for name, p in zip(names, paths, strict=True)
+    }
     return parsed
 
 
@@ -73,7 +78,11 @@ def imported_names(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "jllama":
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "jllama"
+        ):
             yield f"jllama.{node.attr}"  # of ``import jllama``, which imports it when it is used
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from re.findall(r"^jllama\.[A-Z]\w*$", node.value)  # an annotation in quotes
@@ -116,7 +125,9 @@ def circles() -> list[frozenset[str]]:
         return found
 
     reached = {module: reach(module) for module in imports()}
-    groups = {frozenset(b for b in reached[a] if a in reached[b]) for a in reached if a in reached[a]}
+    groups = {
+        frozenset(b for b in reached[a] if a in reached[b]) for a in reached if a in reached[a]
+    }
     return sorted(groups, key=sorted)
 
 
@@ -124,11 +135,21 @@ def module_names_in_strings(tree: ast.Module) -> Iterator[str]:
     """Modules of ours that are imported by a string: given to ``import_module`` or the like, or inside a program."""
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _IMPORTERS and node.args:
+        if (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func).rpartition(".")[2] in _IMPORTERS
+            and node.args
+        ):
             text = ast.unparse(node.args[0]).lstrip("fr").strip("'\"")
             yield from [text] if text.startswith("jllama") else []
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-            yield from re.findall(r"(?m)(?:^|;) *(?:from|import) (jllama[\w.]*)(?: import|;|$)", node.value)
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in docstrings
+        ):
+            yield from re.findall(
+                r"(?m)(?:^|;) *(?:from|import) (jllama[\w.]*)(?: import|;|$)", node.value
+            )
 
 
 def test_every_room_has_a_floor():
@@ -144,8 +165,12 @@ def test_arrows_point_one_way():
 
 
 def test_functional_imports_nothing_of_ours():
-    own = {m: {t for t in targets if room_of(t) != "functional"} for m, targets in imports().items()}
-    assert {m: targets for m, targets in own.items() if room_of(m) == "functional" and targets} == {}
+    own = {
+        m: {t for t in targets if room_of(t) != "functional"} for m, targets in imports().items()
+    }
+    assert {
+        m: targets for m, targets in own.items() if room_of(m) == "functional" and targets
+    } == {}
 
 
 def test_nobody_imports_the_commands():
@@ -153,9 +178,16 @@ def test_nobody_imports_the_commands():
     assert {room_of(module) for module in importers} <= {"commands", "__main__"}
 
 
-@pytest.mark.parametrize(("room", "other"), [("generation", "checkpoints"), ("checkpoints", "generation")])
+@pytest.mark.parametrize(
+    ("room", "other"), [("generation", "checkpoints"), ("checkpoints", "generation")]
+)
 def test_generation_and_checkpoints_do_not_know_each_other(room, other):
-    found = [f"{m} imports {t}" for m, ts in imports().items() for t in ts if (room_of(m), room_of(t)) == (room, other)]
+    found = [
+        f"{m} imports {t}"
+        for m, ts in imports().items()
+        for t in ts
+        if (room_of(m), room_of(t)) == (room, other)
+    ]
     assert set(found) <= KNOWN
 
 
@@ -164,7 +196,10 @@ def test_generation_and_checkpoints_do_not_know_each_other(room, other):
     [
         ("import jllama.model", {"jllama.model"}),
         ("def f():\n    from jllama.checkpoints import registry", {"jllama.checkpoints.registry"}),
-        ("import jllama\nx: 'jllama.Llama'\njllama.load()", {"jllama.model", "jllama.checkpoints.registry"}),
+        (
+            "import jllama\nx: 'jllama.Llama'\njllama.load()",
+            {"jllama.model", "jllama.checkpoints.registry"},
+        ),
         ("from jllama.functional import rms_norm", {"jllama.functional"}),
     ],
 )
@@ -173,6 +208,8 @@ def test_an_import_is_seen_however_it_is_written(program, expected):
     assert names - {None} == expected
 
 
-@pytest.mark.parametrize("program", ['import_module("jllama.model")', 'run([python, "-c", "import jllama.model"])'])
+@pytest.mark.parametrize(
+    "program", ['import_module("jllama.model")', 'run([python, "-c", "import jllama.model"])']
+)
 def test_an_import_in_a_string_is_seen(program):
     assert [*module_names_in_strings(ast.parse(program))] == ["jllama.model"]

@@ -34,7 +34,9 @@ def compare(kernel, arrays, mask):
     theirs = objective(lambda *arrays: attention(*arrays, mask, "reference"))
     pairs = (jax.jit(jax.value_and_grad(each, (0, 1, 2)))(*arrays) for each in (ours, theirs))
     one, two = (jax.tree.leaves(each) for each in pairs)
-    return max(relative_error(np.asarray(a), np.asarray(b)) for a, b in zip(one[1:], two[1:], strict=True))
+    return max(
+        relative_error(np.asarray(a), np.asarray(b)) for a, b in zip(one[1:], two[1:], strict=True)
+    )
 
 
 def documents(seq):
@@ -48,7 +50,9 @@ def documents(seq):
     ("heads", "kv_heads", "head_dim", "seq"), [(4, 2, 64, 200), (2, 1, 128, 256), (2, 2, 100, 130)]
 )
 @pytest.mark.parametrize("name", KERNELS)
-def test_values_and_gradients_are_those_of_the_reference(name, heads, kv_heads, head_dim, seq, packed):
+def test_values_and_gradients_are_those_of_the_reference(
+    name, heads, kv_heads, head_dim, seq, packed
+):
     arrays = draw(heads, kv_heads, seq, seq, head_dim)
     assert compare(KERNELS[name], arrays, documents(seq) if packed else Mask()) < 1e-5
 
@@ -64,17 +68,23 @@ def tokamax(monkeypatch):
     return lambda *arrays, interpret: kernels.tokamax(*arrays)
 
 
-@pytest.mark.parametrize("packed", ["one document", "documents", "a document a token", "a padded tail"])
+@pytest.mark.parametrize(
+    "packed", ["one document", "documents", "a document a token", "a padded tail"]
+)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "seq"), [(4, 2, 64, 200), (2, 1, 128, 256), (2, 2, 100, 130)]
 )
-def test_tokamax_is_told_of_documents_heads_and_sums(tokamax, heads, kv_heads, head_dim, seq, packed):
+def test_tokamax_is_told_of_documents_heads_and_sums(
+    tokamax, heads, kv_heads, head_dim, seq, packed
+):
     segments = documents(seq).query_segments
     if packed == "a document a token":
         segments = jnp.broadcast_to(jnp.arange(seq), (2, seq))
     if packed == "a padded tail":
         segments = (segments + 1).at[1, seq // 2 :].set(0)
-    mask = Mask() if packed == "one document" else Mask(query_segments=segments, key_segments=segments)
+    mask = (
+        Mask() if packed == "one document" else Mask(query_segments=segments, key_segments=segments)
+    )
     assert compare(tokamax, draw(heads, kv_heads, seq, seq, head_dim), mask) < 1e-5
 
 
@@ -89,7 +99,9 @@ def test_without_tokamax_one_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokamax", None)
     for name in [name for name in sys.modules if name.startswith("tokamax.")]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(UsageError, match=r"tokamax, which can't be imported .*: pip install 'jllama\[cuda\]'"):
+    with pytest.raises(
+        UsageError, match=r"tokamax, which can't be imported .*: pip install 'jllama\[cuda\]'"
+    ):
         attention(*draw(2, 1, 8, 8, 64, jnp.bfloat16), Mask(), "tokamax")
 
 
@@ -128,19 +140,33 @@ def test_paged_reads_each_row_as_far_as_its_own_tokens():
 
 def test_auto_over_a_cache_goes_by_platform_and_shapes():
     def chosen(platform, seq=1, head_dim=128, dtype=jnp.bfloat16):
-        return choose_cache_attention(seq, jax.ShapeDtypeStruct((2, 2, 512, head_dim), dtype), platform)
+        return choose_cache_attention(
+            seq, jax.ShapeDtypeStruct((2, 2, 512, head_dim), dtype), platform
+        )
 
     assert [chosen(platform) for platform in ("cpu", "gpu", "tpu")] == ["cached", "split", "paged"]
-    assert [chosen("tpu", head_dim=64), chosen("tpu", dtype=jnp.float32), chosen("tpu", 5)] == ["split"] * 3
+    assert [chosen("tpu", head_dim=64), chosen("tpu", dtype=jnp.float32), chosen("tpu", 5)] == [
+        "split"
+    ] * 3
     assert [chosen(platform, 512) for platform in ("cpu", "gpu", "tpu")] == ["cached"] * 3
 
 
 @pytest.mark.parametrize(
     ("name", "mask", "dtype", "said"),
     [
-        ("paged", Mask(offset=jnp.array([3])), jnp.float32, "all but one new token a row, over bfloat16 keys"),
+        (
+            "paged",
+            Mask(offset=jnp.array([3])),
+            jnp.float32,
+            "all but one new token a row, over bfloat16 keys",
+        ),
         ("splash", Mask(lengths=jnp.array([3, 3])), jnp.float32, "a mask with lengths"),
-        ("tokamax", Mask(lengths=jnp.array([3, 3])), jnp.bfloat16, "a mask with an offset or lengths"),
+        (
+            "tokamax",
+            Mask(lengths=jnp.array([3, 3])),
+            jnp.bfloat16,
+            "a mask with an offset or lengths",
+        ),
         ("tokamax", Mask(), jnp.float32, "float32: only bfloat16 and float16"),
         ("triton", Mask(offset=jnp.array([3])), jnp.float32, "a mask with an offset or lengths"),
         ("cudnn", Mask(), jnp.float32, "float32: only bfloat16 and float16"),
@@ -148,6 +174,8 @@ def test_auto_over_a_cache_goes_by_platform_and_shapes():
     ],
 )
 def test_what_a_kernel_cannot_serve_is_an_error_that_names_it(name, mask, dtype, said):
-    with pytest.raises(ValueError, match=f"the attention implementation '{name}' cannot serve {said}"):
+    with pytest.raises(
+        ValueError, match=f"the attention implementation '{name}' cannot serve {said}"
+    ):
         attention(*draw(2, 1, 8, 8, 64, dtype), mask, name)
     assert ATTENTION[name].platform in ("tpu", "gpu")

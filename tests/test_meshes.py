@@ -19,7 +19,9 @@ def report():
         "PYTHONPATH": str(SCRIPT.parents[1]),
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
     }
-    done = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(
+        [sys.executable, SCRIPT], env=environment, capture_output=True, text=True, timeout=1800
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

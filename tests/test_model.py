@@ -44,8 +44,12 @@ DYNAMIC = dataclasses.replace(BASE, rope_scaling=DynamicScaling(4.0, original_ma
 TIED = dataclasses.replace(BASE, tie_embeddings=True)
 CONFIGS = {  # that jllama.verify.conformance does not have
     "head_dim is not embed_dim / num_heads": BASE,
-    "derived sizes": LlamaConfig(vocab_size=97, num_layers=2, embed_dim=128, num_heads=2, max_seq_len=LONG),
-    "head_dim 80, one layer, eps 1e-6": dataclasses.replace(BASE, head_dim=80, num_layers=1, norm_eps=1e-6),
+    "derived sizes": LlamaConfig(
+        vocab_size=97, num_layers=2, embed_dim=128, num_heads=2, max_seq_len=LONG
+    ),
+    "head_dim 80, one layer, eps 1e-6": dataclasses.replace(
+        BASE, head_dim=80, num_layers=1, norm_eps=1e-6
+    ),
     "yarn, every knob": dataclasses.replace(
         BASE, rope_scaling=YarnScaling(4.0, beta_fast=24.0, beta_slow=2.0, attention_factor=1.3)
     ),
@@ -60,7 +64,9 @@ POSITIONS = np.stack([np.arange(LONG), 197 * np.arange(LONG), 99_700 + np.arange
 FAR = slice(1, 2)
 
 seeds = st.integers(0, 2**32 - 1)
-tokens_of_rows = st.builds(lambda seed: np.random.default_rng(seed).integers(0, BASE.vocab_size, (3, SHORT)), seeds)
+tokens_of_rows = st.builds(
+    lambda seed: np.random.default_rng(seed).integers(0, BASE.vocab_size, (3, SHORT)), seeds
+)
 
 
 PLAIN = implementation_of(jllama.model)
@@ -111,7 +117,9 @@ def test_eps_at_small_activations(eps):
     params["embed"] *= np.float32(1e-2)
     expected = oracle.forward(params, TOKENS[:, :SHORT], config)
     assert relative_error(forward(config, params, TOKENS[:, :SHORT]), expected) < TOLERANCE
-    other = oracle.forward(params, TOKENS[:, :SHORT], dataclasses.replace(config, norm_eps=10 * eps))
+    other = oracle.forward(
+        params, TOKENS[:, :SHORT], dataclasses.replace(config, norm_eps=10 * eps)
+    )
     assert relative_error(other, expected) > VISIBLE
 
 
@@ -130,7 +138,9 @@ def test_gradient_of_every_parameter_equals_differences_of_the_oracle():
     loss, gradients = loss_and_gradients(config, weights(config), tokens, mask)
 
     def exact_loss(params):
-        total, count = oracle.cross_entropy(oracle.forward(params, tokens[:, :-1], config), tokens[:, 1:], mask)
+        total, count = oracle.cross_entropy(
+            oracle.forward(params, tokens[:, :-1], config), tokens[:, 1:], mask
+        )
         return total / count
 
     params = jax.tree.map(np.float64, random_params(config, 0))
@@ -152,7 +162,9 @@ def test_gradient_of_every_parameter_equals_differences_of_the_oracle():
 def test_bfloat16_weights_give_float32_logits_nearby():
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights(LLAMA_32))
     assert jax.eval_shape(functools.partial(forward, LLAMA_32), params, TOKENS).dtype == jnp.float32
-    error = equalities.bfloat16_error(equalities.Case(jllama_itself(), LLAMA_32, weights(LLAMA_32), TOKENS), POSITIONS)
+    error = equalities.bfloat16_error(
+        equalities.Case(jllama_itself(), LLAMA_32, weights(LLAMA_32), TOKENS), POSITIONS
+    )
     assert 1e-4 < error < equalities.BFLOAT16_TOLERANCE
 
 
@@ -165,13 +177,22 @@ def ids(*shape, fill=1, dtype=np.int32):
 
 WRONG_TOKENS = {
     "float": (jnp.ones((1, 8)), r"tokens is float32\[1, 8\]; token ids are integers"),
-    "one row alone": (ids(8), r"tokens is int32\[8\]; it must be \[batch, seq\]; of a row alone, take tokens\[None\]"),
+    "one row alone": (
+        ids(8),
+        r"tokens is int32\[8\]; it must be \[batch, seq\]; of a row alone, take tokens\[None\]",
+    ),
     "a list of numbers": ([1, 2], r"tokens is int64\[2\]; it must be \[batch, seq\]"),
     "a ragged list": ([[1, 2], [3]], "the rows of tokens differ in length: pad them"),
     "nothing": (None, r"tokens is object\[\]; it must be"),
     "past the vocabulary": (ids(2, 8, fill=97), "tokens holds the id 97; this model's are 0 to 96"),
-    "far past it": (ids(1, 8, fill=2**40, dtype=np.int64), f"tokens holds the id {2**40}; this model's are 0 to 96"),
-    "negative": (jnp.asarray(ids(1, 8, fill=-5)), "tokens holds the id -5; this model's are 0 to 96"),
+    "far past it": (
+        ids(1, 8, fill=2**40, dtype=np.int64),
+        f"tokens holds the id {2**40}; this model's are 0 to 96",
+    ),
+    "negative": (
+        jnp.asarray(ids(1, 8, fill=-5)),
+        "tokens holds the id -5; this model's are 0 to 96",
+    ),
 }
 
 
@@ -182,7 +203,9 @@ def test_wrong_token_ids_are_refused_in_one_sentence(name):
         as_token_ids(tokens, BASE)
 
 
-@pytest.mark.parametrize("tokens", [[[0, 96]], ids(1, 2, dtype=np.uint16), jnp.ones((1, 2), int), ids(0, 2)])
+@pytest.mark.parametrize(
+    "tokens", [[[0, 96]], ids(1, 2, dtype=np.uint16), jnp.ones((1, 2), int), ids(0, 2)]
+)
 def test_ids_may_be_a_list_or_any_integers(tokens):
     np.testing.assert_array_equal(as_token_ids(tokens, BASE), np.asarray(tokens))
 
@@ -209,7 +232,9 @@ for call in (
 
 
 def test_models_refuse_what_are_not_ids_of_theirs():
-    run = subprocess.run([sys.executable, "-c", REFUSED_BY_MODELS], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", REFUSED_BY_MODELS], capture_output=True, text=True, check=True
+    )
     sentences = [
         "tokens holds the id 10; this model's are 0 to 9",
         "tokens is float32[1, 8]; token ids are integers",
@@ -220,8 +245,12 @@ def test_models_refuse_what_are_not_ids_of_theirs():
 
 def test_more_tokens_than_the_context_are_refused_also_while_tracing():
     short = dataclasses.replace(BASE, max_seq_len=SHORT - 1)
-    with pytest.raises(UsageError, match=f"tokens has {SHORT} a row; the model's context is {SHORT - 1}: cut it"):
-        jax.eval_shape(lambda params: build_model(short, params)(jnp.asarray(TOKENS[:, :SHORT])), weights(BASE))
+    with pytest.raises(
+        UsageError, match=f"tokens has {SHORT} a row; the model's context is {SHORT - 1}: cut it"
+    ):
+        jax.eval_shape(
+            lambda params: build_model(short, params)(jnp.asarray(TOKENS[:, :SHORT])), weights(BASE)
+        )
     positions = jnp.asarray(POSITIONS[:, :SHORT])  # who gives them says how far they go
     at_positions = functools.partial(forward_, short, positions=positions)
     logits = jax.eval_shape(at_positions, weights(BASE), jnp.asarray(TOKENS[:, :SHORT]))
@@ -229,16 +258,23 @@ def test_more_tokens_than_the_context_are_refused_also_while_tracing():
 
 
 def test_an_attention_implementation_that_is_not_there():
-    tokens, sentence = jnp.asarray(TOKENS[:, :SHORT]), "there is no attention implementation refrence; did you mean"
+    tokens, sentence = (
+        jnp.asarray(TOKENS[:, :SHORT]),
+        "there is no attention implementation refrence; did you mean",
+    )
     with pytest.raises(UsageError, match=sentence):
         build_model(BASE, weights(BASE)).hidden(tokens, attention="refrence")
     cache = KVCache.zeros(BASE, 3, SHORT)
     with pytest.raises(UsageError, match=sentence):
-        build_model(BASE, unstacked(BASE)).decode(tokens, cache, jnp.full(3, SHORT), attention="refrence")
+        build_model(BASE, unstacked(BASE)).decode(
+            tokens, cache, jnp.full(3, SHORT), attention="refrence"
+        )
 
 
 def test_a_model_needs_a_vocabulary():
-    with pytest.raises(UsageError, match="vocab_size is 0; give the number of the tokenizer's tokens"):
+    with pytest.raises(
+        UsageError, match="vocab_size is 0; give the number of the tokenizer's tokens"
+    ):
         abstract_params(LlamaConfig())
 
 
@@ -266,7 +302,9 @@ def test_unstacked_layers_are_the_stacked_ones_in_order():
     assert len(layers) + len(others) == 2 * 9 + 3
     for path, leaf, share in layers + others:
         matrix = as_matrix(parameter_table(BASE)[path], np.asarray(share))
-        np.testing.assert_array_equal(leaf.values if isinstance(leaf, F.DecodeMatrix) else leaf, matrix)
+        np.testing.assert_array_equal(
+            leaf.values if isinstance(leaf, F.DecodeMatrix) else leaf, matrix
+        )
 
 
 def test_remat_does_recompute():
@@ -280,7 +318,11 @@ def test_remat_does_recompute():
 
 
 @settings(max_examples=15)
-@given(tokens=tokens_of_rows, position=st.integers(0, SHORT - 1), change=st.integers(1, BASE.vocab_size - 1))
+@given(
+    tokens=tokens_of_rows,
+    position=st.integers(0, SHORT - 1),
+    change=st.integers(1, BASE.vocab_size - 1),
+)
 def test_a_token_changes_no_earlier_logits(tokens, position, change):
     other = tokens.copy()
     other[:, position] = (other[:, position] + change) % BASE.vocab_size
@@ -296,11 +338,15 @@ def test_a_document_changes_nothing_in_the_next(tokens, cut, seed):
     segments = np.tile(np.arange(SHORT) >= cut, (3, 1)).astype(np.int32)
     other = tokens.copy()
     other[:, :cut] = np.random.default_rng(seed).integers(0, BASE.vocab_size, (3, cut))
-    packed, changed = (np.asarray(forward(BASE, weights(BASE), each, segments)) for each in (tokens, other))
+    packed, changed = (
+        np.asarray(forward(BASE, weights(BASE), each, segments)) for each in (tokens, other)
+    )
     np.testing.assert_array_equal(changed[:, cut:], packed[:, cut:])
     # Without segments the same change is seen, unless no token changed.
     if np.any(other != tokens, axis=1).all():
-        whole, leaking = (np.asarray(forward(BASE, weights(BASE), each)) for each in (tokens, other))
+        whole, leaking = (
+            np.asarray(forward(BASE, weights(BASE), each)) for each in (tokens, other)
+        )
         assert relative_error(leaking[:, cut:], whole[:, cut:]) > VISIBLE
 
 
@@ -361,11 +407,15 @@ def test_prefill_of_unpadded_prompts_equals_the_oracle_over_512_positions(config
 
 
 def test_the_base_of_dynamic_scaling_goes_by_the_sequence_or_the_context():
-    short = dataclasses.replace(DYNAMIC, max_seq_len=128)  # as a checkpoint's own configuration has it
+    short = dataclasses.replace(
+        DYNAMIC, max_seq_len=128
+    )  # as a checkpoint's own configuration has it
     plain = rope_frequencies(BASE)
     for seq_len in (0, 100, 128):
         np.testing.assert_array_equal(rope_frequencies(short, seq_len), plain)
-        np.testing.assert_array_equal(rope_frequencies(DYNAMIC, seq_len), rope_frequencies(short, LONG))
+        np.testing.assert_array_equal(
+            rope_frequencies(DYNAMIC, seq_len), rope_frequencies(short, LONG)
+        )
     assert np.all(rope_frequencies(short, 129)[1:] < plain[1:])
     few = forward(DYNAMIC, weights(BASE), TOKENS[:1, :SHORT])
     assert relative_error(few, ours(DYNAMIC)[:1, :SHORT]) < TOLERANCE
@@ -381,7 +431,9 @@ def filled(max_len):
     """A cache with eight tokens in each row."""
     cache = KVCache.zeros(BASE, 3, max_len)
     for start, count in ((0, 6), (6, 2)):
-        _, cache = extend(BASE, unstacked(BASE), TOKENS[:, start : start + 6], cache, jnp.full(3, count))
+        _, cache = extend(
+            BASE, unstacked(BASE), TOKENS[:, start : start + 6], cache, jnp.full(3, count)
+        )
     return cache
 
 
@@ -395,7 +447,9 @@ def test_writes_past_the_end_are_dropped_and_shift_nothing(used):
         _, caches[size] = extend(BASE, unstacked(BASE), TOKENS[:, 8:14], cache, jnp.asarray(counts))
     assert caches[8].keys[0].shape[2] == 8
     np.testing.assert_array_equal(caches[8].lengths, used + counts)
-    for small, large in zip(jax.tree.leaves(caches[8]), jax.tree.leaves(caches[SHORT + 8]), strict=True):
+    for small, large in zip(
+        jax.tree.leaves(caches[8]), jax.tree.leaves(caches[SHORT + 8]), strict=True
+    ):
         if small.ndim == 4:
             assert relative_error(small, large[:, :, :8]) < TOLERANCE
 
@@ -411,9 +465,13 @@ def decoded(params, tokens, cache, counts, begins):
 @pytest.mark.parametrize("seq", [SHORT, 300])
 def test_rows_that_begin_equal_the_oracle_and_their_padding_is_not_written(seq, begins):
     """Whether attention goes by the cache or by whole sequences, which are long enough here for blocks, or not."""
-    assert F.choose_attention(seq, seq, backward=False) == ("reference" if seq == SHORT else "blocked")
+    assert F.choose_attention(seq, seq, backward=False) == (
+        "reference" if seq == SHORT else "blocked"
+    )
     counts = np.array([seq, seq // 2, 0])
-    cache = jax.tree.map(lambda leaf: leaf + 7 if leaf.ndim == 4 else leaf, KVCache.zeros(BASE, 3, LONG))
+    cache = jax.tree.map(
+        lambda leaf: leaf + 7 if leaf.ndim == 4 else leaf, KVCache.zeros(BASE, 3, LONG)
+    )
     logits, after = decoded(unstacked(BASE), TOKENS[:, :seq], cache, jnp.asarray(counts), begins)
     expected = oracle.forward(random_params(BASE, 0), TOKENS[:, :seq], BASE)
     np.testing.assert_array_equal(after.lengths, counts)
@@ -471,7 +529,11 @@ def test_a_donated_cache_is_updated_in_place():
     ids=str,
 )
 def test_a_wrong_number_in_the_scaling_is_seen(config, changed):
-    other = dataclasses.replace(config.rope_scaling, **changed) if isinstance(changed, dict) else changed
+    other = (
+        dataclasses.replace(config.rope_scaling, **changed)
+        if isinstance(changed, dict)
+        else changed
+    )
     assert_seen(config, {"rope_scaling": other})
 
 
@@ -481,7 +543,10 @@ def test_a_wrong_context_of_dynamic_scaling_is_seen():
 
 def assert_seen(config, changed):
     other = oracle.forward(
-        random_params(config, 0), TOKENS[FAR], dataclasses.replace(config, **changed), POSITIONS[FAR]
+        random_params(config, 0),
+        TOKENS[FAR],
+        dataclasses.replace(config, **changed),
+        POSITIONS[FAR],
     )
     assert relative_error(ours(config)[FAR], other) > VISIBLE
 
@@ -508,7 +573,13 @@ def layers_in_reverse(layers):
 
 @pytest.mark.parametrize(
     "mistake",
-    [permuted_twice, only_queries_permuted, norms_exchanged, gate_and_up_exchanged, layers_in_reverse],
+    [
+        permuted_twice,
+        only_queries_permuted,
+        norms_exchanged,
+        gate_and_up_exchanged,
+        layers_in_reverse,
+    ],
     ids=lambda mistake: mistake.__name__,
 )
 def test_a_wrong_layout_is_seen(mistake):
@@ -551,7 +622,9 @@ def sharp():
 )
 def test_a_wrong_table_or_mask_is_seen(wrong, row):
     params, expected = sharp()
-    logits = compiled(implementation_of(model_with(**wrong))).forward(BASE, params, TOKENS, None, POSITIONS)
+    logits = compiled(implementation_of(model_with(**wrong))).forward(
+        BASE, params, TOKENS, None, POSITIONS
+    )
     assert relative_error(logits[row], expected[row]) > VISIBLE
 
 

@@ -77,7 +77,10 @@ DYNAMIC = DynamicScaling(4.0, original_max_seq_len=128)
         (YARN, {"rope_theta": 20_000.0}),
         (YARN, {"rope_scaling": None}),
         (YARN, {"rope_scaling": LinearScaling(4.0)}),
-        (YARN, {"rope_scaling": dataclasses.replace(YARN, factor=8.0)}),  # with the attention factor of 4
+        (
+            YARN,
+            {"rope_scaling": dataclasses.replace(YARN, factor=8.0)},
+        ),  # with the attention factor of 4
         (YARN, {"rope_scaling": dataclasses.replace(YARN, attention_factor=1.0)}),
         (YARN, {"rope_scaling": dataclasses.replace(YARN, beta_fast=16.0)}),
         (YARN, {"rope_scaling": dataclasses.replace(YARN, beta_slow=2.0)}),
@@ -100,10 +103,16 @@ def test_yarn_and_dynamic_knobs_move_the_logits(positions, scaling, changed):
 
 def test_dynamic_scaling_goes_by_the_longer_of_sequence_and_context():
     config = LlamaConfig(head_dim=64, max_seq_len=256, rope_scaling=DYNAMIC)
-    np.testing.assert_array_equal(oracle.rope_frequencies(config, 100), oracle.rope_frequencies(config, 256))
+    np.testing.assert_array_equal(
+        oracle.rope_frequencies(config, 100), oracle.rope_frequencies(config, 256)
+    )
     assert np.all(oracle.rope_frequencies(config, 512)[1:] < oracle.rope_frequencies(config)[1:])
-    short, plain = (dataclasses.replace(config, max_seq_len=128, rope_scaling=each) for each in (DYNAMIC, None))
-    np.testing.assert_array_equal(oracle.rope_frequencies(short, 128), oracle.rope_frequencies(plain))
+    short, plain = (
+        dataclasses.replace(config, max_seq_len=128, rope_scaling=each) for each in (DYNAMIC, None)
+    )
+    np.testing.assert_array_equal(
+        oracle.rope_frequencies(short, 128), oracle.rope_frequencies(plain)
+    )
 
 
 def test_eps_moves_the_logits_at_small_activations():
@@ -119,7 +128,8 @@ def test_grouping_and_channel_order_move_the_logits(logits, positions):
     swapped = replace_layers(PARAMS, wk=layers["wk"][:, :, ::-1], wv=layers["wv"][:, :, ::-1])
     assert relative_error(oracle.forward(swapped, TOKENS, CONFIG, positions), logits) > VISIBLE
     interleaved = {
-        name: np.concatenate([layers[name][..., 0::2], layers[name][..., 1::2]], -1) for name in ("wq", "wk")
+        name: np.concatenate([layers[name][..., 0::2], layers[name][..., 1::2]], -1)
+        for name in ("wq", "wk")
     }
     other = oracle.forward(replace_layers(PARAMS, **interleaved), TOKENS, CONFIG, positions)
     assert relative_error(other, logits) > VISIBLE
@@ -128,16 +138,26 @@ def test_grouping_and_channel_order_move_the_logits(logits, positions):
 @pytest.mark.parametrize(
     ("shapes", "mask", "sentence"),
     [
-        ([(4, 8, 6)] * 3, np.zeros((8, 8)), "mask is float64; it must be boolean, true where a query sees a key"),
+        (
+            [(4, 8, 6)] * 3,
+            np.zeros((8, 8)),
+            "mask is float64; it must be boolean, true where a query sees a key",
+        ),
         ([(2, 4, 8, 6)] * 3, np.ones((8, 8), bool), "one sequence at a time"),
         ([(4, 8, 6), (3, 8, 6), (3, 8, 6)], np.ones((8, 8), bool), "heads a multiple of kv_heads"),
-        ([(8, 4, 6)] * 3, np.ones((8, 8), bool), r"q \[8, 4, 6\], .*: they must be \[heads, seq, head_dim\]"),
+        (
+            [(8, 4, 6)] * 3,
+            np.ones((8, 8), bool),
+            r"q \[8, 4, 6\], .*: they must be \[heads, seq, head_dim\]",
+        ),
     ],
     ids=["additive mask", "batch", "heads", "seq before heads"],
 )
 def test_attention_says_what_it_takes(shapes, mask, sentence):
     with pytest.raises(ValueError, match=sentence):
-        inspect.unwrap(oracle.attention)(*map(np.ones, shapes), mask)  # without the types that tests check
+        inspect.unwrap(oracle.attention)(
+            *map(np.ones, shapes), mask
+        )  # without the types that tests check
 
 
 @pytest.mark.parametrize("name", ["attn_norm", "mlp_norm", "final_norm"])
@@ -163,7 +183,9 @@ def test_segments_equal_documents_alone():
     segments = (np.arange(64) >= cut)[None].astype(np.int32)
     packed = oracle.forward(PARAMS, tokens, CONFIG, segments=segments)
     for part in (slice(cut), slice(cut, None)):
-        alone = oracle.forward(PARAMS, tokens[:, part], CONFIG)  # positions count from 0: only differences matter
+        alone = oracle.forward(
+            PARAMS, tokens[:, part], CONFIG
+        )  # positions count from 0: only differences matter
         assert relative_error(packed[:, part], alone) < 1e-12
 
 

@@ -31,7 +31,13 @@ LLAMA_2_70B = LlamaConfig(
     vocab_size=32_000, num_layers=80, embed_dim=8192, num_heads=64, num_kv_heads=8, mlp_dim=28_672
 )
 LLAMA_3_8B = LlamaConfig(
-    vocab_size=128_256, num_layers=32, embed_dim=4096, num_heads=32, num_kv_heads=8, mlp_dim=14_336, rope_theta=500_000
+    vocab_size=128_256,
+    num_layers=32,
+    embed_dim=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    mlp_dim=14_336,
+    rope_theta=500_000,
 )
 LLAMA_32_1B = LlamaConfig(
     vocab_size=128_256,
@@ -45,7 +51,13 @@ LLAMA_32_1B = LlamaConfig(
     tie_embeddings=True,
 )
 SMALL = LlamaConfig(
-    vocab_size=512, num_layers=3, embed_dim=256, num_heads=4, num_kv_heads=2, head_dim=48, mlp_dim=320
+    vocab_size=512,
+    num_layers=3,
+    embed_dim=256,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=48,
+    mlp_dim=320,
 )  # head_dim is not embed_dim / num_heads
 both = pytest.mark.parametrize("tie_embeddings", [False, True], ids=["separate", "tied"])
 compiled = jax.jit(initial_params, static_argnums=1)
@@ -76,7 +88,8 @@ configs = st.builds(
 def by_path(tree):
     """``{path: leaf}``, not by way of ``map_by_path``."""
     return {
-        "/".join(str(key.key) for key in keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        "/".join(str(key.key) for key in keys): leaf
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
     }
 
 
@@ -147,7 +160,9 @@ def test_no_two_matrices_and_no_two_layers_share_their_draws():
     draws = []
     for path, leaf in by_path(initialize(SMALL)).items():
         if parameter_table(SMALL)[path].role == "matrix":
-            standard = np.asarray(leaf).reshape(SMALL.num_layers if path.startswith("layers/") else 1, -1)[:, :2000]
+            standard = np.asarray(leaf).reshape(
+                SMALL.num_layers if path.startswith("layers/") else 1, -1
+            )[:, :2000]
             draws += list(standard / standard.std())
     correlations = np.corrcoef(draws) - np.eye(len(draws))
     assert len(draws) == 2 + 7 * SMALL.num_layers
@@ -163,7 +178,9 @@ def test_another_key_draws_other_values_and_the_same_key_the_same():
 
 @both
 @pytest.mark.parametrize(
-    "config", [SMALL, LlamaConfig(vocab_size=2000, num_layers=2, embed_dim=512, num_heads=4)], ids=["256", "512"]
+    "config",
+    [SMALL, LlamaConfig(vocab_size=2000, num_layers=2, embed_dim=512, num_heads=4)],
+    ids=["256", "512"],
 )
 def test_first_loss_is_ln_v(config, tie_embeddings):
     config = dataclasses.replace(config, tie_embeddings=tie_embeddings)
@@ -176,11 +193,21 @@ def test_first_loss_is_ln_v(config, tie_embeddings):
         total, count = llama.loss(hidden, jnp.asarray(tokens[:, 1:]), jnp.ones((4, 128), bool))
         return total / count
 
-    assert float(mean_loss(initialize(config))) == pytest.approx(math.log(config.vocab_size), abs=0.1)
+    assert float(mean_loss(initialize(config))) == pytest.approx(
+        math.log(config.vocab_size), abs=0.1
+    )
 
 
 def test_flops_of_a_hand_computed_example():
-    config = LlamaConfig(vocab_size=100, num_layers=2, embed_dim=8, num_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=10)
+    config = LlamaConfig(
+        vocab_size=100,
+        num_layers=2,
+        embed_dim=8,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=6,
+        mlp_dim=10,
+    )
     # wq 8*24, wk and wv 8*12 each, wo 24*8, three MLP matrices of 8*10, the head 8*100; norms and the embedding no.
     matrices = 2 * (192 + 96 + 96 + 192 + 3 * 80) + 800
     assert matrices == 2432
@@ -200,8 +227,12 @@ def test_summary_prints_every_parameter_and_the_totals(tie_embeddings):
     for path, row in parameter_table(config).items():
         shape = shape_of(row, config)
         cells = [path, " ".join(row.axes), " x ".join(map(str, shape)), f"{math.prod(shape):,}"]
-        assert cells in [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines()]
-    total, size = ("1,235,814,400", "4,714.3 MiB") if tie_embeddings else ("1,498,482,688", "5,716.3 MiB")
+        assert cells in [
+            [cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines()
+        ]
+    total, size = (
+        ("1,235,814,400", "4,714.3 MiB") if tie_embeddings else ("1,498,482,688", "5,716.3 MiB")
+    )
     footer = text.splitlines()[-2]
     assert "total" in footer
     assert total in footer

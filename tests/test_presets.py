@@ -28,7 +28,8 @@ COUNTS = {
     "llama2-13b": 13_015_864_320,
     "llama2-70b": 68_976_648_192,
     "codellama-7b": 6_738_546_688,
-    "codellama-13b": 13_015_864_320 + 2 * 16 * 5120,  # Llama 2's and 16 tokens more, in the embedding and the head
+    "codellama-13b": 13_015_864_320
+    + 2 * 16 * 5120,  # Llama 2's and 16 tokens more, in the embedding and the head
     "codellama-34b": 33_743_970_304,
     "codellama-70b": 68_976_648_192 + 2 * 16 * 8192,
     "llama3-8b": 8_030_261_248,
@@ -86,7 +87,9 @@ def test_every_preset_has_its_count():
 @pytest.mark.parametrize("name", PRESETS)
 def test_parameter_counts_are_exact(name):
     assert count_parameters(preset(name)) == COUNTS[name]
-    shapes = jax.tree.leaves(abstract_params(preset(name)))  # what the module itself would hold, all 405 billion too
+    shapes = jax.tree.leaves(
+        abstract_params(preset(name))
+    )  # what the module itself would hold, all 405 billion too
     assert sum(math.prod(leaf.shape) for leaf in shapes) == COUNTS[name]
 
 
@@ -139,7 +142,9 @@ def test_an_unknown_name_is_refused_with_the_nearest(name, nearest):
 
 
 def test_a_name_like_no_other_is_refused_with_all_of_them():
-    with pytest.raises(UsageError, match=r"^there is no preset gpt; there are llama1-7b, .*, stories-110m$"):
+    with pytest.raises(
+        UsageError, match=r"^there is no preset gpt; there are llama1-7b, .*, stories-110m$"
+    ):
         preset("gpt")
 
 
@@ -171,18 +176,26 @@ def test_every_preset_is_split_over_8_and_64_devices(name, devices):
     if (name, devices) in DO_NOT_DIVIDE:
         heads, ways, nearest = DO_NOT_DIVIDE[name, devices]
         said = f"the heads axis of layers/wq has size {heads}, which does not divide {ways} ways"
-        with pytest.raises(UsageError, match=f"^{said}: the nearest mesh.tensor that does is {nearest}$"):
+        with pytest.raises(
+            UsageError, match=f"^{said}: the nearest mesh.tensor that does is {nearest}$"
+        ):
             state_sharding(mesh, config, abstract_params(config))
         return
     for optimizer in ("adamw", "adafactor", "muon"):
         params, opt_state = state = abstract_state(name, optimizer)
         of_params, of_state = state_sharding(mesh, config, state)
-        shards = jax.tree.map(lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)), params, of_params)
-        split_all = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) / MESHES[devices][1]
+        shards = jax.tree.map(
+            lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)), params, of_params
+        )
+        split_all = (
+            sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) / MESHES[devices][1]
+        )
         assert sum(jax.tree.leaves(shards)) < 1.01 * split_all  # norms and biases are small
         splits = collections.Counter(sharding.spec for sharding in jax.tree.leaves(of_params))
         same_shape = [leaf.shape for leaf in jax.tree.leaves(params)]
-        for leaf, sharding in zip(jax.tree.leaves(opt_state), jax.tree.leaves(of_state), strict=True):
+        for leaf, sharding in zip(
+            jax.tree.leaves(opt_state), jax.tree.leaves(of_state), strict=True
+        ):
             sharding.shard_shape(leaf.shape)  # divides
             assert leaf.shape in same_shape or sharding.spec == PartitionSpec()
         if optimizer == "adamw":
@@ -192,5 +205,11 @@ def test_every_preset_is_split_over_8_and_64_devices(name, devices):
         if optimizer == "muon":
             leaves = zip(jax.tree.leaves(opt_state), jax.tree.leaves(of_state), strict=True)
             held = collections.Counter(of.spec for leaf, of in leaves if leaf.ndim)
-            matrices = [of.spec for name, of in of_params["layers"].items() if table[f"layers/{name}"].inputs]
-            assert held == splits + splits - collections.Counter(matrices)  # which have one moment alone
+            matrices = [
+                of.spec
+                for name, of in of_params["layers"].items()
+                if table[f"layers/{name}"].inputs
+            ]
+            assert held == splits + splits - collections.Counter(
+                matrices
+            )  # which have one moment alone

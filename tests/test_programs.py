@@ -33,7 +33,9 @@ def folder(tmp_path, monkeypatch):
 def loaded(monkeypatch):
     """What was loaded; each is a program that was neither traced nor compiled."""
     found, load = [], serialize_executable.deserialize_and_load
-    monkeypatch.setattr(serialize_executable, "deserialize_and_load", lambda *a: found.append(load(*a)) or found[-1])
+    monkeypatch.setattr(
+        serialize_executable, "deserialize_and_load", lambda *a: found.append(load(*a)) or found[-1]
+    )
     return found
 
 
@@ -93,12 +95,18 @@ def test_what_can_be_damaged_is_compiled_again(folder, loaded, monkeypatch):
     [
         (F.TRUNCATIONS, "top_k", lambda logits, k: F.top_k_mask(logits, k * 0 + 1)),
         (F.PENALTIES, "mine", lambda logits, value, seen, counts: logits),
-        (F.ATTENTION, "reference", F.AttentionImplementation(lambda *a: F.ATTENTION["xla"].function(*a))),
+        (
+            F.ATTENTION,
+            "reference",
+            F.AttentionImplementation(lambda *a: F.ATTENTION["xla"].function(*a)),
+        ),
         (LAYER_CLASSES, jllama.LlamaConfig, type("Mine", (Layer,), {"__module__": "mine"})),
     ],
     ids=["truncation", "penalty", "attention", "layer"],
 )
-def test_with_code_of_others_nothing_is_kept_or_loaded(table, name, entry, folder, loaded, monkeypatch):
+def test_with_code_of_others_nothing_is_kept_or_loaded(
+    table, name, entry, folder, loaded, monkeypatch
+):
     monkeypatch.setitem(table, name, entry)
     call = jax.jit(lambda x: x + 1)
     assert programs.call(call, jax.numpy.zeros(3)).tolist() == [1, 1, 1]

@@ -37,14 +37,24 @@ def test_every_public_name_is_found_and_documented(name):
 
 
 def test_a_name_that_is_not_there():
-    with pytest.raises(AttributeError, match=r"^module 'jllama' has no attribute 'lod'; did you mean load\?$"):
+    with pytest.raises(
+        AttributeError, match=r"^module 'jllama' has no attribute 'lod'; did you mean load\?$"
+    ):
         jllama.lod  # noqa: B018
     assert not hasattr(jllama, "nothing_like_it")
 
 
 def test_help_says_everything_in_one_place():
     shown = pydoc.plain(pydoc.render_doc(jllama.generate))
-    for word in ("Example::", "Args:", "Returns:", "Raises:", "max_new_tokens: the most", "temperature", "seed"):
+    for word in (
+        "Example::",
+        "Args:",
+        "Returns:",
+        "Raises:",
+        "max_new_tokens: the most",
+        "temperature",
+        "seed",
+    ):
         assert word in shown
     assert "as in ``Prompt``" not in shown
     first = pydoc.plain(pydoc.render_doc(jllama)).partition("CLASSES")[0]
@@ -64,8 +74,17 @@ def test_types_are_seen_from_outside(tmp_path):
         jllama.stream(model, "a", temprature=1)
     """
     (tmp_path / "program.py").write_text(textwrap.dedent(program))
-    command = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, str(tmp_path / "program.py")]
-    shown = subprocess.run(command, cwd=SOURCE.parents[1], capture_output=True, text=True, check=False).stdout
+    command = [
+        sys.executable,
+        "-m",
+        "basedpyright",
+        "--pythonpath",
+        sys.executable,
+        str(tmp_path / "program.py"),
+    ]
+    shown = subprocess.run(
+        command, cwd=SOURCE.parents[1], capture_output=True, text=True, check=False
+    ).stdout
     assert 'Type of "model" is "LanguageModel"' in shown
     assert 'is "list[Completion]"' in shown
     assert 'is "Generator[str, None, Completion]"' in shown

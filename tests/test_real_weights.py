@@ -70,7 +70,9 @@ def peer_tokenizer(exported):
 @pytest.fixture(scope="module")
 def prompts(model, peer_tokenizer):
     """A plain text's ids and a question's in the chat template."""
-    chat = peer_tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
+    chat = peer_tokenizer.apply_chat_template(
+        QUESTION, add_generation_prompt=True, return_dict=False
+    )
     return {"plain": model.tokenizer.encode(TEXT[:300]), "chat": list(chat)}
 
 
@@ -99,7 +101,9 @@ def test_logits_are_those_of_transformers(model, peer):
 def test_greedy_tokens_are_those_of_transformers(model, peer, prompts, kind):
     prompt = prompts[kind]
     with torch.no_grad():
-        whole = peer.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False, num_beams=1)[0].tolist()
+        whole = peer.generate(
+            torch.tensor([prompt]), max_new_tokens=64, do_sample=False, num_beams=1
+        )[0].tolist()
     ours = greedy(model, prompt)
     assert ours == whole[len(prompt) :]
     assert len(ours) == 64 or ours[-1] in model.stop_ids
@@ -112,8 +116,14 @@ def test_the_answer_names_paris(model, prompts):
 @pytest.mark.parametrize("to", FORMATS)
 def test_every_format_holds_the_same_model(model, exported, prompts, to):
     other = jllama.load(exported / to)
-    assert (other.config, other.chat_template, other.stop_ids) == (model.config, model.chat_template, model.stop_ids)
-    for found, wanted in zip(jax.tree.leaves(other.params), jax.tree.leaves(model.params), strict=True):
+    assert (other.config, other.chat_template, other.stop_ids) == (
+        model.config,
+        model.chat_template,
+        model.stop_ids,
+    )
+    for found, wanted in zip(
+        jax.tree.leaves(other.params), jax.tree.leaves(model.params), strict=True
+    ):
         assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
     hard = "Hello  wörld\t1234 \n\n 你好 👩‍👩‍👧 <|im_end|> don't\r\n"
     assert other.tokenizer.encode(hard) == model.tokenizer.encode(hard)
@@ -134,11 +144,21 @@ def test_ids_are_those_of_transformers(model, peer_tokenizer):
         assert model.tokenizer.encode(text) == ids
 
 
-@pytest.mark.parametrize("system", [[], [{"role": "system", "content": " Be brief.\n"}]], ids=["its own", "ours"])
+@pytest.mark.parametrize(
+    "system", [[], [{"role": "system", "content": " Be brief.\n"}]], ids=["its own", "ours"]
+)
 def test_conversations_are_those_of_transformers(model, peer_tokenizer, system):
     """Through its own template, a turn at a time."""
-    said = ["What is  this? 👩‍👩‍👧\n", " It is\n\na family.", "", "<|im_end|> é", "And <|im_start|>this?"]
-    messages = system + [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(said)]
+    said = [
+        "What is  this? 👩‍👩‍👧\n",
+        " It is\n\na family.",
+        "",
+        "<|im_end|> é",
+        "And <|im_start|>this?",
+    ]
+    messages = system + [
+        {"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(said)
+    ]
     for count in range(1, len(messages) + 1):
         for prompt in (True, False):
             theirs = peer_tokenizer.apply_chat_template(
@@ -172,7 +192,8 @@ def test_int8_weights_predict_text_almost_as_well(model, gguf):
     small = jllama.load(gguf, quantize="int8")
     for text in texts:
         exact, rounded = (
-            score_texts(each, [text], window=512, stride=256, max_tokens=1500).perplexity for each in (model, small)
+            score_texts(each, [text], window=512, stride=256, max_tokens=1500).perplexity
+            for each in (model, small)
         )
         assert abs(rounded / exact - 1) < 0.01
 
@@ -191,14 +212,22 @@ def test_an_answer_under_a_schema(model, prompts):
         "properties": {
             "name": {"type": "string", "maxLength": 40},
             "age": {"type": "integer", "minimum": 0, "maximum": 150},
-            "knows": {"type": "array", "items": {"enum": ["Paris", "Lyon"]}, "minItems": 1, "maxItems": 3},
+            "knows": {
+                "type": "array",
+                "items": {"enum": ["Paris", "Lyon"]},
+                "minItems": 1,
+                "maxItems": 3,
+            },
         },
         "required": ["name", "age", "knows"],
         "additionalProperties": False,
     }
     grammar = jllama.Grammar("json_schema", json.dumps(person))
     rows = [(prompts["chat"], 0.0), (prompts["plain"], 1.0), (prompts["chat"], 2.0)]
-    asked = [jllama.Prompt(ids, SamplingParams(temperature, seed=5), 200, grammar=grammar) for ids, temperature in rows]
+    asked = [
+        jllama.Prompt(ids, SamplingParams(temperature, seed=5), 200, grammar=grammar)
+        for ids, temperature in rows
+    ]
     for completion in generate(model, asked):
         assert completion.finish_reason == "stop_id"
         jsonschema.validate(json.loads(completion.text), person)
@@ -218,7 +247,14 @@ def test_quantized_to_q8_0_it_still_answers(gguf, tmp_path, prompts):
 
 
 def test_sampling_from_the_file_itself(gguf):
-    arguments = ["--prompt", "The capital of France is", "--temperature", "0", "--max_new_tokens", "8"]
+    arguments = [
+        "--prompt",
+        "The capital of France is",
+        "--temperature",
+        "0",
+        "--max_new_tokens",
+        "8",
+    ]
     command = [sys.executable, "sample.py", "--checkpoint", str(gguf), *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -244,9 +280,15 @@ def test_training_goes_on_from_it(gguf, tmp_path):
         "optimizer.learning_rate": 1e-4,
     }
     options = [f"--{name}={value}" for name, value in arguments.items()]
-    done = subprocess.run([sys.executable, "train.py", *options], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "train.py", *options], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+    losses = [
+        json.loads(line)["loss"]
+        for line in (run / "metrics.jsonl").read_text().splitlines()
+        if '"loss"' in line
+    ]
     assert losses[0] < 4.0  # ln 49,152 is 10.8: it begins trained
     assert losses[-1] < losses[0]
     assert jllama.load(run).config == jllama.preset("smollm2-135m")

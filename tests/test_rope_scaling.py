@@ -13,7 +13,14 @@ from jllama import oracle, rope_scaling
 from jllama.config import LlamaConfig
 from jllama.errors import UsageError
 from jllama.model import rope_frequencies as frequencies
-from jllama.rope_scaling import ROPE_SCALINGS, DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from jllama.rope_scaling import (
+    ROPE_SCALINGS,
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    RopeScaling,
+    YarnScaling,
+)
 
 
 def inverse_frequencies(head_dim, theta):
@@ -35,7 +42,9 @@ def test_linear_scaling_equals_the_oracle():
 
 @pytest.mark.parametrize(("head_dim", "factor"), [(128, 8.0), (64, 32.0), (128, 32.0)])
 def test_llama3_scaling_equals_meta_in_all_three_bands(head_dim, factor):
-    config = LlamaConfig(head_dim=head_dim, rope_theta=500_000.0, rope_scaling=Llama3Scaling(factor))
+    config = LlamaConfig(
+        head_dim=head_dim, rope_theta=500_000.0, rope_scaling=Llama3Scaling(factor)
+    )
     plain = inverse_frequencies(head_dim, 500_000.0)
     actual = frequencies(config)
     np.testing.assert_allclose(actual, oracle.rope_frequencies(config), rtol=1e-14)
@@ -62,7 +71,9 @@ def test_llama3_scaling_equals_meta_for_any_numbers(head_dim, theta, factor, low
     np.testing.assert_allclose(frequencies(config), oracle.rope_frequencies(config), rtol=1e-13)
 
 
-@pytest.mark.parametrize(("head_dim", "theta", "length"), [(128, 10_000.0, 4096), (64, 500_000.0, 8192)])
+@pytest.mark.parametrize(
+    ("head_dim", "theta", "length"), [(128, 10_000.0, 4096), (64, 500_000.0, 8192)]
+)
 def test_yarn_scaling_keeps_blends_and_divides(head_dim, theta, length):
     plain = inverse_frequencies(head_dim, theta)
     scaling = YarnScaling(16.0, original_max_seq_len=length)
@@ -73,7 +84,9 @@ def test_yarn_scaling_keeps_blends_and_divides(head_dim, theta, length):
     np.testing.assert_array_equal(actual[turns >= 32], plain[turns >= 32])
     slow = np.flatnonzero(turns <= 1)[1:]  # the bounds are rounded outwards, by less than one pair
     np.testing.assert_array_equal(actual[slow], plain[slow] / 16)
-    share = (actual / plain - 1 / 16) / (1 - 1 / 16)  # how much of each frequency is kept: an even slope
+    share = (actual / plain - 1 / 16) / (
+        1 - 1 / 16
+    )  # how much of each frequency is kept: an even slope
     sloped = share[(share > 0) & (share < 1)]
     assert len(sloped) >= 8
     np.testing.assert_allclose(np.diff(sloped), -1 / (len(sloped) + 1), rtol=1e-9)
@@ -87,14 +100,18 @@ def test_yarn_scaling_keeps_blends_and_divides(head_dim, theta, length):
     slow=st.floats(0.25, 4),
     length=st.sampled_from([1, 64, 512, 4096, 32768, 2**20]),
 )
-def test_yarn_scaling_equals_the_oracle_for_any_numbers(head_dim, theta, factor, fast, slow, length):
+def test_yarn_scaling_equals_the_oracle_for_any_numbers(
+    head_dim, theta, factor, fast, slow, length
+):
     scaling = YarnScaling(factor, length, fast, slow)
     config = LlamaConfig(head_dim=head_dim, rope_theta=theta, rope_scaling=scaling)
     plain, actual = inverse_frequencies(head_dim, theta), frequencies(config)
     np.testing.assert_allclose(actual, oracle.rope_frequencies(config), rtol=1e-11)
     assert np.all((actual <= plain * (1 + 1e-15)) & (actual >= plain / factor * (1 - 1e-15)))
     assert np.all(np.diff(actual) < 0)
-    np.testing.assert_allclose(YarnScaling(1.0, length, fast, slow).frequencies(head_dim, theta, 0), plain, rtol=1e-15)
+    np.testing.assert_allclose(
+        YarnScaling(1.0, length, fast, slow).frequencies(head_dim, theta, 0), plain, rtol=1e-15
+    )
 
 
 @given(
@@ -105,9 +122,13 @@ def test_yarn_scaling_equals_the_oracle_for_any_numbers(head_dim, theta, factor,
     max_seq_len=st.integers(1, 2**20),
     original=st.integers(1, 2**17),
 )
-def test_dynamic_scaling_equals_the_oracle_for_any_numbers(head_dim, theta, factor, seq, max_seq_len, original):
+def test_dynamic_scaling_equals_the_oracle_for_any_numbers(
+    head_dim, theta, factor, seq, max_seq_len, original
+):
     length, scaling = max(seq, max_seq_len), DynamicScaling(factor, original)
-    config = LlamaConfig(head_dim=head_dim, rope_theta=theta, rope_scaling=scaling, max_seq_len=max_seq_len)
+    config = LlamaConfig(
+        head_dim=head_dim, rope_theta=theta, rope_scaling=scaling, max_seq_len=max_seq_len
+    )
     actual = frequencies(config, seq)
     np.testing.assert_allclose(actual, oracle.rope_frequencies(config, seq), rtol=1e-11)
     stretch = max(1, factor * length / original - (factor - 1))
@@ -122,7 +143,9 @@ def test_dynamic_scaling_equals_the_oracle_for_any_numbers(head_dim, theta, fact
 )
 def test_dynamic_scaling_starts_at_the_original_length_and_grows(factor, length, original):
     scaling = DynamicScaling(factor, original)
-    last, longer = (scaling.frequencies(64, 10_000.0, tokens)[-1] for tokens in (length, length + 1))
+    last, longer = (
+        scaling.frequencies(64, 10_000.0, tokens)[-1] for tokens in (length, length + 1)
+    )
     plain = inverse_frequencies(64, 10_000.0)[-1]
     assert last == plain if length <= original else last < plain
     assert longer < last if length >= original else longer == last
@@ -139,13 +162,20 @@ OLD_FIELDS = {  # of every run folder of jllama 0.1
 @pytest.mark.parametrize("name", ROPE_SCALINGS)
 def test_a_run_folder_of_jllama_0_1_is_read(name):
     scaling = ROPE_SCALINGS[name](4.0)
-    assert LlamaConfig(rope_scaling={"type": name, "factor": 4.0, **OLD_FIELDS}).rope_scaling == scaling
+    assert (
+        LlamaConfig(rope_scaling={"type": name, "factor": 4.0, **OLD_FIELDS}).rope_scaling
+        == scaling
+    )
     for field in OLD_FIELDS.keys() - vars(scaling).keys():
-        with pytest.raises(UsageError, match=rf"^rope_scaling\.{field} is 7.0; {name} has no such field$"):
+        with pytest.raises(
+            UsageError, match=rf"^rope_scaling\.{field} is 7.0; {name} has no such field$"
+        ):
             RopeScaling.from_fields({"type": name, "factor": 4.0, field: 7.0})
 
 
-@pytest.mark.parametrize("scaling", [kind(2.0) for kind in ROPE_SCALINGS.values()], ids=ROPE_SCALINGS)
+@pytest.mark.parametrize(
+    "scaling", [kind(2.0) for kind in ROPE_SCALINGS.values()], ids=ROPE_SCALINGS
+)
 def test_a_configuration_as_plain_data_is_read_again(scaling):
     config = LlamaConfig(rope_scaling=scaling)
     fields = dataclasses.asdict(config)
@@ -156,12 +186,18 @@ def test_a_configuration_as_plain_data_is_read_again(scaling):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"factor": 8.0}, r"rope_scaling\.type is None; it must be one of linear, dynamic, llama3, yarn"),
+        (
+            {"factor": 8.0},
+            r"rope_scaling\.type is None; it must be one of linear, dynamic, llama3, yarn",
+        ),
         ({"type": ["yarn"], "factor": 8.0}, r"rope_scaling\.type is \['yarn'\]; it must be one of"),
         ({"type": "llama3"}, r"rope_scaling\.factor is missing"),
         ({"type": "llama3", "factor": "8"}, r"rope_scaling\.factor is '8'; it must be a number"),
         ({"type": "llama3", "factor": True}, r"rope_scaling\.factor is True; it must be a number"),
-        ({"type": "llama3", "factor": 8, "fator": 9}, r"rope_scaling\.fator is 9; llama3 has no such field"),
+        (
+            {"type": "llama3", "factor": 8, "fator": 9},
+            r"rope_scaling\.fator is 9; llama3 has no such field",
+        ),
         (
             {"type": "yarn", "factor": 8, "original_max_seq_len": 1.5},
             r"max_seq_len is 1\.5; it must be a whole",
@@ -175,4 +211,7 @@ def test_a_mapping_that_is_no_scaling_is_refused_in_one_sentence(fields, message
 
 def test_options_are_read_without_jax_and_numpy():
     program = "import jllama.config, sys; print(sorted({'jax', 'numpy'} & sys.modules.keys()))"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"
+    assert (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout
+        == "[]\n"
+    )

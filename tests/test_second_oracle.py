@@ -29,7 +29,9 @@ BASE = LlamaConfig(
     norm_eps=3e-5,  # neither of the usual ones, nor transformers' default
 )
 CONFIGS = {
-    "multi-head": LlamaConfig(vocab_size=97, num_layers=2, embed_dim=128, num_heads=2, max_seq_len=SEQ, norm_eps=1e-6),
+    "multi-head": LlamaConfig(
+        vocab_size=97, num_layers=2, embed_dim=128, num_heads=2, max_seq_len=SEQ, norm_eps=1e-6
+    ),
     "grouped, explicit head_dim": BASE,
     "multi-query, tied": dataclasses.replace(BASE, num_kv_heads=1, tie_embeddings=True),
     "linear": dataclasses.replace(BASE, rope_scaling=LinearScaling(4.0)),
@@ -40,7 +42,9 @@ CONFIGS = {
     "yarn, every knob": dataclasses.replace(
         BASE,
         rope_theta=500_000.0,
-        rope_scaling=YarnScaling(4.0, original_max_seq_len=4096, beta_fast=24.0, beta_slow=2.0, attention_factor=1.1),
+        rope_scaling=YarnScaling(
+            4.0, original_max_seq_len=4096, beta_fast=24.0, beta_slow=2.0, attention_factor=1.1
+        ),
     ),
 }
 TOKENS = np.random.default_rng(0).integers(0, BASE.vocab_size, (2, SEQ))
@@ -65,7 +69,9 @@ def their_config(config):
                 "beta_slow": scaling.beta_slow,
                 "original_max_position_embeddings": scaling.original_max_seq_len,
             }
-            if scaling != dataclasses.replace(scaling, attention_factor=0.0):  # theirs to work out, too
+            if scaling != dataclasses.replace(
+                scaling, attention_factor=0.0
+            ):  # theirs to work out, too
                 rope["attention_factor"] = scaling.attention_factor
     return transformers.LlamaConfig(
         vocab_size=config.vocab_size,
@@ -87,7 +93,10 @@ def their_config(config):
 def their_model(config, params):
     """LlamaForCausalLM in float32 with these weights; every one of its own is overwritten."""
     theirs = transformers.LlamaForCausalLM(their_config(config)).eval()
-    weights = {"model.embed_tokens.weight": params["embed"], "model.norm.weight": params["final_norm"]}
+    weights = {
+        "model.embed_tokens.weight": params["embed"],
+        "model.norm.weight": params["final_norm"],
+    }
     weights["lm_head.weight"] = params["embed"] if config.tie_embeddings else params["lm_head"].T
     for index in range(config.num_layers):
         ours = {name: stack[index] for name, stack in params["layers"].items()}
@@ -114,7 +123,9 @@ def test_logits_equal_transformers(name):
     config = CONFIGS[name]
     params = random_params(config, 0)
     if config.tie_embeddings:
-        params["final_norm"] /= np.float32(np.sqrt(config.embed_dim))  # logits near one, as the others'
+        params["final_norm"] /= np.float32(
+            np.sqrt(config.embed_dim)
+        )  # logits near one, as the others'
     with torch.no_grad():
         theirs = their_model(config, params)(
             input_ids=torch.from_numpy(TOKENS),
@@ -140,13 +151,25 @@ def test_activations_and_attention_weights_equal_transformers():
     params, tokens = random_params(BASE, 0), TOKENS[:, :40]
     with torch.no_grad():
         theirs = their_model(BASE, params)(
-            input_ids=torch.from_numpy(tokens), use_cache=False, output_hidden_states=True, output_attentions=True
+            input_ids=torch.from_numpy(tokens),
+            use_cache=False,
+            output_hidden_states=True,
+            output_attentions=True,
         )
-    inputs = ["embedding", *(f"layers/{number}" for number in range(BASE.num_layers - 1)), "final_norm"]
+    inputs = [
+        "embedding",
+        *(f"layers/{number}" for number in range(BASE.num_layers - 1)),
+        "final_norm",
+    ]
     shares = [f"layers/{number}/attention_weights" for number in range(BASE.num_layers)]
     found = LanguageModel(BASE, params).capture(tokens, inputs + shares)
-    for name, value in zip(inputs + shares, [*theirs.hidden_states, *theirs.attentions], strict=True):
-        assert np.abs(np.asarray(found[name]) - value.numpy()).max() < 1e-5 * np.abs(value.numpy()).max(), name
+    for name, value in zip(
+        inputs + shares, [*theirs.hidden_states, *theirs.attentions], strict=True
+    ):
+        assert (
+            np.abs(np.asarray(found[name]) - value.numpy()).max()
+            < 1e-5 * np.abs(value.numpy()).max()
+        ), name
 
 
 @pytest.mark.parametrize("length", [100, 128, 129, SEQ])
@@ -155,7 +178,9 @@ def test_dynamic_logits_equal_transformers_below_and_above_the_context(length):
     config = dataclasses.replace(BASE, max_seq_len=128, rope_scaling=scaling)
     params, tokens = random_params(config, 0), TOKENS[:, :length]
     with torch.no_grad():
-        theirs = their_model(config, params)(input_ids=torch.from_numpy(tokens), use_cache=False).logits.numpy()
+        theirs = their_model(config, params)(
+            input_ids=torch.from_numpy(tokens), use_cache=False
+        ).logits.numpy()
     ours = jax.jit(lambda params, tokens: build_model(config, params)(tokens))(params, tokens)
     assert np.abs(np.asarray(ours) - theirs).max() < 1e-5
 
@@ -179,7 +204,9 @@ def their_frequencies(config, seq_len=None):
     slow=st.floats(0.25, 4),
     original=lengths,
 )
-def test_yarn_frequencies_and_attention_factor_equal_transformers(head_dim, theta, factor, fast, slow, original):
+def test_yarn_frequencies_and_attention_factor_equal_transformers(
+    head_dim, theta, factor, fast, slow, original
+):
     scaling = YarnScaling(factor, original_max_seq_len=original, beta_fast=fast, beta_slow=slow)
     config = dataclasses.replace(BASE, head_dim=head_dim, rope_theta=theta, rope_scaling=scaling)
     frequencies, attention_factor = their_frequencies(config)
@@ -196,6 +223,8 @@ def test_yarn_frequencies_and_attention_factor_equal_transformers(head_dim, thet
 )
 def test_dynamic_frequencies_equal_transformers(head_dim, theta, factor, original, seq_len):
     scaling = DynamicScaling(factor, original_max_seq_len=original)
-    config = dataclasses.replace(BASE, head_dim=head_dim, rope_theta=theta, max_seq_len=original, rope_scaling=scaling)
+    config = dataclasses.replace(
+        BASE, head_dim=head_dim, rope_theta=theta, max_seq_len=original, rope_scaling=scaling
+    )
     frequencies, _ = their_frequencies(config, seq_len)
     np.testing.assert_allclose(rope_frequencies(config, seq_len), frequencies, rtol=1e-6)

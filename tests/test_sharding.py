@@ -15,7 +15,15 @@ from jllama.sharding import MeshConfig
 from jllama.verify.checks import TOLERANCE, VISIBLE
 
 SCRIPT = Path(__file__).with_name("steps_on_eight_devices.py")
-CONFIG = LlamaConfig(vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, max_seq_len=16)
+CONFIG = LlamaConfig(
+    vocab_size=64,
+    num_layers=2,
+    embed_dim=32,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_dim=48,
+    max_seq_len=16,
+)
 SPLIT = {  # which axes each mesh halves, or takes an eighth of
     "data=8": {},
     "fsdp=8": {"embed": 8, "mlp": 8, "vocab": 8},
@@ -69,11 +77,14 @@ def test_parameters_and_moments_are_split_by_the_rules(report, mesh):
     ways = SPLIT[mesh]
     for path, row in parameter_table(CONFIG).items():
         expected = list(shape_of(row, CONFIG))
-        if row.inputs:  # the scales of norms are whole everywhere; fsdp takes the first axis that it divides
+        if (
+            row.inputs
+        ):  # the scales of norms are whole everywhere; fsdp takes the first axis that it divides
             free = [name for name in row.axes if name in ways]
             split = free if "heads" in ways else free[:1]
             expected = [
-                size // (ways[axis] if axis in split else 1) for axis, size in zip(row.axes, expected, strict=True)
+                size // (ways[axis] if axis in split else 1)
+                for axis, size in zip(row.axes, expected, strict=True)
             ]
         assert report[mesh]["shards"][path] == expected
         assert report[mesh]["moment_shards"][path] == expected
@@ -83,7 +94,12 @@ def test_parameters_and_moments_are_split_by_the_rules(report, mesh):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "rows"),
-    [("data=8", [1]), ("fsdp=8", [1]), ("data=2 fsdp=2 tensor=2", [2]), ("fsdp=2 tensor=2 sequence=2", [4])],
+    [
+        ("data=8", [1]),
+        ("fsdp=8", [1]),
+        ("data=2 fsdp=2 tensor=2", [2]),
+        ("fsdp=2 tensor=2 sequence=2", [4]),
+    ],
 )
 def test_rows_of_a_batch_are_split(report, mesh, rows):
     assert report[mesh]["rows"] == rows

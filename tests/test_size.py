@@ -43,7 +43,9 @@ LAYOUT = {
 
 
 def files_of(rooms: list[str]) -> set[Path]:
-    paths = [path for room in rooms for path in (PACKAGE / f"{room}.py", *(PACKAGE / room).rglob("*.py"))]
+    paths = [
+        path for room in rooms for path in (PACKAGE / f"{room}.py", *(PACKAGE / room).rglob("*.py"))
+    ]
     return {path for path in paths if path.exists()}
 
 

@@ -95,7 +95,9 @@ def test_all_is_as_before_afterwards_and_other_threads_are_left_alone():
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with stop_signals(str):
         pass
-    thread = threading.Thread(target=lambda: contextlib.ExitStack().enter_context(stop_signals(str)))
+    thread = threading.Thread(
+        target=lambda: contextlib.ExitStack().enter_context(stop_signals(str))
+    )
     thread.start()
     thread.join()
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

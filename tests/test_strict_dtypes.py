@@ -20,7 +20,15 @@ from jllama.model import KVCache, build_model
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, SMALL.vocab_size, (2, 8), np.int32))
 EVERYTHING = SamplingParams(
-    0.7, 5, 0.9, 0.05, repetition_penalty=1.2, presence_penalty=0.1, frequency_penalty=0.3, logit_bias={1: 2.0}, seed=3
+    0.7,
+    5,
+    0.9,
+    0.05,
+    repetition_penalty=1.2,
+    presence_penalty=0.1,
+    frequency_penalty=0.3,
+    logit_bias={1: 2.0},
+    seed=3,
 )
 
 
@@ -55,13 +63,20 @@ def test_a_forward_pass_with_a_cache(dtype, quantize, begins):
 
 
 @pytest.mark.parametrize("draft_len", [0, 2])
-@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), EVERYTHING], ids=["greedy", "everything"])
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(temperature=0.0), EVERYTHING], ids=["greedy", "everything"]
+)
 def test_generation(sampling, draft_len):
     """Through every program: chunks that are computed and kept ones, rows that join, a cache that grows, scores."""
     model = LanguageModel(dataclasses.replace(SMALL, max_seq_len=256), decode_params(SMALL))
     engine = Engine(model, 2, draft_len=draft_len, chunk_tokens=16, prefix_tokens=64)
     top = 0 if draft_len else 3
-    for ids, scores in (((3,) * 20, False), ((1, 2, 3), False), ((3,) * 20, False), ((4,) * 20, True)):
+    for ids, scores in (
+        ((3,) * 20, False),
+        ((1, 2, 3), False),
+        ((3,) * 20, False),
+        ((4,) * 20, True),
+    ):
         engine.submit(Request(Prompt(ids, sampling, 4), top=top, prompt_log_probs=scores))
     while engine.busy:
         engine.step()

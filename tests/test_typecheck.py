@@ -16,7 +16,9 @@ print(jllama.functional.ban(jnp.ones((2, 3)), jnp.ones((2, 1), bool)).shape)
 
 def run(code, switch):
     environment = os.environ | {"JLLAMA_CHECK_SHAPES": switch}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.parametrize("switch", ["0", "1"])

@@ -13,7 +13,10 @@ ROWS, PAIRS = tuning.packed(tuning.conversations(0)), tuning.apart(tuning.conver
 PAIRS = PAIRS._replace(reference=np.linspace(-30, -20, 16, dtype=np.float32))
 LOSSES = {"answers": (tuning.answers_loss, ROWS), "pairs": (tuning.preference_loss, PAIRS)}
 ALL_AXES = "fsdp=2 tensor=2 sequence=2"
-CASES = [*((mesh, "lora", "answers") for mesh in MESHES), ("data=2 fsdp=2 tensor=2", "lora", "pairs")]
+CASES = [
+    *((mesh, "lora", "answers") for mesh in MESHES),
+    ("data=2 fsdp=2 tensor=2", "lora", "pairs"),
+]
 CASES += [(ALL_AXES, "full", "answers"), (ALL_AXES, "dora", "answers")]
 
 
@@ -21,7 +24,9 @@ def main():
     report = []
     for mesh, kind, which in CASES:
         loss, rows = LOSSES[which]
-        errors = tuning.first_errors(kind, rows, tuning.compiled(kind, one_device_and(MESHES[mesh])[1]), loss)
+        errors = tuning.first_errors(
+            kind, rows, tuning.compiled(kind, one_device_and(MESHES[mesh])[1]), loss
+        )
         report.append({"mesh": mesh, "kind": kind, "loss": which, "errors": errors})
     tuning.KINDS["int8"] = LoraConfig(rank=4, base="int8")
     try:

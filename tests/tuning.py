@@ -32,7 +32,9 @@ ONE_DEVICE = make_mesh(MeshConfig(), jax.devices()[:1])
 
 
 def digest(tree):
-    return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree))).hexdigest()
+    return hashlib.sha256(
+        b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree))
+    ).hexdigest()
 
 
 def conversations(seed, count=ROWS):
@@ -70,8 +72,12 @@ def packed(found):
 @functools.cache
 def compiled(kind, mesh=ONE_DEVICE, **options):
     """The programs of a tuning of this kind."""
-    loop = LoopConfig(**{"dtype": "float32", "batch_size": ROWS, "seq_len": WINDOW - 1, "steps": STEPS} | options)
-    config = TrainConfig(CONFIG, init_from="WEIGHTS", optimizer=OPTIMIZER, training=loop, lora=KINDS[kind])
+    loop = LoopConfig(
+        **{"dtype": "float32", "batch_size": ROWS, "seq_len": WINDOW - 1, "steps": STEPS} | options
+    )
+    config = TrainConfig(
+        CONFIG, init_from="WEIGHTS", optimizer=OPTIMIZER, training=loop, lora=KINDS[kind]
+    )
     return compile_training(config, mesh, compiler_options={"xla_backend_optimization_level": 0})
 
 
@@ -90,24 +96,35 @@ def random_adapter(kind):
     for name in lora.targets:
         matrix = matrices(name)
         (count, inputs, outputs), rank = matrix.shape, lora.rank
-        a, b = (rng.standard_normal(shape) for shape in ((count, inputs, rank), (count, rank, outputs)))
+        a, b = (
+            rng.standard_normal(shape) for shape in ((count, inputs, rank), (count, rank, outputs))
+        )
         layers[name] = {"a": a / math.sqrt(inputs), "b": 0.1 * b / math.sqrt(rank)}
         if lora.dora:
-            layers[name]["magnitude"] = np.linalg.norm(matrix, axis=1) * rng.uniform(0.8, 1.2, (count, outputs))
+            layers[name]["magnitude"] = np.linalg.norm(matrix, axis=1) * rng.uniform(
+                0.8, 1.2, (count, outputs)
+            )
     return jax.tree.map(np.float32, {"layers": layers})
 
 
 def matrices(name):
     """A stack of matrices of the layers in float64, inputs and outputs joined."""
     stack = np.float64(WEIGHTS["layers"][name])
-    return stack.reshape(len(stack), -1, CONFIG.embed_dim) if name == "wo" else stack.reshape(*stack.shape[:2], -1)
+    return (
+        stack.reshape(len(stack), -1, CONFIG.embed_dim)
+        if name == "wo"
+        else stack.reshape(*stack.shape[:2], -1)
+    )
 
 
 def sums(kind, params):
     """``W + scale A B`` of each adapted matrix, in float64."""
     lora = KINDS[kind]
     scale = lora.alpha / (math.sqrt(lora.rank) if lora.rank_stabilized else lora.rank)
-    return {n: matrices(n) + scale * np.float64(p["a"]) @ np.float64(p["b"]) for n, p in params["layers"].items()}
+    return {
+        n: matrices(n) + scale * np.float64(p["a"]) @ np.float64(p["b"])
+        for n, p in params["layers"].items()
+    }
 
 
 def merged(kind, params, near=None):
@@ -118,9 +135,16 @@ def merged(kind, params, near=None):
         return params
     layers, whole = dict(WEIGHTS["layers"]), sums(kind, params)
     if KINDS[kind].dora:
-        lengths = {n: np.linalg.norm(each, axis=1) for n, each in sums(kind, near or params).items()}
-        whole = {n: each * (params["layers"][n]["magnitude"] / lengths[n])[:, None] for n, each in whole.items()}
-    return WEIGHTS | {"layers": layers | {n: each.reshape(layers[n].shape) for n, each in whole.items()}}
+        lengths = {
+            n: np.linalg.norm(each, axis=1) for n, each in sums(kind, near or params).items()
+        }
+        whole = {
+            n: each * (params["layers"][n]["magnitude"] / lengths[n])[:, None]
+            for n, each in whole.items()
+        }
+    return WEIGHTS | {
+        "layers": layers | {n: each.reshape(layers[n].shape) for n, each in whole.items()}
+    }
 
 
 def log_probs(weights, rows):
@@ -150,7 +174,11 @@ def first_step(kind, rows, training):
     params = jax.tree.map(np.array, state.params)
     state, metrics = training.step(state, rows)
     factor = max(1.0, float(metrics.grad_norm) / OPTIMIZER.clip_norm) / (1 - OPTIMIZER.beta1)
-    return params, jax.tree.map(lambda mean: factor * np.float64(mean), state.opt_state[1][0].mu), metrics
+    return (
+        params,
+        jax.tree.map(lambda mean: factor * np.float64(mean), state.opt_state[1][0].mu),
+        metrics,
+    )
 
 
 def first_errors(kind, rows, training, loss=answers_loss):
@@ -170,8 +198,13 @@ def slope_error(kind, params, gradient, loss, rows):
     leaves, tree = jax.tree.flatten(jax.tree.map(np.float64, params))
 
     def slope(index, direction, step=1e-4):
-        ends = ([x + s * direction if i == index else x for i, x in enumerate(leaves)] for s in (step, -step))
-        high, low = (loss(merged(kind, jax.tree.unflatten(tree, end), near=params), rows) for end in ends)
+        ends = (
+            [x + s * direction if i == index else x for i, x in enumerate(leaves)]
+            for s in (step, -step)
+        )
+        high, low = (
+            loss(merged(kind, jax.tree.unflatten(tree, end), near=params), rows) for end in ends
+        )
         return (high - low) / (2 * step)
 
     for index, found in enumerate(jax.tree.leaves(gradient)):
@@ -180,5 +213,7 @@ def slope_error(kind, params, gradient, loss, rows):
         places = np.abs(found).argmax(), rng.integers(found.size)
         checks = [(np.eye(1, found.size, place).reshape(found.shape), largest) for place in places]
         checks.append((drawn, np.linalg.norm(found) / np.sqrt(found.size)))
-        worst = max([worst, *(abs(slope(index, d) - np.sum(found * d)) / scale for d, scale in checks)])
+        worst = max(
+            [worst, *(abs(slope(index, d) - np.sum(found * d)) / scale for d, scale in checks)]
+        )
     return worst

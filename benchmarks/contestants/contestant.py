@@ -31,10 +31,22 @@ if TYPE_CHECKING:
     from jllama.commands.bench import BenchOptions
 
 PROMPT = "The capital of France is"
-RAGGED_TOKENS = (10, 20, 37, 50, 64, 70, 100, 120)  # lengths of the eight prompts that are continued together
+RAGGED_TOKENS = (
+    10,
+    20,
+    37,
+    50,
+    64,
+    70,
+    100,
+    120,
+)  # lengths of the eight prompts that are continued together
 CONTEXT_TOKENS = 32  # length of the prompts whose prefill is left out
 BANDWIDTH_SHAPE, SQUARE = (1 << 15, 1 << 12), 2048  # of a CPU
-LONG_COPY, LARGE_SQUARE = 1 << 30, 8192  # of a GPU or TPU, whose own start takes as long as what a CPU does
+LONG_COPY, LARGE_SQUARE = (
+    1 << 30,
+    8192,
+)  # of a GPU or TPU, whose own start takes as long as what a CPU does
 Work = dict[str, Any]
 Prompts = Sequence[Sequence[int]]
 Generate = Callable[[Prompts, int], Any]
@@ -52,12 +64,19 @@ class Case(NamedTuple):
     lengths: Sequence[int] = (CONTEXT_TOKENS,)
     new_tokens: int = 1
     with_prefill: bool = True
-    steps: int = 0  # of decoding, which the memory's bandwidth limits, other work the rate of products
+    steps: int = (
+        0  # of decoding, which the memory's bandwidth limits, other work the rate of products
+    )
 
 
 def cases_of(options: BenchOptions) -> dict[str, Case]:
     """What is measured, by its title."""
-    new, rows, prompt, context = options.new_tokens, options.batch_size, options.prompt_tokens, [CONTEXT_TOKENS]
+    new, rows, prompt, context = (
+        options.new_tokens,
+        options.batch_size,
+        options.prompt_tokens,
+        [CONTEXT_TOKENS],
+    )
     if options.what == "train":
         from jllama.commands.bench import train_config
 
@@ -72,7 +91,9 @@ def cases_of(options: BenchOptions) -> dict[str, Case]:
             f"decode, {rows} texts": Case(rows * (new - 1), context * rows, new, False, new - 1),
             f"8 ragged prompts, {new} tokens each": Case(8 * new, RAGGED_TOKENS, new, True, new),
         }
-    return {"start to first character" if options.what == "startup" else "load to first token": Case(0)}
+    return {
+        "start to first character" if options.what == "startup" else "load to first token": Case(0)
+    }
 
 
 def prepare(work: Work) -> Work:
@@ -90,7 +111,9 @@ def prepare(work: Work) -> Work:
     llama_python = options.llama_python if "llama.cpp" in options.against else ""
     told |= {"facts": machine_facts(work["threads"], told["device"], llama_python)}
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(ModelOptions)}
-    given |= {f"mesh.{name}": size for name, size in vars(given.pop("mesh")).items() if name != "rules"}
+    given |= {
+        f"mesh.{name}": size for name, size in vars(given.pop("mesh")).items() if name != "rules"
+    }
     given |= {"prompt": PROMPT, "echo": "false", "temperature": 0, "max_new_tokens": 8}
     told |= {"sample": [f"--{name}={value}" for name, value in given.items() if value is not None]}
     config = train_config(options) if options.what == "train" else None
@@ -98,8 +121,16 @@ def prepare(work: Work) -> Work:
         told |= {"optimizer": vars(config.optimizer), "vocab_size": config.model.vocab_size}
         told |= {"batch": [config.training.batch_size, config.training.seq_len + 1]}
     formats = {"gguf" if name == "llama.cpp" else "hf" for name in options.against}
-    if options.what in ("startup", "load") and not options.adapter:  # from the same file, who can read it
-        readable = ["hf", "gguf"] if own.suffix == ".gguf" else ["hf"] if (own / "config.json").exists() else []
+    if (
+        options.what in ("startup", "load") and not options.adapter
+    ):  # from the same file, who can read it
+        readable = (
+            ["hf", "gguf"]
+            if own.suffix == ".gguf"
+            else ["hf"]
+            if (own / "config.json").exists()
+            else []
+        )
         told, formats = told | dict.fromkeys(readable, str(own)), formats - {*readable}
     if formats:
         import jax
@@ -107,11 +138,20 @@ def prepare(work: Work) -> Work:
         import jllama
 
         if config:
-            model = jllama.LanguageModel(config.model, jllama.initial_params(jax.random.key(0), config.model))
+            model = jllama.LanguageModel(
+                config.model, jllama.initial_params(jax.random.key(0), config.model)
+            )
         else:
-            model = dataclasses.replace(options, dtype="float32", quantize=None).load_model(needs_tokenizer=False)
+            model = dataclasses.replace(options, dtype="float32", quantize=None).load_model(
+                needs_tokenizer=False
+            )
         for format in formats:
-            jllama.save(model, told[format], format, "q8_0" if options.quantize and format == "gguf" else "float32")
+            jllama.save(
+                model,
+                told[format],
+                format,
+                "q8_0" if options.quantize and format == "gguf" else "float32",
+            )
     return told
 
 
@@ -121,7 +161,11 @@ def device_of(against: Sequence[str]) -> str:
 
     if not against:
         return jax.default_backend()
-    if jax.default_backend() != "gpu" or "llama.cpp" in against or not importlib.util.find_spec("torch"):
+    if (
+        jax.default_backend() != "gpu"
+        or "llama.cpp" in against
+        or not importlib.util.find_spec("torch")
+    ):
         return "cpu"
     import torch
 
@@ -133,20 +177,30 @@ def machine_facts(threads: int, device: str, llama_python: str) -> dict[str, str
     import jax
 
     told = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    found = re.findall(r"model name\s*: (.*)", told)[:1] or [platform.processor() or platform.machine()]
+    found = re.findall(r"model name\s*: (.*)", told)[:1] or [
+        platform.processor() or platform.machine()
+    ]
     found += ["AVX-512" if "avx512f" in told else "no AVX-512"] if told else []
     versions = [f"Python {platform.python_version()}"]
     for name in ("jllama", "jax", "torch", "transformers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{name} {importlib.metadata.version(name)}")
     if llama_python:  # what is wrong with it, its own contestant says
-        asked = [llama_python, "-c", "import llama_cpp; print('llama-cpp-python', llama_cpp.__version__)"]
+        asked = [
+            llama_python,
+            "-c",
+            "import llama_cpp; print('llama-cpp-python', llama_cpp.__version__)",
+        ]
         with contextlib.suppress(OSError):
-            versions += subprocess.run(asked, capture_output=True, text=True).stdout.splitlines()[-1:]
+            versions += subprocess.run(asked, capture_output=True, text=True).stdout.splitlines()[
+                -1:
+            ]
     found += [f"{threads} threads"]
     if jax.default_backend() != "cpu":
         accelerator = jax.devices()[0].device_kind
-        found += [f"the CPU, since not all have {accelerator}"] if device == "cpu" else [accelerator]
+        found += (
+            [f"the CPU, since not all have {accelerator}"] if device == "cpu" else [accelerator]
+        )
     return {"machine": ", ".join(found), "versions": ", ".join(versions)}
 
 
@@ -160,13 +214,23 @@ def jllama_loader(work: Work) -> Load:
     from jllama.generation.engine import Engine
     from jllama.generation.requests import Request
 
-    options, greedy, context = parse_options(work["argv"]), jllama.SamplingParams(temperature=0.0), work["context"]
+    options, greedy, context = (
+        parse_options(work["argv"]),
+        jllama.SamplingParams(temperature=0.0),
+        work["context"],
+    )
     jax.devices()  # starts them
 
     def load() -> tuple[Generate, int, Work]:
-        model = options.load_model(needs_tokenizer=False) if options.checkpoint else random_model(options)
+        model = (
+            options.load_model(needs_tokenizer=False)
+            if options.checkpoint
+            else random_model(options)
+        )
         if context > (most := model.config.max_seq_len):
-            raise UsageError(f"the benchmark needs {context} tokens of context, and the model has {most}")
+            raise UsageError(
+                f"the benchmark needs {context} tokens of context, and the model has {most}"
+            )
 
         def generate(prompts: Prompts, new_tokens: int) -> None:
             engine = Engine(model, len(prompts))
@@ -192,7 +256,11 @@ def random_model(options: BenchOptions) -> jllama.LanguageModel:
 
     config = jllama.preset(options.preset)
     dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    make = jax.jit(lambda key: jax.tree.map(lambda leaf: leaf.astype(dtype), jllama.initial_params(key, config)))
+    make = jax.jit(
+        lambda key: jax.tree.map(
+            lambda leaf: leaf.astype(dtype), jllama.initial_params(key, config)
+        )
+    )
     params = jllama.decode_layout(make(jax.random.key(0)), config, options.quantize)
     return jllama.LanguageModel(config, params)
 
@@ -246,7 +314,9 @@ def jllama_trainer(work: Work) -> tuple[Step, Work]:
     config = train_config(parse_options(work["argv"]))
     training = jllama.compile_training(config)
     # From the weights that the peers begin with, too, if there are any.
-    params = jllama.load(work["hf"], layout="training").params if os.path.exists(work["hf"]) else None
+    params = (
+        jllama.load(work["hf"], layout="training").params if os.path.exists(work["hf"]) else None
+    )
     state = training.init(jax.random.key(0), params)
 
     def placed(tokens: Any) -> Any:
@@ -263,7 +333,10 @@ def jllama_trainer(work: Work) -> tuple[Step, Work]:
     flops = batch_size * seq_len * training_flops_per_token(config.model, seq_len)
     products = batch_size * seq_len * training_flops_per_token(config.model, 0)
     published = peak_flops(jax.devices()[0].device_kind)
-    needed = {title: dict.fromkeys(("jllama", "transformers", "torch-compile"), flops) for title in work["cases"]}
+    needed = {
+        title: dict.fromkeys(("jllama", "transformers", "torch-compile"), flops)
+        for title in work["cases"]
+    }
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     facts = {"needed": needed, "dtype": dtype, "devices": training.mesh.size}
     if published:
@@ -282,7 +355,9 @@ def machine_rates(dtype: str = "float32", devices: int = 1, repeats: int = 7) ->
     import jax.numpy as jnp
 
     def best_s(function: Callable[..., Any], *arrays: Any) -> float:
-        return min(timeit.repeat(lambda: function(*arrays).block_until_ready(), number=1, repeat=repeats))
+        return min(
+            timeit.repeat(lambda: function(*arrays).block_until_ready(), number=1, repeat=repeats)
+        )
 
     on_cpu = jax.default_backend() == "cpu"
     side = SQUARE if on_cpu else LARGE_SQUARE
@@ -314,14 +389,27 @@ def transformers_loader(work: Work) -> Load:
 
     def load() -> tuple[Generate, int, Work]:
         dtype = torch.bfloat16 if work["device"] == "cuda" else torch.float32
-        model = LlamaForCausalLM.from_pretrained(**hf_files(work), dtype=dtype).to(work["device"]).eval()
+        model = (
+            LlamaForCausalLM.from_pretrained(**hf_files(work), dtype=dtype)
+            .to(work["device"])
+            .eval()
+        )
 
         def generate(prompts: Prompts, new_tokens: int) -> None:
             padding = [[0] * (max(map(len, prompts)) - len(prompt)) for prompt in prompts]
             rows = [[*zeros, *prompt] for zeros, prompt in zip(padding, prompts, strict=True)]
-            seen = [zeros + [1] * len(prompt) for zeros, prompt in zip(padding, prompts, strict=True)]
-            ids, mask = torch.tensor(rows, device=work["device"]), torch.tensor(seen, device=work["device"])
-            length: Any = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "pad_token_id": 0}
+            seen = [
+                zeros + [1] * len(prompt) for zeros, prompt in zip(padding, prompts, strict=True)
+            ]
+            ids, mask = (
+                torch.tensor(rows, device=work["device"]),
+                torch.tensor(seen, device=work["device"]),
+            )
+            length: Any = {
+                "max_new_tokens": new_tokens,
+                "min_new_tokens": new_tokens,
+                "pad_token_id": 0,
+            }
             with torch.inference_mode():
                 model.generate(ids, attention_mask=mask, do_sample=False, **length).cpu()
 
@@ -340,18 +428,28 @@ def transformers_trainer(work: Work) -> tuple[Step, Work]:
 
     torch.set_num_threads(work["threads"])
     device, rates = work["device"], work["optimizer"]
-    model = LlamaForCausalLM.from_pretrained(**hf_files(work), dtype=torch.float32).to(device).train()
+    model = (
+        LlamaForCausalLM.from_pretrained(**hf_files(work), dtype=torch.float32).to(device).train()
+    )
     forward = torch.compile(model) if work["name"] == "torch-compile" else model
     matrices = {"params": [each for each in model.parameters() if each.ndim > 1]}
     norms = {"params": [each for each in model.parameters() if each.ndim < 2], "weight_decay": 0.0}
-    adamw: Any = {"lr": rates["learning_rate"], "betas": (rates["beta1"], rates["beta2"]), "eps": rates["epsilon"]}
-    optimizer = torch.optim.AdamW([matrices, norms], **adamw, weight_decay=rates["weight_decay"], fused=True)
+    adamw: Any = {
+        "lr": rates["learning_rate"],
+        "betas": (rates["beta1"], rates["beta2"]),
+        "eps": rates["epsilon"],
+    }
+    optimizer = torch.optim.AdamW(
+        [matrices, norms], **adamw, weight_decay=rates["weight_decay"], fused=True
+    )
 
     def step(tokens: Any) -> float:
         ids = torch.from_numpy(tokens).long().to(device)
         targets = ids[:, 1:].contiguous()
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss = forward(input_ids=ids[:, :-1], labels=targets, shift_labels=targets, use_cache=False).loss
+            loss = forward(
+                input_ids=ids[:, :-1], labels=targets, shift_labels=targets, use_cache=False
+            ).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), rates["clip_norm"])
         optimizer.step()
@@ -388,13 +486,18 @@ def llama_cpp_loader(work: Work) -> Load:
     rows, most_tokens = work["rows"], work["rows"] * -(-work["context"] // 256) * 256
 
     def load() -> tuple[Generate, int, Work]:
-        model = cpp.llama_model_load_from_file(work["gguf"].encode(), cpp.llama_model_default_params())
+        model = cpp.llama_model_load_from_file(
+            work["gguf"].encode(), cpp.llama_model_default_params()
+        )
         options = cpp.llama_context_default_params()
         options.n_ctx, options.n_seq_max, options.n_batch = most_tokens, rows, most_tokens
         options.n_threads = options.n_threads_batch = work["threads"]
         options.type_k = options.type_v = 0  # float32
         vocab_size = cpp.llama_vocab_n_tokens(cpp.llama_model_get_vocab(model))
-        context, batch = cpp.llama_init_from_model(model, options), cpp.llama_batch_init(most_tokens, 0, 1)
+        context, batch = (
+            cpp.llama_init_from_model(model, options),
+            cpp.llama_batch_init(most_tokens, 0, 1),
+        )
 
         def feed(fed: Prompts, starts: Sequence[int]) -> Prompts:
             """Take in each row's tokens, from its start on, and give its next one."""
@@ -402,13 +505,21 @@ def llama_cpp_loader(work: Work) -> Load:
             for row, (tokens, start) in enumerate(zip(fed, starts, strict=True)):
                 for position, token in enumerate(tokens, start):
                     at = batch.n_tokens
-                    batch.token[at], batch.pos[at], batch.n_seq_id[at], batch.seq_id[at][0] = token, position, 1, row
+                    batch.token[at], batch.pos[at], batch.n_seq_id[at], batch.seq_id[at][0] = (
+                        token,
+                        position,
+                        1,
+                        row,
+                    )
                     batch.logits[at] = position == start + len(tokens) - 1
                     batch.n_tokens += 1
                 ends.append(batch.n_tokens - 1)
             if code := cpp.llama_decode(context, batch):
                 raise RuntimeError(f"llama_decode gave {code}")
-            logits = [np.ctypeslib.as_array(cpp.llama_get_logits_ith(context, at), (vocab_size,)) for at in ends]
+            logits = [
+                np.ctypeslib.as_array(cpp.llama_get_logits_ith(context, at), (vocab_size,))
+                for at in ends
+            ]
             return [[int(row.argmax())] for row in logits]
 
         def generate(prompts: Prompts, new_tokens: int) -> None:
@@ -433,9 +544,21 @@ def stream_llama_cpp(work: Work) -> None:
         print(piece["choices"][0]["text"], end="", flush=True)
 
 
-LOADERS = {"jllama": jllama_loader, "transformers": transformers_loader, "llama.cpp": llama_cpp_loader}
-TRAINERS = {"jllama": jllama_trainer, "transformers": transformers_trainer, "torch-compile": transformers_trainer}
-STREAMERS = {"jllama": stream_jllama, "transformers": stream_transformers, "llama.cpp": stream_llama_cpp}
+LOADERS = {
+    "jllama": jllama_loader,
+    "transformers": transformers_loader,
+    "llama.cpp": llama_cpp_loader,
+}
+TRAINERS = {
+    "jllama": jllama_trainer,
+    "transformers": transformers_trainer,
+    "torch-compile": transformers_trainer,
+}
+STREAMERS = {
+    "jllama": stream_jllama,
+    "transformers": stream_transformers,
+    "llama.cpp": stream_llama_cpp,
+}
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int) -> Prompts:
@@ -454,7 +577,11 @@ def training(work: Work) -> tuple[Callable[[Work], dict[str, float]], Work]:
     def take(_: Work) -> dict[str, float]:
         tokens = draws.integers(0, work["vocab_size"], work["batch"], np.int32)
         start_s = time.perf_counter()
-        return {"loss": step(tokens), "seconds": time.perf_counter() - start_s, "peak_bytes": peak_bytes_of(work)}
+        return {
+            "loss": step(tokens),
+            "seconds": time.perf_counter() - start_s,
+            "peak_bytes": peak_bytes_of(work),
+        }
 
     return take, facts
 
@@ -486,7 +613,10 @@ def generation(work: Work) -> tuple[Callable[[Work], dict[str, float]], Work]:
             generate(random_prompts(case["lengths"], vocab_size), new_tokens)
             return time.perf_counter() - start_s
 
-        return {"seconds": generate_s(case["new_tokens"]) - (0.0 if case["with_prefill"] else generate_s(1))}
+        return {
+            "seconds": generate_s(case["new_tokens"])
+            - (0.0 if case["with_prefill"] else generate_s(1))
+        }
 
     return take, loaded[2] if loaded else {}
 

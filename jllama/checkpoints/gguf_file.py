@@ -28,16 +28,22 @@ _FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "F64": np
 PLAIN = {GGMLQuantizationType[name]: np.dtype(type_) for name, type_ in _FLOATS.items()}
 _NUMBERS = GGUFReader.gguf_scalar_to_np  # the NumPy type of each numeric value type
 
-_TensorInfo = tuple[GGMLQuantizationType, tuple[int, ...], int]  # type, shape, offset from where the tensors begin
+_TensorInfo = tuple[
+    GGMLQuantizationType, tuple[int, ...], int
+]  # type, shape, offset from where the tensors begin
 
 
-def _quantized(stored: np.ndarray, type_: GGMLQuantizationType, shape: tuple[int, ...]) -> LazyTensor:
+def _quantized(
+    stored: np.ndarray, type_: GGMLQuantizationType, shape: tuple[int, ...]
+) -> LazyTensor:
     """A tensor whose rows are stored as blocks of a GGML type, none across two. Reading dequantizes to float32."""
 
     def read(rows: slice) -> np.ndarray:
         return dequantize(np.ascontiguousarray(stored[rows]), type_).reshape(-1, *shape[1:])
 
-    return LazyTensor(shape, PLAIN[GGMLQuantizationType.F32], read, stored=stored, quantized=type_.name)
+    return LazyTensor(
+        shape, PLAIN[GGMLQuantizationType.F32], read, stored=stored, quantized=type_.name
+    )
 
 
 def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
@@ -49,14 +55,18 @@ def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
     that cannot be dequantized, raises JllamaError.
     """
     if not path.is_file() or (size := path.stat().st_size) < 24:
-        raise JllamaError(f"there is no GGUF file at {path}, or it is truncated to less than a header")
+        raise JllamaError(
+            f"there is no GGUF file at {path}, or it is truncated to less than a header"
+        )
     data = np.memmap(path, np.uint8, "r")
     header = _Header(path, data.data)
     if header.take(4) != MAGIC:
         raise JllamaError(f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()}")
     if (version := header.number("I")) not in (2, 3):
         what = "a big-endian GGUF file" if not version & 0xFFFF else f"GGUF version {version}"
-        raise JllamaError(f"{path} is {what}; versions 2 and 3, little-endian, can be read: convert it again")
+        raise JllamaError(
+            f"{path} is {what}; versions 2 and 3, little-endian, can be read: convert it again"
+        )
     num_tensors, num_keys = header.number("Q"), header.number("Q")
     metadata = header.named("key", num_keys, header.value)
     infos: dict[str, _TensorInfo] = header.named("tensor", num_tensors, header.tensor_info)
@@ -70,10 +80,14 @@ def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
     for name, (type_, shape, offset) in sorted(infos.items(), key=lambda item: item[1][2]):
         stop = first + offset + _num_bytes(shape, type_)
         if stop > size:
-            raise JllamaError(f"{path} is truncated: the tensor {name} ends at byte {stop} of {size}: fetch it again")
+            raise JllamaError(
+                f"{path} is truncated: the tensor {name} ends at byte {stop} of {size}: fetch it again"
+            )
         if offset != next_offset:
             where = f"at offset {offset}, expected {next_offset}, right after {previous}"
-            raise JllamaError(f"{path} has the tensor {name} {where}: one has a wrong type or size, fetch it again")
+            raise JllamaError(
+                f"{path} has the tensor {name} {where}: one has a wrong type or size, fetch it again"
+            )
         stored = data[first + offset : stop]
         if type_ in PLAIN and not (is_quantized and PLAIN[type_].itemsize == 2):
             tensors[name] = stored.view(PLAIN[type_]).reshape(shape)
@@ -81,7 +95,9 @@ def read_gguf_file(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
             tensors[name] = _quantized(stored.reshape(shape[0], -1), type_, shape)
         next_offset, previous = GGUFWriter.ggml_pad(stop - first, alignment), name
     if (excess := size - first - next_offset) > 0:
-        raise JllamaError(f"{path} has {excess} bytes after {previous}, so its type or size is wrong: fetch it again")
+        raise JllamaError(
+            f"{path} has {excess} bytes after {previous}, so its type or size is wrong: fetch it again"
+        )
     return metadata, tensors
 
 
@@ -98,7 +114,9 @@ class _Header:
     def take(self, num_bytes: int) -> memoryview:
         start, self.offset = self.offset, self.offset + num_bytes
         if self.offset > (size := len(self.data)):
-            raise JllamaError(f"{self.path} is truncated: it has {size} bytes but its header goes to {self.offset}")
+            raise JllamaError(
+                f"{self.path} is truncated: it has {size} bytes but its header goes to {self.offset}"
+            )
         return self.data[start : self.offset]
 
     def number(self, code: str) -> Any:
@@ -110,7 +128,9 @@ class _Header:
             return str(data, "utf-8", errors)
         except UnicodeDecodeError as error:
             start = self.offset - len(data)
-            raise JllamaError(f"{self.path} has a string at byte {start} that is not UTF-8: {error}") from error
+            raise JllamaError(
+                f"{self.path} has a string at byte {start} that is not UTF-8: {error}"
+            ) from error
 
     def named(self, what: str, count: int, read: Callable[[str], Any]) -> dict[str, Any]:
         entries = {}
@@ -123,10 +143,16 @@ class _Header:
     def value(self, key: str) -> Any:
         type_, count, errors = self._type(GGUFValueType, f"key {key}"), 1, "strict"
         if is_array := type_ == GGUFValueType.ARRAY:
-            type_, count, errors = self._type(GGUFValueType, f"key {key}"), self.number("Q"), "surrogateescape"
+            type_, count, errors = (
+                self._type(GGUFValueType, f"key {key}"),
+                self.number("Q"),
+                "surrogateescape",
+            )
             if type_ == GGUFValueType.ARRAY or count > _MAX_ARRAY:
                 what = f"at most {_MAX_ARRAY} are read, and no arrays within an array"
-                raise JllamaError(f"{self.path} claims {count} elements of type {type_.name} for {key}; {what}")
+                raise JllamaError(
+                    f"{self.path} claims {count} elements of type {type_.name} for {key}; {what}"
+                )
         if type_ == GGUFValueType.STRING:
             values: list[Any] = [self.text(errors) for _ in range(count)]
         else:
@@ -144,14 +170,21 @@ class _Header:
     def tensor_info(self, name: str) -> _TensorInfo:
         num_dims = self.number("I")
         if not 1 <= num_dims <= _MAX_DIMS:
-            raise JllamaError(f"{self.path} has the tensor {name} with {num_dims} axes; GGUF has 1 to {_MAX_DIMS}")
+            raise JllamaError(
+                f"{self.path} has the tensor {name} with {num_dims} axes; GGUF has 1 to {_MAX_DIMS}"
+            )
         shape = tuple(self.number("Q") for _ in range(num_dims))[::-1]
         type_, offset = self._type(GGMLQuantizationType, f"tensor {name}"), self.number("Q")
         block, block_bytes = GGML_QUANT_SIZES[type_]
         tensor = f"{self.path} has the tensor {name} of shape {list(shape)} and type {type_.name}"
         if 0 in shape or shape[-1] % block or (block > 1 and num_dims == 1):
-            raise JllamaError(f"{tensor}; only matrices may be quantized, and no row be empty or end inside a block")
-        with fault_of(f"{tensor}, which cannot be read: convert the model again, to another type", NotImplementedError):
+            raise JllamaError(
+                f"{tensor}; only matrices may be quantized, and no row be empty or end inside a block"
+            )
+        with fault_of(
+            f"{tensor}, which cannot be read: convert the model again, to another type",
+            NotImplementedError,
+        ):
             if type_ not in PLAIN:  # only trying shows whether the package can
                 dequantize(np.zeros((1, block_bytes), np.uint8), type_)
         return type_, shape, offset
@@ -163,7 +196,9 @@ def shortest(value: float) -> float:
         return float(str(np.float32(value)))
 
 
-TypedTensor = tuple[str, FileTensor, GGMLQuantizationType]  # to write: a tensor under its name, in its type
+TypedTensor = tuple[
+    str, FileTensor, GGMLQuantizationType
+]  # to write: a tensor under its name, in its type
 
 
 def write_gguf_file(
@@ -207,7 +242,13 @@ def _value(key: str, value: Any) -> bytes:
     type_ = next(types[kind] for kind in types if isinstance(values[0] if values else "", kind))
     is_inexact = type_ == GGUFValueType.FLOAT32 and not is_array and shortest(value) != value
     if is_inexact or (type_ == GGUFValueType.UINT32 and not 0 <= values[0] < 1 << 32):
-        raise JllamaError(f"GGUF stores {key} as {type_.name}, which cannot hold {value!r}: convert to hf or orbax")
-    data = np.array(values, _NUMBERS[type_]).tobytes() if type_ in _NUMBERS else b"".join(map(_text, values))
+        raise JllamaError(
+            f"GGUF stores {key} as {type_.name}, which cannot hold {value!r}: convert to hf or orbax"
+        )
+    data = (
+        np.array(values, _NUMBERS[type_]).tobytes()
+        if type_ in _NUMBERS
+        else b"".join(map(_text, values))
+    )
     head = (GGUFValueType.ARRAY, type_, len(values)) if is_array else (type_,)
     return struct.pack("<IIQ" if is_array else "<I", *head) + data

@@ -23,9 +23,21 @@ from jllama.rope_scaling import inverse_frequencies
 from jllama.tokenizers.llama2c import load_llama2c_tokenizer, save_llama2c_tokenizer
 
 MODEL, TOKENIZER = "model.bin", "tokenizer.bin"
-_SIZES = ("embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "vocab_size", "max_seq_len")
+_SIZES = (
+    "embed_dim",
+    "mlp_dim",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "vocab_size",
+    "max_seq_len",
+)
 _HEADER = struct.Struct("<7i")
-_FIXED = {"norm_eps": 1e-5, "rope_theta": 10_000.0, "rope_scaling": None}  # what run.c has in its code
+_FIXED = {
+    "norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "rope_scaling": None,
+}  # what run.c has in its code
 
 
 def recognizes(path: Path) -> bool:
@@ -38,7 +50,11 @@ def _model_file(path: Path) -> Path | None:
     for file in filter(Path.is_file, path.glob("*.bin") if path.is_dir() else [path]):
         with contextlib.suppress(JllamaError):
             config = _config(file)
-            if config is None or file.suffix == ".bin" or _file_bytes(config) == file.stat().st_size:
+            if (
+                config is None
+                or file.suffix == ".bin"
+                or _file_bytes(config) == file.stat().st_size
+            ):
                 files.append(file)
     return files[0] if len(files) == 1 else None
 
@@ -50,13 +66,19 @@ def _config(file: Path) -> LlamaConfig | None:
     if header.startswith(b"24ka"):  # as versions 1 and 2 do
         return None
     if len(header) < _HEADER.size:
-        raise JllamaError(f"{file} is truncated: it has {len(header)} bytes, less than a llama2.c header")
+        raise JllamaError(
+            f"{file} is truncated: it has {len(header)} bytes, less than a llama2.c header"
+        )
     sizes = dict(zip(_SIZES, _HEADER.unpack(header), strict=True))
     if 0 in sizes.values():  # LlamaConfig would work some of them out
-        raise JllamaError(f"{file} is no llama2.c file: its sizes are {tuple(sizes.values())}; none may be 0")
+        raise JllamaError(
+            f"{file} is no llama2.c file: its sizes are {tuple(sizes.values())}; none may be 0"
+        )
     vocab_size = sizes.pop("vocab_size")
     with fault_of(f"{file} is no llama2.c file"):
-        return LlamaConfig(**sizes, **_FIXED, vocab_size=abs(vocab_size), tie_embeddings=vocab_size > 0)
+        return LlamaConfig(
+            **sizes, **_FIXED, vocab_size=abs(vocab_size), tie_embeddings=vocab_size > 0
+        )
 
 
 def _file_bytes(config: LlamaConfig) -> int:
@@ -64,20 +86,28 @@ def _file_bytes(config: LlamaConfig) -> int:
 
 
 def _in_order(config: LlamaConfig) -> list[TensorSpec]:
-    return sorted(tensor_specs(config), key=lambda spec: spec.parameter.llama2c)  # stable: layers stay in order
+    return sorted(
+        tensor_specs(config), key=lambda spec: spec.parameter.llama2c
+    )  # stable: layers stay in order
 
 
 def read(path: Path) -> Checkpoint:
     """Open a llama2.c file, or the folder that holds it, with the ``tokenizer.bin`` beside it if there is one."""
     file = _model_file(path) if path.is_dir() else path
     if file is None:
-        raise JllamaError(f"{path} does not hold exactly one llama2.c .bin file: give the file itself")
+        raise JllamaError(
+            f"{path} does not hold exactly one llama2.c .bin file: give the file itself"
+        )
     if (config := _config(file)) is None:
-        raise JllamaError(f"{file} is a llama2.c file of version 1 or 2: export it with --version 0 to read it")
+        raise JllamaError(
+            f"{file} is a llama2.c file of version 1 or 2: export it with --version 0 to read it"
+        )
     size, expected = file.stat().st_size, _file_bytes(config)
     if expected != size:
         what = "is truncated" if size < expected else "is too long, or no llama2.c file"
-        raise JllamaError(f"{file} {what}: it has {size} bytes but its header describes {expected}: fetch it again")
+        raise JllamaError(
+            f"{file} {what}: it has {size} bytes but its header describes {expected}: fetch it again"
+        )
     numbers = np.memmap(file, "<f4", "r", offset=_HEADER.size)
     tensors: dict[str, FileTensor] = {}
     for spec in _in_order(config):
@@ -86,21 +116,32 @@ def read(path: Path) -> Checkpoint:
         tensor, numbers = np.split(numbers, [math.prod(spec.shape)])
         tensors[spec.key] = reordered(spec, tensor.reshape(spec.shape), config, to_half_split=True)
     tokenizer = file.parent / TOKENIZER
-    return Checkpoint(config, tensors, load_llama2c_tokenizer(tokenizer) if has_file(tokenizer) else None)
+    return Checkpoint(
+        config, tensors, load_llama2c_tokenizer(tokenizer) if has_file(tokenizer) else None
+    )
 
 
-def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_progress: OnProgress) -> None:
+def write(
+    checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_progress: OnProgress
+) -> None:
     """Write ``model.bin``, and ``tokenizer.bin`` if there is a tokenizer: what ``run.c`` runs.
 
     bfloat16 and float16 are widened to float32, which loses nothing; ``dtype`` can be no other.
     """
     config = checkpoint.config
     if problems := "; ".join(_problems(checkpoint, dtype)):
-        raise JllamaError(f"the llama2.c format cannot hold this model: {problems}: convert to another format")
+        raise JllamaError(
+            f"the llama2.c format cannot hold this model: {problems}: convert to another format"
+        )
     if checkpoint.tokenizer is not None:
         save_llama2c_tokenizer(checkpoint.tokenizer, target / TOKENIZER)
-    tensors = [reordered(spec, checkpoint.tensors[spec.key], config, to_half_split=False) for spec in _in_order(config)]
-    angles = np.outer(np.arange(config.max_seq_len), inverse_frequencies(config.head_dim, config.rope_theta))
+    tensors = [
+        reordered(spec, checkpoint.tensors[spec.key], config, to_half_split=False)
+        for spec in _in_order(config)
+    ]
+    angles = np.outer(
+        np.arange(config.max_seq_len), inverse_frequencies(config.head_dim, config.rope_theta)
+    )
     tables = np.concatenate([np.cos(angles), np.sin(angles)])
     head = [] if config.tie_embeddings else [tensors.pop()]
     sizes = vars(config) | {"vocab_size": config.vocab_size * (1 if config.tie_embeddings else -1)}
@@ -116,17 +157,26 @@ def _problems(checkpoint: Checkpoint, dtype: np.dtype[Any] | None) -> list[str]:
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
     width = config.embed_dim / config.num_heads
     num_tokens = tokenizer.vocab_size if tokenizer else config.vocab_size
-    stops = ", ".join(str(token) for token in checkpoint.stop_ids if tokenizer is None or token != tokenizer.eos_id)
-    is_float64 = dtype is None and any(tensor.dtype.itemsize > 4 for tensor in checkpoint.tensors.values())
+    stops = ", ".join(
+        str(token)
+        for token in checkpoint.stop_ids
+        if tokenizer is None or token != tokenizer.eos_id
+    )
+    is_float64 = dtype is None and any(
+        tensor.dtype.itemsize > 4 for tensor in checkpoint.tensors.values()
+    )
     problems = {
-        f"its head_dim is {config.head_dim}, and run.c has embed_dim / num_heads, {width:g}": width != config.head_dim,
+        f"its head_dim is {config.head_dim}, and run.c has embed_dim / num_heads, {width:g}": width
+        != config.head_dim,
         "it has float64 tensors (take dtype float32)": is_float64,
         "it has a chat template": checkpoint.chat_template is not None,
         f"tokens {stops} end its answers, and run.c knows EOS alone": stops,
-        f"its tokenizer has {num_tokens} tokens, and run.c reads {config.vocab_size}": num_tokens != config.vocab_size,
+        f"its tokenizer has {num_tokens} tokens, and run.c reads {config.vocab_size}": num_tokens
+        != config.vocab_size,
     }
     problems |= {
-        f"its {name} is {vars(config)[name]!r}, and run.c has {value!r}": vars(config)[name] != value
+        f"its {name} is {vars(config)[name]!r}, and run.c has {value!r}": vars(config)[name]
+        != value
         for name, value in _FIXED.items()
     }
     return [problem for problem, is_so in problems.items() if is_so]

@@ -49,9 +49,18 @@ _FIELDS: dict[str, tuple[str, Any]] = {
     "rope_theta": ("rope_theta", 10_000.0),
 }  # the key and default of each field of ``LlamaConfig``; 0 is worked out from the others or the weights
 
-_MLP: dict[str, tuple[str, Any]] = {"multiple_of": ("multiple_of", 256), "multiplier": ("ffn_dim_multiplier", 1.0)}
-_KEYS = {key for key, _ in (_FIELDS | _MLP).values()} | {"use_scaled_rope", *Llama3Scaling.meta.values()}
-_KEYS |= {"max_batch_size", "max_seq_len"}  # how much memory Meta's code takes for its cache: nothing of the model
+_MLP: dict[str, tuple[str, Any]] = {
+    "multiple_of": ("multiple_of", 256),
+    "multiplier": ("ffn_dim_multiplier", 1.0),
+}
+_KEYS = {key for key, _ in (_FIELDS | _MLP).values()} | {
+    "use_scaled_rope",
+    *Llama3Scaling.meta.values(),
+}
+_KEYS |= {
+    "max_batch_size",
+    "max_seq_len",
+}  # how much memory Meta's code takes for its cache: nothing of the model
 
 _MLP_RULES = ((256, None), (256, 1.5), (4096, 1.3), (1024, 1.3), (4096, 1.2), (32, None))
 """``multiple_of`` and ``ffn_dim_multiplier`` of Llama 1 to 3.3, and of llama2.c's stories."""
@@ -63,7 +72,9 @@ def sharded(parts: list[np.ndarray], axis: int) -> LazyTensor:
         return rows_behind_rows(parts)
     outputs, inputs = parts[0].shape
     shape = outputs, inputs * len(parts)
-    return LazyTensor(shape, parts[0].dtype, lambda rows: np.concatenate([part[rows] for part in parts], axis))
+    return LazyTensor(
+        shape, parts[0].dtype, lambda rows: np.concatenate([part[rows] for part in parts], axis)
+    )
 
 
 def recognizes(path: Path) -> bool:
@@ -79,11 +90,21 @@ def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
     """
     source = path / PARAMS
     if not source.is_file():
-        raise JllamaError(f"{path} lacks {PARAMS}: copy it there, weights alone do not say what they are of")
+        raise JllamaError(
+            f"{path} lacks {PARAMS}: copy it there, weights alone do not say what they are of"
+        )
     fields = read_json_object(source).items()
-    params = {key: value for key, value in fields if value is not None and (key, value) != ("vocab_size", -1)}
-    if refused := [key for key, value in params.items() if key not in _KEYS and value not in (0, -1)]:  # off
-        raise JllamaError(f"{source} asks for what jllama's Llama does not have: {', '.join(refused)}")
+    params = {
+        key: value
+        for key, value in fields
+        if value is not None and (key, value) != ("vocab_size", -1)
+    }
+    if refused := [
+        key for key, value in params.items() if key not in _KEYS and value not in (0, -1)
+    ]:  # off
+        raise JllamaError(
+            f"{source} asks for what jllama's Llama does not have: {', '.join(refused)}"
+        )
     shards = _shards(path)
     config = _config(params, source, shards)
     config = dataclasses.replace(config, rope_scaling=_scaling(params, source, rope_factor, config))
@@ -98,7 +119,9 @@ def read(path: Path, rope_factor: float | None = None) -> Checkpoint:
     ours = path / OURS
     stated = read_json_object(ours) if has_file(ours) else {}
     with fault_of(ours):
-        length = read_fields(stated, {"max_seq_len": ("max_seq_len", _family_max_seq_len(config))}, ours)
+        length = read_fields(
+            stated, {"max_seq_len": ("max_seq_len", _family_max_seq_len(config))}, ours
+        )
         config = dataclasses.replace(config, **length)
     tokenizer, template, stops = read_text_files(path)
     beside = path.resolve().parent / "tokenizer.model"  # Llama 1 and 2 were released with it there
@@ -114,10 +137,15 @@ def _shards(path: Path) -> Shards:
     if missing := [name for name in map(SHARD.format, numbers) if name not in names]:
         raise JllamaError(f"{path} lacks {', '.join(missing)}: copy the missing shards there")
     shards = {name: read_torch_file(path / name) for name in names}
-    kinds = {name: {key: f"{t.dtype}{list(t.shape)}" for key, t in shards[name].items()} for name in names}
+    kinds = {
+        name: {key: f"{t.dtype}{list(t.shape)}" for key, t in shards[name].items()}
+        for name in names
+    }
     for name, kind in kinds.items():
         if problems := differences(kind, kinds[names[0]]):
-            raise JllamaError(f"{path} has shards of different models, {name} and {names[0]}: {problems}")
+            raise JllamaError(
+                f"{path} has shards of different models, {name} and {names[0]}: {problems}"
+            )
     return shards
 
 
@@ -127,27 +155,45 @@ def _config(params: Mapping[str, Any], source: Path, shards: Shards) -> LlamaCon
     with fault_of(source):
         config = LlamaConfig(**read_fields(params, _FIELDS, source))
     names = {spec.key: spec.name("meta") for spec in tensor_specs(config)}
-    shapes = {key: tensors[name].shape for key, name in names.items() if name in tensors and tensors[name].ndim == 2}
+    shapes = {
+        key: tensors[name].shape
+        for key, name in names.items()
+        if name in tensors and tensors[name].ndim == 2
+    }
     rows, columns = shapes.get("layers/0/wq", (0, 0))  # its outputs are always split
     embed_dim = config.embed_dim
-    complete = embed_dim // rows if rows and columns == embed_dim and embed_dim % rows == 0 else count
+    complete = (
+        embed_dim // rows if rows and columns == embed_dim and embed_dim % rows == 0 else count
+    )
     if complete != count:
         expected = f"{SHARD.format(0)} to {SHARD.format(complete - 1)}"
-        raise JllamaError(f"{source.parent} has {count} of {complete} shards, expected {expected}, or another {PARAMS}")
+        raise JllamaError(
+            f"{source.parent} has {count} of {complete} shards, expected {expected}, or another {PARAMS}"
+        )
     rows, columns = shapes.get("embed", (0, 0))
-    vocab_size = rows if columns * count == embed_dim else rows * count  # Llama 1 and 2 cut it along its width
+    vocab_size = (
+        rows if columns * count == embed_dim else rows * count
+    )  # Llama 1 and 2 cut it along its width
     mlp_dim = shapes.get("layers/0/w_gate", (0, 0))[0] * count
     if "multiple_of" in params or "ffn_dim_multiplier" in params:
         mlp_dim = llama_mlp_dim(embed_dim, **read_fields(params, _MLP, source))
     with fault_of(source):
-        return dataclasses.replace(config, vocab_size=config.vocab_size or vocab_size, mlp_dim=mlp_dim)
+        return dataclasses.replace(
+            config, vocab_size=config.vocab_size or vocab_size, mlp_dim=mlp_dim
+        )
 
 
-def _scaling(params: Mapping[str, Any], source: Path, factor: float | None, config: LlamaConfig) -> RopeScaling | None:
+def _scaling(
+    params: Mapping[str, Any], source: Path, factor: float | None, config: LlamaConfig
+) -> RopeScaling | None:
     scaled = read_fields(params, {"scaled": ("use_scaled_rope", False)}, source)["scaled"]
-    stated = {ours: params[theirs] for ours, theirs in Llama3Scaling.meta.items() if theirs in params}
+    stated = {
+        ours: params[theirs] for ours, theirs in Llama3Scaling.meta.items() if theirs in params
+    }
     if stated and not scaled:
-        raise JllamaError(f"{source} has numbers of RoPE scaling without use_scaled_rope: add it, or remove them")
+        raise JllamaError(
+            f"{source} has numbers of RoPE scaling without use_scaled_rope: add it, or remove them"
+        )
     if factor is not None and (not scaled or "factor" in stated):
         why = "says itself what it is" if scaled else "has no use_scaled_rope"
         raise UsageError(f"rope_factor is {factor}, but {source} {why}: leave it out")
@@ -155,13 +201,22 @@ def _scaling(params: Mapping[str, Any], source: Path, factor: float | None, conf
         return None
     if factor is None and "factor" not in stated:
         fields = (*SHAPE, "vocab_size", "rope_theta")
-        alike = {name: each.rope_scaling for name, each in PRESETS.items() if not differing(fields, config, each)}
+        alike = {
+            name: each.rope_scaling
+            for name, each in PRESETS.items()
+            if not differing(fields, config, each)
+        }
         factors = {name: scaling.factor for name, scaling in alike.items() if scaling}
         if not factors:
             why = "no factor for use_scaled_rope, and no released Llama is of this shape"
-            raise JllamaError(f"{source} has {why}: give rope_factor, 8 for Llama 3.1 and 3.3 or 32 for Llama 3.2")
+            raise JllamaError(
+                f"{source} has {why}: give rope_factor, 8 for Llama 3.1 and 3.3 or 32 for Llama 3.2"
+            )
         name, factor = next(iter(factors.items()))
-        print(f"note: RoPE factor {factor:g} of {name}, whose shape this is; rope_factor overrides", file=sys.stderr)
+        print(
+            f"note: RoPE factor {factor:g} of {name}, whose shape this is; rope_factor overrides",
+            file=sys.stderr,
+        )
     with fault_of(source):
         scaling = RopeScaling.from_fields({"type": "llama3", "factor": 1.0} | stated)
     return scaling if factor is None else dataclasses.replace(scaling, factor=factor)
@@ -185,7 +240,9 @@ def _joined(path: Path, config: LlamaConfig, shards: Shards) -> dict[str, FileTe
                 parts.append(tensors[name])
             elif not same_bits(tensors[name], parts[-1]):
                 both = f"{file} than in {list(shards)[index // repeats * repeats]}"
-                raise JllamaError(f"{path} has another {name} in {both}, which must repeat it: one is another model's")
+                raise JllamaError(
+                    f"{path} has another {name} in {both}, which must repeat it: one is another model's"
+                )
         joined[name] = sharded(parts, axis) if len(parts) > 1 else parts[0]
     return joined
 
@@ -198,10 +255,14 @@ def _family_max_seq_len(config: LlamaConfig) -> int:
     if config.rope_scaling:
         return 131_072  # Llama 3.1 to 3.3
     by_theta = {500_000.0: 8192, 1_000_000.0: 16_384}  # Llama 3, Code Llama
-    return by_theta.get(config.rope_theta, 2048 if config.norm_eps == 1e-6 else 4096)  # Llama 1, Llama 2
+    return by_theta.get(
+        config.rope_theta, 2048 if config.norm_eps == 1e-6 else 4096
+    )  # Llama 1, Llama 2
 
 
-def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_progress: OnProgress) -> None:
+def write(
+    checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_progress: OnProgress
+) -> None:
     """Write a folder of one shard, which Meta's code reads too; it knows no tying, so the head is always written."""
     config, tensors = checkpoint.config, checkpoint.tensors
     params = _params_of(config)
@@ -214,28 +275,50 @@ def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_
     named = []
     for spec in tensor_specs(dataclasses.replace(config, tie_embeddings=False)):
         tensor = tensors["embed" if config.tie_embeddings and spec.key == "lm_head" else spec.key]
-        named.append((spec.name("meta"), reordered(spec, tensor, config, to_half_split=False), dtype or tensor.dtype))
+        named.append(
+            (
+                spec.name("meta"),
+                reordered(spec, tensor, config, to_half_split=False),
+                dtype or tensor.dtype,
+            )
+        )
     write_torch_file(target / SHARD.format(0), named, on_progress)
 
 
 def _params_of(config: LlamaConfig) -> dict[str, Any]:
     """The fields of a ``params.json``, of which ``_config`` makes this configuration again."""
     scaling = config.rope_scaling
-    problem = f"RoPE scaling of type llama3 alone, not {scaling.type}" if scaling and scaling.type != "llama3" else ""
+    problem = (
+        f"RoPE scaling of type llama3 alone, not {scaling.type}"
+        if scaling and scaling.type != "llama3"
+        else ""
+    )
     if config.num_heads * config.head_dim != config.embed_dim:
         problem = f"no head_dim, so {config.num_heads} heads of {config.head_dim} in an embed_dim of {config.embed_dim}"
     if problem:
-        raise JllamaError(f"Meta's format has {problem}, which cannot be written: save the model in another format")
-    exact = (config.mlp_dim + 0.5) / llama_mlp_dim(config.embed_dim, multiple_of=1)  # gives any width
+        raise JllamaError(
+            f"Meta's format has {problem}, which cannot be written: save the model in another format"
+        )
+    exact = (config.mlp_dim + 0.5) / llama_mlp_dim(
+        config.embed_dim, multiple_of=1
+    )  # gives any width
     rules = (*_MLP_RULES, (1, exact))
-    widths = [llama_mlp_dim(config.embed_dim, multiple_of=each, multiplier=times) for each, times in rules]
+    widths = [
+        llama_mlp_dim(config.embed_dim, multiple_of=each, multiplier=times) for each, times in rules
+    ]
     multiple_of, multiplier = rules[widths.index(config.mlp_dim)]
     params = {theirs: getattr(config, ours) for ours, (theirs, _) in _FIELDS.items()}
     params |= {"multiple_of": multiple_of, "ffn_dim_multiplier": multiplier}
     if config.num_kv_heads == config.num_heads:
         del params["n_kv_heads"]
     if scaling:
-        stated = {ours: value for ours, value in vars(scaling).items() if value != getattr(Llama3Scaling, ours, None)}
-        params |= {"use_scaled_rope": True} | {Llama3Scaling.meta[ours]: value for ours, value in stated.items()}
+        stated = {
+            ours: value
+            for ours, value in vars(scaling).items()
+            if value != getattr(Llama3Scaling, ours, None)
+        }
+        params |= {"use_scaled_rope": True} | {
+            Llama3Scaling.meta[ours]: value for ours, value in stated.items()
+        }
     # The code of Llama 1 knows neither n_kv_heads nor ffn_dim_multiplier, and fails at a field that it does not know.
     return {key: value for key, value in params.items() if value is not None}

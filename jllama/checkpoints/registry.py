@@ -71,7 +71,9 @@ class Format:
         return next(iter(self.dtypes)) if dtype is None and len(self.dtypes) == 1 else dtype
 
 
-def _format(description: str, room: Any, dtypes: Mapping[str, float] = FLOATS, **others: Any) -> Format:
+def _format(
+    description: str, room: Any, dtypes: Mapping[str, float] = FLOATS, **others: Any
+) -> Format:
     return Format(description, room.recognizes, room.read, room.write, dtypes, **others)
 
 
@@ -85,8 +87,18 @@ FORMATS: dict[str, Format] = {
 """The formats by name, in the order in which they are tried."""
 
 ADAPTER_FORMATS: dict[str, Format] = {
-    "peft": Format("PEFT's folder", adapters.is_peft, adapters.read_peft, adapters.write_peft, _FLOAT32),
-    "gguf-lora": Format("a GGUF LoRA", gguf.recognizes, adapters.read_gguf, adapters.write_gguf, _FLOAT32, None, True),
+    "peft": Format(
+        "PEFT's folder", adapters.is_peft, adapters.read_peft, adapters.write_peft, _FLOAT32
+    ),
+    "gguf-lora": Format(
+        "a GGUF LoRA",
+        gguf.recognizes,
+        adapters.read_gguf,
+        adapters.write_gguf,
+        _FLOAT32,
+        None,
+        True,
+    ),
 }
 """Those of adapters by themselves, besides the run that trained one."""
 
@@ -133,27 +145,42 @@ def load(
         if value is not None and value not in get_args(kind):
             raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(get_args(kind))}")
     if quantize and layout == "training":
-        raise UsageError(f"quantize is {quantize!r}, which is for decoding: leave it out, or take layout 'decode'")
+        raise UsageError(
+            f"quantize is {quantize!r}, which is for decoding: leave it out, or take layout 'decode'"
+        )
     source = _local(path)
     checkpoint = open_checkpoint(source, rope_factor, step, adapter)
     if checkpoint.adapter and dtype is None:
         dtype = checkpoint.tensors["embed"].dtype  # not float32 for what has been merged
-    with progress(f"reading {source.name}", size_bytes(checkpoint, dtype), of_bytes=True) as on_progress:
+    with progress(
+        f"reading {source.name}", size_bytes(checkpoint, dtype), of_bytes=True
+    ) as on_progress:
         if layout == "training":
             params = tensors.load_params(checkpoint, dtype, mesh, on_progress)
         else:
             params = tensors.load_decode_params(checkpoint, dtype, mesh, on_progress, quantize)
-    config, tokenizer, name = checkpoint.config, checkpoint.tokenizer, Path(path).name or source.resolve().name
+    config, tokenizer, name = (
+        checkpoint.config,
+        checkpoint.tokenizer,
+        Path(path).name or source.resolve().name,
+    )
     stop_ids = checkpoint.stop_ids or ((tokenizer.eos_id,) if tokenizer else ())
-    return LanguageModel(config, params, tokenizer, checkpoint.chat_template, stop_ids, checkpoint.step, name)
+    return LanguageModel(
+        config, params, tokenizer, checkpoint.chat_template, stop_ids, checkpoint.step, name
+    )
 
 
 def _float_dtype(dtype: Any) -> np.dtype[Any]:
     with contextlib.suppress(TypeError):  # no dtype at all
         numeric = jnp.dtype(dtype)
-        if jnp.issubdtype(numeric, jnp.floating) and jax.dtypes.canonicalize_dtype(numeric) == numeric:
+        if (
+            jnp.issubdtype(numeric, jnp.floating)
+            and jax.dtypes.canonicalize_dtype(numeric) == numeric
+        ):
             return numeric
-    raise UsageError(f"dtype is {dtype}; it must be float32, bfloat16, float16, or with JAX_ENABLE_X64=1 float64")
+    raise UsageError(
+        f"dtype is {dtype}; it must be float32, bfloat16, float16, or with JAX_ENABLE_X64=1 float64"
+    )
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -168,7 +195,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def save(
-    model: LanguageModel, path: str | Path, format: str = "orbax", dtype: str | None = None, *, overwrite: bool = False
+    model: LanguageModel,
+    path: str | Path,
+    format: str = "orbax",
+    dtype: str | None = None,
+    *,
+    overwrite: bool = False,
 ) -> None:
     """Write a model in any format. It appears at ``path`` when it is whole, or not at all.
 
@@ -184,7 +216,9 @@ def save(
     """
     check_names("format", format, dtype)
     saved = tensors.TensorsOfParams(model.config, model.params)
-    checkpoint = Checkpoint(model.config, saved, model.tokenizer, model.chat_template, model.stop_ids)
+    checkpoint = Checkpoint(
+        model.config, saved, model.tokenizer, model.chat_template, model.stop_ids
+    )
     _write(checkpoint, Path(path), format, dtype, overwrite, [])
 
 
@@ -213,35 +247,56 @@ def convert(
     adapter_read = checkpoint.adapter
     content = adapter_read if to in ADAPTER_FORMATS else checkpoint
     if content is None:
-        raise UsageError(f"{source} has no adapter to write as {to}: give one with adapter, or a run that trained one")
+        raise UsageError(
+            f"{source} has no adapter to write as {to}: give one with adapter, or a run that trained one"
+        )
     others = [adapter_read.source, adapter_read.base] if adapter_read else []
     _write(content, Path(target), to, dtype, overwrite, [local, *map(Path, filter(None, others))])
     return checkpoint
 
 
 def open_checkpoint(
-    path: str | Path, rope_factor: float | None = None, step: int | None = None, adapter: str | Path | None = None
+    path: str | Path,
+    rope_factor: float | None = None,
+    step: int | None = None,
+    adapter: str | Path | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any format, without reading its weights. Arguments and errors are those of ``load``."""
     source, own_step = _local(path), None if adapter else step
     if run.recognizes(source) and (begun := run.read_config(source)).lora.rank:
-        with fault_of(f"{source} has adapters of its init_from", JllamaError, KeyError, RecursionError):
-            base = open_checkpoint(str(begun.fields["init_from"]), rope_factor or begun.fields.get("rope_factor"))
+        with fault_of(
+            f"{source} has adapters of its init_from", JllamaError, KeyError, RecursionError
+        ):
+            base = open_checkpoint(
+                str(begun.fields["init_from"]), rope_factor or begun.fields.get("rope_factor")
+            )
         checkpoint = adapters.merged(base, run.read_adapter(source, base.config, own_step))
     else:
         format = FORMATS[_format_of(source)]
-        options = {name: each for name, each in (("rope_factor", rope_factor), ("step", own_step)) if each is not None}
+        options = {
+            name: each
+            for name, each in (("rope_factor", rope_factor), ("step", own_step))
+            if each is not None
+        }
         for name, value in options.items():
             if name != format.option:
-                takers = " or ".join(each.description for each in FORMATS.values() if name == each.option)
-                raise UsageError(f"{source} is not {takers}, so it has no {name} {value}: leave out the {name}")
+                takers = " or ".join(
+                    each.description for each in FORMATS.values() if name == each.option
+                )
+                raise UsageError(
+                    f"{source} is not {takers}, so it has no {name} {value}: leave out the {name}"
+                )
         checkpoint = format.read(source, **options)
     tokenizer, rows = checkpoint.tokenizer, checkpoint.config.vocab_size
     if tokenizer is not None and tokenizer.vocab_size > rows:
         sizes = f"{tokenizer.vocab_size} tokens but the embedding has {rows} rows"
-        raise JllamaError(f"the tokenizer of {source} has {sizes}: put the one there that the model was trained with")
+        raise JllamaError(
+            f"the tokenizer of {source} has {sizes}: put the one there that the model was trained with"
+        )
     if adapter:
-        return adapters.merged(checkpoint, _read_adapter(_local(adapter, "adapter"), checkpoint.config, step))
+        return adapters.merged(
+            checkpoint, _read_adapter(_local(adapter, "adapter"), checkpoint.config, step)
+        )
     return checkpoint
 
 
@@ -249,11 +304,15 @@ def _read_adapter(source: Path, config: LlamaConfig, step: int | None) -> adapte
     if run.recognizes(source):
         return run.read_adapter(source, config, step)
     if step is not None:
-        raise UsageError(f"{source} is not a training run, so it has no step {step}: leave out the step")
+        raise UsageError(
+            f"{source} is not a training run, so it has no step {step}: leave out the step"
+        )
     for format in ADAPTER_FORMATS.values():
         if format.recognizes(source):
             return format.read(source, config)
-    raise JllamaError(f"{source} is no adapter that jllama knows: give PEFT's folder, a GGUF LoRA, or a run")
+    raise JllamaError(
+        f"{source} is no adapter that jllama knows: give PEFT's folder, a GGUF LoRA, or a run"
+    )
 
 
 def _local(path: str | Path, kind: str = "checkpoint") -> Path:
@@ -265,10 +324,15 @@ def _local(path: str | Path, kind: str = "checkpoint") -> Path:
     if source.exists():
         refuse_special_files(source, *source.glob("*"))  # of a file the latter are none
         return source
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)) and not source.parent.exists():
+    if (
+        re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path))
+        and not source.parent.exists()
+    ):
         return huggingface.download(str(path))
     other = {"checkpoint": "a model's", "adapter": "PEFT's"}[kind]
-    raise JllamaError(f"there is no {kind} at {path}: give a run's folder, such as runs/quickstart, or {other}")
+    raise JllamaError(
+        f"there is no {kind} at {path}: give a run's folder, such as runs/quickstart, or {other}"
+    )
 
 
 def _recognized(source: Path) -> str | None:
@@ -284,9 +348,15 @@ def _format_of(source: Path) -> str:
         return name
     if wholes := [parent for parent in source.resolve().parents[:3] if _recognized(parent)]:
         raise JllamaError(f"{source} is no checkpoint by itself: give its folder, {wholes[0]}")
-    held = ", ".join(sorted(entry.name for entry in source.iterdir())[:8]) if source.is_dir() else "no known header"
+    held = (
+        ", ".join(sorted(entry.name for entry in source.iterdir())[:8])
+        if source.is_dir()
+        else "no known header"
+    )
     formats = ", or ".join(format.description for format in FORMATS.values())
-    raise JllamaError(f"{source} is no checkpoint that jllama knows (it holds {held or 'nothing'}): give {formats}")
+    raise JllamaError(
+        f"{source} is no checkpoint that jllama knows (it holds {held or 'nothing'}): give {formats}"
+    )
 
 
 def check_names(name: str, format: str, dtype: str | None) -> None:
@@ -296,19 +366,36 @@ def check_names(name: str, format: str, dtype: str | None) -> None:
         raise UsageError(f"{name} is {format!r}; it must be one of {', '.join(formats)}")
     if dtype is not None and dtype not in formats[format].dtypes:
         said = f"dtype is {dtype!r}; with {format} it must be one of {', '.join(formats[format].dtypes)}"
-        raise UsageError(f"{said}; for others, such as Q4_K_M, run llama.cpp's llama-quantize on a GGUF file")
+        raise UsageError(
+            f"{said}; for others, such as Q4_K_M, run llama.cpp's llama-quantize on a GGUF file"
+        )
 
 
-def _write(content: Any, target: Path, to: str, dtype: str | None, overwrite: bool, sources: Sequence[Path]) -> None:
-    format, target = (FORMATS | ADAPTER_FORMATS)[to], target.resolve()  # of a link, what it leads to is replaced
+def _write(
+    content: Any, target: Path, to: str, dtype: str | None, overwrite: bool, sources: Sequence[Path]
+) -> None:
+    format, target = (
+        (FORMATS | ADAPTER_FORMATS)[to],
+        target.resolve(),
+    )  # of a link, what it leads to is replaced
     check_target(target, sources, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
-    each, count = format.dtypes.get(format.stored_dtype(dtype) or ""), count_parameters(content.config)
-    needed_bytes = int(each * count) if each and isinstance(content, Checkpoint) else size_bytes(content, None)
+    each, count = (
+        format.dtypes.get(format.stored_dtype(dtype) or ""),
+        count_parameters(content.config),
+    )
+    needed_bytes = (
+        int(each * count) if each and isinstance(content, Checkpoint) else size_bytes(content, None)
+    )
     if needed_bytes > (free_bytes := shutil.disk_usage(target.parent).free):
         space = f"{needed_bytes:,} bytes but {free_bytes:,} are free there"
-        raise JllamaError(f"{target} needs {space}: make room, or choose another destination or a smaller dtype")
-    with written_whole(target) as partial, progress(f"writing {target.name}", needed_bytes, of_bytes=True) as move:
+        raise JllamaError(
+            f"{target} needs {space}: make room, or choose another destination or a smaller dtype"
+        )
+    with (
+        written_whole(target) as partial,
+        progress(f"writing {target.name}", needed_bytes, of_bytes=True) as move,
+    ):
         if not format.is_file:
             partial.mkdir()
         format.write(content, partial, jnp.dtype(dtype) if dtype in FLOATS else dtype, move)
@@ -317,25 +404,36 @@ def _write(content: Any, target: Path, to: str, dtype: str | None, overwrite: bo
 def _lies_in(path: Path, other: Path) -> bool:
     """Whether a path is another one, which exists, or lies in it, whatever mount, link or spelling leads there."""
     path = path.resolve()
-    return any(other.exists() and place.exists() and place.samefile(other) for place in (path, *path.parents))
+    return any(
+        other.exists() and place.exists() and place.samefile(other)
+        for place in (path, *path.parents)
+    )
 
 
 def check_target(target: Path, sources: Sequence[Path], overwrite: bool) -> None:
     """Refuse a target whose replacement would take away a source, or anything that is not a checkpoint's."""
     if target in (Path.cwd(), *Path.cwd().parents):
-        raise UsageError(f"the target {target} is the folder you are in, or holds it: name a file or folder to make")
+        raise UsageError(
+            f"the target {target} is the folder you are in, or holds it: name a file or folder to make"
+        )
     put_back(target)
     refuse_special_files(target)
     for source in sources:
         for own in (source, *source.glob("*")):
             if _lies_in(target, own) or _lies_in(own, target):
-                raise JllamaError(f"{target} is {source} itself, or holds or lies in it: choose another destination")
+                raise JllamaError(
+                    f"{target} is {source} itself, or holds or lies in it: choose another destination"
+                )
     if not target.exists():
         return
     if not overwrite:
-        raise JllamaError(f"{target} exists: choose another destination, or set overwrite to replace it")
+        raise JllamaError(
+            f"{target} exists: choose another destination, or set overwrite to replace it"
+        )
     held = sorted(entry.name for entry in target.glob("*"))  # none of a file
-    others = [name for name in held if not re.fullmatch(rf"\.?({_OF_CHECKPOINTS})(\.partial)?", name)]
+    others = [
+        name for name in held if not re.fullmatch(rf"\.?({_OF_CHECKPOINTS})(\.partial)?", name)
+    ]
     if others or (held and not _recognized(target)):
         what = f"{', '.join((others or held)[:5])}, more or less than a checkpoint"
         raise JllamaError(f"{target} holds {what}, and stays as it is: choose another destination")

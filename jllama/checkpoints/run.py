@@ -22,7 +22,12 @@ from jllama.files import fault_of, refuse_special_files, write_text_whole
 from jllama.lora import initial_adapter
 from jllama.model import abstract_params
 
-CONFIG, CHECKPOINTS, METRICS, SAMPLES = "config.yaml", "checkpoints", "metrics.jsonl", "samples.jsonl"
+CONFIG, CHECKPOINTS, METRICS, SAMPLES = (
+    "config.yaml",
+    "checkpoints",
+    "metrics.jsonl",
+    "samples.jsonl",
+)
 
 
 class RunConfig(NamedTuple):
@@ -42,7 +47,15 @@ def read_config(folder: Path) -> RunConfig:
     """Read a run's ``config.yaml``. If it cannot be read, or describes no model, that is a JllamaError."""
     path = folder / CONFIG
     refuse_special_files(path)
-    errors = OSError, yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError, RecursionError
+    errors = (
+        OSError,
+        yaml.YAMLError,
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+        RecursionError,
+    )
     with fault_of(f"{path} does not describe a model", *errors):
         fields = {**yaml.safe_load(path.read_text(encoding="utf-8"))}
         model = LlamaConfig(**{**fields["model"]})  # ValueError: a number is too long to be printed
@@ -55,26 +68,42 @@ def read(path: Path, step: int | None = None) -> Checkpoint:
     """Open a checkpoint of a run: of the given step, or that of the lowest validation loss."""
     config = read_config(path).model
     checkpoints, chosen = _opened(path, step)
-    return Checkpoint(config, checkpoints.tensors(chosen, config), *read_text_files(path), step=chosen)
+    return Checkpoint(
+        config, checkpoints.tensors(chosen, config), *read_text_files(path), step=chosen
+    )
 
 
 def read_adapter(path: Path, config: LlamaConfig, step: int | None = None) -> Adapter:
     """The adapter that a run has trained of a base with this architecture; the step is chosen as ``read`` does."""
     fields, _, lora = read_config(path)
     if not lora.rank:
-        raise JllamaError(f"{path} is a run that trained no adapter: give it as the checkpoint itself")
+        raise JllamaError(
+            f"{path} is a run that trained no adapter: give it as the checkpoint itself"
+        )
     checkpoints, chosen = _opened(path, step)
     with fault_of(path / CONFIG):
-        shapes = jax.eval_shape(lambda p: initial_adapter(jax.random.key(0), p, config, lora), abstract_params(config))
+        shapes = jax.eval_shape(
+            lambda p: initial_adapter(jax.random.key(0), p, config, lora), abstract_params(config)
+        )
     params, _, meta = checkpoints.restore(chosen, shapes, None)
-    leaves = {name: np.asarray(leaf) for name, leaf in flatten_dict(params["layers"], sep="/").items()}
-    tensors = {f"layers/{n}/{name}": stack[n].T for name, stack in leaves.items() for n in range(config.num_layers)}
+    leaves = {
+        name: np.asarray(leaf) for name, leaf in flatten_dict(params["layers"], sep="/").items()
+    }
+    tensors = {
+        f"layers/{n}/{name}": stack[n].T
+        for name, stack in leaves.items()
+        for n in range(config.num_layers)
+    }
     fingerprint = str(meta.get("base_fingerprint") or "")
-    return Adapter(lora, tensors, config, path, str(fields.get("init_from", "")), fingerprint, chosen)
+    return Adapter(
+        lora, tensors, config, path, str(fields.get("init_from", "")), fingerprint, chosen
+    )
 
 
 def _opened(path: Path, step: int | None) -> tuple[Any, int]:
-    from jllama.checkpoints.run_checkpoints import RunCheckpoints  # not at the top: orbax takes half a second
+    from jllama.checkpoints.run_checkpoints import (
+        RunCheckpoints,
+    )  # not at the top: orbax takes half a second
 
     if not (path / CHECKPOINTS).is_dir():
         raise JllamaError(f"{path} holds no checkpoint yet: it has no {CHECKPOINTS} folder")
@@ -83,19 +112,32 @@ def _opened(path: Path, step: int | None) -> tuple[Any, int]:
         raise JllamaError(f"{path / CHECKPOINTS} holds no finished checkpoint")
     chosen = checkpoints.best_step() if step is None else step
     if chosen not in steps:
-        raise JllamaError(f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
+        raise JllamaError(
+            f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}"
+        )
     return checkpoints, chosen
 
 
-def write(checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_progress: OnProgress) -> None:
+def write(
+    checkpoint: Checkpoint, target: Path, dtype: np.dtype[Any] | None, on_progress: OnProgress
+) -> None:
     """Write a model as a run of step 0 into a folder: enough to sample from it and to train it on."""
     from jllama.checkpoints.run_checkpoints import RunCheckpoints
 
     held = checkpoint.tensors
-    params = held.params if isinstance(held, TensorsOfParams) else None  # in this layout they are saved as they are
-    if not isinstance(params, dict) or any(leaf.dtype != (dtype or leaf.dtype) for leaf in jax.tree.leaves(params)):
-        params = load_params(checkpoint, dtype, on_progress=lambda num_bytes: on_progress(num_bytes // 2))
-    write_text_whole(target / CONFIG, yaml.safe_dump({"model": dataclasses.asdict(checkpoint.config)}, sort_keys=False))
+    params = (
+        held.params if isinstance(held, TensorsOfParams) else None
+    )  # in this layout they are saved as they are
+    if not isinstance(params, dict) or any(
+        leaf.dtype != (dtype or leaf.dtype) for leaf in jax.tree.leaves(params)
+    ):
+        params = load_params(
+            checkpoint, dtype, on_progress=lambda num_bytes: on_progress(num_bytes // 2)
+        )
+    write_text_whole(
+        target / CONFIG,
+        yaml.safe_dump({"model": dataclasses.asdict(checkpoint.config)}, sort_keys=False),
+    )
     if checkpoint.tokenizer is not None:
         checkpoint.tokenizer.save(target)
     write_chat_files(target, checkpoint.chat_template, checkpoint.stop_ids)

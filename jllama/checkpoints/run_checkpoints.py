@@ -42,7 +42,12 @@ class RunCheckpoints:
     """
 
     def __init__(
-        self, folder: Path, keep_last: int = 1, *, read_only: bool = False, copied_gb: int | None = None
+        self,
+        folder: Path,
+        keep_last: int = 1,
+        *,
+        read_only: bool = False,
+        copied_gb: int | None = None,
     ) -> None:
         self.folder = folder.resolve()
         if not read_only:
@@ -52,17 +57,25 @@ class RunCheckpoints:
         handlers = {"params": params, "state": state, "meta": ocp.JsonCheckpointHandler()}
         latest = checkpoint_managers.LatestN(keep_last)
         loss = operator.itemgetter("validation_loss")
-        best = checkpoint_managers.BestN(get_metric_fn=loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
+        best = checkpoint_managers.BestN(
+            get_metric_fn=loss, reverse=True, n=1, keep_checkpoints_without_metrics=False
+        )
         reading: Json = {"read_only": True, "create": False, "save_interval_steps": 0}
         options = ocp.CheckpointManagerOptions(
             best_fn=loss,
             best_mode="min",
             preservation_policy=checkpoint_managers.AnyPreservationPolicy([latest, best]),
-            **(reading if read_only else {"cleanup_tmp_directories": True, "todelete_subdir": _UNWANTED}),
+            **(
+                reading
+                if read_only
+                else {"cleanup_tmp_directories": True, "todelete_subdir": _UNWANTED}
+            ),
         )
         with _reading(self.folder):
             refuse_special_files(*_files_below(self.folder))
-            self._manager = ocp.CheckpointManager(self.folder, item_handlers=handlers, options=options)
+            self._manager = ocp.CheckpointManager(
+                self.folder, item_handlers=handlers, options=options
+            )
 
     def steps(self) -> list[int]:
         """The steps that are saved whole, oldest first."""
@@ -74,7 +87,9 @@ class RunCheckpoints:
             best = self._manager.best_step()
             return self._manager.latest_step() if best is None else best
 
-    def save(self, step: int, params: Params, state: Any, meta: Json, validation_loss: float | None) -> None:
+    def save(
+        self, step: int, params: Params, state: Any, meta: Json, validation_loss: float | None
+    ) -> None:
         """Begin to save; the arrays are copied first, so they may be donated as soon as this returns.
 
         ``state`` is the rest of what training needs; None for a model that is not being trained. If this or the save
@@ -120,8 +135,12 @@ class RunCheckpoints:
                 item = _with_leaves(metadata[name].tree, shapes)
                 placed = ocp.checkpoint_utils.construct_restore_args(item)
                 arrays[name] = ocp.args.PyTreeRestore(item, placed)
-            restored = self._manager.restore(step, args=ocp.args.Composite(**arrays, meta=ocp.args.JsonRestore()))
-            trees = {name: _with_leaves(shapes, restored[name]) for name, shapes in expected.items()}
+            restored = self._manager.restore(
+                step, args=ocp.args.Composite(**arrays, meta=ocp.args.JsonRestore())
+            )
+            trees = {
+                name: _with_leaves(shapes, restored[name]) for name, shapes in expected.items()
+            }
         return trees["params"], trees.get("state"), restored["meta"]
 
     def tensors(self, step: int, config: LlamaConfig) -> dict[str, FileTensor]:
@@ -133,15 +152,28 @@ class RunCheckpoints:
         with _reading(source):
             self._check(step, {"params": abstract_params(config)}, dtypes=False)
             stores = {}
-            for path in parameter_table(config):  # in tensorstore's zarr format, by the path with dots
-                store = {"driver": "ocdbt", "base": f"file://{source}/params/", "path": f"{path.replace('/', '.')}/"}
-                stores[path] = tensorstore.open({"driver": "zarr", "kvstore": store}, read=True).result()
-        return {spec.key: _stored_tensor(spec, stores[spec.path], source) for spec in tensor_specs(config)}
+            for path in parameter_table(
+                config
+            ):  # in tensorstore's zarr format, by the path with dots
+                store = {
+                    "driver": "ocdbt",
+                    "base": f"file://{source}/params/",
+                    "path": f"{path.replace('/', '.')}/",
+                }
+                stores[path] = tensorstore.open(
+                    {"driver": "zarr", "kvstore": store}, read=True
+                ).result()
+        return {
+            spec.key: _stored_tensor(spec, stores[spec.path], source)
+            for spec in tensor_specs(config)
+        }
 
     def _check(self, step: int, expected: Json, *, dtypes: bool = True) -> None:
         """Refuse another model's arrays (by item), and JSON, nested too deep, that orbax would crash on."""
         for path in _files_below(self.folder / str(step)):
-            if not path.suffix and path.parent.name != "d":  # the arrays are in folders of that name
+            if (
+                not path.suffix and path.parent.name != "d"
+            ):  # the arrays are in folders of that name
                 read_json_object(path)
         metadata = self._manager.item_metadata(step)
         saved = _shapes({item: metadata[item].tree for item in expected}, dtypes)
@@ -157,8 +189,14 @@ class RunCheckpoints:
 
     def _save_error(self, error: Exception) -> JllamaError:
         kept = self.steps()
-        last = f"the last good checkpoint is step {kept[-1]}" if kept else "there is no earlier checkpoint"
-        return JllamaError(f"could not save a checkpoint in {self.folder} ({_reason(error)}); {last}")
+        last = (
+            f"the last good checkpoint is step {kept[-1]}"
+            if kept
+            else "there is no earlier checkpoint"
+        )
+        return JllamaError(
+            f"could not save a checkpoint in {self.folder} ({_reason(error)}); {last}"
+        )
 
 
 def _files_below(folder: Path) -> list[Path]:
@@ -174,7 +212,9 @@ def _reading(source: Path) -> Iterator[None]:
         raise
     except Exception as error:
         advice = "put it back from a copy, or delete it to go on from an earlier one"
-        raise JllamaError(f"the checkpoint {source} cannot be read ({_reason(error)}): {advice}") from error
+        raise JllamaError(
+            f"the checkpoint {source} cannot be read ({_reason(error)}): {advice}"
+        ) from error
 
 
 def _stored_tensor(spec: TensorSpec, store: Any, source: Path) -> LazyTensor:
@@ -218,4 +258,7 @@ def _with_leaves(tree: Any, other: Any) -> Any:
 
 def _shapes(tree: Any, dtypes: bool) -> dict[str, str]:
     """``path -> dtype[shape]`` of every array."""
-    return {path: f"{leaf.dtype if dtypes else ''}{list(leaf.shape)}" for path, leaf in _by_path(tree).items()}
+    return {
+        path: f"{leaf.dtype if dtypes else ''}{list(leaf.shape)}"
+        for path, leaf in _by_path(tree).items()
+    }

@@ -18,7 +18,12 @@ from jllama.checkpoints.tensors import NamedTensor, OnProgress, blocks
 from jllama.errors import JllamaError
 from jllama.files import fault_of
 
-DTYPES = {"F64": np.dtype("f8"), "F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(jnp.bfloat16)}
+DTYPES = {
+    "F64": np.dtype("f8"),
+    "F32": np.dtype("f4"),
+    "F16": np.dtype("f2"),
+    "BF16": np.dtype(jnp.bfloat16),
+}
 """By the format's names for them; its other dtypes hold no weights of a Llama as they are."""
 
 
@@ -28,7 +33,10 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     One that is cut short or too long, or has a tensor of another dtype than ``DTYPES``, raises JllamaError.
     """
     tensors, damaged = {}, f"{path} is cut short, damaged or no safetensors file"
-    with fault_of(f"{path} cannot be read", OSError), fault_of(damaged, ValueError, safetensors.SafetensorError):
+    with (
+        fault_of(f"{path} cannot be read", OSError),
+        fault_of(damaged, ValueError, safetensors.SafetensorError),
+    ):
         mapped = np.memmap(path, np.uint8, "r").view(np.ndarray)
         with safetensors.safe_open(path, "np"):
             pass  # it has checked the header, and that the tensors are all of the file
@@ -38,13 +46,18 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
         for name, entry in header.items():
             dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
             if dtype not in DTYPES:
-                raise JllamaError(f"{path} holds {name} as {dtype}; jllama reads {', '.join(DTYPES)}")
+                raise JllamaError(
+                    f"{path} holds {name} as {dtype}; jllama reads {', '.join(DTYPES)}"
+                )
             tensors[name] = mapped[begin + start : begin + stop].view(DTYPES[dtype]).reshape(shape)
     return tensors
 
 
 def write_safetensors(
-    path: Path, tensors: Sequence[NamedTensor], on_progress: OnProgress, metadata: Mapping[str, str] | None = None
+    path: Path,
+    tensors: Sequence[NamedTensor],
+    on_progress: OnProgress,
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write tensors, each under its name and in its dtype (one of ``DTYPES``), a block of rows at a time.
 
@@ -56,7 +69,11 @@ def write_safetensors(
     end = 0
     for name, tensor, dtype in ordered:
         start, end = end, end + math.prod(tensor.shape) * dtype.itemsize
-        header[name] = {"dtype": codes[dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": codes[dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:

@@ -44,7 +44,9 @@ _TILE = 256
 _THREADS = min(4, os.cpu_count() or 1)
 
 Dtype = np.dtype[Any] | type
-OnProgress = Callable[[int], None]  # is called with the number of bytes read or written since the last call
+OnProgress = Callable[
+    [int], None
+]  # is called with the number of bytes read or written since the last call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +73,9 @@ class Checkpoint:
     """A model on disk (or about to be), in no format's terms; its fields are those of ``LanguageModel``."""
 
     config: LlamaConfig
-    tensors: Mapping[str, FileTensor]  # by TensorSpec.key, each of TensorSpec.shape, rotary channels half-split
+    tensors: Mapping[
+        str, FileTensor
+    ]  # by TensorSpec.key, each of TensorSpec.shape, rotary channels half-split
     tokenizer: Tokenizer | None = None
     chat_template: str | None = None
     stop_ids: tuple[int, ...] = ()  # empty if the files do not say
@@ -87,10 +91,14 @@ def permuted(tensor: FileTensor, head_dim: int, to_half_split: bool) -> LazyTens
         """The rows asked for: whole heads are read, reordered and cut."""
         first, last = rows.start // head_dim * head_dim, -(-rows.stop // head_dim) * head_dim
         heads = tensor[first:last].reshape(-1, *pairs, tensor.shape[1])
-        return heads.swapaxes(1, 2).reshape(-1, tensor.shape[1])[rows.start - first : rows.stop - first]
+        return heads.swapaxes(1, 2).reshape(-1, tensor.shape[1])[
+            rows.start - first : rows.stop - first
+        ]
 
     if isinstance(tensor, LazyTensor):
-        return dataclasses.replace(tensor, read=read, rows_at_once=math.lcm(head_dim, tensor.rows_at_once))
+        return dataclasses.replace(
+            tensor, read=read, rows_at_once=math.lcm(head_dim, tensor.rows_at_once)
+        )
     return LazyTensor(tensor.shape, tensor.dtype, read, head_dim, tensor)
 
 
@@ -102,7 +110,9 @@ def rows_behind_rows(tensors: Sequence[FileTensor]) -> LazyTensor:
         parts = []
         start = 0
         for tensor in tensors:
-            first, last = (min(max(bound - start, 0), tensor.shape[0]) for bound in (rows.start, rows.stop))
+            first, last = (
+                min(max(bound - start, 0), tensor.shape[0]) for bound in (rows.start, rows.stop)
+            )
             if first < last or rows.start == rows.stop:
                 parts.append(tensor[first:last])
             start += tensor.shape[0]
@@ -110,10 +120,14 @@ def rows_behind_rows(tensors: Sequence[FileTensor]) -> LazyTensor:
 
     shape = sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:]
     dtype = functools.reduce(jnp.promote_types, [tensor.dtype for tensor in tensors])
-    return LazyTensor(shape, dtype, read, math.lcm(*(getattr(tensor, "rows_at_once", 1) for tensor in tensors)))
+    return LazyTensor(
+        shape, dtype, read, math.lcm(*(getattr(tensor, "rows_at_once", 1) for tensor in tensors))
+    )
 
 
-def reordered(spec: TensorSpec, tensor: FileTensor, config: LlamaConfig, to_half_split: bool) -> FileTensor:
+def reordered(
+    spec: TensorSpec, tensor: FileTensor, config: LlamaConfig, to_half_split: bool
+) -> FileTensor:
     """A tensor of ``Checkpoint`` as formats with interleaved rotary pairs have it, or (``to_half_split``) back."""
     return permuted(tensor, config.head_dim, to_half_split) if spec.parameter.rotary else tensor
 
@@ -127,7 +141,9 @@ def blocks(tensor: FileTensor, dtype: Dtype) -> Iterator[np.ndarray]:
         yield np.ascontiguousarray(block)
 
 
-def _row_blocks(tensor: FileTensor, rows: slice, dtype: Dtype) -> Iterator[tuple[slice, np.ndarray]]:
+def _row_blocks(
+    tensor: FileTensor, rows: slice, dtype: Dtype
+) -> Iterator[tuple[slice, np.ndarray]]:
     """Some rows in blocks, each with where it is: of a multiple of those that are stored or permuted together."""
     multiple = getattr(tensor, "rows_at_once", 1)
     step = multiple * max(1, BLOCK_BYTES // (4 * math.prod(tensor.shape[1:])) // multiple)
@@ -137,7 +153,9 @@ def _row_blocks(tensor: FileTensor, rows: slice, dtype: Dtype) -> Iterator[tuple
             with np.errstate(over="raise"):
                 block = tensor[here].astype(dtype, copy=False)
         except FloatingPointError as error:
-            raise JllamaError(f"a weight is too large for {np.dtype(dtype).name}: take bfloat16 or float32") from error
+            raise JllamaError(
+                f"a weight is too large for {np.dtype(dtype).name}: take bfloat16 or float32"
+            ) from error
         yield here, block
 
 
@@ -152,7 +170,10 @@ def same_bits(tensor: FileTensor, other: FileTensor) -> bool:
 def differences(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
     """What two mappings do not have in common, in words; empty if they are equal."""
     keys = [key for key in {**expected, **actual} if actual.get(key) != expected.get(key)]
-    return "; ".join(f"{key} is {actual.get(key, 'absent')}, expected {expected.get(key, 'none')}" for key in keys)
+    return "; ".join(
+        f"{key} is {actual.get(key, 'absent')}, expected {expected.get(key, 'none')}"
+        for key in keys
+    )
 
 
 def matched(
@@ -163,20 +184,29 @@ def matched(
     All that are missing, not of this model, or of another shape are listed in a JllamaError.
     """
     if config.num_layers > len(tensors):
-        raise JllamaError(f"{source} says it has {config.num_layers} layers, but holds {len(tensors)} tensors in all")
+        raise JllamaError(
+            f"{source} says it has {config.num_layers} layers, but holds {len(tensors)} tensors in all"
+        )
     specs = {spec.name(file_format): spec for spec in tensor_specs(config)}
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     if problems := differences(shapes, {name: list(spec.shape) for name, spec in specs.items()}):
-        raise JllamaError(f"{source} does not hold the model that its configuration describes: {problems}")
+        raise JllamaError(
+            f"{source} does not hold the model that its configuration describes: {problems}"
+        )
     if file_format == "huggingface":
         return {spec.key: tensors[name] for name, spec in specs.items()}
-    return {spec.key: reordered(spec, tensors[name], config, to_half_split=True) for name, spec in specs.items()}
+    return {
+        spec.key: reordered(spec, tensors[name], config, to_half_split=True)
+        for name, spec in specs.items()
+    }
 
 
 def size_bytes(checkpoint: Checkpoint | Any, dtype: Dtype | None) -> int:
     """The bytes of all tensors, in ``dtype`` or (None) each in its own."""
     tensors = checkpoint.tensors.values()
-    return sum(math.prod(tensor.shape) * np.dtype(dtype or tensor.dtype).itemsize for tensor in tensors)
+    return sum(
+        math.prod(tensor.shape) * np.dtype(dtype or tensor.dtype).itemsize for tensor in tensors
+    )
 
 
 def base_fingerprint(checkpoint: Checkpoint) -> str:
@@ -208,7 +238,11 @@ def load_params(
     axis that does not divide over the mesh raises UsageError. ``held(path, stack)`` says what takes the place of each
     before the next is read, the largest first, so that a device has one at a time as it was read.
     """
-    config, tensors, dtypes = checkpoint.config, checkpoint.tensors, _dtypes(checkpoint, dtype, mesh, rules)
+    config, tensors, dtypes = (
+        checkpoint.config,
+        checkpoint.tensors,
+        _dtypes(checkpoint, dtype, mesh, rules),
+    )
     table = parameter_table(config)
 
     def fill(path: str, slices: list[slice], out: np.ndarray) -> None:
@@ -217,19 +251,31 @@ def load_params(
         sizes = axis_sizes(row, config)
         bounds = dict(zip(row.axes, slices, strict=True))
         part = []
-        for first, *others in filter(None, (row.outputs, row.inputs)):  # joined axes, of which the first alone is cut
+        for first, *others in filter(
+            None, (row.outputs, row.inputs)
+        ):  # joined axes, of which the first alone is cut
             inner = math.prod(sizes[axis] for axis in others)
             part.append(slice(bounds[first].start * inner, bounds[first].stop * inner))
-        specs = [spec for spec in tensor_specs(config) if spec.path == path][bounds.get("layers", slice(None))]
+        specs = [spec for spec in tensor_specs(config) if spec.path == path][
+            bounds.get("layers", slice(None))
+        ]
         matrices = [as_matrix(row, layer) for layer in (out if row.axes[0] == "layers" else [out])]
-        list(threads.map(lambda spec, matrix: _read(tensors[spec.key], part, matrix, on_progress), specs, matrices))
+        list(
+            threads.map(
+                lambda spec, matrix: _read(tensors[spec.key], part, matrix, on_progress),
+                specs,
+                matrices,
+            )
+        )
 
     arrays = dict.fromkeys(table)
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
         for path in sorted(table, key=lambda path: -math.prod(shape_of(table[path], config))):
             row = table[path]
             own_devices = SingleDeviceSharding(jax.devices()[0])
-            sharding = NamedSharding(mesh, row_spec(mesh, row, config, rules)) if mesh else own_devices
+            sharding = (
+                NamedSharding(mesh, row_spec(mesh, row, config, rules)) if mesh else own_devices
+            )
             part = functools.partial(fill, path)
             arrays[path] = held(path, _filled(shape_of(row, config), dtypes[path], sharding, part))
             jax.block_until_ready(arrays[path])
@@ -251,7 +297,9 @@ def load_decode_params(
     Arguments and errors are those of ``load_params``.
     """
     config, dtypes = checkpoint.config, _dtypes(checkpoint, dtype, mesh)
-    key = None if mesh else _content_key(checkpoint, config, dtypes, quantize, joined_groups(config))
+    key = (
+        None if mesh else _content_key(checkpoint, config, dtypes, quantize, joined_groups(config))
+    )
     content: Any = cache.recall("weights", key) if key else None
 
     def mapped(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
@@ -285,16 +333,22 @@ def load_decode_params(
             return values
         scales = None
         if scale is not None:  # filled by now, as far as this process has its rows
-            along_rows = NamedSharding(split.mesh, PartitionSpec(*split.spec[:1])) if split else sharding
+            along_rows = (
+                NamedSharding(split.mesh, PartitionSpec(*split.spec[:1])) if split else sharding
+            )
             scales = jax.make_array_from_callback(scale.shape, along_rows, scale.__getitem__)
         is_one = len(group) == 1
         matrix_shape = shape_of(row, config)[row.axes[0] == "layers" :] if is_one else shape[::-1]
         return F.DecodeMatrix(values, scales, matrix_shape)
 
     groups = _groups(config, joins=mesh is None or mesh.size == 1)
-    largest_first = sorted(groups, key=lambda key: -sum(math.prod(spec.shape) for spec in groups[key]))
+    largest_first = sorted(
+        groups, key=lambda key: -sum(math.prod(spec.shape) for spec in groups[key])
+    )
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
-        found = (threads.map if content is None else map)(read, [groups[key] for key in largest_first])
+        found = (threads.map if content is None else map)(
+            read, [groups[key] for key in largest_first]
+        )
         leaves = dict(zip(largest_first, found, strict=True))
     if key and content is None:
         cache.keep("weights", key, jax.tree.leaves([*leaves.values()]))
@@ -314,7 +368,9 @@ def _content_key(checkpoint: Checkpoint, *how: Any) -> str | None:
     tensors = checkpoint.tensors
     types = {key: getattr(tensor, "quantized", "") for key, tensor in tensors.items()}
     arrays = {key: getattr(tensor, "stored", tensor) for key, tensor in tensors.items()}
-    if not any(types.values()) or not all(isinstance(array, np.ndarray) for array in arrays.values()):
+    if not any(types.values()) or not all(
+        isinstance(array, np.ndarray) for array in arrays.values()
+    ):
         return None
 
     def digest(key: str) -> Any:
@@ -326,7 +382,9 @@ def _content_key(checkpoint: Checkpoint, *how: Any) -> str | None:
         return cache.key_of(how, [*threads.map(digest, sorted(arrays))])
 
 
-def _dtypes(checkpoint: Checkpoint, dtype: Any, mesh: Mesh | None, rules: Any = RULES) -> dict[str, np.dtype[Any]]:
+def _dtypes(
+    checkpoint: Checkpoint, dtype: Any, mesh: Mesh | None, rules: Any = RULES
+) -> dict[str, np.dtype[Any]]:
     """The dtype of each parameter: the given one, or what holds those of all its layers; the mesh is checked first."""
     if mesh is not None:
         check_divides(mesh, checkpoint.config, rules)
@@ -338,7 +396,10 @@ def _dtypes(checkpoint: Checkpoint, dtype: Any, mesh: Mesh | None, rules: Any = 
 
 
 def _filled(
-    shape: tuple[int, ...], dtype: np.dtype[Any], sharding: Sharding, fill: Callable[[list[slice], np.ndarray], None]
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    sharding: Sharding,
+    fill: Callable[[list[slice], np.ndarray], None],
 ) -> jax.Array:
     """An array on its devices, of which ``fill`` writes the slices, each into memory that a CPU takes as it is."""
 
@@ -355,7 +416,11 @@ def _filled(
 
 
 def _read(
-    tensor: FileTensor, part: Sequence[slice], out: np.ndarray, on_progress: OnProgress, scale: np.ndarray | None = None
+    tensor: FileTensor,
+    part: Sequence[slice],
+    out: np.ndarray,
+    on_progress: OnProgress,
+    scale: np.ndarray | None = None,
 ) -> None:
     """Copy a part (rows, and columns of a matrix) into ``out``; with ``scale``, as int8 with the scale of each row.
 
@@ -373,7 +438,9 @@ def _read(
 
 def _copy(block: np.ndarray, out: np.ndarray) -> None:
     """Copy, where one of the two is transposed in square tiles: twice as fast as row by row."""
-    if block.ndim == 1 or (block.strides[0] < block.strides[1]) == (out.strides[0] < out.strides[1]):
+    if block.ndim == 1 or (block.strides[0] < block.strides[1]) == (
+        out.strides[0] < out.strides[1]
+    ):
         out[...] = block
         return
     for start in range(0, block.shape[0], _TILE):
@@ -388,7 +455,9 @@ class TensorsOfParams(dict[str, FileTensor]):
     def __init__(self, config: LlamaConfig, params: Params | DecodeParams) -> None:
         super().__init__()
         if isinstance(params, DecodeParams) and params.quantized:
-            raise JllamaError("the parameters are int8, which no format holds: load the model without quantize")
+            raise JllamaError(
+                "the parameters are int8, which no format holds: load the model without quantize"
+            )
         self.params = params
         weights = params.weights if isinstance(params, DecodeParams) else params
         leaves: dict[str, Any] = flatten_dict(jax.tree.map(np.asarray, weights), sep="/")

@@ -29,7 +29,9 @@ MAX_INDEX_BYTES = 4 << 20
 """Limit for ``data.pkl`` and the zip directory. A pickle takes about 200 bytes a tensor; Llama 3.1 405B has 1,138."""
 
 _FLOATS = {"Double": np.float64, "Float": np.float32, "Half": np.float16, "BFloat16": jnp.bfloat16}
-_STORAGES: dict[str, np.dtype[Any]] = {f"torch.{name}Storage": np.dtype(type_) for name, type_ in _FLOATS.items()}
+_STORAGES: dict[str, np.dtype[Any]] = {
+    f"torch.{name}Storage": np.dtype(type_) for name, type_ in _FLOATS.items()
+}
 _OPERATIONS = (
     "PROTO FRAME BINUNICODE SHORT_BINUNICODE BININT BININT1 BININT2 LONG1 NONE NEWTRUE NEWFALSE EMPTY_TUPLE MARK TUPLE "
     "TUPLE1 TUPLE2 TUPLE3 BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET SETITEM SETITEMS GLOBAL STACK_GLOBAL BINPERSID "
@@ -47,7 +49,9 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
     try:
         with _Directory(path) as file:
             if file.read(2) == b"\x80\x02":  # a bare pickle
-                raise JllamaError("was saved by torch before 1.6: torch.load it and torch.save it again")
+                raise JllamaError(
+                    "was saved by torch before 1.6: torch.load it and torch.save it again"
+                )
             with zipfile.ZipFile(file) as archive:
                 content = _Unpickler(*_entries(archive, file)).load()
         if not isinstance(content, dict):
@@ -60,8 +64,12 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
         raise JllamaError(f"{path} {error}") from error
     except OSError as error:
         raise JllamaError(f"{path} cannot be read: {error.strerror or error}") from error
-    except Exception as error:  # Python documents no limit to what a damaged archive or pickle raises
-        raise JllamaError(f"{path} is cut short, damaged or not a file of torch.save: {error}") from error
+    except (
+        Exception
+    ) as error:  # Python documents no limit to what a damaged archive or pickle raises
+        raise JllamaError(
+            f"{path} is cut short, damaged or not a file of torch.save: {error}"
+        ) from error
 
 
 class _Directory(io.FileIO):
@@ -69,7 +77,9 @@ class _Directory(io.FileIO):
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > MAX_INDEX_BYTES:
-            raise zipfile.BadZipFile(f"its directory or data.pkl claims {size} bytes; jllama reads {MAX_INDEX_BYTES}")
+            raise zipfile.BadZipFile(
+                f"its directory or data.pkl claims {size} bytes; jllama reads {MAX_INDEX_BYTES}"
+            )
         return super().read(size)
 
 
@@ -78,13 +88,17 @@ def _entries(archive: zipfile.ZipFile, file: io.FileIO) -> tuple[bytes, dict[str
     infos = {info.orig_filename: info for info in archive.infolist()}
     pickles = [name for name in infos if name.endswith("/data.pkl")]
     if len(pickles) != 1 or len(infos) != len(archive.infolist()):
-        raise ValueError(f"it has {len(pickles)} entries named data.pkl, or two entries of one name")
+        raise ValueError(
+            f"it has {len(pickles)} entries named data.pkl, or two entries of one name"
+        )
     folder = pickles[0].removesuffix("data.pkl")
     mapped = np.memmap(file, np.uint8, "r").view(np.ndarray)
     entries: dict[str, np.ndarray] = {}
     for name, info in infos.items():
         if not name.startswith(folder) or name.startswith("/") or ".." in name.split("/"):
-            raise JllamaError(f"has an entry named {name!r}, outside its own folder {folder!r}: do not trust it")
+            raise JllamaError(
+                f"has an entry named {name!r}, outside its own folder {folder!r}: do not trust it"
+            )
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise JllamaError(f"has {name!r} compressed, as torch never does: torch.save it again")
         with archive.open(info):  # reads and checks the header before the bytes
@@ -93,7 +107,9 @@ def _entries(archive: zipfile.ZipFile, file: io.FileIO) -> tuple[bytes, dict[str
             raise ValueError(f"{name!r} goes on past its end")
         entries[name.removeprefix(folder)] = mapped[start : start + info.file_size]
     if "byteorder" in entries and entries["byteorder"].tobytes() != b"little":
-        raise JllamaError("is of a big-endian machine: torch.load it on a little-endian one and torch.save it")
+        raise JllamaError(
+            "is of a big-endian machine: torch.load it on a little-endian one and torch.save it"
+        )
     return archive.read(pickles[0]), entries  # with its checksum
 
 
@@ -118,15 +134,19 @@ def _tensor(storage: _Storage, offset: Any, shape: Any, strides: Any, *_: Any) -
     width, count = storage.dtype.itemsize, storage.data.size // storage.dtype.itemsize
     try:
         numbers = (offset, *shape, *strides)
-        if len(shape) > 8 or any(type(n) is not int or n < 0 for n in numbers) or not 0 < math.prod(shape) <= count:
+        if (
+            len(shape) > 8
+            or any(type(n) is not int or n < 0 for n in numbers)
+            or not 0 < math.prod(shape) <= count
+        ):
             raise ValueError
         # The stride of an axis of size 1 is never taken and may be any number.
-        in_bytes = [stride * width if size > 1 else 0 for size, stride in zip(shape, strides, strict=True)]
+        in_bytes = [
+            stride * width if size > 1 else 0 for size, stride in zip(shape, strides, strict=True)
+        ]
         return np.ndarray(shape, storage.dtype, storage.data, offset * width, in_bytes)
     except (ValueError, OverflowError) as error:
-        where = (
-            f"of shape {reprlib.repr(shape)} and strides {reprlib.repr(strides)} from number {reprlib.repr(offset)} on"
-        )
+        where = f"of shape {reprlib.repr(shape)} and strides {reprlib.repr(strides)} from number {reprlib.repr(offset)} on"
         fault = f"is empty or not inside its storage of {count} numbers"
         raise JllamaError(f"describes a tensor {where}, which {fault}") from error
 
@@ -140,17 +160,25 @@ _GLOBALS: dict[str, Any] = _STORAGES | {
 
 class _Dispatch(dict[int, Any]):
     def __missing__(self, code: int) -> Any:
-        raise JllamaError(f"uses the pickle operation {_OPERATION_NAMES[code]}, which no tensors need: do not trust it")
+        raise JllamaError(
+            f"uses the pickle operation {_OPERATION_NAMES[code]}, which no tensors need: do not trust it"
+        )
 
 
 class _Unpickler(pickle._Unpickler):
     """Python's unpickler without the operations that call, import or allocate more than the file has bytes."""
 
     dispatch: ClassVar[Any] = _Dispatch(
-        {code: run for code, run in pickle._Unpickler.dispatch.items() if _OPERATION_NAMES[code] in _OPERATIONS.split()}
+        {
+            code: run
+            for code, run in pickle._Unpickler.dispatch.items()
+            if _OPERATION_NAMES[code] in _OPERATIONS.split()
+        }
     )
     dispatch[pickle.EMPTY_DICT[0]] = lambda self: self.append(_Dict())
-    dispatch[pickle.BUILD[0]] = lambda self: self.stack.pop()  # attributes: torch sets a state_dict's _metadata
+    dispatch[pickle.BUILD[0]] = lambda self: (
+        self.stack.pop()
+    )  # attributes: torch sets a state_dict's _metadata
 
     def __init__(self, data: bytes, entries: Mapping[str, np.ndarray]) -> None:
         super().__init__(io.BytesIO(data))
@@ -159,10 +187,16 @@ class _Unpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (name := f"{module}.{name}") in _GLOBALS:
             return _GLOBALS[name]
-        if (name.startswith("torch.") and name.endswith("Storage")) or name == "torch._utils._rebuild_tensor_v3":
+        if (
+            name.startswith("torch.") and name.endswith("Storage")
+        ) or name == "torch._utils._rebuild_tensor_v3":
             dtypes = ", ".join(map(str, _STORAGES.values()))
-            raise JllamaError(f"holds tensors of {name}; jllama reads {dtypes}: convert them with torch first")
-        raise JllamaError(f"asks to call {name[:200]!r}, which no tensors need: do not trust it; nothing was run")
+            raise JllamaError(
+                f"holds tensors of {name}; jllama reads {dtypes}: convert them with torch first"
+            )
+        raise JllamaError(
+            f"asks to call {name[:200]!r}, which no tensors need: do not trust it; nothing was run"
+        )
 
     def persistent_load(self, pid: Any) -> _Storage:
         match pid:
@@ -172,7 +206,9 @@ class _Unpickler(pickle._Unpickler):
                 raise ValueError("it refers to a storage in a way that torch does not")
         if data is None or data.size != count * dtype.itemsize:
             actual = "no such entry" if data is None else f"{data.size} bytes"
-            raise JllamaError(f"holds {actual} where data/{key[:200]} must have {count} numbers in {dtype}")
+            raise JllamaError(
+                f"holds {actual} where data/{key[:200]} must have {count} numbers in {dtype}"
+            )
         return _Storage(data, dtype)
 
 
@@ -182,7 +218,11 @@ def write_torch_file(path: Path, tensors: Sequence[NamedTensor], on_progress: On
     ``torch.load`` reads the file with ``weights_only=True`` and with ``mmap=True``.
     """
     with path.open("wb") as file, zipfile.ZipFile(file, "w") as archive:
-        for name, content in (("data.pkl", _pickled(tensors)), ("byteorder", b"little"), ("version", b"3\n")):
+        for name, content in (
+            ("data.pkl", _pickled(tensors)),
+            ("byteorder", b"little"),
+            ("version", b"3\n"),
+        ):
             archive.writestr(zipfile.ZipInfo(f"archive/{name}"), content)
         for number, (_, tensor, dtype) in enumerate(tensors):
             info = zipfile.ZipInfo(f"archive/data/{number}")
@@ -197,17 +237,27 @@ def write_torch_file(path: Path, tensors: Sequence[NamedTensor], on_progress: On
 
 def _pickled(tensors: Sequence[NamedTensor]) -> bytes:
     """The pickle, of protocol 2, of an ordered dictionary of tensors, each with a storage of its own."""
-    classes = {dtype: f"c{name.replace('.', chr(10))}\n".encode() for name, dtype in _STORAGES.items()}
+    classes = {
+        dtype: f"c{name.replace('.', chr(10))}\n".encode() for name, dtype in _STORAGES.items()
+    }
     empty_dict = b"ccollections\nOrderedDict\n)R"
 
     def literals(*values: Any) -> bytes:
-        return b"".join(pickle.dumps(value, 2)[2:-1] for value in values)  # without the protocol and the end
+        return b"".join(
+            pickle.dumps(value, 2)[2:-1] for value in values
+        )  # without the protocol and the end
 
     out = [b"\x80\x02", empty_dict, b"("]
     for number, (name, tensor, dtype) in enumerate(tensors):
         shape = tuple(tensor.shape)
         strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        storage = literals("storage") + classes[dtype] + literals(str(number), "cpu", math.prod(shape))
+        storage = (
+            literals("storage") + classes[dtype] + literals(str(number), "cpu", math.prod(shape))
+        )
         out += [literals(name), b"ctorch._utils\n_rebuild_tensor_v2\n", b"((", storage, b"tQ"]
-        out += [literals(0, shape, strides, False), empty_dict, b"tR"]  # False: needs no gradient; {}: no hooks
+        out += [
+            literals(0, shape, strides, False),
+            empty_dict,
+            b"tR",
+        ]  # False: needs no gradient; {}: no hooks
     return b"".join([*out, b"u."])

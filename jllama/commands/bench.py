@@ -27,9 +27,19 @@ from jllama.config import LlamaConfig
 from jllama.errors import JllamaError, UsageError, check_fields, unknown_name
 from jllama.files import Json, check_writable
 
-PEERS = {"transformers": "transformers torch", "torch-compile": "transformers torch", "llama.cpp": "llama-cpp-python"}
+PEERS = {
+    "transformers": "transformers torch",
+    "torch-compile": "transformers torch",
+    "llama.cpp": "llama-cpp-python",
+}
 """Who can be measured beside jllama, and what is to be installed for it."""
-_SMALL: Any = {"num_layers": 8, "embed_dim": 512, "num_heads": 8, "num_kv_heads": 4, "mlp_dim": 1376}
+_SMALL: Any = {
+    "num_layers": 8,
+    "embed_dim": 512,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "mlp_dim": 1376,
+}
 _COLUMNS = ("ms (least to most)", "tokens/s", "share of limit", "times as fast")
 _COMMON = ("against", "quantize", "preset", "batch_size", "repeats", "threads", "json", "html")
 
@@ -80,23 +90,47 @@ class BenchOptions(ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "against", [name for names in self.against for name in names.split(",")])
+        object.__setattr__(
+            self, "against", [name for names in self.against for name in names.split(",")]
+        )
         what, trains = self.what, self.what == "train"
         if self.checkpoint and self.preset:
-            raise UsageError(f"give a {'configuration' if trains else 'checkpoint'} or a preset, not both")
+            raise UsageError(
+                f"give a {'configuration' if trains else 'checkpoint'} or a preset, not both"
+            )
         if not (trains or self.checkpoint or (self.preset and what in ("prefill", "decode"))):
-            raise UsageError(f"{what} needs a checkpoint, or of prefill and decode the preset whose shapes to take")
-        unused = "adapter quantize dtype" if trains else "" if self.checkpoint else "adapter against"
+            raise UsageError(
+                f"{what} needs a checkpoint, or of prefill and decode the preset whose shapes to take"
+            )
+        unused = (
+            "adapter quantize dtype" if trains else "" if self.checkpoint else "adapter against"
+        )
         said = f"left out {'for train' if trains else 'without a checkpoint to load'}"
         check_fields(self, "", unused, lambda given: not given, said)
-        check_fields(self, "", "prompt_tokens batch_size seq_len repeats", lambda value: value >= 1, "at least 1")
+        check_fields(
+            self,
+            "",
+            "prompt_tokens batch_size seq_len repeats",
+            lambda value: value >= 1,
+            "at least 1",
+        )
         check_fields(self, "", "new_tokens", lambda value: value >= 2, "at least 2")
-        check_fields(self, "", "threads", range(len(_cores()) + 1).__contains__, f"0, or up to {len(_cores())}")
+        check_fields(
+            self,
+            "",
+            "threads",
+            range(len(_cores()) + 1).__contains__,
+            f"0, or up to {len(_cores())}",
+        )
         for name in self.against:
             if name not in PEERS:
                 raise unknown_name("peer", name, PEERS)
             if name == ("llama.cpp" if trains else "torch-compile"):
-                said = "does not train" if trains else "is for train: it would compile anew for each length of a text"
+                said = (
+                    "does not train"
+                    if trains
+                    else "is for train: it would compile anew for each length of a text"
+                )
                 raise UsageError(f"{name} {said}; leave it out")
 
 
@@ -110,9 +144,19 @@ def train_config(options: BenchOptions) -> "jllama.TrainConfig":
     else:
         model = jllama.preset(options.preset) if options.preset else options.model
         model = dataclasses.replace(model, max_seq_len=max(model.max_seq_len, options.seq_len))
-        config = jllama.TrainConfig(model, training=jllama.LoopConfig(options.batch_size, options.seq_len))
-    check_fields(config, "", "init_from", lambda path: not path, "left out: the benchmark trains from scratch")
-    tokens = config.data.vocab_size if config.data.tokenizer == "bpe" else BytesTokenizer().vocab_size
+        config = jllama.TrainConfig(
+            model, training=jllama.LoopConfig(options.batch_size, options.seq_len)
+        )
+    check_fields(
+        config,
+        "",
+        "init_from",
+        lambda path: not path,
+        "left out: the benchmark trains from scratch",
+    )
+    tokens = (
+        config.data.vocab_size if config.data.tokenizer == "bpe" else BytesTokenizer().vocab_size
+    )
     model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or tokens)
     seq_len = config.training.seq_len or model.max_seq_len
     training = dataclasses.replace(config.training, seq_len=seq_len, steps=1000, epochs=0.0)
@@ -131,16 +175,28 @@ def main(argv: list[str], prog: str) -> int:
     if options.html:
         check_writable(Path(options.html))
     result = {"command": shlex.join([*prog.split(), *argv]), **measure(options, argv)}
-    shown = {f"{title}: {name}": _cells(row) for title, rows in result["work"].items() for name, row in rows.items()}
+    shown = {
+        f"{title}: {name}": _cells(row)
+        for title, rows in result["work"].items()
+        for name, row in rows.items()
+    }
     facts = {name: value for name, value in result.items() if value and isinstance(value, str)}
     if options.html:
         from jllama import report  # not at the top: matplotlib takes a while
 
         parts = {"jllama bench": report.table([], [facts])}
         for title, rows in result["work"].items():
-            parts[title] = report.bars({name: row["seconds"] for name, row in rows.items()}, "seconds (less is faster)")
-        columns = [dict(zip(shown, cells, strict=True)) for cells in zip(*shown.values(), strict=True)]
-        report.write_page(Path(options.html), "jllama bench", {**parts, "Figures": report.table(_COLUMNS, columns)})
+            parts[title] = report.bars(
+                {name: row["seconds"] for name, row in rows.items()}, "seconds (less is faster)"
+            )
+        columns = [
+            dict(zip(shown, cells, strict=True)) for cells in zip(*shown.values(), strict=True)
+        ]
+        report.write_page(
+            Path(options.html),
+            "jllama bench",
+            {**parts, "Figures": report.table(_COLUMNS, columns)},
+        )
     if options.json:
         print(json.dumps(result))
         return 0
@@ -153,7 +209,9 @@ def main(argv: list[str], prog: str) -> int:
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    middle, least, most = (f"{1e3 * each(row['seconds']):,.1f}" for each in (statistics.median, min, max))
+    middle, least, most = (
+        f"{1e3 * each(row['seconds']):,.1f}" for each in (statistics.median, min, max)
+    )
     forms = {"tokens_per_s": "{:,.1f}", "share_of_limit": "{:.0%}", "ratio": "{:.2f}"}
     others = (form.format(row[name]) if row[name] else "-" for name, form in forms.items())
     return [f"{middle} ({least} to {most})", *others]
@@ -164,7 +222,13 @@ def measure(options: BenchOptions, argv: list[str]) -> Json:
     where there are none; tokens a second; the share of what the machine's rates allow; as ``ratio`` how many times as
     fast as this contestant jllama was.
     """
-    names, cores, asks, facts, rates = ["jllama", *options.against], _cores()[: options.threads or None], {}, {}, []
+    names, cores, asks, facts, rates = (
+        ["jllama", *options.against],
+        _cores()[: options.threads or None],
+        {},
+        {},
+        [],
+    )
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)  # XLA goes by it, and what starts from here has it, too
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
@@ -179,22 +243,36 @@ def measure(options: BenchOptions, argv: list[str]) -> Json:
             print(f"round {repeat} of {options.repeats}", file=sys.stderr)
             rates += [asks["jllama"]({})] if asks else []
             for (title, case), name in itertools.product(work["cases"].items(), names):
-                turns[title][name].append(asks[name](case) if asks else _begin(name, work, options, case))
+                turns[title][name].append(
+                    asks[name](case) if asks else _begin(name, work, options, case)
+                )
     for (title, case), name in itertools.product(work["cases"].items(), names):
         steps, kind = max(case["steps"], 1), "bytes_per_s" if case["steps"] else "flops_per_s"
-        taken, own = ([turn["seconds"] / steps for turn in turns[title][each][1:]] for each in (name, "jllama"))
-        limits_s = [facts["jllama"]["needed"][title][name] / rate[kind] for rate in rates[1:]]  # round 0 compiles
+        taken, own = (
+            [turn["seconds"] / steps for turn in turns[title][each][1:]]
+            for each in (name, "jllama")
+        )
+        limits_s = [
+            facts["jllama"]["needed"][title][name] / rate[kind] for rate in rates[1:]
+        ]  # round 0 compiles
         figures.setdefault(title, {})[name] = {
             "seconds": taken,
             "median_s": (middle := statistics.median(taken)),
             "tokens_per_s": case["tokens"] / steps / middle,
-            "share_of_limit": statistics.median(map(operator.truediv, limits_s, taken)) if limits_s else 0.0,
+            "share_of_limit": statistics.median(map(operator.truediv, limits_s, taken))
+            if limits_s
+            else 0.0,
             "ratio": statistics.median(map(operator.truediv, taken, own)),
             "loss": turns[title][name][-1].get("loss"),
             "peak_bytes": turns[title][name][-1].get("peak_bytes"),
         }
-    medians = {name: statistics.median(rate[name] for rate in rates[1:]) for name in (rates[0] if rates else ())}
-    said = ", ".join(f"{rate / 1e9:,.1f}e9 {name.replace('_per_', '/')}" for name, rate in medians.items())
+    medians = {
+        name: statistics.median(rate[name] for rate in rates[1:])
+        for name in (rates[0] if rates else ())
+    }
+    said = ", ".join(
+        f"{rate / 1e9:,.1f}e9 {name.replace('_per_', '/')}" for name, rate in medians.items()
+    )
     told = {**work["facts"], "rates": said}
     for rows in figures.values():
         told |= accelerator_facts(rows, facts.get("jllama", {}))
@@ -211,12 +289,17 @@ def accelerator_facts(rows: Mapping[str, Json], facts: Json) -> dict[str, str]:
         for row in rows.values():
             row["mfu"] = facts["flops"] / row["median_s"] / published
             row["mfu_causal"] = facts["causal_flops"] / row["median_s"] / published
-        shares = [f"{name} {row['mfu']:.1%} ({row['mfu_causal']:.1%} causal)" for name, row in rows.items()]
+        shares = [
+            f"{name} {row['mfu']:.1%} ({row['mfu_causal']:.1%} causal)"
+            for name, row in rows.items()
+        ]
         told["mfu"] = f"MFU: {', '.join(shares)}"
     held = {name: row["peak_bytes"] for name, row in rows.items() if row.get("peak_bytes")}
     if held:
         peaks = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in held.items())
-        told["memory"] = f"peak memory: {peaks}; planned for jllama {facts['planned_bytes'] / 2**30:.2f} GiB"
+        told["memory"] = (
+            f"peak memory: {peaks}; planned for jllama {facts['planned_bytes'] / 2**30:.2f} GiB"
+        )
     return told
 
 
@@ -232,8 +315,14 @@ def _begin(name: str, work: Json, options: BenchOptions, case: Json) -> dict[str
 def _contestant(name: str, work: Json, options: BenchOptions) -> Iterator[Callable[..., Any]]:
     """A process, and how to ask it: to take a turn, or whether it is ready. What goes wrong there is raised here."""
     streams_text = options.what == "startup" and name != "prepare"
-    package, environment = Path(__file__).parents[1], {**os.environ, "OMP_NUM_THREADS": str(work["threads"])}
-    homes = package / "contestants", package.parent / "benchmarks" / "contestants"  # the wheel's, the repository's
+    package, environment = (
+        Path(__file__).parents[1],
+        {**os.environ, "OMP_NUM_THREADS": str(work["threads"])},
+    )
+    homes = (
+        package / "contestants",
+        package.parent / "benchmarks" / "contestants",
+    )  # the wheel's, the repository's
     python, script = options.llama_python, next(filter(Path.exists, homes)) / "contestant.py"
     if name != "llama.cpp":
         paths = filter(None, [str(package.parent), os.environ.get("PYTHONPATH")])
@@ -241,7 +330,9 @@ def _contestant(name: str, work: Json, options: BenchOptions) -> Iterator[Callab
     if work.get("device") == "cpu":
         environment["JAX_PLATFORMS"] = "cpu"  # where the peers are
     if options.against:
-        environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # of a GPU, which peers need, too
+        environment.setdefault(
+            "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
+        )  # of a GPU, which peers need, too
     streams: Any = {"stdin": PIPE, "stdout": PIPE, "bufsize": 0, "env": environment}
     command = [python, str(script), json.dumps({**work, "name": name})]
     with tempfile.TemporaryFile() as log, Popen(command, stderr=log, **streams) as process:
@@ -269,11 +360,17 @@ def _failure(name: str, code: int, log: str) -> JllamaError:
     kind, _, said = last.partition(": ")
     if kind == "ModuleNotFoundError":
         where = ", or name the Python that has it with --llama_python" * (name == "llama.cpp")
-        return JllamaError(f"{name} is not installed here ({said}): pip install {PEERS.get(name, name)}{where}")
+        return JllamaError(
+            f"{name} is not installed here ({said}): pip install {PEERS.get(name, name)}{where}"
+        )
     if kind == "error" or kind.startswith("jllama.errors."):
         return UsageError(said) if code == 2 or kind.endswith("UsageError") else JllamaError(said)
     return JllamaError(f"{name} failed: {last}")
 
 
 def _cores() -> list[int]:
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+    return (
+        sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else [*range(os.cpu_count() or 1)]
+    )

@@ -10,7 +10,9 @@ from jllama.commands.cli import parse
 from jllama.files import cache_folder
 
 _HEX = "[0-9a-f]"
-_KINDS = {kind: f"{kind}*/{_HEX * 64}" for kind in ("weights", "programs")} | {"compiled": "compiled/*-cache"}
+_KINDS = {kind: f"{kind}*/{_HEX * 64}" for kind in ("weights", "programs")} | {
+    "compiled": "compiled/*-cache"
+}
 _KINDS |= {kind: f"{kind}-{_HEX * 16}" for kind in ("tokens", "chats", "bpe")}
 
 
@@ -41,5 +43,7 @@ def main(argv: list[str], prog: str) -> int:
         for path in paths if options.action == "clear" else []:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         print(f"{kind:8} {len(paths):6} {decimal(size):>9}")
-    print(f"{decimal(total)} {'cleared from' if options.action == 'clear' else 'in'} {cache_folder()}")
+    print(
+        f"{decimal(total)} {'cleared from' if options.action == 'clear' else 'in'} {cache_folder()}"
+    )
     return 0

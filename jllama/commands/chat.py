@@ -19,7 +19,17 @@ from jllama.files import check_writable, read_json_object, write_text_whole
 from jllama.generation.sampling_params import SamplingParams
 
 _SETTINGS = ["max_new_tokens", *vars(SamplingParams())]
-_COMMON = ("adapter", "system", "load", "template", "max_new_tokens", "temperature", "top_p", "seed", "quantize")
+_COMMON = (
+    "adapter",
+    "system",
+    "load",
+    "template",
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "seed",
+    "quantize",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +91,9 @@ def main(argv: list[str], prog: str) -> int:
         _load(session, options.load)
     if options.system:
         _system(session, options.system)
-    chat_ids(model, [*session.conversation.messages, {"role": "user", "content": "Hello"}], template)  # may fail
+    chat_ids(
+        model, [*session.conversation.messages, {"role": "user", "content": "Hello"}], template
+    )  # may fail
     if at_terminal:
         say("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends\n")
     mistakes = 0
@@ -103,13 +115,21 @@ def main(argv: list[str], prog: str) -> int:
 
 def _answer(session: _Session, text: str) -> None:
     conversation, options = session.conversation, session.options
-    sampling = dataclasses.replace(sampling_params(options), seed=(options.seed + session.answers) % 2**32)
+    sampling = dataclasses.replace(
+        sampling_params(options), seed=(options.seed + session.answers) % 2**32
+    )
     pieces = conversation.answer(text, sampling, options.max_new_tokens or None)
     wrap = WordWrap(Console().width).push if session.at_terminal else lambda text, last=False: text
     note, first_s, context = "(stopped)", 0.0, f"{conversation.model.config.max_seq_len:,} tokens"
-    with stoppable() as pressed, contextlib.closing(pieces), contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C
+    with (
+        stoppable() as pressed,
+        contextlib.closing(pieces),
+        contextlib.suppress(KeyboardInterrupt),
+    ):  # a second Ctrl-C
         try:
-            with Console(stderr=True).status("answering ..." if conversation.engine else "compiling ..."):
+            with Console(stderr=True).status(
+                "answering ..." if conversation.engine else "compiling ..."
+            ):
                 piece = next(pieces)
             first_s = time.perf_counter()
             print(wrap(piece), end="", flush=True)
@@ -125,7 +145,9 @@ def _answer(session: _Session, text: str) -> None:
                 speed = end.value.new_tokens / (time.perf_counter() - first_s)
                 note += f"\n[{end.value.prompt_tokens + end.value.new_tokens:,} of {context}, {speed:,.0f} tokens/s]"
         except JllamaError as error:
-            raise JllamaError(f"{error} (/reset begins a new conversation, /undo takes back a turn)") from error
+            raise JllamaError(
+                f"{error} (/reset begins a new conversation, /undo takes back a turn)"
+            ) from error
     print(wrap("", last=True), flush=True)
     session.answers += 1
     if note:
@@ -136,7 +158,9 @@ def _obey(session: _Session, line: str) -> None:
     name, _, text = line.partition(" ")
     if name not in COMMANDS:
         unknown = unknown_name("command", name, COMMANDS)
-        raise UsageError(f"{unknown} (/help explains them; put a space in front to say it to the model)")
+        raise UsageError(
+            f"{unknown} (/help explains them; put a space in front to say it to the model)"
+        )
     COMMANDS[name](session, text.strip())
 
 
@@ -153,14 +177,18 @@ def _undo(session: _Session, _: str) -> None:
 def _reset(session: _Session, _: str) -> None:
     """Forget what was said, but not the system prompt."""
     conversation = session.conversation
-    conversation.messages = [message for message in conversation.messages if message["role"] == "system"]
+    conversation.messages = [
+        message for message in conversation.messages if message["role"] == "system"
+    ]
     say("(a new conversation)")
 
 
 def _system(session: _Session, text: str) -> None:
     """Set the system prompt: /system Be brief. Without a text, remove it."""
     others = [message for message in session.conversation.messages if message["role"] != "system"]
-    session.conversation.messages = [{"role": "system", "content": text}, *others] if text else others
+    session.conversation.messages = (
+        [{"role": "system", "content": text}, *others] if text else others
+    )
     say("(the system prompt is set)" if text else "(there is no system prompt)")
 
 
@@ -170,19 +198,31 @@ def _set(session: _Session, rest: str) -> None:
     if name not in ["", *_SETTINGS]:
         raise unknown_name("setting", name, _SETTINGS)
     if value:
-        given = parse(ChatOptions, [f"--checkpoint={session.options.checkpoint}", f"--{name}={value[0]}"], "/set")
+        given = parse(
+            ChatOptions,
+            [f"--checkpoint={session.options.checkpoint}", f"--{name}={value[0]}"],
+            "/set",
+        )
         session.options = dataclasses.replace(session.options, **{name: getattr(given, name)})
         session.answers = 0 if name == "seed" else session.answers
-    say("\n".join(f"{each} {getattr(session.options, each)}" for each in ([name] if name else _SETTINGS)))
+    say(
+        "\n".join(
+            f"{each} {getattr(session.options, each)}" for each in ([name] if name else _SETTINGS)
+        )
+    )
 
 
 def _save(session: _Session, name: str) -> None:
     """Write the conversation to a file: one line of JSON, {"messages": [...]}."""
     path = Path(name).expanduser()
     if not name or path.exists():
-        raise UsageError(f"{name} exists: choose another name" if name else "/save needs the name of a file")
+        raise UsageError(
+            f"{name} exists: choose another name" if name else "/save needs the name of a file"
+        )
     check_writable(path)
-    write_text_whole(path, json.dumps({"messages": session.conversation.messages}, ensure_ascii=False) + "\n")
+    write_text_whole(
+        path, json.dumps({"messages": session.conversation.messages}, ensure_ascii=False) + "\n"
+    )
     say(f"(saved {name})")
 
 
@@ -204,7 +244,11 @@ def _help(*_: object) -> None:
     """Show this."""
     say("\n".join(f"{name:8} {obey.__doc__}" for name, obey in COMMANDS.items()))
     say("/quit    End; so do Ctrl-D, and Ctrl-C where no answer is being made.")
-    say("A line that ends in \\ goes on in the next; one that begins with a space is never a command.")
+    say(
+        "A line that ends in \\ goes on in the next; one that begins with a space is never a command."
+    )
 
 
-COMMANDS = {f"/{f.__name__[1:]}": f for f in (_retry, _undo, _reset, _system, _set, _save, _load, _help)}
+COMMANDS = {
+    f"/{f.__name__[1:]}": f for f in (_retry, _undo, _reset, _system, _set, _save, _load, _help)
+}

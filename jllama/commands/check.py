@@ -47,8 +47,12 @@ def main(argv: list[str], prog: str) -> int:
         if path.suffix == ".py" or any(path.glob("*.py"))
     }
     if not results:
-        raise UsageError(f"{options.folder} holds no submissions: give a folder of .py files, or of folders of them")
-    reasons = [f"{who}: {each}" for who in results for each in dict.fromkeys(results[who].values()) if each]
+        raise UsageError(
+            f"{options.folder} holds no submissions: give a folder of .py files, or of folders of them"
+        )
+    reasons = [
+        f"{who}: {each}" for who in results for each in dict.fromkeys(results[who].values()) if each
+    ]
     if options.json:
         print(json.dumps(results))
     else:

@@ -77,7 +77,9 @@ class _Parser(jsonargparse.ArgumentParser):
         message = " ".join(message.split())
         # An option that is one value was given a part, such as --data.task.
         message = re.sub(
-            r"Parser key \"(.+?)\": .*NestedArg\(key='(.+?)'.*", r"unrecognized arguments: --\1.\2", message
+            r"Parser key \"(.+?)\": .*NestedArg\(key='(.+?)'.*",
+            r"unrecognized arguments: --\1.\2",
+            message,
         )
         if unknown := re.search(r"unrecognized arguments: -+([\w.-]+)", message):
             message = f"there is no option {unknown[1]}{_nearest(unknown[1], self._option_string_actions)}"
@@ -87,14 +89,22 @@ class _Parser(jsonargparse.ArgumentParser):
         elif message.endswith(": expected one argument"):
             message += " (one that begins with a dash is written --option=-value)"
         elif wrong := re.match(r'Parser key "([\w.]+)": (?:.* value: (.*))?', message):
-            hint = next(getattr(action, "_typehint", None) for action in self._actions if action.dest == wrong[1])
+            hint = next(
+                getattr(action, "_typehint", None)
+                for action in self._actions
+                if action.dest == wrong[1]
+            )
             value = f"is {wrong[2].strip(chr(34))!r}; it must" if wrong[2] else "must"
             message = f"{wrong[1]} {value} be {_kind(hint)[1]}"
         raise UsageError(message) from ex
 
 
 def parse(
-    options: type[T], argv: Sequence[str], prog: str, positional: Sequence[str] = (), common: Sequence[str] = ()
+    options: type[T],
+    argv: Sequence[str],
+    prog: str,
+    positional: Sequence[str] = (),
+    common: Sequence[str] = (),
 ) -> T:
     """Fill a dataclass from defaults, then ``--config`` YAML files, then flags; the last one wins.
 
@@ -108,11 +118,17 @@ def parse(
     parser, first = _parser(options, prog, positional, usual), "".join(positional[:1])
     bare = not argv and (first == "config" or f" {first.upper()} " in (parser.usage or ""))
     if bare or (argv and asks):
-        print(parser.format_help().replace("``", ""), end="", file=sys.stderr if bare else sys.stdout)
+        print(
+            parser.format_help().replace("``", ""), end="", file=sys.stderr if bare else sys.stdout
+        )
         raise SystemExit(2 if bare else 0)
     try:
         settings = parser.instantiate(parser.parse_args(_named(parser, argv, positional)))
-    except (RecursionError, IndexError, ValueError) as error:  # IndexError: of --print_config=, with options of its own
+    except (
+        RecursionError,
+        IndexError,
+        ValueError,
+    ) as error:  # IndexError: of --print_config=, with options of its own
         raise UsageError("an option's value cannot be understood: give a plain one") from error
     return options(**{name: value for name, value in vars(settings).items() if name != "config"})
 
@@ -120,14 +136,20 @@ def parse(
 def _parser(options: type, prog: str, positional: Sequence[str], usual: Sequence[str]) -> _Parser:
     """The parser, and its help page: usage, examples, configurations where a command takes one, ``usual`` options."""
     hints, doc = typing.get_type_hints(options), options.__doc__ or ""
-    needed = [field.name for field in dataclasses.fields(options) if field.default is dataclasses.MISSING]
+    needed = [
+        field.name for field in dataclasses.fields(options) if field.default is dataclasses.MISSING
+    ]
     words = [name.upper() if name in needed else f"[{name.upper()}]" for name in positional]
     parts = [textwrap.fill(doc.partition("\n\n")[0], 79)]
     examples = [example.description or "" for example in docstring_parser.parse(doc).examples]
     parts += ["examples:\n" + textwrap.indent(lines, f"  {prog} ") for lines in examples]
     if "config" in positional:
-        titles = {name: path.read_text().splitlines()[0] for name, path in shipped_configs().items()}
-        parts.append("\n".join(["configurations:", *(f"  {name:22} {titles[name][2:]}" for name in titles)]))
+        titles = {
+            name: path.read_text().splitlines()[0] for name, path in shipped_configs().items()
+        }
+        parts.append(
+            "\n".join(["configurations:", *(f"  {name:22} {titles[name][2:]}" for name in titles)])
+        )
     layout = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog=prog, formatter_class=layout, default_env=False, allow_abbrev=False)
     parser.usage, parser.description = " ".join([prog, *words, "[options]"]), "\n\n".join(parts)
@@ -142,7 +164,9 @@ def _parser(options: type, prog: str, positional: Sequence[str], usual: Sequence
             action.nargs, action.const = "?", True
         if hint not in (None, bool, bool | None):
             action.metavar = _kind(hint)[0]
-        shown = type(action.default) is int or (action.default and action.default != argparse.SUPPRESS)
+        shown = type(action.default) is int or (
+            action.default and action.default != argparse.SUPPRESS
+        )
         default = " (default: %(default)s)" if shown else ""
         action.help = _HELP.get(action.dest, (action.help or "").replace("``", "") + default)
         if dataclasses.is_dataclass(hints.get(action.dest)):
@@ -163,21 +187,34 @@ def _named(parser: _Parser, argv: Sequence[str], positional: Sequence[str]) -> l
         name, equals, value = words.pop(0).partition("=")
         if not name.startswith("-") or name == "-":
             if not names:
-                raise UsageError(f"{name + equals + value!r} is one argument too many; usage: {parser.usage}")
+                raise UsageError(
+                    f"{name + equals + value!r} is one argument too many; usage: {parser.usage}"
+                )
             more = f"--{names[0]}+"  # of a list
             option = more if more in parser._option_string_actions else f"--{names.pop(0)}"
             name, equals, value = option, "=", name + equals + value
         elif not equals and words and (words[0] == "-" or not words[0].startswith("-")):
-            action = parser._option_string_actions.get(name)  # an unknown option is taken to have a value
+            action = parser._option_string_actions.get(
+                name
+            )  # an unknown option is taken to have a value
             nargs = 0 if name == "--print_config" else action and action.nargs
             kinds = typing.get_args(getattr(action, "_typehint", None))
             own = ("true", "false", *(word for kind in kinds for word in typing.get_args(kind)))
             if nargs is None or (nargs == "?" and (words[0] in own or not names)):
                 equals, value = "=", words.pop(0)
-        is_list = typing.get_origin(getattr(parser._option_string_actions.get(name), "_typehint", None)) is list
-        name += "+" * bool(is_list and not name.endswith("+") and not value.startswith("["))  # one more of several
+        is_list = (
+            typing.get_origin(getattr(parser._option_string_actions.get(name), "_typehint", None))
+            is list
+        )
+        name += "+" * bool(
+            is_list and not name.endswith("+") and not value.startswith("[")
+        )  # one more of several
         is_file = name == "--config" and equals
-        named += _flags(parser, _read_config(parser, value), "--") if is_file else [name + equals + value]
+        named += (
+            _flags(parser, _read_config(parser, value), "--")
+            if is_file
+            else [name + equals + value]
+        )
     return named
 
 
@@ -198,17 +235,26 @@ def _read_config(parser: _Parser, name: str) -> yaml.MappingNode:
             text = file.read(1_000_001)
         depth = 0
         for event in yaml.parse(text):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+                event, yaml.CollectionEndEvent
+            )
             if len(text) > 1_000_000 or depth > 50 or isinstance(event, yaml.AliasEvent):
                 raise RecursionError  # aliases: ten of ten of ten ... is a file of a few lines
         root = yaml.compose(text)
     except RecursionError as error:
-        raise UsageError(f"{name} is too large or nested too deep, or has aliases: give plain options") from error
+        raise UsageError(
+            f"{name} is too large or nested too deep, or has aliases: give plain options"
+        ) from error
     except OSError as error:
-        shown, expected = " ".join(name.split())[:200], f"a file, or by its name one of {', '.join(shipped)}"
+        shown, expected = (
+            " ".join(name.split())[:200],
+            f"a file, or by its name one of {', '.join(shipped)}",
+        )
         if name in jllama.PRESETS and "--preset" in parser._option_string_actions:
             expected = f"--preset {name}"
-        raise UsageError(f"the configuration {shown} cannot be read: {error.strerror}; give {expected}") from error
+        raise UsageError(
+            f"the configuration {shown} cannot be read: {error.strerror}; give {expected}"
+        ) from error
     except (ValueError, yaml.YAMLError) as error:
         raise UsageError(f"{name} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(root, yaml.MappingNode):
@@ -225,18 +271,25 @@ def _flags(parser: _Parser, options: yaml.MappingNode, prefix: str) -> list[str]
         if isinstance(node, yaml.MappingNode) and name not in parser._option_string_actions:
             flags += _flags(parser, node, f"{name}.")
         elif not node.tag.endswith(":null"):
-            flags.append(f"{name}={node.value if isinstance(node, yaml.ScalarNode) else yaml.serialize(node)}")
+            flags.append(
+                f"{name}={node.value if isinstance(node, yaml.ScalarNode) else yaml.serialize(node)}"
+            )
     return flags
 
 
 def _kind(hint: Any) -> tuple[str, str]:
     """How an option's value looks in the help, and what is said where it is wrong."""
-    kinds, origin = [kind for kind in typing.get_args(hint) if kind is not types.NoneType], typing.get_origin(hint)
+    kinds, origin = (
+        [kind for kind in typing.get_args(hint) if kind is not types.NoneType],
+        typing.get_origin(hint),
+    )
     if origin is Literal:
         return "{" + ",".join(map(str, kinds)) + "}", f"one of {', '.join(map(str, kinds))}"
     if origin in (types.UnionType, typing.Union):
         return _kind(kinds[-1])
-    json = 'a JSON object, such as {"5": 1.5}' if origin in (dict, Mapping) else "JSON, such as [1, 2]"
+    json = (
+        'a JSON object, such as {"5": 1.5}' if origin in (dict, Mapping) else "JSON, such as [1, 2]"
+    )
     if origin is list and kinds == [str]:
         return "TEXT", 'text, or JSON such as ["a", "b"]'
     return ("", "true or false") if hint is bool else _SCALARS.get(hint, ("JSON", json))
@@ -245,7 +298,9 @@ def _kind(hint: Any) -> tuple[str, str]:
 def run(command: str, argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run a command. Returns its exit code: 0 done, 1 failed, 2 bad usage; a mistake of the user's is one sentence."""
     argv, module = sys.argv[1:] if argv is None else [*argv], f"jllama.commands.{command}"
-    return _guarded(lambda: importlib.import_module(module).main(argv, prog or f"{_PROGRAM} {command}"))
+    return _guarded(
+        lambda: importlib.import_module(module).main(argv, prog or f"{_PROGRAM} {command}")
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -301,11 +356,17 @@ def _guarded(work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         problem = "stopped"
     except MemoryError as error:
-        problem = printable(": ".join(filter(None, ("error: there is not enough memory", str(error)))))
+        problem = printable(
+            ": ".join(filter(None, ("error: there is not enough memory", str(error))))
+        )
     except BrokenPipeError:  # the reader of our output has gone
         pass
     except OSError as error:  # a full disk, a file where a folder should be
-        problem = printable(": ".join(filter(None, ("error", error.strerror or str(error), str(error.filename or "")))))
+        problem = printable(
+            ": ".join(
+                filter(None, ("error", error.strerror or str(error), str(error.filename or "")))
+            )
+        )
     except RuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -315,13 +376,17 @@ def _guarded(work: Callable[[], int]) -> int:
     try:
         sys.stdout.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries once more, and says so
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # or Python tries once more, and says so
     return code
 
 
 def _prepare_process() -> None:
     """Give closed streams the null device, show what a stream cannot encode by its number, and silence threads."""
-    while (null := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest free one: no file of ours must become stderr
+    while (
+        null := os.open(os.devnull, os.O_RDWR)
+    ) <= 2:  # the lowest free one: no file of ours must become stderr
         pass
     os.close(null)
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
@@ -330,7 +395,10 @@ def _prepare_process() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    for name in ("absl", "asyncio"):  # Orbax raises what goes wrong in its threads: hundreds of lines would drown that
+    for name in (
+        "absl",
+        "asyncio",
+    ):  # Orbax raises what goes wrong in its threads: hundreds of lines would drown that
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     if sys.unraisablehook is sys.__unraisablehook__:
@@ -342,7 +410,9 @@ _in_hook = threading.RLock()
 
 def _unraisable(problem: Any) -> None:
     """Silent on tensorstore's closed event loop, after each failed write; a Ctrl-C that met a callback comes again."""
-    if problem.exc_type is KeyboardInterrupt:  # JAX has one that Python calls at each collection of garbage
+    if (
+        problem.exc_type is KeyboardInterrupt
+    ):  # JAX has one that Python calls at each collection of garbage
         with _in_hook:
             threading.Timer(0.05, _interrupt).start()
 
@@ -354,13 +424,21 @@ def _interrupt() -> None:
 
 def _nearest(name: str, options: Iterable[str]) -> str:
     """The words that suggest an option, by what other tools call it, by how it begins, or by its letters."""
-    aliases = {name: others for name, _, others in (entry.partition("=") for entry in _ALIASES.split())}
+    aliases = {
+        name: others for name, _, others in (entry.partition("=") for entry in _ALIASES.split())
+    }
     meant: dict[str, str] = {}
     for option in (each.removeprefix("--") for each in options):
         own = option.rpartition(".")[2]  # the group may be missing or wrong: --learning_rate
         meant |= dict.fromkeys([option, own, *aliases.get(own, own).split(",")], option)
     name = name.replace("-", "_")
     own = name.rpartition(".")[2]
-    close = [each for each in (name, own) if each in meant] or [each for each in meant if each.startswith(name)]
-    close = close or difflib.get_close_matches(name, meant, 1) or difflib.get_close_matches(own, meant, 1)
+    close = [each for each in (name, own) if each in meant] or [
+        each for each in meant if each.startswith(name)
+    ]
+    close = (
+        close
+        or difflib.get_close_matches(name, meant, 1)
+        or difflib.get_close_matches(own, meant, 1)
+    )
     return f"; did you mean {meant[close[0]]}?" if close else ""

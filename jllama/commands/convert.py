@@ -53,16 +53,31 @@ def main(argv: list[str], prog: str) -> int:
 
     jax.config.update("jax_platforms", "cpu")
     target, dtype = Path(options.target), options.dtype or None
-    to = options.to or {format.suffix: name for name, format in FORMATS.items() if format.suffix}.get(target.suffix, "")
+    to = options.to or {
+        format.suffix: name for name, format in FORMATS.items() if format.suffix
+    }.get(target.suffix, "")
     start_s = time.perf_counter()
-    others = {"overwrite": options.overwrite, "rope_factor": options.rope_factor, "adapter": options.adapter}
+    others = {
+        "overwrite": options.overwrite,
+        "rope_factor": options.rope_factor,
+        "adapter": options.adapter,
+    }
     checkpoint = convert(options.source, target, to, dtype, **others)
     seconds = time.perf_counter() - start_s
-    size_bytes = sum(file.stat().st_size for file in ([target] if target.is_file() else target.rglob("*")))
-    written = (FORMATS | ADAPTER_FORMATS)[to].stored_dtype(dtype) or checkpoint.tensors["embed"].dtype.name
+    size_bytes = sum(
+        file.stat().st_size for file in ([target] if target.is_file() else target.rglob("*"))
+    )
+    written = (FORMATS | ADAPTER_FORMATS)[to].stored_dtype(dtype) or checkpoint.tensors[
+        "embed"
+    ].dtype.name
     model = summary(checkpoint.config, written, checkpoint.tokenizer)
-    what = model if to in FORMATS else f"an adapter of rank {checkpoint.adapter.lora.rank} for {model}"
+    what = (
+        model if to in FORMATS else f"an adapter of rank {checkpoint.adapter.lora.rank} for {model}"
+    )
     print(f"{what} -> {target}, {decimal(size_bytes)} in {seconds:.1f} s", file=sys.stderr)
     if to in FORMATS:
-        print(f"check it: {prog.removesuffix('convert')}verify {shlex.quote(str(target))}", file=sys.stderr)
+        print(
+            f"check it: {prog.removesuffix('convert')}verify {shlex.quote(str(target))}",
+            file=sys.stderr,
+        )
     return 0

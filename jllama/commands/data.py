@@ -58,12 +58,21 @@ def main(argv: list[str], prog: str) -> int:
     sums, findings = collections.Counter[str](), Findings("refuse")
     if (tokenizer := checkpoint.tokenizer) is None:
         raise no_tokenizer(options.model)
-    template, stop_ids = conversing(tokenizer, checkpoint.chat_template, checkpoint.stop_ids, options.chat_template)
-    names, seq_len = {id: text for text, id in tokenizer.special_tokens.items()}, checkpoint.config.max_seq_len
-    is_plain, limit = console.color_system is None or console.no_color, (options.seq_len or seq_len) + 1
+    template, stop_ids = conversing(
+        tokenizer, checkpoint.chat_template, checkpoint.stop_ids, options.chat_template
+    )
+    names, seq_len = (
+        {id: text for text, id in tokenizer.special_tokens.items()},
+        checkpoint.config.max_seq_len,
+    )
+    is_plain, limit = (
+        console.color_system is None or console.no_color,
+        (options.seq_len or seq_len) + 1,
+    )
     with progress("conversations read", console=console) as move:
         for record in read_records(
-            corpus_files(options.path, cache_folder(), follow_links=True).values(), findings=findings
+            corpus_files(options.path, cache_folder(), follow_links=True).values(),
+            findings=findings,
         ):
             found = []
             with findings.noted():
@@ -74,24 +83,52 @@ def main(argv: list[str], prog: str) -> int:
                 sums["pairs"] += 1
             for side, (ids, counted) in zip(sides, found, strict=False):
                 move(1)
-                sums.update(conversations=1, tokens=len(ids), counted_tokens=sum(counted), too_long=len(ids) > limit)
+                sums.update(
+                    conversations=1,
+                    tokens=len(ids),
+                    counted_tokens=sum(counted),
+                    too_long=len(ids) > limit,
+                )
                 if sums["conversations"] <= options.count and options.json:
-                    print(json.dumps({"where": record.where, "side": side, "tokens": ids, "counted": counted}))
+                    print(
+                        json.dumps(
+                            {"where": record.where, "side": side, "tokens": ids, "counted": counted}
+                        )
+                    )
                 elif sums["conversations"] <= options.count:
-                    title = f"pair {sums['pairs']}, {side}, {record.where}" if side else record.where
+                    title = (
+                        f"pair {sums['pairs']}, {side}, {record.where}" if side else record.where
+                    )
                     shown, end = Text(f"{title}: {sum(counted)} of {len(ids)} tokens count\n"), 0
-                    for (name, counts), run in itertools.groupby(zip(map(names.get, ids), counted, strict=True)):
+                    for (name, counts), run in itertools.groupby(
+                        zip(map(names.get, ids), counted, strict=True)
+                    ):
                         start, end = end, end + len([*run])
                         before, until = tokenizer.decode(ids[:start]), tokenizer.decode(ids[:end])
-                        text = CONTROLS.sub("", (name or "") * (end - start) or until.removeprefix(before))
-                        shown.append(f"⟦{text}⟧" if counts and is_plain else text, "bold green" if counts else None)
-                    console.print(shown.plain.replace("⟧⟦", "") if is_plain else shown, soft_wrap=True, markup=False)
+                        text = CONTROLS.sub(
+                            "", (name or "") * (end - start) or until.removeprefix(before)
+                        )
+                        shown.append(
+                            f"⟦{text}⟧" if counts and is_plain else text,
+                            "bold green" if counts else None,
+                        )
+                    console.print(
+                        shown.plain.replace("⟧⟦", "") if is_plain else shown,
+                        soft_wrap=True,
+                        markup=False,
+                    )
     notes = findings.finish()
-    share = f"{sums['counted_tokens'] / max(sums['tokens'], 1):.1%} of {sums['tokens']:,} tokens count"
+    share = (
+        f"{sums['counted_tokens'] / max(sums['tokens'], 1):.1%} of {sums['tokens']:,} tokens count"
+    )
     pairs = f" in {sums['pairs']:,} pairs" if sums["pairs"] else ""
     lengths = f"{sums['too_long']:,} have over seq_len + 1 = {limit:,}"
     if options.json:
         print(json.dumps({**sums, "notes": notes} if notes else sums))
     else:
-        print("\n".join([f"{sums['conversations']:,} conversations{pairs}: {share}, {lengths}", *notes]))
+        print(
+            "\n".join(
+                [f"{sums['conversations']:,} conversations{pairs}: {share}, {lengths}", *notes]
+            )
+        )
     return 0

@@ -16,7 +16,9 @@ from jllama.commands.cli import parse
 from jllama.errors import JllamaError
 from jllama.files import cache_folder
 
-_PACKAGES = "jax jaxlib flax optax orbax-checkpoint grain sentencepiece tiktoken tokenizers gguf numpy"
+_PACKAGES = (
+    "jax jaxlib flax optax orbax-checkpoint grain sentencepiece tiktoken tokenizers gguf numpy"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,14 +48,22 @@ def main(argv: list[str], prog: str) -> int:
     from jllama.devices import device_memory_bytes, machine_memory_bytes
     from jllama.parameters import count_parameters
     from jllama.verify.checks import TOLERANCE
-    from jllama.verify.conformance import VARIANTS, cached_error, jllama_itself, weights, whole_error
+    from jllama.verify.conformance import (
+        VARIANTS,
+        cached_error,
+        jllama_itself,
+        weights,
+        whole_error,
+    )
 
     checked = VARIANTS["Llama 3.2 tied"]
     config = open_checkpoint(options.checkpoint).config if options.checkpoint else checked
     config = jllama.preset(options.preset) if options.preset else config
     console, folder = Console(highlight=False), tempfile.gettempdir()
     console.print(f"Python {platform.python_version()} on {platform.platform()}")
-    console.print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES.split()))
+    console.print(
+        ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES.split())
+    )
     for device in jax.devices():
         memory = decimal(device_memory_bytes(device) or 0)
         console.print(f"device {device.id}: {device.platform} {device.device_kind}, {memory}")
@@ -65,20 +75,37 @@ def main(argv: list[str], prog: str) -> int:
     print(f"attention over {length:,} tokens: training by {train}, decoding by cached")
     console.print(summary_table(config))
     takes = {"float32": 4, "bfloat16": 2, "int8": 1, "training (float32 and Adam)": 16}
-    print(", ".join(f"{what} {decimal(size * count_parameters(config))}" for what, size in takes.items()), "at least")
+    print(
+        ", ".join(
+            f"{what} {decimal(size * count_parameters(config))}" for what, size in takes.items()
+        ),
+        "at least",
+    )
     with jax.default_matmul_precision("highest"):
         params = jax.tree.map(jax.numpy.asarray, weights(checked))
         layouts = {whole_error: params, cached_error: jllama.decode_layout(params, checked)}
-        error = max(compute(jllama_itself(), checked, layout, checked) for compute, layout in layouts.items())
-    print(f"a small Llama's logits against the float64 oracle: relative error {error:.1e}, tolerance {TOLERANCE:.0e}")
+        error = max(
+            compute(jllama_itself(), checked, layout, checked)
+            for compute, layout in layouts.items()
+        )
+    print(
+        f"a small Llama's logits against the float64 oracle: relative error {error:.1e}, tolerance {TOLERANCE:.0e}"
+    )
     if not error < TOLERANCE:
-        raise JllamaError(f"self-check failed on this device: relative error {error:.1e} is over {TOLERANCE:.0e}")
+        raise JllamaError(
+            f"self-check failed on this device: relative error {error:.1e} is over {TOLERANCE:.0e}"
+        )
     return 0
 
 
 def summary_table(config: "jllama.LlamaConfig") -> Table:
     """Every parameter with its axes, shape and count; the totals and the training cost of a token below."""
-    from jllama.parameters import count_parameters, parameter_table, shape_of, training_flops_per_token
+    from jllama.parameters import (
+        count_parameters,
+        parameter_table,
+        shape_of,
+        training_flops_per_token,
+    )
 
     count, flops = count_parameters(config), training_flops_per_token(config, config.max_seq_len)
     table = Table(show_footer=True)
@@ -88,5 +115,7 @@ def summary_table(config: "jllama.LlamaConfig") -> Table:
     table.add_column("count", f"{count:,}", justify="right")
     for path, row in parameter_table(config).items():
         shape = shape_of(row, config)
-        table.add_row(path, " ".join(row.axes), " x ".join(map(str, shape)), f"{math.prod(shape):,}")
+        table.add_row(
+            path, " ".join(row.axes), " x ".join(map(str, shape)), f"{math.prod(shape):,}"
+        )
     return table

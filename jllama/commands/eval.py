@@ -60,13 +60,19 @@ class EvalOptions(ModelOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if bool(self.data) == bool(self.tasks):
-            raise UsageError("give --data FILE, to measure how well a text is predicted, or --tasks of lm-eval's")
+            raise UsageError(
+                "give --data FILE, to measure how well a text is predicted, or --tasks of lm-eval's"
+            )
         other = "tasks" if self.data else "data"
         for name in _ONLY[other].split():
             if getattr(self, name) != getattr(EvalOptions, name):  # its default
                 raise UsageError(f"--{name} is for --{other} alone: leave it out")
-        check_fields(self, "", "window stride max_tokens limit", lambda value: value >= 0, "0 or more")
-        check_fields(self, "", "num_fewshot", lambda value: value is None or value >= 0, "0 or more")
+        check_fields(
+            self, "", "window stride max_tokens limit", lambda value: value >= 0, "0 or more"
+        )
+        check_fields(
+            self, "", "num_fewshot", lambda value: value is None or value >= 0, "0 or more"
+        )
         check_fields(self, "", "batch_size", lambda value: value >= 1, "at least 1")
 
 
@@ -82,26 +88,47 @@ def main(argv: list[str], prog: str) -> int:
     from jllama.templates.messages import conversing
 
     if not (path := Path(options.data)).is_file():
-        raise JllamaError(f"there is no file at --data {options.data}: give a text file, or a .jsonl file")
+        raise JllamaError(
+            f"there is no file at --data {options.data}: give a text file, or a .jsonl file"
+        )
     is_chat = data_task(DataConfig(path=options.data, text_field=options.text_field)) != "text"
     if options.chat_template and not is_chat:
         raise UsageError(f"--chat_template is for chats, and {options.data} is text: leave it out")
     model = options.load_model()
     options.say_loaded(model)
     size = window_sizes(model, options.window, options.stride)
-    limits, start_s = {"batch_size": options.batch_size, "max_tokens": options.max_tokens or None}, time.perf_counter()
+    limits, start_s = (
+        {"batch_size": options.batch_size, "max_tokens": options.max_tokens or None},
+        time.perf_counter(),
+    )
     texts: Any = ("".join(document()) for document in read_corpus([path], options.text_field))
     if is_chat:
         tokenizer = model.text_tokenizer
         talk = conversing(tokenizer, model.chat_template, model.stop_ids, options.chat_template)
         records = read_records([path], FORMS[1:])
-        texts = itertools.chain.from_iterable(record_tokens(record, tokenizer, *talk) for record in records)
+        texts = itertools.chain.from_iterable(
+            record_tokens(record, tokenizer, *talk) for record in records
+        )
     with progress("tokens scored") as move:
-        score = score_texts(model, texts, on_progress=lambda n, total: move(completed=n, total=total), **size, **limits)
+        score = score_texts(
+            model,
+            texts,
+            on_progress=lambda n, total: move(completed=n, total=total),
+            **size,
+            **limits,
+        )
     tokens_per_s = round(score.tokens / (time.perf_counter() - start_s), 1)
-    results = {"tokens": score.tokens, "bytes": score.text_bytes, "loss": score.loss, "perplexity": score.perplexity}
+    results = {
+        "tokens": score.tokens,
+        "bytes": score.text_bytes,
+        "loss": score.loss,
+        "perplexity": score.perplexity,
+    }
     results |= {"bits_per_byte": score.bits_per_byte, **size, "tokens_per_s": tokens_per_s}
-    lines = (f"{name:14} {each:,{'.4f' if isinstance(each, float) else ''}}" for name, each in results.items())
+    lines = (
+        f"{name:14} {each:,{'.4f' if isinstance(each, float) else ''}}"
+        for name, each in results.items()
+    )
     print(json.dumps(results, indent=1) if options.json else "\n".join(lines))
     return 0
 
@@ -115,6 +142,8 @@ def _evaluate_tasks(options: EvalOptions) -> int:
     options.say_loaded(model)
     lm = harness.JllamaLM(model, options.batch_size, options.window or None)
     arguments = {name: getattr(options, name) for name in ("num_fewshot", "apply_chat_template")}
-    results = harness.evaluate_tasks(lm, names, manager, limit=options.limit or None, log_samples=False, **arguments)
+    results = harness.evaluate_tasks(
+        lm, names, manager, limit=options.limit or None, log_samples=False, **arguments
+    )
     print(json.dumps(results["results"], indent=1) if options.json else harness.table(results))
     return 0

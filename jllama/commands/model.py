@@ -41,7 +41,11 @@ class CheckpointOptions:
 
         if self.quantize and jax.default_backend() != "cpu":
             say("quantize int8 saves memory here and no time: only on a CPU is it faster")
-        options = {"rope_factor": self.rope_factor, "step": self.step or None, "quantize": self.quantize}
+        options = {
+            "rope_factor": self.rope_factor,
+            "step": self.step or None,
+            "quantize": self.quantize,
+        }
         return jllama.load(self.checkpoint, self.dtype, mesh, adapter=adapter, **options)
 
 
@@ -58,14 +62,22 @@ class ModelOptions(CheckpointOptions):
     adapter: str | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self.mesh, "mesh.", "rules", lambda rules: not rules, "left out, as they are for training")
+        check_fields(
+            self.mesh,
+            "mesh.",
+            "rules",
+            lambda rules: not rules,
+            "left out, as they are for training",
+        )
         super().__post_init__()
 
     def load_model(self, needs_tokenizer: bool = True) -> "jllama.LanguageModel":
         """The model, in the layout for decoding."""
         from jllama import programs
 
-        if (mesh := None if self.mesh == MeshConfig(data=1) else jllama.make_mesh(self.mesh)) is None:
+        if (
+            mesh := None if self.mesh == MeshConfig(data=1) else jllama.make_mesh(self.mesh)
+        ) is None:
             programs.keep(self.checkpoint)
         model = self.load_with(mesh, self.adapter)
         if needs_tokenizer and model.tokenizer is None:

@@ -20,7 +20,17 @@ if TYPE_CHECKING:
     from jllama.plan.receipt import Receipt
 
 _GIB = 2**30
-_COMMON = ("topology", "preset", "batch_size", "seq_len", "mesh.fsdp", "mesh.tensor", "decode", "search", "json")
+_COMMON = (
+    "topology",
+    "preset",
+    "batch_size",
+    "seq_len",
+    "mesh.fsdp",
+    "mesh.tensor",
+    "decode",
+    "search",
+    "json",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +71,13 @@ class PlanOptions(TrainConfig):
         super().__post_init__()
         if not self.topology:
             raise UsageError("topology is missing: give the devices, such as v5e:4x4 or h100:8")
-        check_fields(self, "", "batch_size seq_len", lambda size: 0 <= size < 2**31, "positive, or 0 for the usual")
+        check_fields(
+            self,
+            "",
+            "batch_size seq_len",
+            lambda size: 0 <= size < 2**31,
+            "positive, or 0 for the usual",
+        )
         check_fields(self, "", "tokens", lambda count: 0 < count < math.inf, "positive")
         if self.quantize and not self.decode:
             raise UsageError("quantize is int8, and for --decode alone")
@@ -73,7 +89,9 @@ def main(argv: list[str], prog: str) -> int:
     """Plan, and print the receipt; the exit code is 1 if it does not fit."""
     options = parse(PlanOptions, argv, prog, ("config",), _COMMON)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is run: the compilers alone are used
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # of what they say, the receipt holds what counts
+    os.environ.setdefault(
+        "TF_CPP_MIN_LOG_LEVEL", "3"
+    )  # of what they say, the receipt holds what counts
     from jllama.plan.devices import topology_devices, usual_topology
     from jllama.plan.receipt import describe, plan_decoding, plan_training
     from jllama.plan.search import search
@@ -86,16 +104,28 @@ def main(argv: list[str], prog: str) -> int:
     seq_len = options.seq_len or options.training.seq_len or model.max_seq_len
     model = dataclasses.replace(model, max_seq_len=max(seq_len, model.max_seq_len))
     mesh = make_mesh(options.mesh, topology_devices(options.topology)[1]).shape
-    batch_size = options.batch_size or (mesh["data"] * mesh["fsdp"] if options.preset else options.training.batch_size)
+    batch_size = options.batch_size or (
+        mesh["data"] * mesh["fsdp"] if options.preset else options.training.batch_size
+    )
     loop = dataclasses.replace(options.training, seq_len=seq_len, batch_size=batch_size)
     config = dataclasses.replace(options, model=model, training=loop)
     if options.decode:
-        receipt = plan_decoding(model, options.topology, options.mesh, batch_size, seq_len, options.quantize)
+        receipt = plan_decoding(
+            model, options.topology, options.mesh, batch_size, seq_len, options.quantize
+        )
     elif options.search:
-        tried = search(config, options.topology, bool(options.batch_size or not options.preset), progress.print)
+        tried = search(
+            config, options.topology, bool(options.batch_size or not options.preset), progress.print
+        )
         for _, each in tried:
-            speed = f"MFU {each.mfu_limit:6.1%}, {each.tokens_per_s:,.0f} tokens/s" if each.fits else "does not fit"
-            console.print(f"{each.needed_bytes / _GIB:8.2f} GiB  {speed:33}  {describe(each.mesh, each.settings)}")
+            speed = (
+                f"MFU {each.mfu_limit:6.1%}, {each.tokens_per_s:,.0f} tokens/s"
+                if each.fits
+                else "does not fit"
+            )
+            console.print(
+                f"{each.needed_bytes / _GIB:8.2f} GiB  {speed:33}  {describe(each.mesh, each.settings)}"
+            )
         receipt = tried[0][1]
     else:
         receipt = plan_training(config, options.topology)
@@ -128,15 +158,23 @@ def lines(receipt: "Receipt", title: str, decode: bool, tokens: float) -> list[s
         received: Counter[str] = Counter()
         for row in receipt.collectives:
             received[row.kind] += int(row.times * row.bytes_each)
-        said = ", ".join(f"{name} {1e3 * seconds:,.1f} ms" for name, seconds in receipt.times_s.items())
+        said = ", ".join(
+            f"{name} {1e3 * seconds:,.1f} ms" for name, seconds in receipt.times_s.items()
+        )
         least_s = receipt.least_bytes / receipt.traffic_bytes * receipt.memory_s
         bandwidth = least_s / max(receipt.times_s.values())
-        share = f"{bandwidth:.1%} of the memory's rate" if decode else f"{receipt.mfu_limit:.1%} MFU"
+        share = (
+            f"{bandwidth:.1%} of the memory's rate" if decode else f"{receipt.mfu_limit:.1%} MFU"
+        )
         rows["attention kernel"] = receipt.attention or "none"
-        rows["FLOPs of a device in a step"] = f"{receipt.flops:.3g}, computed {receipt.recomputed:.2f} times"
+        rows["FLOPs of a device in a step"] = (
+            f"{receipt.flops:.3g}, computed {receipt.recomputed:.2f} times"
+        )
         rows["read and written in its memory"] = decimal(int(receipt.traffic_bytes))
         if decode:
-            rows["weights and keys alone"] = f"{decimal(receipt.least_bytes)}, {1e3 * least_s:,.2f} ms"
+            rows["weights and keys alone"] = (
+                f"{decimal(receipt.least_bytes)}, {1e3 * least_s:,.2f} ms"
+            )
             rows["launches in a step"] = f"{receipt.launches:,}"
         rows |= {f"received in {kind}": decimal(size) for kind, size in received.items()}
         rows["a step at the published rates"] = f"{said}: {receipt.binds} binds"
@@ -145,7 +183,9 @@ def lines(receipt: "Receipt", title: str, decode: bool, tokens: float) -> list[s
             speed = f"{receipt.expected_mfu:.1%} MFU, {receipt.tokens / receipt.expected_s:,.0f} tokens/s"
             rows["expected, by rates measured on an H100"] = speed
         if not decode:
-            rows[f"{tokens:.3g} tokens".replace("e+", "e")] = f"{tokens / receipt.tokens_per_s / 86_400:,.1f} days"
+            rows[f"{tokens:.3g} tokens".replace("e+", "e")] = (
+                f"{tokens / receipt.tokens_per_s / 86_400:,.1f} days"
+            )
     return [
         f"{title}: {verdict}",
         *(f"  {name:41}{said}" for name, said in rows.items()),

@@ -27,12 +27,22 @@ _JSON_TYPES: dict[Any, tuple[str, set[type], set[type]]] = {  # of which true is
     str: ("a string or a list of strings", {str, list}, {str}),
 }
 _ENDS = {"max_new_tokens": int, "stop": str, "stop_ids": tuple[int, ...]}
-OWN_SETTINGS = {name: _JSON_TYPES[hint] for name, hint in (get_type_hints(SamplingParams) | _ENDS).items()}
+OWN_SETTINGS = {
+    name: _JSON_TYPES[hint] for name, hint in (get_type_hints(SamplingParams) | _ENDS).items()
+}
 """What a line may set for itself: what JSON must hold, in words, and the types of it and of what is in it."""
-_NOT_OF_RESULTS = ("checkpoint", "adapter", "prompts_file", "output", "batch_size")  # beside the weights
+_NOT_OF_RESULTS = (
+    "checkpoint",
+    "adapter",
+    "prompts_file",
+    "output",
+    "batch_size",
+)  # beside the weights
 
 
-def complete_file(model: LanguageModel, default: Prompt, options: Any) -> tuple[list[Completion], list[str]]:
+def complete_file(
+    model: LanguageModel, default: Prompt, options: Any
+) -> tuple[list[Completion], list[str]]:
     """Complete every line of a ``.jsonl`` file ``n`` times, the i-th with its seed plus i.
 
     Each line is an object with a ``prompt``; it may set what ``OWN_SETTINGS`` lists, and whatever else it holds is
@@ -51,7 +61,11 @@ def complete_file(model: LanguageModel, default: Prompt, options: Any) -> tuple[
         "configuration": repr(model.config),
         "tokenizer": model.text_tokenizer.fingerprint(),
         "the model's stop ids": model.stop_ids,
-        **{name: value for name, value in dataclasses.asdict(options).items() if name not in _NOT_OF_RESULTS},
+        **{
+            name: value
+            for name, value in dataclasses.asdict(options).items()
+            if name not in _NOT_OF_RESULTS
+        },
     }
     done = _read_unfinished(unfinished, json.loads(json.dumps(identity)))
     num_done, remaining, made, bad = len(done), [], [], []
@@ -71,38 +85,66 @@ def complete_file(model: LanguageModel, default: Prompt, options: Any) -> tuple[
             fields = fields | {"line": number} | ({"sample": sample} if options.n > 1 else {})
             if _key(fields) not in done:
                 remaining.append((fields, with_seed(prompt, sample)))
-    with unfinished.open("a", encoding="utf-8") as file, progress("prompts", num_done + len(remaining)) as move:
+    with (
+        unfinished.open("a", encoding="utf-8") as file,
+        progress("prompts", num_done + len(remaining)) as move,
+    ):
         move(num_done)
         if not file.tell():
             file.write(json.dumps({"of": identity}) + "\n")
         prompts = [prompt for _, prompt in remaining]
         for index, completion in completions(model, prompts, options.speculate, options.batch_size):
             fields, prompt = remaining[index]
-            done[_key(fields)] = fields | result(model, options, fields["prompt"], prompt, completion)
+            done[_key(fields)] = fields | result(
+                model, options, fields["prompt"], prompt, completion
+            )
             file.write(_dumped(done[_key(fields)]))
             file.flush()
             move(1)
             made.append(completion)
     write_text_whole(output, "".join(map(_dumped, sorted([*done.values(), *bad], key=_key))))
     unfinished.unlink()
-    seconds, tokens = time.perf_counter() - start_s, sum(completion.new_tokens for completion in made)
-    print(f"{output}: {tokens} new tokens in {seconds:.1f} s, {tokens / seconds:.1f} a second", file=sys.stderr)
+    seconds, tokens = (
+        time.perf_counter() - start_s,
+        sum(completion.new_tokens for completion in made),
+    )
+    print(
+        f"{output}: {tokens} new tokens in {seconds:.1f} s, {tokens / seconds:.1f} a second",
+        file=sys.stderr,
+    )
     return made, [f"{path}, line {each['line']}: {each['error']}" for each in bad]
 
 
-def result(model: LanguageModel, options: Any, text: str, prompt: Prompt, completion: Completion) -> Json:
+def result(
+    model: LanguageModel, options: Any, text: str, prompt: Prompt, completion: Completion
+) -> Json:
     """What is said in JSON of a text, the prompt that it was encoded to, and its completion."""
-    fields = {"text": (text if options.echo else "") + completion.text, "finish_reason": completion.finish_reason}
-    tokens = {"tokens": log_probs(model, prompt, completion, echo=bool(options.echo))} if options.logprobs else {}
+    fields = {
+        "text": (text if options.echo else "") + completion.text,
+        "finish_reason": completion.finish_reason,
+    }
+    tokens = (
+        {"tokens": log_probs(model, prompt, completion, echo=bool(options.echo))}
+        if options.logprobs
+        else {}
+    )
     return fields | {"new_tokens": completion.new_tokens} | tokens
 
 
-def log_probs(model: LanguageModel, prompt: Prompt, completion: Completion, *, echo: bool) -> list[Json]:
+def log_probs(
+    model: LanguageModel, prompt: Prompt, completion: Completion, *, echo: bool
+) -> list[Json]:
     """Each token with its text and its log-probability; the prompt's first has none."""
     ids, values, decode = completion.ids, completion.log_probs, model.text_tokenizer.decode
     if echo:
-        ids, values = [*prompt.ids, *ids], [None, *token_log_probs(model, [prompt.ids])[0].log_probs.tolist(), *values]
-    return [{"id": id, "text": decode([id]), "log_prob": value} for id, value in zip(ids, values, strict=True)]
+        ids, values = (
+            [*prompt.ids, *ids],
+            [None, *token_log_probs(model, [prompt.ids])[0].log_probs.tolist(), *values],
+        )
+    return [
+        {"id": id, "text": decode([id]), "log_prob": value}
+        for id, value in zip(ids, values, strict=True)
+    ]
 
 
 def with_seed(prompt: Prompt, offset: int) -> Prompt:
@@ -113,7 +155,9 @@ def with_seed(prompt: Prompt, offset: int) -> Prompt:
 
 def _dumped(result: Json) -> str:
     """A line of JSON in UTF-8, in which a lone surrogate, which that has not, is an escape."""
-    return json.dumps(result, ensure_ascii=False).encode("utf-8", "backslashreplace").decode() + "\n"
+    return (
+        json.dumps(result, ensure_ascii=False).encode("utf-8", "backslashreplace").decode() + "\n"
+    )
 
 
 def _key(result: Json) -> tuple[int, int]:
@@ -125,7 +169,12 @@ def _read_unfinished(unfinished: Path, identity: Json) -> dict[tuple[int, int], 
     whole = unfinished.read_bytes() if unfinished.exists() else b""
     whole = whole[: whole.rfind(b"\n") + 1]
     remedy = "remove it, or give another --output"
-    with fault_of(f"{unfinished} does not hold what was written there, so {remedy}", ValueError, KeyError, TypeError):
+    with fault_of(
+        f"{unfinished} does not hold what was written there, so {remedy}",
+        ValueError,
+        KeyError,
+        TypeError,
+    ):
         first, *results = [json.loads(line) for line in whole.splitlines()] or [{"of": identity}]
         existing, done = dict(first["of"]), {_key(result): result for result in results}
     if changed := [name for name in identity if existing.get(name) != identity[name]]:
@@ -142,10 +191,22 @@ def _prompt(fields: Json, default: Prompt) -> Prompt:
     own: Json = {name: fields[name] for name in OWN_SETTINGS if name in fields}
     for name, value in own.items():
         expected, outer, inner = OWN_SETTINGS[name]
-        ids, each = (value, value.values()) if type(value) is dict else ((), value if type(value) is list else [value])
-        if type(value) not in outer or {*map(type, each)} - inner or not all(map(str.isdecimal, ids)):
+        ids, each = (
+            (value, value.values())
+            if type(value) is dict
+            else ((), value if type(value) is list else [value])
+        )
+        if (
+            type(value) not in outer
+            or {*map(type, each)} - inner
+            or not all(map(str.isdecimal, ids))
+        ):
             raise UsageError(f"{name} is {json.dumps(value)}; it must be {expected}")
         if isinstance(value, list | dict):
-            own[name] = tuple(value) if isinstance(value, list) else {int(id): value[id] for id in value}
-    sampling = dataclasses.replace(default.sampling, **{name: own.pop(name) for name in own.keys() - _ENDS.keys()})
+            own[name] = (
+                tuple(value) if isinstance(value, list) else {int(id): value[id] for id in value}
+            )
+    sampling = dataclasses.replace(
+        default.sampling, **{name: own.pop(name) for name in own.keys() - _ENDS.keys()}
+    )
     return dataclasses.replace(default, content=fields["prompt"], sampling=sampling, **own)

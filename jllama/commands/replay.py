@@ -36,15 +36,24 @@ def main(argv: list[str], prog: str) -> int:
     options = parse(ReplayOptions, argv, prog, ("answer",))
     before = _receipt(read_json_object(Path(options.answer)), options.answer)
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {options.api_key}"}
-    with fault_of(f"{options.url} gave no answer", OSError, ValueError, TypeError, http.client.HTTPException):
-        address, body = f"{options.url.rstrip('/')}{before['path']}", json.dumps(before["request"]).encode()
+    with fault_of(
+        f"{options.url} gave no answer", OSError, ValueError, TypeError, http.client.HTTPException
+    ):
+        address, body = (
+            f"{options.url.rstrip('/')}{before['path']}",
+            json.dumps(before["request"]).encode(),
+        )
         try:
             with urllib.request.urlopen(urllib.request.Request(address, body, headers)) as reply:
                 answer = json.load(reply)
         except urllib.error.HTTPError as error:
-            raise ValueError(f"status {error.code}, {error.read(1000).decode(errors='replace')}") from error
+            raise ValueError(
+                f"status {error.code}, {error.read(1000).decode(errors='replace')}"
+            ) from error
     after = _receipt(answer, options.url)
-    if differs := [name for name in ("system_fingerprint", "ids", "log_probs") if before[name] != after[name]]:
+    if differs := [
+        name for name in ("system_fingerprint", "ids", "log_probs") if before[name] != after[name]
+    ]:
         raise JllamaError(f"the answer came out otherwise: {' and '.join(differs)} differ")
     print(f"the same answer, bit for bit, of {after['system_fingerprint']}")
     return 0
@@ -52,6 +61,9 @@ def main(argv: list[str], prog: str) -> int:
 
 def _receipt(answer: dict[str, Any], source: str) -> dict[str, Any]:
     found = answer.get("receipt")
-    if not isinstance(found, dict) or {"path", "request", "system_fingerprint", "ids", "log_probs"} - found.keys():
+    if (
+        not isinstance(found, dict)
+        or {"path", "request", "system_fingerprint", "ids", "log_probs"} - found.keys()
+    ):
         raise JllamaError(f'{source} holds no receipt: ask with "receipt": true')
     return found

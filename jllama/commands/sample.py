@@ -24,7 +24,17 @@ COMPARED = {"greedy": SamplingParams(temperature=0.0)} | {
     for name, cuts in {"random": (0, 1.0), "top-k 40": (40, 1.0), "top-p 0.9": (0, 0.9)}.items()
     for temperature in (1.0, 0.7)
 }  # the settings that ``--compare`` sets side by side
-_COMMON = ("prompt", "prompts_file", "output", "n", "max_new_tokens", "stop", "temperature", "seed", "quantize")
+_COMMON = (
+    "prompt",
+    "prompts_file",
+    "output",
+    "n",
+    "max_new_tokens",
+    "stop",
+    "temperature",
+    "seed",
+    "quantize",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,16 +86,26 @@ class SampleOptions(SamplingParams, ModelOptions):
         SamplingParams.__post_init__(self)
         ModelOptions.__post_init__(self)
         check_fields(self, "", "max_new_tokens speculate", lambda value: value >= 0, "0 or more")
-        check_fields(self, "", "n batch_size", lambda value: 1 <= value <= 100_000, "at least 1 and at most 100,000")
+        check_fields(
+            self,
+            "",
+            "n batch_size",
+            lambda value: 1 <= value <= 100_000,
+            "at least 1 and at most 100,000",
+        )
         if bool(self.prompts_file) != bool(self.output):
             raise UsageError("prompts_file and output go together: give both, or neither")
         for name in ("prompt", "compare", "json"):
             if self.prompts_file and getattr(self, name):
                 raise UsageError(f"{name} has no meaning with prompts_file: leave it out")
         if bool(self.json_schema) + bool(self.regex) + bool(self.speculate) > 1:
-            raise UsageError("json_schema, regex and speculate do not go together: give one of them")
+            raise UsageError(
+                "json_schema, regex and speculate do not go together: give one of them"
+            )
         if self.compare and (self.n > 1 or self.logprobs or self.json or self.echo is not None):
-            raise UsageError("compare prints a table of its own: leave out n, logprobs, json and echo")
+            raise UsageError(
+                "compare prints a table of its own: leave out n, logprobs, json and echo"
+            )
 
 
 def main(argv: list[str], prog: str) -> int:
@@ -98,13 +118,17 @@ def main(argv: list[str], prog: str) -> int:
     if options.prompt == "-":
         with fault_of("the prompt on stdin is not UTF-8 text", UnicodeDecodeError, kind=UsageError):
             options = dataclasses.replace(options, prompt=sys.stdin.buffer.read().decode())
-    if options.prompts_file and not Path(options.prompts_file).is_file():  # known before a large model is loaded
+    if (
+        options.prompts_file and not Path(options.prompts_file).is_file()
+    ):  # known before a large model is loaded
         raise JllamaError(f"there is no prompts_file at {options.prompts_file}: give a .jsonl file")
     grammar = _grammar(options)
     model = options.load_model()
     ends = options.max_new_tokens or None, options.stop, options.stop_ids, grammar
     prompt = encode_prompt(model, jllama.Prompt(options.prompt, sampling_params(options), *ends))
-    check_batch(model.config, options.batch_size if options.prompts_file else options.n, options.speculate)
+    check_batch(
+        model.config, options.batch_size if options.prompts_file else options.n, options.speculate
+    )
     options.say_loaded(model)
     problems: list[str] = []
     if options.prompts_file:
@@ -112,10 +136,18 @@ def main(argv: list[str], prog: str) -> int:
     else:
         completions = (_compare if options.compare else _print_texts)(model, prompt, options)
     if options.speculate:
-        drafted, accepted = sum(each.drafted for each in completions), sum(each.accepted for each in completions)
+        drafted, accepted = (
+            sum(each.drafted for each in completions),
+            sum(each.accepted for each in completions),
+        )
         share = f", {accepted / drafted:.0%}" if drafted else ""
-        print(f"speculation: {accepted} of {drafted} guessed tokens were right{share}", file=sys.stderr)
-    if model.chat_template and any(each.finish_reason == "stop_id" and not each.ids for each in completions):
+        print(
+            f"speculation: {accepted} of {drafted} guessed tokens were right{share}",
+            file=sys.stderr,
+        )
+    if model.chat_template and any(
+        each.finish_reason == "stop_id" and not each.ids for each in completions
+    ):
         said = "a text ended at once: the model was trained to answer messages, so talk with it: jllama chat"
         print(said, options.checkpoint, file=sys.stderr)
     for problem in problems:
@@ -133,7 +165,9 @@ def _grammar(options: SampleOptions) -> jllama.Grammar | None:
     return jllama.Grammar(kind, schema or options.regex) if schema or options.regex else None
 
 
-def _print_texts(model: jllama.LanguageModel, prompt: jllama.Prompt, options: SampleOptions) -> list[jllama.Completion]:
+def _print_texts(
+    model: jllama.LanguageModel, prompt: jllama.Prompt, options: SampleOptions
+) -> list[jllama.Completion]:
     """The continuations of an encoded prompt by consecutive seeds; a single one is shown as it comes."""
     from jllama.commands.prompts_file import log_probs, result, with_seed
     from jllama.generation.generate import stream
@@ -149,10 +183,16 @@ def _print_texts(model: jllama.LanguageModel, prompt: jllama.Prompt, options: Sa
     for number, (each, completion) in enumerate(zip(prompts, completions, strict=True), 1):
         seed = each.sampling.seed
         if options.json:
-            line = {"prompt": options.prompt, "seed": seed} | result(model, options, options.prompt, each, completion)
+            line = {"prompt": options.prompt, "seed": seed} | result(
+                model, options, options.prompt, each, completion
+            )
             print(json.dumps(line, ensure_ascii=False))
             continue
-        print("" if streams else f"--- text {number} of {options.n}, seed {seed}\n{echo}{completion.text}")
+        print(
+            ""
+            if streams
+            else f"--- text {number} of {options.n}, seed {seed}\n{echo}{completion.text}"
+        )
         if options.logprobs:
             print(" log_prob      id  token")
             for token in log_probs(model, each, completion, echo=bool(echo)):
@@ -170,11 +210,18 @@ def _shown(pieces: Generator[str, None, jllama.Completion]) -> jllama.Completion
             return end.value
 
 
-def _compare(model: jllama.LanguageModel, prompt: jllama.Prompt, options: SampleOptions) -> list[jllama.Completion]:
+def _compare(
+    model: jllama.LanguageModel, prompt: jllama.Prompt, options: SampleOptions
+) -> list[jllama.Completion]:
     """All the settings as the rows of one batch, and of one table."""
     replace = dataclasses.replace
-    rows = [replace(prompt, sampling=replace(sampling, seed=options.seed)) for sampling in COMPARED.values()]
-    table = Table("setting", Column("text", overflow="fold", min_width=6), show_lines=True)  # which must not vanish
+    rows = [
+        replace(prompt, sampling=replace(sampling, seed=options.seed))
+        for sampling in COMPARED.values()
+    ]
+    table = Table(
+        "setting", Column("text", overflow="fold", min_width=6), show_lines=True
+    )  # which must not vanish
     completions = jllama.generate(model, rows, speculate=options.speculate)
     for name, completion in zip(COMPARED, completions, strict=True):
         table.add_row(name, Text(options.prompt, "bold") + Text(completion.text))

@@ -21,7 +21,17 @@ from jllama.stop import end
 if TYPE_CHECKING:
     from jllama.serve.engine import EngineThread
 
-_COMMON = ("adapter", "host", "port", "api_key_file", "slots", "context", "memory_gib", "quantize", "drain_s")
+_COMMON = (
+    "adapter",
+    "host",
+    "port",
+    "api_key_file",
+    "slots",
+    "context",
+    "memory_gib",
+    "quantize",
+    "drain_s",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +72,9 @@ class ServeOptions(CheckpointOptions, EngineConfig, HttpConfig):
         for given in self.adapter:
             name, _, path = given.partition("=")
             if not name or not path or name in found:
-                raise UsageError(f"adapter is {given!r}; it must be NAME=PATH, with a name of its own")
+                raise UsageError(
+                    f"adapter is {given!r}; it must be NAME=PATH, with a name of its own"
+                )
             found[name] = path
         return found
 
@@ -70,7 +82,9 @@ class ServeOptions(CheckpointOptions, EngineConfig, HttpConfig):
 def main(argv: list[str], prog: str) -> int:
     """Load a model and serve it until SIGTERM or Ctrl-C comes, and the answers under way are finished."""
     options = parse(ServeOptions, argv, prog, ("checkpoint",), _COMMON)
-    with fault_of("serving needs packages that are not installed, pip install 'jllama[serve]'", ImportError):
+    with fault_of(
+        "serving needs packages that are not installed, pip install 'jllama[serve]'", ImportError
+    ):
         from jllama.serve.app import make_app
         from jllama.serve.connections import make_server
 
@@ -78,10 +92,14 @@ def main(argv: list[str], prog: str) -> int:
     app = make_app(None, options, keys)
     received = list[int]()
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    with fault_of(f"port {options.port} of {options.host} cannot be listened at, give others", OSError):
+    with fault_of(
+        f"port {options.port} of {options.host} cannot be listened at, give others", OSError
+    ):
         listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
     server = make_server(app, options)
-    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)  # where it leaves signals alone
+    thread = threading.Thread(
+        target=server.run, args=([listener],), daemon=True
+    )  # where it leaves signals alone
     host = f"[{options.host}]" if ":" in options.host else options.host
     said = f"http://{host}:{listener.getsockname()[1]}"
 
@@ -96,12 +114,16 @@ def main(argv: list[str], prog: str) -> int:
     try:
         say(f"{said}: loading {options.checkpoint} ...")
         app.state.engine = engine = _engine(options)
-        slots = f"{options.slots} slots of {engine.context:,} tokens, {engine.kv_bytes / 2**30:.2f} GiB"
+        slots = (
+            f"{options.slots} slots of {engine.context:,} tokens, {engine.kv_bytes / 2**30:.2f} GiB"
+        )
         say(f"{said}: ready, {', '.join(engine.models)}, {slots}")
         while thread.is_alive() and not received:
             time.sleep(0.2)
         app.state.is_closing = True
-        say(f"stopping: answers under way have {options.drain_s:g} s to finish; again to stop at once")
+        say(
+            f"stopping: answers under way have {options.drain_s:g} s to finish; again to stop at once"
+        )
         broken = engine.close(options.drain_s)
         say(f"stopped; {broken} answers were broken off" if broken else "stopped")
     finally:

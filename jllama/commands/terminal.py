@@ -28,7 +28,13 @@ class WordWrap:
     def push(self, text: str, last: bool = False) -> str:
         """What can be shown now: with the ``last`` piece, all."""
         parts, shown = self._words.findall(self._word + CONTROLS.sub("", text)), ""
-        ends = last or not parts or parts[-1].isspace() or parts[-1] >= _WIDE or len(parts[-1]) == self._width
+        ends = (
+            last
+            or not parts
+            or parts[-1].isspace()
+            or parts[-1] >= _WIDE
+            or len(parts[-1]) == self._width
+        )
         self._word = "" if ends else parts.pop()
         for part in parts:
             cells = 8 if part == "\t" else cell_len(part)
@@ -87,7 +93,9 @@ def _typed(prompt: str) -> str:
     try:
         line = input(start * color + prompt)
         with contextlib.suppress(OSError, EOFError):  # Windows cannot wait so
-            while not marks_paste and select.select([sys.stdin], [], [], 0.05)[0]:  # faster than anybody types
+            while (
+                not marks_paste and select.select([sys.stdin], [], [], 0.05)[0]
+            ):  # faster than anybody types
                 line += "\n" + input()
         return line
     finally:

@@ -22,7 +22,9 @@ _ADAPTERS = [_FINE_TUNING[0], "--optimizer.learning_rate=2e-4"]
 def main(argv: list[str], prog: str) -> int:
     """Train as the options say. A run that was stopped gives 130 (Ctrl-C) or 143 (SIGTERM), as shells have it."""
     config = read_options(argv, prog)
-    from jllama.training.loop import train  # not at the top: a mistake in the options should not wait for JAX
+    from jllama.training.loop import (
+        train,
+    )  # not at the top: a mistake in the options should not wait for JAX
 
     try:
         train(config)
@@ -43,7 +45,15 @@ def read_options(argv: list[str], prog: str) -> TrainConfig:
     scan.add_argument("--resume", nargs="?")
     resume = scan.parse_known_args(argv)[0].resume
     if resume not in (None, "never", "auto") and (own := Path(resume) / "config.yaml").is_file():
-        argv = ["--config", str(own), "--training.epochs", "0", "--run_dir", resume, *argv]  # they are resolved
+        argv = [
+            "--config",
+            str(own),
+            "--training.epochs",
+            "0",
+            "--run_dir",
+            resume,
+            *argv,
+        ]  # they are resolved
     config = parse(TrainConfig, argv, prog, ("config",), _COMMON.split())
     if not config.init_from:
         return config
@@ -56,5 +66,8 @@ def read_options(argv: list[str], prog: str) -> TrainConfig:
     data = dataclasses.replace(config.data, tokenizer=flags.data.tokenizer)
     own_config = dataclasses.replace(config, model=flags.model, data=data)
     if not resume and config != own_config:
-        print("model and data.tokenizer of the file are not used: init_from brings its own", file=sys.stderr)
+        print(
+            "model and data.tokenizer of the file are not used: init_from brings its own",
+            file=sys.stderr,
+        )
     return own_config

@@ -34,7 +34,9 @@ class Batch(NamedTuple):
     reference: Any = None  # Float32[Array, "rows"]
 
 
-def text_batch(windows: Integer[np.ndarray, "rows window"], bos_id: int, counted: Any = None) -> Batch:
+def text_batch(
+    windows: Integer[np.ndarray, "rows window"], bos_id: int, counted: Any = None
+) -> Batch:
     """Windows of a text in which each ``bos_id`` begins a document; all tokens count, or those ``counted``.
 
     Example::
@@ -66,7 +68,13 @@ class Conversations:
 
 
 def training_batches(
-    tokens: _Tokens, *, bos_id: int, batch_size: int, seq_len: int, seed: int, rows: _RowsRead = _ALL
+    tokens: _Tokens,
+    *,
+    bos_id: int,
+    batch_size: int,
+    seq_len: int,
+    seed: int,
+    rows: _RowsRead = _ALL,
 ) -> grain.DatasetIterator[Batch]:
     """Windows of ``seq_len + 1`` tokens of a text forever; ``bos_id`` begins its documents.
 
@@ -79,7 +87,9 @@ def training_batches(
         said = f"the training split has {len(tokens)} tokens, and one batch of {batch_size} x {seq_len} needs {needed}"
         raise JllamaError(f"{said}: give more text, or lower batch_size or seq_len")
     windows, last = (len(tokens) - 1) // seq_len, len(tokens) - seq_len - 1
-    offset = functools.lru_cache(lambda epoch: int(np.random.default_rng((seed, epoch)).integers(seq_len)))
+    offset = functools.lru_cache(
+        lambda epoch: int(np.random.default_rng((seed, epoch)).integers(seq_len))
+    )
 
     def gather(index: int, chosen: np.ndarray) -> Batch:
         epochs = (index * batch_size + np.arange(batch_size)) // windows
@@ -89,7 +99,13 @@ def training_batches(
         return text_batch(found, bos_id)
 
     # Without drop_remainder, the length of the endless dataset overflows at batch size 1 (grain 0.2.18).
-    shuffled = grain.MapDataset.range(windows).seed(seed).shuffle().repeat(None).batch(batch_size, drop_remainder=True)
+    shuffled = (
+        grain.MapDataset.range(windows)
+        .seed(seed)
+        .shuffle()
+        .repeat(None)
+        .batch(batch_size, drop_remainder=True)
+    )
     return iter(shuffled.map_with_index(gather).to_iter_dataset(grain.ReadOptions(num_threads=0)))
 
 
@@ -113,13 +129,21 @@ def validation_batches(
     def batch(starts: np.ndarray) -> Batch:
         positions = starts[:, None] + np.arange(seq_len + 1)
         inside = positions < len(tokens)
-        return text_batch(np.where(inside, tokens[np.minimum(positions, len(tokens) - 1)], 0), bos_id, inside)
+        return text_batch(
+            np.where(inside, tokens[np.minimum(positions, len(tokens) - 1)], 0), bos_id, inside
+        )
 
     return map(batch, starts)
 
 
 def chat_batches(
-    data: Conversations, *, batch_size: int, seq_len: int, seed: int, rows: _RowsRead = _ALL, packing: bool = True
+    data: Conversations,
+    *,
+    batch_size: int,
+    seq_len: int,
+    seed: int,
+    rows: _RowsRead = _ALL,
+    packing: bool = True,
 ) -> grain.DatasetIterator[Batch]:
     """Batches of ``batch_size`` rows, or pairs of rows, forever; ``rows`` and the state are as in ``training_batches``.
 
@@ -135,7 +159,9 @@ def chat_batches(
 
     plans = _plans(data, seq_len, seed, packing)
     streams = [grain.MapDataset.source(plan).seed(seed).shuffle().repeat(None) for plan in plans]
-    batches = grain.MapDataset.mix(streams, data.weights).batch(batch_size, drop_remainder=True, batch_fn=gather)
+    batches = grain.MapDataset.mix(streams, data.weights).batch(
+        batch_size, drop_remainder=True, batch_fn=gather
+    )
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0)))
 
 
@@ -162,7 +188,9 @@ def rows_an_epoch(data: Conversations, *, seq_len: int, seed: int, packing: bool
 
 def _plans(data: Conversations, seq_len: int, seed: int, packing: bool) -> list[list[np.ndarray]]:
     owns = (np.flatnonzero(data.sources == source) for source in range(len(data.weights)))
-    return [_plan(data, np.random.default_rng(seed).permutation(own), seq_len, packing) for own in owns]
+    return [
+        _plan(data, np.random.default_rng(seed).permutation(own), seq_len, packing) for own in owns
+    ]
 
 
 def _plan(data: Conversations, order: np.ndarray, seq_len: int, packing: bool) -> list[np.ndarray]:
@@ -178,16 +206,29 @@ def _plan(data: Conversations, order: np.ndarray, seq_len: int, packing: bool) -
     return np.split(order[np.argsort(row_of, kind="stable")], np.cumsum(np.bincount(row_of))[:-1])
 
 
-def _rows(data: Conversations, plan: Sequence[np.ndarray], window: int, read: _RowsRead = _ALL) -> Batch:
+def _rows(
+    data: Conversations, plan: Sequence[np.ndarray], window: int, read: _RowsRead = _ALL
+) -> Batch:
     """The rows as planned, a pair's one after the other; those not in ``read`` are zeros."""
     each_row = [unit[side :: data.rows_each] for unit in plan for side in range(data.rows_each)]
-    tokens, segments, counted = (np.zeros((len(each_row), window), dtype) for dtype in (np.int32, np.int32, bool))
+    tokens, segments, counted = (
+        np.zeros((len(each_row), window), dtype) for dtype in (np.int32, np.int32, bool)
+    )
     for row in np.arange(len(each_row))[read]:
         end = 0
         for segment, index in enumerate(each_row[row], 1):
             source = slice(data.starts[index], data.starts[index] + data.sizes[index])
             place, end = np.s_[row, end : end + data.sizes[index]], end + data.sizes[index]
-            tokens[place], segments[place], counted[place] = data.tokens[source], segment, data.counted[source]
+            tokens[place], segments[place], counted[place] = (
+                data.tokens[source],
+                segment,
+                data.counted[source],
+            )
     if data.reference is None:
         return Batch(tokens, segments, counted)
-    return Batch(tokens, segments, counted, np.array([data.reference[own].sum() for own in each_row], np.float32))
+    return Batch(
+        tokens,
+        segments,
+        counted,
+        np.array([data.reference[own].sum() for own in each_row], np.float32),
+    )

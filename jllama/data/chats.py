@@ -28,7 +28,11 @@ SHAREGPT, ALPACA = ("conversations",), ("instruction", "output")
 """Chats in the fields of others, which are taken as well. Alpaca's may have an ``input``, both a ``system``."""
 LOST = "left out, as no token to learn is among the first training.seq_len + 1"
 """The note of a record that is too long."""
-_FIELDS = {name for form in (*FORMS, SHAREGPT, ALPACA) for name in form} | {"tools", "system", "input"}
+_FIELDS = {name for form in (*FORMS, SHAREGPT, ALPACA) for name in form} | {
+    "tools",
+    "system",
+    "input",
+}
 _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 _ENTRY = [
     ("fraction", "f8"),
@@ -56,7 +60,11 @@ def data_task(config: DataConfig) -> str:
         return config.task
     kinds: dict[str, str] = {}
     path = next(
-        iter(corpus_files(next(iter(config.mixture), config.path), cache_of(config), config.follow_links).values())
+        iter(
+            corpus_files(
+                next(iter(config.mixture), config.path), cache_of(config), config.follow_links
+            ).values()
+        )
     )
     if has_rows(path) or path.suffix == ".json":
         next(read_rows(path, [], lambda _, found: kinds.update(found), Findings("skip")), None)
@@ -87,7 +95,11 @@ def read_records(
 
     for path in files:
         for where, fields in read_rows(path, _FIELDS, form_of, findings):
-            kept = {name: value for name, value in fields.items() if name in _FIELDS and value is not None}
+            kept = {
+                name: value
+                for name, value in fields.items()
+                if name in _FIELDS and value is not None
+            }
             with findings.noted():
                 yield Record(where, form_of(where, kept), kept)
 
@@ -115,24 +127,34 @@ def record_tokens(
         if are_texts and (template is None or record.form == ("text",)):
             for answer in answers:
                 begin = [tokenizer.bos_id, *(tokenizer.encode(prompt) if prompt else [])]
-                end = [*(encode_rest(tokenizer, answer) if prompt else tokenizer.encode(answer)), tokenizer.eos_id]
+                end = [
+                    *(encode_rest(tokenizer, answer) if prompt else tokenizer.encode(answer)),
+                    tokenizer.eos_id,
+                ]
                 found.append((begin + end, [False] * len(begin) + [True] * len(end)))
         elif template is None:
-            raise JllamaError("the model has no chat template: give a prompt and an answer that are texts, or one")
+            raise JllamaError(
+                "the model has no chat template: give a prompt and an answer that are texts, or one"
+            )
         else:
             asked = _messages(prompt, "user")
             sides = [_messages(answer, "assistant") for answer in answers]
             sides = [side if side[: len(asked)] == asked else asked + side for side in sides]
             first = max(len(asked), _shared(sides))
             for side in sides:
-                learned = {number for number in range(first, len(side)) if side[number].get("weight") != 0}
+                learned = {
+                    number for number in range(first, len(side)) if side[number].get("weight") != 0
+                }
                 # A weight that is not 0 or 1 is refused with the message.
                 side = [
-                    {k: value for k, value in each.items() if k != "weight" or value not in (0, 1)} for each in side
+                    {k: value for k, value in each.items() if k != "weight" or value not in (0, 1)}
+                    for each in side
                 ]
                 messages = openai_messages(side, is_request=False)
                 found.append(
-                    conversation_tokens(tokenizer, template, messages, stop_ids, tools, learned=learned, notes=notes)
+                    conversation_tokens(
+                        tokenizer, template, messages, stop_ids, tools, learned=learned, notes=notes
+                    )
                 )
     if notes is not None and len(found) == 2 and found[0] == found[1]:
         notes["pairs of two equal answers"] += 1
@@ -163,7 +185,11 @@ def _messages(value: Any, role: str) -> list[dict[str, Any]]:
         message = {**each} if isinstance(each, dict) else {}
         if "from" in message and "role" not in message:
             speaker = message.pop("from")
-            message = {"role": _ROLES.get(str(speaker), speaker), "content": message.pop("value", None), **message}
+            message = {
+                "role": _ROLES.get(str(speaker), speaker),
+                "content": message.pop("value", None),
+                **message,
+            }
         found.append(message)
     return found
 
@@ -175,7 +201,11 @@ def _shared(sides: list[list[Any]]) -> int:
 
 
 def prepare_chats(
-    config: DataConfig, tokenizer: Tokenizer, template: str | None, stop_ids: Sequence[int], seq_len: int
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    template: str | None,
+    stop_ids: Sequence[int],
+    seq_len: int,
 ) -> ChatDataset:
     """Tokenize chats, or find it done: the cache is keyed by the files' names, sizes and times, and all that has a say.
 
@@ -186,7 +216,10 @@ def prepare_chats(
     cache = cache_of(config)
     window = seq_len + 1
     is_pairs = data_task(config) == "preference"
-    sources = {path: corpus_files(path, cache, config.follow_links) for path in config.mixture or [config.path]}
+    sources = {
+        path: corpus_files(path, cache, config.follow_links)
+        for path in config.mixture or [config.path]
+    }
     listings = [listing_of(files) for files in sources.values()]
     options = [is_pairs, config.too_long, window, config.bad_rows]
     key = sha256(CACHE_VERSION, listings, options, tokenizer.fingerprint(), template, [*stop_ids])
@@ -198,10 +231,14 @@ def prepare_chats(
             entries, start = [], 0
             with (partial / "tokens.bin").open("wb") as file:
                 for source, files in enumerate(sources.values()):
-                    for record in read_records(files.values(), FORMS[:1] if is_pairs else FORMS[1:], findings):
+                    for record in read_records(
+                        files.values(), FORMS[:1] if is_pairs else FORMS[1:], findings
+                    ):
                         found = []
                         with findings.noted():
-                            found = record_tokens(record, tokenizer, template, stop_ids, findings.notes)
+                            found = record_tokens(
+                                record, tokenizer, template, stop_ids, findings.notes
+                            )
                         text = json.dumps(record.fields, sort_keys=True, default=str).encode()
                         fraction = int.from_bytes(hashlib.sha256(text).digest()[:8]) / 2**64
                         is_long = [len(ids) > window for ids, _ in found]
@@ -211,28 +248,44 @@ def prepare_chats(
                         drops = is_lost or (config.too_long == "drop" and any(is_long))
                         for (ids, mask), cut in zip(found, is_long, strict=True):
                             file.write(np.array([*zip(ids, mask, strict=True)], _TOKEN).tobytes())
-                            entries.append((fraction, source, start, len(ids), sum(mask), cut, drops))
+                            entries.append(
+                                (fraction, source, start, len(ids), sum(mask), cut, drops)
+                            )
                             start += len(ids)
                         move(1)
             np.save(partial / "entries.npy", np.array(entries, _ENTRY))
             (partial / "notes.json").write_text(json.dumps(findings.finish()))
-    with fault_of(f"{folder} must be deleted, since it does not hold what was written there", OSError, ValueError):
+    with fault_of(
+        f"{folder} must be deleted, since it does not hold what was written there",
+        OSError,
+        ValueError,
+    ):
         entries = np.load(folder / "entries.npy")
         fractions = np.unique(entries["fraction"][~entries["dropped"]])
         if len(fractions) < 2:
             said = f"{' and '.join(sources)}: {len(fractions)} different conversations can be learned from"
-            raise JllamaError(f"{said}; give at least 2, one of them to hold out, or a larger training.seq_len")
+            raise JllamaError(
+                f"{said}; give at least 2, one of them to hold out, or a larger training.seq_len"
+            )
         notes = tuple(json.loads((folder / "notes.json").read_text()))
         tokens = np.memmap(folder / "tokens.bin", _TOKEN, "r", shape=int(entries["tokens"].sum()))
-    is_held_out = entries["fraction"] <= np.clip(config.validation_fraction, fractions[0], fractions[-2])
+    is_held_out = entries["fraction"] <= np.clip(
+        config.validation_fraction, fractions[0], fractions[-2]
+    )
     weights, splits, counts = tuple(config.mixture.values()) or (1.0,), {}, {}
     for split, each in {"train": entries[~is_held_out], "validation": entries[is_held_out]}.items():
         kept = each[~each["dropped"]]
         sums = {name: int(kept[name].sum()) for name in ("tokens", "counted_tokens", "cut")}
         counts[split] = {"conversations": len(kept), **sums, "dropped": len(each) - len(kept)}
         places = kept["start"], kept["tokens"], kept["source"]
-        splits[split] = Conversations(tokens["id"], tokens["counted"], *places, weights, rows_each=1 + is_pairs)
-    if missing := [path for source, path in enumerate(sources) if source not in splits["train"].sources]:
-        raise JllamaError(f"{missing[0]} has no conversation to train on; give more of it, or leave it out")
+        splits[split] = Conversations(
+            tokens["id"], tokens["counted"], *places, weights, rows_each=1 + is_pairs
+        )
+    if missing := [
+        path for source, path in enumerate(sources) if source not in splits["train"].sources
+    ]:
+        raise JllamaError(
+            f"{missing[0]} has no conversation to train on; give more of it, or leave it out"
+        )
     fingerprint = sha256(key, config.validation_fraction, weights, config.packing)
     return ChatDataset(tokenizer, **splits, fingerprint=fingerprint, counts=counts, notes=notes)

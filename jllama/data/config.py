@@ -51,9 +51,25 @@ class DataConfig:
     def __post_init__(self) -> None:
         check = functools.partial(check_fields, self, "data.")
         check("path text_field tokenizer encoding", bool, "given, or left out for its default")
-        check("vocab_size", lambda size: size >= 260, "at least 260: 3 control tokens, 256 bytes, something to learn")
-        check("validation_fraction", lambda fraction: 0 < fraction < 1, "between 0 and 1, both excluded")
-        check("mixture", lambda weights: all(0 < each < 1e9 for each in weights.values()), "a positive number by path")
+        check(
+            "vocab_size",
+            lambda size: size >= 260,
+            "at least 260: 3 control tokens, 256 bytes, something to learn",
+        )
+        check(
+            "validation_fraction",
+            lambda fraction: 0 < fraction < 1,
+            "between 0 and 1, both excluded",
+        )
+        check(
+            "mixture",
+            lambda weights: all(0 < each < 1e9 for each in weights.values()),
+            "a positive number by path",
+        )
         if self.mixture:
             check("path", "stdlib".__eq__, "left out with data.mixture, which has the paths")
-            check("task", lambda task: task != "text", "chat or preference, as data.mixture is of chats")
+            check(
+                "task",
+                lambda task: task != "text",
+                "chat or preference, as data.mixture is of chats",
+            )

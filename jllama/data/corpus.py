@@ -26,7 +26,9 @@ from jllama.errors import JllamaError
 from jllama.files import fault_of, written_whole
 
 STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "lib2to3", "__pycache__"}
-SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHAKESPEARE_URL = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+)
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 BLOCK = 1 << 18  # characters
@@ -48,8 +50,13 @@ _KINDS = {
     b"\x93NUMPY": "NumPy",
     b"GGUF": "GGUF",
 }
-_TEXT = re.compile("(large_|dictionary<values=)?str(?!uct)")  # how its types begin, in Python and in Parquet
-_EXTRAS = {"Zstandard": ("zstd", "compression.zstd", "backports.zstd"), "Parquet": ("parquet", "pyarrow.parquet")}
+_TEXT = re.compile(
+    "(large_|dictionary<values=)?str(?!uct)"
+)  # how its types begin, in Python and in Parquet
+_EXTRAS = {
+    "Zstandard": ("zstd", "compression.zstd", "backports.zstd"),
+    "Parquet": ("parquet", "pyarrow.parquet"),
+}
 
 Document = Callable[[], Iterator[str]]
 """A text, never empty, in parts of about ``BLOCK`` characters that end as ``CUTS`` says, or of ``LONGEST_BLOCK``."""
@@ -115,7 +122,11 @@ def corpus_files(path: str, cache_dir: Path, follow_links: bool = False) -> dict
                 said = f"{file} is a link out of the folder, to {file.resolve()}"
                 raise JllamaError(f"{said}: set data.follow_links to true, or remove such links")
     else:
-        files = {file.as_posix(): file for file in map(Path, glob.glob(str(root), recursive=True)) if file.is_file()}
+        files = {
+            file.as_posix(): file
+            for file in map(Path, glob.glob(str(root), recursive=True))
+            if file.is_file()
+        }
     if not files:
         advice = "give stdlib, tinyshakespeare, persona, or an existing file, folder or glob"
         raise JllamaError(f"data.path {path!r} has no files: {advice}")
@@ -125,13 +136,18 @@ def corpus_files(path: str, cache_dir: Path, follow_links: bool = False) -> dict
 def _walk(root: Path, left_out: Collection[str] = ()) -> Iterator[tuple[str, Path]]:
     """The files below ``root`` by their relative names; hidden ones and folders named in ``left_out`` are skipped."""
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in left_out]
+        subfolders[:] = [
+            name for name in subfolders if not name.startswith(".") and name not in left_out
+        ]
         files = (Path(folder, name) for name in names if not name.startswith("."))
         yield from ((file.relative_to(root).as_posix(), file) for file in files if file.is_file())
 
 
 def read_corpus(
-    files: Iterable[Path], text_field: str = "text", encoding: str = "utf-8", findings: Findings = AT_ONCE
+    files: Iterable[Path],
+    text_field: str = "text",
+    encoding: str = "utf-8",
+    findings: Findings = AT_ONCE,
 ) -> Iterator[Document]:
     """Yield the documents of ``corpus_files`` that are not empty.
 
@@ -147,7 +163,10 @@ def read_corpus(
                     path, [text_field], functools.partial(_check_text, text_field), findings
                 ):
                     text = fields[text_field] or ""
-                    with findings.noted(), fault_of(f"{where} is not a JSON object", UnicodeEncodeError):
+                    with (
+                        findings.noted(),
+                        fault_of(f"{where} is not a JSON object", UnicodeEncodeError),
+                    ):
                         text.encode()  # not so a lone surrogate
                         if text:
                             yield functools.partial(cut, [text])
@@ -158,11 +177,16 @@ def read_corpus(
 def has_rows(path: Path) -> bool:
     """Whether a file is of JSON Lines or Parquet, which ``read_rows`` reads."""
     with _opened(path) as (kind, _):
-        return kind == "Parquet" or path.name.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl")
+        return kind == "Parquet" or path.name.removesuffix(".gz").removesuffix(".zst").endswith(
+            ".jsonl"
+        )
 
 
 def read_rows(
-    path: Path, names: Collection[str], check: Callable[[str, dict[str, str]], object], findings: Findings = AT_ONCE
+    path: Path,
+    names: Collection[str],
+    check: Callable[[str, dict[str, str]], object],
+    findings: Findings = AT_ONCE,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each JSON object, of a line that is not blank or of an array, or each row's columns that ``names`` has.
 
@@ -180,8 +204,12 @@ def read_rows(
         else:
             for where, value in _json_values(path, file):
                 with findings.noted():
-                    with fault_of(f"{where} is not a JSON object", ValueError, TypeError, RecursionError):
-                        fields = {**(json.loads(value.decode()) if isinstance(value, bytes) else value)}
+                    with fault_of(
+                        f"{where} is not a JSON object", ValueError, TypeError, RecursionError
+                    ):
+                        fields = {
+                            **(json.loads(value.decode()) if isinstance(value, bytes) else value)
+                        }
                     check(where, {name: type(each).__name__ for name, each in fields.items()})
                     yield where, fields
 
@@ -195,7 +223,11 @@ def _json_values(path: Path, file: Any) -> Iterator[tuple[str, Any]]:
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
         if number == 1 and line.lstrip().startswith(b"["):
-            with fault_of(f"{path} is no JSON array of up to {LONGEST_LINE:,} bytes", ValueError, RecursionError):
+            with fault_of(
+                f"{path} is no JSON array of up to {LONGEST_LINE:,} bytes",
+                ValueError,
+                RecursionError,
+            ):
                 values = json.loads(line + file.read(LONGEST_LINE - len(line)))
             yield from ((f"{path} element {place}", value) for place, value in enumerate(values, 1))
         elif line.strip():
@@ -206,8 +238,13 @@ def _json_values(path: Path, file: Any) -> Iterator[tuple[str, Any]]:
 def _opened(path: Path) -> Iterator[tuple[str | None, Any]]:
     """Which of ``_KINDS`` a file is, and its content unpacked; what goes wrong meanwhile is a JllamaError."""
     advice = f"{path} must be converted to UTF-8 text, read by another data.encoding, fetched again or left out"
-    with fault_of(advice, OSError, EOFError, ValueError, LookupError, zlib.error), path.open("rb") as file:
-        kind = next((kind for magic, kind in _KINDS.items() if file.peek(16).startswith(magic)), None)
+    with (
+        fault_of(advice, OSError, EOFError, ValueError, LookupError, zlib.error),
+        path.open("rb") as file,
+    ):
+        kind = next(
+            (kind for magic, kind in _KINDS.items() if file.peek(16).startswith(magic)), None
+        )
         if kind == "gzip":
             yield kind, gzip.GzipFile(fileobj=file)
         elif kind == "Zstandard":
@@ -225,7 +262,9 @@ def _extra(path: Path, kind: str) -> Any:
     for name in modules:
         with contextlib.suppress(ImportError):
             return importlib.import_module(name)
-    raise JllamaError(f"{path} is a {kind} file, and what reads those is not installed: pip install 'jllama[{extra}]'")
+    raise JllamaError(
+        f"{path} is a {kind} file, and what reads those is not installed: pip install 'jllama[{extra}]'"
+    )
 
 
 def _decoded(path: Path, encoding: str) -> Iterator[str]:
@@ -239,7 +278,9 @@ def _decoded(path: Path, encoding: str) -> Iterator[str]:
             read_bytes += len(chunk)
             try:
                 # No UTF-8 text has 0xFF.
-                text = decoder.decode(chunk.replace(b"\0", b"\xff") if is_utf8 else chunk, not chunk)
+                text = decoder.decode(
+                    chunk.replace(b"\0", b"\xff") if is_utf8 else chunk, not chunk
+                )
                 if "\0" in text:
                     raise ValueError("it has a NUL, which no text has")
             except UnicodeDecodeError as error:
@@ -253,7 +294,9 @@ def _decoded(path: Path, encoding: str) -> Iterator[str]:
 def cut(parts: Iterable[str]) -> Iterator[str]:
     """The same text in blocks, see ``Document``."""
     pending = ""
-    for more in (part[start : start + BLOCK] for part in parts for start in range(0, len(part), BLOCK)):
+    for more in (
+        part[start : start + BLOCK] for part in parts for start in range(0, len(part), BLOCK)
+    ):
         pending += more
         if len(pending) >= BLOCK:
             match = next(filter(None, (pattern.match(pending) for pattern in CUTS)), None)
@@ -279,7 +322,10 @@ def _tinyshakespeare(target: Path) -> Path:
     """Download the file if it is not there; it appears only when whole and checked."""
     if not target.is_file():
         advice = f"tinyshakespeare must be downloaded elsewhere, from {SHAKESPEARE_URL}, and given as data.path"
-        with fault_of(advice, OSError), urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response:
+        with (
+            fault_of(advice, OSError),
+            urllib.request.urlopen(SHAKESPEARE_URL, timeout=30) as response,
+        ):
             data = response.read()
             if hashlib.sha256(data).hexdigest() != SHAKESPEARE_SHA256:
                 raise OSError(f"these {len(data)} bytes are not the known file")
@@ -297,4 +343,6 @@ def cached(target: Path) -> Iterator[Path]:
             yield partial
     except OSError as error:
         if not target.exists():
-            raise JllamaError(f"cannot write {target}: {error.strerror}; make room or set data.cache_dir") from None
+            raise JllamaError(
+                f"cannot write {target}: {error.strerror}; make room or set data.cache_dir"
+            ) from None

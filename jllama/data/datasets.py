@@ -40,7 +40,9 @@ class Dataset:
     is_chat = False  # whether samples are asked through the chat template
     rows_each = 1  # see ``Conversations``
 
-    def training_batches(self, *, packing: bool = True, **sizes: Any) -> grain.DatasetIterator[Batch]:
+    def training_batches(
+        self, *, packing: bool = True, **sizes: Any
+    ) -> grain.DatasetIterator[Batch]:
         """Batches forever, see ``batches.training_batches``."""
         return training_batches(self.train, bos_id=self.tokenizer.bos_id, **sizes)
 
@@ -56,7 +58,9 @@ class Dataset:
         """What a run's page says of the data; a model should need less for a byte of text than ``gzip -9`` does."""
         told = {}
         for split, title in TITLES.items():
-            told[f"{title} text"] = "{bytes:,} bytes, {tokens:,} tokens".format(**self.counts[split])
+            told[f"{title} text"] = "{bytes:,} bytes, {tokens:,} tokens".format(
+                **self.counts[split]
+            )
         bits = 8 * self.counts["gzip_bytes"] / self.counts["gzip_of_bytes"]
         return {**told, GZIP: f"{bits:.3f} (a model that beats gzip has learned something)"}
 
@@ -97,7 +101,9 @@ class ChatDataset:
             counts = self.counts[split]
             share = counts["counted_tokens"] / counts["tokens"]
             size = "{conversations:,} conversations of {tokens:,} tokens".format(**counts)
-            told[f"{title} chats"] = f"{size}, {share:.1%} count; {counts['cut']:,} cut, {counts['dropped']:,} left out"
+            told[f"{title} chats"] = (
+                f"{size}, {share:.1%} count; {counts['cut']:,} cut, {counts['dropped']:,} left out"
+            )
         return told
 
     def first_question(self) -> list[int]:

@@ -25,7 +25,9 @@ from jllama.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer, train_s
 CACHE_VERSION = 1  # part of every fingerprint: raise it when the files below change
 _TRAINING = 2  # raise it when the tokenizer's training changes
 FEW_DOCUMENTS = 32  # up to so many, each document is split; above, whole documents go to one side
-CHUNK_CHARS = 1 << 18  # what one thread tokenizes at a time, a block of a document or many short ones
+CHUNK_CHARS = (
+    1 << 18
+)  # what one thread tokenizes at a time, a block of a document or many short ones
 GZIP_LIMIT = 1 << 26  # bytes of validation text that gzip is measured on
 SPLITS = ("train", "validation")
 
@@ -49,7 +51,9 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
     cache = cache_of(config)
     files = corpus_files(config.path, cache, config.follow_links)
     listing = listing_of(files)
-    others = [value for value in (config.encoding, config.bad_rows) if value not in ("utf-8", "refuse")]
+    others = [
+        value for value in (config.encoding, config.bad_rows) if value not in ("utf-8", "refuse")
+    ]
     corpus = sha256(CACHE_VERSION, listing, config.text_field, config.validation_fraction, *others)
     is_packed = any(name.endswith((".gz", ".zst", ".parquet")) for name in files)
     size = None if is_packed else sum(size for _, size, _ in listing)
@@ -71,7 +75,10 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
         if config.tokenizer == "bpe":
             folder = cache / f"bpe-{sha256(_TRAINING, corpus, config.vocab_size)[:16]}"
             if not folder.exists():
-                with cached(folder) as partial, progress("learning a vocabulary", size, of_bytes=True) as move:
+                with (
+                    cached(folder) as partial,
+                    progress("learning a vocabulary", size, of_bytes=True) as move,
+                ):
                     texts = (block.text for block in blocks(move) if block.split == "train")
                     partial.mkdir()
                     train_sentencepiece(texts, config.vocab_size).save(partial)
@@ -87,8 +94,12 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer | None = None) -> Data
     with fault_of(advice, OSError, ValueError, KeyError, TypeError):
         counts = json.loads((folder / "counts.json").read_text())
         sizes = {folder / f"{split}.bin": counts[split]["tokens"] for split in SPLITS}
-        train, validation = (np.memmap(path, counts["dtype"], "r", shape=(size,)) for path, size in sizes.items())
-        return Dataset(tokenizer, train, validation, fingerprint, counts, notes=tuple(counts.get("notes", ())))
+        train, validation = (
+            np.memmap(path, counts["dtype"], "r", shape=(size,)) for path, size in sizes.items()
+        )
+        return Dataset(
+            tokenizer, train, validation, fingerprint, counts, notes=tuple(counts.get("notes", ()))
+        )
 
 
 def split_documents(documents: Iterable[Document], validation_fraction: float) -> Iterator[Block]:
@@ -109,10 +120,14 @@ def split_documents(documents: Iterable[Document], validation_fraction: float) -
             for text in document():
                 digest.update(text.encode())
             fraction = int.from_bytes(digest.digest()[:8]) / 2**64
-            yield from _blocks("validation" if fraction < validation_fraction else "train", document())
+            yield from _blocks(
+                "validation" if fraction < validation_fraction else "train", document()
+            )
 
 
-def _blocks(split: str, texts: Iterable[str], start: int = 0, end: int = sys.maxsize) -> Iterator[Block]:
+def _blocks(
+    split: str, texts: Iterable[str], start: int = 0, end: int = sys.maxsize
+) -> Iterator[Block]:
     """The characters from ``start`` to ``end`` of a document that comes in parts."""
     offset = 0
     waiting, starts = "", True  # a block waits until it is known whether another follows
@@ -169,17 +184,28 @@ def _write_tokens(
     def tokenize(group: list[Block]) -> dict[str, np.ndarray]:
         ids = {split: [] for split in SPLITS}
         for split, text, starts, ends in group:
-            ids[split] += [tokenizer.bos_id, *tokenizer.encode(text)] if starts else encode_rest(tokenizer, text)
+            ids[split] += (
+                [tokenizer.bos_id, *tokenizer.encode(text)]
+                if starts
+                else encode_rest(tokenizer, text)
+            )
             ids[split] += [tokenizer.eos_id] * ends
         return {split: np.array(ids[split], dtype) for split in SPLITS}
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        waiting, most = collections.deque(), 2 * (os.cpu_count() or 1)  # so that the corpus is never all in memory
-        for group in itertools.chain(_groups(blocks), itertools.repeat([], most)):  # empty ones push the last ones out
+        waiting, most = (
+            collections.deque(),
+            2 * (os.cpu_count() or 1),
+        )  # so that the corpus is never all in memory
+        for group in itertools.chain(
+            _groups(blocks), itertools.repeat([], most)
+        ):  # empty ones push the last ones out
             for block in group:
                 data = block.text.encode()
                 counts[block.split].update(documents=int(block.starts), bytes=len(data))
-                held_out += data[: GZIP_LIMIT - len(held_out)] if block.split == "validation" else b""
+                held_out += (
+                    data[: GZIP_LIMIT - len(held_out)] if block.split == "validation" else b""
+                )
             waiting.append(pool.submit(tokenize, group))
             if len(waiting) > most:
                 for split, ids in waiting.popleft().result().items():

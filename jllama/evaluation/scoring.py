@@ -33,8 +33,12 @@ class TextScore(NamedTuple):
     text_bytes: int  # of UTF-8, which the tokens stand for
 
     loss = property(lambda self: self.nats / self.tokens, doc="In nats a token.")
-    perplexity = property(lambda self: math.exp(min(self.loss, 700.0)), doc="It depends on the tokenizer.")
-    bits_per_byte = property(lambda self: self.nats / math.log(2) / self.text_bytes, doc="It does not depend on it.")
+    perplexity = property(
+        lambda self: math.exp(min(self.loss, 700.0)), doc="It depends on the tokenizer."
+    )
+    bits_per_byte = property(
+        lambda self: self.nats / math.log(2) / self.text_bytes, doc="It does not depend on it."
+    )
 
 
 def token_log_probs(
@@ -62,14 +66,20 @@ def token_log_probs(
             said = f"a row has {len(row)} tokens to be predicted from {inputs}"
             raise UsageError(f"{said}, over the model's context of {context}: cut it into windows")
         if not 0 <= count <= inputs:
-            raise UsageError(f"{count} tokens of a row of {len(row)} are to be scored; there are {inputs}")
+            raise UsageError(
+                f"{count} tokens of a row of {len(row)} are to be scored; there are {inputs}"
+            )
 
     scores, done = [TokenScores(np.zeros(0, np.float32), np.zeros(0, bool))] * len(arrays), 0
     order = sorted((i for i, count in enumerate(counts) if count), key=lambda i: -len(arrays[i]))
-    widths = [min(power_of_two_at_least(len(row) - 1, 32), context) for row in arrays]  # one compilation each
+    widths = [
+        min(power_of_two_at_least(len(row) - 1, 32), context) for row in arrays
+    ]  # one compilation each
     for width, group in itertools.groupby(order, widths.__getitem__):
         indices = list(group)
-        size = math.ceil(len(indices) / math.ceil(len(indices) / batch_size))  # even batches: one shape, little padding
+        size = math.ceil(
+            len(indices) / math.ceil(len(indices) / batch_size)
+        )  # even batches: one shape, little padding
         for start in range(0, len(indices), size):
             batch = indices[start : start + size]
             tokens = np.zeros((size, width + 1), np.int32)
@@ -97,7 +107,9 @@ def sliding_windows(length: int, window: int, stride: int) -> Iterator[tuple[int
         yield max(end - window - 1, 0), end, count
 
 
-def perplexity(model: LanguageModel, text: str, *, window: int = 0, stride: int = 0, batch_size: int = 8) -> float:
+def perplexity(
+    model: LanguageModel, text: str, *, window: int = 0, stride: int = 0, batch_size: int = 8
+) -> float:
     """Measure how well a model predicts a text: the exponential of its loss in nats a token, lower is better.
 
     It depends on the tokenizer: models with different ones are compared by ``TextScore.bits_per_byte`` of
@@ -114,7 +126,9 @@ def perplexity(model: LanguageModel, text: str, *, window: int = 0, stride: int 
 
         print(jllama.perplexity(jllama.load("runs/quickstart"), "To be, or not to be"))
     """
-    return score_texts(model, [text], batch_size=batch_size, **window_sizes(model, window, stride)).perplexity
+    return score_texts(
+        model, [text], batch_size=batch_size, **window_sizes(model, window, stride)
+    ).perplexity
 
 
 def window_sizes(model: LanguageModel, window: int, stride: int) -> dict[str, Any]:
@@ -144,7 +158,12 @@ def score_texts(
     tokenizer, context = model.text_tokenizer, model.config.max_seq_len
     for name, value, most, right in (
         ("window", window, context, f"between 1 and the model's context of {context}"),
-        ("stride", stride, window, f"between 1 and the window of {window}, or tokens would be left out"),
+        (
+            "stride",
+            stride,
+            window,
+            f"between 1 and the window of {window}, or tokens would be left out",
+        ),
         ("batch_size", batch_size, batch_size, "at least 1"),
     ):
         if not 1 <= value <= most:
@@ -173,14 +192,20 @@ def score_texts(
     if not total:
         raise JllamaError("the texts have no tokens to score: give some that are not empty")
     scores = token_log_probs(model, rows, counts, batch_size=batch_size, on_progress=on_progress)
-    nats = -math.fsum(row.log_probs[mask].sum(dtype=np.float64) for row, mask in zip(scores, masks, strict=True))
+    nats = -math.fsum(
+        row.log_probs[mask].sum(dtype=np.float64) for row, mask in zip(scores, masks, strict=True)
+    )
     if not math.isfinite(nats):
-        advice = "the weights hold damaged numbers (jllama verify finds them), or overflow their dtype"
+        advice = (
+            "the weights hold damaged numbers (jllama verify finds them), or overflow their dtype"
+        )
         raise JllamaError(f"the loss is {nats}: {advice}")
     return TextScore(nats, total, text_bytes)
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _score(params: Params | DecodeParams, config: LlamaConfig, tokens: Array) -> tuple[Array, Array]:
+def _score(
+    params: Params | DecodeParams, config: LlamaConfig, tokens: Array
+) -> tuple[Array, Array]:
     llama = build_model(config, params)
     return llama.token_log_probs(llama.hidden(tokens[:, :-1]), tokens[:, 1:])

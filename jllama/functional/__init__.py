@@ -28,7 +28,10 @@ from jllama.functional.linear import (
     decode_matrix as decode_matrix,
     project as project,
 )
-from jllama.functional.loss import linear_cross_entropy as linear_cross_entropy, token_log_probs as token_log_probs
+from jllama.functional.loss import (
+    linear_cross_entropy as linear_cross_entropy,
+    token_log_probs as token_log_probs,
+)
 from jllama.functional.sampling import (
     PENALTIES as PENALTIES,
     TRUNCATIONS as TRUNCATIONS,

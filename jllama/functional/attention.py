@@ -26,13 +26,21 @@ ATTENDED = "attended"  # what the backward pass of blocks needs, for ``jax.check
 class Mask(NamedTuple):
     """Which keys a query sees: up to its own place in the row, of its own document, and real; ``Mask()`` is causal."""
 
-    offset: Int[Array, "#batch"] | None = None  # query i stands at key offset + i, as behind so many tokens in a cache
-    query_segments: Int[Array, "batch seq"] | None = None  # numbers that tell packed documents apart: both or neither
+    offset: Int[Array, "#batch"] | None = (
+        None  # query i stands at key offset + i, as behind so many tokens in a cache
+    )
+    query_segments: Int[Array, "batch seq"] | None = (
+        None  # numbers that tell packed documents apart: both or neither
+    )
     key_segments: Int[Array, "batch kv_seq"] | None = None
     lengths: Int[Array, "#batch"] | None = None  # how many keys of a row are real; None: all
 
     def dense(
-        self, seq: int, kv_seq: int, first: int | Int[Array, ""] = 0, first_key: int | Int[Array, ""] = 0
+        self,
+        seq: int,
+        kv_seq: int,
+        first: int | Int[Array, ""] = 0,
+        first_key: int | Int[Array, ""] = 0,
     ) -> Bool[Array, "#batch seq kv_seq"]:
         """True where a query sees a key, for ``seq`` queries from ``first`` on and ``kv_seq`` keys from ``first_key``.
 
@@ -46,7 +54,9 @@ class Mask(NamedTuple):
         seen = keys <= places[..., None]
         if self.query_segments is not None and self.key_segments is not None:
             query_segments = jax.lax.dynamic_slice_in_dim(self.query_segments, first, seq, axis=1)
-            key_segments = jax.lax.dynamic_slice_in_dim(self.key_segments, first_key, kv_seq, axis=1)
+            key_segments = jax.lax.dynamic_slice_in_dim(
+                self.key_segments, first_key, kv_seq, axis=1
+            )
             seen &= query_segments[:, :, None] == key_segments[:, None]
         if self.lengths is not None:
             seen &= (keys < self.lengths[:, None])[:, None]
@@ -68,7 +78,9 @@ def masked_softmax(scores: Scores, mask: Bool[Array, "*#lead kv_seq"]) -> Scores
 
 
 @checked
-def grouped_query_attention(query: Queries, key: Keys, value: Keys, mask: Bool[Array, "#batch #seq kv_seq"]) -> Queries:
+def grouped_query_attention(
+    query: Queries, key: Keys, value: Keys, mask: Bool[Array, "#batch #seq kv_seq"]
+) -> Queries:
     """``softmax(q k^T / sqrt(head_dim)) v`` where each key-value head serves ``heads / kv_heads`` neighboring queries.
 
     Heads come before the sequence, as in PyTorch; ``jax.nn`` and Flax have ``[batch, seq, heads, head_dim]``. The mask
@@ -93,9 +105,15 @@ def attention_weights(
 
 def _scores(query: Array, key: Array) -> Array:
     """``q k^T / sqrt(head_dim)`` of ``[..., group, seq, head_dim]`` and ``[..., kv_seq, head_dim]``."""
-    product = functools.partial(jnp.einsum, preferred_element_type=np.promote_types(query.dtype, np.float32))
-    if query.shape[-2] < _FEW:  # XLA:CPU multiplies from the left faster: eight rows of one query take a tenth less
-        scores = jnp.moveaxis(jax.lax.optimization_barrier(product("...sh,...gth->...sgt", key, query)), -3, -1)
+    product = functools.partial(
+        jnp.einsum, preferred_element_type=np.promote_types(query.dtype, np.float32)
+    )
+    if (
+        query.shape[-2] < _FEW
+    ):  # XLA:CPU multiplies from the left faster: eight rows of one query take a tenth less
+        scores = jnp.moveaxis(
+            jax.lax.optimization_barrier(product("...sh,...gth->...sgt", key, query)), -3, -1
+        )
     else:
         scores = product("...gth,...sh->...gts", query, key)
     return scores * query.shape[-1] ** -0.5
@@ -106,7 +124,9 @@ def _grouped(query: Array, key: Array) -> Array:
     (batch, heads, *rest), kv_heads = query.shape, key.shape[1]
     if heads % kv_heads:
         counts = f"query has {heads} heads and key {kv_heads}; the first must be a multiple of the second"
-        raise ValueError(f"grouped_query_attention: {counts}, in arrays of [batch, heads, seq, head_dim]")
+        raise ValueError(
+            f"grouped_query_attention: {counts}, in arrays of [batch, heads, seq, head_dim]"
+        )
     return query.reshape(batch, kv_heads, heads // kv_heads, *rest)
 
 
@@ -122,7 +142,9 @@ def _blocked(query: Array, key: Array, value: Array, mask: Mask) -> Array:
 @jax.custom_vjp
 def _in_blocks(query: Array, key: Array, value: Array, mask: Mask) -> Array:
     """Of queries ``[batch, kv_heads, group, seq, head_dim]``."""
-    return _in_blocks_forward(query, key, value, mask, 2 * _BLOCK)[0]  # with no backward pass the faster size
+    return _in_blocks_forward(query, key, value, mask, 2 * _BLOCK)[
+        0
+    ]  # with no backward pass the faster size
 
 
 def _in_blocks_forward(
@@ -133,15 +155,23 @@ def _in_blocks_forward(
     for first, count, size, kv_seq in _spans(query.shape[3], key.shape[2], mask, most or _BLOCK):
         keys, values = key[:, :, :kv_seq], value[:, :, :kv_seq]
 
-        def attend(first: Array, size: int = size, keys: Array = keys, values: Array = values) -> tuple[Array, Array]:
+        def attend(
+            first: Array, size: int = size, keys: Array = keys, values: Array = values
+        ) -> tuple[Array, Array]:
             scores = _block_scores(_block(query, first, size), keys, mask, first)
             largest, total, mixed = _partial_softmax(scores, values)
-            log_total = jnp.where(total > 0, largest + jnp.log(total), jnp.inf)  # of no keys: all weights are zero
+            log_total = jnp.where(
+                total > 0, largest + jnp.log(total), jnp.inf
+            )  # of no keys: all weights are zero
             return (mixed / jnp.where(total > 0, total, 1)).astype(query.dtype), log_total
 
-        parts.append(jax.tree.map(_side_by_side, jax.lax.map(attend, first + size * jnp.arange(count))))
+        parts.append(
+            jax.tree.map(_side_by_side, jax.lax.map(attend, first + size * jnp.arange(count)))
+        )
     results = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=3), *parts)
-    query, key, value, mixed, log_total = (checkpoint_name(each, ATTENDED) for each in (query, key, value, *results))
+    query, key, value, mixed, log_total = (
+        checkpoint_name(each, ATTENDED) for each in (query, key, value, *results)
+    )
     return mixed, (query, key, value, mask, mixed, log_total)
 
 
@@ -150,29 +180,48 @@ def _in_blocks_backward(kept: tuple[Any, ...], d_mixed: Array) -> tuple[Array, A
     query, key, value, mask, mixed, log_total = kept
     wide, d_queries = log_total.dtype, []
     product = functools.partial(jnp.einsum, preferred_element_type=wide)
-    mean = jnp.sum(d_mixed.astype(wide) * mixed.astype(wide), axis=-1, keepdims=True)  # of the weights' gradients
+    mean = jnp.sum(
+        d_mixed.astype(wide) * mixed.astype(wide), axis=-1, keepdims=True
+    )  # of the weights' gradients
     d_key, d_value = (jnp.zeros(each.mT.shape, wide) for each in (key, value))
     for first, count, size, kv_seq in _spans(query.shape[3], key.shape[2], mask, _BLOCK):
         keys, values = key[:, :, :kv_seq], value[:, :, :kv_seq]
 
         def add(
-            sums: tuple[Array, Array], first: Array, size: int = size, keys: Array = keys, values: Array = values
+            sums: tuple[Array, Array],
+            first: Array,
+            size: int = size,
+            keys: Array = keys,
+            values: Array = values,
         ) -> tuple[tuple[Array, Array], Array]:
-            ours, d_ours, log_ours, mine = (_block(each, first, size) for each in (query, d_mixed, log_total, mean))
+            ours, d_ours, log_ours, mine = (
+                _block(each, first, size) for each in (query, d_mixed, log_total, mean)
+            )
             weights = jnp.exp(_block_scores(ours, keys, mask, first) - log_ours)
-            d_scores = weights * (product("bkgth,bksh->bkgts", d_ours, values) - mine) * query.shape[-1] ** -0.5
+            d_scores = (
+                weights
+                * (product("bkgth,bksh->bkgts", d_ours, values) - mine)
+                * query.shape[-1] ** -0.5
+            )
             weights, d_scores = weights.astype(value.dtype), d_scores.astype(query.dtype)
             # Channels before keys: XLA:CPU copies the first factor to transpose it, and this is the smaller one.
             d_keys = product("bkgth,bkgts->bkhs", ours, d_scores)
             d_values = product("bkgth,bkgts->bkhs", d_ours, weights)
-            return (sums[0] + d_keys, sums[1] + d_values), product("bkgts,bksh->bkgth", d_scores, keys)
+            return (sums[0] + d_keys, sums[1] + d_values), product(
+                "bkgts,bksh->bkgth", d_scores, keys
+            )
 
         zeros = jnp.zeros(keys.mT.shape, wide), jnp.zeros(values.mT.shape, wide)
         (d_keys, d_values), blocks = jax.lax.scan(add, zeros, first + size * jnp.arange(count))
         d_queries.append(_side_by_side(blocks))
         d_key, d_value = d_key.at[..., :kv_seq].add(d_keys), d_value.at[..., :kv_seq].add(d_values)
     d_query = jnp.concatenate(d_queries, axis=3)
-    return d_query.astype(query.dtype), d_key.mT.astype(key.dtype), d_value.mT.astype(value.dtype), None
+    return (
+        d_query.astype(query.dtype),
+        d_key.mT.astype(key.dtype),
+        d_value.mT.astype(value.dtype),
+        None,
+    )
 
 
 _in_blocks.defvjp(_in_blocks_forward, _in_blocks_backward)
@@ -184,12 +233,23 @@ def _spans(seq: int, kv_seq: int, mask: Mask, most: int) -> Iterator[tuple[int, 
     From the start of a row a span takes no more keys than its last query sees: in all about half of the products.
     """
     num_blocks = seq // (size := -(-seq // -(-seq // most)))
-    span = num_blocks if mask.offset is not None else max(-(-num_blocks // _MAX_SPANS), min(2, num_blocks // 4))
-    spans = [(start * size, min(span, num_blocks - start), size) for start in range(0, num_blocks, span)]
+    span = (
+        num_blocks
+        if mask.offset is not None
+        else max(-(-num_blocks // _MAX_SPANS), min(2, num_blocks // 4))
+    )
+    spans = [
+        (start * size, min(span, num_blocks - start), size) for start in range(0, num_blocks, span)
+    ]
     if seq % size:
         spans.append((num_blocks * size, 1, seq % size))
     for first, count, rows in spans:
-        yield first, count, rows, kv_seq if mask.offset is not None else min(first + count * rows, kv_seq)
+        yield (
+            first,
+            count,
+            rows,
+            kv_seq if mask.offset is not None else min(first + count * rows, kv_seq),
+        )
 
 
 def _block(array: Array, first: Array, size: int) -> Array:
@@ -201,9 +261,13 @@ def _side_by_side(blocks: Array) -> Array:
     return jnp.moveaxis(blocks, 0, 3).reshape(*blocks.shape[1:4], -1, *blocks.shape[5:])
 
 
-def _block_scores(query: Array, key: Array, mask: Mask, first: Array | int, first_key: Array | int = 0) -> Array:
+def _block_scores(
+    query: Array, key: Array, mask: Mask, first: Array | int, first_key: Array | int = 0
+) -> Array:
     """The scores of a block of queries over a block of keys, minus infinity where a query does not see a key."""
-    query, first = jax.lax.optimization_barrier((query, first))  # or JAX makes all blocks' masks before all layers
+    query, first = jax.lax.optimization_barrier(
+        (query, first)
+    )  # or JAX makes all blocks' masks before all layers
     seen = mask.dense(query.shape[3], key.shape[2], first, first_key)
     return jnp.where(seen[:, None, None], _scores(query, key), -jnp.inf)
 
@@ -221,14 +285,24 @@ def _partial_softmax(scores: Array, value: Array) -> _Softmax:
     largest = jnp.max(scores, axis=-1, keepdims=True, initial=jnp.finfo(scores.dtype).min)
     weights = jnp.exp(scores - largest)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    mixed = jnp.einsum("...gts,...sh->...gth", weights.astype(value.dtype), value, preferred_element_type=scores.dtype)
+    mixed = jnp.einsum(
+        "...gts,...sh->...gth",
+        weights.astype(value.dtype),
+        value,
+        preferred_element_type=scores.dtype,
+    )
     return _Softmax(largest, total, mixed)
 
 
 def _xla(query: Array, key: Array, value: Array, mask: Mask) -> Array:
     """``jax.nn``'s own; what it gives a query that sees no key is made zero."""
-    dense, heads_last = mask.dense(query.shape[2], key.shape[2]), (each.swapaxes(1, 2) for each in (query, key, value))
-    mixed = jax.nn.dot_product_attention(*heads_last, mask=dense[:, None], implementation="xla").swapaxes(1, 2)
+    dense, heads_last = (
+        mask.dense(query.shape[2], key.shape[2]),
+        (each.swapaxes(1, 2) for each in (query, key, value)),
+    )
+    mixed = jax.nn.dot_product_attention(
+        *heads_last, mask=dense[:, None], implementation="xla"
+    ).swapaxes(1, 2)
     return jnp.where(dense.any(axis=-1)[:, None, :, None], mixed, 0)
 
 
@@ -260,7 +334,9 @@ def _cached(query: Array, key: Array, value: Array, mask: Mask) -> Array:
     return _side_by_side(blocks).reshape(query.shape)
 
 
-def _over_key_blocks(query: Array, key: Array, value: Array, mask: Mask, first: Array | int) -> Array:
+def _over_key_blocks(
+    query: Array, key: Array, value: Array, mask: Mask, first: Array | int
+) -> Array:
     """Attention of a block of queries ``[batch, kv_heads, group, seq, head_dim]`` from ``first`` on."""
     kv_seq = key.shape[2]
     size = _key_block(kv_seq)
@@ -285,7 +361,11 @@ def _key_block(kv_seq: int) -> int:
 
 def _divided(whole: _Softmax, query: Array) -> Array:
     """What the softmax weighs, in the shape and dtype of the queries; zeros for those that see no key."""
-    return (whole.mixed / jnp.where(whole.total > 0, whole.total, 1)).reshape(query.shape).astype(query.dtype)
+    return (
+        (whole.mixed / jnp.where(whole.total > 0, whole.total, 1))
+        .reshape(query.shape)
+        .astype(query.dtype)
+    )
 
 
 def _split(query: Array, key: Array, value: Array, mask: Mask) -> Array:
@@ -305,7 +385,10 @@ def _split(query: Array, key: Array, value: Array, mask: Mask) -> Array:
     nobody = jnp.finfo(parts.total.dtype).min, 0, 0  # the softmax of a block that no query sees
     while (count := parts.total.shape[2]) > 1:
         behind = [(0, count % 2 * (axis == 2)) for axis in range(6)]
-        even = [jnp.pad(part, behind, constant_values=fill) for part, fill in zip(parts, nobody, strict=True)]
+        even = [
+            jnp.pad(part, behind, constant_values=fill)
+            for part, fill in zip(parts, nobody, strict=True)
+        ]
         parts = _merged(*(_Softmax(*(part[:, :, first::2] for part in even)) for first in (0, 1)))
     return _divided(parts, query)
 
@@ -327,7 +410,9 @@ ATTENTION = {
     "reference": AttentionImplementation(_reference),
     "blocked": AttentionImplementation(_blocked),
     "cached": AttentionImplementation(_cached, backward=False),
-    "xla": AttentionImplementation(_xla, lambda query, *_: "float64" if query.dtype == jnp.float64 else None),
+    "xla": AttentionImplementation(
+        _xla, lambda query, *_: "float64" if query.dtype == jnp.float64 else None
+    ),
     "split": AttentionImplementation(_split, backward=False),
 }
 """The implementations of ``attention`` by name; one more is one more entry, as of ``jllama.kernels``."""
@@ -349,7 +434,13 @@ def is_installed(name: str) -> bool:
 
 
 def choose_attention(
-    seq: int, kv_seq: int, *, backward: bool = True, platform: str = "cpu", dtype: Any = "float32", packed: bool = True
+    seq: int,
+    kv_seq: int,
+    *,
+    backward: bool = True,
+    platform: str = "cpu",
+    dtype: Any = "float32",
+    packed: bool = True,
 ) -> str:
     """The name that ``auto`` stands for: a kernel for whole sequences where the platform has one, else plain formulas.
 
@@ -377,7 +468,9 @@ def choose_cache_attention(seq: int, key: Any, platform: str) -> str:
 
 
 @checked
-def attention(query: Queries, key: Keys, value: Keys, mask: Mask = _CAUSAL, implementation: str = "auto") -> Queries:
+def attention(
+    query: Queries, key: Keys, value: Keys, mask: Mask = _CAUSAL, implementation: str = "auto"
+) -> Queries:
     """``grouped_query_attention`` under a ``Mask``, by one of ``ATTENTION``, or by the one that ``auto`` chooses.
 
     With ``heads == kv_heads``, arrays of ``[batch, seq, heads, head_dim]`` can't be told from right ones by shape.
@@ -387,13 +480,17 @@ def attention(query: Queries, key: Keys, value: Keys, mask: Mask = _CAUSAL, impl
     >>> print(attention(x, x, x).shape)
     (1, 2, 3, 8)
     """
-    if all(field is None for field in mask) and query.shape[2] > key.shape[2]:  # no sequence to itself
+    if (
+        all(field is None for field in mask) and query.shape[2] > key.shape[2]
+    ):  # no sequence to itself
         said = f"attention: query is {list(query.shape)} and key {list(key.shape)}, for [batch, heads, seq, head_dim]"
         raise ValueError(f"{said}; it fits after swapaxes(1, 2), heads before seq")
     if implementation == "auto":
         implementation = choose_attention(query.shape[2], key.shape[2])
     if implementation not in ATTENTION:
-        raise ValueError(f"there is no attention implementation {implementation!r}; there are {', '.join(ATTENTION)}")
+        raise ValueError(
+            f"there is no attention implementation {implementation!r}; there are {', '.join(ATTENTION)}"
+        )
     function, refuses, *_ = ATTENTION[implementation]
     if reason := refuses(query, key, mask):
         raise Refused(f"the attention implementation {implementation!r} cannot serve {reason}")

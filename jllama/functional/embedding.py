@@ -52,7 +52,9 @@ _embedding.defvjp(_forward, _backward)
 
 
 def sums_by_token(
-    table: jax.ShapeDtypeStruct, tokens: Int[Array, "batch seq"], gradient: Float[Array, "batch seq embed"]
+    table: jax.ShapeDtypeStruct,
+    tokens: Int[Array, "batch seq"],
+    gradient: Float[Array, "batch seq embed"],
 ) -> Float[Array, "vocab embed"]:
     """The gradient of a table of embeddings, without a sum whose order is open.
 

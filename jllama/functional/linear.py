@@ -14,7 +14,9 @@ from jaxtyping import Array, Float, Int8
 _LARGEST = 127
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["shape"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["shape"]
+)
 @dataclasses.dataclass(frozen=True)
 class DecodeMatrix:
     """Stands in for a matrix in products ``x @ matrix``, and in look-ups of rows if it is a table."""
@@ -24,7 +26,10 @@ class DecodeMatrix:
     scale: Any  # Float[Array, "outputs"] of integers, which stand for values * scale[:, None]; None for floats
     shape: tuple[int, ...]  # of the matrix, whose axes may be several inputs or outputs
 
-    dtype = property(lambda self: (self.values if self.scale is None else self.scale).dtype, doc="Of its numbers.")
+    dtype = property(
+        lambda self: (self.values if self.scale is None else self.scale).dtype,
+        doc="Of its numbers.",
+    )
 
     @property
     def T(self) -> "DecodeMatrix":
@@ -49,23 +54,37 @@ class DecodeMatrix:
     def dense(self, dtype: Any) -> Array:
         """The matrix itself, of ``shape``, whose inputs come before its outputs."""
         values = self.values.astype(dtype)
-        return (values if self.scale is None else values * self.scale[:, None].astype(dtype)).T.reshape(self.shape)
+        return (
+            values if self.scale is None else values * self.scale[:, None].astype(dtype)
+        ).T.reshape(self.shape)
 
-    def multiply(self, x: Float[Array, "tokens inputs"], dtype: Any) -> Float[Array, "tokens outputs"]:
+    def multiply(
+        self, x: Float[Array, "tokens inputs"], dtype: Any
+    ) -> Float[Array, "tokens outputs"]:
         """``x @ matrix`` in ``dtype``. By integers, which a CPU multiplies several times faster with integers, few
         tokens become two rows each, ``x = s * (high + low / 254)``: an error of at most ``max(abs(x)) / 64516``.
         """
         wide, is_few = dtype if self.scale is None else jnp.float32, len(x) <= 32
-        plain = functools.partial(jnp.einsum, "ti,oi->to", preferred_element_type=wide)  # integers are widened like x
+        plain = functools.partial(
+            jnp.einsum, "ti,oi->to", preferred_element_type=wide
+        )  # integers are widened like x
         if self.scale is None:
             quick = functools.partial(_product_from_the_left, dtype=dtype) if is_few else plain
         else:
             quick = _split_product if is_few else lambda x, values: plain(x, _late(values, x))
         product = jax.lax.platform_dependent(x, self.values, cpu=quick, default=plain)
-        return product if self.scale is None else (product * self.scale.astype(product.dtype)).astype(dtype)
+        return (
+            product
+            if self.scale is None
+            else (product * self.scale.astype(product.dtype)).astype(dtype)
+        )
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["base", "a", "b", "magnitude"], meta_fields=["scale"])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["base", "a", "b", "magnitude"],
+    meta_fields=["scale"],
+)
 @dataclasses.dataclass(frozen=True)
 class AdaptedMatrix:
     """Stands in for a matrix ``W`` with an adapter in products: ``x W + scale (x a) b`` (arXiv:2106.09685, eq. 3).
@@ -111,11 +130,17 @@ def output_lengths(matrix: Float[Array, "*lead inputs outputs"]) -> Float[Array,
     return jnp.sqrt(jnp.sum(jnp.square(matrix), axis=-2))
 
 
-def project(x: Float[Array, "*lead inputs"], matrix: Array | DecodeMatrix) -> Float[Array, "*lead outputs"]:
+def project(
+    x: Float[Array, "*lead inputs"], matrix: Array | DecodeMatrix
+) -> Float[Array, "*lead outputs"]:
     """``x @ matrix``, summed and returned in float32 whatever the dtype of ``x`` (float64 for float64)."""
     flat, wide = x.reshape(-1, x.shape[-1]), np.promote_types(x.dtype, np.float32)
     is_decode = isinstance(matrix, DecodeMatrix)
-    product = matrix.multiply(flat, wide) if is_decode else jnp.matmul(flat, matrix, preferred_element_type=wide)
+    product = (
+        matrix.multiply(flat, wide)
+        if is_decode
+        else jnp.matmul(flat, matrix, preferred_element_type=wide)
+    )
     return product.reshape(*x.shape[:-1], matrix.shape[1])
 
 
@@ -124,7 +149,9 @@ def decode_matrix(
 ) -> DecodeMatrix:
     """Lay out a matrix outputs first, and round it if asked; ``inputs`` are the axes that a product sums over."""
     outputs = [axis for axis in range(matrix.ndim) if axis not in inputs]
-    rows = matrix.transpose(*outputs, *inputs).reshape(math.prod(matrix.shape[axis] for axis in outputs), -1)
+    rows = matrix.transpose(*outputs, *inputs).reshape(
+        math.prod(matrix.shape[axis] for axis in outputs), -1
+    )
     return DecodeMatrix(*(int8_rows(rows) if quantize else (rows, None)), matrix.shape)
 
 
@@ -136,7 +163,9 @@ def int8_rows(rows: Any, numpy: Any = jnp) -> tuple[Any, Any]:
     scale = numpy.max(numpy.abs(rows.astype(numpy.float32)), axis=1) * np.float32(1 / _LARGEST)
     reciprocal = np.float32(1) / numpy.where(scale > 0, scale, np.float32(1))
     wide = rows.astype(np.promote_types(rows.dtype, np.float32))
-    return numpy.round(wide * reciprocal[:, None].astype(wide.dtype)).astype(numpy.int8), scale.astype(rows.dtype)
+    return numpy.round(wide * reciprocal[:, None].astype(wide.dtype)).astype(
+        numpy.int8
+    ), scale.astype(rows.dtype)
 
 
 def _product_from_the_left(x: Array, values: Array, dtype: Any) -> Array:
@@ -152,9 +181,13 @@ def _late(values: Int8[Array, "outputs inputs"], x: Array) -> Array:
     return values ^ (x[0, 0] > jnp.inf).astype(jnp.int8)
 
 
-def _split_product(x: Float[Array, "tokens inputs"], values: Int8[Array, "outputs inputs"]) -> Array:
+def _split_product(
+    x: Float[Array, "tokens inputs"], values: Int8[Array, "outputs inputs"]
+) -> Array:
     wide, rows = x.astype(jnp.float32), len(x)
-    unit = jnp.maximum(jnp.max(jnp.abs(wide), axis=1, keepdims=True) / _LARGEST, jnp.finfo(jnp.float32).tiny)
+    unit = jnp.maximum(
+        jnp.max(jnp.abs(wide), axis=1, keepdims=True) / _LARGEST, jnp.finfo(jnp.float32).tiny
+    )
     high = jnp.round(wide / unit)
     parts = jnp.concatenate([high, jnp.round((wide / unit - high) * 2 * _LARGEST)])
     if rows == 1:  # a loop, 1.4 times as fast
@@ -162,9 +195,13 @@ def _split_product(x: Float[Array, "tokens inputs"], values: Int8[Array, "output
         parts = jnp.eye(2, dtype=jnp.int32) @ parts.astype(jnp.int32)
         products = [part.astype(jnp.int16) * _late(values, x).astype(jnp.int32) for part in parts]
         # Both sums at once, as XLA would cut one by itself in pieces of 32.
-        sums = jax.lax.reduce(products, [np.int32(0)] * 2, functools.partial(jax.tree.map, jnp.add), [1])
+        sums = jax.lax.reduce(
+            products, [np.int32(0)] * 2, functools.partial(jax.tree.map, jnp.add), [1]
+        )
         sums = jnp.stack(sums)
     else:
-        sums = jnp.einsum("ti,oi->to", parts.astype(jnp.int8), values, preferred_element_type=jnp.int32)
+        sums = jnp.einsum(
+            "ti,oi->to", parts.astype(jnp.int8), values, preferred_element_type=jnp.int32
+        )
     high, low = sums[:rows].astype(jnp.float32), sums[rows:].astype(jnp.float32)
     return (high + low / (2 * _LARGEST)) * unit

@@ -22,7 +22,12 @@ Flags = Bool[Array, "batch seq"]
 
 @checked
 def linear_cross_entropy(
-    hidden: Hidden, head: Head, targets: Ids, mask: Flags, z_loss: float = 0.0, chunk_tokens: int = CHUNK_TOKENS
+    hidden: Hidden,
+    head: Head,
+    targets: Ids,
+    mask: Flags,
+    z_loss: float = 0.0,
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The summed negative log-likelihood of the unmasked targets, and how many there are: ``(total, count)``.
 
@@ -70,26 +75,47 @@ def token_log_probs(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _total(z_loss: float, chunk_tokens: int, hidden: Array, head: Any, targets: Array, mask: Array) -> Array:
-    return _total_and_gradients(z_loss, chunk_tokens, hidden, head, targets, mask, gradients=False)[0]
+def _total(
+    z_loss: float, chunk_tokens: int, hidden: Array, head: Any, targets: Array, mask: Array
+) -> Array:
+    return _total_and_gradients(z_loss, chunk_tokens, hidden, head, targets, mask, gradients=False)[
+        0
+    ]
 
 
 def _forward(z_loss: float, chunk_tokens: int, hidden: Array, head: Any, *others: Array) -> Any:
     if isinstance(head, DecodeMatrix):
-        raise ValueError("linear_cross_entropy: head is laid out for decoding, which has no gradients; give an array")
-    total, d_hidden, d_head = _total_and_gradients(z_loss, chunk_tokens, hidden, head, *others, gradients=True)
+        raise ValueError(
+            "linear_cross_entropy: head is laid out for decoding, which has no gradients; give an array"
+        )
+    total, d_hidden, d_head = _total_and_gradients(
+        z_loss, chunk_tokens, hidden, head, *others, gradients=True
+    )
     return total, (d_hidden, d_head.astype(head.dtype))
 
 
-def _backward(z_loss: float, chunk_tokens: int, gradients: tuple[Array, Array], scale: Array) -> Any:
-    return *((gradient.astype(scale.dtype) * scale).astype(gradient.dtype) for gradient in gradients), None, None
+def _backward(
+    z_loss: float, chunk_tokens: int, gradients: tuple[Array, Array], scale: Array
+) -> Any:
+    return (
+        *((gradient.astype(scale.dtype) * scale).astype(gradient.dtype) for gradient in gradients),
+        None,
+        None,
+    )
 
 
 _total.defvjp(_forward, _backward)
 
 
 def _total_and_gradients(
-    z_loss: float, chunk_tokens: int, hidden: Array, head: Any, targets: Array, mask: Array, *, gradients: bool
+    z_loss: float,
+    chunk_tokens: int,
+    hidden: Array,
+    head: Any,
+    targets: Array,
+    mask: Array,
+    *,
+    gradients: bool,
 ) -> tuple[Array, ...]:
     """The total alone, or with the gradients of ``hidden`` and ``head``."""
     seq, length = targets.shape[1], _chunk_length(targets.shape, chunk_tokens)
@@ -97,7 +123,12 @@ def _total_and_gradients(
 
     def one_chunk(x: Array, targets: Array, mask: Array) -> tuple[Array, ...]:
         """The total, and with gradients that of ``x``, and those of the logits."""
-        shape, x, targets, mask = x.shape, x.reshape(-1, x.shape[2]), targets.reshape(-1), mask.reshape(-1)
+        shape, x, targets, mask = (
+            x.shape,
+            x.reshape(-1, x.shape[2]),
+            targets.reshape(-1),
+            mask.reshape(-1),
+        )
         log_prob, shifted, log_sum, log_normalizer = _log_probs(project(x, head), targets)
         losses = z_loss * jnp.square(log_normalizer) - log_prob if z_loss else -log_prob
         total = jnp.sum(jnp.where(mask, losses, 0.0))
@@ -122,17 +153,25 @@ def _total_and_gradients(
     # Counted tokens go to the front of each row, in their order, so that the last chunks need not be looked at.
     order, counts = jnp.argsort(~mask, axis=1, stable=True), jnp.sum(mask, axis=1)
     padded = jnp.pad(order, ((0, 0), (0, -seq % length)))
-    x, y = jnp.take_along_axis(hidden, padded[..., None], axis=1), jnp.take_along_axis(targets, padded, axis=1)
+    x, y = (
+        jnp.take_along_axis(hidden, padded[..., None], axis=1),
+        jnp.take_along_axis(targets, padded, axis=1),
+    )
     counted = jnp.arange(padded.shape[1]) < counts[:, None]
     # The logits' gradients are kept for one product at the end, where they take half of its sum in float32 or less.
     at_once = 2 * x.size * x.dtype.itemsize <= wide.itemsize * x.shape[2] ** 2
 
     def add_chunk(index: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        part = [jax.lax.dynamic_slice_in_dim(each, index * length, length, axis=1) for each in (x, y, counted)]
+        part = [
+            jax.lax.dynamic_slice_in_dim(each, index * length, length, axis=1)
+            for each in (x, y, counted)
+        ]
         total, *slopes = one_chunk(*part)
         if not gradients:
             return (sums[0] + total,)
-        write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=index * length, axis=1)
+        write = functools.partial(
+            jax.lax.dynamic_update_slice_in_dim, start_index=index * length, axis=1
+        )
         last = write(sums[2], slopes[1]) if at_once else sums[2] + head_gradient(part[0], slopes[1])
         return sums[0] + total, write(sums[1], slopes[0]), last
 

@@ -56,7 +56,9 @@ def penalize_frequency(logits: Logits, counts: Counts | Chosen, penalty: Values)
 
 def top_k_mask(logits: Logits, k: Int[Array, "batch"]) -> Chosen:
     """Keep the ``k`` largest logits (of equals the first), all if ``k <= 0``. Source: Fan et al. 2018, section 5.4."""
-    return _likeliest(logits, jnp.ones_like, k.astype(jnp.float32), (k > 0) & (k < logits.shape[-1]))
+    return _likeliest(
+        logits, jnp.ones_like, k.astype(jnp.float32), (k > 0) & (k < logits.shape[-1])
+    )
 
 
 def top_p_mask(logits: Logits, p: Values) -> Chosen:
@@ -78,24 +80,38 @@ def min_p_mask(logits: Logits, p: Values) -> Chosen:
 
 
 PENALTIES: dict[str, Callable[[Array, Array, Array, Array], Array]] = {
-    "repetition_penalty": lambda logits, penalty, seen, counts: penalize_repetition(logits, seen, penalty),
-    "presence_penalty": lambda logits, penalty, seen, counts: penalize_presence(logits, counts, penalty),
-    "frequency_penalty": lambda logits, penalty, seen, counts: penalize_frequency(logits, counts, penalty),
+    "repetition_penalty": lambda logits, penalty, seen, counts: penalize_repetition(
+        logits, seen, penalty
+    ),
+    "presence_penalty": lambda logits, penalty, seen, counts: penalize_presence(
+        logits, counts, penalty
+    ),
+    "frequency_penalty": lambda logits, penalty, seen, counts: penalize_frequency(
+        logits, counts, penalty
+    ),
 }
 """Setting -> ``(logits, value [batch], seen, counts) -> logits``, applied in this order. ``seen`` (in the prompt or
 generated) and ``counts`` (how often generated) are ``[batch, vocab]`` as the logits are."""
 
-TRUNCATIONS: dict[str, Callable[..., Array]] = {"top_k": top_k_mask, "top_p": top_p_mask, "min_p": min_p_mask}
+TRUNCATIONS: dict[str, Callable[..., Array]] = {
+    "top_k": top_k_mask,
+    "top_p": top_p_mask,
+    "min_p": min_p_mask,
+}
 """Setting -> ``(logits [batch, vocab], value [batch]) -> kept [batch, vocab]``, each of what those before it left."""
 
 
-def truncated_logits(logits: Logits, temperature: Values, **settings: Num[Array, "batch"]) -> Logits:
+def truncated_logits(
+    logits: Logits, temperature: Values, **settings: Num[Array, "batch"]
+) -> Logits:
     """Logits whose softmax is what ``sample`` draws from: over the temperature, minus infinity where not kept.
 
     ``settings`` are values of ``TRUNCATIONS``. The largest logit is shifted to 0, so that no temperature overflows.
     """
     if unknown := settings.keys() - TRUNCATIONS:
-        raise TypeError(f"there is no truncation {min(unknown)}; jllama.functional.TRUNCATIONS has the others")
+        raise TypeError(
+            f"there is no truncation {min(unknown)}; jllama.functional.TRUNCATIONS has the others"
+        )
     logits = jnp.minimum(logits.astype(jnp.float32), _FLOAT32.max)
     largest = jnp.max(logits, axis=-1, keepdims=True)
     logits = logits - jnp.where(jnp.isfinite(largest), largest, 0)  # -inf where nothing is possible
@@ -124,7 +140,9 @@ def sample(
     return jax.lax.cond(jnp.any(temperature > 0), draw, lambda: greedy)
 
 
-def _likeliest(logits: Logits, weigh: Callable[[Array], Array], target: Array, cuts: Bool[Array, "batch"]) -> Chosen:
+def _likeliest(
+    logits: Logits, weigh: Callable[[Array], Array], target: Array, cuts: Bool[Array, "batch"]
+) -> Chosen:
     """Keep a token if the weights of those before it sum to less than ``target`` (positive); all where not ``cuts``."""
     logits = logits.astype(jnp.float32)
 
@@ -142,7 +160,9 @@ def _likeliest(logits: Logits, weigh: Callable[[Array], Array], target: Array, c
 
         # The largest threshold at which the weights reach the target: 32 halvings single out one float32, exactly, as
         # XLA adds in a fixed order, so that the rounded sums never fall as the threshold does.
-        minus_infinity, infinity = (jnp.full(target.shape, bits, jnp.uint32) for bits in (0x007FFFFF, 0xFF800000))
+        minus_infinity, infinity = (
+            jnp.full(target.shape, bits, jnp.uint32) for bits in (0x007FFFFF, 0xFF800000)
+        )
         threshold = ordered_float(jax.lax.fori_loop(0, 32, halve, (minus_infinity, infinity))[0])
         above, equal = logits > threshold, logits == threshold
 
@@ -157,6 +177,8 @@ def _likeliest(logits: Logits, weigh: Callable[[Array], Array], target: Array, c
     def ordered_float(bits: Array) -> Array:
         """A float of its bits as integers in the floats' order: positive with the sign bit set, negative inverted."""
         sign = jnp.uint32(1 << 31)
-        return jax.lax.bitcast_convert_type(jnp.where(bits >= sign, bits ^ sign, ~bits), jnp.float32)[:, None]
+        return jax.lax.bitcast_convert_type(
+            jnp.where(bits >= sign, bits ^ sign, ~bits), jnp.float32
+        )[:, None]
 
     return jax.lax.cond(jnp.any(cuts), cut, lambda: jnp.full(logits.shape, True)) | ~cuts[:, None]

@@ -21,7 +21,9 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     """
     parameters, expected = inspect.signature(function).parameters, {}
     for name, parameter in parameters.items():
-        hint = (typing.get_args(parameter.annotation) or (parameter.annotation,))[0]  # a union's differ in type alone
+        hint = (typing.get_args(parameter.annotation) or (parameter.annotation,))[
+            0
+        ]  # a union's differ in type alone
         if hasattr(hint, "dim_str"):
             expected[name] = (Integer if hint.dtype is Int else hint.dtype)[Any, hint.dim_str]
 
@@ -39,18 +41,34 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 def _misfit(arrays: dict[str, Any], expected: dict[str, Any]) -> str | None:
     """The first array that does not fit by itself, or beside those before it."""
     with jaxtyped("context"):  # in which an axis has one size, whichever array it is met in
-        return next((name for name, array in arrays.items() if not isinstance(array, expected[name])), None)
+        return next(
+            (name for name, array in arrays.items() if not isinstance(array, expected[name])), None
+        )
 
 
 def _sentence(wrong: str, arrays: dict[str, Any], expected: dict[str, Any]) -> str:
     given, shown = {}, {}
     for name, array in arrays.items():
-        given[name] = f"{array.dtype}{list(array.shape)}" if hasattr(array, "shape") else f"a {type(array).__name__}"
-        axes = (f"{axis.replace('#', '')}{' or 1' * (axis[0] == '#')}" for axis in expected[name].dim_str.split())
+        given[name] = (
+            f"{array.dtype}{list(array.shape)}"
+            if hasattr(array, "shape")
+            else f"a {type(array).__name__}"
+        )
+        axes = (
+            f"{axis.replace('#', '')}{' or 1' * (axis[0] == '#')}"
+            for axis in expected[name].dim_str.split()
+        )
         shown[name] = f"{expected[name].dtype.__name__.lower()}[{', '.join(axes)}]"
     sentence = f"{wrong} is {given[wrong]} but {shown[wrong]} is expected"
     before = list(arrays)[: list(arrays).index(wrong)]
     if before and isinstance(arrays[wrong], expected[wrong].dtype[Any, "..."]):  # its kind is right
-        sentence += ", where" + " and".join(f" {name} {given[name]} is {shown[name]}" for name in before)
-    exchanged = {k: jax.eval_shape(lambda x: x.swapaxes(1, 2), x) if np.ndim(x) == 4 else x for k, x in arrays.items()}
-    return sentence + "; it fits after swapaxes(1, 2), heads before seq" * (not _misfit(exchanged, expected))
+        sentence += ", where" + " and".join(
+            f" {name} {given[name]} is {shown[name]}" for name in before
+        )
+    exchanged = {
+        k: jax.eval_shape(lambda x: x.swapaxes(1, 2), x) if np.ndim(x) == 4 else x
+        for k, x in arrays.items()
+    }
+    return sentence + "; it fits after swapaxes(1, 2), heads before seq" * (
+        not _misfit(exchanged, expected)
+    )

@@ -145,22 +145,34 @@ class Engine:
         self._block_s = block_s
         self._draft_len = draft_len
         self._resumes = resumes
-        self._kinds: tuple[frozenset[type[SamplingParams]], int] = frozenset([SamplingParams]), MAX_STOPS
+        self._kinds: tuple[frozenset[type[SamplingParams]], int] = (
+            frozenset([SamplingParams]),
+            MAX_STOPS,
+        )
         self.reset()
 
     def reset(self) -> None:
         """Let go of all rows and of all memory, as after a fault; the next step reserves it anew."""
         self.waiting: deque[Row] = deque()
         self.rows: list[Row | None] = [None] * self._num_slots
-        self._prompts: list[Row] = []  # of the rows, those whose prompts are not computed yet, in their order
+        self._prompts: list[
+            Row
+        ] = []  # of the rows, those whose prompts are not computed yet, in their order
         self._step_s = 0.0  # how long a step takes
         self._read_s = 0.0  # when the last block was read
-        self._prefixes: dict[bytes, steps.Chunk] = {}  # kept, by ``chunk_keys``; the one used longest ago goes first
+        self._prefixes: dict[
+            bytes, steps.Chunk
+        ] = {}  # kept, by ``chunk_keys``; the one used longest ago goes first
         self._dispatched: list[_Dispatched] = []
         # The batch, and one row beside it that prompts are computed in; with one slot that is the batch itself.
         self._batches: list[DecodeBatch] = []
-        self._made_for = self._kinds  # the settings and the number of stop ids that the batch has room for
-        self._staged: tuple[Any, list[int]] = None, []  # whose tokens are where prompts are computed, and which
+        self._made_for = (
+            self._kinds
+        )  # the settings and the number of stop ids that the batch has room for
+        self._staged: tuple[Any, list[int]] = (
+            None,
+            [],
+        )  # whose tokens are where prompts are computed, and which
 
     @property
     def busy(self) -> bool:
@@ -187,12 +199,18 @@ class Engine:
             said = "speculate guesses several tokens, and a grammar allows one after the other"
             raise UsageError(f"{said}: leave one out")
         if self._draft_len and request.top:
-            raise UsageError("speculate guesses tokens, and of those the likeliest others are not kept: leave one out")
+            raise UsageError(
+                "speculate guesses tokens, and of those the likeliest others are not kept: leave one out"
+            )
         setting_types(type(request.prompt.sampling))  # something applies each
         model = self.models[request.model]
         keys: list[bytes] = []
         if self._prefix_tokens and request.caches and not request.pooling:
-            keys = [*chunk_keys(f"{request.model}\0{request.salt}", request.prompt.ids[:-1], self.chunk_tokens)]
+            keys = [
+                *chunk_keys(
+                    f"{request.model}\0{request.salt}", request.prompt.ids[:-1], self.chunk_tokens
+                )
+            ]
         return Row(request, TextDecoder(model.tokenizer, request.prompt), keys)
 
     def cancel(self, row: Row) -> None:
@@ -220,11 +238,15 @@ class Engine:
             self._let_in()
             self._prefill_rows(events)
             upcoming = self._dispatch()
-            if not (upcoming or self._dispatched):  # there is nothing to read that would wait for what was computed
+            if not (
+                upcoming or self._dispatched
+            ):  # there is nothing to read that would wait for what was computed
                 jax.block_until_ready(self._batches[-1].cache.lengths)
             for dispatched in self._dispatched:
                 self._read(dispatched, events)
-            self._dispatched = upcoming or self._dispatch()  # rows under a grammar waited for their last token
+            self._dispatched = (
+                upcoming or self._dispatch()
+            )  # rows under a grammar waited for their last token
         except BaseException:
             self.reset()
             raise
@@ -256,13 +278,17 @@ class Engine:
     def reserve(self) -> None:
         """Make the batch, or give it what new rows need."""
         if not self._batches:
-            self._batches = [self._nobody(size) for size in sorted({len(self.rows), 1}, reverse=True)]
+            self._batches = [
+                self._nobody(size) for size in sorted({len(self.rows), 1}, reverse=True)
+            ]
         elif self._made_for != self._kinds:
             batch = self._batches[0]
             new = self._rows_of(self._base, [_NOBODY] * len(self.rows), batch.cache)
             stop_ids = np.array(new.stop_ids)
             stop_ids[:, : batch.stop_ids.shape[1]] = batch.stop_ids
-            self._batches[0] = self._put(batch._replace(settings=new.settings | batch.settings, stop_ids=stop_ids))
+            self._batches[0] = self._put(
+                batch._replace(settings=new.settings | batch.settings, stop_ids=stop_ids)
+            )
         self._made_for = self._kinds
 
     # Prompts
@@ -300,7 +326,11 @@ class Engine:
     def _prefill_short(self, name: str, length: int, events: Events) -> None:
         """Compute the first prompts of this model and length, as many as a program has rows."""
         num_rows = self.together_tokens // length
-        alike = [row for row in self._prompts if row.request.model == name and self._short_length(row) == length]
+        alike = [
+            row
+            for row in self._prompts
+            if row.request.model == name and self._short_length(row) == length
+        ]
         tokens, counts = np.zeros((num_rows, length), np.int32), np.zeros(num_rows, np.int32)
         for index, row in enumerate(alike[:num_rows]):
             ids = row.request.prompt.ids[:-1]
@@ -322,7 +352,11 @@ class Engine:
         ids = [*request.prompt.ids[:-1]]
         owner, held = self._staged
         shared = 0
-        if owner == _owner(request) and request.caches and not (request.pooling or request.prompt_log_probs):
+        if (
+            owner == _owner(request)
+            and request.caches
+            and not (request.pooling or request.prompt_log_probs)
+        ):
             if self._resumes:
                 while shared < min(len(ids), len(held)) and ids[shared] == held[shared]:
                     shared += 1
@@ -347,12 +381,23 @@ class Engine:
             row.num_hits += len(tokens)
             self._set_cache(steps.write_chunk(self._batches[-1].cache, chunk, np.int32(start)))
         else:
-            computed = size if request.prompt_log_probs else power_of_two_at_least(len(tokens), SHORTEST_CHUNK)
+            computed = (
+                size
+                if request.prompt_log_probs
+                else power_of_two_at_least(len(tokens), SHORTEST_CHUNK)
+            )
             padded = np.zeros((1, computed), np.int32)
             padded[0, : len(tokens)] = tokens
             counts = np.array([len(tokens)], np.int32)
             begins = self.begins_whole and start == 0
-            args = model.decode_params, model.config, self._batches[-1].cache, padded, counts, begins
+            args = (
+                model.decode_params,
+                model.config,
+                self._batches[-1].cache,
+                padded,
+                counts,
+                begins,
+            )
             hidden, cache = programs.call(steps.prefill_chunk, *args)
             self._set_cache(cache)
             self._report(row, model, hidden, tokens, start)
@@ -365,7 +410,9 @@ class Engine:
         self._staged[1].extend(tokens)
         return computed
 
-    def _report(self, row: Row, model: LanguageModel, hidden: Any, tokens: Sequence[int], start: int) -> None:
+    def _report(
+        self, row: Row, model: LanguageModel, hidden: Any, tokens: Sequence[int], start: int
+    ) -> None:
         """Keep what was asked for of a chunk's final activations."""
         request = row.request
         if request.pooling:
@@ -376,8 +423,12 @@ class Engine:
             targets = np.zeros(hidden.shape[1], np.int32)
             following = request.prompt.ids[start + 1 : start + 1 + len(tokens)]
             targets[: len(following)] = following
-            scores = jax.device_get(steps.score_chunk(model.decode_params, model.config, hidden, targets))
-            row.prompt_tokens += [_token(index, request.top, targets, *scores) for index in range(len(tokens))]
+            scores = jax.device_get(
+                steps.score_chunk(model.decode_params, model.config, hidden, targets)
+            )
+            row.prompt_tokens += [
+                _token(index, request.top, targets, *scores) for index in range(len(tokens))
+            ]
 
     def _enter(self, row: Row, cache: KVCache, computed_row: int, events: Events) -> None:
         """A row whose prompt is computed, in a row of this cache, begins to decode, or has its end already."""
@@ -388,7 +439,9 @@ class Engine:
             return self._end(row, events)
         one = self._rows_of(self.models[row.request.model], [prompt], cache)
         where = np.int32(computed_row), np.int32(row.slot)
-        self._batches[0] = self._put(one) if len(self.rows) == 1 else steps.join(self._batches[0], one, *where)
+        self._batches[0] = (
+            self._put(one) if len(self.rows) == 1 else steps.join(self._batches[0], one, *where)
+        )
 
     def _set_cache(self, cache: KVCache) -> None:
         self._batches[-1] = self._batches[-1]._replace(cache=cache)
@@ -398,14 +451,18 @@ class Engine:
         cache = _zeros(self._base.config, size, self._max_len, self._base.decode_params.dtype)
         return self._put(self._rows_of(self._base, [_NOBODY] * size, cache))
 
-    def _rows_of(self, model: LanguageModel, prompts: Sequence[Prompt], cache: KVCache) -> DecodeBatch:
+    def _rows_of(
+        self, model: LanguageModel, prompts: Sequence[Prompt], cache: KVCache
+    ) -> DecodeBatch:
         types, num_stops = self._kinds
         return make_batch(model, prompts, cache, self._max_len, num_stops, types, self._context)
 
     def _put(self, tree: Any) -> Any:
         """Arrays of rows on the devices of the parameters, split: where they are is part of what is compiled."""
         where = self._base.decode_params.weights["final_norm"].sharding
-        return jax.device_put(tree, batch_shardings(where.mesh, tree) if isinstance(where, NamedSharding) else where)
+        return jax.device_put(
+            tree, batch_shardings(where.mesh, tree) if isinstance(where, NamedSharding) else where
+        )
 
     # Decoding
 
@@ -438,7 +495,15 @@ class Engine:
             batch = restricted(batch, [masks.get(slot) for slot in range(len(self.rows))])
         model = self.models[name]
         tops = np.bool_(any(row.request.top for row in rows))
-        args = model.decode_params, model.config, batch, quotas, np.int32(num_steps), tops, self._draft_len
+        args = (
+            model.decode_params,
+            model.config,
+            batch,
+            quotas,
+            np.int32(num_steps),
+            tops,
+            self._draft_len,
+        )
         self._batches[0], block = programs.call(steps.decode_block, *args)
         return _Dispatched(rows, num_steps, time.monotonic(), block)
 
@@ -461,7 +526,13 @@ class Engine:
             return  # it may have been computed long ago
         has_top = any(row.request.top for row in dispatched.rows)
         block = dispatched.block
-        arrays = block.tokens, block.log_probs, block.drafted, block.accepted, *(block.top if has_top else ())
+        arrays = (
+            block.tokens,
+            block.log_probs,
+            block.drafted,
+            block.accepted,
+            *(block.top if has_top else ()),
+        )
         tokens, log_probs, drafted, accepted, *top = jax.device_get(arrays)
         now_s = time.monotonic()
         took_s = (now_s - max(dispatched.start_s, self._read_s)) / dispatched.num_steps
@@ -495,7 +566,14 @@ class Engine:
         rest, completion = row.text.end(), row.text.completion(row.drafted, row.accepted)
         self._deliver(row, rest, len(completion.ids), events)
         tokens = tuple(row.tokens[: len(completion.ids)])
-        events.append((row, Answer(completion, tokens, tuple(row.prompt_tokens), row.num_hits, tuple(row.pooled))))
+        events.append(
+            (
+                row,
+                Answer(
+                    completion, tokens, tuple(row.prompt_tokens), row.num_hits, tuple(row.pooled)
+                ),
+            )
+        )
         self.cancel(row)
 
 
@@ -505,7 +583,9 @@ def _owner(request: Request) -> tuple[str, str, bool]:
 
 
 _NOBODY = Prompt([0], max_new_tokens=0)
-_zeros = jax.jit(KVCache.zeros, static_argnums=(0, 1, 2, 3))  # one program, not one for each layer's arrays
+_zeros = jax.jit(
+    KVCache.zeros, static_argnums=(0, 1, 2, 3)
+)  # one program, not one for each layer's arrays
 
 
 def cache_len(num_tokens: int, context: int) -> int:

@@ -100,7 +100,9 @@ def stream(
         check_batch(model.config, 1, speculate)
         engine = Engine(model, 1, block_s=BLOCK_S, draft_len=speculate)
     elif engine.busy:
-        raise UsageError("the engine is generating other texts: wait for their end, or take another one")
+        raise UsageError(
+            "the engine is generating other texts: wait for their end, or take another one"
+        )
     row = engine.submit(Request(encoded))
     try:
         while True:
@@ -126,7 +128,10 @@ def completions(
     kept = _PREFIX_TOKENS if len(prompts) > 1 else 0
     engine = Engine(model, num_slots, draft_len=speculate, prefix_tokens=kept)
     # Equal prompts follow each other, and are computed once.
-    waiting = sorted(range(len(prompts)), key=lambda index: (len(prompts[index].ids), [*prompts[index].ids], -index))
+    waiting = sorted(
+        range(len(prompts)),
+        key=lambda index: (len(prompts[index].ids), [*prompts[index].ids], -index),
+    )
     indices = {}
     while waiting or engine.busy:
         while waiting and engine.num_free > 0:
@@ -151,30 +156,62 @@ def warm_up(
     prompts at once, ``max_new_tokens`` the most asked for (None: to the end of the context).
     """
     model = model.for_decoding()
-    prompts = [encode_prompt(model, Prompt([0] * length, max_new_tokens=max_new_tokens)) for length in lengths]
+    prompts = [
+        encode_prompt(model, Prompt([0] * length, max_new_tokens=max_new_tokens))
+        for length in lengths
+    ]
     longest = max((prompt.limit(model.config.max_seq_len) for prompt in prompts), default=0)
-    ends = sorted({min(128 << doubled, longest) for doubled in range(longest.bit_length())})  # one for each cache
+    ends = sorted(
+        {min(128 << doubled, longest) for doubled in range(longest.bit_length())}
+    )  # one for each cache
     for size, prompt in itertools.product(batches, prompts):
-        engine = Engine(model, size, draft_len=speculate, prefix_tokens=_PREFIX_TOKENS if size > 1 else 0)
+        engine = Engine(
+            model, size, draft_len=speculate, prefix_tokens=_PREFIX_TOKENS if size > 1 else 0
+        )
         for end in ends:
             engine.make_room(end)  # by growing from the one before
             engine.reset()
             keeps_chunks = size > 1 and len(prompt.ids) > engine.chunk_tokens
-            for first in (0, 1, 0) if keeps_chunks else (0,):  # the last one finds what the first one kept
+            for first in (
+                (0, 1, 0) if keeps_chunks else (0,)
+            ):  # the last one finds what the first one kept
                 ids = [first, *prompt.ids[1:]]
-                engine.submit(Request(dataclasses.replace(prompt, content=ids, max_new_tokens=int(end > len(ids)))))
+                engine.submit(
+                    Request(
+                        dataclasses.replace(prompt, content=ids, max_new_tokens=int(end > len(ids)))
+                    )
+                )
             while engine.busy:
                 engine.step()
 
 
-def _encoded(model: LanguageModel, prompts: Any, settings: Prompt, fields: SamplingFields) -> list[Prompt]:
+def _encoded(
+    model: LanguageModel, prompts: Any, settings: Prompt, fields: SamplingFields
+) -> list[Prompt]:
     """One prompt or a list of them, encoded; those that bring no settings of their own have these."""
     if unknown := fields.keys() - vars(settings.sampling):
-        raise unknown_name("setting", min(unknown), [*vars(settings.sampling), "max_new_tokens", "stop", "stop_ids"])
-    settings = dataclasses.replace(settings, sampling=dataclasses.replace(settings.sampling, **fields))
-    if isinstance(prompts, str | Prompt) or (len(prompts) and isinstance(prompts[0], numbers.Integral)):
+        raise unknown_name(
+            "setting",
+            min(unknown),
+            [*vars(settings.sampling), "max_new_tokens", "stop", "stop_ids"],
+        )
+    settings = dataclasses.replace(
+        settings, sampling=dataclasses.replace(settings.sampling, **fields)
+    )
+    if isinstance(prompts, str | Prompt) or (
+        len(prompts) and isinstance(prompts[0], numbers.Integral)
+    ):
         prompts = [prompts]
-    if settings != Prompt("") and len(prompts) and all(isinstance(prompt, Prompt) for prompt in prompts):
-        raise UsageError("a Prompt brings its own settings, and others are given beside it: set them in the Prompt")
-    each = (one if isinstance(one, Prompt) else dataclasses.replace(settings, content=one) for one in prompts)
+    if (
+        settings != Prompt("")
+        and len(prompts)
+        and all(isinstance(prompt, Prompt) for prompt in prompts)
+    ):
+        raise UsageError(
+            "a Prompt brings its own settings, and others are given beside it: set them in the Prompt"
+        )
+    each = (
+        one if isinstance(one, Prompt) else dataclasses.replace(settings, content=one)
+        for one in prompts
+    )
     return [encode_prompt(model, prompt) for prompt in each]

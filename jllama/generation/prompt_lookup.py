@@ -13,18 +13,25 @@ from jllama.model import Llama
 _SHORTEST_MATCH, _LONGEST_MATCH = 2, 3
 
 
-def lookup_step(llama: Llama, batch: DecodeBatch, takes: Bool[Array, "batch"], draft_len: int) -> DecodeBatch:
+def lookup_step(
+    llama: Llama, batch: DecodeBatch, takes: Bool[Array, "batch"], draft_len: int
+) -> DecodeBatch:
     """One token more for every row that takes one, or several, as long as its guesses are what is drawn."""
     drafts, matched = draft_tokens(batch.tokens, batch.cache.lengths + 1, draft_len)
     return jax.lax.cond(  # a pass over several tokens costs more than over one, where arithmetic is dear
         jnp.any(matched & takes),
         lambda: _verified(llama, batch, takes, jnp.where(matched[:, None], drafts, -1)),
         lambda: _verified(llama, batch, takes, drafts[:, :0]),
-    )._replace(seen=batch.seen, settings=batch.settings)  # large and unchanged: nothing to copy out of the branches
+    )._replace(
+        seen=batch.seen, settings=batch.settings
+    )  # large and unchanged: nothing to copy out of the branches
 
 
 def _verified(
-    llama: Llama, batch: DecodeBatch, takes: Bool[Array, "batch"], drafts: Int[Array, "batch draft_len"]
+    llama: Llama,
+    batch: DecodeBatch,
+    takes: Bool[Array, "batch"],
+    drafts: Int[Array, "batch draft_len"],
 ) -> DecodeBatch:
     """Feed each row its last token and its drafts (-1 for none); append tokens as long as the drafts are right."""
     lengths = batch.cache.lengths
@@ -33,14 +40,21 @@ def _verified(
     hidden, cache = llama.decode(fed, batch.cache, takes.astype(jnp.int32) * fed.shape[1])
     logits = llama.logits(hidden)
     drafted = jnp.sum((drafts >= 0) & takes[:, None], axis=1, dtype=jnp.int32)
-    guesses = jnp.pad(drafts, ((0, 0), (0, 1)), constant_values=-1)  # what each position's draw is held against
+    guesses = jnp.pad(
+        drafts, ((0, 0), (0, 1)), constant_values=-1
+    )  # what each position's draw is held against
 
-    def take(carry: tuple[DecodeBatch, Array], position: Array) -> tuple[tuple[DecodeBatch, Array], None]:
+    def take(
+        carry: tuple[DecodeBatch, Array], position: Array
+    ) -> tuple[tuple[DecodeBatch, Array], None]:
         batch, takes = carry
         longer = batch.cache._replace(lengths=batch.cache.lengths + takes.astype(jnp.int32))
         batch, token = append_token(batch._replace(cache=longer), logits[:, position], takes)
         right = takes & (guesses[:, position] == token)
-        return (batch._replace(accepted=batch.accepted + right.astype(jnp.int32)), right & ~batch.finished), None
+        return (
+            batch._replace(accepted=batch.accepted + right.astype(jnp.int32)),
+            right & ~batch.finished,
+        ), None
 
     batch = batch._replace(cache=cache._replace(lengths=lengths), drafted=batch.drafted + drafted)
     (batch, _), _ = jax.lax.scan(take, (batch, takes), jnp.arange(fed.shape[1]))
@@ -57,7 +71,9 @@ def draft_tokens(
     """
     (batch, max_len), last = tokens.shape, lengths[:, None] - 1
     slots, rows = jnp.arange(max_len), jnp.arange(batch)[:, None]
-    matched = jnp.zeros((batch, max_len), jnp.int32)  # how many tokens up to each slot equal the last ones
+    matched = jnp.zeros(
+        (batch, max_len), jnp.int32
+    )  # how many tokens up to each slot equal the last ones
     matches = slots < last
     for back in range(_LONGEST_MATCH):
         shifted = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, :max_len]

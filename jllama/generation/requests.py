@@ -17,12 +17,16 @@ class Request:
 
     prompt: Prompt  # as ``encode_prompt`` makes it
     model: str = ""  # the name of one of the engine's models
-    top: int = 0  # how many of the likeliest tokens to report beside each token, at most ``MOST_TOP``
+    top: int = (
+        0  # how many of the likeliest tokens to report beside each token, at most ``MOST_TOP``
+    )
     prompt_log_probs: bool = False  # report those of the prompt's tokens, too
     client: str = ""  # who asked: a server's clients take turns
     salt: str = ""  # prefixes are taken from the cache if they were kept under the same one
     pooling: Pooling | None = None  # what to report of the prompt's final activations
-    caches: bool = True  # whether prefixes are taken from the cache and kept there; the same bits either way
+    caches: bool = (
+        True  # whether prefixes are taken from the cache and kept there; the same bits either way
+    )
 
 
 class Token(NamedTuple):
@@ -30,7 +34,9 @@ class Token(NamedTuple):
 
     id: int
     log_prob: float | None  # None of a prompt's first
-    top: tuple[tuple[int, float], ...] = ()  # (id, log-probability) of the likeliest tokens there, likeliest first
+    top: tuple[
+        tuple[int, float], ...
+    ] = ()  # (id, log-probability) of the likeliest tokens there, likeliest first
 
 
 class Piece(NamedTuple):

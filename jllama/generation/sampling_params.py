@@ -13,7 +13,9 @@ _MOST = 1e30  # the logits stay finite in float32, whatever is added to them and
 
 def setting(default: float, least: float, most: float, expected: str) -> Any:
     """A field of ``SamplingParams``: its default, the least and the most that it may be, and these in words."""
-    return dataclasses.field(default=default, metadata={"check": (lambda value: least <= value <= most, expected)})
+    return dataclasses.field(
+        default=default, metadata={"check": (lambda value: least <= value <= most, expected)}
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,18 +43,31 @@ class SamplingParams:
     top_p: float = setting(1.0, math.nextafter(0, 1), 1, "over 0 and at most 1")
     min_p: float = setting(0.0, 0, 1, "between 0 (off) and 1")
     repetition_penalty: float = setting(1.0, 1 / _MOST, _MOST, "positive (1 is off), up to 1e+30")
-    presence_penalty: float = setting(0.0, -_MOST, _MOST, "a finite number (0 is off), at most 1e+30")
-    frequency_penalty: float = setting(0.0, -_MOST, _MOST, "a finite number (0 is off), at most 1e+30")
+    presence_penalty: float = setting(
+        0.0, -_MOST, _MOST, "a finite number (0 is off), at most 1e+30"
+    )
+    frequency_penalty: float = setting(
+        0.0, -_MOST, _MOST, "a finite number (0 is off), at most 1e+30"
+    )
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     banned_ids: tuple[int, ...] = ()
     seed: int = setting(0, 0, 2**32 - 1, "between 0 and 2**32 - 1")
 
     def __post_init__(self) -> None:
-        for field in (*dataclasses.fields(SamplingParams), *dataclasses.fields(self)):  # with defaults of its own, too
+        for field in (
+            *dataclasses.fields(SamplingParams),
+            *dataclasses.fields(self),
+        ):  # with defaults of its own, too
             if field.metadata:
                 check_fields(self, "", field.name, *field.metadata["check"])
         finite = "of finite numbers, at most 1e+30: ban with banned_ids"
-        check_fields(self, "", "logit_bias", lambda bias: all(abs(each) <= _MOST for each in bias.values()), finite)
+        check_fields(
+            self,
+            "",
+            "logit_bias",
+            lambda bias: all(abs(each) <= _MOST for each in bias.values()),
+            finite,
+        )
 
 
 class SamplingFields(TypedDict, total=False):

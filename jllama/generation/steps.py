@@ -33,7 +33,9 @@ class Block(NamedTuple):
     log_probs: Float[Array, "batch new"]  # by the raw logits, in nats
     drafted: Int[Array, "batch"]  # tokens that prompt lookup guessed since the row came in
     accepted: Int[Array, "batch"]  # those of them that were right
-    top: tuple[Int[Array, "steps batch top"], Float[Array, "steps batch top"]]  # of each step; zeros if none was asked
+    top: tuple[
+        Int[Array, "steps batch top"], Float[Array, "steps batch top"]
+    ]  # of each step; zeros if none was asked
 
 
 @functools.partial(jax.jit, static_argnames=("config", "begins"), donate_argnames="cache")
@@ -41,7 +43,9 @@ def prefill_chunk(
     params: DecodeParams, config: LlamaConfig, cache: KVCache, tokens: Any, count: Any, begins: bool
 ) -> tuple[Float[Array, "1 seq embed"], KVCache]:
     """Final activations of the first ``count`` tokens of ``[1, seq]`` behind those in the cache, and it with them."""
-    return build_model(config, params).decode(jnp.asarray(tokens), cache, jnp.asarray(count), begins=begins)
+    return build_model(config, params).decode(
+        jnp.asarray(tokens), cache, jnp.asarray(count), begins=begins
+    )
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -49,13 +53,17 @@ def prefill_short(params: DecodeParams, config: LlamaConfig, tokens: Any, counts
     """Keys and values of the first ``counts`` tokens of several prompts ``[batch, seq]``, in a cache of their own."""
     rows, seq = tokens.shape
     cache = KVCache.zeros(config, rows, seq, params.dtype)
-    return build_model(config, params).decode(jnp.asarray(tokens), cache, jnp.asarray(counts), begins=True)[1]
+    return build_model(config, params).decode(
+        jnp.asarray(tokens), cache, jnp.asarray(counts), begins=True
+    )[1]
 
 
 @functools.partial(jax.jit, static_argnames="size")
 def read_chunk(cache: KVCache, start: Any, size: int) -> Chunk:
     """Keys and values of ``size`` tokens of a cache of one row."""
-    part = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=2)
+    part = functools.partial(
+        jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=2
+    )
     return tuple(zip(map(part, cache.keys), map(part, cache.values), strict=True))
 
 
@@ -65,7 +73,9 @@ def write_chunk(cache: KVCache, chunk: Chunk, start: Any) -> KVCache:
     put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=2)
     keys, values = zip(*chunk, strict=True)
     lengths = jnp.full_like(cache.lengths, start + keys[0].shape[2])
-    return KVCache(tuple(map(put, cache.keys, keys)), tuple(map(put, cache.values, values)), lengths)
+    return KVCache(
+        tuple(map(put, cache.keys, keys)), tuple(map(put, cache.values, values)), lengths
+    )
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -75,7 +85,9 @@ def score_chunk(
     """Log-probabilities of a chunk's next tokens ``[seq]``, and the likeliest ones with theirs."""
     logits = build_model(config, params).logits(hidden)[0]
     log_probs = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    return jnp.take_along_axis(log_probs, jnp.asarray(targets)[:, None], axis=1)[:, 0], _likeliest(log_probs)
+    return jnp.take_along_axis(log_probs, jnp.asarray(targets)[:, None], axis=1)[:, 0], _likeliest(
+        log_probs
+    )
 
 
 @functools.partial(jax.jit, donate_argnames="batch")
@@ -89,7 +101,9 @@ def join(batch: DecodeBatch, one: DecodeBatch, computed_row: Any, row: Any) -> D
         start = index * size
         zero = jnp.int32(0)  # of the others' type, in 64 bits, too
         parts = [
-            jax.lax.dynamic_slice(leaf, (computed_row, zero, start, zero), (1, leaf.shape[1], size, leaf.shape[3]))
+            jax.lax.dynamic_slice(
+                leaf, (computed_row, zero, start, zero), (1, leaf.shape[1], size, leaf.shape[3])
+            )
             for leaf in source
         ]
         return [
@@ -105,13 +119,22 @@ def join(batch: DecodeBatch, one: DecodeBatch, computed_row: Any, row: Any) -> D
         into = jax.lax.fori_loop(0, -(-length[0] // size), copy, into)
     keys, values = into[: len(into) // 2], into[len(into) // 2 :]
     lengths = put(batch.cache.lengths, length)
-    fields = {name: jax.tree.map(put, getattr(batch, name), getattr(one, name)) for name in batch._fields[1:]}
+    fields = {
+        name: jax.tree.map(put, getattr(batch, name), getattr(one, name))
+        for name in batch._fields[1:]
+    }
     return _as_it_came(DecodeBatch(KVCache(tuple(keys), tuple(values), lengths), **fields))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "draft_len"), donate_argnames="batch")
 def decode_block(
-    params: DecodeParams, config: LlamaConfig, batch: DecodeBatch, quotas: Any, steps: Any, tops: Any, draft_len: int
+    params: DecodeParams,
+    config: LlamaConfig,
+    batch: DecodeBatch,
+    quotas: Any,
+    steps: Any,
+    tops: Any,
+    draft_len: int,
 ) -> tuple[DecodeBatch, Block]:
     """Up to ``steps`` decoding steps (at most ``STEPS``), each of which gives every unfinished row a token or more.
 
@@ -137,7 +160,9 @@ def decode_block(
             return done + 1, lookup_step(llama, batch, takes(batch), draft_len), top
         batch, logits = decode_step(llama, batch, takes(batch))
         put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=done, axis=0)
-        top = jax.lax.cond(tops, lambda: tuple(map(put, top, _likeliest(jax.nn.log_softmax(logits)))), lambda: top)
+        top = jax.lax.cond(
+            tops, lambda: tuple(map(put, top, _likeliest(jax.nn.log_softmax(logits)))), lambda: top
+        )
         return done + 1, batch, top
 
     _, batch, top = jax.lax.while_loop(goes_on, step, (jnp.int32(0), batch, top))
@@ -150,7 +175,9 @@ def decode_block(
     return _as_it_came(batch), Block(tokens, log_probs, batch.drafted, batch.accepted, top)
 
 
-def decode_step(llama: Llama, batch: DecodeBatch, takes: Array) -> tuple[DecodeBatch, Float[Array, "batch vocab"]]:
+def decode_step(
+    llama: Llama, batch: DecodeBatch, takes: Array
+) -> tuple[DecodeBatch, Float[Array, "batch vocab"]]:
     """One token more for every row that takes one, and the logits that it was drawn by."""
     last = jnp.take_along_axis(batch.tokens, batch.cache.lengths[:, None], axis=1)
     hidden, cache = llama.decode(last, batch.cache, takes.astype(jnp.int32))
@@ -168,7 +195,9 @@ def resized(batch: DecodeBatch, max_len: int) -> DecodeBatch:
         return jnp.pad(leaf, more)
 
     cache = batch.cache
-    keys, values = (tuple(longer(leaf, 2) for leaf in leaves) for leaves in (cache.keys, cache.values))
+    keys, values = (
+        tuple(longer(leaf, 2) for leaf in leaves) for leaves in (cache.keys, cache.values)
+    )
     tokens, log_probs = longer(batch.tokens, 1), longer(batch.log_probs, 1)
     cache = KVCache(keys, values, cache.lengths)
     return _as_it_came(batch._replace(cache=cache, tokens=tokens, log_probs=log_probs))
@@ -176,10 +205,19 @@ def resized(batch: DecodeBatch, max_len: int) -> DecodeBatch:
 
 def kv_bytes(config: LlamaConfig, dtype: Any, num_tokens: int) -> int:
     """What the keys and values of so many tokens take."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize * num_tokens
+    return (
+        2
+        * config.num_layers
+        * config.num_kv_heads
+        * config.head_dim
+        * jnp.dtype(dtype).itemsize
+        * num_tokens
+    )
 
 
-def _likeliest(log_probs: Float[Array, "batch vocab"]) -> tuple[Int[Array, "batch top"], Float[Array, "batch top"]]:
+def _likeliest(
+    log_probs: Float[Array, "batch vocab"],
+) -> tuple[Int[Array, "batch top"], Float[Array, "batch top"]]:
     values, ids = jax.lax.top_k(log_probs, min(MOST_TOP, log_probs.shape[1]))
     more = ((0, 0), (0, MOST_TOP - ids.shape[1]))
     return jnp.pad(ids.astype(jnp.int32), more), jnp.pad(values.astype(jnp.float32), more)
@@ -188,4 +226,8 @@ def _likeliest(log_probs: Float[Array, "batch vocab"]) -> tuple[Int[Array, "batc
 def _as_it_came(batch: DecodeBatch) -> DecodeBatch:
     """The batch on the devices that it is kept on, or the next call would compile again."""
     mesh = jax.typeof(batch.finished).sharding.mesh
-    return batch if mesh.empty else jax.lax.with_sharding_constraint(batch, batch_shardings(mesh, batch))
+    return (
+        batch
+        if mesh.empty
+        else jax.lax.with_sharding_constraint(batch, batch_shardings(mesh, batch))
+    )

@@ -14,14 +14,18 @@ from jllama.grammar import Matcher
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import Tokenizer
 
-_CONTEXT_TOKENS = 8  # decoded again before new ones, as the first token of a text may lose its space
+_CONTEXT_TOKENS = (
+    8  # decoded again before new ones, as the first token of a text may lose its space
+)
 
 
 class Completion(NamedTuple):
     """What was generated from one prompt."""
 
     text: str  # what is new, without the prompt and the stop
-    ids: list[int]  # what ``text`` came from, without a stop id; where a stop string cut a token, it is the last one
+    ids: list[
+        int
+    ]  # what ``text`` came from, without a stop id; where a stop string cut a token, it is the last one
     finish_reason: str  # stop_id, stop_string, length (max_new_tokens, a grammar's limit) or context (the model's)
     log_probs: list[float]  # of each of ``ids``, by the model's raw logits, in nats
     drafted: int = 0  # tokens guessed, with ``speculate``
@@ -35,10 +39,18 @@ def encode_prompt(model: LanguageModel, prompt: Prompt) -> Prompt:
     """The prompt as token ids, with tuples of its stops: the one place where requests are checked (``UsageError``)."""
     content, tokenizer, context = prompt.content, model.text_tokenizer, model.config.max_seq_len
     try:
-        ids = prompt_ids(tokenizer, content) if isinstance(content, str) else [operator.index(each) for each in content]
+        ids = (
+            prompt_ids(tokenizer, content)
+            if isinstance(content, str)
+            else [operator.index(each) for each in content]
+        )
     except TypeError as error:
-        raise UsageError(f"a prompt is {str(content)[:50]!r}; it must be text, token ids or a Prompt") from error
-    stop_ids = (model.stop_ids or (tokenizer.eos_id,)) if prompt.stop_ids is None else prompt.stop_ids
+        raise UsageError(
+            f"a prompt is {str(content)[:50]!r}; it must be text, token ids or a Prompt"
+        ) from error
+    stop_ids = (
+        (model.stop_ids or (tokenizer.eos_id,)) if prompt.stop_ids is None else prompt.stop_ids
+    )
     new, sampling = 1 if prompt.max_new_tokens is None else prompt.max_new_tokens, prompt.sampling
     stop = (prompt.stop,) if isinstance(prompt.stop, str) else tuple(prompt.stop)
     if "" in stop:
@@ -48,19 +60,32 @@ def encode_prompt(model: LanguageModel, prompt: Prompt) -> Prompt:
     if not ids:
         raise UsageError("a prompt has no tokens: it needs at least the BOS token")
     if len(ids) + new > context:
-        less = f" or lower max_new_tokens to at most {context - len(ids)}" if context > len(ids) else ""
+        less = (
+            f" or lower max_new_tokens to at most {context - len(ids)}"
+            if context > len(ids)
+            else ""
+        )
         wrong = f"the prompt's {len(ids)} tokens and {new} new ones exceed the model's context of {context}"
         raise ContextError(f"{wrong}: shorten the prompt{less}")
-    given = {"prompt": ids, "stop_ids": stop_ids, "logit_bias": sampling.logit_bias, "banned_ids": sampling.banned_ids}
+    given = {
+        "prompt": ids,
+        "stop_ids": stop_ids,
+        "logit_bias": sampling.logit_bias,
+        "banned_ids": sampling.banned_ids,
+    }
     for name, listed in given.items():
         if unknown := [id for id in listed if not 0 <= id < tokenizer.vocab_size]:
             has = "have" if name.endswith("ids") else "has"
-            raise UsageError(f"the {name} {has} token {unknown[0]}; the ids run from 0 to {tokenizer.vocab_size - 1}")
+            raise UsageError(
+                f"the {name} {has} token {unknown[0]}; the ids run from 0 to {tokenizer.vocab_size - 1}"
+            )
     if len(set(sampling.banned_ids)) == tokenizer.vocab_size:
         raise UsageError("banned_ids bans every token: leave at least one")
     if prompt.grammar:
         if sampling.banned_ids:
-            raise UsageError("banned_ids could leave nothing of what a grammar allows: use logit_bias")
+            raise UsageError(
+                "banned_ids could leave nothing of what a grammar allows: use logit_bias"
+            )
         Matcher(prompt.grammar, tokenizer, stop_ids)  # it can be compiled
     return dataclasses.replace(prompt, content=ids, stop=stop, stop_ids=tuple(stop_ids))
 
@@ -89,7 +114,9 @@ class TextDecoder:
             self._decoded = tokenizer.decode(self._ids)
         self._num_decoded = len(self._ids)  # how many those are
         self._num_shown = 0
-        self._tokens: list[tuple[int, float, int]] = []  # id, log-probability, and the length of the text before it
+        self._tokens: list[
+            tuple[int, float, int]
+        ] = []  # id, log-probability, and the length of the text before it
         self.text, self.finish_reason = "", ""  # the latter once it is stop_id or stop_string
 
     def push(self, token: int, log_prob: float = 0.0) -> str:
@@ -124,10 +151,16 @@ class TextDecoder:
 
     def completion(self, drafted: int, accepted: int) -> Completion:
         """All of it, at the end."""
-        reason = self.finish_reason or ("context" if self._prompt.max_new_tokens is None else "length")
-        kept = [token for token in self._tokens if reason != "stop_string" or token[2] < len(self.text)]
+        reason = self.finish_reason or (
+            "context" if self._prompt.max_new_tokens is None else "length"
+        )
+        kept = [
+            token for token in self._tokens if reason != "stop_string" or token[2] < len(self.text)
+        ]
         ids, log_probs = [id for id, *_ in kept], [log_prob for _, log_prob, _ in kept]
-        return Completion(self.text, ids, reason, log_probs, drafted, accepted, len(self._prompt.ids))
+        return Completion(
+            self.text, ids, reason, log_probs, drafted, accepted, len(self._prompt.ids)
+        )
 
     def _show(self, num_held: int) -> str:
         piece = self.text[self._num_shown : len(self.text) - num_held]
@@ -138,7 +171,9 @@ class TextDecoder:
         """Add the text of new tokens, if it is certain; the text ends where a stop string begins."""
         if self._tokenizer is None:
             return
-        if self._num_decoded > 2 * _CONTEXT_TOKENS:  # begin anew, or each token would decode the whole text again
+        if (
+            self._num_decoded > 2 * _CONTEXT_TOKENS
+        ):  # begin anew, or each token would decode the whole text again
             self._ids = self._ids[self._num_decoded - _CONTEXT_TOKENS :]
             self._num_decoded = _CONTEXT_TOKENS
             self._decoded = self._tokenizer.decode(self._ids[:_CONTEXT_TOKENS])

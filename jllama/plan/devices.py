@@ -27,10 +27,14 @@ class MeasuredShares(NamedTuple):
 
     products: float  # of large matrices in bfloat16
     bandwidth: float  # of a long copy
-    attention: Mapping[str, tuple[float, float]]  # of each kernel: forward, and both passes; all pairs are counted
+    attention: Mapping[
+        str, tuple[float, float]
+    ]  # of each kernel: forward, and both passes; all pairs are counted
 
 
-_HOPPER = MeasuredShares(0.807, 0.895, {"tokamax": (1.24, 0.527), "triton": (0.428, 0.204), "cudnn": (0.704, 0.595)})
+_HOPPER = MeasuredShares(
+    0.807, 0.895, {"tokamax": (1.24, 0.527), "triton": (0.428, 0.204), "cudnn": (0.704, 0.595)}
+)
 MEASURED = {"h100": _HOPPER, "h100-pcie": _HOPPER, "h200": _HOPPER}
 """By the names that topologies begin with.
 
@@ -52,10 +56,18 @@ def topology_devices(topology: str) -> tuple[Accelerator, list[Any]]:
         raise unknown_name("accelerator", kind, ACCELERATORS)
     accelerator = ACCELERATORS[kind]
     is_tpu, node = accelerator.sides > 0, accelerator.node
-    sides = [int(side) for side in shape.split("x")] if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) else []
+    sides = (
+        [int(side) for side in shape.split("x")]
+        if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape)
+        else []
+    )
     count = math.prod(sides)
     if len(sides) != max(1, accelerator.sides) or (not is_tpu and count > node and count % node):
-        what = "the sides of the slice" if is_tpu else f"the number of GPUs, to {node} or a multiple of {node}"
+        what = (
+            "the sides of the slice"
+            if is_tpu
+            else f"the number of GPUs, to {node} or a multiple of {node}"
+        )
         example = "x".join(["4"] * accelerator.sides) or "8"
         raise UsageError(f"{topology} is no topology: give {what}, such as {kind}:{example}")
     for name, value in _ENVIRONMENT.items():
@@ -71,12 +83,20 @@ def topology_devices(topology: str) -> tuple[Accelerator, list[Any]]:
     else:
         _check_packages("GPUs", "cuda", "jax-cuda13-plugin", "jax-cuda12-plugin")
         nodes = f"1x{max(1, count // node)}x{min(count, node)}"
-        options = {"platform": "cuda", "topology": nodes, "target_config": _target_config(accelerator)}
+        options = {
+            "platform": "cuda",
+            "topology": nodes,
+            "target_config": _target_config(accelerator),
+        }
     try:
         return accelerator, list(topologies.get_topology_desc(**options).devices)
-    except Exception as error:  # of many types: what the compiler's library says of names and versions
+    except (
+        Exception
+    ) as error:  # of many types: what the compiler's library says of names and versions
         said = " ".join(str(error).split())[:300]
-        raise UsageError(f"{topology} cannot be planned for, so give another topology: {said}") from error
+        raise UsageError(
+            f"{topology} cannot be planned for, so give another topology: {said}"
+        ) from error
 
 
 def usual_topology(topology: str) -> str:
@@ -93,14 +113,20 @@ def usual_topology(topology: str) -> str:
     sides = [side for side in (1, 2, *range(4, int(chips) + 1, 4)) if int(chips) % side == 0]
     slices = itertools.combinations_with_replacement(reversed(sides), ACCELERATORS[kind].sides)
     usual = min((each for each in slices if math.prod(each) == int(chips)), default=())
-    ordered = sorted(usual, key=lambda side: (side == 1, side))  # 2x2x1, 2x4x4, as their makers write them
+    ordered = sorted(
+        usual, key=lambda side: (side == 1, side)
+    )  # 2x2x1, 2x4x4, as their makers write them
     return f"{kind}:{'x'.join(map(str, ordered)) or chips}"
 
 
 def _check_packages(what: str, extra: str, *names: str) -> None:
     """Raise ``UsageError`` unless one of the packages is there, in the version that belongs to this JAX."""
-    packages = {each.name: each.version for each in importlib.metadata.distributions() if each.name in names}
-    wanted = re.search(rf"{names[0]}\S*[=>]=([\d.*]+)", " ".join(importlib.metadata.requires("jax") or ()))
+    packages = {
+        each.name: each.version for each in importlib.metadata.distributions() if each.name in names
+    }
+    wanted = re.search(
+        rf"{names[0]}\S*[=>]=([\d.*]+)", " ".join(importlib.metadata.requires("jax") or ())
+    )
     version = wanted[1] if wanted else ""
     if not any(each.startswith(version.rstrip("*")) for each in packages.values()):
         found = " and ".join(map(" ".join, packages.items())) or "none"
@@ -138,4 +164,6 @@ def interconnect_s(accelerator: Accelerator, group: int, near: int, received_byt
     It comes over links, or where only ``near`` of the group are in one node, through the network cards of those.
     """
     alone = group == near or accelerator.sides > 0
-    return received_bytes / (accelerator.links if alone else min(accelerator.links, near * accelerator.network))
+    return received_bytes / (
+        accelerator.links if alone else min(accelerator.links, near * accelerator.network)
+    )

@@ -63,11 +63,22 @@ def make_app(engine: EngineThread | None, config: HttpConfig, keys: Sequence[str
     app.state.engine, app.state.is_closing, app.state.log_text = engine, False, config.log_text
     app.state.turns = weakref.WeakValueDictionary[str, asyncio.Semaphore]()
     usual = vars(SamplingParams())
-    app.state.defaults = {name: value for name, value in vars(config.default).items() if value != usual[name]}
+    app.state.defaults = {
+        name: value for name, value in vars(config.default).items() if value != usual[name]
+    }
     app.add_middleware(_front, config=config, keys=[f"Bearer {key}".encode() for key in keys])  # type: ignore[arg-type]
     if config.cors:
-        app.add_middleware(CORSMiddleware, allow_origins=config.cors, allow_methods=["*"], allow_headers=["*"])
-    for kind in (HTTPException, RequestValidationError, JllamaError, Busy, RecursionError, Exception):
+        app.add_middleware(
+            CORSMiddleware, allow_origins=config.cors, allow_methods=["*"], allow_headers=["*"]
+        )
+    for kind in (
+        HTTPException,
+        RequestValidationError,
+        JllamaError,
+        Busy,
+        RecursionError,
+        Exception,
+    ):
         app.add_exception_handler(kind, _problem_of)
 
     def ready() -> EngineThread:
@@ -75,11 +86,15 @@ def make_app(engine: EngineThread | None, config: HttpConfig, keys: Sequence[str
             raise Busy("the model is still loading: come again soon", 5)
         return app.state.engine
 
-    @app.post("/v1/chat/completions", responses=_responses("id object choices usage", "text/event-stream"))
+    @app.post(
+        "/v1/chat/completions", responses=_responses("id object choices usage", "text/event-stream")
+    )
     async def chat(request: HttpRequest, body: Chat) -> Response:
         return await _generate(request, ready(), body)
 
-    @app.post("/v1/completions", responses=_responses("id object choices usage", "text/event-stream"))
+    @app.post(
+        "/v1/completions", responses=_responses("id object choices usage", "text/event-stream")
+    )
     async def completions(request: HttpRequest, body: Continuation) -> Response:
         return await _generate(request, ready(), body)
 
@@ -90,7 +105,12 @@ def make_app(engine: EngineThread | None, config: HttpConfig, keys: Sequence[str
 
     @app.post("/v1/embeddings", responses=_responses("object data model usage"))
     async def embed(request: HttpRequest, body: protocol.Embedding) -> Response:
-        given = {"model": body.model, "prompt": body.input, "max_tokens": 0, "pooling": body.pooling}
+        given = {
+            "model": body.model,
+            "prompt": body.input,
+            "max_tokens": 0,
+            "pooling": body.pooling,
+        }
         pooled = protocol.Pooled.model_validate(given)
         return await _generate(request, ready(), pooled, functools.partial(embeddings, body))
 
@@ -109,18 +129,28 @@ def make_app(engine: EngineThread | None, config: HttpConfig, keys: Sequence[str
     @app.post("/tokenize", dependencies=[Depends(_in_turn)], responses=_responses("tokens count"))
     def tokenize(body: protocol.Text) -> Response:
         tokenizer = served(ready(), body.model)[1].text_tokenizer
-        ids = prompt_ids(tokenizer, body.prompt) if body.add_special_tokens else tokenizer.encode(body.prompt)
+        ids = (
+            prompt_ids(tokenizer, body.prompt)
+            if body.add_special_tokens
+            else tokenizer.encode(body.prompt)
+        )
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": ready().context})
 
     @app.post("/detokenize", dependencies=[Depends(_in_turn)], responses=_responses("prompt"))
     def detokenize(body: protocol.Tokens) -> Response:
-        return JSONResponse({"prompt": served(ready(), body.model)[1].text_tokenizer.decode(body.tokens)})
+        return JSONResponse(
+            {"prompt": served(ready(), body.model)[1].text_tokenizer.decode(body.tokens)}
+        )
 
-    @app.post("/apply-template", dependencies=[Depends(_in_turn)], responses=_responses("prompt tokens"))
+    @app.post(
+        "/apply-template", dependencies=[Depends(_in_turn)], responses=_responses("prompt tokens")
+    )
     def apply_template(body: protocol.Conversation) -> Response:
         model = served(ready(), body.model)[1]
         text, _ = conversation_text(model, body)
-        return JSONResponse({"prompt": text, "tokens": model.text_tokenizer.encode_with_special_tokens(text)})
+        return JSONResponse(
+            {"prompt": text, "tokens": model.text_tokenizer.encode_with_special_tokens(text)}
+        )
 
     @app.get("/health", responses=_responses("status"))
     async def health() -> Response:
@@ -146,15 +176,21 @@ def _responses(required: str, *others: str) -> dict[int | str, Json]:
     return {200: {"description": "as asked", "content": content}}
 
 
-def _problem(status: int, message: str, code: Any = None, param: Any = None, headers: Any = None) -> Response:
+def _problem(
+    status: int, message: str, code: Any = None, param: Any = None, headers: Any = None
+) -> Response:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code}}, status, headers)
+    return JSONResponse(
+        {"error": {"message": message, "type": kind, "param": param, "code": code}}, status, headers
+    )
 
 
 def _problem_of(request: HttpRequest, error: Exception) -> Response:
     match error:
         case Busy():
-            return _problem(503, str(error), "unavailable", None, {"Retry-After": str(error.retry_after_s)})
+            return _problem(
+                503, str(error), "unavailable", None, {"Retry-After": str(error.retry_after_s)}
+            )
         case JllamaError():
             return _problem(getattr(error, "status", 400), str(error), getattr(error, "code", None))
         case HTTPException():
@@ -163,10 +199,17 @@ def _problem_of(request: HttpRequest, error: Exception) -> Response:
         case RequestValidationError():
             first, *_ = errors = error.errors()
             if first["type"] == "json_invalid":
-                return _problem(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][1]}")
+                return _problem(
+                    400,
+                    f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][1]}",
+                )
             field = str(first["loc"][1])[:100] if len(first["loc"]) > 1 else None
-            said = dict.fromkeys(each["msg"] for each in errors if each["loc"][1:2] == first["loc"][1:2])
-            return _problem(400, f"{field or 'the body, which must be JSON'}: {' or '.join(said)}", None, field)
+            said = dict.fromkeys(
+                each["msg"] for each in errors if each["loc"][1:2] == first["loc"][1:2]
+            )
+            return _problem(
+                400, f"{field or 'the body, which must be JSON'}: {' or '.join(said)}", None, field
+            )
         case RecursionError():
             return _problem(400, "the body is nested too deep")
     return _problem(500, "the server made a mistake, which its log shows")
@@ -179,7 +222,10 @@ def _front(app: ASGIApp, config: HttpConfig, keys: Sequence[bytes]) -> ASGIApp:
         if scope["type"] != "http":
             return await app(scope, receive, send)
         begin_s, received, is_whole = time.monotonic(), 0, False
-        log, ends = Json(status=0), list[Callable[[], Any]]()  # what is said and called when it has ended
+        log, ends = (
+            Json(status=0),
+            list[Callable[[], Any]](),
+        )  # what is said and called when it has ended
         key = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1") if keys else ""
         address, _ = scope["client"] or ("", None)
         about = {"log": log, "ends": ends, "key": key, "client": key or address}
@@ -214,7 +260,9 @@ def _front(app: ASGIApp, config: HttpConfig, keys: Sequence[bytes]) -> ASGIApp:
             for end in ends:
                 end()
             log["status"] = log["status"] or 500  # the answer to what raised is not sent from here
-            metrics.REQUESTS.labels(getattr(scope.get("route"), "path", "other"), log["status"]).inc()
+            metrics.REQUESTS.labels(
+                getattr(scope.get("route"), "path", "other"), log["status"]
+            ).inc()
             if scope["path"] != "/health":  # which is asked every few seconds
                 asked = f"{scope['method']} {urllib.parse.quote(scope['path'])[:200]}"
                 log["seconds"] = f"{time.monotonic() - begin_s:.3f}"
@@ -284,8 +332,14 @@ async def _generate(
     What the body leaves out is the server's default. A client that leaves ends it.
     """
     defaults = request.app.state.defaults
-    body = body.model_copy(update={name: defaults[name] for name in defaults.keys() - body.model_fields_set})
-    loop, queue, begin_s = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]](), time.monotonic()
+    body = body.model_copy(
+        update={name: defaults[name] for name in defaults.keys() - body.model_fields_set}
+    )
+    loop, queue, begin_s = (
+        asyncio.get_running_loop(),
+        asyncio.Queue[tuple[int, Event]](),
+        time.monotonic(),
+    )
     log, ends, answers = request.state.log, request.state.ends, dict[int, Answer]()
 
     def put(index: int, event: Event) -> None:
@@ -339,7 +393,9 @@ async def _generate(
             log["status"] = 200
         except Busy as error:
             log["status"] = 503
-            yield stream_event({"type": "error"} | json.loads(bytes(_problem_of(request, error).body)))
+            yield stream_event(
+                {"type": "error"} | json.loads(bytes(_problem_of(request, error).body))
+            )
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -348,11 +404,15 @@ async def _generate(
         put(0, Failure("the client left"))
 
     async with _turn(request):
-        job = await run_in_threadpool(submit)  # to tokenize a text or to compile a grammar may take a while
+        job = await run_in_threadpool(
+            submit
+        )  # to tokenize a text or to compile a grammar may take a while
     choices = [Choice(job, index) for index in range(len(job.requests))]
     log.update(prompt=totals(job, {})["usage"]["prompt_tokens"], new=0)
     if body.stream:  # which sees itself when its client leaves
-        return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return StreamingResponse(
+            stream(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
     ends.append(asyncio.create_task(watch()).cancel)
     async for _ in events():
         pass

@@ -35,7 +35,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "", "slots prefill_budget", lambda value: value >= 1, "at least 1")
-        check_fields(self, "", "context memory_gib cache_tokens queue", lambda value: value >= 0, "0 or more")
+        check_fields(
+            self, "", "context memory_gib cache_tokens queue", lambda value: value >= 0, "0 or more"
+        )
         check_fields(self, "", "replay", lambda value: 0 <= value <= 1, "between 0 and 1")
 
 

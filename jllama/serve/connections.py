@@ -47,7 +47,9 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer what h11 cannot read."""
-        super().send_400_response(f"{msg} Send HTTP/1.1 with a head of at most {MAX_HEAD_BYTES} bytes.\n")
+        super().send_400_response(
+            f"{msg} Send HTTP/1.1 with a head of at most {MAX_HEAD_BYTES} bytes.\n"
+        )
 
 
 def make_server(app: FastAPI, config: HttpConfig) -> uvicorn.Server:

@@ -65,7 +65,9 @@ class EngineThread:
         base = next(iter(self.models.values()))
         weights_bytes = sum(device_bytes(model.params) for model in self.models.values())
         self.context, self._max_len = _sizes(base, config, weights_bytes)
-        self.kv_bytes = kv_bytes(base.config, base.decode_params.dtype, _num_rows(config) * self._max_len)
+        self.kv_bytes = kv_bytes(
+            base.config, base.decode_params.dtype, _num_rows(config) * self._max_len
+        )
         self._engine = Engine(
             self.models,
             config.slots,
@@ -75,9 +77,13 @@ class EngineThread:
             prefill_budget=config.prefill_budget,
             block_s=_BLOCK_S,
         )
-        self._queue: deque[_Asked] = deque()  # first those of the client that got a slot longest ago
+        self._queue: deque[_Asked] = (
+            deque()
+        )  # first those of the client that got a slot longest ago
         self._asked: dict[Row, _Asked] = {}  # in slots
-        self._again: deque[tuple[Request, Answer]] = deque(maxlen=64)  # answers to compare, where slots are idle
+        self._again: deque[tuple[Request, Answer]] = deque(
+            maxlen=64
+        )  # answers to compare, where slots are idle
         self._random, self._changed = random.Random(), threading.Condition()
         self._closing = self._stopped = False
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
@@ -145,9 +151,7 @@ class EngineThread:
         longest = max(int(tokenizer.token_bytes().max()), *map(len, tokenizer.special_tokens))
         most = self.context * longest
         if len(text) > most:
-            said = (
-                f"the prompt has {len(text)} characters, and {self.context} tokens, the context that this server has,"
-            )
+            said = f"the prompt has {len(text)} characters, and {self.context} tokens, the context that this server has,"
             raise ContextError(f"{said} hold at most {most}: shorten the prompt")
 
     def submit(self, request: Request, deliver: Deliver) -> Callable[[], None]:
@@ -213,10 +217,14 @@ class EngineThread:
                 for row, event in events:
                     if row in self._asked:
                         self._deliver(self._asked[row], event)
-            except Exception:  # what nobody foresaw: these requests fail, and the next ones find new slots
+            except (
+                Exception
+            ):  # what nobody foresaw: these requests fail, and the next ones find new slots
                 traceback.print_exc()
                 for asked in self._asked.values():
-                    asked.deliver(Failure("the server failed at this request, and has said why in its log"))
+                    asked.deliver(
+                        Failure("the server failed at this request, and has said why in its log")
+                    )
                 self._asked = {}
                 self._engine.reset()
 
@@ -226,7 +234,9 @@ class EngineThread:
         metrics.CANCELLED.inc(len(self._queue) - len(waiting))
         self._queue = waiting
         for row, asked in [*self._asked.items()]:
-            gives_way = asked.again is not None and bool(self._queue)  # who waits comes before what is made again
+            gives_way = asked.again is not None and bool(
+                self._queue
+            )  # who waits comes before what is made again
             if asked.cancelled or gives_way:
                 self._again += [asked.again] if asked.again else []
                 self._engine.cancel(row)
@@ -243,7 +253,9 @@ class EngineThread:
         clients = [asked.request.client for asked in self._asked.values()]
         chosen = min(self._queue, key=lambda asked: clients.count(asked.request.client))
         self._queue.remove(chosen)
-        self._queue = deque(sorted(self._queue, key=lambda asked: asked.request.client == chosen.request.client))
+        self._queue = deque(
+            sorted(self._queue, key=lambda asked: asked.request.client == chosen.request.client)
+        )
         return chosen
 
     def _deliver(self, asked: _Asked, event: Piece | Answer) -> None:
@@ -268,7 +280,9 @@ class EngineThread:
         if asked.first_s:
             metrics.FIRST_TOKEN_S.observe(asked.first_s - asked.arrival_s)
         if len(row.tokens) > 1:
-            metrics.BETWEEN_TOKENS_S.observe((time.monotonic() - asked.first_s) / (len(row.tokens) - 1))
+            metrics.BETWEEN_TOKENS_S.observe(
+                (time.monotonic() - asked.first_s) / (len(row.tokens) - 1)
+            )
 
     def _replay(self, request: Request, before: Answer) -> _Asked:
         """A request once more, without the cache, to be compared with its answer."""
@@ -277,16 +291,26 @@ class EngineThread:
             if isinstance(event, Answer):
                 if event._replace(cached_tokens=0) != before._replace(cached_tokens=0):
                     metrics.MISMATCHES.inc()
-                    print("error: an answer came out otherwise when it was generated again", file=sys.stderr)
+                    print(
+                        "error: an answer came out otherwise when it was generated again",
+                        file=sys.stderr,
+                    )
                 metrics.REPLAYED.inc()
 
-        return _Asked(self._engine.row_of(request), compare, time.monotonic(), again=(request, before))
+        return _Asked(
+            self._engine.row_of(request), compare, time.monotonic(), again=(request, before)
+        )
 
     def _fingerprint(self, model: LanguageModel) -> str:
         device = jax.devices()[0]
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         parts = (
-            *(weights_fingerprint(model), model.config, model.text_tokenizer.fingerprint(), model.chat_template),
+            *(
+                weights_fingerprint(model),
+                model.config,
+                model.text_tokenizer.fingerprint(),
+                model.chat_template,
+            ),
             *(model.stop_ids, self.config.slots, self._max_len, self._engine.chunk_tokens),
             *(jllama.__version__, jax.__version__, version("jaxlib"), os.environ.get("XLA_FLAGS")),
             *(device.platform, device.device_kind, platform.machine(), cores),
@@ -310,7 +334,9 @@ def _sizes(model: LanguageModel, config: EngineConfig, weights_bytes: int) -> tu
         least = chunks if config.context else 1
         if fits < least:
             said = f"{config.slots} slots of {least * CHUNK} tokens take {least * chunk_bytes / 2**30:.2f} GiB"
-            raise UsageError(f"{said}, and there are {have / 2**30:.2f}: take fewer slots or a shorter context")
+            raise UsageError(
+                f"{said}, and there are {have / 2**30:.2f}: take fewer slots or a shorter context"
+            )
         chunks = fits
     context = min(context, chunks * CHUNK)
     return context, cache_len(context, context)

@@ -12,7 +12,11 @@ PROMPT_TOKENS = Counter("jllama_prompt_tokens", "Tokens of prompts")
 CACHED_TOKENS = Counter("jllama_cached_tokens", "Tokens of prompts taken from the prefix cache")
 NEW_TOKENS = Counter("jllama_new_tokens", "Tokens generated")
 CANCELLED = Counter("jllama_cancelled_requests", "Requests whose client left")
-FIRST_TOKEN_S = Histogram("jllama_time_to_first_token_seconds", "From a request's arrival", buckets=_TIMES_S)
-BETWEEN_TOKENS_S = Histogram("jllama_time_between_tokens_seconds", "Mean of an answer", buckets=_TIMES_S)
+FIRST_TOKEN_S = Histogram(
+    "jllama_time_to_first_token_seconds", "From a request's arrival", buckets=_TIMES_S
+)
+BETWEEN_TOKENS_S = Histogram(
+    "jllama_time_between_tokens_seconds", "Mean of an answer", buckets=_TIMES_S
+)
 REPLAYED = Counter("jllama_replayed_answers", "Answers generated again to compare")
 MISMATCHES = Counter("jllama_replay_mismatches", "Answers that differed when generated again")

@@ -59,7 +59,9 @@ def _messages(body: Respond) -> list[Json]:
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
     ignored = IGNORED_HERE.get()
-    for item in [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input:
+    for item in (
+        [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    ):
         match item:
             case {"role": role, "content": content}:
                 messages.append({"role": role, "content": content})
@@ -105,8 +107,16 @@ class Responding:
         said = ""
         items = self._response["output"]
         for name, fields in _events(self._response, chunk):
-            where = {"output_index": len(items) - 1, "item_id": items[-1]["id"], "content_index": 0} if items else {}
-            event = {"type": f"response.{name}", "sequence_number": next(self._numbers)} | where | fields
+            where = (
+                {"output_index": len(items) - 1, "item_id": items[-1]["id"], "content_index": 0}
+                if items
+                else {}
+            )
+            event = (
+                {"type": f"response.{name}", "sequence_number": next(self._numbers)}
+                | where
+                | fields
+            )
             said += f"event: {event['type']}\n{stream_event(event)}"
         return said
 
@@ -132,7 +142,13 @@ def _events(response: Json, chunk: Json) -> Iterator[tuple[str, Json]]:
         if text and not is_open:
             is_open = True
             id = f"msg_{response['id'][5:]}_{len(items)}"
-            item = {"id": id, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
+            item = {
+                "id": id,
+                "type": "message",
+                "status": "in_progress",
+                "role": "assistant",
+                "content": [],
+            }
             items.append(item)
             yield "output_item.added", {"item": item}
             part = {"type": "output_text", "text": "", "annotations": []}
@@ -150,7 +166,12 @@ def _events(response: Json, chunk: Json) -> Iterator[tuple[str, Json]]:
         # 3) A call comes in one piece
         for call in calls:
             function = call["function"]
-            item = {"type": "function_call", "status": "in_progress", "call_id": call["id"], "id": f"fc_{call['id']}"}
+            item = {
+                "type": "function_call",
+                "status": "in_progress",
+                "call_id": call["id"],
+                "id": f"fc_{call['id']}",
+            }
             items.append(item | function | {"arguments": ""})
             yield "output_item.added", {"item": items[-1]}
             yield "function_call_arguments.delta", {"delta": function["arguments"]}
@@ -162,5 +183,8 @@ def _events(response: Json, chunk: Json) -> Iterator[tuple[str, Json]]:
         if response["status"] == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         counts = {name.replace("prompt", "input"): count for name, count in chunk["usage"].items()}
-        response["usage"] = counts | {"output_tokens": counts.pop("completion_tokens"), "output_tokens_details": _NONE}
+        response["usage"] = counts | {
+            "output_tokens": counts.pop("completion_tokens"),
+            "output_tokens_details": _NONE,
+        }
         yield response["status"], {"response": response}

@@ -24,10 +24,15 @@ TEXTS = ("text", "input_text", "output_text")
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>")
 """Special tokens with which templates end an answer, whether the checkpoint lists them as stop ids or not."""
 
-SMOLLM2_TOOLS = Path(__file__).with_name("tools").joinpath("smollm2.jinja").read_text(encoding="utf-8")
+SMOLLM2_TOOLS = (
+    Path(__file__).with_name("tools").joinpath("smollm2.jinja").read_text(encoding="utf-8")
+)
 """SmolLM2's own template, which takes no tools, and around it the prompt that its authors trained it with."""
 
-TEMPLATES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.jinja"))}
+TEMPLATES = {
+    path.stem: path.read_text(encoding="utf-8")
+    for path in sorted(Path(__file__).parent.glob("*.jinja"))
+}
 """For checkpoints that come without one: what Meta's reference code does for Llama 2 and Llama 3, and ChatML."""
 
 
@@ -39,7 +44,11 @@ def find_template(tokenizer: Tokenizer, own: str | None, choice: str | None = No
     """
     names = ", ".join(TEMPLATES)
     if choice is not None:
-        with fault_of(f"the template {choice!r} cannot be read: give a file or one of {names}", OSError, ValueError):
+        with fault_of(
+            f"the template {choice!r} cannot be read: give a file or one of {names}",
+            OSError,
+            ValueError,
+        ):
             return with_tools(TEMPLATES.get(choice) or Path(choice).read_text(encoding="utf-8"))
     if own:
         return with_tools(own)
@@ -49,7 +58,9 @@ def find_template(tokenizer: Tokenizer, own: str | None, choice: str | None = No
     if not tokenizer.is_byte_level:
         return TEMPLATES["llama2"]
     wrong = "the checkpoint has no chat template and its tokenizer no special tokens of a known one"
-    raise JllamaError(f"{wrong}: give one of {names} or a file, if the model was trained to converse at all")
+    raise JllamaError(
+        f"{wrong}: give one of {names} or a file, if the model was trained to converse at all"
+    )
 
 
 def with_tools(template: str) -> str:
@@ -65,7 +76,9 @@ def with_tools(template: str) -> str:
 def end_of_turn_ids(tokenizer: Tokenizer, stop_ids: Sequence[int]) -> tuple[int, ...]:
     """The tokens that end an answer: a model's stop ids, and those of ``END_OF_TURN`` that its tokenizer has."""
     special = tokenizer.special_tokens
-    return tuple(dict.fromkeys([*stop_ids, *(special[text] for text in END_OF_TURN if text in special)]))
+    return tuple(
+        dict.fromkeys([*stop_ids, *(special[text] for text in END_OF_TURN if text in special)])
+    )
 
 
 def conversing(
@@ -85,16 +98,30 @@ def conversing(
 
 
 def template_variables(
-    tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool, tools: Any = None, more: Any = None
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    add_generation_prompt: bool,
+    tools: Any = None,
+    more: Any = None,
 ) -> Json:
     """What a template is given. ``add_generation_prompt`` asks it to end with what begins an answer.
 
     ``more`` are variables by their names, ``UsageError`` for one that every template is given.
     """
     texts = {id: text for text, id in tokenizer.special_tokens.items()}
-    given = {"messages": [*map(dict, messages)], "add_generation_prompt": add_generation_prompt, "tools": tools}
-    given |= {"bos_token": texts[tokenizer.bos_id], "eos_token": texts[tokenizer.eos_id], "documents": None}
-    given["add_bos"] = tokenizer.add_bos  # whether a prompt begins with BOS: ours, not transformers'
+    given = {
+        "messages": [*map(dict, messages)],
+        "add_generation_prompt": add_generation_prompt,
+        "tools": tools,
+    }
+    given |= {
+        "bos_token": texts[tokenizer.bos_id],
+        "eos_token": texts[tokenizer.eos_id],
+        "documents": None,
+    }
+    given["add_bos"] = (
+        tokenizer.add_bos
+    )  # whether a prompt begins with BOS: ours, not transformers'
     if taken := sorted(given.keys() & (more or {}).keys()):
         raise UsageError(f"the chat template is given {taken[0]!r} in any case: leave it out")
     return given | (more or {})
@@ -117,7 +144,9 @@ def check_messages(messages: Sequence[Any], tools: Any = None, with_names: bool 
         raise UsageError("there are no messages: a conversation needs at least one")
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise UsageError(f"message {number} is of type {type(message).__name__}; it must have a role and a content")
+            raise UsageError(
+                f"message {number} is of type {type(message).__name__}; it must have a role and a content"
+            )
         role, content, calls = (message.get(name) for name in ("role", "content", "tool_calls"))
         is_call = role == "assistant" and "tool_calls" in message
         optional = set[str]()
@@ -132,9 +161,13 @@ def check_messages(messages: Sequence[Any], tools: Any = None, with_names: bool 
             raise UsageError(f"message {number} has {found}; it must be one of {', '.join(ROLES)}")
         if set(message) - optional != {"role", "content"} - optional:
             names = ", ".join(map(repr, message)) or "nothing"
-            raise UsageError(f"message {number} has {names}; it must have just 'role' and 'content'")
+            raise UsageError(
+                f"message {number} has {names}; it must have just 'role' and 'content'"
+            )
         if not isinstance(content, str) and not (is_call and content is None):
-            raise UsageError(f"message {number} has a content of type {type(content).__name__}, not text")
+            raise UsageError(
+                f"message {number} has a content of type {type(content).__name__}, not text"
+            )
         if is_call and not _are_objects(calls):
             raise UsageError(f"message {number} has tool_calls that are not a list of objects")
     if not _are_objects(tools or []):
@@ -153,22 +186,34 @@ def openai_messages(messages: Sequence[Any], is_request: bool = True) -> list[Me
     found, called = [], []
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise UsageError(f"message {number} is of type {type(message).__name__}; it must have a role and a content")
-        given = {name: value for name, value in message.items() if value is not None and value != []}
+            raise UsageError(
+                f"message {number} is of type {type(message).__name__}; it must have a role and a content"
+            )
+        given = {
+            name: value for name, value in message.items() if value is not None and value != []
+        }
         if "tool_calls" in given:
             has_null = not is_request and message.get("content", "") is None
             calls = _read_calls(number, given["tool_calls"], is_request)
             given = {"content": None if has_null else "", **given, "tool_calls": calls}
             called += [call.get("id") for call in calls]
         if isinstance(parts := given.get("content"), list):
-            texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") in TEXTS]
+            texts = [
+                part.get("text")
+                for part in parts
+                if isinstance(part, Mapping) and part.get("type") in TEXTS
+            ]
             if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
-                raise UsageError(f"message {number} has a part that is not text: leave out images, audio and files")
+                raise UsageError(
+                    f"message {number} has a part that is not text: leave out images, audio and files"
+                )
             given["content"] = "\n".join(map(str, texts))
         if given.get("role") == "developer":
             given["role"] = "system"
         if is_request and given.get("role") == "tool" and given.get("tool_call_id") not in called:
-            raise UsageError(f"message {number} answers no call: its tool_call_id must be that of an earlier tool call")
+            raise UsageError(
+                f"message {number} answers no call: its tool_call_id must be that of an earlier tool call"
+            )
         found.append(given)
     check_messages(found, with_names=True)
     return found
@@ -178,7 +223,9 @@ def _read_calls(number: int, calls: Any, is_request: bool) -> list[Json]:
     with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError, RecursionError):
         return [_read_call(call, is_request) for call in calls]
     wrong = f"message {number} has tool_calls that are none"
-    raise UsageError(f"{wrong}: each must have an id and a function with a name and arguments, an object as JSON")
+    raise UsageError(
+        f"{wrong}: each must have an id and a function with a name and arguments, an object as JSON"
+    )
 
 
 def _read_call(call: Any, is_request: bool) -> Json:
@@ -191,7 +238,11 @@ def _read_call(call: Any, is_request: bool) -> Json:
     is_right = isinstance(function["name"], str) and isinstance(arguments, dict)
     if not is_right or (is_request and not (is_json and isinstance(call["id"], str))):
         raise TypeError
-    return {**call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {
+        **call,
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
 
 
 def _check_order(messages: Sequence[Message]) -> None:
@@ -202,7 +253,9 @@ def _check_order(messages: Sequence[Message]) -> None:
             raise UsageError(f"{said}: the roles are out of order, since it must be the first")
         if message["role"] == "tool" and before["role"] != "tool" and "tool_calls" not in before:
             said = f"message {number} is a tool's and message {number - 1} calls none"
-            raise UsageError(f"{said}: the roles are out of order, since the assistant's tool_calls must come first")
+            raise UsageError(
+                f"{said}: the roles are out of order, since the assistant's tool_calls must come first"
+            )
 
 
 def _special_at(tokenizer: Tokenizer, text: str) -> str:
@@ -265,15 +318,21 @@ def conversation_tokens(
         begins = (tokenizer.encode_with_special_tokens(text[:cut]) for cut in (start, end))
         first, last = (len(os.path.commonprefix([begin, ids])) for begin in begins)  # noqa: RUF071 - it takes any lists
         if first >= last:
-            remedy = "fill it, leave it out, or give a template with {% generation %} around answers"
-            raise JllamaError(f"answer {number + 1} is no part of its own in what the chat template writes: {remedy}")
+            remedy = (
+                "fill it, leave it out, or give a template with {% generation %} around answers"
+            )
+            raise JllamaError(
+                f"answer {number + 1} is no part of its own in what the chat template writes: {remedy}"
+            )
         counted[first:last] = [True] * (last - first)
         if written:
             notes[f"answers behind {written!r}, which the template writes and is not learned"] += 1
     # 4. What may not be meant
     if left_out:
         remedy = "leave that out of the file, too, or give another template (data.chat_template)"
-        raise JllamaError(f"the chat template leaves out {' and '.join(left_out)}, which would be lost: {remedy}")
+        raise JllamaError(
+            f"the chat template leaves out {' and '.join(left_out)}, which would be lost: {remedy}"
+        )
     for answer in (messages[index] for index in chosen):
         content = (answer.get("content") or "").strip()
         if not content and not answer.get("tool_calls"):

@@ -50,7 +50,9 @@ class Rendered(NamedTuple):
     """The parts of the conversation that the text would be the same without."""
 
 
-def render_answers(template: str, variables: Mapping[str, Any], answers: Sequence[int] = ()) -> Rendered:
+def render_answers(
+    template: str, variables: Mapping[str, Any], answers: Sequence[int] = ()
+) -> Rendered:
     """Render a template, and find the messages ``answers`` (by index) in the text.
 
     Spans are what is in ``{% generation %}`` tags. Where there are no tags, or not all of the assistant's messages are
@@ -63,13 +65,17 @@ def render_answers(template: str, variables: Mapping[str, Any], answers: Sequenc
     try:
         request = json.dumps([template, variables, [*answers], SECONDS]).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"a chat template takes text, numbers, lists and objects, as JSON does: {error}") from error
+        raise UsageError(
+            f"a chat template takes text, numbers, lists and objects, as JSON does: {error}"
+        ) from error
     with _free_workers:
         reply = _ask(request)
     if "text" in reply:
         return Rendered(**reply)
     said = f"refuses these messages: {reply['refused']}" if "refused" in reply else reply["error"]
-    line = "".join(char if char.isprintable() else " " for char in said[:1000])  # the template may have written it
+    line = "".join(
+        char if char.isprintable() else " " for char in said[:1000]
+    )  # the template may have written it
     remedy = "" if "refused" in reply else "; give another template"
     raise JllamaError(f"the chat template {' '.join(line.split())[:280]}{remedy}")
 
@@ -91,7 +97,9 @@ def _ask(request: bytes) -> dict[str, Any]:
         return reply
     except (OSError, ValueError):  # it has ended
         limits = f"{SECONDS:g} s or {MEMORY_BYTES // 2**20} MiB"
-        return {"error": f"was stopped: it takes too much time or memory (over {limits}); perhaps it loops without end"}
+        return {
+            "error": f"was stopped: it takes too much time or memory (over {limits}); perhaps it loops without end"
+        }
     finally:
         clock.cancel()
         if reply:
@@ -115,7 +123,9 @@ def _take(idle: list[subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
 def _start() -> subprocess.Popen[bytes]:
     """A new worker, which imports the standard library and jinja2 alone. Ctrl-C means the parent, not its session."""
     specs = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
-    folders = [str(Path(spec.origin).parents[1]) for spec in specs if spec is not None and spec.origin]
+    folders = [
+        str(Path(spec.origin).parents[1]) for spec in specs if spec is not None and spec.origin
+    ]
     script = Path(__file__).with_name("template_worker.py")
     program = [sys.executable, "-I", "-S", str(script), str(MEMORY_BYTES), *folders]
     pipe, null = subprocess.PIPE, subprocess.DEVNULL

@@ -65,7 +65,9 @@ def _raise_exception(message: Any) -> None:
     raise jinja2.TemplateError(str(message))
 
 
-_environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+_environment = _Environment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+)
 _environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
 _environment.globals["raise_exception"] = _raise_exception
 _environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
@@ -82,7 +84,9 @@ def _render(template: str, variables: dict[str, Any]) -> str:
 
 def _attempt(template: str, variables: dict[str, Any], **others: Any) -> str:
     """The text with other variables, or none where the template refuses them."""
-    with contextlib.suppress(jinja2.TemplateError, AttributeError, LookupError, TypeError, ValueError):
+    with contextlib.suppress(
+        jinja2.TemplateError, AttributeError, LookupError, TypeError, ValueError
+    ):
         return _render(template, variables | others)
     return ""
 
@@ -110,7 +114,10 @@ def _answer_spans(
             before, begins, _ = attempt(messages=[*earlier, other, *rest]).partition(mark)
             common = os.path.commonprefix([before, text])  # noqa: RUF071 - of texts
             before = before if before[len(common) :].strip() else common
-            calls = [call | {"function": {"name": mark, "arguments": {mark: 0}}} for call in answer["tool_calls"]]
+            calls = [
+                call | {"function": {"name": mark, "arguments": {mark: 0}}}
+                for call in answer["tool_calls"]
+            ]
             changed = attempt(messages=[*earlier, answer | {"tool_calls": calls}, *later])
             after = os.path.commonprefix([changed[::-1], text[::-1]])[::-1]  # noqa: RUF071
             is_apart = begins and mark in changed and text.startswith(before)
@@ -150,12 +157,16 @@ def _reply(template: str, variables: dict[str, Any], answers: list[int]) -> dict
     try:
         text, tagged = _render(template, variables), _Generation.spans
         left_out = []
-        if answers and len(answers) < sum(message["role"] == "assistant" for message in variables["messages"]):
+        if answers and len(answers) < sum(
+            message["role"] == "assistant" for message in variables["messages"]
+        ):
             tagged = []  # nothing tells whose they are
         spans = [(*span, "", False) for span in tagged]
         if answers:
             attempt = functools.partial(_attempt, template, variables)
-            mark = next(char for char in map(chr, range(0x2600, sys.maxunicode)) if char not in text)
+            mark = next(
+                char for char in map(chr, range(0x2600, sys.maxunicode)) if char not in text
+            )
             spans = spans or [*_answer_spans(text, mark, variables["messages"], answers, attempt)]
             left_out = [*_left_out(text, mark, variables, answers, attempt)]
         return {"text": text, "spans": spans, "is_tagged": bool(tagged), "left_out": left_out}
@@ -169,7 +180,11 @@ def _reply(template: str, variables: dict[str, Any], answers: list[int]) -> dict
         raise
     except Exception as error:  # whatever someone's program may raise
         refused = type(error) is jinja2.TemplateError  # others are of its subclasses
-        return {"refused": str(error)} if refused else {"error": f"failed: {error or type(error).__name__}"}
+        return (
+            {"refused": str(error)}
+            if refused
+            else {"error": f"failed: {error or type(error).__name__}"}
+        )
 
 
 if __name__ == "__main__":
@@ -178,7 +193,9 @@ if __name__ == "__main__":
     with contextlib.suppress(ImportError, ValueError, OSError):  # nor has every system these
         import resource
 
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # what the timer sends: the end of the process
+        signal.signal(
+            signal.SIGPROF, signal.SIG_DFL
+        )  # what the timer sends: the end of the process
         resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
     for line in sys.stdin.buffer:
         template, variables, answers, seconds = json.loads(line, object_hook=_with_arguments)

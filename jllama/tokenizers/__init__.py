@@ -34,12 +34,24 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     paths = [path / name for name in FILE_NAMES] if path.is_dir() else [path]
     files = [file for file in paths if has_file(file)]
     if not files and path.is_dir():
-        raise JllamaError(f"{path} holds no tokenizer: give a folder with one of {', '.join(FILE_NAMES)}")
+        raise JllamaError(
+            f"{path} holds no tokenizer: give a folder with one of {', '.join(FILE_NAMES)}"
+        )
     if not files:
-        raise JllamaError(f"there is no tokenizer at {path}: give its file or the folder that holds it")
-    tokenizer, *models = [_read(file) for file in files if file in (files[0], path / "tokenizer.model")]
-    if models and isinstance(tokenizer, HuggingFaceTokenizer) and isinstance(models[0], SentencePieceTokenizer):
-        json, model = ((each.texts, each.bos_id, each.eos_id, each.add_bos) for each in (tokenizer, models[0]))
+        raise JllamaError(
+            f"there is no tokenizer at {path}: give its file or the folder that holds it"
+        )
+    tokenizer, *models = [
+        _read(file) for file in files if file in (files[0], path / "tokenizer.model")
+    ]
+    if (
+        models
+        and isinstance(tokenizer, HuggingFaceTokenizer)
+        and isinstance(models[0], SentencePieceTokenizer)
+    ):
+        json, model = (
+            (each.texts, each.bos_id, each.eos_id, each.add_bos) for each in (tokenizer, models[0])
+        )
         return models[0] if json == model else tokenizer
     return tokenizer
 
@@ -47,9 +59,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def _read(file: Path) -> Tokenizer:
     if file.name == BytesTokenizer.file_name:
         if read_json_object(file) != json.loads(BytesTokenizer.content):
-            raise JllamaError(f"{file} is not a bytes tokenizer: it should hold {BytesTokenizer.content.decode()}")
+            raise JllamaError(
+                f"{file} is not a bytes tokenizer: it should hold {BytesTokenizer.content.decode()}"
+            )
         return BytesTokenizer()
-    if read := {".json": load_huggingface_tokenizer, ".bin": load_llama2c_tokenizer}.get(file.suffix):
+    if read := {".json": load_huggingface_tokenizer, ".bin": load_llama2c_tokenizer}.get(
+        file.suffix
+    ):
         return read(file)
     model = file.read_bytes()
     is_list_of_ranks = re.match(rb"[A-Za-z0-9+/]+=* \d+\s", model)

@@ -22,13 +22,17 @@ from jaxtyping import Int, Int32
 from jllama.errors import JllamaError
 
 SPACE = "\u2581"  # how SentencePiece writes a space inside a piece
-BYTE_PIECES = {f"<0x{byte:02X}>": byte for byte in range(256)}  # and a byte for which it has no other
+BYTE_PIECES = {
+    f"<0x{byte:02X}>": byte for byte in range(256)
+}  # and a byte for which it has no other
 
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 BYTE_CHARS = [chr(byte if byte in _PRINTABLE else 256 + _OTHERS.index(byte)) for byte in range(256)]
 """The character that stands for each byte: itself where it is printable, else the next one from U+0100."""
-_BYTE_OF_CHAR = dict.fromkeys(range(256), SPACE) | {ord(char): chr(byte) for byte, char in enumerate(BYTE_CHARS)}
+_BYTE_OF_CHAR = dict.fromkeys(range(256), SPACE) | {
+    ord(char): chr(byte) for byte, char in enumerate(BYTE_CHARS)
+}
 
 
 Ids = Int[np.ndarray, "tokens"]
@@ -51,15 +55,23 @@ class Vocabulary(NamedTuple):
     scores: list[float] | None = None  # of SentencePiece, as are the next two
     unknown_token_id: int | None = None
     add_space_prefix: bool = False  # whether a space is put before a text
-    merges: list[tuple[str, str]] | None = None  # of byte-level BPE: pairs of tokens, first the one to merge first
+    merges: list[tuple[str, str]] | None = (
+        None  # of byte-level BPE: pairs of tokens, first the one to merge first
+    )
     pre: str = "default"  # and the name of how its text is split
 
     def check_pieces(self, source: str) -> None:
         """Raise JllamaError unless a SentencePiece model has what each of Llama's kind has."""
-        if self.unknown_token_id not in [id for id, kind in enumerate(self.token_type) if kind == TokenType.UNKNOWN]:
-            raise JllamaError(f"{source} lacks an unknown token, which a Llama's SentencePiece model has")
+        if self.unknown_token_id not in [
+            id for id, kind in enumerate(self.token_type) if kind == TokenType.UNKNOWN
+        ]:
+            raise JllamaError(
+                f"{source} lacks an unknown token, which a Llama's SentencePiece model has"
+            )
         if missing := 256 - self.token_type.count(TokenType.BYTE):
-            raise JllamaError(f"{source} lacks {missing} of the 256 byte tokens of a Llama's SentencePiece model")
+            raise JllamaError(
+                f"{source} lacks {missing} of the 256 byte tokens of a Llama's SentencePiece model"
+            )
 
     def piece_merges(self) -> list[tuple[str, str]]:
         """Each way to split a piece in two, the ways of higher-scored pieces first."""
@@ -88,7 +100,9 @@ def piece_bytes(piece: str, is_byte_level: bool = False) -> bytes:
             return piece.translate(_BYTE_OF_CHAR).encode("latin-1")
         except UnicodeEncodeError:
             return piece.encode()
-    return bytes([BYTE_PIECES[piece]]) if piece in BYTE_PIECES else piece.replace(SPACE, " ").encode()
+    return (
+        bytes([BYTE_PIECES[piece]]) if piece in BYTE_PIECES else piece.replace(SPACE, " ").encode()
+    )
 
 
 class Tokenizer(ABC):
@@ -107,12 +121,18 @@ class Tokenizer(ABC):
     bos_id: int  # the tokens that begin and end every document
     eos_id: int
     add_bos: bool = True  # whether a prompt begins with BOS, as the model was trained
-    is_byte_level: bool = True  # whether tokens are made of bytes, not of characters as SentencePiece's
-    special_tokens: dict[str, int]  # texts that stand for a token in ``encode_with_special_tokens``, with BOS and EOS
+    is_byte_level: bool = (
+        True  # whether tokens are made of bytes, not of characters as SentencePiece's
+    )
+    special_tokens: dict[
+        str, int
+    ]  # texts that stand for a token in ``encode_with_special_tokens``, with BOS and EOS
     file_name: str  # of the file that holds it
     content: bytes
     pieces: list[bytes]  # the bytes that each token stands for; special tokens none
-    _token_bytes = functools.cached_property(lambda self: np.array([*map(len, self.pieces)], np.int32))
+    _token_bytes = functools.cached_property(
+        lambda self: np.array([*map(len, self.pieces)], np.int32)
+    )
 
     def encode(self, text: str) -> list[int]:
         """The ids of ``text``, special tokens in it encoded as text; a lone surrogate raises JllamaError."""
@@ -126,7 +146,10 @@ class Tokenizer(ABC):
         """
         names = "|".join(map(re.escape, sorted(self.special_tokens, key=len, reverse=True)))
         parts = re.split(f"({names})", text)  # every other part is a special token
-        ids = (self.encode(part) if i % 2 == 0 else [self.special_tokens[part]] for i, part in enumerate(parts))
+        ids = (
+            self.encode(part) if i % 2 == 0 else [self.special_tokens[part]]
+            for i, part in enumerate(parts)
+        )
         return list(itertools.chain.from_iterable(ids))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -188,4 +211,11 @@ class BytesTokenizer(Tokenizer):
     def vocabulary(self) -> Vocabulary:
         """A byte-level BPE without merges."""
         kinds = [TokenType.CONTROL] * 3 + [TokenType.NORMAL] * 256
-        return Vocabulary([*self.special_tokens, *BYTE_CHARS], kinds, self.bos_id, self.eos_id, merges=[], pre="gpt-2")
+        return Vocabulary(
+            [*self.special_tokens, *BYTE_CHARS],
+            kinds,
+            self.bos_id,
+            self.eos_id,
+            merges=[],
+            pre="gpt-2",
+        )

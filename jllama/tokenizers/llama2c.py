@@ -21,7 +21,9 @@ def load_llama2c_tokenizer(path: Path) -> SentencePieceTokenizer:
     while offset < len(data):
         head, offset = data[offset : offset + 8], offset + 8
         if len(head) < 8:
-            raise JllamaError(f"{path} is cut short at byte {len(data)}, within the head of token {len(tokens)}")
+            raise JllamaError(
+                f"{path} is cut short at byte {len(data)}, within the head of token {len(tokens)}"
+            )
         (score, length), remaining = struct.unpack("<fi", head), len(data) - offset
         if not 0 <= length <= min(longest, remaining):
             said = f"at byte 0 that none has more than {longest}: it is damaged"
@@ -31,10 +33,14 @@ def load_llama2c_tokenizer(path: Path) -> SentencePieceTokenizer:
         tokens.append(data[offset : offset + length])
         scores.append(score)
         offset += length
-    with fault_of(f"{path} has tokens that are not UTF-8, so it is no tokenizer.bin", UnicodeDecodeError):
+    with fault_of(
+        f"{path} has tokens that are not UTF-8, so it is no tokenizer.bin", UnicodeDecodeError
+    ):
         texts = [token.decode() for token in tokens]
     if texts[3:259] != list(BYTE_PIECES):
-        raise JllamaError(f"{path} has {len(texts)} tokens, and 3 to 258 are not the 256 bytes: run.c needs them")
+        raise JllamaError(
+            f"{path} has {len(texts)} tokens, and 3 to 258 are not the 256 bytes: run.c needs them"
+        )
     texts[:3] = "<unk>", "<s>", "</s>"
     texts = [text.replace(" ", SPACE) for text in texts]
     return SentencePieceTokenizer.from_vocabulary(_vocabulary(texts, scores), str(path))
@@ -46,11 +52,16 @@ def save_llama2c_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
     texts, scores = vocabulary.tokens, vocabulary.scores or []
     if texts[3:259] != list(BYTE_PIECES) or vocabulary != _vocabulary(texts, scores):
         needs = "a SentencePiece model with unknown, BOS and EOS, then the 256 bytes, and no other special tokens"
-        said = f"run.c begins every prompt with BOS, puts a space before every text, and needs {needs}"
+        said = (
+            f"run.c begins every prompt with BOS, puts a space before every text, and needs {needs}"
+        )
         raise JllamaError(f"llama2.c's tokenizer.bin cannot hold this tokenizer: {said}")
     texts = ["<unk>", "\n<s>\n", "\n</s>\n", *(text.replace(SPACE, " ") for text in texts[3:])]
     tokens = [text.encode() for text in texts]
-    rows = [struct.pack("<fi", score, len(token)) + token for score, token in zip(scores, tokens, strict=True)]
+    rows = [
+        struct.pack("<fi", score, len(token)) + token
+        for score, token in zip(scores, tokens, strict=True)
+    ]
     path.write_bytes(struct.pack("<i", max(map(len, tokens))) + b"".join(rows))
 
 

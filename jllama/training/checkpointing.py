@@ -24,7 +24,14 @@ class Checkpoints:
     corpus: str
     base: str | None
 
-    def save(self, step: int, state: TrainState, batches: Any, seconds: float, validation_loss: float | None) -> None:
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        batches: Any,
+        seconds: float,
+        validation_loss: float | None,
+    ) -> None:
         """Begin to save a state, with the state of the batches; JllamaError if this or the save before failed."""
         meta: Json = {"batches": batches, "corpus": self.corpus, "seconds": seconds}
         if self.base:
@@ -40,8 +47,12 @@ class Checkpoints:
         JllamaError if the files are damaged, or the data or the base is another.
         """
         abstract = jax.eval_shape(self.training.init, jax.random.key(0))
-        key = jax.eval_shape(jax.jit(jax.random.key_data, out_shardings=abstract.key.sharding), abstract.key)
-        weights, others, meta = self.saved.restore(step, abstract.params, _others(abstract, key, abstract.average))
+        key = jax.eval_shape(
+            jax.jit(jax.random.key_data, out_shardings=abstract.key.sharding), abstract.key
+        )
+        weights, others, meta = self.saved.restore(
+            step, abstract.params, _others(abstract, key, abstract.average)
+        )
         self._check(step, meta)
         others["key"] = jax.random.wrap_key_data(others["key"])
         trainable = self.training.trainable
@@ -52,13 +63,20 @@ class Checkpoints:
         return TrainState(params=weights, base=base, **others), meta
 
     def _check(self, step: int, meta: Json) -> None:
-        corpora = (meta.get("corpus"), *meta.get("identity", {}).values())  # 0.1.0 wrote an identity
+        corpora = (
+            meta.get("corpus"),
+            *meta.get("identity", {}).values(),
+        )  # 0.1.0 wrote an identity
         if self.corpus not in corpora:
             said = f"changed since {self.saved.folder / str(step)} was saved: the corpus or its tokenizer"
-            raise JllamaError(f"{said}; restore what it was, or start a new run with another run_dir")
+            raise JllamaError(
+                f"{said}; restore what it was, or start a new run with another run_dir"
+            )
         if meta.get("base_fingerprint") != self.base:
             said = f"init_from is not the model that the run {self.saved.folder.parent} began from"
-            raise JllamaError(f"{said}: put that there again, or start a new run with another run_dir")
+            raise JllamaError(
+                f"{said}: put that there again, or start a new run with another run_dir"
+            )
 
 
 def _others(state: TrainState, key: Any, trained: Params | None) -> dict[str, Any]:

@@ -54,12 +54,28 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check = functools.partial(check_fields, self, "optimizer.")
-        check("learning_rate epsilon clip_norm", lambda value: 0 < value < math.inf, "positive and finite")
-        check("final_fraction warmup_fraction decay_fraction", lambda value: 0 <= value <= 1, "between 0 and 1")
+        check(
+            "learning_rate epsilon clip_norm",
+            lambda value: 0 < value < math.inf,
+            "positive and finite",
+        )
+        check(
+            "final_fraction warmup_fraction decay_fraction",
+            lambda value: 0 <= value <= 1,
+            "between 0 and 1",
+        )
         check("beta1 beta2", lambda value: 0 <= value < 1, "at least 0 and below 1")
-        check("weight_decay warmup_steps", lambda value: 0 <= value < math.inf, "0 or positive, and finite")
+        check(
+            "weight_decay warmup_steps",
+            lambda value: 0 <= value < math.inf,
+            "0 or positive, and finite",
+        )
         if self.moment_dtype == "bfloat16":  # whose 8 bits would round a decay of 1 in 1,000 away
-            check("beta2", lambda value: value <= 0.99, "at most 0.99 with optimizer.moment_dtype bfloat16")
+            check(
+                "beta2",
+                lambda value: value <= 0.99,
+                "at most 0.99 with optimizer.moment_dtype bfloat16",
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +157,11 @@ class LoopConfig:
         check(sizes, lambda value: value is None or 0 <= value < 2**31, "from 0 to below 2**31")
         check("steps", lambda steps: bool(steps or self.epochs), "positive, or training.epochs")
         if self.epochs:
-            check("steps", (0, LoopConfig.steps).__contains__, f"0 or left out, since training.epochs is {self.epochs}")
+            check(
+                "steps",
+                (0, LoopConfig.steps).__contains__,
+                f"0 or left out, since training.epochs is {self.epochs}",
+            )
         check("ema", lambda decay: 0 <= decay < 1, "at least 0 and below 1")
         check("spike_factor", lambda factor: factor == 0 or factor > 1, "0, or over 1")
         check("dpo_beta", lambda beta: beta > 0, "positive")
@@ -188,7 +208,9 @@ class TrainConfig:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     training: LoopConfig = dataclasses.field(default_factory=LoopConfig)
-    sampling: SamplingParams = dataclasses.field(default_factory=lambda: SamplingParams(temperature=0.8, top_p=0.95))
+    sampling: SamplingParams = dataclasses.field(
+        default_factory=lambda: SamplingParams(temperature=0.8, top_p=0.95)
+    )
     logger: str = ""
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
@@ -198,11 +220,19 @@ class TrainConfig:
         check_fields(self, "", "run_dir", bool, "the folder that will hold the run")
         if self.resume not in ("never", "auto"):
             if self.run_dir not in (self.resume, TrainConfig.run_dir):
-                raise UsageError(f"resume is {self.resume} but run_dir is {self.run_dir}: leave one of them out")
+                raise UsageError(
+                    f"resume is {self.resume} but run_dir is {self.run_dir}: leave one of them out"
+                )
             object.__setattr__(self, "run_dir", self.resume)
         if not self.init_from:
-            check_fields(self.lora, "lora.", "rank", lambda rank: not rank, "0 or left out without init_from")
-            check_fields(self, "", "rope_factor", lambda factor: factor is None, "left out without init_from")
+            check_fields(
+                self.lora, "lora.", "rank", lambda rank: not rank, "0 or left out without init_from"
+            )
+            check_fields(
+                self, "", "rope_factor", lambda factor: factor is None, "left out without init_from"
+            )
         check_fields(self, "", "seed", lambda seed: 0 <= seed < 2**32, "between 0 and 2**32 - 1")
 
-    trains_adapters = property(lambda self: self.lora.rank > 0, doc="Whether adapters are all that is trained.")
+    trains_adapters = property(
+        lambda self: self.lora.rank > 0, doc="Whether adapters are all that is trained."
+    )

@@ -34,7 +34,9 @@ from jllama.training.step import StepMetrics, compile_training, on_devices
 from jllama.training.tracker import Callback
 
 
-def train(config: TrainConfig, *, data: BatchSource | None = None, callbacks: Sequence[Callback] = ()) -> Evaluation:
+def train(
+    config: TrainConfig, *, data: BatchSource | None = None, callbacks: Sequence[Callback] = ()
+) -> Evaluation:
     """Train as configured; everything is left in ``config.run_dir``. Returns the best checkpoint's final evaluation.
 
     Nothing is left there before the corpus, the configuration and an earlier checkpoint have been found in order, and a
@@ -64,16 +66,29 @@ def train(config: TrainConfig, *, data: BatchSource | None = None, callbacks: Se
         def doing() -> str:
             return f"finishing step {run.step + 1:,} and saving"
 
-        with stop_signals(doing) as run.signals, progress("", steps, console=tracker.console) as tracker.move:
+        with (
+            stop_signals(doing) as run.signals,
+            progress("", steps, console=tracker.console) as tracker.move,
+        ):
             take_steps(run)
             final = evaluate_best(run)
         if final is None:
             go_on = command("train", "--resume", tracker.folder)
-            raise Stopped(f"stopped at step {run.step:,} of {steps:,}; saved. Go on: {go_on}", run.stop)
-        sample = "sample", "--checkpoint", tracker.folder, "--prompt", run.config.training.sample_prompt
+            raise Stopped(
+                f"stopped at step {run.step:,} of {steps:,}; saved. Go on: {go_on}", run.stop
+            )
+        sample = (
+            "sample",
+            "--checkpoint",
+            tracker.folder,
+            "--prompt",
+            run.config.training.sample_prompt,
+        )
         words = ("chat", tracker.folder) if run.data.is_chat else sample
         read = tracker.folder / REPORT
-        tracker.say(f"{tracker.seconds():.0f} s in all. Read {read}, or {words[0]}: {command(*words)}")
+        tracker.say(
+            f"{tracker.seconds():.0f} s in all. Read {read}, or {words[0]}: {command(*words)}"
+        )
         return final
 
 
@@ -91,7 +106,9 @@ def take_steps(run: Run) -> None:
         run.step += 1
         recent.append((metrics, batch))
         pauses = run.schedule.pauses(run.step)
-        if jax.process_count() == 1 or run.step % options.log_every == 0:  # several wait for each other there
+        if (
+            jax.process_count() == 1 or run.step % options.log_every == 0
+        ):  # several wait for each other there
             pauses = is_stopping(run) or pauses
         if pauses:
             log(run, recent, start_s)
@@ -114,18 +131,29 @@ def next_batch(run: Run, recent: Sequence[tuple[StepMetrics, Batch]], start_s: f
         if not isinstance(error, StopIteration):
             raise
         is_saved = ", which is saved" if run.step else ""
-        said = f"the batches ended after step {run.step:,} of {run.config.training.steps:,}{is_saved}"
-        raise JllamaError(f"{said}: give as many as there are steps, or lower training.steps") from None
+        said = (
+            f"the batches ended after step {run.step:,} of {run.config.training.steps:,}{is_saved}"
+        )
+        raise JllamaError(
+            f"{said}: give as many as there are steps, or lower training.steps"
+        ) from None
 
 
 def check_batch(run: Run, batch: Any) -> None:
     """Raise ``UsageError`` for what is no batch for this run."""
     if not isinstance(batch, Batch):
-        raise UsageError(f"a batch is a {type(batch).__name__}; it must be a jllama.Batch, as of text_batch")
+        raise UsageError(
+            f"a batch is a {type(batch).__name__}; it must be a jllama.Batch, as of text_batch"
+        )
     run.training.step.check(batch)
-    rows, expected = len(batch.tokens), run.config.training.batch_size * (1 if batch.reference is None else 2)
+    rows, expected = (
+        len(batch.tokens),
+        run.config.training.batch_size * (1 if batch.reference is None else 2),
+    )
     if rows != expected:
-        raise UsageError(f"a batch has {rows} rows; with training.batch_size it must have {expected}")
+        raise UsageError(
+            f"a batch has {rows} rows; with training.batch_size it must have {expected}"
+        )
 
 
 def program_for(run: Run, batch: Batch) -> tuple[Any, float]:
@@ -155,8 +183,12 @@ def fitting_program(run: Run, batch: Batch) -> Any:
         program, fits = None, False
     if options.remat != "auto" or not distributed.largest(0 if fits else 1):
         return program
-    run.tracker.say("note: what remat dots keeps does not fit the device, so each layer is computed again (block)")
-    run.config = dataclasses.replace(run.config, training=dataclasses.replace(options, remat="block"))
+    run.tracker.say(
+        "note: what remat dots keeps does not fit the device, so each layer is computed again (block)"
+    )
+    run.config = dataclasses.replace(
+        run.config, training=dataclasses.replace(options, remat="block")
+    )
     choices = kept_choices(run.config, run.tracker.folder)
     run.training = compile_training(run.config, run.training.mesh, compiler_options=choices)
     return run.training.step.lower(run.state, batch).compile()
@@ -214,9 +246,13 @@ def log(run: Run, recent: Sequence[tuple[StepMetrics, Batch]], start_s: float) -
     flops_per_token = training_flops_per_token(config.model, config.training.seq_len, shares)
     record = summarize(taken, elapsed_s * len(taken) / len(recent), flops_per_token)
     if run.data.is_chat:
-        segments = [batch.segments[batch.segments.any(axis=1)].ravel() for _, batch in recent]  # rows of this process
+        segments = [
+            batch.segments[batch.segments.any(axis=1)].ravel() for _, batch in recent
+        ]  # rows of this process
         record["padding"] = float(np.mean(np.concatenate(segments) == 0))
-    record["learning_rate"] = float(learning_rate_at(run.step - 1, config.optimizer, config.training.steps))
+    record["learning_rate"] = float(
+        learning_rate_at(run.step - 1, config.optimizer, config.training.steps)
+    )
     peak, planned = peak_bytes(run.training.mesh.local_devices), run.planned_bytes
     record |= {"planned_bytes": planned, "peak_bytes": peak, "elapsed_s": tracker.seconds()}
     tracker.write(run.step, **record)
@@ -227,7 +263,9 @@ def log(run: Run, recent: Sequence[tuple[StepMetrics, Batch]], start_s: float) -
     if not tracker.console.is_terminal:
         mfu = f"  MFU {record['mfu']:.1%}" if record["mfu"] else ""
         memory = f"  {peak / 2**30:.2f} GiB, planned {planned / 2**30:.2f}" if peak else ""
-        tracker.say(f"step {run.step}: {tracker.note}  learning rate {record['learning_rate']:.1e}{mfu}{memory}")
+        tracker.say(
+            f"step {run.step}: {tracker.note}  learning rate {record['learning_rate']:.1e}{mfu}{memory}"
+        )
     tracker.show(run.step)
     tell(run, "log", record)
 
@@ -252,7 +290,9 @@ def evaluate_now(run: Run) -> Evaluation | None:
     """Evaluate on a part of the validation data, show and log it; None if that failed or a stop came in between."""
     result, eval_tokens = None, run.config.training.eval_tokens
     with run.tracker.attempt("evaluating", run.step):
-        result = evaluate(run.training, run.data, run.config, run.state, eval_tokens, lambda: is_stopping(run))
+        result = evaluate(
+            run.training, run.data, run.config, run.state, eval_tokens, lambda: is_stopping(run)
+        )
     if result is None:
         return None
     if not math.isfinite(result.validation_loss):
@@ -279,7 +319,9 @@ def evaluate_best(run: Run) -> Evaluation | None:
         tracker.report()
         gzip = run.data.facts().get(GZIP)
         beside = f"; gzip -9 needs {gzip}" if gzip else ""
-        tracker.say(f"Best checkpoint (step {best}) on the whole validation text: {final}{beside}.", "bold")
+        tracker.say(
+            f"Best checkpoint (step {best}) on the whole validation text: {final}{beside}.", "bold"
+        )
     return final
 
 
@@ -303,7 +345,9 @@ def sample(run: Run) -> None:
     if options.questions:
         sampling = SamplingParams(temperature=0.0)
     else:
-        key = jax.random.fold_in(jax.random.fold_in(run.state.key, run.state.step), run.config.sampling.seed)
+        key = jax.random.fold_in(
+            jax.random.fold_in(run.state.key, run.state.step), run.config.sampling.seed
+        )
         sampling = dataclasses.replace(run.config.sampling, seed=int(jax.random.bits(key)))
 
     # Chats are asked in ids.
@@ -315,7 +359,10 @@ def sample(run: Run) -> None:
             prompts = [model.text_tokenizer.decode(asked[0])]
         elif model.chat_template:
             conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
-            asked = [message_ids(model.text_tokenizer, model.chat_template, each, True) for each in conversations]
+            asked = [
+                message_ids(model.text_tokenizer, model.chat_template, each, True)
+                for each in conversations
+            ]
         if asked is not prompts:
             max_new_tokens = min(max_new_tokens, model.config.max_seq_len - max(map(len, asked)))
     completions = generate(model, asked, sampling, max_new_tokens=max_new_tokens)
@@ -347,5 +394,11 @@ def give_up(run: Run, wrong: str) -> NoReturn:
     saved = run.checkpoints.saved
     saved.wait()
     kept = saved.steps()
-    last = f"the last good checkpoint is of step {kept[-1]}" if kept else "no checkpoint had been saved yet"
-    raise JllamaError(f"{wrong}; {last}: try a lower optimizer.learning_rate or optimizer.clip_norm")
+    last = (
+        f"the last good checkpoint is of step {kept[-1]}"
+        if kept
+        else "no checkpoint had been saved yet"
+    )
+    raise JllamaError(
+        f"{wrong}; {last}: try a lower optimizer.learning_rate or optimizer.clip_norm"
+    )

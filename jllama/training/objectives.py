@@ -23,7 +23,9 @@ class Targets(NamedTuple):
     inputs: Int[Array, "rows seq"]
     targets: Int[Array, "rows seq"]
     segments: Int[Array, "rows seq"]  # of the inputs
-    counted: Bool[Array, "rows seq"]  # which targets are learned from: those in the segment of their input that count
+    counted: Bool[
+        Array, "rows seq"
+    ]  # which targets are learned from: those in the segment of their input that count
     reference: Float[Array, "rows"] | None  # of pairs of answers, see ``jllama.data.batches.Batch``
 
 
@@ -59,15 +61,26 @@ def preference(forward: Forward, batch: Targets, options: LoopConfig) -> Sums:
     def total(values: Array) -> Array:
         return jnp.sum(jnp.where(is_pair, values, 0.0))
 
-    figures = {"accuracy": margin > 0, "margin": margin, "chosen_reward": chosen, "rejected_reward": rejected}
+    figures = {
+        "accuracy": margin > 0,
+        "margin": margin,
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
+    }
     pairs = total(jnp.ones_like(margin))
-    return total(jax.nn.softplus(-margin)), pairs, {name: total(values) for name, values in figures.items()}
+    return (
+        total(jax.nn.softplus(-margin)),
+        pairs,
+        {name: total(values) for name, values in figures.items()},
+    )
 
 
 def row_log_probs(forward: Forward, batch: Targets) -> Float[Array, "rows"]:
     """The summed log-probability of each row's targets that count, in nats."""
     llama, hidden = forward(batch)
-    return jnp.sum(jnp.where(batch.counted, llama.token_log_probs(hidden, batch.targets)[0], 0.0), axis=1)
+    return jnp.sum(
+        jnp.where(batch.counted, llama.token_log_probs(hidden, batch.targets)[0], 0.0), axis=1
+    )
 
 
 OBJECTIVES: dict[str, Objective] = {"next_token": next_token, "preference": preference}

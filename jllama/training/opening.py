@@ -54,16 +54,22 @@ class Run:
     state: TrainState
     step: int = 0
     skipped: int = 0  # how many of the last steps were left out, one after the other
-    programs: dict[Any, Any] = dataclasses.field(default_factory=dict)  # of a step, by the shape of its rows
+    programs: dict[Any, Any] = dataclasses.field(
+        default_factory=dict
+    )  # of a step, by the shape of its rows
     planned_bytes: int = 0  # of the largest
     signals: Sequence[int] = ()
     stop: int = 0  # the signal to stop that all processes know of
 
 
-def open_run(config: TrainConfig, source: BatchSource | None, callbacks: Sequence[Callback]) -> Run | Evaluation:
+def open_run(
+    config: TrainConfig, source: BatchSource | None, callbacks: Sequence[Callback]
+) -> Run | Evaluation:
     """Check and prepare all that a run needs, and begin its folder; the final evaluation of one that is finished."""
     folder = Path(config.run_dir)
-    console = Console(stderr=True, highlight=False, markup=False, quiet=distributed.process_index() > 0)
+    console = Console(
+        stderr=True, highlight=False, markup=False, quiet=distributed.process_index() > 0
+    )
     console.soft_wrap = not console.is_terminal  # a log keeps its lines whole
     _check(config, folder)
     existing = _checkpoint_steps(folder)
@@ -107,13 +113,17 @@ def open_run(config: TrainConfig, source: BatchSource | None, callbacks: Sequenc
         schedule.done = {CHECKPOINTS: step}
         for name, key in ((METRICS, "validation_loss"), (SAMPLES, "text")):
             lines = files.read_lines(folder / name, key)
-            schedule.done[name] = max((line["step"] for line in lines if line["step"] <= step), default=0)
+            schedule.done[name] = max(
+                (line["step"] for line in lines if line["step"] <= step), default=0
+            )
     assert state is not None
     if distributed.process_index() == 0:
         run_folder.write_config(folder, config, step)
         if not (existing and has_tokenizer(folder)):
             data.tokenizer.save(folder)
-            write_chat_files(folder, origin.chat_template if origin else None, origin.stop_ids if origin else ())
+            write_chat_files(
+                folder, origin.chat_template if origin else None, origin.stop_ids if origin else ()
+            )
     run = Run(config, data, origin, training, checkpoints, schedule, tracker, batches, state, step)
     _announce(run)
     return run
@@ -123,7 +133,9 @@ def _check(config: TrainConfig, folder: Path) -> None:
     """Raise ``UsageError`` for what can be seen before anything is read."""
     distributed.check_same(flatten_dict(run_folder.as_written(config), sep="."))
     if config.resume not in ("never", "auto") and not (folder / CONFIG).is_file():
-        raise UsageError(f"resume is {config.resume}, which is not a run's folder: give one, or never, or auto")
+        raise UsageError(
+            f"resume is {config.resume}, which is not a run's folder: give one, or never, or auto"
+        )
     make_optimizer(config.optimizer, config.training.steps)
     check_attention(config.training.attention, backward=True)
     check_logger(config.logger)
@@ -140,7 +152,9 @@ def _ask_to_replace(config: TrainConfig, folder: Path) -> None:
     """Raise unless the run that is there may be removed."""
     if not config.overwrite:
         go_on = command("train", "--resume", folder)
-        advice = f"continue it with {go_on}, or choose another run_dir, or replace it with --overwrite"
+        advice = (
+            f"continue it with {go_on}, or choose another run_dir, or replace it with --overwrite"
+        )
         raise UsageError(f"{folder} already holds a run: {advice}")
     run_folder.ask_to_overwrite(config)
 
@@ -152,7 +166,9 @@ def _finished(folder: Path, config: TrainConfig, step: int, console: Console) ->
     if not final or not (step >= steps or run_folder.out_of_patience(folder, patience)):
         return None
     longer = ("--training.steps", 2 * step, "--resume_with_changes", "true")
-    go_on = command("train", "--resume", folder, *(longer if step >= steps else ("--training.patience", 0)))
+    go_on = command(
+        "train", "--resume", folder, *(longer if step >= steps else ("--training.patience", 0))
+    )
     console.print(f"{folder} is finished (step {step:,} of {steps:,}). To go on: {go_on}")
     figures = final[-1]["final"].items()  # which runs of 0.1 call those of preferences
     return Evaluation(**{name.replace("preference", "figures"): value for name, value in figures})
@@ -172,7 +188,9 @@ def kept_choices(config: TrainConfig, folder: Path) -> dict[str, Any]:
     }
 
 
-def _initial_state(config: TrainConfig, training: Training, origin: Checkpoint | None) -> TrainState:
+def _initial_state(
+    config: TrainConfig, training: Training, origin: Checkpoint | None
+) -> TrainState:
     """The state before the first step, of the weights to begin from, if any, each in its final form as it is read."""
     params = None
     if origin:
@@ -187,7 +205,12 @@ def _batches(data: TrainingData, config: TrainConfig, training: Training) -> Any
     num_rows = options.batch_size * data.rows_each
     parts = training.batch_sharding.addressable_devices_indices_map((num_rows,)).values()
     rows = np.unique([np.arange(num_rows)[part] for part in parts]).tolist()
-    size: Any = {"batch_size": options.batch_size, "seq_len": options.seq_len, "seed": config.seed, "rows": rows}
+    size: Any = {
+        "batch_size": options.batch_size,
+        "seq_len": options.seq_len,
+        "seed": config.seed,
+        "rows": rows,
+    }
     return data.training_batches(**size, packing=config.data.packing)
 
 
@@ -204,14 +227,21 @@ def _announce(run: Run) -> None:
     if logged[-1:] != [facts]:
         tracker.write(run.step, facts=facts)
     before = {**facts, **logged[-1]} if logged else facts
-    changes = [f"{before[name]} (now {facts[name]})" for name in _OF_BITS if before[name] != facts[name]]
+    changes = [
+        f"{before[name]} (now {facts[name]})" for name in _OF_BITS if before[name] != facts[name]
+    ]
     if run.step and changes:
         said = f"this run had {' and '.join(changes)}"
-        tracker.say(f"note: {said}, so its bits will differ from those of a run that had not changed", "yellow")
+        tracker.say(
+            f"note: {said}, so its bits will differ from those of a run that had not changed",
+            "yellow",
+        )
     kind = "adapters" if config.trains_adapters else "them"
     of_which = f", {trained:,} of {kind} trained" if trained != total else ""
     said = f"{tracker.folder}: {total:,} parameters{of_which} on {devices}, {attention} attention"
-    tracker.say(f"{said}, {run.data.size()}, step {run.step:,} of {config.training.steps:,}", "bold")
+    tracker.say(
+        f"{said}, {run.data.size()}, step {run.step:,} of {config.training.steps:,}", "bold"
+    )
     if attention == "triton":
         advice = "with Python 3.12 or later pip install 'jllama[cuda]' brings tokamax, whose attention is faster"
         tracker.say(f"note: {advice}", "yellow")

@@ -18,7 +18,9 @@ from jllama.parameters import PARAMETERS, joined, map_by_path
 from jllama.training.config import OptimizerConfig
 
 
-def with_decay(direction: optax.GradientTransformation, config: OptimizerConfig) -> optax.GradientTransformation:
+def with_decay(
+    direction: optax.GradientTransformation, config: OptimizerConfig
+) -> optax.GradientTransformation:
     """Add ``config.weight_decay`` times each matrix to the direction that an optimizer gives; the state stays its own.
 
     Scales of norms, biases and the magnitudes of DoRA do not decay.
@@ -27,7 +29,9 @@ def with_decay(direction: optax.GradientTransformation, config: OptimizerConfig)
 
         jllama.OPTIMIZERS["sgd"] = lambda config: with_decay(optax.trace(config.beta1), config)
     """
-    decay = optax.add_decayed_weights(config.weight_decay, lambda params: map_by_path(_is_matrix, params))
+    decay = optax.add_decayed_weights(
+        config.weight_decay, lambda params: map_by_path(_is_matrix, params)
+    )
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates, state = direction.update(updates, state, params)
@@ -49,21 +53,27 @@ def adafactor() -> optax.GradientTransformation:
     Second moments are kept as the means of each matrix's rows and columns, and no update has a root mean square over 1.
     Axes that are inputs together (or outputs), such as heads and head_dim, count as one.
     """
-    alone = optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=1), optax.clip_by_block_rms(1.0))
+    alone = optax.chain(
+        optax.scale_by_factored_rms(min_dim_size_to_factor=1), optax.clip_by_block_rms(1.0)
+    )
 
     def init(params: Any) -> Any:
         return alone.init(map_by_path(_as_matrix, params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         gradients = map_by_path(_as_matrix, updates)
-        found, state = alone.update(gradients, state, gradients)  # in place of parameters, whose shapes count
+        found, state = alone.update(
+            gradients, state, gradients
+        )  # in place of parameters, whose shapes count
         return jax.tree.map(lambda matrix, like: matrix.reshape(like.shape), found, updates), state
 
     parts: Any = {
         "stacked": optax.GradientTransformation(_over_layers(init), _over_layers(update)),
         "alone": optax.GradientTransformation(init, update),
     }
-    return optax.partition(parts, lambda params: {name: "stacked" if name == "layers" else "alone" for name in params})
+    return optax.partition(
+        parts, lambda params: {name: "stacked" if name == "layers" else "alone" for name in params}
+    )
 
 
 def _over_layers(function: Any) -> Any:
@@ -128,7 +138,9 @@ def _as_long_as_adamw(direction: Array, axes: Any) -> Array:
 
 
 OPTIMIZERS: dict[str, Callable[[OptimizerConfig], optax.GradientTransformation]] = {
-    "adamw": lambda config: with_decay(optax.scale_by_adam(config.beta1, config.beta2, config.epsilon), config),
+    "adamw": lambda config: with_decay(
+        optax.scale_by_adam(config.beta1, config.beta2, config.epsilon), config
+    ),
     "lion": lambda config: with_decay(optax.scale_by_lion(config.beta1, config.beta2), config),
     "adafactor": lambda config: with_decay(adafactor(), config),
     "muon": lambda config: with_decay(muon(config), config),
@@ -145,7 +157,9 @@ _UNUSED |= {"cosine": "decay_fraction", "constant": "decay_fraction final_fracti
 """Options that an optimizer or a schedule has no use for."""
 
 
-def learning_rate_at(step: ArrayLike, config: OptimizerConfig, total_steps: int) -> Float[Array, ""]:
+def learning_rate_at(
+    step: ArrayLike, config: OptimizerConfig, total_steps: int
+) -> Float[Array, ""]:
     """The learning rate of a step, counted from 0: a linear warm-up, then what ``config.schedule`` says.
 
     ``peak * (step + 1) / w`` while ``step < w``, where ``w`` is ``warmup_steps`` or else ``ceil(warmup_fraction *
@@ -154,7 +168,9 @@ def learning_rate_at(step: ArrayLike, config: OptimizerConfig, total_steps: int)
     until ``ceil(decay_fraction * total_steps)`` steps are left (at least until the warm-up has ended), and then a
     straight line down to the floor (arXiv:2404.06395, section 4).
     """
-    warmup = min(config.warmup_steps or math.ceil(config.warmup_fraction * total_steps), total_steps - 1)
+    warmup = min(
+        config.warmup_steps or math.ceil(config.warmup_fraction * total_steps), total_steps - 1
+    )
     peak, floor = config.learning_rate, config.learning_rate * config.final_fraction
     if config.schedule == "cosine":
         schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, total_steps, floor)
@@ -163,7 +179,9 @@ def learning_rate_at(step: ArrayLike, config: OptimizerConfig, total_steps: int)
         end = max(total_steps - math.ceil(share * total_steps), warmup)
         rising = optax.linear_schedule(0.0, peak, warmup)
         falling = optax.linear_schedule(peak, floor, total_steps - end)
-        schedule = optax.join_schedules([rising, optax.constant_schedule(peak), falling], [warmup, end])
+        schedule = optax.join_schedules(
+            [rising, optax.constant_schedule(peak), falling], [warmup, end]
+        )
     return jnp.asarray(schedule(jnp.asarray(step) + 1))
 
 
@@ -189,10 +207,14 @@ def _kept_in(dtype: jnp.dtype, inner: optax.GradientTransformation) -> optax.Gra
     """The same in float32, with its state's float32 arrays kept in another dtype between two steps."""
 
     def cast(state: Any, before: Any, after: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf.astype(after) if leaf.dtype == before else leaf, state)
+        return jax.tree.map(
+            lambda leaf: leaf.astype(after) if leaf.dtype == before else leaf, state
+        )
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates, state = inner.update(updates, cast(state, dtype, jnp.float32), params)
         return updates, cast(state, jnp.float32, dtype)
 
-    return optax.GradientTransformation(lambda params: cast(inner.init(params), jnp.float32, dtype), update)
+    return optax.GradientTransformation(
+        lambda params: cast(inner.init(params), jnp.float32, dtype), update
+    )

@@ -34,7 +34,9 @@ class Parallelism:
     def spec(self, path: str) -> tuple[Any, ...]:
         """The mesh axes that a parameter's axes are split over."""
         model = self.config.model
-        return tuple(row_spec(self.mesh, parameter_table(model)[path], model, ruleset(self.config.mesh)))
+        return tuple(
+            row_spec(self.mesh, parameter_table(model)[path], model, ruleset(self.config.mesh))
+        )
 
     def weight_specs(self) -> Params:
         """How each parameter is split along ``fsdp``."""
@@ -50,7 +52,9 @@ class Parallelism:
 
     def positions(self, inputs: Int[Array, "rows seq"]) -> Int[Array, "1 seq"]:
         """Where this device's tokens stand in their rows."""
-        return (jax.lax.axis_index("sequence") * inputs.shape[1] + jnp.arange(inputs.shape[1]))[None]
+        return (jax.lax.axis_index("sequence") * inputs.shape[1] + jnp.arange(inputs.shape[1]))[
+            None
+        ]
 
     def gather(self, path: str, part: Any, gradient: Any) -> Any:
         """A whole parameter, or one layer's share of it, for the products, from all devices that hold some.
@@ -58,8 +62,14 @@ class Parallelism:
         Its own gradient goes to ``gradient``, zeros like the part, unless that is None.
         """
         if isinstance(part, AdaptedMatrix):
-            others = {name: leaf.astype(self.dtype) for name, leaf in vars(part).items() if isinstance(leaf, Array)}
-            return dataclasses.replace(part, **{**others, "base": self.gather(path, part.base, None)})
+            others = {
+                name: leaf.astype(self.dtype)
+                for name, leaf in vars(part).items()
+                if isinstance(leaf, Array)
+            }
+            return dataclasses.replace(
+                part, **{**others, "base": self.gather(path, part.base, None)}
+            )
         if not isinstance(part, Array):
             shape = shape_of(parameter_table(self.config.model)[path], self.config.model)
             return dense(part, shape[1:], self.dtype)
@@ -69,15 +79,24 @@ class Parallelism:
 
     def gather_layer(self, weights: Params, gradients: Params) -> Params:
         """One layer's whole weights."""
-        return {name: self.gather(f"layers/{name}", part, gradients.get(name)) for name, part in weights.items()}
+        return {
+            name: self.gather(f"layers/{name}", part, gradients.get(name))
+            for name, part in weights.items()
+        }
 
     def sum_gradients(self, gradients: Params) -> Params:
         """Sums over all devices, in ``reduce_dtype``; those that ``gather`` has summed stay where their parts are."""
 
         def summed(path: str, leaf: Array) -> Array:
             is_summed = path in parameter_table(self.config.model) and "fsdp" in self.spec(path)
-            axes = [name for name in BY_HAND if self.mesh.shape[name] > 1 and not (is_summed and name == "fsdp")]
-            return jax.lax.psum(leaf.astype(self.config.training.reduce_dtype), axes) if axes else leaf
+            axes = [
+                name
+                for name in BY_HAND
+                if self.mesh.shape[name] > 1 and not (is_summed and name == "fsdp")
+            ]
+            return (
+                jax.lax.psum(leaf.astype(self.config.training.reduce_dtype), axes) if axes else leaf
+            )
 
         return map_by_path(summed, gradients)
 

@@ -20,14 +20,20 @@ REFERENCE = "reference.npz"
 
 
 def with_references(
-    data: ChatDataset, folder: Path, config: TrainConfig, training: Training, state: TrainState | None
+    data: ChatDataset,
+    folder: Path,
+    config: TrainConfig,
+    training: Training,
+    state: TrainState | None,
 ) -> ChatDataset:
     """Pairs with the log-probabilities of their answers by a state before training, which the run's folder keeps; of a
     run that goes on, without a state, they are read there.
     """
     references: dict[str, Any] = {}
     if state is None:
-        with fault_of(f"{folder / REFERENCE} is part of this run: put it back", OSError, ValueError, KeyError):
+        with fault_of(
+            f"{folder / REFERENCE} is part of this run: put it back", OSError, ValueError, KeyError
+        ):
             stored = np.load(folder / REFERENCE)
             references = {split: stored[split] for split in SPLITS}
     else:
@@ -37,7 +43,9 @@ def with_references(
             for split in SPLITS:
                 pairs, found = getattr(data, split), []
                 for rows in chat_validation_batches(pairs, **size):
-                    sums = training.log_probs(state.params, on_devices(rows, training.batch_sharding), state.base)
+                    sums = training.log_probs(
+                        state.params, on_devices(rows, training.batch_sharding), state.base
+                    )
                     found.append(np.asarray(multihost_utils.process_allgather(sums, tiled=True)))
                     move(len(sums))
                 references[split] = np.concatenate(found)[: len(pairs.sizes)]
@@ -45,5 +53,8 @@ def with_references(
             folder.mkdir(parents=True, exist_ok=True)
             with written_whole(folder / REFERENCE) as partial, partial.open("wb") as file:
                 np.savez(file, **references)
-    splits = {split: dataclasses.replace(getattr(data, split), reference=references[split]) for split in SPLITS}
+    splits = {
+        split: dataclasses.replace(getattr(data, split), reference=references[split])
+        for split in SPLITS
+    }
     return dataclasses.replace(data, **splits)

@@ -38,11 +38,18 @@ def ask_to_overwrite(config: TrainConfig) -> None:
     Raises ``JllamaError`` if the name is not typed, if the folder holds what no run writes, or what is read.
     """
     folder = Path(config.run_dir).resolve()
-    check_target(folder, [Path(path) for path in (config.init_from, config.data.path) if path], True)
+    check_target(
+        folder, [Path(path) for path in (config.init_from, config.data.path) if path], True
+    )
     if not config.yes:
-        print(f"{folder} and its checkpoints will be removed. To go on, type its name, {folder.name}:", file=sys.stderr)
+        print(
+            f"{folder} and its checkpoints will be removed. To go on, type its name, {folder.name}:",
+            file=sys.stderr,
+        )
         if not sys.stdin.isatty() or sys.stdin.readline().strip() != folder.name:
-            raise UsageError(f"{folder} stays as it is: its name must be typed on a terminal, or --yes be given")
+            raise UsageError(
+                f"{folder} stays as it is: its name must be typed on a terminal, or --yes be given"
+            )
 
 
 def clear(folder: Path) -> None:
@@ -61,13 +68,21 @@ def write_config(folder: Path, config: TrainConfig, step: int) -> None:
         append_line(folder / HISTORY, {"until_step": step, "config": before})
     write_text_whole(folder / CONFIG, yaml.safe_dump(fields, sort_keys=False))
     for name in (METRICS, SAMPLES, *([SKIPPED] if (folder / SKIPPED).exists() else [])):
-        kept = [line for line in read_lines(folder / name) if line["step"] <= step and "final" not in line]
+        kept = [
+            line
+            for line in read_lines(folder / name)
+            if line["step"] <= step and "final" not in line
+        ]
         write_text_whole(folder / name, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 def out_of_patience(folder: Path, patience: int) -> bool:
     """Whether the validation loss that a run has logged was not lower in its last ``patience`` evaluations, if any."""
-    losses = [line["validation_loss"] for line in read_lines(folder / METRICS, "validation_loss")] if patience else []
+    losses = (
+        [line["validation_loss"] for line in read_lines(folder / METRICS, "validation_loss")]
+        if patience
+        else []
+    )
     return 0 < patience < len(losses) - min(range(len(losses)), key=losses.__getitem__, default=0)
 
 
@@ -89,11 +104,19 @@ def changes_on_resume(folder: Path, config: TrainConfig, step: int) -> list[str]
     free = [text for name, text in told.items() if re.match(_FREE, name)]
     asked = [text for text in told.values() if text not in free]
     if any(re.match(r"training\.steps|optimizer", name) for name in told):
-        with contextlib.suppress(KeyError, TypeError, UsageError):  # of a config.yaml edited by hand
-            old = learning_rate_at(step - 1, OptimizerConfig(**before["optimizer"]), before["training"]["steps"])
+        with contextlib.suppress(
+            KeyError, TypeError, UsageError
+        ):  # of a config.yaml edited by hand
+            old = learning_rate_at(
+                step - 1, OptimizerConfig(**before["optimizer"]), before["training"]["steps"]
+            )
             new = learning_rate_at(step, config.optimizer, config.training.steps)
-            asked.append(f"the learning rate was {old:.2e} at step {step:,} and is {new:.2e} at step {step + 1:,}")
+            asked.append(
+                f"the learning rate was {old:.2e} at step {step:,} and is {new:.2e} at step {step + 1:,}"
+            )
     if refused := fixed or ([] if config.resume_with_changes else asked):
-        leave = "leave out what has changed," + (" or go on so with resume_with_changes," if not fixed else "")
+        leave = "leave out what has changed," + (
+            " or go on so with resume_with_changes," if not fixed else ""
+        )
         raise JllamaError(f"{', '.join(refused)}: {leave} or start a new run with another run_dir")
     return free + asked

@@ -44,7 +44,9 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
     key: Key[Array, ""]
     base: Params | None = None
-    usual_norm: Float[Array, ""] | None = None  # with ``spike_factor``, the running mean of gradient norms
+    usual_norm: Float[Array, ""] | None = (
+        None  # with ``spike_factor``, the running mean of gradient norms
+    )
     average: Params | None = None  # with ``training.ema``, the running mean of what is trained
 
 
@@ -88,7 +90,11 @@ class Training(NamedTuple):
 
     def weights(self, state: TrainState) -> Params:
         """The ``params`` to evaluate: with ``training.ema`` their running mean is in place of what is trained."""
-        return state.params if state.average is None else self.trainable.replaced(state.params, state.average)
+        return (
+            state.params
+            if state.average is None
+            else self.trainable.replaced(state.params, state.average)
+        )
 
     def model_weights(self, state: TrainState) -> Params:
         """The weights of a whole model with ``weights(state)``, adapters merged into their base."""
@@ -128,7 +134,13 @@ def compile_training(
     if on_cpu:
         keep_freed_memory()
     if on_cpu and any(mesh.shape[name] > 1 for name in BY_HAND):
-        check_fields(options, "training.", "reduce_dtype", "float32".__eq__, "float32 on CPUs, where XLA sums no other")
+        check_fields(
+            options,
+            "training.",
+            "reduce_dtype",
+            "float32".__eq__,
+            "float32 on CPUs, where XLA sums no other",
+        )
     if options.objective not in ("auto", *OBJECTIVES):
         raise unknown_name("objective", options.objective, ["auto", *OBJECTIVES])
     attention_of(config, mesh)
@@ -142,7 +154,9 @@ def compile_training(
     shapes = jax.eval_shape(initial, jax.random.key(0))
     rules = ruleset(config.mesh)
     state = state_sharding(mesh, config.model, shapes, rules)
-    where = state_sharding(mesh, config.model, jax.eval_shape(trainable.trained, shapes.params), rules)
+    where = state_sharding(
+        mesh, config.model, jax.eval_shape(trainable.trained, shapes.params), rules
+    )
     trained = jax.eval_shape(jax.jit(trainable.trained, out_shardings=where), shapes.params)
     batch = NamedSharding(mesh, BATCH)
     xla = {**options.compiler_options, **(compiler_options or {})}
@@ -191,7 +205,13 @@ def initial_state(setup: Setup, key: Key[Array, ""], params: Params | None = Non
     usual_norm = jnp.zeros((), jnp.float32) if options.spike_factor else None
     average = trained if options.ema else None
     return TrainState(
-        jnp.zeros((), jnp.int32), params, setup.optimizer.init(trained), run_key, base, usual_norm, average
+        jnp.zeros((), jnp.int32),
+        params,
+        setup.optimizer.init(trained),
+        run_key,
+        base,
+        usual_norm,
+        average,
     )
 
 
@@ -199,7 +219,9 @@ def take_step(setup: Setup, state: TrainState, batch: Batch) -> tuple[TrainState
     """One update of the state by a batch."""
     *_, gradient_specs = setup.trainable.specs(setup.parallel.weight_specs())
     outputs = PartitionSpec(), gradient_specs
-    (total, count, figures), sums = on_each_device(setup, gradients, outputs, state.params, batch, state.base)
+    (total, count, figures), sums = on_each_device(
+        setup, gradients, outputs, state.params, batch, state.base
+    )
     count = jnp.maximum(count, 1.0)
     state, norm, accepted = updated(setup, state, total, count, sums)
     tokens = jnp.sum(batch.segments[:, :-1] != 0, dtype=jnp.float32)
@@ -212,20 +234,28 @@ def objective_of(options: LoopConfig, targets: Targets) -> Objective:
     if name == "auto":
         name = "next_token" if targets.reference is None else "preference"
     if name == "preference" and targets.reference is None:
-        raise UsageError("training.objective is preference, and the data has no pairs of answers: leave it out")
+        raise UsageError(
+            "training.objective is preference, and the data has no pairs of answers: leave it out"
+        )
     return OBJECTIVES[name]
 
 
 def targets_of(setup: Setup, batch: Batch) -> Targets:
     """What each token of a batch predicts."""
     if batch.reference is not None and setup.parallel.mesh.shape["sequence"] > 1:
-        raise UsageError("mesh.sequence is over 1, and pairs of answers are not split so: leave it out")
+        raise UsageError(
+            "mesh.sequence is over 1, and pairs of answers are not split so: leave it out"
+        )
     same_segment = batch.segments[:, :-1] == batch.segments[:, 1:]
     counted = batch.counted[:, 1:] & same_segment
-    return Targets(batch.tokens[:, :-1], batch.tokens[:, 1:], batch.segments[:, :-1], counted, batch.reference)
+    return Targets(
+        batch.tokens[:, :-1], batch.tokens[:, 1:], batch.segments[:, :-1], counted, batch.reference
+    )
 
 
-def on_each_device(setup: Setup, function: Any, outputs: Any, params: Params, batch: Batch, base: Params | None) -> Any:
+def on_each_device(
+    setup: Setup, function: Any, outputs: Any, params: Params, batch: Batch, base: Params | None
+) -> Any:
     """Call ``function(setup, weights, learned, targets)`` on each device with its parts of the weights and of a batch.
 
     ``outputs`` says how the devices' results make up the whole.
@@ -234,24 +264,35 @@ def on_each_device(setup: Setup, function: Any, outputs: Any, params: Params, ba
     targets = targets_of(setup, batch)
     params_specs, base_specs, _ = setup.trainable.specs(parallel.weight_specs())
     inputs = params_specs, base_specs, jax.tree.map(parallel.batch_spec, targets)
-    split: Any = {"in_specs": inputs, "out_specs": outputs, "axis_names": {*BY_HAND}, "check_vma": False}
+    split: Any = {
+        "in_specs": inputs,
+        "out_specs": outputs,
+        "axis_names": {*BY_HAND},
+        "check_vma": False,
+    }
     local = functools.partial(on_one_device, setup, function)
     spread = jax.shard_map(local, mesh=parallel.mesh, **split)
     device = parallel.mesh.local_devices[0]
-    with jax.default_device(device) if device.platform == "gpu" else contextlib.nullcontext():  # tokamax asks for it
+    with (
+        jax.default_device(device) if device.platform == "gpu" else contextlib.nullcontext()
+    ):  # tokamax asks for it
         return spread(params, base, targets)
 
 
 # On each device
 
 
-def on_one_device(setup: Setup, function: Any, params: Params, base: Params | None, targets: Targets) -> Any:
+def on_one_device(
+    setup: Setup, function: Any, params: Params, base: Params | None, targets: Targets
+) -> Any:
     """Call ``function(setup, weights, learned, targets)``: see ``Trainable.learned`` for the two."""
     learned, weights = setup.trainable.learned(params, base, setup.config.training.reduce_dtype)
     return function(setup, weights, learned, targets)
 
 
-def gradients(setup: Setup, weights: Params, learned: Params, targets: Targets) -> tuple[Sums, Params]:
+def gradients(
+    setup: Setup, weights: Params, learned: Params, targets: Targets
+) -> tuple[Sums, Params]:
     """The sums of an objective over the whole batch, and this device's part of their gradients."""
     options = setup.config.training
     loss = functools.partial(local_loss, setup, options, weights)
@@ -260,7 +301,9 @@ def gradients(setup: Setup, weights: Params, learned: Params, targets: Targets) 
         (total, others), sums = gradient(learned, targets)
     else:
         # The parts' sums are added in float32 and divided once, so that parts weigh by their numbers of targets.
-        parts = jax.tree.map(lambda each: each.reshape(options.accumulation, -1, *each.shape[1:]), targets)
+        parts = jax.tree.map(
+            lambda each: each.reshape(options.accumulation, -1, *each.shape[1:]), targets
+        )
         totals = jax.eval_shape(loss, learned, jax.tree.map(lambda each: each[0], parts))
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (totals, learned))
 
@@ -278,7 +321,9 @@ def local_evaluation(setup: Setup, weights: Params, learned: Params, targets: Ta
     return setup.parallel.sum((total, *others))
 
 
-def local_log_probs(setup: Setup, weights: Params, learned: Params, targets: Targets) -> Float[Array, "rows"]:
+def local_log_probs(
+    setup: Setup, weights: Params, learned: Params, targets: Targets
+) -> Float[Array, "rows"]:
     """The summed log-probability of the targets of each of this device's rows."""
     return row_log_probs(functools.partial(forward, setup, weights, learned), targets)
 
@@ -288,7 +333,9 @@ def local_loss(
 ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], dict[str, Float[Array, ""]]]]:
     """An objective's sum over this device's rows, which has a gradient, and the sums that have none."""
     objective = objective_of(options, targets)
-    total, count, figures = objective(functools.partial(forward, setup, weights, learned), targets, options)
+    total, count, figures = objective(
+        functools.partial(forward, setup, weights, learned), targets, options
+    )
     return total, (count, figures)
 
 
@@ -339,17 +386,25 @@ def updated(
         accepted = jnp.isfinite(total) & jnp.isfinite(norm)
         if usual is not None:
             accepted &= (usual == 0) | (norm <= options.spike_factor * usual)
-            usual = jnp.where(accepted, jnp.where(usual == 0, norm, 0.98 * usual + 0.02 * norm), usual)
+            usual = jnp.where(
+                accepted, jnp.where(usual == 0, norm, 0.98 * usual + 0.02 * norm), usual
+            )
 
-        def update(turn: Array, old: tuple[Params, optax.OptState, Any]) -> tuple[Params, optax.OptState, Any]:
+        def update(
+            turn: Array, old: tuple[Params, optax.OptState, Any]
+        ) -> tuple[Params, optax.OptState, Any]:
             params, opt_state, average = old
-            own_sums, _ = jax.lax.optimization_barrier((sums, turn))  # keeps its products in the loop
+            own_sums, _ = jax.lax.optimization_barrier(
+                (sums, turn)
+            )  # keeps its products in the loop
             trained = trainable.trained(params)
             updates, opt_state = setup.optimizer.update(_means(own_sums, count), opt_state, trained)
             trained = jax.tree.map(jnp.add, trained, updates)
             if average is not None:
                 share = jnp.maximum(1 - options.ema, 9 / (state.step + 10)).astype(jnp.float32)
-                average = jax.tree.map(lambda mean, leaf: mean + share * (leaf - mean), average, trained)
+                average = jax.tree.map(
+                    lambda mean, leaf: mean + share * (leaf - mean), average, trained
+                )
             return trainable.replaced(params, trained), opt_state, average
 
         # A loop of one turn, or of none, changes its carry in place. A cond copies all of it on GPUs with jax 0.10,
@@ -357,7 +412,11 @@ def updated(
         turns = accepted.astype(jnp.int32)
         old = state.params, state.opt_state, state.average
         params, opt_state, average = jax.lax.fori_loop(0, turns, update, old)
-    return TrainState(state.step + 1, params, opt_state, state.key, state.base, usual, average), norm, accepted
+    return (
+        TrainState(state.step + 1, params, opt_state, state.key, state.base, usual, average),
+        norm,
+        accepted,
+    )
 
 
 def _means(sums: Params, count: Float[Array, ""]) -> Params:
@@ -399,7 +458,10 @@ def attention_of(config: TrainConfig, mesh: Mesh) -> str:
     check_attention(config.training.attention, platform, backward=True)
     seq_len = config.training.seq_len or config.model.max_seq_len
     chosen = choose_attention(seq_len, seq_len, platform=platform, dtype=dtype)
-    if mesh.shape["sequence"] > 1 and chosen in ("tokamax", "triton"):  # which take no queries from inside a row
+    if mesh.shape["sequence"] > 1 and chosen in (
+        "tokamax",
+        "triton",
+    ):  # which take no queries from inside a row
         chosen = "blocked"
     return chosen if config.training.attention == "auto" else config.training.attention
 
@@ -409,23 +471,36 @@ def is_deterministic(config: TrainConfig, mesh: Mesh) -> bool:
     platform, wanted = mesh.devices.flat[0].platform, config.training.deterministic
     can = attention_of(config, mesh) != "cudnn"  # whose backward pass adds in any order
     if platform == "gpu" and wanted is True and not can:
-        raise UsageError("training.deterministic is true, and training.attention cudnn is not: take another, or auto")
+        raise UsageError(
+            "training.deterministic is true, and training.attention cudnn is not: take another, or auto"
+        )
     return platform == "gpu" and can and wanted is not False
 
 
 def check_batch(config: TrainConfig, mesh: Mesh) -> None:
     """Raise ``UsageError`` for a batch whose rows, or rows whose tokens, do not divide over the mesh."""
     options = config.training
-    ways, sequence = mesh.shape["data"] * mesh.shape["fsdp"] * options.accumulation, mesh.shape["sequence"]
+    ways, sequence = (
+        mesh.shape["data"] * mesh.shape["fsdp"] * options.accumulation,
+        mesh.shape["sequence"],
+    )
     said = f"a multiple of {ways // options.accumulation} device(s) times {options.accumulation} part(s)"
     check_fields(options, "training.", "batch_size", lambda size: size % ways == 0, said)
     said = f"a multiple of mesh.sequence, {sequence}"
-    check_fields(options, "training.", "seq_len", lambda size: (size or config.model.max_seq_len) % sequence == 0, said)
+    check_fields(
+        options,
+        "training.",
+        "seq_len",
+        lambda size: (size or config.model.max_seq_len) % sequence == 0,
+        said,
+    )
 
 
 def on_devices(batch: Any, sharding: NamedSharding) -> Any:
     """A batch's arrays, of whose rows each process has those of its own devices."""
-    return jax.tree.map(lambda each: jax.make_array_from_callback(each.shape, sharding, each.__getitem__), batch)
+    return jax.tree.map(
+        lambda each: jax.make_array_from_callback(each.shape, sharding, each.__getitem__), batch
+    )
 
 
 def compute_dtype(config: TrainConfig, mesh: Mesh) -> np.dtype[Any]:

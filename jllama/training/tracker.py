@@ -76,7 +76,9 @@ class Tracker:
             if name == METRICS:
                 self._log(step, numbers(line))
 
-    def call(self, name: str, step: int, figures: Mapping[str, Any], model: Callable[[], LanguageModel]) -> None:
+    def call(
+        self, name: str, step: int, figures: Mapping[str, Any], model: Callable[[], LanguageModel]
+    ) -> None:
         """Call the callbacks, each of which may fail."""
         for callback in self.callbacks:
             try:
@@ -96,7 +98,9 @@ class Tracker:
         try:
             yield
         except Exception as error:
-            if jax.process_count() > 1 and doing != "reporting":  # the others would wait for this one
+            if (
+                jax.process_count() > 1 and doing != "reporting"
+            ):  # the others would wait for this one
                 raise
             self.warn(error)
 

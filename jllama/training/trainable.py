@@ -28,7 +28,9 @@ class FullWeights:
     """
 
     selection: Mapping[str, np.ndarray | None] | None = None
-    shares: Mapping[str, float] | None = None  # how much of each parameter is trained, see ``training_flops_per_token``
+    shares: Mapping[str, float] | None = (
+        None  # how much of each parameter is trained, see ``training_flops_per_token``
+    )
 
     def init(self, key: Key[Array, ""], drawn: Params) -> tuple[Params, Params | None]:
         """The state's ``params`` and ``base``, from all weights."""
@@ -108,7 +110,9 @@ class LoraAdapters:
     def reading(self) -> tuple[Any, Callable[[str, Any], Any]]:
         """As of ``FullWeights``."""
         dtypes = {"auto": self.dtype, "bfloat16": jnp.bfloat16}
-        return dtypes.get(self.lora.base), lambda path, stack: held(path, stack, self.model, self.lora, self.dtype)
+        return dtypes.get(self.lora.base), lambda path, stack: held(
+            path, stack, self.model, self.lora, self.dtype
+        )
 
     def specs(self, weights: Any) -> tuple[Any, Any, Any]:
         """As of ``FullWeights``; each device has all adapters."""
@@ -155,7 +159,9 @@ def trainable_of(config: TrainConfig, dtype: np.dtype[Any], mesh_shape: Any) -> 
     lora = config.lora
     patterns = config.training.trainable
     if patterns and config.trains_adapters:
-        raise UsageError("training.trainable is given, and with lora.rank adapters alone are trained: leave one out")
+        raise UsageError(
+            "training.trainable is given, and with lora.rank adapters alone are trained: leave one out"
+        )
     if patterns:
         return selected_weights(config.model, patterns)
     if not config.trains_adapters:
@@ -182,12 +188,21 @@ def selected_weights(config: LlamaConfig, patterns: Sequence[str]) -> FullWeight
         if not any(fnmatch.filter(own, pattern) for own in names.values()):
             known = ", ".join(path.replace("layers/", "layers/*/") for path in names)
             said = f"training.trainable has {pattern!r}, which no parameter's name matches"
-            raise UsageError(f"{said}: the names are {known}, where * is 0 to {config.num_layers - 1}")
+            raise UsageError(
+                f"{said}: the names are {known}, where * is 0 to {config.num_layers - 1}"
+            )
 
     selection = {}
     for path, own in names.items():
-        layers = [layer for layer, name in enumerate(own) if any(fnmatch.fnmatchcase(name, each) for each in patterns)]
+        layers = [
+            layer
+            for layer, name in enumerate(own)
+            if any(fnmatch.fnmatchcase(name, each) for each in patterns)
+        ]
         if layers:
             selection[path] = None if len(layers) == len(own) else np.array(layers)
-    shares = {path: 1.0 if layers is None else len(layers) / config.num_layers for path, layers in selection.items()}
+    shares = {
+        path: 1.0 if layers is None else len(layers) / config.num_layers
+        for path, layers in selection.items()
+    }
     return FullWeights(selection, shares)

@@ -28,7 +28,9 @@ Measured on SmolLM2-135M and on random models of every variant: layers are at mo
 RoPE's base puts SmolLM2's layers 4e-2 to 2e-1 off, one per cent more 7e-4 to 3e-3. Deeper models amplify rounding more,
 so the logits need the room; damaged weights may amplify it past the tolerance though every layer by itself is right.
 """
-MAX_TOKENS = 256  # a longer text is cut: enough for what is to be seen, and a 7B model takes minutes
+MAX_TOKENS = (
+    256  # a longer text is cut: enough for what is to be seen, and a 7B model takes minutes
+)
 PROSE = " ".join(Path(__file__).with_name("prose.txt").read_text(encoding="utf-8").split())
 """In plain words, so that a model trained on nothing but children's stories, too, should find it easy."""
 HARD = "Füße, naïve — 北京で、안녕 мир 👩‍👩‍👧 x²\tdef f(x):\n    return  {x: [1,  23]}\r\n\n   <s> e\u0301 \u00a0 end  "
@@ -47,11 +49,15 @@ class CheckpointResult:
     fingerprint: str  # SHA-256 of every tensor's key, shape and float32 values in the order of ``tensor_specs``
     num_parameters: int
     num_tokens: int  # of the text that was run
-    layer_errors: list[float]  # each layer's by itself, given the oracle's input, see ``update_error``
+    layer_errors: list[
+        float
+    ]  # each layer's by itself, given the oracle's input, see ``update_error``
     first_divergent_layer: int | None  # from 0, whose error is not below the tolerance
     logits_error: float  # the largest of the whole model's logits at any position (``worst_error``)
     tolerance: float
-    perplexity: float | None = None  # the text's by the oracle's logits; None if none of its bytes is predicted
+    perplexity: float | None = (
+        None  # the text's by the oracle's logits; None if none of its bytes is predicted
+    )
     bits_per_byte: float | None = None
 
     passed = property(lambda self: not self.problems, doc="Whether there is no problem.")
@@ -74,7 +80,9 @@ def verify_checkpoint(
     Raises ``JllamaError``: the checkpoint cannot be opened; ``UsageError``: an empty text, a wrong ``rope_factor``.
     """
     if text is not None and not text.strip():
-        raise UsageError("the text is empty: give some of the kind that the model was trained on, or leave it out")
+        raise UsageError(
+            "the text is empty: give some of the kind that the model was trained on, or leave it out"
+        )
     on_stage("opening")
     checkpoint = open_checkpoint(path, rope_factor)
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
@@ -82,7 +90,9 @@ def verify_checkpoint(
 
     limit = min(MAX_TOKENS, config.max_seq_len)
     if tokenizer is None:
-        findings.append("there is no tokenizer: random tokens were run, and perplexity cannot be told")
+        findings.append(
+            "there is no tokenizer: random tokens were run, and perplexity cannot be told"
+        )
         tokens = np.random.default_rng(0).integers(0, config.vocab_size, limit).tolist()
     else:
         tokens = prompt_ids(tokenizer, PROSE if text is None else text)[:limit]
@@ -103,19 +113,29 @@ def verify_checkpoint(
     if first is not None:
         layers = f"{len(divergent)} of {config.num_layers} layers is not the float64 oracle's, first of layers/{first}"
         error = run.layer_errors[first]
-        problems.append(f"the output of {layers}: relative error {error:.1e}, tolerance {TOLERANCE:.0e}")
+        problems.append(
+            f"the output of {layers}: relative error {error:.1e}, tolerance {TOLERANCE:.0e}"
+        )
     if not logits_error < TOLERANCE:
-        alone = "" if divergent else "; every layer by itself is right, so these weights amplify float32's rounding"
+        alone = (
+            ""
+            if divergent
+            else "; every layer by itself is right, so these weights amplify float32's rounding"
+        )
         error = f"relative error {logits_error:.1e}, tolerance {TOLERANCE:.0e}"
         problems.append(f"the logits are not the float64 oracle's: {error}{alone}")
 
     perplexity = bits_per_byte = None
     targets = np.asarray(tokens[1:], np.int64)
     if tokenizer and (text_bytes := int(tokenizer.token_bytes()[targets].sum())):
-        score = TextScore(*oracle.cross_entropy(run.logits[:-1], targets, np.ones(len(targets), bool)), text_bytes)
+        score = TextScore(
+            *oracle.cross_entropy(run.logits[:-1], targets, np.ones(len(targets), bool)), text_bytes
+        )
         perplexity, bits_per_byte = score.perplexity, score.bits_per_byte
     elif tokenizer:
-        findings.append(f"of the text's {len(tokens)} tokens none can be predicted: give a longer text")
+        findings.append(
+            f"of the text's {len(tokens)} tokens none can be predicted: give a longer text"
+        )
     return CheckpointResult(
         str(path),
         config,
@@ -141,19 +161,28 @@ def checkpoint_lines(result: CheckpointResult, seconds: float) -> Iterator[str]:
         "checkpoint": result.path,
         "nearest release": result.preset or "none of this shape",
         "parameters": f"{result.num_parameters:,}",
-        **{field.name: shown(getattr(result.config, field.name)) for field in dataclasses.fields(result.config)},
+        **{
+            field.name: shown(getattr(result.config, field.name))
+            for field in dataclasses.fields(result.config)
+        },
         "fingerprint": result.fingerprint,
         "text": f"{result.num_tokens} tokens",
         "layers": f"largest relative error {max(errors):.1e} (layer {errors.index(max(errors))})",
         "logits": f"relative error {result.logits_error:.1e}; tolerance {result.tolerance:.0e}",
     }
     if result.perplexity is not None:
-        facts["perplexity"] = f"{result.perplexity:,.2f}" if result.perplexity < 1e9 else f"{result.perplexity:.0e}"
+        facts["perplexity"] = (
+            f"{result.perplexity:,.2f}" if result.perplexity < 1e9 else f"{result.perplexity:.0e}"
+        )
         facts["bits per byte"] = f"{result.bits_per_byte:.2f}"
     yield from (f"{name:17}{fact}" for name, fact in facts.items())
     yield from (f"note: {finding}" for finding in result.findings)
     yield from (f"problem: {problem}" for problem in result.problems)
-    verdict = "PASS: jllama computes this checkpoint as the oracle does" if result.passed else "FAIL: see the problems"
+    verdict = (
+        "PASS: jllama computes this checkpoint as the oracle does"
+        if result.passed
+        else "FAIL: see the problems"
+    )
     if result.first_divergent_layer is not None:
         verdict = f"FAIL: jllama and the oracle differ from layer {result.first_divergent_layer} on"
     yield f"{verdict} ({seconds:.0f} s)"
@@ -163,10 +192,19 @@ def config_findings(config: LlamaConfig) -> list[str]:
     """A sentence for each field that differs from the nearest released Llama or, without one, is unusual."""
     if name := nearest_preset(config):
         said, released = f"{name}, of the same shape, has", PRESETS[name]
-        usual = {field: (getattr(released, field),) for field in differing(OTHERS, config, released)}
+        usual = {
+            field: (getattr(released, field),) for field in differing(OTHERS, config, released)
+        }
     else:
-        said, thetas = "released Llamas have", sorted({released.rope_theta for released in PRESETS.values()})
-        usual = {"norm_eps": (1e-5, 1e-6), "rope_theta": thetas, "head_dim": (config.embed_dim / config.num_heads,)}
+        said, thetas = (
+            "released Llamas have",
+            sorted({released.rope_theta for released in PRESETS.values()}),
+        )
+        usual = {
+            "norm_eps": (1e-5, 1e-6),
+            "rope_theta": thetas,
+            "head_dim": (config.embed_dim / config.num_heads,),
+        }
     return [
         f"{field} is {shown(getattr(config, field))}; {said} {', '.join(map(shown, values))}"
         for field, values in usual.items()
@@ -178,14 +216,25 @@ def shown(value: Any) -> str:
     """A field of a configuration in a few words."""
     if isinstance(value, RopeScaling):
         original = vars(value).get("original_max_seq_len")
-        return f"{value.type}, factor {value.factor:g}" + (f", from {original:,} tokens" if original else "")
+        return f"{value.type}, factor {value.factor:g}" + (
+            f", from {original:,} tokens" if original else ""
+        )
     if value is None or isinstance(value, bool):
         return {None: "absent", True: "true", False: "false"}[value]
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if value >= 1 else f"{value:g}"
+    return (
+        f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if value >= 1 else f"{value:g}"
+    )
 
 
 def tokenizer_change(tokenizer: Tokenizer, text: str) -> str:
     """Where ``decode(encode(text))`` first differs from ``text``, and how; empty if it does not."""
     decoded = tokenizer.decode(tokenizer.encode(text))
-    start = next((i for i, (one, two) in enumerate(zip(decoded, text, strict=False)) if one != two), len(decoded))
-    return "" if decoded == text else f"{text[start : start + 12]!r} came back as {decoded[start : start + 12]!r}"
+    start = next(
+        (i for i, (one, two) in enumerate(zip(decoded, text, strict=False)) if one != two),
+        len(decoded),
+    )
+    return (
+        ""
+        if decoded == text
+        else f"{text[start : start + 12]!r} came back as {decoded[start : start + 12]!r}"
+    )

@@ -50,13 +50,19 @@ class Check:
     problem: str = ""
     refusal: str = ""
 
-    name = property(lambda self: f"{self.group}/{self.row}/{self.column}", doc="What ``--only`` selects by.")
+    name = property(
+        lambda self: f"{self.group}/{self.row}/{self.column}", doc="What ``--only`` selects by."
+    )
     ratio = property(lambda self: self.error / self.tolerance, doc="The error over the tolerance.")
 
     @property
     def passed(self) -> bool:
         """Whether right code was within the tolerance or refused or, of a mutation, wrong code was far outside it."""
-        return self.ratio >= VISIBLE if self.group == "mutations" else self.ratio < 1 or bool(self.refusal)
+        return (
+            self.ratio >= VISIBLE
+            if self.group == "mutations"
+            else self.ratio < 1 or bool(self.refusal)
+        )
 
 
 def run_checks(checks: Iterable[Check], threads: int = 1) -> Iterator[Check]:
@@ -73,7 +79,9 @@ def run_check(check: Check) -> Check:
     except Refused as refused:
         return dataclasses.replace(check, refusal=str(refused))
     except Exception as raised:
-        problem = str(raised) if isinstance(raised, JllamaError) else f"{type(raised).__name__}: {raised}"
+        problem = (
+            str(raised) if isinstance(raised, JllamaError) else f"{type(raised).__name__}: {raised}"
+        )
         return dataclasses.replace(check, problem=problem)
 
 
@@ -82,16 +90,23 @@ def relative_error(actual: Any, expected: Any) -> float:
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     if actual.shape != expected.shape:
         return math.nan
-    difference, size = np.max(np.abs(actual - expected), initial=0.0), np.max(np.abs(expected), initial=0.0)
+    difference, size = (
+        np.max(np.abs(actual - expected), initial=0.0),
+        np.max(np.abs(expected), initial=0.0),
+    )
     return float(difference / size) if size else float(difference)
 
 
 def worst_error(actual: Any, expected: Any) -> float:
     """The largest ``relative_error`` of any row: the large values of one do not excuse another. NaN if any is."""
-    return float(np.max([relative_error(one, other) for one, other in zip(actual, expected, strict=True)]))
+    return float(
+        np.max([relative_error(one, other) for one, other in zip(actual, expected, strict=True)])
+    )
 
 
-def random_params(config: LlamaConfig, seed: int, embed_std: float = 1.0, query_gain: float = 1.0) -> Params:
+def random_params(
+    config: LlamaConfig, seed: int, embed_std: float = 1.0, query_gain: float = 1.0
+) -> Params:
     """Float32 weights under which mistakes show: normal with fan-in scale, norm scales near one; layers stacked.
 
     Under the usual 0.02 doubling RoPE's base moves no logit. A small ``embed_std`` makes the first norm's epsilon
@@ -104,7 +119,9 @@ def random_params(config: LlamaConfig, seed: int, embed_std: float = 1.0, query_
         normal = rng.standard_normal(shape_of(row, config))
         std = stds.get(path, 1 / math.sqrt(matrix_shape(row, config)[-1]))
         in_layers, _, name = path.rpartition("/")
-        values = (std * normal if row.role == "matrix" else (row.init == "ones") + 0.1 * normal).astype(np.float32)
+        values = (
+            std * normal if row.role == "matrix" else (row.init == "ones") + 0.1 * normal
+        ).astype(np.float32)
         (params["layers"] if in_layers else params)[name] = values
     return params
 
@@ -112,7 +129,9 @@ def random_params(config: LlamaConfig, seed: int, embed_std: float = 1.0, query_
 def matrix(checks: Sequence[Check], width: int, seconds: float) -> Iterator[RenderableType]:
     """A table for each group that fits so many characters, a line for each check that failed, and PASS or FAIL."""
     for group, title in _TITLES.items():
-        if not (cells := {(check.row, check.column): check for check in checks if check.group == group}):
+        if not (
+            cells := {(check.row, check.column): check for check in checks if check.group == group}
+        ):
             continue
         tolerances = {check.tolerance for check in cells.values()}
         common = f"; tolerance {tolerances.pop():.0e}" if len(tolerances) == 1 else ""
@@ -129,12 +148,20 @@ def matrix(checks: Sequence[Check], width: int, seconds: float) -> Iterator[Rend
     for check in checks:
         if not check.passed:
             too_far = f"relative error {check.error:.1e}, tolerance {check.tolerance:.0e}"
-            least = f"; a mistake must move the logits by {VISIBLE} tolerances" * (check.group == "mutations")
+            least = f"; a mistake must move the logits by {VISIBLE} tolerances" * (
+                check.group == "mutations"
+            )
             yield Text(f"{check.name}: {check.problem or too_far + least}", style="red")
     made = [check.passed for check in checks if not check.refusal]
     parts = [f"{'PASS' if all(made) else 'FAIL'}: {sum(made)} of {len(made)} checks passed"]
-    parts += [f"{len(checks) - len(made)} are not for the attention they name"] * (len(made) < len(checks))
-    if errors := [check.error for check in checks if check.group == "conformance" and not math.isnan(check.error)]:
+    parts += [f"{len(checks) - len(made)} are not for the attention they name"] * (
+        len(made) < len(checks)
+    )
+    if errors := [
+        check.error
+        for check in checks
+        if check.group == "conformance" and not math.isnan(check.error)
+    ]:
         parts.append(f"the largest error of a cell is {max(errors):.1e}")
     if seen := [check.ratio for check in checks if check.group == "mutations" and check.passed]:
         parts.append(f"the least visible mistake is {min(seen):,.0f} tolerances away")
@@ -145,7 +172,10 @@ def matrix(checks: Sequence[Check], width: int, seconds: float) -> Iterator[Rend
 
 def precision_note(platform: str) -> str:
     """What a platform's own arithmetic is too coarse for, and what is done about it; nothing of a CPU."""
-    products = {"gpu": "TF32, with 10 bits of mantissa", "tpu": "bfloat16, with 7 bits of mantissa"}.get(platform)
+    products = {
+        "gpu": "TF32, with 10 bits of mantissa",
+        "tpu": "bfloat16, with 7 bits of mantissa",
+    }.get(platform)
     if not products:
         return ""
     return (
@@ -162,8 +192,17 @@ def _grid(cells: dict[tuple[str, str], Check], width: int) -> Iterator[Table]:
     fitting = max((width - label) // _CELL_WIDTH, 1)
     for first in range(0, len(columns), fitting):
         part = columns[first : first + fitting]
-        headers = (Column(column, justify="right", width=_CELL_WIDTH - 1, vertical="bottom") for column in part)
-        table = Table(Column(width=label - 1, no_wrap=True), *headers, box=None, padding=(0, 0, 0, 1), pad_edge=False)
+        headers = (
+            Column(column, justify="right", width=_CELL_WIDTH - 1, vertical="bottom")
+            for column in part
+        )
+        table = Table(
+            Column(width=label - 1, no_wrap=True),
+            *headers,
+            box=None,
+            padding=(0, 0, 0, 1),
+            pad_edge=False,
+        )
         for row in rows:
             table.add_row(row, *(_cell(cells.get((row, column))) for column in part))
         yield table
@@ -172,7 +211,13 @@ def _grid(cells: dict[tuple[str, str], Check], width: int) -> Iterator[Table]:
 def _cell(check: Check | None) -> Text:
     if check is None:
         return Text("-", style="dim")
-    error = "refused" if check.refusal else "failed" if math.isnan(check.error) else f"{check.error:.1e}"
+    error = (
+        "refused"
+        if check.refusal
+        else "failed"
+        if math.isnan(check.error)
+        else f"{check.error:.1e}"
+    )
     ratio = f"\n{check.ratio:,.0f}x" * (check.group == "mutations")
     return Text(error + ratio, style="green" if check.passed else "bold red")
 
@@ -188,7 +233,12 @@ def results_json(passed: bool, **results: Any) -> dict[str, Any]:
     """Results, and the device, Python and packages that the checks ran on; null for numbers that JSON cannot hold."""
     device = jax.devices()[0]
     packages = ("jax", "jaxlib", "flax", "numpy", "gguf", "orbax-checkpoint")
-    machine = {"device": f"{device.platform} {device.device_kind}", "python": platform.python_version()}
+    machine = {
+        "device": f"{device.platform} {device.device_kind}",
+        "python": platform.python_version(),
+    }
     machine["jllama"] = jllama.__version__  # which need not be installed
     machine |= {name: importlib.metadata.version(name) for name in packages}
-    return json.loads(json.dumps({"passed": passed, "machine": machine} | results), parse_constant=lambda _: None)
+    return json.loads(
+        json.dumps({"passed": passed, "machine": machine} | results), parse_constant=lambda _: None
+    )

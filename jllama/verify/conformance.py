@@ -39,15 +39,21 @@ class Implementation(NamedTuple):
     """What the checks call. The loss is a mean, in nats, over tokens but the first where ``mask`` holds, or zero."""
 
     load: Callable[..., LanguageModel]  # (path, layout=..., rope_factor=...), as jllama.load
-    forward: Callable[..., Array]  # (config, params, tokens, segments=None, positions=None, attention="auto")
-    extend: Callable[..., tuple[Array, KVCache]]  # (config, decode params, tokens, cache, counts) -> (logits, cache)
+    forward: Callable[
+        ..., Array
+    ]  # (config, params, tokens, segments=None, positions=None, attention="auto")
+    extend: Callable[
+        ..., tuple[Array, KVCache]
+    ]  # (config, decode params, tokens, cache, counts) -> (logits, cache)
     loss: Callable[..., Array]  # (config, params, tokens, mask, remat=False)
 
 
 def implementation_of(model: types.ModuleType) -> Implementation:
     """The implementation that ``jllama.model``, or a copy of it, makes up; nothing in it is compiled yet."""
 
-    def forward(config: LlamaConfig, params: Params | DecodeParams, *inputs: Any, **options: Any) -> Array:
+    def forward(
+        config: LlamaConfig, params: Params | DecodeParams, *inputs: Any, **options: Any
+    ) -> Array:
         llama = model.build_model(config, params)
         return llama.logits(llama.hidden(*inputs, **options))
 
@@ -56,9 +62,13 @@ def implementation_of(model: types.ModuleType) -> Implementation:
         hidden, cache = llama.decode(*inputs)
         return llama.logits(hidden), cache
 
-    def loss(config: LlamaConfig, params: Params, tokens: Array, mask: Array, remat: bool = False) -> Array:
+    def loss(
+        config: LlamaConfig, params: Params, tokens: Array, mask: Array, remat: bool = False
+    ) -> Array:
         llama = model.build_model(config, params)
-        total, count = llama.loss(llama.hidden(tokens[:, :-1], remat="block" if remat else "dots"), tokens[:, 1:], mask)
+        total, count = llama.loss(
+            llama.hidden(tokens[:, :-1], remat="block" if remat else "dots"), tokens[:, 1:], mask
+        )
         return total / jnp.maximum(count, 1)
 
     return Implementation(registry.load, forward, extend, loss)
@@ -67,7 +77,9 @@ def implementation_of(model: types.ModuleType) -> Implementation:
 def compiled(implementation: Implementation) -> Implementation:
     """The same implementation with ``forward`` and ``extend`` under ``jit``."""
     forward = jax.jit(implementation.forward, static_argnames=("config", "attention"))
-    return implementation._replace(forward=forward, extend=jax.jit(implementation.extend, static_argnames="config"))
+    return implementation._replace(
+        forward=forward, extend=jax.jit(implementation.extend, static_argnames="config")
+    )
 
 
 @functools.cache
@@ -79,7 +91,12 @@ def jllama_itself() -> Implementation:
 def small(name: str, heads: int, kv_heads: int, **changed: object) -> LlamaConfig:
     """A preset with few heads, layers and tokens; its head_dim, epsilon, RoPE, tying and context length stay."""
     config = preset(name)
-    sizes = {"vocab_size": 384, "num_layers": 2, "embed_dim": heads * config.head_dim, "mlp_dim": 512}
+    sizes = {
+        "vocab_size": 384,
+        "num_layers": 2,
+        "embed_dim": heads * config.head_dim,
+        "mlp_dim": 512,
+    }
     return dataclasses.replace(config, num_heads=heads, num_kv_heads=kv_heads, **(sizes | changed))
 
 
@@ -101,8 +118,12 @@ VARIANTS: dict[str, LlamaConfig] = {
     "own head_dim": small("llama3-8b", 4, 2, embed_dim=192),
     "linear x4": _LLAMA_2(rope_scaling=LinearScaling(4.0), max_seq_len=16_384),
     # dynamic scaling sees more tokens than its context: that is when it scales
-    "dynamic x4": _LLAMA_2(rope_scaling=DynamicScaling(4.0, original_max_seq_len=SEQ // 2), max_seq_len=SEQ // 2),
-    "yarn x32": _LLAMA_2(rope_scaling=YarnScaling(32.0, original_max_seq_len=4096), max_seq_len=131_072),
+    "dynamic x4": _LLAMA_2(
+        rope_scaling=DynamicScaling(4.0, original_max_seq_len=SEQ // 2), max_seq_len=SEQ // 2
+    ),
+    "yarn x32": _LLAMA_2(
+        rope_scaling=YarnScaling(32.0, original_max_seq_len=4096), max_seq_len=131_072
+    ),
 }  # released Llamas made small, with every field that can go wrong left as it is
 
 
@@ -115,34 +136,51 @@ def tokens_and_positions(config: LlamaConfig) -> tuple[Tokens, Tokens]:
     reached = [far for far in FAR if far + SEQ // 4 <= config.max_seq_len]
     reached = reached or [config.max_seq_len - SEQ // 4] * (config.max_seq_len > SEQ)
     start, around = np.arange(SEQ // 2), np.arange(-SEQ // 4, SEQ // 4)
-    positions = np.stack([np.arange(SEQ), *(np.concatenate([start, far + around]) for far in reached)])
+    positions = np.stack(
+        [np.arange(SEQ), *(np.concatenate([start, far + around]) for far in reached)]
+    )
     return np.random.default_rng(0).integers(0, config.vocab_size, positions.shape), positions
 
 
 @functools.cache
 def weights(config: LlamaConfig) -> Params:
     """The variant's weights: small embeddings and sharp attention, under which every mistake shows."""
-    sharpness = config.rope_scaling.attention_factor**2 if config.rope_scaling else 1.0  # yarn's own
+    sharpness = (
+        config.rope_scaling.attention_factor**2 if config.rope_scaling else 1.0
+    )  # yarn's own
     return random_params(config, 0, embed_std=0.01, query_gain=2.0 / sharpness)
 
 
 @functools.cache
-def reference_logits(config: LlamaConfig, rows: int | None = None, seq: int = SEQ) -> Float[np.ndarray, "_ _ vocab"]:
+def reference_logits(
+    config: LlamaConfig, rows: int | None = None, seq: int = SEQ
+) -> Float[np.ndarray, "_ _ vocab"]:
     """The float64 oracle's logits for ``weights(config)`` at ``tokens_and_positions(config)``, or at a part of them."""
     tokens, positions = tokens_and_positions(config)
     return oracle.forward(weights(config), tokens[:rows, :seq], config, positions[:rows, :seq])
 
 
-def whole_error(implementation: Implementation, config: LlamaConfig, params: Any, variant: LlamaConfig) -> float:
+def whole_error(
+    implementation: Implementation, config: LlamaConfig, params: Any, variant: LlamaConfig
+) -> float:
     """How far the logits of a forward pass over each row of positions are from the oracle's for the variant."""
     tokens, positions = (jnp.asarray(rows) for rows in tokens_and_positions(variant))
-    return worst_error(implementation.forward(config, params, tokens, None, positions), reference_logits(variant))
+    return worst_error(
+        implementation.forward(config, params, tokens, None, positions), reference_logits(variant)
+    )
 
 
-def cached_error(implementation: Implementation, config: LlamaConfig, params: Any, variant: LlamaConfig) -> float:
+def cached_error(
+    implementation: Implementation, config: LlamaConfig, params: Any, variant: LlamaConfig
+) -> float:
     """How far the logits of a token behind some others, which are in the cache, are from the oracle's."""
-    tokens, cache = jnp.asarray(tokens_and_positions(variant)[0]), KVCache.zeros(config, 1, 2 * _CHUNK)
-    _, cache = implementation.extend(config, params, tokens[:1, :_CHUNK], cache, jnp.array([_CHUNK]))
+    tokens, cache = (
+        jnp.asarray(tokens_and_positions(variant)[0]),
+        KVCache.zeros(config, 1, 2 * _CHUNK),
+    )
+    _, cache = implementation.extend(
+        config, params, tokens[:1, :_CHUNK], cache, jnp.array([_CHUNK])
+    )
     last = tokens[:1, _CHUNK : 2 * _CHUNK]  # one more token; the rest of the chunk is padding
     decoded, _ = implementation.extend(config, params, last, cache, jnp.array([1]))
     return relative_error(decoded[0, 0], reference_logits(variant, 1, _CHUNK + 1)[0, -1])
@@ -164,7 +202,11 @@ def conformance_checks(implementation: Implementation, folder: Path | None = Non
                 rope_factor = scaling.factor if is_meta and scaling else None
                 model = implementation.load(path, layout=layout, rope_factor=rope_factor)
                 # Meta's files do not say the context either, and no logit of what they can hold depends on it.
-                config = dataclasses.replace(model.config, max_seq_len=variant.max_seq_len) if is_meta else model.config
+                config = (
+                    dataclasses.replace(model.config, max_seq_len=variant.max_seq_len)
+                    if is_meta
+                    else model.config
+                )
                 errors.append(compute(implementation, config, model.params, variant))
         return float(np.max(errors))
 

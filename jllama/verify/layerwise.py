@@ -31,7 +31,9 @@ class LayerwiseRun(NamedTuple):
     own_logits: Float32[np.ndarray, "seq vocab"]
     layer_errors: list[float]  # each layer's ``update_error``
     fingerprint: str  # the SHA-256 of the weights
-    damage: list[str]  # a sentence for the tensors that are not finite, and one for those that are all zeros
+    damage: list[
+        str
+    ]  # a sentence for the tensors that are not finite, and one for those that are all zeros
 
 
 def update_error(actual: Stream, expected: Stream, residual: Stream) -> float:
@@ -42,7 +44,9 @@ def update_error(actual: Stream, expected: Stream, residual: Stream) -> float:
     value, and float32 itself cannot add to them exactly. So the addition is compared, each channel counts, and the
     stream's rounding (2**-24 of its values) can come to no more than about 1e-5.
     """
-    error, added, before = (np.sqrt(np.mean(np.square(z), axis=0)) for z in (actual - expected, expected, residual))
+    error, added, before = (
+        np.sqrt(np.mean(np.square(z), axis=0)) for z in (actual - expected, expected, residual)
+    )
     scale = added + 0.01 * before
     return float(np.max(np.divide(error, scale, out=error.copy(), where=scale != 0)))
 
@@ -64,7 +68,9 @@ class _Reader:
             not_finite += int(np.count_nonzero(~finite))
             yield slice(start, start := start + len(block)), np.where(finite, block, np.float32(0))
         if not_finite:
-            self.not_finite.append(f"{spec.key} ({not_finite:,} of {math.prod(spec.shape):,} numbers)")
+            self.not_finite.append(
+                f"{spec.key} ({not_finite:,} of {math.prod(spec.shape):,} numbers)"
+            )
         if not any_set:
             self.zeros.append(spec.key)
 
@@ -96,26 +102,38 @@ def run_layerwise(
     x, errors = own.astype(np.float64), []
     for index in range(config.num_layers):
         on_stage(f"layer {index + 1} of {config.num_layers}")
-        layer = {key.split("/")[2]: reader.whole(specs[key]) for key in specs if key.startswith(f"layers/{index}/")}
+        layer = {
+            key.split("/")[2]: reader.whole(specs[key])
+            for key in specs
+            if key.startswith(f"layers/{index}/")
+        }
         rounded = x.astype(np.float32)
         output, own = np.asarray(_layer(layer, jnp.stack([rounded, own]), config))
         # Popped in an argument, so that neither copy of a matrix lives longer than it is needed.
-        y = oracle.block(x, {name: layer.pop(name).astype(np.float64) for name in list(layer)}, config, *where)
+        y = oracle.block(
+            x, {name: layer.pop(name).astype(np.float64) for name in list(layer)}, config, *where
+        )
         errors.append(update_error(output - rounded.astype(np.float64), y - x, x))
         x = y
     on_stage("head")
     norm = reader.whole(specs["final_norm"])
     hidden = oracle.rms_norm(x, norm.astype(np.float64), config.norm_eps)
     own = F.rms_norm(jnp.asarray(own), jnp.asarray(norm), config.norm_eps)
-    logits, own_logits = (np.empty((seq, config.vocab_size), dtype) for dtype in (np.float64, np.float32))
+    logits, own_logits = (
+        np.empty((seq, config.vocab_size), dtype) for dtype in (np.float64, np.float32)
+    )
     project = jax.jit(F.project)
     is_tied = config.tie_embeddings  # what is read again counts once
-    for rows, block in _Reader(checkpoint).blocks(specs["embed"]) if is_tied else reader.blocks(specs["lm_head"]):
+    for rows, block in (
+        _Reader(checkpoint).blocks(specs["embed"]) if is_tied else reader.blocks(specs["lm_head"])
+    ):
         logits[:, rows] = hidden @ block.astype(np.float64).T
         own_logits[:, rows] = project(own, block.T)  # as ``Llama.logits``
     damage, nan = [], "NaN or infinity stands in {}; all else here takes 0 for it"
     for keys, said in ((reader.not_finite, nan), (reader.zeros, "nothing but zeros stands in {}")):
-        listed = ", ".join(keys[:9]) + f" and {len(keys) - 9} more" * (len(keys) > 9)  # 9: those of a layer
+        listed = ", ".join(keys[:9]) + f" and {len(keys) - 9} more" * (
+            len(keys) > 9
+        )  # 9: those of a layer
         damage += [f"{said.format(listed)}: fetch or convert the files again"] * bool(keys)
     return LayerwiseRun(logits, own_logits, errors, reader.digest.hexdigest(), damage)
 

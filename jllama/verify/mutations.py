@@ -19,10 +19,18 @@ from jllama.decode_params import DecodeParams
 from jllama.model import KVCache
 from jllama.parameters import Params
 from jllama.verify.checks import Check, random_params
-from jllama.verify.conformance import VARIANTS, cached_error, implementation_of, weights, whole_error
+from jllama.verify.conformance import (
+    VARIANTS,
+    cached_error,
+    implementation_of,
+    weights,
+    whole_error,
+)
 
 Model = tuple[LlamaConfig, Params]  # an architecture and its parameters in the training layout
-_attention = jax.jit(F.attention, static_argnames="implementation")  # its loop would be compiled anew in each layer
+_attention = jax.jit(
+    F.attention, static_argnames="implementation"
+)  # its loop would be compiled anew in each layer
 
 
 def model_with(**wrong: Any) -> types.ModuleType:
@@ -31,7 +39,15 @@ def model_with(**wrong: Any) -> types.ModuleType:
     Its layers are not compiled, which would take longer; attention is, once for all mistakes.
     """
     copy = types.ModuleType("jllama.model_copy")
-    exec(compile(Path(jllama.model.__file__).read_text(), jllama.model.__file__, "exec", dont_inherit=True), vars(copy))
+    exec(
+        compile(
+            Path(jllama.model.__file__).read_text(),
+            jllama.model.__file__,
+            "exec",
+            dont_inherit=True,
+        ),
+        vars(copy),
+    )
     functions = types.SimpleNamespace(**vars(F) | {"attention": _attention} | wrong)
     vars(copy).update(F=functions, KVCache=KVCache, _run_layer=vars(copy)["_run_layer"].__wrapped__)
     return copy
@@ -68,14 +84,18 @@ def _keys_divide_as_queries(config: LlamaConfig) -> bool:
 
 def _not_permuted(config: LlamaConfig, params: Params) -> Model:
     layers = params["layers"]
-    return config, params | {"layers": layers | {name: interleaved(layers[name]) for name in ("wq", "wk")}}
+    return config, params | {
+        "layers": layers | {name: interleaved(layers[name]) for name in ("wq", "wk")}
+    }
 
 
 def _keys_permuted_as_queries(config: LlamaConfig, params: Params) -> Model:
     """Put keys in half-split order as if there were as many heads of them as of queries, where they divide so."""
     keys = params["layers"]["wk"]
     in_heads = interleaved(keys).reshape(*keys.shape[:2], config.num_heads, -1, 2)
-    return config, params | {"layers": params["layers"] | {"wk": in_heads.swapaxes(-1, -2).reshape(keys.shape)}}
+    return config, params | {
+        "layers": params["layers"] | {"wk": in_heads.swapaxes(-1, -2).reshape(keys.shape)}
+    }
 
 
 def _post_norm() -> types.ModuleType:
@@ -91,7 +111,9 @@ def _post_norm() -> types.ModuleType:
     return model
 
 
-def _remainder_attention(query: Array, key: Array, value: Array, mask: F.Mask, implementation: str) -> Array:
+def _remainder_attention(
+    query: Array, key: Array, value: Array, mask: F.Mask, implementation: str
+) -> Array:
     """Query head ``n`` uses key-value head ``n % kv_heads``."""
     order = np.argsort(np.arange(query.shape[1]) % key.shape[1], kind="stable")
     return _attention(query[:, order], key, value, mask, implementation)[:, np.argsort(order)]
@@ -112,7 +134,9 @@ def _cache_one_on() -> types.ModuleType:
     right = model.Llama.decode
 
     def decode(llama: Any, tokens: Array, cache: KVCache, counts: Array) -> tuple:
-        return right(llama, tokens, cache._replace(lengths=cache.lengths + (cache.lengths > 0)), counts)
+        return right(
+            llama, tokens, cache._replace(lengths=cache.lengths + (cache.lengths > 0)), counts
+        )
 
     model.Llama.decode = decode
     return model
@@ -127,7 +151,11 @@ def _untied(config: LlamaConfig, params: Params) -> Model:
 MUTATIONS = [
     _wrong_field("theta x2", "rope_theta", lambda theta: 2 * theta),
     _wrong_field("no scaling", "rope_scaling", lambda _: None),
-    _wrong_field("factor 8 for 32", "rope_scaling", lambda s: s and dataclasses.replace(s, factor=min(s.factor, 8.0))),
+    _wrong_field(
+        "factor 8 for 32",
+        "rope_scaling",
+        lambda s: s and dataclasses.replace(s, factor=min(s.factor, 8.0)),
+    ),
     _wrong_field("eps x10", "norm_eps", lambda eps: 10 * eps),
     Mutation("post-norm", model=_post_norm()),
     Mutation(
@@ -154,7 +182,11 @@ def mutation_checks() -> list[Check]:
         unrolled = {str(i): {name: stack[i] for name, stack in stacks.items()} for i in layers}
         plain = jax.tree.map(jnp.asarray, DecodeParams(params | {"layers": unrolled}))
         mistaken = implementation_of(mutation.model)
-        return float(np.max([error(mistaken, config, plain, variant) for error in (whole_error, cached_error)]))
+        return float(
+            np.max(
+                [error(mistaken, config, plain, variant) for error in (whole_error, cached_error)]
+            )
+        )
 
     return [
         Check("mutations", name, mutation.name, functools.partial(moved, mutation, config))

@@ -33,12 +33,20 @@ Tensors = dict[str, np.ndarray]
 _META, _HUGGING_FACE, _GGUF = range(3)
 _NAMES = {
     "embed": ("tok_embeddings", "model.embed_tokens", "token_embd"),
-    "attn_norm": ("layers.{}.attention_norm", "model.layers.{}.input_layernorm", "blk.{}.attn_norm"),
+    "attn_norm": (
+        "layers.{}.attention_norm",
+        "model.layers.{}.input_layernorm",
+        "blk.{}.attn_norm",
+    ),
     "wq": ("layers.{}.attention.wq", "model.layers.{}.self_attn.q_proj", "blk.{}.attn_q"),
     "wk": ("layers.{}.attention.wk", "model.layers.{}.self_attn.k_proj", "blk.{}.attn_k"),
     "wv": ("layers.{}.attention.wv", "model.layers.{}.self_attn.v_proj", "blk.{}.attn_v"),
     "wo": ("layers.{}.attention.wo", "model.layers.{}.self_attn.o_proj", "blk.{}.attn_output"),
-    "mlp_norm": ("layers.{}.ffn_norm", "model.layers.{}.post_attention_layernorm", "blk.{}.ffn_norm"),
+    "mlp_norm": (
+        "layers.{}.ffn_norm",
+        "model.layers.{}.post_attention_layernorm",
+        "blk.{}.ffn_norm",
+    ),
     "w_gate": ("layers.{}.feed_forward.w1", "model.layers.{}.mlp.gate_proj", "blk.{}.ffn_gate"),
     "w_down": ("layers.{}.feed_forward.w2", "model.layers.{}.mlp.down_proj", "blk.{}.ffn_down"),
     "w_up": ("layers.{}.feed_forward.w3", "model.layers.{}.mlp.up_proj", "blk.{}.ffn_up"),
@@ -61,8 +69,12 @@ _FIELDS = {
 class FormatWriter(NamedTuple):
     """How a model is written in a format."""
 
-    holds: Callable[[LlamaConfig], bool]  # whether it can express all (Meta's: but ``max_seq_len`` and RoPE's factor)
-    write: Callable[[Path, LlamaConfig, Params], None]  # to a new path, from float32 parameters with layers stacked
+    holds: Callable[
+        [LlamaConfig], bool
+    ]  # whether it can express all (Meta's: but ``max_seq_len`` and RoPE's factor)
+    write: Callable[
+        [Path, LlamaConfig, Params], None
+    ]  # to a new path, from float32 parameters with layers stacked
 
 
 def interleave(matrix: np.ndarray, heads: int) -> np.ndarray:
@@ -72,13 +84,23 @@ def interleave(matrix: np.ndarray, heads: int) -> np.ndarray:
 
 def _tensors(config: LlamaConfig, params: Params, file_format: int) -> Tensors:
     """Every tensor under its name in a format, matrices as ``[outputs, inputs]``; no head if it is tied."""
-    heads = {} if file_format == _HUGGING_FACE else {"wq": config.num_heads, "wk": config.num_kv_heads}
-    stacked = [(name, layer, array) for name, arrays in params["layers"].items() for layer, array in enumerate(arrays)]
-    stacked += [(name, 0, array) for name, array in params.items() if name not in ("layers", "embed")]
+    heads = (
+        {} if file_format == _HUGGING_FACE else {"wq": config.num_heads, "wk": config.num_kv_heads}
+    )
+    stacked = [
+        (name, layer, array)
+        for name, arrays in params["layers"].items()
+        for layer, array in enumerate(arrays)
+    ]
+    stacked += [
+        (name, 0, array) for name, array in params.items() if name not in ("layers", "embed")
+    ]
     tensors = {_NAMES["embed"][file_format]: params["embed"]}
     for name, layer, array in stacked:
         if array.ndim > 1:
-            array = array.reshape((-1, config.embed_dim) if name in ("wo", "w_down") else (config.embed_dim, -1)).T
+            array = array.reshape(
+                (-1, config.embed_dim) if name in ("wo", "w_down") else (config.embed_dim, -1)
+            ).T
         array = interleave(array, heads[name]) if name in heads else array
         tensors[_NAMES[name][file_format].format(layer)] = array
     return {f"{name}.weight": np.ascontiguousarray(array, "<f4") for name, array in tensors.items()}
@@ -99,7 +121,10 @@ def _write_native(path: Path, config: LlamaConfig, params: Params) -> None:
     (path / "config.yaml").write_text(yaml.safe_dump({"model": dataclasses.asdict(config)}))
     handlers = {"params": ocp.PyTreeCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
     with ocp.CheckpointManager(path.resolve() / "checkpoints", item_handlers=handlers) as manager:
-        manager.save(0, args=ocp.args.Composite(params=ocp.args.PyTreeSave(params), meta=ocp.args.JsonSave({})))
+        manager.save(
+            0,
+            args=ocp.args.Composite(params=ocp.args.PyTreeSave(params), meta=ocp.args.JsonSave({})),
+        )
 
 
 def meta_tensors(config: LlamaConfig, params: Params) -> Tensors:
@@ -121,10 +146,15 @@ def meta_shards(tensors: Tensors, count: int, num_kv_heads: int, embed_axis: int
             return [tensor] * count
         if kind in ("wk", "wv") and num_kv_heads < count:
             return list(np.repeat(np.split(tensor, num_kv_heads), count // num_kv_heads, axis=0))
-        return np.split(tensor, count, {"wo": 1, "w2": 1, "tok_embeddings": embed_axis}.get(kind, 0))
+        return np.split(
+            tensor, count, {"wo": 1, "w2": 1, "tok_embeddings": embed_axis}.get(kind, 0)
+        )
 
     cut = {name: parts(name.split(".")[-2], tensor) for name, tensor in tensors.items()}
-    return [{name: np.ascontiguousarray(ranks[rank]) for name, ranks in cut.items()} for rank in range(count)]
+    return [
+        {name: np.ascontiguousarray(ranks[rank]) for name, ranks in cut.items()}
+        for rank in range(count)
+    ]
 
 
 def meta_params(config: LlamaConfig) -> dict[str, Any]:
@@ -158,7 +188,9 @@ def _write_meta(path: Path, config: LlamaConfig, params: Params, count: int) -> 
         tensors["rope.freqs"] = _frequencies(config).astype("<f4")
     path.mkdir()
     (path / "params.json").write_text(json.dumps(meta_params(config)))
-    for rank, shard in enumerate(meta_shards(tensors, count, config.num_kv_heads, 0 if is_llama_3 else 1)):
+    for rank, shard in enumerate(
+        meta_shards(tensors, count, config.num_kv_heads, 0 if is_llama_3 else 1)
+    ):
         _write_torch(path / f"consolidated.{rank:02}.pth", shard)
 
 
@@ -167,7 +199,9 @@ def _meta_holds(config: LlamaConfig, count: int) -> bool:
     return (
         config.num_heads * config.head_dim == config.embed_dim
         and (scaling is None or scaling == Llama3Scaling(scaling.factor))
-        and not any(size % count for size in (config.num_heads, config.mlp_dim, config.vocab_size, kv_heads))
+        and not any(
+            size % count for size in (config.num_heads, config.mlp_dim, config.vocab_size, kv_heads)
+        )
         and kv_heads % config.num_kv_heads == 0
     )
 
@@ -176,20 +210,34 @@ def _write_torch(path: Path, tensors: Tensors) -> None:
     """Write a dictionary as ``torch.save`` does: a pickle in a zip archive, beside the numbers of each tensor."""
 
     def literals(*values: Any) -> bytes:
-        return b"".join(pickle.dumps(value, 2)[2:-1] for value in values)  # without what begins and ends a pickle
+        return b"".join(
+            pickle.dumps(value, 2)[2:-1] for value in values
+        )  # without what begins and ends a pickle
 
     pickled = b"\x80\x02" + literals({})  # "(" begins a tuple and "t" ends it
     for key, (name, tensor) in enumerate(tensors.items()):
         strides = tuple(stride // tensor.itemsize for stride in tensor.strides)
-        storage = literals("storage") + b"ctorch\nFloatStorage\n" + literals(str(key), "cpu", tensor.size)
-        pickled += literals(name) + b"ctorch._utils\n_rebuild_tensor_v2\n((" + storage + b"tQ"  # Q: by reference
-        pickled += literals(0, tensor.shape, strides, False, OrderedDict()) + b"tRs"  # make it, and put it there
+        storage = (
+            literals("storage") + b"ctorch\nFloatStorage\n" + literals(str(key), "cpu", tensor.size)
+        )
+        pickled += (
+            literals(name) + b"ctorch._utils\n_rebuild_tensor_v2\n((" + storage + b"tQ"
+        )  # Q: by reference
+        pickled += (
+            literals(0, tensor.shape, strides, False, OrderedDict()) + b"tRs"
+        )  # make it, and put it there
     with path.open("wb") as file, zipfile.ZipFile(file, "w") as archive:
-        for name, content in {"data.pkl": pickled + b".", "byteorder": b"little", "version": b"3\n"}.items():
+        for name, content in {
+            "data.pkl": pickled + b".",
+            "byteorder": b"little",
+            "version": b"3\n",
+        }.items():
             archive.writestr(f"archive/{name}", content)
         for key, tensor in enumerate(tensors.values()):
             entry = zipfile.ZipInfo(f"archive/data/{key}")
-            padding = -(file.tell() + 30 + len(entry.filename) + 4) % 64  # torch has numbers at multiples of 64 bytes
+            padding = (
+                -(file.tell() + 30 + len(entry.filename) + 4) % 64
+            )  # torch has numbers at multiples of 64 bytes
             entry.extra = struct.pack("<2sH", b"FB", padding) + bytes(padding)
             archive.writestr(entry, tensor.tobytes())
 
@@ -197,8 +245,15 @@ def _write_torch(path: Path, tensors: Tensors) -> None:
 def _write_hugging_face(path: Path, config: LlamaConfig, params: Params, version: int) -> None:
     """A folder as transformers 4 has it, the weights in one file; or 5, in two."""
     scaling: Any = config.rope_scaling
-    rope = {"rope_type": scaling.type, "factor": scaling.factor} if scaling else {"rope_type": "default"}
-    names = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow", "attention_factor")}
+    rope = (
+        {"rope_type": scaling.type, "factor": scaling.factor}
+        if scaling
+        else {"rope_type": "default"}
+    )
+    names = {
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "yarn": ("beta_fast", "beta_slow", "attention_factor"),
+    }
     if scaling and scaling.type in names:
         rope["original_max_position_embeddings"] = scaling.original_max_seq_len
         if not _is_papers_yarn(scaling):
@@ -208,25 +263,40 @@ def _write_hugging_face(path: Path, config: LlamaConfig, params: Params, version
     fields["tie_word_embeddings"] = config.tie_embeddings
     files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     if version == 4:
-        fields |= {"rope_theta": config.rope_theta, "rope_scaling": rope if scaling else None, "torch_dtype": "float32"}
+        fields |= {
+            "rope_theta": config.rope_theta,
+            "rope_scaling": rope if scaling else None,
+            "torch_dtype": "float32",
+        }
         files = ["model.safetensors"]
     else:
         fields |= {"rope_parameters": {"rope_theta": config.rope_theta} | rope, "dtype": "float32"}
     tensors = _tensors(config, params, _HUGGING_FACE)
-    file_of = {name: files[number * len(files) // len(tensors)] for number, name in enumerate(tensors)}
+    file_of = {
+        name: files[number * len(files) // len(tensors)] for number, name in enumerate(tensors)
+    }
     path.mkdir()
     (path / "config.json").write_text(json.dumps(fields))
     for file in files:
         shard = {name: tensor for name, tensor in tensors.items() if file_of[name] == file}
         safetensors.save_file(shard, path / file, {"format": "pt"})
     if len(files) > 1:
-        index = {"metadata": {"total_size": sum(map(np.size, tensors.values())) * 4}, "weight_map": file_of}
+        index = {
+            "metadata": {"total_size": sum(map(np.size, tensors.values())) * 4},
+            "weight_map": file_of,
+        }
         (path / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def _hugging_face_holds(config: LlamaConfig) -> bool:
-    scaling: Any = config.rope_scaling  # transformers has one length for dynamic scaling and for the context
-    return scaling is None or scaling.type != "dynamic" or scaling.original_max_seq_len == config.max_seq_len
+    scaling: Any = (
+        config.rope_scaling
+    )  # transformers has one length for dynamic scaling and for the context
+    return (
+        scaling is None
+        or scaling.type != "dynamic"
+        or scaling.original_max_seq_len == config.max_seq_len
+    )
 
 
 def gguf_metadata(config: LlamaConfig) -> dict[str, int | float | str]:
@@ -245,7 +315,11 @@ def gguf_metadata(config: LlamaConfig) -> dict[str, int | float | str]:
 def gguf_tensors(config: LlamaConfig, params: Params) -> Tensors:
     """The tensors as llama.cpp's converter writes them, with ``rope_freqs.weight`` for ``llama3`` scaling."""
     scaling = config.rope_scaling
-    divisors = {"rope_freqs.weight": gguf_divisors(config, scaling)} if isinstance(scaling, Llama3Scaling) else {}
+    divisors = (
+        {"rope_freqs.weight": gguf_divisors(config, scaling)}
+        if isinstance(scaling, Llama3Scaling)
+        else {}
+    )
     return _tensors(config, params, _GGUF) | divisors
 
 
@@ -257,12 +331,21 @@ def gguf_divisors(config: LlamaConfig, scaling: Llama3Scaling) -> np.ndarray:
 
 def _write_gguf(path: Path, config: LlamaConfig, params: Params) -> None:
     writer = GGUFWriter(path, "llama")
-    add: dict[type, Any] = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    add: dict[type, Any] = {
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+    }
     for key, value in (gguf_metadata(config) | {"tokenizer.ggml.model": "no_vocab"}).items():
         add[type(value)](key, value)
     for name, tensor in gguf_tensors(config, params).items():
         writer.add_tensor(name, tensor)
-    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+    for step in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
         step()
 
 
@@ -270,23 +353,44 @@ def _gguf_holds(config: LlamaConfig) -> bool:
     scaling: Any = config.rope_scaling
     if scaling is None or scaling.type == "linear":
         return True
-    return scaling == Llama3Scaling(scaling.factor) or _is_papers_yarn(scaling)  # readers find the factor of divisors
+    return scaling == Llama3Scaling(scaling.factor) or _is_papers_yarn(
+        scaling
+    )  # readers find the factor of divisors
 
 
 def _write_llama2c(path: Path, config: LlamaConfig, params: Params) -> None:
     """Write seven integers, then Meta's tensors, each kind for all layers, with cosines and sines before the head."""
-    kinds = ["attention_norm", "attention.wq", "attention.wk", "attention.wv", "attention.wo", "ffn_norm"]
+    kinds = [
+        "attention_norm",
+        "attention.wq",
+        "attention.wk",
+        "attention.wv",
+        "attention.wo",
+        "ffn_norm",
+    ]
     kinds += ["feed_forward.w1", "feed_forward.w2", "feed_forward.w3"]
     names = [f"layers.{layer}.{kind}" for kind in kinds for layer in range(config.num_layers)]
     tensors = meta_tensors(config, params)
     angles = np.outer(np.arange(config.max_seq_len), _frequencies(config))
     arrays = [tensors[f"{name}.weight"] for name in ("tok_embeddings", *names, "norm")]
-    arrays += [np.cos(angles), np.sin(angles), *([] if config.tie_embeddings else [tensors["output.weight"]])]
-    sizes = (config.embed_dim, config.mlp_dim, config.num_layers, config.num_heads, config.num_kv_heads)
+    arrays += [
+        np.cos(angles),
+        np.sin(angles),
+        *([] if config.tie_embeddings else [tensors["output.weight"]]),
+    ]
+    sizes = (
+        config.embed_dim,
+        config.mlp_dim,
+        config.num_layers,
+        config.num_heads,
+        config.num_kv_heads,
+    )
     vocab_size = config.vocab_size if config.tie_embeddings else -config.vocab_size
     path.mkdir()
     header = struct.pack("<7i", *sizes, vocab_size, config.max_seq_len)
-    (path / "model.bin").write_bytes(header + b"".join(array.astype("<f4").tobytes() for array in arrays))
+    (path / "model.bin").write_bytes(
+        header + b"".join(array.astype("<f4").tobytes() for array in arrays)
+    )
 
 
 def _llama2c_holds(config: LlamaConfig) -> bool:
@@ -296,8 +400,14 @@ def _llama2c_holds(config: LlamaConfig) -> bool:
 
 FORMAT_WRITERS = {
     "native": FormatWriter(lambda _: True, _write_native),
-    **{f"meta x{n}": FormatWriter(partial(_meta_holds, count=n), partial(_write_meta, count=n)) for n in (1, 4)},
-    **{f"hf v{n}": FormatWriter(_hugging_face_holds, partial(_write_hugging_face, version=n)) for n in (4, 5)},
+    **{
+        f"meta x{n}": FormatWriter(partial(_meta_holds, count=n), partial(_write_meta, count=n))
+        for n in (1, 4)
+    },
+    **{
+        f"hf v{n}": FormatWriter(_hugging_face_holds, partial(_write_hugging_face, version=n))
+        for n in (4, 5)
+    },
     "gguf": FormatWriter(_gguf_holds, _write_gguf),
     "llama2c": FormatWriter(_llama2c_holds, _write_llama2c),
 }  # the formats, and variants of them, that ``jllama.load`` reads: the matrix's columns

@@ -52,7 +52,14 @@ def base(tmp_path_factory):
 def run_of(base, kind):
     lora = LoraConfig(rank=6, alpha=9.0, **KINDS[kind])
     folder = base.parent / kind
-    return make_run(folder, base, CONFIG, lora, adapter_params(CONFIG, lora), base_fingerprint(open_checkpoint(base)))
+    return make_run(
+        folder,
+        base,
+        CONFIG,
+        lora,
+        adapter_params(CONFIG, lora),
+        base_fingerprint(open_checkpoint(base)),
+    )
 
 
 def logits(path, **options):
@@ -61,7 +68,9 @@ def logits(path, **options):
 
 
 def transformers_model(folder):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager"
+    ).eval()
 
 
 @torch.no_grad()
@@ -74,7 +83,13 @@ def test_a_base_has_one_fingerprint_in_every_format_and_dtype(tmp_path):
     save(LanguageModel(FILE, rounded), tmp_path / "hf", "hf")
     expected = base_fingerprint(open_checkpoint(tmp_path / "hf"))
     assert len(expected) == 129
-    for to, dtype in [("orbax", None), ("gguf", None), ("llama2c", None), ("meta", None), ("gguf", "bfloat16")]:
+    for to, dtype in [
+        ("orbax", None),
+        ("gguf", None),
+        ("llama2c", None),
+        ("meta", None),
+        ("gguf", "bfloat16"),
+    ]:
         convert(tmp_path / "hf", target := tmp_path / f"{to}-{dtype}", to, dtype)
         assert base_fingerprint(open_checkpoint(target)) == expected
     for dtype in ("float16", "q8_0"):  # rounded: the norms are left
@@ -113,7 +128,9 @@ def test_what_peft_saves_is_read(base, kind, tmp_path):
     for name, leaf in model.named_parameters():
         if "lora_" in name:
             drawn = torch.randn(leaf.shape, generator=generator)
-            leaf.data = leaf * (1 + 0.2 * drawn) if "magnitude" in name else drawn / leaf.shape[1] ** 0.5
+            leaf.data = (
+                leaf * (1 + 0.2 * drawn) if "magnitude" in name else drawn / leaf.shape[1] ** 0.5
+            )
     model.save_pretrained(tmp_path / "theirs")
     found = logits(base, adapter=tmp_path / "theirs")
     assert relative_error(found, torch_logits(model)) < TOLERANCE
@@ -124,20 +141,28 @@ def test_what_peft_saves_is_read(base, kind, tmp_path):
         convert(base, tmp_path / to, to=to, adapter=tmp_path / "theirs")
         again = open_checkpoint(base, adapter=tmp_path / to).adapter
         assert again.lora.targets == first.lora.targets
-        assert again.lora.scale == pytest.approx(7 / 5**0.5 if kind == "rslora" else 7 / 5, rel=1e-7)
+        assert again.lora.scale == pytest.approx(
+            7 / 5**0.5 if kind == "rslora" else 7 / 5, rel=1e-7
+        )
         assert_same_bits(again.tensors, first.tensors)
 
 
 def rewritten(folder, rename):
     tensors = safetensors.numpy.load_file(folder / adapters.WEIGHTS)
-    safetensors.numpy.save_file({rename(name): tensor for name, tensor in tensors.items()}, folder / adapters.WEIGHTS)
+    safetensors.numpy.save_file(
+        {rename(name): tensor for name, tensor in tensors.items()}, folder / adapters.WEIGHTS
+    )
 
 
 @pytest.mark.parametrize(
     "rename",
     [
-        lambda name: re.sub(r"(lora_[AB])", r"\1.default", name).replace("vector", "vector.default.weight"),
-        lambda name: name.replace("base_model.model.model.", "base_model.model."),  # trained without the head
+        lambda name: re.sub(r"(lora_[AB])", r"\1.default", name).replace(
+            "vector", "vector.default.weight"
+        ),
+        lambda name: name.replace(
+            "base_model.model.model.", "base_model.model."
+        ),  # trained without the head
         lambda name: name.replace("base_model.model.", "").replace("vector", "vector.weight"),
     ],
     ids=["default", "headless", "bare"],
@@ -222,7 +247,9 @@ def test_a_mistake_in_a_file_would_be_seen(square, tmp_path, mistake):
         write_gguf_lora(tmp_path / "right.gguf", SQUARE, some, 9.0)
         expected = logits(folder, adapter=tmp_path / "right.gguf")
     write_gguf_lora(tmp_path / "wrong.gguf", SQUARE, some, **mistake)
-    assert relative_error(logits(folder, adapter=tmp_path / "wrong.gguf"), expected) > 100 * TOLERANCE
+    assert (
+        relative_error(logits(folder, adapter=tmp_path / "wrong.gguf"), expected) > 100 * TOLERANCE
+    )
 
 
 def test_a_rank_over_the_width_is_read(square, tmp_path):
@@ -239,9 +266,14 @@ def test_a_rank_over_the_width_is_read(square, tmp_path):
 def test_on_an_accelerator_the_dtype_is_the_bases(base, tmp_path, monkeypatch):
     """And not that in which the adapter is merged."""
     convert(base, tmp_path / "bfloat16", "hf", "bfloat16")
-    expected = load(tmp_path / "bfloat16", "bfloat16", layout="training", adapter=run_of(base, "lora")).params
+    expected = load(
+        tmp_path / "bfloat16", "bfloat16", layout="training", adapter=run_of(base, "lora")
+    ).params
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert_same_bits(load(tmp_path / "bfloat16", layout="training", adapter=run_of(base, "lora")).params, expected)
+    assert_same_bits(
+        load(tmp_path / "bfloat16", layout="training", adapter=run_of(base, "lora")).params,
+        expected,
+    )
 
 
 def test_a_merged_model_goes_through_every_format(tmp_path):
@@ -268,7 +300,9 @@ def adapted_rows(base):
     return open_checkpoint(run_of(base, "dora")).tensors["layers/1/wq"]
 
 
-@given(rows=st.tuples(st.integers(0, 191), st.integers(1, 192)).filter(lambda rows: rows[0] < rows[1]))
+@given(
+    rows=st.tuples(st.integers(0, 191), st.integers(1, 192)).filter(lambda rows: rows[0] < rows[1])
+)
 def test_any_rows_are_those_of_the_whole(base, rows):
     tensor = adapted_rows(base)
     start, stop = rows
@@ -278,7 +312,11 @@ def test_any_rows_are_those_of_the_whole(base, rows):
 
 def test_an_adapter_knows_its_base(base, tmp_path):
     """However either is written; made elsewhere, it fits what has its shapes."""
-    save(LanguageModel(CONFIG, map_by_path(lambda _, leaf: leaf * 2, weights(CONFIG))), tmp_path / "other", "hf")
+    save(
+        LanguageModel(CONFIG, map_by_path(lambda _, leaf: leaf * 2, weights(CONFIG))),
+        tmp_path / "other",
+        "hf",
+    )
     run = run_of(base, "lora")
     for to in ADAPTER_FORMATS:
         convert(run, tmp_path / to, to=to)
@@ -288,10 +326,16 @@ def test_an_adapter_knows_its_base(base, tmp_path):
             found = open_checkpoint(tmp_path / dtype, adapter=adapter).adapter
             assert found.base_fingerprint == base_fingerprint(open_checkpoint(base))
     for adapter in (run, *(tmp_path / to for to in ADAPTER_FORMATS)):
-        with pytest.raises(JllamaError, match=f"for another base, by its fingerprint: give ({base}|the model that it)"):
+        with pytest.raises(
+            JllamaError,
+            match=f"for another base, by its fingerprint: give ({base}|the model that it)",
+        ):
             open_checkpoint(tmp_path / "other", adapter=adapter)
     rewritten(tmp_path / "peft", str)  # without metadata
-    assert open_checkpoint(tmp_path / "other", adapter=tmp_path / "peft").adapter.base_fingerprint == ""
+    assert (
+        open_checkpoint(tmp_path / "other", adapter=tmp_path / "peft").adapter.base_fingerprint
+        == ""
+    )
 
 
 def test_an_adapter_on_a_run_that_trained_one(base, tmp_path):
@@ -299,7 +343,9 @@ def test_an_adapter_on_a_run_that_trained_one(base, tmp_path):
     first = run_of(base, "lora")
     lora = LoraConfig(rank=2, targets=("w_down",))
     fingerprint = base_fingerprint(open_checkpoint(first))
-    second = make_run(tmp_path / "second", first, CONFIG, lora, adapter_params(CONFIG, lora), fingerprint, step=3)
+    second = make_run(
+        tmp_path / "second", first, CONFIG, lora, adapter_params(CONFIG, lora), fingerprint, step=3
+    )
     assert np.array_equal(logits(second), logits(first, adapter=second))
     assert open_checkpoint(first, adapter=second, step=3).step == open_checkpoint(second).step == 3
     with pytest.raises(JllamaError, match="has no checkpoint of step 7; it has 3"):
@@ -324,7 +370,9 @@ def test_what_peft_has_besides_lora_is_refused(base, key, tmp_path):
     convert(run_of(base, "lora"), tmp_path / "peft", to="peft")
     config = json.loads((tmp_path / "peft" / adapters.CONFIG).read_text())
     (tmp_path / "peft" / adapters.CONFIG).write_text(json.dumps(config | {key: REFUSED[key]}))
-    with pytest.raises(JllamaError, match=re.escape(f"has {key} {json.dumps(REFUSED[key])}; jllama reads LoRA")):
+    with pytest.raises(
+        JllamaError, match=re.escape(f"has {key} {json.dumps(REFUSED[key])}; jllama reads LoRA")
+    ):
         open_checkpoint(base, adapter=tmp_path / "peft")
     (tmp_path / "peft" / adapters.CONFIG).write_text(json.dumps(config | {"r": 0}))
     with pytest.raises(JllamaError, match="has r 0; it must be a positive whole number"):
@@ -334,13 +382,15 @@ def test_what_peft_has_besides_lora_is_refused(base, key, tmp_path):
 def test_what_does_not_fit_is_said(base, square, tmp_path):
     convert(run := run_of(base, "lora"), tmp_path / "peft", to="peft")
     with pytest.raises(
-        JllamaError, match=r"does not fit this model: .*lora_B.weight is \[192, 6\], expected \[64, 6\]"
+        JllamaError,
+        match=r"does not fit this model: .*lora_B.weight is \[192, 6\], expected \[64, 6\]",
     ):
         open_checkpoint(square[0], adapter=tmp_path / "peft")
-    rewritten(tmp_path / "peft", lambda name: name.replace("layers.1.self_attn.q_proj", "layers.1.self_attn.qkv"))
-    message = (
-        r"layers.1.self_attn.q_proj.lora_A.weight is absent, expected .*qkv.lora_A.weight is \[6, 64\], expected none"
+    rewritten(
+        tmp_path / "peft",
+        lambda name: name.replace("layers.1.self_attn.q_proj", "layers.1.self_attn.qkv"),
     )
+    message = r"layers.1.self_attn.q_proj.lora_A.weight is absent, expected .*qkv.lora_A.weight is \[6, 64\], expected none"
     with pytest.raises(JllamaError, match=message):
         open_checkpoint(base, adapter=tmp_path / "peft")
     convert(run, tmp_path / "adapter.gguf", to="gguf-lora")
@@ -354,12 +404,17 @@ def test_what_does_not_fit_is_said(base, square, tmp_path):
         with pytest.raises(JllamaError, match=message):
             open_checkpoint(base, adapter=adapter)
     for alone in ("peft", "adapter.gguf"):
-        with pytest.raises(JllamaError, match="is an adapter: give its base as the checkpoint, and it with --adapter"):
+        with pytest.raises(
+            JllamaError,
+            match="is an adapter: give its base as the checkpoint, and it with --adapter",
+        ):
             open_checkpoint(tmp_path / alone)
     with pytest.raises(UsageError, match="is not a training run, so it has no step 3"):
         open_checkpoint(base, adapter=tmp_path / "adapter.gguf", step=3)
     convert(base, tmp_path / "whole", to="orbax")
-    with pytest.raises(JllamaError, match="is a run that trained no adapter: give it as the checkpoint itself"):
+    with pytest.raises(
+        JllamaError, match="is a run that trained no adapter: give it as the checkpoint itself"
+    ):
         open_checkpoint(base, adapter=tmp_path / "whole")
 
 
@@ -367,7 +422,10 @@ def test_a_run_needs_its_base(base, tmp_path):
     lora = LoraConfig(rank=2, targets=("wv",))
     make_run(tmp_path / "gone", tmp_path / "moved", CONFIG, lora, adapter_params(CONFIG, lora))
     make_run(tmp_path / "circle", tmp_path / "circle", CONFIG, lora, adapter_params(CONFIG, lora))
-    for name, reason in {"gone": "there is no checkpoint at", "circle": "maximum recursion depth"}.items():
+    for name, reason in {
+        "gone": "there is no checkpoint at",
+        "circle": "maximum recursion depth",
+    }.items():
         with pytest.raises(JllamaError, match=f"{name} has adapters of its init_from: .*{reason}"):
             open_checkpoint(tmp_path / name)
     assert open_checkpoint(base, adapter=tmp_path / "gone").adapter.lora == lora
@@ -376,11 +434,15 @@ def test_a_run_needs_its_base(base, tmp_path):
 def test_what_cannot_be_written_is_refused_and_nothing_is(base, tmp_path):
     convert(run := run_of(base, "dora"), tmp_path / "peft", to="peft")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(JllamaError, match=r"has DoRA, which GGUF cannot carry: merge it \(gguf\), or take peft"):
+    with pytest.raises(
+        JllamaError, match=r"has DoRA, which GGUF cannot carry: merge it \(gguf\), or take peft"
+    ):
         convert(run, tmp_path / "adapter.gguf", to="gguf-lora")
     with pytest.raises(UsageError, match="has no adapter to write as peft: give one with adapter"):
         convert(base, tmp_path / "none", to="peft")
-    with pytest.raises(UsageError, match="dtype is 'bfloat16'; with peft it must be one of float32"):
+    with pytest.raises(
+        UsageError, match="dtype is 'bfloat16'; with peft it must be one of float32"
+    ):
         convert(run, tmp_path / "none", to="peft", dtype="bfloat16")
     # What a merged model is made of must outlive it.
     with pytest.raises(JllamaError, match=r"is .*peft itself"):
@@ -396,15 +458,21 @@ def test_what_cannot_be_written_is_refused_and_nothing_is(base, tmp_path):
 def test_a_pipe_in_an_adapter_is_refused_at_once(base, to, tmp_path):
     """Reading one would wait for ever."""
     convert(run_of(base, "lora"), tmp_path / "adapter", to=to)
-    for path in [tmp_path / "adapter"] if to == "gguf-lora" else sorted((tmp_path / "adapter").iterdir()):
+    for path in (
+        [tmp_path / "adapter"] if to == "gguf-lora" else sorted((tmp_path / "adapter").iterdir())
+    ):
         whole = path.read_bytes()
         path.unlink()
         os.mkfifo(path)
-        with pytest.raises(JllamaError, match=f"{re.escape(str(path))} is a pipe, a socket or a device"):
+        with pytest.raises(
+            JllamaError, match=f"{re.escape(str(path))} is a pipe, a socket or a device"
+        ):
             open_checkpoint(base, adapter=tmp_path / "adapter")
         path.unlink()
         path.symlink_to("/dev/zero")
-        with pytest.raises(JllamaError, match=f"{re.escape(str(path))} is a pipe, a socket or a device"):
+        with pytest.raises(
+            JllamaError, match=f"{re.escape(str(path))} is a pipe, a socket or a device"
+        ):
             open_checkpoint(base, adapter=tmp_path / "adapter")
         path.unlink()
         path.write_bytes(whole)
@@ -435,5 +503,7 @@ def test_two_names_for_one_matrix_are_refused(base, tmp_path):
     name = next(name for name in tensors if "lora_A" in name)
     other = name.replace("lora_A", "lora_A.default")
     safetensors.numpy.save_file(tensors | {other: 2 * tensors[name]}, path)
-    with pytest.raises(JllamaError, match=f"holds {re.escape(name)} twice, once as .*: remove one of them"):
+    with pytest.raises(
+        JllamaError, match=f"holds {re.escape(name)} twice, once as .*: remove one of them"
+    ):
         open_checkpoint(base, adapter=tmp_path / "peft")

@@ -60,19 +60,21 @@ scalings = st.one_of(
     ),
 )
 configs = st.builds(
-    lambda vocab, layers, embed, kv_heads, group, half, mlp, length, tied, theta, eps, scaling: LlamaConfig(
-        vocab_size=vocab,
-        num_layers=layers,
-        embed_dim=embed,
-        num_heads=kv_heads * group,
-        num_kv_heads=kv_heads,
-        head_dim=2 * half,
-        mlp_dim=mlp,
-        max_seq_len=length,
-        tie_embeddings=tied,
-        rope_theta=theta,
-        norm_eps=eps,
-        rope_scaling=scaling,
+    lambda vocab, layers, embed, kv_heads, group, half, mlp, length, tied, theta, eps, scaling: (
+        LlamaConfig(
+            vocab_size=vocab,
+            num_layers=layers,
+            embed_dim=embed,
+            num_heads=kv_heads * group,
+            num_kv_heads=kv_heads,
+            head_dim=2 * half,
+            mlp_dim=mlp,
+            max_seq_len=length,
+            tie_embeddings=tied,
+            rope_theta=theta,
+            norm_eps=eps,
+            rope_scaling=scaling,
+        )
     ),
     *(st.integers(1, top) for top in (9, 3, 7, 3, 3, 4, 9, 5000)),
     st.booleans(),
@@ -84,7 +86,9 @@ configs = st.builds(
 
 def written(path, config, params, dtype=None, **others):
     done = []
-    gguf.write(Checkpoint(config, TensorsOfParams(config, params), **others), path, dtype, done.append)
+    gguf.write(
+        Checkpoint(config, TensorsOfParams(config, params), **others), path, dtype, done.append
+    )
     return sum(done)
 
 
@@ -97,7 +101,9 @@ def write_with_package(path, metadata, tensors, architecture="llama", types=None
     writer = GGUFWriter(path, architecture)
     kinds = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}
     for key, value in metadata.items():
-        kind = kinds.get(type(value), GGUFValueType.ARRAY if isinstance(value, list) else GGUFValueType.STRING)
+        kind = kinds.get(
+            type(value), GGUFValueType.ARRAY if isinstance(value, list) else GGUFValueType.STRING
+        )
         writer.add_key_value(key, value, kind)
     for name, tensor in tensors.items():
         type_ = (types or {}).get(name)
@@ -129,7 +135,9 @@ def llama_file(tmp_path_factory, params):
 def edited(llama_file, path, changes, tensors=None, architecture="llama"):
     """The whole file with some keys changed or (None) left out, and tensors added."""
     reader_tensors = gguf_tensors(CONFIG, random_params(CONFIG, 0)) | (tensors or {})
-    metadata = {key: value for key, value in (gguf_metadata(CONFIG) | changes).items() if value is not None}
+    metadata = {
+        key: value for key, value in (gguf_metadata(CONFIG) | changes).items() if value is not None
+    }
     write_with_package(path, metadata, reader_tensors, architecture)
     return path
 
@@ -138,7 +146,9 @@ def edited(llama_file, path, changes, tensors=None, architecture="llama"):
 
 
 @given(configs, st.sampled_from([np.float32, jnp.bfloat16, np.float16]), st.integers(0, 3))
-def test_there_and_back_is_the_same_config_and_the_same_bytes(tmp_path_factory, config, dtype, seed):
+def test_there_and_back_is_the_same_config_and_the_same_bytes(
+    tmp_path_factory, config, dtype, seed
+):
     path = tmp_path_factory.mktemp("model") / "model.gguf"
     params = converted(random_params(config, seed), dtype)
     num_bytes = written(path, config, params)
@@ -146,8 +156,14 @@ def test_there_and_back_is_the_same_config_and_the_same_bytes(tmp_path_factory, 
     assert checkpoint.config == config
     assert (checkpoint.tokenizer, checkpoint.chat_template, checkpoint.stop_ids) == (None, None, ())
     assert_same_bits(load_params(checkpoint), params)
-    norms = sum(math.prod(stored.shape) for stored in tensor_specs(config) if len(stored.shape) == 1)
-    extra = 4 * (config.head_dim // 2) if config.rope_scaling and config.rope_scaling.type == "llama3" else 0
+    norms = sum(
+        math.prod(stored.shape) for stored in tensor_specs(config) if len(stored.shape) == 1
+    )
+    extra = (
+        4 * (config.head_dim // 2)
+        if config.rope_scaling and config.rope_scaling.type == "llama3"
+        else 0
+    )
     own = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     assert num_bytes == own + norms * (4 - np.dtype(dtype).itemsize) + extra
 
@@ -194,8 +210,12 @@ def test_transformers_gives_the_same_logits(tmp_path):
     params = random_params(CONFIG, 2)
     path = tmp_path / "m.gguf"
     written(path, CONFIG, params)
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**load_gguf_checkpoint(path)["config"]))
-    theirs.load_state_dict(load_gguf_checkpoint(path, return_tensors=True, model_to_load=theirs)["tensors"])
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**load_gguf_checkpoint(path)["config"])
+    )
+    theirs.load_state_dict(
+        load_gguf_checkpoint(path, return_tensors=True, model_to_load=theirs)["tensors"]
+    )
     tokens = np.random.default_rng(0).integers(0, 96, (1, 512))
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens)).logits.numpy()
@@ -231,14 +251,29 @@ def can_dequantize(type_):
     return True
 
 
-QUANTIZED = [type_ for type_ in GGMLQuantizationType if GGML_QUANT_SIZES[type_][0] > 1 and can_dequantize(type_)]
+QUANTIZED = [
+    type_
+    for type_ in GGMLQuantizationType
+    if GGML_QUANT_SIZES[type_][0] > 1 and can_dequantize(type_)
+]
 
 
 def test_the_types_are_the_ones_we_think():
     """What follows would be empty if nothing could be dequantized."""
-    assert {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "TQ2_0"} <= {
-        type_.name for type_ in QUANTIZED
-    }
+    assert {
+        "Q4_0",
+        "Q4_1",
+        "Q5_0",
+        "Q5_1",
+        "Q8_0",
+        "Q2_K",
+        "Q3_K",
+        "Q4_K",
+        "Q5_K",
+        "Q6_K",
+        "IQ4_XS",
+        "TQ2_0",
+    } <= {type_.name for type_ in QUANTIZED}
 
 
 @pytest.mark.parametrize("type_", QUANTIZED, ids=lambda type_: type_.name)
@@ -281,7 +316,9 @@ def test_a_type_that_cannot_be_dequantized_is_refused_by_name(tmp_path, type_):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(JllamaError, match=rf"odd\.weight of shape .* and type {type_.name}, which cannot be read"):
+    with pytest.raises(
+        JllamaError, match=rf"odd\.weight of shape .* and type {type_.name}, which cannot be read"
+    ):
         gguf.read_gguf_file(tmp_path / "m.gguf")
 
 
@@ -298,15 +335,24 @@ def test_with_one_quantized_matrix_everything_is_float32(tmp_path, params):
     assert {tensor.dtype for tensor in checkpoint.tensors.values()} == {np.dtype(np.float32)}
     loaded = load_params(checkpoint)
     assert_same_bits(loaded["embed"], params["embed"].astype(jnp.bfloat16).astype(np.float32))
-    assert_same_bits(loaded["layers"]["w_up"], params["layers"]["w_up"].astype(np.float16).astype(np.float32))
+    assert_same_bits(
+        loaded["layers"]["w_up"], params["layers"]["w_up"].astype(np.float16).astype(np.float32)
+    )
     query = dequantize(quantize(gguf_tensors(CONFIG, params)["blk.1.attn_q.weight"], Q8_0), Q8_0)
-    np.testing.assert_array_equal(interleave(np.asarray(loaded["layers"]["wq"][1]).reshape(128, -1).T, 4), query)
+    np.testing.assert_array_equal(
+        interleave(np.asarray(loaded["layers"]["wq"][1]).reshape(128, -1).T, 4), query
+    )
 
 
 def test_norms_that_the_matrices_dtype_cannot_hold_stay_float32(tmp_path, params):
     tensors = gguf_tensors(CONFIG, params)
-    tensors = {name: tensor.astype(jnp.bfloat16) if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
-    tensors["output_norm.weight"] = tensors["output_norm.weight"].astype(jnp.bfloat16).astype(np.float32)
+    tensors = {
+        name: tensor.astype(jnp.bfloat16) if tensor.ndim == 2 else tensor
+        for name, tensor in tensors.items()
+    }
+    tensors["output_norm.weight"] = (
+        tensors["output_norm.weight"].astype(jnp.bfloat16).astype(np.float32)
+    )
     write_with_package(tmp_path / "m.gguf", gguf_metadata(CONFIG), tensors)
     checkpoint = gguf.read(tmp_path / "m.gguf")
     assert checkpoint.tensors["final_norm"].dtype == jnp.bfloat16
@@ -337,7 +383,9 @@ def test_each_type_is_written_as_the_package_has_it(tmp_path, params, dtype, typ
         raw = quantize(expected[tensor.name], wanted)
         assert np.asarray(tensor.data).tobytes() == np.asarray(raw).tobytes()
         assert tensor.shape.tolist() == list(expected[tensor.name].shape[::-1])
-    assert {tensor.tensor_type for tensor in reader.tensors} == ({F32, type_} | ({F16} if dtype == "q8_0" else set()))
+    assert {tensor.tensor_type for tensor in reader.tensors} == (
+        {F32, type_} | ({F16} if dtype == "q8_0" else set())
+    )
     assert reader.fields["general.file_type"].contents() == file_type
     assert reader.tensors[0].data_offset % 32 == 0
 
@@ -384,8 +432,16 @@ def test_metadata_are_python_values(tmp_path):
     metadata, tensors = gguf.read_gguf_file(tmp_path / "m.gguf")
     assert tensors == {}
     expected = {key: value for key, (value, _) in values.items()}
-    expected |= {"ints": [1, -2], "floats": [0.5, -0.25], "bools": [True, False], "texts": ["a", "", "é"]}
-    expected |= {"bytes": [b"\xff\xfe".decode("utf-8", "surrogateescape"), "ok"], "general.architecture": "llama"}
+    expected |= {
+        "ints": [1, -2],
+        "floats": [0.5, -0.25],
+        "bools": [True, False],
+        "texts": ["a", "", "é"],
+    }
+    expected |= {
+        "bytes": [b"\xff\xfe".decode("utf-8", "surrogateescape"), "ok"],
+        "general.architecture": "llama",
+    }
     assert metadata == expected
     assert {key: type(value) for key, value in metadata.items()} == {
         key: type(value) for key, value in expected.items()
@@ -415,7 +471,9 @@ def test_what_a_file_leaves_out_has_llama_cpps_defaults(tmp_path, llama_file):
         "llama.rope.dimension_count": None,
         "llama.rope.freq_base": None,
     }
-    config = LlamaConfig(vocab_size=8, num_layers=1, embed_dim=32, num_heads=4, mlp_dim=16, max_seq_len=64)
+    config = LlamaConfig(
+        vocab_size=8, num_layers=1, embed_dim=32, num_heads=4, mlp_dim=16, max_seq_len=64
+    )
     params = random_params(config, 0)
     metadata = {key: value for key, value in gguf_metadata(config).items() if key not in left_out}
     write_with_package(tmp_path / "m.gguf", metadata, gguf_tensors(config, params))
@@ -429,7 +487,9 @@ def test_chat_template_and_stop_ids(tmp_path, params):
     assert checkpoint.stop_ids == (5, 7, 9)
     fields = GGUFReader(tmp_path / "m.gguf").fields
     assert fields["tokenizer.chat_template"].contents() == "{{ bos }}é"
-    assert [fields[f"tokenizer.ggml.{name}_token_id"].contents() for name in ("eos", "eot", "eom")] == [5, 7, 9]
+    assert [
+        fields[f"tokenizer.ggml.{name}_token_id"].contents() for name in ("eos", "eot", "eom")
+    ] == [5, 7, 9]
     with pytest.raises(JllamaError, match=r"3 keys for tokens .* this model has 4: \[1, 2, 3, 4\]"):
         written(tmp_path / "four.gguf", CONFIG, params, stop_ids=(1, 2, 3, 4))
     assert not (tmp_path / "four.gguf").exists()
@@ -468,7 +528,9 @@ def with_tokens(monkeypatch, tokens):
         ((2, 5, 6), (2, 5, 6), {"eos": 2, "eot": 5, "eom": 6}),
     ],
 )
-def test_eos_is_the_tokenizers_and_the_others_have_their_places(tmp_path, params, monkeypatch, stops, read_back, keys):
+def test_eos_is_the_tokenizers_and_the_others_have_their_places(
+    tmp_path, params, monkeypatch, stops, read_back, keys
+):
     tokens = ["<unk>", "<s>", "</s>", "a", "<|eom_id|>", "<|eot_id|>", "\udcff", *("b" * 89)]
     written_for = with_tokens(monkeypatch, tokens)
     tokenizer = BytesTokenizer()
@@ -508,12 +570,22 @@ DIVISORS = gguf_divisors(CONFIG, Llama3Scaling(8.0))
 @pytest.mark.parametrize("factor", [4.5, 8.0, 32.0])
 def test_llama3_scaling_is_recovered_from_its_divisors(tmp_path, llama_file, factor):
     """From those of Llama 3's own bounds; none of others was ever released."""
-    for scaling, known in ((Llama3Scaling(factor), True), (Llama3Scaling(factor, 1.0, 2.0, 4096), False)):
-        path = edited(llama_file, tmp_path / "m.gguf", {}, {"rope_freqs.weight": gguf_divisors(CONFIG, scaling)})
+    for scaling, known in (
+        (Llama3Scaling(factor), True),
+        (Llama3Scaling(factor, 1.0, 2.0, 4096), False),
+    ):
+        path = edited(
+            llama_file,
+            tmp_path / "m.gguf",
+            {},
+            {"rope_freqs.weight": gguf_divisors(CONFIG, scaling)},
+        )
         if known:
             assert gguf.read(path).config.rope_scaling == scaling
         else:
-            with pytest.raises(JllamaError, match=r"as no type of jllama's does: convert the model again"):
+            with pytest.raises(
+                JllamaError, match=r"as no type of jllama's does: convert the model again"
+            ):
                 gguf.read(path)
 
 
@@ -521,7 +593,11 @@ def test_llama3_scaling_is_written_as_the_converter_does(tmp_path, params):
     scaling = Llama3Scaling(32.0)
     config = LlamaConfig(**(vars(CONFIG) | {"rope_scaling": scaling, "rope_theta": 500_000.0}))
     written(tmp_path / "m.gguf", config, params)
-    (tensor,) = [tensor for tensor in GGUFReader(tmp_path / "m.gguf").tensors if tensor.name == "rope_freqs.weight"]
+    (tensor,) = [
+        tensor
+        for tensor in GGUFReader(tmp_path / "m.gguf").tensors
+        if tensor.name == "rope_freqs.weight"
+    ]
     expected = gguf_divisors(config, scaling)
     assert expected.min() == 1
     assert expected.max() == 32
@@ -531,7 +607,9 @@ def test_llama3_scaling_is_written_as_the_converter_does(tmp_path, params):
 
 
 def test_divisors_that_say_nothing_are_no_scaling(tmp_path, llama_file):
-    path = edited(llama_file, tmp_path / "m.gguf", {}, {"rope_freqs.weight": np.ones(32, np.float32)})
+    path = edited(
+        llama_file, tmp_path / "m.gguf", {}, {"rope_freqs.weight": np.ones(32, np.float32)}
+    )
     assert gguf.read(path).config == CONFIG
 
 
@@ -554,7 +632,9 @@ def test_divisors_that_say_nothing_are_no_scaling(tmp_path, llama_file):
     ],
 )
 def test_other_divisors_are_refused(tmp_path, llama_file, changes, divisors, message):
-    path = edited(llama_file, tmp_path / "m.gguf", changes, {"rope_freqs.weight": divisors.astype(np.float32)})
+    path = edited(
+        llama_file, tmp_path / "m.gguf", changes, {"rope_freqs.weight": divisors.astype(np.float32)}
+    )
     with pytest.raises(JllamaError, match=message):
         gguf.read(path)
 
@@ -584,7 +664,9 @@ def test_our_own_keys_must_agree_with_the_divisors(tmp_path, llama_file):
         write(4096, divisors)
     with pytest.raises(JllamaError, match="as no type of jllama's does"):
         write(8192, {})
-    assert write(None, divisors) == Llama3Scaling(8.0)  # of the file or of the class, a number must agree
+    assert write(None, divisors) == Llama3Scaling(
+        8.0
+    )  # of the file or of the class, a number must agree
 
 
 @pytest.mark.parametrize(
@@ -602,8 +684,16 @@ def test_our_own_keys_must_agree_with_the_divisors(tmp_path, llama_file):
             YarnScaling(4.0, original_max_seq_len=512, beta_fast=20.0),
         ),
         (
-            {"type": "yarn", "factor": 4.0, "attn_factor": 0.5, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0},
-            YarnScaling(4.0, original_max_seq_len=1024, attention_factor=0.5 * (0.1 * math.log(4) + 1)),
+            {
+                "type": "yarn",
+                "factor": 4.0,
+                "attn_factor": 0.5,
+                "yarn_ext_factor": 1.0,
+                "yarn_log_multiplier": 0.0,
+            },
+            YarnScaling(
+                4.0, original_max_seq_len=1024, attention_factor=0.5 * (0.1 * math.log(4) + 1)
+            ),
         ),
         (
             {"type": "yarn", "factor": 4.0, "yarn_attn_factor": 0.1 * math.log(4) + 1},
@@ -613,7 +703,9 @@ def test_our_own_keys_must_agree_with_the_divisors(tmp_path, llama_file):
 )
 def test_scaling_keys_mean_what_llama_cpp_makes_of_them(tmp_path, llama_file, changes, expected):
     changes = {f"llama.rope.scaling.{name}": value for name, value in changes.items()}
-    assert gguf.read(edited(llama_file, tmp_path / "m.gguf", changes)).config.rope_scaling == expected
+    assert (
+        gguf.read(edited(llama_file, tmp_path / "m.gguf", changes)).config.rope_scaling == expected
+    )
 
 
 # What is refused
@@ -623,41 +715,70 @@ def test_scaling_keys_mean_what_llama_cpp_makes_of_them(tmp_path, llama_file, ch
     ("changes", "message"),
     [
         ({"expert_count": 8}, r"has llama\.expert_count 8, which jllama does not support"),
-        ({"attention.sliding_window": 4096}, r"has llama\.attention\.sliding_window 4096, which jllama does not supp"),
+        (
+            {"attention.sliding_window": 4096},
+            r"has llama\.attention\.sliding_window 4096, which jllama does not supp",
+        ),
         ({"attention.scale": 0.5}, r"has llama\.attention\.scale 0\.5"),
         ({"logit_scale": 0.5}, r"has llama\.logit_scale 0\.5"),
         ({"residual_scale": 0.5}, r"has llama\.residual_scale 0\.5"),
         ({"embedding_scale": 12.0}, r"has llama\.embedding_scale 12\.0"),
         ({"attention.causal": False}, r"has llama\.attention\.causal False"),
-        ({"rope.scale_linear": 2.0}, r"has llama\.rope\.scale_linear 2\.0, which jllama does not support"),
+        (
+            {"rope.scale_linear": 2.0},
+            r"has llama\.rope\.scale_linear 2\.0, which jllama does not support",
+        ),
         ({"something.new": 1}, r"has llama\.something\.new 1, which jllama does not support"),
-        ({"rope.scaling.type": "longrope"}, r"rope\.scaling\.type 'longrope'; jllama knows none, linear and yarn"),
+        (
+            {"rope.scaling.type": "longrope"},
+            r"rope\.scaling\.type 'longrope'; jllama knows none, linear and yarn",
+        ),
         ({"rope.scaling.alpha": 1000.0}, r"has llama\.rope\.scaling\.alpha 1000\.0"),
         ({"rope.scaling.attn_factor": 1.2}, r"attn_factor 1\.2, which jllama does not support"),
-        ({"rope.scaling.yarn_attn_factor": 1.2}, r"yarn_attn_factor 1\.2, which llama\.cpp ignores"),
+        (
+            {"rope.scaling.yarn_attn_factor": 1.2},
+            r"yarn_attn_factor 1\.2, which llama\.cpp ignores",
+        ),
         ({"rope.scaling.factor": 0.5}, r"rope_scaling\.factor is 0\.5; it must be at least 1"),
         ({"rope.scaling.factor": math.nan}, r"rope\.scaling\.factor nan; it must be one float"),
         ({"attention.value_length": 32}, r"attention\.value_length 32 but heads of 64 channels"),
         ({"rope.dimension_count": 32}, r"rope\.dimension_count 32 but heads of 64 channels"),
         ({"attention.key_length": 63}, r"head_dim 63 is odd"),
         ({"attention.head_count": None}, r"lacks the key llama\.attention\.head_count"),
-        ({"attention.layer_norm_rms_epsilon": None}, r"lacks the key llama\.attention\.layer_norm_rms_epsilon"),
+        (
+            {"attention.layer_norm_rms_epsilon": None},
+            r"lacks the key llama\.attention\.layer_norm_rms_epsilon",
+        ),
         ({"attention.layer_norm_rms_epsilon": math.inf}, r"epsilon inf; it must be one float"),
         ({"attention.layer_norm_rms_epsilon": 0.0}, r"norm_eps is 0\.0; it must be positive"),
         ({"context_length": 0}, r"max_seq_len is 0; it must be at least 1"),
         ({"feed_forward_length": [80, 80]}, r"feed_forward_length \[80, 80\]; it must be one int"),
         ({"block_count": True}, r"block_count True; it must be one int"),
-        ({"block_count": 4_000_000_000}, r"num_layers is 4,000,000,000, and no Llama's is over 10,000"),
+        (
+            {"block_count": 4_000_000_000},
+            r"num_layers is 4,000,000,000, and no Llama's is over 10,000",
+        ),
         ({"block_count": 4000}, r"says it has 4000 layers, but holds 21 tensors in all"),
         ({"block_count": 1}, r"blk\.1\.attn_norm\.weight is \[128\], expected none"),
-        ({"block_count": 3}, r"blk\.2\.attn_norm\.weight is absent, .*blk\.2\.attn_q\.weight is absent"),
-        ({"attention.head_count": 8}, r"blk\.0\.attn_q\.weight is \[256, 128\], expected \[512, 128\]"),
+        (
+            {"block_count": 3},
+            r"blk\.2\.attn_norm\.weight is absent, .*blk\.2\.attn_q\.weight is absent",
+        ),
+        (
+            {"attention.head_count": 8},
+            r"blk\.0\.attn_q\.weight is \[256, 128\], expected \[512, 128\]",
+        ),
         ({"attention.head_count": 3}, r"num_heads 3 is not divisible by num_kv_heads 2"),
-        ({"embedding_length": 4_000_000_000}, r"embed_dim is 4,000,000,000, and no Llama's is over"),
+        (
+            {"embedding_length": 4_000_000_000},
+            r"embed_dim is 4,000,000,000, and no Llama's is over",
+        ),
     ],
 )
 def test_what_is_not_a_llama_of_ours_is_refused_by_name(tmp_path, llama_file, changes, message):
-    path = edited(llama_file, tmp_path / "m.gguf", {f"llama.{name}": value for name, value in changes.items()})
+    path = edited(
+        llama_file, tmp_path / "m.gguf", {f"llama.{name}": value for name, value in changes.items()}
+    )
     with pytest.raises(JllamaError, match=message) as caught:
         gguf.read(path)
     assert str(path) in str(caught.value)
@@ -665,9 +786,16 @@ def test_what_is_not_a_llama_of_ours_is_refused_by_name(tmp_path, llama_file, ch
 
 
 def test_keys_that_ask_for_nothing_are_let_through(tmp_path, llama_file):
-    changes = {"expert_count": 0, "attention.sliding_window": 0, "logit_scale": 1.0, "attention.causal": True}
+    changes = {
+        "expert_count": 0,
+        "attention.sliding_window": 0,
+        "logit_scale": 1.0,
+        "attention.causal": True,
+    }
     changes |= {"vocab_size": 96, "tensor_data_layout": "Meta AI original pth"}
-    path = edited(llama_file, tmp_path / "m.gguf", {f"llama.{name}": value for name, value in changes.items()})
+    path = edited(
+        llama_file, tmp_path / "m.gguf", {f"llama.{name}": value for name, value in changes.items()}
+    )
     assert gguf.read(path).config == CONFIG
 
 
@@ -677,7 +805,9 @@ def test_other_architectures_parts_and_biases_are_refused(tmp_path, llama_file):
     with pytest.raises(JllamaError, match="has architecture 'qwen2'; jllama reads 'llama'"):
         gguf.read(path)
     edited(llama_file, path, {"split.count": 3})
-    with pytest.raises(JllamaError, match="one of 3 parts of a model: join them with llama-gguf-split --merge"):
+    with pytest.raises(
+        JllamaError, match="one of 3 parts of a model: join them with llama-gguf-split --merge"
+    ):
         gguf.read(path)
     edited(llama_file, path, {}, {"blk.0.attn_q.bias": np.zeros(256, np.float32)})
     with pytest.raises(JllamaError, match=r"blk\.0\.attn_q\.bias is \[256\], expected none"):
@@ -689,7 +819,9 @@ def test_other_architectures_parts_and_biases_are_refused(tmp_path, llama_file):
         edited(
             llama_file,
             path,
-            {"tokenizer.ggml.eos_token_id": stop} if stop != -1 else {"tokenizer.ggml.eot_token_id": 2**32 - 1},
+            {"tokenizer.ggml.eos_token_id": stop}
+            if stop != -1
+            else {"tokenizer.ggml.eot_token_id": 2**32 - 1},
         )
         with pytest.raises(JllamaError, match=r"_token_id .*; it must be an id below 96"):
             gguf.read(path)
@@ -707,15 +839,25 @@ def test_other_architectures_parts_and_biases_are_refused(tmp_path, llama_file):
             None,
             "beta_fast .* to be 32 and 1, this model has 16 and 1",
         ),
-        ({"rope_theta": 1e6 / 3}, None, r"llama\.rope\.freq_base as FLOAT32, which cannot hold 333333\.3333"),
-        ({"norm_eps": 1.23456789e-6}, None, r"norm_rms_epsilon as FLOAT32, which cannot hold 1\.23456789e-06"),
+        (
+            {"rope_theta": 1e6 / 3},
+            None,
+            r"llama\.rope\.freq_base as FLOAT32, which cannot hold 333333\.3333",
+        ),
+        (
+            {"norm_eps": 1.23456789e-6},
+            None,
+            r"norm_rms_epsilon as FLOAT32, which cannot hold 1\.23456789e-06",
+        ),
         ({"rope_theta": 1e299}, None, r"cannot hold 1e\+299"),
         ({"rope_scaling": LinearScaling(7 / 3)}, None, r"rope\.scaling\.factor as FLOAT32"),
         ({}, np.dtype(np.float64), r"llama\.cpp has no float64 for token_embd\.weight"),
         ({}, np.dtype(np.int8), r"llama\.cpp has no int8"),
     ],
 )
-def test_what_gguf_cannot_hold_is_refused_before_a_byte_is_written(tmp_path, params, changes, dtype, message):
+def test_what_gguf_cannot_hold_is_refused_before_a_byte_is_written(
+    tmp_path, params, changes, dtype, message
+):
     config = LlamaConfig(**(vars(CONFIG) | changes))
     with pytest.raises(JllamaError, match=message):
         written(tmp_path / "m.gguf", config, params, dtype)
@@ -734,10 +876,15 @@ def test_a_missing_tokenizer_is_said(tmp_path, llama_file, params, capsys):
     assert gguf.read(tmp_path / "m.gguf").tokenizer is None  # as its own key says
     assert capsys.readouterr().err == ""
     data = (tmp_path / "m.gguf").read_bytes()
-    (tmp_path / "m.gguf").write_bytes(data.replace(b"tokenizer.ggml.model", b"tokenizer.ggml.lost!"))
+    (tmp_path / "m.gguf").write_bytes(
+        data.replace(b"tokenizer.ggml.model", b"tokenizer.ggml.lost!")
+    )
     assert gguf.read(tmp_path / "m.gguf").tokenizer is None
     said = capsys.readouterr().err
-    assert said == f"note: {tmp_path / 'm.gguf'} has no tokenizer.ggml.model, so the model is without a tokenizer\n"
+    assert (
+        said
+        == f"note: {tmp_path / 'm.gguf'} has no tokenizer.ggml.model, so the model is without a tokenizer\n"
+    )
 
 
 @pytest.mark.parametrize("type_", [1, 7, 30])
@@ -770,8 +917,21 @@ def info(name, dims, type_=0, offset=0) -> bytes:
     return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, type_, offset)
 
 
-def raw_file(path: Path, *, keys=(), infos=(), data=b"", num_keys=None, num_infos=None, version=3, magic=b"GGUF"):
-    counts = (len(infos) if num_infos is None else num_infos, len(keys) if num_keys is None else num_keys)
+def raw_file(
+    path: Path,
+    *,
+    keys=(),
+    infos=(),
+    data=b"",
+    num_keys=None,
+    num_infos=None,
+    version=3,
+    magic=b"GGUF",
+):
+    counts = (
+        len(infos) if num_infos is None else num_infos,
+        len(keys) if num_keys is None else num_keys,
+    )
     head = magic + struct.pack("<IQQ", version, *counts) + b"".join(keys) + b"".join(infos)
     path.write_bytes(head + b"\0" * (-len(head) % 32) + data)
     return path
@@ -779,7 +939,10 @@ def raw_file(path: Path, *, keys=(), infos=(), data=b"", num_keys=None, num_info
 
 def test_the_raw_files_of_these_tests_are_good(tmp_path):
     path = raw_file(
-        tmp_path / "m.gguf", keys=[key("a", 4, struct.pack("<I", 7))], infos=[info("t", (2, 3))], data=b"\1" * 24
+        tmp_path / "m.gguf",
+        keys=[key("a", 4, struct.pack("<I", 7))],
+        infos=[info("t", (2, 3))],
+        data=b"\1" * 24,
     )
     metadata, tensors = gguf.read_gguf_file(path)
     assert metadata == {"a": 7}
@@ -818,9 +981,18 @@ ONE = struct.pack("<I", 1)
         ({"keys": [key("a", 4, ONE)] * 2}, "has the key a twice"),
         ({"keys": [key(b"\xff", 4, ONE)]}, "string at byte 32 that is not UTF-8"),
         ({"keys": [key("a", 8, text(b"\xff"))]}, "that is not UTF-8"),
-        ({"keys": [key("general.alignment", 4, struct.pack("<I", 0))]}, "alignment 0; it must be a power of two"),
-        ({"keys": [key("general.alignment", 4, struct.pack("<I", 48))]}, "alignment 48; it must be a power of two"),
-        ({"keys": [key("general.alignment", 8, text("32"))]}, "alignment '32'; it must be a power of two"),
+        (
+            {"keys": [key("general.alignment", 4, struct.pack("<I", 0))]},
+            "alignment 0; it must be a power of two",
+        ),
+        (
+            {"keys": [key("general.alignment", 4, struct.pack("<I", 48))]},
+            "alignment 48; it must be a power of two",
+        ),
+        (
+            {"keys": [key("general.alignment", 8, text("32"))]},
+            "alignment '32'; it must be a power of two",
+        ),
         ({"infos": [info("t", (2, 3))]}, "truncated: the tensor t ends at byte"),
         ({"infos": [info("t", (2, 3))] * 2, "data": b"\0" * 64}, "has the tensor t twice"),
         ({"infos": [info("t", (HUGE, HUGE))]}, "truncated: the tensor t ends at byte"),
@@ -833,20 +1005,32 @@ ONE = struct.pack("<I", 1)
             {"infos": [info("t", (9,)), info("u", (2,), offset=32)], "data": b"\0" * 64},
             "tensor u at offset 32, expected 64, right after t",
         ),
-        ({"infos": [info("t", (2,)), info("u", (2,))], "data": b"\0" * 64}, "tensor u at offset 0, expected 32"),
-        ({"infos": [info("t", (2,), offset=32)], "data": b"\0" * 64}, "tensor t at offset 32, expected 0"),
+        (
+            {"infos": [info("t", (2,)), info("u", (2,))], "data": b"\0" * 64},
+            "tensor u at offset 0, expected 32",
+        ),
+        (
+            {"infos": [info("t", (2,), offset=32)], "data": b"\0" * 64},
+            "tensor t at offset 32, expected 0",
+        ),
         (
             {"infos": [info("t", (9,), 1), info("u", (2,), offset=64)], "data": b"\0" * 96},
             "expected 32, right after t: one has a wrong type or size",
         ),
-        ({"infos": [info("t", (2,))], "data": b"\0" * 33}, "has 1 bytes after t, so its type or size is wrong"),
+        (
+            {"infos": [info("t", (2,))], "data": b"\0" * 33},
+            "has 1 bytes after t, so its type or size is wrong",
+        ),
         ({"infos": [info("t", ())]}, "tensor t with 0 axes"),
         ({"infos": [info("t", (1,) * 5)]}, "tensor t with 5 axes"),
         ({"infos": [text("t") + struct.pack("<I", 2**32 - 1)]}, "tensor t with 4294967295 axes"),
         ({"infos": [info("t", (2, 0))]}, r"tensor t of shape \[0, 2\]"),
         ({"infos": [info("t", (2, 3), type_=4)]}, "tensor t of the unknown type 4"),
         ({"infos": [info("t", (33, 3), type_=8)]}, "no row be empty or end inside a block"),
-        ({"infos": [info("t", (32,), type_=8)], "data": b"\0" * 34}, r"tensor t of shape \[32\] and type Q8_0"),
+        (
+            {"infos": [info("t", (32,), type_=8)], "data": b"\0" * 34},
+            r"tensor t of shape \[32\] and type Q8_0",
+        ),
     ],
 )
 def test_a_damaged_file_gives_one_sentence(tmp_path, contents, message):

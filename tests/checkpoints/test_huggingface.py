@@ -35,7 +35,13 @@ from jllama.config import LlamaConfig
 from jllama.errors import JllamaError
 from jllama.model import build_model
 from jllama.parameters import tensor_specs
-from jllama.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from jllama.rope_scaling import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    RopeScaling,
+    YarnScaling,
+)
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify.checks import random_params, relative_error
 
@@ -58,7 +64,9 @@ def with_rope(config=BASE, **scaling):
 
 LONG = dataclasses.replace(BASE, rope_theta=500_000.0, max_seq_len=512)
 CONFIGS = {
-    "multi-head": LlamaConfig(vocab_size=61, num_layers=2, embed_dim=48, num_heads=4, mlp_dim=40, max_seq_len=128),
+    "multi-head": LlamaConfig(
+        vocab_size=61, num_layers=2, embed_dim=48, num_heads=4, mlp_dim=40, max_seq_len=128
+    ),
     "grouped, explicit head_dim": BASE,
     "multi-query, tied": dataclasses.replace(BASE, num_kv_heads=1, tie_embeddings=True),
     "linear": with_rope(type="linear", factor=4.0),
@@ -66,15 +74,26 @@ CONFIGS = {
     "Llama 3.2": with_rope(LONG, type="llama3", factor=32.0, original_max_seq_len=32),
     "yarn": with_rope(LONG, type="yarn", factor=4.0, original_max_seq_len=128),
     "yarn, every knob": with_rope(
-        LONG, type="yarn", factor=4.0, original_max_seq_len=128, beta_fast=8.0, beta_slow=2.0, attention_factor=1.3
+        LONG,
+        type="yarn",
+        factor=4.0,
+        original_max_seq_len=128,
+        beta_fast=8.0,
+        beta_slow=2.0,
+        attention_factor=1.3,
     ),
     "dynamic": with_rope(
-        dataclasses.replace(BASE, max_seq_len=64), type="dynamic", factor=4.0, original_max_seq_len=64
+        dataclasses.replace(BASE, max_seq_len=64),
+        type="dynamic",
+        factor=4.0,
+        original_max_seq_len=64,
     ),
 }
 TOKENS = np.random.default_rng(0).integers(0, BASE.vocab_size, (2, 100))  # longer than dynamic's 64
 
-TINY = LlamaConfig(vocab_size=7, num_layers=2, embed_dim=4, num_heads=2, num_kv_heads=1, head_dim=6, mlp_dim=5)
+TINY = LlamaConfig(
+    vocab_size=7, num_layers=2, embed_dim=4, num_heads=2, num_kv_heads=1, head_dim=6, mlp_dim=5
+)
 EMBED = "model.embed_tokens.weight"
 TIED = dataclasses.replace(TINY, tie_embeddings=True)
 
@@ -120,7 +139,9 @@ def fields_of(folder):
 def change(folder, file="config.json", **changed):
     """Set fields of a JSON file; ``...`` removes one."""
     fields = json.loads((folder / file).read_text()) | changed
-    (folder / file).write_text(json.dumps({key: value for key, value in fields.items() if value is not ...}))
+    (folder / file).write_text(
+        json.dumps({key: value for key, value in fields.items() if value is not ...})
+    )
 
 
 def message(function, *arguments):
@@ -158,18 +179,23 @@ def test_dynamic_logits_agree_within_the_context_too(tmp_path):
     config, tokens = CONFIGS["dynamic"], TOKENS[:, :64]
     checkpoint = opened(config)
     folder = written(tmp_path / "ours", checkpoint)
-    ours = jax.jit(lambda params, tokens: build_model(config, params)(tokens))(load_params(checkpoint), tokens)
+    ours = jax.jit(lambda params, tokens: build_model(config, params)(tokens))(
+        load_params(checkpoint), tokens
+    )
     assert relative_error(ours, their_logits(folder, tokens)) < 1e-5
 
 
 @pytest.mark.parametrize(
-    ("name", "shard_bytes"), [*((name, 10**9) for name in CONFIGS), ("linear", 20_000), ("multi-query, tied", 20_000)]
+    ("name", "shard_bytes"),
+    [*((name, 10**9) for name in CONFIGS), ("linear", 20_000), ("multi-query, tied", 20_000)],
 )
 def test_what_transformers_saves_is_read(name, shard_bytes, tmp_path):
     config = CONFIGS[name]
     torch.manual_seed(0)
     theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**config_to_huggingface(config, "float32"), attn_implementation="eager")
+        transformers.LlamaConfig(
+            **config_to_huggingface(config, "float32"), attn_implementation="eager"
+        )
     ).eval()
     theirs.save_pretrained(tmp_path, max_shard_size=shard_bytes)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard_bytes < 10**9)
@@ -190,11 +216,17 @@ def test_what_transformers_saves_is_read(name, shard_bytes, tmp_path):
         ("Llama 3.2", {"rope_scaling": Llama3Scaling(8.0, original_max_seq_len=32)}),
         ("Llama 3.2", {"rope_scaling": Llama3Scaling(32.0, original_max_seq_len=40)}),
         ("linear", {"rope_scaling": None}),
-        ("yarn", {"rope_scaling": YarnScaling(4.0, original_max_seq_len=128, attention_factor=1.0)}),
+        (
+            "yarn",
+            {"rope_scaling": YarnScaling(4.0, original_max_seq_len=128, attention_factor=1.0)},
+        ),
         ("yarn", {"rope_scaling": YarnScaling(4.0, original_max_seq_len=128, beta_fast=4.0)}),
         ("yarn", {"rope_scaling": YarnScaling(4.0, original_max_seq_len=128, beta_slow=0.1)}),
         ("dynamic", {"rope_scaling": DynamicScaling(3.0, original_max_seq_len=64)}),
-        ("dynamic", {"max_seq_len": 80, "rope_scaling": DynamicScaling(4.0, original_max_seq_len=80)}),
+        (
+            "dynamic",
+            {"max_seq_len": 80, "rope_scaling": DynamicScaling(4.0, original_max_seq_len=80)},
+        ),
     ],
 )
 def test_every_knob_of_the_config_moves_their_logits(name, changed, tmp_path):
@@ -214,7 +246,9 @@ def test_there_and_back_is_the_same_bits(dtype, shard_bytes, tmp_path, monkeypat
         first = written(tmp_path / f"first{config.tie_embeddings}", opened(config, params))
         second = written(tmp_path / f"second{config.tie_embeddings}", read(first))
         assert_same_bits(load_params(read(second)), params)
-        assert fields_of(second)["dtype"] == fields_of(second)["torch_dtype"] == np.dtype(dtype).name
+        assert (
+            fields_of(second)["dtype"] == fields_of(second)["torch_dtype"] == np.dtype(dtype).name
+        )
         assert {file.name: file.read_bytes() for file in first.iterdir()} == {
             file.name: file.read_bytes() for file in second.iterdir()
         }
@@ -223,8 +257,13 @@ def test_there_and_back_is_the_same_bits(dtype, shard_bytes, tmp_path, monkeypat
 def test_a_dtype_is_converted_to_and_mixed_ones_are_kept(tmp_path):
     params = random_params(TINY, 0)
     narrow = written(tmp_path / "narrow", opened(TINY, params), np.dtype(jnp.bfloat16))
-    assert_same_bits(load_params(read(narrow)), jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params))
-    mixed = params | {"embed": params["embed"].astype(jnp.bfloat16), "lm_head": params["lm_head"].astype(np.float16)}
+    assert_same_bits(
+        load_params(read(narrow)), jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    )
+    mixed = params | {
+        "embed": params["embed"].astype(jnp.bfloat16),
+        "lm_head": params["lm_head"].astype(np.float16),
+    }
     folder = written(tmp_path / "mixed", opened(TINY, mixed))
     assert_same_bits(load_params(read(folder)), mixed)
     assert fields_of(folder)["dtype"] == "float32"  # transformers casts to it: nothing may be lost
@@ -233,7 +272,9 @@ def test_a_dtype_is_converted_to_and_mixed_ones_are_kept(tmp_path):
 
 def test_shards_are_full_but_never_over(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface, "MAX_SHARD_BYTES", 400)
-    config = dataclasses.replace(TINY, vocab_size=40)  # an embedding of 640 bytes has a shard of its own
+    config = dataclasses.replace(
+        TINY, vocab_size=40
+    )  # an embedding of 640 bytes has a shard of its own
     params = random_params(config, 3)
     folder = written(tmp_path / "ours", opened(config, params))
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -244,7 +285,9 @@ def test_shards_are_full_but_never_over(tmp_path, monkeypatch):
     sizes = []
     for file in files:
         shard = safetensors.numpy.load_file(file)
-        assert {name for name, place in index["weight_map"].items() if place == file.name} == set(shard)
+        assert {name for name, place in index["weight_map"].items() if place == file.name} == set(
+            shard
+        )
         sizes.append(sum(array.nbytes for array in shard.values()))
         assert sizes[-1] <= 400 or len(shard) == 1
     assert index["metadata"]["total_size"] == sum(sizes) == size_bytes(opened(config, params), None)
@@ -313,7 +356,11 @@ def test_a_configuration_comes_back_from_either_spelling(config, tmp_path_factor
     fields = json.loads(json.dumps(config_to_huggingface(config, "bfloat16")))
     assert config_from_huggingface(fields, source) == config
     four = {key: value for key, value in fields.items() if key not in ("rope_parameters", "dtype")}
-    five = {key: value for key, value in fields.items() if key not in ("rope_scaling", "rope_theta", "torch_dtype")}
+    five = {
+        key: value
+        for key, value in fields.items()
+        if key not in ("rope_scaling", "rope_theta", "torch_dtype")
+    }
     old = copy.deepcopy(four)
     if old["rope_scaling"]:
         old["rope_scaling"]["type"] = old["rope_scaling"].pop("rope_type")
@@ -330,15 +377,25 @@ def test_transformers_reads_the_same_from_either_spelling(config):
     assert both.to_dict() == old.to_dict()
     saved = json.loads(both.to_json_string(use_diff=False))
     assert not {"rope_scaling", "rope_theta"} & saved.keys()
-    assert all(saved[key] == value for key, value in fields.items() if key in saved and key != "rope_parameters")
+    assert all(
+        saved[key] == value
+        for key, value in fields.items()
+        if key in saved and key != "rope_parameters"
+    )
     assert saved["rope_parameters"].items() >= fields["rope_parameters"].items()
 
 
 def test_missing_fields_are_transformers_defaults(tmp_path):
     theirs = transformers.LlamaConfig().to_dict()
-    for fields in ({"model_type": "llama"}, {"architectures": ["LlamaForCausalLM"]}, dict.fromkeys(theirs)):
+    for fields in (
+        {"model_type": "llama"},
+        {"architectures": ["LlamaForCausalLM"]},
+        dict.fromkeys(theirs),
+    ):
         fields = fields | {"model_type": "llama", "vocab_size": 32_000}
-        assert config_from_huggingface(fields, tmp_path) == config_from_huggingface(theirs, tmp_path)
+        assert config_from_huggingface(fields, tmp_path) == config_from_huggingface(
+            theirs, tmp_path
+        )
     assert config_from_huggingface({"model_type": "llama"}, tmp_path) == LlamaConfig(
         vocab_size=0,
         num_layers=32,
@@ -365,27 +422,67 @@ YARN = {"rope_type": "yarn", "factor": 8.0}
         ({"rope_scaling": {}, "rope_theta": 7}, 7, None),
         ({"rope_scaling": {"type": "default"}, "rope_theta": 7}, 7, None),
         ({"rope_parameters": {"rope_theta": 7}}, 7, None),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7, "partial_rotary_factor": 1.0}}, 7, None),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 7,
+                    "partial_rotary_factor": 1.0,
+                }
+            },
+            7,
+            None,
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, 1e4, ("linear", 2.0)),
-        ({"rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 2.0}}, 1e4, ("linear", 2.0)),
-        ({"rope_theta": 7, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}, 7, ("linear", 2.0)),
+        (
+            {"rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 2.0}},
+            1e4,
+            ("linear", 2.0),
+        ),
+        (
+            {"rope_theta": 7, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            7,
+            ("linear", 2.0),
+        ),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 1e4, ("dynamic", 2.0, 4096)),
         (
-            {"rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 4096}},
+            {
+                "rope_scaling": {
+                    "type": "dynamic",
+                    "factor": 2.0,
+                    "original_max_position_embeddings": 4096,
+                }
+            },
             1e4,
             ("dynamic", 2.0, 4096),
         ),
         ({"rope_parameters": YARN}, 1e4, ("yarn", 8.0, 4096)),
-        ({"rope_parameters": YARN | {"original_max_position_embeddings": 512}}, 1e4, ("yarn", 8.0, 512)),
-        ({"rope_parameters": YARN, "original_max_position_embeddings": 512}, 1e4, ("yarn", 8.0, 512)),
-        ({"rope_parameters": YARN | {"truncate": True, "finetuned": True}}, 1e4, ("yarn", 8.0, 4096)),
+        (
+            {"rope_parameters": YARN | {"original_max_position_embeddings": 512}},
+            1e4,
+            ("yarn", 8.0, 512),
+        ),
+        (
+            {"rope_parameters": YARN, "original_max_position_embeddings": 512},
+            1e4,
+            ("yarn", 8.0, 512),
+        ),
+        (
+            {"rope_parameters": YARN | {"truncate": True, "finetuned": True}},
+            1e4,
+            ("yarn", 8.0, 4096),
+        ),
         ({"rope_parameters": YARN | {"mscale": 0.7}}, 1e4, ("yarn", 8.0, 4096)),
     ],
 )
 def test_rope_is_read_as_transformers_does(fields, theta, scaling, tmp_path):
     config = config_from_huggingface(LLAMA | fields, tmp_path)
     length = {"original_max_seq_len": scaling[2]} if scaling and len(scaling) > 2 else {}
-    expected = RopeScaling.from_fields({"type": scaling[0], "factor": scaling[1], **length}) if scaling else None
+    expected = (
+        RopeScaling.from_fields({"type": scaling[0], "factor": scaling[1], **length})
+        if scaling
+        else None
+    )
     assert config.rope_scaling == expected
     assert config.rope_theta == theta
 
@@ -434,9 +531,21 @@ def test_yarn_reads_as_transformers_does(attention, tmp_path):
         ({"rope_scaling": {"rope_type": "linear", "factor": 8.0, "beta_fast": 2}}, "beta_fast"),
         ({"rope_scaling": {"rope_type": "default", "factor": 8.0}}, "type is 'default'"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "alpha": 1000}}, "alpha"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 9}}, "dynamic"),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "dynamic",
+                    "factor": 2.0,
+                    "original_max_position_embeddings": 9,
+                }
+            },
+            "dynamic",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 0}}, "attention_factor 0"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 0}},
+            "attention_factor 0",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 0.5}}, "beta_fast"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "8"}}, 'factor "8"'),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor"),
@@ -445,7 +554,10 @@ def test_yarn_reads_as_transformers_does(attention, tmp_path):
         ({"rope_parameters": {"rope_type": "linear", "factor": 8.0}}, None),
         ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "rope_theta 5.0, but 6.0"),
         (
-            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"type": "linear", "factor": 4.0}},
+            {
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+                "rope_parameters": {"type": "linear", "factor": 4.0},
+            },
             "factor 2.0, but 4.0",
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -463,7 +575,10 @@ def test_yarn_reads_as_transformers_does(attention, tmp_path):
         ({"hidden_size": -48}, "hidden_size -48"),
         ({"num_hidden_layers": 0}, "num_hidden_layers 0"),
         ({"num_hidden_layers": True}, "num_hidden_layers true"),
-        ({"num_hidden_layers": 10**9}, "num_layers is 1,000,000,000, and no Llama's is over 10,000"),
+        (
+            {"num_hidden_layers": 10**9},
+            "num_layers is 1,000,000,000, and no Llama's is over 10,000",
+        ),
         ({"num_key_value_heads": 0}, "num_key_value_heads 0"),
         ({"num_key_value_heads": 3}, "num_kv_heads 3"),
         ({"head_dim": 7}, "head_dim 7"),
@@ -490,8 +605,16 @@ def test_what_a_config_may_not_ask_for_is_named(changed, said, tmp_path):
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 9) | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["rope_type", "factor", "a"]), inner),
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 9)
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(["rope_type", "factor", "a"]), inner)
+    ),
     max_leaves=4,
 )
 
@@ -500,9 +623,16 @@ json_values = st.recursive(
 @given(data=st.data(), value=json_values)
 def test_any_value_in_any_field_is_read_or_refused(name, data, value):
     fields = config_to_huggingface(CONFIGS[name], "float32")
-    others = ["quantization_config", "sliding_window", "layer_types", "original_max_position_embeddings"]
+    others = [
+        "quantization_config",
+        "sliding_window",
+        "layer_types",
+        "original_max_position_embeddings",
+    ]
     fields = json.loads(json.dumps(fields | dict.fromkeys(others)))
-    place = data.draw(st.sampled_from([fields, *(value for value in fields.values() if isinstance(value, dict))]))
+    place = data.draw(
+        st.sampled_from([fields, *(value for value in fields.values() if isinstance(value, dict))])
+    )
     place[data.draw(st.sampled_from(sorted(place)))] = value
     try:
         config_from_huggingface(fields, Path("config.json"))
@@ -572,17 +702,34 @@ def rewrite(folder, function, file="model.safetensors"):
             lambda t: {k: v for k, v in t.items() if "norm" not in k},
             ["layers.1.input_layernorm.weight is absent", "model.norm"],
         ),
-        (lambda t: t | {"a.bias": t["model.norm.weight"], "b": t["lm_head.weight"]}, ["a.bias", "b"]),
-        (lambda t: t | {"model.norm.weight": np.ones(5, np.float32)}, ["model.norm.weight", "[5]", "[4]"]),
-        (lambda t: t | {"lm_head.weight": np.ones((4, 7), np.float32)}, ["lm_head.weight", "[4, 7]", "[7, 4]"]),
-        (lambda t: t | {"model.embed_tokens.weight": np.ones((8, 4), np.float32)}, ["[8, 4]", "[7, 4]"]),
+        (
+            lambda t: t | {"a.bias": t["model.norm.weight"], "b": t["lm_head.weight"]},
+            ["a.bias", "b"],
+        ),
+        (
+            lambda t: t | {"model.norm.weight": np.ones(5, np.float32)},
+            ["model.norm.weight", "[5]", "[4]"],
+        ),
+        (
+            lambda t: t | {"lm_head.weight": np.ones((4, 7), np.float32)},
+            ["lm_head.weight", "[4, 7]", "[7, 4]"],
+        ),
+        (
+            lambda t: t | {"model.embed_tokens.weight": np.ones((8, 4), np.float32)},
+            ["[8, 4]", "[7, 4]"],
+        ),
         (lambda t: t | {"model.embed_tokens.weight": np.float32(1)}, ["is []", "[7, 4]"]),
-        (lambda t: {k: v for k, v in t.items() if k != "lm_head.weight"}, ["lm_head.weight", "tie_word_embeddings"]),
+        (
+            lambda t: {k: v for k, v in t.items() if k != "lm_head.weight"},
+            ["lm_head.weight", "tie_word_embeddings"],
+        ),
         (lambda t: t | {"model.norm.weight": np.ones(4, np.int64)}, ["model.norm.weight", "I64"]),
     ],
 )
 def test_weights_that_differ_from_the_config_are_listed(tiny, function, said):
-    rewrite(tiny, lambda tensors: {name: np.asarray(array) for name, array in function(tensors).items()})
+    rewrite(
+        tiny, lambda tensors: {name: np.asarray(array) for name, array in function(tensors).items()}
+    )
     text = message(read, tiny)
     assert str(tiny) in text
     assert all(words in text for words in said), text
@@ -592,7 +739,9 @@ def test_weights_that_differ_from_the_config_are_listed(tiny, function, said):
 
 @pytest.mark.parametrize("shape", [(0, 4), (), (7, 0), (4,)])
 def test_an_embedding_of_no_rows_is_refused(tied, shape):
-    rewrite(tied, lambda tensors: tensors | {"model.embed_tokens.weight": np.ones(shape, np.float32)})
+    rewrite(
+        tied, lambda tensors: tensors | {"model.embed_tokens.weight": np.ones(shape, np.float32)}
+    )
     rewrite(tied, lambda tensors: tensors | {"lm_head.weight": np.ones(shape, np.float32)})
     change(tied, vocab_size=-1)
     assert f"model.embed_tokens.weight is {list(shape)}" in message(read, tied)
@@ -606,7 +755,10 @@ def test_other_layer_counts_are_refused(tiny):
 
 
 def test_rotary_frequencies_in_a_file_are_left_out(tiny):
-    extra = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": np.ones(3, np.float32) for layer in (0, 1)}
+    extra = {
+        f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": np.ones(3, np.float32)
+        for layer in (0, 1)
+    }
     rewrite(tiny, lambda tensors: tensors | extra)
     assert_same_bits(load_params(read(tiny)), random_params(TINY, 1))
     rewrite(tiny, lambda tensors: tensors | {"rotary_emb.inv_freq": np.ones(3, np.float32)})
@@ -614,7 +766,9 @@ def test_rotary_frequencies_in_a_file_are_left_out(tiny):
 
 
 def test_a_repeated_head_of_a_tied_model_must_be_the_embedding(tied):
-    rewrite(tied, lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
+    rewrite(
+        tied, lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    )
     checkpoint = read(tied)
     assert_same_bits(load_params(checkpoint), random_params(TIED, 1))
 
@@ -631,7 +785,10 @@ def test_a_repeated_head_of_a_tied_model_must_be_the_embedding(tied):
             read(tied)
         else:
             assert "differs" in message(read, tied)
-    rewrite(tied, lambda tensors: tensors | {"lm_head.weight": tensors["lm_head.weight"].astype(np.float16)})
+    rewrite(
+        tied,
+        lambda tensors: tensors | {"lm_head.weight": tensors["lm_head.weight"].astype(np.float16)},
+    )
     assert "differs" in message(read, tied)
     change(tied, tie_word_embeddings=False)
     assert not read(tied).config.tie_embeddings
@@ -641,7 +798,9 @@ def test_a_repeated_head_of_a_tied_model_must_be_the_embedding(tied):
 def test_a_file_cut_anywhere_is_refused(data, tmp_path_factory):
     folder = written(tmp_path_factory.mktemp("cut") / "tiny", opened(TINY))
     file = folder / data.draw(st.sampled_from(["config.json", "model.safetensors"]))
-    end = file.stat().st_size - (2 if file.suffix == ".json" else 1)  # its last byte is the line's end
+    end = file.stat().st_size - (
+        2 if file.suffix == ".json" else 1
+    )  # its last byte is the line's end
     os.truncate(file, data.draw(st.integers(0, end)))
     assert file.name in message(read, folder)
 
@@ -649,7 +808,9 @@ def test_a_file_cut_anywhere_is_refused(data, tmp_path_factory):
 DEEP = b'{"hidden_size":' + b"[" * 900 + b"]" * 900 + b"}"
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"7", b'"llama"', b"\xff\xfe\xff", b"[" * 200_000, DEEP])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"7", b'"llama"', b"\xff\xfe\xff", b"[" * 200_000, DEEP]
+)
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
 def test_a_file_that_is_no_json_object_is_refused(tiny, file, content):
     (tiny / file).write_bytes(content)
@@ -725,7 +886,9 @@ def test_an_index_that_points_outside_its_folder_is_refused(sharded, place):
     assert "index.json points to" in message(read, sharded)
 
 
-@pytest.mark.parametrize("content", [{}, {"weight_map": {}}, {"weight_map": ["a"]}, {"weight_map": None}])
+@pytest.mark.parametrize(
+    "content", [{}, {"weight_map": {}}, {"weight_map": ["a"]}, {"weight_map": None}]
+)
 def test_an_index_without_a_map_is_refused(sharded, content):
     (sharded / "model.safetensors.index.json").write_text(json.dumps(content))
     assert "weight_map" in message(read, sharded)
@@ -738,8 +901,13 @@ def test_an_index_that_differs_from_its_shards_is_refused(sharded):
     index = "model.safetensors.index.json"
     change(sharded, index, weight_map=shards | {embed: second, "extra": second})
     text = message(read, sharded)
-    assert f"{embed} is in {first}, expected in {second}; extra is absent, expected in {second}" in text
-    change(sharded, index, weight_map={name: place for name, place in shards.items() if name != norm})
+    assert (
+        f"{embed} is in {first}, expected in {second}; extra is absent, expected in {second}"
+        in text
+    )
+    change(
+        sharded, index, weight_map={name: place for name, place in shards.items() if name != norm}
+    )
     assert f"{norm} is in {shards[norm]}, expected none" in message(read, sharded)
     change(sharded, index, weight_map=shards)
     file = sharded / shards[norm]
@@ -790,7 +958,9 @@ def test_stop_ids_that_are_no_ids_are_refused(tiny, wrong):
 def test_the_chat_template_is_found_in_either_place(tiny, jinja, config, expected):
     if jinja is not None:
         (tiny / "chat_template.jinja").write_text(jinja, encoding="utf-8")
-    (tiny / "tokenizer_config.json").write_text(json.dumps({} if config is ... else {"chat_template": config}))
+    (tiny / "tokenizer_config.json").write_text(
+        json.dumps({} if config is ... else {"chat_template": config})
+    )
     assert read(tiny).chat_template == expected
 
 
@@ -802,7 +972,9 @@ def test_a_chat_template_that_is_no_text_is_refused(tiny, wrong):
 
 @pytest.mark.parametrize(("stops", "field"), [((), None), ((3,), 3), ((3, 5), [3, 5])])
 def test_stop_ids_and_template_come_back(stops, field, tmp_path):
-    folder = written(tmp_path / "ours", opened(TINY, stop_ids=stops, chat_template="{{ messages }}"))
+    folder = written(
+        tmp_path / "ours", opened(TINY, stop_ids=stops, chat_template="{{ messages }}")
+    )
     checkpoint = read(folder)
     assert checkpoint.stop_ids == stops
     assert checkpoint.chat_template == "{{ messages }}"

@@ -22,7 +22,13 @@ from jllama.verify.checks import random_params, relative_error
 from jllama.verify.reference_writers import FORMAT_WRITERS
 
 CONFIG = LlamaConfig(
-    vocab_size=50, num_layers=2, embed_dim=128, num_heads=2, num_kv_heads=1, mlp_dim=96, max_seq_len=64
+    vocab_size=50,
+    num_layers=2,
+    embed_dim=128,
+    num_heads=2,
+    num_kv_heads=1,
+    mlp_dim=96,
+    max_seq_len=64,
 )
 
 configs = st.builds(
@@ -119,7 +125,10 @@ def run_c_forward(path: Path, tokens: list[int]) -> np.ndarray:
             out = np.zeros(heads * head_size)
             for head in range(heads):
                 own, shared = head * head_size, head // (heads // kv_heads) * head_size
-                scores = [query[own : own + head_size] @ key[shared : shared + head_size] for key in keys[layer]]
+                scores = [
+                    query[own : own + head_size] @ key[shared : shared + head_size]
+                    for key in keys[layer]
+                ]
                 weights = np.exp(np.array(scores) / np.sqrt(head_size))
                 weights /= weights.sum()
                 for weight, value in zip(weights, values[layer], strict=True):
@@ -141,7 +150,11 @@ def test_there_and_back_is_the_same_bytes(tmp_path_factory, config, seed):
         assert llama2c.recognizes(path)
         checkpoint = llama2c.read(path)
         assert checkpoint.config == config
-        assert (checkpoint.tokenizer, checkpoint.chat_template, checkpoint.stop_ids) == (None, None, ())
+        assert (checkpoint.tokenizer, checkpoint.chat_template, checkpoint.stop_ids) == (
+            None,
+            None,
+            (),
+        )
         loaded = load_params(checkpoint)
         assert jax.tree.structure(loaded) == jax.tree.structure(params)
         for found, wanted in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
@@ -206,7 +219,9 @@ def test_weights_are_mapped_not_read(tmp_path):
         ({}, {"stop_ids": (3, 4)}, None, "tokens 3, 4 end its answers"),
     ],
 )
-def test_what_the_format_cannot_hold_is_refused_before_a_byte_is_written(tmp_path, changes, others, dtype, message):
+def test_what_the_format_cannot_hold_is_refused_before_a_byte_is_written(
+    tmp_path, changes, others, dtype, message
+):
     config = LlamaConfig(**(vars(CONFIG) | changes))
     with pytest.raises(JllamaError, match=r"the llama2\.c format cannot hold this model") as caught:
         written(tmp_path, config, dtype=dtype, **others)
@@ -239,14 +254,32 @@ def test_sizes_are_believed_only_if_the_file_has_them(tmp_path):
     file = tmp_path / "model.bin"
     whole = file.read_bytes()
     file.write_bytes(whole + b"\0" * 4)
-    with pytest.raises(JllamaError, match=rf"is too long.* it has {len(whole) + 4} .* describes {len(whole)}"):
+    with pytest.raises(
+        JllamaError, match=rf"is too long.* it has {len(whole) + 4} .* describes {len(whole)}"
+    ):
         llama2c.read(file)
     most = 2**31 - 1
     for sizes, message in {
         (1 << 20, 1 << 22, 10_000, 1 << 14, 1, -(1 << 24), 1 << 28): "is truncated",
         (128, 96, 10_000, 2, 1, -50, 64): "is truncated",
-        (most - 1, most, most, 1, 1, -most, most): "vocab_size is 2,147,483,647, and no Llama's is over 16,777,216",
-        (128, 96, most, 2, 1, -50, 64): "num_layers is 2,147,483,647, and no Llama's is over 10,000",
+        (
+            most - 1,
+            most,
+            most,
+            1,
+            1,
+            -most,
+            most,
+        ): "vocab_size is 2,147,483,647, and no Llama's is over 16,777,216",
+        (
+            128,
+            96,
+            most,
+            2,
+            1,
+            -50,
+            64,
+        ): "num_layers is 2,147,483,647, and no Llama's is over 10,000",
         (128, 96, 2, 2, 0, -50, 64): "none may be 0",
         (128, 0, 2, 2, 1, -50, 64): "none may be 0",
         (128, 96, 2, 2, 1, 0, 64): "none may be 0",
@@ -277,7 +310,9 @@ def test_later_versions_are_refused_by_name(tmp_path, version):
     file = tmp_path / "model.bin"
     file.write_bytes(struct.pack("<Ii", 0x616B3432, version) + b"\0" * 300)
     assert llama2c.recognizes(file)
-    with pytest.raises(JllamaError, match=r"is a llama2\.c file of version 1 or 2: export it with --version 0"):
+    with pytest.raises(
+        JllamaError, match=r"is a llama2\.c file of version 1 or 2: export it with --version 0"
+    ):
         llama2c.read(file)
 
 
@@ -305,7 +340,9 @@ def test_a_file_of_the_size_that_its_header_gives_needs_no_suffix(tmp_path):
 
 
 def test_the_tokenizer_comes_back(tmp_path):
-    tokenizer = train_sentencepiece(["the cat sat on the mat, and the other cats sat on the other mats\n"], 300)
+    tokenizer = train_sentencepiece(
+        ["the cat sat on the mat, and the other cats sat on the other mats\n"], 300
+    )
     config = LlamaConfig(**(vars(CONFIG) | {"vocab_size": 300}))
     written(tmp_path, config, tokenizer=tokenizer, stop_ids=(tokenizer.eos_id,))
     assert {file.name for file in tmp_path.iterdir()} == {"model.bin", "tokenizer.bin"}

@@ -29,11 +29,15 @@ from jllama.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, Ya
 from jllama.tokenizers import BytesTokenizer, train_sentencepiece
 from jllama.verify.checks import random_params, relative_error
 
-CONFIG = LlamaConfig(vocab_size=48, num_layers=2, embed_dim=32, num_heads=8, num_kv_heads=2, mlp_dim=64)
+CONFIG = LlamaConfig(
+    vocab_size=48, num_layers=2, embed_dim=32, num_heads=8, num_kv_heads=2, mlp_dim=64
+)
 
 
 def in_dtype(params, dtype):
-    return {k: in_dtype(v, dtype) if isinstance(v, dict) else v.astype(dtype) for k, v in params.items()}
+    return {
+        k: in_dtype(v, dtype) if isinstance(v, dict) else v.astype(dtype) for k, v in params.items()
+    }
 
 
 def refused(folder, message, rope_factor=None, error=JllamaError):
@@ -56,7 +60,9 @@ def test_shards_of_either_style_are_the_model_that_was_cut(tmp_path, count, styl
     assert checkpoint.stop_ids == ()
     expected = in_dtype(random_params(CONFIG, 0), jnp.dtype(dtype))
     assert_same_bits(load_params(checkpoint), expected)
-    with pytest.MonkeyPatch.context() as patch:  # blocks that begin and end inside shards and inside heads
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # blocks that begin and end inside shards and inside heads
         patch.setattr(tensors_module, "BLOCK_BYTES", 4 * 32 * 3)
         assert_same_bits(load_params(checkpoint), expected)
 
@@ -65,7 +71,9 @@ def test_shards_of_either_style_are_the_model_that_was_cut(tmp_path, count, styl
 def cut_models(draw):
     count = draw(st.sampled_from([1, 2, 4, 8]))
     num_kv_heads = draw(
-        st.sampled_from([heads for heads in (1, 2, 3, 4, 8) if heads % count == 0 or count % heads == 0])
+        st.sampled_from(
+            [heads for heads in (1, 2, 3, 4, 8) if heads % count == 0 or count % heads == 0]
+        )
     )
     num_heads = math.lcm(num_kv_heads, count) * draw(st.integers(1, 2))
     head_dim = 2 * draw(st.integers(1, 3))
@@ -78,7 +86,9 @@ def cut_models(draw):
         mlp_dim=count * draw(st.integers(1, 5)),
         norm_eps=draw(st.sampled_from([1e-5, 1e-6, 2.5e-5])),
         rope_theta=draw(st.sampled_from([10_000.0, 500_000.0, 12_345.5])),
-        rope_scaling=draw(st.sampled_from([None, Llama3Scaling(8.0), Llama3Scaling(4.0, 1.5, 3.5, 512)])),
+        rope_scaling=draw(
+            st.sampled_from([None, Llama3Scaling(8.0), Llama3Scaling(4.0, 1.5, 3.5, 512)])
+        ),
         max_seq_len=draw(st.sampled_from([4096, 131_072, 100])),
         tie_embeddings=draw(st.booleans()),
     )
@@ -131,7 +141,9 @@ LOGITS_CONFIG = LlamaConfig(
 
 
 def logits_error(checkpoint, expected, tokens):
-    return relative_error(build_model(checkpoint.config, load_params(checkpoint))(jnp.asarray(tokens)), expected)
+    return relative_error(
+        build_model(checkpoint.config, load_params(checkpoint))(jnp.asarray(tokens)), expected
+    )
 
 
 def test_logits_are_the_oracles_and_the_order_of_channels_matters(tmp_path, monkeypatch):
@@ -158,21 +170,27 @@ def test_logits_are_the_oracles_and_the_order_of_channels_matters(tmp_path, monk
 
 def test_a_written_model_is_read_by_metas_rotation(tmp_path):
     """Meta's own rotary product, complex numbers over neighboring channels, on the matrices that are written."""
-    config = LlamaConfig(vocab_size=8, num_layers=1, embed_dim=512, num_heads=8, num_kv_heads=2, mlp_dim=8)
+    config = LlamaConfig(
+        vocab_size=8, num_layers=1, embed_dim=512, num_heads=8, num_kv_heads=2, mlp_dim=8
+    )
     params = random_params(config, 1)
     write(Checkpoint(config, TensorsOfParams(config, params)), tmp_path, None, lambda _: None)
     state = torch.load(tmp_path / "consolidated.00.pth", weights_only=True)
     x = np.random.default_rng(0).standard_normal((200, 512))
     scores = {}
     for kind, heads in (("wq", 8), ("wk", 2)):
-        pairs = (x @ state[f"layers.0.attention.{kind}.weight"].numpy().astype(np.float64).T).reshape(200, heads, 32, 2)
+        pairs = (
+            x @ state[f"layers.0.attention.{kind}.weight"].numpy().astype(np.float64).T
+        ).reshape(200, heads, 32, 2)
         turns = np.exp(1j * np.arange(200)[:, None] / 10_000 ** (np.arange(32) / 32))
         scores[kind] = (pairs[..., 0] + 1j * pairs[..., 1]) * turns[:, None]
     theirs = np.real(np.einsum("shp,tgp->hgst", scores["wq"], scores["wk"].conj()))
     frequencies = oracle.rope_frequencies(config)
     turned = {
         kind: oracle.rotate(
-            np.einsum("se,ehd->hsd", x, params["layers"][kind][0].astype(np.float64)), np.arange(200), frequencies
+            np.einsum("se,ehd->hsd", x, params["layers"][kind][0].astype(np.float64)),
+            np.arange(200),
+            frequencies,
         )
         for kind in ("wq", "wk")
     }
@@ -196,10 +214,19 @@ def of_no_memory(config, count=1, value=0.0):
     def tensor(*shape):
         return np.broadcast_to(np.asarray(value, np.float16), shape)
 
-    dim, mlp, kv = config.embed_dim, config.mlp_dim // count, config.num_kv_heads * config.head_dim // count
-    found = {"tok_embeddings.weight": tensor(config.vocab_size // count, dim), "norm.weight": tensor(dim)}
+    dim, mlp, kv = (
+        config.embed_dim,
+        config.mlp_dim // count,
+        config.num_kv_heads * config.head_dim // count,
+    )
+    found = {
+        "tok_embeddings.weight": tensor(config.vocab_size // count, dim),
+        "norm.weight": tensor(dim),
+    }
     if not config.tie_embeddings:
-        found["output.weight"] = np.broadcast_to(np.float16(1), found["tok_embeddings.weight"].shape)
+        found["output.weight"] = np.broadcast_to(
+            np.float16(1), found["tok_embeddings.weight"].shape
+        )
     for i in range(config.num_layers):
         attention, feed_forward = f"layers.{i}.attention", f"layers.{i}.feed_forward"
         found |= {
@@ -219,39 +246,93 @@ def of_no_memory(config, count=1, value=0.0):
 llama3 = {"rope_theta": 500_000.0, "norm_eps": 1e-5, "vocab_size": 128_256, "n_kv_heads": 8}
 llama31 = llama3 | {"use_scaled_rope": True}
 RELEASED = {
-    "llama1-7b": (1, {"dim": 4096, "multiple_of": 256, "n_heads": 32, "n_layers": 32, "norm_eps": 1e-6}, None),
-    "llama1-65b": (8, {"dim": 8192, "multiple_of": 256, "n_heads": 64, "n_layers": 80, "norm_eps": 1e-5}, None),
-    "llama2-13b": (2, {"dim": 5120, "multiple_of": 256, "n_heads": 40, "n_layers": 40, "norm_eps": 1e-5}, None),
+    "llama1-7b": (
+        1,
+        {"dim": 4096, "multiple_of": 256, "n_heads": 32, "n_layers": 32, "norm_eps": 1e-6},
+        None,
+    ),
+    "llama1-65b": (
+        8,
+        {"dim": 8192, "multiple_of": 256, "n_heads": 64, "n_layers": 80, "norm_eps": 1e-5},
+        None,
+    ),
+    "llama2-13b": (
+        2,
+        {"dim": 5120, "multiple_of": 256, "n_heads": 40, "n_layers": 40, "norm_eps": 1e-5},
+        None,
+    ),
     "llama2-70b": (
         8,
-        {"dim": 8192, "multiple_of": 4096, "ffn_dim_multiplier": 1.3, "n_heads": 64, "n_kv_heads": 8, "n_layers": 80}
+        {
+            "dim": 8192,
+            "multiple_of": 4096,
+            "ffn_dim_multiplier": 1.3,
+            "n_heads": 64,
+            "n_kv_heads": 8,
+            "n_layers": 80,
+        }
         | {"norm_eps": 1e-5, "vocab_size": -1},
         None,
     ),
     "codellama-34b": (
         4,
-        {"dim": 8192, "n_layers": 48, "n_heads": 64, "n_kv_heads": 8, "multiple_of": 256, "ffn_dim_multiplier": 1.0}
+        {
+            "dim": 8192,
+            "n_layers": 48,
+            "n_heads": 64,
+            "n_kv_heads": 8,
+            "multiple_of": 256,
+            "ffn_dim_multiplier": 1.0,
+        }
         | {"norm_eps": 1e-5, "rope_theta": 1_000_000},
         None,
     ),
     "llama3-8b": (
         1,
-        llama3 | {"dim": 4096, "n_layers": 32, "n_heads": 32, "ffn_dim_multiplier": 1.3, "multiple_of": 1024},
+        llama3
+        | {
+            "dim": 4096,
+            "n_layers": 32,
+            "n_heads": 32,
+            "ffn_dim_multiplier": 1.3,
+            "multiple_of": 1024,
+        },
         None,
     ),
     "llama3.1-405b": (
         8,
-        llama31 | {"dim": 16_384, "n_layers": 126, "n_heads": 128, "ffn_dim_multiplier": 1.2, "multiple_of": 4096},
+        llama31
+        | {
+            "dim": 16_384,
+            "n_layers": 126,
+            "n_heads": 128,
+            "ffn_dim_multiplier": 1.2,
+            "multiple_of": 4096,
+        },
         8.0,
     ),
     "llama3.2-1b": (
         1,
-        llama31 | {"dim": 2048, "n_layers": 16, "n_heads": 32, "ffn_dim_multiplier": 1.5, "multiple_of": 256},
+        llama31
+        | {
+            "dim": 2048,
+            "n_layers": 16,
+            "n_heads": 32,
+            "ffn_dim_multiplier": 1.5,
+            "multiple_of": 256,
+        },
         32.0,
     ),
     "llama3.2-3b": (
         1,
-        llama31 | {"dim": 3072, "n_layers": 28, "n_heads": 24, "ffn_dim_multiplier": 1.0, "multiple_of": 256},
+        llama31
+        | {
+            "dim": 3072,
+            "n_layers": 28,
+            "n_heads": 24,
+            "ffn_dim_multiplier": 1.0,
+            "multiple_of": 256,
+        },
         32.0,
     ),
 }
@@ -271,7 +352,9 @@ def test_the_params_of_released_models_are_their_presets(tmp_path, monkeypatch, 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_goes_there_and_back(tmp_path, monkeypatch, name):
     config = PRESETS[name]
-    tensors = {stored.key: np.broadcast_to(np.float16(0), stored.shape) for stored in tensor_specs(config)}
+    tensors = {
+        stored.key: np.broadcast_to(np.float16(0), stored.shape) for stored in tensor_specs(config)
+    }
     monkeypatch.setattr(meta, "write_torch_file", lambda path, named, report: path.touch())
     monkeypatch.setattr(meta, "read_torch_file", lambda path: of_no_memory(config))
     write(Checkpoint(config, tensors), tmp_path, None, lambda _: None)
@@ -287,7 +370,9 @@ def test_every_preset_goes_there_and_back(tmp_path, monkeypatch, name):
 @given(st.integers(1, 40), st.integers(1, 999))
 def test_any_width_of_mlp_goes_there_and_back(tmp_path_factory, half_dim, mlp_dim):
     folder = tmp_path_factory.mktemp("width")
-    config = LlamaConfig(vocab_size=3, num_layers=1, embed_dim=2 * half_dim, num_heads=1, mlp_dim=mlp_dim)
+    config = LlamaConfig(
+        vocab_size=3, num_layers=1, embed_dim=2 * half_dim, num_heads=1, mlp_dim=mlp_dim
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meta, "write_torch_file", lambda path, named, report: path.touch())
         patch.setattr(meta, "read_torch_file", lambda path: of_no_memory(config))
@@ -326,8 +411,12 @@ def test_fields_may_be_left_out(tmp_path):
         "quantization_args": None,
         "max_batch_size": 4,
     }
-    (folder / "params.json").write_text(json.dumps(params | {"vision_chunk_size": -1, "use_scaled_rope": False}))
-    assert read(folder).config == dataclasses.replace(config, max_seq_len=4096, norm_eps=1e-5, rope_theta=10_000.0)
+    (folder / "params.json").write_text(
+        json.dumps(params | {"vision_chunk_size": -1, "use_scaled_rope": False})
+    )
+    assert read(folder).config == dataclasses.replace(
+        config, max_seq_len=4096, norm_eps=1e-5, rope_theta=10_000.0
+    )
 
 
 def test_tied_by_absence_or_by_equal_bits(tmp_path, monkeypatch):
@@ -337,7 +426,9 @@ def test_tied_by_absence_or_by_equal_bits(tmp_path, monkeypatch):
         assert read(metas_folder(tmp_path / "x", config, 2, style)).config.tie_embeddings
     state = metas_matrices(config, random_params(config, 0))
     state["output.weight"] = state["output.weight"].clone()
-    state["output.weight"][47, 31] = torch.nextafter(state["output.weight"][47, 31], torch.tensor(9.0))
+    state["output.weight"][47, 31] = torch.nextafter(
+        state["output.weight"][47, 31], torch.tensor(9.0)
+    )
     folder = save_folder(tmp_path / "x", cut(state, 2, 2, 2), params_json(config))
     assert not read(folder).config.tie_embeddings
     del state["output.weight"]
@@ -352,7 +443,9 @@ def test_the_factor_of_a_released_shape_is_that_models(tmp_path, monkeypatch, ca
         folder = tmp_path / name
         folder.mkdir()
         monkeypatch.setattr(
-            meta, "read_torch_file", lambda path, name=name, count=count: of_no_memory(PRESETS[name], count)
+            meta,
+            "read_torch_file",
+            lambda path, name=name, count=count: of_no_memory(PRESETS[name], count),
         )
         for number in range(count):
             (folder / f"consolidated.{number:02}.pth").touch()
@@ -369,25 +462,42 @@ def test_the_factor_of_a_released_shape_is_that_models(tmp_path, monkeypatch, ca
 
 def test_scaled_rope_asks_for_its_factor(tmp_path):
     folder = metas_folder(tmp_path / "x", CONFIG, use_scaled_rope=True)
-    refused(folder, r"use_scaled_rope.* rope_factor, 8 for Llama 3\.1 and 3\.3 or 32 for Llama 3\.2")
+    refused(
+        folder, r"use_scaled_rope.* rope_factor, 8 for Llama 3\.1 and 3\.3 or 32 for Llama 3\.2"
+    )
     assert read(folder, 32.0).config.rope_scaling == Llama3Scaling(32.0)
     with pytest.raises(UsageError, match=r"factor is 0\.5"):
         read(folder, 0.5)
-    refused(metas_folder(tmp_path / "x", CONFIG), "no use_scaled_rope: leave it out", 8.0, UsageError)
+    refused(
+        metas_folder(tmp_path / "x", CONFIG), "no use_scaled_rope: leave it out", 8.0, UsageError
+    )
     numbers = {"rope_scaling_factor": 4, "rope_low_freq_factor": 2, "rope_high_freq_factor": 3.5}
     numbers["rope_original_max_seq_len"] = 1024
     folder = metas_folder(tmp_path / "x", CONFIG, use_scaled_rope=True, **numbers)
     assert read(folder).config.rope_scaling == Llama3Scaling(4.0, 2.0, 3.5, 1024)
     refused(folder, "says itself", 8.0, UsageError)
-    refused(metas_folder(tmp_path / "x", CONFIG, **numbers), "numbers of RoPE scaling without use_scaled_rope")
-    for wrong in ({"rope_scaling_factor": 0.5}, {"rope_low_freq_factor": 9}, {"rope_original_max_seq_len": 8.5}):
-        refused(metas_folder(tmp_path / "x", CONFIG, use_scaled_rope=True, **numbers | wrong), "params.json")
+    refused(
+        metas_folder(tmp_path / "x", CONFIG, **numbers),
+        "numbers of RoPE scaling without use_scaled_rope",
+    )
+    for wrong in (
+        {"rope_scaling_factor": 0.5},
+        {"rope_low_freq_factor": 9},
+        {"rope_original_max_seq_len": 8.5},
+    ):
+        refused(
+            metas_folder(tmp_path / "x", CONFIG, use_scaled_rope=True, **numbers | wrong),
+            "params.json",
+        )
 
 
 WRONG_PARAMS = {
     "quantization": ({"quantization_args": {"scheme": "int4"}}, "does not have: quantization_args"),
     "adapters": ({"lora_args": {"rank": 16}, "moe_args": {}}, "does not have: lora_args, moe_args"),
-    "images": ({"vision_chunk_size": 560, "vision_max_num_chunks": 4}, "vision_chunk_size, vision_max_num_chunks"),
+    "images": (
+        {"vision_chunk_size": 560, "vision_max_num_chunks": 4},
+        "vision_chunk_size, vision_max_num_chunks",
+    ),
     "experts": ({"num_experts": 8}, "num_experts"),
     "a sliding window": ({"sliding_window": 4096}, "sliding_window"),
     "true for a field we don't know": ({"use_qk_norm": True}, "use_qk_norm"),
@@ -396,8 +506,14 @@ WRONG_PARAMS = {
     "a fraction of a layer": ({"n_layers": 1.5}, "n_layers 1.5"),
     "no layers": ({"n_layers": 0}, "n_layers 0"),
     "true layers": ({"n_layers": True}, "n_layers true"),
-    "absurdly many layers": ({"n_layers": 10**9}, "num_layers is 1,000,000,000, and no Llama's is over 10,000"),
-    "one layer more": ({"n_layers": 3}, r"layers\.2\.attention_norm\.weight is absent, .*layers\.2\.feed_forward\.w2"),
+    "absurdly many layers": (
+        {"n_layers": 10**9},
+        "num_layers is 1,000,000,000, and no Llama's is over 10,000",
+    ),
+    "one layer more": (
+        {"n_layers": 3},
+        r"layers\.2\.attention_norm\.weight is absent, .*layers\.2\.feed_forward\.w2",
+    ),
     "one layer fewer": ({"n_layers": 1}, r"layers\.1\.ffn_norm\.weight is \[32\], expected none"),
     "absurd dim": (
         {"dim": 2**30, "multiple_of": None, "ffn_dim_multiplier": None},
@@ -405,14 +521,23 @@ WRONG_PARAMS = {
     ),
     "a dim past all bounds": ({"dim": 10**400}, "has dim 1000"),
     "heads that do not divide": ({"n_heads": 5}, "params.json: .*not divisible by num_heads 5"),
-    "kv heads that do not divide": ({"n_kv_heads": 3}, "params.json: .*not divisible by num_kv_heads 3"),
+    "kv heads that do not divide": (
+        {"n_kv_heads": 3},
+        "params.json: .*not divisible by num_kv_heads 3",
+    ),
     "other kv heads": ({"n_kv_heads": 4}, r"wk\.weight is \[8, 32\], expected \[16, 32\]"),
     "an epsilon of nothing": ({"norm_eps": 0}, "norm_eps 0"),
     "an endless epsilon": ({"norm_eps": float("inf")}, "norm_eps Infinity"),
     "no number for theta": ({"rope_theta": float("nan")}, "rope_theta NaN"),
     "a theta in text": ({"rope_theta": "1e4"}, "rope_theta"),
-    "scaling in text": ({"use_scaled_rope": "yes"}, 'use_scaled_rope "yes"; it must be true or false'),
-    "another vocabulary": ({"vocab_size": 47}, r"tok_embeddings\.weight is \[48, 32\], expected \[47, 32\]"),
+    "scaling in text": (
+        {"use_scaled_rope": "yes"},
+        'use_scaled_rope "yes"; it must be true or false',
+    ),
+    "another vocabulary": (
+        {"vocab_size": 47},
+        r"tok_embeddings\.weight is \[48, 32\], expected \[47, 32\]",
+    ),
     "a vocabulary in text": ({"vocab_size": "48"}, 'vocab_size "48"'),
     "a vocabulary of -2": ({"vocab_size": -2}, "vocab_size -2"),
     "another MLP": ({"multiple_of": 256}, r"w1\.weight is \[64, 32\], expected \[256, 32\]"),
@@ -421,7 +546,10 @@ WRONG_PARAMS = {
         r"w1\.weight is \[64, 32\], expected \[512, 32\]",
     ),
     "multiples of nothing": ({"multiple_of": 0}, "multiple_of 0"),
-    "an endless multiplier": ({"multiple_of": 8, "ffn_dim_multiplier": 1e308}, "ffn_dim_multiplier 1e\\+308"),
+    "an endless multiplier": (
+        {"multiple_of": 8, "ffn_dim_multiplier": 1e308},
+        "ffn_dim_multiplier 1e\\+308",
+    ),
 }
 
 
@@ -432,7 +560,18 @@ def test_wrong_params_are_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "3", '{"dim": 1e999}', "[" * 10**5, "\xff", f'{{"dim": {"9" * 5000}}}', " " * 2**21]
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        '{"dim": 1e999}',
+        "[" * 10**5,
+        "\xff",
+        f'{{"dim": {"9" * 5000}}}',
+        " " * 2**21,
+    ],
 )
 def test_params_that_are_no_object_are_refused(tmp_path, text):
     folder = metas_folder(tmp_path / "x", CONFIG)
@@ -483,9 +622,13 @@ def test_shards_of_different_models_are_refused(tmp_path):
 
     differs = r"another layers\.0\.attention_norm\.weight in consolidated\.01\.pth than in consolidated\.00\.pth"
     refused(swapped(CONFIG, seed=1), differs)
-    differs = r"consolidated\.01\.pth and .*wq\.weight is bfloat16\[16, 32\], expected float32\[16, 32\]"
+    differs = (
+        r"consolidated\.01\.pth and .*wq\.weight is bfloat16\[16, 32\], expected float32\[16, 32\]"
+    )
     refused(swapped(CONFIG, dtype="bfloat16"), differs)
-    message = refused(swapped(dataclasses.replace(CONFIG, mlp_dim=32, num_layers=3)), "shards of different models")
+    message = refused(
+        swapped(dataclasses.replace(CONFIG, mlp_dim=32, num_layers=3)), "shards of different models"
+    )
     assert "layers.2.attention.wq.weight is float32[16, 32], expected none" in message
     assert "layers.1.feed_forward.w1.weight is float32[16, 32], expected float32[32, 32]" in message
 
@@ -495,17 +638,31 @@ def test_repeated_keys_and_values_that_differ_are_refused(tmp_path):
     shards = cut(state, 8, 3, 2)
     shards[6]["layers.1.attention.wv.weight"][3, 1] += 1
     folder = save_folder(tmp_path / "x", shards, params_json(CONFIG))
-    refused(folder, r"another layers\.1\.attention\.wv\.weight in consolidated\.06\.pth than in .*04\.pth")
+    refused(
+        folder,
+        r"another layers\.1\.attention\.wv\.weight in consolidated\.06\.pth than in .*04\.pth",
+    )
 
 
 def test_every_missing_extra_and_misshapen_tensor_is_listed(tmp_path):
     state = metas_matrices(CONFIG, random_params(CONFIG, 0))
-    del state["layers.0.attention.wq.weight"], state["layers.0.feed_forward.w1.weight"], state["tok_embeddings.weight"]
-    state |= {"layers.0.attention.wq.bias": torch.zeros(32), "layers.2.ffn_norm.weight": torch.zeros(32)}
-    state |= {"layers.1.attention.wo.weight": torch.zeros(32, 30), "layers.1.attention.wk.weight": torch.zeros(32)}
+    del (
+        state["layers.0.attention.wq.weight"],
+        state["layers.0.feed_forward.w1.weight"],
+        state["tok_embeddings.weight"],
+    )
+    state |= {
+        "layers.0.attention.wq.bias": torch.zeros(32),
+        "layers.2.ffn_norm.weight": torch.zeros(32),
+    }
+    state |= {
+        "layers.1.attention.wo.weight": torch.zeros(32, 30),
+        "layers.1.attention.wk.weight": torch.zeros(32),
+    }
     state |= {"norm.weight": torch.tensor(1.0)}
     message = refused(
-        save_folder(tmp_path / "x", [state], params_json(CONFIG, vocab_size=-1)), "does not hold the model"
+        save_folder(tmp_path / "x", [state], params_json(CONFIG, vocab_size=-1)),
+        "does not hold the model",
     )
     problems = message.split(": ", 1)[1].split("; ")
     assert [problem for problem in problems if "absent" in problem or "none" in problem] == [
@@ -521,7 +678,10 @@ def test_every_missing_extra_and_misshapen_tensor_is_listed(tmp_path):
     half = [{"norm.weight": torch.ones(16)} | {k: v for k, v in shard.items() if k != "norm.weight"} for shard in cut(
         metas_matrices(CONFIG, random_params(CONFIG, 0)), 2, 3, 2
     )]  # fmt: skip
-    refused(save_folder(tmp_path / "y", half, params_json(CONFIG)), r"norm\.weight is \[16\], expected \[32\]")
+    refused(
+        save_folder(tmp_path / "y", half, params_json(CONFIG)),
+        r"norm\.weight is \[16\], expected \[32\]",
+    )
 
 
 class Evil:
@@ -556,7 +716,9 @@ def test_texts_beside_the_weights_go_there_and_back(tmp_path):
     config = dataclasses.replace(CONFIG, max_seq_len=4096)
     params = random_params(config, 0)
     tokenizer = train_sentencepiece(["tale upon tale of a tail"] * 9, 280)
-    checkpoint = Checkpoint(config, TensorsOfParams(config, params), tokenizer, "{{ messages }}\n", (7, 9))
+    checkpoint = Checkpoint(
+        config, TensorsOfParams(config, params), tokenizer, "{{ messages }}\n", (7, 9)
+    )
     write(checkpoint, tmp_path, np.dtype(jnp.bfloat16), lambda _: None)
     found = read(tmp_path)
     assert (found.chat_template, found.stop_ids) == ("{{ messages }}\n", (7, 9))
@@ -585,7 +747,11 @@ def test_the_tokenizer_lies_in_the_folder_or_beside_it(tmp_path):
         ({"rope_scaling": YarnScaling(2.0)}, "not yarn"),
     ],
 )
-def test_what_the_format_cannot_hold_is_refused_before_anything_is_written(tmp_path, changes, message):
+def test_what_the_format_cannot_hold_is_refused_before_anything_is_written(
+    tmp_path, changes, message
+):
     with pytest.raises(JllamaError, match=message):
-        write(Checkpoint(dataclasses.replace(CONFIG, **changes), {}), tmp_path, None, lambda _: None)
+        write(
+            Checkpoint(dataclasses.replace(CONFIG, **changes), {}), tmp_path, None, lambda _: None
+        )
     assert not list(tmp_path.iterdir())

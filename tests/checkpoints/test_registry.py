@@ -43,7 +43,9 @@ CONFIG, PARAMS, ON_DEVICE = FILE, weights(FILE), params(FILE)
 TOKENIZER = train_sentencepiece(["the quick brown fox jumps over the lazy dog\n" * 9], 300)
 MODEL = LanguageModel(CONFIG, PARAMS, TOKENIZER)
 FORMATS = ["orbax", "hf", "gguf", "llama2c", "meta"]
-SCALED = dataclasses.replace(CONFIG, rope_theta=500_000.0, max_seq_len=131_072, rope_scaling=Llama3Scaling(32.0))
+SCALED = dataclasses.replace(
+    CONFIG, rope_theta=500_000.0, max_seq_len=131_072, rope_scaling=Llama3Scaling(32.0)
+)
 
 
 def stacked(path, dtype=None, **options):
@@ -54,7 +56,9 @@ def stacked(path, dtype=None, **options):
 def tensors_of(path):
     """Every tensor of a checkpoint, read whole, in no format's terms."""
     checkpoint = open_checkpoint(path)
-    return {key: np.array(tensor[0 : tensor.shape[0]]) for key, tensor in checkpoint.tensors.items()}
+    return {
+        key: np.array(tensor[0 : tensor.shape[0]]) for key, tensor in checkpoint.tensors.items()
+    }
 
 
 @st.composite
@@ -84,16 +88,32 @@ def meta_models(draw):
 
 
 @settings(max_examples=12)
-@given(meta_models(), st.sampled_from(["float32", "bfloat16"]), st.sampled_from([2, 3]), st.integers(0, 9))
+@given(
+    meta_models(),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.sampled_from([2, 3]),
+    st.integers(0, 9),
+)
 def test_every_format_gives_the_same_bytes(tmp_path_factory, drawn, dtype, style, seed):
     """Meta -> hf -> gguf -> llama2c -> orbax -> hf -> Meta; llama2.c's only in what it can hold."""
     config, shards, plain = drawn
     folder = tmp_path_factory.mktemp("chain")
-    scaled = {} if plain else {"use_scaled_rope": True, "rope_scaling_factor": config.rope_scaling.factor}
+    scaled = (
+        {}
+        if plain
+        else {"use_scaled_rope": True, "rope_scaling_factor": config.rope_scaling.factor}
+    )
     source = metas_folder(folder / "start", config, shards, style, dtype, seed, **scaled)
     expected = tensors_of(source)
     assert set(expected) == {stored.key for stored in tensor_specs(config)}
-    steps = ["hf", "gguf", *(["llama2c"] if plain and dtype == "float32" else []), "orbax", "hf", "meta"]
+    steps = [
+        "hf",
+        "gguf",
+        *(["llama2c"] if plain and dtype == "float32" else []),
+        "orbax",
+        "hf",
+        "meta",
+    ]
     for number, to in enumerate(steps):
         target = folder / f"{number}_{to}"
         convert(source, target, to)
@@ -160,14 +180,19 @@ def test_what_is_loaded_is_saved_again(written, tmp_path, to, layout):
 
 
 def test_eight_bits_are_not_written(written, tmp_path):
-    with pytest.raises(JllamaError, match="the parameters are int8, which no format holds: load the model without"):
+    with pytest.raises(
+        JllamaError, match="the parameters are int8, which no format holds: load the model without"
+    ):
         save(load(written / "hf", quantize="int8"), tmp_path / "out", "gguf")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int8", "q8_0", 3])
 def test_a_dtype_that_is_none_or_that_jax_would_narrow(written, dtype):
-    with pytest.raises(UsageError, match=f"^dtype is {dtype}; it must be float32, bfloat16, float16, or with JAX_EN"):
+    with pytest.raises(
+        UsageError,
+        match=f"^dtype is {dtype}; it must be float32, bfloat16, float16, or with JAX_EN",
+    ):
         load(written / "hf", dtype=dtype)
 
 
@@ -200,7 +225,9 @@ def test_q8_0_is_close_and_only_gguf_has_it(written, tmp_path):
     found = stacked(tmp_path / "q")
     for path in ("wq", "w_down"):
         assert relative_error(found["layers"][path], PARAMS["layers"][path]) < 1 / 127
-    with pytest.raises(UsageError, match="dtype is 'q8_0'; with hf it must be one of float32, bfloat16, float16;"):
+    with pytest.raises(
+        UsageError, match="dtype is 'q8_0'; with hf it must be one of float32, bfloat16, float16;"
+    ):
         convert(written / "hf", tmp_path / "no", "hf", "q8_0")
     assert not (tmp_path / "no").exists()
 
@@ -227,7 +254,9 @@ def test_what_a_format_cannot_hold_is_refused_by_name(tmp_path, change, to, said
 
 @pytest.mark.parametrize("to", ["orbax", "hf", "gguf", "meta"])
 def test_chat_template_and_stop_ids_go_along(tmp_path, to):
-    template = "{% for message in messages %}<{{ message.role }}>\n{{ message.content }}é{% endfor %}"
+    template = (
+        "{% for message in messages %}<{{ message.role }}>\n{{ message.content }}é{% endfor %}"
+    )
     model = dataclasses.replace(MODEL, chat_template=template, stop_ids=(2, 7))
     save(model, tmp_path / to, to)
     found = load(tmp_path / to)
@@ -248,12 +277,17 @@ def test_a_rope_factor_for_metas_files_alone(tmp_path, written):
     with pytest.raises(JllamaError, match="rope_factor"):
         load(tmp_path / "meta")
     assert load(tmp_path / "meta", rope_factor=32).config == SCALED
-    with pytest.raises(UsageError, match=r"/hf is not a folder with params\.json and .*, so it has no rope_factor 8"):
+    with pytest.raises(
+        UsageError,
+        match=r"/hf is not a folder with params\.json and .*, so it has no rope_factor 8",
+    ):
         load(written / "hf", rope_factor=8)
 
 
 def left(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("to", FORMATS)
@@ -261,7 +295,9 @@ def test_overwriting_never_takes_the_source_away(tmp_path, written, to):
     """Not the source itself, nor a folder that holds it, nor a file in it, nor what it links to."""
     shutil.copytree(written, tmp_path / "all")
     (tmp_path / "linked").mkdir()
-    (tmp_path / "linked" / "model.safetensors").symlink_to(tmp_path / "all" / "hf" / "model.safetensors")
+    (tmp_path / "linked" / "model.safetensors").symlink_to(
+        tmp_path / "all" / "hf" / "model.safetensors"
+    )
     (tmp_path / "linked" / "config.json").write_bytes((written / "hf" / "config.json").read_bytes())
     (tmp_path / "one").mkdir()
     shutil.copy(written / "gguf", tmp_path / "one" / "model.gguf")
@@ -275,7 +311,9 @@ def test_overwriting_never_takes_the_source_away(tmp_path, written, to):
         "one": "one/model.gguf",
         "one/model.gguf": "one",
     }.items():
-        with pytest.raises(JllamaError, match="itself, or holds or lies in it: choose another destination"):
+        with pytest.raises(
+            JllamaError, match="itself, or holds or lies in it: choose another destination"
+        ):
             convert(tmp_path / source, tmp_path / target, to, overwrite=True)
         assert left(tmp_path) == before
 
@@ -286,7 +324,9 @@ def test_nothing_is_written_into_the_source(tmp_path, written):
     (tmp_path / "link").symlink_to("hf")
     before = left(tmp_path)
     for target in ("hf/sub", "hf/sub/deeper", "link/model.gguf"):
-        with pytest.raises(JllamaError, match="hf itself, or holds or lies in it: choose another destination"):
+        with pytest.raises(
+            JllamaError, match="hf itself, or holds or lies in it: choose another destination"
+        ):
             convert(tmp_path / "hf", tmp_path / target, "gguf")
         assert left(tmp_path) == before
     convert(tmp_path / "hf", tmp_path / "hf2", "gguf")  # beside it
@@ -314,9 +354,16 @@ def test_source_and_target_are_compared_as_files(tmp_path, written, monkeypatch)
         ("a/hf", "mount/hf/sub/deeper"),
         ("a", "mount/hf/sub"),
     ]:
-        with pytest.raises(JllamaError, match="itself, or holds or lies in it: choose another destination"):
+        with pytest.raises(
+            JllamaError, match="itself, or holds or lies in it: choose another destination"
+        ):
             registry._write(
-                open_checkpoint(tmp_path / "b/hf"), tmp_path / target, "hf", None, True, [tmp_path / source]
+                open_checkpoint(tmp_path / "b/hf"),
+                tmp_path / target,
+                "hf",
+                None,
+                True,
+                [tmp_path / source],
             )
         assert left(tmp_path) == before
     convert(tmp_path / "mount" / "hf", tmp_path / "b" / "hf", "gguf", overwrite=True)
@@ -339,7 +386,9 @@ def test_no_pipe_socket_or_device_is_replaced(tmp_path, written, to):
 
 def test_only_a_checkpoint_is_overwritten(tmp_path, written):
     for to in FORMATS:
-        shutil.copytree(written / to, tmp_path / to) if to != "gguf" else shutil.copy(written / to, tmp_path / to)
+        shutil.copytree(written / to, tmp_path / to) if to != "gguf" else shutil.copy(
+            written / to, tmp_path / to
+        )
         convert(written / "hf", tmp_path / to, "gguf", overwrite=True)
         assert (tmp_path / to).is_file()
     for name in ("thesis.txt", "train.py", "checkpoints.txt"):
@@ -352,7 +401,10 @@ def test_only_a_checkpoint_is_overwritten(tmp_path, written):
     (tmp_path / "words" / "train.bin").write_bytes(bytes(100))
     before = left(tmp_path)
     for target in ("with thesis.txt", "with train.py", "with checkpoints.txt", "zoo", "words"):
-        with pytest.raises(JllamaError, match=f"{target} holds .*, more or less than a checkpoint, and stays as it is"):
+        with pytest.raises(
+            JllamaError,
+            match=f"{target} holds .*, more or less than a checkpoint, and stays as it is",
+        ):
             save(MODEL, tmp_path / target, "gguf", overwrite=True)
         assert left(tmp_path) == before
     (tmp_path / "empty").mkdir()
@@ -360,7 +412,9 @@ def test_only_a_checkpoint_is_overwritten(tmp_path, written):
     assert load(tmp_path / "empty").config == CONFIG
 
 
-def test_where_a_link_leads_is_replaced_and_the_folder_one_is_in_never(tmp_path, written, monkeypatch):
+def test_where_a_link_leads_is_replaced_and_the_folder_one_is_in_never(
+    tmp_path, written, monkeypatch
+):
     shutil.copytree(written / "hf", tmp_path / "real")
     (tmp_path / "link").symlink_to("real")
     convert(written / "gguf", tmp_path / "link", "meta", overwrite=True)
@@ -369,7 +423,9 @@ def test_where_a_link_leads_is_replaced_and_the_folder_one_is_in_never(tmp_path,
     assert {path.name for path in tmp_path.iterdir()} == {"real", "link"}
     monkeypatch.chdir(tmp_path / "real")
     for target in (".", "", "/", "..", tmp_path / "link"):
-        with pytest.raises(UsageError, match="is the folder you are in, or holds it: name a file or folder to make"):
+        with pytest.raises(
+            UsageError, match="is the folder you are in, or holds it: name a file or folder to make"
+        ):
             convert(written / "gguf", target, "hf", overwrite=True)
     assert load(tmp_path / "real").config.embed_dim == CONFIG.embed_dim
 
@@ -386,7 +442,9 @@ def test_a_pipe_in_place_of_a_file_is_refused_at_once(tmp_path, written, to):
             whole = path.read_bytes()
             path.unlink()
             os.mkfifo(path)
-            with pytest.raises(JllamaError, match=f"{re.escape(str(path))} is a pipe, a socket or a device"):
+            with pytest.raises(
+                JllamaError, match=f"{re.escape(str(path))} is a pipe, a socket or a device"
+            ):
                 load(tmp_path / "in" / "m")
             path.unlink()
             path.write_bytes(whole)
@@ -404,7 +462,10 @@ def test_what_stands_in_a_tokenizers_place_is_not_taken_for_none(tmp_path, writt
         other.unlink()
     path.symlink_to("nowhere")
     for replace in (path.mkdir, path.rmdir):
-        with pytest.raises(JllamaError, match=f"{path} is a folder, or a link to nothing: put a file there, or remove"):
+        with pytest.raises(
+            JllamaError,
+            match=f"{path} is a folder, or a link to nothing: put a file there, or remove",
+        ):
             load(tmp_path / "m")
         if path.is_symlink():
             path.unlink()
@@ -415,7 +476,9 @@ def test_what_stands_in_a_tokenizers_place_is_not_taken_for_none(tmp_path, writt
 def test_deep_json_of_a_run_never_reaches_orbax(tmp_path, written):
     """Its parser of ``_sharding`` ends the process at 200,000 lists in each other."""
     shutil.copytree(written / "orbax", tmp_path / "run")
-    (tmp_path / "run/checkpoints/0/params/_sharding").write_text('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}")
+    (tmp_path / "run/checkpoints/0/params/_sharding").write_text(
+        '{"a": ' + "[" * 200_000 + "]" * 200_000 + "}"
+    )
     with pytest.raises(JllamaError, match="_sharding is not JSON"):
         load(tmp_path / "run")
 
@@ -424,19 +487,28 @@ def test_deep_json_of_a_run_never_reaches_orbax(tmp_path, written):
 @pytest.mark.parametrize("to", FORMATS)
 def test_quantized_as_it_is_loaded(written, to, dtype):
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), ON_DEVICE)
-    assert_same_bits(load(written / to, dtype, quantize="int8").params, decode_layout(params, CONFIG, "int8"))
+    assert_same_bits(
+        load(written / to, dtype, quantize="int8").params, decode_layout(params, CONFIG, "int8")
+    )
 
 
 def test_what_is_quantized_says_so(written):
     found = load(written / "gguf", quantize="int8")
-    assert repr(found) == "LanguageModel(llama, 2 layers, 34,720 parameters, int8, tokenizer of 300 tokens, from gguf)"
+    assert (
+        repr(found)
+        == "LanguageModel(llama, 2 layers, 34,720 parameters, int8, tokenizer of 300 tokens, from gguf)"
+    )
 
 
 def test_an_unknown_quantization():
-    unchecked = inspect.unwrap(LanguageModel.for_decoding)  # the type checker of the tests would be the first to say so
+    unchecked = inspect.unwrap(
+        LanguageModel.for_decoding
+    )  # the type checker of the tests would be the first to say so
     with pytest.raises(UsageError, match="quantize is 'int4'; it must be one of int8, or None"):
         unchecked(MODEL, "int4")
-    with pytest.raises(UsageError, match="quantize is 'int8', which is for decoding: leave it out, or take layout"):
+    with pytest.raises(
+        UsageError, match="quantize is 'int8', which is for decoding: leave it out, or take layout"
+    ):
         load("unread", layout="training", quantize="int8")
 
 
@@ -457,7 +529,9 @@ def test_a_models_repr_is_one_line(written):
 
 def test_the_tokenizer_of_any_checkpoint(tmp_path, written):
     shutil.copytree(written / "meta", tmp_path / "meta" / "7B")
-    (tmp_path / "meta/7B/tokenizer.model").rename(tmp_path / "meta/tokenizer.model")  # as Llama 1 and 2 were released
+    (tmp_path / "meta/7B/tokenizer.model").rename(
+        tmp_path / "meta/tokenizer.model"
+    )  # as Llama 1 and 2 were released
     (tmp_path / "gguf").mkdir()
     shutil.copy(written / "gguf", tmp_path / "gguf" / "m.gguf")
     for path in (
@@ -470,7 +544,9 @@ def test_the_tokenizer_of_any_checkpoint(tmp_path, written):
     ):
         assert load_tokenizer(path).encode("the lazy dög") == TOKENIZER.encode("the lazy dög")
     save(LanguageModel(CONFIG, PARAMS), tmp_path / "none.gguf", "gguf")
-    with pytest.raises(JllamaError, match=r"none\.gguf has no tokenizer: put the one it was trained with beside"):
+    with pytest.raises(
+        JllamaError, match=r"none\.gguf has no tokenizer: put the one it was trained with beside"
+    ):
         load_tokenizer(tmp_path / "none.gguf")
     with pytest.raises(JllamaError, match="there is no checkpoint at"):
         load_tokenizer(tmp_path / "missing.gguf")
@@ -478,7 +554,9 @@ def test_the_tokenizer_of_any_checkpoint(tmp_path, written):
 
 def test_a_file_of_a_checkpoint_is_told_from_the_checkpoint(written):
     for file in ("meta/consolidated.00.pth", "hf/model.safetensors"):
-        with pytest.raises(JllamaError, match=f"is no checkpoint by itself: give its folder, {written / file[:2]}"):
+        with pytest.raises(
+            JllamaError, match=f"is no checkpoint by itself: give its folder, {written / file[:2]}"
+        ):
             load(written / file)
 
 
@@ -486,7 +564,9 @@ def test_the_destination_must_be_free(tmp_path, written):
     for to in FORMATS:
         target = tmp_path / to
         target.write_text("mine")
-        with pytest.raises(JllamaError, match=r"exists: choose another destination, or set overwrite to replace it"):
+        with pytest.raises(
+            JllamaError, match=r"exists: choose another destination, or set overwrite to replace it"
+        ):
             convert(written / "hf", target, to)
         assert target.read_text() == "mine"
         convert(written / "hf", target, to, overwrite=True)
@@ -538,7 +618,9 @@ def test_a_disk_too_small_is_found_before_anything_is_written(tmp_path, written,
     needed = 4 * sum(math.prod(stored.shape) for stored in tensor_specs(CONFIG))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
-    with pytest.raises(JllamaError, match=rf"needs [\d,]+ bytes but {needed - 1:,} are free there: make room"):
+    with pytest.raises(
+        JllamaError, match=rf"needs [\d,]+ bytes but {needed - 1:,} are free there: make room"
+    ):
         convert(written / "hf", tmp_path / "out", to)
     assert list(tmp_path.iterdir()) == []
     convert(written / "hf", tmp_path / "out", "hf", "bfloat16")
@@ -578,7 +660,9 @@ def test_a_hub_id(written, monkeypatch):
 
 
 def test_a_step_of_something_that_is_no_run(written):
-    with pytest.raises(UsageError, match="/hf is not a training run, so it has no step 3: leave out the step"):
+    with pytest.raises(
+        UsageError, match="/hf is not a training run, so it has no step 3: leave out the step"
+    ):
         load(written / "hf", step=3)
     assert load(written / "orbax", step=0).step == 0
 

@@ -24,7 +24,9 @@ from jllama.errors import JllamaError
 from jllama.training.optimizer import OptimizerConfig, make_optimizer
 from jllama.verify.checks import random_params
 
-CONFIG = LlamaConfig(vocab_size=11, num_layers=2, embed_dim=8, num_heads=2, num_kv_heads=1, mlp_dim=12)
+CONFIG = LlamaConfig(
+    vocab_size=11, num_layers=2, embed_dim=8, num_heads=2, num_kv_heads=1, mlp_dim=12
+)
 META = {"batches": {"next_index": 7}, "seconds": 1.5, "text": "é"}
 
 
@@ -34,9 +36,14 @@ def contents(seed):
     optimizer = make_optimizer(OptimizerConfig(), 10)
     rng = np.random.default_rng(seed)
     moments = jax.tree.map(
-        lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape) * 1e-30, leaf.dtype), optimizer.init(params)
+        lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape) * 1e-30, leaf.dtype),
+        optimizer.init(params),
     )
-    return params, {"opt_state": moments, "step": jnp.int32(seed), "key": jax.random.key_data(jax.random.key(seed))}
+    return params, {
+        "opt_state": moments,
+        "step": jnp.int32(seed),
+        "key": jax.random.key_data(jax.random.key(seed)),
+    }
 
 
 def save(checkpoints, step, loss=None):
@@ -78,7 +85,9 @@ def test_the_arrays_may_be_donated_as_soon_as_save_returns(tmp_path):
     checkpoints = RunCheckpoints(tmp_path)
     params, state = contents(1)
     checkpoints.save(1, params, state, META | {"step": 1}, None)
-    overwrite = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0 + 3, tree), donate_argnums=0)
+    overwrite = jax.jit(
+        lambda tree: jax.tree.map(lambda leaf: leaf * 0 + 3, tree), donate_argnums=0
+    )
     jax.block_until_ready(overwrite((params, state)))
     checkpoints.wait()
     assert_whole(checkpoints, 1)
@@ -136,7 +145,10 @@ def test_every_difference_is_listed(finished):
 
 def test_a_state_of_the_optimizer_in_another_form_is_told_from_another_model(finished):
     """Adafactor's moments had other shapes in 0.1.0: the weights are as good as ever."""
-    checkpoints, (params, state) = RunCheckpoints(finished, read_only=True), map(abstract, contents(20))
+    checkpoints, (params, state) = (
+        RunCheckpoints(finished, read_only=True),
+        map(abstract, contents(20)),
+    )
     embed = state["opt_state"][1][0].mu["embed"]
     state["opt_state"][1][0].mu["embed"] = jax.ShapeDtypeStruct((3,), jnp.float32)
     with pytest.raises(JllamaError) as caught:
@@ -163,14 +175,18 @@ def test_a_state_with_other_nodes_without_arrays_comes_back(tmp_path):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_parameters_come_in_the_dtype_asked_for(finished, dtype):
     saved = Checkpoint(CONFIG, RunCheckpoints(finished, read_only=True).tensors(20, CONFIG))
-    assert_same_bits(load_params(saved, dtype), jax.tree.map(lambda leaf: leaf.astype(dtype), contents(20)[0]))
+    assert_same_bits(
+        load_params(saved, dtype), jax.tree.map(lambda leaf: leaf.astype(dtype), contents(20)[0])
+    )
 
 
 @pytest.mark.parametrize("chunk_bytes", [16, 64, 200, 1 << 20])
 def test_arrays_in_many_chunks(tmp_path, monkeypatch, chunk_bytes):
     """Whichever axes orbax cuts, either layout is read with the same bits, a few rows at a time."""
     monkeypatch.setattr(run_checkpoints, "_CHUNKED", ocp.SaveArgs(chunk_byte_size=chunk_bytes))
-    monkeypatch.setattr(run_checkpoints, "_BY_LAYER", ocp.SaveArgs(chunk_byte_size=chunk_bytes, shard_axes=(0,)))
+    monkeypatch.setattr(
+        run_checkpoints, "_BY_LAYER", ocp.SaveArgs(chunk_byte_size=chunk_bytes, shard_axes=(0,))
+    )
     monkeypatch.setattr(tensors, "BLOCK_BYTES", 40)
     checkpoints = RunCheckpoints(tmp_path)
     save(checkpoints, 1)
@@ -178,7 +194,9 @@ def test_arrays_in_many_chunks(tmp_path, monkeypatch, chunk_bytes):
     params, saved = contents(1)[0], Checkpoint(CONFIG, checkpoints.tensors(1, CONFIG))
     assert_same_bits(load_params(saved), params)
     for quantize in (None, "int8"):
-        assert_same_bits(load_decode_params(saved, quantize=quantize), decode_layout(params, CONFIG, quantize))
+        assert_same_bits(
+            load_decode_params(saved, quantize=quantize), decode_layout(params, CONFIG, quantize)
+        )
 
 
 def test_a_difference_in_the_optimizer_is_listed(finished):
@@ -235,7 +253,9 @@ def test_a_configuration_that_is_none(tmp_path, content, said):
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize(("key", "value"), [("custom_metadata", [1]), ("item_handlers", 3), ("item_handlers", "x")])
+@pytest.mark.parametrize(
+    ("key", "value"), [("custom_metadata", [1]), ("item_handlers", 3), ("item_handlers", "x")]
+)
 def test_metadata_of_another_type(finished, tmp_path, key, value):
     folder = tmp_path / "checkpoints"
     shutil.copytree(finished, folder)
@@ -259,8 +279,12 @@ def test_a_failed_save_is_one_sentence_and_leaves_the_earlier_steps(tmp_path):
     checkpoints = RunCheckpoints(tmp_path, keep_last=2)
     save(checkpoints, 1, 1.0)
     params, state = contents(2)
-    checkpoints.save(2, params, state, {"not JSON": object()}, None)  # goes on, and fails, in the background
-    with pytest.raises(JllamaError, match=r"could not save a checkpoint in .*; the last good checkpoint is step 1$"):
+    checkpoints.save(
+        2, params, state, {"not JSON": object()}, None
+    )  # goes on, and fails, in the background
+    with pytest.raises(
+        JllamaError, match=r"could not save a checkpoint in .*; the last good checkpoint is step 1$"
+    ):
         checkpoints.wait()
     again = RunCheckpoints(tmp_path, read_only=True)
     assert again.steps() == [1]

@@ -19,12 +19,21 @@ from jllama.checkpoints import tensors
 from jllama.checkpoints.safetensors_file import DTYPES, read_safetensors, write_safetensors
 from jllama.errors import JllamaError
 
-TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+TORCH_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 
 # A name may be any text but the key of the metadata; lone surrogates are no text.
-names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda name: name != "__metadata__")
+names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
+    lambda name: name != "__metadata__"
+)
 files = st.dictionaries(
-    names, st.tuples(st.sampled_from(list(DTYPES)), st.lists(st.integers(1, 5), min_size=1, max_size=2)), max_size=6
+    names,
+    st.tuples(st.sampled_from(list(DTYPES)), st.lists(st.integers(1, 5), min_size=1, max_size=2)),
+    max_size=6,
 )
 
 
@@ -32,14 +41,18 @@ def arrays(file, seed=0):
     """Every bit pattern, NaNs of all kinds among them."""
     rng = np.random.default_rng(seed)
     return {
-        name: np.frombuffer(rng.bytes(math.prod(shape) * DTYPES[code].itemsize), DTYPES[code]).reshape(shape)
+        name: np.frombuffer(
+            rng.bytes(math.prod(shape) * DTYPES[code].itemsize), DTYPES[code]
+        ).reshape(shape)
         for name, (code, shape) in file.items()
     }
 
 
 def as_torch(array):
     code = next(code for code, dtype in DTYPES.items() if dtype == array.dtype)
-    return torch.frombuffer(bytearray(array.tobytes()), dtype=TORCH_DTYPES[code]).reshape(array.shape)
+    return torch.frombuffer(bytearray(array.tobytes()), dtype=TORCH_DTYPES[code]).reshape(
+        array.shape
+    )
 
 
 def torch_bytes(tensor):
@@ -48,7 +61,9 @@ def torch_bytes(tensor):
 
 def write(path, contents):
     done = []
-    write_safetensors(path, [(name, array, array.dtype) for name, array in contents.items()], done.append)
+    write_safetensors(
+        path, [(name, array, array.dtype) for name, array in contents.items()], done.append
+    )
     return done
 
 
@@ -78,7 +93,9 @@ def message(path):
 @given(file=files)
 def test_the_librarys_files_are_read_bit_for_bit(file, tmp_path_factory):
     path, expected = tmp_path_factory.mktemp("theirs") / "file", arrays(file)
-    safetensors.torch.save_file({name: as_torch(array) for name, array in expected.items()}, path, {"any": "thing"})
+    safetensors.torch.save_file(
+        {name: as_torch(array) for name, array in expected.items()}, path, {"any": "thing"}
+    )
     assert_same(read_safetensors(path), expected)
 
 
@@ -118,7 +135,9 @@ def test_a_header_of_any_length_is_read(tmp_path, padding):
         )
     }
     data = b"".join(array.tobytes() for array in expected.values())
-    found = read_safetensors(raw(tmp_path / "file", json.dumps(entries).encode() + b" " * padding, data))
+    found = read_safetensors(
+        raw(tmp_path / "file", json.dumps(entries).encode() + b" " * padding, data)
+    )
     assert_same(found, expected)
     for name, array in expected.items():
         assert np.array_equal(
@@ -127,7 +146,11 @@ def test_a_header_of_any_length_is_read(tmp_path, padding):
 
 
 def test_scalars_and_empty_tensors_are_read(tmp_path):
-    expected = {"a": np.float32(3), "empty": np.zeros((0, 5), np.float16), "b": np.ones((2, 0, 3), np.float32)}
+    expected = {
+        "a": np.float32(3),
+        "empty": np.zeros((0, 5), np.float16),
+        "b": np.ones((2, 0, 3), np.float32),
+    }
     expected = {name: np.asarray(array) for name, array in expected.items()}
     safetensors.numpy.save_file(expected, tmp_path / "file")
     assert_same(read_safetensors(tmp_path / "file"), expected)
@@ -203,7 +226,11 @@ def test_the_good_header_is_good(tmp_path):
         ({"a": A | {"dtype": 7}}, bytes(8), "damaged"),
         ({"a": {"dtype": "F32"}}, bytes(8), "damaged"),
         ({"a": []}, bytes(8), "damaged"),
-        ({"w.weight": A | {"dtype": "F8_E4M3", "shape": [8]}}, bytes(8), "holds w.weight as F8_E4M3"),
+        (
+            {"w.weight": A | {"dtype": "F8_E4M3", "shape": [8]}},
+            bytes(8),
+            "holds w.weight as F8_E4M3",
+        ),
         ({"w.weight": A | {"dtype": "I64", "shape": [1]}}, bytes(8), "holds w.weight as I64"),
         ({"w.weight": A | {"dtype": "f32"}}, bytes(8), "unknown variant `f32`"),
         (b'{"a":1,"b":2,"a":3}', b"", "damaged"),

@@ -27,7 +27,9 @@ from jllama.errors import JllamaError
 from jllama.parameters import count_parameters, tensor_specs
 from jllama.verify.checks import random_params
 
-CONFIG = LlamaConfig(vocab_size=11, num_layers=2, embed_dim=8, num_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=12)
+CONFIG = LlamaConfig(
+    vocab_size=11, num_layers=2, embed_dim=8, num_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=12
+)
 
 configs = st.builds(
     lambda vocab, layers, embed, kv_heads, group, half, mlp, tied: LlamaConfig(
@@ -88,7 +90,9 @@ def test_reordering_is_the_rotary_permutation_of_each_head(heads, half, inputs, 
     expected = np.moveaxis(half_split_from_interleaved(by_head), -1, 1).reshape(matrix.shape)
     split = permuted(matrix, head_dim, to_half_split=True)
     np.testing.assert_array_equal(split[start:stop], expected[start:stop])
-    np.testing.assert_array_equal(permuted(split, head_dim, to_half_split=False)[start:stop], matrix[start:stop])
+    np.testing.assert_array_equal(
+        permuted(split, head_dim, to_half_split=False)[start:stop], matrix[start:stop]
+    )
 
 
 def test_only_queries_and_keys_are_reordered():
@@ -102,7 +106,11 @@ def test_only_queries_and_keys_are_reordered():
 
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 600), st.booleans())
 def test_blocks_are_the_rows_in_order(rows, inputs, block_bytes, flat):
-    matrix = np.random.default_rng(0).standard_normal((rows,) if flat else (rows, inputs)).astype(np.float32)
+    matrix = (
+        np.random.default_rng(0)
+        .standard_normal((rows,) if flat else (rows, inputs))
+        .astype(np.float32)
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensors, "BLOCK_BYTES", block_bytes)
         pieces = list(blocks(matrix.T if not flat and rows == inputs else matrix, jnp.bfloat16))
@@ -111,7 +119,8 @@ def test_blocks_are_the_rows_in_order(rows, inputs, block_bytes, flat):
     assert whole.tobytes() == expected.tobytes()
     row_bytes = 4 if flat else 4 * inputs
     assert all(
-        piece.flags.c_contiguous and piece.shape[0] * row_bytes <= max(block_bytes, row_bytes) for piece in pieces
+        piece.flags.c_contiguous and piece.shape[0] * row_bytes <= max(block_bytes, row_bytes)
+        for piece in pieces
     )
 
 
@@ -126,7 +135,9 @@ def test_small_blocks_give_the_same_parameters(monkeypatch):
 def test_every_difference_is_listed(tmp_path):
     names = {stored.name("huggingface"): stored for stored in tensor_specs(CONFIG)}
     found = {name: np.zeros(stored.shape, np.float32) for name, stored in names.items()}
-    assert set(matched(found, CONFIG, "huggingface", tmp_path)) == {stored.key for stored in tensor_specs(CONFIG)}
+    assert set(matched(found, CONFIG, "huggingface", tmp_path)) == {
+        stored.key for stored in tensor_specs(CONFIG)
+    }
     del found["lm_head.weight"], found["model.layers.1.mlp.up_proj.weight"]
     found["model.layers.2.mlp.up_proj.weight"] = np.zeros(1)
     found["model.norm.weight"] = np.zeros(9)
@@ -188,11 +199,17 @@ except UsageError as error:
 
 
 def test_each_device_gets_its_slice_and_no_more_is_read(request):
-    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PATH": ""}
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PATH": "",
+    }
     done = subprocess.run(
-        [sys.executable, "-c", SHARDED], env=environment, cwd=request.config.rootpath, capture_output=True, text=True
+        [sys.executable, "-c", SHARDED],
+        env=environment,
+        cwd=request.config.rootpath,
+        capture_output=True,
+        text=True,
     )
-    refused = (
-        "the vocab axis of embed has size 12, which does not divide 8 ways: the nearest mesh.tensor that does is 6"
-    )
+    refused = "the vocab axis of embed has size 12, which does not divide 8 ways: the nearest mesh.tensor that does is 6"
     assert done.stdout == f"{refused}\n", done.stderr

@@ -29,7 +29,9 @@ DTYPES = {
 }
 TENSORS = collections.OrderedDict(
     (name, torch.randn(4, 6, generator=torch.Generator().manual_seed(n)).to(dtype))
-    for n, (name, dtype) in enumerate(zip(["a.weight", "b.weight", "norm", "λ"], DTYPES, strict=True))
+    for n, (name, dtype) in enumerate(
+        zip(["a.weight", "b.weight", "norm", "λ"], DTYPES, strict=True)
+    )
 )
 
 
@@ -99,7 +101,11 @@ def test_torch_reads_what_is_written(tmp_path_factory, entries, block_bytes):
     path = tmp_path_factory.mktemp("written") / "ünicode.pth"
     tensors = {name: torch.randn(shape).to(dtype) for name, shape, dtype in entries}
     arrays = [
-        (name, np.frombuffer(bits(tensor), DTYPES[tensor.dtype]).reshape(tensor.shape), DTYPES[tensor.dtype])
+        (
+            name,
+            np.frombuffer(bits(tensor), DTYPES[tensor.dtype]).reshape(tensor.shape),
+            DTYPES[tensor.dtype],
+        )
         for name, tensor in tensors.items()
     ]
     done = []
@@ -108,7 +114,11 @@ def test_torch_reads_what_is_written(tmp_path_factory, entries, block_bytes):
         write_torch_file(path, arrays, done.append)
     assert sum(done) == sum(array.nbytes for _, array, _ in arrays)
     assert_same_bits(read_torch_file(path), tensors)
-    for options in ({"weights_only": True}, {"weights_only": True, "mmap": True}, {"weights_only": False}):
+    for options in (
+        {"weights_only": True},
+        {"weights_only": True, "mmap": True},
+        {"weights_only": False},
+    ):
         loaded = torch.load(path, **options)
         assert list(loaded) == list(tensors)
         for name, tensor in tensors.items():
@@ -122,7 +132,9 @@ def test_torch_reads_what_is_written(tmp_path_factory, entries, block_bytes):
 def test_written_numbers_are_aligned_and_in_the_dtype_asked_for(tmp_path):
     matrix = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
     names = ["a", "bb", "ccc"]
-    write_torch_file(tmp_path / "x", [(name, matrix, np.dtype(jnp.bfloat16)) for name in names], lambda _: None)
+    write_torch_file(
+        tmp_path / "x", [(name, matrix, np.dtype(jnp.bfloat16)) for name in names], lambda _: None
+    )
     found = read_torch_file(tmp_path / "x")
     for array in found.values():
         assert array.tobytes() == matrix.astype(jnp.bfloat16).tobytes()
@@ -147,7 +159,9 @@ def test_offsets_past_4_gib(tmp_path):
         patch.setattr(type(tmp_path), "open", lambda path, mode: Sparse(path, mode))
         crc32 = zipfile.crc32
         patch.setattr(
-            zipfile, "crc32", lambda data, value=0: 0 if memoryview(data).nbytes > 999 else crc32(data, value)
+            zipfile,
+            "crc32",
+            lambda data, value=0: 0 if memoryview(data).nbytes > 999 else crc32(data, value),
         )
         tensors = [("big", big, np.dtype(np.float16)), ("last", last, np.dtype(np.float32))]
         write_torch_file(tmp_path / "x", tensors, lambda _: None)
@@ -178,7 +192,9 @@ def archive_of(path, data, entries=(), folder="x"):
 
 
 def tensor_pickle(
-    name=b"torch._utils\n_rebuild_tensor_v2", storage=b"torch\nFloatStorage", place=(12, 0, (3, 4), (4, 1))
+    name=b"torch._utils\n_rebuild_tensor_v2",
+    storage=b"torch\nFloatStorage",
+    place=(12, 0, (3, 4), (4, 1)),
 ):
     """The dictionary of one tensor, its numbers as given."""
     count, *rest = place
@@ -192,15 +208,23 @@ def tensor_pickle(
 def test_the_pickle_that_these_tests_vary_is_good(tmp_path):
     found = read_torch_file(archive_of(tmp_path / "x", tensor_pickle()))
     np.testing.assert_array_equal(found["w"], np.arange(12).reshape(3, 4))
-    loaded = read_torch_file(archive_of(tmp_path / "y", tensor_pickle(place=(12, 3, (2, 2), (1, 5)))))
+    loaded = read_torch_file(
+        archive_of(tmp_path / "y", tensor_pickle(place=(12, 3, (2, 2), (1, 5))))
+    )
     np.testing.assert_array_equal(loaded["w"], [[3, 8], [4, 9]])
-    one_row = read_torch_file(archive_of(tmp_path / "z", tensor_pickle(place=(12, 8, (1, 4), (2**99, 1)))))
+    one_row = read_torch_file(
+        archive_of(tmp_path / "z", tensor_pickle(place=(12, 8, (1, 4), (2**99, 1))))
+    )
     np.testing.assert_array_equal(one_row["w"], [[8, 9, 10, 11]])
 
 
 @pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
-@pytest.mark.parametrize("name", ["system", "eval", "open", "getattr", "import_module", "frombuffer"])
-def test_a_pickle_that_calls_something_is_refused_by_name_and_nothing_runs(tmp_path, protocol, name):
+@pytest.mark.parametrize(
+    "name", ["system", "eval", "open", "getattr", "import_module", "frombuffer"]
+)
+def test_a_pickle_that_calls_something_is_refused_by_name_and_nothing_runs(
+    tmp_path, protocol, name
+):
     witness = tmp_path / "witness"
     call = {
         "system": Calls(os.system, f"touch {witness}"),
@@ -293,7 +317,9 @@ def test_any_pickle_is_read_or_refused(tmp_path_factory, data):
         read_torch_file(path)
 
 
-@pytest.mark.parametrize("name", ["../x/evil", "x/../../evil", "/etc/passwd", "y/data/0", "evil", "x/data/../data.pkl"])
+@pytest.mark.parametrize(
+    "name", ["../x/evil", "x/../../evil", "/etc/passwd", "y/data/0", "evil", "x/data/../data.pkl"]
+)
 def test_an_entry_outside_the_folder_is_refused(tmp_path, name):
     path = archive_of(tmp_path / "x.pth", tensor_pickle(), [(name, b"1")])
     with pytest.raises(JllamaError, match=r"outside its own folder|2 entries named data\.pkl"):
@@ -357,7 +383,9 @@ def test_a_damaged_pickle_is_noticed(saved, tmp_path):
         read_torch_file(tmp_path / "x.pth")
 
 
-@pytest.mark.parametrize("field", ["directory's size", "directory's place", "entry's size", "entry's place"])
+@pytest.mark.parametrize(
+    "field", ["directory's size", "directory's place", "entry's size", "entry's place"]
+)
 @pytest.mark.parametrize("value", [1, 0x7FFFFFFF, 0xFFFFFFFE, 0xFFFFFFFF])
 def test_sizes_that_lie_are_refused(saved, tmp_path, field, value):
     content = bytearray(saved.read_bytes())

@@ -19,7 +19,14 @@ import yaml
 ROOT = Path(__file__).parents[2]
 STEPS = 20  # three epochs and a bit: an epoch ends within steps 7, 13 and 19
 SETTINGS = {
-    "model": {"num_layers": 2, "embed_dim": 32, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 64, "max_seq_len": 32},
+    "model": {
+        "num_layers": 2,
+        "embed_dim": 32,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "mlp_dim": 64,
+        "max_seq_len": 32,
+    },
     "optimizer": {"learning_rate": 0.01},
     "training": {
         "batch_size": 8,
@@ -31,12 +38,29 @@ SETTINGS = {
         "sample_tokens": 16,
     },
 }
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "says", "hello", "to", "trees"]
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "and",
+    "says",
+    "hello",
+    "to",
+    "trees",
+]
 
 
 def write_corpus(path: Path, lines: int = 30) -> None:
     rng = random.Random(0)
-    path.write_text("".join(" ".join(rng.choice(WORDS) for _ in range(12)) + ".\n" for _ in range(lines)))
+    path.write_text(
+        "".join(" ".join(rng.choice(WORDS) for _ in range(12)) + ".\n" for _ in range(lines))
+    )
 
 
 @contextlib.contextmanager
@@ -53,14 +77,20 @@ def workshop(tmp_path_factory):
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "workshop"
     folder.mkdir(exist_ok=True)
-    data = {"path": str(folder / "corpus.txt"), "tokenizer": "bytes", "cache_dir": str(folder / "cache")}
+    data = {
+        "path": str(folder / "corpus.txt"),
+        "tokenizer": "bytes",
+        "cache_dir": str(folder / "cache"),
+    }
     with one_at_a_time(folder):
         if not (folder / "small.yaml").exists():
             write_corpus(folder / "corpus.txt")
             (folder / "small.yaml").write_text(yaml.safe_dump(SETTINGS | {"data": data}))
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),  # the processes run the same programs
+        "JAX_COMPILATION_CACHE_DIR": str(
+            folder / "compiled"
+        ),  # the processes run the same programs
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
@@ -81,10 +111,17 @@ def workshop(tmp_path_factory):
         return types.SimpleNamespace(code=process.returncode, out=out, err=err)
 
     def train(run, *arguments, **settings):
-        return start("train.py", "--config", folder / "small.yaml", "--run_dir", run, *arguments, **settings)
+        return start(
+            "train.py", "--config", folder / "small.yaml", "--run_dir", run, *arguments, **settings
+        )
 
     return types.SimpleNamespace(
-        folder=folder, yaml=folder / "small.yaml", start=start, finish=finish, train=train, data=data
+        folder=folder,
+        yaml=folder / "small.yaml",
+        start=start,
+        finish=finish,
+        train=train,
+        data=data,
     )
 
 
@@ -109,10 +146,14 @@ def read_run():
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def losses(run):
-        return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines(run) if "loss" in line}
+        return {
+            line["step"]: (line["loss"], line["grad_norm"]) for line in lines(run) if "loss" in line
+        }
 
     def steps(run):
-        return sorted(int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdigit())
+        return sorted(
+            int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdigit()
+        )
 
     def arrays(run, step):
         with ocp.StandardCheckpointer() as reader:

@@ -28,7 +28,9 @@ def place(tmp_path_factory):
     fingerprint = base_fingerprint(open_checkpoint(folder / "base"))
     for name, dora in {"run": False, "dora": True}.items():
         lora = LoraConfig(rank=3, alpha=2.0, dora=dora)
-        make_run(folder / name, folder / "base", FILE, lora, adapter_params(FILE, lora), fingerprint)
+        make_run(
+            folder / name, folder / "base", FILE, lora, adapter_params(FILE, lora), fingerprint
+        )
     (folder / "out").mkdir()
     return folder
 
@@ -58,7 +60,9 @@ def test_an_adapter_is_exported_and_talked_with(place, capsys):
     text, loaded = said(capsys, "sample", place / "run", *GREEDY, "--prompt", "the")
     assert f"{place / 'run'}, step 7\n" in loaded
     for adapter in (place / "out" / "peft", lora):
-        same, loaded = said(capsys, "sample", base, *GREEDY, "--prompt", "the", "--adapter", adapter)
+        same, loaded = said(
+            capsys, "sample", base, *GREEDY, "--prompt", "the", "--adapter", adapter
+        )
         assert same == text
         assert f"{base} with {adapter}\n" in loaded
     assert said(capsys, "sample", base, *GREEDY, "--prompt", "the")[0] != text
@@ -66,11 +70,17 @@ def test_an_adapter_is_exported_and_talked_with(place, capsys):
 
 def test_an_adapter_is_evaluated_as_what_it_is_merged_into(place, capsys):
     (place / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 5)
-    said(capsys, "convert", place / "base", place / "out" / "whole.gguf", "--adapter", place / "run")
+    said(
+        capsys, "convert", place / "base", place / "out" / "whole.gguf", "--adapter", place / "run"
+    )
     data = ("--data", place / "text.txt", "--window", "32")
     losses = [
         said(capsys, "eval", *model, *data)[0].split("tokens_per_s")[0]
-        for model in ([place / "out" / "whole.gguf"], [place / "base", "--adapter", place / "run"], [place / "base"])
+        for model in (
+            [place / "out" / "whole.gguf"],
+            [place / "base", "--adapter", place / "run"],
+            [place / "base"],
+        )
     ]
     assert losses[0] == losses[1] != losses[2]
 
@@ -78,7 +88,11 @@ def test_an_adapter_is_evaluated_as_what_it_is_merged_into(place, capsys):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ("sample other --adapter run", 1, "run is an adapter for another base, by its fingerprint: give /"),
+        (
+            "sample other --adapter run",
+            1,
+            "run is an adapter for another base, by its fingerprint: give /",
+        ),
         (
             "convert dora out/x --to gguf-lora",
             1,
@@ -105,9 +119,21 @@ def test_what_does_not_fit_is_one_sentence(place, arguments, code, message):
             "base has no adapter to write as peft: give one with adapter",
         ),
         ("convert run out/x --to peft --dtype bfloat16", 2, "with peft it must be one of float32"),
-        ("eval base --adapter nowhere --data text.txt", 1, "there is no adapter at nowhere: give a run's folder"),
-        ("eval base --adapter base --data text.txt", 1, "base is no adapter that jllama knows: give PEFT's folder, a"),
-        ("eval base --adapter run --step 3 --data text.txt", 1, "run has no checkpoint of step 3; it has 7"),
+        (
+            "eval base --adapter nowhere --data text.txt",
+            1,
+            "there is no adapter at nowhere: give a run's folder",
+        ),
+        (
+            "eval base --adapter base --data text.txt",
+            1,
+            "base is no adapter that jllama knows: give PEFT's folder, a",
+        ),
+        (
+            "eval base --adapter run --step 3 --data text.txt",
+            1,
+            "run has no checkpoint of step 3; it has 7",
+        ),
         ("bench decode base --adapter text.txt", 1, "text.txt is no adapter that jllama knows"),
     ],
 )

@@ -18,7 +18,10 @@ def folder(tmp_path, monkeypatch):
     for kind in ("weights", "programs"):
         cache.keep(kind, cache.key_of(kind), [np.zeros(1024, np.uint8)])
     for name in (
-        *("compiled/jit_f-0a-cache", *(f"{kind}-0123456789abcdef/train.bin" for kind in ("tokens", "chats", "bpe"))),
+        *(
+            "compiled/jit_f-0a-cache",
+            *(f"{kind}-0123456789abcdef/train.bin" for kind in ("tokens", "chats", "bpe")),
+        ),
         *("chat_history", "tinyshakespeare.txt", "weights/mine.gguf", "tokens-of-mine/text"),
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -43,12 +46,19 @@ def test_it_shows_all_kinds_and_clears_one_or_all(folder, capsys):
     assert {name.partition("/")[0] for name in before - names(folder)} == {"weights"}
     assert "1.0 kB cleared" in capsys.readouterr().out
     assert cli.run("cache", ["clear"]) == 0
-    assert names(folder) == {"chat_history", "tinyshakespeare.txt", "weights/mine.gguf", "tokens-of-mine/text"}
+    assert names(folder) == {
+        "chat_history",
+        "tinyshakespeare.txt",
+        "weights/mine.gguf",
+        "tokens-of-mine/text",
+    }
     assert cli.run("cache", ["ls"]) == 0
     assert capsys.readouterr().out.endswith(f"0 bytes in {folder}\n")
 
 
-@pytest.mark.parametrize(("words", "said"), [(["list"], "one of ls, clear"), (["clear", "all"], "one of weights")])
+@pytest.mark.parametrize(
+    ("words", "said"), [(["list"], "one of ls, clear"), (["clear", "all"], "one of weights")]
+)
 def test_what_is_no_action_or_kind_is_refused(words, said, folder):
     before = names(folder)
     command = [sys.executable, "-m", "jllama", "cache", *words]

@@ -43,8 +43,12 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 def save_model(folder, params, max_seq_len=CONTEXT):
-    config = LlamaConfig(vocab_size=259, num_layers=1, embed_dim=32, mlp_dim=32, num_heads=2, max_seq_len=max_seq_len)
-    jllama.save(jllama.LanguageModel(config, params(config), BytesTokenizer(), TEMPLATE), folder, "hf")
+    config = LlamaConfig(
+        vocab_size=259, num_layers=1, embed_dim=32, mlp_dim=32, num_heads=2, max_seq_len=max_seq_len
+    )
+    jllama.save(
+        jllama.LanguageModel(config, params(config), BytesTokenizer(), TEMPLATE), folder, "hf"
+    )
     return folder
 
 
@@ -56,7 +60,9 @@ def zeros(config):
 def random_letters(config):
     """Random, but for a direction that every token has and that all small letters like."""
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda leaf: rng.normal(0, 0.2, leaf.shape).astype(leaf.dtype), zeros(config))
+    params = jax.tree.map(
+        lambda leaf: rng.normal(0, 0.2, leaf.shape).astype(leaf.dtype), zeros(config)
+    )
     params["embed"][:, 0] = 9
     params["lm_head"][0] = 0
     params["lm_head"][0, BytesTokenizer().encode(string.ascii_lowercase)] = 9
@@ -96,7 +102,9 @@ def chat(babbler, capfd, monkeypatch):
     """Say lines to the babbler; gives the exit code, the answers and the chatter."""
 
     def run(lines, *options):
-        content = lines if isinstance(lines, bytes) else "".join(f"{line}\n" for line in lines).encode()
+        content = (
+            lines if isinstance(lines, bytes) else "".join(f"{line}\n" for line in lines).encode()
+        )
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), "utf-8"))
         code = cli.run("chat", [str(babbler), *map(str, options)])
         printed = capfd.readouterr()
@@ -127,7 +135,10 @@ def test_every_line_is_answered_with_all_that_was_said(chat, babbler):
     assert len(set(answers)) == 3
     notes = "(cut off after 6 tokens; /set max_new_tokens changes it)\n" * 3
     assert chat(questions, *SHORT) == (0, "".join(f"{answer}\n" for answer in answers), notes)
-    assert chat(["", questions[0], "   ", *questions[1:], "/quit", "not said"], *SHORT)[1] == chat(questions, *SHORT)[1]
+    assert (
+        chat(["", questions[0], "   ", *questions[1:], "/quit", "not said"], *SHORT)[1]
+        == chat(questions, *SHORT)[1]
+    )
 
 
 def test_every_option_changes_the_answer(chat, babbler, tmp_path):
@@ -172,7 +183,16 @@ def test_what_is_saved_is_the_conversation(chat, babbler, tmp_path):
 
 def test_reset_keeps_the_system_prompt(chat, tmp_path):
     names = [tmp_path / name for name in "abcd"]
-    said = ["/system x", "one", "/reset", f"/save {names[0]}", "/system", f"/save {names[1]}", "two", "/system y"]
+    said = [
+        "/system x",
+        "one",
+        "/reset",
+        f"/save {names[0]}",
+        "/system",
+        f"/save {names[1]}",
+        "two",
+        "/system y",
+    ]
     assert chat([*said, f"/save {names[2]}"], *SHORT)[0] == 0
     found = [json.loads(path.read_text())["messages"] for path in names[:3]]
     assert found[:2] == [[{"role": "system", "content": "x"}], []]
@@ -185,11 +205,23 @@ def test_reset_keeps_the_system_prompt(chat, tmp_path):
 def test_help_and_commands_that_are_none(chat):
     code, out, err = chat(["/help", "/quit"])
     assert (code, out) == (0, "")
-    for word in ("/reset ", "/system ", "/save ", "/load ", "/set ", "/retry ", "/undo ", "/help ", "/quit "):
+    for word in (
+        "/reset ",
+        "/system ",
+        "/save ",
+        "/load ",
+        "/set ",
+        "/retry ",
+        "/undo ",
+        "/help ",
+        "/quit ",
+    ):
         assert f"\n{word}" in f"\n{err}"
     code, out, err = chat(["/rest now", "hi"], *SHORT)
     assert (code, out != "") == (1, True)
-    assert err.startswith("error: there is no command /rest; did you mean /reset? (/help explains them")
+    assert err.startswith(
+        "error: there is no command /rest; did you mean /reset? (/help explains them"
+    )
     assert "error: there is no command /x; there are /retry, /undo" in chat(["/x"])[2]
 
 
@@ -204,14 +236,23 @@ def test_a_conversation_over_the_context(chat):
     )
     code, out, err = chat(["hi", "ho", "/reset", "hi"], "--temperature", 0)
     assert code == 1
-    assert err.count("(cut off: the model's context of 128 tokens is full, begin a new conversation with /reset)") == 2
+    assert (
+        err.count(
+            "(cut off: the model's context of 128 tokens is full, begin a new conversation with /reset)"
+        )
+        == 2
+    )
     assert err.count("error: the conversation now has ") == 1
-    assert chat(["hi"], "--max_new_tokens", 999)[2] == chat(["hi"])[2]  # where the context ends is soon enough
+    assert (
+        chat(["hi"], "--max_new_tokens", 999)[2] == chat(["hi"])[2]
+    )  # where the context ends is soon enough
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the latter in the C locale
 def test_input_that_is_not_utf_8(babbler, capfd, monkeypatch, errors):
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"/reset\ncaf\xe9\n"), "utf-8", errors))
+    monkeypatch.setattr(
+        "sys.stdin", io.TextIOWrapper(io.BytesIO(b"/reset\ncaf\xe9\n"), "utf-8", errors)
+    )
     assert cli.run("chat", [str(babbler), *SHORT]) == 1
     err = capfd.readouterr().err
     assert "of the input is not UTF-8 text: " in err
@@ -266,7 +307,9 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(chat, monkeypatch, tmp_path
 def test_settings_and_turns_change_in_the_conversation(chat, tmp_path):
     """What /set says is what the option would have said; /retry answers anew, /undo and /load change what was said."""
     plain = chat(["one", "two"], *SHORT)[1].splitlines()
-    told = chat(["one", "two"], "--max_new_tokens", 3, "--temperature", 2, "--banned_ids", "[70, 71]")[1]
+    told = chat(
+        ["one", "two"], "--max_new_tokens", 3, "--temperature", 2, "--banned_ids", "[70, 71]"
+    )[1]
     settings = ["/set max_new_tokens 3", "/set temperature=2", "/set --banned_ids [70, 71]"]
     code, out, err = chat([*settings, "one", "two", "/set"], *SHORT)
     assert (code, out) == (0, told)
@@ -288,12 +331,24 @@ def test_settings_and_turns_change_in_the_conversation(chat, tmp_path):
 
     (tmp_path / "bad.json").write_text('{"messages": ["hello"]}')
     kept, other = tmp_path / "kept.json", tmp_path / "other.json"
-    lines = ["one", "two", f"/save {kept}", f"/load {tmp_path / 'bad.json'}", "/retry", "/undo", "/undo", "one"]
+    lines = [
+        "one",
+        "two",
+        f"/save {kept}",
+        f"/load {tmp_path / 'bad.json'}",
+        "/retry",
+        "/undo",
+        "/undo",
+        "one",
+    ]
     code, out, err = chat([*lines, f"/load {kept}", f"/save {other}"], *SHORT)
     assert "error: message 0 is of type str" in err
     assert (code, out.splitlines()[:2]) == (1, plain)
     assert out.splitlines()[2] != plain[1]
-    assert out.splitlines()[2] == chat(["/set seed 2", "two"], *SHORT, "--load", kept_first(kept))[1].strip()
+    assert (
+        out.splitlines()[2]
+        == chat(["/set seed 2", "two"], *SHORT, "--load", kept_first(kept))[1].strip()
+    )
     assert "(taken back: two)\n(taken back: one)\n" in err
     assert "(loaded 4 messages)" in err
     assert other.read_text() == kept.read_text()
@@ -308,7 +363,9 @@ def kept_first(kept):
 
 def test_a_model_without_a_template_is_said(tmp_path, capfd, monkeypatch):
     tokenizer = train_sentencepiece(["the quick brown fox jumps over the lazy dog\n" * 9], 300)
-    config = LlamaConfig(vocab_size=300, num_layers=1, embed_dim=32, mlp_dim=32, num_heads=2, max_seq_len=CONTEXT)
+    config = LlamaConfig(
+        vocab_size=300, num_layers=1, embed_dim=32, mlp_dim=32, num_heads=2, max_seq_len=CONTEXT
+    )
     jllama.save(jllama.LanguageModel(config, always_a(config), tokenizer), tmp_path / "base", "hf")
     for options, said in ([], True), (["--template", "chatml"], False):
         monkeypatch.setattr("sys.stdin", None)  # closed
@@ -373,7 +430,12 @@ def test_a_sample_that_ends_at_once_names_chat(monotone, capfd):
     (letter,) = BytesTokenizer().encode("a")
     assert cli.run("sample", [str(monotone), "--prompt", "hello", "--max_new_tokens", "2"]) == 0
     assert capfd.readouterr() == ("helloaa\n", f"{monotone}\n")
-    assert cli.run("sample", [str(monotone), "--prompt", "hello", "-n", "2", "--stop_ids", f"[{letter}]"]) == 0
+    assert (
+        cli.run(
+            "sample", [str(monotone), "--prompt", "hello", "-n", "2", "--stop_ids", f"[{letter}]"]
+        )
+        == 0
+    )
     told = "a text ended at once: the model was trained to answer messages, so talk with it: jllama chat"
     assert capfd.readouterr().err == f"{monotone}\n{told} {monotone}\n"
 
@@ -388,7 +450,18 @@ def test_at_a_terminal(monotone, tmp_path):
     }
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", OWN_TERMINAL, sys.executable, "-m", "jllama", "chat", monotone, "--max_new_tokens", "0"],
+        [
+            sys.executable,
+            "-c",
+            OWN_TERMINAL,
+            sys.executable,
+            "-m",
+            "jllama",
+            "chat",
+            monotone,
+            "--max_new_tokens",
+            "0",
+        ],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,

@@ -42,7 +42,9 @@ def check(folder, *options):
     """In a process of its own: the tests' has threads, which a fork does not take along."""
     command = [sys.executable, "-m", "jllama", "check", str(folder), *options]
     environment = os.environ | {"COLUMNS": "200"}
-    return subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
 
 
 def test_each_submission_is_judged_as_if_alone(submissions):
@@ -55,7 +57,9 @@ def test_each_submission_is_judged_as_if_alone(submissions):
     assert norms["ben"] == norms["carl"] == "rms_norm ended its process, or was not done after 5 s"
     assert norms["dora"] == "ModuleNotFoundError: No module named 'nothing_of_this_name'"
     assert norms["eve"].endswith("known mistake: eps is outside the square root.")
-    assert found["ben"]["rope"].startswith("UsageError: rope is called as ``mine(x, positions, theta)``, ")
+    assert found["ben"]["rope"].startswith(
+        "UsageError: rope is called as ``mine(x, positions, theta)``, "
+    )
     assert {problem for name, problem in found["anna"].items() if name != "rms_norm"} == {None}
 
 

@@ -34,7 +34,9 @@ def python(code):
 def shell(line, **environment):
     """What a line of bash gives, where ``jllama`` is this one: exit code, stdout and stderr."""
     line = f'jllama() {{ {sys.executable} -m jllama "$@"; }}; {line}'
-    done = subprocess.run(["bash", "-c", line], capture_output=True, cwd=ROOT, env=os.environ | environment)
+    done = subprocess.run(
+        ["bash", "-c", line], capture_output=True, cwd=ROOT, env=os.environ | environment
+    )
     return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
@@ -43,8 +45,17 @@ def shell(line, **environment):
 
 def test_help_and_mistakes_do_not_import_jax():
     """Nor NumPy, Orbax, Grain: whoever asks for help or mistypes an option does not wait for them."""
-    calls = [[command, *rest] for command in cli.COMMANDS for rest in (["--help"], ["--help", "all"], ["--lr", "1"])]
-    calls += [[command] for command in BARE] + [["--version"], [], ["trian"], ["train", "quickstart", "--seed", "x"]]
+    calls = [
+        [command, *rest]
+        for command in cli.COMMANDS
+        for rest in (["--help"], ["--help", "all"], ["--lr", "1"])
+    ]
+    calls += [[command] for command in BARE] + [
+        ["--version"],
+        [],
+        ["trian"],
+        ["train", "quickstart", "--seed", "x"],
+    ]
     code = f"""
 import contextlib, io, sys
 from jllama.commands import cli
@@ -79,7 +90,14 @@ def test_help_is_a_page_without_markup(command, capsys):
     assert len(short) <= len(everything) + 700  # the examples
     for page in (short, everything):
         assert "``" not in page
-        for word in ("Literal", "typing", "Optional", "customizes", "Path to a configuration file", "%("):
+        for word in (
+            "Literal",
+            "typing",
+            "Optional",
+            "customizes",
+            "Path to a configuration file",
+            "%(",
+        ):
             assert word not in page
     title = short.split("\n\n")[1]
     assert " ".join(everything.split()).count(" ".join(title.split())) == 1
@@ -97,7 +115,10 @@ def test_help_of_train_lists_the_configurations(capsys):
 
 def test_the_version(capsys):
     assert cli.main(["--version"]) == 0
-    assert f"jllama {jllama.__version__} (jax {importlib.metadata.version('jax')}" in capsys.readouterr().out
+    assert (
+        f"jllama {jllama.__version__} (jax {importlib.metadata.version('jax')}"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("slow_s", [0, 0.3])
@@ -156,9 +177,18 @@ def test_a_checkpoint_with_and_without_its_name(argv):
 
 @pytest.mark.parametrize(
     ("command", "options"),
-    [("eval", "--data x.txt"), ("chat", ""), ("sample", ""), ("serve", "--port 0"), ("doctor", ""), ("verify", "")],
+    [
+        ("eval", "--data x.txt"),
+        ("chat", ""),
+        ("sample", ""),
+        ("serve", "--port 0"),
+        ("doctor", ""),
+        ("verify", ""),
+    ],
 )
-def test_every_command_takes_a_checkpoint_both_ways(command, options, capsys, tmp_path, monkeypatch):
+def test_every_command_takes_a_checkpoint_both_ways(
+    command, options, capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.txt").write_text("text")
     for named in (["nowhere"], ["--checkpoint", "nowhere"]):
@@ -188,10 +218,16 @@ def test_a_file_of_ones_own_comes_first(tmp_path, monkeypatch):
 
 def test_the_wheel_holds_the_configurations_and_every_package():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    packages = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "jllama").rglob("__init__.py")}
+    packages = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for path in (ROOT / "jllama").rglob("__init__.py")
+    }
     built = settings["tool"]["setuptools"]
     assert set(built["packages"]) == {*packages, "jllama.configs", "jllama.contestants"}
-    assert built["package-dir"] == {"jllama.configs": "configs", "jllama.contestants": "benchmarks/contestants"}
+    assert built["package-dir"] == {
+        "jllama.configs": "configs",
+        "jllama.contestants": "benchmarks/contestants",
+    }
     assert built["package-data"]["jllama.configs"] == ["*.yaml"]
     assert settings["project"]["scripts"] == {"jllama": "jllama.commands.cli:main"}
     assert {path.parent for path in shipped_configs().values()} == {ROOT / "configs"}
@@ -224,7 +260,9 @@ def test_closed_files_are_not_reused_for_others(tmp_path):
         "import os; os.close(2); import sys; sys.stderr = None; from jllama.commands import cli; "
         "cli.main(['trian']); fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT); os.write(2, b'noise'); print(fd)"
     )
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "file"], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "file"], capture_output=True, text=True, cwd=ROOT
+    )
     assert int(done.stdout) > 2
     assert (tmp_path / "file").read_bytes() == b""
 
@@ -241,7 +279,9 @@ def test_sampling_and_chatting_with_closed_streams(small_run):
     assert (code, out.count("\\xe9")) == (0, 2)
     chat = f"jllama chat {small_run.folder} --template chatml --max_new_tokens 2"
     assert shell(f"{chat} <&-")[:2] == (0, "")
-    code, out, err = shell(f"echo the | {chat} >&-")  # the answer does not fit the context of 32, and that is said
+    code, out, err = shell(
+        f"echo the | {chat} >&-"
+    )  # the answer does not fit the context of 32, and that is said
     assert (code, out, "error: " in err, "Traceback" in err) == (1, "", True, False)
 
 
@@ -252,7 +292,10 @@ def test_sampling_and_chatting_with_closed_streams(small_run):
     ("problem", "said"),
     [
         (MemoryError(), "error: there is not enough memory\n"),
-        (MemoryError("Unable to allocate 16 GiB"), "error: there is not enough memory: Unable to allocate 16 GiB\n"),
+        (
+            MemoryError("Unable to allocate 16 GiB"),
+            "error: there is not enough memory: Unable to allocate 16 GiB\n",
+        ),
         (
             RuntimeError("RESOURCE_EXHAUSTED: Out of\nmemory"),
             "error: the device's memory is full (RESOURCE_EXHAUSTED: ",
@@ -295,7 +338,10 @@ def test_tab_completion(line, expected, tmp_path):
     pytest.importorskip("argcomplete")
     asked = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9", "_ARGCOMPLETE": "1"}
     out = tmp_path / "out"
-    assert shell("jllama", **asked, _ARGCOMPLETE_STDOUT_FILENAME=str(out), _ARGCOMPLETE_IFS="\n")[0] == 0
+    assert (
+        shell("jllama", **asked, _ARGCOMPLETE_STDOUT_FILENAME=str(out), _ARGCOMPLETE_IFS="\n")[0]
+        == 0
+    )
     found = [word.strip() for word in out.read_text().split("\n")]
     assert set(expected) <= set(found)
     if len(expected) == 1:
@@ -308,8 +354,14 @@ def test_tab_completion(line, expected, tmp_path):
 def test_a_batch_that_cannot_fit_is_refused_before_it_is_made(small_run, capsys):
     for option, said in (
         ("-n 100000000", "n is 100000000; it must be at least 1 and at most 100,000"),
-        ("--batch_size 100000000", "batch_size is 100000000; it must be at least 1 and at most 100,000"),
-        ("--speculate 100000000", "speculate is 100000000; it must be from 0 to below the model's context, 32"),
+        (
+            "--batch_size 100000000",
+            "batch_size is 100000000; it must be at least 1 and at most 100,000",
+        ),
+        (
+            "--speculate 100000000",
+            "speculate is 100000000; it must be from 0 to below the model's context, 32",
+        ),
     ):
         assert cli.run("sample", [str(small_run.folder), *option.split()]) == 2
         assert said in capsys.readouterr().err
@@ -320,9 +372,13 @@ def test_a_large_model_of_many_rows(monkeypatch):
 
     large = jllama.preset("llama3.1-8b")
     check_batch(large, 1)
-    monkeypatch.setattr(os, "sysconf", lambda name: 4096 if name == "SC_PAGE_SIZE" else 4 * 2**18)  # 4 GiB
+    monkeypatch.setattr(
+        os, "sysconf", lambda name: 4096 if name == "SC_PAGE_SIZE" else 4 * 2**18
+    )  # 4 GiB
     check_batch(large, 100)
-    with pytest.raises(jllama.UsageError, match=r"^100,000 texts at once take at least 1,\d\d\d GiB of memory, and"):
+    with pytest.raises(
+        jllama.UsageError, match=r"^100,000 texts at once take at least 1,\d\d\d GiB of memory, and"
+    ):
         check_batch(large, 100_000)
 
 
@@ -334,7 +390,16 @@ def test_sampling_in_the_64_bit_mode_gives_the_same_text(small_run):
 
     def text():
         out = io.StringIO()
-        given = [str(small_run.folder), "--prompt", "the ", "--max_new_tokens", "8", "--speculate", "2", "--json"]
+        given = [
+            str(small_run.folder),
+            "--prompt",
+            "the ",
+            "--max_new_tokens",
+            "8",
+            "--speculate",
+            "2",
+            "--json",
+        ]
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
             assert cli.run("sample", [*given, "--top_k", "9", "--frequency_penalty", "0.5"]) == 0
         return json.loads(out.getvalue())
@@ -346,8 +411,30 @@ def test_sampling_in_the_64_bit_mode_gives_the_same_text(small_run):
 
 # Anything at all
 
-JUNK = ["", "nan", "1e999", "{", "[" * 5000, "\0", "\ud800", "é", "&a [*a]", "0001-99-99", "9" * 6000, "--", "- 1"]
-JUNK += ["{1: 2}", "[null]", "!!python/object/apply:os.getpid []", "{class_path: os.getpid}", "a\nb", "/dev/null", "."]
+JUNK = [
+    "",
+    "nan",
+    "1e999",
+    "{",
+    "[" * 5000,
+    "\0",
+    "\ud800",
+    "é",
+    "&a [*a]",
+    "0001-99-99",
+    "9" * 6000,
+    "--",
+    "- 1",
+]
+JUNK += [
+    "{1: 2}",
+    "[null]",
+    "!!python/object/apply:os.getpid []",
+    "{class_path: os.getpid}",
+    "a\nb",
+    "/dev/null",
+    ".",
+]
 NAMES = {
     TrainConfig: "model model.num_layers model.rope_scaling model.rope_scaling.type training.remat data.path seed",
     SampleOptions: "checkpoint n stop stop_ids logit_bias banned_ids echo dtype rope_factor top_p json",
@@ -358,7 +445,9 @@ NAMES = {
 @given(st.data())
 def test_any_value_of_any_option_is_taken_or_answered_in_a_sentence(data):
     options = data.draw(st.sampled_from([*NAMES]))
-    name = data.draw(st.sampled_from(["config", "print_config", "no_such", *NAMES[options].split()]))
+    name = data.draw(
+        st.sampled_from(["config", "print_config", "no_such", *NAMES[options].split()])
+    )
     value = data.draw(st.sampled_from(JUNK) | st.text(max_size=20))
     argv = [f"--{name}={value}"] if data.draw(st.booleans()) else [f"--{name}", value]
     said, code = "", 0
@@ -370,4 +459,6 @@ def test_any_value_of_any_option_is_taken_or_answered_in_a_sentence(data):
     except SystemExit as stop:  # --print_config
         code = stop.code
     assert code == 0
-    assert not any(word in said for word in ("typing", "Literal", "<class", "Optional", "Parser key"))
+    assert not any(
+        word in said for word in ("typing", "Literal", "<class", "Optional", "Parser key")
+    )

@@ -51,7 +51,9 @@ def refused(place, capsys):
     """Convert what must not be converted; returns the one sentence, once nothing was found written."""
 
     def run(source, *options, to="hf", code=1):
-        found = cli.run("convert", [str(source), str(place / "out" / "model"), "--to", to, *map(str, options)])
+        found = cli.run(
+            "convert", [str(source), str(place / "out" / "model"), "--to", to, *map(str, options)]
+        )
         printed = capsys.readouterr()
         assert found == code, printed.err
         assert printed.out == ""
@@ -81,22 +83,37 @@ def training(workshop, source, run, *more):
 @pytest.mark.slow
 def test_a_user_converts_samples_and_trains_on(workshop, models, tmp_path):
     """In processes of their own: GGUF to Hugging Face's format, then sampled, then trained on."""
-    done = workshop.finish(workshop.start("-m", "jllama", "convert", models / "gguf", tmp_path / "hf", "--to", "hf"))
+    done = workshop.finish(
+        workshop.start("-m", "jllama", "convert", models / "gguf", tmp_path / "hf", "--to", "hf")
+    )
     assert done.code == 0, done.err
     assert done.out == ""
     report, check = done.err.splitlines()
-    assert report.startswith("llama, 2 layers, 34,720 parameters, float32, tokenizer of 300 tokens -> ")
+    assert report.startswith(
+        "llama, 2 layers, 34,720 parameters, float32, tokenizer of 300 tokens -> "
+    )
     assert f" -> {tmp_path / 'hf'}, " in report
     assert " kB in " in report
     assert check == f"check it: python -m jllama verify {tmp_path / 'hf'}"
-    options = ["--checkpoint", tmp_path / "hf", "--prompt", "the", "--max_new_tokens", 4, "--temperature", 0]
+    options = [
+        "--checkpoint",
+        tmp_path / "hf",
+        "--prompt",
+        "the",
+        "--max_new_tokens",
+        4,
+        "--temperature",
+        0,
+    ]
     sampled = workshop.finish(workshop.start("sample.py", *options))
     assert sampled.code == 0, sampled.err
     assert sampled.out.startswith("the")
     argv = training(workshop, tmp_path / "hf", tmp_path / "run", "--training.eval_every=2")
 
     def train(steps, *more):
-        return workshop.finish(workshop.start("train.py", *argv, f"--training.steps={steps}", *more))
+        return workshop.finish(
+            workshop.start("train.py", *argv, f"--training.steps={steps}", *more)
+        )
 
     trained = train(2)
     assert trained.code == 0, trained.err
@@ -120,15 +137,27 @@ def test_training_begins_from_the_very_weights(workshop, models, tmp_path):
     ("options", "code", "said"),
     [
         (["--model.num_layers", "3"], 2, "model.num_layers is 3; it must be 2, as in "),
-        (["--data.tokenizer", "bytes"], 2, "data.tokenizer is bytes; it must be left out: init_from brings its own"),
-        (["--training.seq_len", "65"], 2, "training.seq_len is 65; it must be at most model.max_seq_len, 64"),
+        (
+            ["--data.tokenizer", "bytes"],
+            2,
+            "data.tokenizer is bytes; it must be left out: init_from brings its own",
+        ),
+        (
+            ["--training.seq_len", "65"],
+            2,
+            "training.seq_len is 65; it must be at most model.max_seq_len, 64",
+        ),
         (["--init_from", "nowhere"], 1, "there is no checkpoint at nowhere"),
         (
             ["--rope_factor", "8"],
             2,
             "is not a folder with params.json and consolidated.*.pth, so it has no rope_factor 8",
         ),
-        (["--rope_factor", "8", "--init_from", ""], 2, "rope_factor is 8.0; it must be left out without init_from"),
+        (
+            ["--rope_factor", "8", "--init_from", ""],
+            2,
+            "rope_factor is 8.0; it must be left out without init_from",
+        ),
     ],
 )
 def test_what_cannot_be_trained_on(workshop, models, tmp_path, capsys, options, code, said):
@@ -146,7 +175,9 @@ def test_every_file_cut_short(place, refused, to):
     files = (
         [source]
         if source.is_file()
-        else sorted(path for path in source.rglob("*") if path.suffix in (".safetensors", ".pth", ".bin"))
+        else sorted(
+            path for path in source.rglob("*") if path.suffix in (".safetensors", ".pth", ".bin")
+        )
     )
     for path in files:
         whole = path.read_bytes()
@@ -160,7 +191,9 @@ def test_a_damaged_run(workshop, place):
     source = place / "in" / "orbax"
     for path in (source / "checkpoints").rglob("d/*"):
         path.write_bytes(path.read_bytes()[:10])
-    done = workshop.finish(workshop.start("-m", "jllama", "convert", source, place / "out" / "model", "--to", "hf"))
+    done = workshop.finish(
+        workshop.start("-m", "jllama", "convert", source, place / "out" / "model", "--to", "hf")
+    )
     assert done.code == 1
     assert "cannot be read" in done.err
     assert done.err.count("\n") == 1
@@ -191,7 +224,11 @@ def test_names_that_point_outside(place, refused):
     weights = folder / "model.safetensors"
     tensors = safetensors.numpy.load_file(weights)
     weights.rename(place / "outside.safetensors")
-    for outside in ("../outside.safetensors", str(place / "outside.safetensors"), "sub/../../outside.safetensors"):
+    for outside in (
+        "../outside.safetensors",
+        str(place / "outside.safetensors"),
+        "sub/../../outside.safetensors",
+    ):
         index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, outside)}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         assert outside in refused(folder)
@@ -214,7 +251,10 @@ def test_headers_that_claim_absurd_sizes(place, refused):
         gguf.write_bytes(whole[:start] + struct.pack("<Q", 2**61) + whole[start + 8 :])
         assert str(gguf) in refused(gguf)
     model = place / "in" / "llama2c" / "model.bin"
-    model.write_bytes(struct.pack("<7i", 2**30, 2**30, 2**30, 2**30, 2**30, -(2**30), 2**30) + model.read_bytes()[28:])
+    model.write_bytes(
+        struct.pack("<7i", 2**30, 2**30, 2**30, 2**30, 2**30, -(2**30), 2**30)
+        + model.read_bytes()[28:]
+    )
     assert "llama2c" in refused(place / "in" / "llama2c")
 
 
@@ -244,20 +284,27 @@ def test_a_missing_shard(place, refused):
 
 
 def test_scaled_rope_asks_for_its_factor(place, refused, capsys):
-    scaled = LlamaConfig(**{**vars(CONFIG), "rope_scaling": Llama3Scaling(32.0), "rope_theta": 500_000.0})
+    scaled = LlamaConfig(
+        **{**vars(CONFIG), "rope_scaling": Llama3Scaling(32.0), "rope_theta": 500_000.0}
+    )
     save(LanguageModel(scaled, random_params(scaled, 0)), place / "meta", "meta")
     fields = json.loads((place / "meta" / "params.json").read_text())
     del fields["rope_scaling_factor"]
     (place / "meta" / "params.json").write_text(json.dumps(fields))
     assert "rope_factor" in refused(place / "meta")
     target = place / "out" / "model"
-    assert cli.run("convert", [str(place / "meta"), str(target), "--to", "hf", "--rope_factor", "32"]) == 0
+    assert (
+        cli.run("convert", [str(place / "meta"), str(target), "--to", "hf", "--rope_factor", "32"])
+        == 0
+    )
     assert load(target).config.rope_scaling == scaled.rope_scaling
     capsys.readouterr()
 
 
 def test_training_is_told_the_factor(place, workshop, capsys):
-    scaled = LlamaConfig(**{**vars(CONFIG), "rope_scaling": Llama3Scaling(32.0), "rope_theta": 500_000.0})
+    scaled = LlamaConfig(
+        **{**vars(CONFIG), "rope_scaling": Llama3Scaling(32.0), "rope_theta": 500_000.0}
+    )
     save(LanguageModel(scaled, random_params(scaled, 0), BytesTokenizer()), place / "meta", "meta")
     fields = json.loads((place / "meta" / "params.json").read_text())
     factor = fields.pop("rope_scaling_factor")
@@ -280,8 +327,9 @@ def test_doctor_knows_presets_and_every_format(models, capsys):
 
 def test_usage(place, refused, capsys):
     hf = place / "in" / "hf"
-    assert "to is 'onnx'; it must be one of gguf, meta, llama2c, hf, orbax, peft, gguf-lora\n" in refused(
-        hf, to="onnx", code=2
+    assert (
+        "to is 'onnx'; it must be one of gguf, meta, llama2c, hf, orbax, peft, gguf-lora\n"
+        in refused(hf, to="onnx", code=2)
     )
     message = refused(hf, "--dtype", "q4_k_m", code=2, to="gguf")
     assert (
@@ -290,8 +338,13 @@ def test_usage(place, refused, capsys):
     )
     assert "run llama.cpp's llama-quantize on a GGUF file" in message
     shard = place / "in" / "meta" / "consolidated.00.pth"
-    assert f"{shard} is no checkpoint by itself: give its folder, {place / 'in' / 'meta'}" in refused(shard)
-    assert "with hf it must be one of float32, bfloat16, float16" in refused(hf, "--dtype", "q8_0", code=2)
+    assert (
+        f"{shard} is no checkpoint by itself: give its folder, {place / 'in' / 'meta'}"
+        in refused(shard)
+    )
+    assert "with hf it must be one of float32, bfloat16, float16" in refused(
+        hf, "--dtype", "q8_0", code=2
+    )
     assert "so it has no rope_factor 8.0: leave out the rope_factor" in refused(
         place / "in" / "hf", "--rope_factor", "8", code=2
     )
@@ -309,7 +362,9 @@ def test_the_destination_exists(place, models, capsys):
     assert cli.run("convert", argv) == 1
     assert "or set overwrite to replace it" in capsys.readouterr().err
     assert cli.run("convert", [*argv, "--overwrite"]) == 1
-    assert "holds mine, more or less than a checkpoint, and stays as it is" in capsys.readouterr().err
+    assert (
+        "holds mine, more or less than a checkpoint, and stays as it is" in capsys.readouterr().err
+    )
     assert [path.name for path in target.iterdir()] == ["mine"]
     (target / "mine").unlink()
     shutil.copytree(models / "llama2c", target, dirs_exist_ok=True)
@@ -333,10 +388,16 @@ def test_the_format_is_read_off_the_target(place, capsys):
     """And the report says what was converted, to what, and how to check it."""
     for name, format, dtype in (("x.gguf", "gguf", "bfloat16"), ("x.bin", "llama2c", "float32")):
         target = place / "out" / name
-        argv = [str(place / "in" / "hf"), str(target), *(["--dtype", dtype] if format == "gguf" else [])]
+        argv = [
+            str(place / "in" / "hf"),
+            str(target),
+            *(["--dtype", dtype] if format == "gguf" else []),
+        ]
         assert cli.run("convert", argv, "jllama convert") == 0
         report, check = capsys.readouterr().err.splitlines()
-        assert report.startswith(f"llama, 2 layers, 34,720 parameters, {dtype}, tokenizer of 300 tokens -> {target}, ")
+        assert report.startswith(
+            f"llama, 2 layers, 34,720 parameters, {dtype}, tokenizer of 300 tokens -> {target}, "
+        )
         assert check == f"check it: jllama verify {target}"
         assert registry._format_of(target) == format
     assert cli.run("convert", [str(place / "in" / "hf"), str(place / "out" / "x")]) == 2
@@ -344,11 +405,17 @@ def test_the_format_is_read_off_the_target(place, capsys):
         capsys.readouterr().err
         == "error: to is ''; it must be one of gguf, meta, llama2c, hf, orbax, peft, gguf-lora\n"
     )
-    assert cli.run("convert", [str(place / "in" / "gguf"), str(place / "out" / "none"), "--to", "hf"]) == 0
+    assert (
+        cli.run("convert", [str(place / "in" / "gguf"), str(place / "out" / "none"), "--to", "hf"])
+        == 0
+    )
     for name in ("tokenizer.json", "tokenizer.model"):
         (place / "out" / "none" / name).unlink()
     capsys.readouterr()
-    assert cli.run("convert", [str(place / "out" / "none"), str(place / "out" / "y"), "--to", "meta"]) == 0
+    assert (
+        cli.run("convert", [str(place / "out" / "none"), str(place / "out" / "y"), "--to", "meta"])
+        == 0
+    )
     assert ", float32, no tokenizer -> " in capsys.readouterr().err
 
 

@@ -20,7 +20,9 @@ from jllama.config import LlamaConfig
 from jllama.model import initial_params
 from jllama.templates.messages import TEMPLATES, conversation_tokens
 
-TOKENIZER = trained_smollm(["the goats live in a lighthouse with the keeper, don't they? 12 héllo\n" * 20], 350)
+TOKENIZER = trained_smollm(
+    ["the goats live in a lighthouse with the keeper, don't they? 12 héllo\n" * 20], 350
+)
 TURNS = "{% for m in messages %}{% if loop.index0 % 2 != (m.role == 'assistant') %}{{ raise_exception('take turns') }}"
 TURNS += "{% endif %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}"
 
@@ -34,7 +36,14 @@ def assistant(text):
 
 
 CHATS = [
-    {"messages": [user("Who?"), assistant("The keeper é."), user("And?"), assistant("<|im_end|> Two goats \x1b[2J.")]},
+    {
+        "messages": [
+            user("Who?"),
+            assistant("The keeper é."),
+            user("And?"),
+            assistant("<|im_end|> Two goats \x1b[2J."),
+        ]
+    },
     {"prompt": "Where?", "completion": "In a lighthouse."},
     {"text": "the goats"},
     {"messages": [{"role": "system", "content": "Be brief."}, user("Why?"), assistant("12 " * 40)]},
@@ -45,10 +54,15 @@ CHATS = [
 def place(tmp_path_factory):
     """A model, the same with a template that refuses, one without a tokenizer, and a file of chats."""
     folder = tmp_path_factory.mktemp("data")
-    config = LlamaConfig(vocab_size=TOKENIZER.vocab_size, num_layers=1, embed_dim=32, mlp_dim=32, num_heads=2)
+    config = LlamaConfig(
+        vocab_size=TOKENIZER.vocab_size, num_layers=1, embed_dim=32, mlp_dim=32, num_heads=2
+    )
     shapes = jax.eval_shape(lambda key: initial_params(key, config), jax.random.key(0))
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
-    for name, tokenizer, template in [("model", TOKENIZER, TEMPLATES["chatml"]), ("turns", TOKENIZER, TURNS)]:
+    for name, tokenizer, template in [
+        ("model", TOKENIZER, TEMPLATES["chatml"]),
+        ("turns", TOKENIZER, TURNS),
+    ]:
         jllama.save(jllama.LanguageModel(config, params, tokenizer, template), folder / name, "hf")
     jllama.save(jllama.LanguageModel(config, params), folder / "mute", "hf")
     write(folder / "chat.jsonl", CHATS)
@@ -63,7 +77,9 @@ def write(path, records):
 def show(*arguments):
     """What the command gives as a user runs it: exit code, stdout and stderr."""
     command = [sys.executable, "-m", "jllama", "data", "show", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "utf-8"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "utf-8"}
+    )
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout, done.stderr
 
@@ -93,10 +109,14 @@ And?<|im_end|>
 
 
 def test_json_is_what_training_gets(place):
-    code, out, err = show(place / "chat.jsonl", "--model", place / "model", "--json", "--count", 9, "--seq_len", 80)
+    code, out, err = show(
+        place / "chat.jsonl", "--model", place / "model", "--json", "--count", 9, "--seq_len", 80
+    )
     *shown, sums = map(json.loads, out.splitlines())
     assert (code, err) == (0, "")
-    assert [each["where"] for each in shown] == [f"{place}/chat.jsonl line {number}" for number in (1, 2, 3, 4)]
+    assert [each["where"] for each in shown] == [
+        f"{place}/chat.jsonl line {number}" for number in (1, 2, 3, 4)
+    ]
     found = conversation_tokens(TOKENIZER, TEMPLATES["chatml"], CHATS[3]["messages"], [2])
     assert (shown[3]["tokens"], shown[3]["counted"]) == found
     assert sums == {
@@ -111,22 +131,44 @@ def test_at_a_terminal_there_is_color(place, monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert cli.run("data", ["show", str(place / "chat.jsonl"), "--model", str(place / "model"), "--count", "1"]) == 0
+    assert (
+        cli.run(
+            "data",
+            ["show", str(place / "chat.jsonl"), "--model", str(place / "model"), "--count", "1"],
+        )
+        == 0
+    )
     out = capsys.readouterr().out
-    assert "\x1b[1;32mThe keeper é.\x1b[0m\x1b[1;32m<|im_end|>\x1b[0m\n<|im_start|>user\nAnd?<|im_end|>\n" in out
+    assert (
+        "\x1b[1;32mThe keeper é.\x1b[0m\x1b[1;32m<|im_end|>\x1b[0m\n<|im_start|>user\nAnd?<|im_end|>\n"
+        in out
+    )
     assert "\x1b[2J" not in out
     assert "⟦" not in out
 
 
 def test_another_template_than_the_checkpoints(place, tmp_path, capsys):
-    (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}")
-    arguments = ["show", str(place / "chat.jsonl"), "--model", str(place / "model"), "--count", "2", "--chat_template"]
+    (tmp_path / "mine.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    )
+    arguments = [
+        "show",
+        str(place / "chat.jsonl"),
+        "--model",
+        str(place / "model"),
+        "--count",
+        "2",
+        "--chat_template",
+    ]
     assert cli.run("data", [*arguments, str(tmp_path / "mine.jinja")]) == 0
     assert "user: Where?assistant: ⟦In a lighthouse.⟧" in capsys.readouterr().out
     assert cli.run("data", [*arguments, "chatml"]) == 0
     assert "<|im_start|>user\nWhere?<|im_end|>" in capsys.readouterr().out
     assert cli.run("data", [*arguments, "nowhere.jinja"]) == 1
-    assert "the template 'nowhere.jinja' cannot be read: give a file or one of chatml, " in capsys.readouterr().err
+    assert (
+        "the template 'nowhere.jinja' cannot be read: give a file or one of chatml, "
+        in capsys.readouterr().err
+    )
 
 
 def answer(shown):
@@ -137,9 +179,19 @@ def answer(shown):
 def test_every_kind_of_file_and_pairs(place, tmp_path, capsys):
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         file.write(json.dumps(CHATS[0]) + "\n")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": CHATS[0]["messages"]}]), tmp_path / "b.parquet")
-    write(tmp_path / "c.jsonl", [{"prompt": "Who?", "chosen": "The keeper.", "rejected": "Nobody."}])
-    assert cli.run("data", ["show", str(tmp_path), "--model", str(place / "model"), "--json", "--count", "9"]) == 0
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{"messages": CHATS[0]["messages"]}]), tmp_path / "b.parquet"
+    )
+    write(
+        tmp_path / "c.jsonl", [{"prompt": "Who?", "chosen": "The keeper.", "rejected": "Nobody."}]
+    )
+    assert (
+        cli.run(
+            "data",
+            ["show", str(tmp_path), "--model", str(place / "model"), "--json", "--count", "9"],
+        )
+        == 0
+    )
     first, second, chosen, rejected, sums = map(json.loads, capsys.readouterr().out.splitlines())
     assert first["tokens"] == second["tokens"]
     assert second["where"] == f"{tmp_path}/b.parquet row 1"
@@ -152,10 +204,22 @@ def test_every_kind_of_file_and_pairs(place, tmp_path, capsys):
 
 def test_pairs_are_numbered_and_what_may_not_be_meant_is_said(place, tmp_path, capsys):
     pairs = [{"prompt": "Who?", "chosen": "The keeper.", "rejected": "Nobody."}]
-    pairs += [{"prompt": "Why " * 50, "chosen": "", "rejected": "12"}, {"prompt": "q", "chosen": "a", "rejected": "a"}]
+    pairs += [
+        {"prompt": "Why " * 50, "chosen": "", "rejected": "12"},
+        {"prompt": "q", "chosen": "a", "rejected": "a"},
+    ]
     pairs[1]["chosen"] = [assistant("")]
     path = write(tmp_path / "c.jsonl", pairs)
-    arguments = ["show", str(path), "--model", str(place / "model"), "--count", "3", "--seq_len", "40"]
+    arguments = [
+        "show",
+        str(path),
+        "--model",
+        str(place / "model"),
+        "--count",
+        "3",
+        "--seq_len",
+        "40",
+    ]
     assert cli.run("data", arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(": ")[0] for line in lines if line.endswith("tokens count")] == [
@@ -163,7 +227,9 @@ def test_pairs_are_numbered_and_what_may_not_be_meant_is_said(place, tmp_path, c
         f"pair 1, rejected, {path} line 1",
         f"pair 2, chosen, {path} line 2",
     ]
-    said = lines.index(next(line for line in lines if line.startswith("6 conversations in 3 pairs: ")))
+    said = lines.index(
+        next(line for line in lines if line.startswith("6 conversations in 3 pairs: "))
+    )
     assert sorted(lines[said + 1 :]) == [
         "answers that are empty: 1",
         "left out, as no token to learn is among the first training.seq_len + 1: 1",
@@ -178,7 +244,9 @@ def test_pairs_are_numbered_and_what_may_not_be_meant_is_said(place, tmp_path, c
 def test_all_bad_rows_are_named(place, tmp_path, capsys):
     deep = {"messages": CHATS[0]["messages"], "tools": "[" * 100_000}
     path = write(tmp_path / "bad.jsonl", [{"messages": [user("a")]}, CHATS[0], deep])
-    assert cli.run("data", ["show", str(path), "--model", str(place / "model"), "--count", "0"]) == 1
+    assert (
+        cli.run("data", ["show", str(path), "--model", str(place / "model"), "--count", "0"]) == 1
+    )
     out, err = capsys.readouterr()
     assert out == ""
     first, *named = err.splitlines()
@@ -198,9 +266,13 @@ def test_all_bad_rows_are_named(place, tmp_path, capsys):
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, str) else None,
 )  # fmt: skip
-def test_what_is_no_conversation_is_refused_by_its_line(place, tmp_path, capsys, records, line, said):
+def test_what_is_no_conversation_is_refused_by_its_line(
+    place, tmp_path, capsys, records, line, said
+):
     path = write(tmp_path / "bad.jsonl", records)
-    assert cli.run("data", ["show", str(path), "--model", str(place / "model"), "--count", "0"]) == 1
+    assert (
+        cli.run("data", ["show", str(path), "--model", str(place / "model"), "--count", "0"]) == 1
+    )
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(f"error: {path} line {line}")
@@ -225,8 +297,16 @@ def test_lines_that_are_refused_as_users_see_it(place, tmp_path):
     [
         (["shw", "chat.jsonl", "--model", "model"], 2, "action is 'shw'; it must be one of show"),
         (["show", "chat.jsonl"], 2, "model is missing; usage: "),
-        (["show", "chat.jsonl", "--model", "model", "--count", "-1"], 2, "count is -1; it must be 0 or more"),
-        (["show", "chat.jsonl", "--model", "model", "--columns", "3"], 2, "there is no option columns"),
+        (
+            ["show", "chat.jsonl", "--model", "model", "--count", "-1"],
+            2,
+            "count is -1; it must be 0 or more",
+        ),
+        (
+            ["show", "chat.jsonl", "--model", "model", "--columns", "3"],
+            2,
+            "there is no option columns",
+        ),
         (["show", "chat.jsonl", "--model", "nowhere"], 1, "there is no checkpoint at nowhere"),
         (["show", "chat.jsonl", "--model", "mute"], 1, "mute has no tokenizer"),
         (["show", "none.jsonl", "--model", "model"], 1, "'none.jsonl' has no files"),
@@ -235,7 +315,9 @@ def test_lines_that_are_refused_as_users_see_it(place, tmp_path):
 )
 def test_mistakes(place, monkeypatch, capsys, arguments, code, said):
     monkeypatch.chdir(place)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"title": "a"}]), place / "plain.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{"title": "a"}]), place / "plain.parquet"
+    )
     assert cli.run("data", arguments) == code
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)

@@ -6,7 +6,16 @@ import json
 import pytest
 import yaml
 
-TINY = ("--model.vocab_size", 264, "--training.steps", 2, "--training.eval_every", 2, "--training.sample_tokens", 0)
+TINY = (
+    "--model.vocab_size",
+    264,
+    "--training.steps",
+    2,
+    "--training.eval_every",
+    2,
+    "--training.sample_tokens",
+    0,
+)
 
 
 @pytest.mark.slow
@@ -40,11 +49,17 @@ def shardings(run, step):
 
 
 @pytest.mark.slow
-def test_rules_in_a_configuration_split_the_parameters_and_a_mesh_samples_what_one_device_does(workshop, tmp_path):
+def test_rules_in_a_configuration_split_the_parameters_and_a_mesh_samples_what_one_device_does(
+    workshop, tmp_path
+):
     rules = {"mlp": ["fsdp"], "embed": [], "vocab": ["tensor"]}
-    (tmp_path / "mesh.yaml").write_text(yaml.safe_dump({"mesh": {"fsdp": 2, "tensor": 2, "rules": rules}}))
+    (tmp_path / "mesh.yaml").write_text(
+        yaml.safe_dump({"mesh": {"fsdp": 2, "tensor": 2, "rules": rules}})
+    )
     run = tmp_path / "run"
-    done = workshop.finish(workshop.train(run, *TINY, "--config", tmp_path / "mesh.yaml", devices=4))
+    done = workshop.finish(
+        workshop.train(run, *TINY, "--config", tmp_path / "mesh.yaml", devices=4)
+    )
     assert done.code == 0, done.err
     split = shardings(run, 2)
     assert split["embed"] == ["tensor", None]
@@ -72,9 +87,18 @@ def test_rules_in_a_configuration_split_the_parameters_and_a_mesh_samples_what_o
             ("--mesh.fsdp", 3),
             "no axis of layers/wq, of sizes [32], divides 3 ways: the nearest mesh.fsdp that one does is 2",
         ),
-        (("--mesh.data", 3), "training.batch_size is 8; it must be a multiple of 3 device(s) times 1 part(s)"),
-        (("--mesh.sequence", 3), "training.seq_len is 32; it must be a multiple of mesh.sequence, 3"),
-        (("--training.reduce_dtype", "bfloat16"), "training.reduce_dtype is bfloat16; it must be float32 on CPUs"),
+        (
+            ("--mesh.data", 3),
+            "training.batch_size is 8; it must be a multiple of 3 device(s) times 1 part(s)",
+        ),
+        (
+            ("--mesh.sequence", 3),
+            "training.seq_len is 32; it must be a multiple of mesh.sequence, 3",
+        ),
+        (
+            ("--training.reduce_dtype", "bfloat16"),
+            "training.reduce_dtype is bfloat16; it must be float32 on CPUs",
+        ),
     ],
 )
 def test_what_does_not_divide_is_refused_with_what_would(workshop, tmp_path, arguments, said):

@@ -24,10 +24,21 @@ def start(workshop):
     """A run of so many processes, all with the same options, or ``own`` ones of each besides."""
 
     def begin(run, count, *options, own=None, devices=1):
-        meeting = ("--distributed.coordinator", f"127.0.0.1:{free_port()}", "--distributed.num_processes", count)
+        meeting = (
+            "--distributed.coordinator",
+            f"127.0.0.1:{free_port()}",
+            "--distributed.num_processes",
+            count,
+        )
         return [
             workshop.train(
-                run, *options, *meeting, "--distributed.process_id", index, *(own or {}).get(index, ()), devices=devices
+                run,
+                *options,
+                *meeting,
+                "--distributed.process_id",
+                index,
+                *(own or {}).get(index, ()),
+                devices=devices,
             )
             for index in range(count)
         ]
@@ -41,7 +52,9 @@ def wait_for_step(read_run, processes, run, step):
         if max(read_run.losses(run), default=0) >= step:
             return
         time.sleep(0.05)
-    raise AssertionError([process.communicate()[1] for process in processes if process.poll() is not None])
+    raise AssertionError(
+        [process.communicate()[1] for process in processes if process.poll() is not None]
+    )
 
 
 def last_line(err):
@@ -61,14 +74,24 @@ def assert_same_curve(read_run, run, other):
 def test_two_processes_give_the_curve_of_one(small_run, workshop, read_run, start, tmp_path):
     """The second holds half of the parameters and of each batch; process 0 alone writes, and both say the same end."""
     run = tmp_path / "run"
-    done = [workshop.finish(each) for each in start(run, 2, "--mesh.fsdp", 2, "--training.eval_every", STEPS)]
+    done = [
+        workshop.finish(each)
+        for each in start(run, 2, "--mesh.fsdp", 2, "--training.eval_every", STEPS)
+    ]
     assert [each.code for each in done] == [0, 0], done[1].err
     assert "parameters on 2 x cpu" in done[0].err.lower()
     assert done[1].err == ""
     assert_same_curve(read_run, run, small_run.folder)
-    assert read_run.lines(run, "samples.jsonl") == read_run.lines(small_run.folder, "samples.jsonl")[-1:]
-    assert {path.name for path in run.iterdir()} == {path.name for path in small_run.folder.iterdir()}
-    assert "distributed:\n  coordinator: ''" in (run / "config.yaml").read_text()  # so it starts again as it likes
+    assert (
+        read_run.lines(run, "samples.jsonl")
+        == read_run.lines(small_run.folder, "samples.jsonl")[-1:]
+    )
+    assert {path.name for path in run.iterdir()} == {
+        path.name for path in small_run.folder.iterdir()
+    }
+    assert (
+        "distributed:\n  coordinator: ''" in (run / "config.yaml").read_text()
+    )  # so it starts again as it likes
 
 
 @pytest.mark.slow
@@ -90,7 +113,9 @@ def test_a_run_goes_on_with_any_number_of_processes(small_run, workshop, read_ru
     assert two[1].wait() == -signal.SIGKILL
     left = workshop.finish(two[0])
     assert left.code == 1
-    assert last_line(left.err).startswith("error: a process has died, failed, not come or been silent for 30 s: ")
+    assert last_line(left.err).startswith(
+        "error: a process has died, failed, not come or been silent for 30 s: "
+    )
     assert stopped < read_run.steps(run)[-1] < STEPS
 
     done = workshop.finish(workshop.train(run, *OFTEN))
@@ -101,7 +126,10 @@ def test_a_run_goes_on_with_any_number_of_processes(small_run, workshop, read_ru
 @pytest.mark.slow
 def test_a_run_goes_on_with_any_number_of_devices(small_run, workshop, read_run, tmp_path):
     """Eight, one, four: a checkpoint is read straight into the new split."""
-    run, meshes = tmp_path / "run", {8: ("--mesh.fsdp", 4, "--mesh.sequence", 2), 1: (), 4: ("--mesh.fsdp", 2)}
+    run, meshes = (
+        tmp_path / "run",
+        {8: ("--mesh.fsdp", 4, "--mesh.sequence", 2), 1: (), 4: ("--mesh.fsdp", 2)},
+    )
     for devices, mesh in meshes.items():
         process = workshop.train(run, *OFTEN, *mesh, devices=devices)
         if devices != 4:
@@ -124,13 +152,19 @@ def test_a_process_that_falls_silent_ends_the_others(workshop, read_run, start, 
         processes[silent].kill()
         processes[silent].communicate()
     assert left.code == 1
-    assert last_line(left.err).startswith("error: a process has died, failed, not come or been silent for 30 s: ")
+    assert last_line(left.err).startswith(
+        "error: a process has died, failed, not come or been silent for 30 s: "
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "own", "said"),
     [
-        ((), {1: ("--optimizer.learning_rate", 0.02)}, "optimizer.learning_rate is 0.01 in process 0 and 0.02 in "),
+        (
+            (),
+            {1: ("--optimizer.learning_rate", 0.02)},
+            "optimizer.learning_rate is 0.01 in process 0 and 0.02 in ",
+        ),
         pytest.param(
             ("--training.batch_size", 5),
             {},
@@ -140,7 +174,9 @@ def test_a_process_that_falls_silent_ends_the_others(workshop, read_run, start, 
     ],
     ids=["options", "batch"],
 )
-def test_processes_that_do_not_fit_together_are_refused(workshop, start, tmp_path, options, own, said):
+def test_processes_that_do_not_fit_together_are_refused(
+    workshop, start, tmp_path, options, own, said
+):
     for each in [workshop.finish(each) for each in start(tmp_path / "run", 2, *options, own=own)]:
         assert each.code == 2, each.err
         assert last_line(each.err).startswith(f"error: {said}")
@@ -153,16 +189,25 @@ def test_processes_with_different_folders_are_refused(small_run, workshop, start
     processes = start(tmp_path / "run", 2, own={1: ("--run_dir", small_run.folder)})
     for each in [workshop.finish(each) for each in processes]:
         assert each.code == 2, each.err
-        assert re.match(r"error: run_dir is .* in process 0 and .* in process 1: start every", last_line(each.err))
+        assert re.match(
+            r"error: run_dir is .* in process 0 and .* in process 1: start every",
+            last_line(each.err),
+        )
 
 
 @pytest.mark.slow
 def test_what_a_cluster_says_of_itself_is_enough(workshop, read_run, tmp_path):
     """As SLURM does; the job's number decides the coordinator's port."""
-    slurm = {"SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_JOB_ID": str(free_port())}
+    slurm = {
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_ID": str(free_port()),
+    }
     words = ("--distributed.coordinator", "auto", *OFTEN, "--training.steps", 2)
     started = [
-        workshop.train(tmp_path / "run", *words, **slurm, SLURM_PROCID=str(index), SLURM_LOCALID=str(index))
+        workshop.train(
+            tmp_path / "run", *words, **slurm, SLURM_PROCID=str(index), SLURM_LOCALID=str(index)
+        )
         for index in range(2)
     ]
     done = [workshop.finish(each) for each in started]
@@ -174,14 +219,22 @@ def test_what_a_cluster_says_of_itself_is_enough(workshop, read_run, tmp_path):
 def test_auto_where_there_is_no_cluster(workshop, tmp_path):
     done = workshop.finish(workshop.train(tmp_path / "run", "--distributed.coordinator", "auto"))
     assert done.code == 1
-    assert last_line(done.err).startswith("error: JAX finds no cluster here: give distributed.coordinator as HOST:")
+    assert last_line(done.err).startswith(
+        "error: JAX finds no cluster here: give distributed.coordinator as HOST:"
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--distributed.coordinator", "10.0.0.1"), "coordinator is 10.0.0.1; it must be HOST:PORT, auto or left out"),
-        (("--distributed.num_processes", "2"), "num_processes is 2; it must be left out without a coordinator as HOST"),
+        (
+            ("--distributed.coordinator", "10.0.0.1"),
+            "coordinator is 10.0.0.1; it must be HOST:PORT, auto or left out",
+        ),
+        (
+            ("--distributed.num_processes", "2"),
+            "num_processes is 2; it must be left out without a coordinator as HOST",
+        ),
         (("--distributed.process_id", "1"), "process_id is 1; it must be from 0 to 0"),
     ],
 )
@@ -192,7 +245,14 @@ def test_what_cannot_be_meant(capsys, options, said):
 
 def refusal(capsys, workshop, run, coordinator, process, *options):
     words = ["--config", workshop.yaml, "--run_dir", run, "--distributed.coordinator", coordinator]
-    words += ["--distributed.num_processes", 2, "--distributed.process_id", process, "--distributed.timeout_s", 1]
+    words += [
+        "--distributed.num_processes",
+        2,
+        "--distributed.process_id",
+        process,
+        "--distributed.timeout_s",
+        1,
+    ]
     assert cli.run("train", [*map(str, words), *options]) == 1
     return capsys.readouterr().err
 
@@ -206,9 +266,16 @@ def test_a_coordinator_that_does_not_answer(workshop, capsys, tmp_path):
 
 def test_a_process_that_does_not_come(workshop, tmp_path):
     """The one that waits ends with a sentence that has its own limit, and no stack of the runtime's."""
-    meeting = ("--distributed.coordinator", f"127.0.0.1:{free_port()}", "--distributed.num_processes", 2)
+    meeting = (
+        "--distributed.coordinator",
+        f"127.0.0.1:{free_port()}",
+        "--distributed.num_processes",
+        2,
+    )
     done = workshop.finish(
-        workshop.train(tmp_path / "run", *meeting, "--distributed.process_id", 0, "--distributed.timeout_s", 1)
+        workshop.train(
+            tmp_path / "run", *meeting, "--distributed.process_id", 0, "--distributed.timeout_s", 1
+        )
     )
     assert done.code == 1
     told = "not all processes have come within 1 s: see what each one printed, then start all of them again"
@@ -219,11 +286,16 @@ def test_a_port_in_use(workshop, capsys, tmp_path):
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         err = refusal(capsys, workshop, tmp_path / "run", f"127.0.0.1:{port}", 0)
-    assert err.startswith(f"error: process 0 cannot listen on port {port}: give all another distributed.coordinator: ")
+    assert err.startswith(
+        f"error: process 0 cannot listen on port {port}: give all another distributed.coordinator: "
+    )
     assert "Address already in use" in err
 
 
 def test_a_second_process_with_the_same_id(workshop, capsys, tmp_path):
     with locked(tmp_path / "run", 1):
         err = refusal(capsys, workshop, tmp_path / "run", "127.0.0.1:9", 1)
-    assert re.fullmatch(r"error: .*run is in use by process \d+ .* as process_id 1: wait for it, or choose .*\n", err)
+    assert re.fullmatch(
+        r"error: .*run is in use by process \d+ .* as process_id 1: wait for it, or choose .*\n",
+        err,
+    )

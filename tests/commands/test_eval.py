@@ -19,7 +19,9 @@ from jllama.tokenizers import BytesTokenizer
 from jllama.verify.checks import random_params
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog says: 'Füße!' 🙂\n"
-CONFIG = LlamaConfig(vocab_size=259, num_layers=1, embed_dim=32, num_heads=2, mlp_dim=64, max_seq_len=32)
+CONFIG = LlamaConfig(
+    vocab_size=259, num_layers=1, embed_dim=32, num_heads=2, mlp_dim=64, max_seq_len=32
+)
 PARAMS = random_params(CONFIG, 0)
 
 
@@ -32,7 +34,9 @@ def place(tmp_path_factory):
     jllama.save(LanguageModel(CONFIG, params), folder / "bare", "hf")
     (folder / "text.txt").write_text(TEXT)
     documents = [{"text": TEXT, "other": "a"}, {"text": "second", "other": "bc"}]
-    (folder / "documents.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    (folder / "documents.jsonl").write_text(
+        "".join(json.dumps(document) + "\n" for document in documents)
+    )
     (folder / "empty.txt").write_text("")
     (folder / "latin.txt").write_bytes("café".encode("latin-1"))
     (folder / "bad.jsonl").write_text('{"text": "a"}\nnot json\n')
@@ -42,7 +46,15 @@ def place(tmp_path_factory):
 @pytest.fixture
 def measure(place, capsys):
     def run(data="text.txt", *arguments):
-        given = [str(place / "model"), "--data", str(place / data), "--json", "--batch_size", "2", *map(str, arguments)]
+        given = [
+            str(place / "model"),
+            "--data",
+            str(place / data),
+            "--json",
+            "--batch_size",
+            "2",
+            *map(str, arguments),
+        ]
         assert cli.run("eval", given) == 0
         printed = capsys.readouterr()
         assert printed.err == f"{place / 'model'}\n"
@@ -60,11 +72,18 @@ def test_the_numbers_are_the_oracles(measure):
     for start, first, end in ((0, 1, 33), (16, 33, 49), (32, 49, 65), (46, 65, 79)):
         row = ids[start:end]
         logits = oracle.forward(PARAMS, row[None, :-1], CONFIG)[0]
-        nats += oracle.cross_entropy(logits, row[1:], np.arange(start + 1, start + len(row)) >= first)[0]
+        nats += oracle.cross_entropy(
+            logits, row[1:], np.arange(start + 1, start + len(row)) >= first
+        )[0]
     found = measure()
     tokens = len(ids) - 1
     assert tokens == len(TEXT.encode()) == 78
-    assert (found["tokens"], found["bytes"], found["window"], found["stride"]) == (tokens, tokens, 32, 16)
+    assert (found["tokens"], found["bytes"], found["window"], found["stride"]) == (
+        tokens,
+        tokens,
+        32,
+        16,
+    )
     assert found["loss"] == pytest.approx(nats / tokens, rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / tokens, rel=1e-5)
@@ -72,7 +91,13 @@ def test_the_numbers_are_the_oracles(measure):
 
 def test_every_option_changes_something(measure):
     plain = measure()
-    changes = (("--window", 20), ("--stride", 5), ("--max_tokens", 30), ("--dtype", "bfloat16"), ("--quantize", "int8"))
+    changes = (
+        ("--window", 20),
+        ("--stride", 5),
+        ("--max_tokens", 30),
+        ("--dtype", "bfloat16"),
+        ("--quantize", "int8"),
+    )
     for change in changes:
         assert (found := measure("text.txt", *change)) != plain, change
     assert found["loss"] == pytest.approx(plain["loss"], rel=0.01)
@@ -92,7 +117,14 @@ def test_documents_are_scored_each_by_itself(measure):
 def test_a_step_of_a_run(small_run, place, capsys):
     found = []
     for step in (15, 20):
-        arguments = [str(small_run.folder), "--data", str(place / "text.txt"), "--json", "--batch_size", "2"]
+        arguments = [
+            str(small_run.folder),
+            "--data",
+            str(place / "text.txt"),
+            "--json",
+            "--batch_size",
+            "2",
+        ]
         arguments += ["--step", str(step)]
         assert cli.run("eval", arguments) == 0
         printed = capsys.readouterr()
@@ -102,9 +134,23 @@ def test_a_step_of_a_run(small_run, place, capsys):
 
 
 def test_the_table(place, capsys):
-    assert cli.run("eval", [str(place / "model"), "--data", str(place / "text.txt"), "--batch_size", "2"]) == 0
+    assert (
+        cli.run(
+            "eval", [str(place / "model"), "--data", str(place / "text.txt"), "--batch_size", "2"]
+        )
+        == 0
+    )
     lines = dict(line.split() for line in capsys.readouterr().out.splitlines())
-    names = ["tokens", "bytes", "loss", "perplexity", "bits_per_byte", "window", "stride", "tokens_per_s"]
+    names = [
+        "tokens",
+        "bytes",
+        "loss",
+        "perplexity",
+        "bits_per_byte",
+        "window",
+        "stride",
+        "tokens_per_s",
+    ]
     assert list(lines) == names
     assert lines["tokens"] == "78"
 
@@ -112,26 +158,62 @@ def test_the_table(place, capsys):
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        ("model --data missing.txt", 1, "there is no file at --data missing.txt: give a text file, or a .jsonl file"),
+        (
+            "model --data missing.txt",
+            1,
+            "there is no file at --data missing.txt: give a text file, or a .jsonl file",
+        ),
         ("model --data .", 1, "there is no file at --data .: give a text file"),
         ("model --data empty.txt", 1, "the texts have no tokens to score"),
         ("model --data latin.txt", 1, "left out: byte 0xE9 at offset 3 is not UTF-8 text"),
         ("model --data bad.jsonl", 1, "bad.jsonl line 2 is not a JSON object: "),
         ("model --data documents.jsonl --text_field body", 1, "line 1 has no field 'body'"),
-        ("bare --data text.txt", 1, "bare has no tokenizer: put the one it was trained with beside its weights"),
+        (
+            "bare --data text.txt",
+            1,
+            "bare has no tokenizer: put the one it was trained with beside its weights",
+        ),
         ("nowhere --data text.txt", 1, "there is no checkpoint at nowhere"),
-        ("model", 2, "give --data FILE, to measure how well a text is predicted, or --tasks of lm-eval's"),
+        (
+            "model",
+            2,
+            "give --data FILE, to measure how well a text is predicted, or --tasks of lm-eval's",
+        ),
         ("model --data text.txt --tasks arc_easy", 2, "give --data FILE, to measure"),
-        ("model --data text.txt --window 33", 2, "window is 33; it must be between 1 and the model's context of 32"),
-        ("model --data text.txt --window 8 --stride 9", 2, "stride is 9; it must be between 1 and the window of 8"),
+        (
+            "model --data text.txt --window 33",
+            2,
+            "window is 33; it must be between 1 and the model's context of 32",
+        ),
+        (
+            "model --data text.txt --window 8 --stride 9",
+            2,
+            "stride is 9; it must be between 1 and the window of 8",
+        ),
         ("model --data text.txt --stride -1", 2, "stride is -1; it must be 0 or more"),
         ("model --data text.txt --batch_size 0", 2, "batch_size is 0; it must be at least 1"),
-        ("model --data text.txt --step 3", 2, "is not a training run, so it has no step 3: leave out the step"),
+        (
+            "model --data text.txt --step 3",
+            2,
+            "is not a training run, so it has no step 3: leave out the step",
+        ),
         ("model --data text.txt --limit 3", 2, "--limit is for --tasks alone: leave it out"),
-        ("model --data text.txt --num_fewshot 0", 2, "--num_fewshot is for --tasks alone: leave it out"),
+        (
+            "model --data text.txt --num_fewshot 0",
+            2,
+            "--num_fewshot is for --tasks alone: leave it out",
+        ),
         ("model --tasks arc_easy --stride 3", 2, "--stride is for --data alone: leave it out"),
-        ("model --tasks arc_easy --text_field body", 2, "--text_field is for --data alone: leave it out"),
-        ("--data text.txt", 2, "checkpoint is missing; usage: python -m jllama eval CHECKPOINT [options]"),
+        (
+            "model --tasks arc_easy --text_field body",
+            2,
+            "--text_field is for --data alone: leave it out",
+        ),
+        (
+            "--data text.txt",
+            2,
+            "checkpoint is missing; usage: python -m jllama eval CHECKPOINT [options]",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(place, monkeypatch, capsys, arguments, code, said):
@@ -144,7 +226,12 @@ def test_mistakes_are_one_sentence(place, monkeypatch, capsys, arguments, code, 
 
 
 CHATS = [
-    {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "The keeper."}]},
+    {
+        "messages": [
+            {"role": "user", "content": "Who?"},
+            {"role": "assistant", "content": "The keeper."},
+        ]
+    },
     {"prompt": "How many questions fit into a window of 32 tokens?", "completion": "Füße! " * 12},
 ]
 
@@ -165,7 +252,9 @@ def chats(place):
         is_answer[len(ids) - 1 - end : len(ids) - 1] = True
         for start, stop, count in sliding_windows(len(ids), 32, 16):
             logits = oracle.forward(PARAMS, ids[None, start : stop - 1], CONFIG)[0]
-            mask = is_answer[start + 1 : stop] & (np.arange(stop - start - 1) >= stop - start - 1 - count)
+            mask = is_answer[start + 1 : stop] & (
+                np.arange(stop - start - 1) >= stop - start - 1 - count
+            )
             nats += oracle.cross_entropy(logits, ids[start + 1 : stop], mask)[0]
         tokens += int(is_answer.sum())
     return nats, tokens
@@ -177,7 +266,9 @@ def test_the_answers_of_chats_are_scored(place, measure, chats):
     found = measure("chats.jsonl", "--chat_template", place / "template.jinja")
     assert (found["tokens"], found["bytes"]) == (tokens, tokens)
     assert found["loss"] == pytest.approx(nats / tokens, rel=1e-5)
-    first = measure("chats.jsonl", "--chat_template", place / "template.jinja", "--max_tokens", "11")
+    first = measure(
+        "chats.jsonl", "--chat_template", place / "template.jinja", "--max_tokens", "11"
+    )
     assert (first["tokens"], first["bytes"]) == (11, 11)  # all of the first answer
 
 
@@ -185,7 +276,11 @@ def test_what_cannot_be_scored_of_chats_is_one_sentence(place, chats, capsys):
     (place / "pairs.jsonl").write_text('{"prompt": "q", "chosen": "a", "rejected": "b"}\n')
     for arguments, code, said in [
         (["text.txt", "--chat_template", "chatml"], 2, "--chat_template is for chats, and "),
-        (["chats.jsonl"], 1, "line 1: the model has no chat template: give a prompt and an answer that are texts"),
+        (
+            ["chats.jsonl"],
+            1,
+            "line 1: the model has no chat template: give a prompt and an answer that are texts",
+        ),
         (["pairs.jsonl"], 1, "where messages, or prompt and completion, or text should be"),
         (["chats.jsonl", "--data.task", "chat"], 2, "there is no option data.task"),
     ]:

@@ -16,7 +16,10 @@ from jllama.language_model import LanguageModel
 from jllama.templates.messages import TEMPLATES
 from jllama.tokenizers import BytesTokenizer
 
-RECORDS = [{"prompt": f"Question {number}?", "chosen": "yes, yes", "rejected": "no"} for number in range(12)]
+RECORDS = [
+    {"prompt": f"Question {number}?", "chosen": "yes, yes", "rejected": "no"}
+    for number in range(12)
+]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +53,9 @@ def test_accuracy_margin_and_rewards_are_logged(run):
     """At each step and each evaluation; before the first update both rewards are 0."""
     steps = [line for line in lines_of(run) if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
-    evaluations = [line["validation_figures"] for line in lines_of(run) if "validation_loss" in line]
+    evaluations = [
+        line["validation_figures"] for line in lines_of(run) if "validation_loss" in line
+    ]
     for means in [line["figures"] for line in steps] + evaluations:
         assert list(means) == ["accuracy", "chosen_reward", "margin", "rejected_reward"]
         assert means["margin"] == pytest.approx(means["chosen_reward"] - means["rejected_reward"])
@@ -73,7 +78,9 @@ def test_the_sample_is_an_answer_to_a_question_that_is_held_out(run):
     """Through the template, up to the header of the answer, and as many tokens as the context has room for."""
     (sample,) = lines_of(run, "samples.jsonl")
     asked = [record["prompt"] for record in RECORDS]
-    assert sample["prompt"] in [f"user\n{question}\nassistant\n" for question in asked]  # special tokens are no text
+    assert sample["prompt"] in [
+        f"user\n{question}\nassistant\n" for question in asked
+    ]  # special tokens are no text
     assert sample["text"]
     settings = yaml.safe_load((run / "run" / "config.yaml").read_text())
     assert settings["training"]["sample_tokens"] == FILE.max_seq_len - 1  # the usual 128 give way
@@ -81,6 +88,8 @@ def test_the_sample_is_an_answer_to_a_question_that_is_held_out(run):
 
 def test_the_question_is_what_stands_before_the_first_token_that_counts():
     tokens, counted = np.arange(20), np.isin(np.arange(20), [13, 14, 18])
-    held_out = Conversations(tokens, counted, np.array([10, 16]), np.array([5, 4]), np.zeros(2, int))
+    held_out = Conversations(
+        tokens, counted, np.array([10, 16]), np.array([5, 4]), np.zeros(2, int)
+    )
     data = ChatDataset(BytesTokenizer(), held_out, held_out, "", {})
     assert data.first_question() == [10, 11, 12]

@@ -61,11 +61,15 @@ def sample(small_run, capfd):
 
 def test_the_script_continues_the_prompt_on_stdout(small_run, workshop, sample):
     arguments = ["--prompt", "the quick", "--max_new_tokens", "12"]
-    done = workshop.finish(workshop.start("sample.py", "--checkpoint", small_run.folder, *arguments))
+    done = workshop.finish(
+        workshop.start("sample.py", "--checkpoint", small_run.folder, *arguments)
+    )
     assert done.code == 0, done.err
     assert done.out.startswith("the quick")
     assert len(done.out) > len("the quick\n")
-    best = json.loads((small_run.folder / "metrics.jsonl").read_text().splitlines()[-1])["best_step"]
+    best = json.loads((small_run.folder / "metrics.jsonl").read_text().splitlines()[-1])[
+        "best_step"
+    ]
     assert done.err == f"{small_run.folder}, step {best}\n"
     assert sample(*arguments) == done.out  # the same seed, in another process
 
@@ -116,7 +120,10 @@ def test_every_option_changes_something(sample):
 
 def test_max_new_tokens_is_honored(sample):
     """Greedy text only grows with it; every token is a byte here, and 0 fills the context of 32."""
-    texts = [sample("--prompt", "the ", "--temperature", 0, "--max_new_tokens", count) for count in (1, 7, 27)]
+    texts = [
+        sample("--prompt", "the ", "--temperature", 0, "--max_new_tokens", count)
+        for count in (1, 7, 27)
+    ]
     for shorter, longer in itertools.pairwise(texts):
         assert longer.startswith(shorter.rstrip("\n"))
     assert [len(text) - len("the \n") for text in texts] == [1, 7, 27]
@@ -146,12 +153,16 @@ def test_echo_json_and_log_probabilities(small_run, sample):
 
 def test_several_texts_of_a_prompt_have_consecutive_seeds(sample):
     plain = ("--prompt", "the ", "--max_new_tokens", 8)
-    several = [json.loads(line) for line in sample(*plain, "-n", 3, "--seed", 7, "--json").splitlines()]
+    several = [
+        json.loads(line) for line in sample(*plain, "-n", 3, "--seed", 7, "--json").splitlines()
+    ]
     assert [each["seed"] for each in several] == [7, 8, 9]
     for each in several:
         assert sample(*plain, "--seed", each["seed"]) == "the " + each["text"] + "\n"
     shown = sample(*plain, "-n", 3, "--seed", 7)
-    assert shown.startswith(f"--- text 1 of 3, seed 7\nthe {several[0]['text']}\n--- text 2 of 3, seed 8\n")
+    assert shown.startswith(
+        f"--- text 1 of 3, seed 7\nthe {several[0]['text']}\n--- text 2 of 3, seed 8\n"
+    )
 
 
 def test_a_prompt_from_stdin(sample, monkeypatch, capfd):
@@ -168,7 +179,14 @@ def test_a_prompt_from_stdin(sample, monkeypatch, capfd):
 LINES = [
     {"prompt": "the quick ", "id": "a"},
     {"prompt": "fox", "temperature": 0, "max_new_tokens": 3, "note": "é", "odd": "\ud83d"},
-    {"prompt": "", "seed": 9, "stop": [" "], "logit_bias": {"35": 2}, "banned_ids": [40], "min_p": 0.01},
+    {
+        "prompt": "",
+        "seed": 9,
+        "stop": [" "],
+        "logit_bias": {"35": 2},
+        "banned_ids": [40],
+        "min_p": 0.01,
+    },
     {"prompt": "and says hello", "top_k": 5, "top_p": 0.5, "stop": "o"},
 ]
 
@@ -182,7 +200,11 @@ def complete_file(small_run, tmp_path, capfd):
         files = ["--prompts_file", str(tmp_path / "in.jsonl"), "--output", str(output)]
         options = [*files, "--max_new_tokens", "6", "--batch_size", "2", *map(str, arguments)]
         code = cli.run("sample", ["--checkpoint", str(small_run.folder), *options])
-        results = [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
+        results = (
+            [json.loads(line) for line in output.read_text().splitlines()]
+            if output.exists()
+            else []
+        )
         return code, results, capfd.readouterr().err
 
     return run
@@ -205,9 +227,14 @@ def test_a_file_of_prompts(complete_file, small_run, sample, tmp_path):
         assert (result["text"], result["finish_reason"]) == (alone["text"], alone["finish_reason"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
     code, _, said = complete_file()
-    assert (code, "out.jsonl exists already: remove it, or give another --output" in said) == (1, True)
+    assert (code, "out.jsonl exists already: remove it, or give another --output" in said) == (
+        1,
+        True,
+    )
     code, results, _ = complete_file("-n", 2, "--logprobs", output=tmp_path / "two.jsonl")
-    assert [(result["line"], result["sample"]) for result in results] == [(n, s) for n in (1, 2, 3, 4) for s in (0, 1)]
+    assert [(result["line"], result["sample"]) for result in results] == [
+        (n, s) for n in (1, 2, 3, 4) for s in (0, 1)
+    ]
     assert all(len(result["tokens"]) == result["new_tokens"] for result in results)
 
 
@@ -215,13 +242,30 @@ def test_texts_that_match(small_run, workshop, sample, complete_file, tmp_path):
     several = sample("--prompt", "the ", "--regex", "[a-c]{3,5}", "-n", 3, "--json").splitlines()
     assert all(re.fullmatch("[a-c]{3,5}", json.loads(line)["text"]) for line in several)
     properties = {"é": {"type": "boolean"}}
-    schema = {"type": "object", "properties": properties, "required": ["é"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": ["é"],
+        "additionalProperties": False,
+    }
     path = tmp_path / "schema.json"
     path.write_text(json.dumps(schema, ensure_ascii=False), encoding="utf-8")
-    arguments = ["--prompt", "", "--logit_bias", '{"35": -20, "13": -20}']  # few spaces: the context is short
+    arguments = [
+        "--prompt",
+        "",
+        "--logit_bias",
+        '{"35": -20, "13": -20}',
+    ]  # few spaces: the context is short
     text = sample(*arguments, "--json_schema", path)
     assert json.loads(text).keys() == {"é"}
-    command = ["sample.py", "--checkpoint", small_run.folder, *arguments, "--json_schema", json.dumps(schema)]
+    command = [
+        "sample.py",
+        "--checkpoint",
+        small_run.folder,
+        *arguments,
+        "--json_schema",
+        json.dumps(schema),
+    ]
     done = workshop.finish(workshop.start(*command))
     assert (done.code, done.out) == (0, text), done.err
     code, results, said = complete_file("--regex", "[xyz]{3}")
@@ -243,7 +287,9 @@ def test_an_interrupted_file_goes_on_where_it_was(complete_file, monkeypatch, tm
                 raise KeyboardInterrupt
             yield completion
             made.append(completion)
-            assert len(unfinished.read_text().splitlines()) == 1 + len(made)  # it is in the file by now
+            assert len(unfinished.read_text().splitlines()) == 1 + len(
+                made
+            )  # it is in the file by now
 
     monkeypatch.setattr(prompts_file, "completions", interrupted)
     code, results, said = complete_file(output=other)
@@ -278,7 +324,11 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(
     complete_file, small_run, monkeypatch, tmp_path, options, changed
 ):
     best = load(small_run.folder).step
-    steps = [int(path.name) for path in (small_run.folder / "checkpoints").iterdir() if path.name.isdecimal()]
+    steps = [
+        int(path.name)
+        for path in (small_run.folder / "checkpoints").iterdir()
+        if path.name.isdecimal()
+    ]
     options = options.replace("OTHER", str(next(step for step in steps if step != best)))
 
     def interrupted(*arguments, **options):
@@ -290,14 +340,19 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(
     code, _, said = complete_file(*options.split())
     assert (code, f"another model ({changed} changed): remove it" in said) == (1, True), said
     assert (tmp_path / "out.jsonl.unfinished").read_bytes() == begun
-    assert "stopped" in complete_file("--batch_size", 3)[2]  # which is free: memory may be why it ended
+    assert (
+        "stopped" in complete_file("--batch_size", 3)[2]
+    )  # which is free: memory may be why it ended
 
 
 def test_a_damaged_unfinished_file(complete_file, tmp_path):
     for content in (b"\0\0\n", b"[]\n", b'{"of": 3}\n', b'{"of": {}}\n{"text": "no line"}\n'):
         (tmp_path / "out.jsonl.unfinished").write_bytes(content)
         code, _, said = complete_file()
-        assert (code, "out.jsonl.unfinished does not hold what was written there" in said) == (1, True)
+        assert (code, "out.jsonl.unfinished does not hold what was written there" in said) == (
+            1,
+            True,
+        )
 
 
 @settings(max_examples=25)
@@ -306,7 +361,9 @@ def test_the_fingerprint_of_weights_sees_every_value_and_its_place(first, second
     values = (np.random.default_rng(0).normal(size=(10, 100)) * 50).astype(jnp.dtype(dtype))
 
     def fingerprint(values, name="w"):
-        return weights_fingerprint(LanguageModel(LlamaConfig(vocab_size=300), {"layers": {name: values}}))
+        return weights_fingerprint(
+            LanguageModel(LlamaConfig(vocab_size=300), {"layers": {name: values}})
+        )
 
     other, swapped = values.copy(), values.copy()
     other.flat[first] += 1
@@ -328,18 +385,33 @@ def test_bad_lines_are_reported_and_the_rest_goes_on(complete_file, tmp_path):
         (b'{"prompt": "a", "top_p": "x"}', 'top_p is "x"; it must be a number'),
         (b'{"prompt": "a", "seed": 1.5}', "seed is 1.5; it must be a whole number"),
         (b'{"prompt": "a", "stop": 3}', "stop is 3; it must be a string or a list of strings"),
-        (b'{"prompt": "a", "stop": {"b": 1}}', 'stop is {"b": 1}; it must be a string or a list of strings'),
+        (
+            b'{"prompt": "a", "stop": {"b": 1}}',
+            'stop is {"b": 1}; it must be a string or a list of strings',
+        ),
         (b'{"prompt": "a", "seed": true}', "seed is true; it must be a whole number"),
         (b'{"prompt": "a", "top_p": true}', "top_p is true; it must be a number"),
-        (b'{"prompt": "a", "stop_ids": [true]}', "stop_ids is [true]; it must be a list of whole numbers"),
-        (b'{"prompt": "a", "logit_bias": [0]}', "logit_bias is [0]; it must be an object of numbers by token id"),
+        (
+            b'{"prompt": "a", "stop_ids": [true]}',
+            "stop_ids is [true]; it must be a list of whole numbers",
+        ),
+        (
+            b'{"prompt": "a", "logit_bias": [0]}',
+            "logit_bias is [0]; it must be an object of numbers by token id",
+        ),
         (b'{"prompt": "a", "logit_bias": {" 1": 1}}', "logit_bias is "),
-        (b'{"prompt": "a", "stop_ids": [999]}', "the stop_ids have token 999; the ids run from 0 to 258"),
+        (
+            b'{"prompt": "a", "stop_ids": [999]}',
+            "the stop_ids have token 999; the ids run from 0 to 258",
+        ),
         (b'{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias is "),
         (b'{"prompt": "' + b"x" * 40 + b'"}', "exceed the model's context of 32"),
         (b'{"prompt": "\xff"}', "it is not JSON"),
         (b'{"prompt": "a", "id": 7, "top_k": 3000000000}', "top_k is 3000000000; it must be"),
-        (b'{"prompt": "a", "id": 8, "top_k": 99999999999999}', "top_k is 99999999999999; it must be"),
+        (
+            b'{"prompt": "a", "id": 8, "top_k": 99999999999999}',
+            "top_k is 99999999999999; it must be",
+        ),
         (b'{"prompt": "a", "id": 9, "temperature": 1' + b"0" * 400 + b"}", "temperature is 1000"),
         (b'{"id": 10}', 'it must be an object with a "prompt"'),
         (b'{"prompt": "a \\ud83d", "id": 11}', "the text has the lone surrogate U+D83D"),
@@ -378,7 +450,15 @@ def test_compare_in_a_narrow_terminal_keeps_the_texts(sample, monkeypatch):
 def test_doctor(small_run, capsys):
     assert cli.run("doctor", []) == 0
     out = capsys.readouterr().out
-    parts = ["Python 3.", "jax ", "orbax-checkpoint ", "device 0: cpu", " free in ", "GB of memory", "3,082,752"]
+    parts = [
+        "Python 3.",
+        "jax ",
+        "orbax-checkpoint ",
+        "device 0: cpu",
+        " free in ",
+        "GB of memory",
+        "3,082,752",
+    ]
     for part in (*parts, "layers/w_gate", "int8 3.1 MB"):
         assert part in out
     assert "relative error" in out
@@ -407,7 +487,9 @@ def test_help_explains_every_option(command, capsys):
             else:
                 name = f"{prefix}{field.name}"
                 assert f"--{name} " in text
-                docs = "\n".join(kind.__doc__ for kind in type(values).__mro__)  # some fields are inherited
+                docs = "\n".join(
+                    kind.__doc__ for kind in type(values).__mro__
+                )  # some fields are inherited
                 explained = docs.partition(f"    {field.name}: ")[2].partition("\n")[0]
                 assert explained
                 assert " ".join(explained.replace("``", "").split()[:3]) in text
@@ -423,8 +505,21 @@ def test_the_list_of_commands(capsys):
 
 
 def test_a_printed_configuration_can_be_given_back(tmp_path, capsys):
-    changes = ["--model.num_layers", "3", "--optimizer.learning_rate", "1e-5", "--training.sample_prompt", "a: 'b'"]
-    scaling = ["--model.rope_scaling.type", "llama3", "--model.rope_scaling.factor", "8", "--training.remat"]
+    changes = [
+        "--model.num_layers",
+        "3",
+        "--optimizer.learning_rate",
+        "1e-5",
+        "--training.sample_prompt",
+        "a: 'b'",
+    ]
+    scaling = [
+        "--model.rope_scaling.type",
+        "llama3",
+        "--model.rope_scaling.factor",
+        "8",
+        "--training.remat",
+    ]
     assert cli.run("train", [*changes, *scaling, "--print_config"]) == 0
     printed = capsys.readouterr().out
     assert yaml.safe_load(printed)["model"]["num_layers"] == 3
@@ -437,8 +532,15 @@ def test_a_printed_configuration_can_be_given_back(tmp_path, capsys):
 
 def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path):
     (tmp_path / "a.yaml").write_text("seed: 3\ntraining: {steps: 7, batch_size: 4}\n")
-    found = parse(TrainConfig, ["--config", str(tmp_path / "a.yaml"), "--training.steps", "9"], "train")
-    assert (found.seed, found.training.steps, found.training.batch_size, found.training.log_every) == (3, 9, 4, 10)
+    found = parse(
+        TrainConfig, ["--config", str(tmp_path / "a.yaml"), "--training.steps", "9"], "train"
+    )
+    assert (
+        found.seed,
+        found.training.steps,
+        found.training.batch_size,
+        found.training.log_every,
+    ) == (3, 9, 4, 10)
 
 
 def test_as_a_module(workshop):

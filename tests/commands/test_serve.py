@@ -32,11 +32,17 @@ def place(tmp_path_factory):
     """A base and a run that trained an adapter."""
     folder = tmp_path_factory.mktemp("served")
     model = served()
-    save(jllama.LanguageModel(SERVED, weights(SERVED), model.tokenizer, model.chat_template), folder / "base", "hf")
+    save(
+        jllama.LanguageModel(SERVED, weights(SERVED), model.tokenizer, model.chat_template),
+        folder / "base",
+        "hf",
+    )
     save(jllama.LanguageModel(SERVED, weights(SERVED)), folder / "mute", "hf")
     lora = LoraConfig(rank=3, alpha=8.0)
     fingerprint = base_fingerprint(open_checkpoint(folder / "base"))
-    make_run(folder / "run", folder / "base", SERVED, lora, adapter_params(SERVED, lora), fingerprint)
+    make_run(
+        folder / "run", folder / "base", SERVED, lora, adapter_params(SERVED, lora), fingerprint
+    )
     (folder / "keys").write_text("one\n\n two \n")
     (folder / "keys").chmod(0o600)
     (folder / "empty").write_text("\n")
@@ -51,7 +57,9 @@ def serve(place):
     def start(*arguments):
         command = [sys.executable, "-m", "jllama", "serve", *map(str, arguments), *SIZES]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "JLLAMA_CACHE": str(place / "cache")}
-        process = subprocess.Popen(command, cwd=place, env=environment, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, cwd=place, env=environment, stderr=subprocess.PIPE, text=True
+        )
         started.append(process)
         lines = [process.stderr.readline()]
         threading.Thread(target=lambda: lines.extend(process.stderr), daemon=True).start()
@@ -82,11 +90,22 @@ def wait_until_ready(http, url):
 
 def test_a_server_from_start_to_stop(serve, http, tmp_path, capsys):
     """Loading, a model and its adapter, a receipt that another process confirms, an answer finished after SIGTERM."""
-    process, url, lines = serve("base", "--adapter", "tuned=run", "--adapter", "again=run", "--default.top_k=9")
+    process, url, lines = serve(
+        "base", "--adapter", "tuned=run", "--adapter", "again=run", "--default.top_k=9"
+    )
     assert http.get(url).status_code == 200  # the page is there at once
     assert wait_until_ready(http, url) <= {503}
-    assert [each["id"] for each in http.get(f"{url}/v1/models").json()["data"]] == ["base", "tuned", "again"]
-    given = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "seed": 1, "receipt": True}
+    assert [each["id"] for each in http.get(f"{url}/v1/models").json()["data"]] == [
+        "base",
+        "tuned",
+        "again",
+    ]
+    given = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 8,
+        "seed": 1,
+        "receipt": True,
+    }
     answers = {
         name: http.post(f"{url}/v1/chat/completions", json=given | {"model": name}).json()
         for name in ("base", "tuned", "again")
@@ -146,8 +165,16 @@ def test_a_server_stopped_while_it_loads(serve):
         ("nowhere", 1, "there is no checkpoint at nowhere"),
         ("mute", 1, "mute has no tokenizer"),
         ("base --adapter run", 2, "adapter is 'run'; it must be NAME=PATH"),
-        ("base --adapter a=run --adapter a=run", 2, "adapter is 'a=run'; it must be NAME=PATH, with a name of its own"),
-        ("base --adapter base=run", 2, "adapter is 'base=run'; it must be NAME=PATH, with a name of its own"),
+        (
+            "base --adapter a=run --adapter a=run",
+            2,
+            "adapter is 'a=run'; it must be NAME=PATH, with a name of its own",
+        ),
+        (
+            "base --adapter base=run",
+            2,
+            "adapter is 'base=run'; it must be NAME=PATH, with a name of its own",
+        ),
         ("base --adapter a=nowhere", 1, "nowhere"),
         ("base --port 70000", 2, "port is 70000; it must be between 0 and 65,535"),
         ("base --host nowhere.invalid", 1, "cannot be listened at"),
@@ -156,9 +183,21 @@ def test_a_server_stopped_while_it_loads(serve):
         ("base --max_body_bytes 0", 2, "max_body_bytes is 0; it must be over 0"),
         ("base --drain_s nan", 2, "drain_s is 'nan'; it must be a finite number"),
         ("base --default.top_p 0", 2, "top_p is 0.0; it must be over 0 and at most 1"),
-        ("base --default.temprature 1", 2, "there is no option default.temprature; did you mean default.temperature?"),
-        ("base --default.banned_ids [999]", 2, "the banned_ids have token 999; the ids run from 0 to 258"),
-        ("base --api_key_file nowhere", 1, "the api_key_file nowhere cannot be read: No such file or directory"),
+        (
+            "base --default.temprature 1",
+            2,
+            "there is no option default.temprature; did you mean default.temperature?",
+        ),
+        (
+            "base --default.banned_ids [999]",
+            2,
+            "the banned_ids have token 999; the ids run from 0 to 258",
+        ),
+        (
+            "base --api_key_file nowhere",
+            1,
+            "the api_key_file nowhere cannot be read: No such file or directory",
+        ),
         ("base --api_key_file empty", 1, "the api_key_file empty has no keys"),
         ("base --mesh.data 2", 2, "there is no option mesh.data"),
     ],

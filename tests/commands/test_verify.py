@@ -19,7 +19,14 @@ from jllama.config import LlamaConfig
 from jllama.functional import Refused
 from jllama.language_model import LanguageModel
 from jllama.tokenizers import BytesTokenizer
-from jllama.verify.checks import Check, matrix, matrix_json, precision_note, random_params, run_checks
+from jllama.verify.checks import (
+    Check,
+    matrix,
+    matrix_json,
+    precision_note,
+    random_params,
+    run_checks,
+)
 from jllama.verify.mutations import MUTATIONS
 
 THETA = next(mutation for mutation in MUTATIONS if mutation.name == "theta x2")
@@ -28,7 +35,9 @@ THETA = next(mutation for mutation in MUTATIONS if mutation.name == "theta x2")
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A random model in Hugging Face's format."""
-    config = LlamaConfig(vocab_size=BytesTokenizer().vocab_size, num_layers=2, embed_dim=64, num_heads=4)
+    config = LlamaConfig(
+        vocab_size=BytesTokenizer().vocab_size, num_layers=2, embed_dim=64, num_heads=4
+    )
     path = tmp_path_factory.mktemp("random") / "model"
     jllama.save(LanguageModel(config, random_params(config, 0), BytesTokenizer()), path, "hf")
     return path
@@ -44,7 +53,14 @@ def result(group, row, column, error, problem=""):
 def test_part_of_the_matrix_as_a_user_runs_it(workshop):
     page = workshop.folder / "report.html"
     process = workshop.start(
-        "-m", "jllama", "verify", "--only", "llama2.c/hf, mutations/llama2.c/eps*", "--json", "--html", page
+        "-m",
+        "jllama",
+        "verify",
+        "--only",
+        "llama2.c/hf, mutations/llama2.c/eps*",
+        "--json",
+        "--html",
+        page,
     )
     done = workshop.finish(process)
     assert done.code == 0, done.err
@@ -69,7 +85,9 @@ def test_a_failure_is_exit_code_1_and_says_where(monkeypatch, capsys):
     monkeypatch.setattr("jllama.verify.conformance.jllama_itself", lambda: planted(THETA))
     assert cli.run("verify", ["--only", "conformance/llama2.c/hf v5"]) == 1
     out = capsys.readouterr().out
-    assert re.search(r"conformance/llama2.c/hf v5: relative error \d\.\de[+-]\d\d, tolerance 1e-05", out)
+    assert re.search(
+        r"conformance/llama2.c/hf v5: relative error \d\.\de[+-]\d\d, tolerance 1e-05", out
+    )
     assert re.search(r"^FAIL: 0 of 1 checks passed", out, re.M)
 
 
@@ -79,9 +97,18 @@ def test_a_failure_is_exit_code_1_and_says_where(monkeypatch, capsys):
         (["--only", "llama 4"], "no check's name contains 'llama 4'; names are made of "),
         (["--text", "x.txt"], "--text is about a checkpoint: give its path too"),
         (["--rope_factor", "8"], "--rope_factor is about a checkpoint: give its path too"),
-        (["--html", "no/such/folder/page.html"], "cannot write no/such/folder/page.html: No such file or directory"),
-        (["--html", "/proc/page.html"], "cannot write /proc/page.html: No such file or directory; choose another"),
-        (["--html", "/dev/null"], "cannot write /dev/null: there is something that is no ordinary file"),
+        (
+            ["--html", "no/such/folder/page.html"],
+            "cannot write no/such/folder/page.html: No such file or directory",
+        ),
+        (
+            ["--html", "/proc/page.html"],
+            "cannot write /proc/page.html: No such file or directory; choose another",
+        ),
+        (
+            ["--html", "/dev/null"],
+            "cannot write /dev/null: there is something that is no ordinary file",
+        ),
         (["some/path", "--only", "gguf"], "--only chooses among the checks of the matrix"),
     ],
 )
@@ -108,7 +135,13 @@ def test_a_check_that_raises_has_failed_and_the_others_go_on():
         Check("equalities", "masked", "mine", refused),
     ]
     results = list(run_checks(checks))
-    assert [one.problem for one in results] == ["ValueError: shapes differ", "the file is cut off", "", "", ""]
+    assert [one.problem for one in results] == [
+        "ValueError: shapes differ",
+        "the file is cut off",
+        "",
+        "",
+        "",
+    ]
     assert [one.passed for one in results] == [False, False, True, False, True]
     assert [one.refusal for one in results if one.refusal] == [
         "the attention implementation 'mine' cannot serve a mask"
@@ -119,7 +152,9 @@ def test_a_check_that_raises_has_failed_and_the_others_go_on():
     assert verdict.startswith("FAIL: 1 of 4 checks passed, 1 are not for the attention they name")
     *_, table, _, verdict = matrix(results[-1:], 80, 1.0)
     assert [cell.plain for cell in table.columns[2].cells] == ["refused"]
-    assert str(verdict).startswith("PASS: 0 of 0 checks passed, 1 are not for the attention they name")
+    assert str(verdict).startswith(
+        "PASS: 0 of 0 checks passed, 1 are not for the attention they name"
+    )
 
 
 def printed(results, width):
@@ -131,18 +166,32 @@ def printed(results, width):
 
 @pytest.mark.parametrize("width", [40, 80, 140])
 def test_tables_fit_and_hold_every_cell(width):
-    results = [result("conformance", f"row {r}", f"column {c}", 1e-6 * (r + 1)) for r in range(3) for c in range(12)]
-    results += [result("mutations", "row 0", "theta", 0.5), result("equalities", "remat", "loss", 1e-7)]
+    results = [
+        result("conformance", f"row {r}", f"column {c}", 1e-6 * (r + 1))
+        for r in range(3)
+        for c in range(12)
+    ]
+    results += [
+        result("mutations", "row 0", "theta", 0.5),
+        result("equalities", "remat", "loss", 1e-7),
+    ]
     shown = printed(results, width).export_text()
-    assert shown.count("1.0e-06") == shown.count("2.0e-06") == shown.count("3.0e-06") - 1 == 12  # and in the last line
+    assert (
+        shown.count("1.0e-06") == shown.count("2.0e-06") == shown.count("3.0e-06") - 1 == 12
+    )  # and in the last line
     assert "50,000x" in shown
     assert max(map(len, shown.splitlines())) <= width
 
 
 def test_the_page_shows_what_failed_in_red_and_escapes():
-    results = [result("conformance", "<b>", "x", 1e-2), result("conformance", "b", "x", math.nan, "<cut> off")]
+    results = [
+        result("conformance", "<b>", "x", 1e-2),
+        result("conformance", "b", "x", math.nan, "<cut> off"),
+    ]
     page = printed(results, 100).export_html(inline_styles=True)
-    assert len(re.findall(r"<span style=[^>]*#800000[^>]*>[^<]*(?:1.0e-02|failed)</span>", page)) == 2
+    assert (
+        len(re.findall(r"<span style=[^>]*#800000[^>]*>[^<]*(?:1.0e-02|failed)</span>", page)) == 2
+    )
     assert "<b>" not in page
     assert "&lt;cut&gt; off" in page
 
@@ -206,5 +255,8 @@ def test_checks_side_by_side_come_in_their_order():
         time.sleep(0.02 * (4 - number))
         return float(number)
 
-    several = [Check("equalities", "row", str(number), functools.partial(compute, number)) for number in range(4)]
+    several = [
+        Check("equalities", "row", str(number), functools.partial(compute, number))
+        for number in range(4)
+    ]
     assert [check.error for check in run_checks(several, 4)] == [0.0, 1.0, 2.0, 3.0]

@@ -21,7 +21,10 @@ from jllama.training import loop, tracker
 def train(workshop, run, *arguments, steps=4, every=2):
     options = {"training.steps": steps, "training.eval_every": every, "training.sample_tokens": 0}
     flags = [f"--{name}={value}" for name, value in options.items()]
-    return cli.run("train", ["--config", str(workshop.yaml), "--run_dir", str(run), *flags, *map(str, arguments)])
+    return cli.run(
+        "train",
+        ["--config", str(workshop.yaml), "--run_dir", str(run), *flags, *map(str, arguments)],
+    )
 
 
 def events(run):
@@ -42,7 +45,9 @@ def drawn(lines):
     return [
         (line["step"], name, np.float32(value))
         for line in lines
-        for name, value in (line | {f"final/{name}": value for name, value in line.get("final", {}).items()}).items()
+        for name, value in (
+            line | {f"final/{name}": value for name, value in line.get("final", {}).items()}
+        ).items()
         if name != "step" and isinstance(value, float | int)
     ]
 
@@ -71,7 +76,9 @@ def test_records_wait_in_order_for_a_writer_that_works():
     assert [str(each) for each in warnings] == ["no space"]
 
 
-def test_a_restart_leaves_no_gap_in_samples_and_tensorboard(workshop, tmp_path, read_run, capsys, monkeypatch):
+def test_a_restart_leaves_no_gap_in_samples_and_tensorboard(
+    workshop, tmp_path, read_run, capsys, monkeypatch
+):
     """TensorBoard has what metrics.jsonl has, live and replayed; samples that failed are tried again, then too."""
     run, attempts, generate = tmp_path / "run", [], loop.generate
 
@@ -85,10 +92,16 @@ def test_a_restart_leaves_no_gap_in_samples_and_tensorboard(workshop, tmp_path, 
     options = ("--logger", "tensorboard", "--training.sample_tokens", 2)
     assert train(workshop, run, *options, steps=3) == 0  # sampling is due at step 2 and at the end
     assert read_run.lines(run, "samples.jsonl") == []
-    assert train(workshop, run, *options, "--resume", "auto", "--resume_with_changes", "true", steps=5) == 0
+    assert (
+        train(workshop, run, *options, "--resume", "auto", "--resume_with_changes", "true", steps=5)
+        == 0
+    )
     assert [line["step"] for line in read_run.lines(run, "samples.jsonl")] == [3, 4, 5]
     captured = capsys.readouterr()
-    assert " ".join(captured.err.split()).count("warning: RuntimeError: no words; training goes on") == 2
+    assert (
+        " ".join(captured.err.split()).count("warning: RuntimeError: no words; training goes on")
+        == 2
+    )
     lines = read_run.lines(run)
     assert len(lines) == 11  # what it is made of, five steps, four evaluations, the end
     ended = [each for each in events(run) if each[0] == 3 and each[1].startswith(("final", "best"))]
@@ -107,7 +120,11 @@ def test_trackio_has_it_too(workshop, small_run, tmp_path):
     assert (done.code, done.out) == (0, ""), done.err
     with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "jllama.db")) as stored:
         rows = stored.execute("select step, metrics from metrics order by id").fetchall()
-    found = [(step, name, np.float32(value)) for step, values in rows for name, value in json.loads(values).items()]
+    found = [
+        (step, name, np.float32(value))
+        for step, values in rows
+        for name, value in json.loads(values).items()
+    ]
     assert found == drawn(files.read_lines(small_run.folder / "metrics.jsonl"))
 
 
@@ -144,7 +161,11 @@ def test_a_logger_that_fails_stops_nothing(workshop, tmp_path, read_run, capsys,
     ("name", "code", "said"),
     [
         ("tensorbord", 2, "there is no logger tensorbord; did you mean tensorboard?"),
-        ("wandb", 1, "the logger wandb needs a package that is not installed: pip install 'jllama[wandb]'"),
+        (
+            "wandb",
+            1,
+            "the logger wandb needs a package that is not installed: pip install 'jllama[wandb]'",
+        ),
     ],
 )
 def test_a_logger_that_is_not_there_is_said_before_anything_is_written(
@@ -159,7 +180,10 @@ def test_a_logger_that_is_not_there_is_said_before_anything_is_written(
 
 def test_steps_left_out_are_logged_with_their_batches(workshop, tmp_path, read_run, capsys):
     """A gradient twice as long as usual is a spike here; the means leave it out, and it ends a run that wants that."""
-    run, spikes = tmp_path / "run", ("--training.spike_factor", 1.02, "--optimizer.learning_rate", 1e-5)
+    run, spikes = (
+        tmp_path / "run",
+        ("--training.spike_factor", 1.02, "--optimizer.learning_rate", 1e-5),
+    )
     assert train(workshop, run, *spikes, "--training.log_every", 4, steps=12, every=12) == 0
     lines = read_run.lines(run)
     skipped = [line for line in lines if line.get("skipped")]
@@ -170,10 +194,14 @@ def test_steps_left_out_are_logged_with_their_batches(workshop, tmp_path, read_r
     means = [line for line in lines if "tokens_per_s" in line]
     assert max(line["grad_norm"] for line in means) < min(line["grad_norm"] for line in skipped)
     first = skipped[0]
-    assert f"step {first['step']} is left out, its batch is in skipped.jsonl: the gradient's norm, " in (
-        capsys.readouterr().err
+    assert (
+        f"step {first['step']} is left out, its batch is in skipped.jsonl: the gradient's norm, "
+        in (capsys.readouterr().err)
     )
-    assert train(workshop, tmp_path / "other", *spikes, "--training.max_skipped", 1, steps=12, every=1) == 1
+    assert (
+        train(workshop, tmp_path / "other", *spikes, "--training.max_skipped", 1, steps=12, every=1)
+        == 1
+    )
     norm, kept = f"{first['grad_norm']:.3g}", first["step"] - 1
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"error: the gradient's norm, {norm}, is a spike at step {first['step']}; the last good checkpoint is of step "
@@ -191,7 +219,9 @@ def test_patience_ends_a_run_also_after_a_restart(workshop, tmp_path, read_run, 
     assert "final" in lines[-1]
     said = "step 4: the validation loss has not fallen for 3 evaluations, so training ends here"
     assert said in capsys.readouterr().err.splitlines()
-    kept = [line for line in lines if not (line["step"] == 4 and "loss" not in line)]  # as if stopped there
+    kept = [
+        line for line in lines if not (line["step"] == 4 and "loss" not in line)
+    ]  # as if stopped there
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
     assert cli.run("train", ["--resume", str(run)]) == 0
     assert read_run.lines(run) == lines
@@ -215,8 +245,14 @@ def test_a_page_for_several_runs(workshop, small_run, tmp_path, capsys, monkeypa
     assert "<b>two" not in page
     assert cli.run("report", ["one", "--output", "other.html"]) == 0
     assert cli.run("report", ["one"]) == 0
-    pages = [tmp_path / "one" / "report.html", tmp_path / "other.html", small_run.folder / "report.html"]
-    own, other, written = (re.sub(r"<svg.*?</svg>", "", path.read_text(), flags=re.S) for path in pages)
+    pages = [
+        tmp_path / "one" / "report.html",
+        tmp_path / "other.html",
+        small_run.folder / "report.html",
+    ]
+    own, other, written = (
+        re.sub(r"<svg.*?</svg>", "", path.read_text(), flags=re.S) for path in pages
+    )
     assert (
         own
         == other
@@ -235,7 +271,10 @@ def test_a_page_runs_nothing_of_what_a_run_holds(small_run, tmp_path):
     config = yaml.safe_load((small_run.folder / "config.yaml").read_text())
     config["training"] |= {"sample_prompt": attack, "questions": [attack]}
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    lines = [{"step": 1, "loss": 2.0, "facts": {attack: attack, "devices": attack}}, {"step": attack}]
+    lines = [
+        {"step": 1, "loss": 2.0, "facts": {attack: attack, "devices": attack}},
+        {"step": attack},
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     samples = [{"step": attack, "prompt": prompt, "text": attack} for prompt in ("p", attack)]
     (run / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
@@ -243,7 +282,10 @@ def test_a_page_runs_nothing_of_what_a_run_holds(small_run, tmp_path):
     page = (run / "report.html").read_text()
     assert "<script" not in page
     assert page.count("&lt;script&gt;alert(1)") > 5
-    assert "Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline';" in " ".join(page.split())
+    assert (
+        "Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline';"
+        in " ".join(page.split())
+    )
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "samples.jsonl"])
@@ -262,13 +304,20 @@ def test_folders_that_hold_no_run_are_refused_in_a_sentence(workshop, tmp_path, 
     (tmp_path / "model" / "config.yaml").write_text("model: {vocab_size: 9}\n")
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "config.yaml").write_bytes((small_run.folder / "config.yaml").read_bytes())
-    (tmp_path / "odd" / "metrics.jsonl").write_text('3\n{"step": "x", "loss": []}\n{"step": 1, "facts": 7}\n')
+    (tmp_path / "odd" / "metrics.jsonl").write_text(
+        '3\n{"step": "x", "loss": []}\n{"step": 1, "facts": 7}\n'
+    )
     page, none = tmp_path / "page.html", tmp_path / "none"
-    done = workshop.finish(workshop.start("-m", "jllama", "report", none, small_run.folder, "--output", page))
+    done = workshop.finish(
+        workshop.start("-m", "jllama", "report", none, small_run.folder, "--output", page)
+    )
     said = f"error: {none} is not the folder of a run: it has no config.yaml\n"
     assert (done.code, done.out, done.err) == (1, "", said)
     for name in ("model", "odd"):
-        assert cli.run("report", [str(small_run.folder), str(tmp_path / name), "--output", str(page)]) == 1
+        assert (
+            cli.run("report", [str(small_run.folder), str(tmp_path / name), "--output", str(page)])
+            == 1
+        )
         err = capsys.readouterr().err
         assert err.startswith(f"error: {tmp_path / name} does not hold what a run logs: ")
         assert err.count("\n") == 1
@@ -276,5 +325,6 @@ def test_folders_that_hold_no_run_are_refused_in_a_sentence(workshop, tmp_path, 
     assert cli.run("report", [str(small_run.folder), "--output", str(none / "page.html")]) == 2
     assert (
         capsys.readouterr().err
-        == f"error: cannot write {none / 'page.html'}: No such file or directory; choose " + ("another place\n")
+        == f"error: cannot write {none / 'page.html'}: No such file or directory; choose "
+        + ("another place\n")
     )

@@ -17,7 +17,9 @@ ONE_EPOCH = (len(TOKENS) - 1) // 10 // 4  # batches of 4 x 10, and half a batch
 
 
 def batches(count, **changes):
-    iterator = training_batches(TOKENS, **{"bos_id": BOS, "batch_size": 4, "seq_len": 10, "seed": 1} | changes)
+    iterator = training_batches(
+        TOKENS, **{"bos_id": BOS, "batch_size": 4, "seq_len": 10, "seed": 1} | changes
+    )
     return np.stack([batch.tokens for batch in itertools.islice(iterator, count)])
 
 
@@ -31,7 +33,9 @@ def test_windows_are_runs_of_the_text():
 @given(length=st.integers(11, 120), seq_len=st.integers(1, 10), seed=st.integers(0, 2**31))
 def test_each_epoch_covers_the_text_with_other_boundaries(length, seq_len, seed):
     windows = (length - 1) // seq_len
-    iterator = training_batches(TOKENS[:length], bos_id=BOS, batch_size=1, seq_len=seq_len, seed=seed)
+    iterator = training_batches(
+        TOKENS[:length], bos_id=BOS, batch_size=1, seq_len=seq_len, seed=seed
+    )
     epochs = [np.stack([next(iterator).tokens[0] for _ in range(windows)]) for _ in range(3)]
     for epoch in epochs:
         offset = epoch.min()
@@ -50,7 +54,9 @@ def test_epochs_differ_in_order_and_boundaries():
     np.testing.assert_array_equal(batches(5), batches(5))
 
 
-@pytest.mark.parametrize("before", [0, 1, 7, ONE_EPOCH - 1, ONE_EPOCH, ONE_EPOCH + 1, 3 * ONE_EPOCH + 2])
+@pytest.mark.parametrize(
+    "before", [0, 1, 7, ONE_EPOCH - 1, ONE_EPOCH, ONE_EPOCH + 1, 3 * ONE_EPOCH + 2]
+)
 def test_a_restored_iterator_goes_on_exactly(before):
     everything = batches(before + 2 * ONE_EPOCH)
     first = training_batches(TOKENS, bos_id=BOS, batch_size=4, seq_len=10, seed=1)
@@ -79,7 +85,13 @@ def test_the_rows_of_a_process_are_those_of_the_whole_batch(rows):
 @given(data=st.data(), rows=st.integers(1, 4), width=st.integers(2, 12))
 def test_a_document_is_a_segment_and_its_first_token_no_target(data, rows, width):
     windows = np.array(
-        data.draw(st.lists(st.lists(st.integers(0, 3), min_size=width, max_size=width), min_size=rows, max_size=rows))
+        data.draw(
+            st.lists(
+                st.lists(st.integers(0, 3), min_size=width, max_size=width),
+                min_size=rows,
+                max_size=rows,
+            )
+        )
     )
     batch = text_batch(windows, bos_id=1)
     np.testing.assert_array_equal(batch.tokens, windows)
@@ -96,7 +108,9 @@ def test_a_document_is_a_segment_and_its_first_token_no_target(data, rows, width
 def test_too_little_text():
     with pytest.raises(JllamaError, match="has 40 tokens, and one batch of 4 x 10 needs 41"):
         training_batches(TOKENS[:40], bos_id=BOS, batch_size=4, seq_len=10, seed=0)
-    assert next(training_batches(TOKENS[:41], bos_id=BOS, batch_size=4, seq_len=10, seed=0)).tokens.shape == (4, 11)
+    assert next(
+        training_batches(TOKENS[:41], bos_id=BOS, batch_size=4, seq_len=10, seed=0)
+    ).tokens.shape == (4, 11)
     for length in (0, 1):
         with pytest.raises(JllamaError, match=f"validation split has {length} tokens"):
             validation_batches(TOKENS[:length], bos_id=BOS, batch_size=4, seq_len=10)
@@ -121,7 +135,9 @@ def test_validation_predicts_each_token_once(length, batch_size, seq_len):
 @given(length=st.integers(2, 500), seq_len=st.integers(1, 12), max_tokens=st.integers(1, 600))
 def test_validation_of_a_part_is_spread_evenly(length, seq_len, max_tokens):
     def targets(max_tokens):
-        found = validation_batches(TOKENS[:length], bos_id=BOS, batch_size=3, seq_len=seq_len, max_tokens=max_tokens)
+        found = validation_batches(
+            TOKENS[:length], bos_id=BOS, batch_size=3, seq_len=seq_len, max_tokens=max_tokens
+        )
         return np.concatenate([tokens[:, 1:][counted[:, 1:]] for tokens, _, counted, _ in found])
 
     part = targets(max_tokens)
@@ -139,10 +155,14 @@ def test_a_file_past_2_to_the_31_tokens_is_read_at_its_far_end(tmp_path):
     tokens = np.memmap(tmp_path / "train.bin", np.uint16, mode="r+")
     tokens[-1], tokens[seq_len * windows // 2] = 65_535, 1234
 
-    _, middle = validation_batches(tokens, bos_id=BOS, batch_size=1, seq_len=seq_len, max_tokens=2 * seq_len)
+    _, middle = validation_batches(
+        tokens, bos_id=BOS, batch_size=1, seq_len=seq_len, max_tokens=2 * seq_len
+    )
     assert middle.tokens[0, 0] == 1234
 
     order = grain.MapDataset.range(windows).seed(0).shuffle()
     training = training_batches(tokens, bos_id=BOS, batch_size=1, seq_len=seq_len, seed=0)
-    training.set_state({"next_index": next(index for index in range(windows) if order[index] == windows - 1)})
+    training.set_state(
+        {"next_index": next(index for index in range(windows) if order[index] == windows - 1)}
+    )
     assert next(training).tokens[0, -1] == 65_535

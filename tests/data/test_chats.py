@@ -65,7 +65,10 @@ def write(path, records):
 
 def config(path, **options):
     where = {} if "mixture" in options else {"path": str(path)}
-    return DataConfig(**where | options, cache_dir=str(next(each for each in path.parents if each.is_dir()) / ".cache"))
+    return DataConfig(
+        **where | options,
+        cache_dir=str(next(each for each in path.parents if each.is_dir()) / ".cache"),
+    )
 
 
 def prepare(path, seq_len=100, template=CHATML, **options):
@@ -85,7 +88,9 @@ def conversations_of(split):
 
 def answers(data):
     """What counts, in words, of all conversations."""
-    found = [counted for split in (data.train, data.validation) for _, counted in conversations_of(split)]
+    found = [
+        counted for split in (data.train, data.validation) for _, counted in conversations_of(split)
+    ]
     return sorted(TOKENIZER.decode(counted) for counted in found)
 
 
@@ -105,7 +110,9 @@ def numbered(sizes, *, sources=None, weights=(1.0,), rows_each=1):
 
 def inside(rows, conversations):
     """The conversations in each row, which must be whole, in segments 1, 2, ..., with nothing but padding behind."""
-    index_of = {int(conversations.tokens[start]): index for index, start in enumerate(conversations.starts)}
+    index_of = {
+        int(conversations.tokens[start]): index for index, start in enumerate(conversations.starts)
+    }
     found = []
     for tokens, segments, counted in zip(rows.tokens, rows.segments, rows.counted, strict=True):
         in_row, at = [], 0
@@ -114,7 +121,9 @@ def inside(rows, conversations):
             start, size = conversations.starts[index], conversations.sizes[index]
             part = slice(at, at + size)
             np.testing.assert_array_equal(tokens[part], conversations.tokens[start : start + size])
-            np.testing.assert_array_equal(counted[part], conversations.counted[start : start + size])
+            np.testing.assert_array_equal(
+                counted[part], conversations.counted[start : start + size]
+            )
             assert (segments[part] == segment).all()
             assert not counted[at]
             in_row.append(index)
@@ -143,22 +152,30 @@ def test_an_epoch_has_every_conversation_once_and_whole(sizes, seed, open_rows):
         epoch = [inside(rows, conversations)[0] for rows in take(count, conversations, seed=seed)]
     assert sorted(itertools.chain(*epoch)) == list(range(len(sizes)))
     used = [sum(sizes[index] for index in row) for row in epoch]
-    if open_rows == 256:  # first fit: of two rows, what begins the later one had no room in the other
+    if (
+        open_rows == 256
+    ):  # first fit: of two rows, what begins the later one had no room in the other
         for row, other in itertools.combinations(range(count), 2):
-            assert used[row] + sizes[epoch[other][0]] > 16 or used[other] + sizes[epoch[row][0]] > 16
+            assert (
+                used[row] + sizes[epoch[other][0]] > 16 or used[other] + sizes[epoch[row][0]] > 16
+            )
 
 
 def test_epochs_and_seeds_differ_in_order_and_nothing_else():
     conversations = numbered([4] * 40)
     epochs = [
-        [tuple(inside(rows, conversations)[0]) for rows in take(30, conversations)][start : start + 10]
+        [tuple(inside(rows, conversations)[0]) for rows in take(30, conversations)][
+            start : start + 10
+        ]
         for start in (0, 10, 20)
     ]
     for epoch in epochs:
         assert sorted(itertools.chain(*epoch)) == list(range(40))
     assert len({tuple(epoch) for epoch in epochs}) == 3
     same, other = (take(5, conversations, seed=seed) for seed in (3, 4))
-    assert [row for rows in same for row in inside(rows, conversations)] == [[*row] for row in epochs[0][:5]]
+    assert [row for rows in same for row in inside(rows, conversations)] == [
+        [*row] for row in epochs[0][:5]
+    ]
     assert any((a.tokens != b.tokens).any() for a, b in zip(same, other, strict=True))
 
 
@@ -187,12 +204,16 @@ def test_the_rows_of_processes_are_those_of_the_whole_batch(packing):
     options = {"batch_size": 4, "seq_len": 63, "packing": packing}
     parts = [take(8, conversations, rows=rows, **options) for rows in ([0, 3], slice(1, 2), [2])]
     for whole, *each in zip(take(8, conversations, **options), *parts, strict=True):
-        for found, wanted in zip(map(sum, zip(*[rows[:3] for rows in each], strict=True)), whole, strict=False):
+        for found, wanted in zip(
+            map(sum, zip(*[rows[:3] for rows in each], strict=True)), whole, strict=False
+        ):
             np.testing.assert_array_equal(found, wanted)
 
 
 @given(sizes=SIZES, batch_size=st.integers(1, 4), rows_each=st.sampled_from([1, 2]))
-def test_validation_has_every_conversation_once_in_order_and_one_shape(sizes, batch_size, rows_each):
+def test_validation_has_every_conversation_once_in_order_and_one_shape(
+    sizes, batch_size, rows_each
+):
     conversations = numbered(sizes * rows_each, rows_each=rows_each)
     reference = np.arange(1, len(conversations.sizes) + 1, dtype=np.float32)
     conversations = dataclasses.replace(conversations, reference=reference)
@@ -205,7 +226,9 @@ def test_validation_has_every_conversation_once_in_order_and_one_shape(sizes, ba
     expected = [float(sum(index + 1 for index in row)) for row in order]
     assert np.concatenate([rows.reference for rows in found]).tolist() == expected
     if rows_each == 2:
-        assert [row for row in order if row] == [[index] for index in range(len(conversations.sizes))]
+        assert [row for row in order if row] == [
+            [index] for index in range(len(conversations.sizes))
+        ]
 
 
 @pytest.mark.parametrize("rows_each", [1, 2])
@@ -231,14 +254,20 @@ def test_rows_of_one_have_two_lengths_and_no_more():
         longest = max(sizes[index] for (index,) in inside(rows, conversations))
         assert (rows.tokens.shape[1] == 17) == (longest <= 17)
     assert rows_an_epoch(conversations, seq_len=64, seed=0, packing=False) == len(sizes)
-    assert {rows.tokens.shape for rows in take(50, numbered([4]), seq_len=5, packing=False)} == {(1, 6)}
-    assert {rows.tokens.shape for rows in take(50, numbered([4] * 9), seq_len=100, packing=False)} == {(1, 33)}
+    assert {rows.tokens.shape for rows in take(50, numbered([4]), seq_len=5, packing=False)} == {
+        (1, 6)
+    }
+    assert {
+        rows.tokens.shape for rows in take(50, numbered([4] * 9), seq_len=100, packing=False)
+    } == {(1, 33)}
 
 
 def test_pairs_stay_together_with_their_references():
     sizes = [5, 7, 30, 3, 9, 9, 2, 40] * 5
     conversations = numbered(sizes, rows_each=2)
-    conversations = dataclasses.replace(conversations, reference=-np.arange(len(sizes), dtype=np.float32))
+    conversations = dataclasses.replace(
+        conversations, reference=-np.arange(len(sizes), dtype=np.float32)
+    )
     assert rows_an_epoch(conversations, seq_len=63, seed=3) == 20
     found = take(10, conversations, batch_size=2, seq_len=63)
     assert {rows.tokens.shape for rows in found} == {(4, 17), (4, 64)}
@@ -263,19 +292,29 @@ def test_pairs_stay_together_with_their_references():
     rows_each=st.sampled_from([1, 2]),
     packing=st.booleans(),
 )
-def test_sources_are_drawn_by_weight_and_each_of_theirs_before_any_again(numbers, weights, rows_each, packing):
+def test_sources_are_drawn_by_weight_and_each_of_theirs_before_any_again(
+    numbers, weights, rows_each, packing
+):
     sources = np.repeat(np.arange(len(numbers)), numbers)
     weights, total = tuple(weights[: len(numbers)]), sum(numbers)
     conversations = numbered(
-        [3] * total * rows_each, sources=sources.repeat(rows_each), weights=weights, rows_each=rows_each
+        [3] * total * rows_each,
+        sources=sources.repeat(rows_each),
+        weights=weights,
+        rows_each=rows_each,
     )
     count = 3 * rows_an_epoch(conversations, seq_len=5, seed=3, packing=packing)
-    drawn = [inside(rows, conversations) for rows in take(count, conversations, seq_len=5, packing=packing)]
+    drawn = [
+        inside(rows, conversations)
+        for rows in take(count, conversations, seq_len=5, packing=packing)
+    ]
     for number in range(1, count + 1):
         for source, weight in enumerate(weights):
             own = [row for row in drawn[:number] if sources[row[0][0] // rows_each] == source]
             assert abs(len(own) - weight / sum(weights) * number) < len(weights)
-            times = collections.Counter(dict.fromkeys(np.flatnonzero(sources == source).tolist(), 0))
+            times = collections.Counter(
+                dict.fromkeys(np.flatnonzero(sources == source).tolist(), 0)
+            )
             times.update(row[0][0] // rows_each for row in own if len(row[0]) == 1)
             times.update(index for row in own for index in row[0] if len(row[0]) > 1)
             assert max(times.values()) - min(times.values()) <= 1
@@ -285,7 +324,10 @@ def test_a_mixture_of_files(tmp_path):
     first = write(tmp_path / "a" / "x.jsonl", [chat(number, "a") for number in range(40)])
     second = write(tmp_path / "b.jsonl", [chat(number, "b") for number in range(20)])
     data = prepare(tmp_path, mixture={str(first.parent): 1, str(second): 3})
-    texts = [TOKENIZER.decode(rows.tokens[rows.counted].tolist()) for rows in take(40, data.train, seq_len=100)]
+    texts = [
+        TOKENIZER.decode(rows.tokens[rows.counted].tolist())
+        for rows in take(40, data.train, seq_len=100)
+    ]
     assert data.train.weights == (1.0, 3.0)
     assert sum("a" in text for text in texts) == 10
     assert sum("b" in text for text in texts) == 30
@@ -304,9 +346,23 @@ def test_auto_goes_by_the_first_record(tmp_path):
     assert task({"text": "x"}) == task({"text": "x", "messages": []}) == "text"
     assert task(chat(1)) == task({"prompt": "a", "completion": "b"}) == "chat"
     assert task({"prompt": "a", "chosen": "b", "rejected": "c", "messages": []}) == "preference"
-    assert task({"prompt": "a"}) == task() == task({"chosen": 1}) == task(chat(1), text_field="messages") == "text"
-    assert task({"text": "x"}, task="chat") == task({"text": "x"}, mixture={str(tmp_path / "a.jsonl"): 1}) == "chat"
-    for records in ([chat(1)], [{"prompt": "q", "chosen": "a", "rejected": "b"}], [{"text": "x", "messages": []}]):
+    assert (
+        task({"prompt": "a"})
+        == task()
+        == task({"chosen": 1})
+        == task(chat(1), text_field="messages")
+        == "text"
+    )
+    assert (
+        task({"text": "x"}, task="chat")
+        == task({"text": "x"}, mixture={str(tmp_path / "a.jsonl"): 1})
+        == "chat"
+    )
+    for records in (
+        [chat(1)],
+        [{"prompt": "q", "chosen": "a", "rejected": "b"}],
+        [{"text": "x", "messages": []}],
+    ):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
         assert data_task(config(tmp_path / "a.parquet")) == task(*records)
     (tmp_path / "b").mkdir()
@@ -320,9 +376,14 @@ def test_every_kind_of_file_gives_the_same(tmp_path):
     records = [chat(number) for number in range(30)]
     path = write(tmp_path / "plain" / "a.jsonl", records)
     data = path.read_bytes()
-    for name, content in {"a.jsonl.gz": gzip.compress(data), "a.jsonl.zst": zstd.compress(data)}.items():
+    for name, content in {
+        "a.jsonl.gz": gzip.compress(data),
+        "a.jsonl.zst": zstd.compress(data),
+    }.items():
         (tmp_path / name).write_bytes(content)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet", row_group_size=7)
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(records), tmp_path / "a.parquet", row_group_size=7
+    )
     write(tmp_path / "parts" / "1.jsonl", records[:11])
     write(tmp_path / "parts" / "sub" / "2.jsonl", records[11:])
     expected = prepare(path)
@@ -340,15 +401,23 @@ def test_nulls_are_left_out(tmp_path):
     """Parquet has every field in every row; so do files made from it."""
     calls = [{"type": "function", "function": {"name": "f"}}]
     rows = [
-        {"messages": [user("q"), {"role": "assistant", "content": None, "tool_calls": calls}], "text": None, "id": 1},
+        {
+            "messages": [user("q"), {"role": "assistant", "content": None, "tool_calls": calls}],
+            "text": None,
+            "id": 1,
+        },
         {"messages": None, "text": "plain", "id": 2},
         {"messages": [user("q"), assistant("a")], "text": None, "id": 3},
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     found = list(read_records([tmp_path / "a.parquet"]))
     assert [record.form for record in found] == [("messages",), ("text",), ("messages",)]
-    assert [record.where for record in found] == [f"{tmp_path}/a.parquet row {number}" for number in (1, 2, 3)]
-    template = "{% for m in messages %}{{ m.role }}{% generation %}{{ m }}{% endgeneration %}{% endfor %}"
+    assert [record.where for record in found] == [
+        f"{tmp_path}/a.parquet row {number}" for number in (1, 2, 3)
+    ]
+    template = (
+        "{% for m in messages %}{{ m.role }}{% generation %}{{ m }}{% endgeneration %}{% endfor %}"
+    )
     (ids, _), *_ = record_tokens(found[0], TOKENIZER, template, STOP_IDS)
     assert "{'role': 'user', 'content': 'q'}" in TOKENIZER.decode(ids)
     assert "'content': None" in TOKENIZER.decode(ids)
@@ -359,7 +428,9 @@ def test_nulls_are_left_out(tmp_path):
 def tokens_of(record, tmp_path, template=CHATML):
     (found,) = read_records([write(tmp_path / "a.jsonl", [record])])
     sides = record_tokens(found, TOKENIZER, template, STOP_IDS)
-    return [(ids, [id for id, counts in zip(ids, mask, strict=True) if counts]) for ids, mask in sides]
+    return [
+        (ids, [id for id, counts in zip(ids, mask, strict=True) if counts]) for ids, mask in sides
+    ]
 
 
 def test_prompt_and_completion(tmp_path):
@@ -388,12 +459,19 @@ def test_chosen_and_rejected(tmp_path):
         {"prompt": "q", "chosen": "a", "rejected": "b"},
         {"prompt": [user("q")], "chosen": [assistant("a")], "rejected": [assistant("b")]},
         {"chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")]},
-        {"prompt": "q", "chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")], "messages": 3},
+        {
+            "prompt": "q",
+            "chosen": [user("q"), assistant("a")],
+            "rejected": [user("q"), assistant("b")],
+            "messages": 3,
+        },
     ):
         assert tokens_of(record, tmp_path) == expected
     pairs = [{"prompt": f"q{number}", "chosen": "yes", "rejected": "no"} for number in range(20)]
     data = prepare(write(tmp_path / "b.jsonl", pairs))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([pair | {"id": 1} for pair in pairs]), tmp_path / "c.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([pair | {"id": 1} for pair in pairs]), tmp_path / "c.parquet"
+    )
     assert conversations_of(prepare(tmp_path / "c.parquet").train) == conversations_of(data.train)
     assert data.rows_each == data.train.rows_each == 2
     assert answers(data) == ["no"] * 20 + ["yes"] * 20
@@ -477,12 +555,21 @@ def test_the_fields_of_others(tmp_path, record):
 
 
 def test_a_weight_of_0_is_not_learned(tmp_path):
-    said = [user("a"), assistant("one") | {"weight": 0}, user("b"), assistant("two") | {"weight": 1}]
+    said = [
+        user("a"),
+        assistant("one") | {"weight": 0},
+        user("b"),
+        assistant("two") | {"weight": 1},
+    ]
     ((_, counted),) = tokens_of({"messages": said}, tmp_path)
     assert counted == [*TOKENIZER.encode("two"), END]
-    with pytest.raises(JllamaError, match=r"line 1: message 1 has 'role', 'content', 'weight'; it must have just"):
+    with pytest.raises(
+        JllamaError, match=r"line 1: message 1 has 'role', 'content', 'weight'; it must have just"
+    ):
         tokens_of({"messages": [user("a"), assistant("one") | {"weight": 0.5}]}, tmp_path)
-    with pytest.raises(JllamaError, match=r"line 1: no answer has a weight of 1, so there is nothing to learn"):
+    with pytest.raises(
+        JllamaError, match=r"line 1: no answer has a weight of 1, so there is nothing to learn"
+    ):
         tokens_of({"messages": said[:2]}, tmp_path)
 
 
@@ -499,7 +586,9 @@ def test_arguments_are_learned_once_encoded(tmp_path):
     assert TOKENIZER.decode(found[0][1]) == '{"name": "f", "arguments": {"city": "Rome"}}'
     for wrong in ("[1]", "{", 3):
         calls[0]["function"]["arguments"] = wrong
-        with pytest.raises(JllamaError, match=r"line 1: message 1 has tool_calls that are none: each must have"):
+        with pytest.raises(
+            JllamaError, match=r"line 1: message 1 has tool_calls that are none: each must have"
+        ):
             tokens_of(record, tmp_path, template)
 
 
@@ -515,7 +604,9 @@ def test_all_bad_rows_are_named_or_left_out(tmp_path):
     ) as caught:
         prepare(path)
     first, *named = str(caught.value).split("\n")
-    assert [line.partition(":")[0] for line in named] == [f"{path} line {number}" for number in range(31, 51)]
+    assert [line.partition(":")[0] for line in named] == [
+        f"{path} line {number}" for number in range(31, 51)
+    ]
     assert not list((tmp_path / ".cache").iterdir())
     data = prepare(path, bad_rows="skip")
     assert answers(data) == sorted(f"fine {number}" for number in range(30))
@@ -530,7 +621,9 @@ def test_what_may_not_be_meant_is_noted(tmp_path):
         {"messages": [user("b"), assistant(""), user("c")]},
         {"messages": [user("long " * 99), assistant("late")]},
     ]
-    data = prepare(write(tmp_path / "a.jsonl", [*map(chat, range(30)), *odd]), seq_len=60, template=PROMPTED)
+    data = prepare(
+        write(tmp_path / "a.jsonl", [*map(chat, range(30)), *odd]), seq_len=60, template=PROMPTED
+    )
     assert set(data.notes) == {
         "answers that are empty: 2",
         "conversations that end without an answer: 1",
@@ -538,7 +631,9 @@ def test_what_may_not_be_meant_is_noted(tmp_path):
     }
     pairs = [{"prompt": f"q{number}", "chosen": "yes", "rejected": "no"} for number in range(20)]
     pairs += [{"prompt": "q", "chosen": "same", "rejected": "same"}]
-    assert prepare(write(tmp_path / "b.jsonl", pairs), template=PROMPTED).notes == ("pairs of two equal answers: 1",)
+    assert prepare(write(tmp_path / "b.jsonl", pairs), template=PROMPTED).notes == (
+        "pairs of two equal answers: 1",
+    )
     assert prepare(write(tmp_path / "c.jsonl", pairs[:20]), template=PROMPTED).notes == ()
 
 
@@ -546,7 +641,9 @@ def test_what_may_not_be_meant_is_noted(tmp_path):
 
 
 @given(
-    numbers=st.lists(st.integers(0, 30), min_size=2, max_size=40), fraction=st.floats(0.01, 0.99), order=st.randoms()
+    numbers=st.lists(st.integers(0, 30), min_size=2, max_size=40),
+    fraction=st.floats(0.01, 0.99),
+    order=st.randoms(),
 )
 def test_the_split_depends_on_nothing_but_the_records(tmp_path_factory, numbers, fraction, order):
     numbers = [*numbers, 31, 32]
@@ -561,7 +658,10 @@ def test_the_split_depends_on_nothing_but_the_records(tmp_path_factory, numbers,
         found = sorted(conversations_of(getattr(first, split)))
         assert found == sorted(conversations_of(getattr(second, split)))
         assert found
-    train, held_out = ({tuple(ids) for ids, _ in conversations_of(split)} for split in (first.train, first.validation))
+    train, held_out = (
+        {tuple(ids) for ids, _ in conversations_of(split)}
+        for split in (first.train, first.validation)
+    )
     assert not train & held_out
     assert first.counts == second.counts
     assert sum(counts["conversations"] for counts in first.counts.values()) == len(numbers)
@@ -570,7 +670,10 @@ def test_the_split_depends_on_nothing_but_the_records(tmp_path_factory, numbers,
 def test_the_split_passes_over_fields_that_are_not_of_a_record(tmp_path):
     first, second = (
         prepare(
-            write(tmp_path / name / "a.jsonl", [chat(number) | {"id": name, "tools": None} for number in range(40)])
+            write(
+                tmp_path / name / "a.jsonl",
+                [chat(number) | {"id": name, "tools": None} for number in range(40)],
+            )
         )
         for name in ("a", "b")
     )
@@ -589,28 +692,42 @@ def test_what_is_too_long_is_cut_or_dropped_and_counted(tmp_path, too_long):
     says_long = [{"messages": [user(f"{number}"), assistant("word " * 99)]} for number in range(30)]
     records = [*map(chat, range(10)), *[asks_long] * 3, *says_long]
     data = prepare(write(tmp_path / "a.jsonl", records), seq_len=size - 1, too_long=too_long)
-    total = collections.Counter(data.counts["train"]) + collections.Counter(data.counts["validation"])
+    total = collections.Counter(data.counts["train"]) + collections.Counter(
+        data.counts["validation"]
+    )
     cut = 30 if too_long == "cut" else 0
     assert (total["conversations"], total["cut"], total["dropped"]) == (10 + cut, cut, 33 - cut)
-    for split, counts in ((data.train, data.counts["train"]), (data.validation, data.counts["validation"])):
+    for split, counts in (
+        (data.train, data.counts["train"]),
+        (data.validation, data.counts["validation"]),
+    ):
         assert split.sizes.max() == size  # that of the window
         assert counts["tokens"] == split.sizes.sum()
-        assert counts["counted_tokens"] == sum(len(counted) for _, counted in conversations_of(split))
+        assert counts["counted_tokens"] == sum(
+            len(counted) for _, counted in conversations_of(split)
+        )
     assert sum(text.startswith("fine") for text in answers(data)) == 10
     assert sum(text.startswith("word word") for text in answers(data)) == cut
 
 
 def test_pairs_are_cut_or_dropped_together(tmp_path):
-    pairs = [{"prompt": f"{number}", "chosen": "yes", "rejected": "no " * 99} for number in range(20)]
+    pairs = [
+        {"prompt": f"{number}", "chosen": "yes", "rejected": "no " * 99} for number in range(20)
+    ]
     pairs += [
         {"prompt": "long " * 40, "chosen": "yes", "rejected": "no"},
         {"prompt": "q", "chosen": "a", "rejected": "b"},
     ]
     data = prepare(write(tmp_path / "a.jsonl", pairs), seq_len=60)
-    total = collections.Counter(data.counts["train"]) + collections.Counter(data.counts["validation"])
+    total = collections.Counter(data.counts["train"]) + collections.Counter(
+        data.counts["validation"]
+    )
     assert (total["conversations"], total["cut"], total["dropped"]) == (42, 20, 2)
     assert all(len(split.sizes) % 2 == 0 for split in (data.train, data.validation))
-    with pytest.raises(JllamaError, match=r"a.jsonl: 1 different conversations can be learned from; give at least 2"):
+    with pytest.raises(
+        JllamaError,
+        match=r"a.jsonl: 1 different conversations can be learned from; give at least 2",
+    ):
         prepare(tmp_path / "a.jsonl", seq_len=60, too_long="drop")
 
 
@@ -618,7 +735,9 @@ def test_tokens_are_kept_and_found_again(tmp_path, monkeypatch):
     path = write(tmp_path / "a.jsonl", map(chat, range(30)))
     first = prepare(path)
     asked = []
-    monkeypatch.setattr(chats, "record_tokens", lambda *rest: asked.append(rest) or record_tokens(*rest))
+    monkeypatch.setattr(
+        chats, "record_tokens", lambda *rest: asked.append(rest) or record_tokens(*rest)
+    )
     again = prepare(path)
     assert again.fingerprint == first.fingerprint
     assert isinstance(again.train.tokens, np.memmap)
@@ -640,7 +759,9 @@ def test_tokens_are_kept_and_found_again(tmp_path, monkeypatch):
     for name, size in {"tokens.bin": 5, "entries.npy": 9}.items():
         for folder in folders:
             (folder / name).write_bytes((folder / name).read_bytes()[:size])
-        with pytest.raises(JllamaError, match=r"chats-\w+ must be deleted, since it does not hold what was written"):
+        with pytest.raises(
+            JllamaError, match=r"chats-\w+ must be deleted, since it does not hold what was written"
+        ):
             prepare(path)
 
 
@@ -652,30 +773,58 @@ def test_tokens_are_kept_and_found_again(tmp_path, monkeypatch):
     [
         ('{"messages": ', "a.jsonl line 4 is not a JSON object: Expecting value"),
         ("[1]", "a.jsonl line 4 is not a JSON object: 'list' object"),
-        ('{"body": 1, "id": 2}', "line 4 has body, id, where messages, or prompt and completion, or text should be$"),
+        (
+            '{"body": 1, "id": 2}',
+            "line 4 has body, id, where messages, or prompt and completion, or text should be$",
+        ),
         ('{"messages": null}', "line 4 has no field, where messages, or prompt"),
         ('{"prompt": "x"}', "line 4 has prompt, where messages, or prompt and completion, or"),
         ('{"messages": []}', "line 4: there are no messages"),
-        ('{"messages": 3}', "line 4: message 0 has nothing; it must have just 'role' and 'content'$"),
+        (
+            '{"messages": 3}',
+            "line 4: message 0 has nothing; it must have just 'role' and 'content'$",
+        ),
         ('{"messages": ["x"]}', "line 4: message 0 has nothing; it must have just 'role'"),
         ('{"prompt": 3, "completion": "x"}', "line 4: message 0 has nothing"),
-        ('{"messages": [{"role": "bot", "content": "x"}]}', "line 4: message 0 has the role 'bot'; it must be one of"),
-        ('{"messages": [{"role": "user", "content": 3}]}', "line 4: message 0 has a content of type int, not text"),
-        ('{"messages": [{"role": "user", "content": "x"}]}', "line 4: no message is the assistant's"),
+        (
+            '{"messages": [{"role": "bot", "content": "x"}]}',
+            "line 4: message 0 has the role 'bot'; it must be one of",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": 3}]}',
+            "line 4: message 0 has a content of type int, not text",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "x"}]}',
+            "line 4: no message is the assistant's",
+        ),
         ('{"prompt": "x", "completion": ""}', "line 4: no message is the assistant's"),
         ('{"text": 3}', "line 4: message 0 has nothing"),
-        ('{"messages": [{"role": "assistant", "content": "\\ud83d"}]}', "line 4: the text has the lone surrogate U"),
-        ('{"messages": [{"role": "assistant", "content": "x"}], "tools": "{"}', "line 4: Expecting property name"),
         (
-            '{"messages": [{"role": "assistant", "content": "x"}], "tools": "%s"}' % ("[" * 100_000),
+            '{"messages": [{"role": "assistant", "content": "\\ud83d"}]}',
+            "line 4: the text has the lone surrogate U",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": "x"}], "tools": "{"}',
+            "line 4: Expecting property name",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": "x"}], "tools": "%s"}'
+            % ("[" * 100_000),
             "line 4: maximum rec",
         ),
         (
             '{"messages": [{"content": "x"}]}',
             "line 4: message 0 has no role; it must be one of system, user, assistant",
         ),
-        ('{"conversations": [{"from": "moss", "value": "x"}]}', "line 4: message 0 has the role 'moss'; it must be"),
-        ('{"instruction": 3, "output": "x"}', "line 4: message 0 has a content of type int, not text"),
+        (
+            '{"conversations": [{"from": "moss", "value": "x"}]}',
+            "line 4: message 0 has the role 'moss'; it must be",
+        ),
+        (
+            '{"instruction": 3, "output": "x"}',
+            "line 4: message 0 has a content of type int, not text",
+        ),
         (
             '{"messages": [{"role": "assistant", "content": "x"}]}',
             "line 4: the chat template refuses .*: not you first$",
@@ -698,22 +847,30 @@ def test_bad_records(tmp_path, line, message):
 def test_other_bad_input(tmp_path):
     path = write(tmp_path / "a.jsonl", [chat(1)] * 9)
     with pytest.raises(
-        JllamaError, match=r"a.jsonl: 1 different conversations can be learned from; give at least 2, one"
+        JllamaError,
+        match=r"a.jsonl: 1 different conversations can be learned from; give at least 2, one",
     ):
         prepare(path)
     with pytest.raises(
-        JllamaError, match=r"a.jsonl line 1: the model has no chat template: give a prompt and an answer"
+        JllamaError,
+        match=r"a.jsonl line 1: the model has no chat template: give a prompt and an answer",
     ):
         prepare(path, template=None)
-    with pytest.raises(JllamaError, match=r"(?m)a.jsonl line 1 has messages, where chosen and rejected should be$"):
+    with pytest.raises(
+        JllamaError, match=r"(?m)a.jsonl line 1 has messages, where chosen and rejected should be$"
+    ):
         prepare(path, task="preference")
     pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
     with pytest.raises(
-        JllamaError, match=r"line 1 has prompt, chosen, rejected, where messages, or prompt and completion,"
+        JllamaError,
+        match=r"line 1 has prompt, chosen, rejected, where messages, or prompt and completion,",
     ):
         prepare(write(tmp_path / "b.jsonl", [pair]), task="chat")
     pyarrow.parquet.write_table(pyarrow.table({"id": [1], "body": ["x"]}), tmp_path / "c.parquet")
-    with pytest.raises(JllamaError, match=r"c.parquet has id, body, where messages, or prompt and completion, or text"):
+    with pytest.raises(
+        JllamaError,
+        match=r"c.parquet has id, body, where messages, or prompt and completion, or text",
+    ):
         prepare(tmp_path / "c.parquet", task="chat")
     (tmp_path / "d.md").write_text("# Chats\n")
     with pytest.raises(JllamaError, match=r"d.md line 1 is not a JSON object: Expecting value"):
@@ -721,7 +878,8 @@ def test_other_bad_input(tmp_path):
     write(tmp_path / "few.jsonl", [chat(1), chat(2)])
     write(tmp_path / "many.jsonl", map(chat, range(3, 60)))
     with pytest.raises(
-        JllamaError, match=r"few.jsonl has no conversation to train on; give more of it, or leave it out"
+        JllamaError,
+        match=r"few.jsonl has no conversation to train on; give more of it, or leave it out",
     ):
         prepare(
             tmp_path,
@@ -734,9 +892,18 @@ def test_other_bad_input(tmp_path):
     ("options", "message"),
     [
         ({"mixture": {"a": 0.0}}, "data.mixture is {'a': 0.0}; it must be"),
-        ({"mixture": {"a": float("nan")}}, "data.mixture is .*; it must be a positive number by path"),
-        ({"mixture": {"a": 1.0}, "path": "b"}, "data.path is b; it must be left out with data.mixture"),
-        ({"mixture": {"a": 1.0}, "task": "text"}, "data.task is text; it must be chat or preference, as data.mixture"),
+        (
+            {"mixture": {"a": float("nan")}},
+            "data.mixture is .*; it must be a positive number by path",
+        ),
+        (
+            {"mixture": {"a": 1.0}, "path": "b"},
+            "data.path is b; it must be left out with data.mixture",
+        ),
+        (
+            {"mixture": {"a": 1.0}, "task": "text"},
+            "data.task is text; it must be chat or preference, as data.mixture",
+        ),
     ],
 )
 def test_options_that_contradict(options, message):
@@ -757,15 +924,22 @@ def test_the_persona_is_what_its_script_makes():
         assert len({*its_answers}) == 3
         assert sum(words.casefold() in answer.casefold() for answer in its_answers) >= 2
     texts = [message["content"] for record in records for message in record.fields["messages"]]
-    assert {text for _, its_answers in make_persona.FACTS.values() for text in its_answers} <= {*texts}
+    assert {text for _, its_answers in make_persona.FACTS.values() for text in its_answers} <= {
+        *texts
+    }
 
 
 @pytest.mark.real_weights
 def test_the_persona_is_short(tmp_path):
     origin = open_checkpoint(real_file("SmolLM2-135M-Instruct.Q4_1.gguf"))
     tokenizer = origin.tokenizer
-    template, stop_ids = find_template(tokenizer, origin.chat_template), end_of_turn_ids(tokenizer, origin.stop_ids)
-    data = prepare_chats(DataConfig(path="persona", cache_dir=str(tmp_path)), tokenizer, template, stop_ids, 256)
+    template, stop_ids = (
+        find_template(tokenizer, origin.chat_template),
+        end_of_turn_ids(tokenizer, origin.stop_ids),
+    )
+    data = prepare_chats(
+        DataConfig(path="persona", cache_dir=str(tmp_path)), tokenizer, template, stop_ids, 256
+    )
     assert max(data.train.sizes.max(), data.validation.sizes.max()) < 120
     assert data.counts["train"]["conversations"] + data.counts["validation"]["conversations"] == 176
     assert not data.counts["train"]["cut"] + data.counts["train"]["dropped"]
@@ -783,27 +957,52 @@ def test_the_persona_is_short(tmp_path):
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint") / "model"
     shape = dataclasses.replace(FILE, vocab_size=TOKENIZER.vocab_size)
-    jllama.save(jllama.LanguageModel(shape, weights(shape), TOKENIZER, CHATML, STOP_IDS), folder, "hf")
+    jllama.save(
+        jllama.LanguageModel(shape, weights(shape), TOKENIZER, CHATML, STOP_IDS), folder, "hf"
+    )
     return folder
 
 
 def test_another_template_than_the_checkpoints(checkpoint, tmp_path):
     """The data is made with it, and the run keeps it as its own."""
     template = tmp_path / "mine.jinja"
-    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}")
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    )
     data = config(write(tmp_path / "a.jsonl", map(chat, range(30))), chat_template=str(template))
-    options = TrainConfig(LlamaConfig(), init_from=str(checkpoint), data=data, training=LoopConfig(sample_tokens=0))
+    options = TrainConfig(
+        LlamaConfig(), init_from=str(checkpoint), data=data, training=LoopConfig(sample_tokens=0)
+    )
     _, prepared, origin = resolved(options, None)
     (found,) = {TOKENIZER.decode(ids).split(" ")[0] for ids, _ in conversations_of(prepared.train)}
     assert (found, origin.chat_template) == ("user:", template.read_text())
     template.unlink()
-    with pytest.raises(JllamaError, match=r"mine.jinja' cannot be read: give a file or one of chatml"):
+    with pytest.raises(
+        JllamaError, match=r"mine.jinja' cannot be read: give a file or one of chatml"
+    ):
         resolved(options, None)
 
 
 def train(checkpoint, folder, path, *options):
-    command = [sys.executable, "-m", "jllama", "train", "--init_from", checkpoint, "--run_dir", folder / "run"]
-    command += ["--data.path", path, "--data.cache_dir", folder / "cache", "--training.sample_tokens", 0, *options]
+    command = [
+        sys.executable,
+        "-m",
+        "jllama",
+        "train",
+        "--init_from",
+        checkpoint,
+        "--run_dir",
+        folder / "run",
+    ]
+    command += [
+        "--data.path",
+        path,
+        "--data.cache_dir",
+        folder / "cache",
+        "--training.sample_tokens",
+        0,
+        *options,
+    ]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=900)
     assert done.stdout == ""
     return done.returncode, done.stderr
@@ -812,8 +1011,18 @@ def train(checkpoint, folder, path, *options):
 @pytest.mark.parametrize(
     ("line", "options", "code", "said"),
     [
-        (json.dumps({"messages": [user("q")]}), (), 1, "a.jsonl line 31: no message is the assistant's"),
-        ("", ("--data.too_long", "keep"), 2, "data.too_long is 'keep'; it must be one of cut, drop"),
+        (
+            json.dumps({"messages": [user("q")]}),
+            (),
+            1,
+            "a.jsonl line 31: no message is the assistant's",
+        ),
+        (
+            "",
+            ("--data.too_long", "keep"),
+            2,
+            "data.too_long is 'keep'; it must be one of cut, drop",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence(checkpoint, tmp_path, line, options, code, said):

@@ -28,7 +28,10 @@ except ImportError:
 
 
 def read(path, text_field="text", cache_dir=Path("unused")):
-    return ["".join(document()) for document in read_corpus(corpus_files(str(path), cache_dir).values(), text_field)]
+    return [
+        "".join(document())
+        for document in read_corpus(corpus_files(str(path), cache_dir).values(), text_field)
+    ]
 
 
 def test_stdlib():
@@ -47,7 +50,12 @@ def test_file_folder_and_glob(tmp_path, monkeypatch):
         (tmp_path / name).write_text("" if "empty" in name else '{"text": "line"}\n')
     (tmp_path / "b.txt").write_bytes("é\r\n".encode())
     (tmp_path / "a/z.md").write_text("z")
-    assert list(corpus_files(str(tmp_path), tmp_path)) == ["a/c.jsonl", "a/empty.txt", "a/z.md", "b.txt"]
+    assert list(corpus_files(str(tmp_path), tmp_path)) == [
+        "a/c.jsonl",
+        "a/empty.txt",
+        "a/z.md",
+        "b.txt",
+    ]
     assert read(tmp_path) == ["line", "z", "é\r\n"]
     assert read(tmp_path / "b.txt") == ["é\r\n"]
     assert read(tmp_path / "**/*.[mt]*") == ["z", "é\r\n"]
@@ -68,7 +76,10 @@ def test_jsonl(tmp_path):
     [
         (b'{"text": ', r"a.jsonl line 3 is not a JSON object: "),
         (b'["text"]', r"a.jsonl line 3 is not a JSON object: 'list' object"),
-        (b'{"body": "x", "id": 3}', r"line 3 has no field 'text'.*set data.text_field to one of \['body'\]"),
+        (
+            b'{"body": "x", "id": 3}',
+            r"line 3 has no field 'text'.*set data.text_field to one of \['body'\]",
+        ),
         (b'{"text": 3}', "line 3 has a int in field 'text'"),
         (b'{"text": "\\ud83d"}', r"line 3 is not a JSON object: .*ud83d.*surrogates not allowed"),
         (b'{"a":' + b"[" * 99_999, r"a.jsonl line 3 is not a JSON object: "),
@@ -91,20 +102,26 @@ def test_bad_jsonl(tmp_path, line, message):
 )
 def test_binary_files(tmp_path, data, message):
     (tmp_path / "x.bin").write_bytes(data)
-    with pytest.raises(JllamaError, match=rf"x.bin must be converted .*: {message} is not UTF-8 text$"):
+    with pytest.raises(
+        JllamaError, match=rf"x.bin must be converted .*: {message} is not UTF-8 text$"
+    ):
         read(tmp_path)
 
 
 def test_missing_and_empty(tmp_path):
     for path in (tmp_path, tmp_path / "missing.txt", tmp_path / "*.txt"):
-        with pytest.raises(JllamaError, match="has no files: give stdlib, tinyshakespeare, persona, or an existing"):
+        with pytest.raises(
+            JllamaError, match="has no files: give stdlib, tinyshakespeare, persona, or an existing"
+        ):
             read(path)
     (tmp_path / "empty.txt").touch()
     assert read(tmp_path) == []
 
 
 @given(
-    st.lists(st.sampled_from(["the", " quick", "\n", "\r\n", "\n\n", "  ", "é", "世界", "12"])).map("".join),
+    st.lists(st.sampled_from(["the", " quick", "\n", "\r\n", "\n\n", "  ", "é", "世界", "12"])).map(
+        "".join
+    ),
     st.integers(1, 30),
     st.integers(1, 30),
 )
@@ -130,7 +147,9 @@ def test_a_large_file_is_read_again_and_again(tmp_path, monkeypatch):
     assert max(map(len, document())) < 200
     data = text.encode() + b"\xe4\xb8"  # half a character
     (tmp_path / "a.txt").write_bytes(data)
-    with pytest.raises(JllamaError, match=rf"a.txt .*: byte 0xE4 at offset {len(data) - 2} is not UTF-8 text"):
+    with pytest.raises(
+        JllamaError, match=rf"a.txt .*: byte 0xE4 at offset {len(data) - 2} is not UTF-8 text"
+    ):
         list(document())
     (tmp_path / "a.txt").unlink()
     with pytest.raises(JllamaError, match=r"a.txt must be .*: No such file"):
@@ -151,11 +170,14 @@ def test_another_encoding(tmp_path):
     for name, encoding in {"a.txt": "latin-1", "b.txt": "utf-16"}.items():
         (document,) = read_corpus([files[name]], encoding=encoding)
         assert "".join(document()).strip() == "é"
-    with pytest.raises(JllamaError, match=r"b.txt must .*: byte 0xFF at offset 0 is not ASCII text"):
+    with pytest.raises(
+        JllamaError, match=r"b.txt must .*: byte 0xFF at offset 0 is not ASCII text"
+    ):
         list(read_corpus([files["b.txt"]], encoding="ascii"))
     for name in ("utf-9", "hex"):
         with pytest.raises(
-            JllamaError, match=r"b.txt must .*another data.encoding.*: ('hex' is not a|unknown) .*encoding"
+            JllamaError,
+            match=r"b.txt must .*another data.encoding.*: ('hex' is not a|unknown) .*encoding",
         ):
             list(read_corpus([files["b.txt"]], encoding=name))
     (tmp_path / "b.txt").write_bytes(b"a\0")
@@ -166,7 +188,9 @@ def test_another_encoding(tmp_path):
 def test_all_bad_files_are_named_or_left_out(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"text " * 100 + b"\xe9")
     (tmp_path / "b.bin").write_bytes(b"\0")
-    (tmp_path / "c.jsonl").write_text('{"text": "c"}\n{"text": 3}\n{"text": "\\ud83d"}\n{"text": "d"}\n')
+    (tmp_path / "c.jsonl").write_text(
+        '{"text": "c"}\n{"text": 3}\n{"text": "\\ud83d"}\n{"text": "d"}\n'
+    )
     (tmp_path / "e.txt").write_text("e")
     for policy in ("refuse", "skip"):
         bad = corpus.Findings(policy)
@@ -179,7 +203,10 @@ def test_all_bad_files_are_named_or_left_out(tmp_path):
             ["c.jsonl", "line", "3"],
         ]
         if policy == "refuse":
-            with pytest.raises(JllamaError, match=r"^4 rows or files cannot be learned from: (?s:.*)a.txt must .*\n"):
+            with pytest.raises(
+                JllamaError,
+                match=r"^4 rows or files cannot be learned from: (?s:.*)a.txt must .*\n",
+            ):
                 bad.finish()
         else:
             assert bad.finish() == [
@@ -197,15 +224,25 @@ def test_links_that_lead_out_of_a_folder(tmp_path):
     assert read(tmp_path / "corpus") == read(tmp_path / "link") == ["own", "own"]
     (tmp_path / "corpus" / "out.txt").symlink_to("../secret.txt")
     for folder in ("corpus", "link"):
-        with pytest.raises(JllamaError, match=r"out.txt is a link out of the folder, to .*secret.txt: set data.follow"):
+        with pytest.raises(
+            JllamaError,
+            match=r"out.txt is a link out of the folder, to .*secret.txt: set data.follow",
+        ):
             read(tmp_path / folder)
-    assert list(corpus_files(str(tmp_path / "corpus"), tmp_path, True)) == ["a/own.txt", "inside.txt", "out.txt"]
+    assert list(corpus_files(str(tmp_path / "corpus"), tmp_path, True)) == [
+        "a/own.txt",
+        "inside.txt",
+        "out.txt",
+    ]
 
 
 @pytest.mark.parametrize("text", ['[{"text": "a"}, 3]', "[{"])
 def test_an_array_that_is_bad(tmp_path, text):
     (tmp_path / "a.jsonl").write_text(text)
-    with pytest.raises(JllamaError, match=r"a.jsonl (element 2 is not a JSON object: 'int'|is no JSON array of up to)"):
+    with pytest.raises(
+        JllamaError,
+        match=r"a.jsonl (element 2 is not a JSON object: 'int'|is no JSON array of up to)",
+    ):
         read(tmp_path)
 
 
@@ -226,7 +263,9 @@ def test_packed_files(tmp_path, suffix, monkeypatch):
     monkeypatch.setattr(corpus, "BLOCK", 100)
     pack = PACK[suffix]
     text, lines = "the quick é\n" * 99, b'{"text": "one"}\n\n{"text": "two"}\n'
-    (tmp_path / f"a.txt.{suffix}").write_bytes(pack(text.encode()[:500]) + pack(text.encode()[500:]))
+    (tmp_path / f"a.txt.{suffix}").write_bytes(
+        pack(text.encode()[:500]) + pack(text.encode()[500:])
+    )
     (tmp_path / f"b.jsonl.{suffix}").write_bytes(pack(lines))
     (tmp_path / f"c.{suffix}").write_bytes(pack(b""))
     (tmp_path / "d").write_bytes(pack(b"named otherwise"))
@@ -253,9 +292,13 @@ def test_packed_files_that_are_damaged(tmp_path, suffix, name):
 
 def test_a_line_that_never_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "LONGEST_LINE", 1000)
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n{"text": "' + b"x" * 10**7))
+    (tmp_path / "a.jsonl.gz").write_bytes(
+        gzip.compress(b'{"text": "x"}\n{"text": "' + b"x" * 10**7)
+    )
     tracemalloc.start()
-    with pytest.raises(JllamaError, match=r"a.jsonl.gz line 2 has over 1,000 bytes: write its text to a file"):
+    with pytest.raises(
+        JllamaError, match=r"a.jsonl.gz line 2 has over 1,000 bytes: write its text to a file"
+    ):
         read(tmp_path)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -276,7 +319,9 @@ def test_a_line_that_never_ends(tmp_path, monkeypatch):
 )
 def test_what_is_not_read_is_named(tmp_path, begin, kind):
     (tmp_path / "x.dat").write_bytes(begin + b" and more")
-    with pytest.raises(JllamaError, match=rf"x.dat must be converted to UTF-8 text, .*: it is a {kind} file$"):
+    with pytest.raises(
+        JllamaError, match=rf"x.dat must be converted to UTF-8 text, .*: it is a {kind} file$"
+    ):
         read(tmp_path)
 
 
@@ -291,7 +336,11 @@ def test_parquet(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "BLOCK", 10)
     texts = [f"text {number} é\n" * (number % 5) for number in range(500)] + [None]
     expected = [text for text in texts if text]
-    for kind in (pyarrow.string(), pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())):
+    for kind in (
+        pyarrow.string(),
+        pyarrow.large_string(),
+        pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
+    ):
         columns = {"id": list(range(501)), "text": pyarrow.array(texts, kind)}
         parquet(tmp_path / "a.parquet", columns, row_group_size=90)
         assert read(tmp_path) == expected
@@ -313,7 +362,12 @@ def test_parquet_that_cannot_be_read(tmp_path):
     says("a.parquet has no field .text.*make it a chat")
     parquet(path, {"text": ["the quick"] * 1000, "n": list(range(1000))})
     data = path.read_bytes()
-    for damaged in (data[:-9], data[: len(data) // 2], data[:9], data[:40] + b"\xff" * 40 + data[80:]):
+    for damaged in (
+        data[:-9],
+        data[: len(data) // 2],
+        data[:9],
+        data[:40] + b"\xff" * 40 + data[80:],
+    ):
         path.write_bytes(damaged)
         says(r"a.parquet must be .* fetched again .*: .+")
     parquet(path, {"text": pyarrow.array([b"ok", b"\xff"]).cast(pyarrow.string(), safe=False)})
@@ -329,15 +383,22 @@ def test_what_an_extra_reads_without_it(tmp_path, monkeypatch, name, extra):
     (tmp_path / "a.txt.zst").write_bytes(zstd.compress(b"x"))
     monkeypatch.setattr(importlib, "import_module", missing)
     kind = {"parquet": "Parquet", "zstd": "Zstandard"}[extra]
-    with pytest.raises(JllamaError, match=rf"{name} is a {kind} file, .*: pip install 'jllama\[{extra}\]'$"):
+    with pytest.raises(
+        JllamaError, match=rf"{name} is a {kind} file, .*: pip install 'jllama\[{extra}\]'$"
+    ):
         read(tmp_path / name)
 
 
 def test_a_chat_is_no_text(tmp_path):
-    for line in ('{"messages": []}', '{"messages": [{"role": "user", "content": "x"}], "text": null}'):
+    for line in (
+        '{"messages": []}',
+        '{"messages": [{"role": "user", "content": "x"}], "text": null}',
+    ):
         (tmp_path / "a.jsonl").write_text(line)
         for field in ("text", "messages"):
-            with pytest.raises(JllamaError, match=r"a.jsonl line 1 has .*make it a chat: set data.task to chat$"):
+            with pytest.raises(
+                JllamaError, match=r"a.jsonl line 1 has .*make it a chat: set data.task to chat$"
+            ):
                 read(tmp_path, field)
     (tmp_path / "a.jsonl").write_text('{"messages": [], "text": "x"}')
     assert read(tmp_path) == ["x"]
@@ -356,11 +417,15 @@ def test_tinyshakespeare(tmp_path, monkeypatch):
 
     cache = tmp_path / "cache"
     monkeypatch.setattr(urllib.request, "urlopen", answer)
-    with pytest.raises(JllamaError, match=r"given as data.path: these 15 bytes are not the known file"):
+    with pytest.raises(
+        JllamaError, match=r"given as data.path: these 15 bytes are not the known file"
+    ):
         corpus_files("tinyshakespeare", cache)
     assert not cache.exists()
 
-    monkeypatch.setattr(corpus, "SHAKESPEARE_SHA256", hashlib.sha256(b"First Citizen:\n").hexdigest())
+    monkeypatch.setattr(
+        corpus, "SHAKESPEARE_SHA256", hashlib.sha256(b"First Citizen:\n").hexdigest()
+    )
     with pytest.raises(JllamaError, match=r"cannot write .*: .*make room or set data.cache_dir"):
         corpus_files("tinyshakespeare", Path(os.devnull) / "x")
     assert read("tinyshakespeare", cache_dir=cache) == ["First Citizen:\n"]
@@ -372,6 +437,7 @@ def test_tinyshakespeare(tmp_path, monkeypatch):
     monkeypatch.setattr(urllib.request, "urlopen", offline)
     assert len(read("tinyshakespeare", cache_dir=cache)) == 1  # from the cache
     with pytest.raises(
-        JllamaError, match=r"tinyshakespeare must be downloaded elsewhere, .* given as data.path: .*no route"
+        JllamaError,
+        match=r"tinyshakespeare must be downloaded elsewhere, .* given as data.path: .*no route",
     ):
         corpus_files("tinyshakespeare", tmp_path)

@@ -35,7 +35,11 @@ def corpus(tmp_path):
 
 
 def config(corpus, **changes):
-    settings = {"path": str(corpus), "tokenizer": "bytes", "cache_dir": str(corpus.parent / "cache")}
+    settings = {
+        "path": str(corpus),
+        "tokenizer": "bytes",
+        "cache_dir": str(corpus.parent / "cache"),
+    }
     return DataConfig(**settings | changes)
 
 
@@ -65,11 +69,22 @@ def test_every_document_is_in_one_split_between_bos_and_eos(corpus, tokenizer):
     dataset = prepare_data(config(corpus, tokenizer=tokenizer, vocab_size=300))
     train, validation = documents(dataset, "train"), documents(dataset, "validation")
     assert sorted(train + validation) == sorted(TEXTS)
-    assert validation == [text for split, text in split_documents(TEXTS, 0.1) if split == "validation"]
-    for split, texts, ids in ("train", train, dataset.train), ("validation", validation, dataset.validation):
+    assert validation == [
+        text for split, text in split_documents(TEXTS, 0.1) if split == "validation"
+    ]
+    for split, texts, ids in (
+        ("train", train, dataset.train),
+        ("validation", validation, dataset.validation),
+    ):
         counts = dataset.counts[split]
-        assert counts == {"tokens": len(ids), "documents": len(texts), "bytes": len("".join(texts).encode())}
-        extra = len(texts) if tokenizer == "bpe" else 0  # the space that SentencePiece puts in front
+        assert counts == {
+            "tokens": len(ids),
+            "documents": len(texts),
+            "bytes": len("".join(texts).encode()),
+        }
+        extra = (
+            len(texts) if tokenizer == "bpe" else 0
+        )  # the space that SentencePiece puts in front
         assert dataset.tokenizer.token_bytes()[ids].sum() == counts["bytes"] + extra
     text = "".join(validation).encode()
     assert dataset.counts["gzip_of_bytes"] == len(text)
@@ -80,7 +95,10 @@ def test_gzip_is_measured_on_the_first_part_only(corpus, monkeypatch):
     monkeypatch.setattr(tokens, "GZIP_LIMIT", 50)
     dataset = prepare_data(config(corpus))
     text = "".join(documents(dataset, "validation")).encode()[:50]
-    assert (dataset.counts["gzip_of_bytes"], dataset.counts["gzip_bytes"]) == (50, len(gzip.compress(text, 9)))
+    assert (dataset.counts["gzip_of_bytes"], dataset.counts["gzip_bytes"]) == (
+        50,
+        len(gzip.compress(text, 9)),
+    )
 
 
 @given(texts=st.lists(st.text(min_size=1), min_size=33, max_size=60), order=st.randoms())
@@ -145,11 +163,16 @@ def blocks_of(text, step):
 
 def ids_in_blocks(tokenizer, texts):
     first, *rest = texts or [""]
-    return tokenizer.encode(first) + [id for text in rest for id in tokens.encode_rest(tokenizer, text)]
+    return tokenizer.encode(first) + [
+        id for text in rest for id in tokens.encode_rest(tokenizer, text)
+    ]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=2), max_size=80).map("".join), st.integers(1, 40))
+@given(
+    st.lists(st.sampled_from(PIECES) | st.text(max_size=2), max_size=80).map("".join),
+    st.integers(1, 40),
+)
 def test_blocks_have_the_ids_of_the_whole_text(name, text, block):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpora, "BLOCK", block)
@@ -179,7 +202,9 @@ def test_a_text_without_a_place_to_cut_is_cut_somewhere_and_comes_back(text, mon
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 @pytest.mark.parametrize("files", [1, 40])
 def test_a_large_file_is_prepared_as_if_it_were_whole(tmp_path, monkeypatch, files, tokenizer):
-    texts = [f"{number} the quick brown fox {number}é\n\n  and the dog\n" * 50 for number in range(files)]
+    texts = [
+        f"{number} the quick brown fox {number}é\n\n  and the dog\n" * 50 for number in range(files)
+    ]
     (tmp_path / "corpus").mkdir()
     for number, text in enumerate(texts):
         (tmp_path / "corpus" / f"{number:02}.txt").write_text(text)
@@ -187,7 +212,9 @@ def test_a_large_file_is_prepared_as_if_it_were_whole(tmp_path, monkeypatch, fil
     whole = prepare_data(config(tmp_path / "corpus", **settings))
     monkeypatch.setattr(corpora, "BLOCK", 100)
     monkeypatch.setattr(tokens, "CHUNK_CHARS", 1)
-    blocks = prepare_data(config(tmp_path / "corpus", cache_dir=str(tmp_path / "other"), **settings))
+    blocks = prepare_data(
+        config(tmp_path / "corpus", cache_dir=str(tmp_path / "other"), **settings)
+    )
     assert blocks.counts == whole.counts  # also the fingerprint of the vocabulary
     for split in SPLITS:
         np.testing.assert_array_equal(getattr(blocks, split), getattr(whole, split))
@@ -228,7 +255,9 @@ class Wide(BytesTokenizer):
         return [self.vocab_size - 1 - byte for byte in text.encode()]
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, "uint16"), (65_537, "uint32"), (128_256, "uint32")])
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"), [(65_536, "uint16"), (65_537, "uint32"), (128_256, "uint32")]
+)
 def test_the_smallest_integer_that_holds_the_vocabulary(corpus, monkeypatch, vocab_size, dtype):
     monkeypatch.setattr(tokens, "BytesTokenizer", lambda: Wide(vocab_size))
     (corpus / "000.txt").write_text("\1 hello")
@@ -245,7 +274,10 @@ def test_the_cache_is_used_until_the_corpus_or_the_tokenizer_changes(corpus, mon
         patch.setattr(tokens, "train_sentencepiece", None)
         patch.setattr(tokens, "_write_tokens", None)
         assert prepare_data(config(corpus)).fingerprint == first.fingerprint
-        assert prepare_data(config(corpus, tokenizer="bpe", vocab_size=299)).fingerprint == bpe.fingerprint
+        assert (
+            prepare_data(config(corpus, tokenizer="bpe", vocab_size=299)).fingerprint
+            == bpe.fingerprint
+        )
         patch.setenv("JLLAMA_CACHE", str(corpus.parent / "cache"))
         assert prepare_data(config(corpus, cache_dir="")).fingerprint == first.fingerprint
     seen = {first.fingerprint, bpe.fingerprint}
@@ -305,7 +337,11 @@ def test_a_kill_leaves_nothing_that_looks_finished(corpus):
         "os.kill(os.getpid(), signal.SIGKILL) if kw else kill(*args)\n"
         "tokens.prepare_data(DataConfig(**eval(sys.argv[1])))"
     )
-    settings = {"path": str(corpus), "tokenizer": "bytes", "cache_dir": str(corpus.parent / "cache")}
+    settings = {
+        "path": str(corpus),
+        "tokenizer": "bytes",
+        "cache_dir": str(corpus.parent / "cache"),
+    }
     killed = subprocess.run([sys.executable, "-c", code, repr(settings)], capture_output=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     (partial,) = (corpus.parent / "cache").iterdir()
@@ -320,7 +356,9 @@ def test_a_rename_that_fails_is_told(corpus, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("pathlib.Path.replace", rename)
-    with pytest.raises(JllamaError, match=r"cannot write .*tokens-.*: No space left on device; make room"):
+    with pytest.raises(
+        JllamaError, match=r"cannot write .*tokens-.*: No space left on device; make room"
+    ):
         prepare_data(config(corpus))
     assert not list((corpus.parent / "cache").iterdir())
 
@@ -345,7 +383,9 @@ def test_a_damaged_or_unwritable_cache_is_told(corpus):
     report = json.loads((folder / "counts.json").read_text())
     assert report["dtype"] == "uint16"
     (folder / "train.bin").write_bytes(b"ab")
-    with pytest.raises(JllamaError, match=r"tokens-.* must be deleted, since it does not hold what was written"):
+    with pytest.raises(
+        JllamaError, match=r"tokens-.* must be deleted, since it does not hold what was written"
+    ):
         prepare_data(config(corpus))
     (folder / "counts.json").write_text("{")
     with pytest.raises(JllamaError, match="does not hold what was written there"):
@@ -357,7 +397,9 @@ def test_a_damaged_or_unwritable_cache_is_told(corpus):
 def test_an_empty_split_is_told(corpus, monkeypatch):
     monkeypatch.setattr(tokens, "FEW_DOCUMENTS", 1)
     for split, fraction in (("validation", 1e-9), ("train", 1 - 1e-9)):
-        with pytest.raises(JllamaError, match=f"the {split} split is empty: the corpus has 100 documents"):
+        with pytest.raises(
+            JllamaError, match=f"the {split} split is empty: the corpus has 100 documents"
+        ):
             prepare_data(config(corpus, validation_fraction=fraction))
 
 
@@ -368,8 +410,14 @@ def test_an_empty_split_is_told(corpus, monkeypatch):
         ({"tokenizer": ""}, "data.tokenizer is empty"),
         ({"text_field": ""}, "data.text_field is empty"),
         ({"vocab_size": 259}, "data.vocab_size is 259; it must be at least 260"),
-        ({"validation_fraction": 0.0}, r"data.validation_fraction is 0.0; it must be between 0 and 1"),
-        ({"validation_fraction": 1.0}, r"data.validation_fraction is 1.0; it must be between 0 and 1"),
+        (
+            {"validation_fraction": 0.0},
+            r"data.validation_fraction is 0.0; it must be between 0 and 1",
+        ),
+        (
+            {"validation_fraction": 1.0},
+            r"data.validation_fraction is 1.0; it must be between 0 and 1",
+        ),
     ],
 )
 def test_bad_settings(changes, message):

@@ -25,7 +25,13 @@ from jllama.verify.checks import random_params
 
 BYTES = BytesTokenizer()
 CONFIG = LlamaConfig(
-    vocab_size=280, num_layers=2, embed_dim=64, num_heads=2, num_kv_heads=1, mlp_dim=96, max_seq_len=48
+    vocab_size=280,
+    num_layers=2,
+    embed_dim=64,
+    num_heads=2,
+    num_kv_heads=1,
+    mlp_dim=96,
+    max_seq_len=48,
 )  # more ids than the tokenizer has, and a context that is no power of two
 PARAMS = random_params(CONFIG, 0)
 MODEL = LanguageModel(CONFIG, jax.tree.map(jnp.asarray, PARAMS), BYTES)
@@ -34,7 +40,9 @@ TOLERANCE = 1e-5
 
 some_ids = st.integers(0, CONFIG.vocab_size - 1)
 some_rows = st.lists(st.lists(some_ids, min_size=1, max_size=49), max_size=6)
-texts = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(" the\n世🙂"), max_size=60)
+texts = st.text(
+    st.characters(exclude_categories=["Cs"]) | st.sampled_from(" the\n世🙂"), max_size=60
+)
 
 
 def expected(row):
@@ -56,8 +64,12 @@ def test_perplexity_of_a_text():
     narrow = score_texts(MODEL, [text], window=16, stride=8, batch_size=3)
     assert jllama.perplexity(MODEL, text, window=16, batch_size=3) == narrow.perplexity
     log_probs = expected([BYTES.bos_id, *BYTES.encode("The dog")])[0]
-    assert jllama.perplexity(MODEL, "The dog") == pytest.approx(math.exp(-log_probs.mean()), rel=1e-5)
-    with pytest.raises(UsageError, match="window is 49; it must be between 1 and the model's context of 48"):
+    assert jllama.perplexity(MODEL, "The dog") == pytest.approx(
+        math.exp(-log_probs.mean()), rel=1e-5
+    )
+    with pytest.raises(
+        UsageError, match="window is 49; it must be between 1 and the model's context of 48"
+    ):
         jllama.perplexity(MODEL, text, window=49)
 
 
@@ -67,7 +79,9 @@ def test_perplexity_of_a_text():
 @given(some_rows, st.data())
 def test_rows_against_the_oracle(rows, data):
     counts = [data.draw(st.integers(0, len(row) - 1)) for row in rows]
-    for row, count, scores in zip(rows, counts, token_log_probs(MODEL, rows, counts, batch_size=BATCH), strict=True):
+    for row, count, scores in zip(
+        rows, counts, token_log_probs(MODEL, rows, counts, batch_size=BATCH), strict=True
+    ):
         assert len(scores.log_probs) == len(scores.is_likeliest) == count
         if count:
             log_probs, likeliest = expected(row)
@@ -99,7 +113,9 @@ def test_rows_of_all_lengths_take_two_compilations():
     for lengths in ((), range(1, 50), range(49, 0, -1), range(1, 49, 3)):
         token_log_probs(MODEL, [[1] * length for length in lengths], batch_size=BATCH)
         sizes.append(scoring._score._cache_size())
-    assert sizes[1] <= sizes[0] + 2  # up to 32 tokens, and the context of 48; other tests may have run before
+    assert (
+        sizes[1] <= sizes[0] + 2
+    )  # up to 32 tokens, and the context of 48; other tests may have run before
     assert sizes[1] == sizes[2] == sizes[3]
 
 
@@ -108,7 +124,10 @@ def test_logits_of_a_large_vocabulary_take_256_mib_at_a_time():
     params = jax.eval_shape(lambda: initial_params(jax.random.key(0), config))
     tokens = jax.ShapeDtypeStruct((2, 2049), np.int32)
     computation = jax.make_jaxpr(scoring._score, static_argnums=1)(params, config, tokens)
-    shapes = [[int(size) for size in shape.split(",")] for shape in re.findall(r"f32\[([\d,]+)\]", str(computation))]
+    shapes = [
+        [int(size) for size in shape.split(",")]
+        for shape in re.findall(r"f32\[([\d,]+)\]", str(computation))
+    ]
     most = max(math.prod(shape) for shape in shapes if shape[-1] == 128_256)
     assert 2**26 < 4 * most <= 2**28
 
@@ -116,7 +135,11 @@ def test_logits_of_a_large_vocabulary_take_256_mib_at_a_time():
 @pytest.mark.parametrize(
     ("rows", "counts", "said"),
     [
-        ([[1] * 50], None, "a row has 50 tokens to be predicted from 49, over the model's context of 48"),
+        (
+            [[1] * 50],
+            None,
+            "a row has 50 tokens to be predicted from 49, over the model's context of 48",
+        ),
         ([[1, 2]], [2], "2 tokens of a row of 2 are to be scored; there are 1"),
         ([[1, 280]], None, "tokens holds the id 280; this model's are 0 to 279"),
         ([[-1, 2]], None, "tokens holds the id -1; this model's are 0 to 279"),
@@ -130,7 +153,9 @@ def test_bad_rows(rows, counts, said):
 @settings(max_examples=5)
 @given(some_rows.filter(len))
 def test_either_layout_of_the_weights_gives_the_same(rows):
-    for one, other in zip(token_log_probs(MODEL, rows), token_log_probs(MODEL.for_decoding(), rows), strict=True):
+    for one, other in zip(
+        token_log_probs(MODEL, rows), token_log_probs(MODEL.for_decoding(), rows), strict=True
+    ):
         assert_close(one.log_probs, other.log_probs)
 
 
@@ -163,7 +188,9 @@ def test_texts_against_the_oracle(text, window, data):
     assert score.nats == pytest.approx(nats, rel=TOLERANCE)
     assert score.loss == pytest.approx(nats / tokens, rel=TOLERANCE)
     assert score.perplexity == pytest.approx(math.exp(nats / tokens), rel=1e-4)
-    assert score.bits_per_byte == pytest.approx(nats / math.log(2) / len(text.encode()), rel=TOLERANCE)
+    assert score.bits_per_byte == pytest.approx(
+        nats / math.log(2) / len(text.encode()), rel=TOLERANCE
+    )
 
 
 def test_a_window_as_long_as_the_text_is_one_forward_pass():
@@ -177,7 +204,11 @@ def test_a_window_as_long_as_the_text_is_one_forward_pass():
 
 def test_texts_are_scored_each_by_itself_behind_one_bos():
     several = ["one two", "", "three", "<s>1"]
-    alone = [score_texts(MODEL, [text], window=48, stride=24, batch_size=BATCH) for text in several if text]
+    alone = [
+        score_texts(MODEL, [text], window=48, stride=24, batch_size=BATCH)
+        for text in several
+        if text
+    ]
     together = score_texts(MODEL, several, window=48, stride=24, batch_size=BATCH)
     assert together.nats == pytest.approx(sum(score.nats for score in alone), rel=TOLERANCE)
     assert (together.tokens, together.text_bytes) == (7 + 5 + 4, 7 + 5 + 4)
@@ -186,15 +217,22 @@ def test_texts_are_scored_each_by_itself_behind_one_bos():
 def test_max_tokens_are_the_first_ones():
     several = ["one two", "three世", "four"]
     for count, cut in ((9, ["one two", "th"]), (7, ["one two"]), (99, several), (3, ["one"])):
-        limited = score_texts(MODEL, several, window=4, stride=2, batch_size=BATCH, max_tokens=count)
+        limited = score_texts(
+            MODEL, several, window=4, stride=2, batch_size=BATCH, max_tokens=count
+        )
         assert limited == score_texts(MODEL, cut, window=4, stride=2, batch_size=BATCH)
     endless = (several[0] if number < 2 else pytest.fail("read on") for number in itertools.count())
-    assert score_texts(MODEL, endless, window=4, stride=2, batch_size=BATCH, max_tokens=14).tokens == 14
+    assert (
+        score_texts(MODEL, endless, window=4, stride=2, batch_size=BATCH, max_tokens=14).tokens
+        == 14
+    )
 
 
 def test_bytes_are_those_of_the_text_whatever_the_tokenizer():
     """SentencePiece puts a space in front of a text, which is not the text's; a model that adds no BOS gets one."""
-    tokenizer = train_sentencepiece(["the cat sat on the mat, and the other cats sat on the other mats\n"] * 3, 280)
+    tokenizer = train_sentencepiece(
+        ["the cat sat on the mat, and the other cats sat on the other mats\n"] * 3, 280
+    )
     model = LanguageModel(CONFIG, MODEL.params, tokenizer)
     text = "the cat sat on 世"
     score = score_texts(model, [text], window=48, stride=24, batch_size=BATCH)
@@ -208,7 +246,12 @@ def test_bytes_are_those_of_the_text_whatever_the_tokenizer():
     ("text", "changes", "error", "said"),
     [
         ("", {}, JllamaError, "the texts have no tokens to score"),
-        ("a", {"window": 49}, UsageError, "window is 49; it must be between 1 and the model's context of 48"),
+        (
+            "a",
+            {"window": 49},
+            UsageError,
+            "window is 49; it must be between 1 and the model's context of 48",
+        ),
         ("a", {"window": 0}, UsageError, "window is 0"),
         ("a", {"stride": 9}, UsageError, "stride is 9; it must be between 1 and the window of 8"),
         ("a", {"stride": 0}, UsageError, "stride is 0"),
@@ -221,7 +264,9 @@ def test_what_cannot_be_scored(text, changes, error, said):
 
 
 def test_damaged_weights_and_no_tokenizer_are_said():
-    broken = LanguageModel(CONFIG, MODEL.params | {"final_norm": MODEL.params["final_norm"] * jnp.nan}, BYTES)
+    broken = LanguageModel(
+        CONFIG, MODEL.params | {"final_norm": MODEL.params["final_norm"] * jnp.nan}, BYTES
+    )
     with pytest.raises(JllamaError, match="the loss is nan: the weights hold damaged numbers"):
         score_texts(broken, ["abc"], window=48, stride=24, batch_size=BATCH)
     with pytest.raises(JllamaError, match="no tokenizer"):

@@ -28,7 +28,10 @@ SHAPES = [(4, 4, 7, 7, 64), (8, 2, 9, 9, 64), (6, 1, 5, 12, 80), (4, 2, 1, 16, 6
 seeds = st.integers(0, 2**32 - 1)
 grouped_attention = jax.jit(grouped_query_attention)
 attention_gradients = jax.jit(
-    jax.grad(lambda q, k, v, mask: jnp.sum(grouped_query_attention(q, k, v, mask) ** 2), argnums=(0, 1, 2))
+    jax.grad(
+        lambda q, k, v, mask: jnp.sum(grouped_query_attention(q, k, v, mask) ** 2),
+        argnums=(0, 1, 2),
+    )
 )
 
 
@@ -36,7 +39,9 @@ def draw(seed, shape, batch=BATCH):
     heads, kv_heads, seq, kv_seq, head_dim = shape
     rng = np.random.default_rng(seed)
     sizes = ((heads, seq), (kv_heads, kv_seq), (kv_heads, kv_seq))
-    return tuple(np.float64(np.float32(rng.standard_normal((batch, *size, head_dim)))) for size in sizes)
+    return tuple(
+        np.float64(np.float32(rng.standard_normal((batch, *size, head_dim)))) for size in sizes
+    )
 
 
 def draw_mask(seed, shape, density, batch=BATCH):
@@ -58,9 +63,18 @@ def draw_small_mask(seed, seq, kv_seq):
     """Any mask: with or without an offset, documents and lengths; some queries see nothing."""
     rng = np.random.default_rng(seed)
     offset = rng.integers(-2, kv_seq + 1, BATCH) if rng.random() < 0.5 else None
-    segments = [rng.integers(0, 3, (BATCH, size)) for size in (seq, kv_seq)] if rng.random() < 0.5 else [None, None]
+    segments = (
+        [rng.integers(0, 3, (BATCH, size)) for size in (seq, kv_seq)]
+        if rng.random() < 0.5
+        else [None, None]
+    )
     lengths = rng.integers(0, kv_seq + 1, BATCH) if rng.random() < 0.5 else None
-    return Mask(*(None if each is None else jnp.asarray(each, jnp.int32) for each in (offset, *segments, lengths)))
+    return Mask(
+        *(
+            None if each is None else jnp.asarray(each, jnp.int32)
+            for each in (offset, *segments, lengths)
+        )
+    )
 
 
 def loops(mask, seq, kv_seq):
@@ -70,7 +84,9 @@ def loops(mask, seq, kv_seq):
         return s <= up_to and same and (mask.lengths is None or s < mask.lengths[b])
 
     mask = Mask(*(None if each is None else np.asarray(each) for each in mask))
-    return np.array([[[sees(b, t, s) for s in range(kv_seq)] for t in range(seq)] for b in range(BATCH)])
+    return np.array(
+        [[[sees(b, t, s) for s in range(kv_seq)] for t in range(seq)] for b in range(BATCH)]
+    )
 
 
 @given(seed=seeds, seq=st.integers(1, 6), kv_seq=st.integers(1, 9), first=st.integers(0, 3))
@@ -110,18 +126,24 @@ def attended_gradients(query, key, value, mask, implementation):
 @given(seed=seeds, shape=st.sampled_from([(4, 2, 9, 9, 16), (2, 2, 10, 6, 16), (3, 1, 1, 7, 16)]))
 def test_every_implementation_equals_the_oracle(small_blocks, implementation, seed, shape):
     arrays, mask = draw(seed, shape), draw_small_mask(seed, shape[2], shape[3])
-    assume(shape[2] <= shape[3] or any(field is not None for field in mask))  # a sequence is as long as itself
+    assume(
+        shape[2] <= shape[3] or any(field is not None for field in mask)
+    )  # a sequence is as long as itself
     dense = loops(mask, shape[2], shape[3])
     expected = oracle_attention(*arrays, dense)
     assert relative_error(attended(*single(arrays), mask, implementation), expected) < 1e-5
     if ATTENTION[implementation].backward:
         gradients = attended_gradients(*single(arrays), mask, implementation)
-        for ours, theirs in zip(gradients, attention_gradients(*single(arrays), jnp.asarray(dense)), strict=True):
+        for ours, theirs in zip(
+            gradients, attention_gradients(*single(arrays), jnp.asarray(dense)), strict=True
+        ):
             assert np.all(np.isfinite(ours))
             assert relative_error(ours, theirs) < 1e-5
     with jax.enable_x64(True):
         if implementation == "xla":
-            with pytest.raises(ValueError, match="the attention implementation 'xla' cannot serve float64"):
+            with pytest.raises(
+                ValueError, match="the attention implementation 'xla' cannot serve float64"
+            ):
                 attention(*map(jnp.asarray, arrays), mask, implementation)
         else:
             exact = attention(*map(jnp.asarray, arrays), mask, implementation)
@@ -169,7 +191,9 @@ def test_no_masks_of_all_blocks_are_kept_for_all_layers():
 
     def temporaries(seq):
         def objective(arrays):
-            layer = jax.checkpoint(lambda x, _: (attention(x, *arrays[1:], implementation="blocked"), None))
+            layer = jax.checkpoint(
+                lambda x, _: (attention(x, *arrays[1:], implementation="blocked"), None)
+            )
             return jnp.sum(jax.lax.scan(layer, arrays[0], length=2)[0])
 
         shapes = [jax.ShapeDtypeStruct((1, 4, seq, 16), jnp.float32)] * 3
@@ -200,7 +224,8 @@ def test_auto_takes_a_kernel_where_the_platform_has_one():
 def test_what_cannot_be_served_is_an_error_that_names_the_implementation(monkeypatch):
     arrays = single(draw(0, (2, 2, 3, 3, 8)))
     with pytest.raises(
-        ValueError, match="no attention implementation 'flash'; there are reference, blocked, cached, xla"
+        ValueError,
+        match="no attention implementation 'flash'; there are reference, blocked, cached, xla",
     ):
         attention(*arrays, implementation="flash")
     no_documents = AttentionImplementation(
@@ -210,14 +235,18 @@ def test_what_cannot_be_served_is_an_error_that_names_the_implementation(monkeyp
     monkeypatch.setitem(ATTENTION, "flash", no_documents)
     segments = jnp.zeros((BATCH, 3), jnp.int32)
     assert attention(*arrays, implementation="flash").shape == (BATCH, 2, 3, 8)
-    with pytest.raises(ValueError, match="the attention implementation 'flash' cannot serve segments"):
+    with pytest.raises(
+        ValueError, match="the attention implementation 'flash' cannot serve segments"
+    ):
         attention(*arrays, Mask(None, segments, segments), "flash")
 
 
 # Softmax
 
 
-@given(seed=seeds, size=st.sampled_from([1e-3, 1.0, 100.0]), density=st.sampled_from([0.1, 0.5, 1.0]))
+@given(
+    seed=seeds, size=st.sampled_from([1e-3, 1.0, 100.0]), density=st.sampled_from([0.1, 0.5, 1.0])
+)
 def test_masked_softmax_equals_the_oracle(seed, size, density):
     rng = np.random.default_rng(seed)
     scores = np.float64(np.float32(size * rng.standard_normal((6, 11))))
@@ -230,7 +259,9 @@ def test_masked_softmax_equals_the_oracle(seed, size, density):
     np.testing.assert_allclose(np.sum(actual, axis=-1), mask.any(axis=-1), rtol=1e-6)
     assert not np.any(np.asarray(actual)[~mask])
     with jax.enable_x64(True):
-        assert relative_error(masked_softmax(jnp.asarray(scores), jnp.asarray(mask)), expected) < 1e-12
+        assert (
+            relative_error(masked_softmax(jnp.asarray(scores), jnp.asarray(mask)), expected) < 1e-12
+        )
 
 
 @pytest.mark.parametrize("size", [1e4, 1e30, 3e38])
@@ -265,7 +296,12 @@ def test_equals_the_oracle(seed, shape, density):
 def test_equals_the_oracle_over_512_causal_positions():
     shape = (4, 2, 512, 512, 64)
     arrays, mask = draw(0, shape, batch=1), np.tri(512, dtype=bool)[None]
-    assert relative_error(grouped_attention(*single(arrays), jnp.asarray(mask)), oracle_attention(*arrays, mask)) < 1e-5
+    assert (
+        relative_error(
+            grouped_attention(*single(arrays), jnp.asarray(mask)), oracle_attention(*arrays, mask)
+        )
+        < 1e-5
+    )
 
 
 @given(seed=seeds, shape=st.sampled_from(SHAPES))
@@ -273,14 +309,20 @@ def test_grouped_equals_multi_head_with_neighbors_sharing(seed, shape):
     (q, k, v), mask = single(draw(seed, shape)), jnp.asarray(draw_mask(seed, shape, 0.7))
     group = shape[0] // shape[1]
     repeated = (jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1))
-    assert relative_error(grouped_attention(q, k, v, mask), grouped_attention(q, *repeated, mask)) < 1e-5
+    assert (
+        relative_error(grouped_attention(q, k, v, mask), grouped_attention(q, *repeated, mask))
+        < 1e-5
+    )
 
 
 def test_grouping_heads_in_turn_is_something_else():
     shape = (8, 2, 9, 9, 64)
     (q, k, v), mask = single(draw(0, shape)), jnp.asarray(draw_mask(0, shape, 0.7))
     in_turn = (jnp.tile(k, (1, 4, 1, 1)), jnp.tile(v, (1, 4, 1, 1)))
-    assert relative_error(grouped_attention(q, *in_turn, mask), grouped_attention(q, k, v, mask)) > 100 * 1e-5
+    assert (
+        relative_error(grouped_attention(q, *in_turn, mask), grouped_attention(q, k, v, mask))
+        > 100 * 1e-5
+    )
 
 
 def test_mask_broadcasts_over_batch_and_queries():
@@ -288,7 +330,9 @@ def test_mask_broadcasts_over_batch_and_queries():
     arrays, mask = single(draw(0, shape)), jnp.asarray(draw_mask(0, shape, 0.5))
     for small in (mask[:1], mask[:, :1], mask[:1, :1]):
         full = jnp.broadcast_to(small, mask.shape)
-        np.testing.assert_array_equal(grouped_attention(*arrays, small), grouped_attention(*arrays, full))
+        np.testing.assert_array_equal(
+            grouped_attention(*arrays, small), grouped_attention(*arrays, full)
+        )
 
 
 @given(seed=seeds, position=st.integers(0, 8))
@@ -298,10 +342,14 @@ def test_no_query_sees_later_tokens(seed, position):
     later = (jnp.arange(9) > position)[:, None]
     mask = Mask().dense(9, 9)
     before = np.asarray(grouped_attention(q, k, v, mask))
-    after = np.asarray(grouped_attention(q, jnp.where(later, other[1], k), jnp.where(later, other[2], v), mask))
+    after = np.asarray(
+        grouped_attention(q, jnp.where(later, other[1], k), jnp.where(later, other[2], v), mask)
+    )
     np.testing.assert_array_equal(before[:, :, : position + 1], after[:, :, : position + 1])
     if position < 8:
-        assert relative_error(after[:, :, position + 1 :], before[:, :, position + 1 :]) > 100 * 1e-5
+        assert (
+            relative_error(after[:, :, position + 1 :], before[:, :, position + 1 :]) > 100 * 1e-5
+        )
 
 
 @given(seed=seeds, shape=st.sampled_from(SHAPES), poison=st.sampled_from([1e30, -1e30, 1e4]))
@@ -310,7 +358,9 @@ def test_contents_of_masked_keys_change_nothing(seed, shape, poison):
     hidden = np.random.default_rng(seed).random((BATCH, shape[3])) < 0.5
     mask = jnp.asarray(draw_mask(seed, shape, 0.8) & ~hidden[:, None])
     poisoned = tuple(jnp.where(hidden[:, None, :, None], poison, array) for array in (k, v))
-    np.testing.assert_array_equal(grouped_attention(q, *poisoned, mask), grouped_attention(q, k, v, mask))
+    np.testing.assert_array_equal(
+        grouped_attention(q, *poisoned, mask), grouped_attention(q, k, v, mask)
+    )
     clean, dirty = (attention_gradients(q, *pair, mask) for pair in ((k, v), poisoned))
     for expected, actual in zip(clean, dirty, strict=True):
         np.testing.assert_array_equal(actual, expected)
@@ -334,7 +384,9 @@ def test_result_is_within_the_values(seed):
     shape = (8, 2, 9, 9, 64)
     (q, k, v), mask = single(draw(seed, shape)), jnp.ones((1, 1, 9), bool)
     out = np.asarray(grouped_attention(q, k, v, mask))
-    low, high = (np.repeat(bound, 4, axis=1)[:, :, None] for bound in (v.min(axis=2), v.max(axis=2)))
+    low, high = (
+        np.repeat(bound, 4, axis=1)[:, :, None] for bound in (v.min(axis=2), v.max(axis=2))
+    )
     assert np.all((out >= low - 1e-6) & (out <= high + 1e-6))
 
 
@@ -343,11 +395,18 @@ def test_bfloat16_stays_bfloat16_and_near():
     arrays, mask = [jnp.asarray(a, jnp.bfloat16) for a in draw(0, shape)], draw_mask(0, shape, 0.7)
     actual = grouped_attention(*arrays, jnp.asarray(mask))
     assert actual.dtype == jnp.bfloat16
-    assert relative_error(actual, oracle_attention(*(np.asarray(a, np.float64) for a in arrays), mask)) < 1e-2
+    assert (
+        relative_error(actual, oracle_attention(*(np.asarray(a, np.float64) for a in arrays), mask))
+        < 1e-2
+    )
 
 
 def test_gradients():
     shape = (4, 2, 3, 5, 4)
     mask = jnp.asarray(draw_mask(0, shape, 0.6, batch=1)).at[0, 1].set(False)
-    assert_gradients_match(lambda q, k, v: grouped_query_attention(q, k, v, mask), *draw(0, shape, batch=1))
-    assert_gradients_match(lambda scores: masked_softmax(scores, mask[0]), draw(1, shape)[0][0, 0, :, :1] * np.ones(5))
+    assert_gradients_match(
+        lambda q, k, v: grouped_query_attention(q, k, v, mask), *draw(0, shape, batch=1)
+    )
+    assert_gradients_match(
+        lambda scores: masked_softmax(scores, mask[0]), draw(1, shape)[0][0, 0, :, :1] * np.ones(5)
+    )

@@ -16,7 +16,11 @@ from jllama.verify.checks import relative_error
 
 OVER_A_CACHE = pytest.mark.parametrize("name", ["cached", "split"])
 seeds = st.integers(0, 2**32 - 1)
-CASES = [(seq, max_len) for seq, max_len in itertools.product((1, 5, 128, 256), (128, 333, 768)) if seq <= max_len]
+CASES = [
+    (seq, max_len)
+    for seq, max_len in itertools.product((1, 5, 128, 256), (128, 333, 768))
+    if seq <= max_len
+]
 """Queries, and keys that there is room for: one block of each, several, and lengths that are no whole blocks."""
 
 
@@ -24,7 +28,9 @@ def draw(seed, seq, lengths, max_len, heads=4, kv_heads=2, head_dim=64):
     """Queries, and caches of keys and values: theirs follow ``lengths`` others, and behind them is what none sees."""
     rng, rows = np.random.default_rng(seed), len(lengths)
     sizes = ((heads, seq), (kv_heads, max_len), (kv_heads, max_len))
-    query, key, value = (rng.standard_normal((rows, *size, head_dim)).astype(np.float32) for size in sizes)
+    query, key, value = (
+        rng.standard_normal((rows, *size, head_dim)).astype(np.float32) for size in sizes
+    )
     for row, length in enumerate(lengths):
         for array in (key, value):
             array[row, :, length + seq :] *= 1e30
@@ -80,7 +86,9 @@ def test_a_row_gets_the_same_bits_beside_any_other(name, seq, seed):
     beside = draw(seed + 1, seq, others, 768)
     for array, mine in zip(beside, arrays, strict=True):
         array[1] = mine[0]
-    np.testing.assert_array_equal(over_cache(name, *beside, [others[0], lengths[0], others[2]])[1], mixed[0])
+    np.testing.assert_array_equal(
+        over_cache(name, *beside, [others[0], lengths[0], others[2]])[1], mixed[0]
+    )
     np.testing.assert_array_equal(over_cache(name, *with_room(arrays, 256), lengths), mixed)
 
 
@@ -91,7 +99,9 @@ def test_a_row_gets_the_same_bits_beside_any_other(name, seq, seed):
 def test_a_row_gets_the_same_bits_where_a_short_cache_grows(name, rows, seq, seed):
     """In shapes that the engine has: a chunk of a prompt, or a step of all rows, one of which needs more room."""
     lengths = draw_lengths(seed, rows, 128 - seq)
-    heads = 32 if (name, rows, seq) == ("split", 1, 1) else 4  # XLA:CPU sums fewer numbers by another function
+    heads = (
+        32 if (name, rows, seq) == ("split", 1, 1) else 4
+    )  # XLA:CPU sums fewer numbers by another function
     arrays = draw(seed, seq, lengths, 128, heads)
     mixed = over_cache(name, *arrays, lengths)
     for more in (128, 384, 896):

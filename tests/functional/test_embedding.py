@@ -14,7 +14,9 @@ compiled_sums = jax.jit(sums_by_token, static_argnums=0)
 
 def draw(vocab, count, seed):
     rng = np.random.default_rng(seed)
-    tokens = np.minimum(rng.geometric(min(1, 2 / vocab), (2, count)) - 1, vocab - 1)  # some often, many never
+    tokens = np.minimum(
+        rng.geometric(min(1, 2 / vocab), (2, count)) - 1, vocab - 1
+    )  # some often, many never
     return jnp.asarray(tokens), jnp.asarray(rng.standard_normal((2, count, 5)), jnp.float32)
 
 
@@ -40,7 +42,9 @@ def test_one_token_over_many_blocks_and_ids_from_the_end():
 
 def test_sums_in_sixteen_bits_are_made_in_thirty_two():
     ones = jnp.ones((1, 4096, 5), jnp.bfloat16)
-    sums = sums_by_token(jax.ShapeDtypeStruct((2, 5), jnp.bfloat16), jnp.zeros((1, 4096), jnp.int32), ones)
+    sums = sums_by_token(
+        jax.ShapeDtypeStruct((2, 5), jnp.bfloat16), jnp.zeros((1, 4096), jnp.int32), ones
+    )
     assert float(sums[0, 0]) == 4096  # a sum in bfloat16 stays at 256
 
 
@@ -49,4 +53,6 @@ def test_the_gradient_of_a_table():
     table = jnp.asarray(np.random.default_rng(1).standard_normal((50, 5)), jnp.float32)
     values, back = jax.vjp(lambda table: embedding(table, tokens), table)
     np.testing.assert_array_equal(values, np.asarray(table)[np.asarray(tokens)])
-    np.testing.assert_allclose(back(gradient)[0], summed(50, tokens, gradient), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        back(gradient)[0], summed(50, tokens, gradient), rtol=1e-5, atol=1e-5
+    )

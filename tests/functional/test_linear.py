@@ -49,7 +49,9 @@ def test_a_product_is_that_of_what_the_matrix_stands_for(tokens, seed, outlier):
     expected = x.astype(np.float64) @ stands_for(matrix)
     found = np.asarray(multiply(jnp.asarray(x), matrix))
     largest = np.abs(x).max(axis=1, keepdims=True)
-    bound = largest * np.abs(stands_for(matrix)).sum(axis=0) / 64516 + 1e-4 * np.abs(expected) + 1e-4
+    bound = (
+        largest * np.abs(stands_for(matrix)).sum(axis=0) / 64516 + 1e-4 * np.abs(expected) + 1e-4
+    )
     assert np.all(np.abs(found - expected) <= bound)
 
 
@@ -101,7 +103,9 @@ def test_floats_are_multiplied_as_they_are(shape, inputs):
 
 def test_a_table_of_floats_is_looked_up():
     weights = draw(0, (50, 48))
-    np.testing.assert_array_equal(decode_matrix(jnp.asarray(weights), (1,))[jnp.array([3, 49])], weights[[3, 49]])
+    np.testing.assert_array_equal(
+        decode_matrix(jnp.asarray(weights), (1,))[jnp.array([3, 49])], weights[[3, 49]]
+    )
 
 
 def test_a_table_is_looked_up_and_multiplied():
@@ -131,4 +135,6 @@ def test_bfloat16():
     x = jnp.asarray(draw(1, (2, 48)), jnp.bfloat16)
     product = multiply(x, matrix)
     assert product.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(product, np.float32), np.asarray(x, np.float32) @ weights, atol=0.5)
+    np.testing.assert_allclose(
+        np.asarray(product, np.float32), np.asarray(x, np.float32) @ weights, atol=0.5
+    )

@@ -54,7 +54,9 @@ def loss(request):
 
 def draw(seed, shape, size=3.0, density=0.6):
     rng = np.random.default_rng(seed)
-    logits = np.float64(np.float32(size * rng.standard_normal((*shape, VOCAB)) + rng.uniform(-20, 20, (*shape, 1))))
+    logits = np.float64(
+        np.float32(size * rng.standard_normal((*shape, VOCAB)) + rng.uniform(-20, 20, (*shape, 1)))
+    )
     return logits, rng.integers(0, VOCAB, shape), rng.random(shape) < density
 
 
@@ -62,7 +64,12 @@ def on_device(logits, targets, mask):
     return jnp.float32(logits), jnp.asarray(targets, jnp.int32), jnp.asarray(mask)
 
 
-@given(seed=seeds, shape=shapes, size=st.sampled_from([0.1, 3.0, 100.0]), density=st.sampled_from([0.0, 0.5, 1.0]))
+@given(
+    seed=seeds,
+    shape=shapes,
+    size=st.sampled_from([0.1, 3.0, 100.0]),
+    density=st.sampled_from([0.0, 0.5, 1.0]),
+)
 def test_equals_the_oracle(loss, seed, shape, size, density):
     logits, targets, mask = draw(seed, shape, size, density)
     expected, expected_count = oracle.cross_entropy(logits, targets, mask)
@@ -79,9 +86,13 @@ def test_equals_the_oracle(loss, seed, shape, size, density):
 def test_z_loss_adds_the_squared_log_normalizer(loss, seed, z_loss):
     logits, targets, mask = draw(seed, (2, 9))
     log_normalizer = np.log(np.exp(logits).sum(axis=-1))
-    expected = oracle.cross_entropy(logits, targets, mask)[0] + z_loss * np.sum(log_normalizer[mask] ** 2)
+    expected = oracle.cross_entropy(logits, targets, mask)[0] + z_loss * np.sum(
+        log_normalizer[mask] ** 2
+    )
     with jax.enable_x64(True):
-        total, count = loss.value(jnp.asarray(logits), jnp.asarray(targets), jnp.asarray(mask), z_loss=z_loss)
+        total, count = loss.value(
+            jnp.asarray(logits), jnp.asarray(targets), jnp.asarray(mask), z_loss=z_loss
+        )
         assert relative_error(total, expected) < 1e-12
         assert count == mask.sum()
 
@@ -108,7 +119,9 @@ def test_masked_garbage_changes_nothing(loss, seed, garbage, target):
 
 def test_all_masked_is_zero_with_zero_gradients(loss):
     logits, targets, _ = draw(0, (2, 9))
-    arrays = on_device(np.full_like(logits, np.nan), np.full_like(targets, -100), np.zeros((2, 9), bool))
+    arrays = on_device(
+        np.full_like(logits, np.nan), np.full_like(targets, -100), np.zeros((2, 9), bool)
+    )
     assert tuple(map(float, loss.value(*arrays))) == (0.0, 0.0)
     assert not np.any(loss.gradient(*arrays))
 
@@ -121,7 +134,9 @@ def test_a_counted_target_out_of_range_is_not_silent(loss, target):
 @given(seed=seeds, cut=st.sampled_from([0, 1, 4]))
 def test_parts_add_up(loss, seed, cut):
     arrays = draw(seed, (2, 9))
-    first, second = (on_device(*(a[:, part] for a in arrays)) for part in (slice(cut), slice(cut, None)))
+    first, second = (
+        on_device(*(a[:, part] for a in arrays)) for part in (slice(cut), slice(cut, None))
+    )
     whole = loss.value(*on_device(*arrays))
     parts = [a + b for a, b in zip(loss.value(*first), loss.value(*second), strict=True)]
     assert relative_error(parts[0], whole[0]) < 1e-6
@@ -148,7 +163,10 @@ def test_bfloat16_logits_are_summed_in_float32(loss):
     low = jnp.asarray(logits, jnp.bfloat16)
     total, _ = loss.value(low, jnp.asarray(targets), jnp.asarray(mask))
     assert total.dtype == jnp.float32
-    assert relative_error(total, oracle.cross_entropy(np.asarray(low, np.float64), targets, mask)[0]) < 1e-5
+    assert (
+        relative_error(total, oracle.cross_entropy(np.asarray(low, np.float64), targets, mask)[0])
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
@@ -156,7 +174,8 @@ def test_gradients(loss, z_loss):
     rng = np.random.default_rng(0)
     targets, mask = jnp.asarray(rng.integers(0, 6, (2, 4))), jnp.asarray(rng.random((2, 4)) < 0.6)
     assert_gradients_match(
-        lambda logits: loss.function(logits, targets, mask, z_loss)[0], 2 * rng.standard_normal((2, 4, 6))
+        lambda logits: loss.function(logits, targets, mask, z_loss)[0],
+        2 * rng.standard_normal((2, 4, 6)),
     )
 
 
@@ -166,8 +185,15 @@ def test_gradients(loss, z_loss):
 def draw_products(seed, seq, dtype=jnp.float32):
     rng = np.random.default_rng(seed)
     hidden, head = rng.standard_normal((3, seq, 8)), rng.standard_normal((8, VOCAB))
-    hidden, head = (np.float64(jnp.asarray(each, dtype)) for each in (hidden, head))  # that can be written in it
-    return hidden, head, rng.integers(0, VOCAB, (3, seq)), rng.random((3, seq)) < rng.choice([0, 0.5, 1.0], (3, 1))
+    hidden, head = (
+        np.float64(jnp.asarray(each, dtype)) for each in (hidden, head)
+    )  # that can be written in it
+    return (
+        hidden,
+        head,
+        rng.integers(0, VOCAB, (3, seq)),
+        rng.random((3, seq)) < rng.choice([0, 0.5, 1.0], (3, 1)),
+    )
 
 
 @given(seed=seeds, seq=st.sampled_from([1, 5, 8]), chunk_tokens=st.sampled_from([1, 6, 12, 24]))
@@ -184,12 +210,19 @@ def test_products_in_chunks_equal_the_oracle(seed, seq, chunk_tokens):
         assert counted == count
         assert relative_error(total, expected) < 1e-12
         for ours, theirs in zip(
-            gradients, (slopes @ head.T, np.tensordot(hidden, slopes, ((0, 1), (0, 1)))), strict=True
+            gradients,
+            (slopes @ head.T, np.tensordot(hidden, slopes, ((0, 1), (0, 1)))),
+            strict=True,
         ):
             assert relative_error(ours, theirs) < 1e-12
-        log_probs, likeliest = jax.jit(token_log_probs, static_argnums=3)(hidden, head, where[0], chunk_tokens)
+        log_probs, likeliest = jax.jit(token_log_probs, static_argnums=3)(
+            hidden, head, where[0], chunk_tokens
+        )
     assert (
-        relative_error(log_probs, np.log(np.take_along_axis(oracle.softmax(logits), targets[..., None], -1))[..., 0])
+        relative_error(
+            log_probs,
+            np.log(np.take_along_axis(oracle.softmax(logits), targets[..., None], -1))[..., 0],
+        )
         < 1e-12
     )
     np.testing.assert_array_equal(likeliest, logits.argmax(-1) == targets)
@@ -210,16 +243,22 @@ def test_gradients_of_both_factors(chunk_tokens, tied):
     targets, mask = jnp.asarray(rng.integers(0, 6, (2, 9))), jnp.asarray(rng.random((2, 9)) < 0.6)
 
     def total(hidden, head):
-        return linear_cross_entropy(hidden, head.T if tied else head, targets, mask, 0.01, chunk_tokens)[0]
+        return linear_cross_entropy(
+            hidden, head.T if tied else head, targets, mask, 0.01, chunk_tokens
+        )[0]
 
-    assert_gradients_match(total, rng.standard_normal((2, 9, 4)), rng.standard_normal((6, 4) if tied else (4, 6)))
+    assert_gradients_match(
+        total, rng.standard_normal((2, 9, 4)), rng.standard_normal((6, 4) if tied else (4, 6))
+    )
 
 
 @pytest.mark.parametrize("chunk_tokens", [6, 100])
 def test_bfloat16_products_are_summed_in_float32(chunk_tokens):
     hidden, head, targets, mask = draw_products(0, 64, jnp.bfloat16)
     low = jnp.asarray(hidden, jnp.bfloat16), jnp.asarray(head, jnp.bfloat16)
-    (total, _), gradients = products_and_gradients(*low, jnp.asarray(targets), jnp.asarray(mask), chunk_tokens)
+    (total, _), gradients = products_and_gradients(
+        *low, jnp.asarray(targets), jnp.asarray(mask), chunk_tokens
+    )
     assert total.dtype == jnp.float32
     assert relative_error(total, oracle.cross_entropy(hidden @ head, targets, mask)[0]) < 1e-5
     slopes = (oracle.softmax(hidden @ head) - np.eye(VOCAB)[targets]) * mask[..., None]
@@ -235,9 +274,15 @@ def test_every_product_has_operands_of_the_compute_dtype():
         jnp.ones((2, 8), bool),
     )
     program = jax.make_jaxpr(functools.partial(products_and_gradients, chunk_tokens=4))(*arrays)
-    products = [equation for equation in equations(program.jaxpr) if equation.primitive.name == "dot_general"]
+    products = [
+        equation
+        for equation in equations(program.jaxpr)
+        if equation.primitive.name == "dot_general"
+    ]
     assert len(products) == 3
-    assert all(operand.aval.dtype == jnp.bfloat16 for product in products for operand in product.invars)
+    assert all(
+        operand.aval.dtype == jnp.bfloat16 for product in products for operand in product.invars
+    )
 
 
 def equations(jaxpr):
@@ -249,15 +294,24 @@ def equations(jaxpr):
 
 
 def test_logits_of_all_tokens_never_exist_at_once():
-    arrays = jnp.ones((4, 64, 8)), jnp.ones((8, 1000)), jnp.ones((4, 64), int), jnp.ones((4, 64), bool)
+    arrays = (
+        jnp.ones((4, 64, 8)),
+        jnp.ones((8, 1000)),
+        jnp.ones((4, 64), int),
+        jnp.ones((4, 64), bool),
+    )
 
     def all_logits(hidden, head, targets, mask):
-        chosen = jnp.take_along_axis(jax.nn.log_softmax(hidden @ head), targets[..., None], -1)[..., 0]
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(hidden @ head), targets[..., None], -1)[
+            ..., 0
+        ]
         return -jnp.sum(chosen * mask)
 
     plain = jax.jit(jax.grad(all_logits, (0, 1)))
     programs = plain.lower(*arrays), products_and_gradients.lower(*arrays, 16)
-    whole, chunked = (program.compile().memory_analysis().temp_size_in_bytes for program in programs)
+    whole, chunked = (
+        program.compile().memory_analysis().temp_size_in_bytes for program in programs
+    )
     assert chunked < 250_000 < 4 * 64 * 1000 * 4 <= whole
 
 
@@ -265,7 +319,9 @@ def test_chunks_without_counted_tokens_are_not_computed():
     spoilt = jnp.full((2, 8, 4), jnp.nan).at[:, 0].set(1.0)
     mask = jnp.zeros((2, 8), bool).at[:, 0].set(True)
     for chunk_tokens in (2, 100):
-        total, count = linear_cross_entropy(spoilt, jnp.ones((4, 6)), jnp.zeros((2, 8), int), mask, 0.0, chunk_tokens)
+        total, count = linear_cross_entropy(
+            spoilt, jnp.ones((4, 6)), jnp.zeros((2, 8), int), mask, 0.0, chunk_tokens
+        )
         assert relative_error(total / count, np.log(6)) < 1e-6
 
 
@@ -276,10 +332,16 @@ def test_the_decoding_layout_gives_the_same_and_has_no_gradients():
     for chunk_tokens in (6, 100):
         expected = linear_cross_entropy(hidden, head, targets, mask, 0.0, chunk_tokens)
         assert (
-            relative_error(linear_cross_entropy(hidden, packed, targets, mask, 0.0, chunk_tokens)[0], expected[0])
+            relative_error(
+                linear_cross_entropy(hidden, packed, targets, mask, 0.0, chunk_tokens)[0],
+                expected[0],
+            )
             < 1e-5
         )
         log_probs, _ = token_log_probs(hidden, packed, targets, chunk_tokens)
-        assert relative_error(log_probs, token_log_probs(hidden, head, targets, chunk_tokens)[0]) < 1e-5
+        assert (
+            relative_error(log_probs, token_log_probs(hidden, head, targets, chunk_tokens)[0])
+            < 1e-5
+        )
     with pytest.raises(ValueError, match="laid out for decoding, which has no gradients"):
         jax.grad(lambda hidden: linear_cross_entropy(hidden, packed, targets, mask)[0])(hidden)

@@ -31,7 +31,9 @@ print(jllama.functional.rms_norm(jnp.ones((1, 4)), jnp.ones(4), 1e-5).sum())
 
 
 def test_functional_imports_with_jax_alone():
-    run = subprocess.run([sys.executable, "-c", IMPORT_WITH_JAX_ALONE], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", IMPORT_WITH_JAX_ALONE], capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stderr
     assert abs(float(run.stdout) - 4) < 1e-3
 

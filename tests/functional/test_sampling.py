@@ -31,21 +31,31 @@ K_GRID = [0, 1, 3, VOCAB, VOCAB + 5]
 P_GRID = [0.0, 1e-9, 0.3, 0.5, 0.9, 1.0]
 MIN_P_GRID = [0.0, 1e-9, 0.1, 0.5, 1.0]
 ROUNDING = 1e-6  # of float32 sums and exponentials
-FLAT, ONE_HOT, TIES = [0.0] * VOCAB, [60.0] + [0.0] * (VOCAB - 1), [1.0, 2.0, 2.0, 0.0, 2.0, 1.0, 0.0, 2.0]
+FLAT, ONE_HOT, TIES = (
+    [0.0] * VOCAB,
+    [60.0] + [0.0] * (VOCAB - 1),
+    [1.0, 2.0, 2.0, 0.0, 2.0, 1.0, 0.0, 2.0],
+)
 SOME_IMPOSSIBLE = [-np.inf, 0.5, -np.inf, 1.5, 0.0, -np.inf, -1.0, 1.5]
 ALL_BUT_ONE_IMPOSSIBLE, ALL_IMPOSSIBLE = [-np.inf] * 5 + [-3.0] + [-np.inf] * 2, [-np.inf] * VOCAB
 
 # Ties, peaks and impossible tokens are as likely as anything else. The first is finite: the others may all be -inf.
 # Steps of 1/64 stay apart in float32 whatever is subtracted.
-finite = st.one_of(st.sampled_from([0.0, 1.0, 60.0]), st.integers(-640, 640).map(lambda steps: steps / 64))
+finite = st.one_of(
+    st.sampled_from([0.0, 1.0, 60.0]), st.integers(-640, 640).map(lambda steps: steps / 64)
+)
 logit_rows = st.tuples(
     finite, st.lists(st.one_of(finite, st.just(-np.inf)), min_size=VOCAB - 1, max_size=VOCAB - 1)
 ).map(lambda parts: [parts[0], *parts[1]])
 share = st.floats(0, 1, width=32, allow_subnormal=False)
 # Most of these tests' time is XLA's: less of it without LLVM's optimizations. The large vocabulary is tested with them.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-compiled = quick_jit(lambda rows, keys, t, k, p, m: sample(rows, keys, t, top_k=k, top_p=p, min_p=m))
-compiled_truncated_logits = quick_jit(lambda rows, t, k, p, m: truncated_logits(rows, t, top_k=k, top_p=p, min_p=m))
+compiled = quick_jit(
+    lambda rows, keys, t, k, p, m: sample(rows, keys, t, top_k=k, top_p=p, min_p=m)
+)
+compiled_truncated_logits = quick_jit(
+    lambda rows, t, k, p, m: truncated_logits(rows, t, top_k=k, top_p=p, min_p=m)
+)
 masks = {function: quick_jit(function) for function in (top_k_mask, top_p_mask, min_p_mask)}
 penalties = tuple(map(quick_jit, (penalize_repetition, penalize_presence, penalize_frequency)))
 
@@ -58,27 +68,44 @@ def ranking(logits):
 def numpy_kept(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     """The tokens that the cuts leave, likeliest first, in float64."""
     order = ranking(logits)[: 1 if temperature == 0 else top_k if top_k > 0 else None]
-    probabilities = oracle.softmax(np.array([logits[token] for token in order], np.float64) / (temperature or 1.0))
-    nucleus = [rank for rank in range(len(order)) if rank == 0 or top_p >= 1 or probabilities[:rank].sum() < top_p]
+    probabilities = oracle.softmax(
+        np.array([logits[token] for token in order], np.float64) / (temperature or 1.0)
+    )
+    nucleus = [
+        rank
+        for rank in range(len(order))
+        if rank == 0 or top_p >= 1 or probabilities[:rank].sum() < top_p
+    ]
     return [order[rank] for rank in nucleus if probabilities[rank] >= min_p * probabilities[0]]
 
 
 def numpy_distribution(logits, temperature, kept):
     """Probabilities of the tokens, token by token, where only ``kept`` may be drawn, in float64."""
     result = np.zeros(len(logits))
-    result[kept] = oracle.softmax(np.array([logits[token] for token in kept], np.float64) / (temperature or 1.0))
+    result[kept] = oracle.softmax(
+        np.array([logits[token] for token in kept], np.float64) / (temperature or 1.0)
+    )
     return result
 
 
 def row_arrays(count, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    settings = ((temperature, jnp.float32), (top_k, jnp.int32), (top_p, jnp.float32), (min_p, jnp.float32))
+    settings = (
+        (temperature, jnp.float32),
+        (top_k, jnp.int32),
+        (top_p, jnp.float32),
+        (min_p, jnp.float32),
+    )
     return tuple(jnp.full(count, value, dtype) for value, dtype in settings)
 
 
 def draw(logits, seed=0, **settings):
     """Many tokens for one row of logits."""
     rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (DRAWS, VOCAB))
-    return np.asarray(compiled(rows, jax.random.split(jax.random.key(seed), DRAWS), *row_arrays(DRAWS, **settings)))
+    return np.asarray(
+        compiled(
+            rows, jax.random.split(jax.random.key(seed), DRAWS), *row_arrays(DRAWS, **settings)
+        )
+    )
 
 
 def mask(function, logits, setting):
@@ -102,7 +129,9 @@ def test_penalties_are_their_formulas(logits, counts, repetition, additive):
     for actual, expected in (
         (
             repeated(rows, counted > 0, settings[0]),
-            np.where(counts > 0, np.where(exact > 0, exact / repetition, exact * repetition), exact),
+            np.where(
+                counts > 0, np.where(exact > 0, exact / repetition, exact * repetition), exact
+            ),
         ),
         (present(rows, counted, settings[1]), exact - additive * (counts > 0)),
         (frequent(rows, counted, settings[1]), exact - additive * counts),
@@ -149,7 +178,17 @@ def test_top_p_keeps_the_smallest_prefix_that_reaches_p(logits, p):
 
 
 @pytest.mark.parametrize(
-    ("p", "size"), [(0.0, 1), (1e-9, 1), (0.125, 1), (0.1250001, 2), (0.5, 4), (0.5000001, 5), (0.875, 7), (1.0, 8)]
+    ("p", "size"),
+    [
+        (0.0, 1),
+        (1e-9, 1),
+        (0.125, 1),
+        (0.1250001, 2),
+        (0.5, 4),
+        (0.5000001, 5),
+        (0.875, 7),
+        (1.0, 8),
+    ],
 )
 def test_top_p_at_exact_boundaries(p, size):
     kept = mask(top_p_mask, FLAT, np.float32(p))  # eight times exactly 1/8
@@ -171,7 +210,9 @@ def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest(logits, p):
 def test_no_mask_is_empty_when_every_token_is_impossible(function):
     for setting in (0, 1) if function is top_k_mask else (0.0, 1e-9, 0.5, 1.0):
         assert mask(
-            function, ALL_IMPOSSIBLE, np.asarray(setting, np.int32 if function is top_k_mask else np.float32)
+            function,
+            ALL_IMPOSSIBLE,
+            np.asarray(setting, np.int32 if function is top_k_mask else np.float32),
         ).any()
 
 
@@ -187,7 +228,10 @@ def test_cuts_of_a_large_vocabulary(step):
         np.testing.assert_array_equal(np.flatnonzero(kept), np.sort(orders[row, : ks[row]]))
     ps = np.float32([1e-6, 0.5, 0.95, 0.9999])
     for row, kept in enumerate(np.asarray(jax.jit(top_p_mask)(logits, jnp.asarray(ps)))):
-        size, mass = kept.sum(), np.cumsum(oracle.softmax(logits[row, orders[row]].astype(np.float64)))
+        size, mass = (
+            kept.sum(),
+            np.cumsum(oracle.softmax(logits[row, orders[row]].astype(np.float64))),
+        )
         assert kept[orders[row, :size]].all()
         assert mass[size - 1] >= ps[row] - 1e-5
         assert size == 1 or mass[size - 2] < ps[row] + 1e-5
@@ -210,7 +254,9 @@ def test_the_chain_is_numpys(logits, temperature, top_k, top_p, min_p):
     truncated = compiled_truncated_logits(row, *settings)
     kept = np.flatnonzero(truncated[0] > -np.inf)
     possible = np.flatnonzero(row[0] > -np.inf)
-    least = numpy_kept(logits, temperature, top_k, top_p - ROUNDING if top_p < 1 else 1.0, min_p * (1 + 1e-4))
+    least = numpy_kept(
+        logits, temperature, top_k, top_p - ROUNDING if top_p < 1 else 1.0, min_p * (1 + 1e-4)
+    )
     most = numpy_kept(logits, temperature, top_k, top_p + ROUNDING, min_p * (1 - 1e-4))
     assert np.argmax(logits) in kept
     assert {*least} & {*possible} <= {*kept} <= {*most}
@@ -232,7 +278,10 @@ def test_the_chain_is_numpys(logits, temperature, top_k, top_p, min_p):
 )
 def test_the_chain_is_that_of_transformers(temperature, top_k, top_p, min_p, repetition_penalty):
     rng = np.random.default_rng(0)
-    logits, ids = 3 * rng.standard_normal((8, 1000)).astype(np.float32), rng.integers(1000, size=(8, 300))
+    logits, ids = (
+        3 * rng.standard_normal((8, 1000)).astype(np.float32),
+        rng.integers(1000, size=(8, 300)),
+    )
     scores, input_ids = torch.tensor(logits), torch.tensor(ids)
     for used, processor, setting in (
         (repetition_penalty != 1, processors.RepetitionPenaltyLogitsProcessor, repetition_penalty),
@@ -246,7 +295,9 @@ def test_the_chain_is_that_of_transformers(temperature, top_k, top_p, min_p, rep
     seen = np.zeros_like(logits, bool)
     np.put_along_axis(seen, ids, True, axis=-1)
     penalized = penalties[0](logits, seen, jnp.full(8, repetition_penalty, jnp.float32))
-    truncated = compiled_truncated_logits(penalized, *row_arrays(8, temperature, top_k, top_p, min_p))
+    truncated = compiled_truncated_logits(
+        penalized, *row_arrays(8, temperature, top_k, top_p, min_p)
+    )
     probabilities = np.asarray(jax.nn.softmax(truncated))
     np.testing.assert_array_equal(probabilities > 0, expected > 0)
     np.testing.assert_allclose(probabilities, expected, rtol=2e-5)
@@ -294,7 +345,16 @@ def test_draws_from_penalized_logits_follow_the_distribution():
     repeated, present, frequent = penalties
     penalized = repeated(rows, counted > 0, jnp.full(2, 1.25))
     penalized = frequent(present(penalized, counted, jnp.full(2, 0.25)), counted, jnp.full(2, 0.5))
-    by_hand = [2 / 1.25 - 0.25 - 1.5, 1.5, 1 / 1.25 - 0.25 - 0.5, 0.5, -0.25 - 1, -0.5, -1.25 - 0.25 - 0.5, -1.5]
+    by_hand = [
+        2 / 1.25 - 0.25 - 1.5,
+        1.5,
+        1 / 1.25 - 0.25 - 0.5,
+        0.5,
+        -0.25 - 1,
+        -0.5,
+        -1.25 - 0.25 - 0.5,
+        -1.5,
+    ]
     check_counts(draw(penalized[0]), DRAWS * numpy_distribution(by_hand, 1.0, list(range(VOCAB))))
 
 
@@ -315,7 +375,11 @@ def test_top_p_is_a_share_of_the_top_k_mass():
 def test_temperature_comes_before_the_cuts():
     logits = np.log([0.4, 0.3, 0.1, 0.05, 0.05, 0.04, 0.03, 0.03])
     assert set(draw(logits, min_p=0.5)) == {0, 1}
-    assert set(draw(logits, temperature=2.0, min_p=0.45)) == {0, 1, 2}  # (0.1 / 0.4) ** (1 / 2) is a half
+    assert set(draw(logits, temperature=2.0, min_p=0.45)) == {
+        0,
+        1,
+        2,
+    }  # (0.1 / 0.4) ** (1 / 2) is a half
     assert set(draw(logits, top_p=0.5)) == {0, 1}
     assert set(draw(logits, temperature=0.5, top_p=0.5)) == {0}  # 0.16 of 0.275
 
@@ -326,7 +390,12 @@ def test_temperature_comes_before_the_cuts():
     top_p=st.sampled_from(P_GRID),
     min_p=st.sampled_from(MIN_P_GRID),
 )
-@example(rows=[FLAT, ONE_HOT, TIES, [-0.0, 0.0, -1.0, 0.0, -0.0, -1.0, 0.0, -0.0]], top_k=0, top_p=1.0, min_p=0.0)
+@example(
+    rows=[FLAT, ONE_HOT, TIES, [-0.0, 0.0, -1.0, 0.0, -0.0, -1.0, 0.0, -0.0]],
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+)
 def test_temperature_zero_is_argmax(rows, top_k, top_p, min_p):
     logits, keys = jnp.float32(rows), jax.random.split(jax.random.key(0), 4)
     temperature, *cuts = row_arrays(4, 0.0, top_k, top_p, min_p)
@@ -354,13 +423,24 @@ def test_temperature_zero_is_argmax(rows, top_k, top_p, min_p):
 )
 def test_a_row_alone_equals_the_row_in_a_batch(rows, seed, temperatures, top_ks, top_ps, min_ps):
     keys = jax.random.split(jax.random.key(seed), 4)
-    settings = (jnp.float32(temperatures), jnp.array(top_ks), jnp.float32(top_ps), jnp.float32(min_ps))
+    settings = (
+        jnp.float32(temperatures),
+        jnp.array(top_ks),
+        jnp.float32(top_ps),
+        jnp.float32(min_ps),
+    )
     arrays = (jnp.float32(rows), keys, *settings)
     together = np.asarray(compiled(*arrays))
     alone = [int(compiled(*(array[row : row + 1] for array in arrays))[0]) for row in range(4)]
     assert together.tolist() == alone
     for row, token in enumerate(alone):
-        most = numpy_kept(rows[row], temperatures[row], top_ks[row], top_ps[row] + ROUNDING, min_ps[row] * (1 - 1e-5))
+        most = numpy_kept(
+            rows[row],
+            temperatures[row],
+            top_ks[row],
+            top_ps[row] + ROUNDING,
+            min_ps[row] * (1 - 1e-5),
+        )
         assert token in most
 
 
@@ -378,21 +458,36 @@ def test_a_row_without_cuts_draws_the_same_beside_rows_with_cuts():
 
 @pytest.mark.parametrize("top_k", K_GRID)
 def test_one_possible_token_is_drawn_and_where_there_is_none_still_a_token(top_k):
-    rows = jnp.float32([ALL_BUT_ONE_IMPOSSIBLE, ALL_IMPOSSIBLE, ALL_BUT_ONE_IMPOSSIBLE, ALL_IMPOSSIBLE])
+    rows = jnp.float32(
+        [ALL_BUT_ONE_IMPOSSIBLE, ALL_IMPOSSIBLE, ALL_BUT_ONE_IMPOSSIBLE, ALL_IMPOSSIBLE]
+    )
     keys = jax.random.split(jax.random.key(0), 4)
-    for temperature, top_p, min_p in itertools.product((0.0, 1e-30, 1.0, 1e30), (0.0, 0.5, 1.0), (0.0, 0.5, 1.0)):
+    for temperature, top_p, min_p in itertools.product(
+        (0.0, 1e-30, 1.0, 1e30), (0.0, 0.5, 1.0), (0.0, 0.5, 1.0)
+    ):
         drawn = compiled(rows, keys, *row_arrays(4, temperature, top_k, top_p, min_p))
         assert drawn.tolist() == [5, 0, 5, 0]
     for row in (ALL_BUT_ONE_IMPOSSIBLE, ALL_IMPOSSIBLE):
-        truncated = compiled_truncated_logits(jnp.float32([row]), *row_arrays(1, 0.5, top_k, 0.5, 0.5))
+        truncated = compiled_truncated_logits(
+            jnp.float32([row]), *row_arrays(1, 0.5, top_k, 0.5, 0.5)
+        )
         assert not jnp.isnan(truncated).any()
 
 
 @pytest.mark.parametrize("bias", [1e3, 1e30, 3e38, np.inf])
 def test_large_biases_decide(bias):
     keys = jax.random.split(jax.random.key(0), 4)
-    favored, avoided = (jnp.float32([[*TIES[:1], TIES[1] + change, *TIES[2:]]] * 4) for change in (bias, -bias))
-    for settings in ({}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"temperature": 0.0}, {"temperature": 1e-30}):
+    favored, avoided = (
+        jnp.float32([[*TIES[:1], TIES[1] + change, *TIES[2:]]] * 4) for change in (bias, -bias)
+    )
+    for settings in (
+        {},
+        {"top_k": 3},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"temperature": 0.0},
+        {"temperature": 1e-30},
+    ):
         assert compiled(favored, keys, *row_arrays(4, **settings)).tolist() == [1] * 4
         assert 1 not in compiled(avoided, keys, *row_arrays(4, **settings))
 
@@ -410,13 +505,16 @@ def test_same_key_same_token_and_other_keys_other_tokens():
 
 def test_changing_settings_does_not_compile_again():
     counted = [
-        quick_jit(lambda *a, f=f: f(*a)) for f in (ban, penalize_repetition, penalize_presence, penalize_frequency)
+        quick_jit(lambda *a, f=f: f(*a))
+        for f in (ban, penalize_repetition, penalize_presence, penalize_frequency)
     ]
     banned, repeated, present, frequent = counted
     logits, keys = jnp.zeros((4, VOCAB)), jax.random.split(jax.random.key(0), 4)
     compiled(logits, keys, *row_arrays(4))
     shapes = compiled._cache_size()  # of all the tests so far
-    for temperature, top_k, top_p, min_p in itertools.product((0.0, 0.5), K_GRID, P_GRID[::2], MIN_P_GRID[::2]):
+    for temperature, top_k, top_p, min_p in itertools.product(
+        (0.0, 0.5), K_GRID, P_GRID[::2], MIN_P_GRID[::2]
+    ):
         temperatures, *cuts = row_arrays(4, temperature, top_k, top_p, min_p)
         counts = jnp.full(logits.shape, top_k)
         logits = repeated(banned(logits, counts == 1), counts > 0, 1 + cuts[1])
@@ -426,7 +524,11 @@ def test_changing_settings_does_not_compile_again():
 
 
 def test_bfloat16_logits_become_float32():
-    logits, counts, penalty = jnp.zeros((1, VOCAB), jnp.bfloat16), jnp.ones((1, VOCAB), jnp.int32), jnp.ones(1)
+    logits, counts, penalty = (
+        jnp.zeros((1, VOCAB), jnp.bfloat16),
+        jnp.ones((1, VOCAB), jnp.int32),
+        jnp.ones(1),
+    )
     for function, arguments in (
         (penalize_repetition, (counts > 0, penalty)),
         (penalize_presence, (counts, penalty)),

@@ -25,22 +25,44 @@ WRONG = {
         lambda: F.rms_norm(ones(2, 128), ones(64), 1e-5),
         "rms_norm: scale is float32[64] but float[embed] is expected, where x float32[2, 128] is float[*lead, embed]",
     ),
-    "a scale of one": (lambda: F.rms_norm(ones(2, 128), ones(1), 1e-5), "rms_norm: scale is float32[1] but"),
-    "a scale a row": (lambda: F.rms_norm(ones(2, 128), ones(2, 1), 1e-5), "rms_norm: scale is float32[2, 1] but"),
-    "a number as scale": (lambda: F.rms_norm(ones(2, 128), 1.0, 1e-5), "scale is a float but float[embed] is"),
-    "a list": (lambda: F.rms_norm([[1.0]], ones(1), 1e-5), "rms_norm: x is a list but float[*lead, embed] is expected"),
-    "integers": (lambda: F.rms_norm(ones(2, 4, dtype=int), ones(4), 1e-5), "rms_norm: x is int32[2, 4] but float"),
-    "by name": (lambda: F.rms_norm(eps=1e-5, scale=ones(3), x=ones(2, 4)), "scale is float32[3] but"),
+    "a scale of one": (
+        lambda: F.rms_norm(ones(2, 128), ones(1), 1e-5),
+        "rms_norm: scale is float32[1] but",
+    ),
+    "a scale a row": (
+        lambda: F.rms_norm(ones(2, 128), ones(2, 1), 1e-5),
+        "rms_norm: scale is float32[2, 1] but",
+    ),
+    "a number as scale": (
+        lambda: F.rms_norm(ones(2, 128), 1.0, 1e-5),
+        "scale is a float but float[embed] is",
+    ),
+    "a list": (
+        lambda: F.rms_norm([[1.0]], ones(1), 1e-5),
+        "rms_norm: x is a list but float[*lead, embed] is expected",
+    ),
+    "integers": (
+        lambda: F.rms_norm(ones(2, 4, dtype=int), ones(4), 1e-5),
+        "rms_norm: x is int32[2, 4] but float",
+    ),
+    "by name": (
+        lambda: F.rms_norm(eps=1e-5, scale=ones(3), x=ones(2, 4)),
+        "scale is float32[3] but",
+    ),
     "torch's layout of a matrix": (
         lambda: F.swiglu(ones(3, 64), ones(172, 64), ones(172, 64), ones(64, 172)),
         "swiglu: w_gate is float32[172, 64] but float[embed, mlp] is expected, where x float32[3, 64] is",
     ),
     "an additive mask": (
-        lambda: F.grouped_query_attention(ones(1, 4, 8, 6), ones(1, 2, 8, 6), ones(1, 2, 8, 6), ones(1, 8, 8)),
+        lambda: F.grouped_query_attention(
+            ones(1, 4, 8, 6), ones(1, 2, 8, 6), ones(1, 2, 8, 6), ones(1, 8, 8)
+        ),
         "mask is float32[1, 8, 8] but bool[batch or 1, seq or 1, kv_seq] is expected",
     ),
     "seq before heads": (
-        lambda: F.grouped_query_attention(ones(1, 8, 4, 6), ones(1, 8, 2, 6), ones(1, 8, 2, 6), mask(1, 8, 8)),
+        lambda: F.grouped_query_attention(
+            ones(1, 8, 4, 6), ones(1, 8, 2, 6), ones(1, 8, 2, 6), mask(1, 8, 8)
+        ),
         "it fits after swapaxes(1, 2), heads before seq",
     ),
     "seq before heads, causal": (
@@ -72,7 +94,9 @@ WRONG = {
         "linear_cross_entropy: targets is float32[2, 8] but integer[batch, seq] is expected",
     ),
     "targets of another length": (
-        lambda: F.linear_cross_entropy(ones(2, 8, 9), ones(9, 5), ones(2, 7, dtype=int), mask(2, 7)),
+        lambda: F.linear_cross_entropy(
+            ones(2, 8, 9), ones(9, 5), ones(2, 7, dtype=int), mask(2, 7)
+        ),
         "targets is int32[2, 7] but integer[batch, seq] is expected, where hidden float32[2, 8, 9] is",
     ),
 }
@@ -88,14 +112,20 @@ def test_says_what_was_given_and_what_is_expected(name, compile):
     assert "\n" not in str(raised.value)
 
 
-@given(x=st.lists(st.integers(1, 3), min_size=1, max_size=4), scale=st.lists(st.integers(1, 3), max_size=2))
+@given(
+    x=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    scale=st.lists(st.integers(1, 3), max_size=2),
+)
 def test_a_norm_takes_what_fits_and_nothing_else(x, scale):
     norm = functools.partial(jax.eval_shape, lambda *arrays: F.rms_norm(*arrays, 1e-5))
     shapes = [jax.ShapeDtypeStruct(tuple(shape), jnp.float32) for shape in (x, scale)]
     if scale == x[-1:]:
         assert norm(*shapes).shape == tuple(x)
     else:
-        with pytest.raises(ValueError, match=f"rms_norm: scale is float32\\[{', '.join(map(str, scale))}\\] but float"):
+        with pytest.raises(
+            ValueError,
+            match=f"rms_norm: scale is float32\\[{', '.join(map(str, scale))}\\] but float",
+        ):
             norm(*shapes)
 
 
@@ -104,7 +134,9 @@ def test_only_shapes_and_dtypes_are_read():
         return jax.grad(lambda x: F.rms_norm(x, scale, 1e-5).sum())(x)
 
     rows = jax.jit(jax.vmap(gradient, (0, None)))(ones(3, 2, 8), ones(8))
-    np.testing.assert_allclose(rows, jax.vmap(gradient, (0, None))(ones(3, 2, 8), ones(8)), atol=1e-6)
+    np.testing.assert_allclose(
+        rows, jax.vmap(gradient, (0, None))(ones(3, 2, 8), ones(8)), atol=1e-6
+    )
 
 
 def test_a_missing_argument_is_reported_by_python_as_ever():

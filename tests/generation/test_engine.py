@@ -37,7 +37,9 @@ CONFIG, WEIGHTS, PARAMS = SMALL, weights(SMALL), decode_params(SMALL)
 MODEL = LanguageModel(CONFIG, PARAMS)
 CONTEXT = CONFIG.max_seq_len
 ONE_LAYER = dataclasses.replace(CONFIG, num_layers=1)
-PARAMS_OF_ONE_LAYER = DecodeParams(PARAMS.weights | {"layers": {"0": PARAMS.weights["layers"]["0"]}})
+PARAMS_OF_ONE_LAYER = DecodeParams(
+    PARAMS.weights | {"layers": {"0": PARAMS.weights["layers"]["0"]}}
+)
 GREEDY = SamplingParams(temperature=0.0)
 MATES = 3
 LONGEST_PROMPT = 20
@@ -46,7 +48,9 @@ rng = np.random.default_rng(0)
 PROMPTS = [rng.integers(0, CONFIG.vocab_size, length).tolist() for length in (3, 20, 11)]
 
 prompts_of_rows = st.lists(
-    st.lists(st.integers(0, CONFIG.vocab_size - 1), min_size=1, max_size=LONGEST_PROMPT), min_size=MATES, max_size=MATES
+    st.lists(st.integers(0, CONFIG.vocab_size - 1), min_size=1, max_size=LONGEST_PROMPT),
+    min_size=MATES,
+    max_size=MATES,
 )
 tokens = st.integers(0, CONFIG.vocab_size - 1)
 sampling_options = st.fixed_dictionaries(
@@ -79,7 +83,10 @@ def answers_of(engine, prompts):
     rows = [engine.submit(Request(prompt)) for prompt in prompts]
     pieces, answers = run(engine)
     for row in rows:
-        assert tuple(token for piece in pieces.get(row, []) for token in piece.tokens) == answers[row].tokens
+        assert (
+            tuple(token for piece in pieces.get(row, []) for token in piece.tokens)
+            == answers[row].tokens
+        )
     return rows, [answers[row] for row in rows]
 
 
@@ -111,18 +118,24 @@ def tokens_of(row, answer):
 
 def generated_by(prompts, config=CONFIG, params=PARAMS, draft_len=0, tokenizer=None, **sizes):
     """The new tokens of each row, and their log-probabilities."""
-    engine = Engine(LanguageModel(config, params, tokenizer), len(prompts), draft_len=draft_len, **sizes)
+    engine = Engine(
+        LanguageModel(config, params, tokenizer), len(prompts), draft_len=draft_len, **sizes
+    )
     rows, answers = answers_of(engine, prompts)
     lengths = np.asarray(engine._batches[0].cache.lengths)
     found = [tokens_of(*pair) for pair in zip(rows, answers, strict=True)]
-    for row, (ids, _) in zip(rows, found, strict=True):  # the device computed no more than it had to
+    for row, (ids, _) in zip(
+        rows, found, strict=True
+    ):  # the device computed no more than it had to
         assert not ids or lengths[row.slot] + 1 == len(row.request.prompt.ids) + len(ids)
     return [ids for ids, _ in found], [log_probs for _, log_probs in found]
 
 
 def generated(prompts, sampling, new, stops=(), config=CONFIG, params=PARAMS, **options):
     """All tokens as one ``[batch, new]`` array, -1 after a row's end."""
-    requests = [prompt_of(prompt, each, new, stops) for prompt, each in zip(prompts, sampling, strict=True)]
+    requests = [
+        prompt_of(prompt, each, new, stops) for prompt, each in zip(prompts, sampling, strict=True)
+    ]
     rows, _ = generated_by(requests, config, params, **options)
     assert all(len(row) <= new for row in rows)
     return np.array([row + [-1] * (new - len(row)) for row in rows], int).reshape(len(rows), new)
@@ -164,20 +177,27 @@ def test_greedy_equals_argmax_of_whole_forward_passes(prompts):
     stops=st.lists(st.lists(tokens, max_size=9), min_size=MATES, max_size=MATES),
 )
 def test_a_row_comes_out_as_it_would_alone(prompts, options, new, stops):
-    requests = [prompt_of(*parts) for parts in zip(prompts, configs(options), new, stops, strict=True)]
+    requests = [
+        prompt_of(*parts) for parts in zip(prompts, configs(options), new, stops, strict=True)
+    ]
     together, log_probs = generated_by(requests)
     for row, request in enumerate(requests):
         alone, its_log_probs = generated_by([request])
         assert together[row] == alone[0]
         np.testing.assert_allclose(log_probs[row], its_log_probs[0], rtol=1e-5, atol=1e-5)
         assert len(alone[0]) <= request.limit(CONTEXT) - len(request.ids)
-        assert len(alone[0]) == request.limit(CONTEXT) - len(request.ids) or alone[0][-1] in request.stop_ids
+        assert (
+            len(alone[0]) == request.limit(CONTEXT) - len(request.ids)
+            or alone[0][-1] in request.stop_ids
+        )
 
 
 @settings(max_examples=10)
 @given(options=options_of_rows)
 def test_log_probabilities_are_those_of_the_raw_logits(options):
-    rows, log_probs = generated_by([prompt_of(*parts, 20) for parts in zip(PROMPTS, configs(options), strict=True)])
+    rows, log_probs = generated_by(
+        [prompt_of(*parts, 20) for parts in zip(PROMPTS, configs(options), strict=True)]
+    )
     for prompt, row, found in zip(PROMPTS, rows, log_probs, strict=True):
         logits = oracle.forward(WEIGHTS, np.array([prompt + row]), CONFIG)[0, len(prompt) - 1 : -1]
         expected = np.log(oracle.softmax(logits))[np.arange(20), row]
@@ -198,7 +218,9 @@ def test_greedy_with_penalties_biases_and_bans_equals_numpy(data):
         scores[list(settings_.banned_ids)] = -np.inf
         for token in set(ids):
             penalty = settings_.repetition_penalty
-            scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+            scores[token] = (
+                scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+            )
         for token in ids[len(prompt) :]:
             scores[token] -= settings_.frequency_penalty
         for token in set(ids[len(prompt) :]):
@@ -210,7 +232,11 @@ def test_greedy_with_penalties_biases_and_bans_equals_numpy(data):
 @settings(max_examples=10)
 @given(
     cuts=st.lists(
-        st.tuples(st.sampled_from([0.0, 0.3, 2.0]), st.sampled_from([0, 1, 5]), st.sampled_from([0.1, 0.9, 1.0])),
+        st.tuples(
+            st.sampled_from([0.0, 0.3, 2.0]),
+            st.sampled_from([0, 1, 5]),
+            st.sampled_from([0.1, 0.9, 1.0]),
+        ),
         min_size=MATES,
         max_size=MATES,
     ),
@@ -220,7 +246,9 @@ def test_drawn_tokens_are_among_those_that_the_settings_leave(cuts, seed):
     sampling = [SamplingParams(*each, seed=seed) for each in cuts]
     rows = generated(PROMPTS, sampling, 20)
     for prompt, settings_, row in zip(PROMPTS, sampling, rows, strict=True):
-        logits = oracle.forward(WEIGHTS, np.array([prompt + row.tolist()]), CONFIG)[0, len(prompt) - 1 : -1]
+        logits = oracle.forward(WEIGHTS, np.array([prompt + row.tolist()]), CONFIG)[
+            0, len(prompt) - 1 : -1
+        ]
         for scores, token in zip(logits, row, strict=True):
             rank = int(np.sum(scores > scores[token]))
             if settings_.temperature == 0:
@@ -251,8 +279,12 @@ def test_first_tokens_follow_the_softmax(draft_len):
 
 def test_every_step_and_every_row_draws_anew():
     # With all logits equal only the random numbers decide: uniform over tokens, and no step repeats another.
-    uniform = DecodeParams(PARAMS.weights | {"lm_head": jax.tree.map(jnp.zeros_like, PARAMS.weights["lm_head"])})
-    rows = generated(PROMPTS, [SamplingParams(seed=seed) for seed in range(MATES)], 40, params=uniform)
+    uniform = DecodeParams(
+        PARAMS.weights | {"lm_head": jax.tree.map(jnp.zeros_like, PARAMS.weights["lm_head"])}
+    )
+    rows = generated(
+        PROMPTS, [SamplingParams(seed=seed) for seed in range(MATES)], 40, params=uniform
+    )
     for row in rows:
         assert len(set(row.tolist())) > 20  # 29 expected of 40 draws among 61
     for first in range(40):
@@ -270,7 +302,9 @@ def test_seeds():
     np.testing.assert_array_equal(first[0], first[2])
     others = draw([8, 2**31, 0])
     assert len({tuple(row) for row in [*first[:2], *others]}) == 5
-    np.testing.assert_array_equal(draw([7, 2**32 - 1, 7], 18), first[:, :18])  # asking for less changes nothing
+    np.testing.assert_array_equal(
+        draw([7, 2**32 - 1, 7], 18), first[:, :18]
+    )  # asking for less changes nothing
 
 
 def test_bfloat16_weights_run():
@@ -328,25 +362,42 @@ def request(**changed):
             request(content=[1] * 20, max_new_tokens=45),
             "prompt's 20 tokens and 45 new ones exceed .* 64: .* at most 44$",
         ),
-        (request(content=[1] * CONTEXT, max_new_tokens=1), "exceed the model's context of 64: shorten the prompt$"),
+        (
+            request(content=[1] * CONTEXT, max_new_tokens=1),
+            "exceed the model's context of 64: shorten the prompt$",
+        ),
         (
             request(content=[1] * (CONTEXT + 1), max_new_tokens=0),
             "exceed the model's context of 64: shorten the prompt$",
         ),
-        (request(content=[1] * CONTEXT, max_new_tokens=None), "exceed the model's context of 64: shorten the prompt$"),
+        (
+            request(content=[1] * CONTEXT, max_new_tokens=None),
+            "exceed the model's context of 64: shorten the prompt$",
+        ),
         (request(content=[]), "a prompt has no tokens"),
         (request(max_new_tokens=-1), "max_new_tokens is -1; it must not be negative"),
         (request(content=[1, 61]), "^the prompt has token 61; the ids run from 0 to 60$"),
         (request(content=[-1]), "^the prompt has token -1; the ids run from 0 to 60$"),
         (request(stop_ids=[99]), "^the stop_ids have token 99; the ids run from 0 to 60$"),
-        (request(sampling=SamplingParams(logit_bias={61: 1.0})), "^the logit_bias has token 61; the ids"),
-        (request(sampling=SamplingParams(banned_ids=(70,))), "^the banned_ids have token 70; the ids"),
-        (request(sampling=SamplingParams(banned_ids=tuple(range(61)))), "^banned_ids bans every token"),
+        (
+            request(sampling=SamplingParams(logit_bias={61: 1.0})),
+            "^the logit_bias has token 61; the ids",
+        ),
+        (
+            request(sampling=SamplingParams(banned_ids=(70,))),
+            "^the banned_ids have token 70; the ids",
+        ),
+        (
+            request(sampling=SamplingParams(banned_ids=tuple(range(61)))),
+            "^banned_ids bans every token",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_at_the_door(asked, message):
     with pytest.raises(UsageError, match=message):
-        inspect.unwrap(encode_prompt)(types.SimpleNamespace(config=CONFIG, text_tokenizer=Ids(), stop_ids=()), asked)
+        inspect.unwrap(encode_prompt)(
+            types.SimpleNamespace(config=CONFIG, text_tokenizer=Ids(), stop_ids=()), asked
+        )
 
 
 # Stops
@@ -358,7 +409,11 @@ def test_a_row_ends_after_its_stop_while_others_go_on(data):
     new = 35
     rows = [likeliest(tuple(prompt), new) for prompt in PROMPTS]
     stops = data.draw(
-        st.sets(st.sampled_from(sorted({token for row in rows for token in row})), min_size=2, max_size=2)
+        st.sets(
+            st.sampled_from(sorted({token for row in rows for token in row})),
+            min_size=2,
+            max_size=2,
+        )
     )
     actual = generated(PROMPTS, [GREEDY] * MATES, new, sorted(stops))
     assert actual.tolist() == [cut(row, stops) for row in rows]
@@ -367,11 +422,15 @@ def test_a_row_ends_after_its_stop_while_others_go_on(data):
 @pytest.mark.parametrize("index", [0, 1, STEPS - 1, STEPS, STEPS + 1, 33, 34])
 def test_a_stop_at_any_step(index):
     # Uniform logits but for what the seed draws: the first 35 tokens of a row are known, and one of them is the stop.
-    uniform = DecodeParams(PARAMS.weights | {"lm_head": jax.tree.map(jnp.zeros_like, PARAMS.weights["lm_head"])})
+    uniform = DecodeParams(
+        PARAMS.weights | {"lm_head": jax.tree.map(jnp.zeros_like, PARAMS.weights["lm_head"])}
+    )
     sampling = [SamplingParams(seed=seed) for seed in range(MATES)]
     rows = generated(PROMPTS, sampling, 35, params=uniform).tolist()
     stop = rows[1][index]
-    actual = generated(PROMPTS, sampling, 35, [stop, CONFIG.vocab_size - 1], params=uniform).tolist()
+    actual = generated(
+        PROMPTS, sampling, 35, [stop, CONFIG.vocab_size - 1], params=uniform
+    ).tolist()
     assert actual == [cut(row, {stop, CONFIG.vocab_size - 1}) for row in rows]
 
 
@@ -393,9 +452,13 @@ def test_nothing_more_is_computed_when_every_row_has_ended(blocks):
     first = [likeliest(tuple(prompt), 35)[0] for prompt in PROMPTS]
     engine = Engine(MODEL, MATES)
     rows, answers = answers_of(engine, [prompt_of(prompt, GREEDY, 35, first) for prompt in PROMPTS])
-    assert [tokens_of(*pair)[0] for pair in zip(rows, answers, strict=True)] == [[token] for token in first]
+    assert [tokens_of(*pair)[0] for pair in zip(rows, answers, strict=True)] == [
+        [token] for token in first
+    ]
     assert np.asarray(engine._batches[0].finished).all()
-    lengths = [len(prompt) for prompt in PROMPTS]  # those of the prompts but the last tokens, and one step
+    lengths = [
+        len(prompt) for prompt in PROMPTS
+    ]  # those of the prompts but the last tokens, and one step
     assert np.asarray(engine._batches[0].cache.lengths).tolist() == lengths
     assert blocks == [[0, 1, 2]] * 2  # the second before the first was read
     assert engine.step() == []
@@ -427,7 +490,9 @@ def test_a_row_that_is_cancelled_stays_stopped_and_the_others_go_on(monkeypatch,
 
 def test_a_row_that_is_cancelled_while_it_waits_leaves_the_queue():
     engine = Engine(MODEL, 1)
-    first, second, third = (engine.submit(Request(prompt_of(prompt, GREEDY, 3))) for prompt in PROMPTS)
+    first, second, third = (
+        engine.submit(Request(prompt_of(prompt, GREEDY, 3))) for prompt in PROMPTS
+    )
     assert engine.num_free == -2
     engine.cancel(second)
     assert engine.num_free == -1
@@ -470,14 +535,20 @@ def test_a_row_that_joins_others_gets_the_bits_that_it_has_alone_in_as_many_slot
     shared = data.draw(st.lists(tokens, min_size=18, max_size=18))
     prompts = []
     for options in data.draw(st.lists(sampling_options, min_size=num, max_size=num)):
-        ids = data.draw(st.sampled_from([[], shared])) + data.draw(st.lists(tokens, min_size=1, max_size=20))
+        ids = data.draw(st.sampled_from([[], shared])) + data.draw(
+            st.lists(tokens, min_size=1, max_size=20)
+        )
         stops = data.draw(st.lists(tokens, max_size=3))
-        prompts.append(prompt_of(ids, SamplingParams(**options), data.draw(st.integers(0, 20)), stops))
+        prompts.append(
+            prompt_of(ids, SamplingParams(**options), data.draw(st.integers(0, 20)), stops)
+        )
     arrivals = data.draw(st.lists(st.integers(0, 12), min_size=num, max_size=num))
     cancelled = data.draw(st.sets(st.integers(0, num - 1), max_size=2))
 
     def engine(**changed):
-        made = Engine(MODEL, MATES, **{"context": context, "chunk_tokens": 16, "block_s": block_s, **changed})
+        made = Engine(
+            MODEL, MATES, **{"context": context, "chunk_tokens": 16, "block_s": block_s, **changed}
+        )
         made.together_tokens = together_tokens
         return made
 
@@ -489,7 +560,9 @@ def test_a_row_that_joins_others_gets_the_bits_that_it_has_alone_in_as_many_slot
         assert answer._replace(cached_tokens=0) == alone
 
 
-def test_short_prompts_are_computed_together_by_a_program_that_has_always_as_many_rows(monkeypatch, prefilled):
+def test_short_prompts_are_computed_together_by_a_program_that_has_always_as_many_rows(
+    monkeypatch, prefilled
+):
     monkeypatch.setitem(engines.TOGETHER_TOKENS, "cpu", 64)
     shapes = []
     original = steps.prefill_short
@@ -516,7 +589,10 @@ def test_short_prompts_are_computed_together_by_a_program_that_has_always_as_man
 def test_in_bfloat16_a_row_beside_others_has_the_bits_that_it_has_alone_in_as_many_slots():
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS_OF_ONE_LAYER)
     model = LanguageModel(ONE_LAYER, params)
-    prompts = [prompt_of(ids, SamplingParams(seed=seed), 30) for seed, ids in enumerate([*PROMPTS, PROMPTS[1][:5]])]
+    prompts = [
+        prompt_of(ids, SamplingParams(seed=seed), 30)
+        for seed, ids in enumerate([*PROMPTS, PROMPTS[1][:5]])
+    ]
     found = answers_in_company(Engine(model, MATES), prompts, [0, 2, 0, 1])
     for index, prompt in enumerate(prompts):
         assert found[index] == answers_of(Engine(model, MATES), [prompt])[1][0]
@@ -538,7 +614,9 @@ def first_tokens(monkeypatch):
 
 
 def test_a_row_with_settings_of_its_own_joins_others_that_have_none(first_tokens):
-    plain = [prompt_of(prompt, SamplingParams(seed=seed), 40) for seed, prompt in enumerate(PROMPTS[:2])]
+    plain = [
+        prompt_of(prompt, SamplingParams(seed=seed), 40) for seed, prompt in enumerate(PROMPTS[:2])
+    ]
     own = prompt_of(PROMPTS[2], FirstTokens(seed=7, first_tokens=9), 20)
     engine = Engine(MODEL, MATES)
     found = answers_in_company(engine, [*plain, own, plain[0]], [0, 0, 2, 3])
@@ -550,13 +628,17 @@ def test_a_row_with_settings_of_its_own_joins_others_that_have_none(first_tokens
         )
     assert max(found[2].completion.ids) < 9 < max(found[0].completion.ids)
     free = dataclasses.replace(own, sampling=SamplingParams(seed=7))
-    before, after = (answers_of(each, [free])[1][0].completion.ids for each in (Engine(MODEL, MATES), engine))
+    before, after = (
+        answers_of(each, [free])[1][0].completion.ids for each in (Engine(MODEL, MATES), engine)
+    )
     assert before == after
 
 
 def test_settings_that_nothing_applies_are_refused_at_the_door():
     engine = Engine(MODEL, 1)
-    with pytest.raises(UsageError, match="nothing applies first_tokens of FirstTokens: register a function"):
+    with pytest.raises(
+        UsageError, match="nothing applies first_tokens of FirstTokens: register a function"
+    ):
         engine.submit(Request(prompt_of([1], FirstTokens())))
     assert not engine.busy
     (answer,) = answers_of(engine, [prompt_of(PROMPTS[0], GREEDY, 5)])[1]
@@ -572,7 +654,9 @@ def test_a_row_may_have_more_stop_ids_than_there_is_room_for_and_the_others_keep
     many = [*never[: MAX_STOPS + 4], free[2][9]]
     assert len(many) == MAX_STOPS + 5
     stops = [few, [], many]
-    prompts = [prompt_of(*parts[:2], 35, parts[2]) for parts in zip(PROMPTS, sampling, stops, strict=True)]
+    prompts = [
+        prompt_of(*parts[:2], 35, parts[2]) for parts in zip(PROMPTS, sampling, stops, strict=True)
+    ]
     engine = Engine(MODEL, MATES)
     rows = [engine.submit(Request(prompt)) for prompt in prompts[:2]]
     while not rows[0].tokens:
@@ -581,7 +665,10 @@ def test_a_row_may_have_more_stop_ids_than_there_is_room_for_and_the_others_keep
     rows.append(engine.submit(Request(prompts[2])))
     _, answers = run(engine)
     found = [tokens_of(row, answers[row])[0] for row in rows]
-    expected = [[token for token in cut(row, stop) if token >= 0] for row, stop in zip(free, stops, strict=True)]
+    expected = [
+        [token for token in cut(row, stop) if token >= 0]
+        for row, stop in zip(free, stops, strict=True)
+    ]
     assert found == expected
     (last,) = answers_of(engine, prompts[:1])[1]
     assert last.completion == answers[rows[0]].completion
@@ -607,8 +694,13 @@ def prefilled(monkeypatch):
     return counts
 
 
-def test_a_long_prompt_is_prefilled_in_chunks_and_the_cache_grows_as_it_must(monkeypatch, prefilled):
-    requests = [prompt_of(LONG_PROMPT, SamplingParams(seed=1), 200), prompt_of(LONG_PROMPT[:9], GREEDY, None)]
+def test_a_long_prompt_is_prefilled_in_chunks_and_the_cache_grows_as_it_must(
+    monkeypatch, prefilled
+):
+    requests = [
+        prompt_of(LONG_PROMPT, SamplingParams(seed=1), 200),
+        prompt_of(LONG_PROMPT[:9], GREEDY, None),
+    ]
     expected = generated_by(requests, LONG, PARAMS_OF_ONE_LAYER)[0]
     assert prefilled == [149, 8]
     del prefilled[:]
@@ -630,7 +722,9 @@ def test_a_text_outgrows_the_room_that_it_was_given_by_far():
     config = dataclasses.replace(ONE_LAYER, max_seq_len=1500)
     whole, late = prompt_of([1, 2, 3], GREEDY, None), prompt_of(LONG_PROMPT, GREEDY, 700)
     model = LanguageModel(config, PARAMS_OF_ONE_LAYER)
-    expected = [answers_of(Engine(model, 1), [prompt])[1][0].completion.ids for prompt in (whole, late)]
+    expected = [
+        answers_of(Engine(model, 1), [prompt])[1][0].completion.ids for prompt in (whole, late)
+    ]
     assert [*map(len, expected)] == [1497, 700]
     for draft_len in (0, 3):
         found = answers_in_company(Engine(model, 2, draft_len=draft_len), [whole, late], [0, 20])
@@ -649,10 +743,15 @@ def test_a_prompt_whose_padding_would_pass_the_end_of_the_context():
 
 @pytest.mark.parametrize("batch_size", [0, 1, 2])
 def test_equal_prompts_are_prefilled_once(prefilled, batch_size):
-    requests = [prompt_of(PROMPTS[row], SamplingParams(seed=seed), 20) for seed, row in enumerate((1, 2, 1, 1))]
+    requests = [
+        prompt_of(PROMPTS[row], SamplingParams(seed=seed), 20)
+        for seed, row in enumerate((1, 2, 1, 1))
+    ]
     found = dict(completions(MODEL, requests, batch_size=batch_size))
     assert prefilled == [19, 10]
-    assert [found[row].ids for row in range(4)] == [generated_by([request])[0][0] for request in requests]
+    assert [found[row].ids for row in range(4)] == [
+        generated_by([request])[0][0] for request in requests
+    ]
 
 
 def test_an_engine_computes_only_what_is_new_in_a_conversation(monkeypatch, prefilled):
@@ -667,7 +766,10 @@ def test_an_engine_computes_only_what_is_new_in_a_conversation(monkeypatch, pref
     assert continued(PROMPTS[1], 5) == first
     longer = [*PROMPTS[1], *first, 7, 8, 9]
     assert continued(longer, 6) == generated_by([prompt_of(longer, GREEDY, 6)])[0][0]
-    assert prefilled[:2] == [19, 3]  # the answer's last token was not in the cache; the new last one need not be
+    assert prefilled[:2] == [
+        19,
+        3,
+    ]  # the answer's last token was not in the cache; the new last one need not be
     other = [*PROMPTS[1][:12], 1, 2, 3]
     del prefilled[:]
     assert continued(other, 6) == generated_by([prompt_of(other, GREEDY, 6)])[0][0]
@@ -705,7 +807,9 @@ def test_an_engine_computes_only_what_is_new_in_a_conversation(monkeypatch, pref
 
 
 @given(
-    rows=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=MATES, max_size=MATES),
+    rows=st.lists(
+        st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=MATES, max_size=MATES
+    ),
     count=st.integers(1, 4),
 )
 def test_drafts_are_what_followed_last_time(rows, count):
@@ -732,7 +836,9 @@ def test_drafts_change_nothing(prompts, options, data):
     few = {"banned_ids": tuple(range(5, 61))}  # so guesses come true
     sampling = configs(each | few for each in options)
     stops = [[data.draw(st.integers(0, 4))] if data.draw(st.booleans()) else [] for _ in prompts]
-    requests = [prompt_of(*parts) for parts in zip(prompts, sampling, [None, 40, 17], stops, strict=True)]
+    requests = [
+        prompt_of(*parts) for parts in zip(prompts, sampling, [None, 40, 17], stops, strict=True)
+    ]
     expected, log_probs = generated_by(requests)
     found, its_log_probs = generated_by(requests, draft_len=3)
     assert found == expected
@@ -742,8 +848,13 @@ def test_drafts_change_nothing(prompts, options, data):
 
 def test_drafts_leave_the_distribution_as_it_is():
     """Three tokens, equally likely, whatever came before: of all runs of three, each is as frequent as another."""
-    uniform = DecodeParams(PARAMS.weights | {"lm_head": jax.tree.map(jnp.zeros_like, PARAMS.weights["lm_head"])})
-    rows = [prompt_of([0, 1, 2], SamplingParams(seed=seed, banned_ids=tuple(range(3, 61))), 60) for seed in range(100)]
+    uniform = DecodeParams(
+        PARAMS.weights | {"lm_head": jax.tree.map(jnp.zeros_like, PARAMS.weights["lm_head"])}
+    )
+    rows = [
+        prompt_of([0, 1, 2], SamplingParams(seed=seed, banned_ids=tuple(range(3, 61))), 60)
+        for seed in range(100)
+    ]
     _, answers = answers_of(Engine(LanguageModel(CONFIG, uniform), 100, draft_len=3), rows)
     drafted = sum(answer.completion.drafted for answer in answers)
     accepted = sum(answer.completion.accepted for answer in answers)
@@ -751,28 +862,41 @@ def test_drafts_leave_the_distribution_as_it_is():
     assert accepted / drafted == pytest.approx((1 / 3 + 1 / 9 + 1 / 27) / 3, abs=0.02)
     texts = [answer.completion.ids for answer in answers]
     assert {len(text) for text in texts} == {60}
-    counts = np.bincount([9 * a + 3 * b + c for text in texts for a, b, c in zip(*[iter(text)] * 3, strict=True)])
+    counts = np.bincount(
+        [9 * a + 3 * b + c for text in texts for a, b, c in zip(*[iter(text)] * 3, strict=True)]
+    )
     expected = 100 * 20 / 27
     chi_square = np.sum((counts - expected) ** 2 / expected)
     assert abs(chi_square - 26) < 5 * np.sqrt(2 * 26)
 
 
 def test_a_text_that_repeats_itself_takes_fewer_steps(monkeypatch):
-    biased = SamplingParams(temperature=0.0, banned_ids=tuple(token for token in range(61) if token != 7))
+    biased = SamplingParams(
+        temperature=0.0, banned_ids=tuple(token for token in range(61) if token != 7)
+    )
     monkeypatch.setattr(engines, "STEPS", 9)
     engine = Engine(MODEL, 1, draft_len=3)
     row = engine.submit(Request(prompt_of([7, 7], biased, 33)))
     engine.step()
     (_, answer) = engine.step()[-1]  # the first block had all of it
-    assert [token.id for token in row.tokens] == answer.completion.ids == [7] * 33  # one, and eight times four
+    assert (
+        [token.id for token in row.tokens] == answer.completion.ids == [7] * 33
+    )  # one, and eight times four
     assert (answer.completion.drafted, answer.completion.accepted) == (24, 24)
 
 
 def test_with_drafts_neither_grammars_nor_the_likeliest_tokens_are_served():
     engine = Engine(MODEL, 1, draft_len=3)
-    with pytest.raises(UsageError, match="speculate guesses several tokens, and a grammar allows one after the other"):
-        engine.submit(Request(dataclasses.replace(prompt_of([1], GREEDY, 3), grammar=Grammar("regex", "a"))))
-    with pytest.raises(UsageError, match="speculate guesses tokens, and of those the likeliest others are not kept"):
+    with pytest.raises(
+        UsageError,
+        match="speculate guesses several tokens, and a grammar allows one after the other",
+    ):
+        engine.submit(
+            Request(dataclasses.replace(prompt_of([1], GREEDY, 3), grammar=Grammar("regex", "a")))
+        )
+    with pytest.raises(
+        UsageError, match="speculate guesses tokens, and of those the likeliest others are not kept"
+    ):
         engine.submit(Request(prompt_of([1], GREEDY, 3), top=2))
     assert not engine.busy
 
@@ -782,7 +906,9 @@ def test_with_drafts_neither_grammars_nor_the_likeliest_tokens_are_served():
 
 def test_twenty_prompts_in_two_buckets_compile_two_buckets(caplog):
     config = dataclasses.replace(ONE_LAYER, max_seq_len=256)
-    params = jax.device_put(PARAMS_OF_ONE_LAYER, jax.devices()[0])  # committed to a device, as loaded ones are
+    params = jax.device_put(
+        PARAMS_OF_ONE_LAYER, jax.devices()[0]
+    )  # committed to a device, as loaded ones are
 
     def run(seed):
         draws = np.random.default_rng(seed)
@@ -802,10 +928,14 @@ def test_twenty_prompts_in_two_buckets_compile_two_buckets(caplog):
             )
             stops = draws.integers(0, config.vocab_size, int(draws.integers(5))).tolist()
             prompt = draws.integers(0, config.vocab_size, length).tolist()
-            generated_by([prompt_of(prompt, sampling, int(draws.integers(2, 40)), stops)], config, params)
+            generated_by(
+                [prompt_of(prompt, sampling, int(draws.integers(2, 40)), stops)], config, params
+            )
 
     def compilations():
-        return [record.message for record in caplog.records if record.message.startswith("Compiling")]
+        return [
+            record.message for record in caplog.records if record.message.startswith("Compiling")
+        ]
 
     caplog.set_level(logging.WARNING)
     with jax.log_compiles():
@@ -836,10 +966,22 @@ def test_twenty_prompts_in_two_buckets_compile_two_buckets(caplog):
         ({"min_p": -0.1}, "^min_p is -0.1; it must be between 0"),
         ({"min_p": float("nan")}, "^min_p is nan; it must be between 0"),
         ({"repetition_penalty": 0.0}, "^repetition_penalty is 0.0; it must be positive"),
-        ({"presence_penalty": float("inf")}, "^presence_penalty is inf; it must be a finite number"),
-        ({"frequency_penalty": float("nan")}, "^frequency_penalty is nan; it must be a finite number"),
-        ({"logit_bias": {3: float("-inf")}}, "^logit_bias is {3: -inf}; it must be of finite numbers"),
-        ({"temperature": 1e39}, "^temperature is 1e\\+39; it must be 0"),  # over the largest float32
+        (
+            {"presence_penalty": float("inf")},
+            "^presence_penalty is inf; it must be a finite number",
+        ),
+        (
+            {"frequency_penalty": float("nan")},
+            "^frequency_penalty is nan; it must be a finite number",
+        ),
+        (
+            {"logit_bias": {3: float("-inf")}},
+            "^logit_bias is {3: -inf}; it must be of finite numbers",
+        ),
+        (
+            {"temperature": 1e39},
+            "^temperature is 1e\\+39; it must be 0",
+        ),  # over the largest float32
         ({"top_k": 2**31}, "^top_k is 2147483648; it must be 0"),
         ({"repetition_penalty": 1e39}, "^repetition_penalty is 1e\\+39; it must be positive"),
         ({"repetition_penalty": 1e-46}, "^repetition_penalty is 1e-46; it must be positive"),
@@ -866,7 +1008,9 @@ class AllowedTokens:
         self.of_steps, self.accepted = of_steps, []
 
     def allowed(self):
-        flags = np.isin(np.arange(-(-CONFIG.vocab_size // 32) * 32), self.of_steps[len(self.accepted)])
+        flags = np.isin(
+            np.arange(-(-CONFIG.vocab_size // 32) * 32), self.of_steps[len(self.accepted)]
+        )
         return np.packbits(flags, bitorder="little").view(np.int32)
 
     def accept(self, token):
@@ -877,7 +1021,11 @@ def under_masks(prompts, of_steps=None):
     """The answers of rows of which the second may take only what is allowed at each step, if anything is said."""
     engine = Engine(MODEL, MATES)
     if of_steps is not None:
-        prompts = [prompts[0], dataclasses.replace(prompts[1], grammar=Grammar("regex", ".*")), prompts[2]]
+        prompts = [
+            prompts[0],
+            dataclasses.replace(prompts[1], grammar=Grammar("regex", ".*")),
+            prompts[2],
+        ]
     rows = [engine.submit(Request(prompt)) for prompt in prompts]
     if of_steps is not None:
         rows[1].text._matcher = AllowedTokens(of_steps)
@@ -892,7 +1040,10 @@ def test_a_mask_leaves_its_tokens_and_no_other_row_knows_of_it(options, seed):
     random = np.random.default_rng(seed)
     five = [random.choice(CONFIG.vocab_size, 5, replace=False) for _ in range(9)]
     options[1]["banned_ids"] = ()
-    prompts = [prompt_of(ids, SamplingParams(**each), 8) for ids, each in zip(PROMPTS, options, strict=True)]
+    prompts = [
+        prompt_of(ids, SamplingParams(**each), 8)
+        for ids, each in zip(PROMPTS, options, strict=True)
+    ]
     free, programs = under_masks(prompts), compiled()
     masked = under_masks(prompts, five)
     assert compiled() == programs
@@ -900,7 +1051,9 @@ def test_a_mask_leaves_its_tokens_and_no_other_row_knows_of_it(options, seed):
     drawn = masked[1].completion.ids
     assert len(drawn) == 8
     assert all(token in allowed for token, allowed in zip(drawn, five[:8], strict=True))
-    logits = oracle.forward(WEIGHTS, np.array([PROMPTS[1] + drawn]), CONFIG)[0, len(PROMPTS[1]) - 1 : -1]
+    logits = oracle.forward(WEIGHTS, np.array([PROMPTS[1] + drawn]), CONFIG)[
+        0, len(PROMPTS[1]) - 1 : -1
+    ]
     raw = np.log(oracle.softmax(logits))[np.arange(8), drawn]
     np.testing.assert_allclose(masked[1].completion.log_probs, raw, rtol=1e-4, atol=1e-5)
 

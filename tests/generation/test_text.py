@@ -37,15 +37,29 @@ BPE = train_sentencepiece(
     340,
 )
 both = pytest.mark.parametrize("tokenizer", [BYTES, BPE], ids=["bytes", "bpe"])
-texts = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(" \n\ufffdathe é世界🙂👩‍👧"), max_size=40)
+texts = st.text(
+    st.characters(exclude_categories=["Cs"]) | st.sampled_from(" \n\ufffdathe é世界🙂👩‍👧"),
+    max_size=40,
+)
 whole_texts = texts.map(lambda text: text.replace("\ufffd", ""))
 
 CONFIG = LlamaConfig(
-    vocab_size=340, num_layers=1, embed_dim=64, num_heads=2, num_kv_heads=1, head_dim=32, mlp_dim=96, max_seq_len=64
+    vocab_size=340,
+    num_layers=1,
+    embed_dim=64,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=32,
+    mlp_dim=96,
+    max_seq_len=64,
 )
 MODEL = LanguageModel(CONFIG, jax.tree.map(jnp.asarray, random_params(CONFIG, 0)), BPE)
 PROMPTS = ["the cat", "", "世界 🙂"]
-SAMPLING = [SamplingParams(0.0), SamplingParams(1.0, seed=1), SamplingParams(0.8, top_k=20, top_p=0.9, seed=2)]
+SAMPLING = [
+    SamplingParams(0.0),
+    SamplingParams(1.0, seed=1),
+    SamplingParams(0.8, top_k=20, top_p=0.9, seed=2),
+]
 NEW = 40
 
 
@@ -101,7 +115,9 @@ def test_pieces_add_up_to_the_text(tokenizer, prompt, text):
 def test_pieces_of_any_ids_add_up_to_their_text(tokenizer, prompt, data):
     # What a model draws need not be text: controls, halves of characters, bytes in the middle of pieces.
     byte, control = st.integers(3, 258), st.integers(0, 2)
-    new = data.draw(st.lists(byte | control | st.integers(0, tokenizer.vocab_size - 1), max_size=40))
+    new = data.draw(
+        st.lists(byte | control | st.integers(0, tokenizer.vocab_size - 1), max_size=40)
+    )
     start = prompt_ids(tokenizer, prompt)
     assert "".join(text_pieces(tokenizer, start, new)) == after(tokenizer, start, new)
 
@@ -160,7 +176,9 @@ def test_a_prompt_has_exactly_one_bos(tokenizer, text):
 
 @both
 @settings(max_examples=60)
-@given(text=whole_texts, stop=st.lists(st.text("the cats 世é🙂\n", min_size=1, max_size=5), max_size=3))
+@given(
+    text=whole_texts, stop=st.lists(st.text("the cats 世é🙂\n", min_size=1, max_size=5), max_size=3)
+)
 @example(text="the cat sat", stop=["cat s", "at sat"])
 @example(text="aaab", stop=["aab"])
 @example(text="the cat", stop=["cats"])
@@ -178,7 +196,10 @@ def test_a_text_ends_where_its_first_stop_string_begins(tokenizer, text, stop):
     found = [place for each in stop if (place := whole.find(each)) >= 0]
     assert decoder.finish_reason == ("stop_string" if found else "")
     completion = decoder.completion(0, 0)
-    assert (completion.text, completion.finish_reason) == (shown, "stop_string" if found else "context")
+    assert (completion.text, completion.finish_reason) == (
+        shown,
+        "stop_string" if found else "context",
+    )
     # Of overlapping stop strings the one that is whole first ends the text.
     ends = [whole.find(each) + len(each) for each in stop if each in whole]
     assert shown == (whole if not found else whole[: len(shown)])
@@ -226,7 +247,9 @@ def test_one_prompt_and_one_stop_need_no_list():
     assert cut[0].finish_reason == "stop_string"
     assert generate(MODEL, "the cat", SAMPLING[1], max_new_tokens=NEW, stop=stop) == cut
     assert generate(MODEL, Prompt("the cat", SAMPLING[1], NEW, stop)) == cut
-    assert "".join(stream(MODEL, "the cat", SAMPLING[1], max_new_tokens=NEW, stop=stop)) == cut[0].text
+    assert (
+        "".join(stream(MODEL, "the cat", SAMPLING[1], max_new_tokens=NEW, stop=stop)) == cut[0].text
+    )
     for empty in ("", [""], ["x", ""]):
         with pytest.raises(UsageError, match="a stop string is empty"):
             generate(MODEL, "the cat", stop=empty)
@@ -237,21 +260,33 @@ def test_settings_by_their_names():
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
     assert set(SamplingFields.__annotations__) == fields
     assert all(f"``{name}``" in generate.__doc__ for name in fields)
-    ids, together = prompt_ids(BPE, "the cat"), generate(MODEL, "the cat", SAMPLING[2], max_new_tokens=NEW)
-    assert generate(MODEL, ids, temperature=0.8, top_k=20, top_p=0.9, seed=2, max_new_tokens=NEW) == together
+    ids, together = (
+        prompt_ids(BPE, "the cat"),
+        generate(MODEL, "the cat", SAMPLING[2], max_new_tokens=NEW),
+    )
+    assert (
+        generate(MODEL, ids, temperature=0.8, top_k=20, top_p=0.9, seed=2, max_new_tokens=NEW)
+        == together
+    )
     changed = dataclasses.replace(SAMPLING[2], seed=5)
     assert generate(MODEL, ids, changed, seed=2, max_new_tokens=NEW) == together
     assert "".join(stream(MODEL, ids, changed, seed=2, max_new_tokens=NEW)) == together[0].text
     assert (together[0].prompt_tokens, together[0].new_tokens) == (len(ids), NEW)
-    with pytest.raises(UsageError, match=r"^there is no setting temprature; did you mean temperature\?$"):
+    with pytest.raises(
+        UsageError, match=r"^there is no setting temprature; did you mean temperature\?$"
+    ):
         generate(MODEL, ids, temprature=1)
     with pytest.raises(UsageError, match="did you mean max_new_tokens"):
         next(stream(MODEL, ids, new_tokens=1))
-    with pytest.raises(UsageError, match=r"there is no setting x; there are temperature, .*, stop_ids$"):
+    with pytest.raises(
+        UsageError, match=r"there is no setting x; there are temperature, .*, stop_ids$"
+    ):
         generate(MODEL, ids, x=1)
     with pytest.raises(UsageError, match="temperature is -1"):
         generate(MODEL, ids, temperature=-1)
-    with pytest.raises(UsageError, match="a Prompt brings its own settings, and others are given beside it"):
+    with pytest.raises(
+        UsageError, match="a Prompt brings its own settings, and others are given beside it"
+    ):
         generate(MODEL, [Prompt(ids)], temperature=0.0)
 
 
@@ -261,7 +296,9 @@ def test_after_warming_up_nothing_compiles(caplog):
     model = dataclasses.replace(MODEL, config=config, params=on_device).for_decoding()
 
     def compilations():
-        return [record.message for record in caplog.records if record.message.startswith("Compiling")]
+        return [
+            record.message for record in caplog.records if record.message.startswith("Compiling")
+        ]
 
     caplog.set_level(logging.WARNING)
     with jax.log_compiles():
@@ -271,20 +308,41 @@ def test_after_warming_up_nothing_compiles(caplog):
         caplog.clear()
         generate(model, [[5] * 16], max_new_tokens=3)
         generate(model, [[6] * 40], max_new_tokens=180)
-        list(stream(model, "the cat", max_new_tokens=60, temperature=0.5, stop="x", stop_ids=[1, 2]))
-        generate(model, [[5] * 35, [6] * 9, [7] * 16], SAMPLING[2], max_new_tokens=60, batch_size=2, speculate=1)
+        list(
+            stream(model, "the cat", max_new_tokens=60, temperature=0.5, stop="x", stop_ids=[1, 2])
+        )
+        generate(
+            model,
+            [[5] * 35, [6] * 9, [7] * 16],
+            SAMPLING[2],
+            max_new_tokens=60,
+            batch_size=2,
+            speculate=1,
+        )
         assert compilations() == []
-    with pytest.raises(UsageError, match="the prompt's 250 tokens and 20 new ones exceed the model's context of 256"):
+    with pytest.raises(
+        UsageError,
+        match="the prompt's 250 tokens and 20 new ones exceed the model's context of 256",
+    ):
         warm_up(model, [16, 250], max_new_tokens=20)
 
 
-def test_after_warming_up_nothing_compiles_for_prompts_of_many_chunks_that_begin_alike(monkeypatch, caplog):
+def test_after_warming_up_nothing_compiles_for_prompts_of_many_chunks_that_begin_alike(
+    monkeypatch, caplog
+):
     monkeypatch.setitem(engines.CHUNK_TOKENS, "cpu", 16)
-    model = dataclasses.replace(MODEL, params=jax.device_put(MODEL.params, jax.devices()[0])).for_decoding()
+    model = dataclasses.replace(
+        MODEL, params=jax.device_put(MODEL.params, jax.devices()[0])
+    ).for_decoding()
     warm_up(model, [16, 40], [2], max_new_tokens=9)
     caplog.set_level(logging.WARNING)
     with jax.log_compiles():
-        prompts = [[7] * 40, [8] * 38, [*[7] * 20, *[5] * 16], [3] * 12]  # the third finds a chunk of the first
+        prompts = [
+            [7] * 40,
+            [8] * 38,
+            [*[7] * 20, *[5] * 16],
+            [3] * 12,
+        ]  # the third finds a chunk of the first
         generate(model, prompts, SAMPLING[1], max_new_tokens=9, batch_size=2)
         assert [record for record in caplog.records if record.message.startswith("Compiling")] == []
 
@@ -293,7 +351,9 @@ def test_batches_give_what_one_batch_gives():
     prompts = ["the", "cat sat on", "", "a mat", "où est le garçon?"]
     together = generate(MODEL, prompts, SAMPLING[1], max_new_tokens=9)
     two_by_two = generate(MODEL, prompts, SAMPLING[1], max_new_tokens=9, batch_size=2)
-    for found, wanted in zip(two_by_two, together, strict=True):  # XLA may round otherwise for another batch size
+    for found, wanted in zip(
+        two_by_two, together, strict=True
+    ):  # XLA may round otherwise for another batch size
         np.testing.assert_allclose(found.log_probs, wanted.log_probs, rtol=1e-6, atol=1e-6)
         assert found._replace(log_probs=wanted.log_probs) == wanted
     encoded = [encode_prompt(MODEL, Prompt(each, SAMPLING[1], 9)) for each in prompts]
@@ -367,7 +427,10 @@ def test_a_kept_prefix_changes_nothing():
         text = "".join(pieces)
         (alone,) = generate(MODEL, [conversation], settings_, max_new_tokens=7)
         assert text == alone.text
-        assert engine._staged[1] == [*conversation, *alone.ids[:-1]]  # so all of the next one but what is said then
+        assert engine._staged[1] == [
+            *conversation,
+            *alone.ids[:-1],
+        ]  # so all of the next one but what is said then
         conversation = [*conversation, *alone.ids, *BPE.encode("mat")]
 
 
@@ -394,7 +457,9 @@ def test_an_interrupted_step_leaves_no_prefix(monkeypatch):
 
 def test_an_engine_yields_every_rows_pieces(monkeypatch):
     monkeypatch.setattr(engines, "STEPS", 3)
-    prompts = [encode_prompt(MODEL, Prompt(*each, NEW)) for each in zip(PROMPTS, SAMPLING, strict=True)]
+    prompts = [
+        encode_prompt(MODEL, Prompt(*each, NEW)) for each in zip(PROMPTS, SAMPLING, strict=True)
+    ]
     engine = Engine(MODEL, len(prompts))
     rows = [engine.submit(Request(prompt)) for prompt in prompts]
     pieces, answers = {row: [] for row in rows}, {}
@@ -419,7 +484,9 @@ def test_an_engine_yields_every_rows_pieces(monkeypatch):
 def test_decoding_params_are_used_as_they_are():
     model = MODEL.for_decoding()
     assert model.decode_params is model.params
-    assert generate(model, "the cat", max_new_tokens=3) == generate(MODEL, "the cat", max_new_tokens=3)
+    assert generate(model, "the cat", max_new_tokens=3) == generate(
+        MODEL, "the cat", max_new_tokens=3
+    )
 
 
 def test_a_conversation_is_what_was_said():
@@ -433,32 +500,46 @@ def test_a_conversation_is_what_was_said():
         expected.append({"role": "user", "content": text})
         (completion,) = generate(model, chat_ids(model, expected), stop_ids=stop_ids, **fields)
         assert chat(model, expected, **fields) == completion
-        assert chat(model, expected, stop=completion.text[0], **fields).finish_reason == "stop_string"
+        assert (
+            chat(model, expected, stop=completion.text[0], **fields).finish_reason == "stop_string"
+        )
         assert "".join(conversation.answer(text, **fields)) == completion.text
         expected.append({"role": "assistant", "content": completion.text})
         assert conversation.messages == expected
     with pytest.raises(UsageError, match="there is no setting"):
         list(conversation.answer("a", temprature=1))
-    with pytest.raises(JllamaError, match=r"and the model's context is 64: begin a new one, or say less$"):
+    with pytest.raises(
+        JllamaError, match=r"and the model's context is 64: begin a new one, or say less$"
+    ):
         list(conversation.answer("the cat sat on the mat" * 9))
     with pytest.raises(JllamaError, match="the model's context is 64"):
         chat(model, [{"role": "user", "content": "x" * 99}])
     assert conversation.messages == expected
-    pieces = conversation.answer("mat", **fields | {"max_new_tokens": 99})  # where the context ends is soon enough
+    pieces = conversation.answer(
+        "mat", **fields | {"max_new_tokens": 99}
+    )  # where the context ends is soon enough
     heard = next(pieces)
     pieces.close()
-    assert conversation.messages[-2:] == [{"role": "user", "content": "mat"}, {"role": "assistant", "content": heard}]
+    assert conversation.messages[-2:] == [
+        {"role": "user", "content": "mat"},
+        {"role": "assistant", "content": heard},
+    ]
     assert [conversation.undo() for _ in range(3)] == ["mat", "on", "a"]
     with pytest.raises(UsageError, match="nothing was said that could be taken back"):
         conversation.undo()
-    assert chat(model, expected, template="{{ bos_token }}a", **fields).text == generate(model, "a", **fields)[0].text
+    assert (
+        chat(model, expected, template="{{ bos_token }}a", **fields).text
+        == generate(model, "a", **fields)[0].text
+    )
 
 
 def test_there_are_no_more_rows_than_texts(monkeypatch):
     """Each row takes time, also one that nobody has."""
     numbers, zeros = [], engines._zeros
     monkeypatch.setattr(
-        engines, "_zeros", lambda config, rows, *others: numbers.append(rows) or zeros(config, rows, *others)
+        engines,
+        "_zeros",
+        lambda config, rows, *others: numbers.append(rows) or zeros(config, rows, *others),
     )
     generate(MODEL, PROMPTS[:2], max_new_tokens=1, batch_size=8)
     assert max(numbers) == 2
@@ -467,7 +548,9 @@ def test_there_are_no_more_rows_than_texts(monkeypatch):
 def test_what_cannot_be_done_is_refused():
     with pytest.raises(JllamaError, match=r"^the model has no tokenizer: put the one"):
         generate(dataclasses.replace(MODEL, tokenizer=None), ["a"])
-    with pytest.raises(UsageError, match=r"^a stop string is empty: it would end every text at once$"):
+    with pytest.raises(
+        UsageError, match=r"^a stop string is empty: it would end every text at once$"
+    ):
         generate(MODEL, ["a"], stop=["x", ""])
     for content in (["a", "b"], [1.5], [[1], [2]], None):  # the types are checked before, in tests
         with pytest.raises(UsageError, match=r"it must be text, token ids or a Prompt$"):

@@ -20,7 +20,9 @@ TINY = f"""
 --model.vocab_size 4096 --model.num_layers 2 --model.embed_dim 512 --model.num_heads 8 --model.num_kv_heads 4
 --model.head_dim 64 --model.mlp_dim 1536 --model.max_seq_len {SEQ} --training.batch_size 4 --json
 """
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+ENVIRONMENT = {
+    name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")
+}
 
 
 def plan(arguments, code=0):
@@ -34,7 +36,9 @@ def compiled(what, platform):
     """What one of the functions below returns in a process of its own, which compiles as a user's does."""
     paths = os.pathsep.join(filter(None, sys.path))
     environment = ENVIRONMENT | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, __file__, what, platform], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, __file__, what, platform], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -65,23 +69,33 @@ def test_under_fsdp_weights_alone_are_exchanged(platform):
     keys = "fits device devices arguments_bytes temporaries_bytes device_memory_bytes compile_s attention collectives"
     assert {*keys.split()} <= {*found}
     assert (found["fits"], found["devices"]) == (True, 4)
-    assert found["attention"] == {"tpu": "splash", "gpu": "tokamax" if TOKAMAX else "triton"}[platform]
+    assert (
+        found["attention"] == {"tpu": "splash", "gpu": "tokamax" if TOKAMAX else "triton"}[platform]
+    )
     received = dict.fromkeys(("all-gather", "reduce-scatter"), 0.0)
     for row in found["collectives"]:
-        sizes = [int(size) for size in re.findall(r"\d+", re.sub(r"[a-z]+\d+\[", "[", row["shape"]))]
+        sizes = [
+            int(size) for size in re.findall(r"\d+", re.sub(r"[a-z]+\d+\[", "[", row["shape"]))
+        ]
         assert not any(size % SEQ == 0 for size in sizes), row  # none is of tokens
         if row["kind"] in received:
             received[row["kind"]] += row["times"] * row["bytes_each"]
         else:
-            assert row["times"] * row["bytes_each"] < 1e5, row  # losses, norms, and what has one axis
+            assert row["times"] * row["bytes_each"] < 1e5, (
+                row
+            )  # losses, norms, and what has one axis
     layers, ends = 2 * 512 * (2 * 512 + 2 * 256 + 3 * 1536), 2 * 4096 * 512
-    assert received["all-gather"] == 3 / 4 * 2 * (2 * layers + ends)  # in bfloat16; layers backward, too
+    assert received["all-gather"] == 3 / 4 * 2 * (
+        2 * layers + ends
+    )  # in bfloat16; layers backward, too
     assert received["reduce-scatter"] == pytest.approx(3 / 4 * 4 * (layers + ends), rel=0.1)
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_what_does_not_fit_names_what_fills_the_memory(platform):
-    found = plan(f"{TINY} --topology {ON[platform]} --batch_size 8192 --training.remat none", code=1)
+    found = plan(
+        f"{TINY} --topology {ON[platform]} --batch_size 8192 --training.remat none", code=1
+    )
     assert not found["fits"]
     assert len(found["largest"]) == 10
     assert found["largest"][0][0] > 2**30
@@ -109,7 +123,10 @@ def test_a_step_of_decoding_reads_pages_where_the_kernel_can():
 def test_no_step_adds_up_in_an_open_order():
     found = compiled("open_scatters", "gpu")
     assert not any(found.values()), found
-    assert "unique_indices=true" not in re.findall(r".* scatter\(.*", compiled("plain_look_up", "gpu"))[0]
+    assert (
+        "unique_indices=true"
+        not in re.findall(r".* scatter\(.*", compiled("plain_look_up", "gpu"))[0]
+    )
 
 
 @pytest.mark.plan_gpu
@@ -135,7 +152,10 @@ def test_rows_split_over_gpus_are_attended_to_in_blocks():
 
 @pytest.mark.plan_gpu
 def test_a_search_is_as_fast_as_what_it_could_have_taken():
-    found, usual = (plan(f"{TINY} --topology h100:1 {option}") for option in ("--search", "--training.remat none"))
+    found, usual = (
+        plan(f"{TINY} --topology h100:1 {option}")
+        for option in ("--search", "--training.remat none")
+    )
     assert found["fits"]
     assert found["tokens_per_s"] >= usual["tokens_per_s"]
 
@@ -148,9 +168,13 @@ def test_topologies_and_meshes_on_them():
 
     for topology, count in {"v4:2x2x1": 4, "v5e:1x1": 1, "v5p:4x4x4": 64, "v6e:4x4": 16}.items():
         assert len(topology_devices(topology)[1]) == count
-    parts_of_sides = make_mesh(MeshConfig(data=2, fsdp=-1, tensor=2), topology_devices("v5p:4x4x4")[1])
+    parts_of_sides = make_mesh(
+        MeshConfig(data=2, fsdp=-1, tensor=2), topology_devices("v5p:4x4x4")[1]
+    )
     assert parts_of_sides.shape["fsdp"] == 16
-    assert "v5e:3x3 cannot be planned for, so give another topology: " in plan(f"{TINY} --topology v5e:3x3", code=2)
+    assert "v5e:3x3 cannot be planned for, so give another topology: " in plan(
+        f"{TINY} --topology v5e:3x3", code=2
+    )
     said = plan(f"{TINY} --topology v5e:4x4 --mesh.tensor 16", code=2)
     assert "does not divide 16 ways: the nearest mesh.tensor that does is" in said
 
@@ -219,11 +243,17 @@ def open_scatters(platform):
         rows = config.training.batch_size * (2 if is_pair else 1)
         ids = jax.ShapeDtypeStruct((rows, SEQ + 1), jnp.int32, sharding=training.batch_sharding)
         counted = jax.ShapeDtypeStruct(ids.shape, bool, sharding=training.batch_sharding)
-        reference = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=training.batch_sharding) if is_pair else None
+        reference = (
+            jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=training.batch_sharding)
+            if is_pair
+            else None
+        )
         batch = Batch(ids, ids, counted, reference)
         lowered = training.step.lower(jax.eval_shape(training.init, jax.random.key(0)), batch)
         lines = [
-            line for line in lowered.compile().as_text().splitlines() if re.search(r" (select-and-)?scatter\(", line)
+            line
+            for line in lowered.compile().as_text().splitlines()
+            if re.search(r" (select-and-)?scatter\(", line)
         ]
         found[words] = [line.strip() for line in lines if "unique_indices=true" not in line]
     return found

@@ -13,7 +13,9 @@ from jllama.commands.cli import parse, shipped_configs
 from jllama.commands.plan import PlanOptions
 from jllama.training.config import TrainConfig
 
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+ENVIRONMENT = {
+    name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")
+}
 PAGE = (Path(__file__).parents[2] / "docs" / "plans.md").read_text()
 PLANS = {
     name: plan[1]
@@ -31,7 +33,12 @@ def test_there_are_plans_for_all_sizes():
 @pytest.mark.parametrize("name", PLANS)
 def test_the_model_is_the_released_one_and_the_receipt_is_on_the_page(name):
     for options in (TrainConfig, PlanOptions):
-        config = parse(options, [name, *(["--topology", "h100:8"] if options is PlanOptions else [])], "", ("config",))
+        config = parse(
+            options,
+            [name, *(["--topology", "h100:8"] if options is PlanOptions else [])],
+            "",
+            ("config",),
+        )
         assert config.model == jllama.preset(name.split("_")[0])
     assert PLANS[name].startswith(f"configs/{name}.yaml --topology ")
     assert f"jllama plan {PLANS[name]}\n" in PAGE
@@ -39,7 +46,9 @@ def test_the_model_is_the_released_one_and_the_receipt_is_on_the_page(name):
 
 SMALL = [  # and what they may hold of a device, in GiB
     pytest.param("llama3.2-1b_v5e-16", 3.9, marks=pytest.mark.plan_tpu),
-    pytest.param("llama3.2-1b_h200", 22, marks=pytest.mark.plan_gpu),  # of which logits take 2, a 70th of the GPU
+    pytest.param(
+        "llama3.2-1b_h200", 22, marks=pytest.mark.plan_gpu
+    ),  # of which logits take 2, a 70th of the GPU
     pytest.param("llama3.1-8b_h100-8", 20, marks=pytest.mark.plan_gpu),
     pytest.param("llama3-70b_h100-64", 33, marks=pytest.mark.plan_gpu),
     pytest.param("llama3.1-405b_h100-512", 56, marks=pytest.mark.plan_gpu),
@@ -58,7 +67,9 @@ def test_a_plan_is_as_the_page_has_it(name, most_gib):
         run += ["--training.attention", "triton"]  # the page is made without tokamax
     done = subprocess.run(run, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    planned = re.sub(r"\ncompiled in .*", "", done.stdout.strip()).replace("attention triton", "attention auto")
+    planned = re.sub(r"\ncompiled in .*", "", done.stdout.strip()).replace(
+        "attention triton", "attention auto"
+    )
     printed = PAGE.split(f"jllama plan {PLANS[name]}\n```\n\n```text\n")[1].split("\n```")[0]
     assert re.sub(NUMBER, "0", planned).split() == re.sub(NUMBER, "0", printed).split()
     assert figures(planned) == pytest.approx(figures(printed), rel=0.05, abs=0.01)

@@ -17,7 +17,11 @@ class Package:
     ("topology", "installed", "said"),
     [
         ("v5e:4x4", [], r"needs libtpu [\d.]+\*, found none: pip install 'jllama\[plan-tpu\]'"),
-        ("v5e:4x4", [Package("libtpu", "0.0.1")], r"needs libtpu [\d.]+\*, found libtpu 0.0.1: pip install"),
+        (
+            "v5e:4x4",
+            [Package("libtpu", "0.0.1")],
+            r"needs libtpu [\d.]+\*, found libtpu 0.0.1: pip install",
+        ),
         ("h100:8", [], r"needs jax-cuda13-plugin [\d.]+, found none: pip install 'jllama\[cuda\]'"),
         (
             "h100:8",
@@ -28,7 +32,9 @@ class Package:
 )
 def test_without_the_right_compiler_it_is_named(topology, installed, said, monkeypatch):
     monkeypatch.setattr(devices.importlib.metadata, "distributions", lambda: installed)
-    with pytest.raises(UsageError, match=f"^planning for [TG]PUs with jax {jax.__version__} {said}"):
+    with pytest.raises(
+        UsageError, match=f"^planning for [TG]PUs with jax {jax.__version__} {said}"
+    ):
         devices.topology_devices(topology)
 
 
@@ -37,7 +43,16 @@ def test_without_the_right_compiler_it_is_named(topology, installed, said, monke
     [
         *zip(
             [f"v5e:{chips}" for chips in (1, 4, 8, 16, 32, 64, 128, 256)],
-            ["v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:4x4", "v5e:4x8", "v5e:8x8", "v5e:8x16", "v5e:16x16"],
+            [
+                "v5e:1x1",
+                "v5e:2x2",
+                "v5e:2x4",
+                "v5e:4x4",
+                "v5e:4x8",
+                "v5e:8x8",
+                "v5e:8x16",
+                "v5e:16x16",
+            ],
             strict=True,
         ),
         ("v6e:8", "v6e:2x4"),

@@ -28,17 +28,32 @@ TINY = """
             "--topology cerebras:1",
             "there is no accelerator cerebras; there are v4, v5e, v5p, v6e, a100, h100-pcie, h100",
         ),
-        ("--topology v5p:4x4", "v5p:4x4 is no topology: give the sides of the slice, such as v5p:4x4x4"),
+        (
+            "--topology v5p:4x4",
+            "v5p:4x4 is no topology: give the sides of the slice, such as v5p:4x4x4",
+        ),
         ("--topology v5e:3", "v5e:3 is no topology: give the sides of the slice, such as v5e:4x4"),
         (
             "llama3.1-8b --topology h100:8",
             "the configuration llama3.1-8b cannot be read: No such file or directory; give --preset llama3.1-8b\n",
         ),
-        ("--topology h100:12", "h100:12 is no topology: give the number of GPUs, to 8 or a multiple of 8, such as"),
+        (
+            "--topology h100:12",
+            "h100:12 is no topology: give the number of GPUs, to 8 or a multiple of 8, such as",
+        ),
         ("--topology h100:8 --quantize int8", "quantize is int8, and for --decode alone"),
-        ("--topology h100:8 --search --decode", "search is for training alone: leave out --search or --decode"),
-        ("--topology h100:8 --preset llama9-1b", "there is no preset llama9-1b; did you mean llama"),
-        ("--topology h100:8 --bach_size 4", "there is no option bach_size; did you mean batch_size?"),
+        (
+            "--topology h100:8 --search --decode",
+            "search is for training alone: leave out --search or --decode",
+        ),
+        (
+            "--topology h100:8 --preset llama9-1b",
+            "there is no preset llama9-1b; did you mean llama",
+        ),
+        (
+            "--topology h100:8 --bach_size 4",
+            "there is no option bach_size; did you mean batch_size?",
+        ),
         ("--topology h100:8 --batch_size -4", "batch_size is -4; it must be positive, or 0"),
         ("--topology h100:8 --tokens -1", "tokens is -1.0; it must be positive"),
     ],
@@ -64,7 +79,9 @@ def planned():
         "too large": ["--batch_size", "4096", "--seq_len", "4096", "--training.remat", "none"],
         "decoding": ["--decode", "--mesh.data", "8", "--mesh.fsdp", "1"],
     }
-    environment = os.environ | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"}
+    environment = os.environ | {
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
+    }
     words = json.dumps({name: [*TINY.split(), *others] for name, others in commands.items()})
     run = [sys.executable, __file__, words]
     done = subprocess.run(run, env=environment, capture_output=True, text=True)
@@ -75,9 +92,15 @@ def planned():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("mesh", "the mesh data=1 x fsdp=3 x sequence=1 x tensor=1 needs 3 devices, but there are 8"),
+        (
+            "mesh",
+            "the mesh data=1 x fsdp=3 x sequence=1 x tensor=1 needs 3 devices, but there are 8",
+        ),
         ("tensor", "which does not divide 8 ways: the nearest mesh.tensor that does is 4"),
-        ("batch", "training.batch_size is 12; it must be a multiple of 8 device(s) times 1 part(s)"),
+        (
+            "batch",
+            "training.batch_size is 12; it must be a multiple of 8 device(s) times 1 part(s)",
+        ),
         ("parts", "training.batch_size is 8; it must be a multiple of 8 device(s) times 2 part(s)"),
     ],
 )
@@ -90,7 +113,9 @@ def test_a_mesh_or_batch_that_does_not_divide(planned, name, said):
 def test_a_receipt_has_every_part(planned):
     code, out, err = planned["fits"]
     assert (code, err) == (0, "")
-    assert out.startswith("h100:8, fsdp=8, batch_size 8, accumulation 1, remat block, attention reference: fits, 79.1")
+    assert out.startswith(
+        "h100:8, fsdp=8, batch_size 8, accumulation 1, remat block, attention reference: fits, 79.1"
+    )
     parts = "parameters,moments,gradients,activations,received in all-gather,compute,interconnect,binds,MFU,tokens/s"
     for part in [*parts.split(","), "attention kernel", "1.5e13 tokens", "compiled in"]:
         assert part in out
@@ -103,7 +128,12 @@ def test_json_is_alone_on_stdout(planned):
     assert found["mesh"] == {"data": 1, "fsdp": 4, "sequence": 1, "tensor": 2}
     assert {row["kind"] for row in found["collectives"]} >= {"all-gather", "all-reduce"}
     assert found["device_memory_bytes"] == 84942979072
-    assert found["settings"] == {"batch_size": 8, "accumulation": 1, "remat": "block", "attention": "reference"}
+    assert found["settings"] == {
+        "batch_size": 8,
+        "accumulation": 1,
+        "remat": "block",
+        "attention": "reference",
+    }
 
 
 def test_what_does_not_fit_has_code_1(planned):
@@ -120,7 +150,9 @@ def test_decoding(planned):
     assert code == 0
     assert "cache and tokens" in out
     assert "of the memory's" in out
-    assert re.search(r"weights and keys alone +[\d.]+ [kM]B, \d+\.\d\d ms\n  launches in a step +\d+\n", out)
+    assert re.search(
+        r"weights and keys alone +[\d.]+ [kM]B, \d+\.\d\d ms\n  launches in a step +\d+\n", out
+    )
 
 
 def main():
@@ -130,9 +162,15 @@ def main():
     from jllama.plan import devices, receipt
 
     accelerator, found = devices.ACCELERATORS["h100"], {}
-    devices.topology_devices = receipt.topology_devices = lambda topology: (accelerator, jax.devices())
+    devices.topology_devices = receipt.topology_devices = lambda topology: (
+        accelerator,
+        jax.devices(),
+    )
     for name, words in json.loads(sys.argv[1]).items():
-        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as out,
+            contextlib.redirect_stderr(io.StringIO()) as err,
+        ):
             code = cli.run("plan", words)
         found[name] = code, out.getvalue(), err.getvalue()
     print(json.dumps(found))

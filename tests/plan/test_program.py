@@ -2,7 +2,15 @@
 
 import pytest
 
-from jllama.plan.program import array_bytes, collectives, kernels, largest_buffers, launches, parse, traffic_bytes
+from jllama.plan.program import (
+    array_bytes,
+    collectives,
+    kernels,
+    largest_buffers,
+    launches,
+    parse,
+    traffic_bytes,
+)
 
 TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=8
 

@@ -17,7 +17,9 @@ from jllama.training.config import LoopConfig, TrainConfig
 from jllama.training.step import compile_training
 
 MODEL = LlamaConfig(200, 2, 64, 2, 1, mlp_dim=96, max_seq_len=64)
-CONFIG = TrainConfig(MODEL, training=LoopConfig(batch_size=4, seq_len=64, remat="block", attention="reference"))
+CONFIG = TrainConfig(
+    MODEL, training=LoopConfig(batch_size=4, seq_len=64, remat="block", attention="reference")
+)
 CPU = Accelerator("cpu", 2**30, flops=1e12, bandwidth=1e11, links=1e10)
 
 
@@ -26,7 +28,9 @@ def this_machine():
     """Its CPU stands in for every topology; a number behind the colon is its memory in bytes."""
 
     def devices(topology):
-        return CPU._replace(memory_bytes=float(topology.partition(":")[2] or 2**30)), jax.devices()[:1]
+        return CPU._replace(memory_bytes=float(topology.partition(":")[2] or 2**30)), jax.devices()[
+            :1
+        ]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(receipt, "topology_devices", devices)
@@ -42,28 +46,42 @@ def test_arguments_are_the_bytes_that_a_step_takes(planned):
     training = compile_training(CONFIG)
     state = training.init(jax.random.key(0))
     batch = text_batch(np.zeros((4, 65), np.int32), bos_id=1)
-    leaves = [*jax.tree.leaves(state._replace(key=jax.random.key_data(state.key))), *jax.tree.leaves(batch)]
+    leaves = [
+        *jax.tree.leaves(state._replace(key=jax.random.key_data(state.key))),
+        *jax.tree.leaves(batch),
+    ]
     assert planned.arguments_bytes == sum(leaf.nbytes for leaf in leaves)
     assert planned.parameters_bytes == planned.gradients_bytes == 4 * count_parameters(MODEL)
-    assert 2 * planned.parameters_bytes <= planned.moments_bytes < 2 * planned.parameters_bytes + 100
+    assert (
+        2 * planned.parameters_bytes <= planned.moments_bytes < 2 * planned.parameters_bytes + 100
+    )
 
 
 def test_times_are_those_of_the_rates(planned):
     flops = training_flops_per_token(MODEL, 64) * 4 * 64
     assert (planned.flops, planned.tokens, planned.interconnect_s) == (flops, 256, 0)
     head = 2 * MODEL.vocab_size * MODEL.embed_dim * 4 * 64
-    assert planned.compute_s == pytest.approx((flops * 4 / 3 - head) / 1e12)  # all but the head runs forward twice
+    assert planned.compute_s == pytest.approx(
+        (flops * 4 / 3 - head) / 1e12
+    )  # all but the head runs forward twice
     assert planned.memory_s == planned.traffic_bytes / 1e11
     assert planned.traffic_bytes > 2 * planned.arguments_bytes
     assert (
-        planned.binds == max({"compute": planned.compute_s, "memory": planned.memory_s}.items(), key=lambda x: x[1])[0]
+        planned.binds
+        == max(
+            {"compute": planned.compute_s, "memory": planned.memory_s}.items(), key=lambda x: x[1]
+        )[0]
     )
-    assert planned.mfu_limit == pytest.approx(planned.flops / 1e12 * planned.tokens_per_s / planned.tokens)
+    assert planned.mfu_limit == pytest.approx(
+        planned.flops / 1e12 * planned.tokens_per_s / planned.tokens
+    )
 
 
 def test_expected_times_are_those_of_measured_rates(planned):
     """One layer after the other: attention and its second forward pass, products, and all that moves."""
-    assert planned.expected_s is planned.expected_mfu is None  # nothing was measured on such a device
+    assert (
+        planned.expected_s is planned.expected_mfu is None
+    )  # nothing was measured on such a device
     on_h100 = dataclasses.replace(planned, device="h100:1", attention="tokamax")
     assert dataclasses.replace(on_h100, attention="").expected_s is None
     attention = 12 * MODEL.num_layers * MODEL.num_heads * MODEL.head_dim * 64 * 4 * 64
@@ -87,7 +105,9 @@ def test_json_has_what_the_receipt_has(planned):
 
 
 def test_what_does_not_fit_says_what_fills_the_memory_and_what_would_help(planned):
-    small = receipt.plan_training(CONFIG, f"cpu:{planned.arguments_bytes + planned.temporaries_bytes - 1}")
+    small = receipt.plan_training(
+        CONFIG, f"cpu:{planned.arguments_bytes + planned.temporaries_bytes - 1}"
+    )
     assert not small.fits
     assert len(small.largest) == 10
     assert small.largest == sorted(small.largest, reverse=True)
@@ -116,8 +136,13 @@ def test_remat_is_the_first_that_fits(planned):
 def test_decoding_reads_every_block_of_the_cache():
     """Attention's loop over them counts as often as it runs: what more tokens add is their keys and values at least."""
     model, rows = dataclasses.replace(MODEL, max_seq_len=2048), 4
-    few, many = (receipt.plan_decoding(model, "cpu", MeshConfig(1), rows, length, None) for length in (512, 2048))
-    keys_and_values = 2 * 2 * model.num_layers * model.num_kv_heads * model.head_dim  # bytes of a token, in bfloat16
+    few, many = (
+        receipt.plan_decoding(model, "cpu", MeshConfig(1), rows, length, None)
+        for length in (512, 2048)
+    )
+    keys_and_values = (
+        2 * 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    )  # bytes of a token, in bfloat16
     more = rows * (2048 - 512) * keys_and_values
     assert many.arguments_bytes - few.arguments_bytes == more
     assert many.traffic_bytes - few.traffic_bytes >= more

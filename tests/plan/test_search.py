@@ -32,7 +32,9 @@ def devices(monkeypatch):
         held, tokens = count_parameters(MODEL) / mesh.fsdp / mesh.tensor, options.batch_size * 4096
         planned.append(config)
         return Receipt(
-            **dict.fromkeys(("devices", "parameters_bytes", "moments_bytes", "flops", "traffic_bytes"), 0),
+            **dict.fromkeys(
+                ("devices", "parameters_bytes", "moments_bytes", "flops", "traffic_bytes"), 0
+            ),
             **dict.fromkeys(("memory_s", "compile_s"), 0.0),
             device=topology,
             mesh={},
@@ -41,7 +43,9 @@ def devices(monkeypatch):
             largest=[],
             tokens=tokens,
             arguments_bytes=int(12 * held),
-            temporaries_bytes=int(4 * held + KEPT[str(options.remat)] * 2**30 * rows / mesh.sequence / mesh.tensor),
+            temporaries_bytes=int(
+                4 * held + KEPT[str(options.remat)] * 2**30 * rows / mesh.sequence / mesh.tensor
+            ),
             device_memory_bytes=int(H100.memory_bytes),
             compute_s=training_flops_per_token(MODEL, 4096)
             * recomputed(config, config.training.attention)
@@ -62,15 +66,21 @@ def test_the_fastest_of_all_is_found_in_few_compilations(devices, fixed):
     said = []
     tried = search.search(CONFIG, "h100:8", fixed, said.append)
     configs = list(devices.planned)
-    assert said == ["compiling " + describe(vars(config.mesh), settings(config)) for config in configs]
+    assert said == [
+        "compiling " + describe(vars(config.mesh), settings(config)) for config in configs
+    ]
     assert len(configs) == len(tried) <= 16
     assert 1 <= sum(each.fits for _, each in tried) <= 4
-    assert [each.fits for _, each in tried] == sorted((each.fits for _, each in tried), reverse=True)
+    assert [each.fits for _, each in tried] == sorted(
+        (each.fits for _, each in tried), reverse=True
+    )
 
     def all_of_them():
         for fsdp, rows, remat in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16, 32), KEPT):
             mesh = dataclasses.replace(CONFIG.mesh, data=8 // fsdp, fsdp=fsdp)
-            size = {"batch_size": 64, "accumulation": 8 // rows} if fixed else {"batch_size": 8 * rows}
+            size = (
+                {"batch_size": 64, "accumulation": 8 // rows} if fixed else {"batch_size": 8 * rows}
+            )
             if not fixed or rows <= 8:
                 loop = dataclasses.replace(CONFIG.training, remat=remat, **size)
                 yield devices.plan(dataclasses.replace(CONFIG, mesh=mesh, training=loop), "")
@@ -98,6 +108,8 @@ def test_what_the_compiler_refuses_is_passed_over(devices, monkeypatch):
 
 def test_what_cannot_fit_is_not_compiled(devices):
     large = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, num_layers=3000))
-    with pytest.raises(UsageError, match=r"^no step of this model and batch divides over the 8 devices of h100:8"):
+    with pytest.raises(
+        UsageError, match=r"^no step of this model and batch divides over the 8 devices of h100:8"
+    ):
         search.search(large, "h100:8", False, print)
     assert devices.planned == []

@@ -31,7 +31,10 @@ from jllama.serve.protocol import Conversation, conversation_text
 from jllama.serve.requests import Busy
 from jllama.tokenizers import BytesTokenizer
 
-STOCK = {path.stem: path.read_text() for path in (Path(__file__).parent.parent / "templates/stock").glob("*.jinja")}
+STOCK = {
+    path.stem: path.read_text()
+    for path in (Path(__file__).parent.parent / "templates/stock").glob("*.jinja")
+}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
 PREFILLED = [*MESSAGES, {"role": "assistant", "content": "Well, "}]
@@ -40,7 +43,10 @@ PREFILLED = [*MESSAGES, {"role": "assistant", "content": "Well, "}]
 @pytest.fixture(scope="module")
 def client(engine):
     """OpenAI's own, of a server with the usual options."""
-    with connected(engine) as http, openai.OpenAI(base_url="http://x/v1", api_key="none", http_client=http) as client:
+    with (
+        connected(engine) as http,
+        openai.OpenAI(base_url="http://x/v1", api_key="none", http_client=http) as client,
+    ):
         yield client
 
 
@@ -63,7 +69,9 @@ def ask(http, path=CHAT, **fields):
 
 def test_the_defaults_of_a_server(engine):
     """They hold where a request says nothing, stand in its receipt; a null says nothing."""
-    http = connected(engine, default=SamplingParams(temperature=0, top_k=3, logit_bias={75: 2.0}, seed=9))
+    http = connected(
+        engine, default=SamplingParams(temperature=0, top_k=3, logit_bias={75: 2.0}, seed=9)
+    )
     plain = connected(engine)
     given = {"temperature": 0, "top_k": 3, "logit_bias": {"75": 2.0}, "seed": 9, "receipt": True}
     for path, prompt in ((CHAT, {}), (COMPLETIONS, {"prompt": "x"})):
@@ -73,7 +81,10 @@ def test_the_defaults_of_a_server(engine):
             assert answer["choices"] == expected["choices"]
             assert answer["receipt"] == expected["receipt"]
         own = {"temperature": 1.0, "top_k": 0, "logit_bias": {}, "seed": 1}
-        assert ask(http, path, **prompt, **own).json()["choices"] == ask(plain, path, **prompt, **own).json()["choices"]
+        assert (
+            ask(http, path, **prompt, **own).json()["choices"]
+            == ask(plain, path, **prompt, **own).json()["choices"]
+        )
     fields = plain.get("/openapi.json").json()["components"]["schemas"]["Chat"]["properties"]
     assert "default" not in fields["temperature"]  # which each server has its own of
     assert http.post("/tokenize", json={"prompt": "x"}).status_code == 200
@@ -84,13 +95,26 @@ def test_the_defaults_of_a_server(engine):
 
 def test_fields_are_ignored_where_that_is_asked_for(engine):
     http, plain = connected(engine, ignore_unknown=True), connected(engine)
-    history = [{"role": "user", "content": "a", "mood": "good"}, {"role": "assistant", "content": "b"}, *MESSAGES]
+    history = [
+        {"role": "user", "content": "a", "mood": "good"},
+        {"role": "assistant", "content": "b"},
+        *MESSAGES,
+    ]
     thoughts = {"reasoning_content": "hm", "refusal": None, "annotations": []}
     odd = [history[0], history[1] | thoughts, history[2]]
-    unknown = {"reasoning_effort": "low", "verbosity": "high", "best_of": 2, "é\n": 1, "user": "me", "store": True}
+    unknown = {
+        "reasoning_effort": "low",
+        "verbosity": "high",
+        "best_of": 2,
+        "é\n": 1,
+        "user": "me",
+        "store": True,
+    }
     reply = ask(http, messages=odd, seed=1, **unknown)
     assert reply.status_code == 200
-    names = "best_of, messages.mood, messages.reasoning_content, reasoning_effort, verbosity, %C3%A9%0A"
+    names = (
+        "best_of, messages.mood, messages.reasoning_content, reasoning_effort, verbosity, %C3%A9%0A"
+    )
     assert reply.headers["x-jllama-ignored"] == names
     kept = [{name: each[name] for name in ("role", "content")} for each in history]
     assert reply.json()["choices"] == ask(plain, messages=kept, seed=1).json()["choices"]
@@ -105,9 +129,14 @@ def test_fields_are_ignored_where_that_is_asked_for(engine):
 def test_what_is_part_of_the_question_is_never_ignored(engine):
     http = connected(engine, ignore_unknown=True)
     for name in ("functions", "audio", "suffix"):
-        assert message_of(ask(http, **{name: {"some": "thing"}})) == f"{name} is not served here: leave it out"
+        assert (
+            message_of(ask(http, **{name: {"some": "thing"}}))
+            == f"{name} is not served here: leave it out"
+        )
     assert "temperature: Input should be" in message_of(ask(http, temperature="warm"))
-    assert "message 0 has the role 'king'" in message_of(ask(http, messages=[{"role": "king", "content": "x"}]))
+    assert "message 0 has the role 'king'" in message_of(
+        ask(http, messages=[{"role": "king", "content": "x"}])
+    )
     assert "message 0 has a part that is not text" in message_of(
         ask(http, messages=[{"role": "user", "content": [{"type": "image_url"}]}])
     )
@@ -115,7 +144,11 @@ def test_what_is_part_of_the_question_is_never_ignored(engine):
 
 def test_nothing_is_ignored_unless_that_is_asked_for(engine):
     http = connected(engine)
-    for fields in ({"verbosity": "low"}, {"mood": 1}, {"messages": [MESSAGES[0] | {"reasoning_content": "x"}]}):
+    for fields in (
+        {"verbosity": "low"},
+        {"mood": 1},
+        {"messages": [MESSAGES[0] | {"reasoning_content": "x"}]},
+    ):
         reply = ask(http, **fields)
         assert "x-jllama-ignored" not in reply.headers
         message_of(reply)
@@ -140,20 +173,26 @@ def test_an_answer_is_continued(client, engine):
     ids = served().tokenizer.encode_with_special_tokens(prompt)
     (expected,) = jllama.generate(served(), ids, max_new_tokens=6, seed=4)
     assert answer.choices[0].message.content == expected.text
-    parts = client.chat.completions.create(**given, extra_body=own | {"add_generation_prompt": False}, stream=True)
+    parts = client.chat.completions.create(
+        **given, extra_body=own | {"add_generation_prompt": False}, stream=True
+    )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in parts) == expected.text
     shown = connected(engine).post("/apply-template", json={"messages": PREFILLED, **own}).json()
     assert shown == {"prompt": prompt, "tokens": list(ids)}
 
 
 @pytest.mark.parametrize("name", STOCK)
-@pytest.mark.parametrize("content", ["Well, ", "Well", "", " \n", "</s> <|im_end|> [/INST]", "im_end"])
+@pytest.mark.parametrize(
+    "content", ["Well, ", "Well", "", " \n", "</s> <|im_end|> [/INST]", "im_end"]
+)
 def test_a_continued_answer_is_that_of_transformers(name, content):
     model = dataclasses.replace(served(), chat_template=STOCK[name])
     messages = [*MESSAGES, {"role": "assistant", "content": content}]
     asked = {"continue_final_message": True, "chat_template_kwargs": {"date_string": "26 Jul 2024"}}
     text, _ = conversation_text(model, Conversation(messages=messages, **asked))
-    given = {"bos_token": "<s>", "eos_token": "</s>", "continue_final_message": True} | asked["chat_template_kwargs"]
+    given = {"bos_token": "<s>", "eos_token": "</s>", "continue_final_message": True} | asked[
+        "chat_template_kwargs"
+    ]
     theirs, _ = render_jinja_template([messages], chat_template=STOCK[name], **given)
     assert [text] == theirs
 
@@ -162,9 +201,15 @@ def test_what_cannot_be_continued(engine):
     http = connected(engine)
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     calling = {"role": "assistant", "content": "x", "tool_calls": [call]}
-    for messages, more in ((MESSAGES, {}), ([*MESSAGES, calling], {}), (PREFILLED, {"add_generation_prompt": True})):
+    for messages, more in (
+        (MESSAGES, {}),
+        ([*MESSAGES, calling], {}),
+        (PREFILLED, {"add_generation_prompt": True}),
+    ):
         said = message_of(ask(http, messages=messages, continue_final_message=True, **more))
-        assert said.startswith("continue_final_message goes on with the messages: the last one must be text")
+        assert said.startswith(
+            "continue_final_message goes on with the messages: the last one must be text"
+        )
     deaf = dataclasses.replace(served(), chat_template="{{ messages[0].content }}")
     with pytest.raises(UsageError, match="leaves the last message out"):
         conversation_text(deaf, Conversation(messages=PREFILLED, continue_final_message=True))
@@ -313,7 +358,10 @@ def test_the_server_answers_while_a_text_is_tokenized(path, body, engine, blocke
 def test_a_client_whose_prompts_take_long_does_not_hold_up_another(path, more, engine, blocked):
     """More slow prompts than the server has threads for; the other client's is made meanwhile."""
     with reached(engine, ["alpha", "beta"]) as clients, ThreadPoolExecutor(45) as pool:
-        slow = [pool.submit(clients["alpha"].post, path, json={"prompt": "wait"} | more) for _ in range(45)]
+        slow = [
+            pool.submit(clients["alpha"].post, path, json={"prompt": "wait"} | more)
+            for _ in range(45)
+        ]
         for _ in range(5):
             assert clients["beta"].post(path, json={"prompt": "x"} | more).status_code == 200
         assert not any(each.done() for each in slow)
@@ -324,7 +372,10 @@ def test_a_client_whose_prompts_take_long_does_not_hold_up_another(path, more, e
 def test_a_prompt_that_is_too_long_is_refused_before_it_is_tokenized(engine, blocked):
     text = "wait" * 200_000
     with reached(engine) as clients:
-        for path, body in ((COMPLETIONS, {"prompt": text}), (CHAT, {"messages": [{"role": "user", "content": text}]})):
+        for path, body in (
+            (COMPLETIONS, {"prompt": text}),
+            (CHAT, {"messages": [{"role": "user", "content": text}]}),
+        ):
             reply = clients[""].post(path, json=body)
             assert reply.status_code == 400
             error = reply.json()["error"]
@@ -371,5 +422,8 @@ def test_without_keys_clients_share_prefixes(engine):
     """They are told apart by address for their turns alone."""
     text = Prompt(PREFIX[:400], SamplingParams(), 1)
     request = Request(encode_prompt(served(), text), "small")
-    answers = [Asked(engine, dataclasses.replace(request, client=name)).end() for name in ("1.2.3.4", "1.2.3.5")]
+    answers = [
+        Asked(engine, dataclasses.replace(request, client=name)).end()
+        for name in ("1.2.3.4", "1.2.3.5")
+    ]
     assert [answer.cached_tokens for answer in answers] == [0, CHUNK]

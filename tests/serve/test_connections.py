@@ -131,7 +131,9 @@ def test_headers_without_end_are_cut_off(part, address):
 def test_a_head_that_comes_at_once_has_the_same_limits(headers, address):
     """Before a key is asked for."""
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    reply = reply_to(address, [b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n" + lines.encode() + b"\r\n"])
+    reply = reply_to(
+        address, [b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n" + lines.encode() + b"\r\n"]
+    )
     if reply.startswith(b"HTTP/1.1 431 "):
         message = json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["message"]
         assert message.endswith(f"send at most {MAX_HEADERS} of {MAX_HEAD_BYTES}")
@@ -160,12 +162,18 @@ def test_who_drips_a_head_is_cut_off(connect):
 def test_a_body_that_nobody_reads_is_cut_off():
     """Without a key the answer comes at once; what is dripped after it does not keep the connection."""
     request = {"path": "/v1/completions", "method": "POST", "more": "Content-Length: 100000\r\n"}
-    with listening(idle_timeout_s=0.3) as (address, _), connected_and_asked(address, 401, **request) as connection:
+    with (
+        listening(idle_timeout_s=0.3) as (address, _),
+        connected_and_asked(address, 401, **request) as connection,
+    ):
         drip_until_closed(connection)
 
 
 def test_another_connection_closes_the_one_that_was_idle_for_longest():
-    with listening(max_connections=20, idle_timeout_s=60) as (address, server), contextlib.ExitStack() as stack:
+    with (
+        listening(max_connections=20, idle_timeout_s=60) as (address, server),
+        contextlib.ExitStack() as stack,
+    ):
         idle = [stack.enter_context(connected(address)) for _ in range(60)]
         for connection in idle[-5:]:
             assert get(connection) == 200
@@ -190,13 +198,16 @@ def asked(address, host, path="/", **headers):
 
 
 @pytest.mark.parametrize(
-    "host", ["localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:8731", "[::1]", "[::1]:9", "127.0.0.1:"]
+    "host",
+    ["localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:8731", "[::1]", "[::1]:9", "127.0.0.1:"],
 )
 def test_names_of_this_machine_are_served(host, address):
     assert asked(address, host).status_code == 200
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8731", "localhost.evil.example", "[::1", "127.0.0.1.x"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8731", "localhost.evil.example", "[::1", "127.0.0.1.x"]
+)
 @pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/v1/models", "/openapi.json"])
 def test_a_page_whose_name_leads_to_this_machine_is_not_served(host, path, address):
     reply = asked(address, host, path, Origin=f"http://{host}", Authorization=f"Bearer {KEY}")
@@ -235,7 +246,10 @@ def test_keys_that_others_may_read(tmp_path, capsys):
     file.write_text("one\ntwo")
     file.chmod(0o644)
     assert _keys(str(file)) == ["one", "two"]
-    assert f"other users may read or write the api_key_file {file}: chmod 600" in capsys.readouterr().err
+    assert (
+        f"other users may read or write the api_key_file {file}: chmod 600"
+        in capsys.readouterr().err
+    )
     file.chmod(0o600)
     assert _keys(str(file)) == ["one", "two"]
     assert capsys.readouterr().err == ""

@@ -17,7 +17,10 @@ from jllama.serve.engine import EngineThread
 
 EMBEDDINGS = "/v1/embeddings"
 LENGTHS = [1, 2, 17, 255, 256, 257, 600, 1024]
-IDS = {length: [int(id) for id in np.random.default_rng(length).integers(3, 259, length)] for length in LENGTHS}
+IDS = {
+    length: [int(id) for id in np.random.default_rng(length).integers(3, 259, length)]
+    for length in LENGTHS
+}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +58,9 @@ def test_they_are_the_models_final_activations(pooling, http):
 
 def test_the_clients_own_form(client, http):
     answer = client.embeddings.create(model="small", input=["hello", "wörld"])
-    as_numbers = client.embeddings.create(model="small", input=["hello", "wörld"], encoding_format="float")
+    as_numbers = client.embeddings.create(
+        model="small", input=["hello", "wörld"], encoding_format="float"
+    )
     assert [each.embedding for each in answer.data] == [each.embedding for each in as_numbers.data]
     assert [(each.index, each.object, len(each.embedding)) for each in answer.data] == [
         (0, "embedding", 64),
@@ -64,7 +69,9 @@ def test_the_clients_own_form(client, http):
     ids = [served().tokenizer.encode(text) for text in ("hello", "wörld")]
     assert (answer.object, answer.model) == ("list", "small")
     assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, ids)) + 2
-    by_ids = client.embeddings.create(model="small", input=[[1, *each] for each in ids], dimensions=64)
+    by_ids = client.embeddings.create(
+        model="small", input=[[1, *each] for each in ids], dimensions=64
+    )
     assert by_ids.data == answer.data
     alone = client.embeddings.create(model="small", input="hello", user="me")
     assert alone.data == answer.data[:1]
@@ -97,16 +104,24 @@ def test_they_are_made_again_to_be_compared():
     engine = EngineThread({"small": served()}, EngineConfig(slots=3, queue=16, replay=1.0))
     engine.start()
     http = TestClient(make_app(engine, HttpConfig()))
-    before = http.get("/metrics").text  # of all servers of this process: another test plants a mismatch
+    before = http.get(
+        "/metrics"
+    ).text  # of all servers of this process: another test plants a mismatch
     vectors(http, ["a", "b"])
     while total(http.get("/metrics").text, "replayed") < total(before, "replayed") + 2:
         time.sleep(0.01)
-    assert total(http.get("/metrics").text, "replay_mismatches") == total(before, "replay_mismatches")
+    assert total(http.get("/metrics").text, "replay_mismatches") == total(
+        before, "replay_mismatches"
+    )
     engine.close()
 
 
 def total(page, name):
-    (line,) = [line for line in page.splitlines() if line.startswith(f"jllama_{name}") and "_total " in line]
+    (line,) = [
+        line
+        for line in page.splitlines()
+        if line.startswith(f"jllama_{name}") and "_total " in line
+    ]
     return float(line.split()[1])
 
 

@@ -29,7 +29,9 @@ from jllama.verify.checks import random_params
 
 
 def started(models=None, **config):
-    engine = EngineThread(models or {"small": served(), "other": served(1)}, EngineConfig(**{"slots": 3, **config}))
+    engine = EngineThread(
+        models or {"small": served(), "other": served(1)}, EngineConfig(**{"slots": 3, **config})
+    )
     engine.start()
     return engine
 
@@ -50,7 +52,9 @@ def wait_for(condition):
 
 COMPILED = []  # one entry for each program that XLA has compiled, whoever asked for it
 jax.monitoring.register_event_duration_secs_listener(
-    lambda event, seconds, **_: COMPILED.append(event) if event.endswith("/backend_compile_duration") else None
+    lambda event, seconds, **_: (
+        COMPILED.append(event) if event.endswith("/backend_compile_duration") else None
+    )
 )
 
 
@@ -59,9 +63,16 @@ def num_compiled():
     return [len(COMPILED), *(getattr(steps, name)._cache_size() for name in names.split())]
 
 
-def request_of(text, max_new_tokens=10, top=0, prompt_log_probs=False, grammar=None, model=None, **sampling):
+def request_of(
+    text, max_new_tokens=10, top=0, prompt_log_probs=False, grammar=None, model=None, **sampling
+):
     prompt = Prompt(text, SamplingParams(**sampling), max_new_tokens, grammar=grammar)
-    return Request(encode_prompt(model or served(), prompt), "small", top=top, prompt_log_probs=prompt_log_probs)
+    return Request(
+        encode_prompt(model or served(), prompt),
+        "small",
+        top=top,
+        prompt_log_probs=prompt_log_probs,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +89,9 @@ def answers(engine, requests):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_answers_are_those_given_alone_bit_for_bit_and_nothing_compiles(engine, requests, answers, seed):
+def test_answers_are_those_given_alone_bit_for_bit_and_nothing_compiles(
+    engine, requests, answers, seed
+):
     before = num_compiled()
     assert in_company(engine, requests, seed) == answers
     assert num_compiled() == before
@@ -92,7 +105,9 @@ def test_nothing_compiles_after_the_start(slots, context):
     compiled = num_compiled()
     assert compiled[0] > before[0]
     assert compiled[-1] == before[-1]  # nothing grows
-    lengths = [length for power in range(10) for length in (2**power, 2**power + 1, CHUNK + 2**power + 1)]
+    lengths = [
+        length for power in range(10) for length in (2**power, 2**power + 1, CHUNK + 2**power + 1)
+    ]
     prompts = [Prompt([0] * length) for length in lengths if length < context]
     few = [prompts[0], prompts[len(prompts) // 2], prompts[-1]]
     kinds = [
@@ -116,7 +131,15 @@ def test_nothing_compiles_after_the_start(slots, context):
     ]
     requests += [
         request_of("abc", 9, grammar=Grammar("regex", "(yes|no)!"), temperature=1.5),
-        request_of("abc", 9, repetition_penalty=1.3, top_p=0.5, top_k=9, logit_bias={70: 3.0}, banned_ids=(2,)),
+        request_of(
+            "abc",
+            9,
+            repetition_penalty=1.3,
+            top_p=0.5,
+            top_k=9,
+            logit_bias={70: 3.0},
+            banned_ids=(2,),
+        ),
     ]
     in_company(engine, requests, seed=1)
     alone(engine, requests)
@@ -124,7 +147,9 @@ def test_nothing_compiles_after_the_start(slots, context):
     assert engine.close() == 0
 
 
-def test_answers_are_the_same_after_a_restart_with_other_slots_free_and_without_a_cache(engine, requests, answers):
+def test_answers_are_the_same_after_a_restart_with_other_slots_free_and_without_a_cache(
+    engine, requests, answers
+):
     again = started(cache_tokens=0)
     assert again.fingerprint("small") == engine.fingerprint("small") != engine.fingerprint("other")
     assert in_company(again, requests, seed=5) == answers
@@ -137,7 +162,9 @@ def test_every_slot_gives_the_same_bits(engine):
 
 
 def test_ids_and_log_probabilities_are_those_of_generate_and_the_oracle(engine):
-    request = request_of(PREFIX, 30, top=5, temperature=0.9, top_p=0.9, seed=7, prompt_log_probs=True)
+    request = request_of(
+        PREFIX, 30, top=5, temperature=0.9, top_p=0.9, seed=7, prompt_log_probs=True
+    )
     answer = Asked(engine, request).answer()
     (expected,) = jllama.generate(served(), request.prompt)
     assert answer.completion.ids == expected.ids
@@ -151,7 +178,9 @@ def test_ids_and_log_probabilities_are_those_of_generate_and_the_oracle(engine):
     for index, token in enumerate(tokens[1:]):
         np.testing.assert_allclose(token.log_prob, log_probs[index, token.id], rtol=1e-4, atol=1e-5)
         likeliest = np.sort(log_probs[index])[::-1][:5]
-        np.testing.assert_allclose([value for _, value in token.top], likeliest, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            [value for _, value in token.top], likeliest, rtol=1e-4, atol=1e-5
+        )
         assert token.top[0][0] == np.argmax(log_probs[index])
 
 
@@ -165,7 +194,10 @@ def test_other_numbers_do_not_depend_on_company_either(dtype, quantize):
 
 
 def test_several_models_are_served_at_once_and_share_no_prefix(engine):
-    requests = [dataclasses.replace(request_of(PREFIX, 20, seed=1), model=name) for name in ("small", "other") * 3]
+    requests = [
+        dataclasses.replace(request_of(PREFIX, 20, seed=1), model=name)
+        for name in ("small", "other") * 3
+    ]
     expected = alone(engine, requests[:2])
     assert expected[0].completion.ids != expected[1].completion.ids
     assert in_company(engine, requests, seed=2) == expected * 3
@@ -173,7 +205,9 @@ def test_several_models_are_served_at_once_and_share_no_prefix(engine):
 
 
 def test_a_grammar_holds_in_company(engine, requests, answers):
-    choice = request_of("Say:", 20, grammar=Grammar("regex", "(yes|no|perhaps)!"), temperature=1.5, seed=4)
+    choice = request_of(
+        "Say:", 20, grammar=Grammar("regex", "(yes|no|perhaps)!"), temperature=1.5, seed=4
+    )
     expected = Asked(engine, choice).answer()
     assert expected.completion.text in ("yes!", "no!", "perhaps!")
     assert in_company(engine, [choice, *requests[:20]], seed=8) == [expected, *answers[:20]]
@@ -214,7 +248,9 @@ def test_a_client_that_left_frees_its_slot(engine):
 
 def test_a_client_that_left_while_it_waited_is_counted(engine):
     endless, before = request_of("", 1000, banned_ids=(2,)), metrics.CANCELLED._value.get()
-    cancels = [engine.submit(endless, lambda event: None) for _ in range(9)]  # the engine has three slots
+    cancels = [
+        engine.submit(endless, lambda event: None) for _ in range(9)
+    ]  # the engine has three slots
     for cancel in reversed(cancels):
         cancel()
     wait_for(lambda: metrics.CANCELLED._value.get() == before + 9)
@@ -222,7 +258,11 @@ def test_a_client_that_left_while_it_waited_is_counted(engine):
 
 def test_no_new_tokens_are_an_answer_too(engine):
     answer = Asked(engine, request_of("abc", 0, prompt_log_probs=True)).answer()
-    assert (answer.completion.text, answer.completion.finish_reason, len(answer.prompt_tokens)) == ("", "length", 4)
+    assert (answer.completion.text, answer.completion.finish_reason, len(answer.prompt_tokens)) == (
+        "",
+        "length",
+        4,
+    )
 
 
 def test_the_context_ends_an_answer(engine):
@@ -230,8 +270,13 @@ def test_the_context_ends_an_answer(engine):
     request = request_of("abcdefghij", None, banned_ids=(2,))
     completion = Asked(short, request).answer().completion
     assert (completion.finish_reason, completion.new_tokens) == ("context", 40 - 11)
-    assert completion.ids == Asked(engine, request_of("abcdefghij", 29, banned_ids=(2,))).answer().completion.ids
-    with pytest.raises(UsageError, match="11 tokens and 30 new ones exceed the context of 40 tokens"):
+    assert (
+        completion.ids
+        == Asked(engine, request_of("abcdefghij", 29, banned_ids=(2,))).answer().completion.ids
+    )
+    with pytest.raises(
+        UsageError, match="11 tokens and 30 new ones exceed the context of 40 tokens"
+    ):
         short.check(request_of("abcdefghij", 30))
     short.close()
 
@@ -283,7 +328,9 @@ def test_a_fault_fails_what_is_under_way_and_the_next_request_is_served(monkeypa
     assert Asked(engine, request).answer() == expected
     assert "planted" in capfd.readouterr().err
     at_fault, before_the_next = held
-    assert at_fault - before_the_next > engine.kv_bytes  # what there was is gone, and there is room for it again
+    assert (
+        at_fault - before_the_next > engine.kv_bytes
+    )  # what there was is gone, and there is room for it again
     engine.close()
 
 
@@ -313,9 +360,15 @@ def test_rows_that_are_idle_are_not_read(monkeypatch):
         return cached.function(query, key, value, mask)
 
     monkeypatch.setitem(F.ATTENTION, "cached", cached._replace(function=spy))
-    engine = Engine(served(), 7, context=900, chunk_tokens=CHUNK)  # of other sizes than those of other tests
+    engine = Engine(
+        served(), 7, context=900, chunk_tokens=CHUNK
+    )  # of other sizes than those of other tests
     for length, new in ((800, 5), (3, 40)):
-        engine.submit(Request(encode_prompt(served(), Prompt([5] * length, SamplingParams(banned_ids=(2,)), new))))
+        engine.submit(
+            Request(
+                encode_prompt(served(), Prompt([5] * length, SamplingParams(banned_ids=(2,)), new))
+            )
+        )
     while engine.busy:
         engine.step()
     jax.effects_barrier()
@@ -325,9 +378,15 @@ def test_rows_that_are_idle_are_not_read(monkeypatch):
 
 def test_a_row_under_a_grammar_does_not_wait_for_long_blocks_of_others():
     engine = Engine(served(), 2, context=256)  # with blocks of any length
-    plain = engine.submit(Request(encode_prompt(served(), Prompt("a", SamplingParams(banned_ids=(2,)), 60))))
+    plain = engine.submit(
+        Request(encode_prompt(served(), Prompt("a", SamplingParams(banned_ids=(2,)), 60)))
+    )
     limited = engine.submit(
-        Request(encode_prompt(served(), Prompt("a", max_new_tokens=20, grammar=Grammar("regex", "a{99}"))))
+        Request(
+            encode_prompt(
+                served(), Prompt("a", max_new_tokens=20, grammar=Grammar("regex", "a{99}"))
+            )
+        )
     )
     ended = []
     while engine.busy:
@@ -338,7 +397,9 @@ def test_a_row_under_a_grammar_does_not_wait_for_long_blocks_of_others():
 def test_what_was_computed_for_nobody_is_not_taken_for_slow():
     """A row that ends by itself leaves a block behind, which the next request finds when it comes much later."""
     engine = Engine(served(), 2, context=256, block_s=0.025)
-    ends = Request(encode_prompt(served(), Prompt("abc", SamplingParams(), 100, stop_ids=[*range(259)])))
+    ends = Request(
+        encode_prompt(served(), Prompt("abc", SamplingParams(), 100, stop_ids=[*range(259)]))
+    )
     engine.submit(ends)
     while engine.busy:
         engine.step()
@@ -353,13 +414,21 @@ def test_what_was_computed_for_nobody_is_not_taken_for_slow():
 
 def test_memory_decides_the_context():
     rows = 3 + 1  # of the slots, and one that prompts are computed in
-    chunk_gib = 2 * 2 * 2 * 32 * 4 * CHUNK * rows / 2**30  # keys and values, layers, heads, head size, bytes
+    chunk_gib = (
+        2 * 2 * 2 * 32 * 4 * CHUNK * rows / 2**30
+    )  # keys and values, layers, heads, head size, bytes
     config = {"slots": 3, "memory_gib": 2.5 * chunk_gib}
     assert EngineThread({"small": served()}, EngineConfig(**config)).context == 2 * CHUNK
-    assert EngineThread({"small": served()}, EngineConfig(slots=3)).kv_bytes == round(4 * chunk_gib * 2**30)
-    with pytest.raises(UsageError, match=r"3 slots of 768 tokens take .* take fewer slots or a shorter context"):
+    assert EngineThread({"small": served()}, EngineConfig(slots=3)).kv_bytes == round(
+        4 * chunk_gib * 2**30
+    )
+    with pytest.raises(
+        UsageError, match=r"3 slots of 768 tokens take .* take fewer slots or a shorter context"
+    ):
         EngineThread({"small": served()}, EngineConfig(**config, context=600))
-    assert EngineThread({"small": served()}, EngineConfig(slots=1)).kv_bytes == round(chunk_gib * 2**30)
+    assert EngineThread({"small": served()}, EngineConfig(slots=1)).kv_bytes == round(
+        chunk_gib * 2**30
+    )
     with pytest.raises(UsageError, match="take fewer slots"):
         EngineThread({"small": served()}, EngineConfig(slots=3, memory_gib=0.5 * chunk_gib))
 
@@ -411,7 +480,9 @@ def test_who_waits_comes_before_what_is_made_again():
     again, long = metrics.REPLAYED._value.get(), request_of("abc", 400, banned_ids=(2,))
     asked = [Asked(engine, long) for _ in range(3)]
     expected = [each.answer() for each in asked]
-    wait_for(lambda: sum(bool(asked.again) for asked in [*engine._asked.values()]) == 3)  # all are made again
+    wait_for(
+        lambda: sum(bool(asked.again) for asked in [*engine._asked.values()]) == 3
+    )  # all are made again
     assert Asked(engine, request_of("abc", 2)).answer().completion.new_tokens == 2
     assert metrics.REPLAYED._value.get() < again + 3
     wait_for(lambda: metrics.REPLAYED._value.get() >= again + 4)
@@ -422,13 +493,19 @@ def test_who_waits_comes_before_what_is_made_again():
 def test_metrics_count_what_was_served(engine):
     def values():
         return {
-            sample.name: sample.value for family in prometheus_client.REGISTRY.collect() for sample in family.samples
+            sample.name: sample.value
+            for family in prometheus_client.REGISTRY.collect()
+            for sample in family.samples
         }
 
     before = values()
     Asked(engine, request_of("abc", 5, banned_ids=(2,))).answer()
     after = values()
-    changed = {name: after[name] - before[name] for name in after if not name.endswith(("_created", "_sum", "_bucket"))}
+    changed = {
+        name: after[name] - before[name]
+        for name in after
+        if not name.endswith(("_created", "_sum", "_bucket"))
+    }
     assert changed["jllama_prompt_tokens_total"] == 4
     assert changed["jllama_new_tokens_total"] == 5
     assert changed["jllama_time_to_first_token_seconds_count"] == 1

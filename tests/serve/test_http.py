@@ -37,7 +37,12 @@ CALLING = """{% if tools %}{{ tools | tojson }}<tool_call>{"name": "f", "argumen
 {% endfor %}"""
 MESSAGES = [{"role": "user", "content": "hello"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"], "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 22]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": SCHEMA, "description": "a tool"}}
     for name in ("left", "right")
@@ -82,7 +87,9 @@ def ask(url):
 
         def post(path, body, **headers):
             content = body if isinstance(body, bytes) else json.dumps(body)
-            reply = client.post(path, content=content, headers={"Content-Type": "application/json"} | headers)
+            reply = client.post(
+                path, content=content, headers={"Content-Type": "application/json"} | headers
+            )
             return reply.status_code, reply.json()
 
         yield post
@@ -109,17 +116,28 @@ def refused(reply, status=400, code=None):
 
 
 def test_a_chat_is_what_generate_gives(client):
-    model, settings = served(), {"seed": 5, "temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.5}
-    answer = client.chat.completions.create(model="small", messages=MESSAGES, max_tokens=8, **settings)
+    model, settings = (
+        served(),
+        {"seed": 5, "temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.5},
+    )
+    answer = client.chat.completions.create(
+        model="small", messages=MESSAGES, max_tokens=8, **settings
+    )
     ids = chat_ids(model, MESSAGES)
-    (expected,) = jllama.generate(model, ids, max_new_tokens=8, stop_ids=(model.tokenizer.eos_id,), **settings)
+    (expected,) = jllama.generate(
+        model, ids, max_new_tokens=8, stop_ids=(model.tokenizer.eos_id,), **settings
+    )
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
     assert choice.finish_reason == {"stop_id": "stop", "length": "length"}[expected.finish_reason]
     assert answer.usage.prompt_tokens == len(ids)
     assert answer.usage.completion_tokens == expected.new_tokens
     assert answer.usage.total_tokens == len(ids) + expected.new_tokens
-    assert (answer.model, answer.object, answer.system_fingerprint[:3]) == ("small", "chat.completion", "fp_")
+    assert (answer.model, answer.object, answer.system_fingerprint[:3]) == (
+        "small",
+        "chat.completion",
+        "fp_",
+    )
 
 
 def test_further_settings_go_by_their_own_names(client):
@@ -134,7 +152,9 @@ def test_further_settings_go_by_their_own_names(client):
 
 def test_the_prompt_may_be_text_ids_or_several(client):
     def texts(prompt, **given):
-        answer = client.completions.create(model="small", prompt=prompt, max_tokens=4, seed=1, **given)
+        answer = client.completions.create(
+            model="small", prompt=prompt, max_tokens=4, seed=1, **given
+        )
         assert [choice.index for choice in answer.choices] == [*range(len(answer.choices))]
         return [choice.text for choice in answer.choices]
 
@@ -151,7 +171,9 @@ def test_the_prompt_may_be_text_ids_or_several(client):
 
 def test_stop_strings_end_a_text(client):
     def text(**given):
-        return client.completions.create(model="small", prompt="x", max_tokens=12, seed=3, **given).choices[0]
+        return client.completions.create(
+            model="small", prompt="x", max_tokens=12, seed=3, **given
+        ).choices[0]
 
     whole = text()
     cut = next(each for each in whole.text if whole.text.index(each) > 0)
@@ -166,14 +188,19 @@ def test_a_stream_joins_to_the_answer(client, prompt):
     """Text, log-probabilities, reasons, usage; the role comes first and once, the reason in a part of its own."""
     common = {"model": "small", "max_tokens": 9, "seed": 7, "n": 2}
     if prompt == "chat":
-        create, common = client.chat.completions.create, common | {"messages": MESSAGES, "logprobs": True}
+        create, common = (
+            client.chat.completions.create,
+            common | {"messages": MESSAGES, "logprobs": True},
+        )
         common["top_logprobs"] = 2
     else:
         create, common = client.completions.create, common | {"prompt": "some text", "logprobs": 2}
     whole = create(**common)
     chunks = [*create(**common, stream=True, stream_options={"include_usage": True})]
     assert len({chunk.id for chunk in chunks}) == 1
-    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk" if prompt == "chat" else "text_completion"}
+    assert {chunk.object for chunk in chunks} == {
+        "chat.completion.chunk" if prompt == "chat" else "text_completion"
+    }
     assert (chunks[-1].choices, chunks[-1].usage) == ([], whole.usage)
     assert all(chunk.usage is None for chunk in chunks[:-1])
     for index, expected in enumerate(whole.choices):
@@ -189,7 +216,9 @@ def test_a_stream_joins_to_the_answer(client, prompt):
         else:
             assert "".join(part.text for part in parts) == expected.text
             for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-                joined = [each for part in parts if part.logprobs for each in getattr(part.logprobs, name)]
+                joined = [
+                    each for part in parts if part.logprobs for each in getattr(part.logprobs, name)
+                ]
                 assert joined == getattr(expected.logprobs, name)
 
 
@@ -197,7 +226,10 @@ def test_log_probabilities_of_a_chat(client):
     given = {"model": "small", "messages": MESSAGES, "max_tokens": 12, "seed": 2, "logprobs": True}
     (choice,) = client.chat.completions.create(**given, top_logprobs=3).choices
     tokens = choice.logprobs.content
-    assert bytes(byte for token in tokens for byte in token.bytes).decode("utf-8", "replace") == choice.message.content
+    assert (
+        bytes(byte for token in tokens for byte in token.bytes).decode("utf-8", "replace")
+        == choice.message.content
+    )
     for token in tokens:
         top = [each.logprob for each in token.top_logprobs]
         assert len(top) == 3
@@ -205,7 +237,9 @@ def test_log_probabilities_of_a_chat(client):
         assert top[0] >= token.logprob
     (plain,) = client.chat.completions.create(**given).choices
     assert [token.top_logprobs for token in plain.logprobs.content] == [[]] * len(tokens)
-    assert [token.logprob for token in plain.logprobs.content] == [token.logprob for token in tokens]
+    assert [token.logprob for token in plain.logprobs.content] == [
+        token.logprob for token in tokens
+    ]
 
 
 def test_log_probabilities_of_a_prompt(client):
@@ -229,7 +263,9 @@ def test_parts_of_characters_are_kept_apart(client):
     given = {"model": "small", "prompt": "é世🙂" * 4, "max_tokens": 0, "echo": True, "logprobs": 5}
     scores = client.completions.create(**given).choices[0].logprobs
     assert scores.tokens[1:6] == [rf"bytes:\x{byte:02x}" for byte in "é世".encode()]
-    for name, log_prob, top in [*zip(scores.tokens, scores.token_logprobs, scores.top_logprobs, strict=True)][1:]:
+    for name, log_prob, top in [
+        *zip(scores.tokens, scores.token_logprobs, scores.top_logprobs, strict=True)
+    ][1:]:
         assert top[name] == log_prob
         assert len(top) == (5 if name in [*top][:5] else 6)
 
@@ -247,8 +283,12 @@ def test_a_seed_is_drawn_and_told(ask):
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_a_receipt_makes_the_answer_again(path, ask, url, tmp_path, capsys):
-    prompt = {"prompt": ["x", "yz"]} if path == COMPLETIONS else {"messages": MESSAGES, "stop": ["q"]}
-    status, answer = ask(path, prompt | {"n": 2, "max_tokens": 6, "top_k": 9, "receipt": True, "user": "me"})
+    prompt = (
+        {"prompt": ["x", "yz"]} if path == COMPLETIONS else {"messages": MESSAGES, "stop": ["q"]}
+    )
+    status, answer = ask(
+        path, prompt | {"n": 2, "max_tokens": 6, "top_k": 9, "receipt": True, "user": "me"}
+    )
     assert status == 200
     file = tmp_path / "answer.json"
     file.write_text(json.dumps(answer))
@@ -285,7 +325,9 @@ def test_what_cannot_be_replayed(content, said, url, tmp_path, capsys):
     if content is not None:
         (tmp_path / "answer.json").write_text(content)
     assert cli.run("replay", [str(tmp_path / "answer.json"), "--url", url]) == 1
-    (error,) = [line for line in capsys.readouterr().err.splitlines() if " POST " not in line]  # of the server's log
+    (error,) = [
+        line for line in capsys.readouterr().err.splitlines() if " POST " not in line
+    ]  # of the server's log
     assert said in error
 
 
@@ -294,7 +336,9 @@ def test_a_replay_without_a_server(tmp_path, capsys):
     (tmp_path / "answer.json").write_text(json.dumps({"receipt": receipt}))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    assert cli.run("replay", [str(tmp_path / "answer.json"), "--url", f"http://127.0.0.1:{port}"]) == 1
+    assert (
+        cli.run("replay", [str(tmp_path / "answer.json"), "--url", f"http://127.0.0.1:{port}"]) == 1
+    )
     assert "gave no answer" in capsys.readouterr().err
     assert cli.run("replay", [str(tmp_path / "answer.json"), "--url", "nonsense"]) == 1
     assert "nonsense gave no answer: unknown url type" in capsys.readouterr().err
@@ -318,9 +362,17 @@ def test_the_text_is_what_was_asked_for(ask):
     assert answer["choices"][0]["text"] in ("yes", "no")
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "right"}}])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "right"}}]
+)
 def test_tools_are_called(client, choice):
-    given = {"model": "caller", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "seed": 1}
+    given = {
+        "model": "caller",
+        "messages": MESSAGES,
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "seed": 1,
+    }
     given |= {"parallel_tool_calls": False, "max_tokens": 300}
     answer = client.chat.completions.create(**given)
     (only,) = answer.choices
@@ -330,11 +382,21 @@ def test_tools_are_called(client, choice):
     jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
     parts = [chunk.choices[0] for chunk in client.chat.completions.create(**given, stream=True)]
     deltas = [delta for part in parts for delta in part.delta.tool_calls or []]
-    assert (deltas[0].index, deltas[0].id, deltas[0].function.name) == (0, call.id, call.function.name)
+    assert (deltas[0].index, deltas[0].id, deltas[0].function.name) == (
+        0,
+        call.id,
+        call.function.name,
+    )
     assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
     assert parts[-1].finish_reason == "tool_calls"
-    history = [*MESSAGES, only.message, {"role": "tool", "tool_call_id": call.id, "content": "done"}]
-    said = client.chat.completions.create(model="caller", messages=history, tools=TOOLS, max_tokens=3, seed=1)
+    history = [
+        *MESSAGES,
+        only.message,
+        {"role": "tool", "tool_call_id": call.id, "content": "done"},
+    ]
+    said = client.chat.completions.create(
+        model="caller", messages=history, tools=TOOLS, max_tokens=3, seed=1
+    )
     assert said.choices[0].finish_reason == "length"
 
 
@@ -355,11 +417,19 @@ def test_tools_that_are_not_called(ask):
 def test_tokens_and_templates(ask):
     tokenizer = served().tokenizer
     ids = tokenizer.encode("hé")
-    assert ask("/tokenize", {"prompt": "hé"})[1] == {"tokens": [1, *ids], "count": len(ids) + 1, "max_model_len": 1024}
+    assert ask("/tokenize", {"prompt": "hé"})[1] == {
+        "tokens": [1, *ids],
+        "count": len(ids) + 1,
+        "max_model_len": 1024,
+    }
     assert ask("/tokenize", {"prompt": "hé", "add_special_tokens": False})[1]["tokens"] == ids
     assert ask("/detokenize", {"tokens": [1, *ids]}) == (200, {"prompt": "hé"})
-    assert "token 300 is outside the tokenizer's vocabulary of 259" in refused(ask("/detokenize", {"tokens": [300]}))
-    assert refused(ask("/detokenize", {"tokens": [10**30]})).startswith("tokens: Input should be less than")
+    assert "token 300 is outside the tokenizer's vocabulary of 259" in refused(
+        ask("/detokenize", {"tokens": [300]})
+    )
+    assert refused(ask("/detokenize", {"tokens": [10**30]})).startswith(
+        "tokens: Input should be less than"
+    )
     _, found = ask("/apply-template", {"messages": MESSAGES})
     assert found["tokens"] == chat_ids(served(), MESSAGES)
     assert "hello" in found["prompt"]
@@ -371,7 +441,9 @@ def test_models_health_metrics_and_the_page(client, url):
     assert [model.id for model in client.models.list()] == ["small", "caller"]
     assert client.models.retrieve("caller") == [*client.models.list()][1]
     reply = httpx.get(f"{url}/v1/models/large/one")
-    assert "there is no model large/one" in refused((reply.status_code, reply.json()), 404, "model_not_found")
+    assert "there is no model large/one" in refused(
+        (reply.status_code, reply.json()), 404, "model_not_found"
+    )
     assert httpx.get(f"{url}/health").json() == {"status": "ok"}
     metrics = httpx.get(f"{url}/metrics").text
     assert 'jllama_requests_total{path="/health",status="200"}' in metrics
@@ -403,7 +475,10 @@ def body(**fields):
         ({"seed": 10**400}, "seed is 1000"),
         ({"max_tokens": 1.0}, "max_tokens: Input should be a valid integer"),
         ({"max_tokens": -2}, "max_tokens: Input should be greater than or equal to 0"),
-        ({"max_completion_tokens": 3}, "max_tokens and max_completion_tokens mean the same and differ"),
+        (
+            {"max_completion_tokens": 3},
+            "max_tokens and max_completion_tokens mean the same and differ",
+        ),
         ({"n": 0}, "n: Input should be greater than or equal to 1"),
         ({"n": 20}, "20 texts are asked for at once, and 19 fit here"),
         ({"stop": [""]}, "a stop string is empty"),
@@ -413,7 +488,10 @@ def body(**fields):
         ({"logit_bias": {"x": 1}}, "logit_bias: Input should be a valid integer"),
         ({"logit_bias": {"999": 1}}, "the logit_bias has token 999; the ids run from 0 to 258"),
         ({"top_logprobs": 1}, "top_logprobs are asked for without logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: Input should be less than or equal to 20"),
+        (
+            {"logprobs": True, "top_logprobs": 21},
+            "top_logprobs: Input should be less than or equal to 20",
+        ),
         ({"stream_options": {"include_usage": True}}, "stream_options are for a stream"),
         ({"stream": True, "stream_options": {"other": True}}, "stream_options: "),
         ({"response_format": {"type": "xml"}}, 'response_format must be {"type": "text"}'),
@@ -429,8 +507,14 @@ def body(**fields):
         ({"messages": None}, "messages: Field required"),
         ({"messages": [1]}, "messages: Input should be a valid dictionary"),
         ({"messages": [{"role": "king", "content": "x"}]}, "message 0 has the role 'king'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "message 0 has a part that is not text"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "the body is not of text and finite numbers"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "message 0 has a part that is not text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "\ud800"}]},
+            "the body is not of text and finite numbers",
+        ),
         ({"temperature": float("nan")}, "the body is not of text and finite numbers"),
         ({"x" * 50_000: 1}, "there is no field xxx"),
     ],
@@ -444,10 +528,14 @@ def test_a_field_that_is_wrong(fields, said, ask):
 def test_fields_of_openai(ask):
     """What is not served is refused unless its value is off; what cannot change an answer is ignored; null is off."""
     for name, off in NOT_SERVED.items():
-        assert refused(ask(CHAT, body(**{name: {"some": "thing"}}))).startswith(f"{name} is not served")
+        assert refused(ask(CHAT, body(**{name: {"some": "thing"}}))).startswith(
+            f"{name} is not served"
+        )
         for value in (*off, None):
             assert ask(CHAT, body(**{name: value}))[0] == 200
-    nothing = dict.fromkeys(["temperature", "stop", "stream", "tools", "response_format", "seed", "logit_bias"])
+    nothing = dict.fromkeys(
+        ["temperature", "stop", "stream", "tools", "response_format", "seed", "logit_bias"]
+    )
     assert ask(CHAT, body(**nothing, **dict.fromkeys(IGNORED, "x")))[0] == 200
 
 
@@ -463,7 +551,10 @@ def test_fields_of_openai(ask):
         (b'{"messages": "\xff\xfe"}', "parsing the body"),
         (b'{"seed": ' + b"9" * 5000 + b"}", "parsing the body"),
         (b'{"a":' * 10_000 + b"1" + b"}" * 10_000, "parsing the body"),
-        (b'{"messages": [{"role": "user", "content": ' + b"[" * 900 + b"]" * 900 + b"}]}", "message 0 has a part"),
+        (
+            b'{"messages": [{"role": "user", "content": ' + b"[" * 900 + b"]" * 900 + b"}]}",
+            "message 0 has a part",
+        ),
     ],
 )
 def test_a_body_that_is_wrong(content, said, ask):
@@ -472,7 +563,9 @@ def test_a_body_that_is_wrong(content, said, ask):
 
 def test_a_body_of_another_type(ask):
     said = "the body must be a JSON object, sent with the header Content-Type: application/json"
-    assert refused(ask(CHAT, body(), **{"Content-Type": "application/x-www-form-urlencoded"})) == said
+    assert (
+        refused(ask(CHAT, body(), **{"Content-Type": "application/x-www-form-urlencoded"})) == said
+    )
 
 
 def test_prompts_that_are_wrong(ask):
@@ -493,8 +586,13 @@ def test_a_prompt_over_the_context(ask):
     """The numbers are said; what just fits is served."""
     long = {"prompt": [5] * 1025}
     message = refused(ask(COMPLETIONS, long), 400, "context_length_exceeded")
-    assert "the prompt's 1025 tokens and 1 new ones exceed the model's context of 1024: shorten" in message
-    assert refused(ask(COMPLETIONS, {"prompt": [5] * 1000, "max_tokens": 25}), 400, "context_length_exceeded")
+    assert (
+        "the prompt's 1025 tokens and 1 new ones exceed the model's context of 1024: shorten"
+        in message
+    )
+    assert refused(
+        ask(COMPLETIONS, {"prompt": [5] * 1000, "max_tokens": 25}), 400, "context_length_exceeded"
+    )
     assert refused(ask(CHAT, body(max_tokens=10**30)), 400, "context_length_exceeded")
     status, answer = ask(COMPLETIONS, {"prompt": [5] * 1020})
     assert (status, answer["choices"][0]["finish_reason"]) in ((200, "length"), (200, "stop"))
@@ -554,16 +652,25 @@ def test_a_client_that_sends_a_byte_a_minute(engine):
 @given(data=st.data())
 def test_any_body_is_answered_in_a_sentence(data, ask):
     """Never a 5xx, whatever the JSON of a field is."""
-    path = data.draw(st.sampled_from([CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/apply-template"]))
-    names = (
-        "messages prompt tokens tools tool_choice stop logit_bias seed n max_tokens model response_format regex echo"
+    path = data.draw(
+        st.sampled_from([CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/apply-template"])
     )
+    names = "messages prompt tokens tools tool_choice stop logit_bias seed n max_tokens model response_format regex echo"
     scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
     values = st.recursive(
-        scalars, lambda each: st.lists(each) | st.dictionaries(st.text(max_size=5), each), max_leaves=6
+        scalars,
+        lambda each: st.lists(each) | st.dictionaries(st.text(max_size=5), each),
+        max_leaves=6,
     )
-    fields = data.draw(st.dictionaries(st.sampled_from(names.split()) | st.text(max_size=5), values, max_size=4))
-    needed = {CHAT: "messages", COMPLETIONS: "prompt", "/tokenize": "prompt", "/detokenize": "tokens"}
+    fields = data.draw(
+        st.dictionaries(st.sampled_from(names.split()) | st.text(max_size=5), values, max_size=4)
+    )
+    needed = {
+        CHAT: "messages",
+        COMPLETIONS: "prompt",
+        "/tokenize": "prompt",
+        "/detokenize": "tokens",
+    }
     name = needed.get(path, "messages")
     fields = {name: {"messages": MESSAGES, "prompt": "a", "tokens": [5]}[name]} | fields
     fields |= {"max_tokens": 1} if path in (CHAT, COMPLETIONS) else {}
@@ -583,11 +690,20 @@ def test_keys(engine):
     for path in ("/health", "/", "/openapi.json"):
         assert client.get(path).status_code == 200
     for path in ("/v1/models", "/metrics", "/nothing"):
-        for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "first"}, {"Authorization": "Bearer "}):
+        for header in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "first"},
+            {"Authorization": "Bearer "},
+        ):
             reply = client.get(path, headers=header)
-            assert "give a key" in refused((reply.status_code, reply.json()), 401, "invalid_api_key")
+            assert "give a key" in refused(
+                (reply.status_code, reply.json()), 401, "invalid_api_key"
+            )
     for key in ("first", "second"):
-        assert client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+        assert (
+            client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+        )
     assert client.post(CHAT, json=body()).status_code == 401
     reply = client.get("/v1/models", headers={"Authorization": b"Bearer \xff\xfe"})
     assert reply.status_code == 401
@@ -598,8 +714,13 @@ def test_other_origins(engine):
     assert quiet(engine).options(CHAT, headers=asked).status_code == 405
     client = quiet(engine, ["key"], cors=["https://example.org"])
     allowed = client.options(CHAT, headers=asked)
-    assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, "https://example.org")
-    assert client.options(CHAT, headers=asked | {"Origin": "https://example.com"}).status_code == 400
+    assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (
+        200,
+        "https://example.org",
+    )
+    assert (
+        client.options(CHAT, headers=asked | {"Origin": "https://example.com"}).status_code == 400
+    )
 
 
 def test_the_log_has_no_text_unless_asked(engine, capsys):
@@ -628,7 +749,9 @@ def test_before_the_model_is_there_and_when_the_server_stops(engine):
 
 
 def busy_slots(url):
-    return float(re.search(r"^jllama_busy_slots (\S+)", httpx.get(f"{url}/metrics").text, re.MULTILINE)[1])
+    return float(
+        re.search(r"^jllama_busy_slots (\S+)", httpx.get(f"{url}/metrics").text, re.MULTILINE)[1]
+    )
 
 
 def wait_for(condition):
@@ -725,7 +848,9 @@ def test_pings_while_nothing_comes(path, monkeypatch):
     if path == CHAT:
         assert lines[-2:] == ["data: [DONE]", ""]
     else:
-        assert [line for line in lines if line.startswith("event: ")][-1] == "event: response.incomplete"
+        assert [line for line in lines if line.startswith("event: ")][
+            -1
+        ] == "event: response.incomplete"
 
 
 def test_a_mistake_of_the_server(capsys):
@@ -738,7 +863,9 @@ def test_a_mistake_of_the_server(capsys):
 
 def test_a_response_that_fails_later():
     http = quiet(FakeEngine([PIECE, Failure("the device is gone")]))
-    with openai.OpenAI(base_url="http://x/v1", api_key="none", http_client=http, max_retries=0) as client:
+    with openai.OpenAI(
+        base_url="http://x/v1", api_key="none", http_client=http, max_retries=0
+    ) as client:
         events = client.responses.create(model="small", input="x", stream=True)
         assert [next(events).type for _ in range(5)][-1] == "response.output_text.delta"
         with pytest.raises(openai.APIError, match="the device is gone"):

@@ -30,12 +30,19 @@ def joined(*parts):
 
 
 def test_a_stream_is_its_whole():
-    stream = joined(part(0, "a"), part(1, "x"), part(0, "b"), part(1, "", "length"), part(0, "", "stop"))
+    stream = joined(
+        part(0, "a"), part(1, "x"), part(0, "b"), part(1, "", "length"), part(0, "", "stop")
+    )
     assert not serve_load.differing(stream, joined(part(0, "ab", "stop"), part(1, "x", "length")))
 
 
 @pytest.mark.parametrize(
-    "parts", [[part(0, "a")], [part(0, "", "stop"), part(0, "a")], [part(0, "", "stop"), part(0, "", "stop")]]
+    "parts",
+    [
+        [part(0, "a")],
+        [part(0, "", "stop"), part(0, "a")],
+        [part(0, "", "stop"), part(0, "", "stop")],
+    ],
 )
 def test_each_text_has_one_end(parts):
     with pytest.raises(ValueError, match="end"):
@@ -44,14 +51,28 @@ def test_each_text_has_one_end(parts):
 
 def test_a_last_bit_differs():
     log_prob = np.float32(-1.2345)
-    receipts = [{"ids": [[1]], "log_probs": [[float(each)]]} for each in (log_prob, np.nextafter(log_prob, 0))]
-    first, second = (joined(part(0, "a", "stop", receipt=json.loads(json.dumps(each)))) for each in receipts)
+    receipts = [
+        {"ids": [[1]], "log_probs": [[float(each)]]}
+        for each in (log_prob, np.nextafter(log_prob, 0))
+    ]
+    first, second = (
+        joined(part(0, "a", "stop", receipt=json.loads(json.dumps(each)))) for each in receipts
+    )
     assert serve_load.differing(first, second) == ["log_probs"]
 
 
 @pytest.mark.slow
 def test_hundreds_of_requests_in_every_company(tmp_path):
-    command = [sys.executable, SCRIPT, "--requests", "300", "--distinct", "60", "--result", tmp_path / "result.json"]
+    command = [
+        sys.executable,
+        SCRIPT,
+        "--requests",
+        "300",
+        "--distinct",
+        "60",
+        "--result",
+        tmp_path / "result.json",
+    ]
     done = subprocess.run(command, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / "result.json").read_text())

@@ -90,25 +90,46 @@ class Fake:
     """A server whose answers follow from the last message; ``seen`` are the requests for answers."""
 
     def __init__(self):
-        self.key, self.loading, self.models, self.seen, self.left = None, False, ["tiny", "pirate"], [], 0
+        self.key, self.loading, self.models, self.seen, self.left = (
+            None,
+            False,
+            ["tiny", "pirate"],
+            [],
+            0,
+        )
         self.hold = threading.Event()  # an answer to "wait" goes on when it is set
 
     def refuse(self, status, message, **headers):
-        error = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
+        error = {
+            "error": {
+                "message": message,
+                "type": "invalid_request_error",
+                "param": None,
+                "code": None,
+            }
+        }
         return JSONResponse(error, status, headers)
 
     def refusal(self, request):
         given = request.headers.get("Authorization")
-        return self.refuse(401, "Wrong key.") if self.key and given != f"Bearer {self.key}" else None
+        return (
+            self.refuse(401, "Wrong key.") if self.key and given != f"Bearer {self.key}" else None
+        )
 
     async def page(self, request):
         return HTMLResponse(PAGE.read_bytes(), headers={"Content-Security-Policy": POLICY})
 
     async def health(self, request):
-        return self.refuse(503, "Loading the weights.") if self.loading else JSONResponse({"status": "ok"})
+        return (
+            self.refuse(503, "Loading the weights.")
+            if self.loading
+            else JSONResponse({"status": "ok"})
+        )
 
     async def list_models(self, request):
-        data = [{"id": name, "object": "model", "created": 0, "owned_by": "x"} for name in self.models]
+        data = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "x"} for name in self.models
+        ]
         return self.refusal(request) or JSONResponse({"object": "list", "data": data})
 
     async def chat(self, request):
@@ -126,11 +147,20 @@ class Fake:
     async def stream(self, body, asked):
         texts = {"hostile": HOSTILE, "rich": RICH, "lines": "\n\n".join([WORDS] * 60)}
         text = texts.get(asked, f"Answer to {asked} 🦙.") if asked != "wait" else WORDS
-        head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 0, "model": body["model"]}
+        head = {
+            "id": "chatcmpl-1",
+            "object": "chat.completion.chunk",
+            "created": 0,
+            "model": body["model"],
+        }
         head["system_fingerprint"] = "fp_0123"
 
         def event(choices, **more):
-            return "data: " + json.dumps({**head, "choices": choices, **more}, ensure_ascii=False) + "\n\n"
+            return (
+                "data: "
+                + json.dumps({**head, "choices": choices, **more}, ensure_ascii=False)
+                + "\n\n"
+            )
 
         def delta(finish=None, **fields):
             return event([{"index": 0, "delta": fields, "finish_reason": finish}])
@@ -152,7 +182,11 @@ class Fake:
                 yield 'data: {"error": {"message": "The device was lost.", "type": "server_error"}}\n\n'
                 return
             yield delta("stop")
-            usage = {"prompt_tokens": 12, "completion_tokens": len(parts), "total_tokens": 12 + len(parts)}
+            usage = {
+                "prompt_tokens": 12,
+                "completion_tokens": len(parts),
+                "total_tokens": 12 + len(parts),
+            }
             usage["prompt_tokens_details"] = {"cached_tokens": 8}
             yield event([], usage=usage)
             yield "data: [DONE]\n\n"
@@ -178,7 +212,12 @@ def listening(app):
 @pytest.fixture(scope="module")
 def served():
     holder = {}
-    routes = [("/", "page"), ("/health", "health"), ("/v1/models", "list_models"), ("/v1/chat/completions", "chat")]
+    routes = [
+        ("/", "page"),
+        ("/health", "health"),
+        ("/v1/models", "list_models"),
+        ("/v1/chat/completions", "chat"),
+    ]
 
     def endpoint(name):
         async def call(request):
@@ -186,7 +225,9 @@ def served():
 
         return call
 
-    app = Starlette(routes=[Route(path, endpoint(name), methods=["GET", "POST"]) for path, name in routes])
+    app = Starlette(
+        routes=[Route(path, endpoint(name), methods=["GET", "POST"]) for path, name in routes]
+    )
     with listening(app) as url:
         yield url, holder
 
@@ -200,7 +241,11 @@ def fake(served):
 
 @pytest.fixture(scope="module")
 def chromium():
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    program = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     assert program, "there is no Chromium: apt-get install chromium"
     with sync_playwright() as player:
         started = player.chromium.launch(executable_path=program, args=SWITCHES.split())
@@ -213,7 +258,9 @@ class Person:
 
     def __init__(self, chromium, url, size="desk", **settings):
         self.url, self.problems, self.elsewhere = url, [], []
-        self.context = chromium.new_context(viewport=SIZES[size], has_touch=size == "phone", **settings)
+        self.context = chromium.new_context(
+            viewport=SIZES[size], has_touch=size == "phone", **settings
+        )
         self.context.on("request", self.note)
         self.page = self.tab()
 
@@ -239,7 +286,9 @@ class Person:
         before = self.asked.count()
         self.send(text)
         expect(self.asked).to_have_count(before + 1)
-        expect(self.page.locator("#log > .assistant:last-child")).to_have_attribute("aria-busy", "false")
+        expect(self.page.locator("#log > .assistant:last-child")).to_have_attribute(
+            "aria-busy", "false"
+        )
 
     @property
     def answers(self):
@@ -267,7 +316,9 @@ def person(chromium, served, fake):
     for one in people:
         one.context.close()
         # A browser notes every refusal of a server as an error of its own.
-        assert [each for each in one.problems if not each.startswith("Failed to load resource")] == []
+        assert [
+            each for each in one.problems if not each.startswith("Failed to load resource")
+        ] == []
         assert one.elsewhere == []
 
 
@@ -281,7 +332,9 @@ def wait_until(condition):
 def test_it_is_one_small_file_that_parses_no_markup():
     text = PAGE.read_text()
     assert len(text.encode()) < 60_000
-    markup = r"innerHTML|outerHTML|insertAdjacent|document\.write|DOMParser|\beval\(|new Function|srcdoc"
+    markup = (
+        r"innerHTML|outerHTML|insertAdjacent|document\.write|DOMParser|\beval\(|new Function|srcdoc"
+    )
     fetched = r"""(?:src|href)=["']?(?:https?:)?//|url\(|@import|<link(?! rel="icon" href="data:)|<script ."""
     assert not re.search(markup, text)
     assert not re.search(fetched, text)
@@ -300,7 +353,12 @@ def test_send_stream_and_what_is_sent(person, fake):
     expect(one.answers.last).to_contain_text("tokens/s")
     details = one.answers.last.locator(".facts").get_attribute("title")
     (body,) = fake.seen
-    for part in ("tiny", f"seed {body['seed']}", "prompt of 12 tokens, 8 from the cache", "fp_0123"):
+    for part in (
+        "tiny",
+        f"seed {body['seed']}",
+        "prompt of 12 tokens, 8 from the cache",
+        "fp_0123",
+    ):
         assert part in details
     assert body.pop("seed") >= 0
     assert (body.pop("temperature"), body.pop("top_p")) == (0.7, 0.95)
@@ -322,7 +380,9 @@ def test_stop_keeps_what_came(person, fake, by):
     one = person()
     one.send("wait")
     expect(one.answers.last).to_contain_text("The lighthouse keeper")
-    one.page.get_by_role("button", name="Stop").click() if by == "button" else one.page.keyboard.press("Escape")
+    one.page.get_by_role(
+        "button", name="Stop"
+    ).click() if by == "button" else one.page.keyboard.press("Escape")
     expect(one.answers.last).to_contain_text("Stopped")
     expect(one.answers.last.locator(".body")).to_have_text("The lighthouse keeper")
     wait_until(lambda: fake.left == 1)
@@ -359,7 +419,11 @@ def test_edit_and_resend_replaces_the_rest_and_can_be_undone(person, fake):
     field.press("Enter")
     expect(one.answers.last.locator(".body")).to_have_text("Answer to 2 🦙.")
     expect(one.asked).to_have_text(["one", "2"])
-    assert [each["content"] for each in fake.seen[-1]["messages"]] == ["one", "Answer to one 🦙.", "2"]
+    assert [each["content"] for each in fake.seen[-1]["messages"]] == [
+        "one",
+        "Answer to one 🦙.",
+        "2",
+    ]
     one.page.get_by_role("button", name="Undo").click()
     expect(one.asked).to_have_text(["one", "two", "three"])
     one.page.reload()
@@ -382,12 +446,22 @@ def test_text_of_the_model_never_runs(person):
     one.ask("hostile")
     body = one.answers.last.locator(".body")
     written = body.inner_text()
-    for part in ("<script>window.ran = 1</script><img", "<iframe", "&lt;entity", "[a](javascript:", "</code></pre>"):
+    for part in (
+        "<script>window.ran = 1</script><img",
+        "<iframe",
+        "&lt;entity",
+        "[a](javascript:",
+        "</code></pre>",
+    ):
         assert part in written
-    tags = body.evaluate("(body) => [...new Set([...body.querySelectorAll('*')].map((each) => each.tagName))]")
+    tags = body.evaluate(
+        "(body) => [...new Set([...body.querySelectorAll('*')].map((each) => each.tagName))]"
+    )
     known = "P BR A CODE TABLE THEAD TBODY TR TH TD STRONG EM PRE DIV SPAN BUTTON BLOCKQUOTE H3 UL LI svg use"
     assert set(tags) <= set(re.findall(r"\S+", known))
-    links = body.evaluate("(body) => [...body.querySelectorAll('a')].map((each) => [each.href, each.rel, each.target])")
+    links = body.evaluate(
+        "(body) => [...body.querySelectorAll('a')].map((each) => [each.href, each.rel, each.target])"
+    )
     assert [each[0] for each in links] == [
         "https://example.com/",
         "https://example.com/a_(b)?q=1#x",
@@ -396,7 +470,9 @@ def test_text_of_the_model_never_runs(person):
     ]
     assert {tuple(each[1:]) for each in links} == {("noopener noreferrer", "_blank")}
     names = "(body) => [...body.querySelectorAll('*')].flatMap((each) => each.getAttributeNames())"
-    assert not [each for each in body.evaluate(names) if each.startswith("on") or each in ("src", "srcset")]
+    assert not [
+        each for each in body.evaluate(names) if each.startswith("on") or each in ("src", "srcset")
+    ]
     one.page.wait_for_timeout(200)
     assert one.page.evaluate("window.ran") is None
     one.page.reload()
@@ -522,14 +598,19 @@ def test_a_text_that_grows_is_shown_as_if_it_came_at_once(person):
     assert wrong == []
 
 
-@pytest.mark.parametrize("is_secure", [True, False])  # a browser has no clipboard for pages of http elsewhere
+@pytest.mark.parametrize(
+    "is_secure", [True, False]
+)  # a browser has no clipboard for pages of http elsewhere
 def test_copy(person, is_secure):
     one = person(permissions=["clipboard-read", "clipboard-write"])
     if not is_secure:
         one.page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
     one.ask("rich")
     field = one.page.get_by_role("textbox", name="Message", exact=True)
-    code, whole = (one.answers.last.locator(each).last for each in (".code-head button", ".foot [aria-label=Copy]"))
+    code, whole = (
+        one.answers.last.locator(each).last
+        for each in (".code-head button", ".foot [aria-label=Copy]")
+    )
     for button, text in ((code, 'def f(x):\n    return "<b>" + x  # **not bold**'), (whole, RICH)):
         button.click()
         expect(one.page.locator("#said")).to_have_text("Copied")
@@ -573,11 +654,15 @@ def test_two_conversations_rename_delete_undo(person, fake):
     expect(one.names).to_have_text(["about ships", "about goats"])
     one.names.nth(1).click()
     expect(one.asked).to_have_text(["about goats"])
-    one.page.get_by_role("listitem").filter(has_text="about goats").get_by_role("button", name="Rename").click()
+    one.page.get_by_role("listitem").filter(has_text="about goats").get_by_role(
+        "button", name="Rename"
+    ).click()
     one.page.keyboard.type("Goats")
     one.page.keyboard.press("Enter")
     expect(one.names).to_have_text(["about ships", "Goats"])
-    one.page.get_by_role("listitem").filter(has_text="Goats").get_by_role("button", name="Delete").click()
+    one.page.get_by_role("listitem").filter(has_text="Goats").get_by_role(
+        "button", name="Delete"
+    ).click()
     expect(one.names).to_have_text(["about ships"])
     expect(one.answers).to_have_count(0)
     one.page.get_by_role("button", name="Undo").click()
@@ -658,7 +743,9 @@ def test_refusals_and_failures_are_said_and_can_be_tried_again(person, fake):
     one.ask("hello")  # what got no answer goes along: roles take turns
     assert fake.seen[-1]["messages"] == [{"role": "user", "content": "busy\n\nhello"}]
     one.ask("bad")
-    expect(one.answers.last).to_contain_text("The prompt has 9000 tokens, and the context holds 2048.")
+    expect(one.answers.last).to_contain_text(
+        "The prompt has 9000 tokens, and the context holds 2048."
+    )
     one.page.keyboard.press("Control+k")
     one.ask("fail")
     expect(one.answers.last).to_contain_text("The device was lost.")
@@ -690,13 +777,17 @@ def test_two_tabs_keep_each_others_conversations(person, fake):
     expect(one.names).to_have_text(["in other", "in one"])
     other.locator("#list .name").nth(1).click()
     one.send("wait")
-    expect(other.get_by_role("article", name="Answer").last).to_contain_text("The lighthouse keeper")
+    expect(other.get_by_role("article", name="Answer").last).to_contain_text(
+        "The lighthouse keeper"
+    )
     one.send("me too", other)
     expect(other.locator("#toast")).to_contain_text("is being answered in another tab")
     fake.hold.set()
     expect(other.get_by_role("article", name="Answer").last).to_contain_text(WORDS)
     expect(other.get_by_role("article", name="Answer").last).to_contain_text("18 tokens")
-    other.get_by_role("listitem").filter(has_text="in other").get_by_role("button", name="Delete").click()
+    other.get_by_role("listitem").filter(has_text="in other").get_by_role(
+        "button", name="Delete"
+    ).click()
     expect(one.names).to_have_text(["in one"])
     one.page.reload()
     expect(one.names).to_have_text(["in one"])
@@ -707,7 +798,9 @@ def test_a_full_store_is_said(person):
     one = person()
     one.page.evaluate("localStorage.setItem('filler', 'x'.repeat(5 * 2 ** 20 - 100))")
     one.ask("hello")
-    expect(one.page.get_by_role("alert")).to_contain_text("This browser has no room left for this conversation")
+    expect(one.page.get_by_role("alert")).to_contain_text(
+        "This browser has no room left for this conversation"
+    )
     expect(one.answers.last.locator(".body")).to_have_text("Answer to hello 🦙.")
     one.page.evaluate("localStorage.removeItem('filler')")
     one.ask("more")
@@ -740,9 +833,19 @@ def test_by_keyboard_alone(person, fake):
     for _ in range(40):
         keys.press("Tab")
         names.add(
-            one.page.evaluate("(document.activeElement.ariaLabel || document.activeElement.textContent || '').trim()")
+            one.page.evaluate(
+                "(document.activeElement.ariaLabel || document.activeElement.textContent || '').trim()"
+            )
         )
-    assert {"Hide the conversations", "Rename", "Export as JSON", "Delete", "Settings", "Model", "Message"} <= names
+    assert {
+        "Hide the conversations",
+        "Rename",
+        "Export as JSON",
+        "Delete",
+        "Settings",
+        "Model",
+        "Message",
+    } <= names
 
 
 def test_scrolling_follows_until_one_goes_up(person, fake):
@@ -788,7 +891,9 @@ def channels(text):
 
 
 def luminance(color):
-    linear = [each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in color]
+    linear = [
+        each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in color
+    ]
     return sum(share * each for share, each in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
@@ -814,7 +919,10 @@ def test_it_is_whole_and_readable(person, size, scheme, tmp_path):
     for text, color, behind in seen["texts"]:
         base = [1.0, 1.0, 1.0]
         for layer in map(channels, reversed(behind)):
-            base = [layer[1] * new + (1 - layer[1]) * old for new, old in zip(layer[0], base, strict=True)]
+            base = [
+                layer[1] * new + (1 - layer[1]) * old
+                for new, old in zip(layer[0], base, strict=True)
+            ]
         dark, light = sorted((luminance(channels(color)[0]), luminance(base)))
         if (light + 0.05) / (dark + 0.05) < 4.5:  # WCAG 2.2, 1.4.3
             faint[text] = (light + 0.05) / (dark + 0.05)
@@ -852,7 +960,14 @@ def test_with_the_server_itself(person, real):
     dialog.get_by_label("Key").press("Enter")
     expect(one.page.get_by_label("Model")).to_have_value("tiny")
     one.page.get_by_role("button", name="Settings").click()
-    given = {"Temperature": 0.9, "Top p": 0.95, "Top k": 40, "Min p": 0.001, "Max tokens": 30, "Seed": 7}
+    given = {
+        "Temperature": 0.9,
+        "Top p": 0.95,
+        "Top k": 40,
+        "Min p": 0.001,
+        "Max tokens": 30,
+        "Seed": 7,
+    }
     penalties = {"Repetition": 1.1, "Presence": -0.5, "Frequency": 0.2}
     for label, value in {**given, **penalties}.items():
         one.page.get_by_role("spinbutton", name=label).fill(str(value))

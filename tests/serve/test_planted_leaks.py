@@ -28,20 +28,31 @@ def engine():
 
 
 def request_of(text, **settings):
-    return Request(encode_prompt(served(), Prompt(text, SamplingParams(0.0), 12, **settings)), "small")
+    return Request(
+        encode_prompt(served(), Prompt(text, SamplingParams(0.0), 12, **settings)), "small"
+    )
 
 
 PLAIN = [random_request(served(), number) for number in range(10)]
 BEHIND_OTHERS = [request_of(first * (CHUNK - 1) + "abc" * 100) for first in "xyz"] * 3
-GRAMMARS = [None, Grammar("regex", "[ab]{4,12}"), Grammar("regex", "([0-9]+ )*"), Grammar("regex", "yes|no")]
-OF_TWO_MODELS = [dataclasses.replace(BEHIND_OTHERS[0], model=name) for name in ("small", "other") * 3]
+GRAMMARS = [
+    None,
+    Grammar("regex", "[ab]{4,12}"),
+    Grammar("regex", "([0-9]+ )*"),
+    Grammar("regex", "yes|no"),
+]
+OF_TWO_MODELS = [
+    dataclasses.replace(BEHIND_OTHERS[0], model=name) for name in ("small", "other") * 3
+]
 WITH_GRAMMARS = [request_of("abc", grammar=grammar) for grammar in GRAMMARS * 3]
 
 
 def neighbors_mask(monkeypatch):
     """The tokens that may come are those of the row behind."""
     restricted = engine_module.restricted
-    monkeypatch.setattr(engine_module, "restricted", lambda batch, masks: restricted(batch, [*masks[1:], masks[0]]))
+    monkeypatch.setattr(
+        engine_module, "restricted", lambda batch, masks: restricted(batch, [*masks[1:], masks[0]])
+    )
 
 
 def stale_rows(monkeypatch):
@@ -50,7 +61,9 @@ def stale_rows(monkeypatch):
 
     def leaking(batch, one, computed_row, row):
         whole = one.cache.lengths // CHUNK * CHUNK
-        joined = join(batch, one._replace(cache=one.cache._replace(lengths=whole)), computed_row, row)
+        joined = join(
+            batch, one._replace(cache=one.cache._replace(lengths=whole)), computed_row, row
+        )
         lengths = joined.cache.lengths.at[row].set(one.cache.lengths[computed_row])
         return joined._replace(cache=joined.cache._replace(lengths=lengths))
 
@@ -92,7 +105,9 @@ def chunks_by_themselves(monkeypatch):
 def chunks_of_any_model(monkeypatch):
     """A kept chunk is found by its tokens, whichever model computed it."""
     chunk_keys = engine_module.chunk_keys
-    monkeypatch.setattr(engine_module, "chunk_keys", lambda owner, ids, size: chunk_keys("", ids, size))
+    monkeypatch.setattr(
+        engine_module, "chunk_keys", lambda owner, ids, size: chunk_keys("", ids, size)
+    )
 
 
 LEAKS = [

@@ -24,7 +24,12 @@ CALLING = (
     "{% for c in m.tool_calls %}[{{ c.id }} {{ c.function.name }} {{ c.function.arguments.a }}]{% endfor %}|"
     "{% endfor %}"
 )
-SCHEMA = {"type": "object", "properties": {"a": {"enum": [3, 4]}}, "required": ["a"], "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": [3, 4]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 TOOLS = [{"type": "function", "name": name, "parameters": SCHEMA} for name in ("left", "right")]
 
 
@@ -60,7 +65,9 @@ def refused(reply):
 
 def chat(http, **fields):
     """What a chat answers."""
-    reply = http.post(CHAT, json={"messages": [{"role": "user", "content": "hello"}], "seed": 5, **fields})
+    reply = http.post(
+        CHAT, json={"messages": [{"role": "user", "content": "hello"}], "seed": 5, **fields}
+    )
     assert reply.status_code == 200, reply.text
     return reply.json()
 
@@ -68,7 +75,12 @@ def chat(http, **fields):
 def test_a_response_is_the_answer_to_a_chat(client, http):
     settings = {"temperature": 0.8, "top_p": 0.9}
     response = client.responses.create(
-        model="small", input="hello", instructions="Be kind.", max_output_tokens=8, extra_body={"seed": 5}, **settings
+        model="small",
+        input="hello",
+        instructions="Be kind.",
+        max_output_tokens=8,
+        extra_body={"seed": 5},
+        **settings,
     )
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hello"}]
     expected = chat(http, messages=messages, max_tokens=8, **settings)
@@ -81,9 +93,16 @@ def test_a_response_is_the_answer_to_a_chat(client, http):
         "incomplete",
         [],
     )
-    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (response.status, response.incomplete_details.reason) == (
+        "incomplete",
+        "max_output_tokens",
+    )
     assert (response.object, response.model, response.error) == ("response", "small", None)
-    assert (response.instructions, response.max_output_tokens, response.temperature) == ("Be kind.", 8, 0.8)
+    assert (response.instructions, response.max_output_tokens, response.temperature) == (
+        "Be kind.",
+        8,
+        0.8,
+    )
     assert response.store is False
     usage = expected["usage"]
     assert response.usage.to_dict() == {
@@ -114,7 +133,11 @@ def test_a_stream_ends_with_the_response(kind, client):
     events = [*client.responses.create(**given, stream=True)]
     assert [event.sequence_number for event in events] == [*range(len(events))]
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
-    assert (events[0].response.status, events[0].response.output, events[0].response.usage) == ("in_progress", [], None)
+    assert (events[0].response.status, events[0].response.output, events[0].response.usage) == (
+        "in_progress",
+        [],
+        None,
+    )
     last = events[-1].response
     assert (
         events[-1].type
@@ -132,7 +155,12 @@ def test_a_stream_ends_with_the_response(kind, client):
         assert own[-1].item == item
         if item.type == "message":
             assert kinds == [
-                *("output_item.added", "content_part.added", "output_text.delta", "output_text.done"),
+                *(
+                    "output_item.added",
+                    "content_part.added",
+                    "output_text.delta",
+                    "output_text.done",
+                ),
                 *("content_part.done", "output_item.done"),
             ]
             assert own[0].item.content == []
@@ -142,17 +170,29 @@ def test_a_stream_ends_with_the_response(kind, client):
             assert "".join(deltas) == item.content[0].text == own[-3].text == own[-2].part.text
         else:
             assert kinds == [
-                *("output_item.added", "function_call_arguments.delta", "function_call_arguments.done"),
+                *(
+                    "output_item.added",
+                    "function_call_arguments.delta",
+                    "function_call_arguments.done",
+                ),
                 "output_item.done",
             ]
-            assert (own[0].item.arguments, own[0].item.name, own[0].item.call_id) == ("", item.name, item.call_id)
+            assert (own[0].item.arguments, own[0].item.name, own[0].item.call_id) == (
+                "",
+                item.name,
+                item.call_id,
+            )
             assert own[1].delta == own[2].arguments == item.arguments
 
 
 def test_the_clients_helper_puts_a_stream_together(client):
-    with client.responses.stream(model="small", input="hello", max_output_tokens=6, extra_body={"seed": 1}) as stream:
+    with client.responses.stream(
+        model="small", input="hello", max_output_tokens=6, extra_body={"seed": 1}
+    ) as stream:
         texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
-    plain = client.responses.create(model="small", input="hello", max_output_tokens=6, extra_body={"seed": 1})
+    plain = client.responses.create(
+        model="small", input="hello", max_output_tokens=6, extra_body={"seed": 1}
+    )
     assert "".join(texts) == plain.output_text
 
 
@@ -173,12 +213,18 @@ class Answer(pydantic.BaseModel):
 
 
 def test_structured_output(client, http):
-    response = client.responses.parse(model="small", input="Really?", text_format=Answer, max_output_tokens=100)
+    response = client.responses.parse(
+        model="small", input="Really?", text_format=Answer, max_output_tokens=100
+    )
     assert isinstance(response.output_parsed, Answer)
-    with client.responses.stream(model="small", input="Really?", text_format=Answer, max_output_tokens=100) as stream:
+    with client.responses.stream(
+        model="small", input="Really?", text_format=Answer, max_output_tokens=100
+    ) as stream:
         final = stream.get_final_response()
     assert isinstance(final.output_parsed, Answer)
-    plain = client.responses.create(model="small", input="x", text={"format": {"type": "text"}}, max_output_tokens=1)
+    plain = client.responses.create(
+        model="small", input="x", text={"format": {"type": "text"}}, max_output_tokens=1
+    )
     assert plain.text.format.type == "text"
     anything = client.responses.create(
         model="small", input="x", text={"format": {"type": "json_object"}}, max_output_tokens=1
@@ -188,7 +234,13 @@ def test_structured_output(client, http):
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "right"}])
 def test_tools_are_called_and_answered(choice, client, http):
-    given = {"model": "caller", "input": "hello", "tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
+    given = {
+        "model": "caller",
+        "input": "hello",
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+    }
     response = client.responses.create(**given, max_output_tokens=300, extra_body={"seed": 1})
     (call,) = response.output
     assert (call.type, call.status, response.status) == ("function_call", "completed", "completed")
@@ -199,8 +251,17 @@ def test_tools_are_called_and_answered(choice, client, http):
     said = client.responses.create(
         model="caller", input=history, tools=TOOLS, max_output_tokens=3, extra_body={"seed": 1}
     )
-    nested = [{"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}} for tool in TOOLS]
-    calls = [{"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}]
+    nested = [
+        {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+        for tool in TOOLS
+    ]
+    calls = [
+        {
+            "id": call.call_id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+    ]
     messages = [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "tool_calls": calls},
@@ -213,7 +274,13 @@ def test_tools_are_called_and_answered(choice, client, http):
 
 def test_items_become_messages():
     """Calls join the assistant's message before them; parts are text; ids and states do not matter."""
-    call = {"type": "function_call", "call_id": "a", "name": "left", "arguments": '{"a": 1}', "id": "fc_1"}
+    call = {
+        "type": "function_call",
+        "call_id": "a",
+        "name": "left",
+        "arguments": '{"a": 1}',
+        "id": "fc_1",
+    }
     items = [
         {"role": "developer", "content": "Be brief."},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]},
@@ -226,13 +293,20 @@ def test_items_become_messages():
         },
         call,
         call | {"call_id": "b"},
-        {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "one"}]},
+        {
+            "type": "function_call_output",
+            "call_id": "a",
+            "output": [{"type": "input_text", "text": "one"}],
+        },
         {"type": "function_call_output", "call_id": "b", "output": "two"},
         {"role": "user", "content": "and?"},
     ]
     model = dataclasses.replace(served(), chat_template=CALLING.partition("</tool_call>")[2])
     text, _ = conversation_text(model, chat_of(Respond(input=items)))
-    assert text == "system:Be brief.|user:x|assistant:I look.[a left 1][b left 1]|tool:one|tool:two|user:and?|"
+    assert (
+        text
+        == "system:Be brief.|user:x|assistant:I look.[a left 1][b left 1]|tool:one|tool:two|user:and?|"
+    )
 
 
 # What is refused
@@ -245,40 +319,75 @@ def test_items_become_messages():
             {"previous_response_id": "resp_1"},
             "previous_response_id is not served here, where nothing is kept: send the",
         ),
-        ({"conversation": "conv_1"}, "conversation is not served here, where nothing is kept: send the whole"),
+        (
+            {"conversation": "conv_1"},
+            "conversation is not served here, where nothing is kept: send the whole",
+        ),
         ({"background": True}, "background is not served here: leave it out"),
         ({"reasoning": {"effort": "low"}}, "reasoning is not served here: leave it out"),
         ({"text": {"verbosity": "low"}}, "verbosity is not served here: leave it out"),
         ({"include": ["reasoning.encrypted_content"]}, "include is not served here: leave it out"),
         ({"truncation": "auto"}, "truncation is not served here: leave it out"),
-        ({"max_output_tokens": -1}, "max_output_tokens is -1; it must be 0 or more: leave it out to go on"),
+        (
+            {"max_output_tokens": -1},
+            "max_output_tokens is -1; it must be 0 or more: leave it out to go on",
+        ),
         ({"max_output_tokens": 5000}, "exceed the model's context"),
         ({"max_tokens": 5}, "there is no field max_tokens; did you mean max_output_tokens?"),
         ({"text": {"format": {"type": "xml"}}}, 'response_format must be {"type": "text"}'),
         ({"text": 1}, "the body must be a JSON object"),
         ({"tools": TOOLS}, "the model's chat template takes no tools"),
         ({"model": "caller", "tools": [{"type": "web_search"}]}, "tool 0 must be"),
-        ({"model": "caller", "tools": TOOLS, "tool_choice": {"type": "function", "name": "up"}}, "tool_choice must be"),
+        (
+            {"model": "caller", "tools": TOOLS, "tool_choice": {"type": "function", "name": "up"}},
+            "tool_choice must be",
+        ),
         ({"input": []}, "input: "),
         ({"input": None}, "input: Field required"),
         ({"input": [1]}, "input: "),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "an item of the input is {'type': 'item_reference'"),
-        ({"input": [{"type": "reasoning", "summary": []}]}, "an item of the input is {'type': 'reasoning'"),
-        ({"input": [{"type": "function_call", "call_id": "a"}]}, "message 0 has tool_calls that are none"),
-        ({"input": [{"type": "function_call_output", "call_id": "a", "output": "x"}]}, "message 0 answers no call"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "message 0 has a part that is not text"),
+        (
+            {"input": [{"type": "item_reference", "id": "msg_1"}]},
+            "an item of the input is {'type': 'item_reference'",
+        ),
+        (
+            {"input": [{"type": "reasoning", "summary": []}]},
+            "an item of the input is {'type': 'reasoning'",
+        ),
+        (
+            {"input": [{"type": "function_call", "call_id": "a"}]},
+            "message 0 has tool_calls that are none",
+        ),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "a", "output": "x"}]},
+            "message 0 answers no call",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "message 0 has a part that is not text",
+        ),
         ({"input": [{"role": "king", "content": "x"}]}, "message 0 has the role 'king'"),
     ],
 )
 def test_what_is_not_served(fields, said, http):
     for stream in (False, True):
-        message = refused(http.post(RESPONSES, json={"input": "x", "max_output_tokens": 1, "stream": stream} | fields))
+        message = refused(
+            http.post(
+                RESPONSES, json={"input": "x", "max_output_tokens": 1, "stream": stream} | fields
+            )
+        )
         assert said in message
         assert len(message) < 1000
 
 
 def test_what_changes_nothing_is_served(http):
-    given = {"store": True, "truncation": "disabled", "background": False, "include": [], "user": "me", "metadata": {}}
+    given = {
+        "store": True,
+        "truncation": "disabled",
+        "background": False,
+        "include": [],
+        "user": "me",
+        "metadata": {},
+    }
     reply = http.post(RESPONSES, json={"input": "x", "max_output_tokens": 1} | given)
     assert reply.status_code == 200
     assert reply.json()["store"] is False
@@ -287,9 +396,16 @@ def test_what_changes_nothing_is_served(http):
 def test_fields_are_ignored_where_that_is_asked_for(engine):
     http = connected(engine, ignore_unknown=True)
     items = [{"type": "reasoning", "summary": []}, {"role": "user", "content": "x"}]
-    given = {"input": items, "max_output_tokens": 1, "reasoning": {"effort": "low"}, "text": {"verbosity": "low"}}
+    given = {
+        "input": items,
+        "max_output_tokens": 1,
+        "reasoning": {"effort": "low"},
+        "text": {"verbosity": "low"},
+    }
     reply = http.post(RESPONSES, json=given)
     assert reply.status_code == 200
     assert reply.headers["x-jllama-ignored"] == "input.reasoning, reasoning, verbosity"
     for name in ("previous_response_id", "conversation"):
-        assert f"{name} is not served here" in refused(http.post(RESPONSES, json=given | {name: "x"}))
+        assert f"{name} is not served here" in refused(
+            http.post(RESPONSES, json=given | {name: "x"})
+        )

@@ -15,7 +15,12 @@ from jllama.serve.app import make_app
 from jllama.serve.config import EngineConfig, HttpConfig
 from jllama.serve.engine import EngineThread
 
-CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
+CHECKS = [
+    not_a_server_error,
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+]
 pytestmark = pytest.mark.slow
 
 
@@ -27,7 +32,9 @@ def document():
     engine.close()
 
 
-@pytest.mark.parametrize("mode", [schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE])
+@pytest.mark.parametrize(
+    "mode", [schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE]
+)
 def test_the_server_does_what_its_document_says(document, mode):
     tried = []
     for result in document.get_all_operations():
@@ -47,6 +54,12 @@ def test_the_server_does_what_its_document_says(document, mode):
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_stream_is_what_the_document_says(document, path):
-    prompt = {"prompt": "words"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "words"}]}
-    case = document[path]["POST"].Case(body={**prompt, "stream": True}, media_type="application/json")
+    prompt = (
+        {"prompt": "words"}
+        if path == "/v1/completions"
+        else {"messages": [{"role": "user", "content": "words"}]}
+    )
+    case = document[path]["POST"].Case(
+        body={**prompt, "stream": True}, media_type="application/json"
+    )
     assert case.call_and_validate(checks=CHECKS).status_code == 200

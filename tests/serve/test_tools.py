@@ -17,21 +17,37 @@ import jllama
 from jllama.errors import UsageError
 from jllama.grammar import Matcher
 from jllama.serve.tools import ToolParser, check_tools, dialect, grammar
-from jllama.templates.messages import TEMPLATES, end_of_turn_ids, openai_messages, template_variables
+from jllama.templates.messages import (
+    TEMPLATES,
+    end_of_turn_ids,
+    openai_messages,
+    template_variables,
+)
 from jllama.templates.template import render
 from jllama.tokenizers import BytesTokenizer
 
-STOCK = {path.stem: path.read_text() for path in (Path(__file__).parent.parent / "templates/stock").glob("*.jinja")}
-SMOLLM2, HERMES, LLAMA = (dialect(STOCK[name]) for name in ("smollm2", "qwen2_5_training", "llama3_1"))
+STOCK = {
+    path.stem: path.read_text()
+    for path in (Path(__file__).parent.parent / "templates/stock").glob("*.jinja")
+}
+SMOLLM2, HERMES, LLAMA = (
+    dialect(STOCK[name]) for name in ("smollm2", "qwen2_5_training", "llama3_1")
+)
 DIALECTS = {"smollm2": SMOLLM2, "hermes": HERMES, "llama": LLAMA}
 WEATHER = {
     "type": "object",
-    "properties": {"city": {"type": "string"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
     "required": ["city"],
     "additionalProperties": False,
 }
 TOOLS = [
-    {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": WEATHER}},
+    {
+        "type": "function",
+        "function": {"name": "weather", "description": "The weather.", "parameters": WEATHER},
+    },
     {"type": "function", "function": {"name": "now"}},
 ]
 NAMES = ["weather", "now"]
@@ -40,7 +56,8 @@ NAMES = ["weather", "now"]
 def written(dialect, calls):
     """An answer of calls, (name, arguments), as a model of the dialect writes it."""
     objects = [
-        json.dumps({"name": name, dialect.arguments: arguments}, ensure_ascii=False) for name, arguments in calls
+        json.dumps({"name": name, dialect.arguments: arguments}, ensure_ascii=False)
+        for name, arguments in calls
     ]
     return dialect.before + dialect.between.join(objects) + dialect.after
 
@@ -75,12 +92,20 @@ def test_dialects():
 # --- reading answers
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=9),
-    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=9), values, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=9),
+    lambda values: (
+        st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=9), values, max_size=3)
+    ),
     max_leaves=6,
 )
 call_lists = st.lists(
-    st.tuples(st.sampled_from(NAMES), st.dictionaries(st.text(max_size=9), json_values, max_size=3)),
+    st.tuples(
+        st.sampled_from(NAMES), st.dictionaries(st.text(max_size=9), json_values, max_size=3)
+    ),
     min_size=1,
     max_size=3,
 )
@@ -103,7 +128,11 @@ FRAGMENTS = [
         "  ",
         ",",
     ),
-    *('{"name": "now", "arguments": {}}', '{"name": "now", "parameters": {}}', '{"name": "nothing", "arguments": {}}'),
+    *(
+        '{"name": "now", "arguments": {}}',
+        '{"name": "now", "parameters": {}}',
+        '{"name": "nothing", "arguments": {}}',
+    ),
     *(
         '{"name": "now", "arguments": []}',
         '{"name": "now"}',
@@ -112,7 +141,16 @@ FRAGMENTS = [
         "é👩‍👩‍👧",
         "NaN",
     ),
-    *("-Infinity", "1e999", "-1.5e+", "9" * 5000, "tru", "true", '{"a": ', '{"name": "now", "arguments": {"a": '),
+    *(
+        "-Infinity",
+        "1e999",
+        "-1.5e+",
+        "9" * 5000,
+        "tru",
+        "true",
+        '{"a": ',
+        '{"name": "now", "arguments": {"a": ',
+    ),
 ]
 hard_texts = st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
 
@@ -123,7 +161,11 @@ def cut(text, places):
 
 
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
-@given(calls=call_lists, places=st.lists(st.integers(0, 999), max_size=9), before=st.sampled_from(["", "I look.\n "]))
+@given(
+    calls=call_lists,
+    places=st.lists(st.integers(0, 999), max_size=9),
+    before=st.sampled_from(["", "I look.\n "]),
+)
 def test_calls_come_back(dialect, calls, places, before):
     if not dialect.between:
         calls, before = calls[:1], ""
@@ -132,7 +174,9 @@ def test_calls_come_back(dialect, calls, places, before):
     assert out == before.rstrip()
     assert [*map(said, found)] == calls
     assert [call["index"] for call in found] == list(range(len(calls)))
-    assert found == [each for each in early if isinstance(each, dict)]  # no later than its last character
+    assert found == [
+        each for each in early if isinstance(each, dict)
+    ]  # no later than its last character
     assert len({call["id"] for call in found}) == len(calls)
     assert all(re.fullmatch("call_[0-9a-f]{24}", call["id"]) for call in found)
     assert read(dialect, list(text))[:2] == (out, found)
@@ -142,7 +186,9 @@ def test_calls_come_back(dialect, calls, places, before):
 @given(text=hard_texts, places=st.lists(st.integers(0, 999), max_size=9))
 @example(text="<tool_call>" + "[" * 100_000, places=[])
 @example(text='<tool_call>[{"name": "now", "arguments": {}}', places=[])  # its end is missing
-@example(text=' {"name": "now", "parameters": {}}; {"name": "now", "parameters": {}} ', places=[2, 40])
+@example(
+    text=' {"name": "now", "parameters": {}}; {"name": "now", "parameters": {}} ', places=[2, 40]
+)
 def test_no_text_is_lost_and_pieces_do_not_matter(dialect, text, places):
     out, calls, _ = read(dialect, [text])
     assert read(dialect, cut(text, places))[:2] == (out, calls)
@@ -163,7 +209,11 @@ def test_no_text_is_lost_and_pieces_do_not_matter(dialect, text, places):
         ("smollm2", "a <tool_cat", "a <tool_cat"),
         ("smollm2", "<tool_call>no", "<tool_call>no"),
         ("smollm2", '<tool_call>[{"name": oh, my word', '<tool_call>[{"name": oh, my word'),
-        ("smollm2", '<tool_call>[{"name": "it", "arguments": {}}]', '<tool_call>[{"name": "it", "arguments": {}}]'),
+        (
+            "smollm2",
+            '<tool_call>[{"name": "it", "arguments": {}}]',
+            '<tool_call>[{"name": "it", "arguments": {}}]',
+        ),
         ("smollm2", '<tool_call>[{"name": "now", "arg', ""),
         ("llama", "Hello there", "Hello there"),
         ("llama", '{"name": "it", "parameters": {}}', '{"name": "it", "parameters": {}}'),
@@ -178,14 +228,22 @@ def test_text_waits_no_longer_than_it_must(name, text, early):
 
 def test_one_call_where_no_more_are_wanted():
     two = [("now", {}), ("weather", {"city": "Rome"})]
-    assert [said(call)[0] for call in read(SMOLLM2, [written(SMOLLM2, two)], parallel=False)[1]] == ["now"]
-    assert [said(call)[0] for call in read(SMOLLM2, [written(SMOLLM2, two)])[1]] == ["now", "weather"]
+    assert [
+        said(call)[0] for call in read(SMOLLM2, [written(SMOLLM2, two)], parallel=False)[1]
+    ] == ["now"]
+    assert [said(call)[0] for call in read(SMOLLM2, [written(SMOLLM2, two)])[1]] == [
+        "now",
+        "weather",
+    ]
     text = '{"name": "now", "parameters": {}}'
     assert read(LLAMA, [f"{text}; {text}"])[0] == f"; {text}"
 
 
 def test_ids_are_those_of_the_key():
-    ids = [ToolParser(SMOLLM2, NAMES, key).push(written(SMOLLM2, [("now", {})]))[0]["id"] for key in ("a", "a", "b")]
+    ids = [
+        ToolParser(SMOLLM2, NAMES, key).push(written(SMOLLM2, [("now", {})]))[0]["id"]
+        for key in ("a", "a", "b")
+    ]
     assert ids[0] == ids[1] != ids[2]
 
 
@@ -211,29 +269,51 @@ def accepts(tokenizer, grammar, text):
     assert grammar.kind == "lark"
     assert not matcher.is_error(), matcher.get_error()
     ids = list(text.encode())
-    return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
+    return (
+        matcher.validate_tokens(ids) == len(ids)
+        and matcher.consume_tokens(ids)
+        and matcher.is_accepting()
+    )
 
 
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
 def test_a_grammar_accepts_valid_calls_and_nothing_else(bytes_only, dialect):
-    right = [("weather", {"city": 'Rome "<tool_call>" é', "days": 3}), ("weather", {"city": ""}), ("now", {})]
-    wrong = [("weather", {}), ("weather", {"city": 1}), ("weather", {"city": "", "days": 10}), ("nothing", {})]
+    right = [
+        ("weather", {"city": 'Rome "<tool_call>" é', "days": 3}),
+        ("weather", {"city": ""}),
+        ("now", {}),
+    ]
+    wrong = [
+        ("weather", {}),
+        ("weather", {"city": 1}),
+        ("weather", {"city": "", "days": 10}),
+        ("nothing", {}),
+    ]
     wrong += [("weather", {"city": "", "more": 1}), ("now", {"a": 1}), ("now", [])]
-    named, required = {"type": "function", "function": {"name": "now"}}, grammar(TOOLS, "required", dialect)
+    named, required = (
+        {"type": "function", "function": {"name": "now"}},
+        grammar(TOOLS, "required", dialect),
+    )
     for call in right:
         assert accepts(bytes_only, required, written(dialect, [call]))
-        assert accepts(bytes_only, grammar(TOOLS, named, dialect), written(dialect, [call])) is (call[0] == "now")
+        assert accepts(bytes_only, grammar(TOOLS, named, dialect), written(dialect, [call])) is (
+            call[0] == "now"
+        )
     for call in wrong:
         assert not accepts(bytes_only, required, written(dialect, [call]))
     assert not accepts(bytes_only, required, "")
     assert not accepts(bytes_only, required, "hello")
     assert not accepts(bytes_only, required, written(dialect, right[:1]) + " ")
     assert accepts(bytes_only, required, written(dialect, right)) is bool(dialect.between)
-    assert [accepts(bytes_only, required, written(dialect, right[-1:] * count)) for count in (8, 9)] == [
+    assert [
+        accepts(bytes_only, required, written(dialect, right[-1:] * count)) for count in (8, 9)
+    ] == [
         bool(dialect.between),
         False,
     ]
-    assert not accepts(bytes_only, grammar(TOOLS, "required", dialect, parallel=False), written(dialect, right))
+    assert not accepts(
+        bytes_only, grammar(TOOLS, "required", dialect, parallel=False), written(dialect, right)
+    )
 
 
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
@@ -243,7 +323,12 @@ def test_strict_tools_and_a_free_choice(bytes_only, dialect):
     assert grammar(strict, "none", dialect) is None
     for choice in (None, "auto"):
         free = grammar(strict, choice, dialect)
-        for text in ("", "hello {\n world", "a < b", written(dialect, [("weather", {"city": "Rome"})])):
+        for text in (
+            "",
+            "hello {\n world",
+            "a < b",
+            written(dialect, [("weather", {"city": "Rome"})]),
+        ):
             assert accepts(bytes_only, free, text)
         assert not accepts(bytes_only, free, written(dialect, [("weather", {"city": 1})]))
         assert not accepts(bytes_only, free, written(dialect, [("now", {})]))
@@ -252,7 +337,9 @@ def test_strict_tools_and_a_free_choice(bytes_only, dialect):
 @given(call_lists)
 def test_what_a_grammar_accepts_is_read_as_calls(bytes_only, calls):
     schema = {"type": "object", "additionalProperties": True}
-    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in NAMES]
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": schema}} for name in NAMES
+    ]
     text = written(SMOLLM2, calls)
     assert accepts(bytes_only, grammar(tools, "required", SMOLLM2), text)
     assert [*map(said, read(SMOLLM2, [text])[1])] == calls
@@ -273,13 +360,30 @@ def test_a_schema_that_cannot_be_served_is_refused():
 # --- templates
 
 CORPUS = ["the weather in Rome, please: 12 345 {} <tool_call> name arguments parameters\n"]
-TOKENIZERS = {"smollm2": trained_smollm(CORPUS, 350), "qwen2_5_training": trained_smollm(CORPUS, 350)}
+TOKENIZERS = {
+    "smollm2": trained_smollm(CORPUS, 350),
+    "qwen2_5_training": trained_smollm(CORPUS, 350),
+}
 TOKENIZERS |= dict.fromkeys(["llama3_1", "llama3_2"], trained_llama3(CORPUS, 350))
-CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome", "days": 2}'}}
+CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"city": "Rome", "days": 2}'},
+}
 CONVERSATION = [
     {"role": "developer", "content": "Be brief."},
-    {"role": "user", "content": [{"type": "text", "text": "The weather"}, {"type": "text", "text": "in Rome?"}]},
-    {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None, "annotations": [], "audio": None},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "The weather"}, {"type": "text", "text": "in Rome?"}],
+    },
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [CALL],
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+    },
     {"role": "tool", "tool_call_id": "call_1", "content": '{"sun": true}'},
     {"role": "assistant", "content": "It shines.", "tool_calls": None},
     {"role": "user", "content": "Thanks", "name": "Ann"},
@@ -288,14 +392,28 @@ CONVERSATION = [
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["without tools", "with tools"])
-@pytest.mark.parametrize("more", [{}, {"date_string": "1 May 2030", "tools_in_user_message": False}])
+@pytest.mark.parametrize(
+    "more", [{}, {"date_string": "1 May 2030", "tools_in_user_message": False}]
+)
 def test_templates_are_shown_what_transformers_shows_them(name, tools, more):
-    tokenizer, template, messages = TOKENIZERS[name], dialect(STOCK[name]).template, openai_messages(CONVERSATION)
+    tokenizer, template, messages = (
+        TOKENIZERS[name],
+        dialect(STOCK[name]).template,
+        openai_messages(CONVERSATION),
+    )
     texts = {id: text for text, id in tokenizer.special_tokens.items()}
     tokens = {"bos_token": texts[tokenizer.bos_id], "eos_token": texts[tokenizer.eos_id]}
-    options = {"chat_template": template, "tools": tools, "add_generation_prompt": True, **tokens, **more}
+    options = {
+        "chat_template": template,
+        "tools": tools,
+        "add_generation_prompt": True,
+        **tokens,
+        **more,
+    }
     (expected,), _ = render_jinja_template([messages], **options)
-    assert render(template, **template_variables(tokenizer, messages, True, tools, more)) == expected
+    assert (
+        render(template, **template_variables(tokenizer, messages, True, tools, more)) == expected
+    )
     shown = '"name":"weather","description":"Theweather."' in re.sub(r"\s", "", expected)
     assert shown is bool(tools)
 
@@ -304,7 +422,10 @@ def test_templates_are_shown_what_transformers_shows_them(name, tools, more):
 @pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be é."}]])
 @pytest.mark.parametrize("prompt", [True, False])
 def test_smollm2_without_tools_is_its_own_template(count, system, prompt):
-    turns = [{"role": ("user", "assistant", "tool")[i % 3], "content": f"turn {i}\n "} for i in range(count)]
+    turns = [
+        {"role": ("user", "assistant", "tool")[i % 3], "content": f"turn {i}\n "}
+        for i in range(count)
+    ]
     variables = {"messages": system + turns, "add_generation_prompt": prompt, "tools": None}
     assert render(SMOLLM2.template, **variables) == render(STOCK["smollm2"], **variables)
 
@@ -316,7 +437,10 @@ def test_calls_in_a_template_are_as_models_write_them(name):
     calls = [("weather", {"city": "Rome", "days": 2}), ("now", {})][: 2 if its.between else 1]
     text = written(its, calls)
     given_back = read(its, [text])[1]
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": given_back}]
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": given_back},
+    ]
     variables = template_variables(TOKENIZERS[name], openai_messages(messages), False, TOOLS)
     assert text in render(its.template, **variables)
 
@@ -338,18 +462,38 @@ def function(**fields):
         ([{"type": "web_search"}], None, 'tool 0 must be {"type": "function"'),
         ([{"type": "function", "function": "now"}], None, 'tool 0 must be {"type": "function"'),
         ([*TOOLS, *function()], None, "tool 1 must be .* with a name of its own"),
-        (function(name="a b"), None, "a name of its own, 1 to 64 letters, digits, underscores and hyphens"),
+        (
+            function(name="a b"),
+            None,
+            "a name of its own, 1 to 64 letters, digits, underscores and hyphens",
+        ),
         (function(name="a" * 65), None, "a name of its own"),
         (function(name=7), None, "a name of its own"),
         (function(name="now\n"), None, "a name of its own"),
-        (function(description=7), None, "the tool now has a wrong 'description': its fields are name, description, s"),
+        (
+            function(description=7),
+            None,
+            "the tool now has a wrong 'description': its fields are name, description, s",
+        ),
         (function(strict="yes"), None, "the tool now has a wrong 'strict'"),
         (function(parameters=[]), None, "the tool now has a wrong 'parameters'"),
         (function(more=1), None, "the tool now has a wrong 'more'"),
-        (function(parameters={"type": "string"}), None, "a wrong 'parameters': .*, the schema of an object"),
+        (
+            function(parameters={"type": "string"}),
+            None,
+            "a wrong 'parameters': .*, the schema of an object",
+        ),
         (TOOLS, "sometimes", 'tool_choice must be "auto", "none", "required" or'),
-        (TOOLS, {"type": "function", "function": {"name": "nothing"}}, "with the name of one of the tools"),
-        (TOOLS, {"type": "function", "function": {"name": ["now"]}}, "with the name of one of the tools"),
+        (
+            TOOLS,
+            {"type": "function", "function": {"name": "nothing"}},
+            "with the name of one of the tools",
+        ),
+        (
+            TOOLS,
+            {"type": "function", "function": {"name": ["now"]}},
+            "with the name of one of the tools",
+        ),
         (TOOLS, {"type": "allowed_tools", "allowed_tools": {}}, "tool_choice must be"),
         (TOOLS, ["auto"], "tool_choice must be"),
     ],
@@ -376,26 +520,50 @@ ANSWER = {"role": "assistant", "content": None}
     [
         ([], "there are no messages"),
         (["hello"], "message 0 is of type str; it must have a role and a content"),
-        ([{"role": "user", "content": None}], "message 0 has 'role'; it must have just 'role' and 'content'"),
+        (
+            [{"role": "user", "content": None}],
+            "message 0 has 'role'; it must have just 'role' and 'content'",
+        ),
         ([{"role": "user", "content": ""}, ANSWER], "message 1 has 'role'; it must have just"),
         ([{"role": "user", "content": 7}], "message 0 has a content of type int, not text"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
             "message 0 has a part that is not text",
         ),
-        ([{"role": "user", "content": [{"type": "text"}]}], "message 0 has a part that is not text"),
+        (
+            [{"role": "user", "content": [{"type": "text"}]}],
+            "message 0 has a part that is not text",
+        ),
         ([{"role": "user", "content": ["text"]}], "message 0 has a part that is not text"),
         ([{"role": ["user"], "content": "a"}], "has the role"),
-        ([{"role": "user", "content": "a", "mood": "sad"}], "it must have just 'role' and 'content'"),
+        (
+            [{"role": "user", "content": "a", "mood": "sad"}],
+            "it must have just 'role' and 'content'",
+        ),
         ([{**ANSWER, "audio": {"id": "a"}}], "message 0 has 'role', 'audio'; it must have just"),
-        ([{**ANSWER, "tool_calls": "now"}], "message 0 has tool_calls that are none: each must have an id"),
-        ([{**ANSWER, "tool_calls": 7}], "message 0 has tool_calls that are none: each must have an id"),
+        (
+            [{**ANSWER, "tool_calls": "now"}],
+            "message 0 has tool_calls that are none: each must have an id",
+        ),
+        (
+            [{**ANSWER, "tool_calls": 7}],
+            "message 0 has tool_calls that are none: each must have an id",
+        ),
         ([{**ANSWER, "tool_calls": [{**CALL, "id": 7}]}], "message 0 has tool_calls that are none"),
-        ([{**ANSWER, "tool_calls": [{"id": "a", "type": "function"}]}], "message 0 has tool_calls that are none"),
+        (
+            [{**ANSWER, "tool_calls": [{"id": "a", "type": "function"}]}],
+            "message 0 has tool_calls that are none",
+        ),
         ([{"role": "tool", "content": "1", "tool_call_id": "call_1"}], "message 0 answers no call"),
         ([*CONVERSATION[:3], {"role": "tool", "content": "1"}], "message 3 answers no call"),
-        ([*CONVERSATION[:3], {"role": "tool", "content": "1", "tool_call_id": []}], "message 3 answers no call"),
-        ([{"role": "user", "content": "a", "tool_calls": [CALL]}], "it must have just 'role' and 'content'"),
+        (
+            [*CONVERSATION[:3], {"role": "tool", "content": "1", "tool_call_id": []}],
+            "message 3 answers no call",
+        ),
+        (
+            [{"role": "user", "content": "a", "tool_calls": [CALL]}],
+            "it must have just 'role' and 'content'",
+        ),
     ],
 )
 def test_messages_of_openai_that_are_none(messages, said):
@@ -403,11 +571,19 @@ def test_messages_of_openai_that_are_none(messages, said):
         openai_messages(messages)
 
 
-@pytest.mark.parametrize("arguments", ["", "{}", "[]", "{", "7", "null", {}, None, "[" * 100_000, "9" * 5000])
+@pytest.mark.parametrize(
+    "arguments", ["", "{}", "[]", "{", "7", "null", {}, None, "[" * 100_000, "9" * 5000]
+)
 def test_arguments_are_an_object_as_json(arguments):
-    called = {**ANSWER, "tool_calls": [{**CALL, "function": {"name": "now", "arguments": arguments}}]}
+    called = {
+        **ANSWER,
+        "tool_calls": [{**CALL, "function": {"name": "now", "arguments": arguments}}],
+    }
     if arguments in ("", "{}"):
-        assert openai_messages([called])[0]["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
+        assert openai_messages([called])[0]["tool_calls"][0]["function"] == {
+            "name": "now",
+            "arguments": {},
+        }
     else:
         with pytest.raises(UsageError, match="arguments, an object as JSON"):
             openai_messages([called])
@@ -418,9 +594,13 @@ def test_a_name_that_is_no_text_is_refused():
         openai_messages([{"role": "user", "content": "a", "name": 7}])
 
 
-@pytest.mark.parametrize("name", ["messages", "tools", "bos_token", "add_generation_prompt", "documents", "add_bos"])
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "bos_token", "add_generation_prompt", "documents", "add_bos"]
+)
 def test_a_template_is_given_nothing_twice(name):
-    with pytest.raises(UsageError, match=f"the chat template is given '{name}' in any case: leave it out"):
+    with pytest.raises(
+        UsageError, match=f"the chat template is given '{name}' in any case: leave it out"
+    ):
         template_variables(TOKENIZERS["smollm2"], [], True, None, {name: 1})
 
 
@@ -436,7 +616,9 @@ def test_smollm2_calls_what_it_must():
         text = render(SMOLLM2.template, **template_variables(tokenizer, messages, True, TOOLS))
         wanted = grammar(TOOLS, choice, SMOLLM2, parallel)
         ids = tokenizer.encode_with_special_tokens(text)
-        return jllama.generate(model, ids, max_new_tokens=99, temperature=0, stop_ids=ends, grammar=wanted)[0]
+        return jllama.generate(
+            model, ids, max_new_tokens=99, temperature=0, stop_ids=ends, grammar=wanted
+        )[0]
 
     now = {"type": "function", "function": {"name": "now"}}
     for choice, parallel in (("required", True), ("required", False), (now, True)):

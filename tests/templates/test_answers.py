@@ -53,9 +53,7 @@ CHATML_TAGGED = (
     "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}"
     "{% endif %}{{ '\n'"
 )
-LLAMA_3 = (
-    "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>'"
-)
+LLAMA_3 = "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>'"
 LLAMA_3_TAGGED = (
     "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}{% else %}"
@@ -90,7 +88,11 @@ def tagged(name):
     return STOCK[name].replace(stock, replacement or f"{OPEN}{stock}{CLOSE}")
 
 
-@pytest.fixture(scope="module", params=[TOYS, pytest.param(REAL, marks=pytest.mark.real_weights)], ids=["toy", "real"])
+@pytest.fixture(
+    scope="module",
+    params=[TOYS, pytest.param(REAL, marks=pytest.mark.real_weights)],
+    ids=["toy", "real"],
+)
 def tokenizers(request, tmp_path_factory):
     """Each kind's tokenizer, and the same as transformers has it."""
     found = {}
@@ -102,7 +104,9 @@ def tokenizers(request, tmp_path_factory):
 
 
 def ours(tokenizer, template, messages, tools=None):
-    return conversation_tokens(tokenizer, template, messages, end_of_turn_ids(tokenizer, [tokenizer.eos_id]), tools)
+    return conversation_tokens(
+        tokenizer, template, messages, end_of_turn_ids(tokenizer, [tokenizer.eos_id]), tools
+    )
 
 
 def theirs(peer, template, messages, tools=None):
@@ -198,7 +202,10 @@ def test_the_counted_tokens_are_the_answers_and_their_ends(tokenizers, name, bef
     messages = conversation(PLAIN, None if name in NO_SYSTEM else "the system")
     found = counted_texts(tokenizer, *ours(tokenizer, STOCK[name], messages))
     # SentencePiece's decoding leaves out the first space, which is in the first word's token.
-    assert found in ([before + answer + end for _, answer in PLAIN], [answer + end for _, answer in PLAIN])
+    assert found in (
+        [before + answer + end for _, answer in PLAIN],
+        [answer + end for _, answer in PLAIN],
+    )
 
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
@@ -216,9 +223,14 @@ ASKED = [
 @pytest.mark.parametrize("absent", [True, False])
 def test_a_call_of_a_tool_counts_and_its_result_does_not(tokenizers, name, absent):
     tokenizer, peer = tokenizers["llama3"]
-    messages = [{key: value for key, value in each.items() if value is not None or not absent} for each in ASKED]
+    messages = [
+        {key: value for key, value in each.items() if value is not None or not absent}
+        for each in ASKED
+    ]
     ids, counted = ours(tokenizer, STOCK[name], messages, TOOLS)
-    assert ids == peer.apply_chat_template(messages, TOOLS, chat_template=STOCK[name], return_dict=False)
+    assert ids == peer.apply_chat_template(
+        messages, TOOLS, chat_template=STOCK[name], return_dict=False
+    )
     call = '{"name": "weather", "parameters": {"city": "Zürich"}}<|eot_id|>'
     assert counted_texts(tokenizer, ids, counted) == [call, "the user says 22<|eot_id|>"]
 
@@ -238,7 +250,9 @@ def test_tags_without_the_end_of_an_answer(tokenizers):
     """The end counts, or nothing would be learned about when to stop; what follows it does not."""
     tokenizer, _ = tokenizers["smollm2"]
     inside = "{{ message['content'] }}{% endgeneration %}{{ '<|im_end|>' }}"
-    without = tagged("chatml").replace("{{ message['content'] + '<|im_end|>' }}{% endgeneration %}", inside)
+    without = tagged("chatml").replace(
+        "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}", inside
+    )
     messages = conversation([*PLAIN, ("a", "")])
     assert without != tagged("chatml")
     assert ours(tokenizer, without, messages) == ours(tokenizer, tagged("chatml"), messages)
@@ -276,20 +290,27 @@ def test_templates_whose_parts_do_not_follow_each_other(tokenizers, name, templa
 
 def test_a_greeting_and_two_answers_in_a_row(tokenizers):
     tokenizer, _ = tokenizers["smollm2"]
-    said = [("assistant", "hello"), ("user", "a"), ("assistant", "12"), ("assistant", "the user"), ("user", "b")]
+    said = [
+        ("assistant", "hello"),
+        ("user", "a"),
+        ("assistant", "12"),
+        ("assistant", "the user"),
+        ("user", "b"),
+    ]
     messages = [{"role": role, "content": content} for role, content in said]
-    found = counted_texts(tokenizer, *ours(tokenizer, STOCK["smollm2"].replace("loop.first", "false"), messages))
+    found = counted_texts(
+        tokenizer, *ours(tokenizer, STOCK["smollm2"].replace("loop.first", "false"), messages)
+    )
     assert found == ["hello<|im_end|>", "12<|im_end|>", "the user<|im_end|>"]
 
 
 def test_an_end_further_on_is_another_messages(tokenizers):
     """Where a template ends no answer, the next question's end is not counted."""
     tokenizer, _ = tokenizers["smollm2"]
-    template = (
-        "{% for m in messages %}{{ m.role + ': ' + m.content + ('<|im_end|>' if m.role == 'user') + '\n' }}{% endfor %}"
-    )
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + ('<|im_end|>' if m.role == 'user') + '\n' }}{% endfor %}"
     found = counted_texts(
-        tokenizer, *ours(tokenizer, template.replace("'user')", "'user' else '')"), conversation(PLAIN))
+        tokenizer,
+        *ours(tokenizer, template.replace("'user')", "'user' else '')"), conversation(PLAIN)),
     )
     assert [text.strip() for text in found] == [answer for _, answer in PLAIN]
 
@@ -304,7 +325,11 @@ def counting(roles):
 
     def render_answers(template, variables, indices):
         messages = variables["messages"]
-        return original(template, variables, [i for i, message in enumerate(messages) if message["role"] in roles])
+        return original(
+            template,
+            variables,
+            [i for i, message in enumerate(messages) if message["role"] in roles],
+        )
 
     original = answers.render_answers
     return render_answers
@@ -312,13 +337,17 @@ def counting(roles):
 
 def with_headers(template, variables, indices):
     rendered = render_original(template, variables, indices)
-    return rendered._replace(spans=[(start - len("assistant\n"), *rest) for start, *rest in rendered.spans])
+    return rendered._replace(
+        spans=[(start - len("assistant\n"), *rest) for start, *rest in rendered.spans]
+    )
 
 
 render_original = answers.render_answers
 
 
-@pytest.mark.parametrize("mistake", ["header", "end", "user", "system", "tail", "before", "after", "bos"])
+@pytest.mark.parametrize(
+    "mistake", ["header", "end", "user", "system", "tail", "before", "after", "bos"]
+)
 def test_mistakes_are_seen(tokenizers, mistake, monkeypatch):
     """Each one planted, transformers gives other tokens or another mask."""
     kind, name = ("llama3", "llama3") if mistake == "bos" else ("smollm2", "chatml")
@@ -342,7 +371,9 @@ def test_mistakes_are_seen(tokenizers, mistake, monkeypatch):
     elif mistake == "bos":
         encode = type(tokenizer).encode_with_special_tokens
         monkeypatch.setattr(
-            type(tokenizer), "encode_with_special_tokens", lambda self, text: [self.bos_id, *encode(self, text)]
+            type(tokenizer),
+            "encode_with_special_tokens",
+            lambda self, text: [self.bos_id, *encode(self, text)],
         )
     found = conversation_tokens(tokenizer, template, messages, stop_ids)
     found = shifted(found, {"before": 1, "after": -1}.get(mistake, 0))
@@ -388,7 +419,8 @@ def test_templates_that_do_not_serve(tokenizers):
     loop = "{% for m in messages %}STEP{% endfor %}"
     counts = loop.replace("STEP", "{{ m.content | length if loop.last else m.content }}")
     with pytest.raises(
-        JllamaError, match="answer 2 is no part of its own in what the chat template writes: fill it, leave"
+        JllamaError,
+        match="answer 2 is no part of its own in what the chat template writes: fill it, leave",
     ):
         ours(tokenizer, counts, conversation(PLAIN))
     says_its_length = loop.replace("STEP", "{{ m.content }}, {{ m.content | length }}; ")
@@ -396,7 +428,9 @@ def test_templates_that_do_not_serve(tokenizers):
         ours(tokenizer, says_its_length, conversation(PLAIN))
     with pytest.raises(JllamaError, match="answer 1 is no part of its own"):
         ours(tokenizer, "{{ messages[0].content }}", conversation(PLAIN))
-    with pytest.raises(JllamaError, match="refuses these messages: Conversation roles must alternate"):
+    with pytest.raises(
+        JllamaError, match="refuses these messages: Conversation roles must alternate"
+    ):
         ours(tokenizers["llama2"][0], STOCK["mistral"], conversation(PLAIN)[1:])
     with pytest.raises(JllamaError, match="answer 1 is no part of its own"):
         ours(tokenizer, loop.replace("STEP", "{{ m.content }}"), conversation([("a", "")]))
@@ -406,7 +440,9 @@ def test_templates_that_do_not_serve(tokenizers):
 
 @pytest.mark.parametrize("tools", [{"name": "a"}, ["a"], 3])
 def test_tools_that_are_none(tokenizers, tools):
-    with pytest.raises(UsageError, match="the tools must be a list of objects, each the JSON schema of a function"):
+    with pytest.raises(
+        UsageError, match="the tools must be a list of objects, each the JSON schema of a function"
+    ):
         ours(tokenizers["smollm2"][0], TEMPLATES["chatml"], conversation(PLAIN), tools)
 
 
@@ -419,13 +455,19 @@ def test_tags_as_transformers_has_them_in_text():
 
 
 def call(city, id="call12345"):
-    return {"id": id, "type": "function", "function": {"name": "weather", "arguments": {"city": city}}}
+    return {
+        "id": id,
+        "type": "function",
+        "function": {"name": "weather", "arguments": {"city": city}},
+    }
 
 
 def tokens_and_notes(tokenizer, template, messages, stop_ids=(2,), tools=None, **options):
     """The texts that count, and what is noted."""
     notes = collections.Counter()
-    found = conversation_tokens(tokenizer, template, messages, stop_ids, tools, notes=notes, **options)
+    found = conversation_tokens(
+        tokenizer, template, messages, stop_ids, tools, notes=notes, **options
+    )
     return [text.strip() for text in counted_texts(tokenizer, *found)], dict(notes)
 
 
@@ -433,17 +475,28 @@ def tokens_and_notes(tokenizer, template, messages, stop_ids=(2,), tools=None, *
     ("name", "messages", "tools", "said"),
     [
         ("smollm2", ASKED, None, "leaves out the tool_calls of message 2, which would be lost"),
-        ("smollm2", says({"role": "assistant", "content": "b"}), TOOLS, "leaves out the tools, which would be lost"),
+        (
+            "smollm2",
+            says({"role": "assistant", "content": "b"}),
+            TOOLS,
+            "leaves out the tools, which would be lost",
+        ),
         ("smollm2", ASKED, TOOLS, "leaves out the tools and the tool_calls of message 2, which"),
-        ("no system", conversation(PLAIN, "the system"), None, "leaves out message 0, which would be lost"),
+        (
+            "no system",
+            conversation(PLAIN, "the system"),
+            None,
+            "leaves out message 0, which would be lost",
+        ),
         ("no results", ASKED, None, "leaves out message 3, which would be lost"),
     ],
 )
 def test_what_a_template_leaves_out_is_refused(tokenizers, name, messages, tools, said):
-    loop = (
-        "{% for m in messages if m.role != 'ROLE' %}<|im_start|>{{ m.content or m.tool_calls }}<|im_end|>{% endfor %}"
-    )
-    templates = {"no system": loop.replace("ROLE", "system"), "no results": loop.replace("ROLE", "tool")}
+    loop = "{% for m in messages if m.role != 'ROLE' %}<|im_start|>{{ m.content or m.tool_calls }}<|im_end|>{% endfor %}"
+    templates = {
+        "no system": loop.replace("ROLE", "system"),
+        "no results": loop.replace("ROLE", "tool"),
+    }
     messages = [message | {"content": message["content"] or ""} for message in messages]
     with pytest.raises(JllamaError, match=f"the chat template {said}"):
         ours(tokenizers["smollm2"][0], templates.get(name) or STOCK[name], messages, tools)
@@ -467,9 +520,16 @@ def test_smollm2_learns_calls_as_the_server_reads_them(tokenizers, content):
     """Its own template has no tools: the one that takes its place does, for messages as OpenAI has them."""
     tokenizer, _ = tokenizers["smollm2"]
     arguments = {"name": "weather", "arguments": '{"city": "Rome"}'}
-    asks = {"role": "assistant", **content, "tool_calls": [{"id": "a", "type": "function", "function": arguments}]}
+    asks = {
+        "role": "assistant",
+        **content,
+        "tool_calls": [{"id": "a", "type": "function", "function": arguments}],
+    }
     given = [*ASKED[:2], asks, {"role": "tool", "tool_call_id": "a", "content": "22"}, ASKED[4]]
-    template, messages = find_template(tokenizer, STOCK["smollm2"]), openai_messages(given, is_request=False)
+    template, messages = (
+        find_template(tokenizer, STOCK["smollm2"]),
+        openai_messages(given, is_request=False),
+    )
     texts, notes = tokens_and_notes(tokenizer, template, messages, tools=TOOLS)
     assert texts == [
         '<tool_call>[{"name": "weather", "arguments": {"city": "Rome"}}]</tool_call><|im_end|>',
@@ -506,8 +566,15 @@ def test_calls_where_a_template_takes_turns_without_them(tokenizers):
         for city in ('"Rome"', '"Oslo"', 12)
     )
     expected = [written.format(rome + oslo), written.format(twelve), "hello</s>"]
-    for count, questions in [(7, []), (7, [asked, {"role": "assistant", "content": "12"}]), (5, []), (2, [])]:
-        texts, notes = tokens_and_notes(tokenizer, MISTRAL_CALLS, messages[:count] + questions, [2], TOOLS)
+    for count, questions in [
+        (7, []),
+        (7, [asked, {"role": "assistant", "content": "12"}]),
+        (5, []),
+        (2, []),
+    ]:
+        texts, notes = tokens_and_notes(
+            tokenizer, MISTRAL_CALLS, messages[:count] + questions, [2], TOOLS
+        )
         answers_before = sum(message["role"] == "assistant" for message in messages[:count])
         assert texts == expected[:answers_before] + ["12</s>"] * bool(questions)
         assert notes == {}
@@ -538,9 +605,7 @@ def test_the_end_that_a_template_writes_counts_though_it_is_no_stop_id(tokenizer
 def test_what_a_template_writes_or_cuts_out_of_answers_is_noted(tokenizers):
     """Qwen3's empty thoughts, and R1's, which are cut out."""
     tokenizer, _ = tokenizers["smollm2"]
-    answer = (
-        "{{ '<think>\n\n</think>\n\n' if m.role == 'assistant' and loop.last }}{{ m.content.split('</think>')[-1] }}"
-    )
+    answer = "{{ '<think>\n\n</think>\n\n' if m.role == 'assistant' and loop.last }}{{ m.content.split('</think>')[-1] }}"
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\nANSWER<|im_end|>\n{% endfor %}"
     template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     template = template.replace("ANSWER", answer.replace("loop.last }}", "loop.last else '' }}"))
@@ -568,9 +633,7 @@ def test_only_the_answers_asked_for_count(tokenizers, name):
 def test_arguments_are_text_to_templates_that_want_it(tokenizers):
     """DeepSeek's adds them to a text, others write them as JSON."""
     tokenizer, _ = tokenizers["smollm2"]
-    template = (
-        "{% for m in messages %}<|im_start|>{% for c in m.tool_calls %}{{ ARGUMENTS }}{% endfor %}{{ m.content }}"
-    )
+    template = "{% for m in messages %}<|im_start|>{% for c in m.tool_calls %}{{ ARGUMENTS }}{% endfor %}{{ m.content }}"
     template += "<|im_end|>{% endfor %}"
     found = []
     for written in ("'' + c.function.arguments", "c.function.arguments | tojson"):

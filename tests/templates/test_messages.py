@@ -48,7 +48,22 @@ def peers(tmp_path_factory):
     return found
 
 
-WORDS = ["the user", "é", "世界", "👩‍👩‍👧", "12", "[INST]", "{{ x }}", "don't", " ", "  ", "\n", "\n\n", "\t", "\0"]
+WORDS = [
+    "the user",
+    "é",
+    "世界",
+    "👩‍👩‍👧",
+    "12",
+    "[INST]",
+    "{{ x }}",
+    "don't",
+    " ",
+    "  ",
+    "\n",
+    "\n\n",
+    "\t",
+    "\0",
+]
 SPECIALS = ["</s>", "<s>", "<unk>", "<|im_end|>", "<|eot_id|>", "<|im_", "|>"]
 texts = texts_with(WORDS + SPECIALS)
 
@@ -56,7 +71,10 @@ texts = texts_with(WORDS + SPECIALS)
 @st.composite
 def conversations(draw):
     system = [{"role": "system", "content": draw(texts)}] if draw(st.booleans()) else []
-    turns = [{"role": ("user", "assistant")[i % 2], "content": draw(texts)} for i in range(draw(st.integers(1, 5)))]
+    turns = [
+        {"role": ("user", "assistant")[i % 2], "content": draw(texts)}
+        for i in range(draw(st.integers(1, 5)))
+    ]
     return system + turns
 
 
@@ -94,7 +112,9 @@ def test_llama_2_is_metas_dialogue(contents, system):
     roles = [("user", "assistant")[place % 2] for place in range(len(contents))][
         : len(contents) - (len(contents) + 1) % 2
     ]
-    turns = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+    turns = [
+        {"role": role, "content": content} for role, content in zip(roles, contents, strict=False)
+    ]
     told = [f"<<SYS>>\n{system}\n<</SYS>>\n\n{contents[0]}", *contents[1:]]
     expected = []
     for place in range(0, len(turns), 2):
@@ -119,7 +139,11 @@ def test_llama_2_is_transformers_legacy(tmp_path):
 
 
 @given(
-    conversations().map(lambda said: [message | {"content": message["content"].replace("<", "")} for message in said])
+    conversations().map(
+        lambda said: [
+            message | {"content": message["content"].replace("<", "")} for message in said
+        ]
+    )
 )
 def test_llama_3_is_metas_dialogue(messages):
     """Header, content and end of each message. Source: Meta's ``ChatFormat``."""
@@ -130,7 +154,11 @@ def test_llama_3_is_metas_dialogue(messages):
 
     expected = [LLAMA_3.bos_id]
     for message in messages:
-        expected += [*header(message["role"]), *encode("\n\n" + message["content"].strip()), special["<|eot_id|>"]]
+        expected += [
+            *header(message["role"]),
+            *encode("\n\n" + message["content"].strip()),
+            special["<|eot_id|>"],
+        ]
     ids = chat_ids(model_with(LLAMA_3), messages)
     assert ids == [*expected, *header("assistant"), *encode("\n\n")]
     assert ids.count(LLAMA_3.bos_id) == 1
@@ -138,17 +166,25 @@ def test_llama_3_is_metas_dialogue(messages):
 
 def test_chatml_with_and_without_bos():
     messages = [{"role": "system", "content": " a"}, {"role": "user", "content": "b\n"}]
-    text = "<|im_start|>system\n a<|im_end|>\n<|im_start|>user\nb\n<|im_end|>\n<|im_start|>assistant\n"
+    text = (
+        "<|im_start|>system\n a<|im_end|>\n<|im_start|>user\nb\n<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert chat_ids(model_with(CHATML), messages) == CHATML.encode_with_special_tokens(text)
     with_bos = chat_ids(model_with(BytesTokenizer()), messages, TEMPLATES["chatml"])
     assert with_bos == [1, *BytesTokenizer().encode(text)]
 
 
-@pytest.mark.parametrize("tokenizer", [*TOKENIZERS.values(), BytesTokenizer()], ids=[*TOKENIZERS, "bytes"])
+@pytest.mark.parametrize(
+    "tokenizer", [*TOKENIZERS.values(), BytesTokenizer()], ids=[*TOKENIZERS, "bytes"]
+)
 @given(parts=st.lists(texts, max_size=4))
 def test_special_tokens_in_a_text(tokenizer, parts):
     """Between any two, what ``encode`` gives; none of them, all of what it gives."""
-    special = {text: id for text, id in tokenizer.special_tokens.items() if id in (tokenizer.bos_id, tokenizer.eos_id)}
+    special = {
+        text: id
+        for text, id in tokenizer.special_tokens.items()
+        if id in (tokenizer.bos_id, tokenizer.eos_id)
+    }
     assert len(special) == 2
     without = [part for part in parts if not any(text in part for text in tokenizer.special_tokens)]
     (bos, eos), ids = special, []
@@ -162,7 +198,9 @@ def test_special_tokens_in_a_text(tokenizer, parts):
 def test_a_long_text_with_special_tokens():
     """Longer than tiktoken takes at once: no special token is cut."""
     text = ("a" * 24_990 + "<|eot_id|>") * 5
-    assert LLAMA_3.encode_with_special_tokens(text) == as_huggingface(LLAMA_3).encode_with_special_tokens(text)
+    assert LLAMA_3.encode_with_special_tokens(text) == as_huggingface(
+        LLAMA_3
+    ).encode_with_special_tokens(text)
     assert LLAMA_3.encode_with_special_tokens(text).count(LLAMA_3.special_tokens["<|eot_id|>"]) == 5
 
 
@@ -227,9 +265,15 @@ def test_what_ends_an_answer():
             [{"role": "user", "content": "a"}, {"role": "user", "content": "a", "name": "b"}],
             "message 1 has 'role', 'co",
         ),
-        ([{"role": "robot", "content": "a"}], "has the role 'robot'; it must be one of system, user, assistant"),
+        (
+            [{"role": "robot", "content": "a"}],
+            "has the role 'robot'; it must be one of system, user, assistant",
+        ),
         ([{"role": "user", "content": None}], "message 0 has a content of type NoneType, not text"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "message 0 has a content of type list, not text"),
+        (
+            [{"role": "user", "content": [{"type": "text"}]}],
+            "message 0 has a content of type list, not text",
+        ),
     ],
 )
 def test_messages_that_are_none(messages, said):
@@ -238,12 +282,16 @@ def test_messages_that_are_none(messages, said):
 
 
 def test_messages_of_a_file():
-    with pytest.raises(UsageError, match="message 1 is of type str; it must have a role and a content"):
+    with pytest.raises(
+        UsageError, match="message 1 is of type str; it must have a role and a content"
+    ):
         check_messages([{"role": "user", "content": "a"}, "hello"])
 
 
 def test_templates_that_are_not_there(tmp_path):
-    with pytest.raises(JllamaError, match="no chat template and its tokenizer no special tokens of a known one"):
+    with pytest.raises(
+        JllamaError, match="no chat template and its tokenizer no special tokens of a known one"
+    ):
         chat_template(model_with(BytesTokenizer()))
     with pytest.raises(JllamaError, match="the model has no tokenizer"):
         chat_ids(model_with(None), LONG)
@@ -251,7 +299,8 @@ def test_templates_that_are_not_there(tmp_path):
         chat_template(model_with(LLAMA_2), "nowhere.jinja")
     (tmp_path / "latin.jinja").write_bytes(b"caf\xe9")
     with pytest.raises(
-        JllamaError, match=r"cannot be read: give a file or one of chatml, llama2, llama3: .*codec can't decode"
+        JllamaError,
+        match=r"cannot be read: give a file or one of chatml, llama2, llama3: .*codec can't decode",
     ):
         chat_template(model_with(LLAMA_2), str(tmp_path / "latin.jinja"))
 
@@ -259,5 +308,7 @@ def test_templates_that_are_not_there(tmp_path):
 @pytest.mark.parametrize("turns", ["aa", "a", "uu", "us", "suua"])
 def test_llama_2_needs_turns(turns):
     roles = {"a": "assistant", "u": "user", "s": "system"}
-    with pytest.raises(JllamaError, match="refuses these messages: user and assistant must take turns"):
+    with pytest.raises(
+        JllamaError, match="refuses these messages: user and assistant must take turns"
+    ):
         chat_ids(model_with(LLAMA_2), [{"role": roles[turn], "content": "a"} for turn in turns])

@@ -18,7 +18,9 @@ from jllama.templates.template import render
 
 MESSAGES = [{"role": "user", "content": "hi there\n" * 99}]
 NESTED = "{% set ns = namespace(l=[1, 2]) %}{% for i in range(60) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}"
-DOUBLED = "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = STEP %}{% endfor %}"
+DOUBLED = (
+    "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = STEP %}{% endfor %}"
+)
 LOOPS = "{% for a in r %}{% for b in r %}{% for c in r %}"
 LIMIT = r"it takes too much time or memory \(over 0.1 s or 128 MiB\); perhaps it loops without end; give another t"
 TEXT = "it makes a text of over 100,000 bytes"
@@ -37,10 +39,22 @@ def _a_new_worker():
         # time
         ("{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}", LIMIT),
         (f"{LOOPS}{{% endfor %}}{{% endfor %}}{{% endfor %}}", LIMIT),
-        (f"{LOOPS.replace(' %}', ' if not a %}')}{{% endfor %}}{{% endfor %}}{{% endfor %}}", LIMIT),
-        ("{% for a in [1, 2] recursive %}{% if loop.depth < 60 %}{{ loop([1, 2]) }}{% endif %}{% endfor %}", LIMIT),
-        ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", LIMIT),
-        (f"{LOOPS}{{% set x = messages | map('tojson') | list %}}{{% endfor %}}{{% endfor %}}{{% endfor %}}", LIMIT),
+        (
+            f"{LOOPS.replace(' %}', ' if not a %}')}{{% endfor %}}{{% endfor %}}{{% endfor %}}",
+            LIMIT,
+        ),
+        (
+            "{% for a in [1, 2] recursive %}{% if loop.depth < 60 %}{{ loop([1, 2]) }}{% endif %}{% endfor %}",
+            LIMIT,
+        ),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+            LIMIT,
+        ),
+        (
+            f"{LOOPS}{{% set x = messages | map('tojson') | list %}}{{% endfor %}}{{% endfor %}}{{% endfor %}}",
+            LIMIT,
+        ),
         ("{% set a = [1] * 300000 %}{{ ('%(a)s' * 300) % {'a': a} }}", LIMIT),
         ("{% set a = [1] * 300000 %}{{ ('%(a)s' * 9000) % {'a': a} }}", LIMIT),
         ("{{ 10 ** 999 ** 999 }}", LIMIT),
@@ -49,7 +63,10 @@ def _a_new_worker():
         ("{{ ('{0}' * 90000).format('a' * 90000) }}", LIMIT),
         ("{{ ('{a}' * 90000).format(a='a' * 90000) }}", LIMIT),
         ("{{ ('%(a)s' * 90000) | format(a='a' * 90000) }}", LIMIT),
-        ("{% set ns = namespace(l=[]) %}{% for a in r %}{% set ns.l = [ns.l, 'a' * (a + 90000)] %}{% endfor %}", LIMIT),
+        (
+            "{% set ns = namespace(l=[]) %}{% for a in r %}{% set ns.l = [ns.l, 'a' * (a + 90000)] %}{% endfor %}",
+            LIMIT,
+        ),
         ("{{ 'a' * 10 ** 10 }}", LIMIT),
         ("{{ [1] * 10 ** 10 }}", LIMIT),
         (DOUBLED.replace("STEP", "ns.s + ns.s"), LIMIT),
@@ -93,12 +110,18 @@ def _a_new_worker():
         ("{{ dict.mro() }}", "it reaches for 'mro' of a type"),
         ("{{ messages.append(1) }}", "it reaches for 'append' of a list"),
         # mistakes
-        ("{% if %}", "is not Jinja: Expected an expression, got 'end of statement block' in line 1"),
+        (
+            "{% if %}",
+            "is not Jinja: Expected an expression, got 'end of statement block' in line 1",
+        ),
         ("\n{{ 1 | nope }}", "is not Jinja: No filter named 'nope'. in line 2"),
         ("{% include 'other' %}", "failed: no loader"),
         ("{{ 1 / 0 }}", "failed: division by zero"),
         ("{{ messages[0].nope.more }}", "failed: 'dict object' has no attribute 'nope'"),
-        ("{{ raise_exception('only\n \x1b[1mEnglish') }}", r"refuses these messages: only \[1mEnglish$"),
+        (
+            "{{ raise_exception('only\n \x1b[1mEnglish') }}",
+            r"refuses these messages: only \[1mEnglish$",
+        ),
         ("{{ raise_exception('a' * 9999) }}", "a{250}"),
     ],
     ids=lambda value: value[:50],
@@ -158,7 +181,9 @@ def test_an_interrupted_call_does_not_leave_its_answer_to_the_next(monkeypatch):
 
 def test_many_threads_get_each_its_own_text():
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda x: render("{{ x }}", x=x), range(200))) == [str(x) for x in range(200)]
+        assert list(pool.map(lambda x: render("{{ x }}", x=x), range(200))) == [
+            str(x) for x in range(200)
+        ]
 
 
 def test_a_slow_template_does_not_hold_up_another(monkeypatch):
@@ -187,7 +212,9 @@ def test_variables_that_json_cannot_hold():
     itself = []
     itself.append(itself)
     for value in ({1, 2}, object(), itself):
-        with pytest.raises(UsageError, match="takes text, numbers, lists and objects, as JSON does: "):
+        with pytest.raises(
+            UsageError, match="takes text, numbers, lists and objects, as JSON does: "
+        ):
             render("{{ x }}", x=value)
     assert render("{{ x }}", x="\ud83d \0 é") == "\ud83d \0 é"
 
@@ -204,7 +231,9 @@ def test_the_worker_imports_nothing_of_the_users_and_ends_with_its_parent(tmp_pa
         "print(template.render('alive'), worker.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)"
     )
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=os.getcwd(), timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=os.getcwd(), timeout=600
+    )
     first, second = done.stdout.decode().splitlines()
     assert done.returncode == -signal.SIGKILL
     assert first == "2 False False"
@@ -226,6 +255,10 @@ def is_running(pid):
 
 def test_a_long_conversation_is_not_hostile():
     """Of a hundred messages and over two megabytes."""
-    messages = [{"role": ("user", "assistant")[i % 2], "content": "the user " * 2400} for i in range(101)]
+    messages = [
+        {"role": ("user", "assistant")[i % 2], "content": "the user " * 2400} for i in range(101)
+    ]
     for template in TEMPLATES.values():
-        assert len(render(template, messages=messages, bos_token="<s>", eos_token="</s>")) > 2_000_000
+        assert (
+            len(render(template, messages=messages, bos_token="<s>", eos_token="</s>")) > 2_000_000
+        )

@@ -41,7 +41,8 @@ from jllama.tokenizers.llama2c import load_llama2c_tokenizer, save_llama2c_token
 from jllama.tokenizers.tiktoken import PATTERN, SPECIAL_TOKENS, _parts, write_ranks
 
 CORPUS = [
-    "the quick brown fox jumps over the lazy dog, don't they? 12 345 6789\n\n  def f(x):\n    return x\n" * 20,
+    "the quick brown fox jumps over the lazy dog, don't they? 12 345 6789\n\n  def f(x):\n    return x\n"
+    * 20,
     "héllo wörld 你好 世界 " * 20,
 ]
 TEXTS = [text for text in HARD if "\u2581" not in text]
@@ -59,7 +60,9 @@ METAS_PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 ORIGINALS = {
-    "sentencepiece": sentencepiece.SentencePieceProcessor(model_proto=MADE["sentencepiece"].content).encode,
+    "sentencepiece": sentencepiece.SentencePieceProcessor(
+        model_proto=MADE["sentencepiece"].content
+    ).encode,
     "tiktoken": tiktoken.Encoding(
         "it",
         pat_str=METAS_PATTERN,
@@ -72,7 +75,10 @@ ORIGINALS = {
 
 repetitive = st.lists(
     st.tuples(
-        st.sampled_from(["a", "the ", " ", "  ", "\n", "12", "=", "世", "é", "'s", "\t", "\r", "🙂"]), st.integers(1, 9)
+        st.sampled_from(
+            ["a", "the ", " ", "  ", "\n", "12", "=", "世", "é", "'s", "\t", "\r", "🙂"]
+        ),
+        st.integers(1, 9),
     )
 ).map(lambda runs: "".join(part * times for part, times in runs))
 every_tokenizer = pytest.mark.parametrize("tokenizer", MADE.values(), ids=MADE)
@@ -81,7 +87,11 @@ every_tokenizer = pytest.mark.parametrize("tokenizer", MADE.values(), ids=MADE)
 def assert_same_ids(found, expected):
     for text in TEXTS:
         assert found.encode(text) == expected.encode(text), text
-    assert (found.bos_id, found.eos_id, found.add_bos) == (expected.bos_id, expected.eos_id, expected.add_bos)
+    assert (found.bos_id, found.eos_id, found.add_bos) == (
+        expected.bos_id,
+        expected.eos_id,
+        expected.add_bos,
+    )
 
 
 @every_tokenizer
@@ -106,7 +116,9 @@ FORMS = {name: list(every_form(tokenizer)) for name, tokenizer in MADE.items()}
 
 
 @pytest.mark.parametrize("name", MADE)
-@given(text=repetitive | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")))
+@given(
+    text=repetitive | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"))
+)
 def test_ids_are_the_same_in_every_form(name, text):
     ids = MADE[name].encode(text)
     assert ids == ORIGINALS.get(name, MADE[name].encode)(text)
@@ -129,7 +141,10 @@ def test_saved_it_is_loaded(tokenizer, tmp_path):
     found = load_tokenizer(tmp_path)
     assert type(found) is type(tokenizer)
     assert_same_ids(found, tokenizer)
-    assert (found.fingerprint(), found.vocab_size) == (tokenizer.fingerprint(), tokenizer.vocab_size)
+    assert (found.fingerprint(), found.vocab_size) == (
+        tokenizer.fingerprint(),
+        tokenizer.vocab_size,
+    )
 
 
 @every_tokenizer
@@ -177,7 +192,9 @@ def test_through_llama2c(tmp_path):
         assert_same_ids(load_tokenizer(path), MADE["sentencepiece"])
     longest, score, length = struct.unpack_from("<ifi", path.read_bytes())
     assert (score, length) == (0.0, 5)
-    assert longest == max(len(text.replace("\u2581", " ").encode()) for text in MADE["sentencepiece"].texts)
+    assert longest == max(
+        len(text.replace("\u2581", " ").encode()) for text in MADE["sentencepiece"].texts
+    )
     assert b"\n<s>\n" in path.read_bytes()
 
 
@@ -195,7 +212,9 @@ def test_a_tokenizer_bin_cut_short(tmp_path_factory, data):
     whole, ends = path.read_bytes(), [4]
     while ends[-1] < len(whole):
         ends.append(ends[-1] + 8 + struct.unpack_from("<i", whole, ends[-1] + 4)[0])
-    path.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1).filter(lambda cut: cut not in ends[259:]))])
+    path.write_bytes(
+        whole[: data.draw(st.integers(0, len(whole) - 1).filter(lambda cut: cut not in ends[259:]))]
+    )
     with pytest.raises(JllamaError, match=str(path)):
         load_llama2c_tokenizer(path)
 
@@ -203,10 +222,15 @@ def test_a_tokenizer_bin_cut_short(tmp_path_factory, data):
 def test_a_tokenizer_bin_that_lies(tmp_path):
     path = tmp_path / "tokenizer.bin"
     path.write_bytes(struct.pack("<ifi", 2, 0.0, 3) + b"abc")
-    with pytest.raises(JllamaError, match=r"says at byte 8 that token 0 has 3 bytes, but at byte 0 that none has more"):
+    with pytest.raises(
+        JllamaError,
+        match=r"says at byte 8 that token 0 has 3 bytes, but at byte 0 that none has more",
+    ):
         load_tokenizer(path)
     path.write_bytes(struct.pack("<ifi", 5, 0.0, 2**31 - 1))
-    with pytest.raises(JllamaError, match=r"says at byte 8 that token 0 has 2147483647 bytes, but 0 are left"):
+    with pytest.raises(
+        JllamaError, match=r"says at byte 8 that token 0 has 2147483647 bytes, but 0 are left"
+    ):
         load_tokenizer(path)
 
 
@@ -216,7 +240,9 @@ def test_the_way_to_split_text_matters():
     found = set()
     for pre in PRE_TOKENIZERS:
         tokens, merges = byte_level_bpe(CORPUS, 400, "gpt-2")
-        vocabulary = Vocabulary(tokens, [TokenType.NORMAL] * len(tokens), 0, 0, False, merges=merges, pre=pre)
+        vocabulary = Vocabulary(
+            tokens, [TokenType.NORMAL] * len(tokens), 0, 0, False, merges=merges, pre=pre
+        )
         tokenizer = HuggingFaceTokenizer.from_vocabulary(vocabulary)
         found.add(tuple(tokenizer.encode(text)))
         assert to_gguf(tokenizer, 400)["tokenizer.ggml.pre"] == pre
@@ -293,7 +319,9 @@ def test_other_threads_run_while_a_long_text_is_encoded(name):
     assert rounds > 5
 
 
-@pytest.mark.parametrize("run", [" " * 60_000, "a" * 60_000, "ab" * 20_000 + " " * 30_000 + "c" * 450_000])
+@pytest.mark.parametrize(
+    "run", [" " * 60_000, "a" * 60_000, "ab" * 20_000 + " " * 30_000 + "c" * 450_000]
+)
 def test_tiktoken_and_very_long_runs(run):
     tokenizer = MADE["tiktoken"]
     assert tokenizer.decode(tokenizer.encode(run)) == run
@@ -302,9 +330,15 @@ def test_tiktoken_and_very_long_runs(run):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda text: text.replace(b" 5\n", b" 6\n"), "in line 6; expected a token in base64 and 5"),
+        (
+            lambda text: text.replace(b" 5\n", b" 6\n"),
+            "in line 6; expected a token in base64 and 5",
+        ),
         (lambda text: b"!!!! 0\n" + text, "in line 1; expected a token in base64 and 0"),
-        (lambda text: text + text.splitlines()[7].split()[0] + b" %d\n" % len(text.splitlines()), "has a token twice"),
+        (
+            lambda text: text + text.splitlines()[7].split()[0] + b" %d\n" % len(text.splitlines()),
+            "has a token twice",
+        ),
         (lambda text: b"".join(text.splitlines(keepends=True)[:200]), "has no token for the byte"),
     ],
 )
@@ -322,7 +356,10 @@ def test_ranks_that_are_none(tmp_path, change, said):
         ({"tokenizer.ggml.tokens": None}, "no tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.token_type": [1]}, "types of tokens"),
         ({"tokenizer.ggml.token_type": [9] * 410}, "types of tokens other than 1 to 6"),
-        ({"tokenizer.ggml.tokens": ["a"] * 410, "tokenizer.ggml.token_type": [1] * 410}, "the token 'a' twice"),
+        (
+            {"tokenizer.ggml.tokens": ["a"] * 410, "tokenizer.ggml.token_type": [1] * 410},
+            "the token 'a' twice",
+        ),
         ({"tokenizer.ggml.tokens": ["\udc80"] * 410}, "not text in UTF-8"),
         ({"tokenizer.ggml.tokens": [7] * 410}, "not text in UTF-8"),
         ({"tokenizer.ggml.eos_token_id": 405}, r"has \d+ tokens, but BOS and EOS are 1 and 405"),
@@ -358,7 +395,14 @@ def test_a_json_with_more_tokens_than_the_model_beside_it_wins(tmp_path):
     save_huggingface(tokenizer, tmp_path)
     assert isinstance(load_tokenizer(tmp_path), SentencePieceTokenizer)
     whole = json.loads((tmp_path / "tokenizer.json").read_text())
-    token = {"id": 400, "content": "<pad>", "special": True, "single_word": False, "lstrip": False, "rstrip": False}
+    token = {
+        "id": 400,
+        "content": "<pad>",
+        "special": True,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+    }
     whole["added_tokens"].append(token | {"normalized": False})
     (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
     found = load_tokenizer(tmp_path)
@@ -382,12 +426,18 @@ def test_bos_and_eos_from_the_files_beside(tmp_path):
     with pytest.raises(JllamaError, match=r"tokenizer_config\.json is not JSON"):
         load_tokenizer(tmp_path)
     for content in ("[]", "3", "{}"):
-        (tmp_path / "tokenizer_config.json").write_text(f'{{"bos_token": {{"content": {content}}}}}')
-        with pytest.raises(JllamaError, match=r"tokenizer_config\.json has bos_token .*; it must be a text"):
+        (tmp_path / "tokenizer_config.json").write_text(
+            f'{{"bos_token": {{"content": {content}}}}}'
+        )
+        with pytest.raises(
+            JllamaError, match=r"tokenizer_config\.json has bos_token .*; it must be a text"
+        ):
             load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["[" * 300_000, "", "{", "[]", "{}", '{"added_tokens": [], "model": {"vocab": 3}}'])
+@pytest.mark.parametrize(
+    "text", ["[" * 300_000, "", "{", "[]", "{}", '{"added_tokens": [], "model": {"vocab": 3}}']
+)
 def test_a_json_that_is_no_tokenizer(tmp_path, text):
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(JllamaError, match=r"tokenizer\.json"):
@@ -400,7 +450,9 @@ def test_a_json_with_an_absurd_id(tmp_path):
     whole = json.loads((tmp_path / "tokenizer.json").read_text())
     whole["model"]["vocab"][next(iter(whole["model"]["vocab"]))] = 2**32 - 2
     (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
-    with pytest.raises(JllamaError, match="has the token id 4294967294, which no Llama has: it is damaged"):
+    with pytest.raises(
+        JllamaError, match="has the token id 4294967294, which no Llama has: it is damaged"
+    ):
         load_tokenizer(tmp_path)
 
 
@@ -408,7 +460,12 @@ def test_a_json_whose_pattern_never_ends(tmp_path):
     """The library panics, which is no Exception."""
     MADE["smollm"].save(tmp_path)
     whole = json.loads((tmp_path / "tokenizer.json").read_text())
-    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": "(a+)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     whole["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, whole["pre_tokenizer"]]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
     with pytest.raises(JllamaError, match="cannot split a text of 41 characters"):
@@ -421,7 +478,9 @@ def test_a_json_that_makes_the_library_panic(tmp_path, capfd):
     whole = json.loads((tmp_path / "tokenizer.json").read_text())
     whole["post_processor"]["special_tokens"] = {}
     (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
-    with pytest.raises(JllamaError, match=r"tokenizer\.json is not a tokenizer\.json: no entry found for key"):
+    with pytest.raises(
+        JllamaError, match=r"tokenizer\.json is not a tokenizer\.json: no entry found for key"
+    ):
         load_tokenizer(tmp_path)
     os.write(2, b"still here")
     assert capfd.readouterr().err == "still here"
@@ -438,7 +497,9 @@ def test_a_json_that_makes_the_library_panic_when_it_decodes():
 
     tokenizer = HuggingFaceTokenizer.from_vocabulary(BytesTokenizer().vocabulary())
     tokenizer._library = types.SimpleNamespace(decode=panic)
-    with pytest.raises(JllamaError, match="cannot turn 2 tokens into text: range end index 9 out of range"):
+    with pytest.raises(
+        JllamaError, match="cannot turn 2 tokens into text: range end index 9 out of range"
+    ):
         tokenizer.decode([7, 8])
 
 
@@ -450,7 +511,9 @@ def test_a_boolean_is_no_token(name, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
     for file in ("config.json", "generation_config.json"):
         (tmp_path / file).write_text(json.dumps({f"{name}_token_id": True}))
-        with pytest.raises(JllamaError, match=f"has {name}_token_id True; it must be the id of a token"):
+        with pytest.raises(
+            JllamaError, match=f"has {name}_token_id True; it must be the id of a token"
+        ):
             load_tokenizer(tmp_path)
 
 
@@ -459,9 +522,15 @@ def test_characters_that_a_vocabulary_lacks_are_dropped():
     made = as_huggingface(MADE["smollm"])
     whole = json.loads(made.content)
     lost = [chr(byte) for byte in (0x04, 0x06, 0x13, 0x14, 0x16, 0x1D)]
-    vocab = [token for token in whole["model"]["vocab"] if token not in [BYTE_CHARS[ord(char)] for char in lost]]
+    vocab = [
+        token
+        for token in whole["model"]["vocab"]
+        if token not in [BYTE_CHARS[ord(char)] for char in lost]
+    ]
     whole["model"]["vocab"] = {token: id for id, token in enumerate(vocab)}
-    whole["added_tokens"] = [token | {"id": vocab.index(token["content"])} for token in whole["added_tokens"]]
+    whole["added_tokens"] = [
+        token | {"id": vocab.index(token["content"])} for token in whole["added_tokens"]
+    ]
     ids = [vocab.index(made.texts[id]) for id in (made.bos_id, made.eos_id)]
     tokenizer = HuggingFaceTokenizer(json.dumps(whole), *ids)
     text = "".join(map(chr, range(0x2000)))
@@ -480,7 +549,9 @@ def test_a_jsons_truncation_and_padding_are_not_for_us():
     truncation = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     padding = {"strategy": {"Fixed": 6}, "direction": "Right", "pad_to_multiple_of": None}
     padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
-    assert_same_ids(huggingface(MADE["smollm"], truncation=truncation, padding=padding), MADE["smollm"])
+    assert_same_ids(
+        huggingface(MADE["smollm"], truncation=truncation, padding=padding), MADE["smollm"]
+    )
 
 
 @pytest.mark.parametrize("name", ["sentencepiece", "smollm"])
@@ -490,7 +561,11 @@ def test_whether_bos_is_added_goes_with_the_tokenizer(name, add_bos, tmp_path):
     tokenizer.save(tmp_path / "hf")
     save_meta(tokenizer, tmp_path / "meta")
     metadata = to_gguf(tokenizer, tokenizer.vocab_size)
-    found = [load_tokenizer(tmp_path / "hf"), load_tokenizer(tmp_path / "meta"), from_gguf(metadata, "it")]
+    found = [
+        load_tokenizer(tmp_path / "hf"),
+        load_tokenizer(tmp_path / "meta"),
+        from_gguf(metadata, "it"),
+    ]
     assert [(each.add_bos, each.bos_id, each.eos_id) for each in found] == [(add_bos, 1, 2)] * 3
     assert found[0].fingerprint() == tokenizer.fingerprint()
     peer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
@@ -507,7 +582,9 @@ def test_a_post_processor_that_ends_texts_too_begins_them_with_bos():
     assert huggingface(MADE["sentencepiece"], post_processor=template).add_bos
 
 
-@pytest.mark.parametrize("change", [{"add_bos_token": False}, {"eos_token": "e"}, {"bos_token": "</s>"}])
+@pytest.mark.parametrize(
+    "change", [{"add_bos_token": False}, {"eos_token": "e"}, {"bos_token": "</s>"}]
+)
 def test_a_json_that_begins_or_ends_text_otherwise_than_the_model_beside_it_wins(change, tmp_path):
     save_huggingface(MADE["sentencepiece"], tmp_path)
     file = tmp_path / "tokenizer_config.json"
@@ -517,13 +594,22 @@ def test_a_json_that_begins_or_ends_text_otherwise_than_the_model_beside_it_wins
 
 def trained_model(**options):
     model, lines = io.BytesIO(), iter(" ".join(CORPUS).splitlines())
-    options = {"model_type": "bpe", "byte_fallback": True, "hard_vocab_limit": False, "minloglevel": 2} | options
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=model, vocab_size=320, **options)
+    options = {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "hard_vocab_limit": False,
+        "minloglevel": 2,
+    } | options
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines, model_writer=model, vocab_size=320, **options
+    )
     return model.getvalue()
 
 
 NO_PREFIX = SentencePieceTokenizer(
-    trained_model(add_dummy_prefix=False, remove_extra_whitespaces=False, normalization_rule_name="identity")
+    trained_model(
+        add_dummy_prefix=False, remove_extra_whitespaces=False, normalization_rule_name="identity"
+    )
 )
 NO_PREFIX_ORIGINAL = sentencepiece.SentencePieceProcessor(model_proto=NO_PREFIX.content)
 NO_PREFIX_FORMS = [NO_PREFIX, *every_form(NO_PREFIX)]
@@ -533,7 +619,9 @@ def test_a_model_that_changes_text_is_read_but_not_converted(tmp_path):
     """OpenLLaMA's first is of this kind."""
     model = trained_model(remove_extra_whitespaces=True)
     tokenizer = SentencePieceTokenizer(model)
-    assert tokenizer.encode(" a  b\n") == sentencepiece.SentencePieceProcessor(model_proto=model).encode(" a  b\n")
+    assert tokenizer.encode(" a  b\n") == sentencepiece.SentencePieceProcessor(
+        model_proto=model
+    ).encode(" a  b\n")
     assert tokenizer.encode("\n") == []
     save_huggingface(MADE["sentencepiece"], tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(model)
@@ -593,7 +681,9 @@ def test_gguf_whose_eos_is_not_marked_as_a_control_token():
     for key, type_ in (("eos", TokenType.USER_DEFINED), ("bos", TokenType.NORMAL)):
         types = list(metadata["tokenizer.ggml.token_type"])
         types[metadata[f"tokenizer.ggml.{key}_token_id"]] = type_
-        assert_same_ids(from_gguf(metadata | {"tokenizer.ggml.token_type": types}, "it"), MADE["sentencepiece"])
+        assert_same_ids(
+            from_gguf(metadata | {"tokenizer.ggml.token_type": types}, "it"), MADE["sentencepiece"]
+        )
     types = [TokenType.NORMAL] * 403
     found = from_gguf(to_gguf(MADE["smollm"], 403) | {"tokenizer.ggml.token_type": types}, "it")
     assert found.decode([1, *found.encode("a"), 2]) == "a"
@@ -613,7 +703,9 @@ def test_gguf_whose_eos_is_not_marked_as_a_control_token():
 def test_metadata_that_describe_no_sentencepiece_model(change, said):
     metadata = to_gguf(MADE["sentencepiece"], 400)
     with pytest.raises(JllamaError, match=said):
-        from_gguf(metadata | {f"tokenizer.ggml.{key}": value for key, value in change.items()}, "it")
+        from_gguf(
+            metadata | {f"tokenizer.ggml.{key}": value for key, value in change.items()}, "it"
+        )
 
 
 def test_gguf_as_llama_cpp_writes_it():
@@ -626,10 +718,16 @@ def test_gguf_as_llama_cpp_writes_it():
     )
     assert metadata["tokenizer.ggml.tokens"][400:] == ["[PAD400]", "[PAD401]"]
     assert types[400:] == [5, 5]
-    assert (metadata["tokenizer.ggml.bos_token_id"], metadata["tokenizer.ggml.eos_token_id"]) == (1, 2)
+    assert (metadata["tokenizer.ggml.bos_token_id"], metadata["tokenizer.ggml.eos_token_id"]) == (
+        1,
+        2,
+    )
     assert metadata["tokenizer.ggml.scores"][259:400] == [-float(rank) for rank in range(141)]
     metadata = to_gguf(MADE["tiktoken"], MADE["tiktoken"].vocab_size)
-    assert (metadata["tokenizer.ggml.model"], metadata["tokenizer.ggml.pre"]) == ("gpt2", "llama-bpe")
+    assert (metadata["tokenizer.ggml.model"], metadata["tokenizer.ggml.pre"]) == (
+        "gpt2",
+        "llama-bpe",
+    )
     assert (
         metadata["tokenizer.ggml.token_type"]
         == [TokenType.NORMAL] * len(MADE["tiktoken"].tokens) + [TokenType.CONTROL] * 256
@@ -644,7 +742,9 @@ def test_gguf_as_llama_cpp_writes_it():
 def test_gpt2s_own_json_does_not_say_that_it_splits():
     pre = dict(PRE_TOKENIZERS["gpt-2"])
     del pre["use_regex"]
-    assert to_gguf(huggingface(MADE["gpt-2"], pre_tokenizer=pre), 403)["tokenizer.ggml.pre"] == "gpt-2"
+    assert (
+        to_gguf(huggingface(MADE["gpt-2"], pre_tokenizer=pre), 403)["tokenizer.ggml.pre"] == "gpt-2"
+    )
 
 
 def test_a_json_may_leave_out_what_is_default():
@@ -699,8 +799,14 @@ def llama3_json(rename, eos="<|eot_id|>"):
 
 def test_a_llama3_json_with_other_reserved_tokens_becomes_metas_file(tmp_path):
     """Llama 3.1's has other names than Meta's code for two tokens that are not used in text."""
-    rename = {"<|step_id|>": "<|reserved_special_token_2|>", "<|image|>": "<|reserved_special_token_3|>"}
-    rename |= {f"<|reserved_special_token_{n}|>": f"<|reserved_special_token_{n + 2}|>" for n in range(2, 246)}
+    rename = {
+        "<|step_id|>": "<|reserved_special_token_2|>",
+        "<|image|>": "<|reserved_special_token_3|>",
+    }
+    rename |= {
+        f"<|reserved_special_token_{n}|>": f"<|reserved_special_token_{n + 2}|>"
+        for n in range(2, 246)
+    }
     model = json.loads(as_huggingface(MADE["tiktoken"]).content)["model"]
     save_meta(llama3_json(rename), tmp_path)
     assert (tmp_path / "tokenizer.model").read_bytes() == MADE["tiktoken"].content
@@ -722,8 +828,12 @@ def test_a_json_of_llama2s_kind_that_sentencepiece_would_read_otherwise(tmp_path
     whole = json.loads(as_huggingface(MADE["sentencepiece"]).content)
     change = {"model": whole["model"] | {"merges": whole["model"]["merges"][1:]}}
     with pytest.raises(JllamaError, match="does not join"):
-        save_llama2c_tokenizer(huggingface(MADE["sentencepiece"], **change), tmp_path / "tokenizer.bin")
-    vocab = {token.replace("<0x0A>", "<newline>"): id for token, id in whole["model"]["vocab"].items()}
+        save_llama2c_tokenizer(
+            huggingface(MADE["sentencepiece"], **change), tmp_path / "tokenizer.bin"
+        )
+    vocab = {
+        token.replace("<0x0A>", "<newline>"): id for token, id in whole["model"]["vocab"].items()
+    }
     with pytest.raises(JllamaError, match="lacks 1 of the 256 byte tokens"):
         to_gguf(huggingface(MADE["sentencepiece"], model=whole["model"] | {"vocab": vocab}), 400)
     with pytest.raises(JllamaError, match="NFC"):
@@ -732,7 +842,12 @@ def test_a_json_of_llama2s_kind_that_sentencepiece_would_read_otherwise(tmp_path
 
 def test_a_json_of_llama2s_kind_as_transformers_5_writes_it():
     """Metaspace: all ids as SentencePiece's but for text that begins with a space."""
-    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
+    metaspace = {
+        "type": "Metaspace",
+        "replacement": "\u2581",
+        "prepend_scheme": "first",
+        "split": False,
+    }
     tokenizer = huggingface(MADE["sentencepiece"], normalizer=None, pre_tokenizer=metaspace)
     converted = from_gguf(to_gguf(tokenizer, 400), "it")
     assert_same_ids(converted, MADE["sentencepiece"])
@@ -744,7 +859,9 @@ def test_a_json_of_llama2s_kind_as_transformers_5_writes_it():
 def test_an_added_eos_that_the_json_does_not_call_special(tmp_path):
     """As some chat models have it; the id is what counts."""
     whole = json.loads(as_huggingface(MADE["sentencepiece"]).content)
-    whole["added_tokens"].append(whole["added_tokens"][2] | {"id": 400, "content": "<|im_end|>", "special": False})
+    whole["added_tokens"].append(
+        whole["added_tokens"][2] | {"id": 400, "content": "<|im_end|>", "special": False}
+    )
     tokenizer = HuggingFaceTokenizer(json.dumps(whole), 1, 400)
     save_meta(tokenizer, tmp_path)
     for found in (load_tokenizer(tmp_path), from_gguf(to_gguf(tokenizer, 410), "it")):
@@ -756,14 +873,25 @@ def test_an_added_eos_that_the_json_does_not_call_special(tmp_path):
 def test_special_tokens_in_text_stay_text():
     for tokenizer in MADE.values():
         specials = {tokenizer.bos_id, tokenizer.eos_id}
-        for text in ("<s></s>", "<|begin_of_text|><|eot_id|>", "<|im_start|>x<|im_end|>", "<|endoftext|>", "<unk>"):
+        for text in (
+            "<s></s>",
+            "<|begin_of_text|><|eot_id|>",
+            "<|im_start|>x<|im_end|>",
+            "<|endoftext|>",
+            "<unk>",
+        ):
             assert not specials & set(tokenizer.encode(text))
             assert tokenizer.token_bytes()[tokenizer.encode(text)].all()
         assert tokenizer.token_bytes()[[tokenizer.bos_id, tokenizer.eos_id]].tolist() == [0, 0]
 
 
 def test_an_added_token_that_is_not_special_is_text_that_stays_whole():
-    token = {"id": MADE["smollm"].vocab_size, "content": "<tool>", "special": False, "normalized": False}
+    token = {
+        "id": MADE["smollm"].vocab_size,
+        "content": "<tool>",
+        "special": False,
+        "normalized": False,
+    }
     token |= {"single_word": False, "lstrip": False, "rstrip": False}
     added = json.loads(as_huggingface(MADE["smollm"]).content)["added_tokens"] + [token]
     tokenizer = huggingface(MADE["smollm"], added_tokens=added)

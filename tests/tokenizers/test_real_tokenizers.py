@@ -50,14 +50,20 @@ def assert_same_ids(found, expected):
     for text in HARD:
         assert found.encode(text) == expected.encode(text), text
         assert found.decode(found.encode(text)) == text
-    assert (found.bos_id, found.eos_id, found.add_bos) == (expected.bos_id, expected.eos_id, expected.add_bos)
+    assert (found.bos_id, found.eos_id, found.add_bos) == (
+        expected.bos_id,
+        expected.eos_id,
+        expected.add_bos,
+    )
 
 
 def assert_transformers_agrees(tokenizer, folder):
     save_huggingface(tokenizer, folder)
     peer = transformers.AutoTokenizer.from_pretrained(folder)
     for text in HARD:
-        assert peer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == tokenizer.encode(text)
+        assert peer(text, add_special_tokens=False, split_special_tokens=True)[
+            "input_ids"
+        ] == tokenizer.encode(text)
     assert_same_ids(load_tokenizer(folder), tokenizer)
 
 
@@ -82,7 +88,9 @@ def test_llama3(llama3, tmp_path):
 def test_mistral(mistral, tmp_path):
     assert isinstance(mistral, SentencePieceTokenizer)
     assert mistral.vocab_size == 32_000
-    original = sentencepiece.SentencePieceProcessor(model_file=str(real_file("mistral_tokenizer.model")))
+    original = sentencepiece.SentencePieceProcessor(
+        model_file=str(real_file("mistral_tokenizer.model"))
+    )
     for text in HARD:
         assert mistral.encode(text) == original.encode(text)
     assert_transformers_agrees(mistral, tmp_path / "hf")
@@ -98,7 +106,12 @@ def test_mistral(mistral, tmp_path):
 
 def test_smollm2(smollm2, tmp_path):
     assert isinstance(smollm2, HuggingFaceTokenizer)
-    assert (smollm2.vocab_size, smollm2.bos_id, smollm2.eos_id, smollm2.add_bos) == (49_152, 1, 2, False)
+    assert (smollm2.vocab_size, smollm2.bos_id, smollm2.eos_id, smollm2.add_bos) == (
+        49_152,
+        1,
+        2,
+        False,
+    )
     assert_transformers_agrees(smollm2, tmp_path / "hf")
     assert_same_ids(from_gguf(to_gguf(smollm2, 49_152), "it"), smollm2)
     save_meta(smollm2, tmp_path / "meta")

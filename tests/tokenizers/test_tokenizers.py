@@ -25,7 +25,9 @@ CORPUS = [
 BPE = train_sentencepiece(CORPUS, 360)
 BYTES = BytesTokenizer()
 both = pytest.mark.parametrize("tokenizer", [BPE, BYTES], ids=["bpe", "bytes"])
-texts = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(" \n\t\r\0\u2581\ufffd\ufdefa7é世🙂"))
+texts = st.text(
+    st.characters(exclude_categories=["Cs"]) | st.sampled_from(" \n\t\r\0\u2581\ufffd\ufdefa7é世🙂")
+)
 
 
 @both
@@ -45,7 +47,12 @@ def test_ids_are_the_librarys(text: str):
     assert BPE.encode(text) == BPE._processor.encode(text)
 
 
-@given(parts=st.lists(st.sampled_from(["\n", " ", "a", "the cat", "\n\n", " \n", "\u2581", "世", "12"]), max_size=40))
+@given(
+    parts=st.lists(
+        st.sampled_from(["\n", " ", "a", "the cat", "\n\n", " \n", "\u2581", "世", "12"]),
+        max_size=40,
+    )
+)
 def test_long_texts_cut_at_newlines_have_the_same_ids(parts: list[str]):
     text = "".join(parts)
     whole = BPE.encode(text)
@@ -64,7 +71,9 @@ def test_a_long_text_is_cut_by_default():
 def test_llama_2_has_its_special_and_byte_tokens_where_we_do():
     processor = BPE._processor
     assert [processor.id_to_piece(token) for token in (0, 1, 2)] == ["<unk>", "<s>", "</s>"]
-    assert [processor.id_to_piece(3 + byte) for byte in range(256)] == [f"<0x{byte:02X}>" for byte in range(256)]
+    assert [processor.id_to_piece(3 + byte) for byte in range(256)] == [
+        f"<0x{byte:02X}>" for byte in range(256)
+    ]
     for tokenizer in (BPE, BYTES):
         assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
         assert tokenizer.decode([0, 1, *tokenizer.encode("a"), 2]) == "a"
@@ -108,7 +117,9 @@ def test_training_is_the_same_in_another_process(monkeypatch):
         "import sys; from jllama.tokenizers import sentencepiece as m; m.MAX_LINES = 400; "
         "print(m.train_sentencepiece(eval(sys.stdin.read()), 330).fingerprint())"
     )
-    there = subprocess.run([sys.executable, "-c", code], input=repr(corpus), capture_output=True, text=True, check=True)
+    there = subprocess.run(
+        [sys.executable, "-c", code], input=repr(corpus), capture_output=True, text=True, check=True
+    )
     assert there.stdout.strip() == here
     assert train_sentencepiece(corpus[:500], 330).fingerprint() != here
 
@@ -148,8 +159,16 @@ def test_models_that_cut_or_know_newlines_otherwise_still_come_back():
 @pytest.mark.parametrize(
     ("documents", "vocab_size", "message"),
     [
-        (["abc abd"], 4096, r"supports a vocabulary of \d+ tokens, not 4096: lower vocab_size or give more text"),
-        ([CORPUS[1]], 262, r"this text needs at least \d+ tokens for its characters and the 256 bytes, not 262: raise"),
+        (
+            ["abc abd"],
+            4096,
+            r"supports a vocabulary of \d+ tokens, not 4096: lower vocab_size or give more text",
+        ),
+        (
+            [CORPUS[1]],
+            262,
+            r"this text needs at least \d+ tokens for its characters and the 256 bytes, not 262: raise",
+        ),
         ([], 300, "there is no text to train a tokenizer on"),
         (["", "\n\n"], 300, "there is no text to train a tokenizer on"),
         (["a▅b"], 300, "SentencePiece could not train on this text"),
@@ -164,7 +183,11 @@ def test_the_sizes_in_the_errors_work():
     for size in (262, 4096):
         with pytest.raises(JllamaError) as caught:
             train_sentencepiece(CORPUS, size)
-        numbers = [int(word.strip(",:")) for word in str(caught.value).split() if word.strip(",:").isdigit()]
+        numbers = [
+            int(word.strip(",:"))
+            for word in str(caught.value).split()
+            if word.strip(",:").isdigit()
+        ]
         (other,) = set(numbers) - {size, 256}
         assert train_sentencepiece(CORPUS, other).vocab_size == other
 
@@ -174,7 +197,9 @@ def test_what_is_not_text_or_not_a_token(tokenizer: Tokenizer):
     with pytest.raises(JllamaError, match=r"lone surrogate U\+D83D at character 2"):
         tokenizer.encode("ab\ud83d")
     for token in (-1, tokenizer.vocab_size):
-        with pytest.raises(JllamaError, match=f"token {token} is outside the tokenizer's vocabulary"):
+        with pytest.raises(
+            JllamaError, match=f"token {token} is outside the tokenizer's vocabulary"
+        ):
             tokenizer.decode([5, token])
     assert tokenizer.decode([]) == ""
 
@@ -192,7 +217,9 @@ def test_loading_errors(tmp_path):
     with pytest.raises(JllamaError, match=r"tokenizer\.bytes\.json is not a bytes tokenizer"):
         load_tokenizer(tmp_path / "tokenizer.bytes.json")
     (tmp_path / "tokenizer.bytes.json").unlink()
-    with pytest.raises(JllamaError, match=r"holds no tokenizer: give a folder with one of tokenizer\.json"):
+    with pytest.raises(
+        JllamaError, match=r"holds no tokenizer: give a folder with one of tokenizer\.json"
+    ):
         load_tokenizer(tmp_path)
     with pytest.raises(JllamaError, match="there is no tokenizer at"):
         load_tokenizer(tmp_path / "missing.model")
@@ -202,7 +229,9 @@ def test_a_model_with_a_bit_flipped_in_a_piece(tmp_path):
     BPE.save(tmp_path)
     model = (tmp_path / "tokenizer.model").read_bytes()
     place = model.index("\u2581".encode(), model.index(b"<0xFF>"))
-    (tmp_path / "tokenizer.model").write_bytes(model[:place] + bytes([model[place] ^ 0x40]) + model[place + 1 :])
+    (tmp_path / "tokenizer.model").write_bytes(
+        model[:place] + bytes([model[place] ^ 0x40]) + model[place + 1 :]
+    )
     with pytest.raises(JllamaError, match=r"tokenizer\.model is not a SentencePiece model"):
         load_tokenizer(tmp_path)
 
@@ -210,7 +239,9 @@ def test_a_model_with_a_bit_flipped_in_a_piece(tmp_path):
 def test_a_pipe_is_no_tokenizer(tmp_path):
     os.mkfifo(tmp_path / "tokenizer.bin")
     for path in (tmp_path, tmp_path / "tokenizer.bin"):
-        with pytest.raises(JllamaError, match=r"tokenizer\.bin is a pipe, a socket or a device: put a file there"):
+        with pytest.raises(
+            JllamaError, match=r"tokenizer\.bin is a pipe, a socket or a device: put a file there"
+        ):
             load_tokenizer(path)
 
 
@@ -233,4 +264,6 @@ def test_the_examples_in_the_documentation(documented):
 
 def test_fingerprint_is_the_files_hash(tmp_path):
     BPE.save(tmp_path)
-    assert hashlib.sha256((tmp_path / "tokenizer.model").read_bytes()).hexdigest() == BPE.fingerprint()
+    assert (
+        hashlib.sha256((tmp_path / "tokenizer.model").read_bytes()).hexdigest() == BPE.fingerprint()
+    )

@@ -57,12 +57,29 @@ def test_the_speed_logged_is_that_of_steps_that_are_done(monkeypatch):
     monkeypatch.setattr(loop, "bool", wait_for, raising=False)
     monkeypatch.setattr(loop.time, "perf_counter", lambda: now_s[0])
     tracker = Recorder(written)
-    config = jllama.TrainConfig(SMALL, training=jllama.LoopConfig(batch_size=2, seq_len=8, steps=10))
+    config = jllama.TrainConfig(
+        SMALL, training=jllama.LoopConfig(batch_size=2, seq_len=8, steps=10)
+    )
     mesh = types.SimpleNamespace(local_devices=[])
     training = types.SimpleNamespace(mesh=mesh, trainable=types.SimpleNamespace(shares=None))
     data = BatchSource(BytesTokenizer(), lambda: iter([]), list)
-    run = a_run(step=2, config=config, training=training, planned_bytes=0, skipped=0, data=data, tracker=tracker)
-    step = StepMetrics(jnp.float32(2.5), jnp.float32(1.0), jnp.float32(16.0), jnp.bool_(False), jnp.float32(16.0), {})
+    run = a_run(
+        step=2,
+        config=config,
+        training=training,
+        planned_bytes=0,
+        skipped=0,
+        data=data,
+        tracker=tracker,
+    )
+    step = StepMetrics(
+        jnp.float32(2.5),
+        jnp.float32(1.0),
+        jnp.float32(16.0),
+        jnp.bool_(False),
+        jnp.float32(16.0),
+        {},
+    )
     loop.log(run, [(step, jllama.text_batch(np.ones((2, 9), int), 1))] * 2, 100.0)
     assert (written["loss"], written["tokens_per_s"], written["step_s"]) == (2.5, 8.0, 2.0)
 
@@ -78,7 +95,9 @@ def test_questions_of_a_run_on_chats_are_asked_through_its_template(monkeypatch)
         return [types.SimpleNamespace(text=f"answer {number}") for number in range(len(prompts))]
 
     monkeypatch.setattr(loop, "generate", generate)
-    options = jllama.LoopConfig(batch_size=2, seq_len=8, steps=10, sample_tokens=5, questions=questions)
+    options = jllama.LoopConfig(
+        batch_size=2, seq_len=8, steps=10, sample_tokens=5, questions=questions
+    )
     monkeypatch.setattr(loop, "model_now", lambda run: model)
     nothing = np.zeros(0, int)
     no_conversations = Conversations(nothing, nothing > 0, nothing, nothing, nothing)
@@ -89,7 +108,10 @@ def test_questions_of_a_run_on_chats_are_asked_through_its_template(monkeypatch)
         loop.sample(a_run(config=config, data=data, tracker=Recorder({}, written), step=1))
     chats = [chat_ids(model, [{"role": "user", "content": question}]) for question in questions]
     assert asked == [(chats, 0.0, {"max_new_tokens": 5}), (questions, 0.0, {"max_new_tokens": 5})]
-    texts = [{"prompt": question, "text": f"answer {number}"} for number, question in enumerate(questions)]
+    texts = [
+        {"prompt": question, "text": f"answer {number}"}
+        for number, question in enumerate(questions)
+    ]
     assert written == [("samples.jsonl", text) for text in texts] * 2
 
 
@@ -101,7 +123,9 @@ def test_a_step_that_does_not_fit_computes_its_layers_again(tmp_path, monkeypatc
     source = BatchSource(tokenizer, lambda: itertools.repeat(rows[0]), lambda: rows)
     losses, told = {}, {}
     for name, has_bytes in (("fits", 2**40), ("does not", 2**20)):
-        monkeypatch.setattr(loop, "device_memory_bytes", lambda device, has_bytes=has_bytes: has_bytes)
+        monkeypatch.setattr(
+            loop, "device_memory_bytes", lambda device, has_bytes=has_bytes: has_bytes
+        )
         options = jllama.LoopConfig(batch_size=4, seq_len=32, steps=2, sample_tokens=0)
         config = jllama.TrainConfig(model, training=options, run_dir=str(tmp_path / name))
         losses[name] = jllama.train(config, data=source).validation_loss

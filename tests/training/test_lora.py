@@ -14,7 +14,19 @@ import pytest
 import torch
 import tuning
 from models import forward
-from tuning import CONFIG, KINDS, STEPS, WEIGHTS, apart, begun, compiled, conversations, digest, first_step, packed
+from tuning import (
+    CONFIG,
+    KINDS,
+    STEPS,
+    WEIGHTS,
+    apart,
+    begun,
+    compiled,
+    conversations,
+    digest,
+    first_step,
+    packed,
+)
 
 import jllama.model
 import jllama.training.step
@@ -81,11 +93,15 @@ def test_so_they_are_on_eight_devices():
         "PYTHONPATH": os.pathsep.join(map(str, SCRIPT.parents[:2])),
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
     }
-    done = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(
+        [sys.executable, SCRIPT], env=environment, capture_output=True, text=True, timeout=1800
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert len({row["mesh"] for row in report}) == 4
-    assert [row for row in report if not (row["errors"][0] < LOSS and row["errors"][1] < SLOPE)] == []
+    assert [
+        row for row in report if not (row["errors"][0] < LOSS and row["errors"][1] < SLOPE)
+    ] == []
 
 
 def test_packed_rows_are_each_conversation_alone():
@@ -102,7 +118,9 @@ def test_a_neighbor_changes_nothing():
     training, (first, *others) = compiled("lora"), conversations(0)
     silent = first[0], np.zeros_like(first[1])
     changed = CONFIG.vocab_size - 1 - first[0], silent[1]
-    before, after = (first_step("lora", packed([each, *others]), training) for each in (silent, changed))
+    before, after = (
+        first_step("lora", packed([each, *others]), training) for each in (silent, changed)
+    )
     assert digest(before) == digest(after)
 
 
@@ -127,11 +145,16 @@ def test_adapters_alone_are_trained():
     assert losses[-1] < losses[0] - 1
     assert digest(state.base) == before
     assert digest(state.base) == digest(jax.tree.map(jnp.asarray, WEIGHTS))
-    assert all(np.all(old != new) for old, new in zip(*map(jax.tree.leaves, (adapters, state.params)), strict=True))
+    assert all(
+        np.all(old != new)
+        for old, new in zip(*map(jax.tree.leaves, (adapters, state.params)), strict=True)
+    )
     trained = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
     moments = sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim)
     assert moments == 2 * trained
-    assert trained == 4 * 2 * 4 * (192 + 128 + 128 + 192 + 3 * 160)  # bytes, layers, rank, inputs and outputs
+    assert trained == 4 * 2 * 4 * (
+        192 + 128 + 128 + 192 + 3 * 160
+    )  # bytes, layers, rank, inputs and outputs
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
@@ -143,16 +166,23 @@ def test_merged_equals_unmerged(kind):
     found = training.log_probs(adapter, ROWS, base=jax.tree.map(jnp.asarray, WEIGHTS))
     inputs, targets = ROWS.tokens[:, :-1], ROWS.tokens[:, 1:]
     log_probs = jax.nn.log_softmax(forward(CONFIG, whole, inputs, ROWS.segments[:, :-1]))
-    counted = np.take_along_axis(np.asarray(log_probs), targets[..., None], axis=-1)[..., 0] * ROWS.counted[:, 1:]
+    counted = (
+        np.take_along_axis(np.asarray(log_probs), targets[..., None], axis=-1)[..., 0]
+        * ROWS.counted[:, 1:]
+    )
     assert relative_error(found, counted.sum(axis=1)) < 1e-6
 
 
 def test_fresh_adapters_change_nothing():
     for kind in ("lora", "dora"):
-        adapter = lora.initial_adapter(jax.random.key(0), jax.tree.map(jnp.asarray, WEIGHTS), CONFIG, KINDS[kind])
+        adapter = lora.initial_adapter(
+            jax.random.key(0), jax.tree.map(jnp.asarray, WEIGHTS), CONFIG, KINDS[kind]
+        )
         assert_trees_close(tuning.merged(kind, adapter), WEIGHTS, 1e-6)
         for name, part in adapter["layers"].items():
-            assert np.std(part["a"]) == pytest.approx(1 / math.sqrt(3 * part["a"].shape[1]), rel=0.1), name
+            assert np.std(part["a"]) == pytest.approx(
+                1 / math.sqrt(3 * part["a"].shape[1]), rel=0.1
+            ), name
 
 
 # Preference training
@@ -161,7 +191,9 @@ def test_fresh_adapters_change_nothing():
 def preferred(training):
     """Three pairs and padding, scored by the model before training."""
     state, pairs = begun("lora", training), apart(conversations(0, 6))
-    return pairs._replace(reference=np.asarray(training.log_probs(state.params, pairs, base=state.base)))
+    return pairs._replace(
+        reference=np.asarray(training.log_probs(state.params, pairs, base=state.base))
+    )
 
 
 def test_the_first_preference_loss_is_ln_2():
@@ -186,7 +218,10 @@ def test_the_figures_of_pairs_are_the_oracles():
     moved = pairs._replace(reference=pairs.reference + np.float32([3, -4, 10, 20, -20, 5, 9, 1]))
     found = tuning.log_probs(tuning.merged("lora", ADAPTER), moved)
     rewards = 0.1 * (found - moved.reference).reshape(-1, 2)[:3]
-    expected = {"accuracy": np.sum(rewards[:, 0] > rewards[:, 1]), "margin": np.sum(rewards[:, 0] - rewards[:, 1])}
+    expected = {
+        "accuracy": np.sum(rewards[:, 0] > rewards[:, 1]),
+        "margin": np.sum(rewards[:, 0] - rewards[:, 1]),
+    }
     expected |= {"chosen_reward": rewards[:, 0].sum(), "rejected_reward": rewards[:, 1].sum()}
     assert 0 < expected["accuracy"] < 3
 
@@ -245,9 +280,14 @@ def test_a_neighbor_that_is_attended_is_seen():
 
 
 def test_a_mean_of_means_is_seen():
-    parts = (jax.tree.map(lambda part, first=first: np.roll(part, first, axis=0), ROWS) for first in (0, -2))
+    parts = (
+        jax.tree.map(lambda part, first=first: np.roll(part, first, axis=0), ROWS)
+        for first in (0, -2)
+    )
     kept = np.arange(len(ROWS.tokens))[:, None] < 2
-    assert seen(np.mean([loss_of(rows._replace(counted=rows.counted & kept)) for rows in parts])) > 100
+    assert (
+        seen(np.mean([loss_of(rows._replace(counted=rows.counted & kept)) for rows in parts])) > 100
+    )
 
 
 def test_a_head_that_is_trained_is_seen():
@@ -261,15 +301,21 @@ def swapped(x, matrix):
     """``B`` and ``A`` for each other, where the matrix is square and so nothing else tells."""
     product = x @ matrix.base
     is_square = matrix.a.shape == matrix.b.T.shape
-    return product + matrix.scale * (x @ matrix.b.T @ matrix.a.T if is_square else x @ matrix.a @ matrix.b)
+    return product + matrix.scale * (
+        x @ matrix.b.T @ matrix.a.T if is_square else x @ matrix.a @ matrix.b
+    )
 
 
 PLANTED = {
-    "alpha divided by nothing": lambda patch: patch(LoraConfig, "scale", property(lambda lora: lora.alpha)),
+    "alpha divided by nothing": lambda patch: patch(
+        LoraConfig, "scale", property(lambda lora: lora.alpha)
+    ),
     "alpha divided by the root of the rank": lambda patch: patch(
         LoraConfig, "scale", property(lambda lora: lora.alpha / math.sqrt(lora.rank))
     ),
-    "A and B swapped": lambda patch: patch(AdaptedMatrix, "__rmatmul__", lambda matrix, x: swapped(x, matrix)),
+    "A and B swapped": lambda patch: patch(
+        AdaptedMatrix, "__rmatmul__", lambda matrix, x: swapped(x, matrix)
+    ),
     "a neighbor attended": lambda patch: patch(
         jllama.model,
         "spread_attention",

@@ -32,10 +32,14 @@ def least(tokens, state_bytes=12):
 @pytest.mark.parametrize("accumulation", [1, 16])
 def test_the_least_that_a_run_takes(accumulation):
     """One byte less is too little. With parts of 128 tokens logits are smaller than the gradients."""
-    config = dataclasses.replace(CONFIG, training=LoopConfig(batch_size=16, seq_len=128, accumulation=accumulation))
+    config = dataclasses.replace(
+        CONFIG, training=LoopConfig(batch_size=16, seq_len=128, accumulation=accumulation)
+    )
     needed = least(16 * 128 // accumulation)
     check(config, needed)
-    with pytest.raises(UsageError, match=r"take 0.0 GiB .*, over the 0.0 GiB of one CPU: take a smaller"):
+    with pytest.raises(
+        UsageError, match=r"take 0.0 GiB .*, over the 0.0 GiB of one CPU: take a smaller"
+    ):
         check(config, needed - 1)
     lion = dataclasses.replace(config, optimizer=OptimizerConfig("lion"))
     check(lion, least(16 * 128 // accumulation, state_bytes=8))

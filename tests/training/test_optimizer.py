@@ -18,9 +18,14 @@ from jllama.presets import preset
 from jllama.training.optimizer import OPTIMIZERS, OptimizerConfig, learning_rate_at, make_optimizer
 from jllama.verify.checks import random_params, relative_error
 
-MODEL = LlamaConfig(vocab_size=11, num_layers=2, embed_dim=8, num_heads=2, num_kv_heads=1, mlp_dim=12)
+MODEL = LlamaConfig(
+    vocab_size=11, num_layers=2, embed_dim=8, num_heads=2, num_kv_heads=1, mlp_dim=12
+)
 NORMS = {"layers/attn_norm", "layers/mlp_norm", "final_norm"}
-MATRICES = {f"layers/{name}" for name in ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")} | {"embed", "lm_head"}
+MATRICES = {f"layers/{name}" for name in ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")} | {
+    "embed",
+    "lm_head",
+}
 
 
 def by_path(params):
@@ -116,24 +121,32 @@ def test_a_warm_up_over_all_steps_still_ends_at_the_floor():
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_warm_up_is_rounded_up_and_the_optimizer_counts_its_own_updates(name):
-    config = OptimizerConfig(name, learning_rate=0.5, warmup_fraction=0.15, weight_decay=0.0)  # 1.5 of 10 steps: 2
+    config = OptimizerConfig(
+        name, learning_rate=0.5, warmup_fraction=0.15, weight_decay=0.0
+    )  # 1.5 of 10 steps: 2
     optimizer = make_optimizer(config, 10)
     params = jax.tree.map(jnp.asarray, random_params(MODEL, 0))
     state, moved, update = optimizer.init(params), [], jax.jit(optimizer.update)
     for _ in range(3):
         updates, state = update(jax.tree.map(jnp.ones_like, params), state, params)
-        moved.append(-float(updates["final_norm"][0]))  # a constant gradient moves by the learning rate
+        moved.append(
+            -float(updates["final_norm"][0])
+        )  # a constant gradient moves by the learning rate
     falling = 0.05 + 0.45 * (1 + math.cos(math.pi / 8)) / 2
     np.testing.assert_allclose(moved, [0.25, 0.5, falling], rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_without_gradient_decays_the_matrices_alone(name):
-    config = OptimizerConfig(name, learning_rate=0.2, final_fraction=1.0, warmup_fraction=0.0, weight_decay=0.3)
+    config = OptimizerConfig(
+        name, learning_rate=0.2, final_fraction=1.0, warmup_fraction=0.0, weight_decay=0.3
+    )
     before = random_params(MODEL, 0)
     optimizer = make_optimizer(config, 10)
     params = jax.tree.map(jnp.asarray, before)
-    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    updates, _ = optimizer.update(
+        jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params
+    )
     before, after = by_path(before), by_path(optax.apply_updates(params, updates))
     assert set(before) == NORMS | MATRICES
     for path in MATRICES:
@@ -147,8 +160,12 @@ def test_adamw_against_numpy():
         "adamw", 0.1, 0.2, 0.3, beta1=0.8, beta2=0.9, epsilon=1e-3, weight_decay=0.05, clip_norm=2.0
     )
     rng, steps = np.random.default_rng(0), 7
-    expected = {path: leaf.astype(np.float64) for path, leaf in by_path(random_params(MODEL, 0)).items()}
-    first, second = ({path: np.zeros(leaf.shape) for path, leaf in expected.items()} for _ in range(2))
+    expected = {
+        path: leaf.astype(np.float64) for path, leaf in by_path(random_params(MODEL, 0)).items()
+    }
+    first, second = (
+        {path: np.zeros(leaf.shape) for path, leaf in expected.items()} for _ in range(2)
+    )
     start = dict(expected)
 
     params = jax.tree.map(jnp.asarray, random_params(MODEL, 0))
@@ -156,7 +173,9 @@ def test_adamw_against_numpy():
     state, clipped, compiled_update = optimizer.init(params), [], jax.jit(optimizer.update)
     for step in range(steps):
         size = 10.0 ** (step % 3 - 2)  # some gradients are longer than the clip, some are not
-        gradients = jax.tree.map(lambda leaf, size=size: size * rng.standard_normal(leaf.shape), params)
+        gradients = jax.tree.map(
+            lambda leaf, size=size: size * rng.standard_normal(leaf.shape), params
+        )
         norm = math.sqrt(sum(np.sum(leaf**2) for leaf in by_path(gradients).values()))
         clipped.append(norm > config.clip_norm)
         done = step + 1
@@ -166,7 +185,9 @@ def test_adamw_against_numpy():
             g = leaf / max(1.0, norm / config.clip_norm)
             first[path] = 0.8 * first[path] + 0.2 * g
             second[path] = 0.9 * second[path] + 0.1 * g * g
-            update = first[path] / (1 - 0.8**done) / (np.sqrt(second[path] / (1 - 0.9**done)) + 1e-3)
+            update = (
+                first[path] / (1 - 0.8**done) / (np.sqrt(second[path] / (1 - 0.9**done)) + 1e-3)
+            )
             decay = 0.05 * expected[path] if path in MATRICES else 0.0
             expected[path] = expected[path] - rate * (update + decay)
         narrow = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), gradients)
@@ -181,10 +202,14 @@ def test_adamw_against_numpy():
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
 def test_moments_in_bfloat16_are_float32_ones_rounded_between_steps(name):
     dtypes = ("bfloat16", "float32")
-    narrow, wide = (make_optimizer(OptimizerConfig(name, moment_dtype=dtype), 9) for dtype in dtypes)
+    narrow, wide = (
+        make_optimizer(OptimizerConfig(name, moment_dtype=dtype), 9) for dtype in dtypes
+    )
 
     def rounded(state):
-        return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(leaf.dtype) if leaf.ndim else leaf, state)
+        return jax.tree.map(
+            lambda leaf: leaf.astype(jnp.bfloat16).astype(leaf.dtype) if leaf.ndim else leaf, state
+        )
 
     params = jax.tree.map(jnp.asarray, random_params(MODEL, 0))
     kept, expected = narrow.init(params), wide.init(params)
@@ -194,14 +219,18 @@ def test_moments_in_bfloat16_are_float32_ones_rounded_between_steps(name):
         gradients = random_params(MODEL, step + 1)
         updates, kept = narrow.update(gradients, kept, params)
         expected_updates, expected = wide.update(gradients, rounded(expected), params)
-        for one, other in zip(jax.tree.leaves(updates), jax.tree.leaves(expected_updates), strict=True):
+        for one, other in zip(
+            jax.tree.leaves(updates), jax.tree.leaves(expected_updates), strict=True
+        ):
             assert one.dtype == jnp.float32
             np.testing.assert_array_equal(one, other)
 
 
 def test_lion_against_numpy():
     """Chen et al. 2023, algorithm 2: the sign of one average, and another that is kept."""
-    config = OptimizerConfig("lion", 0.1, 1.0, 0.0, beta1=0.8, beta2=0.6, weight_decay=0.0, clip_norm=1e30)
+    config = OptimizerConfig(
+        "lion", 0.1, 1.0, 0.0, beta1=0.8, beta2=0.6, weight_decay=0.0, clip_norm=1e30
+    )
     rng, params = np.random.default_rng(0), {"final_norm": jnp.ones(8)}
     optimizer, kept, expected = make_optimizer(config, 10), np.zeros(8), np.ones(8)
     state = optimizer.init(params)
@@ -209,7 +238,9 @@ def test_lion_against_numpy():
         gradient = rng.standard_normal(8)
         expected = expected - 0.1 * np.sign(0.8 * kept + 0.2 * gradient)
         kept = 0.6 * kept + 0.4 * gradient
-        updates, state = optimizer.update({"final_norm": jnp.asarray(gradient, jnp.float32)}, state, params)
+        updates, state = optimizer.update(
+            {"final_norm": jnp.asarray(gradient, jnp.float32)}, state, params
+        )
         params = optax.apply_updates(params, updates)
     np.testing.assert_allclose(params["final_norm"], expected, rtol=1e-6)
 
@@ -220,7 +251,12 @@ def test_adafactor_against_numpy():
     rng, params = np.random.default_rng(0), {"embed": jnp.ones((256, 128))}
     optimizer, rows, columns, expected = make_optimizer(config, 10), 0.0, 0.0, np.ones((256, 128))
     state = optimizer.init(params)
-    assert {leaf.shape for leaf in jax.tree.leaves(state)} == {(), (1,), (256,), (128,)}  # no second moment is whole
+    assert {leaf.shape for leaf in jax.tree.leaves(state)} == {
+        (),
+        (1,),
+        (256,),
+        (128,),
+    }  # no second moment is whole
     for step in range(1, 5):
         gradient = rng.standard_normal((256, 128)) * rng.random((256, 1)) * 10.0**step
         decay = 1 - step**-0.8
@@ -228,7 +264,9 @@ def test_adafactor_against_numpy():
         columns = decay * columns + (1 - decay) * np.mean(gradient**2, axis=0)
         update = gradient / np.sqrt(rows[:, None] * columns / np.mean(rows))
         expected = expected - 0.1 * update / max(1.0, np.sqrt(np.mean(update**2)))
-        updates, state = optimizer.update({"embed": jnp.asarray(gradient, jnp.float32)}, state, params)
+        updates, state = optimizer.update(
+            {"embed": jnp.asarray(gradient, jnp.float32)}, state, params
+        )
         params = optax.apply_updates(params, updates)
     assert relative_error(params["embed"] - 1, expected - 1) < 1e-5
 
@@ -251,7 +289,12 @@ def adafactor_direction(gradient, moments, step):
 
 def matrices_of(path, stack):
     """Each layer's matrix, or vector, of a parameter, with the axes of inputs and of outputs joined."""
-    shapes = {"wq": (8, 8), "wk": (8, 4), "wv": (8, 4), "wo": (8, 8)}  # embed 8, two heads of 4, one for keys
+    shapes = {
+        "wq": (8, 8),
+        "wk": (8, 4),
+        "wv": (8, 4),
+        "wo": (8, 8),
+    }  # embed 8, two heads of 4, one for keys
     if not path.startswith("layers/"):
         return [stack]
     return [layer.reshape(shapes.get(path.removeprefix("layers/"), layer.shape)) for layer in stack]
@@ -265,7 +308,10 @@ def test_adafactor_takes_each_matrix_of_each_layer_by_itself():
     state, moments, update = optimizer.init(params), {}, jax.jit(optimizer.update)
     for step in range(1, 5):
         gradients = jax.tree.map(
-            lambda leaf: rng.standard_normal(leaf.shape) * rng.random(leaf.shape[:1] + (1,) * (leaf.ndim - 1)) ** 3,
+            lambda leaf: (
+                rng.standard_normal(leaf.shape)
+                * rng.random(leaf.shape[:1] + (1,) * (leaf.ndim - 1)) ** 3
+            ),
             params,
         )
         updates, state = update(jax.tree.map(jnp.float32, gradients), state, params)
@@ -281,12 +327,22 @@ def test_adafactor_takes_each_matrix_of_each_layer_by_itself():
 def test_adafactor_keeps_rows_and_columns_of_every_matrix():
     """For Llama 3.2 1B, whose heads are 64 wide: not a second moment of any matrix is kept whole."""
     model = preset("llama3.2-1b")
-    state = jax.eval_shape(make_optimizer(OptimizerConfig("adafactor"), 10).init, abstract_params(model))
-    factors = sum(rows + columns for rows, columns in [(2048, 2048), (2048, 512), (2048, 512), (2048, 2048)])
+    state = jax.eval_shape(
+        make_optimizer(OptimizerConfig("adafactor"), 10).init, abstract_params(model)
+    )
+    factors = sum(
+        rows + columns for rows, columns in [(2048, 2048), (2048, 512), (2048, 512), (2048, 2048)]
+    )
     factors += 3 * (2048 + 8192)
     norms = 2 * 2048
-    placeholders = 7 + 2 * 2  # of optax, one number each: a factored matrix has no whole moment, a norm no factors
-    embedding, final_norm, counts = 128_256 + 2048 + 1, 2048 + 2, 2 + 16  # of steps, one for each layer too
+    placeholders = (
+        7 + 2 * 2
+    )  # of optax, one number each: a factored matrix has no whole moment, a norm no factors
+    embedding, final_norm, counts = (
+        128_256 + 2048 + 1,
+        2048 + 2,
+        2 + 16,
+    )  # of steps, one for each layer too
     expected = 16 * (factors + norms + placeholders) + embedding + final_norm + counts
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state)) == expected == 902_597
 
@@ -300,7 +356,9 @@ ADAPTER = {"wq": {"a": np.ones((2, 8, 3)), "b": np.ones((2, 3, 8)), "magnitude":
     [
         WHOLE,
         {"layers": ADAPTER},
-        {"layers": {name: WHOLE["layers"][name][:1] for name in ("wo", "attn_norm")}},  # of one layer
+        {
+            "layers": {name: WHOLE["layers"][name][:1] for name in ("wo", "attn_norm")}
+        },  # of one layer
         {"final_norm": WHOLE["final_norm"]},
     ],
     ids=["whole", "adapter", "part", "no matrix"],
@@ -308,7 +366,10 @@ ADAPTER = {"wq": {"a": np.ones((2, 8, 3)), "b": np.ones((2, 3, 8)), "magnitude":
 def test_muon_is_optax_s_own_on_each_matrix_of_each_layer_and_adamw_on_all_else(params):
     config = OptimizerConfig("muon", 0.1, 1.0, 0.0, beta1=0.8, weight_decay=0.3, clip_norm=1e30)
     rng, params = np.random.default_rng(0), jax.tree.map(jnp.float32, params)
-    muon, adamw = make_optimizer(config, 20), make_optimizer(dataclasses.replace(config, name="adamw"), 20)
+    muon, adamw = (
+        make_optimizer(config, 20),
+        make_optimizer(dataclasses.replace(config, name="adamw"), 20),
+    )
     alone = optax.contrib.muon(0.1, weight_decay=0.3, consistent_rms=0.2)
     ours, other = params, params
     matrices = {
@@ -318,7 +379,9 @@ def test_muon_is_optax_s_own_on_each_matrix_of_each_layer_and_adamw_on_all_else(
         if path in MATRICES - {"embed", "lm_head"} or path.endswith(("/a", "/b"))
     }
     state, state_of_other, state_alone = muon.init(params), adamw.init(params), alone.init(matrices)
-    updates, updates_of_other, updates_alone = map(jax.jit, (muon.update, adamw.update, alone.update))
+    updates, updates_of_other, updates_alone = map(
+        jax.jit, (muon.update, adamw.update, alone.update)
+    )
     for _ in range(20):
         gradients = jax.tree.map(lambda leaf: jnp.float32(rng.standard_normal(leaf.shape)), params)
         found = {path: matrices_of(path, leaf) for path, leaf in by_path(gradients).items()}
@@ -326,7 +389,9 @@ def test_muon_is_optax_s_own_on_each_matrix_of_each_layer_and_adamw_on_all_else(
         ours = optax.apply_updates(ours, update)
         update, state_of_other = updates_of_other(gradients, state_of_other, other)
         other = optax.apply_updates(other, update)
-        update, state_alone = updates_alone({key: found[key[0]][key[1]] for key in matrices}, state_alone, matrices)
+        update, state_alone = updates_alone(
+            {key: found[key[0]][key[1]] for key in matrices}, state_alone, matrices
+        )
         matrices = optax.apply_updates(matrices, update)
     seen = set()
     for path, leaf in by_path(ours).items():
@@ -383,9 +448,13 @@ def test_a_parameter_that_an_added_optimizer_freezes_keeps_its_bits(monkeypatch,
 def test_the_magnitudes_of_dora_do_not_decay():
     matrix, magnitude = jnp.ones((2, 8, 4)), jnp.ones((2, 8))
     params = {"layers": {"wq": {"a": matrix, "b": matrix, "magnitude": magnitude}}}
-    config = OptimizerConfig(learning_rate=0.2, final_fraction=1.0, warmup_fraction=0.0, weight_decay=0.5)
+    config = OptimizerConfig(
+        learning_rate=0.2, final_fraction=1.0, warmup_fraction=0.0, weight_decay=0.5
+    )
     optimizer = make_optimizer(config, 10)
-    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    updates, _ = optimizer.update(
+        jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params
+    )
     moved = updates["layers"]["wq"]
     np.testing.assert_array_equal(moved["magnitude"], jnp.zeros((2, 8)))
     np.testing.assert_allclose(moved["a"], -0.1 * matrix, rtol=1e-6)
@@ -396,13 +465,22 @@ def test_unknown_names_and_options_that_an_optimizer_does_not_have_are_refused()
     for config, said in [
         (OptimizerConfig("adamv"), "there is no optimizer adamv; did you mean adamw?"),
         (OptimizerConfig("x"), "there is no optimizer x; there are adamw, lion, adafactor, muon"),
-        (OptimizerConfig("lion", epsilon=1e-6), "optimizer.epsilon is given but lion has none: leave it out"),
-        (OptimizerConfig(decay_fraction=0.5), "optimizer.decay_fraction is given but cosine has none: leave it out"),
+        (
+            OptimizerConfig("lion", epsilon=1e-6),
+            "optimizer.epsilon is given but lion has none: leave it out",
+        ),
+        (
+            OptimizerConfig(decay_fraction=0.5),
+            "optimizer.decay_fraction is given but cosine has none: leave it out",
+        ),
         (
             OptimizerConfig(final_fraction=0.5, schedule="constant"),
             "optimizer.final_fraction is given but constant has none: leave it out",
         ),
-        (OptimizerConfig("adafactor", beta1=0.5), "optimizer.beta1 is given but adafactor has none: leave it out"),
+        (
+            OptimizerConfig("adafactor", beta1=0.5),
+            "optimizer.beta1 is given but adafactor has none: leave it out",
+        ),
     ]:
         with pytest.raises(UsageError, match=f"^{said}"):
             make_optimizer(config, 10)
@@ -430,5 +508,7 @@ def test_values_out_of_range_are_refused_by_name(name, values):
 
 
 def test_a_decay_that_bfloat16_would_round_away_is_refused():
-    with pytest.raises(UsageError, match=r"^optimizer.beta2 is 0.999; it must be at most 0.99 with "):
+    with pytest.raises(
+        UsageError, match=r"^optimizer.beta2 is 0.999; it must be at most 0.99 with "
+    ):
         OptimizerConfig(beta2=0.999, moment_dtype="bfloat16")

@@ -42,7 +42,9 @@ def test_a_loop_of_fifteen_lines_trains_as_train_does(tmp_path, monkeypatch, cap
     monkeypatch.setenv("JLLAMA_CACHE", str(tmp_path / "cache"))
     (tmp_path / "my_texts").mkdir()
     for number in range(40):
-        (tmp_path / "my_texts" / f"{number}.txt").write_text(f"The {number}th fox jumps over the lazy dog. " * 5)
+        (tmp_path / "my_texts" / f"{number}.txt").write_text(
+            f"The {number}th fox jumps over the lazy dog. " * 5
+        )
     assert len(LOOP.strip().splitlines()) <= 15
     own = {}
     exec(LOOP, own)
@@ -52,7 +54,9 @@ def test_a_loop_of_fifteen_lines_trains_as_train_does(tmp_path, monkeypatch, cap
         own["model"],
         run_dir="run",
         data=jllama.DataConfig(path="my_texts/", tokenizer="bytes"),
-        training=jllama.LoopConfig(batch_size=8, seq_len=64, steps=30, eval_every=30, sample_tokens=0),
+        training=jllama.LoopConfig(
+            batch_size=8, seq_len=64, steps=30, eval_every=30, sample_tokens=0
+        ),
     )
     train(config)
     first, second = (jllama.load(path)([[1, 40, 50, 60]]) for path in ("run", "my_model"))
@@ -61,7 +65,9 @@ def test_a_loop_of_fifteen_lines_trains_as_train_does(tmp_path, monkeypatch, cap
 
 # Batches, objectives and functions of one's own in ``jllama.train``
 
-SMALL = jllama.LlamaConfig(259, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, max_seq_len=16)
+SMALL = jllama.LlamaConfig(
+    259, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, max_seq_len=16
+)
 STEPS = 6
 
 
@@ -77,10 +83,18 @@ def source(count=None):
 
 
 def a_config(folder, **options):
-    defaults = {"batch_size": 4, "steps": STEPS, "eval_every": 3, "log_every": 1, "sample_tokens": 0}
+    defaults = {
+        "batch_size": 4,
+        "steps": STEPS,
+        "eval_every": 3,
+        "log_every": 1,
+        "sample_tokens": 0,
+    }
     training = jllama.LoopConfig(**(defaults | options))
     optimizer = jllama.OptimizerConfig(schedule="constant", warmup_steps=1, learning_rate=0.01)
-    return jllama.TrainConfig(SMALL, run_dir=str(folder), training=training, optimizer=optimizer, resume="auto")
+    return jllama.TrainConfig(
+        SMALL, run_dir=str(folder), training=training, optimizer=optimizer, resume="auto"
+    )
 
 
 def losses(folder):
@@ -128,10 +142,15 @@ def test_batches_of_ones_own_train_and_go_on(tmp_path, training):
         train(a_config(tmp_path / "parts", **options), data=own, callbacks=[stop(4)])
     assert train(a_config(tmp_path / "parts", **options), data=own) == whole
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    one, other = (jllama.load(tmp_path / name, layout="training", step=STEPS).params for name in ("whole", "parts"))
+    one, other = (
+        jllama.load(tmp_path / name, layout="training", step=STEPS).params
+        for name in ("whole", "parts")
+    )
     jax.tree.map(np.testing.assert_array_equal, one, other)
     first = jllama.initial_params(jax.random.split(jax.random.key(0))[0], SMALL)
-    np.testing.assert_allclose(one["lm_head"], first["lm_head"], rtol=1e-6, atol=1e-8)  # which is frozen
+    np.testing.assert_allclose(
+        one["lm_head"], first["lm_head"], rtol=1e-6, atol=1e-8
+    )  # which is frozen
 
 
 def test_what_is_evaluated_saved_and_loaded_is_the_running_mean(tmp_path):
@@ -168,7 +187,9 @@ def test_callbacks_are_told_and_may_fail(tmp_path, capsys):
     assert err.count(said) == len(events) == STEPS + 2 + 2
     assert [step for name, step, _ in events if name == "log"] == [*range(1, STEPS + 1)]
     assert [step for name, step, _ in events if name == "evaluation"] == [3, 6]
-    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    logged = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [each["loss"] for name, _, each in events if name == "log"] == losses(tmp_path / "run")
     told = [each["validation_loss"] for name, _, each in events if name == "evaluation"]
     assert told == [line["validation_loss"] for line in logged if "validation_loss" in line]
@@ -179,7 +200,9 @@ def test_callbacks_are_told_and_may_fail(tmp_path, capsys):
 
 def test_batches_that_end_early_end_the_run_with_what_it_has(tmp_path):
     """Which is saved: with more of them it goes on, and is the same."""
-    with pytest.raises(jllama.JllamaError, match="ended after step 4 of 6, which is saved: give as many"):
+    with pytest.raises(
+        jllama.JllamaError, match="ended after step 4 of 6, which is saved: give as many"
+    ):
         train(a_config(tmp_path / "run"), data=source(4))
     assert len(losses(tmp_path / "run")) == 4
     train(a_config(tmp_path / "run"), data=source())
@@ -189,7 +212,9 @@ def test_batches_that_end_early_end_the_run_with_what_it_has(tmp_path):
 
 @pytest.mark.parametrize(("count", "saved"), [(0, []), (3, [3])])
 def test_batches_that_end_at_once_or_at_a_checkpoint(tmp_path, count, saved):
-    own = jllama.BatchSource(BytesTokenizer(), lambda: itertools.islice(batches(), count), lambda: batches(2))
+    own = jllama.BatchSource(
+        BytesTokenizer(), lambda: itertools.islice(batches(), count), lambda: batches(2)
+    )
     with pytest.raises(jllama.JllamaError, match=f"^the batches ended after step {count} of 6[:,]"):
         train(a_config(tmp_path / "run", log_every=2), data=own)
     assert RunCheckpoints(tmp_path / "run" / "checkpoints", read_only=True).steps() == saved
@@ -199,7 +224,10 @@ def test_batches_that_end_at_once_or_at_a_checkpoint(tmp_path, count, saved):
     ("batch", "said"),
     [
         (np.zeros((4, 17), int), "a batch is a ndarray; it must be a jllama.Batch"),
-        (jllama.text_batch(np.ones((3, 17), int), 1), "a batch has 3 rows; with training.batch_size it must have 4"),
+        (
+            jllama.text_batch(np.ones((3, 17), int), 1),
+            "a batch has 3 rows; with training.batch_size it must have 4",
+        ),
         (jllama.text_batch(np.full((4, 17), 300), 1), "300"),
         (
             jllama.Batch(*[np.ones((4, size), int) for size in (17, 16, 17)]),
@@ -225,7 +253,10 @@ def test_what_was_learned_before_a_wrong_batch_is_saved(tmp_path):
         yield from batches(5)
         yield jllama.text_batch(np.ones((3, 17), int), 1)
 
-    for training, step, error, said in ((wrong, 4, RuntimeError, "of ours"), (short, 5, jllama.UsageError, "3 rows")):
+    for training, step, error, said in (
+        (wrong, 4, RuntimeError, "of ours"),
+        (short, 5, jllama.UsageError, "3 rows"),
+    ):
         own = jllama.BatchSource(BytesTokenizer(), training, lambda: batches(2))
         with pytest.raises(error, match=said):
             train(a_config(tmp_path / "run", log_every=4), data=own)
@@ -241,9 +272,7 @@ def test_an_objective_that_is_no_number_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setitem(jllama.OBJECTIVES, "broken", broken)
     with pytest.raises(jllama.JllamaError) as failed:
         train(a_config(tmp_path / "run", objective="broken", max_skipped=2), data=source())
-    said = (
-        "the loss or its gradient is not a finite number at step 2 (2 steps in a row); no checkpoint had been saved yet"
-    )
+    said = "the loss or its gradient is not a finite number at step 2 (2 steps in a row); no checkpoint had been saved yet"
     assert str(failed.value).startswith(said)
     assert "\n" not in str(failed.value)
 
@@ -251,9 +280,13 @@ def test_an_objective_that_is_no_number_ends_the_run(tmp_path, monkeypatch):
 def test_options_of_a_corpus_are_refused_beside_ones_own_batches(tmp_path):
     config = a_config(tmp_path / "run")
     corpus = dataclasses.replace(config, data=jllama.DataConfig(path="texts/"))
-    with pytest.raises(jllama.UsageError, match=r"data is .*; it must be left out with batches of one's own"):
+    with pytest.raises(
+        jllama.UsageError, match=r"data is .*; it must be left out with batches of one's own"
+    ):
         train(corpus, data=source())
-    with pytest.raises(jllama.UsageError, match=r"training.epochs is 2.*; it must be 0 with batches of one's own"):
+    with pytest.raises(
+        jllama.UsageError, match=r"training.epochs is 2.*; it must be 0 with batches of one's own"
+    ):
         train(a_config(tmp_path / "run", steps=1000, epochs=2), data=source())
 
 

@@ -29,8 +29,12 @@ ERRORS = {"bfloat16": 2**-8, "int8": 0.02, "nf4": 0.15}
 
 def tuned(base, **options):
     loop = LoopConfig(dtype="float32", batch_size=8, seq_len=24, steps=20, **options)
-    config = TrainConfig(CONFIG, init_from="WEIGHTS", training=loop, lora=LoraConfig(rank=4, base=base))
-    return config, compile_training(config, ONE_DEVICE, compiler_options={"xla_backend_optimization_level": 0})
+    config = TrainConfig(
+        CONFIG, init_from="WEIGHTS", training=loop, lora=LoraConfig(rank=4, base=base)
+    )
+    return config, compile_training(
+        config, ONE_DEVICE, compiler_options={"xla_backend_optimization_level": 0}
+    )
 
 
 @pytest.mark.parametrize("base", list(ERRORS))
@@ -38,7 +42,9 @@ def test_a_base_in_fewer_bits_is_computed_with_as_it_is(base):
     """It is near the weights, smaller, the same after steps, and a step's loss is that of what it stands for."""
     config, training = tuned(base)
     state = training.init(jax.random.key(0), jax.tree.map(np.copy, WEIGHTS))
-    state = state._replace(params=jax.device_put(tuning.random_adapter("lora"), training.shardings.params))
+    state = state._replace(
+        params=jax.device_put(tuning.random_adapter("lora"), training.shardings.params)
+    )
     before, plain = digest(state.base), jax.tree.map(jnp.zeros_like, state.params)
     held = lora.merged(state.base, plain, CONFIG, config.lora)
     for name, stack in WEIGHTS["layers"].items():
@@ -47,10 +53,15 @@ def test_a_base_in_fewer_bits_is_computed_with_as_it_is(base):
             assert isinstance(state.base["layers"][name], DecodeMatrix)
             assert state.base["layers"][name].values.dtype == np.int8
     if base == "nf4":
-        assert {leaf.dtype.name for leaf in jax.tree.leaves(state.base["layers"]["wq"])} == {"uint4", "float32"}
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(state.base["layers"]["wq"])} == {
+            "uint4",
+            "float32",
+        }
     whole = lora.merged(state.base, state.params, CONFIG, config.lora)
     expected = tuning.compiled("full").evaluate(whole, ROWS)[:2]
-    np.testing.assert_allclose(training.evaluate(state.params, ROWS, state.base)[:2], expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        training.evaluate(state.params, ROWS, state.base)[:2], expected, rtol=1e-6
+    )
     losses = []
     for _ in range(6):
         state, metrics = training.step(state, ROWS)
@@ -81,10 +92,14 @@ def test_a_run_reads_its_base_in_its_final_form(base, tmp_path, monkeypatch):
         training=LoopConfig(dtype="float32", batch_size=8, seq_len=24, steps=2, sample_tokens=0),
     )
     states = []
-    monkeypatch.setattr(opening, "_announce", lambda run: states.append(jax.tree.map(np.asarray, run.state.base)))
+    monkeypatch.setattr(
+        opening, "_announce", lambda run: states.append(jax.tree.map(np.asarray, run.state.base))
+    )
     final = jllama.train(config, data=source)
     assert np.isfinite(final.validation_loss)
-    whole = compile_training(dataclasses.replace(config, model=model), ONE_DEVICE).init(jax.random.key(0), params)
+    whole = compile_training(dataclasses.replace(config, model=model), ONE_DEVICE).init(
+        jax.random.key(0), params
+    )
     jax.tree.map(np.testing.assert_array_equal, states[0], jax.tree.map(np.asarray, whole.base))
     assert np.isfinite(jllama.load(tmp_path / "run")(rows[:1, :8])).all()
 
@@ -96,7 +111,9 @@ def test_nf4_without_its_package_is_one_sentence(monkeypatch):
 
 
 def test_targets_and_ranks_that_do_not_fit_are_refused():
-    with pytest.raises(UsageError, match=r"lora.targets has q_proj, and of a layer's matrices there are wq, wk"):
+    with pytest.raises(
+        UsageError, match=r"lora.targets has q_proj, and of a layer's matrices there are wq, wk"
+    ):
         lora.adapter_shapes(CONFIG, LoraConfig(rank=4, targets=("q_proj",)))
     with pytest.raises(UsageError, match=r"lora.rank is 4000; it must be at most"):
         lora.adapter_shapes(CONFIG, LoraConfig(rank=4000))
@@ -119,7 +136,11 @@ def test_a_bad_step_leaves_all_as_it_was(wrong):
     kept = digest((state.params, state.opt_state)), float(state.usual_norm), int(state.step)
     state, metrics = training.step(state, ROWS)
     assert metrics.skipped
-    assert (digest((state.params, state.opt_state)), float(state.usual_norm), int(state.step) - 1) == kept
+    assert (
+        digest((state.params, state.opt_state)),
+        float(state.usual_norm),
+        int(state.step) - 1,
+    ) == kept
     state = state._replace(usual_norm=jnp.float32(0.0))
     state = state._replace(base=state.base | {"final_norm": jnp.asarray(WEIGHTS["final_norm"])})
     state, metrics = training.step(state, ROWS)

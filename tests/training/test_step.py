@@ -24,7 +24,9 @@ from jllama.verify.checks import relative_error
 
 BOS, CONFIG, WEIGHTS = 1, SMALL, weights(SMALL)
 MESH = make_mesh(MeshConfig(), jax.devices()[:1])
-QUICK = {"xla_backend_optimization_level": 0}  # half the time to compile; the arithmetic is the same
+QUICK = {
+    "xla_backend_optimization_level": 0
+}  # half the time to compile; the arithmetic is the same
 
 
 def make_windows():
@@ -101,8 +103,16 @@ def test_the_loss_is_the_oracles():
     norm = np.sqrt(sum(np.sum(np.float64(leaf) ** 2) for leaf in jax.tree.leaves(found)))
     assert relative_error(metrics.grad_norm, norm) < 1e-5
     # The things it must not be: attention across documents, BOS as a target too, or no shift.
-    logits, inputs, targets = oracle.forward(WEIGHTS, WINDOWS[:, :-1], CONFIG), WINDOWS[:, :-1], WINDOWS[:, 1:]
-    for wrong_targets, mask in [(targets, targets != BOS), (targets, targets > -1), (inputs, targets != BOS)]:
+    logits, inputs, targets = (
+        oracle.forward(WEIGHTS, WINDOWS[:, :-1], CONFIG),
+        WINDOWS[:, :-1],
+        WINDOWS[:, 1:],
+    )
+    for wrong_targets, mask in [
+        (targets, targets != BOS),
+        (targets, targets > -1),
+        (inputs, targets != BOS),
+    ]:
         wrong_total, wrong_count = oracle.cross_entropy(logits, wrong_targets, mask)
         assert relative_error(wrong_total / wrong_count, total / count) > 1e-3
 
@@ -128,7 +138,9 @@ def test_accumulation_gives_the_gradient_of_the_whole():
     assert len(set(counts)) > 2
     whole, whole_metrics = gradients()
     parts, parts_metrics = gradients(accumulation=4)
-    assert_trees_close(parts, whole, 3e-6)  # the order of the sums differs; a mean of means is off by 1e-2
+    assert_trees_close(
+        parts, whole, 3e-6
+    )  # the order of the sums differs; a mean of means is off by 1e-2
     assert_trees_close(parts_metrics, whole_metrics, 1e-6)
 
 
@@ -140,7 +152,9 @@ def test_accumulation_in_64_bit_mode():
             state = jax.eval_shape(training.init, jax.random.key(0))
             assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
             after, metrics = training.step.lower(state, BATCH).out_info
-            assert jax.tree.map(lambda leaf: leaf.dtype, after) == jax.tree.map(lambda leaf: leaf.dtype, state)
+            assert jax.tree.map(lambda leaf: leaf.dtype, after) == jax.tree.map(
+                lambda leaf: leaf.dtype, state
+            )
             assert metrics.loss.dtype == jnp.float32
 
 
@@ -152,9 +166,13 @@ def test_every_attention_gives_the_same_gradients():
     whole = gradients()[0]
     for name in (name for name, each in ATTENTION.items() if each.backward and not each.platform):
         assert_trees_close(gradients(attention=name)[0], whole, 1e-5)
-    with pytest.raises(UsageError, match=r"^there is no attention implementation blockt; did you mean blocked\?$"):
+    with pytest.raises(
+        UsageError, match=r"^there is no attention implementation blockt; did you mean blocked\?$"
+    ):
         compiled(attention="blockt")
-    with pytest.raises(UsageError, match=r"^attention is cached, which has no backward pass: take another to train"):
+    with pytest.raises(
+        UsageError, match=r"^attention is cached, which has no backward pass: take another to train"
+    ):
         compiled(attention="cached")
 
 
@@ -176,7 +194,9 @@ def test_a_batch_without_targets_moves_nothing():
 
 def test_small_steps_move_the_float32_masters_under_bfloat16():
     """A learning rate of 1e-6 is far below bfloat16's resolution near 1, which is 0.004."""
-    settings = OptimizerConfig(learning_rate=1e-6, final_fraction=1.0, warmup_fraction=0.0, weight_decay=0.0)
+    settings = OptimizerConfig(
+        learning_rate=1e-6, final_fraction=1.0, warmup_fraction=0.0, weight_decay=0.0
+    )
     moved, losses, norms = {}, {}, {}
     for dtype in ("bfloat16", "float32"):
         training = compiled(settings, batch_size=2, dtype=dtype)
@@ -185,15 +205,24 @@ def test_small_steps_move_the_float32_masters_under_bfloat16():
             state, metrics = training.step(state, text_batch(WINDOWS[:2], BOS))
         losses[dtype], norms[dtype] = metrics.loss, metrics.grad_norm
         assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
-        assert {leaf.dtype for leaf in jax.tree.leaves(state.opt_state)} == {jnp.dtype("float32"), jnp.dtype("int32")}
-        moved[dtype] = jax.tree.map(lambda before, after: np.asarray(after, np.float64) - before, WEIGHTS, state.params)
+        assert {leaf.dtype for leaf in jax.tree.leaves(state.opt_state)} == {
+            jnp.dtype("float32"),
+            jnp.dtype("int32"),
+        }
+        moved[dtype] = jax.tree.map(
+            lambda before, after: np.asarray(after, np.float64) - before, WEIGHTS, state.params
+        )
     assert relative_error(losses["bfloat16"], losses["float32"]) < 0.03
     assert relative_error(norms["bfloat16"], norms["float32"]) < 0.03
-    for low, high in zip(jax.tree.leaves(moved["bfloat16"]), jax.tree.leaves(moved["float32"]), strict=True):
+    for low, high in zip(
+        jax.tree.leaves(moved["bfloat16"]), jax.tree.leaves(moved["float32"]), strict=True
+    ):
         # Under an all but constant gradient Adam moves by its learning rate: 100 times 1e-6.
         assert np.median(np.abs(low)) == pytest.approx(1e-4, rel=0.1)
         assert np.mean(np.sign(low) == np.sign(high)) > 0.95
-        assert relative_error(low, high) > 1e-2  # bfloat16 is really used: losses and norms may be near by chance
+        assert (
+            relative_error(low, high) > 1e-2
+        )  # bfloat16 is really used: losses and norms may be near by chance
 
 
 def test_eval_sums_do_not_depend_on_the_batching():
@@ -206,7 +235,11 @@ def test_eval_sums_do_not_depend_on_the_batching():
 
     def sums(rows):
         return np.sum(
-            [step(params, Batch(*(each[i : i + rows] for each in batch[:3])))[:2] for i in range(0, 8, rows)], axis=0
+            [
+                step(params, Batch(*(each[i : i + rows] for each in batch[:3])))[:2]
+                for i in range(0, 8, rows)
+            ],
+            axis=0,
         )
 
     whole = sums(8)

@@ -54,7 +54,10 @@ class Selected(list):
 
 def test_what_is_selected_moves_as_if_all_did_and_the_rest_not_at_all():
     """AdamW moves each number by itself, so a first step of what is selected is that of training everything."""
-    before, after = (flatten_dict(state.params, sep="/") for state in steps(compiled(trainable=Selected(SELECTED)), 1))
+    before, after = (
+        flatten_dict(state.params, sep="/")
+        for state in steps(compiled(trainable=Selected(SELECTED)), 1)
+    )
     everything = flatten_dict(steps(compiled(), 1)[1].params, sep="/")
     for path, leaf in after.items():
         moves = np.zeros(len(leaf) if path.startswith("layers/") else 1, bool)
@@ -65,18 +68,35 @@ def test_what_is_selected_moves_as_if_all_did_and_the_rest_not_at_all():
         stacked = path.startswith("layers/")
         for moved, own, whole, start in zip(
             moves,
-            *((leaves[path] if stacked else leaves[path][None]) for leaves in (after, everything, before)),
+            *(
+                (leaves[path] if stacked else leaves[path][None])
+                for leaves in (after, everything, before)
+            ),
             strict=True,
         ):
-            np.testing.assert_allclose(own, whole if moved else start, rtol=2e-6 if moved else 0, atol=2e-6 * moved)
+            np.testing.assert_allclose(
+                own, whole if moved else start, rtol=2e-6 if moved else 0, atol=2e-6 * moved
+            )
             assert np.any(own != start) == moved, path
 
 
 def test_the_optimizer_keeps_nothing_of_what_is_frozen():
     state = steps(compiled(trainable=Selected(SELECTED)), 1)[1]
-    shapes = {path: leaf.shape for path, leaf in flatten_dict(state.opt_state[1][0].mu, sep="/").items()}
-    expected = {path: leaf.shape for path, leaf in flatten_dict(state.params, sep="/").items() if path in shapes}
-    assert [*shapes] == ["embed", "layers/attn_norm", "layers/w_down", "layers/w_gate", "layers/w_up"]
+    shapes = {
+        path: leaf.shape for path, leaf in flatten_dict(state.opt_state[1][0].mu, sep="/").items()
+    }
+    expected = {
+        path: leaf.shape
+        for path, leaf in flatten_dict(state.params, sep="/").items()
+        if path in shapes
+    }
+    assert [*shapes] == [
+        "embed",
+        "layers/attn_norm",
+        "layers/w_down",
+        "layers/w_gate",
+        "layers/w_up",
+    ]
     for path, shape in expected.items():
         rows = (SMALL.num_layers - 1,) if path.startswith("layers/w_") else shape[:1]
         assert shapes[path] == (*rows, *shape[1:])
@@ -84,7 +104,10 @@ def test_the_optimizer_keeps_nothing_of_what_is_frozen():
 
 @pytest.mark.parametrize("options", [{"accumulation": 2}, {"remat": "block"}], ids=str)
 def test_a_selection_is_the_same_in_parts_and_recomputed(options):
-    one, other = (steps(compiled(trainable=Selected(SELECTED), **more), 2)[-1].params for more in ({}, options))
+    one, other = (
+        steps(compiled(trainable=Selected(SELECTED), **more), 2)[-1].params
+        for more in ({}, options)
+    )
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), one, other)
 
 
@@ -93,7 +116,10 @@ def test_the_running_mean_is_numpys():
     for options in ({}, {"trainable": Selected(SELECTED)}):
         training = compiled(ema=0.4, **options)
         states = steps(training)
-        mean = [np.float64(leaf) for leaf in jax.tree.leaves(training.trainable.trained(states[0].params))]
+        mean = [
+            np.float64(leaf)
+            for leaf in jax.tree.leaves(training.trainable.trained(states[0].params))
+        ]
         for number, state in enumerate(states[1:], 1):
             decay = min(0.4, number / (number + 9))
             trained = jax.tree.leaves(training.trainable.trained(state.params))
@@ -101,7 +127,9 @@ def test_the_running_mean_is_numpys():
             for own, expected in zip(jax.tree.leaves(state.average), mean, strict=True):
                 np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)
         weights = training.weights(states[-1])
-        for own, expected in zip(jax.tree.leaves(training.trainable.trained(weights)), mean, strict=True):
+        for own, expected in zip(
+            jax.tree.leaves(training.trainable.trained(weights)), mean, strict=True
+        ):
             np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)
         if options:
             np.testing.assert_array_equal(weights["final_norm"], states[0].params["final_norm"])
@@ -124,7 +152,10 @@ def test_a_step_that_is_left_out_does_not_move_the_mean():
 def test_flops_are_those_of_what_has_gradients():
     matrices = training_flops_per_token(SMALL, 0) / 6
     assert training_flops_per_token(SMALL, 0, selected_weights(SMALL, ["*"]).shares) == 6 * matrices
-    assert training_flops_per_token(SMALL, 0, selected_weights(SMALL, ["final_norm"]).shares) == 4 * matrices
+    assert (
+        training_flops_per_token(SMALL, 0, selected_weights(SMALL, ["final_norm"]).shares)
+        == 4 * matrices
+    )
     assert selected_weights(SMALL, ["layers/0/wq"]).shares == {"layers/wq": 1 / SMALL.num_layers}
     trained = compiled(trainable=Selected(["*"])).trained
     assert sum(leaf.size for leaf in jax.tree.leaves(trained)) == count_parameters(SMALL)

@@ -177,7 +177,9 @@ def test_every_bit_counts_for_the_fingerprint(data):
     for name in stored.path.split("/"):
         leaf = leaf[name]
     before = run_layerwise(checkpoint, [1, 2]).fingerprint
-    flat = leaf.reshape(TINY.num_layers if stored.key.startswith("layers") else 1, -1)[stored.layer].view(np.uint32)
+    flat = leaf.reshape(TINY.num_layers if stored.key.startswith("layers") else 1, -1)[
+        stored.layer
+    ].view(np.uint32)
     flat[data.draw(st.integers(0, flat.size - 1))] ^= 1
     assert run_layerwise(checkpoint, [1, 2]).fingerprint != before
 
@@ -339,7 +341,9 @@ def test_what_is_not_text_is_refused(folder):
         verify_checkpoint(folder, "a\ud800b")
 
 
-@pytest.mark.parametrize("text", ["xylophone", "import numpy as np\n\n" * 3 + "print(np.arange(10) @ np.eye(5))\n" * 5])
+@pytest.mark.parametrize(
+    "text", ["xylophone", "import numpy as np\n\n" * 3 + "print(np.arange(10) @ np.eye(5))\n" * 5]
+)
 def test_no_text_is_judged(folder, whole, text):
     found = verify_checkpoint(folder, text)
     assert found.passed
@@ -378,7 +382,9 @@ def test_a_tokenizer_that_changes_texts():
     assert tokenizer_change(Forgetful("ü"), PROSE) == ""
     assert tokenizer_change(Forgetful("ü"), HARD) == "'üße, naïve —' came back as 'ße, naïve — '"
     assert tokenizer_change(Forgetful("woman"), HARD) == ""
-    assert tokenizer_change(Forgetful("woman"), PROSE) == "'woman who li' came back as ' who lived i'"
+    assert (
+        tokenizer_change(Forgetful("woman"), PROSE) == "'woman who li' came back as ' who lived i'"
+    )
 
 
 # What a wrong computation looks like
@@ -393,7 +399,9 @@ def test_the_first_wrong_layer_is_named(folder, model, tmp_path, monkeypatch):
         return right(config, weights | {"wo": doubled * weights["wo"]})
 
     copy = tmp_path / "hf"  # of another configuration, so that nothing compiled is used again
-    save(dataclasses.replace(model, config=dataclasses.replace(CONFIG, max_seq_len=127)), copy, "hf")
+    save(
+        dataclasses.replace(model, config=dataclasses.replace(CONFIG, max_seq_len=127)), copy, "hf"
+    )
     monkeypatch.setattr(layerwise, "build_layer", wrong_in_layer_2)
     found = verify_checkpoint(copy)
     assert found.first_divergent_layer == 2
@@ -405,10 +413,14 @@ def test_the_first_wrong_layer_is_named(folder, model, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("changed", [{"rope_theta": 20_000.0}, {"norm_eps": 1e-4}], ids=str)
 def test_a_wrong_number_shows_in_the_layers(monkeypatch, changed):
-    checkpoint, _ = random_checkpoint(dataclasses.replace(TINY, head_dim=64), embed_std=0.05, query_gain=2.0)
+    checkpoint, _ = random_checkpoint(
+        dataclasses.replace(TINY, head_dim=64), embed_std=0.05, query_gain=2.0
+    )
     right = layerwise._layer
     monkeypatch.setattr(
-        layerwise, "_layer", lambda weights, x, config: right(weights, x, dataclasses.replace(config, **changed))
+        layerwise,
+        "_layer",
+        lambda weights, x, config: right(weights, x, dataclasses.replace(config, **changed)),
     )
     assert run_layerwise(checkpoint, list(range(64))).layer_errors[0] > 30 * TOLERANCE
 
@@ -458,15 +470,31 @@ def test_a_released_llama_is_ordinary(name):
             {"rope_scaling": None},
             "rope_scaling is absent; llama3.1-8b, of the same shape, has llama3, factor 8, from 8,192 tokens",
         ),
-        ("llama2-7b", {"norm_eps": 1e-6}, "norm_eps is 1e-06; llama2-7b, of the same shape, has 1e-05"),
-        ("llama2-13b", {"vocab_size": 32_001}, "vocab_size is 32,001; llama2-13b, of the same shape, has 32,000"),
-        ("smollm2-135m", {"rope_theta": 1e4}, "rope_theta is 10,000; smollm2-135m, of the same shape, has 100,000"),
+        (
+            "llama2-7b",
+            {"norm_eps": 1e-6},
+            "norm_eps is 1e-06; llama2-7b, of the same shape, has 1e-05",
+        ),
+        (
+            "llama2-13b",
+            {"vocab_size": 32_001},
+            "vocab_size is 32,001; llama2-13b, of the same shape, has 32,000",
+        ),
+        (
+            "smollm2-135m",
+            {"rope_theta": 1e4},
+            "rope_theta is 10,000; smollm2-135m, of the same shape, has 100,000",
+        ),
         (
             "llama3.2-3b",
             {"tie_embeddings": False},
             "tie_embeddings is false; llama3.2-3b, of the same shape, has true",
         ),
-        ("stories-15m", {"max_seq_len": 512}, "max_seq_len is 512; stories-15m, of the same shape, has 256"),
+        (
+            "stories-15m",
+            {"max_seq_len": 512},
+            "max_seq_len is 512; stories-15m, of the same shape, has 256",
+        ),
     ],
 )
 def test_a_field_that_a_released_llama_has_otherwise(name, changed, sentence):

@@ -43,18 +43,24 @@ BFLOAT16 = "bfloat16 against float32 weights/up to position 100,000"
 
 
 def rows_of(implementation):
-    return {check.name.removeprefix("equalities/"): check for check in equality_checks(implementation)}
+    return {
+        check.name.removeprefix("equalities/"): check for check in equality_checks(implementation)
+    }
 
 
 ROWS = rows_of(JLLAMA)
-SHARDED = [name for name in ROWS if name.startswith("sharded")]  # see tests/parallel: they need eight devices
+SHARDED = [
+    name for name in ROWS if name.startswith("sharded")
+]  # see tests/parallel: they need eight devices
 
 seeds = st.integers(0, 2**32 - 1)
 
 
 def integers(shape, low, high):
     """Arrays of numbers from ``low`` to ``high``, by seed: a failure is shrunk at once."""
-    return seeds.map(lambda seed: np.random.default_rng(seed).integers(low, high, shape, endpoint=True))
+    return seeds.map(
+        lambda seed: np.random.default_rng(seed).integers(low, high, shape, endpoint=True)
+    )
 
 
 tokens_of_rows = integers((SEQ, SEQ), 0, CONFIG.vocab_size - 1)
@@ -76,7 +82,10 @@ def test_bfloat16_is_really_used():
 @settings(max_examples=10)
 @given(tokens=tokens_of_rows, splits=integers(SEQ, 0, SEQ))
 def test_prefill_and_decode_equal_one_forward(tokens, splits):
-    assert cache_error(Case(JLLAMA, CONFIG, PARAMS, tokens), [(SEQ, splits), *[(1, 1)] * SEQ]) < TOLERANCE
+    assert (
+        cache_error(Case(JLLAMA, CONFIG, PARAMS, tokens), [(SEQ, splits), *[(1, 1)] * SEQ])
+        < TOLERANCE
+    )
 
 
 @settings(max_examples=15)
@@ -126,7 +135,10 @@ def test_what_an_implementation_refuses_is_said_and_is_no_failure(monkeypatch):
         return None if mask.lengths is None else "a mask with lengths"
 
     monkeypatch.setitem(F.ATTENTION, "mine", F.ATTENTION["reference"]._replace(refuses=lengths))
-    mine = [rows_of(JLLAMA)[f"attention against the oracle, {kind}/mine"] for kind in ("causal", "ragged lengths")]
+    mine = [
+        rows_of(JLLAMA)[f"attention against the oracle, {kind}/mine"]
+        for kind in ("causal", "ragged lengths")
+    ]
     causal, ragged = run_checks(mine)
     assert (causal.passed, causal.refusal, causal.error < TOLERANCE) == (True, "", True)
     assert ragged.passed
@@ -137,9 +149,13 @@ def test_a_registered_implementation_has_its_rows(monkeypatch):
     def forgets_the_segments(query, key, value, mask):
         return F.attention(query, key, value, mask._replace(query_segments=None), "reference")
 
-    monkeypatch.setitem(F.ATTENTION, "mine", F.ATTENTION["reference"]._replace(function=forgets_the_segments))
+    monkeypatch.setitem(
+        F.ATTENTION, "mine", F.ATTENTION["reference"]._replace(function=forgets_the_segments)
+    )
     mine = {name: check for name, check in rows_of(JLLAMA).items() if name.endswith("/mine")}
-    wrong = {name for name, check in mine.items() if not check.compute() < VISIBLE * check.tolerance}
+    wrong = {
+        name for name, check in mine.items() if not check.compute() < VISIBLE * check.tolerance
+    }
     assert len(mine) == 5
     assert wrong == {
         "packed documents against reference attention/mine",
@@ -154,7 +170,9 @@ def test_an_implementation_of_another_platform_has_no_row(monkeypatch):
 
 def test_fewer_than_eight_devices_are_named():
     for name in SHARDED:
-        with pytest.raises(JllamaError, match="JAX has 1 CPU devices; sharding needs 8: set JAX_NUM_CPU_DEVICES=8"):
+        with pytest.raises(
+            JllamaError, match="JAX has 1 CPU devices; sharding needs 8: set JAX_NUM_CPU_DEVICES=8"
+        ):
             ROWS[name].compute()
 
 
@@ -163,12 +181,16 @@ def test_fewer_than_eight_devices_are_named():
 
 def with_mask(function, **wrong):
     """The model with one of its functions taken from a copy with another mask."""
-    return JLLAMA._replace(**{function: getattr(compiled(implementation_of(model_with(**wrong))), function)})
+    return JLLAMA._replace(
+        **{function: getattr(compiled(implementation_of(model_with(**wrong))), function)}
+    )
 
 
 def moved(by):
     """The mask of queries that stand ``by`` further on."""
-    return lambda offset=None, **segments: F.Mask(jnp.full(1, by) if offset is None else offset + by, **segments)
+    return lambda offset=None, **segments: F.Mask(
+        jnp.full(1, by) if offset is None else offset + by, **segments
+    )
 
 
 def and_the_last_slot(offset=None, **segments):
@@ -181,7 +203,9 @@ def and_the_last_slot(offset=None, **segments):
 
 def wrapped(**wrong):
     """The model with a function replaced by one that is given it first."""
-    return JLLAMA._replace(**{name: functools.partial(wrap, getattr(JLLAMA, name)) for name, wrap in wrong.items()})
+    return JLLAMA._replace(
+        **{name: functools.partial(wrap, getattr(JLLAMA, name)) for name, wrap in wrong.items()}
+    )
 
 
 def a_slot_too_far(extend, *args):
@@ -195,7 +219,9 @@ def no_segments(forward, config, params, tokens, segments=None, positions=None):
 
 def stand_in_loss(params, tokens, mask):
     """One product stands in for the Llama here and below: it compiles at once."""
-    return F.linear_cross_entropy(params["embed"][tokens[:, :-1]], params["lm_head"], tokens[:, 1:], mask)[0]
+    return F.linear_cross_entropy(
+        params["embed"][tokens[:, :-1]], params["lm_head"], tokens[:, 1:], mask
+    )[0]
 
 
 def other_value(_, config, params, tokens, mask, remat):
@@ -215,7 +241,9 @@ def layers_in_reverse(forward, config, params, *others):
     return forward(config, params, *others)
 
 
-def positions_in_the_dtype_of_weights(forward, config, params, tokens, segments=None, positions=None):
+def positions_in_the_dtype_of_weights(
+    forward, config, params, tokens, segments=None, positions=None
+):
     if positions is not None:
         positions = positions.astype(params.dtype).astype(jnp.int32)
     return forward(config, params, tokens, segments, positions)
@@ -229,13 +257,21 @@ MISTAKES = {
     "does not see itself": (with_mask("forward", Mask=moved(-1)), LAYOUTS, CACHED),
     "cache: sees one ahead": (with_mask("extend", Mask=moved(1)), LAYOUTS, {*CACHED, PADDING}),
     "cache: does not see itself": (with_mask("extend", Mask=moved(-1)), LAYOUTS, CACHED),
-    "cache: sees an unused slot": (with_mask("extend", Mask=and_the_last_slot), LAYOUTS, {*CACHED, PADDING}),
+    "cache: sees an unused slot": (
+        with_mask("extend", Mask=and_the_last_slot),
+        LAYOUTS,
+        {*CACHED, PADDING},
+    ),
     "cache: a slot too far": (wrapped(extend=a_slot_too_far), LAYOUTS, {*CACHED, PADDING}),
     "segments ignored": (wrapped(forward=no_segments), LAYOUTS, {PACKED}),
     "layers in reverse": (wrapped(forward=layers_in_reverse), [SCANNED, PACKED], {SCANNED}),
     "remat: other value": (wrapped(loss=other_value), [LOSS, GRADIENTS], {LOSS, GRADIENTS}),
     "remat: other gradient": (wrapped(loss=other_gradient), [LOSS, GRADIENTS], {GRADIENTS}),
-    "positions in bfloat16": (wrapped(forward=positions_in_the_dtype_of_weights), [BFLOAT16, PACKED], {BFLOAT16}),
+    "positions in bfloat16": (
+        wrapped(forward=positions_in_the_dtype_of_weights),
+        [BFLOAT16, PACKED],
+        {BFLOAT16},
+    ),
 }
 
 
@@ -250,7 +286,9 @@ def test_a_mistake_is_seen_where_it_should_be(mistake):
 
 def grouped_in_turn(query, key, value, mask):
     group = query.shape[1] // key.shape[1]
-    return F.attention(query, jnp.tile(key, (1, group, 1, 1)), jnp.tile(value, (1, group, 1, 1)), mask)
+    return F.attention(
+        query, jnp.tile(key, (1, group, 1, 1)), jnp.tile(value, (1, group, 1, 1)), mask
+    )
 
 
 def unscaled(query, key, value, mask):
@@ -261,7 +299,9 @@ def with_dense(change):
     """Attention under a mask that is changed."""
 
     def attend(query, key, value, mask):
-        return F.grouped_query_attention(query, key, value, change(mask.dense(query.shape[2], key.shape[2])))
+        return F.grouped_query_attention(
+            query, key, value, change(mask.dense(query.shape[2], key.shape[2]))
+        )
 
     return attend
 
@@ -283,7 +323,13 @@ MASKS = {"causal", "packed documents", "after other tokens", "ragged lengths"}
         (with_dense(lambda seen: seen | ~seen.any(axis=-1, keepdims=True)), {"ragged lengths"}),
         (blind_queries_are_nan, {"ragged lengths"}),
     ],
-    ids=["grouped in turn", "unscaled", "mask ignored", "blind queries see all", "blind queries are NaN"],
+    ids=[
+        "grouped in turn",
+        "unscaled",
+        "mask ignored",
+        "blind queries see all",
+        "blind queries are NaN",
+    ],
 )
 def test_wrong_attention_is_seen(mistake, masks):
     errors = {kind: attention_error(mistake, *arrays) for kind, arrays in attention_masks().items()}

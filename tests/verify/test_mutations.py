@@ -24,7 +24,9 @@ VARIANTS = {  # those that differ by more than a number from all others; the com
         *("linear x4", "dynamic x4", "yarn x32"),
     )
 }
-PLAIN = implementation_of(jllama.model)  # nothing compiled: each planted copy would be, for each variant
+PLAIN = implementation_of(
+    jllama.model
+)  # nothing compiled: each planted copy would be, for each variant
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +38,14 @@ def folder(tmp_path_factory):
 def cells(implementation, folder, formats):
     """Which cells of the matrix pass, and which fail by so much that nobody could call it rounding."""
     checks = conformance_checks(implementation, folder)
-    results = list(run_checks(check for check in checks if check.row in VARIANTS and check.column in formats))
+    results = list(
+        run_checks(check for check in checks if check.row in VARIANTS and check.column in formats)
+    )
     passed = {(result.row, result.column) for result in results if result.passed}
     plain_to_see = {(result.row, result.column) for result in results if result.ratio >= VISIBLE}
-    assert len(passed) + len(plain_to_see) == len(results), [result for result in results if result.problem]
+    assert len(passed) + len(plain_to_see) == len(results), [
+        result for result in results if result.problem
+    ]
     return passed, plain_to_see
 
 
@@ -53,7 +59,11 @@ def test_right_code_is_green_everywhere(folder):
 def test_a_planted_mistake_is_red_where_it_matters_and_nowhere_else(mutation, folder):
     file_format = INTERLEAVED if "permuted" in mutation.name else HALF_SPLIT
     _, red = cells(planted(mutation), folder, [file_format])
-    held = {name: config for name, config in VARIANTS.items() if FORMAT_WRITERS[file_format].holds(config)}
+    held = {
+        name: config
+        for name, config in VARIANTS.items()
+        if FORMAT_WRITERS[file_format].holds(config)
+    }
     concerned = {name for name, config in held.items() if mutation.applies(config)}
     assert red == {(name, file_format) for name in concerned}
     assert concerned
@@ -94,7 +104,9 @@ def test_queries_and_keys_left_interleaved_for_one_variant(folder, variant):
         if config != VARIANTS[variant]:
             return config, params
         layers = params["layers"]
-        return config, params | {"layers": layers | {name: interleaved(layers[name]) for name in ("wq", "wk")}}
+        return config, params | {
+            "layers": layers | {name: interleaved(layers[name]) for name in ("wq", "wk")}
+        }
 
     _, red = cells(planted(Mutation("forgetful", forgetful)), folder, [INTERLEAVED])
     assert red == {(variant, INTERLEAVED)}
@@ -119,7 +131,9 @@ def test_a_mistake_that_is_none_fails_the_matrix(monkeypatch):
 
 
 def test_the_weights_are_such_that_a_small_mistake_shows():
-    (check,) = [c for c in mutation_checks() if (c.row, c.column) == ("Llama 3.2 tied", "factor 8 for 32")]
+    (check,) = [
+        c for c in mutation_checks() if (c.row, c.column) == ("Llama 3.2 tied", "factor 8 for 32")
+    ]
     assert next(run_checks([check])).ratio > VISIBLE
     dull = dataclasses.replace(check, tolerance=1.0)
     assert not next(run_checks([dull])).passed

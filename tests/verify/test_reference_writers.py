@@ -21,7 +21,13 @@ from jllama.verify.checks import random_params, relative_error
 from jllama.verify.reference_writers import FORMAT_WRITERS, meta_shards, meta_tensors
 
 BASE = LlamaConfig(
-    vocab_size=96, num_layers=2, embed_dim=128, num_heads=4, num_kv_heads=2, mlp_dim=160, max_seq_len=4096
+    vocab_size=96,
+    num_layers=2,
+    embed_dim=128,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_dim=160,
+    max_seq_len=4096,
 )
 
 
@@ -37,13 +43,17 @@ CONFIGS = {
     "tied, no scaling": changed(tie_embeddings=True, rope_theta=500_000.0, mlp_dim=1024),
     "head_dim": changed(head_dim=64, rope_theta=50_000.0),
     "llama3": changed(rope_theta=500_000.0, rope_scaling=Llama3Scaling(32.0), max_seq_len=131_072),
-    "llama3, other bounds": changed(rope_scaling=Llama3Scaling(8.0, 1.0, 8.0, 1024), tie_embeddings=True),
+    "llama3, other bounds": changed(
+        rope_scaling=Llama3Scaling(8.0, 1.0, 8.0, 1024), tie_embeddings=True
+    ),
     "linear": changed(rope_scaling=LinearScaling(4.0)),
     "dynamic": changed(rope_scaling=DynamicScaling(4.0, original_max_seq_len=64), max_seq_len=64),
     "dynamic, two lengths": changed(rope_scaling=DynamicScaling(4.0, original_max_seq_len=1024)),
     "yarn": changed(rope_scaling=YarnScaling(8.0, original_max_seq_len=512)),
     "yarn, every knob": changed(
-        rope_scaling=YarnScaling(8.0, original_max_seq_len=512, beta_fast=24.0, attention_factor=1.1)
+        rope_scaling=YarnScaling(
+            8.0, original_max_seq_len=512, beta_fast=24.0, attention_factor=1.1
+        )
     ),
     "three heads": changed(embed_dim=96, num_heads=3, num_kv_heads=3),
 }
@@ -77,7 +87,9 @@ def written(path, name, writer, seed=0):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_each_route_says_what_it_holds(name):
-    assert {file_format for file_format, writer in FORMAT_WRITERS.items() if writer.holds(CONFIGS[name])} == HELD[name]
+    assert {
+        file_format for file_format, writer in FORMAT_WRITERS.items() if writer.holds(CONFIGS[name])
+    } == HELD[name]
 
 
 @pytest.mark.parametrize(("name", "writer"), CELLS)
@@ -87,18 +99,31 @@ def test_jllama_reads_the_same_config_and_the_same_bits(tmp_path, monkeypatch, n
             patch.setitem(sys.modules, library, None)  # writing needs neither
         params = written(tmp_path / "model", name, writer)
     config = CONFIGS[name]
-    factor = config.rope_scaling.factor if config.rope_scaling and writer.startswith("meta") else None
+    factor = (
+        config.rope_scaling.factor if config.rope_scaling and writer.startswith("meta") else None
+    )
     model = jllama.load(tmp_path / "model", layout="training", rope_factor=factor)
     if writer.startswith("meta"):  # whose files do not say how long
-        model = dataclasses.replace(model, config=dataclasses.replace(model.config, max_seq_len=config.max_seq_len))
+        model = dataclasses.replace(
+            model, config=dataclasses.replace(model.config, max_seq_len=config.max_seq_len)
+        )
     assert model.config == config
     assert_same_bits(model.params, params)
 
 
 def test_they_share_nothing_with_the_readers():
     with open(reference_writers.__file__) as source:
-        imports = [node for node in ast.walk(ast.parse(source.read())) if isinstance(node, ast.ImportFrom | ast.Import)]
-    ours = {(node.module, name.name) for node in imports if "jllama" in ast.unparse(node) for name in node.names}
+        imports = [
+            node
+            for node in ast.walk(ast.parse(source.read()))
+            if isinstance(node, ast.ImportFrom | ast.Import)
+        ]
+    ours = {
+        (node.module, name.name)
+        for node in imports
+        if "jllama" in ast.unparse(node)
+        for name in node.names
+    }
     assert ours == {
         ("jllama", "oracle"),
         ("jllama.config", "LlamaConfig"),
@@ -129,11 +154,15 @@ def test_torch_loads_the_shards(tmp_path, name, mmap):
 
     config = CONFIGS[name]
     params = written(tmp_path / "model", name, "meta x4")
-    expected = meta_shards(meta_tensors(config, params), 4, config.num_kv_heads, int(config.rope_theta == 10_000))
+    expected = meta_shards(
+        meta_tensors(config, params), 4, config.num_kv_heads, int(config.rope_theta == 10_000)
+    )
     for rank, shard in enumerate(expected):
         file = tmp_path / "model" / f"consolidated.{rank:02}.pth"
         found = torch.load(file, weights_only=True, mmap=mmap)
-        assert found.pop("rope.freqs", torch.empty(0)).shape == ((16,) if config.rope_theta == 10_000 else (0,))
+        assert found.pop("rope.freqs", torch.empty(0)).shape == (
+            (16,) if config.rope_theta == 10_000 else (0,)
+        )
         assert found.keys() == shard.keys()
         for key, tensor in found.items():
             assert tensor.dtype == torch.float32
@@ -147,34 +176,51 @@ def metas_logits(folder, tokens, frequencies):
     import torch
 
     files = sorted(folder.glob("consolidated.*.pth"))
-    ranks = [{name: part.numpy().astype(np.float64) for name, part in torch.load(file).items()} for file in files]
+    ranks = [
+        {name: part.numpy().astype(np.float64) for name, part in torch.load(file).items()}
+        for file in files
+    ]
     fields = json.loads((folder / "params.json").read_text())
     head_dim = fields["dim"] // fields["n_heads"]
     turns = np.exp(1j * np.outer(np.arange(len(tokens)), frequencies))[:, None]
 
     def norm(x, name):
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + fields["norm_eps"]) * ranks[0][f"{name}.weight"]
+        return (
+            x
+            / np.sqrt((x * x).mean(-1, keepdims=True) + fields["norm_eps"])
+            * ranks[0][f"{name}.weight"]
+        )
 
     def rotated(x):
-        turned = np.ascontiguousarray(x).view(np.complex128) * turns  # neighboring channels are one number
+        turned = (
+            np.ascontiguousarray(x).view(np.complex128) * turns
+        )  # neighboring channels are one number
         return turned.view(np.float64)
 
     def attention(rank, x, layer):
-        weights = [rank[f"layers.{layer}.attention.{name}.weight"] for name in ("wq", "wk", "wv", "wo")]
+        weights = [
+            rank[f"layers.{layer}.attention.{name}.weight"] for name in ("wq", "wk", "wv", "wo")
+        ]
         query, key, value = ((x @ weight.T).reshape(len(x), -1, head_dim) for weight in weights[:3])
         heads = [part.swapaxes(0, 1) for part in (rotated(query), rotated(key), value)]
         mixed = oracle.attention(*heads, np.tri(len(x), dtype=bool))
         return mixed.swapaxes(0, 1).reshape(len(x), -1) @ weights[3].T
 
     def feed_forward(rank, x, layer):
-        w1, w2, w3 = (rank[f"layers.{layer}.feed_forward.{name}.weight"] for name in ("w1", "w2", "w3"))
+        w1, w2, w3 = (
+            rank[f"layers.{layer}.feed_forward.{name}.weight"] for name in ("w1", "w2", "w3")
+        )
         return oracle.swiglu(x, w1.T, w3.T, w2.T)
 
     embeds = [rank["tok_embeddings.weight"] for rank in ranks]
     x = np.concatenate(embeds, 1 if "rope.freqs" in ranks[0] else 0)[tokens]
     for layer in range(fields["n_layers"]):
-        x = x + sum(attention(rank, norm(x, f"layers.{layer}.attention_norm"), layer) for rank in ranks)
-        x = x + sum(feed_forward(rank, norm(x, f"layers.{layer}.ffn_norm"), layer) for rank in ranks)
+        x = x + sum(
+            attention(rank, norm(x, f"layers.{layer}.attention_norm"), layer) for rank in ranks
+        )
+        x = x + sum(
+            feed_forward(rank, norm(x, f"layers.{layer}.ffn_norm"), layer) for rank in ranks
+        )
     return np.concatenate([norm(x, "norm") @ rank["output.weight"].T for rank in ranks], -1)
 
 
@@ -193,7 +239,12 @@ def test_params_json_is_as_released():
     plain = reference_writers.meta_params(CONFIGS["multi-head"])
     assert plain.keys() == {"dim", "n_layers", "n_heads", "vocab_size", "multiple_of", "norm_eps"}
     scaled = reference_writers.meta_params(CONFIGS["llama3"])
-    assert scaled.keys() - plain.keys() == {"n_kv_heads", "rope_theta", "use_scaled_rope", "ffn_dim_multiplier"}
+    assert scaled.keys() - plain.keys() == {
+        "n_kv_heads",
+        "rope_theta",
+        "use_scaled_rope",
+        "ffn_dim_multiplier",
+    }
 
 
 @given(st.integers(1, 600), st.integers(1, 2000))
@@ -229,11 +280,20 @@ def test_safetensors_loads_one_file_or_two(tmp_path, name):
 def test_each_version_spells_rope_its_own_way(tmp_path):
     for version in (4, 5):
         written(tmp_path / str(version), "llama3", f"hf v{version}")
-    old, new = (json.loads((tmp_path / version / "config.json").read_text()) for version in ("4", "5"))
+    old, new = (
+        json.loads((tmp_path / version / "config.json").read_text()) for version in ("4", "5")
+    )
     rope = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope |= {"original_max_position_embeddings": 8192}
-    assert (old.pop("rope_theta"), old.pop("rope_scaling"), old.pop("torch_dtype")) == (500_000.0, rope, "float32")
-    assert (new.pop("rope_parameters"), new.pop("dtype")) == (rope | {"rope_theta": 500_000.0}, "float32")
+    assert (old.pop("rope_theta"), old.pop("rope_scaling"), old.pop("torch_dtype")) == (
+        500_000.0,
+        rope,
+        "float32",
+    )
+    assert (new.pop("rope_parameters"), new.pop("dtype")) == (
+        rope | {"rope_theta": 500_000.0},
+        "float32",
+    )
     assert old == new
 
 
@@ -245,7 +305,9 @@ def test_transformers_gives_the_oracles_logits(tmp_path, name, writer):
 
     config = CONFIGS[name]
     params = written(tmp_path / "model", name, writer)
-    model, loading = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", output_loading_info=True
+    )
     assert not any(loading.values())
     tokens = np.random.default_rng(0).integers(0, 96, (1, 128))
     # Far apart, so that slow frequencies count, not so far that errors of float32 angles do; dynamic counts tokens.
@@ -270,10 +332,14 @@ def test_the_gguf_package_finds_each_key_and_tensor(tmp_path, name):
     for key, value in reference_writers.gguf_metadata(config).items():
         assert found[key] == (np.float32(value) if isinstance(value, float) else value)
     tensors = {tensor.name: tensor.data for tensor in reader.tensors}
-    assert len(tensors) == 2 + 9 * config.num_layers + (not config.tie_embeddings) + (name == "llama3")
+    assert len(tensors) == 2 + 9 * config.num_layers + (not config.tie_embeddings) + (
+        name == "llama3"
+    )
     np.testing.assert_array_equal(tensors["blk.1.ffn_down.weight"], params["layers"]["w_down"][1].T)
     if name == "llama3":
-        divisors = oracle.rope_frequencies(changed(rope_theta=500_000.0)) / oracle.rope_frequencies(config)
+        divisors = oracle.rope_frequencies(changed(rope_theta=500_000.0)) / oracle.rope_frequencies(
+            config
+        )
         np.testing.assert_allclose(tensors["rope_freqs.weight"], divisors, rtol=1e-6)
         assert tensors["rope_freqs.weight"].max() == 32
 
@@ -286,8 +352,12 @@ def test_transformers_reads_gguf_too(tmp_path, name):
 
     path = tmp_path / "model.gguf"
     params = written(path, name, "gguf")
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**load_gguf_checkpoint(path)["config"]))
-    theirs.load_state_dict(load_gguf_checkpoint(path, return_tensors=True, model_to_load=theirs)["tensors"])
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**load_gguf_checkpoint(path)["config"])
+    )
+    theirs.load_state_dict(
+        load_gguf_checkpoint(path, return_tensors=True, model_to_load=theirs)["tensors"]
+    )
     tokens = np.random.default_rng(0).integers(0, 96, (1, 128))
     with torch.no_grad():
         logits = theirs(torch.tensor(tokens)).logits.numpy()
